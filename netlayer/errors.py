@@ -1,0 +1,91 @@
+"""Errors that a user can act on. Every one carries the exit code that a command ends with.
+
+    NetlayerError                 exit 1: wrong data or a failed threshold
+    |-- ConfigError               exit 2: a file, an option or an environment that cannot be used
+    |   |-- PackageClash          exit 2: another distribution owns one of our package names
+    |-- HardwareMissing           exit 3: the machine lacks what was asked for
+    |-- CheckFailed               exit 1: data arrived wrong, or a threshold was missed
+    |-- RankFailed                exit 1: one rank of a launch failed (rank, log file and traceback inside)
+    |-- StoreError                exit 1: the key-value store cannot be used any more
+        |-- StoreUnreachable      exit 2: no server answers at the address given
+        |-- StoreLost             exit 1: the server came back without our data
+
+A bad argument to a library function is a plain ValueError; a wait that took too long is a plain TimeoutError.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_HARDWARE = 3
+
+
+class NetlayerError(Exception):
+    """Root of the tree. `str(error)` is one line that a person can act on."""
+
+    exit_code = EXIT_FAILED
+
+
+class ConfigError(NetlayerError):
+    """The user's configuration, options or environment cannot be used.
+
+    Args:
+        field: what is wrong, as the user wrote it (`job.parallel.tp`, `--out`).
+        value: the value found there; left out of the message where it is None.
+        rule: the rule it breaks, in words.
+        remedy: what to do about it.
+    """
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, field: str, value: object, rule: str, remedy: str) -> None:
+        self.field, self.value, self.rule, self.remedy = field, value, rule, remedy
+        shown = "" if value is None else f" = {_one_line(value)}"
+        super().__init__(f"{field}{shown}: {_one_line(rule)}; {_one_line(remedy)}")
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
+        return type(self), (self.field, self.value, self.rule, self.remedy)
+
+
+class PackageClash(ConfigError):
+    """Another installed distribution has a top-level package of one of our names."""
+
+
+class HardwareMissing(NetlayerError):
+    """The machine lacks a device, a driver or a library that was asked for by name."""
+
+    exit_code = EXIT_HARDWARE
+
+
+class CheckFailed(NetlayerError):
+    """Data arrived wrong, or a figure missed its threshold."""
+
+
+class RankFailed(NetlayerError):
+    """One rank of a launch failed; the others were ended."""
+
+    def __init__(self, rank: int, reason: str, log_file: str, traceback: str = "") -> None:
+        self.rank, self.reason, self.log_file, self.traceback = rank, reason, log_file, traceback
+        super().__init__(f"rank {rank} failed: {_one_line(reason)}; its log: {log_file}")
+
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[int, str, str, str]]:
+        return type(self), (self.rank, self.reason, self.log_file, self.traceback)
+
+
+class StoreError(NetlayerError):
+    """The key-value store that ranks meet in cannot be used any more."""
+
+
+class StoreUnreachable(StoreError):
+    """No store server answers at the address given."""
+
+    exit_code = EXIT_USAGE
+
+
+class StoreLost(StoreError):
+    """The store server came back without the data of this run."""
+
+
+def _one_line(value: object) -> str:
+    return " ".join(str(value).split())

@@ -1,0 +1,114 @@
+"""Rank <-> (tp, pp, dp) coordinates of a 3D-parallel job, and its process groups in closed form.
+
+The order is tensor, data, pipeline, innermost first: a tensor-parallel group stays inside a server, and data-parallel
+groups are placed before pipeline groups, so that data-parallel traffic crosses fewer pods (MegaScale, NSDI'24, 3.2).
+Every group is an arithmetic progression of ranks, so it is a `range`: nothing here grows with the world size. Left
+out: groups that join two dimensions (context or expert parallelism).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Dimension = Literal["tp", "dp", "pp"]
+DIMENSIONS: tuple[Dimension, ...] = ("tp", "dp", "pp")
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands: its index inside its tensor-, pipeline- and data-parallel group."""
+
+    tp: int
+    pp: int
+    dp: int
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """The degrees of tensor, pipeline and data parallelism, and who shares a group with whom.
+
+    Args:
+        tp: tensor-parallel degree; neighbours in rank.
+        pp: pipeline stages; the outermost dimension.
+        dp: data-parallel degree; between the two.
+        vpp: model chunks a pipeline rank holds (interleaved 1F1B); it makes no groups.
+
+    Raises:
+        ValueError: a degree below 1.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vpp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "dp", "vpp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: a parallel degree is at least 1")
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Coordinates of `rank` (0 <= rank < world_size)."""
+        self._check(rank)
+        rest, tp = divmod(rank, self.tp)
+        pp, dp = divmod(rest, self.dp)
+        return Coordinates(tp=tp, pp=pp, dp=dp)
+
+    def rank(self, *, tp: int = 0, pp: int = 0, dp: int = 0) -> int:
+        """The rank at these coordinates: tp + TP * (dp + DP * pp)."""
+        for name, index in (("tp", tp), ("pp", pp), ("dp", dp)):
+            if not 0 <= index < getattr(self, name):
+                raise ValueError(f"{name} = {index}: outside 0..{getattr(self, name) - 1}")
+        return tp + self.tp * (dp + self.dp * pp)
+
+    def num_groups(self, dimension: Dimension) -> int:
+        """How many groups this dimension has: each rank is in exactly one of them."""
+        return self.world_size // self._shape(dimension)[1]
+
+    def group(self, dimension: Dimension, index: int) -> range:
+        """Ranks of the `index`-th group of a dimension, in rank order; groups count up by their first rank."""
+        if not 0 <= index < self.num_groups(dimension):
+            raise ValueError(f"group {index}: {dimension} has groups 0..{self.num_groups(dimension) - 1}")
+        stride, degree = self._shape(dimension)
+        block, inside = divmod(index, stride)
+        first = block * stride * degree + inside
+        return range(first, first + stride * degree, stride)
+
+    def groups(self, dimension: Dimension) -> Iterator[range]:
+        """All groups of a dimension, one after the other, never held together."""
+        return (self.group(dimension, index) for index in range(self.num_groups(dimension)))
+
+    def group_index(self, dimension: Dimension, rank: int) -> int:
+        """Which group of the dimension `rank` belongs to."""
+        self._check(rank)
+        stride, degree = self._shape(dimension)
+        return rank // (stride * degree) * stride + rank % stride
+
+    def group_of(self, dimension: Dimension, rank: int) -> range:
+        """The group of the dimension that `rank` belongs to."""
+        return self.group(dimension, self.group_index(dimension, rank))
+
+    def group_table(self, dimension: Dimension) -> NDArray[np.int64]:
+        """Every group as one array, shape (num_groups, degree): for code that works on all ranks at once."""
+        stride, degree = self._shape(dimension)
+        blocks = np.arange(self.world_size, dtype=np.int64).reshape(-1, degree, stride)
+        return np.ascontiguousarray(blocks.transpose(0, 2, 1)).reshape(-1, degree)
+
+    def _shape(self, dimension: Dimension) -> tuple[int, int]:
+        """(stride, degree): a group is `degree` ranks, `stride` apart."""
+        shapes = {"tp": (1, self.tp), "dp": (self.tp, self.dp), "pp": (self.tp * self.dp, self.pp)}
+        if dimension not in shapes:
+            raise ValueError(f"dimension {dimension!r}: one of {', '.join(DIMENSIONS)}")
+        return shapes[dimension]
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank}: outside 0..{self.world_size - 1}")

@@ -1,0 +1,168 @@
+"""RunRecord: the one form in which everything measured, simulated or predicted is kept.
+
+One JSON file a run, never overwritten. `source` decides which table a number may enter. A loader gives a DataFrame;
+rows also go to CSV and parquet. Left out: the judgement of a number.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from netlayer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA_VERSION = 1
+Source = Literal["measured", "simulated", "predicted"]
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run: what was asked, on what, and the rows that came out.
+
+    Args:
+        name: what ran, dotted: `bench.all_gather`, `topology.ecmp`.
+        source: measured on real hardware, simulated, or predicted by a formula.
+        rows: the figures, one mapping a row, JSON values only; units stand in the keys (`time_us`).
+        started_utc, ended_utc: ISO 8601.
+        arguments: the options of the command.
+        config: the resolved configuration tree, empty where there was none.
+        environment: `netlayer.environ.snapshot()`.
+        devices: what it ran on, one text a device.
+
+    Raises:
+        ValueError: `source` is none of the three.
+    """
+
+    name: str
+    source: Source
+    rows: Sequence[Row]
+    started_utc: str
+    ended_utc: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    devices: Sequence[str] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if self.source not in get_args(Source):
+            raise ValueError(f"source = {self.source!r}: one of {', '.join(get_args(Source))}")
+
+    def to_json(self) -> str:
+        """The record as JSON text; a NaN or infinity in it is a ValueError, for JSON has neither."""
+        return json.dumps(asdict(self), indent=1, allow_nan=False) + "\n"
+
+    def frame(self) -> pd.DataFrame:
+        """The rows as a DataFrame, `name`, `source` and `started_utc` in front."""
+        import pandas as pd
+
+        frame = pd.DataFrame([dict(row) for row in self.rows])
+        for position, column in enumerate(("name", "source", "started_utc")):
+            frame.insert(position, f"record_{column}", getattr(self, column))
+        return frame
+
+    def save(self, folder: Path) -> Path:
+        """Write one new JSON file into `folder`; a file that is there is never overwritten."""
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = re.sub(r"[^\w.-]", "-", f"{self.name}-{self.started_utc.replace(':', '').replace('+0000', 'Z')}")
+        text = self.to_json()
+        for number in itertools.count():
+            path = folder / (f"{stem}-{number}.json" if number else f"{stem}.json")
+            if _write_new(path, text):
+                return path
+        raise AssertionError("unreachable: the counter has no end")
+
+    def save_csv(self, path: Path) -> None:
+        """The rows alone as CSV; columns in the order they first appear."""
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(dict.fromkeys(key for row in self.rows for key in row)))
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_text(path, text.getvalue())
+
+    def save_parquet(self, path: Path) -> None:
+        """The rows with their record's name and source as parquet."""
+        self.frame().to_parquet(path, index=False)
+
+
+def utc_now() -> str:
+    """This moment as ISO 8601 text, to the millisecond."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file or nothing: a reader never sees half of it. `-` writes to stdout."""
+    if str(path) == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(text)
+    Path(file.name).chmod(0o644)
+    Path(file.name).replace(path)
+
+
+def load_record(path: Path) -> RunRecord:
+    """Read one record.
+
+    Raises:
+        ConfigError: the file is missing, is no record, or was written by a later schema.
+    """
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError("record", path, f"cannot be read ({exc.strerror})", "give a file under records/") from exc
+    except ValueError as exc:
+        raise ConfigError("record", path, f"is not JSON ({exc})", "give a file that netlayer wrote") from exc
+    version = tree.get("schema_version") if isinstance(tree, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ConfigError("record", path, f"has schema {version}, known is {SCHEMA_VERSION}", "use a matching netlayer")
+    try:
+        return RunRecord(**tree)
+    except (TypeError, ValueError) as exc:
+        raise ConfigError("record", path, f"is no record ({exc})", "give a file that netlayer wrote") from exc
+
+
+def load_frame(paths: Path | Iterable[Path], source: Source | None = None) -> pd.DataFrame:
+    """Rows of many records in one DataFrame, only those of `source` if given.
+
+    Args:
+        paths: record files, or one folder that is searched for `*.json`.
+        source: keep records of this source alone, so that a simulated figure cannot slip among measured ones.
+    """
+    import pandas as pd
+
+    files = sorted(paths.rglob("*.json")) if isinstance(paths, Path) and paths.is_dir() else paths
+    records = [load_record(file) for file in ([files] if isinstance(files, Path) else files)]
+    frames = [record.frame() for record in records if source in (None, record.source)]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+
+def _write_new(path: Path, text: str) -> bool:
+    """Create `path` whole; False where it exists. The link is the atomic step."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(text)
+    written = Path(file.name)
+    written.chmod(0o644)
+    try:
+        os.link(written, path)
+    except FileExistsError:
+        return False
+    finally:
+        written.unlink()
+    return True

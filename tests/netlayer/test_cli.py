@@ -1,0 +1,104 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from netlayer import cli, environ
+from netlayer.errors import CheckFailed, ConfigError, HardwareMissing, NetlayerError
+
+
+def run_netlayer(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "netlayer", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, check=False)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The command in this process; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["netlayer", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; sys.argv = ['netlayer', '--help']\n"
+        "from netlayer.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'pandas', 'numpy', 'pydantic', 'numba', 'altair', 'rich', 'redis'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("quickstart", "doctor", "config", "topology"):
+        assert f"\n  {name} " in done.stdout
+
+
+def test_a_bad_configuration_ends_with_one_line_and_exit_2() -> None:
+    done = run_netlayer("config", "check", "--config", "missing.toml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr == "error: --config = missing.toml: there is no such file; give a TOML file; examples/ has some\n"
+    )
+
+
+def test_a_good_configuration_is_shown_with_its_meanings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "config", "show", "--set", "job.optimizer.steps=5") == 0
+    assert "steps = 5 # optimiser steps" in capsys.readouterr().out
+    assert call(monkeypatch, "config", "check", "--config", "examples/h200x8.toml") == 0
+    assert "8 ranks on 1 servers" in capsys.readouterr().out
+
+
+def test_doctor_prints_a_table_or_json_and_fails_on_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "doctor") == 0
+    assert "Redis" in capsys.readouterr().out
+    problem = environ.Finding("package bench", "problem", "is also elsewhere", "remove it")
+    monkeypatch.setattr(environ, "doctor", lambda: [problem])
+    assert call(monkeypatch, "doctor", "--json", "-") == 2
+    assert json.loads(capsys.readouterr().out)[0]["remedy"] == "remove it"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (CheckFailed("3 of 8 sizes are wrong"), 1, "error: 3 of 8 sizes are wrong\n"),
+        (
+            ConfigError("--out", "/x", "is read-only", "choose another"),
+            2,
+            "error: --out = /x: is read-only; choose another\n",
+        ),
+        (HardwareMissing("no GPU"), 3, "error: no GPU\n"),
+        (NetlayerError("anything"), 1, "error: anything\n"),
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+    ],
+)
+def test_an_error_becomes_its_exit_code_and_one_line(
+    error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @click.command()
+    def failing() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        cli.run(lambda: failing, "failing")
+    # click's main reads sys.argv: none of pytest's own arguments may reach it
+    assert (caught.value.code, capsys.readouterr().err) == (code, line)
+
+
+@pytest.fixture(autouse=True)
+def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["netlayer"])
+
+
+def test_a_usage_error_exits_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "quickstrat") == 2
+    assert "No such command 'quickstrat'" in capsys.readouterr().err

@@ -1,0 +1,83 @@
+import os
+import stat
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from netlayer import environ
+from netlayer.errors import PackageClash
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A driver tool that shows two GPUs, first on the PATH."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, NVIDIA H200, 143771, 580.1'\necho '1, NVIDIA H200, 143771, 580.1'\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tool
+
+
+def test_gpus_are_those_of_the_driver_that_are_left_visible(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [(gpu.index, gpu.name, gpu.memory_mib) for gpu in environ.list_gpus()] == [
+        (0, "NVIDIA H200", 143771),
+        (1, "NVIDIA H200", 143771),
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [gpu.index for gpu in environ.list_gpus()] == [1]
+    assert "2 x" not in next(f.detail for f in environ.doctor() if f.topic == "GPUs")
+
+
+def test_a_driver_tool_that_fails_means_no_gpus(nvidia_smi: Path) -> None:
+    nvidia_smi.write_text("#!/bin/sh\nexit 9\n")
+    assert environ.list_gpus() == []
+
+
+def test_every_missing_thing_comes_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environ, "find_redis_binary", lambda: None)
+    monkeypatch.setattr(environ, "_version", lambda name: None)
+    findings = environ.doctor()
+    assert {finding.topic for finding in findings} >= {"machine", "python", "torch", "GPUs", "Redis", "RDMA", "pyverbs"}
+    assert all(finding.remedy for finding in findings if finding.status != "ok")
+    assert {f.topic for f in findings if f.status == "problem"} == {"torch"}
+
+
+def test_a_snapshot_keeps_allow_listed_variables_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_IB_TIMEOUT", "22")
+    monkeypatch.setenv("REDIS_PASSWORD", "secret")
+    kept = environ.snapshot(seed=3)
+    assert kept["seed"] == 3
+    assert kept["variables"]["NCCL_IB_TIMEOUT"] == "22"
+    assert "REDIS_PASSWORD" not in kept["variables"]
+    assert kept["versions"]["torch"] == metadata.version("torch")
+
+
+def test_outside_a_checkout_there_is_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environ, "_root", lambda: tmp_path)
+    assert environ.snapshot()["commit"] == ""
+
+
+def test_another_distribution_with_a_package_of_our_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    owners = {"bench": ["netlayer", "other-bench"], "topology": ["netlayer"]}
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: owners)
+    [clash] = environ.find_clashes()
+    assert str(clash).startswith("package bench: is also in the distribution other-bench;")
+    assert "problem" in {finding.status for finding in environ.doctor()}
+
+
+def test_a_foreign_package_first_on_the_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ.check_package("bench")
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "bench", raising=False)
+    with pytest.raises(PackageClash, match="not beside netlayer"):
+        environ.check_package("bench")
+
+
+def test_a_missing_package_is_named() -> None:
+    with pytest.raises(PackageClash, match="package no_such_package: is missing"):
+        environ.check_package("no_such_package")

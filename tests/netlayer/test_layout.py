@@ -1,0 +1,70 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from netlayer.layout import DIMENSIONS, ParallelLayout
+
+layouts = st.builds(
+    ParallelLayout, tp=st.integers(1, 8), pp=st.integers(1, 6), dp=st.integers(1, 7), vpp=st.integers(1, 3)
+)
+
+
+@given(layouts)
+def test_coordinates_and_rank_are_inverse(layout: ParallelLayout) -> None:
+    seen = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    assert len(set(seen)) == layout.world_size
+    assert [layout.rank(tp=at.tp, pp=at.pp, dp=at.dp) for at in seen] == list(range(layout.world_size))
+
+
+@given(layouts)
+def test_groups_of_a_dimension_partition_the_ranks_and_differ_in_that_coordinate_alone(layout: ParallelLayout) -> None:
+    for dimension in DIMENSIONS:
+        groups = list(layout.groups(dimension))
+        assert len(groups) == layout.num_groups(dimension)
+        assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
+        for index, group in enumerate(groups):
+            assert len(group) == getattr(layout, dimension)
+            for position, rank in enumerate(group):
+                at = layout.coordinates(rank)
+                assert getattr(at, dimension) == position
+                assert at._replace(**{dimension: 0}) == layout.coordinates(group[0])
+                assert layout.group_index(dimension, rank) == index
+                assert layout.group_of(dimension, rank) == group
+
+
+@given(layouts)
+def test_the_table_holds_the_same_groups(layout: ParallelLayout) -> None:
+    for dimension in DIMENSIONS:
+        table = layout.group_table(dimension)
+        assert np.array_equal(table, np.array([list(group) for group in layout.groups(dimension)]))
+
+
+def test_data_parallel_is_placed_before_pipeline() -> None:
+    layout = ParallelLayout(tp=8, pp=8, dp=192)
+    assert layout.group_of("tp", 0) == range(8)
+    assert layout.group_of("dp", 0) == range(0, 8 * 192, 8)
+    assert layout.group_of("pp", 0) == range(0, 12288, 8 * 192)
+
+
+def test_groups_of_a_million_ranks_cost_nothing() -> None:
+    layout = ParallelLayout(tp=8, pp=16, dp=2**13)
+    assert isinstance(layout.group("dp", 127), range)
+    assert layout.group_of("pp", layout.world_size - 1)[-1] == layout.world_size - 1
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ParallelLayout(tp=0), "tp = 0"),
+        (lambda: ParallelLayout(dp=2).coordinates(2), "rank 2"),
+        (lambda: ParallelLayout(dp=2).rank(dp=2), "dp = 2"),
+        (lambda: ParallelLayout(dp=2).group("dp", 1), "groups 0..0"),
+        (lambda: ParallelLayout().group_of("ep", 0), "one of tp, dp, pp"),
+    ],
+)
+def test_bad_arguments_name_the_value(call, words) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=words):
+        call()

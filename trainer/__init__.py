@@ -1,0 +1,1 @@
+"""The LLM stack over the layer."""
