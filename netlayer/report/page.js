@@ -1,0 +1,40 @@
+"use strict";
+const page = JSON.parse(document.getElementById("plots").textContent);
+
+// ast: expressions are interpreted, not compiled, so the page's policy can forbid eval.
+const options = {
+  mode: "vega-lite",
+  renderer: "svg",
+  actions: false,
+  ast: true,
+  defaultStyle: false,
+  config: page.config,
+  tooltip: { disableDefaultStyle: true },
+};
+
+for (const box of document.querySelectorAll("[data-plot]")) {
+  vegaEmbed(box, page.specs[box.dataset.plot], options).then(
+    () => { box.dataset.state = "drawn"; },
+    (error) => {
+      console.error(`chart ${box.dataset.plot}:`, error);
+      const picture = new Image();
+      picture.src = `plots/${box.dataset.plot}.png`;
+      picture.alt = box.getAttribute("aria-label");
+      box.replaceChildren(picture);
+      box.dataset.state = "failed";
+    },
+  );
+}
+
+// The contents show which section is being read.
+const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
+const reading = new IntersectionObserver(
+  (entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (isIntersecting) links.get(target.id)?.setAttribute("aria-current", "true");
+      else links.get(target.id)?.removeAttribute("aria-current");
+    }
+  },
+  { rootMargin: "-20% 0px -70% 0px" },
+);
+document.querySelectorAll("main section").forEach((section) => reading.observe(section));
