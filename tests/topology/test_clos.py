@@ -1,0 +1,77 @@
+import logging
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from netlayer.config import ClusterConfig, load_config
+from tests.topology.fabrics import EXAMPLES, cluster, clusters, megascale
+from topology.clos import Clos, Tier
+
+
+def test_describe_counts_megascale() -> None:
+    fabric = Clos.build(megascale().cluster)
+    rows = {row["level"]: row for row in fabric.describe()}
+    assert {level: row["count"] for level, row in rows.items()} == {
+        "server": 1536,
+        "tor": 192,
+        "spine": 192,
+        "core": 128,
+    }
+    assert rows["core"]["ports_left"] == 16
+    assert rows["tor"]["up_bps"] == rows["spine"]["up_bps"] == 12_288 * 200e9
+    assert [row["path_hops"] for row in fabric.describe()] == [0, 2, 4, 6]
+    assert fabric.summary()["bisection_bps"] == 12_288 * 200e9 / 2
+    assert fabric.num_links == 2 * (12_288 + 2 * 6_144)
+
+
+def test_two_tiers_have_no_core() -> None:
+    fabric = Clos.build(cluster(tiers=2, pods=1))
+    assert [row["level"] for row in fabric.describe()] == ["server", "tor", "spine"]
+    assert fabric.tier_bps(Tier.SPINE_CORE) == 0
+
+
+@given(clusters())
+def test_every_link_has_its_reverse_in_the_mirrored_tier(tree: ClusterConfig) -> None:
+    fabric = Clos.build(tree)
+    for tier in Tier:
+        there, back = fabric.tier_links(tier), fabric.tier_links(Tier(len(Tier) - 1 - tier))
+        assert np.array_equal(fabric.link_src[there], fabric.link_dst[back])
+        assert np.array_equal(fabric.link_bps[there], fabric.link_bps[back])
+        assert (fabric.link_tier[there] == tier).all()
+
+
+@given(clusters())
+def test_wires_join_what_the_numbering_says(tree: ClusterConfig) -> None:
+    fabric = Clos.build(tree)
+    nics = np.arange(fabric.design.num_nics)
+    up = fabric.nic_link(nics, Tier.NIC_TOR)
+    assert np.array_equal(fabric.link_src[up], nics)
+    assert np.array_equal(fabric.link_dst[up], fabric.tor_nodes(fabric.tor_of(nics)))
+    pairs = np.stack([fabric.link_src, fabric.link_dst])[:, fabric.tier_links(Tier.TOR_SPINE)]
+    _, parallel = np.unique(pairs, axis=1, return_counts=True)
+    assert set(parallel) == {fabric.design.links_per_tor_spine}
+
+
+def test_bisection_is_that_of_the_narrowest_tier() -> None:
+    assert Clos.build(cluster()).bisection_bps == 128 * 200 / 2
+    assert Clos.build(cluster(oversubscription=2)).bisection_bps == 128 * 200 / 4
+
+
+def test_a_rail_is_a_subnet_and_addresses_differ() -> None:
+    fabric = Clos.build(cluster(nics_per_server=2, rails=2))
+    addresses = fabric.address_of(np.arange(fabric.design.num_nics))
+    assert len(set(addresses.tolist())) == fabric.design.num_nics
+    assert addresses[5] == (10 << 24) + (1 << 16) + 2
+
+
+def test_one_server_is_a_fabric_too(caplog: pytest.LogCaptureFixture) -> None:
+    fabric = Clos.build(load_config(EXAMPLES / "laptop.toml").cluster)
+    assert fabric.summary()["servers"] == 1
+    assert not caplog.records
+
+
+def test_a_split_without_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Clos.build(cluster(nic_bps=400, servers_per_tor_set=16))
+    assert "aoc_split has no effect" in caplog.text

@@ -1,0 +1,94 @@
+import json
+from typing import Any
+
+import pytest
+
+from netlayer.config import Config, build_config, load_config
+from netlayer.errors import ConfigError
+from tests.topology.fabrics import EXAMPLES, cluster, megascale
+from topology.compare import ALL_TIERS, CLOSED_FORM, LOADS, compare_split, split_by_load
+from topology.hashing import HASHES
+
+
+def _tree(**changes: Any) -> Config:
+    tree = cluster(**changes).model_dump()
+    parallel = {"dp": tree["servers"] // 2, "pp": 2}
+    return build_config({"cluster": tree, "job": {"parallel": parallel, "batch": {"global_size": tree["servers"] * 4}}})
+
+
+def _pick(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def test_megascale_collides_less_with_the_split() -> None:
+    rows = compare_split(megascale(), seeds=range(4), hashes=["random"])
+    for traffic in ("pipeline", "permutation"):
+        for source in ("simulated", "predicted"):
+            uplinks = _pick(rows, traffic=traffic, source=source, tier="tor-spine")
+            with_split, without = sorted(uplinks, key=lambda row: not row["split"])
+            assert with_split["collision_share"] < without["collision_share"]
+            assert with_split["excess"] < 0.8 * without["excess"]
+            assert (with_split["links"], without["links"]) == (6_144, 12_288)
+    ring = _pick(rows, traffic="ring", tier=ALL_TIERS)
+    assert [(row["flows"], row["collisions"]) for row in ring] == [(192, 0), (192, 0)]
+
+
+def test_there_is_a_row_for_every_case_and_it_is_json() -> None:
+    rows = compare_split(_tree(), seeds=[3, 4])
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    assert len(rows) == 2 * 3 * (len(HASHES) * 5 + 4)
+    assert {row["source"] for row in _pick(rows, hash=CLOSED_FORM)} == {"predicted"}
+    assert {tuple(row) for row in rows} == {tuple(rows[0])}
+    assert rows == compare_split(_tree(), seeds=[3, 4])
+
+
+def test_every_hash_is_near_the_closed_form_on_the_permutation() -> None:
+    rows = _pick(compare_split(megascale(), seeds=range(3), traffics=["permutation"]), tier="tor-spine", split=True)
+    expected = _pick(rows, hash=CLOSED_FORM)[0]
+    for row in _pick(rows, source="simulated"):
+        assert row["excess"] == pytest.approx(expected["excess"], rel=0.05)
+
+
+def test_queue_pairs_spread_the_excess() -> None:
+    excess = [
+        _pick(
+            compare_split(_tree(), seeds=range(3), traffics=["pipeline"], qps_per_connection=qps),
+            tier="tor-spine",
+            hash="crc16",
+            split=True,
+        )[0]["excess"]
+        for qps in (1, 8)
+    ]
+    assert excess[1] < excess[0]
+
+
+def test_the_split_helps_most_at_partial_load() -> None:
+    rows = split_by_load(megascale().cluster)
+    assert len(rows) == 2 * len(LOADS)
+    by_load = {(row["split"], row["load"]): row for row in rows}
+    gains = [by_load[True, load]["collision_share"] / by_load[False, load]["collision_share"] for load in LOADS]
+    assert gains == sorted(gains)
+    assert gains[0] < 0.2
+    assert gains[-1] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("tree", "rule"),
+    [
+        (load_config(EXAMPLES / "laptop.toml"), "all traffic stays in one server"),
+        (_tree(servers=32, pods=1), "all NICs hang on one ToR"),
+    ],
+)
+def test_a_fabric_that_nothing_crosses_is_refused_in_one_line(tree: Config, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule) as caught:
+        compare_split(tree)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_arguments_are_value_errors() -> None:
+    with pytest.raises(ValueError, match="seeds"):
+        compare_split(_tree(), seeds=[])
+    with pytest.raises(ValueError, match="'storage'"):
+        compare_split(_tree(), traffics=["storage"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="'md5'"):
+        compare_split(_tree(), hashes=["md5"])  # type: ignore[list-item]

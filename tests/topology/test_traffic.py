@@ -1,0 +1,133 @@
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from netlayer.config import ClusterConfig, Config, build_config, load_config
+from netlayer.errors import ConfigError
+from tests.topology.fabrics import EXAMPLES, cluster, clusters, megascale
+from topology.clos import Clos
+from topology.traffic import (
+    Kind,
+    headers,
+    job_flows,
+    nic_of_rank,
+    permutation,
+    pipeline_bytes,
+    ring_bytes,
+    stage_parameters,
+)
+
+
+def _job(*, tp: int = 1, pp: int = 1, dp: int = 1, vpp: int = 1, **fabric: Any) -> Config:
+    """A small job on servers of two GPUs and one NIC."""
+    model = {"layers": 12, "hidden": 64, "heads": 4, "ffn_hidden": 256, "vocab_size": 100, "seq_len": 10}
+    parallel = {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp}
+    tree = {
+        "cluster": {"servers": tp * pp * dp // 2, "gpus_per_server": 2, **fabric},
+        "job": {"model": model, "parallel": parallel, "batch": {"global_size": 6 * dp, "micro_size": 2}},
+    }
+    return build_config(tree)
+
+
+def test_a_ring_passes_from_each_rank_to_the_next_and_nvlink_makes_no_flow() -> None:
+    tree = _job(dp=8)  # two neighbours a server: every second step of the ring crosses
+    ring = job_flows(tree.job, tree.cluster).select(Kind.DP_REDUCE_SCATTER)
+    assert ring.src_nic.tolist() == [0, 1, 2, 3]
+    assert ring.dst_nic.tolist() == [1, 2, 3, 0]
+
+
+def test_ring_bytes_by_hand() -> None:
+    tree = _job(tp=2, pp=2, dp=4)
+    block = 4 * 64 * 64 + 2 * 64 * 256
+    first, last = (6 * block + (100 + 10) * 64) / 2, (6 * block + 100 * 64) / 2
+    assert stage_parameters(tree.job).tolist() == [first, last]
+    assert ring_bytes(tree.job).tolist() == [first * 4 * 3 / 4, last * 4 * 3 / 4]
+    flows = job_flows(tree.job, tree.cluster).select(Kind.DP_ALL_GATHER)
+    assert sorted(set(flows.num_bytes.tolist())) == sorted({first * 3, last * 3})
+
+
+def test_pipeline_bytes_by_hand() -> None:
+    tree = _job(tp=2, pp=3, dp=2, vpp=2)
+    boundary = 3 * 2 * 10 * 64 * 4 / 2  # micro-batches, sequences, tokens, values, bytes, over tp
+    assert pipeline_bytes(tree.job) == (2 * boundary, boundary)
+    forward = job_flows(tree.job, tree.cluster).select(Kind.PP_FORWARD)
+    around = forward.src_nic > forward.dst_nic
+    assert set(forward.num_bytes[around]) == {boundary}
+    assert set(forward.num_bytes[~around]) == {2 * boundary}
+
+
+def test_one_chunk_a_rank_does_not_go_round() -> None:
+    tree = _job(tp=2, pp=4, dp=1)
+    forward = job_flows(tree.job, tree.cluster).select(Kind.PP_FORWARD)
+    assert list(zip(forward.src_nic.tolist(), forward.dst_nic.tolist(), strict=True))[:3] == [(0, 1), (1, 2), (2, 3)]
+    backward = job_flows(tree.job, tree.cluster).select(Kind.PP_BACKWARD)
+    assert np.array_equal(backward.src_nic, forward.dst_nic)
+
+
+def test_megascale_rings_stay_on_their_rail_and_a_stage_stays_in_its_servers() -> None:
+    tree = megascale()
+    flows = job_flows(tree.job, tree.cluster)
+    assert (flows.src_nic % 8 == flows.dst_nic % 8).all()
+    ring = flows.select(Kind.DP_REDUCE_SCATTER)
+    assert len(ring) == tree.cluster.num_gpus
+    assert (ring.src_nic // 8 // 192 == ring.dst_nic // 8 // 192).all()
+    fabric = Clos.build(tree.cluster)
+    crossing = fabric.tor_of(ring.src_nic) != fabric.tor_of(ring.dst_nic)
+    assert crossing.sum() == fabric.design.num_tors  # one flow out of each ToR: placement keeps the ring off the spines
+
+
+@given(st.integers(1, 5))
+def test_more_queue_pairs_share_the_same_bytes(qps: int) -> None:
+    tree = _job(tp=2, pp=2, dp=4)
+    one = job_flows(tree.job, tree.cluster)
+    many = job_flows(tree.job, tree.cluster, qps_per_connection=qps)
+    assert len(many) == qps * len(one)
+    assert many.num_bytes.sum() == pytest.approx(one.num_bytes.sum())
+
+
+def test_one_server_has_no_flows() -> None:
+    tree = load_config(EXAMPLES / "laptop.toml")
+    assert len(job_flows(tree.job, tree.cluster)) == 0
+
+
+def test_gpus_share_nics_in_order() -> None:
+    tree = cluster(gpus_per_server=4, nics_per_server=2)
+    assert nic_of_rank(tree, np.arange(8)).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_tensor_group_that_leaves_its_server_is_refused() -> None:
+    tree = _job(tp=4, dp=2)
+    with pytest.raises(ConfigError, match=r"job\.parallel\.tp = 4: must divide"):
+        job_flows(tree.job, tree.cluster)
+
+
+def test_a_job_for_another_cluster_is_refused() -> None:
+    with pytest.raises(ValueError, match="8 ranks, the cluster 128 GPUs"):
+        job_flows(_job(dp=8).job, cluster())
+    with pytest.raises(ValueError, match="qps_per_connection = 0"):
+        job_flows(_job(dp=8).job, _job(dp=8).cluster, qps_per_connection=0)
+
+
+@given(clusters(), st.integers(0, 2**70))
+def test_a_permutation_leaves_the_tor_and_meets_nobody_twice(tree: ClusterConfig, seed: int) -> None:
+    fabric = Clos.build(tree)
+    flows = permutation(fabric, seed)
+    assert (fabric.tor_of(flows.src_nic) != fabric.tor_of(flows.dst_nic)).all()
+    assert len(set(flows.src_nic.tolist())) == len(set(flows.dst_nic.tolist())) == len(flows)
+    sizes = np.bincount(fabric.tor_of(np.arange(fabric.design.num_nics)))
+    if 2 * sizes.max() <= sizes.sum():
+        assert len(flows) == fabric.design.num_nics
+    assert np.array_equal(permutation(fabric, seed).dst_nic, flows.dst_nic)
+
+
+def test_flows_between_the_same_nics_have_queue_pairs_of_their_own() -> None:
+    tree = _job(tp=2, dp=16)
+    fabric = Clos.build(tree.cluster)
+    flows = job_flows(tree.job, tree.cluster, qps_per_connection=4).select(Kind.DP_ALL_GATHER)
+    tuples = headers(fabric, flows, seed=5)
+    assert len(np.unique(tuples.to_bytes(), axis=0)) == len(flows)
+    assert np.array_equal(tuples.udp_sport, headers(fabric, flows, seed=5).udp_sport)
+    assert not np.array_equal(tuples.udp_sport, headers(fabric, flows, seed=6).udp_sport)

@@ -1,0 +1,114 @@
+"""The load that hashed flows put on every link, and its collisions.
+
+A *collision* is a flow on a link whose hashed demand exceeds its capacity; its size is the *excess* (demand above
+capacity over total demand). Sharing a link alone is no collision. A NIC shares its rate evenly among the flows that it
+sends or receives at one time, so no NIC is asked for more than it has and what collides collides by ECMP. Evaluate
+flows that run at one time together, such as both directions of the pipeline, and phases that follow one another apart:
+two phases in one load would each get half of every NIC. Left out: what rate the flows then reach (max-min).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topology.clos import Clos, Ints, Tier
+from topology.hashing import Ecmp
+from topology.routing import NO_LINK, route
+from topology.traffic import Flows
+
+Floats = NDArray[np.float64]
+
+# Tiers whose links a hash chooses.
+ECMP_TIERS = (Tier.TOR_SPINE, Tier.SPINE_CORE, Tier.CORE_SPINE, Tier.SPINE_TOR)
+# Rates are sums of fractions of a NIC; a link is over only where rounding cannot have made it so.
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Collisions:
+    """What stands on a set of links; shares are 0 where no flow crosses them.
+
+    Args:
+        num_flows: flows that cross at least one of the links.
+        num_colliding: of these, flows on at least one link whose demand exceeds its capacity.
+        num_overloaded: such links.
+        excess: demand above capacity over total demand, summed over the links.
+        utilisation, max_utilisation: demand over capacity, of all links together and of the fullest.
+    """
+
+    num_links: int
+    num_flows: int
+    num_colliding: int
+    num_overloaded: int
+    excess: float
+    utilisation: float
+    max_utilisation: float
+
+    @property
+    def share(self) -> float:
+        """Share of the crossing flows that are in collision."""
+        return self.num_colliding / self.num_flows if self.num_flows else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """Flows on their paths: `paths` as `routing.route` gives them, `flow_bps` a flow, `link_bps` demand a link."""
+
+    fabric: Clos
+    paths: Ints
+    flow_bps: Floats
+    link_bps: Floats
+
+    def collisions(self, tiers: Sequence[Tier] = ECMP_TIERS) -> Collisions:
+        """Count and size over the links of these tiers together."""
+        spans = [self.fabric.tier_links(tier) for tier in tiers]
+        demand = np.concatenate([self.link_bps[span] for span in spans])
+        capacity = np.concatenate([self.fabric.link_bps[span] for span in spans])
+        over = np.maximum(demand - capacity, 0.0)
+        over[over <= TOLERANCE * capacity] = 0.0
+        paths = self.paths[:, list(tiers)]
+        total = float(demand.sum())
+        return Collisions(
+            num_links=len(demand),
+            num_flows=int((paths != NO_LINK).any(axis=1).sum()),
+            num_colliding=int(self._overloaded()[paths].any(axis=1).sum()),
+            num_overloaded=int((over > 0).sum()),
+            excess=float(over.sum()) / total if total else 0.0,
+            utilisation=total / float(capacity.sum()) if len(demand) else 0.0,
+            max_utilisation=float((demand / capacity).max()) if len(demand) else 0.0,
+        )
+
+    def _overloaded(self) -> NDArray[np.bool_]:
+        """Whether each link is over capacity; one entry more, False, stands where NO_LINK points."""
+        over = self.link_bps > self.fabric.link_bps * (1 + TOLERANCE)
+        return np.append(over, False)
+
+
+def load(fabric: Clos, flows: Flows, ecmp: Ecmp) -> Load:
+    """Route the flows and add up their demand; `ecmp` was made for the flows' headers."""
+    return place(fabric, flows, route(fabric, flows.src_nic, flows.dst_nic, ecmp))
+
+
+def place(fabric: Clos, flows: Flows, paths: Ints) -> Load:
+    """Add up the demand of flows whose paths are known, shape (num_flows, 6) as `routing.route` gives them."""
+    flow_bps = demand_bps(fabric, flows)
+    return Load(fabric, paths, flow_bps, sum_per_link(fabric, paths, flow_bps))
+
+
+def demand_bps(fabric: Clos, flows: Flows) -> Floats:
+    """What each flow asks for: its NIC's rate over the flows there, at the fuller of its two ends."""
+    sending = np.bincount(flows.src_nic, minlength=fabric.design.num_nics)
+    receiving = np.bincount(flows.dst_nic, minlength=fabric.design.num_nics)
+    return fabric.design.nic_bps / np.maximum(sending[flows.src_nic], receiving[flows.dst_nic])
+
+
+def sum_per_link(fabric: Clos, paths: Ints, amounts: Floats) -> Floats:
+    """Sum of `amounts`, one a flow, over the flows on each link: shape (num_links,)."""
+    links, weights = paths.ravel(), np.repeat(amounts, paths.shape[1])
+    crossed = links != NO_LINK
+    totals = np.bincount(links[crossed], weights=weights[crossed], minlength=fabric.num_links)
+    return np.asarray(totals, dtype=np.float64)

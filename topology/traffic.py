@@ -1,0 +1,210 @@
+"""What a training job sends over the fabric, as arrays: the rings of its data-parallel groups and its pipeline.
+
+Rank r is GPU r % gpus_per_server of server r // gpus_per_server; tensor-parallel traffic and neighbours in one server
+use NVLink and make no flow. Beside the job's own flows stands a random permutation at full load, for the share of a
+ring that leaves its ToR depends on placement. Left out: when a flow starts, and other shapes than rings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from netlayer.config import ClusterConfig, JobConfig
+from netlayer.errors import ConfigError
+from topology.clos import Clos, Ints
+from topology.hashing import Headers, mix64, udp_source_port
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_QPN_MASK = 0xFF_FFFF
+_FIRST_QPN = 2  # 0 and 1 are the management queue pairs
+
+
+class Kind(IntEnum):
+    """What a flow carries."""
+
+    DP_ALL_GATHER = 0
+    DP_REDUCE_SCATTER = 1
+    PP_FORWARD = 2
+    PP_BACKWARD = 3
+    PERMUTATION = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Flows:
+    """Flows between NICs, arrays of one length: endpoints (NIC indices), bytes a step, and `Kind`."""
+
+    src_nic: Ints
+    dst_nic: Ints
+    num_bytes: NDArray[np.float64]
+    kind: NDArray[np.int8]
+
+    def __len__(self) -> int:
+        return len(self.src_nic)
+
+    def select(self, *kinds: Kind) -> Flows:
+        """The flows of these kinds."""
+        return self.where(np.isin(self.kind, kinds))
+
+    def where(self, chosen: NDArray[np.bool_] | Ints) -> Flows:
+        """The flows that a mask keeps, or those at these positions (a position may come twice)."""
+        return Flows(self.src_nic[chosen], self.dst_nic[chosen], self.num_bytes[chosen], self.kind[chosen])
+
+
+def job_flows(job: JobConfig, cluster: ClusterConfig, *, qps_per_connection: int = 1) -> Flows:
+    """Flows of one step, each connection as `qps_per_connection` flows that share its bytes.
+
+    A ring carries the all-gather and the reduce-scatter of its group (the same pairs, one flow a kind); the pipeline
+    sends activations forward and gradients backward, from the last stage round to the first where ranks hold
+    several model chunks. A cluster of one server has no flows.
+
+    Raises:
+        ConfigError: a tensor-parallel group would leave its server.
+        ValueError: the job's ranks are not the cluster's, or `qps_per_connection` is below 1.
+    """
+    _check(job, cluster, qps_per_connection)
+    src, dst, num_bytes, kind = (np.concatenate(column) for column in zip(*_rings(job), *_pipeline(job), strict=True))
+    leaves = (src // cluster.gpus_per_server != dst // cluster.gpus_per_server) & (num_bytes > 0)
+    connections = np.flatnonzero(leaves).repeat(qps_per_connection)
+    flows = Flows(nic_of_rank(cluster, src), nic_of_rank(cluster, dst), num_bytes / qps_per_connection, kind)
+    return flows.where(connections)
+
+
+def nic_of_rank(cluster: ClusterConfig, rank: Ints) -> Ints:
+    """The NIC of each rank: a server's GPUs share its NICs evenly, in order."""
+    server, gpu = np.divmod(rank, cluster.gpus_per_server)
+    local = gpu * cluster.nics_per_server // cluster.gpus_per_server
+    return np.asarray(server * cluster.nics_per_server + local)
+
+
+def stage_parameters(job: JobConfig) -> NDArray[np.float64]:
+    """Parameters that a rank of each pipeline stage holds, shape (pp,): matrices and embeddings.
+
+    Attention has 4 h^2 weights a block, the MLP 2 h f. Tokens (V h) and learned positions (s h) are embedded on the
+    first stage; the head (V h, untied) stands on the last. Biases and norms, under 0.1% together, are left out.
+    """
+    model, parallel = job.model, job.parallel
+    block = 4 * model.hidden**2 + 2 * model.hidden * model.ffn_hidden
+    stages = np.full(parallel.pp, model.layers / parallel.pp * block)
+    stages[0] += (model.vocab_size + model.seq_len) * model.hidden
+    stages[-1] += model.vocab_size * model.hidden
+    return stages / parallel.tp
+
+
+def ring_bytes(job: JobConfig) -> NDArray[np.float64]:
+    """Bytes that a rank sends its ring neighbour in one all-gather or reduce-scatter, a pipeline stage, shape (pp,).
+
+    A ring of n ranks passes all shards but one: (n - 1) / n of the data (nccl-tests, doc/PERFORMANCE.md). ZeRO stage 2
+    gathers all parameters and scatters all gradients once a step (MegaScale 3.2), here both in the computation's
+    dtype: the paper names none.
+    """
+    num_ranks = job.parallel.dp
+    return stage_parameters(job) * _DTYPE_BYTES[job.model.dtype] * (num_ranks - 1) / num_ranks
+
+
+def pipeline_bytes(job: JobConfig) -> tuple[float, float]:
+    """Bytes a step and direction from a stage to the next one, and from the last stage round to the first.
+
+    One boundary of a micro-batch is b s h values; with sequence parallelism each tensor-parallel rank holds and sends
+    1/tp of them (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022). It is
+    crossed by each of the vpp chunks between stages, by vpp - 1 of them on the way round.
+    """
+    parallel, batch = job.parallel, job.batch
+    micro_batches = batch.global_size // (batch.micro_size * parallel.dp)
+    values = batch.micro_size * job.model.seq_len * job.model.hidden / parallel.tp
+    boundary = micro_batches * values * _DTYPE_BYTES[job.model.dtype]
+    return boundary * parallel.vpp, boundary * (parallel.vpp - 1)
+
+
+def permutation(fabric: Clos, seed: int) -> Flows:
+    """Every NIC sends one flow to a random NIC under another ToR, and receives one; bytes are a second at line rate.
+
+    Where ToRs are too unequal for that, the NICs that are left over stay idle.
+    """
+    rng = np.random.default_rng(seed)
+    src = np.arange(fabric.design.num_nics, dtype=np.int64)
+    dst = rng.permutation(src)
+    src_tor, dst_tor = fabric.tor_of(src), fabric.tor_of(dst)
+    idle = np.zeros(len(src), dtype=np.bool_)
+    for flow in np.flatnonzero(src_tor == dst_tor):
+        if src_tor[flow] != dst_tor[flow]:
+            continue  # an earlier exchange has mended it
+        partners = np.flatnonzero((dst_tor != src_tor[flow]) & (src_tor != dst_tor[flow]) & ~idle)
+        if len(partners):
+            pair = np.array([flow, rng.choice(partners)])
+            dst[pair], dst_tor[pair] = dst[pair[::-1]], dst_tor[pair[::-1]]
+        else:
+            idle[flow] = True
+    flows = Flows(src, dst, np.full(len(src), fabric.design.nic_bps / 8), np.full(len(src), Kind.PERMUTATION, np.int8))
+    return flows.where(~idle)
+
+
+def headers(fabric: Clos, flows: Flows, seed: int) -> Headers:
+    """The flows' 5-tuples; queue pairs of a NIC are numbered in order from a seeded first, as drivers hand them out."""
+    local = _queue_pair(flows.src_nic, 2 * _occurrence(flows.src_nic), seed)
+    remote = _queue_pair(flows.dst_nic, 2 * _occurrence(flows.dst_nic) + 1, seed)
+    sport = udp_source_port(local, remote)
+    return Headers(fabric.address_of(flows.src_nic), fabric.address_of(flows.dst_nic), sport)
+
+
+_Connections = tuple[Ints, Ints, NDArray[np.float64], NDArray[np.int8]]
+
+
+def _rings(job: JobConfig) -> list[_Connections]:
+    """Rank to next rank, bytes and kind, for both collectives of every data-parallel ring."""
+    table = job.parallel.layout.group_table("dp")
+    src, dst = table.ravel(), np.roll(table, -1, axis=1).ravel()
+    stage = src // (job.parallel.tp * job.parallel.dp)
+    return [
+        _connections(src, dst, ring_bytes(job)[stage], kind) for kind in (Kind.DP_ALL_GATHER, Kind.DP_REDUCE_SCATTER)
+    ]
+
+
+def _pipeline(job: JobConfig) -> list[_Connections]:
+    """Stage to next stage and back; the last stage's next is the first."""
+    table = job.parallel.layout.group_table("pp")
+    src, dst = table.ravel(), np.roll(table, -1, axis=1).ravel()
+    onward, around = pipeline_bytes(job)
+    stages = np.full(table.shape, onward)
+    stages[:, -1] = around
+    num_bytes = stages.ravel() if job.parallel.pp > 1 else np.zeros(len(src))
+    return [
+        _connections(src, dst, num_bytes, Kind.PP_FORWARD),
+        _connections(dst, src, num_bytes, Kind.PP_BACKWARD),
+    ]
+
+
+def _connections(src: Ints, dst: Ints, num_bytes: NDArray[np.float64], kind: Kind) -> _Connections:
+    return src, dst, num_bytes, np.full(len(src), kind, dtype=np.int8)
+
+
+def _check(job: JobConfig, cluster: ClusterConfig, qps_per_connection: int) -> None:
+    if qps_per_connection < 1:
+        raise ValueError(f"qps_per_connection = {qps_per_connection}: at least 1")
+    ranks = job.parallel.layout.world_size
+    if ranks != cluster.num_gpus:
+        raise ValueError(f"the job has {ranks} ranks, the cluster {cluster.num_gpus} GPUs")
+    if cluster.gpus_per_server % job.parallel.tp:
+        rule = f"must divide cluster.gpus_per_server = {cluster.gpus_per_server}: tensor parallelism stays in a server"
+        raise ConfigError("job.parallel.tp", job.parallel.tp, rule, "lower tp, or raise pp or dp in its place")
+
+
+def _queue_pair(nic: Ints, ordinal: Ints, seed: int) -> Ints:
+    """Queue pair numbers, 24 bits: the first of a NIC is drawn from the seed, the others count up."""
+    first = mix64(mix64(np.array([seed & ((1 << 64) - 1)], dtype=np.uint64)) + nic.astype(np.uint64))
+    number = (first.astype(np.int64) + ordinal) & _QPN_MASK
+    return np.asarray(np.maximum(number, _FIRST_QPN))
+
+
+def _occurrence(ids: Ints) -> Ints:
+    """How many times each value stood before it in the array."""
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    positions = np.arange(len(ids))
+    starts = np.maximum.accumulate(np.where(np.diff(ordered, prepend=-1) != 0, positions, 0))
+    counted = np.empty(len(ids), dtype=np.int64)
+    counted[order] = positions - starts
+    return counted
