@@ -1,0 +1,290 @@
+"""The libraries that carry a bench's bytes: one object each, with its collectives, its clock and its limits.
+
+`gloo` runs on CPUs, `torch` is NCCL as torch.distributed calls it. Collectives are enqueued in order on one stream, as
+nccl-tests does: where there is no stream (gloo), a call returns once its data is there, so calls never overlap.
+What a library lacks and we make up from other calls is named by `emulation`. Leaves out: NCCL called directly.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from netlayer.errors import ConfigError, HardwareMissing
+from netlayer.rank import RankEnv
+
+# In the order of nccl-tests' `-d all` and `-o all`.
+DTYPES = {
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "half": torch.float16,
+    "float": torch.float32,
+    "double": torch.float64,
+    "bfloat16": torch.bfloat16,
+}
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "avg": dist.ReduceOp.AVG,
+}
+_COPIES = ("all_reduce", "broadcast", "reduce")
+
+# torch 2.13 renamed these two and warns at the old names; 2.11 has only the old ones.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Call(NamedTuple):
+    """The arguments of one collective; in place, `send` is `recv` or a view of it, or the other way round."""
+
+    recv: Tensor
+    send: Tensor
+    op: str
+    root: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank runs on; `bus` is the PCI address as nccl-tests prints it."""
+
+    index: int
+    bus: str
+    name: str
+
+
+class Backend(ABC):
+    """One rank's access to a library. The default process group must exist."""
+
+    name: str
+    launches_ahead: bool  # a call returns before it is done
+    library_version: int  # NCCL's, as 22705 for 2.27.5; 0 where it is not NCCL
+
+    def __init__(self, env: RankEnv, device: torch.device, timeout: timedelta | None) -> None:
+        self.rank, self.ranks, self.device = env.rank, env.world_size, device
+        self.group = self._make_group(timeout)
+
+    @abstractmethod
+    def _make_group(self, timeout: timedelta | None) -> dist.ProcessGroup:
+        """A group of all ranks whose calls fail after `timeout`; None leaves that to the library."""
+
+    def all_reduce(self, recv: Tensor, send: Tensor, op: str) -> None:
+        _copy(recv, send)
+        dist.all_reduce(recv, OPS[op], group=self.group)
+
+    def all_gather(self, recv: Tensor, send: Tensor) -> None:
+        _all_gather(recv, send, group=self.group)
+
+    def reduce_scatter(self, recv: Tensor, send: Tensor, op: str) -> None:
+        _reduce_scatter(recv, send, OPS[op], group=self.group)
+
+    def sendrecv(self, recv: Tensor, send: Tensor) -> None:
+        to, source = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        pair = [dist.P2POp(dist.isend, send, to, self.group), dist.P2POp(dist.irecv, recv, source, self.group)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+
+    def alltoall(self, recv: Tensor, send: Tensor) -> None:
+        dist.all_to_all_single(recv, send, group=self.group)
+
+    def broadcast(self, recv: Tensor, send: Tensor, root: int) -> None:
+        if self.rank == root:
+            _copy(recv, send)
+        dist.broadcast(recv, root, group=self.group)
+
+    def reduce(self, recv: Tensor, send: Tensor, op: str, root: int) -> None:
+        _copy(recv, send)
+        dist.reduce(recv, root, OPS[op], group=self.group)
+
+    def gather(self, recv: Tensor, send: Tensor, root: int) -> None:
+        parts = list(recv.tensor_split(self.ranks)) if self.rank == root else None
+        dist.gather(send, parts, root, group=self.group)
+
+    def scatter(self, recv: Tensor, send: Tensor, root: int) -> None:
+        parts = list(send.tensor_split(self.ranks)) if self.rank == root else None
+        dist.scatter(recv, parts, root, group=self.group)
+
+    @classmethod
+    def emulation(cls, collective: str, op: str, in_place: bool) -> str:
+        """What the library lacks for this call and what runs instead; empty where it runs the call itself."""
+        del op
+        if collective in _COPIES and not in_place:
+            return "copy, then in place: torch.distributed has no out-of-place call"
+        return ""
+
+    @staticmethod
+    def refusal(dtype: str, op: str) -> str:
+        """Why the library cannot reduce this type with this operator; empty where it can."""
+        del dtype, op
+        return ""
+
+    @abstractmethod
+    def describe(self) -> Device:
+        """The device of this rank."""
+
+    @abstractmethod
+    def free_bytes(self) -> int | None:
+        """Memory that this rank may still take on its device; None where nobody knows."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """A point in the order of calls, for `seconds`."""
+
+    @abstractmethod
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Time between two marks; only after `synchronise`."""
+
+    @abstractmethod
+    def synchronise(self) -> None:
+        """Wait until all that was launched is done."""
+
+
+class GlooBackend(Backend):
+    """CPUs and sockets."""
+
+    name = "gloo"
+    launches_ahead = False
+    library_version = 0
+
+    def __init__(self, env: RankEnv, timeout: timedelta | None) -> None:
+        super().__init__(env, torch.device("cpu"), timeout)
+        self._local_ranks = env.local_world_size
+
+    def _make_group(self, timeout: timedelta | None) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        return group
+
+    @classmethod
+    def emulation(cls, collective: str, op: str, in_place: bool) -> str:
+        notes = [super().emulation(collective, op, in_place)]
+        if collective == "reduce_scatter":
+            notes.append("all_reduce of a copy: torch's gloo has no reduce-scatter")
+        if op == "avg":
+            notes.append("sum, then a division: gloo has no average")
+        return "; ".join(filter(None, notes))
+
+    @staticmethod
+    def refusal(dtype: str, op: str) -> str:
+        return "torch's gloo averages floating types only" if op == "avg" and "int" in dtype else ""
+
+    def describe(self) -> Device:
+        return Device(0, "0000:00:00", _proc_value("/proc/cpuinfo", "model name") or platform.processor() or "cpu")
+
+    def free_bytes(self) -> int | None:
+        available = _proc_value("/proc/meminfo", "MemAvailable").removesuffix(" kB")
+        return int(available) * 1024 // self._local_ranks if available.isdigit() else None
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def synchronise(self) -> None:
+        """Nothing is under way: every call returned with its data there."""
+
+
+class TorchBackend(Backend):
+    """One GPU a rank, NCCL through torch.distributed."""
+
+    name = "torch"
+    launches_ahead = True
+
+    def __init__(self, env: RankEnv, timeout: timedelta | None) -> None:
+        index = first_gpu() + env.local_rank
+        if index >= torch.cuda.device_count():
+            raise HardwareMissing(f"rank {env.rank} needs GPU {index}, but {os.uname().nodename} has {_count_gpus()}")
+        torch.cuda.set_device(index)
+        super().__init__(env, torch.device("cuda", index), timeout)
+        self._timeout_s = timeout.total_seconds() if timeout else None
+        major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
+        self.library_version = major * 10000 + minor * 100 + patch
+
+    def _make_group(self, timeout: timedelta | None) -> dist.ProcessGroup:
+        del timeout  # `synchronise` sees to it
+        group: dist.ProcessGroup = dist.new_group(backend="nccl", device_id=self.device)
+        return group
+
+    def describe(self) -> Device:
+        card = torch.cuda.get_device_properties(self.device)
+        numbers = [int(getattr(card, name, 0)) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+        return Device(self.device.index, "{:04x}:{:02x}:{:02x}".format(*numbers), card.name)
+
+    def free_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def synchronise(self) -> None:
+        if self._timeout_s is None:
+            torch.cuda.synchronize(self.device)
+            return
+        # torch's own watchdog would end the process, with a page of text and no word of what was set.
+        done, deadline_s = self.mark(), time.monotonic() + self._timeout_s
+        while not done.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"NCCL timed out after {self._timeout_s:g} s")
+
+
+BACKENDS: dict[str, type[GlooBackend] | type[TorchBackend]] = {"gloo": GlooBackend, "torch": TorchBackend}
+
+
+def choose_backend(name: str | None) -> str:
+    """The backend asked for, or the one that this machine has.
+
+    Raises:
+        HardwareMissing: `torch` was asked for by name and there is no GPU.
+    """
+    if name is None:
+        return "torch" if torch.cuda.device_count() else "gloo"
+    if name == "torch" and not torch.cuda.device_count():
+        raise HardwareMissing("--backend torch needs an NVIDIA GPU and a CUDA build of torch; here use --backend gloo")
+    return name
+
+
+def first_gpu() -> int:
+    """NCCL_TESTS_DEVICE: the GPU of local rank 0; the others follow."""
+    text = os.environ.get("NCCL_TESTS_DEVICE", "0")
+    if not text.isdigit():
+        raise ConfigError("NCCL_TESTS_DEVICE", text, "must be the number of a GPU", "unset it or give 0")
+    return int(text)
+
+
+def _copy(recv: Tensor, send: Tensor) -> None:
+    if recv is not send:
+        recv.copy_(send)
+
+
+def _count_gpus() -> str:
+    number = torch.cuda.device_count()
+    return f"{number} GPU" + "s" * (number != 1)
+
+
+def _proc_value(file: str, key: str) -> str:
+    """The value behind `key` in a file of /proc; empty where there is none."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    values = [line.partition(":")[2].strip() for line in text.splitlines() if line.partition(":")[0].strip() == key]
+    return values[0] if values else ""

@@ -1,0 +1,131 @@
+"""CLAIMS.md out of bench/claims.toml and the records under bench/reports/: `make claims`.
+
+Each claim -> command -> figure -> measured, simulated or predicted -> reproduced, refuted, or why it stands open. The
+figure always comes out of a record; this file holds none.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from netlayer.errors import ConfigError
+from netlayer.results import RunRecord, load_record, write_text
+
+_REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "first": lambda values: values[0],
+    "min": min,
+    "max": max,
+    "mean": statistics.fmean,
+}
+_HEAD = """# Claims
+
+Written by `make claims` from [bench/claims.toml](bench/claims.toml) and the records in
+[bench/reports/](bench/reports/); do not edit. *Measured* ran on the hardware named, *simulated* in a model of it, *predicted* comes from a formula.
+
+| claim | origin | command | figure | source | verdict |
+|---|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of claims.toml; see the comment at its top."""
+
+    text: str
+    origin: str
+    command: str = ""
+    record: str = ""
+    name: str = ""
+    column: str = ""
+    take: str = "first"
+    where: Mapping[str, Any] | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    open: str = ""
+
+
+def read_claims(path: Path) -> list[Claim]:
+    """The claims of a file.
+
+    Raises:
+        ConfigError: the file is no TOML, or a claim has an unknown key or lacks its rule.
+    """
+    try:
+        claims = [Claim(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["claim"]]
+    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as exc:
+        raise ConfigError("claims", path, f"cannot be used ({exc})", "see the comment at its top") from exc
+    for claim in claims:
+        if not claim.open and (claim.at_least is None) == (claim.at_most is None):
+            raise ConfigError("claims", claim.text, "needs at_least or at_most, one of them", "or say why it is open")
+    return claims
+
+
+def judge(claim: Claim, folder: Path) -> dict[str, str]:
+    """One row of the table: the figure out of the newest record that has it, and the verdict."""
+    row = {"claim": claim.text, "origin": claim.origin, "command": f"`{claim.command}`" if claim.command else ""}
+    record = None if claim.open else _newest(claim, folder)
+    if record is None:
+        return row | {"figure": "", "source": "", "verdict": claim.open or "no record yet"}
+    figure = _figure(claim, record)
+    if claim.at_least is not None:
+        good, bound = figure >= claim.at_least, f"at least {claim.at_least:g}"
+    else:
+        good, bound = figure <= float(claim.at_most or 0), f"at most {claim.at_most:g}"
+    machine = "; ".join(dict.fromkeys(record.devices))
+    return row | {
+        "figure": f"{figure:.4g} ({bound}), commit {record.environment.get('commit') or 'unknown'}",
+        "source": record.source + (f", {machine}" if machine else ""),
+        "verdict": "reproduced" if good else "refuted",
+    }
+
+
+def render(rows: Sequence[Mapping[str, str]]) -> str:
+    """The whole CLAIMS.md."""
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row.values()) for row in rows]
+    return _HEAD + "".join(f"| {line} |\n" for line in lines)
+
+
+def _newest(claim: Claim, folder: Path) -> RunRecord | None:
+    records = [load_record(path) for path in folder.glob(claim.record)]
+    fitting = [record for record in records if record.name == claim.name and _values(claim, record)]
+    return max(fitting, key=lambda record: record.started_utc, default=None)
+
+
+def _figure(claim: Claim, record: RunRecord) -> float:
+    if claim.take not in _REDUCTIONS:
+        raise ConfigError("claims", claim.take, f"take is one of {', '.join(_REDUCTIONS)}", "correct claims.toml")
+    return _REDUCTIONS[claim.take](_values(claim, record))
+
+
+def _values(claim: Claim, record: RunRecord) -> list[float]:
+    wanted = (claim.where or {}).items()
+    rows = [row for row in record.rows if all(row.get(key) == value for key, value in wanted)]
+    return [float(row[claim.column]) for row in rows if row.get(claim.column) is not None]
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Exit 1 where CLAIMS.md is not what the records say; write nothing.")
+def command(check: bool) -> None:
+    """Write CLAIMS.md from the records under bench/reports/."""
+    root = Path(__file__).parent.parent
+    rows = [judge(claim, root / "bench" / "reports") for claim in read_claims(root / "bench" / "claims.toml")]
+    text, target = render(rows), root / "CLAIMS.md"
+    if check and (not target.exists() or target.read_text(encoding="utf-8") != text):
+        raise SystemExit("CLAIMS.md is not what the records say; run: make claims")
+    if not check:
+        write_text(target, text)
+        click.echo(json.dumps({"claims": len(rows), "written": target.name}))
+
+
+if __name__ == "__main__":
+    from netlayer.cli import run
+
+    run(command, "python -m bench.claims")

@@ -1,0 +1,179 @@
+"""Start or join the ranks of a bench, and turn what they report into records, tables and files.
+
+Leaves out: what the ranks do (`driver`), and the `*_perf` commands (`command`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from bench.backends import choose_backend
+from bench.driver import Plan, Started, list_cases, load_collective, run_first_rank, run_rank
+from bench.options import PerfOptions
+from netlayer import environ
+from netlayer.errors import ConfigError
+from netlayer.launch import launch
+from netlayer.rank import RankContext, RankEnv
+from netlayer.redis_server import serve
+from netlayer.results import Row, RunRecord, utc_now
+
+OnRow = Callable[[RunRecord, Row], None]  # a row, and the record it will stand in, so far without rows
+_PORT = 29500  # torch's own default
+
+
+def measure(
+    names: Sequence[str],
+    options: PerfOptions,
+    *,
+    ranks: int,
+    log_dir: Path,
+    backend: str | None = None,
+    init_method: str | None = None,
+    on_start: Callable[[RunRecord], None] | None = None,
+    on_row: OnRow | None = None,
+) -> list[RunRecord]:
+    """Measure collectives one after the other with `ranks` processes of this machine, started once for all.
+
+    Args:
+        names: collectives by module name, such as `all_gather`.
+        options: sizes, types and so on, the same for all.
+        log_dir: where the ranks' logs go.
+        backend: `gloo` or `torch`; None takes what the machine has.
+        init_method: where the ranks meet, a URL of torch.distributed or netlayer.rendezvous; None makes a place.
+        on_start: called with each record, without rows, when its collective begins.
+        on_row: called with each row once its data was checked, and its record as in `on_start`.
+
+    Returns:
+        One record a collective, in order; `bench.table.format_table` shows one as nccl-tests does.
+
+    Raises:
+        ConfigError: something asked for cannot be done by this backend.
+        HardwareMissing: there is no GPU, or there are too few.
+        RankFailed: a rank failed; its log says why.
+    """
+    chosen = choose_backend(backend)
+    for name in names:
+        list_cases(load_collective(name), options, chosen, ranks)
+    collector = Collector(options, on_start, on_row)
+    with _meeting_place(init_method) as url:
+        launch(
+            run_first_rank,
+            ranks,
+            args=(Plan(tuple(names), options, chosen, url),),
+            log_dir=log_dir,
+            on_message=lambda _rank, message: collector.receive(message),
+        )
+    return collector.finish()
+
+
+def join(
+    names: Sequence[str],
+    options: PerfOptions,
+    env: RankEnv,
+    *,
+    backend: str,
+    on_start: Callable[[RunRecord], None] | None = None,
+    on_row: OnRow | None = None,
+) -> list[RunRecord]:
+    """As `measure`, in a process that torchrun, srun or mpirun started as one of the ranks. All ranks get the records.
+
+    Raises:
+        ConfigError: MASTER_ADDR is needed and not set.
+    """
+    for name in names:
+        list_cases(load_collective(name), options, backend, env.world_size)
+    collector = Collector(options, on_start, on_row)
+    run_rank(RankContext(env, collector.receive), Plan(tuple(names), options, backend, _master_url(env)))
+    return collector.finish()
+
+
+class Collector:
+    """Builds records out of what a rank reports."""
+
+    def __init__(
+        self,
+        options: PerfOptions,
+        on_start: Callable[[RunRecord], None] | None = None,
+        on_row: OnRow | None = None,
+    ) -> None:
+        self._options, self._on_start, self._on_row = options, on_start, on_row
+        self._environment = environ.snapshot()
+        self._records: list[RunRecord] = []
+        self._begun: RunRecord | None = None
+        self._rows: list[Row] = []
+
+    def receive(self, message: object) -> None:
+        """One report, as it comes."""
+        if isinstance(message, Started):
+            self._close()
+            self._begun = self._open(message)
+            if self._on_start:
+                self._on_start(self._begun)
+            return
+        assert isinstance(message, dict)
+        assert self._begun is not None
+        self._rows.append(message)
+        if self._on_row:
+            self._on_row(self._begun, message)
+
+    def finish(self) -> list[RunRecord]:
+        """All records; the ranks have ended."""
+        self._close()
+        return self._records
+
+    def _open(self, started: Started) -> RunRecord:
+        devices = [
+            f"{device['hostname']} {device['device']} {device['device_info']}" for device in started.config["devices"]
+        ]
+        return RunRecord(
+            name=f"bench.{started.name}",
+            source="measured",
+            rows=[],
+            started_utc=utc_now(),
+            ended_utc="",
+            arguments=asdict(self._options),
+            config=started.config,
+            environment=self._environment,
+            devices=devices,
+        )
+
+    def _close(self) -> None:
+        if self._begun is not None:
+            self._records.append(replace(self._begun, rows=self._rows, ended_utc=utc_now()))
+        self._begun, self._rows = None, []
+
+
+@contextmanager
+def _meeting_place(init_method: str | None) -> Iterator[str]:
+    """The URL given, else an embedded Redis, else a TCPStore on this host's loopback."""
+    if init_method is not None:
+        yield init_method
+    elif importlib.util.find_spec("redis") is None:
+        yield _loopback_url()
+    else:
+        with serve() as server:
+            yield f"{server}?run={secrets.token_hex(4)}" if server else _loopback_url()
+
+
+def _loopback_url() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def _master_url(env: RankEnv) -> str:
+    """Where a launcher says that ranks meet; srun and mpirun on one host say nothing, and need not."""
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return "env://"
+    if env.world_size > env.local_world_size and "MASTER_ADDR" not in os.environ:
+        rule = "is not set, and the ranks run on several hosts"
+        raise ConfigError("MASTER_ADDR", None, rule, "export the name of rank 0's host, or start with torchrun")
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", str(_PORT))
+    return f"tcp://{address}:{port}"

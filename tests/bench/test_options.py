@@ -1,0 +1,184 @@
+"""Flags: nccl-tests' names and defaults, and one clear line for whatever cannot be done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from bench import command as command_module
+from bench.all_gather import COLLECTIVE as ALL_GATHER
+from bench.all_reduce import COLLECTIVE as ALL_REDUCE
+from bench.all_reduce import command
+from bench.backends import DTYPES, OPS, choose_backend
+from bench.driver import list_cases, load_collective
+from bench.options import DTYPE_NAMES, OP_NAMES, PerfOptions, Request
+from netlayer.errors import ConfigError, HardwareMissing
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What the command was asked for; nothing is run."""
+    seen: list[Request] = []
+    monkeypatch.setattr(command_module, "run_command", lambda _collective, request: seen.append(request) or True)
+    return seen
+
+
+def call(arguments: str = "") -> object:
+    return command.main(arguments.split(), prog_name="all_reduce_perf", standalone_mode=False)
+
+
+def test_defaults_are_those_of_nccl_tests(asked: list[Request]) -> None:
+    call()
+    assert asked == [Request(PerfOptions(), ngpus=1, backend=None, json_file=None, csv_file=None)]
+    assert PerfOptions().sizes() == [32 << 20]
+
+
+def test_short_and_long_names_mean_the_same(asked: list[Request]) -> None:
+    short = (
+        "-b 8 -e 16M -i 2K -f 8 -g 2 -n 5 -w 2 -N 3 -c 0 -o max -d half -r 1 -a 3 -T 9 -I 1 -K 2 -S 1 -u 1 -J a.json"
+    )
+    long = (
+        "--minbytes 8 --maxbytes 16M --stepbytes 2K --stepfactor 8 --ngpus 2 --iters 5 --warmup_iters 2 --run_cycles 3"
+        " --check 0 --op max --datatype half --root 1 --average 3 --timeout 9 --per_iter_timing 1 --per_iter_skip 2"
+        " --report_timestamps 1 --unalign 1 --output_file a.json"
+    )
+    call(short)
+    call(long)
+    assert asked[0] == asked[1]
+    assert asked[0].options.max_bytes == 16 << 20
+    assert asked[0].options.sizes() == [8 * 8**power for power in range(8)]
+
+
+def test_flags_at_their_default_are_not_refused(asked: list[Request]) -> None:
+    call("-t 1 -p 0 -z 0 -y 0 -G 0 -R 0 -x -1 -D 0 -V 16 -M 0 -m 1")
+    assert len(asked) == 1
+
+
+def test_the_names_that_flags_take_are_those_that_backends_know() -> None:
+    assert (tuple(DTYPES), tuple(OPS)) == (DTYPE_NAMES, OP_NAMES)
+
+
+def test_steps_add_bytes_where_there_is_no_factor() -> None:
+    assert PerfOptions(min_bytes=8, max_bytes=20, step_bytes=6).sizes() == [8, 14, 20]
+    assert PerfOptions(min_bytes=8, max_bytes=8, step_bytes=0).sizes() == [8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("-t 2", "-t / --nthreads = 2: is not built"),
+        ("-G 1", "-G / --cudagraph = 1: is not built: gloo has no graphs"),
+        ("-R 1", "-R / --local_register = 1"),
+        ("-R 2", "-R / --local_register = 2"),
+        ("-z 1", "-z / --blocking = 1"),
+        ("-p 1", "-p / --parallel_init = 1"),
+        ("-m 2", "-m / --agg_iters = 2"),
+        ("-D 1", "-D / --device_implementation = 1"),
+        ("-x 0", "-x / --cta_policy = 0"),
+        ("-M 1", "-M / --memory = 1"),
+        ("-o mulsum", "-o / --op = mulsum: is not known here; give one of sum, prod, max, min, avg, all"),
+        ("-d f8e4m3", "-d / --datatype = f8e4m3"),
+        ("-b abc", "-b / --minbytes = abc: is not a size such as 8, 64K or 16M"),
+        ("-n 1.5", "-n / --iters = 1.5: is not a whole number"),
+        ("-n 0", "-n / --iters = 0: must be at least 1"),
+        ("-a 4", "-a / --average = 4: must be at least 0 and at most 3"),
+        ("-b 64M", "-b / --minbytes = 67108864: must not exceed -e / --maxbytes = 33554432"),
+        ("-b 8 -i 0", "-i / --stepbytes = 0: would never reach -e"),
+        ("-K 1", "-K / --per_iter_skip = 1: needs -I 1"),
+        ("-I 1 -K 20", "-K / --per_iter_skip = 20: must be below -n = 20"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_line(asked: list[Request], arguments: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        call(arguments)
+    assert str(refused.value).startswith(says)
+    assert "\n" not in str(refused.value)
+    assert refused.value.exit_code == 2
+    assert not asked
+
+
+def test_an_unknown_flag_is_a_usage_error() -> None:
+    with pytest.raises(click.UsageError):
+        call("--no-such-flag")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("NCCL_TESTS_SPLIT", "MOD8"), ("NCCL_TESTS_SPLIT_MASK", "7"), ("NCCL_TESTS_MIN_BW", "fast")]
+)
+def test_environment_that_cannot_be_honoured_is_refused(
+    asked: list[Request], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name} = {value}"):
+        call()
+
+
+def test_the_least_bandwidth_comes_from_the_environment(asked: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_TESTS_MIN_BW", "12.5")
+    call()
+    assert asked[0].options.min_bw_gbs == 12.5
+
+
+def test_help_has_examples_and_hides_what_is_refused() -> None:
+    text = CliRunner().invoke(command, ["--help"]).output
+    assert "all_reduce_perf -g 2 --backend gloo -b 8 -e 16M -f 8" in text
+    assert "--cudagraph" not in text
+
+
+def test_all_types_and_operators_in_the_order_of_nccl_tests() -> None:
+    kept, skipped = list_cases(ALL_REDUCE, PerfOptions(dtype="all", op="all"), "gloo", 2)
+    assert [case.dtype for case in kept[:5]] == ["int8"] * 4 + ["uint8"]
+    assert [case.op for case in kept if case.dtype == "half"] == ["sum", "prod", "max", "min", "avg"]
+    assert len(kept) == 8 * 5 - 4
+    assert skipped[0] == "avg of int8: torch's gloo averages floating types only"
+
+
+def test_a_collective_without_operator_or_root_shows_neither() -> None:
+    [case], _ = list_cases(ALL_GATHER, PerfOptions(op="all", root=-1), "gloo", 2)
+    assert (case.op, case.root) == ("none", -1)
+
+
+def test_every_rank_is_root_in_turn() -> None:
+    kept, _ = list_cases(load_collective("broadcast"), PerfOptions(root=-1), "gloo", 3)
+    assert [case.root for case in kept] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "ranks", "says"),
+    [
+        ("sendrecv", PerfOptions(), 1, "sendrecv needs at least 2 ranks"),
+        ("reduce", PerfOptions(root=2), 2, "-r / --root = 2"),
+        ("all_reduce", PerfOptions(op="avg", dtype="int32"), 2, "-o / --op = avg: avg of int32"),
+        ("all_reduce", PerfOptions(cpu_time=1), 2, "-C / --report_cputime = 1: gloo returns from a call"),
+    ],
+)
+def test_what_a_backend_or_collective_cannot_do(name: str, options: PerfOptions, ranks: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        list_cases(load_collective(name), options, "gloo", ranks)
+
+
+def test_without_a_gpu_torch_is_missing_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert choose_backend(None) == "gloo"
+    with pytest.raises(HardwareMissing, match="--backend gloo") as missing:
+        choose_backend("torch")
+    assert missing.value.exit_code == 3
+
+
+def test_a_json_file_keeps_its_older_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("old")
+    with command_module._json_place(tmp_path / "a.json") as place:
+        assert place == tmp_path / "a.json.0"
+        place.write_text("new")
+    with pytest.raises(KeyError), command_module._json_place(tmp_path / "b.json"):
+        raise KeyError
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "a.json.0"]
+
+
+@pytest.mark.parametrize("file", ["a.txt", "missing/a.json"])
+def test_a_json_file_that_cannot_be_written_is_refused_first(tmp_path: Path, file: str) -> None:
+    with pytest.raises(ConfigError, match="-J / --output_file"), command_module._json_place(tmp_path / file):
+        pass
