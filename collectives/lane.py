@@ -1,0 +1,237 @@
+"""A lane: the communicator of one direction, with a stream of its own on CUDA, and the collectives that run on it.
+
+Gathers of parameters and reductions of gradients must not queue behind each other, so each direction has a process
+group of its own (MegaScale 3.2). Left out: the order of collectives, which belongs to who launches them, but a lane
+runs them in the order of their launch, and every rank must launch the same ones.
+
+[Note: streams] On CUDA a collective is issued as a synchronous one inside the lane's stream, which orders it on that
+stream without blocking the host. What it reads was written on the compute stream, so the lane waits for an event of
+that stream first; what it writes is read there, so `Flight.wait` makes the compute stream wait for the lane. Tensors
+that were allocated on the compute stream are kept until then: freed earlier, their memory could be handed out again.
+
+Shapes: N elements of a padded bucket, W ranks, S = N / W.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collectives.recorder import Collective, Recorder
+
+logger = logging.getLogger(__name__)
+
+Issue = Callable[[bool], "dist.Work | None"]
+"""Starts a collective; told whether it shall return a handle to wait on."""
+
+Collect = Callable[..., "dist.Work | None"]
+
+_all_reduce: Collect = dist.all_reduce
+_broadcast: Collect = dist.broadcast
+# torch 2.13 renamed these two and warns at the old names; 2.11 knows only those.
+_gather_single: Collect = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single: Collect = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Flight:
+    """A collective under way."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        collective: Collective | None,
+        work: dist.Work | None,
+        landed: torch.cuda.Event | None,
+        then: Callable[[], None] | None,
+        keep: Sequence[Tensor],
+    ) -> None:
+        self._lane, self._collective, self._work, self._landed = lane, collective, work, landed
+        self._then, self._keep = then, keep
+        self._done = False
+
+    def wait(self) -> None:
+        """Make the computation wait for it: the host on the CPU, the current stream on CUDA. Twice does no harm."""
+        if self._done:
+            return
+        with self._lane.waiting(self._collective):
+            if self._landed is not None:
+                torch.cuda.current_stream(self._lane.device).wait_event(self._landed)
+            elif self._work is not None:
+                self._work.wait()
+        if self._then is not None:
+            self._then()
+        self._done, self._work, self._then, self._keep = True, None, None, ()
+
+
+class Lane:
+    """One direction of traffic of a data-parallel group.
+
+    Args:
+        name: what records call it.
+        group: the process group that only this lane uses; None: a single rank, every collective is local.
+        device: of every tensor.
+        recorder: notes each collective.
+    """
+
+    def __init__(
+        self, name: str, group: dist.ProcessGroup | None, device: torch.device, recorder: Recorder | None = None
+    ) -> None:
+        self.name, self.group, self.device, self.recorder = name, group, device, recorder
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.stream = _new_stream(device) if device.type == "cuda" else None
+        self._emulated: dict[torch.dtype, bool] = {}
+        self._gathers_in_place = self.world_size == 1 or self._probe_gather()
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event at this point of the compute stream; None on the CPU, where work is done when it returns."""
+        return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
+
+    def all_gather(
+        self, full_N: Tensor, prepare: Callable[[], None] | None = None, after: torch.cuda.Event | None = None
+    ) -> Flight:
+        """Every rank's own slice of `full_N` to all ranks, in place.
+
+        Args:
+            full_N: this rank has filled the slice that it owns.
+            prepare: fills that slice; runs on the lane.
+            after: the point of the compute stream to start from; now, where it is None.
+        """
+
+        def issue(async_op: bool) -> dist.Work | None:
+            own_S = self._own(full_N)
+            source_S = own_S if self._gathers_in_place else own_S.clone()
+            return _gather_single(full_N, source_S, group=self.group, async_op=async_op)
+
+        return self._launch("all_gather", full_N, issue, prepare=prepare, after=after)
+
+    def reduce_scatter(self, output_S: Tensor, input_N: Tensor, then: Callable[[], None]) -> Flight:
+        """Sum of the ranks' `input_N`; slice r to rank r's `output_S`. `then` follows on the lane, before the wait."""
+        if self.world_size == 1:
+            output_S.copy_(input_N)
+        if self.can_reduce_scatter(input_N.dtype):
+
+            def issue(async_op: bool) -> dist.Work | None:
+                return _scatter_single(output_S, input_N, group=self.group, async_op=async_op)
+
+            return self._launch("reduce_scatter", input_N, issue, then=then, keep=(output_S,))
+        wide_N = input_N.to(torch.promote_types(input_N.dtype, torch.float32), copy=True)
+
+        def land() -> None:
+            output_S.copy_(self._own(wide_N))
+            then()
+
+        def issue_wide(async_op: bool) -> dist.Work | None:
+            return _all_reduce(wide_N, group=self.group, async_op=async_op)
+
+        return self._launch("reduce_scatter", wide_N, issue_wide, then=land, keep=(output_S,))
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """In place, and waited for."""
+
+        def issue(async_op: bool) -> dist.Work | None:
+            return _all_reduce(tensor, op=op, group=self.group, async_op=async_op)
+
+        self._launch("all_reduce", tensor, issue).wait()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Rank 0's values into every rank's `tensor` (contiguous), and waited for."""
+
+        def issue(async_op: bool) -> dist.Work | None:
+            return _broadcast(tensor, group=self.group, group_src=0, async_op=async_op)
+
+        self._launch("broadcast", tensor, issue).wait()
+
+    def waiting(self, collective: Collective | None) -> AbstractContextManager[None]:
+        if self.recorder is None or collective is None:
+            return contextlib.nullcontext()
+        return self.recorder.waiting(collective)
+
+    def _own(self, full_N: Tensor) -> Tensor:
+        return full_N.chunk(self.world_size)[self.rank] if full_N.numel() else full_N
+
+    def _launch(
+        self,
+        kind: str,
+        buffer: Tensor,
+        issue: Issue,
+        *,
+        prepare: Callable[[], None] | None = None,
+        then: Callable[[], None] | None = None,
+        after: torch.cuda.Event | None = None,
+        keep: Sequence[Tensor] = (),
+    ) -> Flight:
+        keep = (buffer, *keep)
+        if self.stream is None:
+            _call(prepare)
+            collective, work = self._issue(kind, buffer, issue, async_op=True)
+            return Flight(self, collective, work, None, then, keep)
+        after = after or self.mark()
+        assert after is not None
+        self.stream.wait_event(after)
+        with torch.cuda.stream(self.stream):
+            _call(prepare)
+            collective, _ = self._issue(kind, buffer, issue, async_op=False)
+            _call(then)
+            return Flight(self, collective, None, self.stream.record_event(), None, keep)
+
+    def _issue(
+        self, kind: str, buffer: Tensor, issue: Issue, async_op: bool
+    ) -> tuple[Collective | None, dist.Work | None]:
+        if self.world_size == 1 or buffer.numel() == 0:
+            return None, None
+        if self.recorder is None:
+            return None, issue(async_op)
+        with self.recorder.launching(self.name, kind, buffer.numel() * buffer.element_size()) as collective:
+            return collective, issue(async_op)
+
+    def _probe_gather(self) -> bool:
+        """Whether the backend gathers in place; also sets the communicator up, before the first step is timed."""
+        full_N = torch.full((self.world_size,), -1, device=self.device)
+        full_N[self.rank] = self.rank
+        try:
+            _gather_single(full_N, full_N[self.rank : self.rank + 1], group=self.group)
+        except (RuntimeError, ValueError) as exc:
+            reason = str(exc)
+        else:
+            if full_N.tolist() == list(range(self.world_size)):
+                return True
+            reason = "its result was wrong"
+        logger.warning("lane %s: no all-gather in place (%s); shards are copied first", self.name, reason)
+        return False
+
+    def can_reduce_scatter(self, dtype: torch.dtype) -> bool:
+        """Whether the backend has a reduce-scatter of `dtype`; the first call tries it, on all ranks together."""
+        if dtype not in self._emulated:
+            self._emulated[dtype] = self.world_size > 1 and not self._probe_reduce_scatter(dtype)
+        return not self._emulated[dtype]
+
+    def _probe_reduce_scatter(self, dtype: torch.dtype) -> bool:
+        input_N = torch.ones(self.world_size, dtype=dtype, device=self.device)
+        try:
+            _scatter_single(torch.empty_like(input_N[:1]), input_N, group=self.group)
+        except (RuntimeError, ValueError) as exc:
+            logger.warning(
+                "lane %s: no reduce-scatter of %s (%s); emulated by an all-reduce in float32 or wider: twice the bytes",
+                self.name,
+                dtype,
+                exc,
+            )
+            return False
+        return True
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    # The GPU shall prefer the few blocks of a transfer to the many of a matrix product that they compete with.
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+def _call(function: Callable[[], None] | None) -> None:
+    if function is not None:
+        function()

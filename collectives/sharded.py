@@ -1,0 +1,286 @@
+"""Sharded data parallel: ZeRO stage 2 whose communication runs under the computation (MegaScale 3.2).
+
+Wrap a module, take the optimiser from the wrapper, and keep the loop:
+
+    model = ShardedDataParallel(model)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=3e-4)
+    ...
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+Each rank computes with whole parameters, and owns a 1/W shard of the float32 masters, the reduced gradients and the
+optimiser's state. Parameters are gathered bucket by bucket ahead of their use; gradients are scattered bucket by bucket
+as they complete. The results do not depend on `overlap`, `prefetch` and the speed of a rank, bit by bit.
+
+A parameter must be read inside the forward of the module that owns it, or after that forward has begun; parameters
+whose module is not called in the first forward are waited for before every forward. A parameter without a gradient
+counts as one with zeros, also where no rank has one (plain torch would leave it out of weight decay and momentum).
+Sparse embeddings, complex or unmaterialised parameters, several devices, and moving or unfreezing parameters after
+wrapping raise. Ranks skip a step together or not at all: one that does so alone leaves the others waiting until the
+backend's timeout. Left out: ZeRO stage 3, CUDA graphs, optimisers that need whole matrices; under torch.compile the
+hooks work, but break graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from collectives.bucket import Bucket, BucketPlan
+from collectives.gather import ParameterGather
+from collectives.lane import Lane
+from collectives.prepare import (
+    build_buckets,
+    check_module,
+    check_same,
+    find_owners,
+    open_groups,
+    plan_module,
+    same_start,
+)
+from collectives.recorder import Recorder
+from collectives.reduce import GradientReduce, inside_backward
+from collectives.state import attach_state_hooks, full_state_dict, load_full_state_dict
+
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+GroupPair = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
+
+
+class ShardedDataParallel(nn.Module):
+    """Data parallel over the ranks of a group, ZeRO stage 2. Starts from rank 0's parameters and buffers.
+
+    Every rank constructs it, with the same arguments, and calls the same methods in the same order.
+
+    Args:
+        module: on one device; changed in place (its parameters become views of the buckets).
+        group: ranks that hold replicas; None: all. Two new groups are made of it (see `open_groups`).
+        bucket_bytes: largest bucket, in bytes of the computation's dtype, unless one parameter is larger.
+        prefetch: all-gathers launched ahead of the computation that waits for one.
+        overlap: False: every collective is waited for at once; same numbers, for comparison.
+        reduce_dtype: of gradients on the wire. Gradients accumulate locally in float32 or wider.
+        param_dtype: of the computation; None: as the module is. Inputs and buffers are the caller's business.
+        recorder: notes every collective.
+        in_flight: reduce-scatters that may be under way: bounds the memory of gradients on their way.
+        order: names of parameters in the order of their use (`execution_order`); None: order of registration.
+        groups: the process groups for gathers and for reductions, made beforehand and used by nothing else.
+        timeout: of the groups made here; None: the backend's default.
+
+    Raises:
+        ValueError: something here is not supported, or ranks differ in module or arguments.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = 2**20,
+        prefetch: int = 2,
+        overlap: bool = True,
+        reduce_dtype: torch.dtype = torch.float32,
+        param_dtype: torch.dtype | None = None,
+        recorder: Recorder | None = None,
+        in_flight: int = 4,
+        order: Sequence[str] | None = None,
+        groups: GroupPair | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        super().__init__()
+        if prefetch < 1 or in_flight < 1:
+            raise ValueError(f"prefetch and in_flight must be at least 1, got {prefetch} and {in_flight}")
+        device = check_module(module)
+        gather_group, reduce_group = groups or open_groups(group, device, ("gather", "reduce"), timeout)
+        self.module = module
+        self.gather_lane = Lane("gather", gather_group, device, recorder)
+        self.reduce_lane = Lane("reduce", reduce_group, device, recorder)
+        plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order)
+        check_same(self.reduce_lane, module, (plans, reduce_dtype))
+        self.reduce_lane.can_reduce_scatter(reduce_dtype)
+        self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane)
+        self._frozen = same_start(module, self.reduce_lane, param_dtype)
+        self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap)
+        self._reduce = GradientReduce(self.buckets, self.reduce_lane, reduce_dtype, in_flight, overlap)
+        self._called: set[nn.Module] = set()
+        self._owners = find_owners(module, self.buckets)
+        self._eager = list(range(len(self.buckets)))
+        """Buckets to wait for before any forward; all of them until one has shown which modules it calls."""
+        self._seen_forward = False
+        self._attach_hooks()
+        attach_state_hooks(module, self.buckets, self.wait_parameters, self._gather.note_changed)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward; publishes the shards if `start_step` has not."""
+        if not inside_backward():
+            self._check_unchanged()
+            self.start_step()
+        self._gather.wait_for(self._eager)
+        result = self.module(*args, **kwargs)
+        self._gather.launch_all()
+        self._learn_order()
+        return result
+
+    def start_step(self) -> None:
+        """Launch the first all-gathers of changed shards: call it before loading data. A second call does nothing."""
+        if self._reduce.broken:
+            self._reduce.abandon()
+        if self._gather.stale:
+            self._reduce.begin_step()
+            self._gather.publish()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add to the gradients of this rank and communicate nothing.
+
+        Run the step's last one outside, or `finish_gradients` reduces without overlap.
+        """
+        before, self._reduce.sync = self._reduce.sync, False
+        try:
+            yield
+        finally:
+            self._reduce.sync = before
+
+    def finish_gradients(self) -> None:
+        """Set `.grad` of every shard: the mean over ranks of the sum over this step's backward passes.
+
+        Raises:
+            RuntimeError: the last backward pass raised.
+        """
+        self._reduce.finish()
+        self._gather.stale = True
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over all shards and ranks is at most `max_norm`; the norm before.
+
+        Finishes the gradients first. Infinity only measures. The device is not waited for.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be above 0, got {max_norm}")
+        self.finish_gradients()
+        pieces = [piece.parameter for bucket in self.buckets for piece in bucket.pieces]
+        squared = torch.zeros((), dtype=self._norm_dtype(), device=self.reduce_lane.device)
+        if pieces:
+            squared += torch.nn.utils.get_total_norm([p.grad for p in pieces if p.grad is not None]).square()
+        self.reduce_lane.all_reduce(squared)
+        norm = squared.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient: of shards, accumulated ones, and those of a backward pass that raised."""
+        self._reduce.drop(set_to_none)
+
+    def named_shards(self) -> Iterator[tuple[str, torch.Size, nn.Parameter]]:
+        """(name, shape of the whole parameter, this rank's 1-D piece of its master) for an optimiser.
+
+        What is empty on this rank is left out. Tied parameters come once, by their first name.
+        """
+        for bucket in self.buckets:
+            for piece in bucket.pieces:
+                yield piece.name, piece.shape, piece.parameter
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shape of every trainable parameter, in order of the buckets: the same on all ranks."""
+        return {slot.name: slot.shape for plan in self.plans for slot in plan.slots}
+
+    @property
+    def plans(self) -> list[BucketPlan]:
+        return [bucket.plan for bucket in self.buckets]
+
+    def optimizer(
+        self,
+        kind: Callable[..., OptimizerT],
+        *,
+        options: Callable[[str, torch.Size], Mapping[str, Any]] = lambda _name, _shape: {},
+        **settings: Any,
+    ) -> OptimizerT:
+        """An optimiser over the shards whose `step` also finishes gradients before and starts the gathers after.
+
+        Args:
+            kind: elementwise, such as torch.optim.AdamW, built as `kind(param_groups, **settings)`.
+            options: settings of single parameters by name and whole shape: `{"weight_decay": 0.0}` for vectors, say.
+            settings: of all others.
+
+        Raises:
+            ValueError: `step` was given a closure, which would run after the gradients were finished.
+        """
+        held = {name: piece for name, _, piece in self.named_shards()}
+        groups: list[dict[str, Any]] = []
+        # Groups come from all parameters, so that every rank has the same ones, some of them empty.
+        for name, shape in self.shapes().items():
+            chosen = dict(options(name, shape))
+            group = next((group for group in groups if group["chosen"] == chosen), None)
+            if group is None:
+                groups.append(group := {"params": [], "chosen": chosen})
+            group["params"] += [held[name]] if name in held else []
+        optimizer = kind([{"params": group["params"], **group["chosen"]} for group in groups], **settings)
+        optimizer.register_step_pre_hook(self._before_optimizer)
+        optimizer.register_step_post_hook(lambda *_: self.start_step())
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        return optimizer
+
+    def wait_parameters(self) -> None:
+        """Publish changed shards and have every parameter of the module current, to be read from outside a forward."""
+        self.start_step()
+        self._gather.wait_all()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Parameters (of master precision) and buffers by the module's own names and shapes; every rank calls it."""
+        self.wait_parameters()
+        return full_state_dict(self.module, self.buckets, self.gather_lane)
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `full_state_dict` gave, the same on every rank, into parameters and masters alike."""
+        load_full_state_dict(self.module, self.buckets, state)
+        self._gather.note_changed()
+
+    def _apply(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError("parameters are views of communication buffers: move or cast the module before wrapping it")
+
+    def _attach_hooks(self) -> None:
+        for module, indices in self._owners.items():
+            # First of all hooks: another one may read the parameters (weight norm).
+            module.register_forward_pre_hook(functools.partial(self._before_module, indices), prepend=True)
+        for bucket in self.buckets:
+            on_gradient = functools.partial(self._reduce.on_gradient, bucket.plan.index)
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    def _before_module(self, indices: Sequence[int], module: nn.Module, _args: object) -> None:
+        if not self._seen_forward:
+            self._called.add(module)
+        if self._gather.settled:
+            return
+        if self._gather.stale:  # called past our own forward, as `sharded.module.encode(x)` is
+            self.start_step()
+        self._gather.wait_for(self._eager)
+        self._gather.wait_for(indices)
+
+    def _learn_order(self) -> None:
+        """After the first forward: a bucket needs no early wait if every owner of its parameters was called."""
+        if self._seen_forward:
+            return
+        self._seen_forward = True
+        uncalled = [indices for module, indices in self._owners.items() if module not in self._called]
+        self._eager = sorted({index for indices in uncalled for index in indices})
+        self._called.clear()
+
+    def _check_unchanged(self) -> None:
+        self._gather.check_unchanged()
+        if not all(bucket.is_in_place() for bucket in self.buckets):
+            raise RuntimeError("the module was moved or cast after wrapping: do that before")
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise RuntimeError("a parameter that was frozen when the module was wrapped requires a gradient now")
+
+    def _norm_dtype(self) -> torch.dtype:
+        return functools.reduce(torch.promote_types, (b.grad_S.dtype for b in self.buckets), torch.float32)
+
+    def _before_optimizer(self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+            raise ValueError("step() takes no closure here: gradients are finished before it would run")
+        self.finish_gradients()

@@ -1,0 +1,80 @@
+"""Whole parameters in and out of shards, by the module's own names: for checkpoints, and for tests.
+
+Left out: files, and a state that is too large for one rank's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collectives.bucket import Bucket
+from collectives.lane import Lane
+
+
+@torch.no_grad()
+def full_state_dict(module: nn.Module, buckets: Sequence[Bucket], lane: Lane) -> dict[str, Any]:
+    """Copies of all parameters, in master precision, and of what else a state has; parameters must be current."""
+    copies: dict[int, Tensor] = {}
+    for bucket in buckets:
+        full_N = _gather_masters(bucket, lane)
+        for parameter, view in zip(bucket.parameters, bucket.plan.views(full_N), strict=True):
+            copies[id(parameter)] = view.clone()
+    # What has several names in the module stays one tensor with several names.
+    return {
+        name: copies.setdefault(id(value), value.detach().clone()) if isinstance(value, Tensor) else value
+        for name, value in module.state_dict(keep_vars=True).items()
+    }
+
+
+@torch.no_grad()
+def load_full_state_dict(module: nn.Module, buckets: Sequence[Bucket], state: Mapping[str, Any]) -> None:
+    """The reverse; names must match. Parameters and masters are both set, so nothing is left to gather."""
+    module.load_state_dict(state)  # fills the buffers, and the parameters rounded to the dtype of the computation
+    values = {id(value): state[name] for name, value in module.state_dict(keep_vars=True).items()}
+    for bucket in buckets:
+        if bucket.shares_storage:
+            continue
+        for piece, (index, start, end) in zip(bucket.pieces, bucket.plan.pieces(bucket.rank), strict=True):
+            first = bucket.rank * bucket.plan.shard_numel + start - bucket.plan.slots[index].offset
+            whole = values[id(bucket.parameters[index])].flatten()
+            piece.parameter.copy_(whole[first : first + end - start])
+
+
+def attach_state_hooks(
+    module: nn.Module, buckets: Sequence[Bucket], make_current: Callable[[], None], note_changed: Callable[[], None]
+) -> None:
+    """Make the module's own `state_dict` and `load_state_dict` safe: they see and set current values.
+
+    Both are then collective calls where shards have changed, and work in the dtype of the computation.
+
+    Args:
+        make_current: gathers every parameter and waits for it.
+        note_changed: told when parameters and masters have both been set.
+    """
+
+    def before(*_: object) -> None:
+        make_current()
+
+    @torch.no_grad()
+    def after(*_: object) -> None:
+        for bucket in buckets:
+            if not bucket.shares_storage:
+                bucket.master_S.copy_(bucket.plan.own(bucket.full_N, bucket.rank))
+        note_changed()
+
+    module.register_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
+
+
+def _gather_masters(bucket: Bucket, lane: Lane) -> Tensor:
+    if bucket.shares_storage:
+        return bucket.full_N
+    full_N = torch.empty(bucket.plan.padded_numel, dtype=bucket.master_S.dtype, device=bucket.master_S.device)
+    bucket.plan.own(full_N, bucket.rank).copy_(bucket.master_S)
+    lane.all_gather(full_N).wait()
+    return full_N

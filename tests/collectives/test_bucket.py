@@ -1,0 +1,132 @@
+"""Bucket plans and buffers: nothing lost, nothing twice, little padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from collectives.bucket import Bucket, BucketPlan, plan_buckets
+
+SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(torch.Size), min_size=1, max_size=8)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
+WORLD_SIZES = st.integers(1, 5)
+BUCKET_BYTES = st.integers(1, 600)
+
+
+def planned(shapes: list[torch.Size], bucket_bytes: int, world_size: int, dtype: torch.dtype) -> list[BucketPlan]:
+    return plan_buckets([(f"p{i}", shape, dtype) for i, shape in enumerate(shapes)], bucket_bytes, world_size)
+
+
+@given(shapes=SHAPES, bucket_bytes=BUCKET_BYTES, world_size=WORLD_SIZES, dtype=DTYPES)
+def test_every_parameter_comes_once_in_order(
+    shapes: list[torch.Size], bucket_bytes: int, world_size: int, dtype: torch.dtype
+) -> None:
+    plans = planned(shapes, bucket_bytes, world_size, dtype)
+    slots = [slot for plan in plans for slot in plan.slots]
+    assert [(slot.name, slot.shape) for slot in slots] == [(f"p{i}", shape) for i, shape in enumerate(shapes)]
+    assert [plan.index for plan in plans] == list(range(len(plans)))
+    assert sum(plan.numel for plan in plans) == sum(shape.numel() for shape in shapes)
+
+
+@given(shapes=SHAPES, bucket_bytes=BUCKET_BYTES, world_size=WORLD_SIZES, dtype=DTYPES)
+def test_padding_and_size_are_bounded(
+    shapes: list[torch.Size], bucket_bytes: int, world_size: int, dtype: torch.dtype
+) -> None:
+    for plan in planned(shapes, bucket_bytes, world_size, dtype):
+        assert 0 <= plan.padded_numel - plan.numel < world_size
+        assert plan.numel * dtype.itemsize <= bucket_bytes or len(plan.slots) == 1
+
+
+@given(shapes=SHAPES, bucket_bytes=BUCKET_BYTES, world_size=WORLD_SIZES, dtype=DTYPES)
+def test_pieces_of_all_ranks_cover_each_element_once(
+    shapes: list[torch.Size], bucket_bytes: int, world_size: int, dtype: torch.dtype
+) -> None:
+    for plan in planned(shapes, bucket_bytes, world_size, dtype):
+        flat_N = torch.arange(plan.padded_numel)
+        parts: dict[int, list[Tensor]] = {index: [] for index in range(len(plan.slots))}
+        for rank in range(world_size):
+            for index, start, end in plan.pieces(rank):
+                parts[index].append(plan.own(flat_N, rank)[start:end])
+        for view, found in zip(plan.views(flat_N), parts.values(), strict=True):
+            assert torch.equal(torch.cat(found) if found else view.new_empty(0), view.flatten())
+
+
+def test_a_bucket_holds_one_dtype() -> None:
+    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32]
+    plans = plan_buckets([(str(i), torch.Size([2]), dtype) for i, dtype in enumerate(dtypes)], 1000, 2)
+    assert [plan.dtype for plan in plans] == [torch.float32, torch.bfloat16, torch.float32]
+    assert [len(plan.slots) for plan in plans] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(("bucket_bytes", "world_size"), [(0, 1), (1, 0)])
+def test_sizes_must_be_positive(bucket_bytes: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        plan_buckets([("p", torch.Size([2]), torch.float32)], bucket_bytes, world_size)
+
+
+def made_buckets(shapes: list[torch.Size], world_size: int, dtype: torch.dtype) -> list[Bucket]:
+    """The same bucket as each of the ranks holds it, filled with 0, 1, 2, ..."""
+    (plan,) = planned(shapes, 10**9, world_size, dtype)
+    master_dtype = torch.promote_types(dtype, torch.float32)
+    flats = [torch.arange(plan.padded_numel, dtype=master_dtype) for _ in range(world_size)]
+    return [
+        Bucket(plan, flat_N, [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in shapes], rank)
+        for rank, flat_N in enumerate(flats)
+    ]
+
+
+@given(shapes=SHAPES, world_size=WORLD_SIZES, dtype=DTYPES)
+def test_shards_put_together_are_the_parameters(shapes: list[torch.Size], world_size: int, dtype: torch.dtype) -> None:
+    buckets = made_buckets(shapes, world_size, dtype)
+    for bucket in buckets:
+        for piece in bucket.pieces:
+            piece.parameter.data.add_(1)
+        bucket.publish()
+    gathered_N = torch.cat([bucket.plan.own(bucket.full_N, bucket.rank) for bucket in buckets])
+    for bucket in buckets:
+        bucket.full_N.copy_(gathered_N)
+        assert bucket.is_in_place()
+        expected_N = torch.arange(1, bucket.plan.padded_numel + 1, dtype=torch.float32).to(dtype)
+        for parameter, view in zip(bucket.parameters, bucket.plan.views(expected_N), strict=True):
+            assert torch.equal(parameter, view)
+
+
+@given(shapes=SHAPES, dtype=DTYPES, data=st.data())
+def test_gradients_taken_are_the_sum_of_those_given(
+    shapes: list[torch.Size], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    (bucket,) = made_buckets(shapes, 1, dtype)
+    expected_N = torch.zeros(bucket.plan.padded_numel, dtype=torch.float64)
+    for _ in range(data.draw(st.integers(1, 3))):
+        given_N = torch.randint(-8, 9, (bucket.plan.padded_numel,)).to(dtype)
+        for parameter, grad, total in zip(
+            bucket.parameters, bucket.plan.views(given_N), bucket.plan.views(expected_N), strict=True
+        ):
+            if data.draw(st.booleans()):
+                parameter.grad = grad.clone()
+                total += grad
+        bucket.fold_gradients(torch.float32)
+        assert all(parameter.grad is None for parameter in bucket.parameters)
+    assert torch.equal(bucket.take_gradients(torch.float32).double(), expected_N)
+    assert bucket.local_N is None
+
+
+def test_a_gradient_that_the_user_put_there_is_added_to() -> None:
+    (bucket,) = made_buckets([torch.Size([3]), torch.Size([2])], 1, torch.float32)
+    first, second = bucket.pieces
+    first.parameter.grad = torch.full((3,), 5.0)
+    assert bucket.keep_reduced()
+    bucket.store_reduced(torch.ones(5), 0.5, add=True)
+    assert first.grad.tolist() == [5.5] * 3
+    assert second.grad.tolist() == [0.5] * 2
+
+
+def test_float32_parameters_and_masters_are_one_storage() -> None:
+    (alike,) = made_buckets([torch.Size([4])], 1, torch.float32)
+    (apart,) = made_buckets([torch.Size([4])], 1, torch.bfloat16)
+    assert alike.master_S.data_ptr() == alike.full_N.data_ptr()
+    assert apart.master_S.dtype == torch.float32
+    assert apart.full_N.dtype == torch.bfloat16

@@ -1,0 +1,140 @@
+"""Sharded data parallel in one process: no communication, and the numbers of plain torch bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from collectives import Recorder, ShardedDataParallel, execution_order
+from tests.collectives.cases import adamw, assert_same, batches, net, reference, train
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    widths=st.lists(st.integers(1, 6), min_size=2, max_size=5),
+    bucket_bytes=st.integers(1, 400),
+    prefetch=st.integers(1, 4),
+    overlap=st.booleans(),
+    num_micro=st.integers(1, 3),
+)
+def test_equals_plain_torch(widths: list[int], bucket_bytes: int, prefetch: int, overlap: bool, num_micro: int) -> None:
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+    sharded = ShardedDataParallel(copy.deepcopy(model), bucket_bytes=bucket_bytes, prefetch=prefetch, overlap=overlap)
+    ours, theirs = sharded.optimizer(adamw), adamw(model.parameters())
+    for _ in range(2):
+        x = torch.rand(3, widths[0])
+        for micro in range(num_micro):
+            model(x).sum().backward()
+            if micro < num_micro - 1:
+                with sharded.no_sync():
+                    sharded(x).sum().backward()
+            else:
+                sharded(x).sum().backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(sharded.full_state_dict(), model.state_dict())
+
+
+def test_one_rank_communicates_nothing() -> None:
+    recorder = Recorder()
+    state = train(ShardedDataParallel(net(torch.float32), bucket_bytes=500, recorder=recorder), 2, 0, 1)
+    assert not recorder.counts()
+    assert_same(state, reference(net(torch.float32), 2, 1))
+
+
+def test_gradients_add_up_over_backward_passes_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    model = net(torch.float32)
+    sharded = ShardedDataParallel(copy.deepcopy(model))
+    tokens = next(batches(1, 1))
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            model(tokens).backward()
+            sharded(tokens).backward()
+    assert caplog.text.count("no_sync") == 1
+    sharded.finish_gradients()
+    grads = dict(model.named_parameters())
+    for name, _, piece in sharded.named_shards():
+        torch.testing.assert_close(piece.grad, grads[name].grad.flatten())
+
+
+def test_execution_order_is_that_of_the_calls() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.unused, self.first = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+            self.first.bias.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x))
+
+    model = Backwards()
+    order = execution_order(model, torch.rand(1, 2))
+    assert order == ["first.weight", "last.weight", "last.bias", "unused.weight", "unused.bias"]
+    assert list(ShardedDataParallel(model, order=order).shapes()) == order
+    with pytest.raises(ValueError, match="every trainable parameter once"):
+        ShardedDataParallel(Backwards(), order=order[1:])
+
+
+def _complex() -> nn.Module:
+    return nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: nn.LazyLinear(3), "no values yet"),
+        (lambda: nn.Linear(2, 2, device="meta"), "no values yet"),
+        (_complex, "floating-point"),
+        (lambda: nn.Embedding(3, 2, sparse=True), "sparse=False"),
+        (lambda: nn.ReLU(), "none"),
+        (lambda: nn.Linear(2, 2).requires_grad_(False), "requires a gradient"),
+    ],
+)
+def test_what_is_not_supported_is_a_value_error(build: Callable[[], nn.Module], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ShardedDataParallel(build())
+
+
+@pytest.mark.parametrize("bad", [{"prefetch": 0}, {"in_flight": 0}, {"bucket_bytes": 0}])
+def test_bad_arguments_are_value_errors(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        ShardedDataParallel(nn.Linear(2, 2), **bad)
+
+
+def test_moving_the_module_after_wrapping_is_refused() -> None:
+    sharded = ShardedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="before wrapping"):
+        sharded.double()
+    sharded.module.double()
+    with pytest.raises(RuntimeError, match="moved or cast"):
+        sharded(torch.rand(1, 2))
+
+
+def test_clipping_needs_a_positive_norm() -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        ShardedDataParallel(nn.Linear(2, 2)).clip_grad_norm_(0.0)
+
+
+def test_the_package_does_not_import_torch_by_itself() -> None:
+    code = "import sys, collectives; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found none")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_one_gpu_equals_plain_torch(overlap: bool) -> None:
+    with torch.device("cuda"):
+        sharded = ShardedDataParallel(net(torch.float32), bucket_bytes=500, overlap=overlap)
+        assert_same(train(sharded, 3, 0, 1), reference(net(torch.float32), 3, 1))
