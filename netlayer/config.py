@@ -150,6 +150,13 @@ class OptimizerConfig(Section):
     clip_norm: float = Field(1.0, ge=0, description="global gradient norm to clip at; 0 = off")
 
 
+class EvaluationConfig(Section):
+    """When held-out loss is taken: before the first step, every so often, after the last; over how much text."""
+
+    every_steps: Count = Field(50, description="steps between two evaluations")
+    global_batches: Count = Field(4, description="global batches of held-out text in one evaluation")
+
+
 class CheckpointConfig(Section):
     """When training is saved."""
 
@@ -187,6 +194,7 @@ class JobConfig(Section):
     batch: BatchConfig = Field(default_factory=BatchConfig, description="sequences a step")
     data: DataConfig = Field(default_factory=DataConfig, description="text to train on")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="how parameters move")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="when held-out loss is taken")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="when training is saved")
     overlap: OverlapConfig = Field(default_factory=OverlapConfig, description="communication under computation")
     store: StoreConfig = Field(default_factory=StoreConfig, description="where ranks meet")

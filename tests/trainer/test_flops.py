@@ -1,0 +1,63 @@
+"""The FLOPs formula against products counted by hand, and against the figures of the paper."""
+
+from __future__ import annotations
+
+import pytest
+
+from netlayer.config import ModelConfig
+from trainer.flops import peak_flops, step_flops, utilisation
+
+GPT_175B = ModelConfig(layers=96, hidden=12288, heads=128, ffn_hidden=49152, vocab_size=64000, seq_len=2048)
+
+
+def test_formula_counts_every_matrix_product() -> None:
+    model = ModelConfig(layers=3, hidden=8, heads=2, ffn_hidden=40, vocab_size=50, seq_len=16)
+    tokens, sequences = 2 * 16, 2
+    products = [(tokens, 8, 3 * 8), (tokens, 8, 8), (tokens, 8, 40), (tokens, 40, 8)] * 3
+    products += [(16, 4, 16), (16, 16, 4)] * (3 * 2 * sequences)  # scores and values, a head and a sequence
+    products += [(tokens, 8, 50)]
+    forward = sum(2 * m * k * n for m, k, n in products)
+    assert step_flops(model, sequences).full == 3 * forward
+
+
+def test_causal_counts_half_of_attention() -> None:
+    flops = step_flops(GPT_175B, 1)
+    attention = 3 * 4 * 96 * 12288 * 2048 * 2048
+    assert flops.full - flops.causal == attention / 2
+
+
+def test_formula_is_the_papers() -> None:
+    b, layers, s, h, v = 768, 96, 2048, 12288, 64000
+    paper = 72 * b * layers * s * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+    assert step_flops(GPT_175B, b).full == pytest.approx(paper, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("batch", "gpus", "seconds", "mfu"),
+    [(768, 256, 40.0, 53.0), (6144, 12288, 8.57, 41.3), (6144, 3072, 23.66, 59.8), (6144, 12288, 6.34, 55.8)],
+)
+def test_mfu_gives_the_papers_rows(batch: int, gpus: int, seconds: float, mfu: float) -> None:
+    peak = peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16")
+    got = utilisation(step_flops(GPT_175B, batch).full, seconds, peak, gpus)
+    assert got is not None
+    assert 100 * got == pytest.approx(mfu, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 PCIe", 756.5e12),
+        ("NVIDIA H20", None),
+        ("NVIDIA H200 NVL", None),
+        ("AMD EPYC", None),
+    ],
+)
+def test_peak_is_known_by_the_exact_card(name: str, peak: float | None) -> None:
+    assert peak_flops(name, "bfloat16") == peak
+
+
+def test_no_peak_no_utilisation() -> None:
+    assert peak_flops("NVIDIA H200", "float32") is None
+    assert utilisation(1e12, 1.0, None, 1) is None

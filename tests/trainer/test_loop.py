@@ -1,0 +1,129 @@
+"""One rank alone: what a step does and says."""
+
+from __future__ import annotations
+
+import gc
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from netlayer.config import EvaluationConfig, JobConfig
+from netlayer.errors import CheckFailed
+from trainer.data.prepare import Corpus
+from trainer.loop import Place, Row, Trainer, run
+
+from .conftest import tiny_job
+
+ALONE = Place(0, 1, torch.device("cpu"))
+# What reports rely on.
+ROW_KEYS = ["step", "loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "exposed_comm", "memory_gib"]
+ROW_KEYS += ["mfu_full", "mfu_causal"]
+
+
+def losses(job: JobConfig, corpus: Corpus, seed: int = 0) -> tuple[list[float], list[Row]]:
+    steps: list[Row] = []
+    evaluations: list[Row] = []
+    run(
+        Trainer(job, corpus, seed, ALONE),
+        EvaluationConfig(every_steps=10, global_batches=2),
+        steps.append,
+        evaluations.append,
+    )
+    return [row["loss"] for row in steps], evaluations
+
+
+def test_same_seed_same_losses_to_the_bit_and_another_seed_others(text_folder: Path, corpus: Corpus) -> None:
+    job = tiny_job(text_folder)
+    first, again, other = (losses(job, corpus, seed)[0] for seed in (0, 0, 1))
+    assert first == again
+    assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_held_out_loss_falls_and_is_taken_at_the_start_on_the_way_and_at_the_end(
+    text_folder: Path, corpus: Corpus
+) -> None:
+    _, evaluations = losses(tiny_job(text_folder, optimizer={"steps": 25, "lr": 2e-2}), corpus)
+    assert [row["step"] for row in evaluations] == [0, 10, 20, 25]
+    first, *_, last = (row["validation_loss"] for row in evaluations)
+    assert first == pytest.approx(math.log(300), abs=0.1)
+    assert last < 0.8 * first
+
+
+@pytest.mark.parametrize("micro_size", [1, 4, 8])
+def test_losses_do_not_depend_on_the_micro_batch(text_folder: Path, corpus: Corpus, micro_size: int) -> None:
+    expected, _ = losses(tiny_job(text_folder), corpus)
+    got, evaluations = losses(tiny_job(text_folder, batch={"micro_size": micro_size}), corpus)
+    assert got == pytest.approx(expected, abs=1e-4)
+    assert evaluations[0]["validation_loss"] == pytest.approx(
+        losses(tiny_job(text_folder, optimizer={"steps": 1}), corpus)[1][0]["validation_loss"], abs=1e-5
+    )
+
+
+def test_first_steps_are_those_of_plain_torch(text_folder: Path, corpus: Corpus) -> None:
+    """The same model with torch's own AdamW and clipping, the whole global batch in one backward pass."""
+    from trainer.data.batches import micro_batches, sample_starts
+    from trainer.model import build_model
+    from trainer.optim import learning_rate
+
+    job = tiny_job(text_folder, optimizer={"steps": 6, "clip_norm": 0.5})
+    model = build_model(job.model, 0, ALONE.device)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": job.optimizer.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(job.optimizer.beta1, job.optimizer.beta2), eps=job.optimizer.eps)
+    expected = []
+    tokens = corpus.train_tokens()
+    for step in range(1, 7):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(job.optimizer, step)
+        starts = sample_starts(len(tokens), job.model.seq_len, 0, step, range(job.batch.global_size))
+        ((tokens_BT, targets_BT),) = micro_batches(tokens, starts, job.model.seq_len, 8, ALONE.device)
+        loss = model(tokens_BT, targets_BT)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert losses(job, corpus)[0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_row_says_what_was_promised(text_folder: Path, corpus: Corpus) -> None:
+    row = Trainer(tiny_job(text_folder, optimizer={"clip_norm": 0}), corpus, 0, ALONE).step(1)
+    assert list(row) == ROW_KEYS
+    assert row["step"] == 1
+    assert row["lr"] == pytest.approx(1e-2 / 4)
+    assert row["grad_norm"] > 0
+    assert row["tokens_per_s"] == pytest.approx(8 * 16 / row["step_ms"] * 1e3)
+    assert row["exposed_comm"] == 0
+    assert row["memory_gib"] > 0
+    assert row["mfu_full"] is row["mfu_causal"] is None
+
+
+def test_parallel_block_window_and_bfloat16_train(text_folder: Path, corpus: Corpus) -> None:
+    model = {"parallel_block": True, "attention_window": 4, "dtype": "bfloat16"}
+    got, _ = losses(tiny_job(text_folder, model=model, optimizer={"steps": 12}), corpus)
+    assert got[-1] < 0.9 * got[0]
+
+
+def test_a_loss_that_is_no_number_stops_with_step_and_rank(text_folder: Path, corpus: Corpus) -> None:
+    with pytest.raises(CheckFailed, match=r"step 2: the loss is nan on rank 0"):
+        losses(tiny_job(text_folder, optimizer={"lr": 1e30, "warmup_steps": 0}), corpus)
+
+
+def test_a_gradient_that_is_no_number_stops_with_the_step(text_folder: Path, corpus: Corpus) -> None:
+    trainer = Trainer(tiny_job(text_folder), corpus, 0, ALONE)
+    trainer.model.module.head.norm.bias.register_hook(lambda grad: grad * math.inf)
+    with pytest.raises(CheckFailed, match=r"step 7: the gradient norm is"):
+        trainer.step(7)
+
+
+def test_garbage_is_collected_by_hand_while_training_alone(text_folder: Path, corpus: Corpus) -> None:
+    enabled = []
+    trainer = Trainer(tiny_job(text_folder, optimizer={"steps": 2}), corpus, 0, ALONE)
+    run(trainer, EvaluationConfig(), lambda _row: enabled.append(gc.isenabled()), lambda _row: None)
+    assert enabled == [False, False]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0

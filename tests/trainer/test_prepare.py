@@ -1,0 +1,119 @@
+"""The tokenizer, the token files and their cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from netlayer.errors import ConfigError
+from trainer.data.corpus import Document, read_documents
+from trainer.data.prepare import Corpus, check_enough, default_cache_folder, prepare_corpus
+from trainer.data.tokenizer import END_OF_DOCUMENT, encode, train_tokenizer
+
+from .conftest import tiny_job
+
+
+def prepare(folder: Path, cache: Path, vocab_size: int = 300) -> Corpus:
+    return prepare_corpus(tiny_job(folder).data, vocab_size, 0, cache)
+
+
+def test_tokens_say_what_the_files_say(text_folder: Path, corpus: Corpus) -> None:
+    tokenizer = Tokenizer.from_file(str(corpus.tokenizer_file))
+    documents = read_documents(tiny_job(text_folder).data, 0)
+    for tokens, side in ((corpus.train_tokens(), documents.train), (corpus.validation_tokens(), documents.validation)):
+        text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+        assert text == "".join(document.text + END_OF_DOCUMENT for document in side)
+    assert corpus.train_tokens().dtype == np.uint16
+    assert corpus.facts.train_tokens == len(corpus.train_tokens())
+
+
+def test_any_text_can_be_tokenised() -> None:
+    tokenizer = train_tokenizer([Document("a", "aaaa bbbb")], 257)
+    odd = "\x00é漢字🎉\r\n\ttail "
+    tokens = encode(tokenizer, [Document("b", odd)], 2**16 + 1, lambda _done: None)
+    assert tokens.dtype == np.uint32
+    assert tokenizer.decode(tokens.tolist()) == odd
+
+
+def test_the_tokenizer_knows_the_training_files_alone(text_folder: Path, tmp_path: Path) -> None:
+    documents = read_documents(tiny_job(text_folder).data, 0)
+    assert train_tokenizer(documents.train, 300).to_str() == train_tokenizer(documents.train, 300).to_str()
+    corpus = prepare(text_folder, tmp_path)
+    assert corpus.tokenizer_file.read_text() == train_tokenizer(documents.train, 300).to_str(pretty=True)
+
+
+def test_a_vocabulary_beyond_the_text_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        tokenizer = train_tokenizer([Document("a", "abab")], 1000)
+    assert tokenizer.get_vocab_size() < 1000
+    assert "job.model.vocab_size = 1000, the rest is never used" in caplog.text
+
+
+def test_a_vocabulary_below_the_bytes_is_refused(text_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"job\.model\.vocab_size = 256: is below 257"):
+        prepare(text_folder, tmp_path, vocab_size=256)
+
+
+def test_the_second_time_is_a_hit(text_folder: Path, tmp_path: Path) -> None:
+    first, second = prepare(text_folder, tmp_path), prepare(text_folder, tmp_path)
+    assert (first.facts.cache_hit, second.facts.cache_hit) == (False, True)
+    assert dataclasses.replace(second.facts, cache_hit=False) == first.facts
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_other_text_or_vocabulary_is_no_hit(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (folder / name).write_text("some text", encoding="utf-8")
+    prepare(folder, tmp_path / "cache")
+    assert not prepare(folder, tmp_path / "cache", vocab_size=301).facts.cache_hit
+    (folder / "c.txt").write_text("SOME TEXT", encoding="utf-8")
+    assert not prepare(folder, tmp_path / "cache").facts.cache_hit
+
+
+@pytest.mark.parametrize("name", ["train.npy", "validation.npy", "tokenizer.json", "facts.json"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
+def test_a_damaged_cache_is_built_again(
+    text_folder: Path, tmp_path: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = prepare(text_folder, tmp_path)
+    file, content = good.folder / name, (good.folder / name).read_bytes()
+    file.write_bytes(content[: len(content) // 2] if damage == "cut" else content[:-3] + b"\x00\x01\x02")
+    if damage == "gone":
+        file.unlink()
+    with caplog.at_level(logging.WARNING):
+        rebuilt = prepare(text_folder, tmp_path)
+    assert rebuilt.facts == good.facts
+    assert file.read_bytes() == content
+    assert "is damaged" in caplog.text
+
+
+def test_a_cache_of_another_making_is_built_again(text_folder: Path, tmp_path: Path) -> None:
+    facts_file = prepare(text_folder, tmp_path).folder / "facts.json"
+    for content in ([], {"digests": {}}, {"digests": {}, "facts": {"tokens": 1}}):
+        facts_file.write_text(json.dumps(content), encoding="utf-8")
+        assert not prepare(text_folder, tmp_path).facts.cache_hit
+
+
+def test_too_little_text_is_refused(corpus: Corpus) -> None:
+    facts = corpus.facts
+    check_enough(facts, "folder", 8, 16)
+    with pytest.raises(ConfigError, match=r"job\.data\.folder = folder: gives \d+ tokens to train on, and one global"):
+        check_enough(facts, "folder", facts.train_tokens, 16)
+    with pytest.raises(ConfigError, match="held-out tokens"):
+        check_enough(dataclasses.replace(facts, validation_tokens=16), "", 8, 16)
+
+
+def test_the_cache_is_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
+    assert default_cache_folder() == Path("/some/cache/netlayer")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert default_cache_folder() == Path("/home/someone/.cache/netlayer")

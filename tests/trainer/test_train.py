@@ -1,0 +1,156 @@
+"""Whole runs over real processes, and what is refused before any starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from netlayer.config import EvaluationConfig, JobConfig, load_config
+from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
+from netlayer.launch import launch
+from netlayer.rank import RankContext, RankEnv
+from trainer.data.prepare import Corpus
+from trainer.loop import Place, Row, Trainer, run
+from trainer.train import Progress, TrainResult, Work, prepare, train
+from trainer.worker import meet
+
+from . import targets
+from .conftest import tiny_job
+
+
+@dataclass(frozen=True)
+class Run:
+    result: TrainResult
+    progress: list[Progress]
+    out: Path
+
+
+def run_ranks(job: JobConfig, corpus: Corpus, ranks: int, out: Path) -> Run:
+    progress: list[Progress] = []
+    meeting = f"file://{out}/meeting"
+    result = train(
+        job, corpus, ranks=ranks, init_method=meeting, backend="gloo", out=out, seed=0, on_progress=progress.append
+    )
+    return Run(result, progress, out)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(text_folder: Path, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_ranks(tiny_job(text_folder, ranks=2), corpus, 2, tmp_path_factory.mktemp("two"))
+
+
+def test_two_ranks_have_the_losses_of_one(two_ranks: Run, text_folder: Path, corpus: Corpus) -> None:
+    steps: list[Row] = []
+    evaluations: list[Row] = []
+    alone = Trainer(tiny_job(text_folder), corpus, 0, Place(0, 1, torch.device("cpu")))
+    run(alone, EvaluationConfig(), steps.append, evaluations.append)
+    assert len(steps) == 20
+    for key in ("loss", "grad_norm", "lr"):
+        expected = [row[key] for row in steps]
+        assert [row[key] for row in two_ranks.result.steps] == pytest.approx(expected, abs=1e-4)
+    assert [row["validation_loss"] for row in two_ranks.result.evaluations] == pytest.approx(
+        [row["validation_loss"] for row in evaluations], abs=1e-4
+    )
+
+
+def test_two_ranks_have_the_same_losses_again_to_the_bit(
+    two_ranks: Run, text_folder: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    again = run_ranks(tiny_job(text_folder, ranks=2, overlap={"dp": False}), corpus, 2, tmp_path)
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in again.result.steps] == [row[key] for row in two_ranks.result.steps]
+
+
+def test_rows_are_in_files_and_were_reported(two_ranks: Run) -> None:
+    for name, rows in (("metrics", two_ranks.result.steps), ("validation", two_ranks.result.evaluations)):
+        lines = (two_ranks.out / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        assert [json.loads(line) for line in lines] == list(rows)
+    told = [(progress.stage, progress.done, progress.total) for progress in two_ranks.progress]
+    steps = [("training", step, 20) for step in range(1, 21)]
+    assert told == [("validating", 0, 20), *steps, ("validating", 20, 20)]
+
+
+def test_result_says_what_was_trained(two_ranks: Run, corpus: Corpus) -> None:
+    result = two_ranks.result
+    assert result.corpus == corpus.facts
+    assert len(result.devices) == 2
+    assert result.num_parameters == 2 * 300 * 32 + 16 * 32 + 2 * (4 * 32**2 + 4 * 32 + 2 * 32 * 64 + 96 + 4 * 32) + 64
+    assert result.validation_fall > 0.1
+    assert all(0 < row["exposed_comm"] < 1 for row in result.steps)
+
+
+def test_a_loss_that_is_no_number_names_its_rank_alone(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    work = Work(tiny_job(text_folder, ranks=2), corpus, f"file://{tmp_path}/meeting", "gloo", tmp_path, 0)
+    with pytest.raises(CheckFailed, match=r"step 3: the loss is nan on rank 1;"):
+        launch(targets.poisoned_on_rank_1, 2, args=(work,), log_dir=tmp_path)
+
+
+def test_nccl_without_a_gpu_for_every_rank_is_refused(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    work = Work(tiny_job(text_folder, ranks=2), corpus, f"file://{tmp_path}/meeting", "nccl", tmp_path, 0)
+    with pytest.raises(HardwareMissing, match="2 ranks want a GPU each, 1 found"):
+        meet(RankContext(RankEnv(rank=1, world_size=2, local_rank=1, local_world_size=2)), work)
+
+
+@pytest.mark.parametrize(
+    ("field", "sections"),
+    [
+        ("job.parallel.tp", {"parallel": {"dp": 1, "tp": 2}}),
+        ("job.parallel.pp", {"parallel": {"dp": 1, "pp": 2}}),
+        ("job.optimizer.name", {"optimizer": {"name": "lamb"}}),
+        ("job.checkpoint.every_steps", {"checkpoint": {"every_steps": 10}}),
+    ],
+)
+def test_what_is_not_built_yet_is_refused_by_name(
+    text_folder: Path, tmp_path: Path, field: str, sections: dict[str, dict[str, object]]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{field} = .* not built yet in this version; set") as caught:
+        prepare(tiny_job(text_folder, 2, **sections), 2, 0, tmp_path)
+    assert caught.value.field == field
+
+
+def test_another_number_of_ranks_is_refused(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    job = tiny_job(text_folder, ranks=2)
+    with pytest.raises(ConfigError, match=r"job\.parallel\.dp = 2: must equal the number of ranks started, 3"):
+        train(job, corpus, ranks=3, init_method="", backend="gloo", out=tmp_path, seed=0)
+
+
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("a few words", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"job\.data\.folder = .*: gives \d+ tokens to train on"):
+        prepare(tiny_job(tmp_path), 1, 0, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_replaced_by_the_output_folder(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    with caplog.at_level(logging.WARNING):
+        corpus = prepare(tiny_job(text_folder), 1, 0, tmp_path)
+    assert corpus.folder.parent == tmp_path
+    assert "cannot be used as a cache" in caplog.text
+
+
+def test_the_launching_process_needs_no_torch() -> None:
+    code = "import sys, trainer.train; sys.exit('torch' in sys.modules or 'tokenizers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_default_job_lowers_held_out_loss_by_more_than_40_percent(tmp_path: Path) -> None:
+    job = load_config().job
+    result = run_ranks(job, prepare(job, 2, 0, tmp_path), 2, tmp_path).result
+    assert result.validation_fall > 0.4

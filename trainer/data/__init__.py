@@ -1,0 +1,1 @@
+"""Real text, tokenised once, sampled the same for any number of ranks."""

@@ -1,0 +1,77 @@
+"""Which tokens make up a batch: a function of (seed, step, sample) alone.
+
+The counter-based generator has no state to carry, save or split: every rank computes its own samples, and the global
+batch is the same whatever the number of ranks and the micro-batch size. Samples are drawn with replacement. Left out:
+epochs, packing by document, a queue of batches read ahead (a batch is a few memory-mapped copies).
+
+Shapes: N samples, B sequences, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_SAMPLING = 1  # the second word of the generator's key: other uses of the seed take other words
+
+
+@dataclass(frozen=True)
+class Slice:
+    """This rank's share of every global batch: `count` contiguous samples from `first`, `micro_size` at a time."""
+
+    first: int
+    count: int
+    micro_size: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.count // self.micro_size
+
+
+def rank_slice(global_size: int, micro_size: int, rank: int, world_size: int) -> Slice:
+    """The share of `rank`.
+
+    Raises:
+        ValueError: `global_size` is no multiple of `micro_size * world_size`.
+    """
+    if global_size % (micro_size * world_size):
+        raise ValueError(f"global_size = {global_size}: not a multiple of {micro_size} x {world_size} ranks")
+    count = global_size // world_size
+    return Slice(first=rank * count, count=count, micro_size=micro_size)
+
+
+def sample_starts(num_tokens: int, seq_len: int, seed: int, step: int, samples_N: range) -> NDArray[np.int64]:
+    """First token of each sample's window: uniform over all windows of `seq_len + 1` tokens, shape (N,)."""
+    num_windows = num_tokens - seq_len
+    if num_windows < 1:
+        raise ValueError(f"num_tokens = {num_tokens}: a window takes {seq_len + 1}")
+    key = np.array([seed % 2**64, _SAMPLING], dtype=np.uint64)
+    starts = np.empty(len(samples_N), dtype=np.int64)
+    for position, sample in enumerate(samples_N):
+        word = np.random.Philox(key=key, counter=np.array([0, 0, step, sample], dtype=np.uint64)).random_raw()
+        starts[position] = int(word) * num_windows >> 64
+    return starts
+
+
+def even_starts(num_tokens: int, seq_len: int, count: int) -> NDArray[np.int64]:
+    """`count` windows spread evenly over the whole stream: the same ones at every evaluation."""
+    if num_tokens <= seq_len:
+        raise ValueError(f"num_tokens = {num_tokens}: a window takes {seq_len + 1}")
+    return np.arange(count, dtype=np.int64) * (num_tokens - seq_len - 1) // max(1, count - 1)
+
+
+def micro_batches(
+    tokens: NDArray[np.integer], starts_N: NDArray[np.int64], seq_len: int, micro_size: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The windows at `starts_N` as (tokens_BT, targets_BT), int64 on `device`, B = `micro_size`."""
+    for first in range(0, len(starts_N), micro_size):
+        starts = starts_N[first : first + micro_size]
+        windows = torch.from_numpy(np.stack([tokens[start : start + seq_len + 1] for start in starts]).astype(np.int64))
+        if device.type == "cuda":
+            windows = windows.pin_memory().to(device, non_blocking=True)
+        yield windows[:, :-1], windows[:, 1:]

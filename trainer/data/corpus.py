@@ -1,0 +1,139 @@
+"""Which text is trained on: files of a folder, each either for training or held out for validation.
+
+A file's side depends on a hash of its relative path alone, so it stays where it is when other files come and go. Left
+out: formats other than plain UTF-8 text, and anything that does not fit in memory.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import logging
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from netlayer.config import DataConfig
+from netlayer.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+FOLDER_FIELD = "job.data.folder"
+# Of the standard library: other people's packages, and tests, which are long tables of data more than text.
+_STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text file: its path inside the folder, with forward slashes, and what it says."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The text of a run, in order of name; `skipped` counts files that could not be read as UTF-8."""
+
+    train: tuple[Document, ...]
+    validation: tuple[Document, ...]
+    skipped: int
+
+    @property
+    def text_bytes(self) -> int:
+        return sum(len(document.text.encode()) for document in self.train + self.validation)
+
+
+def read_documents(config: DataConfig, seed: int) -> Documents:
+    """Read and split the folder's text; `seed` draws the files where there is more than `max_mib`.
+
+    Raises:
+        ConfigError: no such folder, no matching file, or too few of them to hold one out.
+    """
+    folder, skipped_folders = _folder(config)
+    names = [name for name in _list_files(folder, skipped_folders) if fnmatch.fnmatch(Path(name).name, config.pattern)]
+    if not names:
+        rule = f"holds no file that matches job.data.pattern = {config.pattern}"
+        raise ConfigError(FOLDER_FIELD, folder, rule, "give another folder or pattern")
+    drawn = _draw(folder, names, round(config.max_mib * 2**20), seed)
+    if not drawn:
+        rule = f"is below the smallest of the {len(names)} files in {folder}"
+        raise ConfigError("job.data.max_mib", config.max_mib, rule, "raise it, or give smaller files")
+    documents = [document for document in (_read(folder, name) for name in drawn) if document]
+    skipped = len(drawn) - len(documents)
+    if skipped:
+        logger.warning("%d of %d files in %s are not readable UTF-8 text; skipped", skipped, len(drawn), folder)
+    if len(documents) < 2:
+        rule = f"holds {len(documents)} readable text files, and one must be held out for validation"
+        raise ConfigError(FOLDER_FIELD, folder, rule, "give at least two files, or split the one")
+    held_out = choose_held_out([document.name for document in documents], config.validation_share)
+    return Documents(
+        train=tuple(document for document in documents if document.name not in held_out),
+        validation=tuple(document for document in documents if document.name in held_out),
+        skipped=skipped,
+    )
+
+
+def choose_held_out(names: list[str], share: float) -> frozenset[str]:
+    """The files held out: those whose hash, as a number in 0..1, is below `share`; at least one, and never all."""
+    ordered = sorted(names, key=_position)
+    num_below = sum(_position(name) < share for name in names)
+    return frozenset(ordered[: min(max(num_below, 1), len(names) - 1)])
+
+
+def _folder(config: DataConfig) -> tuple[Path, frozenset[str]]:
+    if not config.folder:
+        return Path(sysconfig.get_path("stdlib")), _STDLIB_SKIPPED
+    folder = Path(config.folder).expanduser()
+    if not folder.is_dir():
+        rule = "is a file, not a folder" if folder.exists() else "there is no such folder"
+        raise ConfigError(FOLDER_FIELD, config.folder, rule, "give a folder of text files")
+    return folder, frozenset()
+
+
+def _list_files(folder: Path, skipped_folders: frozenset[str]) -> list[str]:
+    def report(error: OSError) -> None:
+        logger.warning("%s cannot be listed (%s); skipped", error.filename, error.strerror)
+
+    names = []
+    for path, folders, files in os.walk(folder, onerror=report):
+        folders[:] = [name for name in folders if name not in skipped_folders]
+        names += [(Path(path) / name).relative_to(folder).as_posix() for name in files]
+    return sorted(names)
+
+
+def _draw(folder: Path, names: list[str], max_bytes: int, seed: int) -> list[str]:
+    """All files where they fit in `max_bytes`; else those that fit, taken in an order that `seed` gives."""
+    sizes = {name: _size(folder / name) for name in names}
+    if sum(sizes.values()) <= max_bytes:
+        return names
+    drawn, room = [], max_bytes
+    for name in sorted(names, key=lambda name: _position(f"{seed}/{name}")):
+        if sizes[name] <= room:
+            drawn.append(name)
+            room -= sizes[name]
+    logger.info("%d of %d files drawn to stay within job.data.max_mib", len(drawn), len(names))
+    return sorted(drawn)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # a dangling link: `_read` will skip and count it
+
+
+def _read(folder: Path, name: str) -> Document | None:
+    path = folder / name
+    if not path.is_file():  # a pipe or a device would block the read for ever
+        return None
+    try:
+        return Document(name, path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _position(name: str) -> float:
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64

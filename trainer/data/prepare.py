@@ -1,0 +1,195 @@
+"""A corpus made ready: tokenised once, kept in a cache folder, and shared by all ranks as memory-mapped files.
+
+The cache is keyed by what the text says, not by when it was written, so a touched file costs nothing and a changed one
+is never missed. A folder appears there whole or not at all; one that is damaged is built again. Left out: ever
+removing what is no longer used.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from netlayer.config import DataConfig
+from netlayer.errors import ConfigError
+from trainer.data.corpus import FOLDER_FIELD, Documents, read_documents
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_FACTS_FILE = "facts.json"
+_TOKENIZER_FILE = "tokenizer.json"
+_TRAIN_FILE = "train.npy"
+_VALIDATION_FILE = "validation.npy"
+
+# Called with what is being done, how many documents are done, and of how many.
+OnStage = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class CorpusFacts:
+    """What was trained on, for the report; `vocab_size` is what the tokenizer reached."""
+
+    train_files: int
+    validation_files: int
+    skipped_files: int
+    text_bytes: int
+    train_tokens: int
+    validation_tokens: int
+    vocab_size: int
+    cache_hit: bool
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Where the tokens are; `facts` say how many. A path travels to a rank for nothing, and ranks share the pages."""
+
+    folder: Path
+    facts: CorpusFacts
+
+    def train_tokens(self) -> NDArray[np.integer]:
+        return _open(self.folder / _TRAIN_FILE)
+
+    def validation_tokens(self) -> NDArray[np.integer]:
+        return _open(self.folder / _VALIDATION_FILE)
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """As the `tokenizers` library reads it."""
+        return self.folder / _TOKENIZER_FILE
+
+
+def default_cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/netlayer`, or `~/.cache/netlayer`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "netlayer"
+
+
+def prepare_corpus(
+    config: DataConfig, vocab_size: int, seed: int, cache_folder: Path, on_stage: OnStage | None = None
+) -> Corpus:
+    """Read, split and tokenise the text, or find it done in `cache_folder`.
+
+    Args:
+        config: which text.
+        vocab_size: most tokens of the vocabulary.
+        seed: draws the files where there is more than `max_mib`.
+        cache_folder: made if missing.
+        on_stage: told of progress.
+
+    Raises:
+        ConfigError: the text or the vocabulary cannot be used.
+        OSError: `cache_folder` cannot be written.
+    """
+    told = on_stage or (lambda _stage, _done, _total: None)
+    told("reading", 0, 1)
+    documents = read_documents(config, seed)
+    folder = cache_folder / f"corpus-{_key(documents, vocab_size)}"
+    if folder.exists():
+        try:
+            return Corpus(folder, _load_facts(folder, documents.skipped))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+            logger.warning("the cached corpus %s is damaged (%s); it is built again", folder, exc)
+            shutil.rmtree(folder)
+    counts = _build(folder, documents, vocab_size, told)
+    return Corpus(folder, CorpusFacts(**counts, skipped_files=documents.skipped, cache_hit=False))
+
+
+def check_enough(facts: CorpusFacts, folder: str, batch_size: int, seq_len: int) -> None:
+    """Raise ConfigError where the text holds less than one global batch, or no window to validate on."""
+    needed = batch_size * (seq_len + 1)
+    remedy = "give more text, or lower job.batch.global_size or job.model.seq_len"
+    value = folder or "(standard library)"
+    if facts.train_tokens < needed:
+        rule = f"gives {facts.train_tokens} tokens to train on, and one global batch takes {needed}"
+        raise ConfigError(FOLDER_FIELD, value, rule, remedy)
+    if facts.validation_tokens < seq_len + 1:
+        rule = f"gives {facts.validation_tokens} held-out tokens, and one sequence takes {seq_len + 1}"
+        raise ConfigError(FOLDER_FIELD, value, rule, remedy + ", or raise job.data.validation_share")
+
+
+def _key(documents: Documents, vocab_size: int) -> str:
+    version = importlib.metadata.version("tokenizers")
+    digest = hashlib.blake2b(f"{_FORMAT} {version} {vocab_size}".encode(), digest_size=16)
+    for side in (documents.train, documents.validation):
+        digest.update(f"\n{len(side)}".encode())
+        for document in side:
+            text = document.text.encode()
+            digest.update(f"\n{len(text)} ".encode() + text)
+    return digest.hexdigest()
+
+
+def _load_facts(folder: Path, skipped_files: int) -> CorpusFacts:
+    """What the folder's own record says, once every file was found as it was written; any error means damage."""
+    record = json.loads((folder / _FACTS_FILE).read_text(encoding="utf-8"))
+    for name in (_TOKENIZER_FILE, _TRAIN_FILE, _VALIDATION_FILE):
+        if _digest(folder / name) != record["digests"][name]:
+            raise ValueError(f"{name} is not as it was written")
+    return CorpusFacts(**record["facts"], skipped_files=skipped_files, cache_hit=True)
+
+
+def _build(folder: Path, documents: Documents, vocab_size: int, on_stage: OnStage) -> dict[str, int]:
+    # Here, for a hit needs no tokenizer: the library costs a tenth of a second to load.
+    from trainer.data.tokenizer import encode, train_tokenizer
+
+    total = len(documents.train) + len(documents.validation)
+    on_stage("training the tokenizer", 0, total)
+    tokenizer = train_tokenizer(documents.train, vocab_size)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
+    try:
+        tokenizer.save(str(scratch / _TOKENIZER_FILE))
+        sides = ((_TRAIN_FILE, documents.train, 0), (_VALIDATION_FILE, documents.validation, len(documents.train)))
+        for name, side, before in sides:
+            on_documents = functools.partial(_tell_tokenising, on_stage, before, total)
+            np.save(scratch / name, encode(tokenizer, side, vocab_size, on_documents))
+        counts = {
+            "train_files": len(documents.train),
+            "validation_files": len(documents.validation),
+            "text_bytes": documents.text_bytes,
+            "train_tokens": len(_open(scratch / _TRAIN_FILE)),
+            "validation_tokens": len(_open(scratch / _VALIDATION_FILE)),
+            "vocab_size": tokenizer.get_vocab_size(),
+        }
+        digests = {name: _digest(scratch / name) for name in (_TOKENIZER_FILE, _TRAIN_FILE, _VALIDATION_FILE)}
+        record = json.dumps({"facts": counts, "digests": digests}, indent=1)
+        (scratch / _FACTS_FILE).write_text(record, encoding="utf-8")
+        _publish(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return counts
+
+
+def _tell_tokenising(on_stage: OnStage, before: int, total: int, done: int) -> None:
+    on_stage("tokenising", before + done, total)
+
+
+def _publish(scratch: Path, folder: Path) -> None:
+    """Rename is atomic; where another run was first, its folder holds the same bytes and stays."""
+    scratch.chmod(0o755)
+    try:
+        scratch.rename(folder)
+    except OSError:
+        if not folder.exists():
+            raise
+
+
+def _open(file: Path) -> NDArray[np.integer]:
+    tokens: NDArray[np.integer] = np.load(file, mmap_mode="r", allow_pickle=False)
+    return tokens
+
+
+def _digest(file: Path) -> str:
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()

@@ -1,0 +1,77 @@
+"""A byte-level BPE tokenizer, trained on the spot on the training files alone, and text turned into tokens.
+
+Every byte has a token, so any text can be written; a special token ends each document. Left out: pre-tokenizers for
+other languages than the one regular expression of GPT-2, which the `tokenizers` library ships.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from netlayer.errors import ConfigError
+from trainer.data.corpus import Document
+
+logger = logging.getLogger(__name__)
+
+END_OF_DOCUMENT = "<|end|>"
+MIN_VOCAB_SIZE = 257  # one token a byte, and the end of a document
+_DOCUMENTS_A_CALL = 32
+
+OnDocuments = Callable[[int], None]
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Raise ConfigError for a vocabulary that cannot hold every byte."""
+    if vocab_size < MIN_VOCAB_SIZE:
+        rule = f"is below {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document"
+        raise ConfigError("job.model.vocab_size", vocab_size, rule, f"set at least {MIN_VOCAB_SIZE}")
+
+
+def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer:
+    """A BPE of at most `vocab_size` tokens; fewer where the text has no more pairs to merge, which the log says."""
+    check_vocab_size(vocab_size)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    reached = tokenizer.get_vocab_size()
+    if reached < vocab_size:
+        logger.warning(
+            "the text gives a vocabulary of %d tokens; job.model.vocab_size = %d, the rest is never used",
+            reached,
+            vocab_size,
+        )
+    return tokenizer
+
+
+def encode(
+    tokenizer: Tokenizer, documents: Sequence[Document], vocab_size: int, on_documents: OnDocuments
+) -> NDArray[np.integer]:
+    """All documents as one stream of token ids, each ended by the end-of-document token.
+
+    Args:
+        tokenizer: what `train_tokenizer` gave.
+        documents: texts in order.
+        vocab_size: chooses the dtype: uint16 where every id fits, else uint32.
+        on_documents: called with the number of documents done.
+    """
+    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+    end = [tokenizer.token_to_id(END_OF_DOCUMENT)]
+    pieces: list[NDArray[np.integer]] = []
+    for first in range(0, len(documents), _DOCUMENTS_A_CALL):
+        texts = [document.text for document in documents[first : first + _DOCUMENTS_A_CALL]]
+        encodings = tokenizer.encode_batch_fast(texts)
+        pieces += [np.asarray(encoding.ids + end, dtype=dtype) for encoding in encodings]
+        on_documents(min(first + _DOCUMENTS_A_CALL, len(documents)))
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype=dtype)

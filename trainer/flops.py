@@ -1,0 +1,51 @@
+"""Model FLOPs of a training step, the peak of a device, and MFU in both conventions.
+
+The formula is the paper's, 72 B L s h^2 (1 + s/(6h) + V/(12 L h)), written with the MLP's width f in place of 4h: only
+matrix products count, a multiply-add is 2, backward is twice forward. Left out: recomputation (no useful work), norms,
+GeLU, softmax. A sliding window is not subtracted: the paper leaves open how it counts one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from netlayer.config import ModelConfig
+
+# Dense bfloat16 peaks, FLOP/s: half of the figure "with sparsity" in NVIDIA's data sheets of these cards.
+_PEAKS_BF16 = (
+    (r"\bA100\b", 312e12),  # A100 data sheet, 2021 (all forms)
+    (r"\bA800\b", 312e12),  # as A100, with less NVLink
+    (r"\bH100 PCIe\b", 756.5e12),  # H100 data sheet: 1,513 with sparsity
+    (r"\bH100 80GB HBM3\b", 989.5e12),  # the name of an SXM5 card; H100 data sheet: 1,979 with sparsity
+    (r"\bH200$", 989.5e12),  # the name of an SXM card; H200 data sheet: 1,979 with sparsity
+)
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of one optimiser step over all ranks, attention counted in full or, being causal, by half."""
+
+    full: float
+    causal: float
+
+
+def step_flops(model: ModelConfig, sequences: int) -> StepFlops:
+    """Model FLOPs, forward and backward, of `sequences` sequences of `model.seq_len` tokens."""
+    h, f, s = model.hidden, model.ffn_hidden, model.seq_len
+    linears = model.layers * (8 * h * h + 4 * h * f) + 2 * h * model.vocab_size
+    attention = model.layers * 4 * h * s
+    tokens = sequences * s
+    return StepFlops(full=3.0 * tokens * (linears + attention), causal=3.0 * tokens * (linears + attention / 2))
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Peak FLOP/s of one device; None for a device or a dtype that the table lacks (float32 depends on TF32)."""
+    if dtype != "bfloat16":
+        return None
+    return next((peak for pattern, peak in _PEAKS_BF16 if re.search(pattern, device_name)), None)
+
+
+def utilisation(flops: float, seconds: float, peak: float | None, num_devices: int) -> float | None:
+    """Model FLOPs utilisation, 0..1; None where no peak is known."""
+    return flops / (seconds * num_devices * peak) if peak else None

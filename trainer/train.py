@@ -1,0 +1,176 @@
+"""Train the job of a configuration: `prepare` its text in this process, then `train`: launch ranks, take their rows.
+
+torch is imported in the ranks alone, so that this process starts fast. Left out: ranks on other machines.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from netlayer.config import JobConfig
+from netlayer.errors import ConfigError
+from netlayer.launch import launch
+from netlayer.rank import RankContext
+from trainer.data.prepare import Corpus, CorpusFacts, OnStage, check_enough, default_cache_folder, prepare_corpus
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["gloo", "nccl"]
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training is: `stage` in a word, `done` of `total` steps, and the row that was just added."""
+
+    stage: str
+    done: int
+    total: int
+    row: Row
+
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What training gave.
+
+    Args:
+        steps: one row a step, as `Trainer.step` says.
+        evaluations: `step` and `validation_loss`; the first is step 0, before any training.
+        corpus: what was trained on.
+        num_parameters: of the whole model.
+        devices: one name a rank.
+    """
+
+    steps: tuple[Row, ...]
+    evaluations: tuple[Row, ...]
+    corpus: CorpusFacts
+    num_parameters: int
+    devices: tuple[str, ...]
+
+    @property
+    def validation_fall(self) -> float:
+        """By which share the held-out loss has fallen from its start, 0..1."""
+        first, last = (self.evaluations[index]["validation_loss"] for index in (0, -1))
+        return float(1 - last / first)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every rank is told."""
+
+    job: JobConfig
+    corpus: Corpus
+    init_method: str
+    backend: Backend
+    out: Path
+    seed: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank gives back; `steps` and `evaluations` hold rows on rank 0 alone."""
+
+    steps: tuple[Row, ...]
+    evaluations: tuple[Row, ...]
+    num_parameters: int
+    device: str
+
+
+def prepare(job: JobConfig, ranks: int, seed: int, out: Path, on_stage: OnStage | None = None) -> Corpus:
+    """Refuse early what `train` cannot do, then tokenise the text of `job`, or find it in the cache.
+
+    Args:
+        job: resolved configuration.
+        ranks: number of processes that will train.
+        seed: draws the files where there is more text than job.data.max_mib.
+        out: a folder that exists; holds the tokens where the cache folder cannot be written.
+        on_stage: told of progress.
+
+    Raises:
+        ConfigError: a setting is not built yet, or the text cannot be used.
+    """
+    check_supported(job, ranks)
+    text = (job.data, job.model.vocab_size, seed)
+    cache_folder = default_cache_folder()
+    try:
+        corpus = prepare_corpus(*text, cache_folder, on_stage)
+    except OSError as exc:
+        logger.warning("%s cannot be used as a cache (%s); this run's tokens go to %s", cache_folder, exc, out)
+        corpus = prepare_corpus(*text, out, on_stage)
+    check_enough(corpus.facts, job.data.folder, job.batch.global_size, job.model.seq_len)
+    return corpus
+
+
+def train(
+    job: JobConfig,
+    corpus: Corpus,
+    *,
+    ranks: int,
+    init_method: str,
+    backend: Backend,
+    out: Path,
+    seed: int,
+    on_progress: OnProgress = lambda _progress: None,
+) -> TrainResult:
+    """Train `job` on `ranks` processes of this machine.
+
+    Writes `metrics.jsonl` and `validation.jsonl` into `out`, each row as it comes, so that an interrupted run keeps
+    what it had; the ranks' logs go to `out/logs`.
+
+    Args:
+        job: resolved configuration.
+        corpus: what `prepare` gave for the same job.
+        ranks: number of processes; equals job.parallel.dp.
+        init_method: where ranks meet, as torch.distributed takes it, or a redis:// address with a run.
+        backend: gloo computes on the CPU, nccl on one GPU a rank.
+        out: a folder that exists.
+        seed: of the initial parameters and of the samples.
+        on_progress: called in this thread for every row.
+
+    Raises:
+        ConfigError: a setting is not built yet.
+        CheckFailed: a loss or a gradient was not finite; names step and rank.
+        HardwareMissing: nccl, and fewer GPUs than ranks.
+        RankFailed: a rank died.
+    """
+    check_supported(job, ranks)
+    outcomes = launch(
+        _run_rank,
+        ranks,
+        args=(Work(job, corpus, init_method, backend, out, seed),),
+        log_dir=out / "logs",
+        on_message=lambda _rank, progress: on_progress(progress),
+        grace_s=job.launch.grace_s,
+    )
+    first = outcomes[0]
+    devices = tuple(outcome.device for outcome in outcomes)
+    return TrainResult(first.steps, first.evaluations, corpus.facts, first.num_parameters, devices)
+
+
+def check_supported(job: JobConfig, ranks: int) -> None:
+    """Raise ConfigError for what this version does not do, before anything is started."""
+    for name in ("tp", "pp", "vpp"):
+        degree = getattr(job.parallel, name)
+        if degree > 1:
+            raise ConfigError(f"job.parallel.{name}", degree, "is not built yet in this version", "set it to 1")
+    if job.parallel.dp != ranks:
+        rule = f"must equal the number of ranks started, {ranks}"
+        raise ConfigError("job.parallel.dp", job.parallel.dp, rule, f"set it to {ranks}")
+    if job.optimizer.name != "adamw":
+        raise ConfigError("job.optimizer.name", job.optimizer.name, "is not built yet in this version", "set adamw")
+    if job.checkpoint.every_steps:
+        rule = "checkpoints are not built yet in this version"
+        raise ConfigError("job.checkpoint.every_steps", job.checkpoint.every_steps, rule, "set it to 0")
+
+
+def _run_rank(context: RankContext, work: Work) -> Outcome:
+    from trainer.worker import run_rank  # here, for it imports torch, and this process only launches
+
+    return run_rank(context, work)

@@ -1,0 +1,111 @@
+"""One rank's process: it meets the others, trains, and hands on its rows.
+
+On the CPU the same seed gives the same losses to the bit; on a GPU that would cost the fastest kernels, so there they
+agree to rounding. Left out: what a step does (`trainer.loop`), and starting processes (`netlayer.launch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from datetime import timedelta
+from typing import IO
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from netlayer.errors import HardwareMissing
+from netlayer.rank import RankContext
+from trainer.loop import Place, Row, Trainer, run
+from trainer.train import Outcome, Progress, Work
+
+logger = logging.getLogger(__name__)
+
+_STORE_SCHEMES = ("redis", "rediss", "unix")
+
+
+def run_rank(context: RankContext, work: Work) -> Outcome:
+    """From meeting the other ranks to the last evaluation."""
+    place = meet(context, work)
+    _be_deterministic(place, work.seed)
+    trainer = Trainer(work.job, work.corpus, work.seed, place)
+    if place.rank == 0:
+        logger.info("%d parameters, %d ranks on %s", trainer.num_parameters, place.world_size, place.device_name)
+    with _Rows(context, work) as rows:
+        run(trainer, work.job.evaluation, rows.add_step, rows.add_evaluation)
+    # Only here: after a failure it could wait for peers that are gone, and hold back the report of the cause.
+    dist.destroy_process_group()
+    return Outcome(tuple(rows.steps), tuple(rows.evaluations), trainer.num_parameters, place.device_name)
+
+
+def meet(context: RankContext, work: Work) -> Place:
+    """Choose this rank's device and make the process group of all ranks.
+
+    Raises:
+        HardwareMissing: nccl, and this machine has fewer GPUs than ranks.
+    """
+    if urlsplit(work.init_method).scheme in _STORE_SCHEMES:
+        import netlayer.rendezvous  # noqa: F401 - its import registers the schemes; it needs redis, so only on demand
+    env, device = context.env, torch.device("cpu")
+    if work.backend == "nccl":
+        if env.local_rank >= torch.cuda.device_count():
+            rule = f"{env.local_world_size} ranks want a GPU each, {torch.cuda.device_count()} found"
+            raise HardwareMissing(f"backend nccl: {rule}; lower job.parallel.dp, or use gloo")
+        device = torch.device("cuda", env.local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        work.backend,
+        init_method=work.init_method,
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=work.job.store.timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    return Place(env.rank, env.world_size, device)
+
+
+def _be_deterministic(place: Place, seed: int) -> None:
+    torch.manual_seed(seed)
+    if place.device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+        # A check that costs time: nothing here reads memory before it is written.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+class _Rows:
+    """Rank 0's rows: kept, written line by line, and reported; other ranks keep none."""
+
+    def __init__(self, context: RankContext, work: Work) -> None:
+        self.steps: list[Row] = []
+        self.evaluations: list[Row] = []
+        self._context, self._work = context, work
+        self._is_first = context.env.rank == 0
+        self._files = contextlib.ExitStack()
+
+    def __enter__(self) -> _Rows:
+        if self._is_first:
+            out = self._work.out
+            self._metrics = self._files.enter_context((out / "metrics.jsonl").open("w", encoding="utf-8"))
+            self._validation = self._files.enter_context((out / "validation.jsonl").open("w", encoding="utf-8"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def add_step(self, row: Row) -> None:
+        if self._is_first:
+            self.steps.append(row)
+            self._tell(self._metrics, "training", row)
+
+    def add_evaluation(self, row: Row) -> None:
+        if self._is_first:
+            self.evaluations.append(row)
+            self._tell(self._validation, "validating", row)
+            logger.info("step %d: held-out loss %.4f", row["step"], row["validation_loss"])
+
+    def _tell(self, file: IO[str], stage: str, row: Row) -> None:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        self._context.report(Progress(stage, row["step"], self._work.job.optimizer.steps, row))
