@@ -28,7 +28,8 @@ _REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
 _HEAD = """# Claims
 
 Written by `make claims` from [bench/claims.toml](bench/claims.toml) and the records in
-[bench/reports/](bench/reports/); do not edit. *Measured* ran on the hardware named, *simulated* in a model of it, *predicted* comes from a formula.
+[bench/reports/](bench/reports/); do not edit. *Measured* ran on the hardware named, *simulated* in a
+model of it, *predicted* comes from a formula.
 
 | claim | origin | command | figure | source | verdict |
 |---|---|---|---|---|---|

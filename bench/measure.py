@@ -5,10 +5,7 @@ Leaves out: what the ranks do (`driver`), and the `*_perf` commands (`command`).
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import secrets
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -20,8 +17,8 @@ from bench.options import PerfOptions
 from netlayer import environ
 from netlayer.errors import ConfigError
 from netlayer.launch import launch
+from netlayer.meeting import meeting_place
 from netlayer.rank import RankContext, RankEnv
-from netlayer.redis_server import serve
 from netlayer.results import Row, RunRecord, utc_now
 
 OnRow = Callable[[RunRecord, Row], None]  # a row, and the record it will stand in, so far without rows
@@ -62,7 +59,7 @@ def measure(
     for name in names:
         list_cases(load_collective(name), options, chosen, ranks)
     collector = Collector(options, on_start, on_row)
-    with _meeting_place(init_method) as url:
+    with _meeting_url(init_method) as url:
         launch(
             run_first_rank,
             ranks,
@@ -151,21 +148,13 @@ class Collector:
 
 
 @contextmanager
-def _meeting_place(init_method: str | None) -> Iterator[str]:
-    """The URL given, else an embedded Redis, else a TCPStore on this host's loopback."""
+def _meeting_url(init_method: str | None) -> Iterator[str]:
+    """The URL given, else that of a meeting place of this run."""
     if init_method is not None:
         yield init_method
-    elif importlib.util.find_spec("redis") is None:
-        yield _loopback_url()
-    else:
-        with serve() as server:
-            yield f"{server}?run={secrets.token_hex(4)}" if server else _loopback_url()
-
-
-def _loopback_url() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        return
+    with meeting_place() as place:
+        yield place.init_method("bench")
 
 
 def _master_url(env: RankEnv) -> str:

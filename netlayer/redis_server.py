@@ -1,8 +1,9 @@
 """The Redis server that the ranks meet in: given by URL, or one of our own on a private unix socket.
 
 The embedded server lives in a folder that only the user can enter (0700, socket 0600) and listens on no network port. A
-guard process (`redis_guard.py`) stops it and removes the folder when the run ends, however it ends. Left out: TLS and
-passwords for the embedded server (only its owner can reach it), and several hosts (give the URL of a server for that).
+guard process (`redis_guard.py`) stops it and removes the folder when the run ends, however it ends; only where guard
+and owner are killed in one stroke does the folder stay, without a server. Left out: TLS and passwords for the embedded
+server (only its owner can reach it), and several hosts (give the URL of a server for that).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["EmbeddedRedis", "find_redis_binary", "serve"]
 _NAMES = ("redis-server", "valkey-server")
 _GUARD = Path(__file__).with_name("redis_guard.py")
 _MAX_SOCKET_PATH_BYTES = 107  # sun_path is 108 bytes with its NUL (unix(7))
-_POLL_S = 0.005
+_POLL_MS = 5
 _STOP_TIMEOUT_S = 15.0
 
 
@@ -185,9 +186,11 @@ class EmbeddedRedis:
     def _wait_until_it_answers(self, guard: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + self._start_timeout
         assert guard.stdout is not None
+        word_of_guard = select.poll()
+        word_of_guard.register(guard.stdout, select.POLLIN)
         while not _answers(self._socket):
             # The guard speaks, or ends, only when the server has ended.
-            ended = bool(select.select([guard.stdout], [], [], _POLL_S)[0])
+            ended = bool(word_of_guard.poll(_POLL_MS))
             if ended or time.monotonic() > deadline:
                 what = "ended at its start" if ended else f"did not answer within {self._start_timeout:g} s"
                 raise StoreUnreachable(f"the embedded Redis server {what}; its log ends: {self._last_log_line()}")

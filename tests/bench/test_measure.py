@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import measure as measure_module
 from bench.all_reduce import COLLECTIVE as ALL_REDUCE
 from bench.all_reduce import command
 from bench.backends import GlooBackend
@@ -25,6 +24,7 @@ from bench.options import PerfOptions
 from bench.table import format_table
 from netlayer.errors import ConfigError, HardwareMissing, NetlayerError
 from netlayer.launch import RankEnv, launch
+from netlayer.meeting import MeetingPlace
 from netlayer.results import Row, RunRecord
 from tests.bench import ranks
 from tests.bench.test_collective import ALL
@@ -33,7 +33,7 @@ SMALL = PerfOptions(min_bytes=64, max_bytes=4096, step_factor=8, iters=2)
 
 
 def free_url() -> str:
-    return measure_module._loopback_url()
+    return MeetingPlace("", "TCPStore").init_method("test")
 
 
 def report(target: Callable[..., Any], names: tuple[str, ...], options: PerfOptions, log_dir: Path) -> list[RunRecord]:

@@ -12,10 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
+    return subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, cwd=cwd, timeout=240, check=False
     )
-    return done
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,9 @@ def test_a_wheel_carries_what_the_commands_need(wheel: Path, environment: Path, 
     install(environment, wheel)
     shown = run(environment / "bin/netlayer", "doctor", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
-    script = "from netlayer.config import example, load_config; print(load_config(example('megascale-12288')).cluster.name)"
+    script = (
+        "from netlayer.config import example, load_config; print(load_config(example('megascale-12288')).cluster.name)"
+    )
     assert run(environment / "bin/python", "-c", script, cwd=tmp_path).stdout == "megascale-12288\n"
     assert run(environment / "bin/all_gather_perf", "--help", cwd=tmp_path).returncode == 0
     names = zipfile.ZipFile(wheel).namelist()

@@ -1,0 +1,256 @@
+"""The page that a quickstart ends in: what was found, measured, simulated and learned, and how to go on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from netlayer.report import Axis, Figure, Report, Section, charts
+from netlayer.units import format_size
+
+if TYPE_CHECKING:
+    from bench.quickstart import Outcome
+
+_SPLIT = {True: "with split", False: "without"}
+
+
+def build_page(outcome: Outcome, seed: int, out: Path) -> Report:
+    """The report of one quickstart; `Report.write` puts it into the folder."""
+    cluster, training = outcome.config.cluster, outcome.training
+    devices = ", ".join(dict.fromkeys(training.devices))
+    report = Report("netlayer quickstart", f"{cluster.num_gpus} ranks on {outcome.backend}, {devices}; seed {seed}")
+    good = outcome.wrong_elements == 0
+    report.verdict("PASS" if good else "FAIL", _sentence(outcome))
+    _overview(report, outcome)
+    _bench(report, outcome)
+    _fabric(report, outcome)
+    _training(report, outcome)
+    _environment(report, outcome)
+    _onwards(report, out)
+    return report
+
+
+def _sentence(outcome: Outcome) -> str:
+    rows = sum(len(record.rows) for record in outcome.bench)
+    fall = outcome.training.validation_fall
+    data = (
+        f"all data right in {rows} measurements"
+        if outcome.wrong_elements == 0
+        else f"{outcome.wrong_elements} elements arrived wrong"
+    )
+    return f"{data}; validation loss fell by {fall:.0%} in {len(outcome.training.steps)} steps"
+
+
+def _overview(report: Report, outcome: Outcome) -> None:
+    from bench.quickstart import fabric_summary, summary
+
+    found, fabric = summary(outcome), fabric_summary(outcome)
+    section = report.section("At a glance")
+    section.figures(
+        Figure(
+            "all_reduce, peak bus bandwidth",
+            found["all_reduce_peak_bus_bw_gbs"],
+            "GB/s",
+            f"{found['ranks']} ranks on {found['backend']}",
+        ),
+        Figure(
+            "Validation loss",
+            f"{found['validation_loss_last']:.2f}",
+            "",
+            f"from {found['validation_loss_first']:.2f}: {found['validation_loss_fall']:.0%} lower",
+        ),
+        Figure("Training", round(found["tokens_per_s"]), "tokens/s", "mean after the first 10 steps"),
+        Figure(
+            "Exposed communication",
+            f"{found['exposed_comm']:.1%}",
+            "",
+            "share of a step in which computation waits for it",
+        ),
+        source="measured",
+    )
+    section.figures(
+        Figure(
+            "Flows in collision, ToR split",
+            f"{fabric['collision_share_split']:.1%}",
+            "",
+            f"without the split {fabric['collision_share_whole']:.1%}",
+        ),
+        Figure(
+            "Excess demand, ToR split",
+            f"{fabric['excess_split']:.1%}",
+            "",
+            f"without the split {fabric['excess_whole']:.1%}",
+        ),
+        source="simulated",
+    )
+
+
+def _bench(report: Report, outcome: Outcome) -> None:
+    section = report.section(
+        "Acceptance bench",
+        "Four collectives over real ranks, every element checked before its time counts. Bus bandwidth is nccl-tests': "
+        "the rate a link must carry, comparable between collectives.",
+        source="measured",
+    )
+    rows = pd.DataFrame(
+        [
+            {"collective": record.name.removeprefix("bench."), **row}
+            for record in outcome.bench
+            for row in record.rows
+            if not row["in_place"]
+        ]
+    )
+    section.chart(
+        charts.line(
+            rows,
+            Axis("size_bytes", "Message size", "bytes", log=True),
+            Axis("bus_bw_gbs", "Bus bandwidth", "GB/s", log=True),
+            colour="collective",
+        ),
+        name="bus_bandwidth",
+        caption="Bus bandwidth by message size, out of place. Small messages measure latency, large ones bandwidth.",
+    )
+    table = rows.pivot_table(index="size_bytes", columns="collective", values="bus_bw_gbs", sort=False)
+    table.index = pd.Index([format_size(int(size)) for size in table.index], name="message")
+    section.table(
+        table.reset_index(), caption="Bus bandwidth, GB/s, out of place. nccl-tests' own table was printed to stdout."
+    )
+    emulated = rows[rows["emulated"] != ""].groupby("collective", sort=False)["emulated"].first()
+    if len(emulated):
+        said = "; ".join(f"{name}: {how}" for name, how in emulated.items())
+        section.note(f"This backend lacks some of these calls, so the bench emulates them. {said}.")
+    if outcome.backend == "gloo":
+        section.note("gloo on the CPU of one machine: these rates say that the path works, not how fast a network is.")
+
+
+def _fabric(report: Report, outcome: Outcome) -> None:
+    cluster = outcome.fabric.cluster
+    section = report.section(
+        "Fabric: what the ToR split does to ECMP",
+        f"The three-tier CLOS of `examples/{cluster.name}.toml`: {cluster.num_gpus:,} GPUs, {cluster.servers:,} "
+        f"servers, {cluster.rails} rails. A collision is a flow on a link whose hashed demand exceeds its capacity; "
+        "excess is the demand above capacity over total demand. The baseline has the same NICs and the same uplink "
+        "capacity, with uplinks at NIC rate.",
+        source="simulated",
+    )
+    rows = pd.DataFrame(list(outcome.collisions))
+    uplinks = rows[(rows["tier"] == "tor-spine") & (rows["traffic"] == "permutation")].assign(
+        design=lambda frame: frame["split"].map(_SPLIT)
+    )
+    for column, title in (("collision_share", "Flows in collision"), ("excess", "Excess demand")):
+        section.chart(
+            charts.bars(uplinks, Axis("hash", "Hash"), Axis(column, title, "share"), colour="design"),
+            name=column,
+            caption=f"{title} on ToR uplinks, random permutation at full load, mean of "
+            f"{int(uplinks['seeds'].max())} seeds; the closed form is a prediction.",
+            source=["simulated", "predicted"],
+        )
+    by_load = pd.DataFrame(list(outcome.by_load)).assign(design=lambda frame: frame["split"].map(_SPLIT))
+    section.chart(
+        charts.line(
+            by_load,
+            Axis("load", "Share of a ToR's NICs that send at full rate", "share"),
+            Axis("collision_share", "Flows in collision", "share", zero=True),
+            colour="design",
+        ),
+        name="collision_by_load",
+        caption="The split's gain is at partial load: at full load nearly as many flows collide, each losing less.",
+        source="predicted",
+    )
+    shown = {
+        "traffic": "traffic",
+        "hash": "hash",
+        "design": "ToR uplinks",
+        "source": "source",
+        "flows": "flows",
+        "collision_share": "in collision",
+        "collision_share_std": "+-",
+        "excess": "excess",
+        "excess_std": "+- ",
+    }
+    table = rows[rows["tier"] == "tor-spine"].assign(design=lambda frame: frame["split"].map(_SPLIT))
+    section.table(
+        table[list(shown)].rename(columns=shown),
+        caption="Shares on ToR uplinks, for each phase of the 175B job and for a random permutation; +- is the "
+        "deviation over seeds. The job's rings leave one flow a ToR, which collides with none.",
+        formats=dict.fromkeys(("in collision", "+-", "excess", "+- "), ".4f"),
+        source=["simulated", "predicted"],
+    )
+    section.code(f"netlayer topology ecmp --config examples/{cluster.name}.toml")
+
+
+def _training(report: Report, outcome: Outcome) -> None:
+    training, job = outcome.training, outcome.config.job
+    facts = training.corpus
+    section = report.section(
+        "Training",
+        f"A GPT of {training.num_parameters:,} parameters, data-parallel over {job.parallel.dp} ranks: parameters are "
+        "all-gathered ahead of the computation, gradients reduce-scattered behind it. Text: "
+        f"{facts.train_files:,} files to train on, {facts.validation_files:,} held out, "
+        f"{format_size(facts.text_bytes)}; byte-level BPE of {facts.vocab_size:,} tokens.",
+        source="measured",
+    )
+    section.chart(
+        charts.line(
+            _losses(outcome),
+            Axis("step", "Step"),
+            Axis("loss", "Loss (nats a token)"),
+            colour="text",
+        ),
+        name="loss",
+        caption="Loss of each training step, and on held-out files.",
+    )
+    steps = pd.DataFrame([dict(row) for row in training.steps])
+    section.chart(
+        charts.line(steps, Axis("step", "Step"), Axis("tokens_per_s", "Tokens a second", zero=True)),
+        name="tokens_per_s",
+        caption="Throughput over all ranks.",
+    )
+    section.chart(
+        charts.line(steps, Axis("step", "Step"), Axis("exposed_comm", "Exposed communication", "share", zero=True)),
+        name="exposed_comm",
+        caption="Share of each step in which computation waits for a communication (rank 0).",
+    )
+    if all(row["mfu_full"] is None for row in training.steps):
+        section.note("No MFU: there is no peak rate on record for this device.")
+
+
+def _losses(outcome: Outcome) -> pd.DataFrame:
+    training = [{"step": row["step"], "loss": row["loss"], "text": "training"} for row in outcome.training.steps]
+    held_out = [
+        {"step": row["step"], "loss": row["validation_loss"], "text": "held out"}
+        for row in outcome.training.evaluations
+    ]
+    return pd.DataFrame(training + held_out)
+
+
+def _environment(report: Report, outcome: Outcome) -> None:
+    section = report.section("Environment", "What `netlayer doctor` found, and the configuration that ran.")
+    section.table(pd.DataFrame([dataclasses.asdict(finding) for finding in outcome.findings]))
+    section.keyvalues({"store": outcome.store, "job": outcome.config.job.model_dump(mode="json")})
+
+
+def _onwards(report: Report, out: Path) -> None:
+    section: Section = report.section(
+        "How to go on", f"Records of this run: `{out}/records/`. Each is JSON with its environment."
+    )
+    section.code(_ONWARDS)
+
+
+_ONWARDS = """\
+# your own text, your own size
+netlayer quickstart --set data.folder=$HOME/src --set 'data.pattern=*.c' --set model.layers=6 --steps 500
+
+# the acceptance bench alone, nccl-tests' flags
+all_reduce_perf -g 2 --backend gloo -b 1K -e 64M -f 4
+
+# your own fabric: copy an example, change it, look at it
+netlayer topology describe --config examples/megascale-12288.toml
+netlayer topology ecmp --config examples/megascale-12288.toml --set cluster.oversubscription=2
+
+# every figure as a table
+python -c "from pathlib import Path; from netlayer.results import load_frame; print(load_frame(Path('runs')))"
+"""

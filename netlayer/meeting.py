@@ -1,0 +1,118 @@
+"""Where the ranks of a run meet: the server given by URL, else an embedded Redis, else TCPStore on loopback.
+
+The parent of a run opens the place; ranks get one text, an `init_method` for torch.distributed. Nothing here imports
+torch, so a parent that only launches stays light.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from netlayer.errors import ConfigError, NetlayerError
+from netlayer.redis_server import find_redis_binary, serve
+
+logger = logging.getLogger(__name__)
+
+_PING_TIMEOUT_S = 5.0
+_SCHEMES = ("redis", "rediss", "unix")
+
+
+@dataclass(frozen=True)
+class MeetingPlace:
+    """An open store server; `url` is empty where ranks meet through a TCPStore of rank 0.
+
+    Args:
+        url: address of the Redis server.
+        description: which kind of store it is, for reports; never a password.
+        runs: the names given out.
+    """
+
+    url: str
+    description: str
+    runs: list[str] = field(default_factory=list, repr=False)
+
+    def init_method(self, run: str) -> str:
+        """A fresh `init_method` for one process group: `run` names it, and no two calls give the same."""
+        if not self.url:
+            return _loopback_url()
+        self.runs.append(f"{run}-{secrets.token_hex(4)}")
+        return with_run(self.url, self.runs[-1])
+
+
+@contextmanager
+def meeting_place(url: str = "") -> Iterator[MeetingPlace]:
+    """Open the place where ranks meet; an embedded server ends with the block.
+
+    Raises:
+        ConfigError: `url` is no redis://, rediss:// or unix:// address.
+        StoreUnreachable: nothing answers there, or the embedded server does not start.
+    """
+    if url:
+        shown = urlsplit(with_run(url, "check"))
+        _ping(url)
+        place = MeetingPlace(url, f"Redis at {shown.hostname or shown.path}")
+        try:
+            yield place
+        finally:
+            _clear(place)
+    elif importlib.util.find_spec("redis") is None or find_redis_binary() is None:
+        missing = "no redis package" if importlib.util.find_spec("redis") is None else "no redis-server"
+        yield MeetingPlace("", f"TCPStore on loopback ({missing} on this machine)")
+    else:
+        with serve() as server:
+            yield MeetingPlace(str(server), f"embedded Redis from {find_redis_binary()}")
+
+
+def with_run(url: str, run: str) -> str:
+    """The server's address with a run id, as `netlayer.rendezvous` reads it.
+
+    `redis://host:port/DB` becomes `redis://host:port/RUN?db=DB`; `unix:///socket` becomes `unix:///socket?run=RUN`.
+
+    Raises:
+        ConfigError: the scheme is another one, or the path of a redis:// address is no database number.
+    """
+    parts = urlsplit(url)
+    query = parse_qsl(parts.query)
+    if parts.scheme not in _SCHEMES:
+        raise ConfigError("job.store.url", parts.scheme, "is no redis://, rediss:// or unix:// address", "correct it")
+    if parts.scheme == "unix":  # by hand: geturl() would drop the empty authority of unix:///path
+        return f"unix://{parts.netloc}{parts.path}?{urlencode([*query, ('run', run)])}"
+    database = parts.path.strip("/")
+    if database and not database.isdigit():
+        raise ConfigError("job.store.url", parts.path, "the path is a database number", "drop it, or write /0")
+    return parts._replace(path=f"/{run}", query=urlencode([*query, ("db", database)] if database else query)).geturl()
+
+
+def _clear(place: MeetingPlace) -> None:
+    """Ranks remove their run's keys as they leave; those of a run whose ranks were killed go here."""
+    from netlayer.redis_run import remove_run
+
+    for run in place.runs:
+        try:
+            remove_run(place.url, run, _PING_TIMEOUT_S)
+        except NetlayerError as exc:  # the run's own outcome matters more than what it leaves
+            logger.warning("the keys of run %s stay on the server: %s", run, exc)
+
+
+def _ping(url: str) -> None:
+    """Refuse an address where nothing answers now, before anything is started that would wait for it."""
+    from netlayer.redis_link import RedisLinks
+
+    links = RedisLinks(url, lambda _ask: None, _PING_TIMEOUT_S)
+    links.ask([("PING",)], time.monotonic() + _PING_TIMEOUT_S, patient=False)
+    links.close()
+
+
+def _loopback_url() -> str:
+    """A TCPStore address on a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"

@@ -1,0 +1,70 @@
+"""Progress of long work on stderr: a bar a stage where a person watches, one line a stage where nobody does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from netlayer import log
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class Stages:
+    """Progress on stderr: a bar a stage where a person watches, one line a stage where nobody does."""
+
+    def __enter__(self) -> Stages:
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        columns = (
+            TextColumn("{task.description:9}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[words]}"),
+        )
+        self._console = log.console()
+        self._bars: Progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def say(self, line: str) -> None:
+        """One line on stderr, above the bars."""
+        self._console.print(line, markup=False, highlight=False)
+
+    def print(self, text: str) -> None:
+        """Data on stdout; the bars step aside."""
+        self._bars.stop()
+        click.echo(text, nl=False)
+        self._bars.start()
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Bar]:
+        """One stage; the block calls what it gets with (done, total, words)."""
+        start = time.monotonic()
+        if not self._console.is_terminal:
+            self.say(f"{name} ...")
+        task = self._bars.add_task(name, total=None, words="")
+        bar = Bar(self._bars, task)
+        yield bar
+        self._bars.update(task, words="")
+        if not self._console.is_terminal:
+            self.say(f"{name} done in {time.monotonic() - start:.1f} s")
+
+
+class Bar:
+    """One stage's bar: call it with what is done, of how much, and a few words."""
+
+    def __init__(self, bars: Progress, task: TaskID) -> None:
+        self._bars, self._task = bars, task
+
+    def __call__(self, done: int, total: int, words: str = "") -> None:
+        self._bars.update(self._task, completed=done, total=total, words=words)

@@ -1,0 +1,273 @@
+"""Connections to one Redis server that outlive its restarts: deadlines, retries, and writes that happen once.
+
+A call borrows a connection for itself alone and gives it back, so no two threads ever share one, and a forked child
+opens its own. A lost connection is opened again with exponential back-off and jitter until the deadline of the call. A
+write goes out as a script with a serial number: sent twice because the answer was lost, it still happens once. Left
+out: Redis Cluster and Sentinel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import math
+import os
+import random
+import secrets
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
+from typing import Any, TypeVar
+
+from redis import ConnectionPool
+from redis.connection import AbstractConnection
+from redis.exceptions import AuthenticationError, NoScriptError, RedisError, ResponseError
+from redis.exceptions import ConnectionError as ConnectionBroken
+from redis.exceptions import TimeoutError as AnswerLate
+
+from netlayer.errors import ConfigError, StoreError, StoreUnreachable
+
+__all__ = ["Command", "RedisLinks", "Script"]
+
+logger = logging.getLogger(__name__)
+
+Command = tuple[str | bytes | int, ...]
+Reply = Any  # what the Redis protocol can say: None, int, bytes or a list of these
+T = TypeVar("T")
+
+_CONNECT_TIMEOUT_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
+_SHORTEST_BLOCK_S = 0.01  # Redis 6.2 takes less than a millisecond for "forever"
+_LONGEST_BLOCK_S = 1e8  # three years; what is longer waits without end
+_GRACE_S = 1.0  # the server's own timer ends a blocked command; the client gives up this much later
+_jitter = random.SystemRandom()  # the user's seed is neither used nor moved on
+_FILE_OPTIONS = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
+# A host that dies in silence is noticed after 10 + 3 * 5 s, also by a thread that waits for an answer.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+
+class Script:
+    """A Lua script; sent by its hash, and in full where the server does not know it (any more)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+class RedisLinks:
+    """All connections of one process to one server.
+
+    Args:
+        url: `redis://[user:password@]host:port/db`, `rediss://...?ssl_ca_certs=/path/ca.pem`, `unix:///path`.
+        admit: called on every new connection, with a function that sends one command and returns its answer.
+        timeout_s: the longest that one attempt to connect may take.
+    """
+
+    def __init__(self, url: str, admit: Callable[[Callable[..., Reply]], None], timeout_s: float) -> None:
+        self._admit = admit
+        self._pool = _parse(url, min(_CONNECT_TIMEOUT_S, timeout_s), self._on_connect)
+        self.address = _address(url, self._pool.connection_kwargs)
+        self.closed = False
+        self._pid = os.getpid()
+        self._idle: deque[_Link] = deque()
+
+    def ask(self, commands: Sequence[Command], deadline: float, *, patient: bool = True) -> list[Reply]:
+        """Send commands that may be repeated in one round trip; their answers. Not patient: try only once."""
+        return self._persist(deadline, lambda link: link.exchange(commands, deadline), patient=patient)
+
+    def run(self, script: Script, namespace: bytes, arguments: Sequence[str | bytes | int], deadline: float) -> Reply:
+        """Run a writing script once: it gets the connection's name and a serial number before `arguments`."""
+        link = self._borrow()
+        link.serial += 1
+        command = (1, namespace, link.name, link.serial, *arguments)
+        return self._persist(deadline, lambda link: link.evaluate(script, command, deadline), link=link)
+
+    def block(self, commands: Callable[[str], list[Command]], deadline: float) -> list[Reply] | None:
+        """Send commands that the server answers when there is something to answer; None at the deadline.
+
+        `commands` gets the seconds that are left, as the server wants them, anew for every attempt.
+        """
+        return self._persist(deadline, lambda link: link.block(commands, deadline))
+
+    def close(self) -> None:
+        """Close every idle connection; one that is in use closes when its call ends."""
+        self.closed = True
+        while self._idle:
+            self._idle.pop().connection.disconnect()
+
+    def _persist(
+        self, deadline: float, attempt: Callable[[_Link], T], *, link: _Link | None = None, patient: bool = True
+    ) -> T:
+        link = link or self._borrow()
+        try:
+            for failures, pause in enumerate(_pauses()):
+                try:
+                    with link.dropped_on_error():
+                        return attempt(link)
+                except (ConnectionBroken, AnswerLate) as exc:
+                    self._raise_if_hopeless(exc, deadline if patient else 0.0)
+                    if failures == 1:  # one may be a server that closes idle connections
+                        logger.warning("the store at %s does not answer (%s); trying again", self.address, exc)
+                except RedisError as exc:
+                    raise StoreError(f"the store at {self.address} refuses a command: {exc}") from exc
+                time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
+        finally:
+            self._give_back(link)
+        raise AssertionError("unreachable")
+
+    def _raise_if_hopeless(self, exc: Exception, deadline: float) -> None:
+        if isinstance(exc.__context__, ssl.SSLCertVerificationError):
+            raise ConfigError(
+                "store url",
+                self.address,
+                f"the server's certificate must be valid ({exc.__context__.verify_message})",
+                "give its authority as ?ssl_ca_certs=/path/ca.pem",
+            ) from exc
+        if self.closed or time.monotonic() >= deadline:
+            raise StoreUnreachable(
+                f"no store answers at {self.address} ({exc}); start a Redis server there or correct the store's URL"
+            ) from exc
+
+    def _borrow(self) -> _Link:
+        if self.closed:
+            raise StoreError(f"the store at {self.address} is closed; open a new RedisStore")
+        if self._pid != os.getpid():  # a forked child must not speak on its parent's connections
+            self._pid, self._idle = os.getpid(), deque()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return _Link(self._pool.connection_class(**self._pool.connection_kwargs))
+
+    def _give_back(self, link: _Link) -> None:
+        self._idle.append(link)
+        if self.closed:
+            self.close()
+
+    def _on_connect(self, connection: Any) -> None:
+        def ask(*command: str | bytes | int) -> Reply:
+            connection.send_command(*command)
+            return connection.read_response()
+
+        try:
+            connection.on_connect()
+            self._admit(ask)
+        except (AuthenticationError, ResponseError) as exc:
+            rule = f"the server must let us in ({exc})"
+            remedy = "correct user, password and database number in the store's URL"
+            raise ConfigError("store url", self.address, rule, remedy) from exc
+
+
+class _Link:
+    """One connection, in the hands of one thread; it connects when it is used."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.name = secrets.token_hex(8)
+        self.serial = 0
+
+    @contextmanager
+    def dropped_on_error(self) -> Iterator[None]:
+        """An answer that was not read, after Ctrl-C say, must not be taken for the answer to the next command."""
+        try:
+            yield
+        except BaseException:
+            self.connection.disconnect()
+            raise
+
+    def exchange(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
+        self._send(commands)
+        replies = [self._read(deadline - time.monotonic()) for _ in commands]
+        for reply in replies:
+            if isinstance(reply, ResponseError):
+                raise reply
+        return replies
+
+    def evaluate(self, script: Script, command: Command, deadline: float) -> Reply:
+        try:
+            return self.exchange([("EVALSHA", script.sha, *command)], deadline)[0]
+        except NoScriptError:
+            return self.exchange([("EVAL", script.text, *command)], deadline)[0]
+
+    def block(self, commands: Callable[[str], list[Command]], deadline: float) -> list[Reply] | None:
+        sent = commands(_block_seconds(deadline - time.monotonic()))
+        self._send(sent)
+        replies: list[Reply] = []
+        for _ in sent:
+            try:
+                reply = self._read(deadline - time.monotonic() + (0 if replies else _GRACE_S))
+            except AnswerLate:
+                reply = None
+                self.connection.disconnect()
+            if isinstance(reply, ResponseError):
+                raise reply
+            if reply is None:
+                if len(sent) > 1:  # each of the other commands would wait as long again
+                    self.connection.disconnect()
+                return None
+            replies.append(reply)
+        return replies
+
+    def _send(self, commands: Sequence[Command]) -> None:
+        self.connection.send_packed_command(self.connection.pack_commands(commands))
+
+    def _read(self, seconds: float) -> Reply:
+        """The next answer; an error that the server answers with is returned, not raised."""
+        timeout = None if seconds > _LONGEST_BLOCK_S else max(seconds, _SHORTEST_BLOCK_S)
+        if not self.connection.can_read(timeout):
+            raise AnswerLate(f"no answer in {seconds:.1f} s")
+        try:
+            return self.connection.read_response()
+        except ResponseError as exc:
+            return exc
+
+
+def _block_seconds(left: float) -> str:
+    if left > _LONGEST_BLOCK_S:
+        return "0"
+    return f"{max(math.ceil(left * 1000) / 1000, _SHORTEST_BLOCK_S):.3f}"
+
+
+def _pauses() -> Iterator[float]:
+    for n in itertools.count():
+        # The jitter keeps thousands of ranks from coming back in the same instant.
+        yield min(_FIRST_PAUSE_S * 2 ** min(n, 16), _LONGEST_PAUSE_S) * _jitter.uniform(0.5, 1.0)
+
+
+def _parse(url: str, connect_timeout: float, on_connect: Callable[[Any], None]) -> ConnectionPool:
+    rule = "must be redis://[user:password@]host:port/db, rediss://... or unix:///path, with options of redis-py"
+    options: dict[str, Any] = {
+        "socket_connect_timeout": connect_timeout,
+        "socket_timeout": connect_timeout,  # of the handshake; every other answer has the deadline of its call
+        "protocol": 2,
+        "redis_connect_func": on_connect,
+    }
+    if "driver_info" in signature(AbstractConnection.__init__).parameters:
+        options["driver_info"] = None  # saves two round trips on every connection; redis-py 7.2 and later
+    if not url.startswith("unix:"):
+        keepalive = {getattr(socket, name): value for name, value in _KEEPALIVE.items() if hasattr(socket, name)}
+        options |= {"socket_keepalive": True, "socket_keepalive_options": keepalive}
+    try:
+        pool = ConnectionPool.from_url(url, **options)
+        pool.connection_class(**pool.connection_kwargs)
+    except (ValueError, TypeError, RedisError):
+        # `from None`: what the parsers say may quote a part of the password.
+        raise ConfigError("store url", None, rule, "correct the store's URL") from None
+    for option in _FILE_OPTIONS:
+        path = pool.connection_kwargs.get(option)
+        if path and not Path(path).exists():
+            raise ConfigError(option, path, "the file must exist", "correct the option in the store's URL")
+    return pool
+
+
+def _address(url: str, options: dict[str, Any]) -> str:
+    """The URL without user, password and options, for messages."""
+    scheme = url.partition("://")[0]
+    if "path" in options:
+        return f"{scheme}://{options['path']}"
+    return f"{scheme}://{options.get('host', 'localhost')}:{options.get('port', 6379)}/{options.get('db', 0)}"

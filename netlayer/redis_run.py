@@ -1,0 +1,115 @@
+"""Who is in a run, and when its keys go: joining, leaving, and knowing a server that came back empty.
+
+The first connection of a process joins its run and learns the run's epoch, a random word that lies beside the keys;
+every later connection compares it. The last member to leave removes the keys. Left out: a lease on a member, so a
+killed run leaves its keys to `remove_run`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from netlayer import redis_scripts as scripts
+from netlayer.errors import ConfigError, NetlayerError, StoreLost
+from netlayer.redis_link import RedisLinks
+
+__all__ = ["Membership", "clear", "namespace_of", "remove_run"]
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_S = 5.0
+_RUN_ID = re.compile(r"[^\s{}\x00-\x1f]{1,200}")
+
+
+def namespace_of(run_id: str) -> bytes:
+    """What every key of the run begins with."""
+    if not _RUN_ID.fullmatch(run_id):
+        raise ConfigError("run id", run_id, "must be 1 to 200 characters, none a space or a brace", "give another name")
+    return f"netlayer:{{{run_id}}}:".encode()
+
+
+def clear(links: RedisLinks, namespace: bytes, deadline: float, *, patient: bool = True) -> None:
+    """Remove everything of a run, in parts."""
+    command = ("EVAL", scripts.CLEAR.text, 1, namespace)
+    while links.ask([command], deadline, patient=patient) != [0]:
+        pass
+
+
+def remove_run(url: str, run_id: str, timeout_s: float = 300.0) -> None:
+    """Remove what a killed run left on the server. Nothing of the run may be alive any more.
+
+    Raises:
+        StoreUnreachable: no server answers within the timeout.
+    """
+    links = RedisLinks(url, lambda _: None, timeout_s)
+    try:
+        clear(links, namespace_of(run_id), time.monotonic() + timeout_s)
+    finally:
+        links.close()
+
+
+class Membership:
+    """This process as a member of one run.
+
+    Args:
+        url: address of the server.
+        run_id: name of the run.
+        rank: None for a member without a number; two processes of one rank are refused.
+        world_size: how many must have left before the last one removes the keys; 0: as many as have joined.
+        timeout_s: the longest that one attempt to connect may take.
+    """
+
+    def __init__(self, url: str, run_id: str, rank: int | None, world_size: int, timeout_s: float) -> None:
+        self.run_id = run_id
+        self.namespace = namespace_of(run_id)
+        self.links = RedisLinks(url, self._admit, timeout_s)
+        self._token = secrets.token_hex(8)
+        self._member = self._token if rank is None else f"rank {rank}"
+        self._world_size = world_size
+        self._epoch: bytes | None = None
+        self._pid = os.getpid()
+
+    def join(self, deadline: float) -> None:
+        """Connect for the first time."""
+        self.links.ask([], deadline)
+
+    def leave(self) -> None:
+        """Say goodbye, remove the keys where nobody is left, and close the connections."""
+        if self.links.closed:
+            return
+        deadline = time.monotonic() + _LEAVE_S
+        try:
+            if os.getpid() == self._pid and self._is_last(deadline):  # a forked child is no member
+                clear(self.links, self.namespace, deadline, patient=False)
+        except NetlayerError as exc:
+            logger.debug("left run %s without a word: %s", self.run_id, exc)
+        finally:
+            self.links.close()
+
+    def _is_last(self, deadline: float) -> bool:
+        words = (self._member, self._epoch or b"", self._world_size)
+        goodbye = ("EVAL", scripts.LEAVE.text, 1, self.namespace, *words)
+        return self.links.ask([goodbye], deadline, patient=False) == [1]
+
+    def _admit(self, ask: Callable[..., Any]) -> None:
+        if self._epoch is None:
+            words = (self._member, self._token, secrets.token_hex(8))
+            self._epoch = ask("EVAL", scripts.JOIN.text, 1, self.namespace, *words)
+            if self._epoch is None:
+                raise ConfigError(
+                    "run id",
+                    self.run_id,
+                    f"{self._member} of this run is already there, or a killed run left it",
+                    "give the run another id, or remove the old one: netlayer.store.remove_run(url, run_id)",
+                )
+        elif ask("GET", self.namespace + b"epoch") != self._epoch:
+            raise StoreLost(
+                f"store lost its data: the server at {self.links.address} has no keys of run {self.run_id} any more; "
+                "start the run again (a server with appendonly yes keeps them over a restart)"
+            )

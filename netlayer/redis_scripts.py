@@ -1,0 +1,179 @@
+"""How the keys of one run lie in Redis, and the Lua scripts that change them, each of them atomic.
+
+Everything of a run begins with its namespace, `netlayer:{RUN}:`. There a key NAME of the store is the list `k:NAME`
+with one element, its value: the server can then keep any number of clients waiting for it (BLMOVE of the list onto
+itself). A queue NAME is the list `q:NAME`; while it has elements and no value has the same name, `k:NAME` holds one
+empty element, so that `check` and `wait` see the queue. `keys` and `queues` are the sets of names, `once` the last
+answer to every connection, `ranks` and `left` who came and who went, `epoch` a random word that is gone when the data
+is gone.
+
+A writing script gets the name of the connection and a serial number first. A serial that it has seen is answered from
+`once` without doing anything: what was sent again because the answer got lost happens once.
+"""
+
+from __future__ import annotations
+
+from netlayer.redis_link import Script
+
+__all__ = [
+    "ADD",
+    "APPEND",
+    "CLEAR",
+    "COMPARE_SET",
+    "DELETE",
+    "JOIN",
+    "LEAVE",
+    "POP",
+    "PUSH",
+    "SET",
+    "TIDY",
+    "queue",
+    "slot",
+]
+
+
+def slot(namespace: bytes, name: bytes) -> bytes:
+    """The list that holds the value of `name`."""
+    return namespace + b"k:" + name
+
+
+def queue(namespace: bytes, name: bytes) -> bytes:
+    """The list that holds the elements of queue `name`."""
+    return namespace + b"q:" + name
+
+
+_KEYS = """
+local ns = KEYS[1]
+local function slot(name) return ns .. 'k:' .. name end
+local function queue(name) return ns .. 'q:' .. name end
+
+local function read(name)
+  if redis.call('SISMEMBER', ns .. 'keys', name) == 1 then return redis.call('LINDEX', slot(name), 0) end
+end
+
+local function write(name, value)
+  redis.call('SADD', ns .. 'keys', name)
+  if redis.call('EXISTS', slot(name)) == 1 then
+    redis.call('LSET', slot(name), 0, value)
+  else
+    redis.call('RPUSH', slot(name), value)
+  end
+end
+
+local function tidy(name)
+  if redis.call('EXISTS', queue(name)) == 1 then return end
+  redis.call('SREM', ns .. 'queues', name)
+  if redis.call('SISMEMBER', ns .. 'keys', name) == 0 then redis.call('DEL', slot(name)) end
+end
+"""
+
+_ONCE = """
+local client, serial = ARGV[1], ARGV[2]
+local last = redis.call('HGET', ns .. 'once', client)
+if last then
+  local space = string.find(last, ' ', 1, true)
+  if tonumber(string.sub(last, 1, space - 1)) >= tonumber(serial) then return string.sub(last, space + 1) end
+end
+local function done(answer)
+  redis.call('HSET', ns .. 'once', client, serial .. ' ' .. answer)
+  return answer
+end
+"""
+
+# ARGV: name, value, name, value, ...
+SET = Script(f"""{_KEYS}{_ONCE}
+for i = 3, #ARGV, 2 do write(ARGV[i], ARGV[i + 1]) end
+return done('')
+""")
+
+# ARGV: name, amount. '=' and the sum, or '!' and the reason why there is none. Reads numbers as TCPStore does (C's
+# stoll). The sum is Redis's own, because Lua's numbers are exact only to 2^53.
+ADD = Script(f"""{_KEYS}{_ONCE}
+local sign, digits = string.match(read(ARGV[3]) or '0', '^%s*([+-]?)0*(%d+)')
+if not digits then return done('!its value is not a number') end
+if sign == '+' or digits == '0' then sign = '' end
+local scratch = ns .. 'scratch'
+redis.call('SET', scratch, sign .. digits)
+local sum = redis.pcall('INCRBY', scratch, ARGV[4])
+if type(sum) == 'number' then sum = redis.call('GET', scratch) else sum = nil end
+redis.call('DEL', scratch)
+if not sum then return done('!its value or the sum is beyond 64 bits') end
+write(ARGV[3], sum)
+return done('=' .. sum)
+""")
+
+# ARGV: name, value
+APPEND = Script(f"""{_KEYS}{_ONCE}
+write(ARGV[3], (read(ARGV[3]) or '') .. ARGV[4])
+return done('')
+""")
+
+# ARGV: name, expected, desired. The value afterwards; for a missing key that was expected to have one: `expected`.
+COMPARE_SET = Script(f"""{_KEYS}{_ONCE}
+local held = read(ARGV[3])
+if (held or '') ~= ARGV[4] then return done(held or ARGV[4]) end
+write(ARGV[3], ARGV[5])
+return done(ARGV[5])
+""")
+
+# ARGV: name. '1' where there was a key.
+DELETE = Script(f"""{_KEYS}{_ONCE}
+if redis.call('SREM', ns .. 'keys', ARGV[3]) == 0 then return done('0') end
+if redis.call('EXISTS', queue(ARGV[3])) == 1 then
+  redis.call('LSET', slot(ARGV[3]), 0, '')
+else
+  redis.call('DEL', slot(ARGV[3]))
+end
+return done('1')
+""")
+
+# ARGV: name, value
+PUSH = Script(f"""{_KEYS}{_ONCE}
+redis.call('RPUSH', queue(ARGV[3]), ARGV[4])
+redis.call('SADD', ns .. 'queues', ARGV[3])
+if redis.call('EXISTS', slot(ARGV[3])) == 0 then redis.call('RPUSH', slot(ARGV[3]), '') end
+return done('')
+""")
+
+# ARGV: name. '=' and the first element, or '!' where there is none.
+POP = Script(f"""{_KEYS}{_ONCE}
+local value = redis.call('LPOP', queue(ARGV[3]))
+if not value then return done('!') end
+tidy(ARGV[3])
+return done('=' .. value)
+""")
+
+# ARGV: name. Follows a BLPOP of the queue.
+TIDY = Script(f"""{_KEYS}
+tidy(ARGV[1])
+return 1
+""")
+
+# ARGV: member, token, new epoch. The epoch of the run, or nil where another process is that member.
+JOIN = Script("""
+local ns = KEYS[1]
+if redis.call('HSETNX', ns .. 'ranks', ARGV[1], ARGV[2]) == 0
+    and redis.call('HGET', ns .. 'ranks', ARGV[1]) ~= ARGV[2] then return nil end
+redis.call('SET', ns .. 'epoch', ARGV[3], 'NX')
+return redis.call('GET', ns .. 'epoch')
+""")
+
+# ARGV: member, epoch, world size or 0. 1 where nobody is left: all who joined have gone, and as many as the world has.
+LEAVE = Script("""
+local ns = KEYS[1]
+if redis.call('GET', ns .. 'epoch') ~= ARGV[2] then return 0 end
+redis.call('SADD', ns .. 'left', ARGV[1])
+local expected = math.max(tonumber(ARGV[3]), redis.call('HLEN', ns .. 'ranks'))
+return redis.call('SCARD', ns .. 'left') >= expected and 1 or 0
+""")
+
+# Removes a part of the run, small enough not to hold up other runs; how many names it removed, 0 at the end.
+CLEAR = Script(f"""{_KEYS}
+local names, queues = redis.call('SPOP', ns .. 'keys', 1000), redis.call('SPOP', ns .. 'queues', 1000)
+for _, name in ipairs(names) do redis.call('UNLINK', slot(name)) end
+for _, name in ipairs(queues) do redis.call('UNLINK', slot(name), queue(name)) end
+if #names + #queues == 0 then
+  redis.call('UNLINK', ns .. 'epoch', ns .. 'ranks', ns .. 'left', ns .. 'once', ns .. 'scratch')
+end
+return #names + #queues
+""")

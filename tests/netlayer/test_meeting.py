@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import pytest
+import redis
+
+from netlayer import meeting
+from netlayer.errors import ConfigError, StoreUnreachable
+from netlayer.meeting import meeting_place, with_run
+from netlayer.redis_server import EmbeddedRedis
+from netlayer.store import RedisStore
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://host:6379", "redis://host:6379/RUN"),
+        ("redis://host:6379/3", "redis://host:6379/RUN?db=3"),
+        ("rediss://:pw@host/0?ssl_ca_certs=/ca.pem", "rediss://:pw@host/RUN?ssl_ca_certs=%2Fca.pem&db=0"),
+        ("unix:///tmp/redis.sock", "unix:///tmp/redis.sock?run=RUN"),
+        ("unix://me:pw@/tmp/redis.sock", "unix://me:pw@/tmp/redis.sock?run=RUN"),
+        ("unix:///tmp/redis.sock?db=2", "unix:///tmp/redis.sock?db=2&run=RUN"),
+    ],
+)
+def test_an_address_takes_a_run_as_the_rendezvous_reads_it(url: str, expected: str) -> None:
+    assert with_run(url, "RUN") == expected
+
+
+@pytest.mark.parametrize("url", ["http://host", "redis://host/name", "localhost:6379"])
+def test_an_address_that_cannot_be_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"job\.store\.url"), meeting_place(url):
+        pass
+
+
+def test_a_given_server_is_used() -> None:
+    with EmbeddedRedis() as server, meeting_place(server.url) as place:
+        assert place.init_method("train").startswith(f"{server.url}?run=train-")
+        assert place.init_method("train") != place.init_method("train")
+        assert place.description == f"Redis at {server.url.removeprefix('unix://')}"
+
+
+def test_keys_of_killed_ranks_are_removed_from_a_given_server() -> None:
+    with EmbeddedRedis() as server:
+        client = redis.Redis.from_url(server.url)
+        client.set("somebody else's", b"1")
+        with meeting_place(server.url) as place:
+            place.init_method("train")
+            with RedisStore(server.url, place.runs[0], world_size=2) as store:
+                store.set("left", "1")  # the other rank never leaves in order
+            assert len(client.keys()) > 1
+        assert client.keys() == [b"somebody else's"]
+        client.close()
+
+
+def test_an_address_where_nothing_answers_is_refused_at_once_without_its_password() -> None:
+    with pytest.raises(StoreUnreachable, match=r"127\.0\.0\.1:1") as caught, meeting_place("redis://:pw@127.0.0.1:1"):
+        pass
+    assert "pw" not in str(caught.value)
+
+
+def test_an_embedded_server_serves_the_block_and_is_gone_after_it() -> None:
+    with meeting_place() as place:
+        socket = Path(place.url.removeprefix("unix://"))
+        assert socket.is_socket()
+        assert place.init_method("bench").startswith(f"unix://{socket}?run=bench-")
+    assert not socket.exists()
+
+
+def test_without_a_server_ranks_meet_through_tcpstore_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "find_redis_binary", lambda: None)
+    with meeting_place() as place:
+        assert place.init_method("bench").startswith("tcp://127.0.0.1:")
+        assert "TCPStore" in place.description
+        assert "no redis-server" in place.description
