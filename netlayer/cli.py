@@ -162,9 +162,14 @@ def _print_findings(findings: list[Any]) -> None:
     from rich.table import Table
 
     marks = {"ok": "[green]ok[/]", "missing": "[yellow]missing[/]", "problem": "[red]problem[/]"}
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a file or a pipe has no edge to wrap at
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("", "found", "", "remedy"):
-        table.add_column(title, overflow="fold")
+    table.add_column("")
+    table.add_column("")
+    table.add_column("found", overflow="fold", ratio=3)
+    table.add_column("remedy", overflow="fold", ratio=2)
     for finding in findings:
-        table.add_row(finding.topic, finding.detail, marks[finding.status], finding.remedy)
-    Console().print(table)
+        table.add_row(finding.topic, marks[finding.status], finding.detail, finding.remedy)
+    console.print(table)

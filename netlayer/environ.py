@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -91,7 +92,7 @@ def doctor() -> list[Finding]:
     """Look at everything that the packages can use, in the order in which a person asks."""
     return [
         Finding("machine", "ok", f"{os.cpu_count()} cores, {_memory_gib():.0f} GiB, {platform.platform(terse=True)}"),
-        Finding("python", "ok", f"{platform.python_version()} at {shutil.which('python3') or 'unknown'}"),
+        Finding("python", "ok", f"{platform.python_version()} at {sys.executable}"),
         _torch(),
         *_gpus(),
         _redis(),

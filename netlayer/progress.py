@@ -55,7 +55,7 @@ class Stages:
         task = self._bars.add_task(name, total=None, words="")
         bar = Bar(self._bars, task)
         yield bar
-        self._bars.update(task, words="")
+        self._bars.update(task, total=1, completed=1, words="")
         if not self._console.is_terminal:
             self.say(f"{name} done in {time.monotonic() - start:.1f} s")
 
