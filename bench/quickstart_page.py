@@ -34,7 +34,7 @@ def build_page(outcome: Outcome, seed: int, out: Path) -> Report:
 
 
 def _sentence(outcome: Outcome) -> str:
-    rows = sum(len(record.rows) for record in outcome.bench)
+    rows = sum(row["wrong"] is not None for record in outcome.bench for row in record.rows)
     fall = outcome.training.validation_fall
     data = (
         f"all data right in {rows} measurements"

@@ -112,6 +112,23 @@ def test_it_leaves_no_process_and_no_redis(
     assert wait_until_gone(environment) == []
 
 
+def test_without_a_redis_server_ranks_meet_through_tcpstore_and_it_is_said(
+    tmp_path: Path, text: Path, environment: dict[str, str]
+) -> None:
+    script = (
+        "import netlayer.meeting; netlayer.meeting.find_redis_binary = lambda: None\n"
+        "from netlayer.cli import main; main()\n"
+    )
+    _, _, _, *arguments = command(tmp_path, "--set", f"data.folder={text}")
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True, text=True, env=environment, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "ranks meet through TCPStore on loopback (no redis-server on this machine)" in done.stderr
+    assert "TCPStore on loopback" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
