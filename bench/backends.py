@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from netlayer.environ import usable_gpus
 from netlayer.errors import ConfigError, HardwareMissing
 from netlayer.rank import RankEnv
 
@@ -256,8 +257,8 @@ def choose_backend(name: str | None) -> str:
         HardwareMissing: `torch` was asked for by name and there is no GPU.
     """
     if name is None:
-        return "torch" if torch.cuda.device_count() else "gloo"
-    if name == "torch" and not torch.cuda.device_count():
+        return "torch" if usable_gpus() else "gloo"
+    if name == "torch" and not usable_gpus():
         raise HardwareMissing("--backend torch needs an NVIDIA GPU and a CUDA build of torch; here use --backend gloo")
     return name
 

@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 @click.option("--tolerance", type=float, default=1e-4, show_default=True, help="Largest difference that passes.")
 def command(options: RunOptions, ranks: int, steps: int, tolerance: float) -> None:
     """Compare the losses of several ranks with those of one; exit 1 where they differ by more than the tolerance."""
-    backend: Backend = "nccl" if len(environ.list_gpus()) >= ranks else "gloo"
     out, started = open_out(options.out, "loss_equivalence"), utc_now()
     sizes = [f"cluster.gpus_per_server={ranks}", f"job.parallel.dp={ranks}", f"job.optimizer.steps={steps}"]
     config = RunOptions(options.config_path, (*sizes, *options.overrides), options.seed, None, None).load_config()
+    backend = environ.choose_backend(config.job.launch.backend, ranks)
     with meeting_place(config.job.store.url) as place:
         several, alone = (_train(config.job, count, backend, options.seed, out, place) for count in (ranks, 1))
     rows = compare(alone.steps, several.steps)

@@ -20,6 +20,10 @@ from netlayer.units import parse_size
 if TYPE_CHECKING:
     from bench.collective import Collective
 
+    _ParamType = click.ParamType[Any]
+else:
+    _ParamType = click.ParamType  # generic in later releases of click alone
+
 BackendName = Literal["gloo", "torch"]
 BACKEND_NAMES = ("gloo", "torch")
 DTYPE_NAMES = ("int8", "uint8", "int32", "int64", "half", "float", "double", "bfloat16")
@@ -220,7 +224,7 @@ def _option(flag: _Flag) -> click.Option:
     )
 
 
-class _Value(click.ParamType[Any]):
+class _Value(_ParamType):
     """A value of a flag; what cannot be read is a ConfigError, one line as for every other error."""
 
     name = "value"

@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from bench.backends import choose_backend
+from bench.driver import load_collective
 from bench.measure import measure
 from bench.options import PerfOptions
+from bench.quickstart_outcome import Outcome, fabric_summary, summary
 from bench.table import format_table, num_failed
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
 from netlayer.config import Config, example, load_config
-from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
+from netlayer.errors import CheckFailed, ConfigError
 from netlayer.meeting import MeetingPlace, meeting_place
 from netlayer.progress import Stages
 from netlayer.results import RunRecord, utc_now, write_text
 from topology.compare import compare_split, split_by_load
-from trainer.train import Backend, Progress, TrainResult, prepare, train
+from trainer.train import Backend, Progress, prepare, train
 
 logger = logging.getLogger(__name__)
 
@@ -42,38 +44,14 @@ _SEEDS = 10
 _GLOBAL_BATCH = 16
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a quickstart found; `bench.quickstart_page` shows it."""
-
-    config: Config
-    backend: Backend
-    findings: Sequence[environ.Finding]
-    store: str
-    bench: Sequence[RunRecord]
-    fabric: Config
-    collisions: Sequence[Mapping[str, Any]]
-    by_load: Sequence[Mapping[str, Any]]
-    training: TrainResult
-
-    @property
-    def wrong_elements(self) -> int:
-        """Elements that arrived wrong, over all collectives, sizes and places."""
-        return sum(int(row["wrong"] or 0) for record in self.bench for row in record.rows)
-
-    def uplinks(self, split: bool, hash_name: str, traffic: str = "permutation") -> Mapping[str, Any]:
-        """The comparison's row for the ToR uplinks."""
-        wanted = {"split": split, "hash": hash_name, "traffic": traffic, "tier": "tor-spine"}
-        return next(row for row in self.collisions if wanted.items() <= row.items())
-
-
 @click.command()
 @run_options
 @click.option("--steps", type=click.IntRange(min=1), help="Training steps [default: the configuration's].")
 def quickstart(options: RunOptions, steps: int | None) -> None:
     """Run everything once on this machine and write one report.
 
-    On CPU with gloo where there is no GPU, on NCCL with all GPUs where there are. Takes a few minutes.
+    On CPU with gloo where there is no GPU, on NCCL with all GPUs where there are. Takes a few minutes. The fabric is
+    always that of examples/megascale-12288.toml; `netlayer topology` looks at others.
 
     \b
     Examples:
@@ -82,7 +60,7 @@ def quickstart(options: RunOptions, steps: int | None) -> None:
       netlayer quickstart --set data.folder=$HOME/src --set 'data.pattern=*.c'
     """
     config = _resolve(options, steps)
-    backend = _choose(config)
+    backend = environ.choose_backend(config.job.launch.backend, config.cluster.num_gpus)
     out = open_out(options.out, "quickstart")
     started = utc_now()
     with Stages() as stages, meeting_place(config.job.store.url) as place:
@@ -90,12 +68,12 @@ def quickstart(options: RunOptions, steps: int | None) -> None:
     records = _records(outcome, options, started)
     for record in records:
         record.save(out / "records")
-    if options.json_file:
-        write_text(options.json_file, records[0].to_json())
-    from bench.quickstart_page import build_page
+    from bench.quickstart_page import build_page  # the plots' libraries take a second to load
 
     page = build_page(outcome, options.seed, out).write(out)
     click.echo(f"report: {page}")
+    if options.json_file:
+        write_text(options.json_file, records[0].to_json())
     if outcome.wrong_elements:
         raise CheckFailed(f"{outcome.wrong_elements} elements arrived wrong; see the bench table in {page}")
 
@@ -106,7 +84,7 @@ def _resolve(options: RunOptions, steps: int | None) -> Config:
     if options.config_path:
         config = load_config(options.config_path, overrides)
     else:
-        ranks = len(environ.list_gpus()) or 2
+        ranks = len(environ.usable_gpus()) or 2
         micro = max(1, _GLOBAL_BATCH // ranks)
         base = ("cluster.gpus_per_server", ranks), ("job.parallel.dp", ranks)
         batch = ("job.batch.micro_size", micro), ("job.batch.global_size", micro * ranks)
@@ -115,17 +93,6 @@ def _resolve(options: RunOptions, steps: int | None) -> Config:
         rule = "quickstart starts every rank on this machine"
         raise ConfigError("cluster.servers", config.cluster.servers, rule, "give a configuration with servers = 1")
     return config
-
-
-def _choose(config: Config) -> Backend:
-    asked, gpus = config.job.launch.backend, len(environ.list_gpus())
-    chosen: Backend = ("nccl" if gpus else "gloo") if asked == "auto" else asked
-    if chosen == "nccl" and gpus < config.cluster.num_gpus:
-        raise HardwareMissing(
-            f"job.launch.backend = {asked}: {config.cluster.num_gpus} ranks want a GPU each, {gpus} found; "
-            "lower cluster.gpus_per_server and job.parallel.dp, or set job.launch.backend=gloo"
-        )
-    return chosen
 
 
 def _run(config: Config, backend: Backend, seed: int, out: Path, place: MeetingPlace, stages: Stages) -> Outcome:
@@ -160,7 +127,10 @@ def _run(config: Config, backend: Backend, seed: int, out: Path, place: MeetingP
 def _bench(backend: Backend, ranks: int, out: Path, place: MeetingPlace, stages: Stages) -> list[RunRecord]:
     """The four collectives over real ranks; the table goes to stdout as nccl-tests prints it."""
     options, done = replace(_SIZES[backend], timeout_s=_BENCH_TIMEOUT_S), 0
-    total = len(COLLECTIVES) * 2 * len(options.sizes())
+    names = [name for name in COLLECTIVES if load_collective(name).min_ranks <= ranks]
+    for name in set(COLLECTIVES) - set(names):
+        stages.say(f"bench: {name} is left out, it needs at least {load_collective(name).min_ranks} ranks")
+    total = len(names) * 2 * len(options.sizes())
     with stages.open("bench") as bar:
 
         def count(record: RunRecord, _row: Mapping[str, Any]) -> None:
@@ -169,7 +139,7 @@ def _bench(backend: Backend, ranks: int, out: Path, place: MeetingPlace, stages:
             bar(done, total, record.name.removeprefix("bench."))
 
         records = measure(
-            COLLECTIVES,
+            names,
             options,
             ranks=ranks,
             log_dir=out / "logs" / "bench",
@@ -209,41 +179,6 @@ def _records(outcome: Outcome, options: RunOptions, started: str) -> list[RunRec
         fabric(name="topology.ecmp", source="simulated", rows=simulated),
         fabric(name="topology.ecmp", source="predicted", rows=[*predicted, *outcome.by_load]),
     ]
-
-
-def summary(outcome: Outcome) -> dict[str, Any]:
-    """The measured figures that a reader asks for first."""
-    training = outcome.training
-    steady = training.steps[min(10, len(training.steps) - 1) :]  # the first steps warm up
-    peaks = {
-        f"{record.name.removeprefix('bench.')}_peak_bus_bw_gbs": max(row["bus_bw_gbs"] for row in record.rows)
-        for record in outcome.bench
-    }
-    return {
-        "ranks": outcome.config.cluster.num_gpus,
-        "backend": outcome.backend,
-        "wrong_elements": outcome.wrong_elements,
-        **peaks,
-        "validation_loss_first": training.evaluations[0]["validation_loss"],
-        "validation_loss_last": training.evaluations[-1]["validation_loss"],
-        "validation_loss_fall": training.validation_fall,
-        "tokens_per_s": sum(row["tokens_per_s"] for row in steady) / len(steady),
-        "exposed_comm": sum(row["exposed_comm"] for row in steady) / len(steady),
-        **{f"corpus_{key}": value for key, value in asdict(training.corpus).items()},
-    }
-
-
-def fabric_summary(outcome: Outcome) -> dict[str, Any]:
-    """Collisions on the ToR uplinks under a random permutation at full load, with the split over without."""
-    split, whole = (outcome.uplinks(split, "random") for split in (True, False))
-    return {
-        "collision_share_split": split["collision_share"],
-        "collision_share_whole": whole["collision_share"],
-        "collision_share_ratio": split["collision_share"] / whole["collision_share"],
-        "excess_split": split["excess"],
-        "excess_whole": whole["excess"],
-        "excess_ratio": split["excess"] / whole["excess"],
-    }
 
 
 def _training_words(progress: Progress) -> str:

@@ -76,8 +76,9 @@ def doctor(json_file: Path | None) -> None:
     Exit 0: nothing stands in the way; 2: a problem that must be mended first.
     """
     from netlayer import environ
-    from netlayer.results import write_text
+    from netlayer.results import check_target, write_text
 
+    check_target("--json", json_file)
     findings = environ.doctor()
     if json_file:
         write_text(json_file, json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import click
 
 from netlayer import log
 from netlayer.errors import ConfigError
+from netlayer.results import check_target, hide_passwords
 
 if TYPE_CHECKING:
     from netlayer.config import Config
@@ -27,7 +29,9 @@ _PATH = click.Path(path_type=Path)
 _RUN_OPTIONS = (
     click.option("--config", "config_path", type=_PATH, help="TOML file; see examples/."),
     click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable."),
-    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all randomness."),
+    click.option(
+        "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of all randomness."
+    ),
     click.option("--out", type=_PATH, help="Output folder [default: ./runs/<command>-<UTC>/]."),
     click.option("--json", "json_file", type=_PATH, help="Also write the record here; - is stdout."),
     click.option("-v", "--verbose", count=True, help="More log on stderr; -vv for all."),
@@ -54,7 +58,7 @@ class RunOptions:
         """For the record: what was asked, JSON values only."""
         return {
             "config": str(self.config_path or ""),
-            "set": list(self.overrides),
+            "set": [hide_passwords(override) for override in self.overrides],
             "seed": self.seed,
             "out": str(self.out or ""),
         }
@@ -66,6 +70,7 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def with_options(verbose: int, **given: Any) -> None:
         log.configure(verbose)
+        check_target("--json", given["json_file"])
         options = RunOptions(**{field.name: given.pop(field.name) for field in dataclasses.fields(RunOptions)})
         command(options=options, **given)
 
@@ -80,7 +85,7 @@ def open_out(out: Path | None, command: str) -> Path:
     Raises:
         ConfigError: it cannot be made or written to.
     """
-    folder = out or Path("runs") / f"{command}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    folder = out or _new_folder(Path("runs") / f"{command}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
     try:
         (folder / "records").mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -88,3 +93,17 @@ def open_out(out: Path | None, command: str) -> Path:
     except OSError as exc:
         raise ConfigError("--out", folder, f"cannot be written ({exc.strerror})", "give a folder of yours") from exc
     return folder
+
+
+def _new_folder(wanted: Path) -> Path:
+    """`wanted`, or `wanted-2` and so on where another run began in the same second."""
+    for number in itertools.count(1):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as exc:
+            raise ConfigError("--out", folder, f"cannot be written ({exc.strerror})", "give a folder of yours") from exc
+        return folder
+    raise AssertionError("unreachable: the counter has no end")

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self
 
 import tomlkit
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
 
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
+from netlayer.results import hide_passwords
 from netlayer.units import parse_rate
 
 BitsPerSecond = Annotated[int, BeforeValidator(parse_rate), Field(gt=0)]
@@ -177,6 +178,10 @@ class StoreConfig(Section):
     url: str = Field("", description="redis://, rediss:// or unix:// address; empty: an embedded Redis of this run")
     timeout_s: float = Field(60.0, gt=0, description="longest wait for another rank, seconds")
 
+    @field_serializer("url", when_used="json")
+    def _without_password(self, url: str) -> str:
+        return hide_passwords(url)
+
 
 class LaunchConfig(Section):
     """How ranks are started on this machine."""
@@ -232,6 +237,16 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
+        if "job" in self.model_fields_set:  # a file of a cluster alone is good for what concerns the fabric alone
+            self.check_world()
+        return self
+
+    def check_world(self) -> None:
+        """Refuse a job whose degrees do not fill the cluster.
+
+        Raises:
+            ConfigError: tp x pp x dp is not the number of the cluster's GPUs.
+        """
         parallel, world = self.job.parallel, self.cluster.num_gpus
         ranks = parallel.layout.world_size
         if ranks != world:
@@ -241,7 +256,6 @@ class Config(Section):
                 f"must equal cluster.servers x cluster.gpus_per_server = {world}",
                 "change a degree or the number of servers",
             )
-        return self
 
 
 def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Config:

@@ -12,14 +12,14 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import netlayer
-from netlayer.errors import PackageClash
+from netlayer.errors import HardwareMissing, PackageClash
 from netlayer.redis_server import find_redis_binary
 
 PACKAGES = ("netlayer", "topology", "congestion", "collectives", "trainer", "bench")
@@ -86,6 +86,7 @@ class Gpu:
     name: str
     memory_mib: int
     driver: str
+    uuid: str = ""
 
 
 def doctor() -> list[Finding]:
@@ -106,17 +107,36 @@ def list_gpus() -> list[Gpu]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    query = [tool, "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    query = [tool, "--query-gpu=index,name,memory.total,driver_version,uuid", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.count(",") == 3]
-    gpus = [Gpu(int(row[0]), row[1], int(row[2]) if row[2].isdigit() else 0, row[3]) for row in rows]
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.count(",") == 4]
+    gpus = [Gpu(int(row[0]), row[1], int(row[2]) if row[2].isdigit() else 0, *row[3:]) for row in rows]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return gpus
-    return [gpu for gpu in gpus if str(gpu.index) in visible.split(",")]
+    return gpus if visible is None else list(_visible(gpus, visible))
+
+
+def usable_gpus() -> list[Gpu]:
+    """The GPUs that ranks can run on: those of `list_gpus` where torch is a CUDA build, else none."""
+    return list_gpus() if _nccl_version() else []
+
+
+def choose_backend(asked: Literal["auto", "gloo", "nccl"], ranks: int) -> Literal["gloo", "nccl"]:
+    """The backend of a job: nccl where there is a GPU that ranks can run on, unless asked for by name.
+
+    Raises:
+        HardwareMissing: there are fewer usable GPUs than ranks.
+    """
+    gpus = len(usable_gpus())
+    chosen: Literal["gloo", "nccl"] = ("nccl" if gpus else "gloo") if asked == "auto" else asked
+    if chosen == "nccl" and gpus < ranks:
+        raise HardwareMissing(
+            f"job.launch.backend = {asked}: {ranks} ranks want a GPU each, {gpus} can be used; "
+            "lower cluster.gpus_per_server and job.parallel.dp, or set job.launch.backend=gloo"
+        )
+    return chosen
 
 
 def versions() -> dict[str, str]:
@@ -186,11 +206,11 @@ def _gpus() -> Iterator[Finding]:
         return
     names = ", ".join(sorted({gpu.name for gpu in gpus}))
     yield Finding("GPUs", "ok", f"{len(gpus)} x {names}, driver {gpus[0].driver}")
-    nccl = _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")
+    nccl = _nccl_version()
     yield (
         Finding("NCCL", "ok", f"{nccl}, as torch carries it")
         if nccl
-        else Finding("NCCL", "missing", "no NCCL package beside torch", "install a CUDA build of torch")
+        else Finding("NCCL", "missing", "torch is no CUDA build: ranks run on CPU", "install a CUDA build of torch")
     )
     cupy = _version("cupy-cuda13x")
     yield (
@@ -232,6 +252,27 @@ def _clashes() -> Iterator[Finding]:
         yield Finding(clash.field, "problem", clash.rule, clash.remedy)
     if not clashes:
         yield Finding("packages", "ok", f"{', '.join(PACKAGES)}: no other distribution has these names")
+
+
+def _visible(gpus: Sequence[Gpu], variable: str) -> Iterator[Gpu]:
+    """As CUDA reads CUDA_VISIBLE_DEVICES: indices, or starts of UUIDs; what names no device ends the list."""
+    for word in (word.strip() for word in variable.split(",")):
+        if word.startswith("MIG-"):
+            yield Gpu(-1, "MIG device", 0, gpus[0].driver if gpus else "", word)
+            continue
+        found = [
+            gpu for gpu in gpus if word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word))
+        ]
+        if not found:
+            return
+        yield found[0]
+
+
+def _nccl_version() -> str | None:
+    """The NCCL beside torch; None where torch is no CUDA build."""
+    if "+cpu" in (_version("torch") or "+cpu"):
+        return None
+    return _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")
 
 
 def _version(name: str) -> str | None:

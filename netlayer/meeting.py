@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 import secrets
 import socket
 import time
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from netlayer.errors import ConfigError, NetlayerError
-from netlayer.redis_server import find_redis_binary, serve
+from netlayer.redis_server import OLDEST_REDIS, EmbeddedRedis, find_redis_binary
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +68,8 @@ def meeting_place(url: str = "") -> Iterator[MeetingPlace]:
         missing = "no redis package" if importlib.util.find_spec("redis") is None else "no redis-server"
         yield MeetingPlace("", f"TCPStore on loopback ({missing} on this machine)")
     else:
-        with serve() as server:
-            yield MeetingPlace(str(server), f"embedded Redis from {find_redis_binary()}")
+        with EmbeddedRedis() as server:
+            yield MeetingPlace(server.url, f"embedded Redis from {find_redis_binary()}")
 
 
 def with_run(url: str, run: str) -> str:
@@ -82,12 +83,12 @@ def with_run(url: str, run: str) -> str:
     parts = urlsplit(url)
     query = parse_qsl(parts.query)
     if parts.scheme not in _SCHEMES:
-        raise ConfigError("job.store.url", parts.scheme, "is no redis://, rediss:// or unix:// address", "correct it")
+        raise ConfigError("job.store.url", None, "is no redis://, rediss:// or unix:// address", "correct it")
     if parts.scheme == "unix":  # by hand: geturl() would drop the empty authority of unix:///path
         return f"unix://{parts.netloc}{parts.path}?{urlencode([*query, ('run', run)])}"
     database = parts.path.strip("/")
     if database and not database.isdigit():
-        raise ConfigError("job.store.url", parts.path, "the path is a database number", "drop it, or write /0")
+        raise ConfigError("job.store.url", None, "its path is no database number", "drop the path, or write /0")
     return parts._replace(path=f"/{run}", query=urlencode([*query, ("db", database)] if database else query)).geturl()
 
 
@@ -107,8 +108,16 @@ def _ping(url: str) -> None:
     from netlayer.redis_link import RedisLinks
 
     links = RedisLinks(url, lambda _ask: None, _PING_TIMEOUT_S)
-    links.ask([("PING",)], time.monotonic() + _PING_TIMEOUT_S, patient=False)
-    links.close()
+    try:
+        [said] = links.ask([("INFO", "server")], time.monotonic() + _PING_TIMEOUT_S, patient=False)
+    finally:
+        links.close()
+    found = re.search(r"\bredis_version:(\d+)\.(\d+)", bytes(said).decode())
+    if found and (int(found[1]), int(found[2])) < OLDEST_REDIS:
+        version = f"{found[1]}.{found[2]}"
+        raise ConfigError(
+            "job.store.url", None, f"the server is Redis {version}, which lacks BLMOVE", "give Redis >= 6.2"
+        )
 
 
 def _loopback_url() -> str:

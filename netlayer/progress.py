@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar a stage where a person watches, one line a stage where nobody does."""
+"""What a person who waits sees on stderr, and what a log keeps of it. stdout stays free for data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Stages:
 
     def say(self, line: str) -> None:
         """One line on stderr, above the bars."""
-        self._console.print(line, markup=False, highlight=False)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def print(self, text: str) -> None:
         """Data on stdout; the bars step aside."""

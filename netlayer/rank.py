@@ -6,6 +6,7 @@ of its failure through one pipe. Leaves out: starting and ending ranks (`launch`
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import enum
 import faulthandler
@@ -22,7 +23,7 @@ import traceback
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 from netlayer import log
 from netlayer.errors import ConfigError, NetlayerError, RankFailed, StoreError
@@ -223,8 +224,24 @@ def run_rank() -> None:
     except BaseException as exc:  # noqa: BLE001 - SystemExit too: whatever ended the target, the launcher must hear
         traceback.print_exc()
         reporter.send(FAILURE, _describe(exc))
-        sys.exit(1)
+        _leave(1)
     reporter.send(RESULT, result)
+    _leave(0)
+
+
+def _leave(code: int) -> NoReturn:
+    """End as a program ends, but without tearing the interpreter down, as multiprocessing's children do.
+
+    A thread of torch's gloo drops a finished work some time after `wait()` has returned, and takes the GIL for it; in
+    an interpreter that is being torn down, that aborts the process: "terminate called without an active exception".
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _run_work(work: bytes, main: tuple[str, str] | None, context: RankContext) -> bytes:

@@ -7,6 +7,7 @@ goes. When the server ends by itself, the guard says so on standard output. Kill
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -25,7 +26,8 @@ def main(log: str, remove: str, command: list[str]) -> None:
     server, alive = _start(command, log)
     ready, _, _ = select.select([0, alive], [], [])
     if alive in ready:
-        os.write(1, b"ended\n")
+        with contextlib.suppress(OSError):  # the owner may have gone in the same instant
+            os.write(1, b"ended\n")
         select.select([0], [], [])  # the owner still lives: what it sees in the folder stays until it goes
     _stop(server, alive)
     if remove:

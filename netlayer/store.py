@@ -168,7 +168,7 @@ class RedisStore(Store):
     def close(self) -> None:
         """Leave the run; the last to leave removes its keys. Safe to call twice; clones are closed too.
 
-        A wait that another thread is in ends first.
+        A wait that another thread is in fails with StoreError.
         """
         self._run.leave()
         _open.pop(self._run, None)

@@ -71,4 +71,7 @@ def _split(text: str | int, wanted: str) -> tuple[float | int, str]:
 def _scale(text: str | int, number: float | int, units: dict[str, int], prefix: str, wanted: str) -> int:
     if prefix not in units:
         raise ValueError(f"{text!r} is not {wanted}")
-    return round(number * units[prefix])
+    try:
+        return round(number * units[prefix])
+    except OverflowError as exc:
+        raise ValueError(f"{text!r} is not {wanted}") from exc

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from netlayer.results import load_frame
+from tests.browser import browse, drawn_plots, needs_chromium
 
 TINY = ("model.layers=1", "model.hidden=32", "model.heads=2", "model.ffn_hidden=64", "model.seq_len=32")
 
@@ -79,9 +80,32 @@ def test_it_ends_with_a_report_its_pictures_and_records(
     page = (out / "report.html").read_text()
     for heading in ("At a glance", "Acceptance bench", "Fabric", "Training", "Environment", "How to go on"):
         assert heading in page
-    assert {path.stem for path in (out / "plots").glob("*.png")} >= {"bus_bandwidth", "collision_share", "loss"}
+    assert {path.stem for path in (out / "plots").glob("*.png")} >= {"bandwidth", "collision_share", "loss"}
     assert json.loads((out / "summary.json").read_text())["rows"][0]["wrong_elements"] == 0
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 12
+
+
+@pytest.mark.browser
+@needs_chromium
+def test_a_browser_draws_every_plot_of_its_report(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    document, console = browse(finished[0] / "report.html", tmp_path)
+    assert console == []
+    plots = drawn_plots(document)
+    assert len(plots) == 7
+    assert all(plots.values()), plots
+
+
+def test_one_rank_alone_leaves_out_what_needs_two(tmp_path: Path, text: Path, environment: dict[str, str]) -> None:
+    one = ("cluster.gpus_per_server=1", "job.parallel.dp=1", f"data.folder={text}")
+    done = subprocess.run(
+        command(tmp_path, *(word for setting in one for word in ("--set", setting))),
+        capture_output=True, text=True, env=environment, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "sendrecv is left out, it needs at least 2 ranks" in done.stderr
+    assert "Algorithm bandwidth" in (tmp_path / "report.html").read_text()
 
 
 def test_its_records_keep_measured_and_simulated_apart(

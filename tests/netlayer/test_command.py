@@ -46,6 +46,11 @@ def test_the_output_folder_is_made_with_its_records(tmp_path: Path, monkeypatch:
     assert open_out(tmp_path / "given", "x") == tmp_path / "given"
 
 
+def test_two_runs_of_one_second_get_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len({open_out(None, "x") for _ in range(5)}) == 5
+
+
 def test_an_output_folder_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.touch()

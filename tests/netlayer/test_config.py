@@ -95,6 +95,23 @@ def test_bad_values_get_one_line_that_names_the_rule(override: str, words: str) 
     assert caught.value.exit_code == 2
 
 
+def test_a_file_of_a_cluster_alone_needs_no_job(tmp_path: Path) -> None:
+    file = tmp_path / "fabric.toml"
+    file.write_text("[cluster]\nservers = 64\ngpus_per_server = 8\nnics_per_server = 8\nrails = 8\n")
+    config = load_config(file)
+    assert config.cluster.num_gpus == 512
+    with pytest.raises(ConfigError, match="must equal"):
+        config.check_world()
+    with pytest.raises(ConfigError, match="must equal"):
+        load_config(file, ["job.parallel.dp=1"])
+
+
+def test_a_dump_holds_no_password() -> None:
+    config = load_config(None, ["job.store.url=redis://:s3cret@host"])
+    assert config.job.store.url == "redis://:s3cret@host"
+    assert "s3cret" not in str(config.model_dump(mode="json"))
+
+
 def test_bad_files_get_one_line(tmp_path: Path) -> None:
     corrupt, scalar, binary = tmp_path / "a.toml", tmp_path / "b.toml", tmp_path / "c.toml"
     corrupt.write_text("[cluster\n")

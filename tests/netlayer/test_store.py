@@ -383,3 +383,22 @@ class TestAddress:
                 client.config_set("maxmemory", "0")
             store.set("a", "v")
             store.close()
+
+
+def test_close_ends_a_wait_that_another_thread_is_in(redis_url: str) -> None:
+    store = RedisStore(redis_url, f"closing-{os.getpid()}", timeout=timedelta(minutes=30))
+    failed: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            store.get("never")
+        except StoreError as exc:
+            failed.append(exc)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    until(lambda: num_blocked(redis_url) > 0)
+    store.close()
+    waiter.join(30)
+    assert not waiter.is_alive()
+    assert len(failed) == 1

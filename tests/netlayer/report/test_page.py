@@ -6,8 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
-import subprocess
 import zlib
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -25,9 +23,9 @@ from netlayer.errors import ConfigError
 from netlayer.report import Axis, Chart, Figure, Report, charts
 from netlayer.report.plots import Plot
 from netlayer.report.tables import MISSING, columns_of, number_text
+from tests.browser import browse, drawn_plots, needs_chromium
 
 HOSTILE = "</script><script>alert('\"1\"')</script><img src=x onerror=alert(1)>&{{ 7*7 }}"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 BENCH = pd.DataFrame(
     {
         "size_bytes": [2**16, 2**20, 2**24, 2**26],
@@ -371,32 +369,16 @@ def test_single_values_are_written_as_people_write_them(value: Any, text: str) -
     assert number_text(value) == text
 
 
-def browse(page: Path, profile: Path) -> tuple[str, list[str]]:
-    """The document as Chromium sees it after its scripts ran, and what it wrote to its console."""
-    command = [
-        str(CHROMIUM),
-        *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"),
-        *("--disable-component-update", "--no-first-run", "--enable-logging=stderr", "--window-size=1280,4000"),
-        *(f"--user-data-dir={profile}", "--virtual-time-budget=15000", "--dump-dom", page.as_uri()),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
-
-
 @pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium on the PATH")
+@needs_chromium
 def test_a_browser_draws_every_chart_and_has_nothing_to_complain_about(written: Path, tmp_path: Path) -> None:
     document, console = browse(written, tmp_path / "profile")
     assert console == []
-    drawn = dict(re.findall(r'<div data-plot="(\w+)"(.*?)</div>', document, re.DOTALL))
-    assert set(drawn) == {"bus_bandwidth", "collisions", "load"}
-    for name, inside in drawn.items():
-        assert 'data-state="drawn"' in inside, name
-        assert re.search(r'<g class="mark-\w+ role-mark[^>]*>\s*<path [^>]*d="M', inside), name
+    assert drawn_plots(document) == {"bus_bandwidth": True, "collisions": True, "load": True}
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium on the PATH")
+@needs_chromium
 def test_the_pointer_shows_values_and_the_legend_singles_out(written: Path, tmp_path: Path) -> None:
     """A copy of the page without its policy, which forbids the script that plays the reader."""
     reader = """
