@@ -82,9 +82,12 @@ def test_a_snapshot_keeps_allow_listed_variables_alone(monkeypatch: pytest.Monke
     assert kept["versions"]["torch"] == metadata.version("torch")
 
 
-def test_outside_a_checkout_there_is_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_outside_a_checkout_the_commit_is_what_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environ, "_root", lambda: tmp_path)
+    monkeypatch.delenv("NETLAYER_COMMIT", raising=False)
     assert environ.snapshot()["commit"] == ""
+    monkeypatch.setenv("NETLAYER_COMMIT", "abc1234")
+    assert environ.snapshot()["commit"] == "abc1234"
 
 
 def test_another_distribution_with_a_package_of_our_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
