@@ -1,35 +1,63 @@
-"""`netlayer topology`: the fabric of a cluster file, and the collisions of a job's flows on it.
+"""`netlayer topology`: the group of its commands.
 
-Tables go to stdout, log to stderr, the record to the output folder. Left out: reports with pictures.
+Tables go to stdout, log to stderr, the record to the output folder. Every command but `describe` lives in a module of
+its own, which is imported when it is called.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+import importlib
+from typing import NamedTuple
 
 import click
 
 from netlayer.command import RunOptions, open_out, run_options
 
-if TYPE_CHECKING:  # `--help` needs neither numpy nor pydantic
-    from collections.abc import Sequence
 
-    from netlayer.config import Config
-    from netlayer.results import RunRecord, Source
-    from topology.compare import TrafficName
-    from topology.hashing import HashName
+class _Lazy(NamedTuple):
+    """A module with a click command named `command`, and its line of help."""
 
-    Rows = list[dict[str, Any]]
-
-_HASHES = ("random", "crc16", "crc32c")
-_TRAFFICS = ("ring", "pipeline", "permutation")
+    module: str
+    help: str
 
 
-@click.group()
+_COMMANDS = {
+    "build": _Lazy(
+        "topology.commands.build", "Lay the fabric out: cables, addresses, a graph, and what the design needs."
+    ),
+    "ecmp": _Lazy("topology.commands.ecmp", "Hash flows over the fabric, with and without the ToR split."),
+    "import": _Lazy("topology.commands.import_fabric", "Read a fabric that exists: SONiC, LLDP, HPCC or htsim files."),
+    "place": _Lazy("topology.commands.place", "Compare placements of a job's ranks on the servers."),
+    "probe": _Lazy("topology.probe.command", "Probe the paths of RoCEv2 flows, or read such a capture."),
+    "report": _Lazy("topology.commands.report", "Everything about the fabric in one HTML page."),
+    "whatif": _Lazy("topology.commands.whatif", "Fail links, switches or rails; search what cures polarisation."),
+}
+
+
+class _LazyGroup(click.Group):
+    """A group that imports a sub-command when it is called, never to list it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *_COMMANDS])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        lazy = _COMMANDS.get(cmd_name)
+        if lazy is None:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = importlib.import_module(lazy.module).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self._line(ctx, name)) for name in self.list_commands(ctx)])
+
+    def _line(self, ctx: click.Context, name: str) -> str:
+        lazy = _COMMANDS.get(name)
+        command = None if lazy else super().get_command(ctx, name)
+        return lazy.help if lazy else command.get_short_help_str(80) if command else ""
+
+
+@click.group(cls=_LazyGroup)
 def topology() -> None:
     """The CLOS fabric: describe it, hash a job's flows over it."""
 
@@ -47,123 +75,15 @@ def describe(options: RunOptions) -> None:
       netlayer topology describe --config examples/megascale-12288.toml --set cluster.aoc_split=false --json -
     """
     from netlayer.results import utc_now
-    from topology import tables
     from topology.clos import Clos
+    from topology.commands import tables
+    from topology.commands.records import keep_record, make_record
 
     started, config = utc_now(), options.load_config()
     fabric = Clos.build(config.cluster)
     out = open_out(options.out, "topology-describe")
     levels, summary = fabric.describe(), fabric.summary()
     rows = [*({"table": "level", **row} for row in levels), {"table": "fabric", **summary}]
-    record = _record("describe", "predicted", rows, started, options, config)
-    if _keep(record, out, options.json_file):
+    record = make_record("describe", "predicted", rows, started, options, config)
+    if keep_record(record, out, options.json_file):
         tables.print_fabric(config.cluster.name, levels, summary)
-
-
-@topology.command()
-@click.option(
-    "--seeds", type=click.IntRange(min=1), default=10, show_default=True, help="Seeds to average, from --seed."
-)
-@click.option(
-    "--hash", "hashes", type=click.Choice(_HASHES), multiple=True, help="Hash to run; repeatable [default: all]."
-)
-@click.option(
-    "--traffic",
-    "traffics",
-    type=click.Choice(_TRAFFICS),
-    multiple=True,
-    help="Flows to hash; repeatable [default: all].",
-)
-@click.option("--qps", type=click.IntRange(min=1), default=1, show_default=True, help="Queue pairs a connection.")
-@run_options
-def ecmp(options: RunOptions, seeds: int, hashes: tuple[str, ...], traffics: tuple[str, ...], qps: int) -> None:
-    """Hash flows over the fabric, with and without the ToR split: links, load and collisions of every tier.
-
-    A collision is a flow on a link whose hashed demand exceeds its capacity; its size is the excess (demand above
-    capacity over total demand). `ring` and `pipeline` are the job's own flows, `permutation` has every NIC send at full
-    rate to a NIC under another ToR. Exit 2 where no flow can cross the fabric.
-
-    \b
-    Examples:
-      netlayer topology ecmp --config examples/megascale-12288.toml
-      netlayer topology ecmp --config examples/megascale-12288.toml --hash crc16 --traffic permutation --json ecmp.json
-    """
-    from netlayer.results import utc_now
-    from topology import tables
-    from topology.compare import compare_split
-
-    started, config = utc_now(), options.load_config()
-    hash_names = cast("Sequence[HashName]", hashes or _HASHES)
-    traffic_names = cast("Sequence[TrafficName]", traffics or _TRAFFICS)
-    out = open_out(options.out, "topology-ecmp")
-    seed_range = range(options.seed, options.seed + seeds)
-    rows = compare_split(config, seeds=seed_range, hashes=hash_names, traffics=traffic_names, qps_per_connection=qps)
-    timings = _time_stages(config, hash_names[0], options.seed, qps)
-    tagged = [*({"table": "collisions", **row} for row in rows), *({"table": "timing", **row} for row in timings)]
-    asked = {"seeds": seeds, "hash": list(hash_names), "traffic": list(traffic_names), "qps": qps}
-    record = _record("ecmp", "simulated", tagged, started, options, config, **asked)
-    if _keep(record, out, options.json_file):
-        tables.print_collisions(rows, split=config.cluster.aoc_split, seeds=seeds)
-        tables.print_split(rows)
-        tables.print_timings(timings)
-
-
-def _time_stages(config: Config, hash_name: HashName, seed: int, qps: int) -> Rows:
-    """Seconds to build the fabric, derive the job's flows, hash them all, and load every link."""
-    from topology.clos import Clos
-    from topology.hashing import Ecmp
-    from topology.load import place
-    from topology.routing import route
-    from topology.traffic import headers, job_flows
-
-    rows: Rows = []
-    with _timed(rows, "build") as row:
-        fabric = Clos.build(config.cluster)
-        row["items"] = fabric.num_links
-    with _timed(rows, "flows") as row:
-        flows = job_flows(config.job, config.cluster, qps_per_connection=qps)
-        row["items"] = len(flows)
-    with _timed(rows, "hash") as row:
-        paths = route(fabric, flows.src_nic, flows.dst_nic, Ecmp(hash_name, headers(fabric, flows, seed), seed))
-        row["items"] = len(flows)
-    with _timed(rows, "load") as row:
-        row["items"] = place(fabric, flows, paths).collisions().num_links
-    return rows
-
-
-@contextmanager
-def _timed(rows: Rows, stage: str) -> Iterator[dict[str, Any]]:
-    row: dict[str, Any] = {"stage": stage}
-    start = time.perf_counter()
-    yield row
-    row["time_s"] = time.perf_counter() - start
-    rows.append(row)
-
-
-def _record(
-    name: str, source: Source, rows: Rows, started: str, options: RunOptions, config: Config, **arguments: Any
-) -> RunRecord:
-    from netlayer.environ import snapshot
-    from netlayer.results import RunRecord, utc_now
-
-    return RunRecord(
-        name=f"topology.{name}",
-        source=source,
-        rows=rows,
-        started_utc=started,
-        ended_utc=utc_now(),
-        arguments={**options.arguments(), **arguments},
-        config=config.model_dump(mode="json"),
-        environment=snapshot(options.seed),
-    )
-
-
-def _keep(record: RunRecord, out: Path, json_file: Path | None) -> bool:
-    """Write the record where it was asked for; False where stdout already holds it, and no table may follow."""
-    from netlayer.results import write_text
-
-    path = record.save(out / "records")
-    click.echo(f"record: {path}", err=True)
-    if json_file:
-        write_text(json_file, record.to_json())
-    return str(json_file) != "-"

@@ -13,17 +13,22 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from netlayer.config import ClusterConfig, Config
 from netlayer.errors import ConfigError
+from topology.balance import BalanceName, balance
 from topology.clos import Clos, Tier
+from topology.contention import contend, uncongested
 from topology.design import Design, plan
 from topology.expected import Expected, expected_collisions, expected_load
-from topology.hashing import HASHES, Ecmp, HashName
-from topology.load import ECMP_TIERS, Collisions, load
-from topology.traffic import Flows, Kind, headers, job_flows, permutation
+from topology.hashing import FIVE_TUPLE, Field
+from topology.load import ECMP_TIERS, Collisions
+from topology.traffic import Algorithm, Flows, Kind, headers, job_flows, permutation
 
 logger = logging.getLogger(__name__)
 
-TrafficName = Literal["ring", "pipeline", "permutation"]
+TrafficName = Literal["ring", "pipeline", "permutation", "tree", "all_to_all"]
 TRAFFICS: tuple[TrafficName, ...] = get_args(TrafficName)
+USUAL_TRAFFICS = TRAFFICS[:3]
+USUAL_HASHES: tuple[BalanceName, ...] = ("random", "crc16", "crc32c")
+FROM_FILE = "file"
 CLOSED_FORM = "closed form"
 LOADS = tuple(eighth / 8 for eighth in range(1, 9))
 ALL_TIERS = "fabric"
@@ -33,14 +38,24 @@ ALL_TIERS = "fabric"
 _PHASES: dict[TrafficName, tuple[Kind, ...]] = {
     "ring": (Kind.DP_REDUCE_SCATTER,),
     "pipeline": (Kind.PP_FORWARD, Kind.PP_BACKWARD),
+    "tree": (Kind.DP_ALL_REDUCE,),
+    "all_to_all": (Kind.DP_ALL_TO_ALL,),
 }
+_ALGORITHMS: dict[TrafficName, Algorithm] = {"tree": "tree", "all_to_all": "all_pairs"}
+
+
+class _Found(NamedTuple):
+    """What one seed gave one case; slowdown as (mean, worst) over the flows that cross the tier."""
+
+    collisions: Collisions
+    slowdown: tuple[float, float]
 
 
 class _Case(NamedTuple):
-    """One line of the comparison: `hash_name` is a hash or CLOSED_FORM, `tier` a tier's label or ALL_TIERS."""
+    """One line of the comparison: `hash_name` is a balance or CLOSED_FORM, `tier` a tier's label or ALL_TIERS."""
 
     split: bool
-    traffic: TrafficName
+    traffic: str
     hash_name: str
     tier: str
 
@@ -49,34 +64,48 @@ def compare_split(
     config: Config,
     *,
     seeds: Sequence[int] = range(10),
-    hashes: Sequence[HashName] = HASHES,
-    traffics: Sequence[TrafficName] = TRAFFICS,
+    hashes: Sequence[BalanceName] = USUAL_HASHES,
+    traffics: Sequence[TrafficName] = USUAL_TRAFFICS,
     qps_per_connection: int = 1,
+    num_channels: int | None = None,
+    fields: Sequence[Field] = FIVE_TUPLE,
+    flows: Flows | None = None,
 ) -> list[dict[str, Any]]:
     """Collisions with and without the ToR split: one row for each split, traffic, hash (or closed form) and tier.
 
     Rows hold JSON values. `source` is "simulated" for a hash, "predicted" for the closed form, which exists for single
     tiers alone; `tier` "fabric" is any tier of a path. Figures are means over the seeds, `*_std` the sample deviation
-    (0 for one seed). A seed moves the switches' seeds, the queue pair numbers and the permutation.
+    (0 for one seed); `slowdown` is uncongested over max-min fair rate. A seed moves the switches' seeds, the queue pair
+    numbers and the permutation.
+
+    Args:
+        hashes: hash functions, or what stands in for one (`balance.BALANCES`).
+        num_channels: of the job's collectives, see `traffic.job_flows`.
+        fields: the header fields that a hash takes.
+        flows: these in place of `traffics`; they are traffic "file".
 
     Raises:
         ConfigError: the fabric cannot be built, or no flow can cross it: one server, or one ToR.
-        ValueError: no seed, or an unknown hash or traffic.
+        ValueError: no seed, or an unknown hash, field or traffic.
     """
     if not seeds:
         raise ValueError("seeds: at least one")
     fabrics = {split: Clos.build(_with_split(config.cluster, split)) for split in (True, False)}
     check_crossed(fabrics[True])
-    found: dict[_Case, list[Collisions]] = {}
+    found: dict[_Case, list[_Found]] = {}
     expected: dict[_Case, list[Expected]] = {}
-    for traffic in traffics:
+    for traffic in traffics if flows is None else (FROM_FILE,):
         for seed in seeds:
             logger.info("hashing %s, seed %d", traffic, seed)
-            flows = traffic_flows(config, fabrics[True], traffic, seed, qps_per_connection)
-            for case, collisions in _hash(fabrics, flows, traffic, seed, hashes):
-                found.setdefault(case, []).append(collisions)
+            chosen = (
+                flows
+                if flows is not None
+                else traffic_flows(config, fabrics[True], traffic, seed, qps_per_connection, num_channels)
+            )
+            for case, one in _hash(fabrics, chosen, traffic, seed, hashes, fields):
+                found.setdefault(case, []).append(one)
             for split, fabric in fabrics.items():
-                for tier, value in expected_load(fabric, flows).items():
+                for tier, value in expected_load(fabric, chosen).items():
                     expected.setdefault(_Case(split, traffic, CLOSED_FORM, tier.label), []).append(value)
     rows = [_simulated_row(case, values) for case, values in found.items()]
     return rows + [_predicted_row(case, values, _links(fabrics[case.split], case)) for case, values in expected.items()]
@@ -100,7 +129,14 @@ def split_by_load(cluster: ClusterConfig, loads: Sequence[float] = LOADS) -> lis
     ]
 
 
-def traffic_flows(config: Config, fabric: Clos, traffic: TrafficName, seed: int, qps_per_connection: int = 1) -> Flows:
+def traffic_flows(
+    config: Config,
+    fabric: Clos,
+    traffic: str,
+    seed: int,
+    qps_per_connection: int = 1,
+    num_channels: int | None = None,
+) -> Flows:
     """The flows of one phase; the permutation takes `seed`, and one queue pair a NIC.
 
     Raises:
@@ -110,7 +146,14 @@ def traffic_flows(config: Config, fabric: Clos, traffic: TrafficName, seed: int,
         return permutation(fabric, seed)
     if traffic not in _PHASES:
         raise ValueError(f"traffic {traffic!r}: one of {', '.join(TRAFFICS)}")
-    return job_flows(config.job, config.cluster, qps_per_connection=qps_per_connection).select(*_PHASES[traffic])
+    flows = job_flows(
+        config.job,
+        config.cluster,
+        qps_per_connection=qps_per_connection,
+        num_channels=num_channels,
+        algorithm=_ALGORITHMS.get(traffic, "ring"),
+    )
+    return flows.select(*_PHASES[traffic])
 
 
 def check_crossed(fabric: Clos) -> None:
@@ -127,17 +170,25 @@ def check_crossed(fabric: Clos) -> None:
 
 
 def _hash(
-    fabrics: dict[bool, Clos], flows: Flows, traffic: TrafficName, seed: int, hashes: Sequence[HashName]
-) -> Iterator[tuple[_Case, Collisions]]:
-    """Both fabrics number NICs and ToRs alike, so the flows' headers serve both."""
+    fabrics: dict[bool, Clos],
+    flows: Flows,
+    traffic: str,
+    seed: int,
+    hashes: Sequence[BalanceName],
+    fields: Sequence[Field],
+) -> Iterator[tuple[_Case, _Found]]:
+    """Both fabrics number NICs and ToRs alike, so the flows' headers and uncongested rates serve both."""
     tuples = headers(fabrics[True], flows, seed)
+    free = None
     for name in hashes:
-        ecmp = Ecmp(name, tuples, seed)
         for split, fabric in fabrics.items():
-            loaded = load(fabric, flows, ecmp)
+            loaded = balance(name, fabric, flows, tuples, seed, fields=fields)
+            free = free or uncongested(fabric, loaded.paths)
+            held = contend(loaded, free)
             for tier in ECMP_TIERS:
-                yield _Case(split, traffic, name, tier.label), loaded.collisions([tier])
-            yield _Case(split, traffic, name, ALL_TIERS), loaded.collisions()
+                case = _Case(split, traffic, name, tier.label)
+                yield case, _Found(loaded.collisions([tier]), held.slowdowns([tier]))
+            yield _Case(split, traffic, name, ALL_TIERS), _Found(loaded.collisions(), held.slowdowns())
 
 
 def _load_row(split: bool, num_flows: int, design: Design) -> dict[str, Any]:
@@ -152,7 +203,8 @@ def _load_row(split: bool, num_flows: int, design: Design) -> dict[str, Any]:
     }
 
 
-def _simulated_row(case: _Case, seeds: list[Collisions]) -> dict[str, Any]:
+def _simulated_row(case: _Case, found: list[_Found]) -> dict[str, Any]:
+    seeds = [one.collisions for one in found]
     return {
         **_case_columns(case, "simulated"),
         "seeds": len(seeds),
@@ -162,6 +214,8 @@ def _simulated_row(case: _Case, seeds: list[Collisions]) -> dict[str, Any]:
         "overloaded_links": statistics.fmean(one.num_overloaded for one in seeds),
         "utilisation": statistics.fmean(one.utilisation for one in seeds),
         "max_utilisation": max(one.max_utilisation for one in seeds),
+        "slowdown": statistics.fmean(one.slowdown[0] for one in found),
+        "max_slowdown": max(one.slowdown[1] for one in found),
         **_mean_and_std("collision_share", [one.share for one in seeds]),
         **_mean_and_std("excess", [one.excess for one in seeds]),
     }
@@ -179,6 +233,8 @@ def _predicted_row(case: _Case, seeds: list[Expected], links: tuple[int, float])
         "overloaded_links": None,
         "utilisation": demand_bps / capacity_bps if capacity_bps else 0.0,
         "max_utilisation": None,
+        "slowdown": None,
+        "max_slowdown": None,
         **_mean_and_std("collision_share", [one.share for one in seeds]),
         **_mean_and_std("excess", [one.excess for one in seeds]),
     }

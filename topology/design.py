@@ -86,6 +86,11 @@ class Design:
         """Members of a spine's ECMP group towards the core."""
         return self.cores_per_plane * self.links_per_spine_core
 
+    @property
+    def uplink_lanes(self) -> int:
+        """Links that one ToR uplink port is broken out into: 1 with the AOC split."""
+        return self.tor_uplinks // self.tor_ports_up
+
 
 def plan(cluster: ClusterConfig) -> Design:
     """Count the switches, ports and links of `cluster`.

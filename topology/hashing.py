@@ -1,14 +1,16 @@
 """ECMP: which of several equal next hops a switch gives a RoCEv2 flow, for many flows at once.
 
-`random` is the ideal: each switch mixes the whole header with its own seed. `crc16` and `crc32c` are what switching
-chips compute (Broadcom RTAG7: a CRC over header words and a seed, rotated right by an offset, then modulo). A CRC is
-linear: another seed changes every hash by the same XOR, so with the seed alone the flows that one uplink carried to a
-spine all leave it by one uplink (polarisation); hence an offset a stage. Left out: flowlets (DLB), packet spraying, and
-the field selection of real chips, which is not public.
+`random` is the ideal: each switch mixes the whole header with its own seed. `crc16` (CCITT), `crc16_bisync`,
+`crc32c_low`, `crc32c_high` and `xor16` are what switching chips compute (Broadcom RTAG7: a function of 16-bit header
+bins and a seed, rotated right by an offset, then modulo); `crc32c` takes both halves; `murmur3` is the ns-3 HPCC
+simulator's. CRC and XOR are linear: another seed changes every hash by the same XOR, so with the seed alone the flows
+that one uplink carried to a spine all leave it by one uplink (polarisation); hence an offset a stage. Left out: the bin
+order of real chips, which is not public, and what is no hash (balance).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, get_args
@@ -16,16 +18,50 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-HashName = Literal["random", "crc16", "crc32c"]
+from topology.hashes import (
+    CRC16_BISYNC,
+    CRC16_CCITT,
+    CRC32C,
+    Crc,
+    Words,
+    Words32,
+    mix64,
+    murmur3,
+    rotate_right,
+    xor16,
+)
+from topology.source_port import udp_source_port
+
+__all__ = [
+    "CRC16_BISYNC",
+    "CRC16_CCITT",
+    "CRC32C",
+    "FIVE_TUPLE",
+    "HASHES",
+    "Crc",
+    "Ecmp",
+    "Field",
+    "HashName",
+    "Headers",
+    "Stage",
+    "mix64",
+    "udp_source_port",
+]
+
+HashName = Literal[
+    "random", "crc16", "crc32c", "crc16_bisync", "crc32c_low", "crc32c_high", "xor16", "murmur3"
+]  # crc16 is CCITT
 HASHES: tuple[HashName, ...] = get_args(HashName)
+Field = Literal["src_ip", "dst_ip", "protocol", "src_port", "dst_port", "dst_qpn"]
+FIVE_TUPLE: tuple[Field, ...] = ("src_ip", "dst_ip", "protocol", "src_port", "dst_port")
 
 UDP_PROTOCOL = 17
 ROCE_V2_PORT = 4791
-_FLOW_LABEL_MASK = 0xF_FFFF
 _WORD_MASK = (1 << 64) - 1
-_GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
-
-Words = NDArray[np.uint64]
+# RTAG7 hashes twelve bins of 16 bits (six 32-bit words), then the seed as the seventh word.
+_NUM_BINS = 12
+_WIDE_BINS: dict[Field, int] = {"src_ip": 0, "dst_ip": 2, "dst_qpn": 4, "protocol": 6}  # low half first
+_NARROW_BINS: dict[Field, int] = {"src_port": 8, "dst_port": 9}
 
 
 class Stage(IntEnum):
@@ -37,63 +73,68 @@ class Stage(IntEnum):
     SPINE_DOWN = 3
 
 
-@dataclass(frozen=True)
-class Crc:
-    """A reflected CRC of `width` bits; parameters as in the catalogues, `polynomial` with its bits reversed."""
-
-    width: int
-    polynomial: int
-    init: int = 0
-    xor_out: int = 0
-
-    def table(self) -> NDArray[np.uint32]:
-        """The CRC of each single byte."""
-        entries: NDArray[np.uint32] = np.arange(256, dtype=np.uint32)
-        for _ in range(8):
-            entries = (entries >> np.uint32(1)) ^ (entries & np.uint32(1)) * np.uint32(self.polynomial)
-        return entries
-
-    def of(self, message: NDArray[np.uint8]) -> NDArray[np.uint32]:
-        """CRC of every message, shape (num_messages, num_bytes)."""
-        start = np.full(len(message), self.init, dtype=np.uint32)
-        return self.extend(start, message) ^ np.uint32(self.xor_out)
-
-    def extend(self, register: NDArray[np.uint32], message: NDArray[np.uint8]) -> NDArray[np.uint32]:
-        """The register after these further bytes of each message."""
-        table = self.table()
-        for byte in message.T:
-            register = table[(register ^ byte) & 0xFF] ^ (register >> 8)
-        return register
-
-
-CRC16_CCITT = Crc(width=16, polynomial=0x8408)
-CRC32C = Crc(width=32, polynomial=0x82F6_3B78, init=0xFFFF_FFFF, xor_out=0xFFFF_FFFF)
-_CRCS: dict[HashName, Crc] = {"crc16": CRC16_CCITT, "crc32c": CRC32C}
+_CRCS: dict[HashName, tuple[Crc, int, int]] = {  # function, first bit taken, bits taken
+    "crc16": (CRC16_CCITT, 0, 16),
+    "crc16_bisync": (CRC16_BISYNC, 0, 16),
+    "crc32c": (CRC32C, 0, 32),
+    "crc32c_low": (CRC32C, 0, 16),
+    "crc32c_high": (CRC32C, 16, 16),
+}
 # Rotations a stage, as far apart as the width allows: ToR uplinks need the most bits, parallel links the fewest.
 _OFFSETS = {16: (0, 8, 13, 6), 32: (0, 8, 16, 24)}
 
 
 @dataclass(frozen=True, eq=False)
 class Headers:
-    """The 5-tuples of flows; protocol and destination port are those of RoCEv2."""
+    """The 5-tuples of flows, and the destination QP of their BTH where a switch is to hash it (E-ECMP)."""
 
     src_ip: NDArray[np.uint32]
     dst_ip: NDArray[np.uint32]
     udp_sport: NDArray[np.uint16]
+    dst_qpn: NDArray[np.uint32] | None = None
+    udp_dport: int = ROCE_V2_PORT
 
-    def to_bytes(self) -> NDArray[np.uint8]:
-        """As on the wire, shape (num_flows, 13): both addresses, protocol, source and destination port."""
-        fields = np.empty(
-            len(self.src_ip), dtype=[("src", ">u4"), ("dst", ">u4"), ("proto", "u1"), ("ports", ">u2", 2)]
+    def __len__(self) -> int:
+        return len(self.src_ip)
+
+    def field(self, name: Field) -> Words32:
+        """One field, 32 bits a flow.
+
+        Raises:
+            ValueError: the destination QP is asked for and not known.
+        """
+        known: dict[Field, NDArray[np.uint32] | NDArray[np.uint16] | int | None] = {
+            "src_ip": self.src_ip,
+            "dst_ip": self.dst_ip,
+            "protocol": UDP_PROTOCOL,
+            "src_port": self.udp_sport,
+            "dst_port": self.udp_dport,
+            "dst_qpn": self.dst_qpn,
+        }
+        if known.get(name) is None:
+            raise ValueError(f"hash field {name!r}: the headers do not have it; known are {', '.join(get_args(Field))}")
+        return np.broadcast_to(np.asarray(known[name], dtype=np.uint32), len(self)).astype(np.uint32)
+
+    def to_bins(self, fields: Sequence[Field] = FIVE_TUPLE) -> NDArray[np.uint8]:
+        """The fields as RTAG7 takes them, little-endian, shape (num_flows, 24); fields left out are 0."""
+        bins = np.zeros((len(self), _NUM_BINS), dtype="<u2")
+        for name, first in _WIDE_BINS.items():
+            if name in fields:
+                value = self.field(name)
+                bins[:, first], bins[:, first + 1] = value & np.uint32(0xFFFF), value >> np.uint32(16)
+        for name, first in _NARROW_BINS.items():
+            if name in fields:
+                bins[:, first] = self.field(name)
+        return bins.view(np.uint8).reshape(len(self), 2 * _NUM_BINS)
+
+    def to_words(self, fields: Sequence[Field] = FIVE_TUPLE) -> list[Words32]:
+        """The fields as the ns-3 simulator takes them: addresses, then both ports in one word, then the QP."""
+        none = np.zeros(len(self), dtype=np.uint32)
+        source, target, sport, dport = (
+            self.field(name) if name in fields else none for name in ("src_ip", "dst_ip", "src_port", "dst_port")
         )
-        fields["src"], fields["dst"], fields["proto"] = self.src_ip, self.dst_ip, UDP_PROTOCOL
-        fields["ports"][:, 0], fields["ports"][:, 1] = self.udp_sport, ROCE_V2_PORT
-        return fields.view(np.uint8).reshape(len(fields), fields.itemsize)
-
-    def to_words(self) -> tuple[Words, Words]:
-        """The same in two integers a flow."""
-        addresses = self.src_ip.astype(np.uint64) << np.uint64(32) | self.dst_ip
-        return addresses, self.udp_sport.astype(np.uint64) << np.uint64(16) | np.uint64(ROCE_V2_PORT)
+        words = [source, target, sport | dport << np.uint32(16)]
+        return [*words, self.field("dst_qpn")] if "dst_qpn" in fields else words
 
 
 class Ecmp:
@@ -103,60 +144,84 @@ class Ecmp:
         name: the hash function.
         headers: the flows' 5-tuples.
         seed: of the switches; every switch derives its own from it.
-        rotate: shift the hash by an offset a stage; without it the CRCs polarise.
+        rotate: shift the hash by an offset a stage; without it CRC and XOR polarise. murmur3 and random take none.
+        fields: the header fields that are hashed; `dst_qpn` among them is E-ECMP.
+        offsets: bits to rotate by, one for each `Stage`, in place of our own.
+        seed_per_switch: False gives every switch the same seed; random and murmur3 then polarise too.
+        preprocess: stir every bin first, h ^= (h >> 3) ^ (h << 2), as RTAG7 can.
 
     Raises:
-        ValueError: the hash is unknown.
+        ValueError: the hash or a field is unknown, or no field is given.
     """
 
-    def __init__(self, name: HashName, headers: Headers, seed: int, *, rotate: bool = True) -> None:
+    def __init__(
+        self,
+        name: HashName,
+        headers: Headers,
+        seed: int,
+        *,
+        rotate: bool = True,
+        fields: Sequence[Field] = FIVE_TUPLE,
+        offsets: Sequence[int] | None = None,
+        seed_per_switch: bool = True,
+        preprocess: bool = False,
+    ) -> None:
         if name not in HASHES:
             raise ValueError(f"hash {name!r}: one of {', '.join(HASHES)}")
-        self._crc = _CRCS.get(name)
-        self._seed, self._rotate = seed, rotate
-        if self._crc:
-            start = np.full(len(headers.src_ip), self._crc.init, dtype=np.uint32)
-            self._register = self._crc.extend(start, headers.to_bytes())
+        if not fields or set(fields) - set(get_args(Field)):
+            raise ValueError(f"hash fields {fields!r}: some of {', '.join(get_args(Field))}")
+        self._name, self._seed, self._per_switch = name, seed, seed_per_switch
+        self._offsets = tuple(offsets) if offsets else None if rotate else (0,) * len(Stage)
+        if name in _CRCS:
+            crc = _CRCS[name][0]
+            self._register = crc.extend(crc.start(len(headers)), _bins(headers, fields, preprocess))
+        elif name == "xor16":
+            self._register = xor16(_bins(headers, fields, preprocess))
         else:
-            addresses, ports = headers.to_words()
-            self._mixed = mix64(mix64(addresses) ^ ports)
+            self._words = headers.to_words(fields)
+            self._mixed = _mix_all(self._words)
 
     def choose(self, stage: Stage, switch: NDArray[np.int64], group_size: int) -> NDArray[np.int64]:
         """The member (0..group_size-1) that each flow takes at its switch (a node id); groups need no power of two."""
         if group_size == 1:
             return np.zeros(len(switch), dtype=np.int64)
-        seeds = mix64(switch.astype(np.uint64) ^ mix64(np.array([self._seed & _WORD_MASK], dtype=np.uint64)))
-        if self._crc is None:
-            return (mix64(self._mixed ^ seeds) % np.uint64(group_size)).astype(np.int64)
-        seed_bytes = (seeds >> np.uint64(32)).astype(">u4").view(np.uint8).reshape(-1, 4)
-        hashed = self._crc.extend(self._register, seed_bytes) ^ np.uint32(self._crc.xor_out)
-        offset = _OFFSETS[self._crc.width][stage] if self._rotate else 0
-        return (_rotate_right(hashed, offset, self._crc.width) % np.uint64(group_size)).astype(np.int64)
+        member = (self.hashed(stage, switch) % np.uint64(group_size)).astype(np.int64)
+        # The simulator lists its next hops from the last to the first.
+        return group_size - 1 - member if self._name == "murmur3" else member
+
+    def hashed(self, stage: Stage, switch: NDArray[np.int64]) -> Words:
+        """What a switch takes modulo its group, after its rotation."""
+        if self._name == "murmur3":
+            seeds = (switch if self._per_switch else np.zeros_like(switch)) + self._seed
+            return murmur3(self._words, (seeds & 0xFFFF_FFFF).astype(np.uint32)).astype(np.uint64)
+        seeds64 = self._switch_seeds(switch)
+        if self._name == "random":
+            return mix64(self._mixed ^ seeds64)
+        seed_bytes = (seeds64 >> np.uint64(32)).astype("<u4").view(np.uint8).reshape(-1, 4)
+        if self._name == "xor16":
+            return rotate_right(self._register ^ xor16(seed_bytes), self._offset(stage, 16), 16)
+        crc, first, width = _CRCS[self._name]
+        full = crc.finish(crc.extend(self._register, seed_bytes)) >> np.uint32(first)
+        return rotate_right(full & np.uint32((1 << width) - 1), self._offset(stage, width), width)
+
+    def _switch_seeds(self, switch: NDArray[np.int64]) -> Words:
+        base = mix64(np.array([self._seed & _WORD_MASK], dtype=np.uint64))
+        return mix64(switch.astype(np.uint64) ^ base) if self._per_switch else base.repeat(len(switch))
+
+    def _offset(self, stage: Stage, width: int) -> int:
+        return (self._offsets or _OFFSETS[width])[stage]
 
 
-def mix64(words: Words) -> Words:
-    """SplitMix64 of each word (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
-    words = words + _GOLDEN
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
-    return words ^ (words >> np.uint64(31))
+def _bins(headers: Headers, fields: Sequence[Field], preprocess: bool) -> NDArray[np.uint8]:
+    message = headers.to_bins(fields)
+    if preprocess:
+        bins = message.view("<u2")
+        bins ^= (bins >> 3) ^ (bins << 2)
+    return message
 
 
-def udp_source_port(local_qpn: NDArray[np.int64], remote_qpn: NDArray[np.int64]) -> NDArray[np.uint16]:
-    """UDP source port of a RoCEv2 connection without a flow label, 0xC000..0xFFFF, as Linux derives it from the QPNs.
-
-    NCCL leaves the flow label 0, so the 24-bit queue pair numbers decide (include/rdma/ib_verbs.h:
-    rdma_calc_flow_label, rdma_flow_label_to_udp_sport). The product is symmetric: both directions get one port.
-    """
-    product = local_qpn.astype(np.uint64) * remote_qpn.astype(np.uint64)
-    product ^= product >> np.uint64(20)
-    product ^= product >> np.uint64(40)
-    label = product & np.uint64(_FLOW_LABEL_MASK)
-    folded = (label & np.uint64(0x3FFF)) ^ (label >> np.uint64(14))
-    return (folded | np.uint64(0xC000)).astype(np.uint16)
-
-
-def _rotate_right(hashed: NDArray[np.uint32], offset: int, width: int) -> Words:
-    wide = hashed.astype(np.uint64)
-    turned = wide >> np.uint64(offset) | wide << np.uint64(width - offset)
-    return turned & np.uint64((1 << width) - 1)
+def _mix_all(words: Sequence[Words32]) -> Words:
+    mixed = np.zeros(len(words[0]), dtype=np.uint64)
+    for word in words:
+        mixed = mix64(mixed ^ word)
+    return mixed

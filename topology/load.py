@@ -4,7 +4,7 @@ A *collision* is a flow on a link whose hashed demand exceeds its capacity; its 
 capacity over total demand). Sharing a link alone is no collision. A NIC shares its rate evenly among the flows that it
 sends or receives at one time, so no NIC is asked for more than it has and what collides collides by ECMP. Evaluate
 flows that run at one time together, such as both directions of the pipeline, and phases that follow one another apart:
-two phases in one load would each get half of every NIC. Left out: what rate the flows then reach (max-min).
+two phases in one load would each get half of every NIC. Left out: what rate the flows then reach (contention).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from topology.clos import Clos, Ints, Tier
 from topology.hashing import Ecmp
+from topology.rates import sum_over_links
 from topology.routing import NO_LINK, route
 from topology.traffic import Flows
 
@@ -56,12 +57,21 @@ class Collisions:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Flows on their paths: `paths` as `routing.route` gives them, `flow_bps` a flow, `link_bps` demand a link."""
+    """Flows on their paths: `paths` as `routing.route` gives them, `flow_bps` a flow, `link_bps` demand a link.
+
+    Where packets are sprayed a path names one link for its whole group, and `pool_bps` is what all the group carries.
+    """
 
     fabric: Clos
     paths: Ints
     flow_bps: Floats
     link_bps: Floats
+    pool_bps: Floats | None = None
+
+    @property
+    def capacity_bps(self) -> Floats:
+        """Capacity that a path finds at each of its links."""
+        return self.fabric.link_bps if self.pool_bps is None else self.pool_bps
 
     def collisions(self, tiers: Sequence[Tier] = ECMP_TIERS) -> Collisions:
         """Count and size over the links of these tiers together."""
@@ -108,7 +118,4 @@ def demand_bps(fabric: Clos, flows: Flows) -> Floats:
 
 def sum_per_link(fabric: Clos, paths: Ints, amounts: Floats) -> Floats:
     """Sum of `amounts`, one a flow, over the flows on each link: shape (num_links,)."""
-    links, weights = paths.ravel(), np.repeat(amounts, paths.shape[1])
-    crossed = links != NO_LINK
-    totals = np.bincount(links[crossed], weights=weights[crossed], minlength=fabric.num_links)
-    return np.asarray(totals, dtype=np.float64)
+    return sum_over_links(paths, amounts, fabric.num_links)

@@ -1,14 +1,15 @@
-"""What a training job sends over the fabric, as arrays: the rings of its data-parallel groups and its pipeline.
+"""What a training job sends over the fabric, as arrays: the collectives of its data-parallel groups and its pipeline.
 
 Rank r is GPU r % gpus_per_server of server r // gpus_per_server; tensor-parallel traffic and neighbours in one server
 use NVLink and make no flow. Beside the job's own flows stands a random permutation at full load, for the share of a
-ring that leaves its ToR depends on placement. Left out: when a flow starts, and other shapes than rings.
+ring that leaves its ToR depends on placement. Left out: when a flow of the job starts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,12 @@ from numpy.typing import NDArray
 from netlayer.config import ClusterConfig, JobConfig
 from netlayer.errors import ConfigError
 from topology.clos import Clos, Ints
-from topology.hashing import Headers, mix64, udp_source_port
+from topology.hashes import mix64
+from topology.hashing import Headers
+from topology.rings import Edges, Segments, all_pairs, ring, tree
+from topology.source_port import udp_source_port
 
+Algorithm = Literal["ring", "tree", "all_pairs"]
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _QPN_MASK = 0xFF_FFFF
 _FIRST_QPN = 2  # 0 and 1 are the management queue pairs
@@ -31,16 +36,23 @@ class Kind(IntEnum):
     PP_FORWARD = 2
     PP_BACKWARD = 3
     PERMUTATION = 4
+    DP_ALL_REDUCE = 5
+    DP_ALL_TO_ALL = 6
+    FILE = 7
 
 
 @dataclass(frozen=True, eq=False)
 class Flows:
-    """Flows between NICs, arrays of one length: endpoints (NIC indices), bytes a step, and `Kind`."""
+    """Flows between NICs, arrays of one length: endpoints (NIC indices), bytes a step, and `Kind`.
+
+    `start_s` is when each begins, in seconds from the first; None where all begin at once.
+    """
 
     src_nic: Ints
     dst_nic: Ints
     num_bytes: NDArray[np.float64]
     kind: NDArray[np.int8]
+    start_s: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return len(self.src_nic)
@@ -51,22 +63,36 @@ class Flows:
 
     def where(self, chosen: NDArray[np.bool_] | Ints) -> Flows:
         """The flows that a mask keeps, or those at these positions (a position may come twice)."""
-        return Flows(self.src_nic[chosen], self.dst_nic[chosen], self.num_bytes[chosen], self.kind[chosen])
+        start_s = None if self.start_s is None else self.start_s[chosen]
+        return Flows(self.src_nic[chosen], self.dst_nic[chosen], self.num_bytes[chosen], self.kind[chosen], start_s)
 
 
-def job_flows(job: JobConfig, cluster: ClusterConfig, *, qps_per_connection: int = 1) -> Flows:
+def job_flows(
+    job: JobConfig,
+    cluster: ClusterConfig,
+    *,
+    qps_per_connection: int = 1,
+    num_channels: int | None = None,
+    algorithm: Algorithm = "ring",
+) -> Flows:
     """Flows of one step, each connection as `qps_per_connection` flows that share its bytes.
 
-    A ring carries the all-gather and the reduce-scatter of its group (the same pairs, one flow a kind); the pipeline
-    sends activations forward and gradients backward, from the last stage round to the first where ranks hold
-    several model chunks. A cluster of one server has no flows.
+    By `ring` a data-parallel group gathers its parameters and scatters its gradients (the same pairs, one flow a kind);
+    by `tree` it reduces its gradients in one all-reduce, for NCCL has trees for nothing else; by `all_pairs` each rank
+    spreads the bytes of its ring over its group. The pipeline sends activations forward and gradients backward, from
+    the last stage round to the first where ranks hold several model chunks. A cluster of one server has no flows.
+
+    Args:
+        num_channels: NCCL's channels of a group, each with its part of the bytes and one of the NICs that the group
+            uses in a server; None for one a NIC, for a tree two.
 
     Raises:
         ConfigError: a tensor-parallel group would leave its server.
-        ValueError: the job's ranks are not the cluster's, or `qps_per_connection` is below 1.
+        ValueError: the job's ranks are not the cluster's, the algorithm is unknown, or a number is below 1.
     """
-    _check(job, cluster, qps_per_connection)
-    src, dst, num_bytes, kind = (np.concatenate(column) for column in zip(*_rings(job), *_pipeline(job), strict=True))
+    _check(job, cluster, qps_per_connection, num_channels, algorithm)
+    groups = _data_parallel(job, cluster, algorithm, num_channels)
+    src, dst, num_bytes, kind = (np.concatenate(column) for column in zip(*groups, *_pipeline(job), strict=True))
     leaves = (src // cluster.gpus_per_server != dst // cluster.gpus_per_server) & (num_bytes > 0)
     connections = np.flatnonzero(leaves).repeat(qps_per_connection)
     flows = Flows(nic_of_rank(cluster, src), nic_of_rank(cluster, dst), num_bytes / qps_per_connection, kind)
@@ -102,7 +128,12 @@ def ring_bytes(job: JobConfig) -> NDArray[np.float64]:
     dtype: the paper names none.
     """
     num_ranks = job.parallel.dp
-    return stage_parameters(job) * _DTYPE_BYTES[job.model.dtype] * (num_ranks - 1) / num_ranks
+    return gradient_bytes(job) * (num_ranks - 1) / num_ranks
+
+
+def gradient_bytes(job: JobConfig) -> NDArray[np.float64]:
+    """Bytes of all gradients that a rank of each pipeline stage holds, shape (pp,)."""
+    return stage_parameters(job) * _DTYPE_BYTES[job.model.dtype]
 
 
 def pipeline_bytes(job: JobConfig) -> tuple[float, float]:
@@ -146,21 +177,35 @@ def headers(fabric: Clos, flows: Flows, seed: int) -> Headers:
     """The flows' 5-tuples; queue pairs of a NIC are numbered in order from a seeded first, as drivers hand them out."""
     local = _queue_pair(flows.src_nic, 2 * _occurrence(flows.src_nic), seed)
     remote = _queue_pair(flows.dst_nic, 2 * _occurrence(flows.dst_nic) + 1, seed)
-    sport = udp_source_port(local, remote)
-    return Headers(fabric.address_of(flows.src_nic), fabric.address_of(flows.dst_nic), sport)
+    source, target = (fabric.address_of(nic) for nic in (flows.src_nic, flows.dst_nic))
+    return Headers(source, target, udp_source_port(local, remote), remote.astype(np.uint32))
 
 
 _Connections = tuple[Ints, Ints, NDArray[np.float64], NDArray[np.int8]]
 
 
-def _rings(job: JobConfig) -> list[_Connections]:
-    """Rank to next rank, bytes and kind, for both collectives of every data-parallel ring."""
+def _data_parallel(
+    job: JobConfig, cluster: ClusterConfig, algorithm: Algorithm, num_channels: int | None
+) -> list[_Connections]:
+    """Rank to rank, bytes and kind, for the collectives of every data-parallel group."""
     table = job.parallel.layout.group_table("dp")
-    src, dst = table.ravel(), np.roll(table, -1, axis=1).ravel()
-    stage = src // (job.parallel.tp * job.parallel.dp)
-    return [
-        _connections(src, dst, ring_bytes(job)[stage], kind) for kind in (Kind.DP_ALL_GATHER, Kind.DP_REDUCE_SCATTER)
-    ]
+    segments = Segments.of(table, table // cluster.gpus_per_server, nic_of_rank(cluster, table))
+    stage = table[:, 0] // (job.parallel.tp * job.parallel.dp)
+    sent = ring_bytes(job)[stage]  # a group
+    if algorithm == "tree":
+        reduced = gradient_bytes(job)[stage]
+        both = tree(segments, num_channels or 2 * segments.max_nics)
+        return [_of_edges(edges, reduced, Kind.DP_ALL_REDUCE) for edges in both]
+    if algorithm == "all_pairs":
+        # A rank keeps the part that is its own, which `ring_bytes` leaves out.
+        whole = sent * job.parallel.dp / max(1, job.parallel.dp - 1)
+        return [_of_edges(all_pairs(segments), whole, Kind.DP_ALL_TO_ALL)]
+    edges = ring(segments, num_channels or segments.max_nics)
+    return [_of_edges(edges, sent, kind) for kind in (Kind.DP_ALL_GATHER, Kind.DP_REDUCE_SCATTER)]
+
+
+def _of_edges(edges: Edges, group_bytes: NDArray[np.float64], kind: Kind) -> _Connections:
+    return _connections(edges.src_rank, edges.dst_rank, edges.share * group_bytes[edges.row], kind)
 
 
 def _pipeline(job: JobConfig) -> list[_Connections]:
@@ -181,9 +226,15 @@ def _connections(src: Ints, dst: Ints, num_bytes: NDArray[np.float64], kind: Kin
     return src, dst, num_bytes, np.full(len(src), kind, dtype=np.int8)
 
 
-def _check(job: JobConfig, cluster: ClusterConfig, qps_per_connection: int) -> None:
+def _check(
+    job: JobConfig, cluster: ClusterConfig, qps_per_connection: int, num_channels: int | None, algorithm: Algorithm
+) -> None:
     if qps_per_connection < 1:
         raise ValueError(f"qps_per_connection = {qps_per_connection}: at least 1")
+    if num_channels is not None and num_channels < 1:
+        raise ValueError(f"num_channels = {num_channels}: at least 1")
+    if algorithm not in get_args(Algorithm):
+        raise ValueError(f"algorithm {algorithm!r}: one of {', '.join(get_args(Algorithm))}")
     ranks = job.parallel.layout.world_size
     if ranks != cluster.num_gpus:
         raise ValueError(f"the job has {ranks} ranks, the cluster {cluster.num_gpus} GPUs")

@@ -6,8 +6,20 @@ import pytest
 from netlayer.config import Config, build_config, load_config
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import EXAMPLES, cluster, megascale
-from topology.compare import ALL_TIERS, CLOSED_FORM, LOADS, compare_split, split_by_load
-from topology.hashing import HASHES
+from topology.balance import BALANCES
+from topology.clos import Clos
+from topology.compare import (
+    ALL_TIERS,
+    CLOSED_FORM,
+    LOADS,
+    TRAFFICS,
+    USUAL_HASHES,
+    USUAL_TRAFFICS,
+    compare_split,
+    split_by_load,
+)
+from topology.hashing import FIVE_TUPLE
+from topology.traffic import permutation
 
 
 def _tree(**changes: Any) -> Config:
@@ -36,7 +48,7 @@ def test_megascale_collides_less_with_the_split() -> None:
 def test_there_is_a_row_for_every_case_and_it_is_json() -> None:
     rows = compare_split(_tree(), seeds=[3, 4])
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
-    assert len(rows) == 2 * 3 * (len(HASHES) * 5 + 4)
+    assert len(rows) == 2 * len(USUAL_TRAFFICS) * (len(USUAL_HASHES) * 5 + 4)
     assert {row["source"] for row in _pick(rows, hash=CLOSED_FORM)} == {"predicted"}
     assert {tuple(row) for row in rows} == {tuple(rows[0])}
     assert rows == compare_split(_tree(), seeds=[3, 4])
@@ -60,6 +72,47 @@ def test_queue_pairs_spread_the_excess() -> None:
         for qps in (1, 8)
     ]
     assert excess[1] < excess[0]
+
+
+def test_every_traffic_and_every_balance_has_its_rows() -> None:
+    rows = compare_split(_tree(), seeds=[0], hashes=BALANCES, traffics=TRAFFICS)
+    found = {(row["traffic"], row["hash"]) for row in rows}
+    assert found == {(traffic, name) for traffic in TRAFFICS for name in (*BALANCES, CLOSED_FORM)}
+    for row in _pick(rows, source="simulated"):
+        assert row["slowdown"] <= row["max_slowdown"]
+    assert {row["excess"] for row in _pick(rows, hash="spray")} == {0}
+
+
+def test_collisions_slow_flows_down_and_the_split_helps() -> None:
+    uplinks = _pick(compare_split(_tree(), seeds=range(4), traffics=["permutation"]), tier=ALL_TIERS, hash="random")
+    with_split, without = sorted(uplinks, key=lambda row: not row["split"])
+    assert 1 < with_split["slowdown"] < without["slowdown"]
+
+
+def test_flows_of_a_file_stand_in_for_the_jobs() -> None:
+    tree = _tree()
+    flows = permutation(Clos.build(tree.cluster), 3)
+    rows = compare_split(tree, seeds=[3], hashes=["crc16"], flows=flows)
+    assert {row["traffic"] for row in rows} == {"file"}
+    same = compare_split(tree, seeds=[3], hashes=["crc16"], traffics=["permutation"])
+    assert [row["excess"] for row in rows] == [row["excess"] for row in same]
+
+
+def test_hashing_the_queue_pair_spreads_what_one_port_gathers() -> None:
+    """Eight queue pairs a connection: hashed by addresses alone they stay together, with the QP they spread."""
+    excess = [
+        _pick(
+            compare_split(
+                _tree(), seeds=range(3), traffics=["pipeline"], hashes=["random"], qps_per_connection=8, fields=fields
+            ),
+            tier="tor-spine",
+            hash="random",
+            split=True,
+        )[0]["excess"]
+        for fields in (["src_ip", "dst_ip"], ["src_ip", "dst_ip", "dst_qpn"], FIVE_TUPLE)
+    ]
+    assert excess[1] < 0.6 * excess[0]
+    assert excess[2] < 0.6 * excess[0]
 
 
 def test_the_split_helps_most_at_partial_load() -> None:

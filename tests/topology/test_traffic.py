@@ -88,6 +88,40 @@ def test_more_queue_pairs_share_the_same_bytes(qps: int) -> None:
     assert many.num_bytes.sum() == pytest.approx(one.num_bytes.sum())
 
 
+@given(st.integers(1, 5))
+def test_more_channels_share_the_same_bytes(num_channels: int) -> None:
+    tree = _job(tp=2, pp=2, dp=4)
+    one = job_flows(tree.job, tree.cluster, num_channels=1).select(Kind.DP_ALL_GATHER)
+    many = job_flows(tree.job, tree.cluster, num_channels=num_channels).select(Kind.DP_ALL_GATHER)
+    assert len(many) == num_channels * len(one)
+    assert many.num_bytes.sum() == pytest.approx(one.num_bytes.sum())
+
+
+def test_a_group_with_many_nics_a_server_uses_all_of_them_on_their_rails() -> None:
+    tree = _job(dp=8, nics_per_server=2, rails=2)
+    ring = job_flows(tree.job, tree.cluster).select(Kind.DP_REDUCE_SCATTER)
+    assert (ring.src_nic % 2 == ring.dst_nic % 2).all()
+    assert np.bincount(ring.src_nic).tolist() == [1] * 8
+    whole = ring_bytes(tree.job)[0]
+    assert set(ring.num_bytes) == {whole / 2}
+
+
+def test_a_tree_sends_all_gradients_up_and_down() -> None:
+    tree = _job(tp=2, dp=4)
+    flows = job_flows(tree.job, tree.cluster, algorithm="tree").select(Kind.DP_ALL_REDUCE)
+    gradients = ring_bytes(tree.job)[0] * 4 / 3
+    assert flows.num_bytes.sum() == pytest.approx(2 * 2 * 3 * gradients)  # two groups, up and down, three edges
+    received = np.bincount(flows.dst_nic, weights=flows.num_bytes, minlength=4)
+    assert received == pytest.approx(np.bincount(flows.src_nic, weights=flows.num_bytes, minlength=4))
+
+
+def test_all_to_all_keeps_a_ranks_own_part() -> None:
+    tree = _job(tp=2, dp=4)
+    flows = job_flows(tree.job, tree.cluster, algorithm="all_pairs").select(Kind.DP_ALL_TO_ALL)
+    assert len(flows) == 2 * 4 * 3
+    assert flows.num_bytes.sum() == pytest.approx(2 * 4 * ring_bytes(tree.job)[0])
+
+
 def test_one_server_has_no_flows() -> None:
     tree = load_config(EXAMPLES / "laptop.toml")
     assert len(job_flows(tree.job, tree.cluster)) == 0
@@ -109,6 +143,10 @@ def test_a_job_for_another_cluster_is_refused() -> None:
         job_flows(_job(dp=8).job, cluster())
     with pytest.raises(ValueError, match="qps_per_connection = 0"):
         job_flows(_job(dp=8).job, _job(dp=8).cluster, qps_per_connection=0)
+    with pytest.raises(ValueError, match="num_channels = 0"):
+        job_flows(_job(dp=8).job, _job(dp=8).cluster, num_channels=0)
+    with pytest.raises(ValueError, match="'butterfly'"):
+        job_flows(_job(dp=8).job, _job(dp=8).cluster, algorithm="butterfly")  # type: ignore[arg-type]
 
 
 @given(clusters(), st.integers(0, 2**70))
@@ -128,6 +166,6 @@ def test_flows_between_the_same_nics_have_queue_pairs_of_their_own() -> None:
     fabric = Clos.build(tree.cluster)
     flows = job_flows(tree.job, tree.cluster, qps_per_connection=4).select(Kind.DP_ALL_GATHER)
     tuples = headers(fabric, flows, seed=5)
-    assert len(np.unique(tuples.to_bytes(), axis=0)) == len(flows)
+    assert len(np.unique(tuples.to_bins(), axis=0)) == len(flows)
     assert np.array_equal(tuples.udp_sport, headers(fabric, flows, seed=5).udp_sport)
     assert not np.array_equal(tuples.udp_sport, headers(fabric, flows, seed=6).udp_sport)

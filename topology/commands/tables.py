@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -12,10 +12,14 @@ from rich.table import Table
 from netlayer.units import format_rate
 from topology.clos import Tier
 
+if TYPE_CHECKING:
+    from topology.passes import Outcome
+
 Rows = Sequence[dict[str, Any]]
 
 # A pipe has no width of its own, and rich would fold a table at 80.
 _PIPE_WIDTH = 140
+_SHOWN = 6
 _COUNTS = (("servers", "servers"), ("ToR sets", "tor_sets"), ("rails", "rails"), ("pods", "pods"))
 
 
@@ -63,12 +67,52 @@ def print_split(rows: Rows) -> None:
     _print("ToR uplinks, without -> with the split", table)
 
 
-def print_timings(rows: Rows) -> None:
-    """What each stage took for the job's flows, once."""
+def print_slowdowns(rows: Rows, *, split: bool) -> None:
+    """The flows that leave their ToR, for each hash: uncongested over max-min fair rate."""
+    mine = [row for row in rows if row["split"] == split and row["tier"] == "fabric"]
+    hashes = list(dict.fromkeys(row["hash"] for row in mine))
+    table = _table("traffic", *hashes)
+    for traffic in dict.fromkeys(row["traffic"] for row in mine):
+        found = [row for row in mine if row["traffic"] == traffic]
+        table.add_row(traffic, *(f"{row['slowdown']:.2f} ({row['max_slowdown']:.2f})" for row in found))
+    _print(f"Slowdown {_with(split)}: mean (worst) of the flows between ToRs", table)
+
+
+def print_pass(once: Outcome) -> None:
+    """One pass: how long its stages took, how long its traffic takes, and the links that hold it back."""
+    asked = once.asked
+    what = f"{asked.traffic}, {asked.hash_name}, seed {asked.seed}"
+    _print_members(once.members, what)
+    _print_bottlenecks(once.bottlenecks, what)
     table = _table("stage", "items", "ms")
-    for row in rows:
+    for row in once.timings:
         table.add_row(row["stage"], f"{row['items']:,}", f"{row['time_s'] * 1e3:.1f}")
-    _print("One pass over the job's flows", table)
+    times = {key: f"{once.time[key]:.4g} s" for key in ("completion_s", "uncongested_s", "bound_s")}
+    note = "at max-min fair rates it takes {completion_s}, uncongested {uncongested_s}; no schedule beats {bound_s}"
+    _print(f"One pass: {what}", table, note.format(**times))
+
+
+def _print_members(rows: Rows, what: str) -> None:
+    table = _table("tier", "groups", "members", "expected share", "largest", "unused", "deviation", "if random")
+    for row in rows:
+        counts = [f"{row[key]:,}" for key in ("groups", "members")]
+        shares = [f"{row[key]:.2%}" for key in ("expected_share", "max_share")]
+        spread = [f"{row[key]:.0%}" for key in ("deviation", "binomial_deviation")]
+        table.add_row(row["tier"], *counts, *shares, f"{row['unused_members']:,}", *spread)
+    if rows:
+        _print(f"ECMP members, actual against expected share of their group: {what}", table)
+
+
+def _print_bottlenecks(rows: Rows, what: str) -> None:
+    table = _table("link", "tier", "from", "to", "flows", "held back", "fair rate", "worst slowdown", "which")
+    for row in rows:
+        ends = [str(row[key]) for key in ("src_node", "dst_node", "flows", "held_back")]
+        shown = ", ".join(map(str, row["first_flows"][:_SHOWN])) + (", ..." if row["flows"] > _SHOWN else "")
+        table.add_row(
+            str(row["link"]), row["tier"], *ends, format_rate(row["fair_bps"]), f"{row['slowdown']:.2f}", shown
+        )
+    if rows:
+        _print(f"Bottlenecks between switches: {what}", table)
 
 
 def _share_and_excess(row: dict[str, Any] | None) -> str:

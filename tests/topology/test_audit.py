@@ -1,0 +1,117 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from netlayer.config import ClusterConfig
+from netlayer.errors import ConfigError
+from tests.topology.fabrics import cluster, clusters, megascale
+from tests.topology.graphs import write
+from topology.audit import Prices, audit, hop_rows, limits, load_prices, max_servers_per_tor_set, part_rows, port_rows
+from topology.design import plan
+from topology.plant import Plant
+
+
+def test_megascale_needs_what_the_paper_says() -> None:
+    plant = Plant.build(megascale().cluster)
+    whole = limits(plant)
+    assert whole["max_servers_per_tor_set"] == 64
+    assert (whole["bisection_share"], whole["uplink_over_nic"]) == (1.0, 2.0)
+    assert (whole["max_pods"], whole["max_servers"]) == (8, 2048)
+    assert {row["item"]: row["count"] for row in part_rows(plant)} == {
+        "switch": 512,
+        "nic": 12_288,
+        "nic_cable": 6_144,
+        "fibre": 12_288,
+        "optic": 24_576,
+    }
+    assert [row["left"] for row in port_rows(plant)] == [0, 0, 2048]
+    assert {row["hops"]: row["pairs"] for row in hop_rows(plant)} == {
+        2: 192 * 64 * 63,
+        4: 6 * (2048**2 - 32 * 64**2) - 12_288 * 7,
+        6: 12_288**2 - 6 * 2048**2,
+    }
+
+
+@given(clusters())
+def test_ports_and_cables_are_those_of_the_links(tree: ClusterConfig) -> None:
+    plant = Plant.build(tree)
+    graph = plant.graph()
+    ends = [*zip(graph.a.tolist(), graph.a_port, strict=True), *zip(graph.b.tolist(), graph.b_port, strict=True)]
+    used = {(node, port.partition("/")[0]) for node, port in ends if graph.is_switch[node]}
+    rows = port_rows(plant)
+    assert sum(row["used_down"] + row["used_up"] for row in rows) == len(used)
+    assert all(row["left"] >= 0 for row in rows)
+    assert sum(row["switches"] for row in rows) == int(graph.is_switch.sum())
+
+
+@given(clusters())
+def test_hops_are_counted_as_the_formula_gives_them(tree: ClusterConfig) -> None:
+    plant = Plant.build(tree)
+    nics, each = plant.num_nics, tree.nics_per_server
+    src, dst = np.divmod(np.arange(nics**2), nics)
+    apart = src // each != dst // each
+    hops, pairs = np.unique(plant.parts[0].hops(src[apart], dst[apart]), return_counts=True)
+    rows = hop_rows(plant)
+    assert {row["hops"]: row["pairs"] for row in rows} == dict(zip(hops.tolist(), pairs.tolist(), strict=True))
+    assert not rows or sum(row["share"] for row in rows) == pytest.approx(1.0)
+
+
+@given(clusters())
+def test_the_largest_tor_set_can_be_built_and_one_more_cannot(tree: ClusterConfig) -> None:
+    most = max_servers_per_tor_set(tree)
+    assert most >= tree.servers_per_tor_set
+    one = {"servers": most, "servers_per_tor_set": most, "pods": 1, "tiers": 2}
+    assert plan(tree.model_copy(update=one)).nics_per_tor == most * tree.nics_per_server // tree.rails
+    for more in range(most + 1, most + 9):
+        with pytest.raises(ConfigError):
+            plan(tree.model_copy(update={**one, "servers": more, "servers_per_tor_set": more}))
+
+
+def test_rail_only_pairs_of_two_rails_have_no_path() -> None:
+    plant = Plant.build(cluster(nics_per_server=2, rails=2), rail_only=True)
+    rows = {row["hops"]: row["share"] for row in hop_rows(plant)}
+    assert rows[0] == 0.5
+    assert limits(plant)["bisection_share"] == 1.0
+
+
+def test_one_server_has_no_pairs() -> None:
+    assert hop_rows(Plant.build(cluster(servers=1, pods=1, core_switches_per_plane=1))) == []
+
+
+def test_cost_is_counts_times_prices(tmp_path: Path) -> None:
+    prices = load_prices(write(tmp_path / "p.toml", '[prices]\nswitch = 10\noptic = 0.5\ncurrency = "EUR"\n'))
+    rows = part_rows(Plant.build(megascale().cluster), prices)
+    assert rows[-1] == {
+        "item": "all, EUR",
+        "count": 12_288,
+        "unit_price": (512 * 10 + 24_576 * 0.5) / 12_288,
+        "cost": 512 * 10 + 24_576 * 0.5,
+    }
+    assert {row["table"] for row in audit(Plant.build(cluster()), prices)} == {"ports", "parts", "hops", "limits"}
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("[prices]\nswich = 1\n", "prices.swich: unknown key"),
+        ("[prices]\nswitch = -1\n", "prices.switch = -1: is no price"),
+        ('[prices]\nswitch = "1"\n', "prices.switch = 1: is no price"),
+        ("[prices]\nswitch = true\n", "is no price"),
+        ("[prices]\nswitch = inf\n", "is no price"),
+        ("[prices]\ncurrency = 5\n", "is no currency"),
+        ("switch = 1\n", "one table [prices]"),
+        ("[prices\n", "is not TOML"),
+    ],
+)
+def test_prices_that_are_none_are_one_line(tmp_path: Path, text: str, rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_prices(write(tmp_path / "p.toml", text))
+    assert rule in str(caught.value)
+
+
+def test_a_missing_price_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_prices(tmp_path / "none.toml")
+    assert Prices().switch == 0.0

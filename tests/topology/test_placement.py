@@ -1,0 +1,124 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from netlayer.errors import ConfigError
+from tests.topology.fabrics import megascale
+from tests.topology.jobs import small
+from topology.clos import Clos
+from topology.placement import STRATEGIES, StrategyName, num_slots, place_slots, read_csv, usable_servers
+from topology.step import grown, placement_row, slot_flows, traffic_cost
+from topology.swaps import improve
+
+CONFIG = small()
+FABRIC = Clos.build(CONFIG.cluster)
+PARALLEL = CONFIG.job.parallel
+
+
+@given(
+    strategy=st.sampled_from(STRATEGIES),
+    lost=st.lists(st.integers(0, 127), max_size=28, unique=True),
+    seed=st.integers(0, 99),
+)
+def test_every_strategy_puts_each_slot_on_a_usable_server_of_its_own(
+    strategy: StrategyName, lost: list[int], seed: int
+) -> None:
+    usable = usable_servers(128, lost)
+    placed = place_slots(strategy, FABRIC, PARALLEL, 100, usable, seed)
+    assert usable[placed.server].all()
+    assert len(np.unique(placed.server)) == 100
+
+
+def test_a_placement_moves_flows_and_keeps_their_bytes() -> None:
+    flows = slot_flows(CONFIG.job, CONFIG.cluster)
+    placed = place_slots("random", FABRIC, PARALLEL, 128, usable_servers(128), 3)
+    moved = placed.apply(flows, 1)
+    assert np.array_equal(moved.src_nic, placed.server[flows.src_nic])
+    assert moved.num_bytes.sum() == flows.num_bytes.sum()
+
+
+def test_the_papers_placement_sends_fewest_ring_bytes_between_pods() -> None:
+    config = megascale()
+    fabric = Clos.build(config.cluster)
+    flows = slot_flows(config.job, config.cluster)
+    usable = usable_servers(config.cluster.servers)
+    slots = num_slots(config.cluster, config.job.parallel)
+    cost = {
+        name: traffic_cost(fabric, place_slots(name, fabric, config.job.parallel, slots, usable).apply(flows, 8))
+        for name in STRATEGIES
+    }
+    ring = {name: row["cross_pod_ring_bytes"] for name, row in cost.items()}
+    assert min(ring, key=lambda name: ring[name]) == "paper"
+    assert cost["pipeline-first"]["cross_pod_pipeline_bytes"] == 0
+    assert ring["random"] > 100 * ring["paper"]
+
+
+def test_a_placement_file_reads_back(tmp_path: Path) -> None:
+    placed = place_slots("random", FABRIC, PARALLEL, 128, usable_servers(128), 1)
+    placed.write_csv(tmp_path / "placement.csv", 1)
+    assert np.array_equal(read_csv(tmp_path / "placement.csv", 128, CONFIG.cluster).server, placed.server)
+
+
+@pytest.mark.parametrize(
+    ("lines", "rule"),
+    [
+        ("rank,host\n0,1", "columns rank,server"),
+        ("rank,server\n0,0", "must name each of the ranks 0..3 once"),
+        ("rank,server\n0,0\n1,1\n2,0\n3,0", "share a server's NVLink"),
+        ("rank,server\n0,0\n1,0\n2,0\n3,0", "named for more"),
+        ("rank,server\n0,0\n1,0\n2,128\n3,128", "servers must be among"),
+    ],
+)
+def test_a_bad_placement_file_is_refused_in_one_line(tmp_path: Path, lines: str, rule: str) -> None:
+    path = tmp_path / "placement.csv"
+    path.write_text(lines + "\n")
+    two_gpus = CONFIG.cluster.model_copy(update={"gpus_per_server": 2})
+    with pytest.raises(ConfigError, match=rule):
+        read_csv(path, 2, two_gpus)
+
+
+def test_too_few_servers_and_unknown_ones_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the job needs 128 servers, 127 of 128"):
+        place_slots("packed", FABRIC, PARALLEL, 128, usable_servers(128, [5]))
+    with pytest.raises(ConfigError, match="server = 128"):
+        usable_servers(128, [128])
+
+
+def test_the_optimiser_improves_mends_and_repeats() -> None:
+    cluster, busy = grown(CONFIG, 20)
+    fabric, flows = Clos.build(cluster), slot_flows(CONFIG.job, cluster)
+    usable = usable_servers(cluster.servers, busy, [0, 1, 2, 77])
+    start = place_slots("random", fabric, PARALLEL, 128, usable_servers(cluster.servers), 0)
+    found, again = (improve(fabric, flows, start, usable, seed=4, max_moves=200_000) for _ in range(2))
+    assert found.cost_after < 0.6 * found.cost_before
+    assert usable[found.placement.server].all()
+    assert len(np.unique(found.placement.server)) == 128
+    assert np.array_equal(found.placement.server, again.placement.server)
+    moved = found.placement.apply(flows, 1)
+    above = fabric.hops(moved.src_nic, moved.dst_nic) - 2
+    assert found.cost_after == pytest.approx(float((moved.num_bytes * above).sum()))
+
+
+def test_the_optimiser_refuses_flows_of_slots_that_are_not_there() -> None:
+    start = place_slots("given", FABRIC, PARALLEL, 96, usable_servers(128))
+    with pytest.raises(ValueError, match="the placement has 96 slots"):
+        improve(FABRIC, slot_flows(CONFIG.job, CONFIG.cluster), start, usable_servers(128))
+
+
+def test_spares_grow_the_fabric_by_whole_pods() -> None:
+    cluster, busy = grown(CONFIG, 10)
+    assert (cluster.servers, cluster.pods) == (192, 3)
+    assert busy == list(range(138, 192))
+    assert grown(CONFIG, 0) == (CONFIG.cluster, [])
+    assert Clos.build(cluster).design.num_pods == 3
+
+
+def test_a_row_says_what_a_placement_costs() -> None:
+    flows = slot_flows(CONFIG.job, CONFIG.cluster)
+    placed = place_slots("given", FABRIC, PARALLEL, 128, usable_servers(128))
+    row = placement_row(FABRIC, flows, placed, "crc16", 0)
+    assert row["placement"] == "given"
+    assert {"mean_hops", "cross_pod_bytes", "ring_excess", "pipeline_collision_share", "time_s"} <= set(row)

@@ -1,0 +1,87 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from netlayer.config import ClusterConfig
+from netlayer.errors import ConfigError
+from tests.topology.fabrics import cluster, clusters, megascale
+from topology.clos import Clos
+from topology.graph import checked
+from topology.graph_routing import UNREACHABLE, Routes
+from topology.plant import Plant, rail_cluster
+
+
+@given(clusters())
+def test_its_graph_is_the_clos(tree: ClusterConfig) -> None:
+    plant, fabric = Plant.build(tree), Clos.build(tree)
+    graph = checked(plant.graph(), "test")
+    up = fabric.num_links // 2
+    assert np.array_equal(graph.a, fabric.link_src[:up])
+    assert np.array_equal(graph.b, fabric.link_dst[:up])
+    assert np.array_equal(graph.bps, fabric.link_bps[:up])
+    assert len(graph.hosts) == plant.num_nics
+
+
+@given(clusters())
+def test_every_port_is_one_links_end_and_exists(tree: ClusterConfig) -> None:
+    graph = Plant.build(tree).graph()
+    ends = [*zip(graph.a.tolist(), graph.a_port, strict=True), *zip(graph.b.tolist(), graph.b_port, strict=True)]
+    assert len(set(ends)) == len(ends)
+    ports: dict[int, dict[int, float]] = {}
+    for (node, port), rate in zip(ends, [*graph.bps, *graph.bps], strict=True):
+        number = int(port.partition("/")[0])
+        ports.setdefault(node, {}).setdefault(number, 0.0)
+        ports[node][number] += rate
+    for node, used in ports.items():
+        if graph.is_switch[node]:
+            assert min(used) >= 1
+            assert max(used) <= tree.switch_radix
+            assert max(used.values()) <= tree.switch_port_bps
+
+
+def test_megascale_is_named_for_people() -> None:
+    graph = Plant.build(megascale().cluster).graph()
+    assert graph.link_name(8) == "srv0001/nic0:1 -> tor-s00-r0:1/2"
+    assert graph.link_name(12_288 + 32 * 33) == "tor-s04-r1:33 -> spine-p1-00:2"
+    assert graph.link_name(2 * 12_288 - 1) == "spine-p5-31:64 -> core-31-3:48"
+
+
+def test_without_the_split_uplink_ports_are_broken_out_at_both_ends() -> None:
+    graph = Plant.build(cluster(aoc_split=False)).graph()
+    first = 128
+    assert [graph.link_name(first + one) for one in (0, 1)] == [
+        "tor-s00-r0:17/1 -> spine-p0-00:1/1",
+        "tor-s00-r0:17/2 -> spine-p0-00:1/2",
+    ]
+
+
+@settings(deadline=None)
+@given(clusters())
+def test_rail_only_keeps_rails_apart_and_each_rail_whole(tree: ClusterConfig) -> None:
+    try:
+        plant = Plant.build(tree, rail_only=True)
+    except ConfigError:  # one rail is too small for the core switches that all had
+        return
+    graph = checked(plant.graph(), "test")
+    nic_of_host = np.concatenate([plant.nic_of(rail) for rail in range(len(plant.parts))])
+    assert np.array_equal(np.sort(nic_of_host), np.arange(tree.servers * tree.nics_per_server))
+    names = [f"srv{nic // tree.nics_per_server:04d}/nic{nic % tree.nics_per_server}" for nic in nic_of_host.tolist()]
+    assert [graph.names[host] for host in graph.hosts.tolist()] == names
+    src, dst = np.divmod(np.arange(len(names) ** 2), len(names))
+    hosts = graph.hosts
+    hops = Routes(graph, hosts).hops(hosts[src], hosts[dst])
+    rail = nic_of_host % tree.rails
+    assert np.array_equal(hops != UNREACHABLE, rail[src] == rail[dst])
+
+
+def test_variants_have_their_names() -> None:
+    tree = cluster(nics_per_server=2, rails=2, servers=64)
+    assert Plant.build(cluster()).variant == "3-tier CLOS"
+    assert Plant.build(tree.model_copy(update={"tiers": 2, "pods": 1})).variant == "2-tier CLOS, rail-optimised"
+    assert Plant.build(tree, rail_only=True).variant == "rail-only, 2 rails of 3-tier CLOS"
+    assert rail_cluster(tree).nics_per_server == 1
+
+
+def test_a_rail_that_cannot_be_wired_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.pods"):
+        Plant.build(cluster(nics_per_server=2, rails=2, pods=3), rail_only=True)

@@ -1,0 +1,109 @@
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args
+
+import pandas as pd
+import pytest
+from click.testing import CliRunner, Result
+
+from netlayer.config import Config, to_toml
+from netlayer.errors import ConfigError
+from netlayer.results import load_record
+from tests.topology.jobs import small
+from topology.failures import FailureKind
+from topology.hashing import HashName
+from topology.placement import StrategyName
+
+
+def _run(name: str, *arguments: str) -> Result:
+    command: Any = import_module(f"topology.commands.{name}").command
+    result = CliRunner().invoke(command, list(arguments))
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> str:
+    return _written(small(), tmp_path)
+
+
+def _written(config: Config, folder: Path) -> str:
+    path = folder / "small.toml"
+    path.write_text(to_toml(config))
+    return str(path)
+
+
+def test_place_prints_costs_and_writes_placements(tmp_path: Path, config_file: str) -> None:
+    out = tmp_path / "out"
+    result = _run("place", "--config", config_file, "--out", str(out), "--spares", "8", "--failed", "3,40-42")
+    assert "pipeline-first" in result.stdout
+    (path,) = (out / "records").iterdir()
+    rows = {row["placement"]: row for row in load_record(path).rows}
+    assert rows["optimised"]["unusable_servers"] == 0
+    assert not pd.read_csv(out / "placement-paper.csv")["server"].isin([3, 40, 41, 42]).any()
+    again = _run(
+        "place", "--config", config_file, "--from", str(out / "placement-given.csv"), "--spares", "8",
+        "--strategy", "given", "--failed", "3", "--out", str(tmp_path / "again"),
+    )  # fmt: skip
+    assert "given" in again.stdout
+
+
+def test_place_without_room_is_one_line(tmp_path: Path, config_file: str) -> None:
+    with pytest.raises(ConfigError, match="needs 128 servers, 127 of 128 can be used; add --spares"):
+        _run("place", "--config", config_file, "--failed", "7", "--out", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"--failed = seven"):
+        _run("place", "--config", config_file, "--failed", "seven", "--out", str(tmp_path))
+
+
+def test_whatif_prints_the_worst_of_each_kind(tmp_path: Path, config_file: str) -> None:
+    result = _run("whatif", "--config", config_file, "--sample", "2", "--processes", "1", "--out", str(tmp_path))
+    for kind in get_args(FailureKind):
+        assert kind in result.stdout
+    assert {"failures.csv", "failures.parquet", "worst.csv"} <= {path.name for path in tmp_path.iterdir()}
+    one = _run("whatif", "--config", config_file, "--part", "tor:0", "--part", "spine:1", "--out", str(tmp_path / "b"))
+    assert "tor+spine" in one.stdout
+
+
+def test_whatif_refuses_parts_that_the_fabric_lacks(tmp_path: Path) -> None:
+    config_file = _written(small(tiers=2, pods=1, switch_radix=64), tmp_path)
+    with pytest.raises(ConfigError, match="--fail = core: this fabric has none"):
+        _run("whatif", "--config", config_file, "--fail", "core", "--out", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"failure = spine:9999"):
+        _run("whatif", "--config", config_file, "--part", "spine:9999", "--out", str(tmp_path))
+
+
+@pytest.mark.parametrize(("cure", "file"), [("ports", "ports-pipeline.csv"), ("knobs", "knobs.csv")])
+def test_whatif_writes_what_cures(tmp_path: Path, config_file: str, cure: str, file: str) -> None:
+    _run("whatif", "--config", config_file, "--cure", cure, "--out", str(tmp_path))
+    assert (tmp_path / file).exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tiers": 2, "pods": 1, "nic_bps": 400, "servers_per_tor_set": 16},
+    ],
+    ids=["three tiers", "two tiers and a split without effect"],
+)
+def test_report_says_its_verdict_and_leaves_its_rows(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config_file = _written(small(**changes), tmp_path)
+    out = tmp_path / "out"
+    result = _run("report", "--config", config_file, "--seeds", "1", "--processes", "1", "--out", str(out))
+    assert "'The split halves hash collisions' is true" in result.stdout
+    page = (out / "report.html").read_text()
+    for text in ("Does the ToR split halve", "Where the ranks stand", "netlayer topology report --config", "Failures"):
+        assert text in page
+    assert {"claims", "split", "tiers", "placements", "failures", "ports", "knobs"} <= {
+        path.stem for path in out.glob("*.parquet")
+    }
+    assert (out / "plots" / "fabric.png").exists()
+
+
+def test_the_choices_are_those_of_the_library() -> None:
+    place, whatif = (import_module(f"topology.commands.{name}") for name in ("place", "whatif"))
+    assert place._STRATEGIES == whatif._STRATEGIES == get_args(StrategyName)
+    assert place._HASHES == whatif._HASHES == get_args(HashName)
+    assert get_args(FailureKind) == whatif._KINDS

@@ -1,0 +1,134 @@
+"""Inner loops of `graph_routing`, compiled: search, next-hop sets, and the even spread of many flows.
+
+Arrays as `graph.Graph` has them: `start`, `links` (links out of each node), `link_dst`, `is_switch`. `distance` counts
+links from each switch to the place of a destination, `reach` is one row of it, FAR where there is no way.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+FAR = 32_767
+
+
+@numba.njit(cache=True)
+def search(start, links, link_dst, is_switch, roots, distance):  # type: ignore[no-untyped-def]
+    """Breadth first from `roots` over switches; every cable has two directions, so links out serve as links in."""
+    queue = np.empty(len(is_switch), np.int64)
+    queue[: len(roots)] = roots
+    head, tail = 0, len(roots)
+    while head < tail:
+        node = queue[head]
+        head += 1
+        for position in range(start[node], start[node + 1]):
+            near = link_dst[links[position]]
+            if is_switch[near] and distance[near] == FAR:
+                distance[near] = distance[node] + 1
+                queue[tail] = near
+                tail += 1
+
+
+@numba.njit(cache=True)
+def _wanted(start, links, link_dst, is_switch, reach, node, dst):  # type: ignore[no-untyped-def]
+    """Distance that the next hop must have: -1 the destination itself, -2 there is no way."""
+    best = FAR
+    for position in range(start[node], start[node + 1]):
+        near = link_dst[links[position]]
+        if near == dst:
+            return -1
+        if is_switch[near] and reach[near] < best:
+            best = reach[near]
+    return np.int64(best) if best < FAR else -2
+
+
+@numba.njit(cache=True)
+def _leads(is_switch, reach, near, dst, wanted):  # type: ignore[no-untyped-def]
+    return near == dst if wanted == -1 else wanted >= 0 and is_switch[near] and reach[near] == wanted
+
+
+@numba.njit(cache=True)
+def hops(start, links, link_dst, is_switch, distance, key, src, dst):  # type: ignore[no-untyped-def]
+    hops = np.zeros(len(src), np.int64)
+    for flow in range(len(src)):
+        if src[flow] != dst[flow]:
+            wanted = _wanted(start, links, link_dst, is_switch, distance[key[flow]], src[flow], dst[flow])
+            hops[flow] = wanted + 2 if wanted >= -1 else -1
+    return hops
+
+
+@numba.njit(cache=True)
+def groups(start, links, link_dst, is_switch, distance, key, nodes, dst):  # type: ignore[no-untyped-def]
+    sizes = np.zeros(len(nodes), np.int64)
+    first = np.full(len(nodes), -1, np.int64)
+    for flow in range(len(nodes)):
+        node, reach = nodes[flow], distance[key[flow]]
+        if node == dst[flow]:
+            continue
+        wanted = _wanted(start, links, link_dst, is_switch, reach, node, dst[flow])
+        for position in range(start[node], start[node + 1]):
+            near = link_dst[links[position]]
+            if _leads(is_switch, reach, near, dst[flow], wanted):
+                sizes[flow] += 1
+                if first[flow] == -1:
+                    first[flow] = near
+    return sizes, first
+
+
+@numba.njit(cache=True)
+def pick(start, links, link_dst, is_switch, distance, key, nodes, dst, choice):  # type: ignore[no-untyped-def]
+    picked = np.full(len(nodes), -1, np.int64)
+    for flow in range(len(nodes)):
+        node, reach = nodes[flow], distance[key[flow]]
+        if node == dst[flow]:
+            continue
+        wanted = _wanted(start, links, link_dst, is_switch, reach, node, dst[flow])
+        left = choice[flow]
+        for position in range(start[node], start[node + 1]):
+            near = link_dst[links[position]]
+            if _leads(is_switch, reach, near, dst[flow], wanted):
+                if left == 0:
+                    picked[flow] = links[position]
+                    break
+                left -= 1
+    return picked
+
+
+@numba.njit(cache=True)
+def _share(start, links, link_dst, is_switch, reach, node, dst, amount, held, totals):  # type: ignore[no-untyped-def]
+    """Split what stands at `node` evenly over its next-hop set; False where that set is empty."""
+    wanted = _wanted(start, links, link_dst, is_switch, reach, node, dst)
+    size = 0
+    for position in range(start[node], start[node + 1]):
+        size += _leads(is_switch, reach, link_dst[links[position]], dst, wanted)
+    for position in range(start[node], start[node + 1]):
+        near = link_dst[links[position]]
+        if _leads(is_switch, reach, near, dst, wanted):
+            totals[links[position]] += amount / size
+            held[near] += amount / size
+    return size > 0
+
+
+@numba.njit(cache=True)
+def spread(start, links, link_dst, is_switch, reach, roots, order, src, dst, amounts, totals):  # type: ignore[no-untyped-def]
+    """Add flows that share `reach` to `totals`: all hang on one root, or all have one destination.
+
+    `order` holds the switches above the roots, farthest first, so that a switch is emptied once it is full.
+    """
+    held = np.zeros(len(is_switch))
+    arrived = np.zeros(len(is_switch))
+    for flow in range(len(src)):
+        before = held[dst[flow]]
+        if _share(start, links, link_dst, is_switch, reach, src[flow], dst[flow], amounts[flow], held, totals):
+            arrived[dst[flow]] += amounts[flow] if held[dst[flow]] == before else 0.0
+    for node in order:
+        if held[node] > 0:
+            _share(start, links, link_dst, is_switch, reach, node, -1, held[node], held, totals)
+    for flow in range(len(src)):
+        for root in roots:
+            amount = arrived[dst[flow]] if len(roots) == 1 else held[root]
+            if amount > 0:
+                _share(start, links, link_dst, is_switch, reach, root, dst[flow], amount, held, totals)
+            if len(roots) > 1:
+                held[root] = 0.0
+        arrived[dst[flow]] = 0.0

@@ -1,0 +1,8 @@
+"""Fabrics of others as a `Graph`: SONiC's config_db.json, lldpcli's JSON, HPCC's topo.txt, htsim's .topo, our GraphML.
+
+`read_fabric` takes files of one format and tells the format from their contents where it is not given.
+"""
+
+from topology.importers.reading import FORMATS, Format, detect, read_fabric
+
+__all__ = ["FORMATS", "Format", "detect", "read_fabric"]

@@ -1,0 +1,101 @@
+"""HPCC's topo.txt (ns-3): `nodes switches links`, the switches' ids, then `src dst rate delay error-rate` a link.
+
+Ids are kept: node n of the file is node n here, and its address is the one that the simulator hashes. A repeated pair
+is refused unless it is asked for, for the simulator would keep the last such link alone. Left out: error rates.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from netlayer.errors import ConfigError
+from netlayer.units import parse_rate
+from topology.graph import Graph, checked
+from topology.importers.files import read_text, show
+
+_MOST_NODES = 4_000_000
+_DELAY = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)(ns|us|ms|s)", re.ASCII)
+_UNIT_NS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
+
+
+def read_hpcc(path: Path, *, parallel: bool = False) -> Graph:
+    """The fabric of one file; `parallel` reads a repeated pair as parallel links.
+
+    Raises:
+        ConfigError: the file is damaged; a count does not match; a link names a node that is none, or repeats one.
+    """
+    lines = [line.split() for line in read_text(path).splitlines() if line.strip()]
+    if len(lines) < 2:
+        raise _damaged(path, 1, "the file ends before its first link")
+    num_nodes, num_switches, num_links = _whole(path, 1, lines[0], 3)
+    switches = _whole(path, 2, lines[1], num_switches)
+    if not 0 < num_nodes <= _MOST_NODES:
+        raise _damaged(path, 1, f"{num_nodes} nodes, known are 1..{_MOST_NODES}")
+    if len(lines) - 2 != num_links:
+        raise _damaged(path, 1, f"promises {num_links} links, the file has {len(lines) - 2}")
+    is_switch = np.zeros(num_nodes, dtype=np.bool_)
+    is_switch[[_node(path, 2, switch, num_nodes) for switch in switches]] = True
+    if int(is_switch.sum()) != num_switches:
+        raise _damaged(path, 2, "names a switch twice")
+    links = [_link(path, number, line, num_nodes) for number, line in enumerate(lines[2:], start=3)]
+    if not parallel:
+        _check_pairs(path, links)
+    columns = list(zip(*links, strict=True)) or [(), (), (), ()]
+    graph = Graph(
+        names=tuple(f"{'switch' if switch else 'host'}{node}" for node, switch in enumerate(is_switch.tolist())),
+        is_switch=is_switch,
+        a=np.array(columns[0], dtype=np.int64),
+        b=np.array(columns[1], dtype=np.int64),
+        bps=np.array(columns[2], dtype=np.float64),
+        latency_ns=np.array(columns[3], dtype=np.float64),
+        a_port=("",) * len(links),
+        b_port=("",) * len(links),
+    )
+    return checked(graph, show(path))
+
+
+def _link(path: Path, number: int, words: Sequence[str], num_nodes: int) -> tuple[int, int, float, float]:
+    if len(words) < 4:
+        raise _damaged(path, number, "a link is `src dst rate delay error-rate`")
+    ends = [_node(path, number, end, num_nodes) for end in _whole(path, number, words[:2], 2)]
+    delay = _DELAY.fullmatch(words[3])
+    if delay is None:
+        raise _damaged(path, number, f"{show(words[3])} is no delay such as 1000ns")
+    try:
+        rate = float(parse_rate(words[2]))
+    except (ValueError, OverflowError) as exc:
+        raise _damaged(path, number, show(exc)) from exc
+    return ends[0], ends[1], rate, float(delay[1]) * _UNIT_NS[delay[2]]
+
+
+def _check_pairs(path: Path, links: Sequence[tuple[int, int, float, float]]) -> None:
+    known: dict[tuple[int, int], int] = {}
+    for number, (a, b, *_) in enumerate(links, start=3):
+        first = known.setdefault((min(a, b), max(a, b)), number)
+        if first != number:
+            rule = f"repeats the link {a} {b} of line {first}, and the simulator keeps the last alone"
+            remedy = "remove one, or pass --parallel where they are parallel links"
+            raise ConfigError("FILES", f"{show(path)}, line {number}", rule, remedy)
+
+
+def _node(path: Path, number: int, node: int, num_nodes: int) -> int:
+    if not 0 <= node < num_nodes:
+        raise _damaged(path, number, f"node {node} is outside 0..{num_nodes - 1}")
+    return node
+
+
+def _whole(path: Path, number: int, words: Sequence[str], count: int) -> list[int]:
+    if len(words) != count:
+        raise _damaged(path, number, f"has {len(words)} numbers, {count} are due")
+    try:
+        return [int(word) for word in words]
+    except ValueError as exc:
+        raise _damaged(path, number, f"{show(' '.join(words))} must be whole numbers") from exc
+
+
+def _damaged(path: Path, number: int, rule: str) -> ConfigError:
+    return ConfigError("FILES", f"{show(path)}, line {number}", rule, "mend that line")

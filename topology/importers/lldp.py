@@ -1,0 +1,161 @@
+"""`lldpcli show neighbors -f json` (or json0) of many devices, one file each, named after the device: srv0001.json.
+
+The output does not say whose it is, hence the file name. A device forwards where its neighbours hear it announce
+Bridge or Router, unless its name matches `hosts` (a server with containers announces both). A neighbour that sends no
+system name is found by the chassis address that another file names, else it is unknown. Left out: VLANs, power, MED.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from netlayer.errors import ConfigError
+from topology.graph import Graph
+from topology.importers.cables import Sighting, to_graph
+from topology.importers.files import clean, parse_json, read_text, show
+
+_FORWARDING = ("bridge", "router")
+_RATE = re.compile(r"([0-9]{1,6})(G?)base", re.IGNORECASE)
+_INTERFACE_NAMES = ("ifname", "local")
+
+
+class _Neighbour(NamedTuple):
+    """One interface's neighbour as it was heard; `name` is empty where it sent none."""
+
+    path: Path
+    device: str
+    port: str
+    name: str
+    chassis: str
+    ports: tuple[str, ...]
+    forwards: bool
+    bps: float
+
+
+def read_lldp(paths: Sequence[Path], *, default_bps: float, skip_dangling: bool, hosts: Sequence[str] = ()) -> Graph:
+    """The fabric that the devices' neighbour tables describe.
+
+    Args:
+        paths: one file a device.
+        default_bps: rate of a link whose negotiated rate no end reports; 0 for none.
+        skip_dangling: see `cables.to_graph`.
+        hosts: patterns of names (`srv*`) that are hosts whatever they announce.
+
+    Raises:
+        ConfigError: a file is damaged, two are of one device, or a neighbour cannot be named; see `cables.to_graph`.
+    """
+    own: dict[str, frozenset[str]] = {}
+    heard: list[_Neighbour] = []
+    for path in paths:
+        device = clean(path.stem, "host name (the file's)", path)
+        if device in own:
+            raise ConfigError("FILES", show(path), f"is a second file of {device}", "give one file a device")
+        found = list(_neighbours(path, device))
+        own[device] = frozenset(one.port for one in found)
+        heard += found
+    by_chassis = {one.chassis: one.name for one in heard if one.name and one.chassis}
+    sightings, switches = [], set()
+    for one in heard:
+        name = _known_as(one, by_chassis, own)
+        sightings.append(Sighting(one.device, one.port, name, one.ports, one.bps))
+        if one.forwards:
+            switches.add(name)
+    switches = {name for name in switches if not any(fnmatch.fnmatchcase(name, pattern) for pattern in hosts)}
+    return to_graph(
+        sightings,
+        own,
+        frozenset(switches),
+        default_bps=default_bps,
+        skip_dangling=skip_dangling,
+        source=paths[0],
+    )
+
+
+def _known_as(one: _Neighbour, by_chassis: Mapping[str, str], own: Mapping[str, frozenset[str]]) -> str:
+    """The neighbour's name; without its domain where a file is named so."""
+    name = one.name or by_chassis.get(one.chassis, "")
+    if not name:
+        rule = f"on {one.device}:{one.port} is an unknown host: it sends no system name"
+        remedy = "let lldpd send it, or leave that interface out of the file"
+        raise ConfigError("neighbour", show(one.chassis), rule, remedy)
+    short = name.partition(".")[0]
+    return short if name not in own and short in own else name
+
+
+def _neighbours(path: Path, device: str) -> Iterator[_Neighbour]:
+    tree = parse_json(read_text(path), path)
+    if "lldp" not in tree:
+        remedy = "write it with lldpcli show neighbors -f json"
+        raise ConfigError("FILES", show(path), "has no table lldp", remedy)
+    tables = tree["lldp"] if isinstance(tree["lldp"], list) else [tree["lldp"]]
+    for table in tables:
+        interfaces = table.get("interface", []) if isinstance(table, dict) else None
+        for port, row in _interfaces(interfaces, path):
+            yield _neighbour(path, device, clean(port, "interface", path), row)
+
+
+def _interfaces(found: object, path: Path) -> Iterator[tuple[object, Mapping[str, Any]]]:
+    """(name, row) out of json (one object, or a list of objects, keyed by name) or json0 (rows with `name`)."""
+    for item in found if isinstance(found, list) else [found]:
+        if not isinstance(item, dict):
+            raise _damaged(path)
+        pairs = [(item["name"], item)] if isinstance(item.get("name"), str) else item.items()
+        for name, row in pairs:
+            if not isinstance(row, dict):
+                raise _damaged(path)
+            yield name, row
+
+
+def _neighbour(path: Path, device: str, port: str, row: Mapping[str, Any]) -> _Neighbour:
+    chassis, far = _one(row.get("chassis")), _one(row.get("port"))
+    name = _value(chassis.get("name"))
+    if not name and len(chassis) == 1 and "id" not in chassis:  # json: the name is the key
+        name, chassis = next((key, _one(value)) for key, value in chassis.items())
+    identity = _one(far.get("id"))
+    number, label = str(identity.get("value", "")), _value(far.get("descr"))
+    interface = identity.get("type") in _INTERFACE_NAMES
+    ports = tuple(dict.fromkeys(one for one in ((number, label) if interface else (label, number)) if one))
+    if not ports:
+        raise ConfigError("FILES", show(path), f"gives {port} a neighbour without a port", "fetch the file again")
+    capabilities = chassis.get("capability", [])
+    rows = capabilities if isinstance(capabilities, list) else [capabilities]
+    return _Neighbour(
+        path=path,
+        device=device,
+        port=port,
+        name=clean(name, "neighbour", path) if name else "",
+        chassis=str(_one(chassis.get("id")).get("value", "")),
+        ports=tuple(clean(one, "neighbour port", path) for one in ports),
+        forwards=any(_forwards(one) for one in rows if isinstance(one, dict)),
+        bps=_rate(far),
+    )
+
+
+def _forwards(capability: Mapping[str, Any]) -> bool:
+    return capability.get("enabled") is True and str(capability.get("type", "")).lower() in _FORWARDING
+
+
+def _rate(far: Mapping[str, Any]) -> float:
+    """Negotiated rate: `100GbaseCR4 - ...` or `1000BaseTFD`; 0 where it is not reported."""
+    found = _RATE.search(_value(_one(far.get("auto-negotiation")).get("current")))
+    return float(found[1]) * (1e9 if found[2] else 1e6) if found else 0.0
+
+
+def _one(value: object) -> dict[str, Any]:
+    """The object itself, or the first of json0's list."""
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, dict) else {}
+
+
+def _value(value: object) -> str:
+    """Text as json has it, or json0's list of one object with `value`."""
+    value = _one(value).get("value", "") if isinstance(value, list | dict) else value
+    return value if isinstance(value, str) else ""
+
+
+def _damaged(path: Path) -> ConfigError:
+    return ConfigError("FILES", show(path), "has an interface that is no object", "fetch the file again, it is damaged")

@@ -1,0 +1,99 @@
+"""One door to all formats: which format files have, and the fabric in them.
+
+A format is told from contents, never from a file's name. Left out: mixing formats in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from netlayer.errors import ConfigError
+from topology.export import read_graphml
+from topology.graph import Graph
+from topology.importers.files import clean, parse_json, read_text, show
+from topology.importers.hpcc import read_hpcc
+from topology.importers.htsim import read_htsim
+from topology.importers.lldp import read_lldp
+from topology.importers.sonic import read_sonic
+
+Format = Literal["sonic", "lldp", "hpcc", "htsim", "graphml"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+_SONIC_TABLES = {"DEVICE_METADATA", "DEVICE_NEIGHBOR", "PORT"}
+
+
+def read_fabric(
+    paths: Sequence[Path],
+    file_format: Format | None = None,
+    *,
+    default_bps: float = 0.0,
+    skip_dangling: bool = False,
+    parallel: bool = False,
+    hosts: Sequence[str] = (),
+) -> Graph:
+    """The fabric that files describe.
+
+    Args:
+        paths: one file a device (sonic, lldp; a folder stands for its *.json), or one file (hpcc, htsim, graphml).
+        file_format: told from the first file's contents where None.
+        default_bps: lldp, sonic: rate of a link whose rate no file gives; 0 for none.
+        skip_dangling: lldp, sonic: leave out links that their other end does not list, with a warning.
+        parallel: hpcc: a repeated pair is a parallel link, not a mistake.
+        hosts: lldp: patterns of device names that are hosts whatever they announce.
+
+    Raises:
+        ConfigError: no file, a damaged one, or a fabric that cannot be; one line that names the place.
+    """
+    files = _files(paths)
+    kind = file_format or detect(files[0])
+    if kind == "sonic":
+        return read_sonic(files, default_bps=default_bps, skip_dangling=skip_dangling)
+    if kind == "lldp":
+        return read_lldp(files, default_bps=default_bps, skip_dangling=skip_dangling, hosts=hosts)
+    if len(files) > 1:
+        raise ConfigError("FILES", f"{len(files)} files", f"{kind} is one file a fabric", "give one")
+    if kind == "hpcc":
+        return read_hpcc(files[0], parallel=parallel)
+    return read_htsim(files[0]) if kind == "htsim" else _read_graphml(files[0])
+
+
+def detect(path: Path) -> Format:
+    """The format of a file, from its contents.
+
+    Raises:
+        ConfigError: it has none of ours.
+    """
+    text = read_text(path)
+    start = text.lstrip()[:1]
+    if start in ("{", "["):
+        tree = parse_json(text, path)
+        if "lldp" in tree:
+            return "lldp"
+        if _SONIC_TABLES & tree.keys():
+            return "sonic"
+    elif start == "<":
+        return "graphml"
+    else:
+        words = next((line.split() for line in text.splitlines() if line.strip() and line.strip()[0] != "#"), [])
+        if words and words[0].lower() in ("nodes", "tiers", "podsize"):
+            return "htsim"
+        if len(words) == 3 and all(word.isascii() and word.isdigit() for word in words):
+            return "hpcc"
+    raise ConfigError("FILES", show(path), "has no format that is known", f"pass --format {' | '.join(FORMATS)}")
+
+
+def _read_graphml(path: Path) -> Graph:
+    graph = read_graphml(path)
+    for name in graph.names:
+        clean(name, "device name", path)
+    for port in {*graph.a_port, *graph.b_port} - {""}:
+        clean(port, "port", path)
+    return graph
+
+
+def _files(paths: Sequence[Path]) -> list[Path]:
+    files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    if not files:
+        raise ConfigError("FILES", " ".join(show(path) for path in paths), "holds no *.json", "give the files")
+    return files

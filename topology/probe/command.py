@@ -1,0 +1,214 @@
+"""`netlayer topology probe`: write or send RoCEv2 probes, and read from the answers which paths flows take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from netlayer.command import RunOptions, open_out, run_options
+from netlayer.errors import CheckFailed, ConfigError
+from topology.probe.options import address_of, members_of, sweep_of, weights_of
+
+if TYPE_CHECKING:  # `--help` needs no numpy
+    from netlayer.results import Source
+    from topology.probe.capture import Capture, Link
+    from topology.probe.packets import Sweep
+    from topology.probe.paths import PathSpread
+
+    Rows = list[dict[str, Any]]
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command(name="probe")
+@click.option("--dst", help="IPv4 address to probe; with --read: only flows to it.")
+@click.option("--src", help="IPv4 source address [default: that of --iface].")
+@click.option("--ports", default="49152-49407", show_default=True, help="UDP source ports: A-B,C; one flow each.")
+@click.option("--ttl", "ttls", default="1-6", show_default=True, help="TTLs: A-B,C; one hop each.")
+@click.option("--rounds", type=int, default=1, show_default=True, help="Sweeps; more find flows that move.")
+@click.option("--pcap", type=_FILE, help="Write the probes here (and the answers, with --iface).")
+@click.option("--iface", help="Send from this interface; needs root.")
+@click.option("--read", "read_file", type=_FILE, help="Parse this capture: pcap or pcapng.")
+@click.option("--members", multiple=True, metavar="HOP=N", help="Next hops that lead to HOP [default: those seen].")
+@click.option("--weight", "weights", multiple=True, metavar="ADDR=W", help="Weight of a next hop, where not 1.")
+@click.option("--qpn", type=int, default=0xFFFFF0, show_default=True, help="Destination queue pair; one not in use.")
+@click.option("--tos", type=int, default=106, show_default=True, help="TOS byte; 106 is DSCP 26, ECN-capable.")
+@click.option("--payload", type=int, default=16, show_default=True, help="Payload bytes, a multiple of 4.")
+@click.option("--rate", type=click.FloatRange(min=1), default=1000, show_default=True, help="Probes a second.")
+@click.option("--timeout", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Seconds to wait a try.")
+@click.option("--tries", type=click.IntRange(min=1), default=3, show_default=True, help="Times to send a probe.")
+@click.option("--src-mac", help="With --dst-mac: write Ethernet frames to --pcap, else raw IP.")
+@click.option("--dst-mac", help="MAC address of the first hop.")
+@run_options
+def command(options: RunOptions, **given: Any) -> None:
+    """Probe the paths of RoCEv2 flows: every TTL of every UDP source port.
+
+    Writes the probes to a capture file (--pcap; sends nothing), sends them (--iface), or parses a capture (--read).
+    Every router answers where a TTL ends; who answers for which port is the path of that flow. Shares of each ECMP
+    choice are held against the expected ones (chi-square). Exit 2 where nothing can be sent or read, 1 where no router
+    answered.
+
+    \b
+    Examples:
+      netlayer topology probe --dst 10.1.0.9 --src 10.0.0.7 --ports 49152-49999 --ttl 1-5 --pcap probes.pcap
+      sudo netlayer topology probe --dst 10.1.0.9 --iface eth0 --ports 49152-49999 --ttl 1-5 --pcap seen.pcap
+      netlayer topology probe --read seen.pcap --members 2=32 --json spread.json
+    """
+    from netlayer.results import utc_now
+
+    started = utc_now()
+    if given["read_file"]:
+        _refuse_both(given)
+        out = open_out(options.out, "topology-probe")
+        from topology.probe.capture import read_pcap
+
+        capture = read_pcap(given["read_file"])
+        _report(capture, started, options, given, out)
+        return
+    sweep = sweep_of(given)
+    if not given["iface"] and not given["pcap"]:
+        raise ConfigError("--dst", given["dst"], "says nothing of where to", "add --pcap FILE, --iface IF or both")
+    out = open_out(options.out, "topology-probe")
+    if given["iface"]:
+        _report(_send(sweep, given), started, options, given, out)
+    else:
+        _write(sweep, started, options, given, out)
+
+
+def _refuse_both(given: dict[str, Any]) -> None:
+    for name in ("iface", "pcap"):
+        if given[name]:
+            raise ConfigError(f"--{name}", given[name], "goes not with --read", "give one of them")
+
+
+def _write(sweep: Sweep, started: str, options: RunOptions, given: dict[str, Any], out: Path) -> None:
+    """Write the probes; nothing is sent and nothing measured."""
+    import time
+
+    from topology.probe.capture import write_pcap
+    from topology.probe.choice import address
+    from topology.probe.packets import build, with_ethernet
+
+    packets = build(sweep)
+    link: Link = "raw"
+    if given["src_mac"] or given["dst_mac"]:
+        try:
+            packets, link = with_ethernet(packets, given["src_mac"] or "", given["dst_mac"] or ""), "ethernet"
+        except ValueError as exc:
+            raise ConfigError("--src-mac, --dst-mac", None, str(exc), "give both, or neither") from exc
+    now = time.time_ns()
+    count = write_pcap(given["pcap"], (row.tobytes() for row in packets), (now + i for i in range(len(packets))), link)
+    row = {
+        "table": "plan",
+        "src": address(sweep.src_ip),
+        "dst": address(sweep.dst_ip),
+        "probes": count,
+        "flows": len(sweep.ports),
+        "hops": len(sweep.ttls),
+        "packet_bytes": sweep.packet_bytes,
+    }
+    if _keep("predicted", [row], started, options, given, out):
+        click.echo(f"{_words(sweep)}: written to {given['pcap']} ({link}); nothing sent")
+
+
+def _send(sweep: Sweep, given: dict[str, Any]) -> Capture:
+    """Say what will be sent, send it, and keep both directions where a file was asked for."""
+    from topology.probe.capture import write_pcap
+    from topology.probe.sending import send
+
+    rate = given["rate"]
+    click.echo(f"will send {_words(sweep)}, from {given['iface']} at {rate:g} a second", err=True)
+    exchange = send(sweep, given["iface"], rate_pps=rate, timeout_s=given["timeout"], tries=given["tries"])
+    if given["pcap"]:
+        stamps, packets = zip(*sorted(zip(exchange.time_ns, exchange.packets, strict=True)), strict=True)
+        write_pcap(given["pcap"], packets, stamps, "raw")
+    return exchange.capture()
+
+
+def _report(capture: Capture, started: str, options: RunOptions, given: dict[str, Any], out: Path) -> None:
+    """Path spread of every pair of addresses: tables and a measured record."""
+    from topology.probe import tables as probe_tables
+    from topology.probe.capture import answers, probes
+    from topology.probe.paths import spread
+
+    members, weights = members_of(given["members"]), weights_of(given["weights"])
+    only = address_of("--dst", given["dst"]) if given["dst"] else None
+    sent, back = probes(capture), answers(capture)
+    found = [pair for pair in spread(sent, back) if only in (None, pair.dst_ip)]
+    tables = [_rows(pair, members, weights) for pair in found]
+    rows = [row for table in tables for row in table]
+    shown = _keep("measured", rows, started, options, given, out)
+    _save_flows(found, out / "flows.csv")
+    for pair, table in zip(found, tables, strict=True):
+        if shown and pair.answered.any():
+            probe_tables.print_spread(table)
+    if not any(pair.answered.any() for pair in found):
+        raise CheckFailed(
+            f"no router answered: {len(sent):,} probes and no ICMP error among {len(capture.lengths):,} IPv4 packets; "
+            "send them (--iface) or capture both directions; check the route and that routers may answer"
+        )
+
+
+def _rows(pair: PathSpread, members: dict[int, int], weights: dict[int, float]) -> Rows:
+    try:
+        choices = pair.choices(members, weights)
+    except ValueError as exc:
+        raise ConfigError(
+            "--members", ", ".join(f"{hop}={n}" for hop, n in members.items()), str(exc), "raise it"
+        ) from exc
+    ends = {"src": pair.summary(choices)["src"], "dst": pair.summary(choices)["dst"]}
+    return [
+        {"table": "summary", **pair.summary(choices)},
+        *({"table": "hop", **ends, **row} for row in pair.hops(choices)),
+        *({"table": "choice", **ends, **choice.row()} for choice in choices),
+        *({"table": "path", **ends, **row} for row in pair.paths()),
+    ]
+
+
+def _save_flows(found: list[PathSpread], path: Path) -> None:
+    """The path of every flow, for whoever chooses ports by it."""
+    import csv
+    import io
+
+    from netlayer.results import write_text
+
+    rows = [row for pair in found for row in pair.flows()]
+    text = io.StringIO(newline="")
+    # Targets may lie at unlike distances: a column for every hop that one of them has.
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+    click.echo(f"path of each flow: {path}", err=True)
+
+
+def _keep(source: Source, rows: Rows, started: str, options: RunOptions, given: dict[str, Any], out: Path) -> bool:
+    """Write the record; False where stdout already holds it, and no table may follow."""
+    from netlayer.environ import snapshot
+    from netlayer.results import RunRecord, utc_now, write_text
+
+    asked = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+    record = RunRecord(
+        name="topology.probe",
+        source=source,
+        rows=rows,
+        started_utc=started,
+        ended_utc=utc_now(),
+        arguments={**options.arguments(), **asked},
+        environment=snapshot(options.seed),
+    )
+    click.echo(f"record: {record.save(out / 'records')}", err=True)
+    if options.json_file:
+        write_text(options.json_file, record.to_json())
+    return str(options.json_file) != "-"
+
+
+def _words(sweep: Sweep) -> str:
+    from topology.probe.choice import address
+
+    sizes = f"{len(sweep.ports)} ports x {len(sweep.ttls)} TTLs x {sweep.rounds}"
+    ends = f"{address(sweep.src_ip)} to {address(sweep.dst_ip)}"
+    return f"{len(sweep):,} RoCEv2 probes ({sizes}) of {sweep.packet_bytes} bytes, {ends}, queue pair {sweep.qpn:#x}"
