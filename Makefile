@@ -35,11 +35,12 @@ test: setup  ## all tests that CI runs, with the coverage of netlayer/
 test-slow: setup  ## the tests that are too long for CI
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-check: setup  ## format, lint, types, import chain
+check: setup  ## format, lint, types, import chain, claims
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m bench.claims --check
 
 format: setup  ## put the code into the house's format
 	$(BIN)/ruff format .

@@ -288,12 +288,13 @@ def _root() -> Path:
 
 def _commit() -> str:
     """The commit of the checkout this runs from, '+' where it has changes; NETLAYER_COMMIT where the tree is a copy."""
+    named = os.environ.get("NETLAYER_COMMIT", "")
     git = shutil.which("git")
     if git is None or not (_root() / ".git").exists():
-        return os.environ.get("NETLAYER_COMMIT", "")
+        return named
     command = [git, "-C", str(_root()), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return answer.stdout.strip()
+    return answer.stdout.strip() or named
 
 
 def _memory_gib() -> float:

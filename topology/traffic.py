@@ -237,7 +237,8 @@ def _check(
         raise ValueError(f"algorithm {algorithm!r}: one of {', '.join(get_args(Algorithm))}")
     ranks = job.parallel.layout.world_size
     if ranks != cluster.num_gpus:
-        raise ValueError(f"the job has {ranks} ranks, the cluster {cluster.num_gpus} GPUs")
+        rule = f"tp x pp x dp must be the cluster's {cluster.num_gpus} GPUs"
+        raise ConfigError("job.parallel", ranks, rule, "give the file a [job.parallel] that fills it")
     if cluster.gpus_per_server % job.parallel.tp:
         rule = f"must divide cluster.gpus_per_server = {cluster.gpus_per_server}: tensor parallelism stays in a server"
         raise ConfigError("job.parallel.tp", job.parallel.tp, rule, "lower tp, or raise pp or dp in its place")
