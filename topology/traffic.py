@@ -87,8 +87,8 @@ def job_flows(
             uses in a server; None for one a NIC, for a tree two.
 
     Raises:
-        ConfigError: a tensor-parallel group would leave its server.
-        ValueError: the job's ranks are not the cluster's, the algorithm is unknown, or a number is below 1.
+        ConfigError: a tensor-parallel group would leave its server, or the job does not fill the cluster.
+        ValueError: the algorithm is unknown, or a number is below 1.
     """
     _check(job, cluster, qps_per_connection, num_channels, algorithm)
     groups = _data_parallel(job, cluster, algorithm, num_channels)
