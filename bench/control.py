@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from netlayer.meeting import register_schemes
 from netlayer.rank import RankEnv
 
 _LEAST_MEETING_S = 60  # a peer may still be importing torch
-_STORE_SCHEMES = ("redis", "rediss", "unix")
 
 
 class Control:
@@ -66,8 +66,7 @@ def meet(env: RankEnv, url: str, timeout: timedelta | None) -> Iterator[Control]
         url: an init_method of torch.distributed; `redis://` and `unix://` are netlayer's.
         timeout: how long a rank waits for its peers; None leaves it to torch.
     """
-    if url.partition("://")[0] in _STORE_SCHEMES:
-        import netlayer.rendezvous  # noqa: F401 - its import registers the schemes; it needs redis, so only on demand
+    register_schemes(url)
     patience = None if timeout is None else max(timeout, timedelta(seconds=_LEAST_MEETING_S))
     dist.init_process_group("gloo", init_method=url, rank=env.rank, world_size=env.world_size, timeout=patience)
     yield Control(env, timeout)

@@ -23,7 +23,7 @@ from netlayer.redis_server import OLDEST_REDIS, EmbeddedRedis, find_redis_binary
 logger = logging.getLogger(__name__)
 
 _PING_TIMEOUT_S = 5.0
-_SCHEMES = ("redis", "rediss", "unix")
+SCHEMES = ("redis", "rediss", "unix")
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,12 @@ def meeting_place(url: str = "") -> Iterator[MeetingPlace]:
             yield MeetingPlace(server.url, f"embedded Redis from {find_redis_binary()}")
 
 
+def register_schemes(init_method: str) -> None:
+    """Let `init_process_group` take this address where it is one of ours; other addresses need neither us nor redis."""
+    if init_method.partition("://")[0] in SCHEMES:
+        import netlayer.rendezvous  # noqa: F401 - importing it registers the schemes
+
+
 def with_run(url: str, run: str) -> str:
     """The server's address with a run id, as `netlayer.rendezvous` reads it.
 
@@ -82,7 +88,7 @@ def with_run(url: str, run: str) -> str:
     """
     parts = urlsplit(url)
     query = parse_qsl(parts.query)
-    if parts.scheme not in _SCHEMES:
+    if parts.scheme not in SCHEMES:
         raise ConfigError("job.store.url", None, "is no redis://, rediss:// or unix:// address", "correct it")
     if parts.scheme == "unix":  # by hand: geturl() would drop the empty authority of unix:///path
         return f"unix://{parts.netloc}{parts.path}?{urlencode([*query, ('run', run)])}"

@@ -22,11 +22,10 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from netlayer.errors import ConfigError
+from netlayer.meeting import SCHEMES
 from netlayer.store import DEFAULT_TIMEOUT, RedisStore
 
 __all__ = ["SCHEMES"]
-
-SCHEMES = ("redis", "rediss", "unix")
 
 _OURS = ("rank", "world_size", "run")  # what is left of the query is for the connection
 _opened: Counter[tuple[str, str]] = Counter()  # by server and run

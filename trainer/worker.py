@@ -11,19 +11,17 @@ import json
 import logging
 from datetime import timedelta
 from typing import IO
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
 from netlayer.errors import HardwareMissing
+from netlayer.meeting import register_schemes
 from netlayer.rank import RankContext
 from trainer.loop import Place, Row, Trainer, run
 from trainer.train import Outcome, Progress, Work
 
 logger = logging.getLogger(__name__)
-
-_STORE_SCHEMES = ("redis", "rediss", "unix")
 
 
 def run_rank(context: RankContext, work: Work) -> Outcome:
@@ -46,8 +44,7 @@ def meet(context: RankContext, work: Work) -> Place:
     Raises:
         HardwareMissing: nccl, and this machine has fewer GPUs than ranks.
     """
-    if urlsplit(work.init_method).scheme in _STORE_SCHEMES:
-        import netlayer.rendezvous  # noqa: F401 - its import registers the schemes; it needs redis, so only on demand
+    register_schemes(work.init_method)
     env, device = context.env, torch.device("cpu")
     if work.backend == "nccl":
         if env.local_rank >= torch.cuda.device_count():
