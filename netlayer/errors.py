@@ -6,11 +6,14 @@
     |-- HardwareMissing           exit 3: the machine lacks what was asked for
     |-- CheckFailed               exit 1: data arrived wrong, or a threshold was missed
     |-- RankFailed                exit 1: one rank of a launch failed (rank, log file and traceback inside)
+    |-- CollectiveFailed          exit 1: a collective did not complete; names it, its group, the step and the culprits
+    |   |-- CollectiveTimeout     exit 1: in time; a TimeoutError too
+    |   |-- PeerLost              exit 1: because a connection broke; a ConnectionError too
     |-- StoreError                exit 1: the key-value store cannot be used any more
         |-- StoreUnreachable      exit 2: no server answers at the address given
         |-- StoreLost             exit 1: the server came back without our data
 
-A bad argument to a library function is a plain ValueError; a wait that took too long is a plain TimeoutError.
+A bad argument to a library function is a plain ValueError; any other wait that took too long is a plain TimeoutError.
 """
 
 from __future__ import annotations
@@ -71,6 +74,44 @@ class RankFailed(NetlayerError):
 
     def __reduce__(self) -> tuple[type[RankFailed], tuple[int, str, str, str]]:
         return type(self), (self.rank, self.reason, self.log_file, self.traceback)
+
+
+class CollectiveFailed(NetlayerError):
+    """A collective did not complete on this rank.
+
+    Args:
+        message: one line: the collective, its group, the step, and what every rank to blame was doing.
+        missing: ranks that answer and have not launched it.
+        silent: ranks that do not answer: dead, stopped, or hung outside Python.
+        differing: ranks that launched another collective in its place.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        missing: tuple[int, ...] = (),
+        silent: tuple[int, ...] = (),
+        differing: tuple[int, ...] = (),
+    ) -> None:
+        self.missing, self.silent, self.differing = missing, silent, differing
+        super().__init__(_one_line(message))
+
+    def __reduce__(self) -> tuple[type[CollectiveFailed], tuple[str | tuple[int, ...], ...]]:
+        return type(self), (str(self), self.missing, self.silent, self.differing)
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """Every rank that is named as a cause, in rank order."""
+        return tuple(sorted({*self.missing, *self.silent, *self.differing}))
+
+
+# Both are built-in errors too, so that whoever tells a cause from what it does to others sees a lost peer in them.
+class CollectiveTimeout(CollectiveFailed, TimeoutError):
+    """A collective did not complete in time."""
+
+
+class PeerLost(CollectiveFailed, ConnectionError):
+    """A collective failed because the connection to a peer broke, or a peer gave up."""
 
 
 class StoreError(NetlayerError):

@@ -65,7 +65,7 @@ def launch(
     num_ranks: int,
     *,
     args: Sequence[object] = (),
-    log_dir: Path,
+    log_dir: Path | str,
     env: Mapping[str, str] | None = None,
     on_message: Callable[[int, Any], None] | None = None,
     grace_s: float = 5.0,
@@ -105,7 +105,7 @@ def launch(
     refuse_while_importing_main()
     order = _pickle_order(target, tuple(args), verbosity)
     environ = _rank_environ(num_ranks, env)
-    with _StopSignals() as stop, _Crew(num_ranks, _make_log_dir(log_dir), grace_s, stop) as crew:
+    with _StopSignals() as stop, _Crew(num_ranks, _make_log_dir(Path(log_dir)), grace_s, stop) as crew:
         crew.start(order, environ)
         logger.info("%d ranks started, logs in %s", num_ranks, log_dir)
         failure = crew.watch(on_message or (lambda _rank, _message: None))
@@ -212,6 +212,8 @@ class _Rank:
             reason = f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}"
             reason += " after it had returned" if self.result is not None else " before it returned"
             blame = Blame.KILLED if code == -signal.SIGKILL else Blame.PLAIN
+            if blame == Blame.KILLED:
+                reason += " (out of memory? see dmesg)"
             self.failure = Failure(self.rank, blame, alive_at_ns, reason, _tail(self.log_file, self._log_start))
 
 

@@ -8,7 +8,7 @@ out: groups that join two dimensions (context or expert parallelism).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -95,6 +95,11 @@ class ParallelLayout:
     def group_of(self, dimension: Dimension, rank: int) -> range:
         """The group of the dimension that `rank` belongs to."""
         return self.group(dimension, self.group_index(dimension, rank))
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """Coordinates of a group in words: those that its ranks share, `*` where they vary: `tp=1, pp=0, dp=*`."""
+        columns = zip(Coordinates._fields, zip(*map(self.coordinates, ranks), strict=True), strict=True)
+        return ", ".join(f"{name}={values[0] if len(set(values)) == 1 else '*'}" for name, values in columns)
 
     def group_table(self, dimension: Dimension) -> NDArray[np.int64]:
         """Every group as one array, shape (num_groups, degree): for code that works on all ranks at once."""

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
+from netlayer.environ import check_loopback
 from netlayer.errors import ConfigError, NetlayerError
 from netlayer.redis_server import OLDEST_REDIS, EmbeddedRedis, find_redis_binary
 
@@ -53,9 +54,10 @@ def meeting_place(url: str = "") -> Iterator[MeetingPlace]:
     """Open the place where ranks meet; an embedded server ends with the block.
 
     Raises:
-        ConfigError: `url` is no redis://, rediss:// or unix:// address.
+        ConfigError: `url` is no redis://, rediss:// or unix:// address, or the loopback interface is down.
         StoreUnreachable: nothing answers there, or the embedded server does not start.
     """
+    check_loopback()
     if url:
         shown = urlsplit(with_run(url, "check"))
         _ping(url)

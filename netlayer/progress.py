@@ -40,10 +40,10 @@ class Stages:
         """One line on stderr, above the bars."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def print(self, text: str) -> None:
-        """Data on stdout; the bars step aside."""
+    def print(self, text: str, *, err: bool = False) -> None:
+        """Data on stdout, or on stderr where stdout is taken; the bars step aside."""
         self._bars.stop()
-        click.echo(text, nl=False)
+        click.echo(text, nl=False, err=err)
         self._bars.start()
 
     @contextmanager

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import enum
 import faulthandler
+import json
 import os
 import pickle
 import re
@@ -23,10 +24,11 @@ import traceback
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NoReturn
 
 from netlayer import log
-from netlayer.errors import ConfigError, NetlayerError, RankFailed, StoreError
+from netlayer.errors import EXIT_USAGE, ConfigError, NetlayerError, RankFailed, StoreError
 
 # Every process that a rank starts inherits this, so that those which left its process group are found as well.
 LAUNCH_ID = "NETLAYER_LAUNCH_ID"
@@ -70,6 +72,27 @@ def detect(environ: Mapping[str, str]) -> RankEnv | None:
     if "SLURM_PROCID" in environ and ("SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ):
         return _read_slurm(environ)
     return None
+
+
+def end_rank(line: str, code: int) -> NoReturn:
+    """End a command with a line on stderr; what every rank of a launcher would say alike, one of them says.
+
+    A rank other than the first waits with a usage error: a launcher that sees the first one fail ends it meanwhile.
+    torchrun also shows the line in its summary.
+    """
+    try:
+        env = detect(os.environ)
+    except ConfigError:  # which may be what the line says
+        env = None
+    if env is not None and env.rank != 0 and code == EXIT_USAGE:
+        time.sleep(_FIRST_SPEAKS_S)
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):  # stderr has it
+            Path(file).write_text(json.dumps({"message": said}), encoding="utf-8")
+    sys.exit(code)
 
 
 def _ignore(message: object) -> None:
@@ -124,6 +147,7 @@ class Failure:
         return self.blame, self.at_ns, self.rank
 
 
+_FIRST_SPEAKS_S = 5.0
 _OMPI_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _SLURM_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
@@ -235,6 +259,9 @@ def _leave(code: int) -> NoReturn:
     A thread of torch's gloo drops a finished work some time after `wait()` has returned, and takes the GIL for it; in
     an interpreter that is being torn down, that aborts the process: "terminate called without an active exception".
     """
+    # What tells idle workers to end (those of concurrent.futures, and so of the compiler) runs before they are joined.
+    for call in reversed(getattr(threading, "_threading_atexits", [])):
+        call()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()

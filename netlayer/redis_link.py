@@ -45,6 +45,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _SHORTEST_BLOCK_S = 0.01  # Redis 6.2 takes less than a millisecond for "forever"
 _LONGEST_BLOCK_S = 1e8  # three years; what is longer waits without end
+_TELL_EVERY_S = 10.0  # while no server answers
 _GRACE_S = 1.0  # the server's own timer ends a blocked command; the client gives up this much later
 _jitter = random.SystemRandom()  # the user's seed is neither used nor moved on
 _FILE_OPTIONS = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
@@ -108,6 +109,7 @@ class RedisLinks:
         self, deadline: float, attempt: Callable[[_Link], T], *, link: _Link | None = None, patient: bool = True
     ) -> T:
         link = link or self._borrow()
+        told_s = -math.inf
         try:
             for failures, pause in enumerate(_pauses()):
                 try:
@@ -115,8 +117,11 @@ class RedisLinks:
                         return attempt(link)
                 except (ConnectionBroken, AnswerLate) as exc:
                     self._raise_if_hopeless(exc, deadline if patient else 0.0)
-                    if failures == 1:  # one may be a server that closes idle connections
-                        logger.warning("the store at %s does not answer (%s); trying again", self.address, exc)
+                    # One may be a server that closes idle connections.
+                    if failures >= 1 and time.monotonic() >= told_s + _TELL_EVERY_S:
+                        told_s, left_s = time.monotonic(), deadline - time.monotonic()
+                        patience = f"for another {left_s:.0f} s" if math.isfinite(left_s) else "without end"
+                        logger.warning("no answer from the store at %s (%s); trying %s", self.address, exc, patience)
                 except RedisError as exc:
                     raise StoreError(f"the store at {self.address} refuses a command: {exc}") from exc
                 time.sleep(min(pause, max(deadline - time.monotonic(), 0)))

@@ -69,12 +69,16 @@ class RunRecord:
         return hide_passwords(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n")
 
     def frame(self) -> pd.DataFrame:
-        """The rows as a DataFrame, `name`, `source` and `started_utc` in front."""
+        """The rows as a DataFrame, `name`, `source` (a row's own, where it has one) and `started_utc` in front."""
         import pandas as pd
 
         frame = pd.DataFrame([dict(row) for row in self.rows])
-        for position, column in enumerate(("name", "source", "started_utc")):
-            frame.insert(position, f"record_{column}", getattr(self, column))
+        known = get_args(Source)
+        sources = [row["source"] if row.get("source") in known else self.source for row in self.rows]
+        for position, (column, value) in enumerate(
+            {"name": self.name, "source": sources, "started_utc": self.started_utc}.items()
+        ):
+            frame.insert(position, f"record_{column}", value)
         return frame
 
     def save(self, folder: Path) -> Path:
@@ -179,13 +183,16 @@ def load_frame(paths: Path | Iterable[Path], source: Source | None = None) -> pd
 
     Args:
         paths: record files, or one folder that is searched for `*.json`.
-        source: keep records of this source alone, so that a simulated figure cannot slip among measured ones.
+        source: keep rows of this source alone, so that a simulated figure cannot slip among measured ones.
     """
     import pandas as pd
 
     files = sorted(paths.rglob("*.json")) if isinstance(paths, Path) and paths.is_dir() else paths
     records = [load_record(file) for file in ([files] if isinstance(files, Path) else files)]
-    frames = [record.frame() for record in records if source in (None, record.source)]
+    frames = [record.frame() for record in records]
+    if source is not None:
+        frames = [frame[frame["record_source"] == source] for frame in frames]
+    frames = [frame for frame in frames if len(frame)]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 

@@ -53,7 +53,8 @@ class RedisStore(Store):
         url: `redis://[user:password@]host:port/db`, `rediss://...?ssl_ca_certs=/path/ca.pem` or `unix:///path`, with
             the options of redis-py.
         run_id: the name of the run, the same on every rank, different for every run that a server sees.
-        timeout: the longest wait for a key, and for a server that does not answer; below zero: without end.
+        timeout: the longest wait for a key, and for a server that does not answer, as a timedelta or in seconds; below
+            zero: without end.
         rank: this process in the run; a second process of the same rank is refused.
         world_size: how many members must have left before the keys are removed.
 
@@ -61,6 +62,7 @@ class RedisStore(Store):
         StoreUnreachable: no server answers within the timeout.
         StoreLost: the server came back without the data of the run.
         ConfigError: the URL, the password or a certificate is wrong, or the rank is taken.
+        ValueError: `timeout` is neither a timedelta nor a number.
         torch.distributed.DistStoreError: a key was not there in time, as in TCPStore.
     """
 
@@ -70,12 +72,14 @@ class RedisStore(Store):
         self,
         url: str,
         run_id: str,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
         *,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(timeout, timedelta):
+            timeout = _as_timedelta(timeout)
         self.set_timeout(timeout)
         self._run = Membership(url, run_id, rank, world_size or 0, _seconds(timeout))
         self._namespace, self._links = self._run.namespace, self._run.links
@@ -240,6 +244,12 @@ def _names(keys: Sequence[str]) -> list[bytes]:
     if isinstance(keys, (str, bytes)):
         raise TypeError(f"keys must be a list of strings, got {keys!r}")
     return [_bytes(key) for key in keys]
+
+
+def _as_timedelta(seconds: object) -> timedelta:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or math.isnan(seconds):
+        raise ValueError(f"timeout must be a timedelta or a number of seconds, got {seconds!r}")
+    return timedelta(seconds=seconds) if math.isfinite(seconds) else timedelta(seconds=-1)
 
 
 def _seconds(timeout: timedelta) -> float:

@@ -8,12 +8,14 @@ const options = {
   actions: false,
   ast: true,
   defaultStyle: false,
-  config: page.config,
   tooltip: { disableDefaultStyle: true },
 };
 
 for (const box of document.querySelectorAll("[data-plot]")) {
-  vegaEmbed(box, page.specs[box.dataset.plot], options).then(
+  // A legend does not wrap by itself: on a narrow screen it gets fewer columns.
+  const columns = Math.max(1, Math.min(page.config.legend.columns, Math.floor(box.clientWidth / 150)));
+  const config = { ...page.config, legend: { ...page.config.legend, columns } };
+  vegaEmbed(box, page.specs[box.dataset.plot], { ...options, config }).then(
     () => { box.dataset.state = "drawn"; },
     (error) => {
       console.error(`chart ${box.dataset.plot}:`, error);

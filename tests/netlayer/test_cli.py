@@ -1,6 +1,9 @@
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -8,6 +11,7 @@ import pytest
 
 from netlayer import cli, environ
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing, NetlayerError
+from netlayer.rank import end_rank
 
 
 def run_netlayer(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -53,7 +57,9 @@ def test_a_good_configuration_is_shown_with_its_meanings(
     assert call(monkeypatch, "config", "show", "--set", "job.optimizer.steps=5") == 0
     assert "steps = 5 # optimiser steps" in capsys.readouterr().out
     assert call(monkeypatch, "config", "check", "--config", "examples/h200x8.toml") == 0
-    assert "8 ranks on 1 servers" in capsys.readouterr().out
+    assert "8 ranks on 1 server\n" in capsys.readouterr().out
+    assert call(monkeypatch, "config", "check") == 0
+    assert capsys.readouterr().out == "defaults: good; 2 ranks on 1 server\n"
 
 
 def test_doctor_prints_a_table_or_json_and_fails_on_a_problem(
@@ -101,4 +107,64 @@ def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_usage_error_exits_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "quickstrat") == 2
-    assert "No such command 'quickstrat'" in capsys.readouterr().err
+    assert "No such command 'quickstrat'. Did you mean 'quickstart'?" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_gone_ends_a_command_as_sigpipe_does() -> None:
+    script = (
+        "import click\nfrom netlayer.cli import run\n"
+        "run(click.command(lambda: [click.echo('x' * 100) for _ in range(10**5)]), 'talk')\n"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as talker:
+        assert talker.stdout is not None
+        assert talker.stderr is not None
+        assert talker.stdout.read(10) == b"x" * 10
+        talker.stdout.close()
+        assert (talker.stderr.read(), talker.wait(60)) == (b"", 128 + signal.SIGPIPE)
+
+
+def test_ctrl_c_while_a_command_loads_ends_it_in_one_line(tmp_path: Path) -> None:
+    # numpy's import swallows a KeyboardInterrupt in places; this module does so always.
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time, click\n"
+        "pathlib.Path('loading').touch()\n"
+        "try:\n    time.sleep(2)\nexcept KeyboardInterrupt:\n    pass\n"
+        "command = click.command(lambda: click.echo('ran'))\n"
+    )
+    script = (
+        "from netlayer import lazy_group\nfrom netlayer.cli import run\n"
+        "run(lambda: lazy_group.load('slow:command'), 'x')\n"
+    )
+    loading = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "loading").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    loading.send_signal(signal.SIGINT)
+    assert loading.communicate(timeout=60) == ("", "interrupted\n")
+    assert loading.returncode == 130
+
+
+def test_a_usage_error_of_all_ranks_is_said_by_the_first() -> None:
+    command = [sys.executable, "-m", "netlayer", "quickstart", "--steps", "0"]
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        environment = os.environ | {
+            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
+        }  # fmt: skip
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+    first, second = start(0), start(1)
+    _, said = first.communicate(timeout=60)
+    assert (first.returncode, said.startswith("error: --steps")) == (2, True)
+    second.terminate()  # as a launcher does
+    assert second.communicate(timeout=60)[1] == ""
+
+
+def test_a_line_that_ends_a_rank_reaches_torchrun_s_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        end_rank("error: no", 2)
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "error: no"

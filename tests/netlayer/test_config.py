@@ -68,17 +68,34 @@ def test_overrides_win_over_the_file_and_a_unique_section_may_be_left_out(tmp_pa
     [
         ("job.model.layer=3", "job.model.layer: unknown key; did you mean layers?"),
         ("job.zzz=3", "known keys here: name, model"),
+        ("layers=6", "layers: unknown key; did you mean job.model.layers?"),
+        ("seqlen=6", "seqlen: unknown key; did you mean job.model.seq_len?"),
+        ("dp=4", "did you mean job.parallel.dp or job.overlap.dp?"),
+        ("cluster.servers=true", "cluster.servers = True: must be a whole number"),
+        ("cluster.servers=2.0", "cluster.servers = 2.0: must be a whole number"),
+        ("job.optimizer.lr=true", "job.optimizer.lr = True: must be a number"),
+        ("job.overlap.dp=1", "job.overlap.dp = 1: must be true or false"),
+        ("job.name=1", "job.name = 1: must be text"),
+        ("job=3", "job = 3: must be a table of keys"),
+        ("job.launch.backend=mpi", "must be one of 'auto', 'gloo' or 'nccl'"),
+        ("job.data.validation_share=2", "must be below 1"),
         ("bogus.x=3", "bogus: unknown key"),
         ("job.parallel.tp=3", "must divide job.model.heads = 4"),
         ("job.parallel.dp=1", "must equal cluster.servers x cluster.gpus_per_server = 2"),
         ("job.parallel.vpp=2", "job.parallel.pp = 1"),
-        ("job.model.layers=0", "greater than or equal to 1"),
+        ("job.model.layers=0", "must be at least 1"),
         ("job.model.layers=many", "job.model.layers = many"),
         ("job.model.heads=5", "must divide job.model.hidden = 128"),
         ("job.model.attention_window=4096", "job.model.seq_len = 128"),
         ("job.batch.global_size=3", "multiple of job.batch.micro_size x job.parallel.dp"),
         ("cluster.nic_bps=fast", "such as 200G"),
         ("cluster.nic_bps=800G", "cluster.switch_port_bps"),
+        ("cluster.switch_radix=5000", "cluster.switch_radix = 5000: must be at most 4096"),
+        ("cluster.nics_per_server=257", "must be at most 256"),
+        ("cluster.nic_bps=1e16", "cluster.nic_bps"),
+        ("cluster.prices.swich=1", "cluster.prices.swich: unknown key; did you mean switch?"),
+        ("cluster.prices.nic=-1", "cluster.prices.nic = -1"),
+        ("cluster.prices.nic=true", "cluster.prices.nic = True"),
         ("cluster.rails=3", "must divide cluster.nics_per_server = 1"),
         ("job.optimizer.lr=nan", "job.optimizer.lr"),
         ("job.parallel.pp=8", "must divide job.model.layers = 4"),
@@ -93,6 +110,15 @@ def test_bad_values_get_one_line_that_names_the_rule(override: str, words: str) 
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_every_bad_value_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["cluster.servers=true", "job.model.layers=x", "job.data.max_mib=0"])
+    said = str(caught.value)
+    assert said.startswith("cluster.servers = True: must be a whole number; correct the value; also ")
+    assert "job.model.layers: must be a whole number" in said
+    assert "job.data.max_mib: must be above 0" in said
 
 
 def test_a_file_of_a_cluster_alone_needs_no_job(tmp_path: Path) -> None:

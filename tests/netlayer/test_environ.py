@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from netlayer import environ
-from netlayer.errors import HardwareMissing, PackageClash
+from netlayer.errors import ConfigError, HardwareMissing, PackageClash
 
 
 @pytest.fixture
@@ -111,3 +111,41 @@ def test_a_foreign_package_first_on_the_path_is_refused(tmp_path: Path, monkeypa
 def test_a_missing_package_is_named() -> None:
     with pytest.raises(PackageClash, match="package no_such_package: is missing"):
         environ.check_package("no_such_package")
+
+
+def test_memory_is_bounded_by_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Path("/proc/self/cgroup").read_text().splitlines()
+    memory = next((line for line in own if line.split(":")[1] in ("memory", "")), None)
+    if memory is None:
+        pytest.skip("needs a memory cgroup")
+    unlimited = environ.available_memory_bytes(tmp_path)
+    names = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes") if ":memory:" in memory else ("memory.max", "memory.current")
+    )
+    folder = tmp_path / "memory" if ":memory:" in memory else tmp_path
+    folder.mkdir(exist_ok=True)  # the root alone is mounted, as in a container
+    for name, text in zip(
+        (*names, "memory.stat"), ("3000000", "1000000", "anon 1\ntotal_inactive_file 500000"), strict=True
+    ):
+        (folder / name).write_text(text)
+    assert unlimited > 2_500_000
+    assert environ.available_memory_bytes(tmp_path) == 2_500_000
+    (folder / names[0]).write_text("max")
+    assert environ.available_memory_bytes(tmp_path) > 2_500_000
+
+
+def test_what_a_laptop_need_not_have_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environ, "list_gpus", list)
+    status = {finding.topic: finding.status for finding in environ.doctor()}
+    assert status["GPUs"] == "optional"
+    assert status["RDMA"] != "missing"
+
+
+def test_a_loopback_that_is_down_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    environ.check_loopback()
+    monkeypatch.setattr("socket.socket.connect", unreachable)
+    with pytest.raises(ConfigError, match=r"loopback is down .* ip link set lo up"):
+        environ.check_loopback()

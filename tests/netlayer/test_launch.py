@@ -42,8 +42,18 @@ def runs(pid: int) -> bool:
         return False
 
 
+_EARLIER: set[psutil.Process] = set()
+
+
+@pytest.fixture(autouse=True)
+def _forget_children_of_earlier_tests() -> None:
+    """A server that another module keeps for its whole session, say."""
+    _EARLIER.clear()
+    _EARLIER.update(psutil.Process().children(recursive=True))
+
+
 def no_children() -> bool:
-    return not psutil.Process().children(recursive=True)
+    return not set(psutil.Process().children(recursive=True)) - _EARLIER
 
 
 # ---- results, messages, logs
@@ -52,7 +62,7 @@ def no_children() -> bool:
 def test_results_come_in_rank_order_and_ranks_know_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of a torchrun around us")
-    results = launch(targets.describe, 3, args=("a", 2), log_dir=tmp_path / "logs", env={"EXTRA": "given"})
+    results = launch(targets.describe, 3, args=("a", 2), log_dir=str(tmp_path / "logs"), env={"EXTRA": "given"})
     assert [result["env"] for result in results] == [RankEnv(rank, 3, rank, 3, "netlayer") for rank in range(3)]
     assert [result["args"] for result in results] == [("a", 2)] * 3
     environ = results[2]["environ"]
@@ -90,6 +100,10 @@ def test_a_file_of_the_current_folder_hides_no_module(tmp_path: Path, monkeypatc
     (tmp_path / "json.py").write_text("raise RuntimeError('not the json of Python')")
     monkeypatch.chdir(tmp_path)
     assert launch(targets.report_steps, 1, args=(0,), log_dir=tmp_path) == [0]
+
+
+def test_a_rank_ends_though_an_executor_was_never_shut_down(tmp_path: Path) -> None:
+    assert launch(targets.leave_a_pool, 2, log_dir=tmp_path) == [0, 1]
 
 
 def test_a_result_may_be_larger_than_a_pipe(tmp_path: Path) -> None:
@@ -182,7 +196,10 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_killed_rank_is_blamed_rather_than_the_peer_that_noticed(tmp_path: Path, complaint: str) -> None:
     with pytest.raises(RankFailed) as caught:
         launch(targets.die_beside_a_complaint, 2, args=(str(tmp_path), complaint), log_dir=tmp_path)
-    assert (caught.value.rank, caught.value.reason) == (1, "killed by SIGKILL before it returned")
+    assert (caught.value.rank, caught.value.reason) == (
+        1,
+        "killed by SIGKILL before it returned (out of memory? see dmesg)",
+    )
 
 
 @pytest.mark.usefixtures("_patient")

@@ -402,3 +402,36 @@ def test_close_ends_a_wait_that_another_thread_is_in(redis_url: str) -> None:
     waiter.join(30)
     assert not waiter.is_alive()
     assert len(failed) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        (5, timedelta(seconds=5)),
+        (0.5, timedelta(milliseconds=500)),
+        (float("inf"), timedelta(seconds=-1)),
+        (SHORT, SHORT),
+    ],
+)
+def test_timeout_is_a_timedelta_or_seconds(open_store: Open, given: float | timedelta, stored: timedelta) -> None:
+    assert open_store(timeout=given).timeout == stored
+
+
+@pytest.mark.parametrize("given", ["5", None, True, float("nan")])
+def test_a_timeout_that_is_neither_is_refused_in_our_words(redis_url: str, run_id: str, given: Any) -> None:
+    with pytest.raises(ValueError, match="timeout must be a timedelta or a number of seconds, got"):
+        RedisStore(redis_url, run_id, given)
+
+
+def test_while_no_server_answers_it_says_how_long_it_tries(
+    run_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("netlayer.redis_link._TELL_EVERY_S", 0.5)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with pytest.raises(StoreUnreachable):
+            RedisStore(f"redis://127.0.0.1:{free.getsockname()[1]}", run_id, 2.6)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) >= 2
+    assert "trying for another 3 s" in said[0]
+    assert "trying for another 2 s" in said[1]

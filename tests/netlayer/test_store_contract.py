@@ -347,7 +347,7 @@ OPERATIONS = st.one_of(
 class TestAgainstTcpStore:
     """The same random operations on both stores give the same answers."""
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(operations=st.lists(OPERATIONS, max_size=25))
     def test_same_answers(self, redis_url: str, operations: list[tuple[Any, ...]]) -> None:
         with RedisStore(redis_url, "property", LONG) as ours:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import vl_convert
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from netlayer.report import Axis, Chart, Threshold, charts
@@ -126,7 +126,6 @@ def test_long_lines_are_thinned_and_said() -> None:
     assert f"10,000 points drawn as {len(rows(chart)):,}" in title(chart)
 
 
-@settings(deadline=None)
 @given(st.integers(LINE_POINTS + 1, 3 * LINE_POINTS), st.integers(0, 2**32 - 1))
 def test_thinning_keeps_both_ends_and_both_extremes(num_rows: int, seed: int) -> None:
     values = np.random.default_rng(seed).standard_normal(num_rows)
@@ -141,7 +140,6 @@ def test_many_series_share_the_points_of_a_page() -> None:
     assert len(rows(charts.line(frame, "x", "y", colour="rank"))) <= 3 * LINE_POINTS
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-50, 5000), min_size=1, max_size=60), st.integers(1, 50))
 def test_every_value_falls_into_one_bin(values: list[int], bins: int) -> None:
     found = np.array(values, dtype=float)

@@ -280,7 +280,7 @@ def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path: Path) -> None
 def test_the_commit_is_found_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("netlayer.environ.snapshot", lambda: {"commit": "0123456789ab+"})
     assert "commit 0123456789ab+" in Report("r").html()
-    assert "<li>commit" not in Report("r", commit="").html()
+    assert "<li>commit unknown</li>" in Report("r", commit="").html()
 
 
 def test_bad_arguments_are_refused() -> None:

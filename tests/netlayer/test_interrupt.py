@@ -1,0 +1,55 @@
+import os
+import signal
+import threading
+
+import pytest
+
+from netlayer.interrupt import held_interrupt
+
+
+def load(num_interrupts: int, done: list[str]) -> None:
+    """A block that is interrupted so often, and notes that it came to its end."""
+    with held_interrupt():
+        for _ in range(num_interrupts):
+            os.kill(os.getpid(), signal.SIGINT)
+        done.append("whole")
+
+
+def test_ctrl_c_is_delivered_when_the_block_is_done() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        load(1, done)
+    assert done == ["whole"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        load(2, done)
+    assert done == []
+
+
+def test_an_error_of_the_block_stays_where_nobody_interrupts() -> None:
+    with pytest.raises(ImportError), held_interrupt():
+        raise ImportError
+
+
+def test_other_threads_and_handlers_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        owner = signal.getsignal(signal.SIGINT)
+        with held_interrupt():
+            assert signal.getsignal(signal.SIGINT) is owner
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    seen: list[object] = []
+
+    def run() -> None:
+        with held_interrupt():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
