@@ -1,15 +1,17 @@
 """The lists that a person wires and configures from: every cable, every NIC's address, every switch, as CSV.
 
-A NIC's address is routed to its port as a /32 (the ToR needs no address there), so the .0 of the first server is an
-address like any other, and a server may move to another port. Switches get a loopback in 172.16.0.0/12 and an AS
-number as RFC 7938 (5.2) gives them: one a ToR, one for the spines of a pod, one for the core. Left out: management
-network, IPv6, and the switches' own configuration files.
+Every ToR port to a NIC is a routed port with a subnet of two addresses (/31, RFC 3021): the even one is the port's and
+the NIC's gateway, the odd one the NIC's, `Clos.address_of`. A rail is one prefix, so a server's route to the NICs of
+its rail is one line. Links between switches are left unnumbered, for BGP sessions over IPv6 link-local (RFC 5549). A
+switch gets a loopback in 172.16.0.0/12 and an AS number as RFC 7938 (5.2) gives them: one a ToR, one for the spines of
+a pod, one for the core. Left out: management network, and the switches' own configuration files.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import ipaddress
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,11 +23,22 @@ from topology.graph import Graph
 from topology.plant import Plant
 
 CABLE_COLUMNS = ("cable", "kind", "a_device", "a_port", "b_device", "b_port", "rate_gbps")
-ADDRESS_COLUMNS = ("server", "nic", "rail", "address", "subnet", "tor", "tor_port", "pod")
+ADDRESS_COLUMNS = (
+    "server",
+    "nic",
+    "rail",
+    "address",
+    "gateway",
+    "rail_prefix",
+    "tor",
+    "tor_port",
+    "tor_port_address",
+    "pod",
+)
 SWITCH_COLUMNS = ("switch", "level", "pod", "loopback", "asn")
 
 _FIRST_ASN = 4_200_000_000
-_LOOPBACKS = 0xAC10_0000  # 172.16.0.0
+_LOOPBACKS = ipaddress.IPv4Network("172.16.0.0/12")
 
 
 def cables_csv(graph: Graph, plant: Plant | None = None) -> str:
@@ -50,68 +63,61 @@ def cables_csv(graph: Graph, plant: Plant | None = None) -> str:
 
 
 def addresses_csv(plant: Plant) -> str:
-    """One line a NIC: address, the subnet that holds its rail, and the ToR port it hangs on."""
-    graph = plant.graph()
-    rows: list[tuple[Any, ...]] = []
-    first_node = first_cable = 0
-    for index, part in enumerate(plant.parts):
-        local = np.arange(part.design.num_nics, dtype=np.int64)
-        nic = plant.nic_of(index)
-        server, position = np.divmod(nic, plant.cluster.nics_per_server)
-        tor = part.tor_of(local)
-        pods = part.pod_of(tor).tolist()
-        tors = (part.tor_nodes(tor) + first_node).tolist()
-        for one, (host, number) in enumerate(zip(server.tolist(), position.tolist(), strict=True)):
-            address = f"10.{number}.{host // 256}.{host % 256}/32"
-            port = graph.b_port[first_cable + one]
-            name = f"srv{host:04d}"
-            rail = number % plant.cluster.rails
-            rows.append((name, number, rail, address, f"10.{number}.0.0/16", graph.names[tors[one]], port, pods[one]))
-        first_node += part.num_nodes
-        first_cable += part.num_links // 2
-    return _csv(ADDRESS_COLUMNS, sorted(rows, key=lambda row: (row[0], row[1])))
+    """One line a NIC: its address and gateway, its rail's prefix, and the ToR port it hangs on with that port's own."""
+    graph, fabric = plant.graph(), plant.fabric
+    nics = np.arange(fabric.design.num_nics, dtype=np.int64)
+    tors = fabric.tor_of(nics)
+    places = zip(
+        fabric.address_of(nics).tolist(),
+        (nics % fabric.design.nics_per_server).tolist(),
+        fabric.tor_nodes(tors).tolist(),
+        (fabric.pod_of(tors) % fabric.design.pods_per_network).tolist(),
+        strict=True,
+    )
+    rows = []
+    for nic, (number, local, tor, pod) in enumerate(places):
+        address, gateway = ipaddress.IPv4Address(number), ipaddress.IPv4Address(number - 1)
+        prefix = ipaddress.IPv4Network((number, 16), strict=False)
+        server, rail = graph.names[nic].partition("/")[0], local % fabric.design.rails
+        there = (f"{address}/31", gateway, prefix, graph.names[tor], graph.b_port[nic], f"{gateway}/31", pod)
+        rows.append((server, local, rail, *there))
+    return _csv(ADDRESS_COLUMNS, rows)
 
 
 def switches_csv(plant: Plant) -> str:
     """One line a switch: level, pod, loopback, AS number."""
-    names = plant.graph().names
-    rows: list[tuple[Any, ...]] = []
-    first_node = num_tors = 0
-    for part in plant.parts:
-        design = part.design
-        nodes = range(design.num_nics, part.num_nodes)
-        for node, (level, pod, asn) in zip(nodes, _autonomous_systems(part, num_tors), strict=True):
-            loopback = _LOOPBACKS + len(rows) + 1
-            rows.append((names[first_node + node], level, pod, f"{_dotted(loopback)}/32", asn))
-        first_node += part.num_nodes
-        num_tors += design.num_tors
+    fabric = plant.fabric
+    names = plant.graph().names[fabric.design.num_nics :]
+    rows = [
+        (name, level, pod, f"{_LOOPBACKS[number]}/32", asn)
+        for number, (name, (level, pod, asn)) in enumerate(zip(names, _autonomous_systems(fabric), strict=True), 1)
+    ]
     return _csv(SWITCH_COLUMNS, rows)
 
 
-def _autonomous_systems(part: Clos, tors_before: int) -> list[tuple[str, int | str, int]]:
+def _autonomous_systems(fabric: Clos) -> list[tuple[str, int | str, int]]:
     """(level, pod, AS number) of each switch, in node order; the core has the first number, a pod one of the next."""
-    design = part.design
+    design = fabric.design
+    pods = design.pods_per_network
     pod_of_tor = (np.arange(design.num_tors) // design.tors_per_pod).tolist()
     pod_of_spine = (np.arange(design.num_spines) // design.spines_per_pod).tolist()
-    first_tor = _FIRST_ASN + 1 + design.num_pods + tors_before
+    first_tor = _FIRST_ASN + 1 + design.num_pods
     return [
-        *(("tor", pod, first_tor + tor) for tor, pod in enumerate(pod_of_tor)),
-        *(("spine", pod, _FIRST_ASN + 1 + pod) for pod in pod_of_spine),
+        *(("tor", pod % pods, first_tor + tor) for tor, pod in enumerate(pod_of_tor)),
+        *(("spine", pod % pods, _FIRST_ASN + 1 + pod) for pod in pod_of_spine),
         *[("core", "", _FIRST_ASN)] * design.num_cores,
     ]
 
 
 def _kinds(plant: Plant) -> list[str]:
-    kinds: list[str] = []
-    for part in plant.parts:
-        design = part.design
-        port = format_rate(plant.cluster.switch_port_bps)
-        ends = f"{design.lanes_per_port} x {format_rate(design.nic_bps)}"
-        kinds += [f"AOC {port} to {ends}" if design.lanes_per_port > 1 else f"AOC {port}"] * design.num_nics
-        broken = f" as {design.uplink_lanes} x {format_rate(design.tor_uplink_bps)}" if design.uplink_lanes > 1 else ""
-        kinds += [f"fibre {port}{broken}"] * (design.num_tors * design.tor_uplinks)
-        kinds += [f"fibre {port}"] * (design.num_spines * design.spine_uplinks)
-    return kinds
+    design, port = plant.fabric.design, format_rate(plant.cluster.switch_port_bps)
+    ends = f" to {design.lanes_per_port} x {format_rate(design.nic_bps)}" if design.lanes_per_port > 1 else ""
+    broken = f" as {design.uplink_lanes} x {format_rate(design.tor_uplink_bps)}" if design.uplink_lanes > 1 else ""
+    return [
+        *[f"AOC {port}{ends}"] * design.num_nics,
+        *[f"fibre {port}{broken}"] * (design.num_tors * design.tor_uplinks),
+        *[f"fibre {port}"] * (design.num_spines * design.spine_uplinks),
+    ]
 
 
 def _cable_numbers(graph: Graph) -> list[int]:
@@ -119,10 +125,6 @@ def _cable_numbers(graph: Graph) -> list[int]:
     known: dict[tuple[int, str], int] = {}
     places = zip(graph.b.tolist(), graph.b_port, strict=True)
     return [known.setdefault((node, port.partition("/")[0]), len(known) + 1) for node, port in places]
-
-
-def _dotted(address: int) -> str:
-    return ".".join(str(address >> shift & 255) for shift in (24, 16, 8, 0))
 
 
 def _csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from topology.clos import Clos, Ints, Tier
 from topology.hashes import mix64
 from topology.hashing import FIVE_TUPLE, HASHES, Ecmp, Field, HashName, Headers, Stage
-from topology.load import Load, demand_bps, load, sum_per_link
+from topology.load import Load, demand_bps, link_demand, load
 from topology.routing import NO_LINK
 from topology.traffic import Flows
 
@@ -105,6 +105,7 @@ def spray(fabric: Clos, flows: Flows) -> Load:
     Members of a group carry alike, so a path names one link of each group, and `pool_bps` gives that link the capacity
     of them all.
     """
+    fabric.check_joined(flows.src_nic, flows.dst_nic)
     design, flow_bps = fabric.design, demand_bps(fabric, flows)
     src_tor, dst_tor = fabric.tor_of(flows.src_nic), fabric.tor_of(flows.dst_nic)
     src_pod, dst_pod = fabric.pod_of(src_tor), fabric.pod_of(dst_tor)
@@ -120,7 +121,7 @@ def spray(fabric: Clos, flows: Flows) -> Load:
     paths[:, Tier.TOR_NIC] = fabric.nic_link(flows.dst_nic, Tier.TOR_NIC)
     for tier, (group, size, crosses) in groups.items():
         paths[crosses, tier] = (group * size + fabric.tier_links(tier).start)[crosses]
-    pooled = sum_per_link(fabric, paths, flow_bps)
+    pooled = link_demand(fabric, flows, paths, flow_bps)
     link_bps, pool_bps = pooled.copy(), fabric.link_bps.copy()
     for tier, (_, size, _) in groups.items():
         span = fabric.tier_links(tier)

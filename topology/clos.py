@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netlayer.config import ClusterConfig
+from netlayer.errors import ConfigError
 from topology.design import Design, plan
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,8 @@ class Clos:
     """A fabric. Arrays over links are indexed by link id; `link_src` and `link_dst` hold node ids.
 
     NIC n of server s is node s * nics_per_server + n; ToRs, spines and core switches follow. ToRs count by set, then
-    rail; spines by pod, then plane; core switches by plane. The methods below take and give such indices, each kind
-    from 0, as arrays of any one shape; `switch_nodes` alone gives node ids.
+    rail; spines by pod, then plane; core switches by plane; in a rail-only network all of them by rail first. The
+    methods below take and give such indices, each kind from 0, as arrays of any one shape; `*_nodes` give node ids.
     """
 
     design: Design
@@ -91,9 +92,9 @@ class Clos:
     def bisection_bps(self) -> float:
         """Capacity from one half of the servers to the other, one direction: half of the narrowest tier."""
         wide = [self.tier_bps(Tier.NIC_TOR)]
-        if self.design.num_tors > 1:
+        if self.design.num_tor_sets > 1:  # under one set every rail reaches every server below its spines
             wide.append(self.tier_bps(Tier.TOR_SPINE))
-        if self.design.num_pods > 1:
+        if self.design.pods_per_network > 1:
             wide.append(self.tier_bps(Tier.SPINE_CORE))
         return min(wide) / 2
 
@@ -107,24 +108,50 @@ class Clos:
 
     def tor_of(self, nic: Ints) -> Ints:
         """The ToR that a NIC hangs on: its server's set, its own rail."""
-        server, local = np.divmod(nic, self.design.nics_per_server)
-        tor_set = server // self.design.servers_per_tor_set
-        return np.asarray(tor_set * self.design.rails + local % self.design.rails)
+        return _tor_of(self.design, nic)
+
+    def tors_of_rail(self, rail: int) -> Ints:
+        """All ToRs of a rail, in order of their sets."""
+        return _tor(self.design, np.arange(self.design.num_tor_sets, dtype=np.int64), rail)
+
+    def network_of(self, nic: Ints) -> Ints:
+        """Which of the networks that no switch joins a NIC is in: its rail in a rail-only network, else 0."""
+        return np.asarray(nic % self.design.nics_per_server % self.design.num_networks)
+
+    def check_joined(self, src_nic: Ints, dst_nic: Ints) -> None:
+        """Refuse flows between networks that no switch joins.
+
+        Raises:
+            ConfigError: in a rail-only network a flow would cross from rail to rail.
+        """
+        apart = np.flatnonzero(self.network_of(src_nic) != self.network_of(dst_nic))
+        if len(apart):
+            rule = (
+                f"{len(apart)} of {len(src_nic)} flows would cross from rail to rail, which no switch joins: the first "
+                f"from NIC {src_nic[apart[0]]} to NIC {dst_nic[apart[0]]}"
+            )
+            remedy = "keep flows on their rail (NVLink crosses it), or set cluster.rail_only = false"
+            raise ConfigError("cluster.rail_only", "true", rule, remedy)
 
     def pod_of(self, tor: Ints) -> Ints:
         """The pod of a ToR."""
         return tor // self.design.tors_per_pod
 
     def address_of(self, nic: Ints) -> NDArray[np.uint32]:
-        """IPv4 address of a NIC: 10.<NIC of the server>.<server>, so that a rail is a subnet."""
+        """IPv4 address of a NIC: the odd one of its server's pair of addresses in 10.<NIC of the server>.0.0/16.
+
+        The even one is that of the ToR's port, so that every port is a subnet of its own (/31, RFC 3021).
+        """
         server, local = np.divmod(nic, self.design.nics_per_server)
-        return (10 << 24 | local << 16 | server).astype(np.uint32)
+        return np.asarray(10 << 24 | local << 16 | 2 * server + 1, dtype=np.uint32)
 
     def hops(self, src_nic: Ints, dst_nic: Ints) -> Ints:
-        """Links of a path: 0 to itself, 2 under one ToR, 4 inside a pod, 6 through the core."""
+        """Links of a path: 2 under one ToR, 4 inside a pod, 6 through the core; 0 to itself, or where there is none."""
         src_tor, dst_tor = self.tor_of(src_nic), self.tor_of(dst_nic)
+        src_pod, dst_pod = self.pod_of(src_tor), self.pod_of(dst_tor)
+        joined = src_pod // self.design.pods_per_network == dst_pod // self.design.pods_per_network
         turns = (src_nic != dst_nic).astype(np.int64) + (src_tor != dst_tor)
-        return np.asarray(2 * (turns + (self.pod_of(src_tor) != self.pod_of(dst_tor))))
+        return np.asarray(2 * joined * (turns + (src_pod != dst_pod)))
 
     def tor_nodes(self, tor: Ints) -> Ints:
         return tor + self.design.num_nics
@@ -134,6 +161,10 @@ class Clos:
 
     def core_nodes(self, core: Ints) -> Ints:
         return core + _first_core(self.design)
+
+    def core_of(self, spine: Ints, core: Ints) -> Ints:
+        """Which core switch of all is the `core`-th of those that a spine reaches."""
+        return _core_of(self.design, spine, core)
 
     def nic_link(self, nic: Ints, tier: Tier) -> Ints:
         """The link between a NIC and its ToR; `tier` gives the direction."""
@@ -201,11 +232,25 @@ def _first_core(design: Design) -> int:
     return _first_spine(design) + design.num_spines
 
 
+def _tor(design: Design, tor_set: Ints, rail: Ints | int) -> Ints:
+    by_rail = rail * design.num_tor_sets + tor_set
+    return np.asarray(by_rail if design.num_networks > 1 else tor_set * design.rails + rail)
+
+
+def _tor_of(design: Design, nic: Ints) -> Ints:
+    server, local = np.divmod(nic, design.nics_per_server)
+    return _tor(design, server // design.servers_per_tor_set, local % design.rails)
+
+
+def _core_of(design: Design, spine: Ints, core: Ints) -> Ints:
+    network = spine // (design.spines_per_pod * design.pods_per_network)
+    plane = network * design.spines_per_pod + spine % design.spines_per_pod
+    return np.asarray(plane * design.cores_per_plane + core)
+
+
 def _nic_links(design: Design) -> tuple[Ints, Ints]:
     nic = np.arange(design.num_nics, dtype=np.int64)
-    server, local = np.divmod(nic, design.nics_per_server)
-    tor = server // design.servers_per_tor_set * design.rails + local % design.rails
-    return nic, tor + design.num_nics
+    return nic, _tor_of(design, nic) + design.num_nics
 
 
 def _tor_links(design: Design) -> tuple[Ints, Ints]:
@@ -217,6 +262,5 @@ def _tor_links(design: Design) -> tuple[Ints, Ints]:
 def _spine_links(design: Design) -> tuple[Ints, Ints]:
     width = max(design.spine_uplinks, 1)  # two tiers: no links, and nothing to divide by
     spine, uplink = np.divmod(np.arange(design.num_spines * design.spine_uplinks, dtype=np.int64), width)
-    plane = spine % design.spines_per_pod
-    core = plane * design.cores_per_plane + uplink // max(design.links_per_spine_core, 1)
+    core = _core_of(design, spine, uplink // max(design.links_per_spine_core, 1))
     return spine + _first_spine(design), core + _first_core(design)

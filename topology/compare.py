@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from netlayer.config import ClusterConfig, Config
 from netlayer.errors import ConfigError
 from topology.balance import BalanceName, balance
 from topology.clos import Clos, Tier
-from topology.contention import contend, uncongested
+from topology.contention import busiest, contend, uncongested
 from topology.design import Design, plan
 from topology.expected import Expected, expected_collisions, expected_load
 from topology.hashing import FIVE_TUPLE, Field
-from topology.load import ECMP_TIERS, Collisions
+from topology.load import Collisions, Load
+from topology.placement import StrategyName, num_slots, place_slots, usable_servers
 from topology.traffic import Algorithm, Flows, Kind, headers, job_flows, permutation
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,10 @@ _PHASES: dict[TrafficName, tuple[Kind, ...]] = {
     "all_to_all": (Kind.DP_ALL_TO_ALL,),
 }
 _ALGORITHMS: dict[TrafficName, Algorithm] = {"tree": "tree", "all_to_all": "all_pairs"}
+
+
+Observer = Callable[[bool, str, str, Flows, Load], None]
+Progress = Callable[[int, int, str], None]
 
 
 class _Found(NamedTuple):
@@ -70,19 +75,25 @@ def compare_split(
     num_channels: int | None = None,
     fields: Sequence[Field] = FIVE_TUPLE,
     flows: Flows | None = None,
+    placement: StrategyName = "given",
+    observe: Observer | None = None,
+    progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Collisions with and without the ToR split: one row for each split, traffic, hash (or closed form) and tier.
 
     Rows hold JSON values. `source` is "simulated" for a hash, "predicted" for the closed form, which exists for single
-    tiers alone; `tier` "fabric" is any tier of a path. Figures are means over the seeds, `*_std` the sample deviation
-    (0 for one seed); `slowdown` is uncongested over max-min fair rate. A seed moves the switches' seeds, the queue pair
-    numbers and the permutation.
+    tiers between switches alone; `tier` "fabric" is any of these on a path. Figures are means over the seeds, `*_std`
+    the sample deviation (0 for one seed); `slowdown` is uncongested over max-min fair rate. A seed moves the switches'
+    seeds, the queue pair numbers and the permutation.
 
     Args:
         hashes: hash functions, or what stands in for one (`balance.BALANCES`).
         num_channels: of the job's collectives, see `traffic.job_flows`.
         fields: the header fields that a hash takes.
-        flows: these in place of `traffics`; they are traffic "file".
+        flows: these in place of `traffics`; they are traffic "file". With starts, those of the busiest instant.
+        placement: of the job's ranks on the servers, for the job's own flows.
+        observe: called with (split, traffic, hash, flows, load) for every load.
+        progress: called with (done, total, words).
 
     Raises:
         ConfigError: the fabric cannot be built, or no flow can cross it: one server, or one ToR.
@@ -92,21 +103,25 @@ def compare_split(
         raise ValueError("seeds: at least one")
     fabrics = {split: Clos.build(_with_split(config.cluster, split)) for split in (True, False)}
     check_crossed(fabrics[True])
+    if flows is not None:
+        flows = _together(fabrics[True], flows)
     found: dict[_Case, list[_Found]] = {}
     expected: dict[_Case, list[Expected]] = {}
-    for traffic in traffics if flows is None else (FROM_FILE,):
-        for seed in seeds:
-            logger.info("hashing %s, seed %d", traffic, seed)
-            chosen = (
-                flows
-                if flows is not None
-                else traffic_flows(config, fabrics[True], traffic, seed, qps_per_connection, num_channels)
-            )
-            for case, one in _hash(fabrics, chosen, traffic, seed, hashes, fields):
-                found.setdefault(case, []).append(one)
-            for split, fabric in fabrics.items():
-                for tier, value in expected_load(fabric, chosen).items():
-                    expected.setdefault(_Case(split, traffic, CLOSED_FORM, tier.label), []).append(value)
+    points = [(traffic, seed) for traffic in (traffics if flows is None else (FROM_FILE,)) for seed in seeds]
+    for done, (traffic, seed) in enumerate(points):
+        if progress:
+            progress(done, len(points), f"{traffic}, seed {seed}")
+        logger.info("hashing %s, seed %d", traffic, seed)
+        chosen = (
+            flows
+            if flows is not None
+            else traffic_flows(config, fabrics[True], traffic, seed, qps_per_connection, num_channels, placement)
+        )
+        for case, one in _hash(fabrics, chosen, traffic, seed, hashes, fields, observe):
+            found.setdefault(case, []).append(one)
+        for split, fabric in fabrics.items():
+            for tier, value in expected_load(fabric, chosen).items():
+                expected.setdefault(_Case(split, traffic, CLOSED_FORM, tier.label), []).append(value)
     rows = [_simulated_row(case, values) for case, values in found.items()]
     return rows + [_predicted_row(case, values, _links(fabrics[case.split], case)) for case, values in expected.items()]
 
@@ -136,11 +151,12 @@ def traffic_flows(
     seed: int,
     qps_per_connection: int = 1,
     num_channels: int | None = None,
+    placement: StrategyName = "given",
 ) -> Flows:
-    """The flows of one phase; the permutation takes `seed`, and one queue pair a NIC.
+    """The flows of one phase; the permutation takes `seed`, one queue pair a NIC, and no placement.
 
     Raises:
-        ValueError: the traffic is unknown.
+        ValueError: the traffic or the placement is unknown.
     """
     if traffic == "permutation":
         return permutation(fabric, seed)
@@ -153,7 +169,12 @@ def traffic_flows(
         num_channels=num_channels,
         algorithm=_ALGORITHMS.get(traffic, "ring"),
     )
-    return flows.select(*_PHASES[traffic])
+    chosen = flows.select(*_PHASES[traffic])
+    if placement == "given":
+        return chosen
+    slots, usable = num_slots(config.cluster, config.job.parallel), usable_servers(config.cluster.servers)
+    placed = place_slots(placement, fabric, config.job.parallel, slots, usable, seed)
+    return placed.apply(chosen, config.cluster.nics_per_server)
 
 
 def check_crossed(fabric: Clos) -> None:
@@ -163,10 +184,22 @@ def check_crossed(fabric: Clos) -> None:
         ConfigError: there is one server, whose traffic stays on NVLink, or one ToR, below every hash.
     """
     design = fabric.design
-    if design.num_servers == 1 or design.num_tors == 1:
-        rule = "all traffic stays in one server" if design.num_servers == 1 else "all NICs hang on one ToR"
+    if design.num_servers == 1 or design.num_tors == design.num_networks:
+        of_a_rail = " of a rail" if design.num_networks > 1 else ""
+        alone = design.num_servers == 1
+        rule = "all traffic stays in one server" if alone else f"all NICs{of_a_rail} hang on one ToR"
         remedy = "no flow is hashed: take a larger cluster, such as examples/megascale-12288.toml"
         raise ConfigError("cluster.servers", design.num_servers, rule, remedy)
+
+
+def _together(fabric: Clos, flows: Flows) -> Flows:
+    among, at_s = busiest(fabric, flows)
+    if len(among) < len(flows):
+        words = (
+            "load, collisions and rates are of the %d flows that are under way at %.4g s, when they crowd most, of %d"
+        )
+        logger.warning(words, len(among), at_s, len(flows))
+    return flows.where(among)
 
 
 def _hash(
@@ -176,6 +209,7 @@ def _hash(
     seed: int,
     hashes: Sequence[BalanceName],
     fields: Sequence[Field],
+    observe: Observer | None,
 ) -> Iterator[tuple[_Case, _Found]]:
     """Both fabrics number NICs and ToRs alike, so the flows' headers and uncongested rates serve both."""
     tuples = headers(fabrics[True], flows, seed)
@@ -185,7 +219,9 @@ def _hash(
             loaded = balance(name, fabric, flows, tuples, seed, fields=fields)
             free = free or uncongested(fabric, loaded.paths)
             held = contend(loaded, free)
-            for tier in ECMP_TIERS:
+            if observe:
+                observe(split, traffic, name, flows, loaded)
+            for tier in Tier:
                 case = _Case(split, traffic, name, tier.label)
                 yield case, _Found(loaded.collisions([tier]), held.slowdowns([tier]))
             yield _Case(split, traffic, name, ALL_TIERS), _Found(loaded.collisions(), held.slowdowns())
@@ -212,6 +248,7 @@ def _simulated_row(case: _Case, found: list[_Found]) -> dict[str, Any]:
         "flows": statistics.fmean(one.num_flows for one in seeds),
         "collisions": statistics.fmean(one.num_colliding for one in seeds),
         "overloaded_links": statistics.fmean(one.num_overloaded for one in seeds),
+        "overloaded_share": statistics.fmean(one.num_overloaded / max(one.num_links, 1) for one in seeds),
         "utilisation": statistics.fmean(one.utilisation for one in seeds),
         "max_utilisation": max(one.max_utilisation for one in seeds),
         "slowdown": statistics.fmean(one.slowdown[0] for one in found),
@@ -231,6 +268,7 @@ def _predicted_row(case: _Case, seeds: list[Expected], links: tuple[int, float])
         "flows": statistics.fmean(one.num_flows for one in seeds),
         "collisions": statistics.fmean(one.num_colliding for one in seeds),
         "overloaded_links": None,
+        "overloaded_share": None,
         "utilisation": demand_bps / capacity_bps if capacity_bps else 0.0,
         "max_utilisation": None,
         "slowdown": None,

@@ -1,7 +1,8 @@
 """How many switches and cables a cluster needs: the CLOS of MegaScale (NSDI'24, 3.6) in numbers, ports checked.
 
 A ToR serves one rail of one ToR set; the ToRs of a pod share its spines; spine i of every pod stands in plane i, and
-each plane has its own core switches. Left out: the links themselves (clos), cable lengths, and spare ports.
+each plane has its own core switches. A rail-only network (Wang et al., Rail-only, 2023) has pods, spines and core
+switches of its own for every rail. Left out: the links themselves (clos), cable lengths, and spare ports.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import NoReturn
 from netlayer.config import ClusterConfig
 from netlayer.errors import ConfigError
 
-# Addresses are 10.<NIC of the server>.<server, two bytes>.
-_MAX_SERVERS = 65_536
-_MAX_NICS_PER_SERVER = 256
+# Addresses are 10.<NIC of the server>.<two bytes>, and every server takes two: its own and its switch port's.
+_MAX_SERVERS = 32_768
+_MAX_LANES = 64
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Design:
         nics_per_tor: NICs that a ToR is wired for.
         lanes_per_port: NICs that fit into the rate of one port (a breakout cable has as many ends).
         num_tor_sets: groups of servers that share one ToR a rail.
+        num_pods: of all networks together.
+        num_networks: that no switch joins: one, or one a rail.
         spines_per_pod: also the number of planes of the core.
         links_per_tor_spine: parallel links of each ToR-spine pair.
         cores_per_plane: core switches of a plane; 0 in two tiers.
@@ -40,6 +43,7 @@ class Design:
     servers_per_tor_set: int
     num_tor_sets: int
     num_pods: int
+    num_networks: int
     nics_per_tor: int
     lanes_per_port: int
     spines_per_pod: int
@@ -69,12 +73,20 @@ class Design:
         return self.num_tors // self.num_pods
 
     @property
+    def pods_per_network(self) -> int:
+        return self.num_pods // self.num_networks
+
+    @property
+    def tor_sets_per_pod(self) -> int:
+        return self.num_tor_sets // self.pods_per_network
+
+    @property
     def num_spines(self) -> int:
         return self.num_pods * self.spines_per_pod
 
     @property
     def num_cores(self) -> int:
-        return self.spines_per_pod * self.cores_per_plane
+        return self.num_networks * self.spines_per_pod * self.cores_per_plane
 
     @property
     def tor_uplinks(self) -> int:
@@ -109,7 +121,8 @@ def plan(cluster: ClusterConfig) -> Design:
         rule = f"must divide the {num_tor_sets} ToR sets of {cluster.servers} servers"
         raise ConfigError("cluster.pods", cluster.pods, rule, f"set one of {_divisors(num_tor_sets)}")
     ports_per_pair = _tor_spine_ports(cluster, num_tor_sets, tor_up)
-    spine_down = num_tor_sets * cluster.rails // cluster.pods * ports_per_pair
+    spine_down = _tors_per_pod(cluster, num_tor_sets) * ports_per_pair
+    networks = cluster.rails if cluster.rail_only else 1
     cores, spine_core = _core(cluster, spine_down)
     return Design(
         num_servers=cluster.servers,
@@ -117,7 +130,8 @@ def plan(cluster: ClusterConfig) -> Design:
         rails=cluster.rails,
         servers_per_tor_set=cluster.servers_per_tor_set,
         num_tor_sets=num_tor_sets,
-        num_pods=cluster.pods,
+        num_pods=networks * cluster.pods,
+        num_networks=networks,
         nics_per_tor=_nics_per_tor(cluster),
         lanes_per_port=lanes,
         spines_per_pod=tor_up // ports_per_pair,
@@ -147,12 +161,16 @@ def _check_units(cluster: ClusterConfig) -> None:
         rule = f"must divide cluster.switch_port_bps = {cluster.switch_port_bps}"
         remedy = "a breakout cable cuts a port into equal parts, one a NIC"
         raise ConfigError("cluster.nic_bps", cluster.nic_bps, rule, remedy)
+    if cluster.switch_port_bps // cluster.nic_bps > _MAX_LANES:
+        rule = f"is below 1/{_MAX_LANES} of cluster.switch_port_bps = {cluster.switch_port_bps}"
+        raise ConfigError("cluster.nic_bps", cluster.nic_bps, rule, "no breakout cable has so many ends")
     if cluster.servers > _MAX_SERVERS:
-        rule = f"is above {_MAX_SERVERS}, the addresses of 10.0.0.0/8 with one NIC in the second byte"
+        rule = f"is above {_MAX_SERVERS}: 10.0.0.0/8 with the NIC in the second byte has no more pairs of addresses"
         raise ConfigError("cluster.servers", cluster.servers, rule, "model a part of the cluster")
-    if cluster.nics_per_server > _MAX_NICS_PER_SERVER:
-        rule = f"is above {_MAX_NICS_PER_SERVER}, the second byte of an address"
-        raise ConfigError("cluster.nics_per_server", cluster.nics_per_server, rule, "lower it")
+
+
+def _tors_per_pod(cluster: ClusterConfig, num_tor_sets: int) -> int:
+    return num_tor_sets // cluster.pods * (1 if cluster.rail_only else cluster.rails)
 
 
 def _nics_per_tor(cluster: ClusterConfig) -> int:
@@ -190,7 +208,7 @@ def _tor_spine_ports(cluster: ClusterConfig, num_tor_sets: int, tor_up: int) -> 
         rule = "two tiers have no core to join pods"
         raise ConfigError("cluster.pods", cluster.pods, rule, "set cluster.pods = 1 or cluster.tiers = 3")
     budget = cluster.switch_radix if cluster.tiers == 2 else cluster.switch_radix // 2
-    tors = num_tor_sets * cluster.rails // cluster.pods
+    tors = _tors_per_pod(cluster, num_tor_sets)
     if tors > budget:
         rule = f"puts {tors} ToRs in a pod, a spine has {budget} ports down"
         remedy = "set more cluster.pods (3 tiers), a larger cluster.servers_per_tor_set or fewer servers"

@@ -1,12 +1,14 @@
 """Collisions in closed form, for an ideal hash: every flow takes each member of its ECMP group with equal chance.
 
 A flow's way to its spine and on to a core switch is uniform over all uplinks of its pod, so each tier is one draw: over
-a ToR's uplinks, or over a pod's. The load of one link is then a sum of binomials, one for each rate among the flows.
-Left out: a flow in collision on any tier of its path, for the tiers of one path are not independent.
+a ToR's uplinks, or over a pod's. The load of one link is then a sum of binomials, one for each rate among the flows;
+only loads up to the link's capacity are followed, for what lies above is the rest. Left out: a flow in collision on any
+tier of its path, for the tiers of one path are not independent.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +22,10 @@ from topology.traffic import Flows
 Floats = NDArray[np.float64]
 
 _NEGLIGIBLE = 1e-16
+# Shares of the flows and of their demand below this are rounding: they come out of differences.
+_ROUNDING = 1e-12
+# A link's capacity in steps: flows of 1, 1/2, ... 1/10 of a NIC are whole numbers of them on links of 1, 2 or 4 NICs.
+_STEPS = 10_080
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,8 @@ def expected_collisions(
 ) -> Expected:
     """Flows thrown at random on `num_links` equal links of `link_bps`.
 
-    With X_k ~ Bin(n_k, 1/m) flows of rate r_k on a link of capacity c, X = sum r_k X_k: a flow of rate r_i collides
-    with probability P(r_i + X without it > c), and the links' expected excess is m E[max(X - c, 0)].
+    With X_k ~ Bin(n_k, 1/m) flows of rate r_k on a link of capacity c, N = sum X_k and X = sum r_k X_k: m E[N; X > c]
+    flows collide, and the links' expected excess is m E[max(X - c, 0)] = m (E[X; X > c] - c P(X > c)).
 
     Args:
         num_flows: n_k, flows of each rate.
@@ -56,16 +62,24 @@ def expected_collisions(
         num_links: m, members of the group.
         link_bps: c, capacity of a member.
     """
-    colliding = 0.0
-    for index, (count, rate) in enumerate(zip(num_flows, flow_bps, strict=True)):
-        if count:
-            others = [other - (position == index) for position, other in enumerate(num_flows)]
-            values, chances = _link_load(others, flow_bps, num_links)
-            colliding += count * float(chances[values + rate > link_bps * (1 + TOLERANCE)].sum())
-    values, chances = _link_load(num_flows, flow_bps, num_links)
-    excess = num_links * float((chances * np.maximum(values - link_bps, 0.0)).sum())
-    total = float(np.dot(num_flows, flow_bps))
-    return Expected(int(sum(num_flows)), colliding, excess, total)
+    there = [(int(count), float(rate)) for count, rate in zip(num_flows, flow_bps, strict=True) if count]
+    return _expected(tuple(there), num_links, float(link_bps))
+
+
+@functools.lru_cache(maxsize=8192)
+def _expected(kinds: tuple[tuple[int, float], ...], num_links: int, link_bps: float) -> Expected:
+    flows, total = sum(count for count, _ in kinds), sum(count * rate for count, rate in kinds)
+    if total <= link_bps * (1 + TOLERANCE):
+        return Expected(flows, 0.0, 0.0, total)
+    fits, fit_flows, fit_bps = _fitting(kinds, num_links, link_bps)
+    colliding = flows - num_links * fit_flows
+    excess = total - num_links * (fit_bps + link_bps * (1 - fits))
+    return Expected(
+        num_flows=flows,
+        num_colliding=colliding if colliding > _ROUNDING * flows else 0.0,
+        excess_bps=excess if excess > _ROUNDING * total else 0.0,
+        total_bps=total,
+    )
 
 
 def expected_load(fabric: Clos, flows: Flows) -> dict[Tier, Expected]:
@@ -107,16 +121,26 @@ def _groups(fabric: Clos, tier: Tier, flows: Flows) -> tuple[Ints, NDArray[np.bo
     return pods[downwards], pods[0] != pods[1], design.spines_per_pod * design.spine_uplinks
 
 
-def _link_load(num_flows: Sequence[int], flow_bps: Sequence[float], num_links: int) -> tuple[Floats, Floats]:
-    """The demand of one link: its values and their probabilities, negligible ones left out."""
-    values, chances = np.zeros(1), np.ones(1)
-    for count, rate in zip(num_flows, flow_bps, strict=True):
-        flows = np.arange(count + 1)
-        chance = _binomial(count, num_links)
-        likely = chance > _NEGLIGIBLE
-        values = np.add.outer(values, flows[likely] * rate).ravel()
-        chances = np.multiply.outer(chances, chance[likely]).ravel()
-    return values, chances
+def _fitting(kinds: tuple[tuple[int, float], ...], num_links: int, link_bps: float) -> tuple[float, float, float]:
+    """Of one link: P(X <= c), E[N; X <= c] and E[X; X <= c], for N flows of demand X, kinds as (flows, rate).
+
+    Loads are told apart in steps of c. Each kind's load is rounded down to them, so that what fills a link exactly is
+    never taken for more; the moments are of the loads themselves.
+    """
+    state = np.zeros((3, _STEPS + 1))  # a row each for the chance, the flows and the demand, by load
+    state[0, 0] = 1.0
+    for count, rate in kinds:
+        most = min(count, int(link_bps / rate * (1 + TOLERANCE)))
+        chances = _binomial(count, num_links)[: most + 1]
+        after = np.zeros_like(state)
+        for flows in np.flatnonzero(chances > _NEGLIGIBLE).tolist():
+            step = int(flows * rate / link_bps * _STEPS * (1 + TOLERANCE))
+            kept = chances[flows] * state[:, : _STEPS + 1 - step]
+            after[:, step:] += kept
+            after[1:, step:] += np.outer([flows, flows * rate], kept[0])
+        state = after
+    fits, fit_flows, fit_bps = state.sum(axis=1).tolist()
+    return fits, fit_flows, fit_bps
 
 
 def _binomial(count: int, num_links: int) -> Floats:

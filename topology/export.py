@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping, Sequence
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from netlayer.errors import ConfigError
 from topology.clos import Clos, Ints
@@ -24,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def to_networkx(graph: Graph) -> nx.MultiGraph:
-    """Nodes by name with `index`, `kind` (host, switch) and `level`; one edge a cable, its number as key."""
+    """Nodes by name with `index`, `kind` (host, switch), `level` and `address`; one edge a cable, its number as key."""
     import networkx as nx
 
     net = nx.MultiGraph()
@@ -34,6 +37,9 @@ def to_networkx(graph: Graph) -> nx.MultiGraph:
         (name, {"index": index, "kind": kinds[switch], "level": level})
         for index, (name, switch, level) in enumerate(levels)
     )
+    if graph.host_ip is not None:
+        for host in graph.hosts.tolist():
+            net.nodes[graph.names[host]]["address"] = str(IPv4Address(int(graph.host_ip[host])))
     names = graph.names
     net.add_edges_from((names[a], names[b], cable, data) for cable, (a, b, data) in enumerate(_edges(graph)))
     return net
@@ -41,6 +47,8 @@ def to_networkx(graph: Graph) -> nx.MultiGraph:
 
 def from_networkx(net: nx.MultiGraph, source: object = "networkx") -> Graph:
     """The graph behind `to_networkx`; attributes `kind` of nodes and `bps` of edges are needed, others may lack.
+
+    Addresses count where every host has one.
 
     Raises:
         ConfigError: an attribute is missing or wrong; see also `graph.checked`.
@@ -59,6 +67,7 @@ def from_networkx(net: nx.MultiGraph, source: object = "networkx") -> Graph:
             latency_ns=np.array([float(data.get("latency_ns", 0.0)) for *_, data in ends]),
             a_port=tuple(str(data.get("a_port", "")) for *_, data in ends),
             b_port=tuple(str(data.get("b_port", "")) for *_, data in ends),
+            host_ip=_addresses([data for _, data in nodes]),
         )
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as exc:
         rule = f"lacks an attribute, or has a wrong one ({exc})"
@@ -102,19 +111,30 @@ def read_graphml(path: Path) -> Graph:
 
 
 def hpcc_text(graph: Graph) -> str:
-    """HPCC's topo.txt: counts, the switches, and a line `src dst rate delay error-rate` a cable.
+    """HPCC's topo.txt: counts, the switches, and a line `src dst rate delay error-rate` a pair of devices.
 
-    Names and ports are lost. Parallel cables stand as repeated lines, of which HPCC's simulator keeps the last alone.
+    Names and ports are lost. HPCC keeps one link a pair, so parallel cables stand as one of their summed rate (and the
+    longest of their delays): the capacity is whole, but ECMP has fewer members to choose among, which is said.
     """
     pairs, widest = parallel_pairs(graph)
     if pairs:
-        logger.warning("%d pairs of devices have up to %d parallel links; HPCC keeps one a pair", pairs, widest)
+        logger.warning(
+            "topo.txt: %d pairs of devices have up to %d parallel links, written as one link of their summed rate: "
+            "HPCC knows one link a pair, so its ECMP has fewer members to choose among",
+            pairs,
+            widest,
+        )
+    cables: dict[tuple[int, int], tuple[float, float]] = {}
+    columns = (array.tolist() for array in (graph.a, graph.b, graph.bps, graph.latency_ns))
+    for a, b, bps, latency in zip(*columns, strict=True):
+        ends = (a, b) if (b, a) not in cables else (b, a)
+        rate, delay = cables.get(ends, (0.0, 0.0))
+        cables[ends] = rate + bps, max(delay, latency)
     lines = [
-        f"{graph.num_nodes} {int(graph.is_switch.sum())} {graph.num_cables}",
+        f"{graph.num_nodes} {int(graph.is_switch.sum())} {len(cables)}",
         " ".join(str(node) for node in np.flatnonzero(graph.is_switch).tolist()),
     ]
-    cables = zip(*(array.tolist() for array in (graph.a, graph.b, graph.bps, graph.latency_ns)), strict=True)
-    lines += [f"{a} {b} {_rate(bps)} {_plain(latency)}ns 0" for a, b, bps, latency in cables]
+    lines += [f"{a} {b} {_rate(bps)} {_plain(latency)}ns 0" for (a, b), (bps, latency) in cables.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -122,9 +142,14 @@ def htsim_text(fabric: Clos, latency_ns: int = 1000) -> str:
     """htsim's .topo for a CLOS; its hosts count by ToR, its core by place, then plane: see `htsim_nodes`.
 
     Raises:
-        ConfigError: htsim cannot say it: a partly filled ToR set, a fraction as oversubscription, or a rate below 1G.
+        ConfigError: htsim cannot say it: a partly filled ToR set, a fraction as oversubscription, a rate below 1G, or
+            networks that no switch joins.
     """
     design = fabric.design
+    if design.num_networks > 1:
+        raise ConfigError(
+            "cluster.rail_only", "true", "makes a network of every rail, htsim knows one", "simulate one rail"
+        )
     over = design.nics_per_tor * design.nic_bps / (design.tor_uplinks * design.tor_uplink_bps)
     if design.num_nics != design.num_tors * design.nics_per_tor:
         rule = f"leaves a ToR set of {design.servers_per_tor_set} partly filled, which htsim cannot say"
@@ -156,6 +181,14 @@ def htsim_nodes(fabric: Clos) -> Ints:
     switches = np.arange(design.num_nics, design.num_nics + design.num_tors + design.num_spines)
     index, plane = np.divmod(np.arange(design.num_cores), design.spines_per_pod)
     return np.concatenate([hosts, switches, fabric.core_nodes(plane * design.cores_per_plane + index)])
+
+
+def _addresses(nodes: Sequence[Mapping[str, Any]]) -> NDArray[np.uint32] | None:
+    """Of each node, 0 for switches; None where a host has none."""
+    if any("address" not in data for data in nodes if data["kind"] != "switch"):
+        return None
+    given = [int(IPv4Address(data["address"])) if data["kind"] != "switch" else 0 for data in nodes]
+    return np.array(given, dtype=np.uint32)
 
 
 def _edges(graph: Graph) -> list[tuple[int, int, dict[str, Any]]]:

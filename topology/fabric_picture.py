@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from netlayer.report import Chart
-from netlayer.report.theme import CARD, INK, MUTED, SCALE
+from netlayer.report.theme import INK, MUTED, SCALE
 from netlayer.units import format_rate
 from topology.clos import Clos, Ints, Tier
 from topology.load import Load
@@ -22,6 +22,8 @@ from topology.load import Load
 _MOST = 240
 _LINKED_TORS = 4
 _HEIGHT = 380
+# The rows are named left of the drawing, where no link crosses.
+_LABELS_FROM = -0.28
 _ROWS = {"core": 3.0, "spine": 2.0, "tor": 1.0, "server": 0.0}
 
 
@@ -29,8 +31,8 @@ def fabric_chart(fabric: Clos, load: Load) -> Chart:
     """Servers by ToR set, ToRs, spines and core switches, pod by pod, and how full their links are."""
     nodes = _nodes(fabric, load)
     links = _links(fabric, nodes)
-    x = alt.X("x:Q", axis=None, scale=alt.Scale(domain=[-0.02, 1.02], nice=False, zero=False))
-    y = alt.Y("y:Q", axis=None, scale=alt.Scale(domain=[-0.5, 3.35], nice=False, zero=False))
+    x = alt.X("x:Q", axis=None, scale=alt.Scale(domain=[_LABELS_FROM, 1.02], nice=False, zero=False))
+    y = alt.Y("y:Q", axis=None, scale=alt.Scale(domain=[-0.5, 3.25], nice=False, zero=False))
     lines = alt.Chart(links).mark_rule(strokeWidth=0.5, opacity=0.28, color=MUTED)
     marks = (
         alt.Chart(nodes)
@@ -53,20 +55,19 @@ def fabric_chart(fabric: Clos, load: Load) -> Chart:
             ],
         )
     )
-    labels = alt.Chart(_labels(fabric)).encode(x="x:Q", y="y:Q", text="text:N")
-    place: dict[str, Any] = {"align": "left", "baseline": "bottom", "fontWeight": 600, "fontSize": 12}
-    outline = labels.mark_text(**place, color=CARD, stroke=CARD, strokeWidth=6, strokeJoin="round")
+    labels = alt.Chart(_labels(fabric)).encode(x=x, y=y, text="text:N")
+    place: dict[str, Any] = {"align": "left", "baseline": "middle", "lineBreak": "\n", "fontSize": 12}
     written = labels.mark_text(**place, color=INK)
     pods = alt.Chart(_pod_labels(fabric)).encode(x="x:Q", y="y:Q", text="text:N")
     under = pods.mark_text(baseline="top", color=MUTED, fontSize=12)
-    drawn: Any = alt.layer(lines.encode(x=x, y=y, x2="x2:Q", y2="y2:Q"), marks, outline, written, under)
+    drawn: Any = alt.layer(lines.encode(x=x, y=y, x2="x2:Q", y2="y2:Q"), marks, written, under)
     return drawn.properties(width="container", height=_HEIGHT)  # type: ignore[no-any-return]
 
 
 def caption(fabric: Clos) -> str:
     """What is drawn, and what is not."""
     design = fabric.design
-    drawn = _per_pod(fabric, design.tors_per_pod)
+    drawn = _per_pod(design.num_pods, design.tors_per_pod)
     every = "Every switch is drawn" if drawn == design.tors_per_pod else f"{drawn} of {design.tors_per_pod} ToRs a pod"
     return (
         f"{every}; of the links, those of {min(drawn, _LINKED_TORS)} ToRs a pod and of every drawn spine: the others "
@@ -74,8 +75,8 @@ def caption(fabric: Clos) -> str:
     )
 
 
-def _per_pod(fabric: Clos, count: int) -> int:
-    return max(1, min(count, _MOST // fabric.design.num_pods))
+def _per_pod(pods: int, count: int) -> int:
+    return max(1, min(count, _MOST // pods))
 
 
 def _chosen(count: int, most: int) -> Ints:
@@ -87,9 +88,9 @@ def _nodes(fabric: Clos, load: Load) -> pd.DataFrame:
     design = fabric.design
     use = load.link_bps / fabric.link_bps
     parts = [
-        _in_pods(fabric, "server", design.num_tor_sets // design.num_pods, _by_set(fabric, use)),
-        _in_pods(fabric, "tor", design.tors_per_pod, _by_switch(fabric, use, Tier.TOR_SPINE)),
-        _in_pods(fabric, "spine", design.spines_per_pod, _by_switch(fabric, use, Tier.SPINE_CORE)),
+        _in_pods("server", design.pods_per_network, design.tor_sets_per_pod, _by_set(fabric, use)),
+        _in_pods("tor", design.num_pods, design.tors_per_pod, _by_switch(fabric, use, Tier.TOR_SPINE)),
+        _in_pods("spine", design.num_pods, design.spines_per_pod, _by_switch(fabric, use, Tier.SPINE_CORE)),
     ]
     if design.num_cores:
         index = _chosen(design.num_cores, _MOST)
@@ -115,10 +116,9 @@ def _nodes(fabric: Clos, load: Load) -> pd.DataFrame:
     return nodes
 
 
-def _in_pods(fabric: Clos, level: str, per_pod: int, use: tuple[Any, Any]) -> pd.DataFrame:
+def _in_pods(level: str, pods: int, per_pod: int, use: tuple[Any, Any]) -> pd.DataFrame:
     """Nodes of one level, evenly chosen inside each pod, with a gap between pods."""
-    pods = fabric.design.num_pods
-    inside = _chosen(per_pod, _per_pod(fabric, per_pod))
+    inside = _chosen(per_pod, _per_pod(pods, per_pod))
     pod = np.arange(pods).repeat(len(inside))
     place = np.tile(inside, pods)
     index = pod * per_pod + place
@@ -145,12 +145,12 @@ def _by_switch(fabric: Clos, use: Any, tier: Tier) -> tuple[Any, Any]:
 
 def _by_core(fabric: Clos, use: Any) -> tuple[Any, Any]:
     """Mean and maximum over the downlinks of each core switch."""
-    design = fabric.design
-    links = use[fabric.tier_links(Tier.CORE_SPINE)].reshape(
-        design.num_pods, design.spines_per_pod, design.cores_per_plane, design.links_per_spine_core
-    )
-    by_core = links.transpose(1, 2, 0, 3).reshape(design.num_cores, -1)
-    return by_core.mean(axis=1), by_core.max(axis=1)
+    design, span = fabric.design, fabric.tier_links(Tier.CORE_SPINE)
+    core = fabric.link_src[span] - fabric.core_nodes(np.array(0))
+    fullest = np.zeros(design.num_cores)
+    np.maximum.at(fullest, core, use[span])
+    counts = np.bincount(core, minlength=design.num_cores)
+    return np.bincount(core, weights=use[span], minlength=design.num_cores) / np.maximum(counts, 1), fullest
 
 
 def _by_set(fabric: Clos, use: Any) -> tuple[Any, Any]:
@@ -169,7 +169,10 @@ def _links(fabric: Clos, nodes: pd.DataFrame) -> pd.DataFrame:
     design = fabric.design
     by_level = {level: rows.set_index("index") for level, rows in nodes.groupby("level")}
     tors, spines = by_level["tor"], by_level["spine"]
-    parts = [_segments(by_level["server"], tors, np.asarray(tors.index) // design.rails, np.asarray(tors.index))]
+    set_of = np.empty(design.num_tors, dtype=np.int64)
+    for rail in range(design.rails):
+        set_of[fabric.tors_of_rail(rail)] = np.arange(design.num_tor_sets)
+    parts = [_segments(by_level["server"], tors, set_of[tors.index], np.asarray(tors.index))]
     pod = np.asarray(tors.index) // design.tors_per_pod
     order = np.asarray(tors.groupby(pod).cumcount())
     per_pod = int(order.max()) + 1
@@ -181,7 +184,8 @@ def _links(fabric: Clos, nodes: pd.DataFrame) -> pd.DataFrame:
     if "core" in by_level:
         cores = np.asarray(by_level["core"].index)
         lower, upper = (grid.ravel() for grid in np.meshgrid(above, cores, indexing="ij"))
-        same = lower % design.spines_per_pod == upper // design.cores_per_plane
+        plane = fabric.core_of(lower, np.zeros_like(lower)) // design.cores_per_plane
+        same = plane == upper // design.cores_per_plane
         parts.append(_segments(spines, by_level["core"], lower[same], upper[same]))
     return pd.concat(parts, ignore_index=True).round(4)
 
@@ -194,17 +198,19 @@ def _segments(lower: pd.DataFrame, upper: pd.DataFrame, src: Ints, dst: Ints) ->
 
 def _labels(fabric: Clos) -> pd.DataFrame:
     design = fabric.design
+    nics = f"{design.nics_per_server} x {format_rate(design.nic_bps)}"
+    uplinks = f"{design.tor_uplinks} x {format_rate(design.tor_uplink_bps)}"
+    rails = "1 rail" if design.rails == 1 else f"{design.rails} rails"
+    apart = f"{design.num_networks} networks, " if design.num_networks > 1 else ""
     texts = {
-        "server": f"{design.num_servers:,} servers in {design.num_tor_sets} ToR sets, "
-        f"{design.nics_per_server} x {format_rate(design.nic_bps)} each",
-        "tor": f"{design.num_tors:,} ToRs, {design.rails} rails, each {design.tor_uplinks} uplinks of "
-        f"{format_rate(design.tor_uplink_bps)}",
-        "spine": f"{design.num_spines:,} spines in {design.spines_per_pod} planes, each {design.spine_uplinks} uplinks",
-        "core": f"{design.num_cores:,} core switches, {design.cores_per_plane} a plane",
+        "server": f"{design.num_servers:,} servers\nin {design.num_tor_sets} ToR sets\n{nics} each",
+        "tor": f"{design.num_tors:,} ToRs\n{apart}{rails}\n{uplinks} up each",
+        "spine": f"{design.num_spines:,} spines\n{apart}{design.spines_per_pod} planes\n{design.spine_uplinks} up each",
+        "core": f"{design.num_cores:,} core switches\n{design.cores_per_plane} a plane",
     }
     shown = [level for level in texts if level != "core" or design.num_cores]
     return pd.DataFrame(
-        {"x": 0.0, "y": [_ROWS[level] + 0.1 for level in shown], "text": [texts[level] for level in shown]}
+        {"x": _LABELS_FROM, "y": [_ROWS[level] for level in shown], "text": [texts[level] for level in shown]}
     )
 
 

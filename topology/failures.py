@@ -1,8 +1,8 @@
 """What can fail in a fabric, and which directed links die with it.
 
 A *link* is a cable, both directions; an *optic* is one port of a ToR, with every lane of it (a split downlink port
-takes two NICs along, an uplink port that is broken out two uplinks); a *rail* is all its ToRs. Left out: what a failure
-costs (whatif), and links that drop packets but stay up.
+takes two NICs along, an uplink port that is broken out two uplinks); a *rail* is all its ToRs. Ports without a cable do
+not count. Left out: what a failure costs (sweep), and links that drop packets but stay up.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ _LINKS: dict[FailureKind, tuple[Tier, Tier]] = {
 }
 
 
+_MOST_DIGITS = 18
+
+
 class Failure(NamedTuple):
     """One thing that fails: the `number`-th of its kind."""
 
@@ -44,7 +47,7 @@ def parse_failure(text: str, fabric: Clos) -> Failure:
     """
     kind, _, number = text.partition(":")
     known = next((one for one in KINDS if one == kind), None)
-    if known is None or not number.isdigit():
+    if known is None or not (number.isascii() and number.isdecimal() and len(number) <= _MOST_DIGITS):
         rule = f"is no failure: a kind ({', '.join(KINDS)}), a colon, a number"
         raise ConfigError("failure", text, rule, "write spine:3")
     if int(number) >= (most := count(fabric, known)):
@@ -60,7 +63,7 @@ def count(fabric: Clos, kind: FailureKind) -> int:
         span = fabric.tier_links(_LINKS[kind][0])
         return int(span.stop - span.start)
     counts: dict[FailureKind, int] = {
-        "optic-down": design.num_tors * design.tor_ports_down,
+        "optic-down": int(_filled_ports(fabric).sum()),
         "optic-up": design.num_tors * design.tor_ports_up,
         "tor": design.num_tors,
         "spine": design.num_spines,
@@ -135,15 +138,22 @@ def _cut(fabric: Clos, alive: NDArray[np.bool_], kind: FailureKind, index: Ints)
 def _nodes(fabric: Clos, failure: Failure) -> Ints:
     index = np.array([failure.number])
     if failure.kind == "rail":
-        return fabric.tor_nodes(np.arange(failure.number, fabric.design.num_tors, fabric.design.rails))
+        return fabric.tor_nodes(fabric.tors_of_rail(failure.number))
     by_kind = {"tor": fabric.tor_nodes, "spine": fabric.spine_nodes, "core": fabric.core_nodes}
     return by_kind[failure.kind](index)
 
 
+def _filled_ports(fabric: Clos) -> Ints:
+    """Downlink ports of each ToR that have a NIC: fewer where its ToR set is partly filled."""
+    nics = np.bincount(fabric.tor_of(np.arange(fabric.design.num_nics)), minlength=fabric.design.num_tors)
+    return -(-nics // fabric.design.lanes_per_port)
+
+
 def _port_nics(fabric: Clos, port: int) -> Ints:
-    """NICs on a downlink port: a ToR's ports are filled in order of server, then of the NIC in it."""
-    design = fabric.design
-    tor, inside = divmod(port, design.tor_ports_down)
+    """NICs on one of all filled downlink ports, ToR after ToR: filled in order of server, then of the NIC in it."""
+    design, ends = fabric.design, np.cumsum(_filled_ports(fabric))
+    tor = int(np.searchsorted(ends, port, side="right"))
+    inside = port - (int(ends[tor - 1]) if tor else 0)
     nics = np.flatnonzero(fabric.tor_of(np.arange(design.num_nics)) == tor)
     return nics[inside * design.lanes_per_port : (inside + 1) * design.lanes_per_port]
 

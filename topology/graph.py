@@ -7,7 +7,6 @@ everything that is written out. Left out: routes (graph_routing), LAGs as one li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,6 +32,7 @@ class Graph:
         a, b: node ids of a cable's two ends.
         bps, latency_ns: rate of one direction and propagation of each cable.
         a_port, b_port: port names, empty where the format has none.
+        host_ip: IPv4 address of each node, 0 for switches; None where the format knows none.
     """
 
     names: tuple[str, ...]
@@ -43,6 +43,7 @@ class Graph:
     latency_ns: Floats
     a_port: tuple[str, ...]
     b_port: tuple[str, ...]
+    host_ip: NDArray[np.uint32] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -101,9 +102,15 @@ class Graph:
 
     @cached_property
     def addresses(self) -> NDArray[np.uint32]:
-        """An IPv4 address a node, for hashes where none is known: 11.x.y.1, as HPCC's simulator gives them."""
+        """An IPv4 address a node, for hashes; where none is known 11.x.y.1, as HPCC's simulator gives them."""
+        if self.host_ip is not None:
+            return self.host_ip
         node = np.arange(self.num_nodes, dtype=np.int64)
         return (0x0B00_0001 + (node // 256 << 16) + (node % 256 << 8)).astype(np.uint32)
+
+    def address_of(self, node: Ints) -> NDArray[np.uint32]:
+        """The addresses of nodes, as `Clos.address_of` gives them of NICs."""
+        return np.asarray(self.addresses[node])
 
     def link_name(self, link: int) -> str:
         """`leaf1:Ethernet0 -> spine2:Ethernet8`; ports only where they are known."""
@@ -185,21 +192,6 @@ def parallel_pairs(graph: Graph) -> tuple[int, int]:
     ends = np.sort(np.stack([graph.a, graph.b]), axis=0)
     _, counts = np.unique(ends, axis=1, return_counts=True)
     return int((counts > 1).sum()), int(counts.max())
-
-
-def join(parts: Sequence[Graph]) -> Graph:
-    """Fabrics side by side as one; node ids and cables of each follow those of the one before."""
-    offsets = np.cumsum([0, *(part.num_nodes for part in parts[:-1])])
-    return Graph(
-        names=tuple(name for part in parts for name in part.names),
-        is_switch=np.concatenate([part.is_switch for part in parts]),
-        a=np.concatenate([part.a + offset for part, offset in zip(parts, offsets, strict=True)]),
-        b=np.concatenate([part.b + offset for part, offset in zip(parts, offsets, strict=True)]),
-        bps=np.concatenate([part.bps for part in parts]),
-        latency_ns=np.concatenate([part.latency_ns for part in parts]),
-        a_port=tuple(port for part in parts for port in part.a_port),
-        b_port=tuple(port for part in parts for port in part.b_port),
-    )
 
 
 def _end(name: str, port: str) -> str:

@@ -81,7 +81,7 @@ _CRCS: dict[HashName, tuple[Crc, int, int]] = {  # function, first bit taken, bi
     "crc32c_high": (CRC32C, 16, 16),
 }
 # Rotations a stage, as far apart as the width allows: ToR uplinks need the most bits, parallel links the fewest.
-_OFFSETS = {16: (0, 8, 13, 6), 32: (0, 8, 16, 24)}
+_OFFSETS = {0: (0, 0, 0, 0), 16: (0, 8, 13, 6), 32: (0, 8, 16, 24)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,12 +146,13 @@ class Ecmp:
         seed: of the switches; every switch derives its own from it.
         rotate: shift the hash by an offset a stage; without it CRC and XOR polarise. murmur3 and random take none.
         fields: the header fields that are hashed; `dst_qpn` among them is E-ECMP.
-        offsets: bits to rotate by, one for each `Stage`, in place of our own.
+        offsets: bits to rotate by, one for each `Stage`, in place of our own; see `hash_bits`.
         seed_per_switch: False gives every switch the same seed; random and murmur3 then polarise too.
         preprocess: stir every bin first, h ^= (h >> 3) ^ (h << 2), as RTAG7 can.
 
     Raises:
-        ValueError: the hash or a field is unknown, or no field is given.
+        ValueError: the hash or a field is unknown, no field is given, or the offsets are not one for each stage, below
+            the bits of the hash.
     """
 
     def __init__(
@@ -171,7 +172,9 @@ class Ecmp:
         if not fields or set(fields) - set(get_args(Field)):
             raise ValueError(f"hash fields {fields!r}: some of {', '.join(get_args(Field))}")
         self._name, self._seed, self._per_switch = name, seed, seed_per_switch
-        self._offsets = tuple(offsets) if offsets else None if rotate else (0,) * len(Stage)
+        if offsets is not None:
+            _check_offsets(name, offsets)
+        self._offsets = tuple(offsets) if offsets is not None else usual_offsets(name) if rotate else (0,) * len(Stage)
         if name in _CRCS:
             crc = _CRCS[name][0]
             self._register = crc.extend(crc.start(len(headers)), _bins(headers, fields, preprocess))
@@ -199,17 +202,33 @@ class Ecmp:
             return mix64(self._mixed ^ seeds64)
         seed_bytes = (seeds64 >> np.uint64(32)).astype("<u4").view(np.uint8).reshape(-1, 4)
         if self._name == "xor16":
-            return rotate_right(self._register ^ xor16(seed_bytes), self._offset(stage, 16), 16)
+            return rotate_right(self._register ^ xor16(seed_bytes), self._offsets[stage], 16)
         crc, first, width = _CRCS[self._name]
         full = crc.finish(crc.extend(self._register, seed_bytes)) >> np.uint32(first)
-        return rotate_right(full & np.uint32((1 << width) - 1), self._offset(stage, width), width)
+        return rotate_right(full & np.uint32((1 << width) - 1), self._offsets[stage], width)
 
     def _switch_seeds(self, switch: NDArray[np.int64]) -> Words:
         base = mix64(np.array([self._seed & _WORD_MASK], dtype=np.uint64))
         return mix64(switch.astype(np.uint64) ^ base) if self._per_switch else base.repeat(len(switch))
 
-    def _offset(self, stage: Stage, width: int) -> int:
-        return (self._offsets or _OFFSETS[width])[stage]
+
+def hash_bits(name: HashName) -> int:
+    """Bits of a hash that a switch can rotate; 0 for random and murmur3, which take no offset."""
+    return _CRCS[name][2] if name in _CRCS else 16 if name == "xor16" else 0
+
+
+def usual_offsets(name: HashName) -> tuple[int, ...]:
+    """The offset of each `Stage` where none is given."""
+    return _OFFSETS[hash_bits(name)]
+
+
+def _check_offsets(name: HashName, offsets: Sequence[int]) -> None:
+    bits = hash_bits(name)
+    if not bits:
+        raise ValueError(f"offsets {tuple(offsets)}: {name} takes none")
+    if len(offsets) != len(Stage) or not all(0 <= offset < bits for offset in offsets):
+        rule = f"{len(Stage)} numbers from 0 to {bits - 1}, one for each of {', '.join(stage.name for stage in Stage)}"
+        raise ValueError(f"offsets {tuple(offsets)}: {name} takes {rule}")
 
 
 def _bins(headers: Headers, fields: Sequence[Field], preprocess: bool) -> NDArray[np.uint8]:

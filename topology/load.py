@@ -1,10 +1,11 @@
 """The load that hashed flows put on every link, and its collisions.
 
 A *collision* is a flow on a link whose hashed demand exceeds its capacity; its size is the *excess* (demand above
-capacity over total demand). Sharing a link alone is no collision. A NIC shares its rate evenly among the flows that it
-sends or receives at one time, so no NIC is asked for more than it has and what collides collides by ECMP. Evaluate
-flows that run at one time together, such as both directions of the pipeline, and phases that follow one another apart:
-two phases in one load would each get half of every NIC. Left out: what rate the flows then reach (contention).
+capacity over total demand). Sharing a link alone is no collision. Between switches a flow asks for an even share of its
+NICs, of the fuller one, so that what collides there collides by ECMP; on the NICs' own links it asks for its sender's
+share alone, so that many who send to one NIC collide on that NIC's downlink (incast). Evaluate flows that run at one
+time together, such as both directions of the pipeline, and phases that follow one another apart: two phases in one load
+would each get half of every NIC. Left out: starts, and the rate that the flows then reach (both in contention).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Collisions:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Flows on their paths: `paths` as `routing.route` gives them, `flow_bps` a flow, `link_bps` demand a link.
+    """Flows on their paths: `paths` as `routing.route` gives them, `flow_bps` a flow's demand, `link_bps` a link's.
 
     Where packets are sprayed a path names one link for its whole group, and `pool_bps` is what all the group carries.
     """
@@ -106,14 +107,23 @@ def load(fabric: Clos, flows: Flows, ecmp: Ecmp) -> Load:
 def place(fabric: Clos, flows: Flows, paths: Ints) -> Load:
     """Add up the demand of flows whose paths are known, shape (num_flows, 6) as `routing.route` gives them."""
     flow_bps = demand_bps(fabric, flows)
-    return Load(fabric, paths, flow_bps, sum_per_link(fabric, paths, flow_bps))
+    return Load(fabric, paths, flow_bps, link_demand(fabric, flows, paths, flow_bps))
 
 
 def demand_bps(fabric: Clos, flows: Flows) -> Floats:
-    """What each flow asks for: its NIC's rate over the flows there, at the fuller of its two ends."""
+    """What each flow asks for between switches: its NIC's rate over the flows there, at the fuller of its two ends."""
     sending = np.bincount(flows.src_nic, minlength=fabric.design.num_nics)
     receiving = np.bincount(flows.dst_nic, minlength=fabric.design.num_nics)
     return fabric.design.nic_bps / np.maximum(sending[flows.src_nic], receiving[flows.dst_nic])
+
+
+def link_demand(fabric: Clos, flows: Flows, paths: Ints, flow_bps: Floats) -> Floats:
+    """Demand of every link: `flow_bps` between switches; on the NICs' own links what the senders offer."""
+    demand, num_nics = sum_per_link(fabric, paths, flow_bps), fabric.design.num_nics
+    offered = fabric.design.nic_bps / np.bincount(flows.src_nic, minlength=num_nics)[flows.src_nic]
+    for tier, nic in ((Tier.NIC_TOR, flows.src_nic), (Tier.TOR_NIC, flows.dst_nic)):
+        demand[fabric.tier_links(tier)] = np.bincount(nic, weights=offered, minlength=num_nics)
+    return demand
 
 
 def sum_per_link(fabric: Clos, paths: Ints, amounts: Floats) -> Floats:

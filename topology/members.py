@@ -2,7 +2,7 @@
 
 A group is what a switch chooses among: all uplinks of a ToR or spine, or the parallel links down to one switch. An
 ideal hash gives each of m members 1/m; n equal flows then deviate by sqrt((m - 1) / n) of that (binomial). Left out:
-groups that no flow meets.
+groups that no flow meets, and sprayed packets, whose every group is even.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Members:
 
 
 def members(loaded: Load) -> list[Members]:
-    """Every tier whose links are chosen, but those whose groups have one member."""
+    """Every tier whose links are chosen, but those whose groups have one member; none where packets are sprayed."""
+    if loaded.pool_bps is not None:
+        return []
     found = [_tier_members(loaded, tier) for tier in ECMP_TIERS]
     return [each for each in found if each.share.shape[1] > 1]
 

@@ -177,7 +177,7 @@ def _blocks(fabric: Clos, block: int, slots: int, usable: NDArray[np.bool_]) -> 
     design = fabric.design
     free = usable.copy()
     tor_set = np.arange(design.num_servers) // design.servers_per_tor_set
-    pod = tor_set * design.rails // design.tors_per_pod
+    pod = tor_set // design.tor_sets_per_pod
     taken: list[Ints] = []
     for first in range(0, slots, block):
         wanted = min(block, slots - first)
@@ -206,13 +206,13 @@ def _pipeline_order(parallel: ParallelConfig, slots: int) -> Ints:
 
 def _read_columns(path: Path) -> tuple[Ints, Ints]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file, strict=True))
         columns = [np.array([int(row[name]) for row in rows], dtype=np.int64) for name in _COLUMNS]
     except OSError as exc:
         rule = f"cannot be read ({exc.strerror})"
         raise ConfigError("placement file", path, rule, "give a CSV: rank,server") from exc
-    except (KeyError, ValueError, TypeError) as exc:
+    except (KeyError, ValueError, TypeError, OverflowError, csv.Error) as exc:
         rule = f"is no CSV of whole numbers with the columns rank,server ({exc})"
         raise ConfigError("placement file", path, rule, "give a CSV: rank,server") from exc
     return columns[0], columns[1]

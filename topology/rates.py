@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topology.clos import Ints
-from topology.rates_kernels import caps, fill, gather, narrow
+from topology.rates_kernels import add_up, caps, fill, gather, narrow
 from topology.routing import NO_LINK
 
 Floats = NDArray[np.float64]
@@ -76,12 +76,12 @@ def max_min(paths: Ints, capacity_bps: Floats) -> Rates:
     Raises:
         ValueError: a flow crosses no link, or one without capacity.
     """
-    paths = np.ascontiguousarray(paths, dtype=np.int64)
-    if not (paths != NO_LINK).any(axis=1).all():
+    paths, capacity_bps = np.ascontiguousarray(paths, dtype=np.int64), np.asarray(capacity_bps, dtype=np.float64)
+    flow_bps, bottleneck = caps(paths, capacity_bps)
+    if np.isinf(flow_bps).any():
         raise ValueError("a flow crosses no link: nothing bounds its rate")
-    if len(paths) and not (capacity_bps[paths[paths != NO_LINK]] > 0).all():
+    if (flow_bps <= 0).any():
         raise ValueError("a flow crosses a link without capacity")
-    flow_bps, bottleneck = caps(paths, np.asarray(capacity_bps, dtype=np.float64))
     links = np.flatnonzero(sum_over_links(paths, flow_bps, len(capacity_bps)) > capacity_bps)
     if len(links):
         _fill(paths, links, capacity_bps, flow_bps, bottleneck)
@@ -96,21 +96,23 @@ def _fill(paths: Ints, links: Ints, capacity_bps: Floats, flow_bps: Floats, bott
     """
     number = np.full(len(capacity_bps), -1, dtype=np.int64)
     number[links] = np.arange(len(links))
-    tight = narrow(paths, number)
-    start, members = gather(tight, len(links))
-    left = np.stack([capacity_bps[links], np.diff(start).astype(np.float64)], axis=1)  # one cache line a link
-    capped = np.flatnonzero(tight[:, 0] >= 0)
-    by_cap = capped[np.argsort(flow_bps[capped], kind="stable")]
     held = np.full(len(paths), -1, dtype=np.int64)
-    fill(tight, left, start, members, by_cap, flow_bps, held)
+    fill(narrow(paths, number), capacity_bps[links], flow_bps, held)
     bottleneck[held >= 0] = links[held[held >= 0]]
 
 
-def completion_bound_s(paths: Ints, capacity_bps: Floats, num_bytes: Floats) -> float:
-    """Seconds below which no schedule can end: the fullest link's bytes over its capacity."""
-    on_link = sum_over_links(paths, num_bytes, len(capacity_bps))
-    used = on_link > 0
-    return float((8 * on_link[used] / capacity_bps[used]).max(initial=0.0))
+def completion_bound_s(paths: Ints, capacity_bps: Floats, num_bytes: Floats, *, start_s: Floats | None = None) -> float:
+    """Seconds below which no schedule can end: a flow's begin, and what begins on its link with it or later."""
+    begins = np.zeros(len(num_bytes)) if start_s is None else start_s
+    crossed = paths != NO_LINK
+    flow, link = np.nonzero(crossed)[0], paths[crossed]
+    order = np.lexsort((-begins[flow], link))
+    flow, link = flow[order], link[order]
+    bits = 8.0 * num_bytes[flow]
+    passed = np.cumsum(bits)
+    first = np.searchsorted(link, link)
+    since = passed - passed[first] + bits[first]
+    return float((begins[flow] + since / capacity_bps[link]).max(initial=0.0))
 
 
 def completion_s(rates: Rates, num_bytes: Floats, *, resolution: float = 1e-3, start_s: Floats | None = None) -> Floats:
@@ -119,8 +121,8 @@ def completion_s(rates: Rates, num_bytes: Floats, *, resolution: float = 1e-3, s
     Args:
         rates: of all flows together; their paths and capacities are used.
         num_bytes: of each flow.
-        resolution: ends that lie within this share of the time passed keep their rates and free no capacity until the
-            last of them, so that a run has few refills; 0 is exact.
+        resolution: what begins or ends within this share of a flow's own duration is taken together, so that a run has
+            few refills; 0 is exact.
         start_s: when each flow begins; None where all do at 0.
 
     Raises:
@@ -128,30 +130,42 @@ def completion_s(rates: Rates, num_bytes: Floats, *, resolution: float = 1e-3, s
     """
     if not 0 <= resolution < 1:
         raise ValueError(f"resolution = {resolution}: from 0 to below 1")
-    begins = np.zeros(len(num_bytes)) if start_s is None else start_s
     left, ends, now = 8.0 * num_bytes, np.full(len(num_bytes), np.nan), 0.0
+    begins = np.zeros(len(left)) if start_s is None else start_s
+    admits = begins - resolution * left / _least_capacity(rates)  # a flow joins a refill that comes so early
     ends[left <= 0] = begins[left <= 0]
     first = rates.flow_bps if start_s is None and not np.any(left <= 0) else None
+    joined = np.full(len(left), np.inf)
     while np.isnan(ends).any():
-        waiting = np.isnan(ends) & (begins > now)
-        running = np.flatnonzero(np.isnan(ends) & ~waiting)
-        until = float(begins[waiting].min()) if waiting.any() else np.inf
+        running = np.flatnonzero(np.isnan(ends) & (admits <= now))
+        until = float(begins[admits > now].min(initial=np.inf))
         if not len(running):
             now = until
             continue
+        joined[running] = np.minimum(joined[running], now)
         flow_bps = first if first is not None else max_min(rates.paths[running], rates.capacity_bps).flow_bps
         first = None
         takes = left[running] / flow_bps
-        if now + takes.min() > until:
+        least = float(takes.min())
+        if now + least > until:
             left[running] -= flow_bps * (until - now)
             now = until
             continue
-        step = min((now + float(takes.min())) * (1 + resolution) - now, until - now)
+        # Never below `least`, though `now` may be so large that it does not change by it: one flow at least ends.
+        window = least + resolution * float((now - joined[running] + takes).min())
+        step = min(window, max(until - now, least))
         done = takes <= step * (1 + _TOLERANCE)
-        ends[running[done]] = now + takes[done]
+        early = np.maximum(begins[running] - joined[running], 0.0)
+        ends[running[done]] = now + takes[done] + early[done]
         left[running[~done]] -= flow_bps[~done] * step
         now += step
     return ends
+
+
+def _least_capacity(rates: Rates) -> Floats:
+    """The least capacity on each path, bits per second."""
+    capacity = np.append(rates.capacity_bps, np.inf)  # where NO_LINK points
+    return np.asarray(capacity[rates.paths].min(axis=1, initial=np.inf))
 
 
 def flows_on_links(paths: Ints, num_links: int) -> tuple[Ints, Ints]:
@@ -162,6 +176,5 @@ def flows_on_links(paths: Ints, num_links: int) -> tuple[Ints, Ints]:
 
 def sum_over_links(paths: Ints, amounts: Floats, num_links: int) -> Floats:
     """Sum of `amounts`, one a flow, over the flows on each link: shape (num_links,)."""
-    links, weights = paths.ravel(), np.repeat(amounts, paths.shape[1])
-    crossed = links != NO_LINK
-    return np.bincount(links[crossed], weights=weights[crossed], minlength=num_links).astype(np.float64)
+    contiguous = np.ascontiguousarray(paths, dtype=np.int64)
+    return np.asarray(add_up(contiguous, np.asarray(amounts, dtype=np.float64), num_links))

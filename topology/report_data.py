@@ -1,63 +1,67 @@
-"""What the report of a fabric stands on: the runs behind each section, as rows. `report_page` draws them.
+"""What the report of a fabric stands on: the runs behind each section, as rows, and the commands that repeat them.
 
-Left out: anything about drawing; and every figure here is simulated or predicted, none measured.
+`report_page` draws them. Left out: anything about drawing; and every figure here is simulated or predicted, none
+measured.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from netlayer.config import Config
 from netlayer.progress import Stages
 from topology.clos import Clos, Tier
-from topology.compare import check_crossed
+from topology.compare import check_crossed, traffic_flows
+from topology.distribution import Distribution
 from topology.failures import KINDS, Failure, FailureKind, count, random_failures, single_failures
 from topology.hashing import Ecmp, HashName
 from topology.load import Load, load
 from topology.placement import STRATEGIES, Placement, num_slots, place_slots, usable_servers
 from topology.search import plan_ports, plan_summary, search_knobs
+from topology.single_run import Asked, run_once
 from topology.split_verdict import Claim, claims, closed_form, ratios, simulated
-from topology.step import PHASES, placement_row, run_step, slot_flows
+from topology.step import placement_row, slot_flows
 from topology.swaps import improve
 from topology.sweep import cases, run_sweep, worst
-from topology.traffic import Flows, headers, permutation
+from topology.traffic import headers, permutation
 
 Row = dict[str, Any]
 
 HASHES: tuple[HashName, ...] = ("random", "crc16", "crc32c")
 HASH: HashName = "crc16"
-SPLIT = {True: "with split", False: "without"}
+TRAFFICS = ("ring", "pipeline", "permutation")
 SINGLES = 8  # parts tried of each kind
-DRAWS = 4
-_TOGETHER: tuple[tuple[FailureKind, tuple[int, ...]], ...] = (
+DRAWS = 4  # sets of parts that fail together
+KNOB_SEEDS = 2
+# The search ends long before, and is then the same on every machine.
+OPTIMISE_S = 120.0
+TOGETHER: tuple[tuple[FailureKind, tuple[int, ...]], ...] = (
     ("tor-link", (4, 16, 64, 256)),
     ("core-link", (4, 16, 64, 256)),
     ("spine", (2, 4, 8, 16)),
 )
 
 
-# Utilisation of a link, up to and with each edge; rounding lifts none above its own.
-_USES = ("idle", "to 25%", "to 50%", "to 75%", "to 100%", "to 150%", "to 200%", "above")
-_EDGES = np.array([0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0]) + 1e-9
-
-
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """All rows of one report, and the loads that its pictures show."""
+    """All rows of one report, and the loads that its pictures show.
+
+    `asked` are the words of a command line that name the configuration: `--config FILE --set A.B=VALUE`.
+    """
 
     config: Config
     seed: int
     seeds: int
+    asked: tuple[str, ...]
     fabrics: dict[bool, Clos]
     by_load: list[Row]
     ratios: list[Row]
     claims: list[Claim]
-    per_tor: list[Row]
-    on_links: list[Row]
+    link_use: list[Row]
+    tor_collisions: list[Row]
     loads: dict[str, Load]
     placements: list[Row]
     failures: list[Row]
@@ -70,13 +74,19 @@ class Findings:
         """As configured."""
         return self.fabrics[self.config.cluster.aoc_split]
 
+    def command(self, name: str, *options: object) -> str:
+        """The command line that repeats a figure: `netlayer topology place --no-optimise --seed 0 --config FILE`."""
+        words = ["netlayer", "topology", *name.split(), *options, "--seed", self.seed, *self.asked]
+        return shlex.join(map(str, words))
 
-def find(config: Config, seed: int, seeds: int, stages: Stages, **workers: Any) -> Findings:
+
+def find(config: Config, seed: int, seeds: int, asked: Sequence[str], stages: Stages, **workers: Any) -> Findings:
     """Run all of it.
 
     Args:
         config: cluster and job.
-        seed, seeds: the seeds seed, seed + 1, ... of the split's comparison; the rest takes the first.
+        seed, seeds: the seeds seed, seed + 1, ... of the split's comparison and of failures; the rest takes the first.
+        asked: see `Findings`.
         stages: progress on stderr.
         workers: `processes` and `dask`, as `sweep.run_sweep` takes them.
 
@@ -92,89 +102,87 @@ def find(config: Config, seed: int, seeds: int, stages: Stages, **workers: Any) 
     with stages.open("split") as bar:
         by_load = closed_form(cluster) + simulated(fabrics, HASHES, seed_range, progress=bar)
         found = ratios(by_load)
-        per_tor, on_links = _distributions(fabrics, seed_range)
+        counted = _distribution(fabrics, seed_range)
+    with stages.open("loads"):
+        runs = {name: run_once(Asked(config, HASH, name, seed)) for name in TRAFFICS}
     with stages.open("placement") as bar:
-        flows, placements = _placements(config, fabric, seed, bar)
-        rows = [placement_row(fabric, flows, placement, HASH, seed) for placement in placements]
-    placed = placements[0].apply(flows, cluster.nics_per_server)
+        placements = _placements(config, fabric, seed, bar)
     with stages.open("failures") as bar:
-        points = cases([seed], ["given"], _failures(fabric, seed), HASH)
+        points = cases(seed_range, ["given"], _failures(fabric, seed), HASH)
         failures = run_sweep(config, points, progress=bar, **workers)
     with stages.open("cures") as bar:
-        cures = _cures(fabric, placed, seed)
+        cures = _cures(config, fabric, seed)
+        given = place_slots("given", fabric, config.job.parallel, *_room(config), seed)
         knobs = search_knobs(
             fabric,
             lambda qps: slot_flows(config.job, cluster, qps),
-            placements[0],
+            given,
             HASH,
-            seeds=seed_range[:2],
+            seeds=range(seed, seed + KNOB_SEEDS),
             progress=bar,
         )
     return Findings(
         config=config,
         seed=seed,
         seeds=seeds,
+        asked=tuple(asked),
         fabrics=fabrics,
         by_load=by_load,
         ratios=found,
         claims=claims(found),
-        per_tor=per_tor,
-        on_links=on_links,
-        loads=_loads(fabric, placed, seed),
-        placements=rows,
+        link_use=counted.link_rows(),
+        tor_collisions=counted.tor_rows(),
+        loads={name: run.loaded for name, run in runs.items() if len(run.flows)},
+        placements=placements,
         failures=failures,
-        worst=worst(failures),
+        worst=worst_by_number(failures),
         cures=cures,
         knobs=knobs,
     )
 
 
-def tier_rows(loads: dict[str, Load]) -> list[Row]:
-    """Share of each tier's links by utilisation, for each load: up to each edge."""
-    rows: list[Row] = []
+def use_rows(loads: dict[str, Load]) -> list[Row]:
+    """Links of each tier by utilisation, for each load."""
+    counted = Distribution()
     for traffic, found in loads.items():
-        for tier in Tier:
-            span = found.fabric.tier_links(tier)
-            use = found.link_bps[span] / found.fabric.link_bps[span]
-            if len(use):
-                counts = np.bincount(np.searchsorted(_EDGES, use), minlength=len(_USES))
-                rows += [
-                    {
-                        "traffic": traffic,
-                        "tier": tier.label,
-                        "use": word,
-                        "links": int(number),
-                        "share": number / len(use),
-                    }
-                    for word, number in zip(_USES, counts, strict=True)
-                ]
-    return rows
+        counted.add_links(True, traffic, HASH, found)
+    return [{key: value for key, value in row.items() if key not in ("split", "hash")} for row in counted.link_rows()]
 
 
 def uplink_rows(found: Load) -> list[Row]:
     """The fullest of a ToR set's rails, uplink by uplink."""
     design = found.fabric.design
     span = found.fabric.tier_links(Tier.TOR_SPINE)
-    use = (found.link_bps[span] / found.fabric.link_bps[span]).reshape(
-        design.num_tor_sets, design.rails, design.tor_uplinks
-    )
-    fullest = use.max(axis=1)
+    use = (found.link_bps[span] / found.fabric.link_bps[span]).reshape(design.num_tors, design.tor_uplinks)
+    by_rail = [use[found.fabric.tors_of_rail(rail)] for rail in range(design.rails)]
     return [
-        {"tor_set": f"set {row}", "uplink": str(column), "utilisation": float(value)}
-        for row, uplinks in enumerate(fullest)
-        for column, value in enumerate(uplinks)
+        {"tor_set": row, "uplink": column, "utilisation": max(float(rail[row, column]) for rail in by_rail)}
+        for row in range(design.num_tor_sets)
+        for column in range(design.tor_uplinks)
     ]
 
 
-def _placements(config: Config, fabric: Clos, seed: int, progress: Any) -> tuple[Flows, list[Placement]]:
-    """Each strategy's placement, and the random one improved: an optimiser shows on a bad start what it can do."""
-    slots = num_slots(config.cluster, config.job.parallel)
-    usable = usable_servers(config.cluster.servers)
+def worst_by_number(failures: Sequence[Row]) -> list[Row]:
+    """`sweep.worst` for each number of parts that fail together."""
+    groups: dict[int, list[Row]] = {}
+    for row in failures:
+        groups.setdefault(len(row["failed"].split()), []).append(row)
+    return [{"together": number, **row} for number, rows in groups.items() for row in worst(rows)]
+
+
+def _room(config: Config) -> tuple[int, Any]:
+    return num_slots(config.cluster, config.job.parallel), usable_servers(config.cluster.servers)
+
+
+def _placements(config: Config, fabric: Clos, seed: int, progress: Any) -> list[Row]:
+    """Each strategy's cost, and that of the random one improved: an optimiser shows on a bad start what it can do."""
+    slots, usable = _room(config)
     flows = slot_flows(config.job, config.cluster)
     placements = [place_slots(name, fabric, config.job.parallel, slots, usable, seed) for name in STRATEGIES]
     scattered = placements[STRATEGIES.index("random")]
-    found = improve(fabric, flows, scattered, usable, seed=seed, max_seconds=8.0, progress=progress)
-    return flows, [*placements, Placement("random, optimised", found.placement.server)]
+    found = improve(fabric, flows, scattered, usable, seed=seed, max_seconds=OPTIMISE_S, progress=progress)
+    placements.append(Placement("random, optimised", found.placement.server))
+    return [placement_row(fabric, flows, placement, HASH, seed) for placement in placements]
 
 
 def _failures(fabric: Clos, seed: int) -> list[tuple[Failure, ...]]:
@@ -182,7 +190,7 @@ def _failures(fabric: Clos, seed: int) -> list[tuple[Failure, ...]]:
     single = [(one,) for kind in KINDS for one in single_failures(fabric, kind, SINGLES, seed)]
     several = [
         random_failures(fabric, [kind], together, seed + draw)
-        for kind, sizes in _TOGETHER
+        for kind, sizes in TOGETHER
         for together in sizes
         if together <= count(fabric, kind) // 2
         for draw in range(DRAWS)
@@ -190,43 +198,22 @@ def _failures(fabric: Clos, seed: int) -> list[tuple[Failure, ...]]:
     return single + several
 
 
-def _distributions(fabrics: dict[bool, Clos], seeds: Sequence[int]) -> tuple[list[Row], list[Row]]:
-    """Per ToR: the share of its flows in collision; per uplink: its utilisation. A permutation at full load."""
-    per_tor: list[Row] = []
-    on_links: list[Row] = []
+def _distribution(fabrics: dict[bool, Clos], seeds: Sequence[int]) -> Distribution:
+    """Of a permutation at full load."""
+    counted = Distribution()
     for seed in seeds:
         flows = permutation(fabrics[True], seed)
         ecmp = Ecmp(HASH, headers(fabrics[True], flows, seed), seed)
         for split, fabric in fabrics.items():
-            found = load(fabric, flows, ecmp)
-            span = fabric.tier_links(Tier.TOR_SPINE)
-            use = found.link_bps[span] / fabric.link_bps[span]
-            over = use > 1 + 1e-9
-            link = found.paths[:, Tier.TOR_SPINE] - span.start
-            tor = fabric.tor_of(flows.src_nic)
-            hit = np.bincount(tor, weights=over[link], minlength=fabric.design.num_tors)
-            sent = np.bincount(tor, minlength=fabric.design.num_tors)
-            per_tor += [{"design": SPLIT[split], "seed": seed, "flows": int(number)} for number in hit[sent > 0]]
-            values, times = np.unique(use.round(6), return_counts=True)
-            on_links += [
-                {"design": SPLIT[split], "seed": seed, "utilisation": float(value), "links": int(number)}
-                for value, number in zip(values, times, strict=True)
-            ]
-    return per_tor, on_links
+            counted.add(split, "permutation", HASH, flows, load(fabric, flows, ecmp))
+    return counted
 
 
-def _loads(fabric: Clos, placed: Flows, seed: int) -> dict[str, Load]:
-    """The job's phases and a permutation at full load, each on every link."""
-    found = {phase.name: phase.load for phase in run_step(fabric, placed, HASH, seed).phases}
-    flows = permutation(fabric, seed)
-    return {**found, "permutation": load(fabric, flows, Ecmp(HASH, headers(fabric, flows, seed), seed))}
-
-
-def _cures(fabric: Clos, placed: Flows, seed: int) -> list[Row]:
-    """Planned UDP ports for each phase, and for a permutation at full load."""
-    phases = {name: placed.select(*kinds) for name, kinds, _ in PHASES} | {"permutation": permutation(fabric, seed)}
+def _cures(config: Config, fabric: Clos, seed: int) -> list[Row]:
+    """Planned UDP ports for each traffic."""
+    chosen = {name: traffic_flows(config, fabric, name, seed) for name in TRAFFICS}
     return [
         {"traffic": name, "hash": HASH, "seed": seed, **plan_summary(plan_ports(fabric, flows, HASH, seed))}
-        for name, flows in phases.items()
+        for name, flows in chosen.items()
         if len(flows)
     ]

@@ -2,7 +2,9 @@
 
 Ranks of one server form a chain over NVLink; between servers channel c enters and leaves by the same NIC, the c-th of
 those that the group's ranks of a server use, so that every channel stays on its rail (NCCL_CROSS_NIC=0 and rings that
-agree). Servers stand in rank order. Left out: NCCL's search over PCIe paths, CollNet and NVLS.
+agree). Where the servers of a group hold different rails, for the group does not begin and end with a server, a channel
+crosses rails; there are as many as the server with fewest NICs of the group allows (NCCL takes the least of all ranks).
+Servers stand in rank order. Left out: NCCL's search over PCIe paths, CollNet and NVLS.
 """
 
 from __future__ import annotations
@@ -64,10 +66,16 @@ class Segments:
             row_size=row_sizes[row],
         )
 
+    def channels(self, wanted: int | None, per_nic: int = 1) -> Ints:
+        """Channels of each group: `wanted`, or `per_nic` for each NIC that it has in every one of its servers."""
+        if wanted is not None:
+            return np.full(len(self.table), wanted, dtype=np.int64)
+        return per_nic * self.least_nics
+
     @property
-    def max_nics(self) -> int:
-        """NICs that a group uses in a server, at most."""
-        return int(self.num_nics.max())
+    def least_nics(self) -> Ints:
+        """NICs that each group has in every one of its servers."""
+        return np.asarray(np.minimum.reduceat(self.num_nics, np.flatnonzero(self.place == 0)))
 
     def at(self, segment: Ints, place: Ints) -> Ints:
         """The segment at another place of the same row."""
@@ -75,38 +83,46 @@ class Segments:
 
     def rank(self, segment: Ints, channel: Ints) -> Ints:
         """The rank beside the NIC that a channel uses in a segment."""
-        num_nics = self.num_nics[segment]
-        place = channel % num_nics * self.length[segment] // num_nics
+        nic = channel % self.least_nics[self.row[segment]]
+        place = nic * self.length[segment] // self.num_nics[segment]
         return np.asarray(self.table.ravel()[self.start[segment] + place])
 
-    def edges(self, source: Ints, target: Ints, channel: Ints, share: float) -> Edges:
+    def on_channels(self, channels: Ints) -> tuple[Ints, Ints]:
+        """Every segment on every channel of its group: (segment, channel)."""
+        each = channels[self.row]
+        segment = np.repeat(np.arange(len(self.start), dtype=np.int64), each)
+        return segment, np.arange(len(segment)) - (np.cumsum(each) - each)[segment]
+
+    def edges(self, source: Ints, target: Ints, channel: Ints, channels: Ints) -> Edges:
         """Edges between segments on these channels, one that stays in its segment left out."""
         leaves = source != target
         source, target, channel = source[leaves], target[leaves], channel[leaves]
-        shares = np.full(len(source), share)
-        return Edges(self.rank(source, channel), self.rank(target, channel), self.row[source], shares)
+        row = self.row[source]
+        return Edges(self.rank(source, channel), self.rank(target, channel), row, 1 / channels[row])
 
 
-def ring(segments: Segments, num_channels: int) -> Edges:
+def ring(segments: Segments, num_channels: int | None = None) -> Edges:
     """Each server to the next one of its group, on every channel; a channel carries its part of the data."""
-    source, channel = _on_channels(len(segments.start), num_channels)
+    channels = segments.channels(num_channels)
+    source, channel = segments.on_channels(channels)
     target = segments.at(source, (segments.place[source] + 1) % segments.row_size[source])
-    return segments.edges(source, target, channel, 1 / num_channels)
+    return segments.edges(source, target, channel, channels)
 
 
-def tree(segments: Segments, num_channels: int) -> tuple[Edges, Edges]:
+def tree(segments: Segments, num_channels: int | None = None) -> tuple[Edges, Edges]:
     """Edges (up, down) of NCCL's double binary tree: half of the channels on each of two trees.
 
     A server that is a leaf of one tree is an inner node of the other, so that both together load all alike (Sanders,
     Speck, Traeff: Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009).
     """
-    child, channel = _on_channels(len(segments.start), num_channels)
-    second = 2 * channel >= num_channels if num_channels > 1 else np.zeros(len(channel), dtype=np.bool_)
+    channels = segments.channels(num_channels, per_nic=2)
+    child, channel = segments.on_channels(channels)
+    of_child = channels[segments.row[child]]
+    second = (2 * channel >= of_child) & (of_child > 1)
     place, size = segments.place[child], segments.row_size[child]
     parent = np.where(second, _second_parent(place, size), tree_parent(place, size))
     upper = segments.at(child, parent)
-    share = 1 / num_channels
-    return segments.edges(child, upper, channel, share), segments.edges(upper, child, channel, share)
+    return segments.edges(child, upper, channel, channels), segments.edges(upper, child, channel, channels)
 
 
 def tree_parent(place: Ints, size: Ints) -> Ints:
@@ -144,8 +160,3 @@ def _second_parent(place: Ints, size: Ints) -> Ints:
     moved = np.where(even, size - 1 - place, (place - 1) % size)
     parent = tree_parent(moved, size)
     return np.asarray(np.where(even, size - 1 - parent, (parent + 1) % size))
-
-
-def _on_channels(num_segments: int, num_channels: int) -> tuple[Ints, Ints]:
-    """Every segment on every channel: (segment, channel)."""
-    return np.divmod(np.arange(num_segments * num_channels, dtype=np.int64), num_channels)

@@ -24,9 +24,11 @@ def route(fabric: Clos, src_nic: Ints, dst_nic: Ints, ecmp: Ecmp) -> Ints:
 
     Raises:
         ValueError: a flow's two ends are one NIC.
+        ConfigError: in a rail-only network a flow would cross from rail to rail.
     """
     if np.any(src_nic == dst_nic):
         raise ValueError("a flow begins and ends at one NIC")
+    fabric.check_joined(src_nic, dst_nic)
     design = fabric.design
     src_tor, dst_tor = fabric.tor_of(src_nic), fabric.tor_of(dst_nic)
     src_pod, dst_pod = fabric.pod_of(src_tor), fabric.pod_of(dst_tor)
@@ -44,18 +46,18 @@ def route(fabric: Clos, src_nic: Ints, dst_nic: Ints, ecmp: Ecmp) -> Ints:
     paths[leaves_tor, Tier.SPINE_TOR] = fabric.tor_link(dst_tor, downlink, Tier.SPINE_TOR)[leaves_tor]
     leaves_pod = src_pod != dst_pod
     if leaves_pod.any():
-        up, down = _through_core(fabric, src_spine, dst_spine, plane, ecmp)
+        up, down = _through_core(fabric, src_spine, dst_spine, ecmp)
         paths[leaves_pod, Tier.SPINE_CORE] = up[leaves_pod]
         paths[leaves_pod, Tier.CORE_SPINE] = down[leaves_pod]
     return paths
 
 
-def _through_core(fabric: Clos, src_spine: Ints, dst_spine: Ints, plane: Ints, ecmp: Ecmp) -> tuple[Ints, Ints]:
+def _through_core(fabric: Clos, src_spine: Ints, dst_spine: Ints, ecmp: Ecmp) -> tuple[Ints, Ints]:
     """The link up to a core switch of the plane, and the link from there to the other pod's spine of the plane."""
     design = fabric.design
     uplink = ecmp.choose(Stage.SPINE_UP, fabric.spine_nodes(src_spine), design.spine_uplinks)
     core = uplink // design.links_per_spine_core
-    node = fabric.core_nodes(plane * design.cores_per_plane + core)
+    node = fabric.core_nodes(fabric.core_of(src_spine, core))
     parallel = ecmp.choose(Stage.CORE_DOWN, node, design.links_per_spine_core)
     downlink = core * design.links_per_spine_core + parallel
     return (

@@ -8,11 +8,9 @@ it was made for: on real switches those must be read off first. Left out: ports 
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -20,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topology.clos import Clos, Ints, Tier
-from topology.hashing import Ecmp, HashName, Headers
+from topology.hashing import Ecmp, HashName, Headers, Stage, hash_bits, usual_offsets
 from topology.load import ECMP_TIERS, Collisions, Load, demand_bps, place
 from topology.placement import Placement
 from topology.routing import route
 from topology.source_port import FIRST_PORT
 from topology.step import run_step
-from topology.traffic import Flows, Kind, headers
+from topology.traffic import Flows, headers
 
 Floats = NDArray[np.float64]
 Progress = Callable[[int, int, str], None]
@@ -117,24 +115,33 @@ def search_knobs(
     name: HashName,
     *,
     seeds: Sequence[int],
-    offsets: Sequence[bool] = (True, False),
+    offsets: Sequence[tuple[int, ...]] | None = None,
     qps: Sequence[int] = (1, 2, 4),
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Every combination of switch seed, offset a stage (or none) and queue pairs a connection; least excess first.
+    """Every combination of switch seed, offsets and queue pairs a connection; least excess first.
+
+    `offsets` of a row says whether any stage has one, `offset_bits` which.
 
     Args:
         fabric: the fabric.
         flows_of: flows between slots for a number of queue pairs.
         placement: of the slots.
         name: the switches' hash.
+        offsets: bits to rotate by, one for each `hashing.Stage`; `offset_vectors` where None.
+        progress: called with (done, total, words).
+
+    Raises:
+        ValueError: see `hashing.Ecmp`.
     """
-    points = list(itertools.product(qps, offsets, seeds))
+    vectors = offset_vectors(name, min(seeds, default=0)) if offsets is None else list(offsets)
+    points = list(itertools.product(qps, vectors, seeds))
+    placed = {pairs: placement.apply(flows_of(pairs), fabric.design.nics_per_server) for pairs in qps}
     rows: list[dict[str, Any]] = []
-    for done, (pairs, rotate, seed) in enumerate(points, start=1):
-        flows = placement.apply(flows_of(pairs), fabric.design.nics_per_server)
-        step = run_step(fabric, flows, name, seed, rotate=rotate)
-        row: dict[str, Any] = {"hash": name, "seed": seed, "offsets": rotate, "qps": pairs, "time_s": step.time_s}
+    for done, (pairs, vector, seed) in enumerate(points, start=1):
+        step = run_step(fabric, placed[pairs], name, seed, offsets=vector or None)
+        row: dict[str, Any] = {"hash": name, "seed": seed, "offsets": any(vector), "qps": pairs}
+        row |= {"offset_bits": " ".join(map(str, vector)), "time_bound_s": step.time_bound_s}
         for phase in step.phases:
             found = phase.collisions
             row[f"{phase.name}_collision_share"], row[f"{phase.name}_excess"] = found.share, found.excess
@@ -143,7 +150,17 @@ def search_knobs(
         rows.append(row)
         if progress:
             progress(done, len(points), f"seed {seed}, {pairs} queue pairs")
-    return sorted(rows, key=lambda row: (row["excess"], row["time_s"]))
+    return sorted(rows, key=lambda row: (row["excess"], row["time_bound_s"]))
+
+
+def offset_vectors(name: HashName, seed: int, drawn: int = 2) -> list[tuple[int, ...]]:
+    """Offsets worth trying: ours, none, and some drawn that differ from stage to stage; one empty where none counts."""
+    bits = hash_bits(name)
+    if not bits:
+        return [()]
+    rng = np.random.default_rng([seed, bits])
+    others = [tuple(rng.choice(bits, len(Stage), replace=False).tolist()) for _ in range(drawn)]
+    return [usual_offsets(name), (0,) * len(Stage), *others]
 
 
 def members_used(fabric: Clos, load: Load, tier: Tier) -> float:
@@ -166,18 +183,6 @@ def plan_summary(plan: PortPlan) -> dict[str, Any]:
         **{f"{key}_before": value for key, value in _figures(before).items()},
         **{f"{key}_after": value for key, value in _figures(after).items()},
     }
-
-
-def write_plan(plan: PortPlan, path: Path) -> None:
-    """The plan as CSV, a line a queue pair, and as JSON beside it; addresses in dotted form."""
-    import pandas as pd
-
-    frame = pd.DataFrame(plan.rows())
-    for column in ("src_ip", "dst_ip"):
-        frame[column] = [str(ipaddress.IPv4Address(int(address))) for address in frame[column]]
-    frame["kind"] = [Kind(kind).name.lower() for kind in frame["kind"]]
-    frame.to_csv(path, index=False)
-    frame.to_json(path.with_suffix(".json"), orient="records", indent=1)
 
 
 def _figures(found: Collisions) -> dict[str, float]:

@@ -8,6 +8,7 @@ ideal hash and simulated for the hashes of switches. "Halves" is a ratio of at m
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -28,32 +29,66 @@ Progress = Callable[[int, int, str], None]
 
 DEFINITIONS = {"collision_share": "in collision", "excess": "excess", "sharing_share": "sharing"}
 LOADS = tuple(eighth / 8 for eighth in range(1, 9))
-FINE_LOADS = tuple(part / 32 for part in range(1, 33))
+FINE_LOADS = tuple(part / 64 for part in range(1, 65))
 HALF = 0.5
 
 
+Stretch = tuple[float, float]
+
+
 class Claim(NamedTuple):
-    """What the split does to one definition under one hash: the loads at which it halves, lowers, or raises it."""
+    """What the split does to one definition under one hash: the stretches of load where it halves, lowers, raises it.
+
+    Between the loads that were tried the ratio is taken to be a straight line, so that a stretch ends where the line
+    crosses a half, or one. `last` is the ratio at the highest load; None where nothing collides there without split.
+    """
 
     definition: str
     hash_name: str
     source: str
-    loads: tuple[float, ...]
-    halves: tuple[float, ...]
-    lowers: tuple[float, ...]
-    raises: tuple[float, ...]
+    halves: tuple[Stretch, ...]
+    lowers: tuple[Stretch, ...]
+    raises: tuple[Stretch, ...]
+    first_load: float
+    last_load: float
     last: float | None
 
     @property
-    def sentence(self) -> str:
-        """`in collision, crc16: halved at loads up to 25%, lowered at loads from 38%, x0.93 at 100% load`."""
-        return f"{self.definition}, {self.hash_name}: {self.words}"
+    def words(self) -> str:
+        """`halved up to 36% load, lowered from 36% load; x0.94 at full load`."""
+        named = (("halved", self.halves), ("lowered", self.lowers), ("raised", self.raises))
+        found = sorted((low, high, verb) for verb, stretches in named for low, high in stretches)
+        parts = [f"{verb} {self._where((low, high))}" for low, high, verb in found]
+        if len(found) == 2 and math.isclose(found[0][1], found[1][0]):
+            parts[1] = f"{found[1][2]} above"
+        said = ", ".join(parts) or "unchanged at every load"
+        return said if self.last is None else f"{said}; x{self.last:.2f} at {_load(self.last_load)}"
 
     @property
-    def words(self) -> str:
-        """The same without definition and hash."""
-        last = "" if self.last is None else f", x{self.last:.2f} at {self.loads[-1]:.0%} load"
-        return f"{_in_words(self)}{last}"
+    def halved_to(self) -> float | None:
+        """The load up to which it is halved without a gap; None where it is not at the lowest load."""
+        return self.halves[0][1] if self.halves and self.halves[0][0] <= self.first_load else None
+
+    def row(self) -> dict[str, Any]:
+        """For a table: one line of texts and numbers."""
+        stretches = {"halved_at": self.halves, "lowered_at": self.lowers, "raised_at": self.raises}
+        return {
+            "definition": self.definition,
+            "hash": self.hash_name,
+            "source": self.source,
+            **{key: " and ".join(self._where(one) for one in found) for key, found in stretches.items()},
+            "ratio_at_last_load": self.last,
+            "last_load": self.last_load,
+        }
+
+    def _where(self, stretch: Stretch) -> str:
+        low, high = stretch
+        first, last = low <= self.first_load, high >= self.last_load
+        if first and last:
+            return "at every load"
+        if first:
+            return f"up to {_load(high)}"
+        return f"from {_load(low)}" if last else f"from {low:.0%} to {_load(high)}"
 
 
 def closed_form(cluster: ClusterConfig, loads: Sequence[float] = FINE_LOADS) -> list[Row]:
@@ -134,34 +169,43 @@ def claims(found: Sequence[Row]) -> list[Claim]:
 
 
 def verdict(found: Sequence[Claim]) -> tuple[str, str]:
-    """PASS where the split halves all at every load, FAIL where nothing at any, else WARN; and why, in words.
+    """PASS where the split halves all at every load, FAIL where nothing at any, else WARN; and why, in sentences.
 
-    The words are those of the closed form, then which hashes stay with it at the loads that both have.
+    The words are those of the closed form, then up to which load each simulated hash halves.
     """
-    always = all(len(claim.halves) == len(claim.loads) for claim in found)
+    always = all(claim.halved_to == claim.last_load for claim in found)
     never = not any(claim.halves for claim in found)
     word = "PASS" if found and always else "FAIL" if never else "WARN"
     said = {"PASS": "true in every case", "FAIL": "true in no case", "WARN": "true in part"}[word]
-    ideal = {claim.definition: claim for claim in found if claim.source == "predicted"}
-    parts = [f"{claim.definition}: {claim.words}" for claim in ideal.values()]
-    hashes = dict.fromkeys(claim.hash_name for claim in found if claim.source == "simulated")
-    apart = [
-        name
-        for name in hashes
-        if not all(_agree(claim, ideal[claim.definition]) for claim in found if claim.hash_name == name)
-    ]
-    alike = [name for name in hashes if name not in apart]
-    if alike:
-        parts.append(f"{', '.join(alike)}: the same")
-    if apart:
-        parts.append(f"{', '.join(apart)}: otherwise at some load")
-    return word, f"'The split halves hash collisions' is {said}. " + ". ".join(parts)
+    sentences = [f"'The split halves hash collisions' is {said}"]
+    for claim in found:
+        if claim.source == "predicted":
+            alike = [other for other in found if other.definition == claim.definition and other.source == "simulated"]
+            sentences.append(f"{_SUBJECTS[claim.definition]} {_verb(claim)}{_beside(claim, alike)}")
+    return word, ". ".join(sentences) + "."
 
 
-def _agree(claim: Claim, ideal: Claim) -> bool:
-    """Whether both halve at the same of the loads that both have."""
-    common = set(claim.loads) & set(ideal.loads)
-    return common & set(claim.halves) == common & set(ideal.halves)
+_SUBJECTS = {
+    "in collision": "With an ideal hash, the share of flows in collision (on an uplink with more demand than capacity)",
+    "excess": "The excess (demand above capacity over all demand)",
+    "sharing": "The share of flows that share an uplink at all, which others call a collision,",
+}
+
+
+def _verb(claim: Claim) -> str:
+    return f"is {claim.words}"
+
+
+def _beside(claim: Claim, simulated: Sequence[Claim]) -> str:
+    """Up to which load the hashes of switches halve it, where the ideal one does somewhere."""
+    if claim.halved_to is None or not simulated:
+        return ""
+    loads = ", ".join(f"{other.hash_name} {_load(other.halved_to or 0.0, full='100%')}" for other in simulated)
+    return f" (simulated, halved up to: {loads})"
+
+
+def _load(share: float, full: str = "full load") -> str:
+    return full if share >= 1 else f"{share:.0%}" if full != "full load" else f"{share:.0%} load"
 
 
 def _claims(found: Sequence[Row]) -> Iterator[Claim]:
@@ -170,35 +214,51 @@ def _claims(found: Sequence[Row]) -> Iterator[Claim]:
         rows = [row for row in found if (row["definition"], row["hash"]) == (definition, name)]
         rows = sorted((row for row in rows if row["with"] or row["without"]), key=lambda row: row["load"])
         if rows:
+            loads = [row["load"] for row in rows]
+            curve = [row["with"] / row["without"] if row["without"] else math.inf for row in rows]
             yield Claim(
                 definition,
                 name,
                 source,
-                tuple(row["load"] for row in rows),
-                tuple(row["load"] for row in rows if row["with"] <= HALF * row["without"]),
-                tuple(row["load"] for row in rows if HALF * row["without"] < row["with"] < row["without"]),
-                tuple(row["load"] for row in rows if row["with"] > row["without"]),
+                _stretches(loads, curve, 0.0, HALF),
+                _stretches(loads, curve, HALF, 1.0),
+                _stretches(loads, curve, 1.0, math.inf),
+                loads[0],
+                loads[-1],
                 rows[-1]["ratio"],
             )
 
 
-def _in_words(claim: Claim) -> str:
-    parts = []
-    for loads, verb in ((claim.halves, "halved"), (claim.lowers, "lowered"), (claim.raises, "raised")):
-        if loads:
-            parts.append(f"{verb} at {_loads_in_words(loads, claim.loads)}")
-    return ", ".join(parts) or "unchanged at every load"
+def _stretches(loads: Sequence[float], curve: Sequence[float], low: float, high: float) -> tuple[Stretch, ...]:
+    """The loads where the curve, straight between its points, lies inside: above `low` (not for 0), at most `high`.
+
+    Exactly 1 is neither lowered nor raised.
+    """
+    inside = [_inside(value, low, high) for value in curve]
+    found: list[Stretch] = []
+    for first in range(len(loads)):
+        if not inside[first] or (first and inside[first - 1]):
+            continue
+        last = next((place for place in range(first, len(loads)) if not inside[place]), len(loads)) - 1
+        begin = _crossing(loads, curve, first, first - 1, low, high) if first else loads[0]
+        end = _crossing(loads, curve, last, last + 1, low, high) if last + 1 < len(loads) else loads[-1]
+        found.append((begin, end))
+    return tuple(found)
 
 
-def _loads_in_words(loads: Sequence[float], known: Sequence[float]) -> str:
-    if len(loads) == len(known):
-        return "every load"
-    texts = [f"{share:.0%}" for share in loads]
-    if list(loads) == list(known[: len(loads)]) and len(loads) > 1:
-        return f"loads up to {texts[-1]}"
-    if list(loads) == list(known[-len(loads) :]) and len(loads) > 1:
-        return f"loads from {texts[0]}"
-    return ", ".join(texts)
+def _inside(value: float, low: float, high: float) -> bool:
+    if low == 0.0:
+        return value <= high
+    return low < value < high if high == 1.0 else value > low
+
+
+def _crossing(loads: Sequence[float], curve: Sequence[float], inner: int, outer: int, low: float, high: float) -> float:
+    """The load between two neighbours, one inside and one not, at which the line meets the bound that it leaves by."""
+    bound = low if curve[outer] <= low else high
+    if not math.isfinite(curve[outer]) or not math.isfinite(curve[inner]) or curve[outer] == curve[inner]:
+        return loads[inner]
+    part = (bound - curve[inner]) / (curve[outer] - curve[inner])
+    return loads[inner] + min(1.0, max(0.0, part)) * (loads[outer] - loads[inner])
 
 
 def _sharing(num_flows: int, design: Design) -> float:

@@ -1,24 +1,28 @@
 """The communication of one training step on a fabric: its phases, their collisions, and how long they take.
 
 A phase is flows that run at one time: the rings (the all-gather and the reduce-scatter take the same pairs, one after
-the other) and the pipeline (forward and backward overlap in 1F1B). A phase lasts until its slowest flow has sent its
-bytes at the max-min fair rates that hold while all run; the step's communication is the sum of its phases. Left out:
-what computation hides, and rates that rise when others finish (`rates.completion_s`: times here are upper bounds).
+the other) and the pipeline (forward and backward overlap in 1F1B). A phase lasts until its last flow ends at max-min
+fair rates; the step's communication is the sum of its phases. `time_s` fills the rates anew as flows end;
+`time_bound_s` takes those that hold while all run, in a hundredth of the time and a few percent above. Left out: what
+computation hides.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from netlayer.config import ClusterConfig, Config, JobConfig
-from topology.clos import Clos, Ints, Tier
+from topology.clos import Clos, Tier
 from topology.hashing import Ecmp, HashName
 from topology.load import Collisions, Load, place
 from topology.placement import Placement
-from topology.rates import max_min
+from topology.rates import Rates, completion_s, max_min
 from topology.routing import route
 from topology.survivors import Bools, route_around
 from topology.traffic import Flows, Kind, headers, job_flows
@@ -30,25 +34,38 @@ PHASES: tuple[tuple[str, tuple[Kind, ...], int], ...] = (
     ("ring", (Kind.DP_REDUCE_SCATTER,), 2),
     ("pipeline", (Kind.PP_FORWARD, Kind.PP_BACKWARD), 1),
 )
+# Of `time_s`: ends within a hundredth of a flow's own time are taken together.
+_RESOLUTION = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """One phase on its paths; `seconds` a flow for all its turns, infinite where `reached` is False."""
+    """One phase; load, rates and bytes (of all its turns) are of the flows that are `reached`: those with a path."""
 
     name: str
-    load: Load
     reached: Bools
-    seconds: Floats
+    load: Load
+    rates: Rates
+    num_bytes: Floats
 
     @property
     def collisions(self) -> Collisions:
         return self.load.collisions()
 
     @property
+    def seconds(self) -> Floats:
+        """How long each reached flow takes at the rate that it has while all run."""
+        return 8 * self.num_bytes / self.rates.flow_bps
+
+    @property
+    def time_bound_s(self) -> float:
+        """Until the slowest flow is done, were no rate to rise; 0 without flows."""
+        return float(self.seconds.max(initial=0.0))
+
+    @property
     def time_s(self) -> float:
-        """Until the slowest flow that has a path is done; 0 without flows."""
-        return float(self.seconds[self.reached].max(initial=0.0))
+        """Until the last flow ends, rates filled anew as flows end; 0 without flows."""
+        return float(completion_s(self.rates, self.num_bytes, resolution=_RESOLUTION).max(initial=0.0))
 
     @property
     def num_stopped(self) -> int:
@@ -63,8 +80,8 @@ class Step:
     phases: tuple[Phase, ...]
 
     @property
-    def time_s(self) -> float:
-        return sum(phase.time_s for phase in self.phases)
+    def time_bound_s(self) -> float:
+        return sum(phase.time_bound_s for phase in self.phases)
 
     @property
     def num_stopped(self) -> int:
@@ -81,14 +98,25 @@ def slot_flows(job: JobConfig, cluster: ClusterConfig, qps: int = 1) -> Flows:
 
 
 def run_step(
-    fabric: Clos, flows: Flows, name: HashName, seed: int, *, alive: Bools | None = None, rotate: bool = True
+    fabric: Clos,
+    flows: Flows,
+    name: HashName,
+    seed: int,
+    *,
+    alive: Bools | None = None,
+    offsets: Sequence[int] | None = None,
 ) -> Step:
-    """Hash, load and rate every phase of placed flows; over the links of the mask `alive` where it is given."""
+    """Hash, load and rate every phase of placed flows.
+
+    Args:
+        name, seed, offsets: the switches' hash, see `hashing.Ecmp`.
+        alive: a mask over links, where not all are.
+    """
     phases = []
     for phase, kinds, turns in PHASES:
         chosen = flows.select(*kinds)
         if len(chosen):
-            ecmp = Ecmp(name, headers(fabric, chosen, seed), seed, rotate=rotate)
+            ecmp = Ecmp(name, headers(fabric, chosen, seed), seed, offsets=offsets)
             phases.append(run_phase(fabric, phase, chosen, ecmp, turns=turns, alive=alive))
     return Step(tuple(phases))
 
@@ -101,18 +129,9 @@ def run_phase(
         paths, reached = route(fabric, flows.src_nic, flows.dst_nic, ecmp), np.ones(len(flows), dtype=np.bool_)
     else:
         paths, reached = route_around(fabric, flows.src_nic, flows.dst_nic, ecmp, alive)
-    seconds = np.full(len(flows), np.inf)
-    rate = flow_rates(fabric, paths, reached)
-    seconds[reached] = turns * 8 * flows.num_bytes[reached] / rate[reached]
-    return Phase(name, place(fabric, flows, paths), reached, seconds)
-
-
-def flow_rates(fabric: Clos, paths: Ints, reached: Bools) -> Floats:
-    """Max-min fair rate of each flow while all run, bits per second; 0 without a path."""
-    rates = np.zeros(len(paths))
-    if reached.any():
-        rates[reached] = max_min(paths[reached], fabric.link_bps).flow_bps
-    return rates
+    left = flows.where(reached)  # the others ask for nothing
+    load = place(fabric, left, paths[reached])
+    return Phase(name, reached, load, max_min(load.paths, fabric.link_bps), turns * left.num_bytes)
 
 
 def traffic_cost(fabric: Clos, flows: Flows) -> dict[str, float]:
@@ -131,19 +150,32 @@ def traffic_cost(fabric: Clos, flows: Flows) -> dict[str, float]:
     }
 
 
-def placement_row(fabric: Clos, flows: Flows, placement: Placement, name: HashName, seed: int) -> dict[str, object]:
-    """Cost of one placement: its traffic, its collisions and the step's communication. `flows` are between slots."""
+def placement_row(
+    fabric: Clos, flows: Flows, placement: Placement, name: HashName, seed: int, *, seeds: int = 4
+) -> dict[str, Any]:
+    """Cost of one placement: its traffic, its collisions and the step's communication. `flows` are between slots.
+
+    A phase ends with its unluckiest flow, so one draw of the hash says little: times are medians over the seeds seed,
+    seed + 1, ... with the least and the most beside them, collisions are means.
+    """
     placed = placement.apply(flows, fabric.design.nics_per_server)
-    step = run_step(fabric, placed, name, seed)
-    row: dict[str, object] = {"placement": placement.name, "hash": name, "seed": seed, **traffic_cost(fabric, placed)}
-    for phase in step.phases:
-        found = phase.collisions
+    steps = [run_step(fabric, placed, name, seed + turn) for turn in range(seeds)]
+    row: dict[str, Any] = {"placement": placement.name, "hash": name, "seed": seed, "seeds": seeds}
+    row |= traffic_cost(fabric, placed)
+    totals = np.zeros(seeds)
+    for phases in zip(*(step.phases for step in steps), strict=True):
+        found, times = [phase.collisions for phase in phases], [phase.time_s for phase in phases]
+        totals += times
         row |= {
-            f"{phase.name}_collision_share": found.share,
-            f"{phase.name}_excess": found.excess,
-            f"{phase.name}_time_s": phase.time_s,
+            f"{phases[0].name}_collision_share": statistics.fmean(one.share for one in found),
+            f"{phases[0].name}_excess": statistics.fmean(one.excess for one in found),
+            f"{phases[0].name}_time_s": statistics.median(times),
         }
-    return row | {"time_s": step.time_s}
+    return row | {
+        "time_s": float(np.median(totals)),
+        "time_min_s": float(totals.min()),
+        "time_max_s": float(totals.max()),
+    }
 
 
 def grown(config: Config, spares: int) -> tuple[ClusterConfig, list[int]]:

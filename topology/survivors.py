@@ -42,12 +42,13 @@ class Reach:
         spine_up, spine_down = (alive[fabric.tier_links(tier)].reshape(per_spine) for tier in _CORE_TIERS)
         by_pod = (design.num_pods, design.spines_per_pod, design.cores_per_plane)
         up, down = (_any(links).reshape(by_pod).transpose(1, 0, 2) for links in (spine_up, spine_down))
+        network = np.arange(design.num_pods) // design.pods_per_network
         return cls(
             tor_up=alive[fabric.tier_links(Tier.TOR_SPINE)].reshape(design.num_tors, design.tor_uplinks),
             tor_down=alive[fabric.tier_links(Tier.SPINE_TOR)].reshape(per_tor),
             spine_up=spine_up,
             spine_down=spine_down,
-            pods=_any(up[:, :, None, :] & down[:, None, :, :]),
+            pods=_any(up[:, :, None, :] & down[:, None, :, :]) & (network[:, None] == network),
         )
 
     def uplinks(self, src_tor: Ints, dst_tor: Ints, src_pod: Ints, dst_pod: Ints) -> Bools:
@@ -89,7 +90,7 @@ def route_around(fabric: Clos, src_nic: Ints, dst_nic: Ints, ecmp: Ecmp, alive: 
     paths[leaves_tor, Tier.TOR_SPINE] = fabric.tor_link(src_tor, uplink, Tier.TOR_SPINE)[leaves_tor]
     paths[leaves_tor, Tier.SPINE_TOR] = fabric.tor_link(dst_tor, downlink, Tier.SPINE_TOR)[leaves_tor]
     if leaves_pod.any():
-        up, down = _through_core(fabric, reach, (src_spine, dst_spine, plane), ecmp)
+        up, down = _through_core(fabric, reach, (src_spine, dst_spine), ecmp)
         paths[leaves_pod, Tier.SPINE_CORE] = up[leaves_pod]
         paths[leaves_pod, Tier.CORE_SPINE] = down[leaves_pod]
     paths[~reached] = NO_LINK
@@ -97,7 +98,7 @@ def route_around(fabric: Clos, src_nic: Ints, dst_nic: Ints, ecmp: Ecmp, alive: 
 
 
 def unreachable_pairs(fabric: Clos, alive: Bools) -> tuple[int, int]:
-    """Ordered pairs of NICs of different servers with no path, and all such pairs.
+    """Ordered pairs of NICs of different servers with no path, and all that the whole fabric joins.
 
     Pairs of two dead NICs count: what is asked is which transfers cannot be made.
     """
@@ -109,7 +110,7 @@ def unreachable_pairs(fabric: Clos, alive: Bools) -> tuple[int, int]:
     joined = _tors_joined(fabric, reach)
     from_tor, to_tor = (np.bincount(home[live], minlength=design.num_tors) for live in (sends, receives))
     good = int(from_tor @ joined.astype(np.int64) @ to_tor) - _inside_servers(fabric, home, joined, sends, receives)
-    total = design.num_nics * (design.num_nics - design.nics_per_server)
+    total = design.num_nics * (design.num_nics - design.nics_per_server) // design.num_networks
     return total - good, total
 
 
@@ -133,13 +134,13 @@ def _tors_joined(fabric: Clos, reach: Reach) -> Bools:
     return joined
 
 
-def _through_core(fabric: Clos, reach: Reach, spines: tuple[Ints, Ints, Ints], ecmp: Ecmp) -> tuple[Ints, Ints]:
+def _through_core(fabric: Clos, reach: Reach, spines: tuple[Ints, Ints], ecmp: Ecmp) -> tuple[Ints, Ints]:
     """The link up to a core switch that still leads to the other spine, and the link from there down to it."""
-    (src_spine, dst_spine, plane), design = spines, fabric.design
+    (src_spine, dst_spine), design = spines, fabric.design
     onward = reach.spine_up[src_spine] & _any(reach.spine_down)[dst_spine][:, :, None]
     uplink = _pick(ecmp, Stage.SPINE_UP, fabric.spine_nodes(src_spine), onward.reshape(len(src_spine), -1))
     core = uplink // design.links_per_spine_core
-    node = fabric.core_nodes(plane * design.cores_per_plane + core)
+    node = fabric.core_nodes(fabric.core_of(src_spine, core))
     parallel = _pick(ecmp, Stage.CORE_DOWN, node, reach.spine_down[dst_spine, core])
     downlink = core * design.links_per_spine_core + parallel
     return (

@@ -1,28 +1,24 @@
 """Seeds x placements x failures, one case a task: in processes here, or on a Dask cluster by its address.
 
-Both run the same function on the same cases and give the rows in the order of the cases. A Ctrl-C cancels what has not
-begun and waits for what has (a case takes well under a second); a worker whose parent is gone ends by itself. Left
-out: sweeps over designs, which a shell loop over `--set` does.
+Both run the same function on the same cases (`workers`) and give the rows in the order of the cases. Left out: sweeps
+over designs, which a shell loop over `--set` does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import itertools
 import logging
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from netlayer.config import Config
-from netlayer.errors import ConfigError
 from topology.clos import Clos
 from topology.failures import Failure, alive_links, lost_capacity
 from topology.hashing import HashName
@@ -30,6 +26,7 @@ from topology.placement import StrategyName, num_slots, place_slots, usable_serv
 from topology.step import Step, run_step, slot_flows
 from topology.survivors import unreachable_pairs
 from topology.traffic import Flows
+from topology.workers import in_order_of_end
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +61,17 @@ def cases(
 def run_case(config: Config, case: Case) -> Row:
     """One row: what failed, what it cost the fabric, and the step before and after.
 
-    `slowdown` is the time of the step's communication over that of the same seed and placement without failures, among
-    flows that still have a path; `stopped_flows` are those that have none, and with one of them the job stops. It may
-    lie below 1: a smaller group hashes every flow anew, and at times better.
+    With a flow that has no path left the job `stops`. Else `slowdown` is the bound of the step's communication over
+    that of the same seed and placement without failures, `flow_slowdown` the mean over the flows of the same. They may
+    lie below 1: a smaller group hashes every flow anew, and at times better; the step hangs on its unluckiest flow, so
+    that `slowdown` says little for one seed.
     """
     text = config.model_dump_json()
     fabric, flows = _prepared(text, case.placement, case.seed, case.qps)
     healthy = _healthy(text, case.placement, case.seed, case.hash_name, case.qps)
     alive = alive_links(fabric, case.failures)
-    step = run_step(fabric, flows, case.hash_name, case.seed, alive=alive) if case.failures else healthy
+    step = run_step(fabric, flows, case.hash_name, case.seed, alive=alive)
+    stops = step.num_stopped > 0
     lost_bps, lost_share = lost_capacity(fabric, alive)
     pairs, all_pairs = unreachable_pairs(fabric, alive)
     row: Row = {
@@ -86,8 +85,10 @@ def run_case(config: Config, case: Case) -> Row:
         "unreachable_pairs": pairs,
         "unreachable_share": pairs / all_pairs if all_pairs else 0.0,
         "stopped_flows": step.num_stopped,
-        "time_s": step.time_s,
-        "slowdown": step.time_s / healthy.time_s if healthy.time_s else 1.0,
+        "stops": stops,
+        "time_bound_s": None if stops else step.time_bound_s,
+        "slowdown": None if stops else _over(step.time_bound_s, healthy.time_bound_s),
+        "flow_slowdown": None if stops else _flow_slowdown(step, healthy),
     }
     for phase in step.phases:
         found = phase.collisions
@@ -117,16 +118,9 @@ def run_sweep(
     """
     if dask and processes:
         logger.warning("the number of processes has no effect: the sweep runs on %s", dask)
-    batches = [tuple(points[first : first + _BATCH]) for first in range(0, len(points), _BATCH)]
     text = config.model_dump_json()
-    workers = min(processes or os.cpu_count() or 1, len(batches))
-    found: Generator[tuple[int, list[Row]], None, None]
-    if dask:
-        found = _on_dask(text, batches, dask)
-    elif workers <= 1:
-        found = ((index, _run_batch(text, batch)) for index, batch in enumerate(batches))
-    else:
-        found = _in_processes(text, batches, workers)
+    batches = [(text, tuple(points[first : first + _BATCH])) for first in range(0, len(points), _BATCH)]
+    found = in_order_of_end(_run_batch, batches, processes=processes, dask=dask)
     rows: dict[int, list[Row]] = {}
     with contextlib.closing(found):
         for index, batch_rows in found:
@@ -137,7 +131,9 @@ def run_sweep(
 
 
 def worst(rows: Sequence[Row]) -> list[Row]:
-    """One row for each placement and kind of failure: largest loss and slowdown, and which case was worst."""
+    """One row for each placement and kind of failure: largest loss, spread of the slowdowns, share of the cases that
+    stop the job, and which case was worst.
+    """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["placement"], row["kind"]), []).append(row)
@@ -145,93 +141,50 @@ def worst(rows: Sequence[Row]) -> list[Row]:
 
 
 def _worst_of(placement: str, kind: str, rows: Sequence[Row]) -> Row:
-    last = max(rows, key=lambda row: (row["slowdown"], row["stopped_flows"]))
-    maxima = ("lost_bps", "lost_share", "unreachable_pairs", "unreachable_share", "stopped_flows", "slowdown")
+    last = max(rows, key=lambda row: (row["stopped_flows"], row["slowdown"] or 0.0))
+    maxima = ("lost_bps", "lost_share", "unreachable_pairs", "unreachable_share", "stopped_flows")
     return {
         "placement": placement,
         "kind": kind,
         "cases": len(rows),
         **{f"{key}_max": max(row[key] for row in rows) for key in maxima},
-        "slowdown_mean": sum(row["slowdown"] for row in rows) / len(rows),
-        "stops_share": sum(row["stopped_flows"] > 0 for row in rows) / len(rows),
+        "stops_share": statistics.fmean(row["stops"] for row in rows),
+        **_spread("slowdown", rows),
+        **_spread("flow_slowdown", rows),
         "worst": f"{last['failed'][:60] or 'none'}, seed {last['seed']}",
     }
 
 
-def _run_batch(text: str, batch: Sequence[Case]) -> list[Row]:
+def _spread(key: str, rows: Sequence[Row]) -> Row:
+    """Least, median, mean and most over the cases that do not stop the job; None where all do."""
+    values = [row[key] for row in rows if not row["stops"]]
+    found = [min(values), statistics.median(values), statistics.fmean(values), max(values)] if values else [None] * 4
+    return {f"{key}_{name}": value for name, value in zip(("min", "median", "mean", "max"), found, strict=True)}
+
+
+def _over(time_s: float, healthy_s: float) -> float:
+    return time_s / healthy_s if healthy_s else 1.0
+
+
+def _flow_slowdown(step: Step, healthy: _Healthy) -> float:
+    """Mean over the flows of their time over that in the healthy fabric; all flows have a path."""
+    ratios = [phase.seconds / whole for phase, whole in zip(step.phases, healthy.seconds, strict=True)]
+    return float(np.concatenate(ratios).mean()) if ratios else 1.0
+
+
+def _run_batch(task: tuple[str, Sequence[Case]]) -> list[Row]:
+    text, batch = task
     config = Config.model_validate_json(text)
     return [run_case(config, case) for case in batch]
 
 
-def _in_processes(
-    text: str, batches: Sequence[tuple[Case, ...]], workers: int
-) -> Generator[tuple[int, list[Row]], None, None]:
-    # Spawned, not forked: this process may hold threads of numba and of the progress bar.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker)
-    try:
-        futures: dict[Future[list[Row]], int] = {
-            pool.submit(_run_batch, text, batch): index for index, batch in enumerate(batches)
-        }
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _begin_worker() -> None:
-    """Leave Ctrl-C to the parent, and end when it is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-
-    def watch() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-def _on_dask(
-    text: str, batches: Sequence[tuple[Case, ...]], address: str
-) -> Generator[tuple[int, list[Row]], None, None]:
-    with _dask_client(address) as (distributed, client):
-        futures = {
-            client.submit(_run_batch, text, batch, key=f"netlayer-sweep-{os.getpid()}-{index}", pure=False): index
-            for index, batch in enumerate(batches)
-        }
-        try:
-            for future in distributed.as_completed(futures, loop=client.loop):
-                yield futures[future], future.result()
-        except ModuleNotFoundError as exc:
-            rule = f"a worker lacks a module ({exc.name})"
-            raise ConfigError("--dask", address, rule, "install netlayer where the workers run") from exc
-        finally:
-            client.cancel(list(futures))
-
-
-@contextlib.contextmanager
-def _dask_client(address: str) -> Iterator[tuple[Any, Any]]:
-    try:
-        distributed: Any = importlib.import_module("distributed")
-    except ImportError as exc:
-        raise ConfigError("--dask", address, "Dask is not installed", "pip install 'netlayer[dask]'") from exc
-    try:
-        client = distributed.Client(address, timeout="10s", set_as_default=False)
-    except (OSError, ValueError, TimeoutError) as exc:
-        raise ConfigError("--dask", address, f"no scheduler answers ({exc})", "start one: dask scheduler") from exc
-    try:
-        yield distributed, client
-    finally:
-        client.close()
-
-
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2)
 def _fabric(text: str) -> Clos:
     return Clos.build(Config.model_validate_json(text).cluster)
 
 
-@functools.lru_cache(maxsize=16)
+# Cases come seed by seed and placement by placement, so few of these are in use at a time; they are large.
+@functools.lru_cache(maxsize=4)
 def _prepared(text: str, placement: StrategyName, seed: int, qps: int) -> tuple[Clos, Flows]:
     """The fabric, and the job's flows between the servers that hold its ranks."""
     config, fabric = Config.model_validate_json(text), _fabric(text)
@@ -241,7 +194,15 @@ def _prepared(text: str, placement: StrategyName, seed: int, qps: int) -> tuple[
     return fabric, placed.apply(slot_flows(config.job, config.cluster, qps), fabric.design.nics_per_server)
 
 
-@functools.lru_cache(maxsize=64)
-def _healthy(text: str, placement: StrategyName, seed: int, hash_name: HashName, qps: int) -> Step:
+class _Healthy(NamedTuple):
+    """What failures are measured against: the step's time, and every flow's, a phase."""
+
+    time_bound_s: float
+    seconds: tuple[NDArray[np.float64], ...]
+
+
+@functools.lru_cache(maxsize=4)
+def _healthy(text: str, placement: StrategyName, seed: int, hash_name: HashName, qps: int) -> _Healthy:
     fabric, flows = _prepared(text, placement, seed, qps)
-    return run_step(fabric, flows, hash_name, seed)
+    step = run_step(fabric, flows, hash_name, seed)
+    return _Healthy(step.time_bound_s, tuple(phase.seconds for phase in step.phases))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from netlayer.config import ClusterConfig, JobConfig
 from netlayer.errors import ConfigError
 from topology.clos import Clos, Ints
+from topology.graph import Graph
 from topology.hashes import mix64
 from topology.hashing import Headers
 from topology.rings import Edges, Segments, all_pairs, ring, tree
@@ -45,7 +46,8 @@ class Kind(IntEnum):
 class Flows:
     """Flows between NICs, arrays of one length: endpoints (NIC indices), bytes a step, and `Kind`.
 
-    `start_s` is when each begins, in seconds from the first; None where all begin at once.
+    `start_s` is when each begins, in seconds from the first; None where all begin at once. `udp_sport` is the UDP
+    source port of each where a file gives it; None where it follows from the queue pairs.
     """
 
     src_nic: Ints
@@ -53,6 +55,7 @@ class Flows:
     num_bytes: NDArray[np.float64]
     kind: NDArray[np.int8]
     start_s: NDArray[np.float64] | None = None
+    udp_sport: NDArray[np.uint16] | None = None
 
     def __len__(self) -> int:
         return len(self.src_nic)
@@ -63,8 +66,14 @@ class Flows:
 
     def where(self, chosen: NDArray[np.bool_] | Ints) -> Flows:
         """The flows that a mask keeps, or those at these positions (a position may come twice)."""
-        start_s = None if self.start_s is None else self.start_s[chosen]
-        return Flows(self.src_nic[chosen], self.dst_nic[chosen], self.num_bytes[chosen], self.kind[chosen], start_s)
+        return Flows(
+            self.src_nic[chosen],
+            self.dst_nic[chosen],
+            self.num_bytes[chosen],
+            self.kind[chosen],
+            None if self.start_s is None else self.start_s[chosen],
+            None if self.udp_sport is None else self.udp_sport[chosen],
+        )
 
 
 def job_flows(
@@ -84,7 +93,7 @@ def job_flows(
 
     Args:
         num_channels: NCCL's channels of a group, each with its part of the bytes and one of the NICs that the group
-            uses in a server; None for one a NIC, for a tree two.
+            uses in a server; None for one a NIC that it has in each of its servers, for a tree two.
 
     Raises:
         ConfigError: a tensor-parallel group would leave its server, or the job does not fill the cluster.
@@ -150,20 +159,54 @@ def pipeline_bytes(job: JobConfig) -> tuple[float, float]:
     return boundary * parallel.vpp, boundary * (parallel.vpp - 1)
 
 
+def tensor_bytes(job: JobConfig) -> float:
+    """Bytes a step that a rank sends to its tensor-parallel group, inside its server.
+
+    With sequence parallelism a pair of matrices (attention, MLP; both at once in a parallel block) gathers its input
+    and scatters its output, b s h values each, forward; backward does both of their gradients and gathers the input
+    once more, of which a rank keeps its part alone (Korthikanti et al., 2022, 4.2.2). Left out: embedding and head.
+    """
+    model, parallel, batch = job.model, job.parallel, job.batch
+    micro_batches = batch.global_size // (batch.micro_size * parallel.dp)
+    collectives = 5 * (1 if model.parallel_block else 2) * model.layers / parallel.pp * micro_batches
+    values = batch.micro_size * model.seq_len * model.hidden
+    return collectives * values * _DTYPE_BYTES[model.dtype] * (parallel.tp - 1) / parallel.tp
+
+
+def traffic_rows(job: JobConfig, flows: Flows) -> list[dict[str, Any]]:
+    """Bytes a step of the whole job: of its flows, a row a kind, and of tensor parallelism, which makes no flow."""
+    rows: list[dict[str, Any]] = [
+        {
+            "kind": kind.name.lower(),
+            "where": "fabric",
+            "flows": int((flows.kind == kind).sum()),
+            "bytes": float(flows.num_bytes[flows.kind == kind].sum()),
+        }
+        for kind in Kind
+        if (flows.kind == kind).any()
+    ]
+    inside = tensor_bytes(job) * job.parallel.layout.world_size
+    return [*rows, {"kind": "tp", "where": "inside servers", "flows": 0, "bytes": inside}]
+
+
 def permutation(fabric: Clos, seed: int) -> Flows:
     """Every NIC sends one flow to a random NIC under another ToR, and receives one; bytes are a second at line rate.
 
-    Where ToRs are too unequal for that, the NICs that are left over stay idle.
+    Where ToRs are too unequal for that, the NICs that are left over stay idle. In a rail-only network all stay on
+    their rail.
     """
     rng = np.random.default_rng(seed)
     src = np.arange(fabric.design.num_nics, dtype=np.int64)
-    dst = rng.permutation(src)
+    dst, network = np.empty_like(src), fabric.network_of(src)
+    for one in range(fabric.design.num_networks):
+        dst[network == one] = rng.permutation(src[network == one])
     src_tor, dst_tor = fabric.tor_of(src), fabric.tor_of(dst)
     idle = np.zeros(len(src), dtype=np.bool_)
     for flow in np.flatnonzero(src_tor == dst_tor):
         if src_tor[flow] != dst_tor[flow]:
             continue  # an earlier exchange has mended it
-        partners = np.flatnonzero((dst_tor != src_tor[flow]) & (src_tor != dst_tor[flow]) & ~idle)
+        fits = (dst_tor != src_tor[flow]) & (src_tor != dst_tor[flow]) & (network == network[flow])
+        partners = np.flatnonzero(fits & ~idle)
         if len(partners):
             pair = np.array([flow, rng.choice(partners)])
             dst[pair], dst_tor[pair] = dst[pair[::-1]], dst_tor[pair[::-1]]
@@ -173,12 +216,16 @@ def permutation(fabric: Clos, seed: int) -> Flows:
     return flows.where(~idle)
 
 
-def headers(fabric: Clos, flows: Flows, seed: int) -> Headers:
-    """The flows' 5-tuples; queue pairs of a NIC are numbered in order from a seeded first, as drivers hand them out."""
+def headers(fabric: Clos | Graph, flows: Flows, seed: int) -> Headers:
+    """The flows' 5-tuples; queue pairs of a NIC are numbered in order from a seeded first, as drivers hand them out.
+
+    UDP source ports follow from the queue pairs, unless the flows have their own.
+    """
     local = _queue_pair(flows.src_nic, 2 * _occurrence(flows.src_nic), seed)
     remote = _queue_pair(flows.dst_nic, 2 * _occurrence(flows.dst_nic) + 1, seed)
     source, target = (fabric.address_of(nic) for nic in (flows.src_nic, flows.dst_nic))
-    return Headers(source, target, udp_source_port(local, remote), remote.astype(np.uint32))
+    sport = udp_source_port(local, remote) if flows.udp_sport is None else flows.udp_sport
+    return Headers(source, target, sport, remote.astype(np.uint32))
 
 
 _Connections = tuple[Ints, Ints, NDArray[np.float64], NDArray[np.int8]]
@@ -191,16 +238,12 @@ def _data_parallel(
     table = job.parallel.layout.group_table("dp")
     segments = Segments.of(table, table // cluster.gpus_per_server, nic_of_rank(cluster, table))
     stage = table[:, 0] // (job.parallel.tp * job.parallel.dp)
-    sent = ring_bytes(job)[stage]  # a group
+    whole = gradient_bytes(job)[stage]  # a group
     if algorithm == "tree":
-        reduced = gradient_bytes(job)[stage]
-        both = tree(segments, num_channels or 2 * segments.max_nics)
-        return [_of_edges(edges, reduced, Kind.DP_ALL_REDUCE) for edges in both]
+        return [_of_edges(edges, whole, Kind.DP_ALL_REDUCE) for edges in tree(segments, num_channels)]
     if algorithm == "all_pairs":
-        # A rank keeps the part that is its own, which `ring_bytes` leaves out.
-        whole = sent * job.parallel.dp / max(1, job.parallel.dp - 1)
         return [_of_edges(all_pairs(segments), whole, Kind.DP_ALL_TO_ALL)]
-    edges = ring(segments, num_channels or segments.max_nics)
+    edges, sent = ring(segments, num_channels), ring_bytes(job)[stage]
     return [_of_edges(edges, sent, kind) for kind in (Kind.DP_ALL_GATHER, Kind.DP_REDUCE_SCATTER)]
 
 

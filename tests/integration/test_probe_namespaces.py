@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from tests.integration.namespaces import Lab, lab, why_not
 from topology.hashing import Headers
 from topology.probe.capture import answers, probes, read_pcap
-from topology.probe.kernel_hash import FIVE_TUPLE, Field, Policy, choose, multipath_hash
-from topology.probe.paths import PathSpread, spread
+from topology.probe.kernel_hash import LAYER4, FibField, Policy, choose, multipath_hash
+from topology.probe.paths import PathSpread
+from topology.probe.spread import spread
 
 _LACKS = why_not()
 pytestmark = pytest.mark.skipif(bool(_LACKS), reason=_LACKS)
@@ -57,7 +58,11 @@ def network() -> Iterator[Lab]:
 def test_every_flow_goes_where_the_kernel_hash_says(network: Lab, tmp_path: Path) -> None:
     _require_seed()
     _configure(network, seeds={"a": 7, "b0": 8, "b1": 4_000_000_000})
-    rows, measured = _probe(network, tmp_path, "--rounds", "2", "--members", "2=2", "--members", "3=3")
+    asked = ["--rounds", "2", "--members", "2=2", "--members", "3=3", "--linux", "10.0.1.2=7:10.0.2.2,10.0.3.2"]
+    rows, measured = _probe(network, tmp_path, *asked)
+    flows = [line.split(",")[-2:] for line in (tmp_path / "forecast.csv").read_text().splitlines()[1:]]
+    assert len(flows) == len(_PORTS)
+    assert all(predicted == went for predicted, went in flows)
     assert (measured.router == _predicted({"a": 7, "b0": 8, "b1": 4_000_000_000})).all()
     summary = rows[0]
     assert (summary["flows"], summary["hops"], summary["paths"]) == (len(_PORTS), 5, 6)
@@ -72,15 +77,16 @@ def test_weights_and_addresses_and_chosen_fields_are_modelled(network: Lab, tmp_
     _configure(network, seeds, weights=(1, 3))
     rows, measured = _probe(network, tmp_path / "weights", "--weight", "10.0.3.2=3")
     assert (measured.router == _predicted(seeds, weights=(1, 3))).all()
-    shares = {row["router"]: (row["share"], row["expected_share"]) for row in rows if row["table"] == "hop"}
-    assert shares["10.0.3.2"] == (pytest.approx(0.75, abs=0.1), pytest.approx(0.75))
+    shares = {(row["table"], row["router"]): row["share"] for row in rows if row["table"] in ("hop", "expected")}
+    assert shares["hop", "10.0.3.2"] == pytest.approx(0.75, abs=0.1)
+    assert shares["expected", "10.0.3.2"] == pytest.approx(0.75)
 
     _configure(network, seeds, policy=0)
     _, measured = _probe(network, tmp_path / "addresses")
     assert (measured.router == _predicted(seeds, policy=0)).all()
     assert len(np.unique(measured.router, axis=0)) == 1
 
-    fields = Field.SRC_PORT | Field.DST_IP
+    fields = FibField.SRC_PORT | FibField.DST_IP
     _configure(network, seeds, policy=3, fields=fields)
     _, measured = _probe(network, tmp_path / "fields")
     assert (measured.router == _predicted(seeds, policy=3, fields=fields)).all()
@@ -121,6 +127,16 @@ def test_where_nobody_answers_the_command_fails_in_one_line(network: Lab, tmp_pa
     asked = ["--dst", "192.0.2.1", "--iface", "l1", "--ports", "50000", "--ttl", "1-3", "--timeout", "0.1"]
     with pytest.raises(RuntimeError, match=r"(?s)exit 1: .*error: no router answered: 9 probes"):
         network.inside("src", _command(*asked, "--out", str(tmp_path), "--json", "-"))
+
+
+def test_a_router_without_a_route_is_named(network: Lab, tmp_path: Path) -> None:
+    network.ip(["route del 10.0.13.0/24"], "c1")
+    try:
+        asked = ["--dst", _DST, "--iface", "l1", "--ports", "50000-50031", "--ttl", "1-6", "--out", str(tmp_path)]
+        with pytest.raises(RuntimeError, match=r"exit 1: (?s:.*)10.0.13.2 is unreachable for \d+ of 32 flows, says"):
+            network.inside("src", _command(*asked))
+    finally:
+        network.ip(["route add 10.0.13.0/24 via 10.0.11.2"], "c1")
 
 
 def test_nothing_is_left_when_the_maker_is_killed() -> None:
@@ -171,7 +187,7 @@ def _configure(
     seeds: dict[str, int],
     weights: Sequence[int] = (1, 1),
     policy: Policy = 1,
-    fields: Field = FIVE_TUPLE,
+    fields: FibField = LAYER4,
 ) -> None:
     for name, seed in seeds.items():
         keys = {"fib_multipath_hash_policy": policy, "fib_multipath_hash_fields": int(fields)}
@@ -199,7 +215,7 @@ def _probe(network: Lab, out: Path, *more: str) -> tuple[list[dict[str, Any]], P
 
 
 def _predicted(
-    seeds: dict[str, int], weights: Sequence[int] = (1, 1), policy: Policy = 1, fields: Field = FIVE_TUPLE
+    seeds: dict[str, int], weights: Sequence[int] = (1, 1), policy: Policy = 1, fields: FibField = LAYER4
 ) -> NDArray[np.int64]:
     """The address that answers each flow at each of the five hops."""
     ports = np.array(_PORTS, dtype=np.uint16)

@@ -32,7 +32,7 @@ def cluster(**changes: Any) -> ClusterConfig:
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> ClusterConfig:
+def clusters(draw: st.DrawFn, *, rail_only: bool = False) -> ClusterConfig:
     """Clusters of at most a few hundred NICs whose ports suffice; the last ToR set may be partly filled."""
     lanes = draw(st.sampled_from([1, 2, 4]))
     tiers = draw(st.sampled_from([2, 3]))
@@ -47,6 +47,7 @@ def clusters(draw: st.DrawFn) -> ClusterConfig:
         "nics_per_server": rails * draw(st.integers(1, 2)),
         "nic_bps": 100_000_000_000,
         "rails": rails,
+        "rail_only": rail_only,
         "tiers": tiers,
         "switch_radix": 64,
         "switch_port_bps": lanes * 100_000_000_000,

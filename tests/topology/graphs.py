@@ -30,7 +30,7 @@ def diamond() -> Graph:
 
 def same(one: Graph, other: Graph, *, names: bool = True) -> bool:
     """Whether two graphs are equal; without names also their ports and names may differ."""
-    arrays = ("is_switch", "a", "b", "bps", "latency_ns")
+    arrays = ("is_switch", "a", "b", "bps", "latency_ns", *(("addresses",) if names else ()))
     texts = ("names", "a_port", "b_port") if names else ()
     return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays) and all(
         getattr(one, name) == getattr(other, name) for name in texts

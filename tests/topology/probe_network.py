@@ -9,7 +9,7 @@ from scapy.layers.inet import ICMP, IP
 from topology.probe.packets import Sweep, build
 
 SRC, DST = "10.0.0.7", "10.1.0.9"
-# (port, ttl, round) -> the router's address, or nothing where it stays silent
+# (port, ttl, round) -> the router's address, `ADDR unreachable` where it has no route, nothing where it stays silent
 Network = Callable[[int, int, int], str | None]
 
 
@@ -35,5 +35,6 @@ def exchange(asked: Sweep, network: Network, quoted_bytes: int | None = None) ->
 def answer(probe: bytes, router: str, quoted_bytes: int | None = None) -> bytes:
     expired = IP(probe)
     expired.ttl, expired.chksum = 1, None
-    kind = ICMP(type=3, code=3) if router == DST else ICMP(type=11, code=0)
+    router, _, unreachable = router.partition(" ")
+    kind = ICMP(type=3, code=0 if unreachable else 3) if unreachable or router == DST else ICMP(type=11, code=0)
     return bytes(IP(src=router, dst=SRC) / kind / bytes(expired)[:quoted_bytes])

@@ -2,6 +2,7 @@ import csv
 import ipaddress
 
 from hypothesis import given
+from hypothesis import strategies as st
 
 from netlayer.config import ClusterConfig
 from tests.topology.fabrics import cluster, clusters, megascale
@@ -39,16 +40,38 @@ def test_a_breakout_cable_has_as_many_lines_as_ends() -> None:
     assert rows[-1]["rate_gbps"] == "400"
 
 
-@given(clusters())
-def test_addresses_are_those_of_the_clos_and_differ(tree: ClusterConfig) -> None:
+@given(st.one_of(clusters(), clusters(rail_only=True)))
+def test_every_nic_and_its_port_share_a_subnet_of_two(tree: ClusterConfig) -> None:
     plant, fabric = Plant.build(tree), Clos.build(tree)
     rows = _rows(addresses_csv(plant))
-    found = [int(ipaddress.ip_interface(row["address"]).ip) for row in rows]
+    nics = [ipaddress.ip_interface(row["address"]) for row in rows]
+    ports = [ipaddress.ip_interface(row["tor_port_address"]) for row in rows]
     graph = plant.graph()
-    assert found == fabric.address_of(graph.hosts).tolist()
-    assert all(ipaddress.ip_interface(row["address"]).ip in ipaddress.ip_network(row["subnet"]) for row in rows)
+    assert [int(nic.ip) for nic in nics] == fabric.address_of(graph.hosts).tolist()
+    assert len({one.ip for one in (*nics, *ports)}) == 2 * len(rows)
+    for row, nic, port in zip(rows, nics, ports, strict=True):
+        assert nic.network == port.network
+        assert nic.network.prefixlen == 31
+        assert row["gateway"] == str(port.ip)
+        assert nic.ip in ipaddress.ip_network(row["rail_prefix"])
     assert [row["tor"] for row in rows] == [graph.names[node] for node in graph.b[: len(rows)].tolist()]
     assert [row["tor_port"] for row in rows] == list(graph.b_port[: len(rows)])
+
+
+def test_a_line_of_the_plan_can_be_typed_into_a_server_and_a_tor() -> None:
+    row = _rows(addresses_csv(Plant.build(megascale().cluster)))[65 * 8 + 3]
+    assert row == {
+        "server": "srv0065",
+        "nic": "3",
+        "rail": "3",
+        "address": "10.3.0.131/31",
+        "gateway": "10.3.0.130",
+        "rail_prefix": "10.3.0.0/16",
+        "tor": "tor-s01-r3",
+        "tor_port": "1/2",
+        "tor_port_address": "10.3.0.130/31",
+        "pod": "0",
+    }
 
 
 def test_switches_have_loopbacks_and_as_numbers() -> None:

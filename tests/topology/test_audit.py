@@ -3,12 +3,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from netlayer.config import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster, clusters, megascale
 from tests.topology.graphs import write
-from topology.audit import Prices, audit, hop_rows, limits, load_prices, max_servers_per_tor_set, part_rows, port_rows
+from topology.audit import audit, hop_rows, limits, load_prices, max_servers_per_tor_set, part_rows, port_rows
 from topology.design import plan
 from topology.plant import Plant
 
@@ -34,7 +35,7 @@ def test_megascale_needs_what_the_paper_says() -> None:
     }
 
 
-@given(clusters())
+@given(st.one_of(clusters(), clusters(rail_only=True)))
 def test_ports_and_cables_are_those_of_the_links(tree: ClusterConfig) -> None:
     plant = Plant.build(tree)
     graph = plant.graph()
@@ -46,13 +47,13 @@ def test_ports_and_cables_are_those_of_the_links(tree: ClusterConfig) -> None:
     assert sum(row["switches"] for row in rows) == int(graph.is_switch.sum())
 
 
-@given(clusters())
+@given(st.one_of(clusters(), clusters(rail_only=True)))
 def test_hops_are_counted_as_the_formula_gives_them(tree: ClusterConfig) -> None:
     plant = Plant.build(tree)
-    nics, each = plant.num_nics, tree.nics_per_server
+    nics, each = plant.fabric.design.num_nics, tree.nics_per_server
     src, dst = np.divmod(np.arange(nics**2), nics)
     apart = src // each != dst // each
-    hops, pairs = np.unique(plant.parts[0].hops(src[apart], dst[apart]), return_counts=True)
+    hops, pairs = np.unique(plant.fabric.hops(src[apart], dst[apart]), return_counts=True)
     rows = hop_rows(plant)
     assert {row["hops"]: row["pairs"] for row in rows} == dict(zip(hops.tolist(), pairs.tolist(), strict=True))
     assert not rows or sum(row["share"] for row in rows) == pytest.approx(1.0)
@@ -80,27 +81,45 @@ def test_one_server_has_no_pairs() -> None:
     assert hop_rows(Plant.build(cluster(servers=1, pods=1, core_switches_per_plane=1))) == []
 
 
+_PRICES = "[prices]\nswitch = 10\nnic = 2\nnic_cable = 1\nfibre = 0\noptic = 0.5\n"
+
+
 def test_cost_is_counts_times_prices(tmp_path: Path) -> None:
-    prices = load_prices(write(tmp_path / "p.toml", '[prices]\nswitch = 10\noptic = 0.5\ncurrency = "EUR"\n'))
-    rows = part_rows(Plant.build(megascale().cluster), prices)
-    assert rows[-1] == {
-        "item": "all, EUR",
-        "count": 12_288,
-        "unit_price": (512 * 10 + 24_576 * 0.5) / 12_288,
-        "cost": 512 * 10 + 24_576 * 0.5,
-    }
+    prices = load_prices(write(tmp_path / "p.toml", _PRICES + 'currency = "EUR"\n'))
+    plant = Plant.build(megascale().cluster)
+    cost = 512 * 10 + 12_288 * 2 + 6_144 + 24_576 * 0.5
+    whole = {"item": "all", "count": 12_288, "unit_price": cost / 12_288, "cost": cost}
+    assert part_rows(plant, prices)[-1] == whole | {"currency": "EUR", "without": []}
+    own = plant.cluster.model_copy(update={"prices": prices})
+    assert part_rows(Plant.build(own)) == part_rows(plant, prices)
     assert {row["table"] for row in audit(Plant.build(cluster()), prices)} == {"ports", "parts", "hops", "limits"}
+
+
+def test_a_part_without_a_price_is_named_and_never_free(tmp_path: Path) -> None:
+    rows = part_rows(
+        Plant.build(megascale().cluster), load_prices(write(tmp_path / "p.toml", "[prices]\nswitch = 4\n"))
+    )
+    assert [(row["item"], row["cost"]) for row in rows] == [
+        ("switch", 2048.0),
+        ("nic", None),
+        ("nic_cable", None),
+        ("fibre", None),
+        ("optic", None),
+        ("all without nic, nic_cable, fibre, optic", 2048.0),
+    ]
+    assert rows[-1]["currency"] == ""
+    assert rows[-1]["without"] == ["nic", "nic_cable", "fibre", "optic"]
 
 
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("[prices]\nswich = 1\n", "prices.swich: unknown key"),
-        ("[prices]\nswitch = -1\n", "prices.switch = -1: is no price"),
-        ('[prices]\nswitch = "1"\n', "prices.switch = 1: is no price"),
-        ("[prices]\nswitch = true\n", "is no price"),
-        ("[prices]\nswitch = inf\n", "is no price"),
-        ("[prices]\ncurrency = 5\n", "is no currency"),
+        ("[prices]\nswich = 1\n", "prices.swich: unknown key; did you mean switch?"),
+        ("[prices]\nswitch = -1\n", "prices.switch = -1: "),
+        ('[prices]\nswitch = "1"\n', "prices.switch = 1: "),
+        ("[prices]\nswitch = true\n", "prices.switch = True: "),
+        ("[prices]\nswitch = inf\n", "prices.switch = inf: "),
+        ("[prices]\ncurrency = 5\n", "prices.currency = 5: "),
         ("switch = 1\n", "one table [prices]"),
         ("[prices\n", "is not TOML"),
     ],
@@ -114,4 +133,3 @@ def test_prices_that_are_none_are_one_line(tmp_path: Path, text: str, rule: str)
 def test_a_missing_price_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_prices(tmp_path / "none.toml")
-    assert Prices().switch == 0.0

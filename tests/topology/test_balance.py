@@ -27,11 +27,19 @@ def test_spraying_never_collides_and_fills_members_alike() -> None:
     assert found.num_flows == len(flows)
     uplinks = loaded.link_bps[fabric.tier_links(Tier.TOR_SPINE)]
     np.testing.assert_allclose(uplinks, fabric.design.tor_uplink_bps)
-    for each in members(loaded):
-        np.testing.assert_allclose(each.share, each.expected)
+    assert members(loaded) == []  # a group's members are even by definition
     held = contend(loaded)
     held.rates.certify()
     np.testing.assert_allclose(held.slowdown, 1)
+
+
+def test_a_bottleneck_of_sprayed_flows_is_a_whole_group() -> None:
+    fabric, flows = _permutation(oversubscription=2)
+    held = contend(spray(fabric, flows))
+    (row, *_) = [row for row in held.bottlenecks() if row["tier"] == Tier.TOR_SPINE.label]
+    assert row["links"] == fabric.design.tor_uplinks
+    hashed = contend(balance("random", fabric, flows, headers(fabric, flows, 0), 0))
+    assert {row["links"] for row in hashed.bottlenecks()} == {1}
 
 
 @given(clusters(), st.integers(0, 99))

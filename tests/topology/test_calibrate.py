@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -7,47 +8,57 @@ from hypothesis import strategies as st
 
 from netlayer.errors import ConfigError
 from tests.topology.graphs import diamond, write
-from topology.calibrate import (
-    Counters,
-    HostFlows,
-    compare,
-    fit_scale,
-    host_headers,
-    predict,
-    read_counters,
-    read_host_flows,
-    summarise,
-)
+from topology.calibrate import Counters, compare, fit_scale, predict, read_counters, summarise
+from topology.flow_files import read_flows
+from topology.traffic import Flows, Kind
 
 FLOWS = "src,dst,bytes\nh0,h2,600\nh1,h2,300\n"
 COUNTERS = "device,port,bytes\nh0,s3,660\ns3,s4,330\ns6,h2,990\n"
 
 
+def _flows(src: list[int], dst: list[int]) -> Flows:
+    ends = (np.array(nodes, dtype=np.int64) for nodes in (src, dst))
+    return Flows(*ends, np.ones(len(src)), np.full(len(src), Kind.FILE, dtype=np.int8))
+
+
 def test_an_even_prediction_needs_no_hash_and_the_scale_takes_up_headers(tmp_path: Path) -> None:
     graph = diamond()
-    flows = read_host_flows(graph, write(tmp_path / "f.csv", FLOWS))
+    flows = read_flows(write(tmp_path / "f.csv", FLOWS), graph)
     counters = read_counters(graph, write(tmp_path / "c.csv", COUNTERS))
     even, hashed = predict(graph, flows, "random", seed=0)
     assert even[counters.link].tolist() == [600, 300, 900]
     assert even.sum() == hashed.sum() == 4 * 900
     rows = compare(graph, counters, {"even": even, "hashed": hashed})
-    assert [row["link"] for row in rows] == ["h0 -> s3", "s3 -> s4", "s6 -> h2"]
-    assert [row["even_residual"] for row in rows] == pytest.approx([0, 0, 0])
+    assert [row["prediction"] for row in rows] == ["even", "hashed"] * 3
+    evens = rows[::2]
+    assert [row["link"] for row in evens] == ["h0 -> s3", "s3 -> s4", "s6 -> h2"]
+    assert [row["predicted_bytes"] for row in evens] == [600, 300, 900], "as predicted, without the scale"
+    assert [row["scaled_bytes"] for row in evens] == pytest.approx([660, 330, 990])
+    assert [row["residual"] for row in evens] == pytest.approx([0, 0, 0])
     summary = summarise(rows, counters, {"even": even, "hashed": hashed})
-    assert summary["even_scale"] == pytest.approx(1.1)
-    assert summary["even_rms_residual"] == pytest.approx(0)
-    assert summary["counter_bytes"] == 1980
+    assert [row["prediction"] for row in summary] == ["even", "hashed"]
+    assert summary[0]["scale"] == pytest.approx(1.1)
+    assert summary[0]["rms_residual"] == pytest.approx(0)
 
 
 def test_source_ports_that_are_known_decide_the_hash(tmp_path: Path) -> None:
     graph = diamond()
     text = "src,dst,bytes,sport\n" + "".join(f"h0,h2,1,{port}\n" for port in range(50_000, 50_040))
-    flows = read_host_flows(graph, write(tmp_path / "f.csv", text))
-    assert host_headers(graph, flows, seed=0).udp_sport.tolist() == list(range(50_000, 50_040))
-    for wrong in ("0", "65536", "x", "", "9" * 5000):
-        path = write(tmp_path / "g.csv", f"src,dst,bytes,sport\nh0,h2,1,{wrong}\n")
-        with pytest.raises(ConfigError, match="is no UDP port"):
-            read_host_flows(graph, path)
+    flows = read_flows(write(tmp_path / "f.csv", text), graph)
+    known = [predict(graph, flows, "crc16", seed=4)[1] for _ in range(2)]
+    assert np.array_equal(*known)
+    drawn = predict(graph, dataclasses.replace(flows, udp_sport=None), "crc16", seed=4)[1]
+    assert not np.array_equal(known[0], drawn)
+
+
+def test_a_hosts_port_is_found_by_the_hosts_name(tmp_path: Path) -> None:
+    names = ("srv0/eth0", "srv1/eth0", "srv1/eth1", "s3", "s4", "s5", "s6")
+    graph = dataclasses.replace(diamond(), names=names, a_port=("eth0", "eth0", "eth1", "", "", "", "", ""))
+    text = "device,port,bytes\nsrv0,eth0,1\nsrv1,eth1,2\nsrv1/eth0,eth0,3\n"
+    assert read_counters(graph, write(tmp_path / "c.csv", text)).link.tolist() == [0, 2, 1]
+    numbered = dataclasses.replace(graph, a_port=("1", "1", "2", "", "", "", "", ""))
+    text = "device,port,bytes\nsrv0,eth0,1\nsrv1,2,2\nsrv1/eth0,1,3\n"
+    assert read_counters(numbered, write(tmp_path / "c.csv", text)).link.tolist() == [0, 2, 1]
 
 
 def test_a_residual_is_over_the_mean_of_its_level() -> None:
@@ -56,12 +67,26 @@ def test_a_residual_is_over_the_mean_of_its_level() -> None:
     even = np.zeros(graph.num_links)
     even[[3, 4]] = 200.0
     rows = compare(graph, both, {"even": even})
-    assert [row["even_residual"] for row in rows] == [0.5, -0.5]
+    assert [(row["residual"], row["residual_over_bytes"]) for row in rows] == [(0.5, 200.0), (-0.5, 200.0)]
+
+
+def test_a_link_that_nothing_was_predicted_for_has_a_finite_residual() -> None:
+    graph = diamond()
+    both = Counters(np.array([3, 4]), np.array([300.0, 100.0]))
+    even = np.zeros(graph.num_links)
+    even[3] = 300.0
+    rows = compare(graph, both, {"even": even})
+    assert [row["scaled_bytes"] for row in rows] == [300.0, 0.0]
+    assert rows[1]["residual"] == 0.5, "100 bytes too many, over the mean of 200"
+    silent = compare(
+        graph, Counters(np.array([3, 0]), np.array([0.0, 600.0])), {"even": np.full(graph.num_links, 600.0)}
+    )
+    assert [row["residual"] for row in silent] == [-1.0, 0.5], "all of what was predicted is missing"
 
 
 def test_a_hash_sends_each_flow_whole() -> None:
     graph = diamond()
-    flows = HostFlows(np.zeros(90, dtype=np.int64), np.full(90, 2), np.ones(90))
+    flows = _flows([0] * 90, [2] * 90)
     even, hashed = predict(graph, flows, "random", seed=1)
     assert even[3] == 30
     assert hashed[3] != 30
@@ -99,16 +124,10 @@ def test_damaged_counters_are_one_line(tmp_path: Path, text: str, rule: str) -> 
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("line", ["h0,h0,1", "h0,s3,1", "s3,h0,1"])
-def test_a_flow_runs_between_two_hosts(tmp_path: Path, line: str) -> None:
-    with pytest.raises(ConfigError, match="is no flow between two hosts"):
-        read_host_flows(diamond(), write(tmp_path / "f.csv", f"src,dst,bytes\n{line}\n"))
-
-
 def test_a_flow_without_a_path_is_said(caplog: pytest.LogCaptureFixture) -> None:
     from tests.topology.graphs import graph
 
     split = graph(2, 2, [(0, 2), (1, 3)])
-    even, hashed = predict(split, HostFlows(np.array([0]), np.array([1]), np.ones(1)), "random", 0)
+    even, hashed = predict(split, _flows([0], [1]), "random", 0)
     assert even.sum() == hashed.sum() == 0
     assert "1 of 1 flows have no path" in caplog.text

@@ -58,11 +58,45 @@ def test_bisection_is_that_of_the_narrowest_tier() -> None:
     assert Clos.build(cluster(oversubscription=2)).bisection_bps == 128 * 200 / 4
 
 
-def test_a_rail_is_a_subnet_and_addresses_differ() -> None:
+def test_uplinks_do_not_bound_the_servers_of_one_tor_set() -> None:
+    """Each rail's ToR reaches every server: half of the NICs send to the other half below all uplinks."""
+    one_set = cluster(
+        servers=8,
+        gpus_per_server=8,
+        nics_per_server=8,
+        rails=8,
+        servers_per_tor_set=8,
+        oversubscription=4,
+        tiers=2,
+        pods=1,
+    )
+    fabric = Clos.build(one_set)
+    assert fabric.bisection_bps == 64 * 200 / 2 > fabric.tier_bps(Tier.TOR_SPINE) / 2
+
+
+def test_a_rail_is_a_prefix_and_every_nic_has_the_odd_address_of_a_pair() -> None:
     fabric = Clos.build(cluster(nics_per_server=2, rails=2))
     addresses = fabric.address_of(np.arange(fabric.design.num_nics))
     assert len(set(addresses.tolist())) == fabric.design.num_nics
-    assert addresses[5] == (10 << 24) + (1 << 16) + 2
+    assert addresses[5] == (10 << 24) + (1 << 16) + 2 * 2 + 1
+
+
+@given(clusters(rail_only=True))
+def test_a_rail_only_network_has_each_rails_switches_to_itself(tree: ClusterConfig) -> None:
+    fabric = Clos.build(tree)
+    design = fabric.design
+    rail = np.full(fabric.num_nodes, -1)
+    rail[: design.num_nics] = fabric.network_of(np.arange(design.num_nics))
+    for tier in (Tier.NIC_TOR, Tier.TOR_SPINE, Tier.SPINE_CORE):
+        span = fabric.tier_links(tier)
+        rail[fabric.link_dst[span]] = rail[fabric.link_src[span]]
+    assert np.array_equal(rail[fabric.link_src], rail[fabric.link_dst])
+    assert (rail >= 0).all()
+    tors = [fabric.tors_of_rail(one) for one in range(tree.rails)]
+    assert all((rail[fabric.tor_nodes(of_rail)] == one).all() for one, of_rail in enumerate(tors))
+    whole = Clos.build(tree.model_copy(update={"nics_per_server": tree.nics_per_server // tree.rails, "rails": 1}))
+    assert fabric.num_links == tree.rails * whole.num_links
+    assert fabric.bisection_bps == tree.rails * whole.bisection_bps
 
 
 def test_one_server_is_a_fabric_too(caplog: pytest.LogCaptureFixture) -> None:

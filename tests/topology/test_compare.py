@@ -1,13 +1,15 @@
+import dataclasses
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from netlayer.config import Config, build_config, load_config
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import EXAMPLES, cluster, megascale
 from topology.balance import BALANCES
-from topology.clos import Clos
+from topology.clos import Clos, Tier
 from topology.compare import (
     ALL_TIERS,
     CLOSED_FORM,
@@ -48,7 +50,7 @@ def test_megascale_collides_less_with_the_split() -> None:
 def test_there_is_a_row_for_every_case_and_it_is_json() -> None:
     rows = compare_split(_tree(), seeds=[3, 4])
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
-    assert len(rows) == 2 * len(USUAL_TRAFFICS) * (len(USUAL_HASHES) * 5 + 4)
+    assert len(rows) == 2 * len(USUAL_TRAFFICS) * (len(USUAL_HASHES) * 7 + 4)
     assert {row["source"] for row in _pick(rows, hash=CLOSED_FORM)} == {"predicted"}
     assert {tuple(row) for row in rows} == {tuple(rows[0])}
     assert rows == compare_split(_tree(), seeds=[3, 4])
@@ -80,7 +82,9 @@ def test_every_traffic_and_every_balance_has_its_rows() -> None:
     assert found == {(traffic, name) for traffic in TRAFFICS for name in (*BALANCES, CLOSED_FORM)}
     for row in _pick(rows, source="simulated"):
         assert row["slowdown"] <= row["max_slowdown"]
-    assert {row["excess"] for row in _pick(rows, hash="spray")} == {0}
+    assert {row["excess"] for row in _pick(rows, hash="spray") if row["tier"] != Tier.TOR_NIC.label} == {0}
+    incast = {row["traffic"] for row in _pick(rows, tier=Tier.TOR_NIC.label) if row["excess"]}
+    assert incast == {"tree"}  # a parent has two children
 
 
 def test_collisions_slow_flows_down_and_the_split_helps() -> None:
@@ -96,6 +100,15 @@ def test_flows_of_a_file_stand_in_for_the_jobs() -> None:
     assert {row["traffic"] for row in rows} == {"file"}
     same = compare_split(tree, seeds=[3], hashes=["crc16"], traffics=["permutation"])
     assert [row["excess"] for row in rows] == [row["excess"] for row in same]
+
+
+def test_flows_that_begin_apart_are_not_counted_together(caplog: pytest.LogCaptureFixture) -> None:
+    tree = _tree()
+    together = permutation(Clos.build(tree.cluster), 3)
+    apart = dataclasses.replace(together, start_s=2.0 * np.arange(len(together)))  # a second each
+    rows = _pick(compare_split(tree, seeds=[3], hashes=["crc16"], flows=apart), tier="tor-spine")
+    assert {(row["flows"], row["collision_share"]) for row in rows} == {(1, 0)}
+    assert "of the 1 flows that are under way at 0 s, when they crowd most, of 128" in caplog.text
 
 
 def test_hashing_the_queue_pair_spreads_what_one_port_gathers() -> None:

@@ -1,9 +1,11 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
 from tests.topology.fabrics import cluster
 from topology.clos import Clos, Tier
-from topology.contention import Contention, contend
+from topology.contention import Contention, busiest, contend
 from topology.load import place
 from topology.members import members
 from topology.routing import NO_LINK
@@ -31,7 +33,47 @@ def test_three_on_a_link_for_two_are_slower_by_half() -> None:
     assert held.slowdowns() == (pytest.approx(1.375), pytest.approx(1.5))
     assert held.slowdowns([Tier.SPINE_CORE]) == (1.0, 1.0)
     times = held.times(flows, resolution=0)
-    assert times == pytest.approx({"completion_s": 1.5, "uncongested_s": 1.0, "bound_s": 1.5, "slowdown": 1.5})
+    assert times == pytest.approx({"completion_s": 1.5, "uncongested_s": 1.0, "bound_s": 1.5, "slowdown": 1.375})
+
+
+def test_starts_neither_hide_a_slowdown_nor_pass_for_time_taken() -> None:
+    """The four flows again, all 1000 s after a first one that is alone."""
+    flows, held = _four_flows()
+    late = dataclasses.replace(flows.where(np.array([0, 0, 1, 2, 3])), start_s=np.array([0.0, 1e3, 1e3, 1e3, 1e3]))
+    times = contend(place(held.loaded.fabric, late, held.loaded.paths[[0, 0, 1, 2, 3]])).times(late, resolution=0)
+    assert times["completion_s"] == times["bound_s"] == pytest.approx(1001.5)
+    assert times["slowdown"] == pytest.approx((1 + 3 * 1.5 + 1) / 5)
+
+
+def test_of_flows_with_starts_those_of_the_busiest_instant_are_taken() -> None:
+    fabric = Clos.build(cluster(tiers=2, pods=1))
+    src, dst = np.array([0, 1, 2, 3, 4, 0]), np.array([32, 33, 34, 35, 5, 36])
+    start_s = np.array([0.0, 50.0, 50.5, 50.9, 50.95, 51.95])  # a second each; the fifth stays under its ToR
+    flows = Flows(src, dst, np.full(6, 25.0), np.full(6, Kind.FILE, np.int8), start_s)
+    among, at_s = busiest(fabric, flows)
+    assert (among.tolist(), at_s) == ([1, 2, 3], 50.9)
+    assert busiest(fabric, dataclasses.replace(flows, start_s=None))[0].tolist() == list(range(6))
+    assert busiest(fabric, dataclasses.replace(flows, start_s=np.zeros(6)))[0].tolist() == list(range(6))
+    assert busiest(fabric, flows.where(np.zeros(0, dtype=np.int64)))[0].tolist() == []
+
+
+def test_a_crowd_under_one_tor_counts_more_than_many_flows_apart() -> None:
+    fabric = Clos.build(cluster(tiers=2, pods=1))
+    apart = np.arange(4) * 32  # one flow a ToR, 4 at a time, then 3 that share both ToRs
+    src, dst = np.r_[apart, 0, 1, 2], np.r_[np.roll(apart, 1), 32, 33, 34]
+    start_s = np.r_[np.zeros(4), np.full(3, 1000.0)]
+    flows = Flows(src, dst, np.full(7, 25.0), np.full(7, Kind.FILE, np.int8), start_s)
+    among, at_s = busiest(fabric, flows)
+    assert (among.tolist(), at_s) == ([4, 5, 6], 1000.0)
+
+
+def test_flows_that_never_meet_do_not_collide() -> None:
+    """Three on one uplink for two, a second each, ten seconds apart."""
+    flows, held = _four_flows()
+    apart = dataclasses.replace(flows, start_s=np.arange(4) * 10.0)
+    among, _ = busiest(held.loaded.fabric, apart)
+    assert held.loaded.collisions().share > 0
+    assert place(held.loaded.fabric, apart.where(among), held.loaded.paths[among]).collisions().share == 0
 
 
 def test_the_link_to_blame_is_named_with_its_flows() -> None:

@@ -1,5 +1,6 @@
 import itertools
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from tests.topology.fabrics import cluster
 from topology.clos import Clos
 from topology.expected import expected_collisions, expected_load
 from topology.hashing import Ecmp
-from topology.load import ECMP_TIERS, load
+from topology.load import ECMP_TIERS, demand_bps, load
 from topology.traffic import Flows, Kind, headers, permutation
 
 
@@ -34,6 +35,52 @@ def test_the_closed_form_is_the_mean_over_all_placements(rates: list[float], num
     assert found.excess_bps == pytest.approx(excess)
     assert found.share == pytest.approx(colliding / len(rates))
     assert found.excess == pytest.approx(excess / sum(rates))
+
+
+def _by_convolution(counts: list[int], rates: list[Fraction], num_links: int, link: int) -> tuple[float, float]:
+    """The same with exact numbers: P(load of one link) flow by flow, and each flow against those of the others."""
+
+    def loads(kinds: list[int]) -> dict[Fraction, float]:
+        found = {Fraction(0): 1.0}
+        for count, rate in zip(kinds, rates, strict=True):
+            for _ in range(count):
+                after: dict[Fraction, float] = {}
+                for value, chance in found.items():
+                    after[value] = after.get(value, 0) + chance * (1 - 1 / num_links)
+                    after[value + rate] = after.get(value + rate, 0) + chance / num_links
+                found = after
+        return found
+
+    colliding = 0.0
+    for index, rate in enumerate(rates):
+        others = [count - (position == index) for position, count in enumerate(counts)]
+        over = sum(chance for value, chance in loads(others).items() if value + rate > link)
+        colliding += counts[index] * over
+    return colliding, num_links * sum(chance * max(0.0, float(value - link)) for value, chance in loads(counts).items())
+
+
+@pytest.mark.parametrize("link", [1, 2])
+def test_nine_unlike_rates_in_one_group(link: int) -> None:
+    """Rates of 1, 1/2, ... 1/9 of a link: what fills it exactly (1/2 + 1/3 + 1/6) is no collision."""
+    counts = [2, 2, 3, 2, 2, 3, 2, 2, 2]
+    rates = [Fraction(1, parts) for parts in range(1, 10)]
+    found = expected_collisions(counts, [float(rate) for rate in rates], 4, link)
+    colliding, excess = _by_convolution(counts, rates, 4, link)
+    assert found.num_colliding == pytest.approx(colliding, rel=1e-9)
+    assert found.excess_bps == pytest.approx(excess, rel=1e-9)
+
+
+def test_rates_off_the_grid_are_near() -> None:
+    rates = [Fraction(1, parts) for parts in (11, 13, 17, 19)]
+    found = expected_collisions([6, 6, 6, 6], [float(rate) for rate in rates], 2, 1)
+    colliding, excess = _by_convolution([6, 6, 6, 6], rates, 2, 1)
+    assert found.num_colliding == pytest.approx(colliding, rel=1e-2)
+    assert found.excess_bps == pytest.approx(excess, rel=1e-2)
+
+
+def test_what_cannot_collide_does_not_by_rounding() -> None:
+    found = expected_collisions([1, 2], [1.0, 0.5], 1000, 2.0)
+    assert (found.num_colliding, found.excess_bps) == (0, 0)
 
 
 def test_megascale_uplinks_under_full_load() -> None:
@@ -91,6 +138,15 @@ def test_hashed_flows_of_unequal_rates_agree_with_the_closed_form_within_2_perce
     doubled = [flows.where(np.arange(len(flows)).repeat(flows.src_nic // 2 % 2 + 1)) for flows in single]
     assert set(doubled[0].kind) == {Kind.PERMUTATION}
     _assert_agreement(fabric, doubled)
+
+
+def test_nine_rates_in_each_group_agree_within_2_percent() -> None:
+    """NIC n sends n % 9 + 1 flows to one other, each of that part of its rate."""
+    fabric = Clos.build(cluster(servers=512, rails=2, nics_per_server=2))
+    single = [permutation(fabric, seed) for seed in range(40)]
+    many = [flows.where(np.arange(len(flows)).repeat(flows.src_nic % 9 + 1)) for flows in single]
+    assert len(np.unique(demand_bps(fabric, many[0]))) == 9
+    _assert_agreement(fabric, many)
 
 
 def _assert_agreement(fabric: Clos, runs: list[Flows]) -> None:

@@ -19,8 +19,19 @@ from topology.export import (
     to_networkx,
     write_graphml,
 )
+from topology.graph import Graph, parallel_pairs
 from topology.importers import read_fabric
 from topology.plant import Plant
+
+
+def test_an_address_that_is_none_is_one_line(tmp_path: Path) -> None:
+    net = to_networkx(Plant.build(cluster(servers=4, servers_per_tor_set=2, core_switches_per_plane=1)).graph())
+    assert net.nodes["srv0003/nic0"]["address"] == "10.0.0.7"
+    net.nodes["srv0003/nic0"]["address"] = "10.0.0.999"
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.999"):
+        from_networkx(net)
+    del net.nodes["srv0003/nic0"]["address"]
+    assert from_networkx(net).host_ip is None
 
 
 @settings(deadline=None)
@@ -69,10 +80,24 @@ def test_damaged_graphml_is_one_line(tmp_path: Path, text: str, rule: str) -> No
 
 @settings(deadline=None)
 @given(tree=clusters())
-def test_hpcc_and_back_is_the_same_wiring(tmp_path_factory: pytest.TempPathFactory, tree: ClusterConfig) -> None:
+def test_hpcc_and_back_has_one_link_a_pair_and_the_same_capacity(
+    tmp_path_factory: pytest.TempPathFactory, tree: ClusterConfig
+) -> None:
     graph = Plant.build(tree).graph()
     path = write(tmp_path_factory.mktemp("hpcc") / "topo.txt", hpcc_text(graph))
-    assert same(read_fabric([path], parallel=True), graph, names=False)
+    found = read_fabric([path])
+    assert parallel_pairs(found) == (0, 1)
+    assert np.array_equal(found.is_switch, graph.is_switch)
+    assert _capacity(found) == _capacity(graph)
+
+
+def _capacity(graph: Graph) -> dict[tuple[int, int], float]:
+    """Rate between each two devices, all their cables together."""
+    pairs: dict[tuple[int, int], float] = {}
+    for a, b, bps in zip(graph.a.tolist(), graph.b.tolist(), graph.bps.tolist(), strict=True):
+        ends = min(a, b), max(a, b)
+        pairs[ends] = pairs.get(ends, 0.0) + bps
+    return pairs
 
 
 @settings(deadline=None)
@@ -80,9 +105,9 @@ def test_hpcc_and_back_is_the_same_wiring(tmp_path_factory: pytest.TempPathFacto
 def test_htsim_and_back_is_the_same_wiring(tmp_path_factory: pytest.TempPathFactory, tree: ClusterConfig) -> None:
     sets = -(-tree.servers // tree.servers_per_tor_set)
     plant = Plant.build(tree.model_copy(update={"servers": sets * tree.servers_per_tor_set}))
-    path = write(tmp_path_factory.mktemp("htsim") / "fabric.topo", htsim_text(plant.parts[0]))
+    path = write(tmp_path_factory.mktemp("htsim") / "fabric.topo", htsim_text(plant.fabric))
     ours, theirs = plant.graph(), read_fabric([path])
-    node = htsim_nodes(plant.parts[0])
+    node = htsim_nodes(plant.fabric)
     cables = [np.stack([ours.a, ours.b, ours.bps, ours.latency_ns])]
     cables.append(np.stack([node[theirs.a], node[theirs.b], theirs.bps, theirs.latency_ns]))
     one, other = (columns[:, np.lexsort(columns)] for columns in cables)
@@ -90,10 +115,12 @@ def test_htsim_and_back_is_the_same_wiring(tmp_path_factory: pytest.TempPathFact
     assert np.array_equal(ours.is_switch[node], theirs.is_switch)
 
 
-def test_hpcc_says_that_it_cannot_keep_parallel_links(caplog: pytest.LogCaptureFixture) -> None:
+def test_hpcc_has_parallel_links_as_one_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        hpcc_text(diamond())
-    assert "1 pairs of devices have up to 2 parallel links" in caplog.text
+        text = hpcc_text(diamond())
+    assert "1 pairs of devices have up to 2 parallel links, written as one link of their summed rate" in caplog.text
+    assert "3 5 200Gbps 1000ns 0" in text.splitlines()
+    assert text.startswith("7 4 7\n")
 
 
 @pytest.mark.parametrize(
@@ -101,15 +128,16 @@ def test_hpcc_says_that_it_cannot_keep_parallel_links(caplog: pytest.LogCaptureF
     [
         ({"servers": 127, "nic_bps": "200G", "switch_port_bps": "400G"}, "partly filled"),
         ({"nic_bps": 200}, r"whole Gb/s"),
+        ({"nics_per_server": 2, "rails": 2, "rail_only": True}, "a network of every rail"),
         ({"oversubscription": 4 / 3, "nic_bps": "200G", "switch_port_bps": "400G"}, "must be whole for htsim"),
     ],
 )
 def test_what_htsim_cannot_say_is_one_line(changes: dict[str, object], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
-        htsim_text(Plant.build(cluster(**changes)).parts[0])
+        htsim_text(Plant.build(cluster(**changes)).fabric)
 
 
 def test_megascale_in_htsims_words() -> None:
-    text = htsim_text(Plant.build(megascale().cluster).parts[0])
+    text = htsim_text(Plant.build(megascale().cluster).fabric)
     for line in ("Nodes 12288", "Podsize 2048", "Radix_Down 48", "Bundle 8"):
         assert line in text.splitlines()

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netlayer.config import ClusterConfig
@@ -27,7 +27,10 @@ from topology.traffic import headers, permutation
 FABRIC = Clos.build(small().cluster)
 
 
-@given(cluster=clusters(), seed=st.integers(0, 9))
+CLUSTERS = st.one_of(clusters(), clusters(rail_only=True))
+
+
+@given(cluster=CLUSTERS, seed=st.integers(0, 9))
 def test_with_nothing_failed_the_routes_are_those_of_the_whole_fabric(cluster: ClusterConfig, seed: int) -> None:
     fabric = Clos.build(cluster)
     flows = permutation(fabric, seed)
@@ -38,7 +41,7 @@ def test_with_nothing_failed_the_routes_are_those_of_the_whole_fabric(cluster: C
     assert np.array_equal(paths, route(fabric, flows.src_nic, flows.dst_nic, ecmp))
 
 
-@given(cluster=clusters(), seed=st.integers(0, 99), share=st.floats(0.0, 0.9))
+@given(cluster=CLUSTERS, seed=st.integers(0, 99), share=st.floats(0.0, 0.9))
 def test_routes_use_living_links_and_are_missing_only_where_no_way_is_left(
     cluster: ClusterConfig, seed: int, share: float
 ) -> None:
@@ -93,6 +96,21 @@ def test_a_part_takes_its_links_along(kind: FailureKind) -> None:
     assert lost_capacity(FABRIC, alive)[0] > 0
 
 
+@given(cluster=CLUSTERS, seed=st.integers(0, 9))
+@settings(max_examples=30, deadline=None)
+def test_every_part_that_can_fail_takes_something_along(cluster: ClusterConfig, seed: int) -> None:
+    """Also where the last ToR set is partly filled: a port without a cable is no part."""
+    fabric = Clos.build(cluster)
+    taken = np.zeros(fabric.num_links, dtype=np.int64)
+    for kind in KINDS:
+        for failure in single_failures(fabric, kind, None if kind == "optic-down" else 3, seed):
+            alive = alive_links(fabric, [failure])
+            assert lost_capacity(fabric, alive)[0] > 0
+            taken += ~alive if kind == "optic-down" else 0
+    for tier in (Tier.NIC_TOR, Tier.TOR_NIC):  # each NIC hangs on one port
+        assert (taken[fabric.tier_links(tier)] == 1).all()
+
+
 def test_unreachable_pairs_are_those_of_a_dead_tor() -> None:
     fabric = Clos.build(megascale().cluster)
     pairs, total = unreachable_pairs(fabric, alive_links(fabric, [Failure("tor", 0)]))
@@ -102,6 +120,14 @@ def test_unreachable_pairs_are_those_of_a_dead_tor() -> None:
     assert pairs == 2 * lost * (nics - 8) - lost * (lost - 1)
     spine = alive_links(fabric, [Failure("spine", 3)])
     assert unreachable_pairs(fabric, spine) == (0, total)
+
+
+def test_in_a_rail_only_network_a_rail_fails_alone_and_pairs_across_rails_were_never_joined() -> None:
+    fabric = Clos.build(megascale().cluster.model_copy(update={"rail_only": True}))
+    nics = fabric.design.num_nics
+    assert unreachable_pairs(fabric, alive_links(fabric, [])) == (0, nics * (nics // 8 - 1))
+    pairs, total = unreachable_pairs(fabric, alive_links(fabric, [Failure("rail", 5)]))
+    assert pairs * 8 == total
 
 
 def test_a_sweep_takes_every_part_or_draws_them_by_seed() -> None:
@@ -116,7 +142,16 @@ def test_a_sweep_takes_every_part_or_draws_them_by_seed() -> None:
         random_failures(FABRIC, ["tor"], 100, 0)
 
 
-@pytest.mark.parametrize(("text", "rule"), [("leaf:3", "is no failure"), ("spine", "is no"), ("tor:99", "has 4")])
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("leaf:3", "is no failure"),
+        ("spine", "is no"),
+        ("spine:\u00b2", "is no"),
+        ("spine:" + "9" * 5000, "is no"),
+        ("tor:99", "has 4"),
+    ],
+)
 def test_unknown_parts_are_refused(text: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         parse_failure(text, FABRIC)

@@ -5,7 +5,7 @@ import pytest
 
 from netlayer.errors import ConfigError
 from tests.topology.graphs import diamond, graph
-from topology.graph import Graph, checked, describe, join, parallel_pairs
+from topology.graph import Graph, checked, describe, parallel_pairs
 
 
 def _ported(one: Graph, a_port: tuple[str, ...], b_port: tuple[str, ...]) -> Graph:
@@ -37,12 +37,6 @@ def test_describe_has_a_row_a_level() -> None:
 
 def test_parallel_pairs_are_counted() -> None:
     assert parallel_pairs(diamond()) == (1, 2)
-
-
-def test_joined_graphs_stand_side_by_side() -> None:
-    both = join([graph(1, 1, [(0, 1)]), diamond()])
-    assert both.num_nodes == 9
-    assert both.a.tolist()[:2] == [0, 2]
 
 
 def test_a_link_is_named_by_its_ports() -> None:

@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 
@@ -116,6 +118,23 @@ def test_polarisation_of_two_stages(
             for (name, seed, offset), size in zip((first, second), (group_size, 32), strict=True)
         ]
         assert len(np.unique(chosen[0] * 32 + chosen[1])) == used
+
+
+@pytest.mark.parametrize(
+    ("name", "offsets", "rule"),
+    [
+        ("crc16", (0, 20, 0, 0), "crc16 takes 4 numbers from 0 to 15, one for each of TOR_UP, "),
+        ("crc16", (0, 0), "crc16 takes 4 numbers from 0 to 15"),
+        ("crc16", (), "crc16 takes 4 numbers"),
+        ("xor16", (0, 0, 0, -1), "xor16 takes 4 numbers from 0 to 15"),
+        ("crc32c", (0, 0, 0, 32), "crc32c takes 4 numbers from 0 to 31"),
+        ("murmur3", (0, 1, 2, 3), "murmur3 takes none"),
+        ("random", (0, 0, 0, 0), "random takes none"),
+    ],
+)
+def test_offsets_that_no_switch_can_take_are_refused(name: HashName, offsets: tuple[int, ...], rule: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"offsets {offsets}: {rule}")):
+        Ecmp(name, _headers(num_flows=4), 0, offsets=offsets)
 
 
 @pytest.mark.parametrize("name", [name for name in HASHES if name not in ("random", "murmur3")])

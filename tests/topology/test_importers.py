@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,21 @@ SONIC_FAULTS = [
             "a": _sonic("a", {"Ethernet0": _to("b", "Ethernet0")}),
             "b": _sonic("b", {"Ethernet0": _to("c", "Ethernet0")}),
         },
-        "a:Ethernet0: sees b:Ethernet0, which sees c:Ethernet0",
+        r"a:Ethernet0: sees b:Ethernet0 in .*a\.json, but b:Ethernet0 sees c:Ethernet0 in .*b\.json",
+    ),
+    (
+        {
+            "a": _sonic("a", {"Ethernet0": _to("b", "Ethernet99")}),
+            "b": _sonic("b", {"Ethernet0": _to("a", "Ethernet0")}),
+        },
+        r"FILES: .*a\.json: puts Ethernet0 on b:Ethernet99, a port that .*b\.json does not have",
+    ),
+    (
+        {
+            "a": _sonic("a", {"Ethernet0": _to("b", "Ethernet8")}),
+            "b": _sonic("b", {"Ethernet0": _to("a", "Ethernet0")}),
+        },
+        r"a:Ethernet0: sees b:Ethernet8 in .*a\.json, but b:Ethernet0 sees a:Ethernet0 in .*b\.json",
     ),
     (
         {"a": _sonic("a", {"Ethernet0": _to("s", "n"), "Ethernet8": _to("s", "n")})},
@@ -100,7 +115,7 @@ SONIC_FAULTS = [
             "a": _sonic("a", {"Ethernet0": _to("b", "Ethernet0")}),
             "b": _sonic("b", {"Ethernet0": _to("a", "Ethernet0")}, {"Ethernet0": {"speed": "100000"}}),
         },
-        "has 100000000000 bit/s at one end and 400000000000 at the other",
+        r"has 100000000000 bit/s at one end and 400000000000 at the other \(.*a\.json, .*b\.json\)",
     ),
 ]
 
@@ -110,7 +125,8 @@ def test_damaged_configurations_are_one_line(tmp_path: Path, files: dict[str, st
     paths = [write(tmp_path / f"{name}.json", text) for name, text in files.items()]
     with pytest.raises(ConfigError) as caught:
         read_fabric(paths, "sonic")
-    assert rule in str(caught.value)
+    text = str(caught.value).replace(" = ", ": ", 1)
+    assert rule in text or re.search(rule, text)
     assert str(caught.value).isprintable()
 
 
@@ -159,6 +175,69 @@ def test_a_dangling_link_is_left_out_on_request(tmp_path: Path, caplog: pytest.L
     assert "1 links left out" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("medium", "bps"),
+    [
+        ("10GigBaseLR - R fiber over 1310 nm optics", 10e9),
+        ("10GigBaseSR - R fiber over 850 nm optics", 10e9),
+        ("10GigBaseT", 10e9),
+        ("40GbaseSR4", 40e9),
+        ("100GbaseCR4 - 4-pair", 100e9),
+        ("400GBASE-DR4", 400e9),
+        ("2.5GBaseT", 2.5e9),
+        ("2p5GbaseT", 2.5e9),
+        ("2.5GigBaseT", 2.5e9),
+        ("5GBaseT", 5e9),
+        ("1000BaseTFD - Four-pair Category 5 UTP, full duplex mode", 1e9),
+        ("100BaseTXFD", 100e6),
+        ("10BaseT", 10e6),
+    ],
+)
+def test_a_negotiated_rate_is_read_as_devices_spell_it(tmp_path: Path, medium: str, bps: float) -> None:
+    text = _lldp(LEAF_SEES_SRV).replace("200GbaseCR4 - 4-pair", medium)
+    assert read_fabric([write(tmp_path / "leaf1.json", text)], default_bps=4e9).bps.tolist() == [bps]
+
+
+def _quiet(*rows: tuple[str, str, str]) -> str:
+    """A table of (own port, neighbour, its port) whose neighbours announce no capability."""
+    tables = [{port: neighbour(name, far, 4e9, forwards=True)} for port, name, far in rows]
+    for table in tables:
+        for row in table.values():
+            del next(iter(row["chassis"].values()))["capability"]
+    return _lldp(*tables)
+
+
+def _quiet_fabric(folder: Path) -> list[Path]:
+    """Two hosts of two NICs, two ToRs, one spine; nobody announces what it is."""
+    tables = {
+        "srv0": [("eth0", "tor0", "p1"), ("eth1", "tor1", "p1")],
+        "srv1": [("eth0", "tor0", "p2"), ("eth1", "tor1", "p2")],
+        "tor0": [("p1", "srv0", "eth0"), ("p2", "srv1", "eth0"), ("p3", "spine0", "p1")],
+        "tor1": [("p1", "srv0", "eth1"), ("p2", "srv1", "eth1"), ("p3", "spine0", "p2")],
+        "spine0": [("p1", "tor0", "p3"), ("p2", "tor1", "p3")],
+    }
+    return [write(folder / f"{device}.json", _quiet(*rows)) for device, rows in tables.items()]
+
+
+def test_without_capabilities_the_names_of_hosts_tell_switches(tmp_path: Path) -> None:
+    files = _quiet_fabric(tmp_path)
+    graph = read_fabric(files, hosts=["srv*"])
+    assert graph.names == ("srv0/eth0", "srv0/eth1", "srv1/eth0", "srv1/eth1", "spine0", "tor0", "tor1")
+    assert graph.level.tolist() == [0, 0, 0, 0, 2, 1, 1]
+    with pytest.raises(
+        ConfigError, match=r"device = spine0: announces no capability .* 4 others .*; .*--hosts 'srv\*'"
+    ):
+        read_fabric(files)
+    with pytest.raises(ConfigError, match="5 devices: describe no switch"):
+        read_fabric(files, hosts=["*"])
+
+
+def test_a_switch_whose_neighbours_are_hosts_needs_no_word_of_its_own(tmp_path: Path) -> None:
+    leaf = _lldp(LEAF_SEES_SRV, {"swp2": neighbour("spine1", "p1", 200e9, forwards=True)})
+    graph = read_fabric([write(tmp_path / "leaf1.json", leaf)])
+    assert graph.names == ("srv1/eth2", "leaf1", "spine1")
+
+
 def test_a_rate_that_nobody_reports_must_be_given(tmp_path: Path) -> None:
     silent = json.loads(_lldp(LEAF_SEES_SRV).replace("200GbaseCR4", "unknown"))
     files = [write(tmp_path / "leaf1.json", json.dumps(silent))]
@@ -179,7 +258,7 @@ def test_a_rate_that_nobody_reports_must_be_given(tmp_path: Path) -> None:
             '{"lldp": {"interface": {"swp1": {"chassis": {"id": {"value": "02:00"}}, "port": {"descr": "p"}}}}}',
             "neighbour = 02:00: on leaf1:swp1 is an unknown host",
         ),
-        ("leaf1.json", _lldp(LEAF_SEES_SRV, LEAF_SEES_SRV), "is listed twice: towards srv1 and srv1"),
+        ("leaf1.json", _lldp(LEAF_SEES_SRV, LEAF_SEES_SRV), "leaf1.json: towards srv1 and srv1"),
         ("=leaf\n1.json", _lldp(LEAF_SEES_SRV), "is no usable host name"),
         ("leaf1.json", _lldp({"swp1": neighbour("srv1\x1b[2J", "eth2", 1e9, forwards=False)}), "no usable neighbour"),
     ],

@@ -44,7 +44,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     small = cluster(servers=4, servers_per_tor_set=2, core_switches_per_plane=1, nic_bps="200G", switch_port_bps="400G")
     plant = Plant.build(small)
     graph = plant.graph()
-    found = {"hpcc": hpcc_text(graph), "htsim": htsim_text(plant.parts[0])}
+    found = {"hpcc": hpcc_text(graph), "htsim": htsim_text(plant.fabric)}
     write_graphml(graph, folder / "f.graphml")
     found["graphml"] = (folder / "f.graphml").read_text()
     for name, write_all in (("sonic", write_sonic), ("lldp", write_lldp)):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from topology.hashing import Headers
 from topology.probe import kernel_hash
-from topology.probe.kernel_hash import Field, choose, multipath_hash
+from topology.probe.kernel_hash import FibField, choose, multipath_hash
 
 
 def _headers(src: int = 0x0A00_0101, dst: int = 0x0A00_0D02, ports: range = range(49152, 49156)) -> Headers:
@@ -26,7 +26,7 @@ def test_hashes_are_those_that_linux_6_18_was_seen_to_choose_by() -> None:
     # The namespaces test holds every flow of a network against the model; these are the model's values then.
     assert multipath_hash(_headers(), seed=7).tolist() == [376654239, 1926656939, 273872065, 1212720509]
     assert multipath_hash(_headers(), seed=7, policy=0).tolist() == [1890021874, 1890021874, 1890021874, 1890021874]
-    assert multipath_hash(_headers(), seed=7, policy=3, fields=Field.SRC_PORT).tolist() == [
+    assert multipath_hash(_headers(), seed=7, policy=3, fields=FibField.SRC_PORT).tolist() == [
         360772172,
         204505217,
         1101718163,
@@ -42,14 +42,14 @@ def test_both_directions_hash_alike() -> None:
 @pytest.mark.parametrize(
     ("field", "other"),
     [
-        (Field.SRC_IP, {"src": 0x0A00_0105}),
-        (Field.DST_IP, {"dst": 0x0A00_0D09}),
-        (Field.SRC_PORT, {"ports": range(9, 13)}),
+        (FibField.SRC_IP, {"src": 0x0A00_0105}),
+        (FibField.DST_IP, {"dst": 0x0A00_0D09}),
+        (FibField.SRC_PORT, {"ports": range(9, 13)}),
     ],
 )
-def test_only_chosen_fields_count(field: Field, other: dict[str, int | range]) -> None:
+def test_only_chosen_fields_count(field: FibField, other: dict[str, int | range]) -> None:
     flows, changed = _headers(), _headers(**other)  # type: ignore[arg-type]
-    rest = kernel_hash.FIVE_TUPLE & ~field
+    rest = kernel_hash.LAYER4 & ~field
     assert (multipath_hash(flows, 3, 3, rest) == multipath_hash(changed, 3, 3, rest)).all()
     assert (multipath_hash(flows, 3, 3, field) != multipath_hash(changed, 3, 3, field)).all()
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from netlayer.config import ClusterConfig
 from tests.topology.fabrics import cluster, clusters
+from topology.balance import BalanceName, balance
 from topology.clos import Clos, Ints, Tier
 from topology.hashing import Ecmp
 from topology.load import Load, demand_bps, load, place, sum_per_link
@@ -37,13 +38,28 @@ def test_what_flows_into_a_switch_flows_out_of_it(tree: ClusterConfig, seed: int
 
 
 @given(clusters(), st.integers(0, 99))
-def test_no_nic_is_asked_for_more_than_its_rate(tree: ClusterConfig, seed: int) -> None:
+def test_no_nic_is_asked_to_send_more_than_its_rate(tree: ClusterConfig, seed: int) -> None:
     fabric = Clos.build(tree)
     flows = _random_flows(fabric, seed)
     loaded = load(fabric, flows, Ecmp("random", headers(fabric, flows, seed), seed))
-    edge = loaded.collisions([Tier.NIC_TOR, Tier.TOR_NIC])
+    edge = loaded.collisions([Tier.NIC_TOR])
     assert edge.max_utilisation <= 1 + 1e-9
     assert edge.num_colliding == 0
+    sent, received = (loaded.link_bps[fabric.tier_links(tier)].sum() for tier in (Tier.NIC_TOR, Tier.TOR_NIC))
+    assert sent == pytest.approx(received)
+
+
+@pytest.mark.parametrize("name", ["random", "spray"])
+def test_eight_that_send_to_one_collide_on_its_downlink(name: BalanceName) -> None:
+    """Each offers its NIC's 200, 1600 for a downlink of 200; the fabric in between carries an eighth of each."""
+    fabric = Clos.build(cluster())
+    flows = _flows(list(range(1, 9)), [64] * 8)
+    loaded = balance(name, fabric, flows, headers(fabric, flows, 0), 0)
+    incast = loaded.collisions([Tier.TOR_NIC])
+    assert (incast.share, incast.excess, incast.max_utilisation) == (1.0, 7 / 8, 8.0)
+    assert loaded.collisions([Tier.NIC_TOR]).share == 0
+    assert loaded.collisions().share == 0
+    assert loaded.link_bps[fabric.tier_links(Tier.TOR_SPINE)].sum() == pytest.approx(200)
 
 
 def test_flows_of_a_nic_share_its_rate_at_the_fuller_end() -> None:

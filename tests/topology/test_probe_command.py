@@ -58,11 +58,13 @@ def test_read_prints_the_spread_and_keeps_a_measured_record(tmp_path: Path) -> N
     result = _run("--read", str(tmp_path / "seen.pcap"), "--members", "2=2", "--out", str(tmp_path))
     for text in ("40 flows over 2 paths of 3 hops", "target reached", "0.0% of 120", "chi-square", "10.9.2.1", "even"):
         assert text in result.stdout
-    (file,) = (tmp_path / "records").iterdir()
-    record = load_record(file)
-    assert record.source == "measured"
-    assert record.arguments["read_file"] == str(tmp_path / "seen.pcap")
-    assert list(dict.fromkeys(row["table"] for row in record.rows)) == ["summary", "hop", "choice", "path"]
+    assert "(uneven or polarised where p < 0.001)" in result.stdout
+    records = {record.source: record for record in map(load_record, (tmp_path / "records").iterdir())}
+    assert records["measured"].arguments["read_file"] == str(tmp_path / "seen.pcap")
+    assert list(dict.fromkeys(row["table"] for row in records["measured"].rows)) == ["summary", "hop", "choice", "path"]
+    assert not any("expected_share" in row for row in records["measured"].rows)
+    assert {row["uneven_below_p"] for row in records["measured"].rows if row["table"] == "choice"} == {0.001}
+    assert {row["table"] for row in records["predicted"].rows} == {"expected"}
     assert (tmp_path / "flows.csv").read_text().splitlines()[1] == f"{SRC},{DST},50000,10.9.1.0,10.9.2.0,{DST}"
 
 
@@ -95,6 +97,34 @@ def test_probes_without_answers_are_a_failure_that_says_what_to_do(tmp_path: Pat
         _run("--read", str(tmp_path / "seen.pcap"), "--dst", "10.1.0.10", "--out", str(tmp_path))
 
 
+def test_a_target_that_a_router_calls_unreachable_is_a_failure_that_names_it(tmp_path: Path) -> None:
+    packets = exchange(sweep(range(50000, 50010), range(1, 4)), lambda *_: "10.9.0.1 unreachable")
+    write_pcap(tmp_path / "a.pcap", packets, range(1, len(packets) + 1), "raw")
+    with pytest.raises(CheckFailed, match=r"10\.1\.0\.9 is unreachable for 10 of 10 flows, says 10\.9\.0\.1; "):
+        _run("--read", str(tmp_path / "a.pcap"), "--out", str(tmp_path / "out"))
+    assert (tmp_path / "out" / "flows.csv").read_text().splitlines()[1] == f"{SRC},{DST},50000,10.9.0.1,10.9.0.1"
+    assert len(list((tmp_path / "out" / "records").iterdir())) == 2
+
+
+def test_the_kernels_hash_is_held_against_every_flow(tmp_path: Path) -> None:
+    _write_answers(tmp_path / "seen.pcap")
+    asked = ["--linux", "10.9.1.0=7:10.9.2.0,10.9.2.1", "--out", str(tmp_path)]
+    result = _run("--read", str(tmp_path / "seen.pcap"), *asked)
+    assert "of 40 flows from 10.9.1.0 to hop 2 as measured" in result.stdout
+    header, first, *_ = (tmp_path / "forecast.csv").read_text().splitlines()
+    assert header == "src,dst,sport,hop,from,predicted,measured"
+    assert first.startswith(f"{SRC},{DST},50000,2,10.9.1.0,10.9.2.")
+
+
+def test_a_call_that_fails_leaves_nothing_and_no_configuration_is_taken(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        _run("--read", str(tmp_path / "none.pcap"), "--out", str(tmp_path / "out"))
+    with pytest.raises(ConfigError):
+        _run("--dst", DST, "--src", SRC, "--pcap", str(tmp_path / "no" / "a.pcap"), "--out", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    assert _run("--set", "a.b=1").exit_code == 2
+
+
 _GOOD = {"--dst": DST, "--src": SRC, "--pcap": "a.pcap"}
 
 
@@ -106,7 +136,9 @@ _GOOD = {"--dst": DST, "--src": SRC, "--pcap": "a.pcap"}
         ({"--pcap": None}, f"--dst = {DST}: says nothing of where to"),
         ({"--dst": "10.1.0"}, "--dst = 10.1.0: is no IPv4 address"),
         ({"--ports": "50000-49000"}, "--ports = 50000-49000: .* is not within 1..65535"),
-        ({"--ports": "5x"}, "--ports = 5x: '5x' is no number or range"),
+        ({"--ports": "5x"}, "--ports = 5x: '5x' is neither a number nor a range"),
+        ({"--ports": "0-99999999999"}, "--ports = 0-99999999999: .* is not within 1..65535"),
+        ({"--ports": "\u00b2"}, "is neither a number nor a range"),
         ({"--ttl": "0-3"}, "--ttl = 0-3: .* is not within 1..255"),
         ({"--payload": "6"}, "--payload = 6: is out of range; choose a multiple of 4"),
         ({"--qpn": "1"}, r"--qpn = 1: is out of range; choose 2\.\.16777215"),

@@ -105,6 +105,24 @@ def test_flows_end_one_after_another() -> None:
     assert completion_bound_s(rates.paths, rates.capacity_bps, np.array([1.0, 3.0])) == 4.0
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6])
+@pytest.mark.parametrize("resolution", [0.0, 1e-3, 1e-2])
+def test_flows_that_begin_late_take_no_longer(offset: float, resolution: float) -> None:
+    """Beside a flow that runs from the start on, over a link of its own."""
+    rates = max_min(np.array([[0], [0], [1]]), np.array([8.0, 8.0]))
+    start_s = np.array([offset, offset, 0.0])
+    ends = completion_s(rates, np.array([1.0, 3.0, 1e7]), resolution=resolution, start_s=start_s)
+    assert ends - start_s == pytest.approx([2.0, 4.0, 1e7], rel=2 * resolution + 1e-9)
+
+
+@pytest.mark.parametrize("resolution", [0.0, 1e-3])
+def test_a_flow_too_short_for_the_clock_ends(resolution: float) -> None:
+    """3 bytes at 200 Gb/s are 0.12 ns; the clock stands at 1e6 s."""
+    rates = max_min(np.array([[0], [0]]), np.array([2e11]))
+    ends = completion_s(rates, np.array([1.0, 3.0]), resolution=resolution, start_s=np.array([0.0, 1e6]))
+    assert ends == pytest.approx([4e-11, 1e6])
+
+
 def test_flows_begin_one_after_another() -> None:
     """The second begins when the first has 1 of 3 bytes left, and both then share."""
     rates = max_min(np.array([[0], [0], [1]]), np.array([8.0, 8.0]))
@@ -147,3 +165,36 @@ def test_equal_flows_of_a_nic_share_it() -> None:
     fabric = Clos.build(cluster())
     paths = np.tile(np.array([[0, NO_LINK]]), (4, 1))
     assert max_min(paths, fabric.link_bps).flow_bps.tolist() == [50.0] * 4
+
+
+def test_links_that_wait_for_one_another_are_filled_in_turn() -> None:
+    """Flow i crosses links i and i + 1, each wider than the one before: every round but frees the next."""
+    count = 40
+    paths = np.stack([np.arange(count), np.arange(1, count + 1)], axis=1)
+    capacity = np.cumsum(np.arange(1.0, count + 2))
+    rates = max_min(paths, capacity)
+    rates.certify()
+    np.testing.assert_allclose(rates.flow_bps, _by_the_book(paths, capacity), rtol=1e-9)
+
+
+@given(networks(), st.integers(0, 2**32))
+@settings(max_examples=50, deadline=None)
+def test_with_starts_too_a_coarse_run_is_near_and_none_beats_the_bound(
+    network: tuple[Ints, np.ndarray], seed: int
+) -> None:
+    paths, capacity = network
+    rng = np.random.default_rng(seed)
+    num_bytes = rng.integers(1, 100, len(paths)).astype(float)
+    start_s = (100 + rng.random(len(paths)) * float(rng.choice([0, 10, 1000]))) / capacity.max()
+    rates = max_min(paths, capacity)
+    exact, coarse = (completion_s(rates, num_bytes, resolution=share, start_s=start_s) for share in (0, 0.01))
+    assert exact.max() >= completion_bound_s(paths, capacity, num_bytes, start_s=start_s) * (1 - 1e-9)
+    assert ((exact - start_s) * capacity.max() >= 8 * num_bytes * (1 - 1e-6)).all()
+    assert np.mean((coarse - start_s) / (exact - start_s)) == pytest.approx(1, abs=0.1)
+
+
+def test_the_bound_counts_what_begins_late() -> None:
+    """A byte at 0 s and two at 10 s over 8 bit/s: 12 s, though three bytes take but 3."""
+    paths, capacity = np.zeros((2, 1), dtype=np.int64), np.array([8.0])
+    assert completion_bound_s(paths, capacity, np.array([1.0, 2.0]), start_s=np.array([0.0, 10.0])) == 12
+    assert completion_bound_s(paths, capacity, np.array([9.0, 2.0]), start_s=np.array([0.0, 8.0])) == 11

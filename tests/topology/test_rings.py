@@ -24,8 +24,7 @@ def test_one_rank_a_server_passes_to_the_next() -> None:
 def test_each_channel_keeps_to_its_nic() -> None:
     """Two servers of four GPUs and two NICs: channel 0 on the first GPU's NIC, channel 1 on the third's."""
     segments = _segments(np.arange(8).reshape(1, 8), per_server=4, nics=2)
-    assert segments.max_nics == 2
-    edges = ring(segments, 2)
+    edges = ring(segments)
     assert _pairs(edges) == [(0, 4), (2, 6), (4, 0), (6, 2)]
     assert edges.share.tolist() == [0.5] * 4
     assert len(_pairs(ring(segments, 4))) == 8

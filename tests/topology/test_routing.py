@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netlayer.config import ClusterConfig
+from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster, clusters
 from topology.clos import Clos, Ints, Tier
 from topology.hashing import HASHES, Ecmp, HashName, Headers
@@ -53,3 +54,12 @@ def test_a_flow_to_itself_is_refused() -> None:
     ends = np.array([3])
     with pytest.raises(ValueError, match="begins and ends at one NIC"):
         route(fabric, ends, ends, _ecmp(fabric, ends, ends))
+
+
+def test_a_rail_only_network_refuses_flows_from_rail_to_rail() -> None:
+    fabric = Clos.build(cluster(nics_per_server=2, rails=2, rail_only=True))
+    src, dst = np.array([0, 0, 1]), np.array([2, 7, 100])
+    rule = "cluster.rail_only = true: 2 of 3 flows would cross from rail to rail, which no switch joins: the first from"
+    with pytest.raises(ConfigError, match=rule):
+        route(fabric, src, dst, _ecmp(fabric, src, dst))
+    assert fabric.hops(src, dst).tolist() == [2, 0, 0]

@@ -1,7 +1,4 @@
-from pathlib import Path
-
 import numpy as np
-import pandas as pd
 import pytest
 
 from tests.topology.fabrics import megascale
@@ -9,8 +6,9 @@ from tests.topology.jobs import small
 from topology.clos import Clos
 from topology.hashing import Ecmp
 from topology.load import load
-from topology.placement import place_slots, usable_servers
-from topology.search import plan_ports, plan_summary, search_knobs, write_plan
+from topology.placement import Placement, place_slots, usable_servers
+from topology.port_table import port_table
+from topology.search import offset_vectors, plan_ports, plan_summary, search_knobs
 from topology.step import slot_flows
 from topology.traffic import permutation
 
@@ -35,14 +33,14 @@ def test_one_candidate_changes_nothing() -> None:
         plan_ports(FABRIC, permutation(FABRIC, 0), "crc16", 0, candidates=0)
 
 
-def test_a_plan_names_each_queue_pair_once(tmp_path: Path) -> None:
+def test_a_plan_names_each_queue_pair_once() -> None:
     flows = slot_flows(CONFIG.job, CONFIG.cluster, 2)
-    write_plan(plan_ports(FABRIC, flows, "crc32c", 1, candidates=4), tmp_path / "ports.csv")
-    frame = pd.read_csv(tmp_path / "ports.csv")
+    plan = plan_ports(FABRIC, flows, "crc32c", 1, candidates=4)
+    frame = port_table(plan, FABRIC, CONFIG.cluster, Placement("given", np.arange(128)))
     assert len(frame) == len(flows)
-    assert not frame.duplicated(["src_nic", "dst_nic", "kind", "qp"]).any()
+    assert not frame.duplicated(["src_device", "dst_device", "kind", "qp"]).any()
     assert frame["src_ip"].str.startswith("10.").all()
-    assert len(pd.read_json(tmp_path / "ports.json")) == len(flows)
+    assert (frame["src_rank"] == flows.src_nic).all()
 
 
 def test_offsets_cure_polarisation() -> None:
@@ -52,5 +50,21 @@ def test_offsets_cure_polarisation() -> None:
     rows = search_knobs(
         fabric, lambda qps: slot_flows(config.job, config.cluster, qps), placed, "crc16", seeds=[0], qps=(1,)
     )
-    assert [row["offsets"] for row in rows] == [True, False]
-    assert rows[0]["pipeline_core_links_used"] > 0.9 > 0.7 > rows[1]["pipeline_core_links_used"]
+    assert {row["offset_bits"] for row in rows} == {" ".join(map(str, one)) for one in offset_vectors("crc16", 0)}
+    used = {row["offsets"]: row["pipeline_core_links_used"] for row in rows}
+    assert used[True] > 0.9 > 0.7 > used[False]
+    assert [row["excess"] for row in rows] == sorted(row["excess"] for row in rows)
+
+
+def test_vectors_of_offsets_are_tried_where_the_hash_takes_any() -> None:
+    vectors = offset_vectors("crc32c", 7, drawn=3)
+    assert vectors[:2] == [(0, 8, 16, 24), (0, 0, 0, 0)]
+    assert all(len(set(one)) == 4 and max(one) < 32 for one in vectors[2:])
+    assert vectors == offset_vectors("crc32c", 7, drawn=3) != offset_vectors("crc32c", 8, drawn=3)
+    placed = place_slots("given", FABRIC, CONFIG.job.parallel, 128, usable_servers(128))
+    flows = slot_flows(CONFIG.job, CONFIG.cluster)
+    (row,) = search_knobs(FABRIC, lambda _: flows, placed, "murmur3", seeds=[0], qps=(1,))
+    assert (row["offsets"], row["offset_bits"]) == (False, "")
+    given = [(0, 5, 9, 3), (1, 2, 3, 4)]
+    rows = search_knobs(FABRIC, lambda _: flows, placed, "crc16", seeds=[0], qps=(1,), offsets=given)
+    assert {row["offset_bits"] for row in rows} == {"0 5 9 3", "1 2 3 4"}

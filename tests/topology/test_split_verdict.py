@@ -1,40 +1,64 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
-from tests.topology.fabrics import megascale
+from tests.topology.fabrics import cluster, megascale
 from topology.clos import Clos, Tier
-from topology.split_verdict import LOADS, claims, closed_form, partial_load, ratios, simulated, verdict
+from topology.split_verdict import claims, closed_form, partial_load, ratios, simulated, verdict
 
 CLUSTER = megascale().cluster
 FABRICS = {split: Clos.build(CLUSTER.model_copy(update={"aoc_split": split})) for split in (True, False)}
+
+
+def _rows(*points: tuple[float, float]) -> list[dict[str, Any]]:
+    """Rows of one definition whose ratio at each load is given."""
+    base = {"definition": "excess", "hash": "closed form", "source": "predicted", "without": 1.0}
+    return [{**base, "load": load, "with": ratio, "ratio": ratio} for load, ratio in points]
 
 
 def test_simulation_and_closed_form_agree_on_where_it_halves() -> None:
     rows = closed_form(CLUSTER) + simulated(FABRICS, ["random"], [0, 1])
     found = {(claim.definition, claim.hash_name): claim for claim in claims(ratios(rows))}
     ideal, hashed = found["in collision", "closed form"], found["in collision", "random"]
-    assert set(hashed.halves) == set(ideal.halves) & set(LOADS)
+    assert ideal.halved_to is not None
+    assert hashed.halved_to == pytest.approx(ideal.halved_to, abs=0.03)
     assert ideal.last is not None
     assert hashed.last == pytest.approx(ideal.last, abs=0.03)
-    assert len(found["sharing", "random"].raises) == len(LOADS)
+    assert found["sharing", "random"].raises == ((0.125, 1.0),)
 
 
-def test_the_verdict_is_computed() -> None:
+def test_where_it_halves_is_interpolated_between_the_loads() -> None:
+    (claim,) = claims(_rows((0.25, 0.3), (0.5, 0.55), (1.0, 0.8)))
+    assert claim.halves == ((0.25, pytest.approx(0.45)),)
+    assert claim.words == "halved up to 45% load, lowered above; x0.80 at full load"
+    assert claim.row()["lowered_at"] == "from 45% load"
+
+
+def test_a_curve_that_comes_back_has_two_stretches() -> None:
+    (claim,) = claims(_rows((0.25, 0.4), (0.5, 0.6), (0.75, 0.4), (1.0, 1.4)))
+    assert list(claim.halves) == [(0.25, pytest.approx(0.375)), pytest.approx((0.625, 0.775))]
+    assert claim.raises == ((pytest.approx(0.9), 1.0),)
+    assert claim.words.startswith("halved up to 38% load, lowered from 38% to 62% load, halved from")
+
+
+def test_the_verdict_is_computed_and_says_what_simulation_finds() -> None:
     rows = ratios(closed_form(CLUSTER))
     word, sentence = verdict(claims(rows))
     assert word == "WARN"
-    assert "true in part" in sentence
+    assert "is true in part. With an ideal hash, the share of flows in collision" in sentence
     halved = [{**row, "with": row["without"] / 2, "ratio": 0.5} for row in rows]
     assert verdict(claims(halved))[0] == "PASS"
     assert verdict(claims([{**row, "with": 0.9 * row["without"]} for row in rows]))[0] == "FAIL"
+    both = _rows((0.5, 0.4), (1.0, 0.6))
+    hashed = [{**row, "hash": "crc16", "source": "simulated"} for row in _rows((0.5, 0.2), (1.0, 0.6))]
+    assert "(simulated, halved up to: crc16 88%)" in verdict(claims(both + hashed))[1]
 
 
 def test_a_split_without_effect_is_said_to_have_none() -> None:
-    slow = CLUSTER.model_copy(
-        update={"nic_bps": CLUSTER.switch_port_bps, "servers_per_tor_set": 32, "pods": 12, "core_switches_per_plane": 8}
-    )
+    slow = cluster(nic_bps=400, servers_per_tor_set=16)
     (claim, *_) = claims(ratios(closed_form(slow)))
-    assert claim.words == "unchanged at every load, x1.00 at 100% load"
+    assert claim.words == "unchanged at every load; x1.00 at full load"
 
 
 @pytest.mark.parametrize("share", [0.125, 0.5, 1.0])

@@ -36,6 +36,9 @@ def test_a_dead_tor_stops_flows_and_a_dead_uplink_none() -> None:
     tor = run_case(CONFIG, Case(failures=(Failure("tor", 0),)))
     assert tor["stopped_flows"] > 0
     assert tor["unreachable_pairs"] > 0
+    assert (tor["stops"], tor["slowdown"], tor["flow_slowdown"], tor["time_bound_s"]) == (True, None, None, None)
+    (row,) = worst([tor])
+    assert (row["stops_share"], row["slowdown_max"], row["slowdown_median"]) == (1.0, None, None)
     link = run_case(CONFIG, Case(failures=(Failure("tor-link", 0),)))
     assert (link["stopped_flows"], link["unreachable_pairs"]) == (0, 0)
     assert link["lost_bps"] == FABRIC.design.tor_uplink_bps
@@ -43,7 +46,22 @@ def test_a_dead_tor_stops_flows_and_a_dead_uplink_none() -> None:
 
 def test_fewer_spines_slow_the_job_down() -> None:
     lost = tuple(Failure("spine", number) for number in range(FABRIC.design.spines_per_pod - 1))
-    assert run_case(CONFIG, Case(failures=lost))["slowdown"] > 1.2
+    row = run_case(CONFIG, Case(failures=lost))
+    assert row["slowdown"] > 1.2
+    assert row["flow_slowdown"] > 1.2
+
+
+def test_of_several_seeds_the_spread_is_told_each_against_its_own_healthy_run() -> None:
+    rows = run_sweep(CONFIG, cases(range(6), ["given"], [(Failure("spine", 0),)]), processes=1)
+    (row,) = worst(rows)
+    found = [one["slowdown"] for one in rows]
+    assert (row["slowdown_min"], row["slowdown_max"]) == (min(found), max(found))
+    assert row["slowdown_min"] < row["slowdown_median"] < row["slowdown_max"]
+    # Over all flows one draw says nearly what six do; over the slowest flow it does not.
+    spread = {key: row[f"{key}_max"] - row[f"{key}_min"] for key in ("slowdown", "flow_slowdown")}
+    assert spread["flow_slowdown"] < 0.5 * spread["slowdown"]
+    whole = [run_case(CONFIG, Case(seed=seed))["time_bound_s"] for seed in range(6)]
+    assert [one["time_bound_s"] / time_s for one, time_s in zip(rows, whole, strict=True)] == found
 
 
 def test_the_worst_of_each_kind() -> None:
@@ -64,10 +82,19 @@ def test_dask_gives_the_same_rows() -> None:
         )
 
 
-def test_no_scheduler_is_one_line() -> None:
+@pytest.mark.parametrize(
+    ("address", "rule"),
+    [
+        ("nonsense", "is no address of a scheduler; write tcp://HOST:PORT"),
+        ("nonsense://here", "is no address of a scheduler"),
+        ("tcp://127.0.0.1:99999", "is no address of a scheduler"),
+        ("tcp://127.0.0.1:1", "no scheduler answers"),
+    ],
+)
+def test_no_scheduler_is_one_line_at_once(address: str, rule: str) -> None:
     pytest.importorskip("distributed", reason="needs dask[distributed]")
-    with pytest.raises(ConfigError, match="--dask = nonsense://here: no scheduler answers"):
-        run_sweep(CONFIG, POINTS[:1], dask="nonsense://here")
+    with pytest.raises(ConfigError, match=f"--dask = {address}: {rule}"):
+        run_sweep(CONFIG, POINTS[:1], dask=address)
 
 
 _ENDLESS = """

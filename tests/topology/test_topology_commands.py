@@ -40,7 +40,7 @@ def test_place_prints_costs_and_writes_placements(tmp_path: Path, config_file: s
     result = _run("place", "--config", config_file, "--out", str(out), "--spares", "8", "--failed", "3,40-42")
     assert "pipeline-first" in result.stdout
     (path,) = (out / "records").iterdir()
-    rows = {row["placement"]: row for row in load_record(path).rows}
+    rows = {row["placement"]: row for row in load_record(path).rows if row["table"] == "placements"}
     assert rows["optimised"]["unusable_servers"] == 0
     assert not pd.read_csv(out / "placement-paper.csv")["server"].isin([3, 40, 41, 42]).any()
     again = _run(
@@ -74,10 +74,23 @@ def test_whatif_refuses_parts_that_the_fabric_lacks(tmp_path: Path) -> None:
         _run("whatif", "--config", config_file, "--part", "spine:9999", "--out", str(tmp_path))
 
 
-@pytest.mark.parametrize(("cure", "file"), [("ports", "ports-pipeline.csv"), ("knobs", "knobs.csv")])
-def test_whatif_writes_what_cures(tmp_path: Path, config_file: str, cure: str, file: str) -> None:
-    _run("whatif", "--config", config_file, "--cure", cure, "--out", str(tmp_path))
-    assert (tmp_path / file).exists()
+def test_a_port_plan_names_ranks_servers_and_devices(tmp_path: Path) -> None:
+    config_file = _written(small(), tmp_path)
+    arguments = ["--config", config_file, "--placement", "random", "--traffic", "pipeline", "--traffic", "permutation"]
+    result = _run("cure", "ports", *arguments, "--out", str(tmp_path))
+    assert "permutation" in result.stdout
+    plan = pd.read_csv(tmp_path / "ports-pipeline.csv")
+    _run("place", "--config", config_file, "--strategy", "random", "--no-optimise", "--out", str(tmp_path))
+    placed = pd.read_csv(tmp_path / "placement-random.csv").set_index("rank")["server"]
+    assert (placed[plan["src_rank"]].to_numpy() == plan["src_server"]).all()
+    assert (plan["dst_device"] == [f"srv{server:04d}/nic0" for server in plan["dst_server"]]).all()
+    assert len(pd.read_json(tmp_path / "ports-pipeline.json")) == len(plan)
+    assert len(pd.read_csv(tmp_path / "ports-permutation.csv")) == 128
+
+
+def test_knobs_are_searched(tmp_path: Path, config_file: str) -> None:
+    assert "best first" in _run("cure", "knobs", "--config", config_file, "--out", str(tmp_path)).stdout
+    assert (tmp_path / "knobs.csv").exists()
 
 
 @pytest.mark.parametrize(
@@ -85,17 +98,22 @@ def test_whatif_writes_what_cures(tmp_path: Path, config_file: str, cure: str, f
     [
         {},
         {"tiers": 2, "pods": 1, "nic_bps": 400, "servers_per_tor_set": 16},
+        {"nics_per_server": 2, "rails": 2, "rail_only": True, "gpus_per_server": 2},
     ],
-    ids=["three tiers", "two tiers and a split without effect"],
+    ids=["three tiers", "two tiers and a split without effect", "rail-only"],
 )
 def test_report_says_its_verdict_and_leaves_its_rows(tmp_path: Path, changes: dict[str, Any]) -> None:
     config_file = _written(small(**changes), tmp_path)
     out = tmp_path / "out"
     result = _run("report", "--config", config_file, "--seeds", "1", "--processes", "1", "--out", str(out))
-    assert "'The split halves hash collisions' is true" in result.stdout
+    assert "'The split halves hash collisions' is" in result.stdout
     page = (out / "report.html").read_text()
-    for text in ("Does the ToR split halve", "Where the ranks stand", "netlayer topology report --config", "Failures"):
+    for text in ("Does the ToR split halve", "Where the ranks stand", "netlayer topology report --seeds", "Failures"):
         assert text in page
+    for path in (out / "records").iterdir():
+        record = load_record(path)
+        assert {row["source"] for row in record.rows} == {record.source}
+    assert "(" not in pd.read_csv(out / "claims.csv").to_csv()
     assert {"claims", "split", "tiers", "placements", "failures", "ports", "knobs"} <= {
         path.stem for path in out.glob("*.parquet")
     }
@@ -103,7 +121,7 @@ def test_report_says_its_verdict_and_leaves_its_rows(tmp_path: Path, changes: di
 
 
 def test_the_choices_are_those_of_the_library() -> None:
-    place, whatif = (import_module(f"topology.commands.{name}") for name in ("place", "whatif"))
-    assert place._STRATEGIES == whatif._STRATEGIES == get_args(StrategyName)
-    assert place._HASHES == whatif._HASHES == get_args(HashName)
+    place, whatif, cure = (import_module(f"topology.commands.{name}") for name in ("place", "whatif", "cure"))
+    assert place._STRATEGIES == whatif._STRATEGIES == cure._STRATEGIES == get_args(StrategyName)
+    assert place._HASHES == whatif._HASHES == cure._HASHES == get_args(HashName)
     assert get_args(FailureKind) == whatif._KINDS

@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from topology.traffic import (
     pipeline_bytes,
     ring_bytes,
     stage_parameters,
+    tensor_bytes,
+    traffic_rows,
 )
 
 
@@ -57,6 +60,47 @@ def test_pipeline_bytes_by_hand() -> None:
     around = forward.src_nic > forward.dst_nic
     assert set(forward.num_bytes[around]) == {boundary}
     assert set(forward.num_bytes[~around]) == {2 * boundary}
+
+
+def test_tensor_bytes_by_hand() -> None:
+    """Three micro-batches of 2 x 10 tokens of 64 float32; 12 layers on 3 stages, 10 collectives each, half of each."""
+    tree = _job(tp=2, pp=3, dp=2)
+    assert tensor_bytes(tree.job) == 3 * (2 * 10 * 64 * 4) * (12 / 3) * 10 / 2
+    parallel_block = tree.job.model.model_copy(update={"parallel_block": True})
+    assert 2 * tensor_bytes(tree.job.model_copy(update={"model": parallel_block})) == tensor_bytes(tree.job)
+    alone = _job(pp=2, dp=2)
+    assert tensor_bytes(alone.job) == 0
+    flows = job_flows(tree.job, tree.cluster)
+    rows = {row["kind"]: row for row in traffic_rows(tree.job, flows)}
+    assert rows["tp"]["bytes"] == 12 * tensor_bytes(tree.job)
+    assert rows["dp_all_gather"]["bytes"] == flows.select(Kind.DP_ALL_GATHER).num_bytes.sum()
+    assert sum(row["flows"] for row in rows.values()) == len(flows)
+
+
+def test_where_groups_begin_inside_servers_a_channel_has_a_nic_in_each_of_them() -> None:
+    """Groups of 6 on servers of 8: the second is ranks 6, 7 and 8..11, the third 12..15 and 16, 17; others stay inside.
+
+    Two NICs of each server, and no rail in common: 6 and 7 of one, 0 and 1 of the other.
+    """
+    fabric = {"gpus_per_server": 8, "nics_per_server": 8, "rails": 8, "servers": 3}
+    tree = _job(pp=4, dp=6, **fabric)
+    ring = job_flows(tree.job, tree.cluster).select(Kind.DP_REDUCE_SCATTER)
+    pairs = sorted(zip(ring.src_nic.tolist(), ring.dst_nic.tolist(), strict=True))
+    assert pairs == [(6, 8), (7, 9), (8, 6), (9, 7), (12, 16), (13, 17), (16, 12), (17, 13)]
+    stages = np.repeat(ring_bytes(tree.job)[1:3], 4)
+    assert sorted(ring.num_bytes) == pytest.approx(sorted(stages / 2))
+    tree_flows = job_flows(tree.job, tree.cluster, algorithm="tree").select(Kind.DP_ALL_REDUCE)
+    assert set(tree_flows.src_nic) == {6, 7, 8, 9, 12, 13, 16, 17}
+
+
+def test_a_channel_keeps_to_the_rails_that_all_servers_of_a_group_have() -> None:
+    """Tensor pairs, groups of 6: GPUs 0, 2, 4, 6 of the first server, 0 and 2 of the second."""
+    fabric = {"gpus_per_server": 8, "nics_per_server": 8, "rails": 8, "servers": 3}
+    tree = _job(tp=2, pp=2, dp=6, **fabric)
+    ring = job_flows(tree.job, tree.cluster).select(Kind.DP_REDUCE_SCATTER)
+    first = ring.src_nic < 12
+    assert (ring.src_nic[first] % 8 == ring.dst_nic[first] % 8).all()
+    assert np.bincount(ring.src_nic).max() == 1
 
 
 def test_one_chunk_a_rank_does_not_go_round() -> None:
@@ -159,6 +203,21 @@ def test_a_permutation_leaves_the_tor_and_meets_nobody_twice(tree: ClusterConfig
     if 2 * sizes.max() <= sizes.sum():
         assert len(flows) == fabric.design.num_nics
     assert np.array_equal(permutation(fabric, seed).dst_nic, flows.dst_nic)
+
+
+def test_in_a_rail_only_network_a_permutation_stays_on_its_rails() -> None:
+    fabric = Clos.build(cluster(nics_per_server=2, rails=2, rail_only=True))
+    flows = permutation(fabric, 1)
+    assert np.array_equal(flows.src_nic % 2, flows.dst_nic % 2)
+    assert len(flows) == fabric.design.num_nics
+
+
+def test_source_ports_that_a_file_gives_are_hashed() -> None:
+    fabric = Clos.build(cluster())
+    flows = permutation(fabric, 1)
+    given_ports = dataclasses.replace(flows, udp_sport=np.arange(len(flows), dtype=np.uint16))
+    assert headers(fabric, given_ports, 0).udp_sport.tolist() == list(range(len(flows)))
+    assert given_ports.where(np.array([5, 5])).udp_sport.tolist() == [5, 5]
 
 
 def test_flows_between_the_same_nics_have_queue_pairs_of_their_own() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from netlayer.command import RunOptions, open_out, run_options
+from netlayer.command import RunOptions, run_options
 
 if TYPE_CHECKING:  # `--help` needs neither numpy nor pydantic
     from topology.graph import Graph
@@ -17,52 +17,50 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command(name="build")
-@click.option("--rail-only", is_flag=True, help="No switch joins two rails: one CLOS a rail.")
-@click.option("--prices", "prices_file", type=_FILE, help="TOML file with a table [prices]; adds the cost.")
+@click.option("--rail-only", is_flag=True, help="No switch joins two rails, as cluster.rail_only = true says it.")
+@click.option(
+    "--prices", "prices_file", type=_FILE, help="TOML file with a table [prices], in place of [cluster.prices]."
+)
 @run_options
 def command(options: RunOptions, rail_only: bool, prices_file: Path | None) -> None:
     """Build the fabric of a cluster file: check it, and write what it is wired, addressed and simulated with.
 
     Into the output folder: fabric.graphml, cables.csv (both ends of every cable, with ports), addresses.csv,
-    switches.csv, topo.txt (HPCC), fabric.topo (htsim, where it can say this fabric). Keys of [prices]: switch, nic,
-    nic_cable, fibre, optic, currency. Exit 2 where a switch would need more ports than it has.
+    switches.csv, topo.txt (HPCC; parallel links as one), fabric.topo (htsim, where it can say this fabric). With prices
+    ([cluster.prices]: switch, nic, nic_cable, fibre, optic, currency) also the cost. Exit 2 where a switch would need
+    more ports than it has.
 
     \b
     Examples:
       netlayer topology build --config examples/megascale-12288.toml --out fabric
-      netlayer topology build --config examples/megascale-12288.toml --rail-only --set cluster.pods=1 --out fabric
+      netlayer topology build --config examples/megascale-12288.toml --rail-only --out fabric
     """
-    from netlayer.environ import snapshot
-    from netlayer.results import RunRecord, utc_now, write_text
+    from netlayer.output import open_output
+    from netlayer.results import utc_now
     from topology.audit import audit, load_prices
-    from topology.commands import build_tables
+    from topology.commands.build_tables import print_audit
+    from topology.commands.records import keep, load_cluster
     from topology.graph import checked
     from topology.plant import Plant
 
-    started, config = utc_now(), options.load_config()
+    started, config = utc_now(), load_cluster(options)
     prices = load_prices(prices_file) if prices_file else None
-    plant = Plant.build(config.cluster, rail_only=rail_only)
-    graph = checked(plant.graph(), config.cluster.name)
-    out = open_out(options.out, "topology-build")
-    files = _write(plant, graph, out)
-    rows = audit(plant, prices)
-    record = RunRecord(
-        name="topology.build",
-        source="predicted",
-        rows=rows,
-        started_utc=started,
-        ended_utc=utc_now(),
-        arguments={**options.arguments(), "rail_only": rail_only, "prices": str(prices_file or ""), "files": files},
-        config=config.model_dump(mode="json"),
-        environment=snapshot(options.seed),
-    )
-    click.echo(f"record: {record.save(out / 'records')}", err=True)
+    with open_output(options.out, "topology-build") as out:
+        plant = Plant.build(config.cluster, rail_only=rail_only)
+        files = _write(plant, checked(plant.graph(), config.cluster.name), out.part)
+        tables = by_table(audit(plant, prices))
+        asked: dict[str, Any] = {"rail_only": rail_only, "prices": prices_file, "files": files}
+        shown = keep("build", tables, out, started, options, config, source="predicted", csv=False, **asked)
     for file in files:
-        click.echo(f"wrote: {out / file}", err=True)
-    if options.json_file:
-        write_text(options.json_file, record.to_json())
-    if str(options.json_file) != "-":
-        build_tables.print_audit(config.cluster.name, rows)
+        click.echo(f"wrote: {out.folder / file}", err=True)
+    if shown:
+        print_audit(config.cluster.name, tables)
+
+
+def by_table(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows that name their table, a list a table."""
+    names = dict.fromkeys(row["table"] for row in rows)
+    return {name: [row for row in rows if row["table"] == name] for name in names}
 
 
 def _write(plant: Plant, graph: Graph, out: Path) -> list[str]:
@@ -78,8 +76,7 @@ def _write(plant: Plant, graph: Graph, out: Path) -> list[str]:
         "topo.txt": export.hpcc_text(graph),
     }
     try:
-        if len(plant.parts) == 1:  # htsim knows no fabrics side by side
-            texts["fabric.topo"] = export.htsim_text(plant.parts[0])
+        texts["fabric.topo"] = export.htsim_text(plant.fabric)
     except ConfigError as exc:
         click.echo(f"no fabric.topo: {exc}", err=True)
     for name, text in texts.items():

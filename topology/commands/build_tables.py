@@ -2,67 +2,95 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from netlayer.units import format_rate
+from netlayer.units import format_rate, format_size
+from topology.commands.printing import print_table
 
 Rows = Sequence[dict[str, Any]]
 
-# A pipe has no width of its own, and rich would fold a table at 80.
-_PIPE_WIDTH = 140
 _SHOWN_LINKS = 12
 
 
-def print_audit(name: str, rows: Rows) -> None:
+def print_audit(name: str, tables: Mapping[str, Rows]) -> None:
     """Ports, parts, hops, and what the design can grow to."""
-    ports, parts, hops, (limits,) = (_of(rows, table) for table in ("ports", "parts", "hops", "limits"))
-    table = _table("level", "switches", "ports", "used down", "used up", "left", "used")
-    for row in ports:
-        counts = [f"{row[key]:,}" for key in ("switches", "ports", "used_down", "used_up", "left")]
-        table.add_row(row["level"], *counts, f"{row['used_share']:.0%}")
-    _print(f"{name} - {limits['variant']}: ports", table)
-    priced = "cost" in parts[0]
-    table = _table("part", "count", *(("price", "cost") if priced else ()))
-    for row in parts:
-        money = [f"{row['unit_price']:,.0f}", f"{row['cost']:,.0f}"] if priced else []
-        table.add_row(row["item"].replace("_", " "), f"{row['count']:,}", *money)
-    _print("Parts" + (": the last line is a GPU's share, and all" if priced else ""), table)
-    table = _table("hops", "pairs", "share")
-    for row in hops:
-        table.add_row(str(row["hops"] or "no path"), f"{row['pairs']:,}", f"{row['share']:.1%}")
-    _print("Links between two NICs of different servers (ordered pairs)", table, _words(limits))
+    ports, parts, hops, (limits,) = (tables.get(table, []) for table in ("ports", "parts", "hops", "limits"))
+    counts = ("switches", "ports", "used_down", "used_up", "left")
+    print_table(
+        f"{name} - {limits['variant']}: ports",
+        ["level", "switches", "ports", "used down", "used up", "left", "used"],
+        [[row["level"], *(f"{row[key]:,}" for key in counts), f"{row['used_share']:.0%}"] for row in ports],
+    )
+    _print_parts(parts)
+    print_table(
+        "Links between two NICs of different servers (ordered pairs)",
+        ["hops", "pairs", "share"],
+        [[str(row["hops"] or "no path"), f"{row['pairs']:,}", f"{row['share']:.1%}"] for row in hops],
+        _words(limits),
+    )
 
 
 def print_graph(source: str, levels: Rows, note: str) -> None:
     """An imported fabric, level by level."""
-    table = _table("level", "devices", "ports used", "uplinks", "uplink rate", "capacity up")
+    lines = []
     for row in levels:
         used = _span(str(row["ports_min"]), str(row["ports_max"]))
         rates = [format_rate(row[key]) for key in ("up_link_bps_min", "up_link_bps_max")]
         up = [f"{row['up_links']:,}", _span(*rates), format_rate(row["up_bps"])] if row["up_links"] else ["-"] * 3
-        table.add_row(row["level"], f"{row['count']:,}", used, *up)
-    _print(source, table, note)
+        lines.append([row["level"], f"{row['count']:,}", used, *up])
+    print_table(source, ["level", "devices", "ports used", "uplinks", "uplink rate", "capacity up"], lines, note)
 
 
-def print_calibration(rows: Rows, summary: dict[str, Any], names: Sequence[str], source: str) -> None:
-    """Links with the largest residual of the last prediction first, and how well each prediction fits."""
-    ordered = sorted(rows, key=lambda row: -abs(row[f"{names[-1]}_residual"]))
-    table = _table("link", "level", "counted MB", *(title for name in names for title in (f"{name} MB", "residual")))
-    for row in ordered[:_SHOWN_LINKS]:
-        cells = [text for name in names for text in (_mega(row[f"{name}_bytes"]), f"{row[f'{name}_residual']:+.1%}")]
-        table.add_row(row["link"], str(row["level"]), _mega(row["counter_bytes"]), *cells)
-    fits = [
-        f"{name}: rms residual {summary[f'{name}_rms_residual']:.1%}, largest {summary[f'{name}_max_residual']:.1%}, "
-        f"scale {summary[f'{name}_scale']:.4g}"
-        for name in names
+def print_calibration(rows: Rows, fits: Rows, source: str) -> None:
+    """The links with the largest residual of the last prediction first; how well each prediction fits.
+
+    Rows as `calibrate.compare` and `calibrate.summarise` give them.
+    """
+    links: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        links.setdefault(row["link"], {})[row["prediction"]] = row
+    names = [fit["prediction"] for fit in fits]
+    worst = sorted(links.values(), key=lambda link: -abs(link[names[-1]]["residual"]))
+    headings, lines = ["link", "level", "counted"], []
+    for fit in fits:
+        headings += [fit["prediction"], f"x {fit['scale']:.4g}", "residual"]
+    for link in worst[:_SHOWN_LINKS]:
+        first = link[names[0]]
+        cells = [first["link"], str(first["level"]), _size(first["counter_bytes"])]
+        for name in names:
+            row = link[name]
+            cells += [_size(row["predicted_bytes"]), _size(row["scaled_bytes"]), f"{row['residual']:+.1%}"]
+        lines.append(cells)
+    words = [
+        f"{fit['prediction']}: scale {fit['scale']:.4g} fitted over {fit['links']:,} links, rms residual "
+        f"{fit['rms_residual']:.1%}, largest {fit['max_residual']:.1%}"
+        for fit in fits
     ]
-    more = f"{len(rows) - _SHOWN_LINKS} more in the record; " if len(rows) > _SHOWN_LINKS else ""
-    _print(f"Counters ({source}) beside the predictions, farthest off first", table, more + "; ".join(fits))
+    more = [f"{len(links) - _SHOWN_LINKS} more links in calibration.csv"] if len(links) > _SHOWN_LINKS else []
+    meant = "residual: counted less scaled prediction, over the mean counter of the links between the same levels"
+    title = f"Counters ({source}) beside the predictions, farthest off first"
+    print_table(title, headings, lines, "\n".join([meant, *words, *more]))
+
+
+def _print_parts(parts: Rows) -> None:
+    if "cost" not in parts[0]:
+        print_table("Parts", ["part", "count"], [[_part(row), f"{row['count']:,}"] for row in parts])
+        return
+    whole = parts[-1]
+    lines = [[_part(row), f"{row['count']:,}", *(_money(row[key]) for key in ("unit_price", "cost"))] for row in parts]
+    lines[-1][1] = f"{whole['count']:,} GPUs"
+    note = f"no price for {', '.join(whole['without'])}: what is added up is no total" if whole["without"] else ""
+    cost = f"cost, {whole['currency']}" if whole["currency"] else "cost"
+    print_table("Parts; the last line's price is a GPU's share", ["part", "count", "price", cost], lines, note)
+
+
+def _part(row: dict[str, Any]) -> str:
+    return str(row["item"]).replace("_", " ")
+
+
+def _money(amount: float | None) -> str:
+    return "-" if amount is None else f"{amount:,.0f}" if amount >= 100 else f"{amount:,.2f}"
 
 
 def _words(limits: dict[str, Any]) -> str:
@@ -76,28 +104,9 @@ def _words(limits: dict[str, Any]) -> str:
     )
 
 
-def _of(rows: Rows, table: str) -> list[dict[str, Any]]:
-    return [row for row in rows if row["table"] == table]
-
-
 def _span(low: str, high: str) -> str:
     return low if low == high else f"{low} - {high}"
 
 
-def _mega(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:,.1f}"
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first, no_wrap=True)
-    for title in others:
-        table.add_column(title, justify="right", no_wrap=True)
-    return table
-
-
-def _print(title: str, table: Table, note: str = "") -> None:
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
-    console.print(title, style="italic")
-    console.print(table)
-    console.print(f"{note}\n" if note else "")
+def _size(num_bytes: float) -> str:
+    return format_size(round(num_bytes))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from netlayer.command import RunOptions, open_out, run_options
+from netlayer.command import RunOptions, run_options
 
 if TYPE_CHECKING:  # `--help` needs neither numpy nor pydantic
     from collections.abc import Sequence
 
-    from topology.balance import BalanceName
-    from topology.compare import TrafficName
-    from topology.hashing import Field
+    from netlayer.config import Config
+    from netlayer.output import Output
+    from topology.single_run import SingleRun
 
 _BALANCES = (
     "random",
@@ -30,6 +30,9 @@ _BALANCES = (
 )
 _TRAFFICS = ("ring", "pipeline", "permutation", "tree", "all_to_all")
 _FIELDS = ("src_ip", "dst_ip", "protocol", "src_port", "dst_port", "dst_qpn")
+_STRATEGIES = ("given", "random", "packed", "paper", "pipeline-first")
+_OWN = ("ring", "pipeline", "tree", "all_to_all")  # the job's own flows
+_COLLECTIVES = ("ring", "tree", "all_to_all")
 _COUNT = click.IntRange(min=1)
 
 
@@ -50,6 +53,12 @@ _COUNT = click.IntRange(min=1)
     help="Flows to hash; repeatable [default: ring, pipeline, permutation].",
 )
 @click.option("--flows", "flows_file", type=click.Path(path_type=Path), help="Flows of a file in their place.")
+@click.option(
+    "--fabric",
+    "fabric_file",
+    type=click.Path(path_type=Path),
+    help="An imported fabric in place of the cluster's: fabric.graphml, or what `import` reads.",
+)
 @click.option("--qps", type=_COUNT, default=1, show_default=True, help="Queue pairs a connection.")
 @click.option("--channels", type=_COUNT, help="NCCL channels of a group [default: one a NIC, tree two].")
 @click.option(
@@ -59,6 +68,13 @@ _COUNT = click.IntRange(min=1)
     multiple=True,
     help="Header field that a hash takes; repeatable; dst_qpn is E-ECMP [default: the 5-tuple].",
 )
+@click.option(
+    "--placement",
+    type=click.Choice(_STRATEGIES),
+    default="given",
+    show_default=True,
+    help="Where the job's ranks stand, see `place`.",
+)
 @run_options
 def command(options: RunOptions, **given: Any) -> None:
     """Hash flows over the fabric, with and without the ToR split: links, load, collisions and slowdown of every tier.
@@ -66,52 +82,142 @@ def command(options: RunOptions, **given: Any) -> None:
     A collision is a flow on a link whose hashed demand exceeds its capacity; its size is the excess (demand above
     capacity over total demand). Slowdown is the rate over NICs alone over the max-min fair rate. `ring`, `tree`,
     `pipeline` and `all_to_all` are the job's own flows, `permutation` has every NIC send at full rate to a NIC under
-    another ToR. --flows reads CSV or parquet (src, dst, bytes, start), HPCC's flow.txt, htsim's .cm. Exit 2 where no
-    flow can cross the fabric, or a flow names a host that it has not.
+    another ToR. --flows reads CSV or parquet (src, dst, bytes, start in seconds), HPCC's flow.txt, htsim's .cm.
+    --fabric takes the flows of a file, or a permutation of its hosts. Into the output folder: links.csv and flows.csv
+    (and .parquet), the load of every link and the path of every flow for the first hash and seed. Exit 2 where no flow
+    can cross the fabric, or a flow names a host that it has not.
 
     \b
     Examples:
       netlayer topology ecmp --config examples/megascale-12288.toml
       netlayer topology ecmp --config examples/megascale-12288.toml --hash crc16 --hash spray --traffic permutation
+      netlayer topology ecmp --config examples/megascale-12288.toml --traffic ring --placement random
       netlayer topology ecmp --config examples/megascale-12288.toml --flows flows.csv --json ecmp.json
+      netlayer topology ecmp --fabric fabric/fabric.graphml --flows flows.csv --hash crc16
     """
+    if given["fabric_file"]:
+        from topology.commands import ecmp_graph
+
+        ecmp_graph.run(options, given)
+        return
+    from netlayer.output import open_output
+    from netlayer.progress import Stages
     from netlayer.results import utc_now
     from topology.clos import Clos
-    from topology.commands import tables
-    from topology.commands.records import keep_record, make_record
-    from topology.compare import USUAL_HASHES, USUAL_TRAFFICS, compare_split
+    from topology.commands.records import keep, load_cluster
+    from topology.compare import USUAL_HASHES, USUAL_TRAFFICS
     from topology.flow_files import read_flows
-    from topology.hashing import FIVE_TUPLE
-    from topology.passes import Pass, one_pass
+    from topology.traffic import job_flows, traffic_rows
+    from topology.wires import Wires
 
-    started, config = utc_now(), options.load_config()
-    hashes = cast("Sequence[BalanceName]", given["hashes"] or USUAL_HASHES)
-    traffics = cast("Sequence[TrafficName]", given["traffics"] or USUAL_TRAFFICS)
-    fields = cast("Sequence[Field]", given["fields"] or FIVE_TUPLE)
-    seeds, qps, channels, file = (given[name] for name in ("seeds", "qps", "channels", "flows_file"))
-    flows = read_flows(file, Clos.build(config.cluster)) if file else None
-    out = open_out(options.out, "topology-ecmp")
-    rows = compare_split(
-        config,
-        seeds=range(options.seed, options.seed + seeds),
-        hashes=hashes,
-        traffics=traffics,
-        qps_per_connection=qps,
-        num_channels=channels,
-        fields=fields,
-        flows=flows,
+    given["hashes"] = tuple(dict.fromkeys(given["hashes"])) or USUAL_HASHES
+    _refuse(given)
+    given["traffics"] = tuple(dict.fromkeys(given["traffics"])) or USUAL_TRAFFICS
+    started, config = utc_now(), load_cluster(options)
+    fabric = Clos.build(config.cluster)
+    flows = read_flows(given["flows_file"], fabric) if given["flows_file"] else None
+    with open_output(options.out, "topology-ecmp") as out, Stages() as stages:
+        tables = _compare(config, options.seed, given, flows, stages)
+        runs, wires = _runs(config, options.seed, given, flows, stages), Wires.of_clos(fabric, config.cluster)
+        tables |= _rows_of(runs, wires)
+        if flows is None and any(name in _OWN for name in given["traffics"]):
+            step = traffic_rows(config.job, job_flows(config.job, config.cluster))
+            tables["traffic"] = [{**row, "source": "predicted"} for row in step]
+        with stages.open("write"):
+            _write(runs, wires, out)
+            asked = {name.removesuffix("_file"): value for name, value in given.items()}
+            shown = keep("ecmp", tables, out, started, options, config, source="simulated", csv=False, **asked)
+    if shown:
+        _print(tables, runs, wires, config, given["seeds"])
+    click.echo(f"wrote: links and flows, .csv and .parquet, in {out.folder}", err=True)
+
+
+def _refuse(given: dict[str, Any]) -> None:
+    """Refuse what would change nothing; called before the defaults are filled in."""
+    from topology.commands.records import refuse_without_effect, was_given
+
+    file, traffics = bool(given["flows_file"]), given["traffics"]
+    no_job = "on the flows of a file" if file else f"on {', '.join(traffics)} traffic"
+    own = not file and (not traffics or any(name in _OWN for name in traffics))
+    collective = not file and (not traffics or any(name in _COLLECTIVES for name in traffics))
+    whole = all(name in ("spray", "adaptive") for name in given["hashes"])
+    refuse_without_effect(
+        [
+            ("--traffic", file and bool(traffics), "beside --flows"),
+            ("--qps", was_given("qps") and not own, no_job),
+            ("--channels", given["channels"] is not None and not collective, no_job),
+            ("--placement", was_given("placement") and not own, no_job),
+            ("--field", bool(given["fields"]) and whole, f"on {', '.join(given['hashes'])}, which hash no header"),
+        ]
     )
-    passes = [
-        one_pass(Pass(config, hashes[0], name, options.seed, qps, channels, tuple(fields), flows))
-        for name in (("file",) if file else traffics)
-    ]
-    tagged = [{"table": "collisions", **row} for row in rows] + [row for one in passes for row in one.tagged_rows()]
-    lists = {"hash": list(hashes), "traffic": list(traffics), "field": list(fields)}
-    numbers = {"seeds": seeds, "qps": qps, "channels": channels, "flows": str(file or "")}
-    record = make_record("ecmp", "simulated", tagged, started, options, config, **lists, **numbers)
-    if keep_record(record, out, options.json_file):
-        tables.print_collisions(rows, split=config.cluster.aoc_split, seeds=seeds)
-        tables.print_slowdowns(rows, split=config.cluster.aoc_split)
-        tables.print_split(rows)
-        for one in passes:
-            tables.print_pass(one)
+
+
+def _compare(config: Config, seed: int, given: dict[str, Any], flows: Any, stages: Any) -> dict[str, Any]:
+    """Rows of the comparison with and without the split, and the distributions behind them."""
+    from topology.compare import compare_split
+    from topology.distribution import Distribution
+    from topology.hashing import FIVE_TUPLE
+
+    distribution = Distribution()
+    with stages.open("compare") as bar:
+        rows = compare_split(
+            config,
+            seeds=range(seed, seed + given["seeds"]),
+            hashes=given["hashes"],
+            traffics=given["traffics"],
+            qps_per_connection=given["qps"],
+            num_channels=given["channels"],
+            fields=given["fields"] or FIVE_TUPLE,
+            flows=flows,
+            placement=given["placement"],
+            observe=distribution.add,
+            progress=bar,
+        )
+    return {"collisions": rows, "link_use": distribution.link_rows(), "tor_collisions": distribution.tor_rows()}
+
+
+def _runs(config: Config, seed: int, given: dict[str, Any], flows: Any, stages: Any) -> list[SingleRun]:
+    """Each traffic once, timed, with the first hash and seed."""
+    from topology.compare import FROM_FILE
+    from topology.hashing import FIVE_TUPLE
+    from topology.single_run import Asked, run_once
+
+    fields, qps, channels = tuple(given["fields"] or FIVE_TUPLE), given["qps"], given["channels"]
+    name, place = given["hashes"][0], given["placement"]
+    with stages.open("one run"):
+        return [
+            run_once(Asked(config, name, traffic, seed, qps, channels, fields, flows, place))
+            for traffic in ((FROM_FILE,) if flows is not None else given["traffics"])
+        ]
+
+
+def _rows_of(runs: Sequence[SingleRun], wires: Any) -> dict[str, Any]:
+    found: dict[str, list[dict[str, Any]]] = {"timing": [], "time": [], "bottleneck": [], "members": []}
+    for run in runs:
+        found["timing"] += [{**run.which, **row, "source": "measured"} for row in run.timings]
+        found["time"].append({**run.which, **run.time})
+        found["bottleneck"] += [{**run.which, **row} for row in run.bottlenecks(wires)]
+        found["members"] += [{**run.which, **row} for row in run.members]
+    return found
+
+
+def _write(runs: Sequence[SingleRun], wires: Any, out: Output) -> None:
+    import pandas as pd
+
+    from topology.commands.ecmp_graph import save_table
+
+    made = [run.tables(wires) for run in runs]
+    for name in ("links", "flows"):
+        save_table(pd.concat([tables[name] for tables in made], ignore_index=True), out.part, name)
+
+
+def _print(found: dict[str, Any], runs: Sequence[SingleRun], wires: Any, config: Config, seeds: int) -> None:
+    from topology.commands import tables
+
+    rows = found["collisions"]
+    tables.print_traffic(found.get("traffic", []))
+    tables.print_collisions(rows, split=config.cluster.aoc_split, seeds=seeds)
+    tables.print_slowdowns(rows, split=config.cluster.aoc_split)
+    tables.print_split(rows)
+    for run in runs:
+        tables.print_run(run, wires)

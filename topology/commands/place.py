@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from netlayer.command import RunOptions, open_out, run_options
+from netlayer.command import RunOptions, run_options
 
 if TYPE_CHECKING:
+    from netlayer.config import ClusterConfig
     from topology.hashing import HashName
     from topology.placement import Placement, StrategyName
 
@@ -34,11 +35,12 @@ _HASHES = ("random", "crc16", "crc32c", "crc16_bisync", "crc32c_low", "crc32c_hi
 @click.option("--failed", multiple=True, metavar="LIST", help="Servers that failed: 3,7,100-163; repeatable.")
 @click.option("--busy", multiple=True, metavar="LIST", help="Servers that others use; repeatable.")
 @click.option("--spares", type=click.IntRange(min=0), default=0, show_default=True, help="Servers beyond the job's.")
-@click.option("--optimise/--no-optimise", default=True, show_default=True, help="Improve the first strategy's result.")
+@click.option("--optimise/--no-optimise", default=True, show_default=True, help="Improve the best of them.")
 @click.option(
     "--seconds", type=click.FloatRange(min=0), default=10.0, show_default=True, help="Longest search of the optimiser."
 )
 @click.option("--hash", "hash_name", type=click.Choice(_HASHES), default="crc16", show_default=True, help="ECMP hash.")
+@click.option("--seeds", type=click.IntRange(min=1), default=4, show_default=True, help="Hash seeds, from --seed.")
 @run_options
 def command(
     options: RunOptions,
@@ -50,58 +52,87 @@ def command(
     optimise: bool,
     seconds: float,
     hash_name: str,
+    seeds: int,
 ) -> None:
     """Place the job's ranks on servers and print what each way costs: hops, bytes between pods, collisions.
 
     Failed servers need spares: --spares N grows the fabric by whole pods and lets the job use N servers of them. The
-    optimiser starts from the first strategy and moves ranks around what cannot be used. Exit 2 where there is no room.
+    optimiser starts from the way with fewest bytes x links and moves few ranks, none where communication would get
+    longer. Exit 2 where there is no room.
 
     \b
     Examples:
       netlayer topology place --config examples/megascale-12288.toml
       netlayer topology place --config examples/megascale-12288.toml --spares 32 --failed 5,77,400-407 --out placed
     """
+    from netlayer.output import open_output
     from netlayer.progress import Stages
     from netlayer.results import utc_now
     from topology.clos import Clos
-    from topology.commands.keeping import keep, numbers_of
+    from topology.commands.records import keep, load_cluster, refuse_without_effect, was_given
     from topology.placement import num_slots, place_slots, read_csv, usable_servers
     from topology.step import grown, placement_row, slot_flows
-    from topology.swaps import improve
+    from topology.swaps import cheapest, improve
 
-    started, config = utc_now(), options.load_config()
+    strategies = tuple(dict.fromkeys(strategies)) or _STRATEGIES
+    refuse_without_effect(
+        [
+            ("--from", file is not None and "given" not in strategies, "without --strategy given"),
+            ("--seconds", was_given("seconds") and not optimise, "with --no-optimise"),
+        ]
+    )
+    started, config = utc_now(), load_cluster(options)
     config.check_world()
     cluster, not_ours = grown(config, spares)
     fabric, slots = Clos.build(cluster), num_slots(cluster, config.job.parallel)
-    gone = (numbers_of(failed, "--failed"), numbers_of(busy, "--busy"))
+    gone = (_servers(failed, "--failed", cluster), _servers(busy, "--busy", cluster))
     usable = usable_servers(cluster.servers, not_ours, *gone)
-    flows = slot_flows(config.job, cluster)
-    out = open_out(options.out, "topology-place")
-    placements: list[Placement] = []
-    for name in cast("tuple[StrategyName, ...]", strategies or _STRATEGIES):
-        if name == "given" and file:
-            placements.append(read_csv(file, slots, cluster))
-        else:
-            placements.append(place_slots(name, fabric, config.job.parallel, slots, usable, options.seed))
-    if optimise:
-        with Stages() as stages, stages.open("optimise") as bar:
-            found = improve(fabric, flows, placements[0], usable, seed=options.seed, max_seconds=seconds, progress=bar)
-        placements.append(found.placement)
-    name_of_hash = cast("HashName", hash_name)
-    rows = [placement_row(fabric, flows, placement, name_of_hash, options.seed) for placement in placements]
-    for placement, row in zip(placements, rows, strict=True):
-        row["unusable_servers"] = int((~usable[placement.server]).sum())
-        placement.write_csv(out / f"placement-{placement.name}.csv", cluster.gpus_per_server)
-    asked: dict[str, Any] = {"strategy": list(strategies), "from": str(file or ""), "spares": spares}
-    asked |= {"failed": list(failed), "busy": list(busy), "hash": hash_name, "optimise": optimise, "seconds": seconds}
-    if keep("place", {"placements": rows}, started, options, config, out, **asked):
-        _print(rows, hash_name, options.seed)
-        click.echo(f"placements: {out}/placement-*.csv", err=True)
+    asked: dict[str, Any] = {"strategy": strategies, "from": file, "spares": spares, "failed": failed, "busy": busy}
+    asked |= {"hash": hash_name, "seeds": seeds, "optimise": optimise, "seconds": seconds}
+    with open_output(options.out, "topology-place") as out:
+        flows = slot_flows(config.job, cluster)
+        placements: list[Placement] = []
+        for name in cast("tuple[StrategyName, ...]", strategies):
+            if name == "given" and file:
+                placements.append(read_csv(file, slots, cluster))
+            else:
+                placements.append(place_slots(name, fabric, config.job.parallel, slots, usable, options.seed))
+        hashed = cast("HashName", hash_name)
+        rows = [placement_row(fabric, flows, placement, hashed, options.seed, seeds=seeds) for placement in placements]
+        optimised: list[dict[str, Any]] = []
+        if optimise:
+            start = cheapest(fabric, flows, placements)
+            with Stages() as stages, stages.open("optimise") as bar:
+                limits: dict[str, Any] = {"seed": options.seed, "max_seconds": seconds, "progress": bar}
+                found = improve(fabric, flows, start, usable, **limits)
+            now = rows[placements.index(start)]
+            then = placement_row(fabric, flows, found.placement, hashed, options.seed, seeds=seeds)
+            if usable[start.server].all() and then["time_s"] > now["time_s"]:
+                found, then = found.given_up(start), {**now, "placement": found.placement.name}
+            placements.append(found.placement)
+            rows.append(then)
+            optimised.append(found.row(start.name, cluster.gpus_per_server))
+        for placement, row in zip(placements, rows, strict=True):
+            row["unusable_servers"] = int((~usable[placement.server]).sum())
+            placement.write_csv(out.part / f"placement-{placement.name}.csv", cluster.gpus_per_server)
+        tables = {"placements": rows, "optimised": optimised}
+        shown = keep("place", tables, out, started, options, config, source="simulated", **asked)
+    if shown:
+        _print(rows, optimised, hash_name, options.seed)
+        click.echo(f"placements: {out.folder}/placement-*.csv", err=True)
 
 
-def _print(rows: list[dict[str, Any]], hash_name: str, seed: int) -> None:
-    from topology.plain import print_rows
+def _servers(lists: tuple[str, ...], option: str, cluster: ClusterConfig) -> list[int]:
+    from topology.ranges import numbers_in
 
+    return [server for text in lists for server in numbers_in(text, 0, cluster.servers - 1, option)]
+
+
+def _print(rows: list[dict[str, Any]], optimised: list[dict[str, Any]], hash_name: str, seed: int) -> None:
+    from topology.commands.printing import print_rows
+
+    best = min(float(row["time_s"]) for row in rows)
+    shown = [{**row, "over_best": f"{_over(row['time_s'], best):+.2%}"} for row in rows]
     columns = {
         "placement": "placement",
         "mean_hops": "hops",
@@ -111,7 +142,21 @@ def _print(rows: list[dict[str, Any]], hash_name: str, seed: int) -> None:
         "ring_collision_share": "ring flows colliding",
         "pipeline_collision_share": "pipeline flows colliding",
         "pipeline_excess": "pipeline excess",
-        "time_s": "communication",
+        "time_s": "communication, median",
+        "time_min_s": "least",
+        "time_max_s": "most",
+        "over_best": "over the best",
         "unusable_servers": "on lost servers",
     }
-    print_rows(f"Placements, bytes a step, {hash_name}, seed {seed} (simulated)", rows, columns)
+    title = f"Placements, bytes a step, {hash_name}, {rows[0]['seeds']} seeds from {seed} (simulated)"
+    print_rows(title, shown, columns, "\n".join(map(_gain, optimised)))
+
+
+def _gain(row: dict[str, Any]) -> str:
+    cut = ", cut short" if row["cut_short"] else ""
+    gain = f"{row['objective']} {row['cost_before']:.4g} (unusable servers replaced) -> {row['cost_after']:.4g}{cut}"
+    return f"optimised: {row['ranks_moved']:,} ranks moved from `{row['start']}`; {gain}"
+
+
+def _over(value: float, best: float) -> float:
+    return value / best - 1 if best else 0.0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from netlayer.command import RunOptions, open_out, run_options
+from netlayer.command import RunOptions, run_options
+from topology.workers import check_scheduler
 
 
 @click.command("report")
@@ -25,38 +28,48 @@ def command(options: RunOptions, seeds: int, processes: int | None, dask: str | 
       netlayer topology report --config examples/megascale-12288.toml --out fabric
       netlayer topology report --config examples/megascale-12288.toml --set cluster.aoc_split=false --seeds 10
     """
+    from netlayer.output import open_output
     from netlayer.progress import Stages
     from netlayer.results import utc_now
-    from topology.commands.keeping import keep
-    from topology.report_data import find, tier_rows
+    from topology.commands.records import keep, load_cluster, refuse_without_effect
+    from topology.report_data import find, use_rows
     from topology.report_page import build_page
     from topology.split_verdict import verdict
 
-    started, config = utc_now(), options.load_config()
+    both = processes is not None and dask is not None
+    refuse_without_effect([("--processes", both, "beside --dask")])
+    if dask is not None:
+        check_scheduler(dask)  # the sweep comes last: half a minute in
+    started, config = utc_now(), load_cluster(options)
     config.check_world()
-    out = open_out(options.out, "topology-report")
-    with Stages() as stages:
-        findings = find(config, options.seed, seeds, stages, processes=processes, dask=dask)
-        with stages.open("page"):
-            page = build_page(findings, _named(options)).write(out)
-    tables = {
-        "claims": [claim._asdict() for claim in findings.claims],
-        "split": findings.by_load,
-        "ratios": findings.ratios,
-        "tiers": tier_rows(findings.loads),
-        "placements": findings.placements,
-        "failures": findings.failures,
-        "ports": findings.cures,
-        "knobs": findings.knobs,
-    }
-    if keep("report", tables, started, options, config, out, seeds=seeds, dask=dask or ""):
+    with open_output(options.out, "topology-report") as out:
+        with Stages() as stages:
+            findings = find(config, options.seed, seeds, _asked(options), stages, processes=processes, dask=dask)
+            with stages.open("page"):
+                page = build_page(findings).write(out.part)
+        tables = {
+            "claims": [claim.row() for claim in findings.claims],
+            "split": findings.by_load,
+            "ratios": findings.ratios,
+            "link_use": findings.link_use,
+            "tor_collisions": findings.tor_collisions,
+            "tiers": use_rows(findings.loads),
+            "placements": findings.placements,
+            "failures": findings.failures,
+            "worst": findings.worst,
+            "ports": findings.cures,
+            "knobs": findings.knobs,
+        }
+        asked: dict[str, Any] = {"seeds": seeds, "processes": processes, "dask": dask}
+        shown = keep("report", tables, out, started, options, config, source="simulated", **asked)
+    if shown:
         click.echo(verdict(findings.claims)[1])
         for claim in findings.claims:
-            click.echo(f"  {claim.sentence} ({claim.source})")
-    click.echo(f"report: {page}", err=True)
+            click.echo(f"  {claim.definition}, {claim.hash_name} ({claim.source}): {claim.words}")
+    click.echo(f"report: {out.folder / page.name}", err=True)
 
 
-def _named(options: RunOptions) -> str:
-    """The configuration as the page's commands should name it."""
-    changed = "".join(f" --set {override}" for override in options.overrides)
-    return f"{options.config_path}{changed}" if options.config_path else f"examples/laptop.toml{changed}"
+def _asked(options: RunOptions) -> list[str]:
+    """The words of a command line that name the configuration."""
+    file = ["--config", str(options.config_path)] if options.config_path else []
+    return [*file, *(word for override in options.overrides for word in ("--set", override))]

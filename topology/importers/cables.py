@@ -16,6 +16,7 @@ import numpy as np
 
 from netlayer.errors import ConfigError
 from topology.graph import Graph, checked
+from topology.importers.files import show
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,10 @@ End = tuple[str, str]
 class Sighting:
     """One end's view of a cable: its device and port, the neighbour, and the names that the neighbour's port may have.
 
-    `bps` is 0 where the rate is unknown.
+    `path` is the file that says so; `bps` is 0 where the rate is unknown.
     """
 
+    path: Path
     device: str
     port: str
     neighbour: str
@@ -82,9 +84,8 @@ def to_graph(
         other = _other_end(one, known)
         if other is None:
             if not skip_dangling:
-                rule = (
-                    f"sees {one.neighbour}:{one.neighbour_ports[0]}, whose own file does not list it: a dangling link"
-                )
+                there = f"{one.neighbour}:{one.neighbour_ports[0]}"
+                rule = f"sees {there}, whose own file does not list it: a dangling link of {show(one.path)}"
                 remedy = "fetch both files again, or pass --skip-dangling"
                 raise ConfigError("link", f"{one.device}:{one.port}", rule, remedy)
             dropped += 1
@@ -106,9 +107,14 @@ def _other_end(one: Sighting, known: _Known) -> End | None:
     if back is None:
         return None
     # A port that its owner does not know by that name is an alias, and proves nothing.
+    ours = known.own[one.neighbour].intersection(one.neighbour_ports)
     theirs = known.own[one.device].intersection(back.neighbour_ports)
-    if back.neighbour != one.device or (theirs and one.port not in theirs):
-        rule = f"sees {one.neighbour}:{back.port}, which sees {back.neighbour}:{back.neighbour_ports[0]}"
+    agree = (not ours or back.port in ours) and (not theirs or one.port in theirs)
+    if back.neighbour != one.device or not agree:
+        rule = (
+            f"sees {one.neighbour}:{one.neighbour_ports[0]} in {show(one.path)}, but {back.device}:{back.port} sees "
+            f"{back.neighbour}:{back.neighbour_ports[0]} in {show(back.path)}"
+        )
         raise ConfigError("link", f"{one.device}:{one.port}", rule, "fetch both files again at one time")
     return one.neighbour, back.port
 
@@ -116,7 +122,8 @@ def _other_end(one: Sighting, known: _Known) -> End | None:
 def _rate(one: Sighting, back: Sighting | None, default_bps: float) -> float:
     rates = {end.bps for end in (one, back) if end is not None and end.bps}
     if len(rates) > 1:
-        rule = f"has {min(rates):.0f} bit/s at one end and {max(rates):.0f} at the other"
+        files = f" ({show(one.path)}, {show(back.path)})" if back else ""
+        rule = f"has {min(rates):.0f} bit/s at one end and {max(rates):.0f} at the other{files}"
         raise ConfigError("link", f"{one.device}:{one.port}", rule, "give both ends one speed")
     if not rates and not default_bps:
         raise ConfigError("link", f"{one.device}:{one.port}", "has no known rate", "pass --rate, such as --rate 400G")
@@ -147,7 +154,7 @@ def _fail_twice(sightings: Sequence[Sighting]) -> None:
     for one in sightings:
         other = known.setdefault((one.device, one.port), one)
         if other is not one:
-            rule = f"is listed twice: towards {other.neighbour} and {one.neighbour}"
+            rule = f"is listed twice in {show(one.path)}: towards {other.neighbour} and {one.neighbour}"
             raise ConfigError("link", f"{one.device}:{one.port}", rule, "keep the one that is plugged in")
 
 

@@ -1,14 +1,18 @@
 """`lldpcli show neighbors -f json` (or json0) of many devices, one file each, named after the device: srv0001.json.
 
 The output does not say whose it is, hence the file name. A device forwards where its neighbours hear it announce
-Bridge or Router, unless its name matches `hosts` (a server with containers announces both). A neighbour that sends no
-system name is found by the chassis address that another file names, else it is unknown. Left out: VLANs, power, MED.
+Bridge or Router, unless its name matches `hosts` (a server with containers announces both). Of a device whose
+capabilities nobody hears, one with a link to a host is a switch, and where `hosts` are given one with several links; a
+fabric in which others are left is refused. A neighbour that sends no system name is found by the chassis address that
+another file names, else it is unknown. Left out: VLANs, power, MED.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +22,19 @@ from topology.graph import Graph
 from topology.importers.cables import Sighting, to_graph
 from topology.importers.files import clean, parse_json, read_text, show
 
+logger = logging.getLogger(__name__)
+
 _FORWARDING = ("bridge", "router")
-_RATE = re.compile(r"([0-9]{1,6})(G?)base", re.IGNORECASE)
+# 1000BaseTFD, 10GigBaseLR, 100GbaseCR4, 2.5GBaseT, 2p5GbaseT: Mb/s, or Gb/s behind a G.
+_RATE = re.compile(r"(?<![0-9.p])([0-9]{1,6}(?:[.p][0-9]{1,3})?)(G(?:ig)?)?base", re.IGNORECASE)
 _INTERFACE_NAMES = ("ifname", "local")
 
 
 class _Neighbour(NamedTuple):
-    """One interface's neighbour as it was heard; `name` is empty where it sent none."""
+    """One interface's neighbour as it was heard; `name` is empty where it sent none.
+
+    `forwards` is None where it announced nothing of the kind, `bps` 0 where the negotiated rate `medium` names none.
+    """
 
     path: Path
     device: str
@@ -32,8 +42,9 @@ class _Neighbour(NamedTuple):
     name: str
     chassis: str
     ports: tuple[str, ...]
-    forwards: bool
+    forwards: bool | None
     bps: float
+    medium: str
 
 
 def read_lldp(paths: Sequence[Path], *, default_bps: float, skip_dangling: bool, hosts: Sequence[str] = ()) -> Graph:
@@ -46,7 +57,8 @@ def read_lldp(paths: Sequence[Path], *, default_bps: float, skip_dangling: bool,
         hosts: patterns of names (`srv*`) that are hosts whatever they announce.
 
     Raises:
-        ConfigError: a file is damaged, two are of one device, or a neighbour cannot be named; see `cables.to_graph`.
+        ConfigError: a file is damaged, two are of one device, a neighbour cannot be named, hosts and switches cannot be
+            told apart, or there is no switch; see also `cables.to_graph`.
     """
     own: dict[str, frozenset[str]] = {}
     heard: list[_Neighbour] = []
@@ -58,21 +70,45 @@ def read_lldp(paths: Sequence[Path], *, default_bps: float, skip_dangling: bool,
         own[device] = frozenset(one.port for one in found)
         heard += found
     by_chassis = {one.chassis: one.name for one in heard if one.name and one.chassis}
-    sightings, switches = [], set()
+    sightings: list[Sighting] = []
+    announced: dict[str, bool] = {}
     for one in heard:
         name = _known_as(one, by_chassis, own)
-        sightings.append(Sighting(one.device, one.port, name, one.ports, one.bps))
-        if one.forwards:
-            switches.add(name)
-    switches = {name for name in switches if not any(fnmatch.fnmatchcase(name, pattern) for pattern in hosts)}
+        sightings.append(Sighting(one.path, one.device, one.port, name, one.ports, one.bps))
+        if one.forwards is not None:
+            announced[name] = announced.get(name, False) or one.forwards
+    unread = Counter(one.medium for one in heard if one.medium and not one.bps)
+    for medium, times in unread.items():
+        logger.warning("%d links negotiated %s, which names no rate that is known", times, show(medium))
     return to_graph(
         sightings,
         own,
-        frozenset(switches),
+        _switches(sightings, announced, hosts),
         default_bps=default_bps,
         skip_dangling=skip_dangling,
         source=paths[0],
     )
+
+
+def _switches(sightings: Sequence[Sighting], announced: Mapping[str, bool], hosts: Sequence[str]) -> frozenset[str]:
+    """The devices that forward."""
+    mine, theirs = Counter(one.device for one in sightings), Counter(one.neighbour for one in sightings)
+    several = {name for name in mine | theirs if max(mine[name], theirs[name]) > 1}
+    others = {name for name in mine | theirs if not any(fnmatch.fnmatchcase(name, pattern) for pattern in hosts)}
+    switches = {name for name in others if announced.get(name)}
+    known_hosts = (announced.keys() | (mine | theirs).keys() - others) - switches
+    ends = [(one.device, one.neighbour) for one in sightings]
+    above = {one for pair in ends for one, other in (pair, pair[::-1]) if other in known_hosts}
+    unknown = others - announced.keys()
+    left = unknown & several - above
+    if left and not hosts:
+        rule = f"announces no capability to any neighbour, nor do {len(left) - 1} others like it: host or switch?"
+        raise ConfigError("device", min(left), rule, "say which names are hosts, such as --hosts 'srv*'")
+    switches |= unknown & (above | several)
+    if not switches:
+        rule = "describe no switch: all are hosts by what they announce or by --hosts"
+        raise ConfigError("FILES", f"{len(mine | theirs)} devices", rule, "give the switches' files, or narrow --hosts")
+    return frozenset(switches)
 
 
 def _known_as(one: _Neighbour, by_chassis: Mapping[str, str], own: Mapping[str, frozenset[str]]) -> str:
@@ -121,8 +157,10 @@ def _neighbour(path: Path, device: str, port: str, row: Mapping[str, Any]) -> _N
     ports = tuple(dict.fromkeys(one for one in ((number, label) if interface else (label, number)) if one))
     if not ports:
         raise ConfigError("FILES", show(path), f"gives {port} a neighbour without a port", "fetch the file again")
-    capabilities = chassis.get("capability", [])
+    capabilities = chassis.get("capability")
     rows = capabilities if isinstance(capabilities, list) else [capabilities]
+    known = [one for one in rows if isinstance(one, dict)]
+    medium = _value(_one(far.get("auto-negotiation")).get("current"))
     return _Neighbour(
         path=path,
         device=device,
@@ -130,8 +168,9 @@ def _neighbour(path: Path, device: str, port: str, row: Mapping[str, Any]) -> _N
         name=clean(name, "neighbour", path) if name else "",
         chassis=str(_one(chassis.get("id")).get("value", "")),
         ports=tuple(clean(one, "neighbour port", path) for one in ports),
-        forwards=any(_forwards(one) for one in rows if isinstance(one, dict)),
-        bps=_rate(far),
+        forwards=any(_forwards(one) for one in known) if known else None,
+        bps=_rate(medium),
+        medium=medium,
     )
 
 
@@ -139,10 +178,10 @@ def _forwards(capability: Mapping[str, Any]) -> bool:
     return capability.get("enabled") is True and str(capability.get("type", "")).lower() in _FORWARDING
 
 
-def _rate(far: Mapping[str, Any]) -> float:
+def _rate(medium: str) -> float:
     """Negotiated rate: `100GbaseCR4 - ...` or `1000BaseTFD`; 0 where it is not reported."""
-    found = _RATE.search(_value(_one(far.get("auto-negotiation")).get("current")))
-    return float(found[1]) * (1e9 if found[2] else 1e6) if found else 0.0
+    found = _RATE.search(medium)
+    return float(found[1].lower().replace("p", ".")) * (1e9 if found[2] else 1e6) if found else 0.0
 
 
 def _one(value: object) -> dict[str, Any]:

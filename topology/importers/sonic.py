@@ -97,8 +97,12 @@ def _sightings(device: _Device, devices: Mapping[str, _Device]) -> list[Sighting
         neighbour = clean(key if old else row.get("name"), f"neighbour of {local}", device.path)
         port = clean(row.get("port"), f"neighbour port of {local}", device.path)
         far = devices.get(neighbour)
-        port = far.aliases.get(port, port) if far else port
-        found.append(Sighting(device.name, local, neighbour, (port,), device.rates[local]))
+        if far:
+            port = far.aliases.get(port, port)
+            if port not in far.rates:
+                rule = f"puts {local} on {neighbour}:{port}, a port that {show(far.path)} does not have"
+                raise ConfigError("FILES", show(device.path), rule, "fetch both files again at one time")
+        found.append(Sighting(device.path, device.name, local, neighbour, (port,), device.rates[local]))
     return found
 
 

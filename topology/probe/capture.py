@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from topology.probe.packets import Packets
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 Link = Literal["ethernet", "raw"]
 
 ICMP_UNREACHABLE, ICMP_TIME_EXCEEDED = 3, 11
@@ -71,6 +72,7 @@ class Seen:
         time_ns: of the probe, or of the answer.
         router: who answered; 0 for probes.
         reached: the answer says that the probe came to its target.
+        refused: the answer says that the target is unreachable from the router.
     """
 
     src_ip: Ints
@@ -80,7 +82,8 @@ class Seen:
     round: Ints
     time_ns: Ints
     router: Ints
-    reached: NDArray[np.bool_]
+    reached: Bools
+    refused: Bools
 
     def __len__(self) -> int:
         return len(self.src_ip)
@@ -98,7 +101,8 @@ def probes(capture: Capture) -> Seen:
         fields.u32(start + fields.header_bytes(start) + 16) & 0xFF_FFFF == fields.psn(start)
     )
     found &= capture.lengths >= fields.header_bytes(start) + 20
-    return fields.seen(start, found, capture.time_ns, np.zeros_like(start), np.zeros(len(start), dtype=bool))
+    never = np.zeros(len(start), dtype=bool)
+    return fields.seen(start, found, capture.time_ns, np.zeros_like(start), never, never)
 
 
 def answers(capture: Capture) -> Seen:
@@ -114,7 +118,7 @@ def answers(capture: Capture) -> Seen:
     router = fields.u32(start + 12)
     found &= router != fields.u32(quoted + 12)  # our own host's word that it cannot reach the next hop
     at_target = (kind == ICMP_UNREACHABLE) & ((code == _PORT_UNREACHABLE) | (router == fields.u32(quoted + 16)))
-    return fields.seen(quoted, found, capture.time_ns, router, at_target)
+    return fields.seen(quoted, found, capture.time_ns, router, at_target, (kind == ICMP_UNREACHABLE) & ~at_target)
 
 
 def write_pcap(path: Path, packets: Iterable[bytes], time_ns: Iterable[int], link: Link) -> int:
@@ -222,7 +226,7 @@ class _Fields:
         """The sequence number that a probe with these ports and identification has."""
         return sequence_number(self.u16(ip + self.header_bytes(ip)), self.u16(ip + 4))
 
-    def seen(self, ip: Ints, found: NDArray[np.bool_], time_ns: Ints, router: Ints, reached: NDArray[np.bool_]) -> Seen:
+    def seen(self, ip: Ints, found: Bools, time_ns: Ints, router: Ints, reached: Bools, refused: Bools) -> Seen:
         identification = self.u16(ip + 4)
         return Seen(
             src_ip=self.u32(ip + 12),
@@ -233,6 +237,7 @@ class _Fields:
             time_ns=time_ns,
             router=router,
             reached=reached,
+            refused=refused,
         ).only(found)
 
 

@@ -6,6 +6,7 @@ due five flows or more. Left out: choices that are not independent a flow (flowl
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,7 @@ class Choice:
             "chi_square": self.chi_square,
             "p_value": self.p_value,
             "verdict": self.verdict,
+            "uneven_below_p": UNEVEN_P,
         }
 
 
@@ -91,4 +93,4 @@ def chi_square_tail(statistic: float, freedom: int) -> float:
 
 def address(ip: int) -> str:
     """An IPv4 address in dotted form."""
-    return ".".join(str(ip >> shift & 0xFF) for shift in (24, 16, 8, 0))
+    return str(ipaddress.IPv4Address(ip))

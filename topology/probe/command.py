@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from netlayer.command import RunOptions, open_out, run_options
-from netlayer.errors import CheckFailed, ConfigError
-from topology.probe.options import address_of, members_of, sweep_of, weights_of
+from netlayer.command import RunOptions, run_options_without_config
+from netlayer.errors import ConfigError
+from topology.probe.options import address_of, members_of, routers_of, sweep_of, weights_of
 
 if TYPE_CHECKING:  # `--help` needs no numpy
-    from netlayer.results import Source
+    from netlayer.output import Output
     from topology.probe.capture import Capture, Link
     from topology.probe.packets import Sweep
-    from topology.probe.paths import PathSpread
-
-    Rows = list[dict[str, Any]]
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -33,6 +30,14 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--read", "read_file", type=_FILE, help="Parse this capture: pcap or pcapng.")
 @click.option("--members", multiple=True, metavar="HOP=N", help="Next hops that lead to HOP [default: those seen].")
 @click.option("--weight", "weights", multiple=True, metavar="ADDR=W", help="Weight of a next hop, where not 1.")
+@click.option(
+    "--linux",
+    "routers",
+    multiple=True,
+    metavar="ADDR=SEED:HOP,HOP*W",
+    help="A Linux router, its fib_multipath_hash_seed and next hops in its route's order: predict each flow.",
+)
+@click.option("--linux-policy", type=click.Choice(("0", "1")), default="1", show_default=True, help="Of --linux.")
 @click.option("--qpn", type=int, default=0xFFFFF0, show_default=True, help="Destination queue pair; one not in use.")
 @click.option("--tos", type=int, default=106, show_default=True, help="TOS byte; 106 is DSCP 26, ECN-capable.")
 @click.option("--payload", type=int, default=16, show_default=True, help="Payload bytes, a multiple of 4.")
@@ -41,40 +46,43 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--tries", type=click.IntRange(min=1), default=3, show_default=True, help="Times to send a probe.")
 @click.option("--src-mac", help="With --dst-mac: write Ethernet frames to --pcap, else raw IP.")
 @click.option("--dst-mac", help="MAC address of the first hop.")
-@run_options
+@run_options_without_config
 def command(options: RunOptions, **given: Any) -> None:
     """Probe the paths of RoCEv2 flows: every TTL of every UDP source port.
 
     Writes the probes to a capture file (--pcap; sends nothing), sends them (--iface), or parses a capture (--read).
     Every router answers where a TTL ends; who answers for which port is the path of that flow. Shares of each ECMP
-    choice are held against the expected ones (chi-square). Exit 2 where nothing can be sent or read, 1 where no router
-    answered.
+    choice are held against the expected ones (chi-square; uneven where p < 0.001), and with --linux every flow against
+    the kernel's hash. Exit 2 where nothing can be sent or read, 1 where no router answered or one calls the target
+    unreachable.
 
     \b
     Examples:
       netlayer topology probe --dst 10.1.0.9 --src 10.0.0.7 --ports 49152-49999 --ttl 1-5 --pcap probes.pcap
       sudo netlayer topology probe --dst 10.1.0.9 --iface eth0 --ports 49152-49999 --ttl 1-5 --pcap seen.pcap
       netlayer topology probe --read seen.pcap --members 2=32 --json spread.json
+      netlayer topology probe --read seen.pcap --linux 10.0.1.2=7:10.0.2.2,10.0.3.2
     """
+    from netlayer.output import open_output
     from netlayer.results import utc_now
 
     started = utc_now()
     if given["read_file"]:
         _refuse_both(given)
-        out = open_out(options.out, "topology-probe")
         from topology.probe.capture import read_pcap
 
         capture = read_pcap(given["read_file"])
-        _report(capture, started, options, given, out)
+        with open_output(options.out, "topology-probe") as out:
+            _report(capture, started, options, given, out)
         return
     sweep = sweep_of(given)
     if not given["iface"] and not given["pcap"]:
         raise ConfigError("--dst", given["dst"], "says nothing of where to", "add --pcap FILE, --iface IF or both")
-    out = open_out(options.out, "topology-probe")
-    if given["iface"]:
-        _report(_send(sweep, given), started, options, given, out)
-    else:
-        _write(sweep, started, options, given, out)
+    with open_output(options.out, "topology-probe") as out:
+        if given["iface"]:
+            _report(_send(sweep, given), started, options, given, out)
+        else:
+            _write(sweep, started, options, given, out)
 
 
 def _refuse_both(given: dict[str, Any]) -> None:
@@ -83,10 +91,11 @@ def _refuse_both(given: dict[str, Any]) -> None:
             raise ConfigError(f"--{name}", given[name], "goes not with --read", "give one of them")
 
 
-def _write(sweep: Sweep, started: str, options: RunOptions, given: dict[str, Any], out: Path) -> None:
+def _write(sweep: Sweep, started: str, options: RunOptions, given: dict[str, Any], out: Output) -> None:
     """Write the probes; nothing is sent and nothing measured."""
     import time
 
+    from topology.commands.records import keep
     from topology.probe.capture import write_pcap
     from topology.probe.choice import address
     from topology.probe.packets import build, with_ethernet
@@ -101,7 +110,6 @@ def _write(sweep: Sweep, started: str, options: RunOptions, given: dict[str, Any
     now = time.time_ns()
     count = write_pcap(given["pcap"], (row.tobytes() for row in packets), (now + i for i in range(len(packets))), link)
     row = {
-        "table": "plan",
         "src": address(sweep.src_ip),
         "dst": address(sweep.dst_ip),
         "probes": count,
@@ -109,7 +117,7 @@ def _write(sweep: Sweep, started: str, options: RunOptions, given: dict[str, Any
         "hops": len(sweep.ttls),
         "packet_bytes": sweep.packet_bytes,
     }
-    if _keep("predicted", [row], started, options, given, out):
+    if keep("probe", {"plan": [row]}, out, started, options, source="predicted", csv=False, **given):
         click.echo(f"{_words(sweep)}: written to {given['pcap']} ({link}); nothing sent")
 
 
@@ -127,83 +135,32 @@ def _send(sweep: Sweep, given: dict[str, Any]) -> Capture:
     return exchange.capture()
 
 
-def _report(capture: Capture, started: str, options: RunOptions, given: dict[str, Any], out: Path) -> None:
-    """Path spread of every pair of addresses: tables and a measured record."""
-    from topology.probe import tables as probe_tables
-    from topology.probe.capture import answers, probes
-    from topology.probe.paths import spread
+def _report(capture: Capture, started: str, options: RunOptions, given: dict[str, Any], out: Output) -> None:
+    """Path spread of every pair of addresses: records, a CSV of every flow, and tables.
 
-    members, weights = members_of(given["members"]), weights_of(given["weights"])
+    Raises:
+        CheckFailed: no router answered, or one calls the target unreachable.
+    """
+    from topology.commands.records import keep, write_table
+    from topology.probe import findings
+    from topology.probe.tables import print_spread
+
     only = address_of("--dst", given["dst"]) if given["dst"] else None
-    sent, back = probes(capture), answers(capture)
-    found = [pair for pair in spread(sent, back) if only in (None, pair.dst_ip)]
-    tables = [_rows(pair, members, weights) for pair in found]
-    rows = [row for table in tables for row in table]
-    shown = _keep("measured", rows, started, options, given, out)
-    _save_flows(found, out / "flows.csv")
-    for pair, table in zip(found, tables, strict=True):
+    found = [pair for pair in findings.spreads(capture) if only in (None, pair.dst_ip)]
+    known = members_of(given["members"]), weights_of(given["weights"])
+    routers, by_ports = routers_of(given["routers"]), given["linux_policy"] == "1"
+    results = [findings.of_pair(pair, *known, routers, 1 if by_ports else 0) for pair in found]
+    flows = [row for pair in found for row in pair.flows()]
+    write_table(out.part, "flows", flows)
+    write_table(out.part, "forecast", [row for result in results for row in result.forecast])
+    tables = findings.merged(results)
+    shown = keep("probe", tables, out, started, options, source="measured", csv=False, **given)
+    if flows:
+        click.echo(f"path of each flow: {out.folder / 'flows.csv'}", err=True)
+    for pair, result in zip(found, results, strict=True):
         if shown and pair.answered.any():
-            probe_tables.print_spread(table)
-    if not any(pair.answered.any() for pair in found):
-        raise CheckFailed(
-            f"no router answered: {len(sent):,} probes and no ICMP error among {len(capture.lengths):,} IPv4 packets; "
-            "send them (--iface) or capture both directions; check the route and that routers may answer"
-        )
-
-
-def _rows(pair: PathSpread, members: dict[int, int], weights: dict[int, float]) -> Rows:
-    try:
-        choices = pair.choices(members, weights)
-    except ValueError as exc:
-        raise ConfigError(
-            "--members", ", ".join(f"{hop}={n}" for hop, n in members.items()), str(exc), "raise it"
-        ) from exc
-    ends = {"src": pair.summary(choices)["src"], "dst": pair.summary(choices)["dst"]}
-    return [
-        {"table": "summary", **pair.summary(choices)},
-        *({"table": "hop", **ends, **row} for row in pair.hops(choices)),
-        *({"table": "choice", **ends, **choice.row()} for choice in choices),
-        *({"table": "path", **ends, **row} for row in pair.paths()),
-    ]
-
-
-def _save_flows(found: list[PathSpread], path: Path) -> None:
-    """The path of every flow, for whoever chooses ports by it."""
-    import csv
-    import io
-
-    from netlayer.results import write_text
-
-    rows = [row for pair in found for row in pair.flows()]
-    text = io.StringIO(newline="")
-    # Targets may lie at unlike distances: a column for every hop that one of them has.
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
-    click.echo(f"path of each flow: {path}", err=True)
-
-
-def _keep(source: Source, rows: Rows, started: str, options: RunOptions, given: dict[str, Any], out: Path) -> bool:
-    """Write the record; False where stdout already holds it, and no table may follow."""
-    from netlayer.environ import snapshot
-    from netlayer.results import RunRecord, utc_now, write_text
-
-    asked = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
-    record = RunRecord(
-        name="topology.probe",
-        source=source,
-        rows=rows,
-        started_utc=started,
-        ended_utc=utc_now(),
-        arguments={**options.arguments(), **asked},
-        environment=snapshot(options.seed),
-    )
-    click.echo(f"record: {record.save(out / 'records')}", err=True)
-    if options.json_file:
-        write_text(options.json_file, record.to_json())
-    return str(options.json_file) != "-"
+            print_spread(result)
+    findings.check(found, capture)
 
 
 def _words(sweep: Sweep) -> str:

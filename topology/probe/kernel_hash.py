@@ -28,7 +28,7 @@ _HASH_BITS = 31
 _MESSAGE_BYTES = 48
 
 
-class Field(IntFlag):
+class FibField(IntFlag):
     """What is hashed, as in net.ipv4.fib_multipath_hash_fields; the flow label of IPv6 is left out."""
 
     SRC_IP = 0x01
@@ -38,13 +38,14 @@ class Field(IntFlag):
     DST_PORT = 0x20
 
 
-LAYER3 = Field.SRC_IP | Field.DST_IP
-FIVE_TUPLE = LAYER3 | Field.PROTOCOL | Field.SRC_PORT | Field.DST_PORT
-DEFAULT_FIELDS = LAYER3 | Field.PROTOCOL
+# As the kernel's documentation calls policies 0 and 1.
+LAYER3 = FibField.SRC_IP | FibField.DST_IP
+LAYER4 = LAYER3 | FibField.PROTOCOL | FibField.SRC_PORT | FibField.DST_PORT
+DEFAULT_FIELDS = LAYER3 | FibField.PROTOCOL
 
 
 def multipath_hash(
-    headers: Headers, seed: int, policy: Policy = 1, fields: Field = DEFAULT_FIELDS
+    headers: Headers, seed: int, policy: Policy = 1, fields: FibField = DEFAULT_FIELDS
 ) -> NDArray[np.uint32]:
     """The 31-bit hash of each flow.
 
@@ -62,7 +63,7 @@ def multipath_hash(
         raise ValueError(f"seed = {seed}: 1..2^32-1 (0 stands for one that nobody can read)")
     if policy not in (0, 1, 3):
         raise ValueError(f"policy = {policy}: 0, 1 or 3")
-    hashed = {0: LAYER3, 1: FIVE_TUPLE, 3: fields}[policy]
+    hashed = {0: LAYER3, 1: LAYER4, 3: fields}[policy]
     key = seed << 32 | seed
     digest = _siphash24(_message(headers, hashed), (key, key)).astype(np.uint32)
     digest[digest == 0] = 1
@@ -88,17 +89,17 @@ def choose(hashes: NDArray[np.uint32], weights: Sequence[int]) -> NDArray[np.int
     return np.searchsorted(bounds, hashes.astype(np.int64), side="left")
 
 
-def _message(headers: Headers, fields: Field) -> Words:
+def _message(headers: Headers, fields: FibField) -> Words:
     """The hashed part of `struct flow_keys`, shape (num_flows, 6): what is not selected stays zero."""
     count = len(headers.src_ip)
     zeros = np.zeros(count, dtype=np.uint64)
     src, dst = _swapped(headers.src_ip.astype(">u4"), np.uint32), _swapped(headers.dst_ip.astype(">u4"), np.uint32)
-    src, dst = (src if fields & Field.SRC_IP else zeros), (dst if fields & Field.DST_IP else zeros)
-    sport = _swapped(headers.udp_sport.astype(">u2"), np.uint16) if fields & Field.SRC_PORT else zeros
-    dport = _swapped(np.full(count, ROCE_V2_PORT, dtype=">u2"), np.uint16) if fields & Field.DST_PORT else zeros
+    src, dst = (src if fields & FibField.SRC_IP else zeros), (dst if fields & FibField.DST_IP else zeros)
+    sport = _swapped(headers.udp_sport.astype(">u2"), np.uint16) if fields & FibField.SRC_PORT else zeros
+    dport = _swapped(np.full(count, ROCE_V2_PORT, dtype=">u2"), np.uint16) if fields & FibField.DST_PORT else zeros
     low, high = np.minimum(sport, dport), np.maximum(sport, dport)
     words = np.zeros((count, _MESSAGE_BYTES // 8), dtype=np.uint64)
-    words[:, 0] = UDP_PROTOCOL << 16 if fields & Field.PROTOCOL else 0
+    words[:, 0] = UDP_PROTOCOL << 16 if fields & FibField.PROTOCOL else 0
     words[:, 3] = low << np.uint64(32) | high << np.uint64(48)
     words[:, 4] = np.minimum(src, dst) << np.uint64(32)
     words[:, 5] = np.maximum(src, dst)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from netlayer.errors import ConfigError
+from topology.ranges import numbers_in
 
 if TYPE_CHECKING:  # the command's `--help` needs no numpy
+    from topology.probe.forecast import LinuxRouter
     from topology.probe.packets import Sweep
+
+_MEMBERS = re.compile(r"([0-9]{1,3})=([1-9][0-9]{0,5})")
+_SEED = re.compile(r"[0-9]{1,10}")
+_WEIGHT = re.compile(r"[1-9][0-9]{0,2}")
 
 
 def sweep_of(given: dict[str, Any]) -> Sweep:
@@ -29,7 +36,7 @@ def sweep_of(given: dict[str, Any]) -> Sweep:
     if not given["src"] and not given["iface"]:
         raise ConfigError("--src", None, "is missing", "give the address that probes come from, or --iface")
     src = address_of("--src", given["src"]) if given["src"] else interface_address(given["iface"])
-    ports, ttls = _numbers("--ports", given["ports"], 0xFFFF), _numbers("--ttl", given["ttls"], 0xFF)
+    ports, ttls = numbers_in(given["ports"], 1, 0xFFFF, "--ports"), numbers_in(given["ttls"], 1, 0xFF, "--ttl")
     try:
         return Sweep(
             src,
@@ -66,11 +73,13 @@ def members_of(texts: Iterable[str]) -> dict[int, int]:
     Raises:
         ConfigError: a text is not of that form.
     """
-    pairs = [text.partition("=") for text in texts]
-    for hop, equals, number in pairs:
-        if not (hop.isdecimal() and number.isdecimal() and int(number) > 0):
-            raise ConfigError("--members", hop + equals + number, "is not HOP=N", "write 2=32: 32 routers at hop 2")
-    return {int(hop): int(number) for hop, _, number in pairs}
+    members = {}
+    for text in texts:
+        match = _MEMBERS.fullmatch(text)
+        if match is None:
+            raise ConfigError("--members", text, "is not HOP=N", "write 2=32: 32 routers at hop 2")
+        members[int(match[1])] = int(match[2])
+    return members
 
 
 def weights_of(texts: Iterable[str]) -> dict[int, float]:
@@ -92,16 +101,26 @@ def weights_of(texts: Iterable[str]) -> dict[int, float]:
     return weights
 
 
-def _numbers(option: str, text: str, high: int) -> list[int]:
-    """`1-3,7` as [1, 2, 3, 7]: no number twice, all within 1..high."""
-    numbers: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        try:
-            low, top = int(first), int(last if dash else first)
-        except ValueError as exc:
-            raise ConfigError(option, text, f"{part!r} is no number or range", "write A-B,C") from exc
-        if not 1 <= low <= top <= high:
-            raise ConfigError(option, text, f"{part!r} is not within 1..{high}, low to high", "write A-B,C")
-        numbers.extend(range(low, top + 1))
-    return sorted(set(numbers))
+def routers_of(texts: Iterable[str]) -> list[LinuxRouter]:
+    """`ADDR=SEED:HOP,HOP*W` as routers whose choice can be predicted.
+
+    Raises:
+        ConfigError: a text is not of that form, or a router is given twice.
+    """
+    from topology.probe.forecast import LinuxRouter
+
+    routers: dict[int, LinuxRouter] = {}
+    for text in texts:
+        name, equals, rest = text.partition("=")
+        seed, _, hops = rest.partition(":")
+        pairs = [part.partition("*") for part in hops.split(",")]
+        good = _SEED.fullmatch(seed) and 0 < int(seed) < 1 << 32
+        if not equals or not good or not all(_WEIGHT.fullmatch(weight or "1") for _, _, weight in pairs):
+            remedy = "write 10.0.1.2=7:10.0.2.2,10.0.3.2*3: its seed (1..2^32-1), its next hops, a weight where not 1"
+            raise ConfigError("--linux", text, "is not ADDR=SEED:HOP,HOP*W", remedy)
+        address = address_of("--linux", name)
+        if address in routers:
+            raise ConfigError("--linux", text, "gives that router a second time", "give each once")
+        next_hops = tuple(address_of("--linux", hop) for hop, _, _ in pairs)
+        routers[address] = LinuxRouter(address, int(seed), next_hops, tuple(int(weight or 1) for *_, weight in pairs))
+    return list(routers.values())

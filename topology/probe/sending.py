@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from netlayer.errors import ConfigError
 from topology.probe.capture import ICMP_TIME_EXCEEDED, ICMP_UNREACHABLE, Capture, answers, probes
+from topology.probe.choice import address
 from topology.probe.packets import Packets, Sweep, build
 
 _SIOCGIFADDR = 0x8915
@@ -138,7 +139,7 @@ def _send_all(
     exchange: Exchange,
     rate_pps: float,
 ) -> None:
-    target = (socket.inet_ntoa(dst_ip.to_bytes(4, "big")), 0)
+    target = (address(dst_ip), 0)
     start, sent = time.monotonic(), 0
     while sent < len(packets):
         due = min(len(packets), max(sent + 1, int((time.monotonic() - start) * rate_pps)))

@@ -1,0 +1,37 @@
+import pytest
+
+from topology.commands.printing import cell, print_table
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("lost_share", 0.125, "12.50%"),
+        ("unused_members", 1234, "1,234"),
+        ("pipeline_core_links_used", 0.5, "50.00%"),
+        ("time_s", 0.0019872, "1.987 ms"),
+        ("time_s", 2.30912, "2.309 s"),
+        ("time_s", 0.0, "0 s"),
+        ("cross_pod_bytes", 1 << 30, "1 GiB"),
+        ("lost_bps_max", 4e11, "400 Gb/s"),
+        ("slowdown", None, "-"),
+        ("offsets", True, "yes"),
+    ],
+)
+def test_a_value_is_written_by_what_its_name_says(key: str, value: object, text: str) -> None:
+    assert cell(key, value) == text
+
+
+def test_nothing_is_cut_in_a_pipe_and_numbers_stand_right(capsys: pytest.CaptureFixture[str]) -> None:
+    long = " ".join(f"tor-link:{number}" for number in range(60))
+    print_table("Title", ["name", "number", "what"], [["crc16", "7", long], ["x", "1,234 (2)", "short"]], "note")
+    title, heads, first, second, note = (line.rstrip() for line in capsys.readouterr().out.splitlines() if line)
+    assert (title, note) == ("Title", "note")
+    assert heads.startswith("name ")
+    assert first == f"crc16          7  {long}"
+    assert second == "x      1,234 (2)  short"
+
+
+def test_no_rows_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("Bottlenecks", ["link"], [])
+    assert capsys.readouterr().out.split() == ["Bottlenecks", "none"]

@@ -1,0 +1,115 @@
+"""`netlayer topology ecmp --fabric FILE`: flows over a fabric that was imported, rather than one of a cluster file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from netlayer.command import RunOptions
+from netlayer.errors import ConfigError
+
+_NO_HASH = ("spray", "adaptive")
+
+
+def run(options: RunOptions, given: dict[str, Any]) -> None:
+    """Load, collisions, slowdown and bottlenecks of a file's flows, or of a random permutation of the hosts."""
+    import pandas as pd
+
+    from netlayer.output import open_output
+    from netlayer.progress import Stages
+    from netlayer.results import utc_now
+    from topology.commands.records import keep
+    from topology.commands.tables import print_bottlenecks, print_collisions, print_slowdowns
+    from topology.compare import FROM_FILE, USUAL_HASHES
+    from topology.flow_files import read_flows
+    from topology.graph_load import graph_rows, load_fabric, load_graph
+    from topology.hashing import FIVE_TUPLE
+    from topology.wires import flow_table, link_table
+
+    _refuse(options, given)
+    started, graph = utc_now(), load_fabric(given["fabric_file"])
+    hashes: Any = given["hashes"] or USUAL_HASHES
+    fields = given["fields"] or FIVE_TUPLE
+    traffic = FROM_FILE if given["flows_file"] else "permutation"
+    flows = read_flows(given["flows_file"], graph) if given["flows_file"] else _permutation(graph, options.seed)
+    which = {"traffic": traffic, "hash": hashes[0], "seed": options.seed}
+    with open_output(options.out, "topology-ecmp") as out, Stages() as stages:
+        with stages.open("hash"):
+            seeds = range(options.seed, options.seed + given["seeds"])
+            found = graph_rows(graph, flows, seeds=seeds, hashes=hashes, fields=fields)
+            rows = [{**row, "traffic": traffic, "split": None} for row in found]
+            loaded = load_graph(graph, flows, hashes[0], options.seed, fields=fields)
+        with stages.open("write"):
+            rated = {"rate_bps": loaded.rates.flow_bps, "slowdown": loaded.slowdown}
+            tables = {
+                "links": link_table(loaded.wires, loaded.link_bps, loaded.paths),
+                "flows": flow_table(
+                    graph.names,
+                    (flows.src_nic, flows.dst_nic),
+                    flows.num_bytes,
+                    loaded.wires.paths(loaded.paths),
+                    rated,
+                ),
+            }
+            for name, table in tables.items():
+                save_table(pd.DataFrame(table).assign(**which), out.part, name)
+            kept = {
+                "collisions": rows,
+                "time": [{**which, "flows": len(flows), **loaded.times()}],
+                "bottleneck": [{**which, **row} for row in loaded.bottlenecks()],
+            }
+            asked = {name.removesuffix("_file"): value for name, value in given.items()}
+            shown = keep("ecmp", kept, out, started, options, source="simulated", csv=False, **asked)
+    if shown:
+        print_collisions(rows, split=None, seeds=given["seeds"])
+        print_slowdowns(rows, split=None)
+        print_bottlenecks(loaded.bottlenecks(), f"{traffic}, {hashes[0]}, seed {options.seed}")
+    click.echo(f"wrote: links and flows, .csv and .parquet, in {out.folder}", err=True)
+
+
+def save_table(frame: Any, folder: Any, name: str) -> None:
+    """As parquet, and as CSV where a person could still open it."""
+    frame.to_parquet(folder / f"{name}.parquet", index=False)
+    if len(frame) <= _CSV_ROWS:
+        frame.to_csv(folder / f"{name}.csv", index=False)
+    else:
+        click.echo(f"{name}: {len(frame):,} rows, as parquet alone", err=True)
+
+
+_CSV_ROWS = 500_000
+
+
+def _refuse(options: RunOptions, given: dict[str, Any]) -> None:
+    from topology.commands.records import refuse_without_effect, was_given
+
+    other = [name for name in given["traffics"] if name != "permutation"]
+    refuse_without_effect(
+        [
+            ("--config", options.config_path is not None, "beside --fabric, which is read in its place"),
+            ("--set", bool(options.overrides), "beside --fabric, which is read in place of the cluster"),
+            ("--traffic", bool(given["flows_file"] and given["traffics"]), "beside --flows"),
+            ("--qps", was_given("qps"), "beside --fabric: it has no job"),
+            ("--channels", given["channels"] is not None, "beside --fabric: it has no job"),
+            ("--placement", was_given("placement"), "beside --fabric: it has no job"),
+        ]
+    )
+    if other:
+        rule = "is traffic of a job, which an imported fabric has not"
+        raise ConfigError("--traffic", other[0], rule, "give --traffic permutation, or --flows FILE")
+    unknown = [name for name in given["hashes"] if name in _NO_HASH]
+    if unknown:
+        raise ConfigError("--hash", unknown[0], "is not known for an imported fabric", "take a hash, such as crc16")
+
+
+def _permutation(graph: Any, seed: int) -> Any:
+    """Every host sends to the next and receives from the last of a random circle; bytes are a second at its rate."""
+    import numpy as np
+
+    from topology.traffic import Flows, Kind
+
+    hosts = np.random.default_rng(seed).permutation(graph.hosts)
+    if len(hosts) < 2:
+        raise ConfigError("--fabric", None, f"has {len(hosts)} hosts", "no flow crosses it: give a larger one")
+    rate = np.bincount(graph.link_src, weights=graph.link_bps, minlength=graph.num_nodes)[hosts]
+    return Flows(hosts, np.roll(hosts, -1), rate / 8, np.full(len(hosts), Kind.PERMUTATION, np.int8))
