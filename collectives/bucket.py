@@ -3,13 +3,15 @@
 A bucket is a run of parameters in the order that the forward pass uses them, padded so that every rank owns an equal
 shard. Parameters become views of the bucket's flat buffer, so an all-gather lands where they are read; each rank keeps
 its shard in float32 (or wider) for the optimiser (ZeRO stage 2; MegaScale 3.2). Left out: splitting a parameter over
-buckets (one that is larger than a bucket gets a bucket of its own).
+buckets (one that is larger than a bucket gets a bucket of its own): its gradient comes whole and is read whole, so
+parts would travel one after the other for the same time.
 
 Shapes: N padded elements of a bucket, W ranks, S = N / W elements of a rank's shard.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -81,37 +83,35 @@ class BucketPlan:
 
 
 def plan_buckets(
-    parameters: Sequence[tuple[str, torch.Size, torch.dtype]], bucket_bytes: int, world_size: int
+    parameters: Sequence[tuple[str, torch.Size, torch.dtype]],
+    bucket_bytes: int | None,
+    world_size: int,
+    units: Sequence[int] = (),
 ) -> list[BucketPlan]:
     """Cut parameters, in the order given, into buckets of at most `bucket_bytes`.
 
-    A bucket also ends where the dtype changes, and holds at least one parameter, however large. The padding is less
-    than `world_size` elements a bucket.
+    A bucket also ends where the dtype or the unit changes, and holds at least one parameter, however large. The padding
+    is less than `world_size` elements a bucket.
 
     Args:
         parameters: name, shape and dtype of the computation, in order of first use.
-        bucket_bytes: largest size of a bucket without its padding, unless one parameter is larger.
+        bucket_bytes: largest size of a bucket without its padding, unless one parameter is larger; None: no limit.
         world_size: number of ranks that share each bucket.
+        units: for each parameter, which part of the model it belongs to; empty: all to one.
     """
-    if bucket_bytes < 1 or world_size < 1:
+    limit = sys.maxsize if bucket_bytes is None else bucket_bytes
+    if limit < 1 or world_size < 1:
         raise ValueError(f"bucket_bytes and world_size must be at least 1, got {bucket_bytes} and {world_size}")
-    plans: list[BucketPlan] = []
-    slots: list[Slot] = []
-    for index, (name, shape, dtype) in enumerate(parameters):
-        slots.append(Slot(name, shape, slots[-1].end if slots else 0))
-        if not _fits(slots[-1].end, dtype, parameters[index + 1 : index + 2], bucket_bytes):
-            plans.append(BucketPlan(len(plans), dtype, tuple(slots), world_size))
-            slots = []
-    return plans
-
-
-def _fits(
-    numel: int, dtype: torch.dtype, following: Sequence[tuple[str, torch.Size, torch.dtype]], bucket_bytes: int
-) -> bool:
-    """Whether the parameter that follows, if any, can join `numel` elements of `dtype`."""
-    return any(
-        other is dtype and (numel + shape.numel()) * dtype.itemsize <= bucket_bytes for _, shape, other in following
-    )
+    runs: list[tuple[torch.dtype, list[Slot]]] = []
+    kind = None
+    for (name, shape, dtype), unit in zip(parameters, units or [0] * len(parameters), strict=True):
+        start = runs[-1][1][-1].end if runs else 0
+        if (dtype, unit) != kind or (start + shape.numel()) * dtype.itemsize > limit:
+            runs.append((dtype, []))
+            start = 0
+        runs[-1][1].append(Slot(name, shape, start))
+        kind = dtype, unit
+    return [BucketPlan(index, dtype, tuple(slots), world_size) for index, (dtype, slots) in enumerate(runs)]
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,21 @@ class Piece:
     shape: torch.Size
     parameter: nn.Parameter
     grad: Tensor
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Gradients of one bucket on their way to the other ranks.
+
+    Args:
+        buffer: what will travel, shape [N]; holds the gradients once `fill` has run.
+        fill: copies them there, on the stream of whoever calls it.
+        read: the tensors that `fill` reads: to be kept until it has run.
+    """
+
+    buffer: Tensor
+    fill: Callable[[], None]
+    read: Sequence[Tensor]
 
 
 class Bucket:
@@ -174,28 +189,32 @@ class Bucket:
     @torch.no_grad()
     def fold_gradients(self, dtype: torch.dtype) -> None:
         """Move the parameters' gradients into `local_N` (added to what is there, else in `dtype`); no gradient is 0."""
-        fresh = self.local_N is None
+        grads = self._grads()
         if self.local_N is None:
-            self.local_N = torch.empty(self.plan.padded_numel, dtype=dtype, device=self.full_N.device)
-            self.local_N[self.plan.numel :].zero_()
-        present: list[tuple[Tensor, Tensor]] = []
-        for view, parameter in zip(self.plan.views(self.local_N), self.parameters, strict=True):
-            if parameter.grad is not None:
-                present.append((view, parameter.grad))
-            elif fresh:
-                view.zero_()
-        if present:
-            views, grads = zip(*present, strict=True)
-            combine: Callable[..., object] = torch._foreach_copy_ if fresh else torch._foreach_add_
-            combine(views, grads)
+            self.local_N = self._empty(dtype)
+            self._copy(self.local_N, grads)
+        else:
+            self._add(self.local_N, grads)
         self.drop_gradients()
 
-    def take_gradients(self, dtype: torch.dtype) -> Tensor:
-        """Every gradient of this rank, shape [N], and forget them."""
-        self.fold_gradients(dtype)
-        assert self.local_N is not None
-        flat_N, self.local_N = self.local_N, None
-        return flat_N.to(dtype)
+    def hand_over(self, dtype: torch.dtype) -> Handover:
+        """Every gradient of this rank on its way out: nothing is computed here, and nothing of it is kept."""
+        grads, local_N = self._grads(), self.local_N
+        self.drop_gradients()
+        self.local_N = None
+        flat_N = local_N if local_N is not None and local_N.dtype == dtype else self._empty(dtype)
+
+        @torch.no_grad()
+        def fill() -> None:
+            if local_N is None:
+                self._copy(flat_N, grads)
+                return
+            self._add(local_N, grads)
+            if flat_N is not local_N:
+                flat_N.copy_(local_N)
+
+        read = [grad for grad in (*grads, local_N) if grad is not None]
+        return Handover(flat_N, fill, read)
 
     def drop_gradients(self) -> None:
         """Forget the gradients on the parameters; what is folded stays."""
@@ -213,9 +232,40 @@ class Bucket:
                 piece.grad.copy_(piece.parameter.grad)
         return True
 
-    def store_reduced(self, reduced_S: Tensor, scale: float, add: bool) -> None:
-        """`grad_S` (+)= `scale * reduced_S`; `reduced_S` may be `grad_S` itself where nothing is added."""
+    def store_reduced(self, reduced_S: Tensor, scale: Tensor, add: bool) -> None:
+        """`grad_S` (+)= `scale * reduced_S`; `reduced_S` may be `grad_S` itself where nothing is added.
+
+        Args:
+            reduced_S: sum over the ranks, as it came.
+            scale: one element, of the dtype of `grad_S`: it makes the product wide before it is rounded.
+            add: to what is there.
+        """
         if add:
-            self.grad_S.add_(reduced_S, alpha=scale)
+            self.grad_S.addcmul_(reduced_S.to(self.grad_S.dtype), scale)
+        elif reduced_S is self.grad_S:
+            self.grad_S.mul_(scale)
         else:
-            self.grad_S.copy_(reduced_S).mul_(scale)
+            torch.mul(reduced_S, scale, out=self.grad_S)
+
+    def _grads(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self.parameters]
+
+    def _empty(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.plan.padded_numel, dtype=dtype, device=self.full_N.device)
+
+    def _copy(self, flat_N: Tensor, grads: Sequence[Tensor | None]) -> None:
+        flat_N[self.plan.numel :].zero_()
+        for view, grad in zip(self.plan.views(flat_N), grads, strict=True):
+            if grad is None:
+                view.zero_()
+        _foreach(torch._foreach_copy_, self.plan.views(flat_N), grads)
+
+    def _add(self, flat_N: Tensor, grads: Sequence[Tensor | None]) -> None:
+        _foreach(torch._foreach_add_, self.plan.views(flat_N), grads)
+
+
+def _foreach(combine: Callable[..., object], views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """`combine` over those that have a gradient."""
+    present = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
+    if present:
+        combine(*zip(*present, strict=True))

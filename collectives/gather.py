@@ -2,11 +2,13 @@
 
 After an optimiser step only a rank's own shards are current. `publish` starts the gathers of all buckets, in the order
 of the buckets on every rank, `prefetch` of them ahead of the computation; the first ones so run under data loading.
-Left out: letting go of the parameters after their use (ZeRO stage 3).
+Where the optimiser steps inside the backward pass, some buckets are gathered there already (`gather_early`), and
+`publish_rest` starts the others. Left out: letting go of the parameters after their use (ZeRO stage 3).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -29,31 +31,66 @@ class ParameterGather:
         self.buckets, self.lane, self.prefetch, self.overlap = buckets, lane, prefetch, overlap
         self.stale = False
         """Whether an optimiser may have changed the shards since they were published."""
-        self._num_launched = len(buckets)
+        self._to_launch: deque[int] = deque()
+        self._early: set[int] = set()
+        """Buckets that this backward pass has gathered already: they hold the parameters of the next step."""
         self._flights: dict[int, Flight] = {}
-        self._published: torch.cuda.Event | None = None
+        self._after: dict[int, torch.cuda.Event] = {}
+        """From where on a bucket's gather may start."""
+        self._in_place: set[int] = set()
+        """Buckets whose own slice holds the stepped shard already."""
         self._versions = [bucket.master_S._version for bucket in buckets]
 
     @property
     def settled(self) -> bool:
         """Whether every parameter is current and waited for."""
-        return not self.stale and not self._flights and self._num_launched == len(self.buckets)
+        return not self.stale and not self._flights and not self._to_launch
 
     def publish(self) -> None:
         """Start the gathers of all buckets, if the shards have changed; the first `prefetch` are launched now."""
         if not self.stale:
             return
         self.wait_all()
-        # The gathers overwrite what a graph that is kept for another backward has saved: autograd shall notice.
-        torch.autograd.graph.increment_version([p for bucket in self.buckets for p in bucket.parameters])
-        self.stale, self._num_launched = False, 0
         # Gathers start from here, whenever they are launched: not behind the computation queued up by then.
-        self._published = self.lane.mark()
-        self._launch_until(self.prefetch if self.overlap else len(self.buckets))
+        now = self.lane.mark()
+        self._after = {} if now is None else dict.fromkeys(range(len(self.buckets)), now)
+        self.stale = False
+        self._start(range(len(self.buckets)))
+
+    def gather_early(self, index: int, after: torch.cuda.Event | None) -> None:
+        """Launch one bucket's gather inside the backward pass: its slice is stepped, its parameters are done with.
+
+        Args:
+            index: of the bucket; all ranks call this at the same place between their collectives.
+            after: the point from which its own slice is current; None on the CPU, where it is.
+        """
+        if after is not None:
+            self._after[index] = after
+        self._early.add(index)
+        self._in_place.add(index)
+        self._changing((index,))
+        self._launch(index)
+
+    def publish_rest(self, after: dict[int, torch.cuda.Event]) -> None:
+        """The backward pass is through: start the gathers of the buckets that `gather_early` did not.
+
+        Args:
+            after: the points from which own slices are current, as in `gather_early`.
+        """
+        rest = [index for index in range(len(self.buckets)) if index not in self._early]
+        self._early.clear()
+        self._after.update(after)
+        self._in_place.update(rest)
+        self._start(rest)
 
     def wait_for(self, indices: Iterable[int]) -> None:
         """Have these buckets' parameters ready to be read, and `prefetch` more on their way."""
         for index in indices:
+            if index in self._early:
+                raise RuntimeError(
+                    f"parameters of bucket {index} ({self.buckets[index].plan.slots[0].name}, ...) are read in a "
+                    "backward pass that has stepped them already: build the optimiser without step_in_backward"
+                )
             self._launch_until(index + 1 + self.prefetch)
             flight = self._flights.pop(index, None)
             if flight is not None:
@@ -71,10 +108,11 @@ class ParameterGather:
         """Raise RuntimeError if shards were changed that nothing will publish."""
         if self.stale:
             return
-        for bucket, version in zip(self.buckets[: self._num_launched], self._versions, strict=False):
-            if bucket.master_S._version != version:
+        waiting = set(self._to_launch)
+        for index, (bucket, version) in enumerate(zip(self.buckets, self._versions, strict=True)):
+            if index not in waiting and bucket.master_S._version != version:
                 raise RuntimeError(
-                    f"shards of bucket {bucket.plan.index} ({bucket.plan.slots[0].name}, ...) were changed after they "
+                    f"shards of bucket {index} ({bucket.plan.slots[0].name}, ...) were changed after they "
                     "were published; the order is backward, finish_gradients(), optimiser step, start_step() or forward"
                 )
 
@@ -83,12 +121,26 @@ class ParameterGather:
         self.stale = False
         self._versions = [bucket.master_S._version for bucket in self.buckets]
 
+    def _start(self, indices: Sequence[int]) -> None:
+        self._to_launch.extend(indices)
+        self._changing(indices)
+        self._launch_until(self.prefetch if self.overlap else len(self.buckets))
+
+    def _changing(self, indices: Sequence[int]) -> None:
+        # The gathers overwrite what a graph that is kept for another backward has saved: autograd shall notice.
+        parameters = [parameter for index in indices for parameter in self.buckets[index].parameters]
+        torch.autograd.graph.increment_version(parameters)
+
     def _launch_until(self, end: int) -> None:
-        while self._num_launched < min(end, len(self.buckets)):
-            bucket = self.buckets[self._num_launched]
-            flight = self.lane.all_gather(bucket.full_N, bucket.publish, self._published)
-            self._versions[self._num_launched] = bucket.master_S._version
-            self._flights[self._num_launched] = flight
-            self._num_launched += 1
-            if not self.overlap:
-                flight.wait()
+        while self._to_launch and self._to_launch[0] < end:
+            self._launch(self._to_launch.popleft())
+
+    def _launch(self, index: int) -> None:
+        bucket = self.buckets[index]
+        prepare = None if index in self._in_place else bucket.publish
+        flight = self.lane.all_gather(bucket.full_N, prepare, self._after.pop(index, None))
+        self._in_place.discard(index)
+        self._versions[index] = bucket.master_S._version
+        self._flights[index] = flight
+        if not self.overlap:
+            flight.wait()

@@ -1,6 +1,6 @@
 """A lane: the communicator of one direction, with a stream of its own on CUDA, and the collectives that run on it.
 
-Gathers of parameters and reductions of gradients must not queue behind each other, so each direction has a process
+Gathers of parameters and reductions of gradients need not queue behind each other, so each direction can have a process
 group of its own (MegaScale 3.2). Left out: the order of collectives, which belongs to who launches them, but a lane
 runs them in the order of their launch, and every rank must launch the same ones.
 
@@ -8,6 +8,12 @@ runs them in the order of their launch, and every rank must launch the same ones
 stream without blocking the host. What it reads was written on the compute stream, so the lane waits for an event of
 that stream first; what it writes is read there, so `Flight.wait` makes the compute stream wait for the lane. Tensors
 that were allocated on the compute stream are kept until then: freed earlier, their memory could be handed out again.
+What fills a buffer that will travel runs on a stream beside the lane: neither the computation nor the transfers before
+it wait for that copy.
+
+[Note: CUDA graphs] Everything here is events and streams, never a question to the device, so a step can be captured.
+All streams fork from the capturing one by events and join it again where their flights are waited for. Times cannot be
+captured: a recorder hears nothing of a capture.
 
 Shapes: N elements of a padded bucket, W ranks, S = N / W.
 """
@@ -24,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.recorder import Collective, Recorder
+from collectives.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +59,23 @@ class Flight:
         keep: Sequence[Tensor],
     ) -> None:
         self._lane, self._collective, self._work, self._landed = lane, collective, work, landed
-        self._then, self._keep = then, keep
+        self._then, self._keep = [] if then is None else [then], keep
         self._done = False
+
+    @property
+    def landed(self) -> torch.cuda.Event | None:
+        """The event after it and after all that follows it; None on the CPU."""
+        return self._landed
+
+    def follow(self, function: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
+        """Run `function` when it has landed, before `wait` lets anyone go on: on `stream`, on the CPU inside `wait`."""
+        if self._landed is None or stream is None:
+            self._then.append(function)
+            return
+        stream.wait_event(self._landed)
+        with torch.cuda.stream(stream):
+            function()
+            self._landed = stream.record_event()
 
     def wait(self) -> None:
         """Make the computation wait for it: the host on the CPU, the current stream on CUDA. Twice does no harm."""
@@ -64,9 +86,9 @@ class Flight:
                 torch.cuda.current_stream(self._lane.device).wait_event(self._landed)
             elif self._work is not None:
                 self._work.wait()
-        if self._then is not None:
-            self._then()
-        self._done, self._work, self._then, self._keep = True, None, None, ()
+        for function in self._then:
+            function()
+        self._done, self._work, self._then, self._keep = True, None, [], ()
 
 
 class Lane:
@@ -77,15 +99,29 @@ class Lane:
         group: the process group that only this lane uses; None: a single rank, every collective is local.
         device: of every tensor.
         recorder: notes each collective.
+        watch: says who is late where a collective does not complete.
+
+    `muted` (for measurements) leaves out every collective and does all else: what is computed is then wrong, but takes
+    the time that a step with its communication removed takes.
     """
 
+    muted = False
+
     def __init__(
-        self, name: str, group: dist.ProcessGroup | None, device: torch.device, recorder: Recorder | None = None
+        self,
+        name: str,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        recorder: Recorder | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.name, self.group, self.device, self.recorder = name, group, device, recorder
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.stream = _new_stream(device) if device.type == "cuda" else None
+        self._track = None if watch is None or group is None else watch.track(name, group)
+        self.stream, self._fill_stream = _new_streams(device)
+        self._filled: tuple[torch.cuda.Event, Sequence[Tensor]] | None = None
+        """What the last fill reads, and the event after which that may be freed."""
         self._emulated: dict[torch.dtype, bool] = {}
         self._gathers_in_place = self.world_size == 1 or self._probe_gather()
 
@@ -111,26 +147,47 @@ class Lane:
 
         return self._launch("all_gather", full_N, issue, prepare=prepare, after=after)
 
-    def reduce_scatter(self, output_S: Tensor, input_N: Tensor, then: Callable[[], None]) -> Flight:
-        """Sum of the ranks' `input_N`; slice r to rank r's `output_S`. `then` follows on the lane, before the wait."""
-        if self.world_size == 1:
-            output_S.copy_(input_N)
-        if self.can_reduce_scatter(input_N.dtype):
+    def reduce_scatter(
+        self,
+        output_S: Tensor,
+        input_N: Tensor,
+        fill: Callable[[], None] | None = None,
+        read: Sequence[Tensor] = (),
+    ) -> Flight:
+        """Sum of the ranks' `input_N`; slice r to rank r's `output_S`.
+
+        Args:
+            output_S: where the sum goes.
+            input_N: what this rank gives.
+            fill: writes `input_N`, beside the lane; None: it is written.
+            read: what `fill` reads; kept until it has run.
+        """
+        local = self.world_size == 1 or self.muted
+        if local or self.can_reduce_scatter(input_N.dtype):
 
             def issue(async_op: bool) -> dist.Work | None:
                 return _scatter_single(output_S, input_N, group=self.group, async_op=async_op)
 
-            return self._launch("reduce_scatter", input_N, issue, then=then, keep=(output_S,))
-        wide_N = input_N.to(torch.promote_types(input_N.dtype, torch.float32), copy=True)
+            def keep_own() -> None:
+                output_S.copy_(self._own(input_N))
 
-        def land() -> None:
-            output_S.copy_(self._own(wide_N))
-            then()
+            then = keep_own if local else None
+            after = self._fill(fill, read)
+            return self._launch("reduce_scatter", input_N, issue, then=then, after=after, keep=(output_S,))
+        wide_N = torch.empty_like(input_N, dtype=torch.promote_types(input_N.dtype, torch.float32))
+
+        def fill_wide() -> None:
+            _call(fill)
+            wide_N.copy_(input_N)
 
         def issue_wide(async_op: bool) -> dist.Work | None:
             return _all_reduce(wide_N, group=self.group, async_op=async_op)
 
-        return self._launch("reduce_scatter", wide_N, issue_wide, then=land, keep=(output_S,))
+        def land() -> None:
+            output_S.copy_(self._own(wide_N))
+
+        after = self._fill(fill_wide, (input_N, *read))
+        return self._launch("reduce_scatter", wide_N, issue_wide, then=land, after=after, keep=(output_S,))
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """In place, and waited for."""
@@ -149,9 +206,33 @@ class Lane:
         self._launch("broadcast", tensor, issue).wait()
 
     def waiting(self, collective: Collective | None) -> AbstractContextManager[None]:
-        if self.recorder is None or collective is None:
+        if self._track is not None:
+            self._track.watch.check()
+        if self.recorder is None or collective is None or self._is_capturing():
             return contextlib.nullcontext()
         return self.recorder.waiting(collective)
+
+    def free_filled(self) -> None:
+        """Let go of what fills have read."""
+        if self._filled is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._filled[0])
+            self._filled = None
+
+    def _fill(self, fill: Callable[[], None] | None, read: Sequence[Tensor]) -> torch.cuda.Event | None:
+        """Run `fill` behind the computation so far; the event after it, None on the CPU or where there is nothing."""
+        if self._fill_stream is None or fill is None:
+            _call(fill)
+            return None
+        self.free_filled()  # one fill behind: done long ago, so nobody waits
+        self._fill_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._fill_stream):
+            fill()
+        event: torch.cuda.Event = self._fill_stream.record_event()
+        self._filled = event, read
+        return event
+
+    def _is_capturing(self) -> bool:
+        return self.stream is not None and torch.cuda.is_current_stream_capturing()
 
     def _own(self, full_N: Tensor) -> Tensor:
         return full_N.chunk(self.world_size)[self.rank] if full_N.numel() else full_N
@@ -184,19 +265,28 @@ class Lane:
     def _issue(
         self, kind: str, buffer: Tensor, issue: Issue, async_op: bool
     ) -> tuple[Collective | None, dist.Work | None]:
-        if self.world_size == 1 or buffer.numel() == 0:
+        if self.world_size == 1 or self.muted or buffer.numel() == 0:
             return None, None
-        if self.recorder is None:
+        issue = self._watched(kind, buffer, issue)
+        if self.recorder is None or self._is_capturing():
             return None, issue(async_op)
         with self.recorder.launching(self.name, kind, buffer.numel() * buffer.element_size()) as collective:
             return collective, issue(async_op)
+
+    def _watched(self, kind: str, buffer: Tensor, issue: Issue) -> Issue:
+        track, num_bytes = self._track, buffer.numel() * buffer.element_size()
+        return issue if track is None else lambda async_op: track.issue(kind, num_bytes, lambda: issue(async_op))
 
     def _probe_gather(self) -> bool:
         """Whether the backend gathers in place; also sets the communicator up, before the first step is timed."""
         full_N = torch.full((self.world_size,), -1, device=self.device)
         full_N[self.rank] = self.rank
         try:
-            _gather_single(full_N, full_N[self.rank : self.rank + 1], group=self.group)
+            self._watched(
+                "all_gather",
+                full_N,
+                lambda _: _gather_single(full_N, full_N[self.rank : self.rank + 1], group=self.group),
+            )(False)
         except (RuntimeError, ValueError) as exc:
             reason = str(exc)
         else:
@@ -215,7 +305,10 @@ class Lane:
     def _probe_reduce_scatter(self, dtype: torch.dtype) -> bool:
         input_N = torch.ones(self.world_size, dtype=dtype, device=self.device)
         try:
-            _scatter_single(torch.empty_like(input_N[:1]), input_N, group=self.group)
+            output_S = torch.empty_like(input_N[:1])
+            self._watched("reduce_scatter", input_N, lambda _: _scatter_single(output_S, input_N, group=self.group))(
+                False
+            )
         except (RuntimeError, ValueError) as exc:
             logger.warning(
                 "lane %s: no reduce-scatter of %s (%s); emulated by an all-reduce in float32 or wider: twice the bytes",
@@ -227,9 +320,13 @@ class Lane:
         return True
 
 
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    # The GPU shall prefer the few blocks of a transfer to the many of a matrix product that they compete with.
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+def _new_streams(device: torch.device) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]:
+    """For transfers, and for what fills their buffers."""
+    if device.type != "cuda":
+        return None, None
+    # The GPU shall prefer the few blocks of a transfer, and the copy that it waits for, to the many of a matrix product
+    # that they compete with.
+    return torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def _call(function: Callable[[], None] | None) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from collectives.bucket import Bucket, BucketPlan, plan_buckets
 from collectives.lane import Lane
+from collectives.recorder import Recorder
 
 
 def check_module(module: nn.Module) -> torch.device:
@@ -64,21 +65,42 @@ def open_groups(
     ]
 
 
+def open_lanes(
+    group: dist.ProcessGroup | None,
+    groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None,
+    device: torch.device,
+    timeout: timedelta | None,
+    recorder: Recorder | None,
+) -> tuple[Lane, Lane]:
+    """The lanes of gathers and of reductions; one and the same where `groups` holds one group twice."""
+    gather_group, reduce_group = groups or open_groups(group, device, ("gather", "reduce"), timeout)
+    if gather_group is not None and gather_group is reduce_group:
+        lane = Lane("data", gather_group, device, recorder)
+        return lane, lane
+    return Lane("gather", gather_group, device, recorder), Lane("reduce", reduce_group, device, recorder)
+
+
 def plan_module(
-    module: nn.Module, bucket_bytes: int, world_size: int, param_dtype: torch.dtype | None, order: Sequence[str] | None
+    module: nn.Module,
+    bucket_bytes: int | None,
+    world_size: int,
+    param_dtype: torch.dtype | None,
+    order: Sequence[str] | None,
+    units: Sequence[nn.Module] = (),
 ) -> list[BucketPlan]:
-    """Buckets of the trainable parameters, in `order` or else in order of registration.
+    """Buckets of the trainable parameters, in `order` or else in order of registration; none spans two units.
 
     Raises:
-        ValueError: `order` names other parameters.
+        ValueError: `order` names other parameters, or a unit is not a part of the module, or lies in another one.
     """
+    unit_of = _units_of_parameters(module, units)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     names = list(parameters) if order is None else order
     if sorted(names) != sorted(parameters):
         odd = sorted(set(names) ^ set(parameters)) or "a name comes twice"
         raise ValueError(f"order must name every trainable parameter once: {odd}")
     layout = [(name, parameters[name].shape, param_dtype or parameters[name].dtype) for name in names]
-    return plan_buckets(layout, bucket_bytes, world_size)
+    return plan_buckets(layout, bucket_bytes, world_size, [unit_of.get(id(parameters[name]), -1) for name in names])
 
 
 def check_same(lane: Lane, module: nn.Module, settings: object) -> None:
@@ -112,12 +134,21 @@ def same_start(module: nn.Module, lane: Lane, param_dtype: torch.dtype | None) -
     return frozen
 
 
-def find_owners(module: nn.Module, buckets: Sequence[Bucket]) -> dict[nn.Module, list[int]]:
-    """Modules that hold trainable parameters themselves, and the buckets that these lie in."""
+def find_owners(
+    module: nn.Module, buckets: Sequence[Bucket], units: Sequence[nn.Module] = ()
+) -> dict[nn.Module, list[int]]:
+    """Modules to wait before, and the buckets that they need.
+
+    A unit needs all that is inside it; every other module outside the units, what it holds itself.
+    """
     index_of = {id(parameter): bucket.plan.index for bucket in buckets for parameter in bucket.parameters}
+    inside = {child for unit in units for child in unit.modules()}
     owners: dict[nn.Module, list[int]] = {}
     for child in module.modules():
-        own = {index_of[id(p)] for p in child.parameters(recurse=False) if id(p) in index_of}
+        is_unit = any(child is unit for unit in units)
+        if child in inside and not is_unit:
+            continue
+        own = {index_of[id(p)] for p in child.parameters(recurse=is_unit) if id(p) in index_of}
         if own:
             owners[child] = sorted(own)
     return owners
@@ -146,6 +177,21 @@ def execution_order(module: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
             handle.remove()
     rest = (name for name, parameter in module.named_parameters() if parameter.requires_grad)
     return list(dict.fromkeys((*names, *rest)))
+
+
+def _units_of_parameters(module: nn.Module, units: Sequence[nn.Module]) -> dict[int, int]:
+    """Which unit each parameter is in, by its id; the first one for a parameter of several."""
+    parts, taken = set(module.modules()), set[nn.Module]()
+    unit_of: dict[int, int] = {}
+    for number, unit in enumerate(units):
+        inside = set(unit.modules())
+        if not inside <= parts or inside & taken:
+            where = "is no part of the module" if not inside <= parts else "lies in another unit, or holds one"
+            raise ValueError(f"units[{number}] ({type(unit).__name__}) {where}: give parts that do not overlap")
+        taken |= inside
+        for parameter in unit.parameters():
+            unit_of.setdefault(id(parameter), number)
+    return unit_of
 
 
 def _replicated(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -2,19 +2,23 @@
 
 A round is one reduce-scatter of every bucket. Each backward pass outside `no_sync` is one round: a bucket is launched
 when all its gradients have come, what is then left is launched at the end of the pass, with zeros for parameters that
-got no gradient. Left out: telling ranks apart, so every rank must run the same number of such passes between two calls
-of `finish`.
+got no gradient. `Follower` may step the optimiser bucket by bucket behind the reductions of a step's last pass. Left
+out: telling ranks apart, so every rank must run the same number of such passes between two calls of `finish`.
 
 [Note: launch order] A backend matches collectives by the order in which each rank launches them. Autograd may complete
 buckets in any order, and in another one on another rank (branches, unused parameters). So buckets are launched strictly
-from the last to the first, about the order in which gradients come; one that is ready early waits for its turn.
+from the last to the first, about the order in which gradients come; one that is ready early waits for its turn. Gathers
+may share the communicator: all that were begun are launched before a round, and those inside it at its fixed points.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +27,19 @@ from collectives.bucket import Bucket
 from collectives.lane import Flight, Lane
 
 logger = logging.getLogger(__name__)
+
+
+class Follower(Protocol):
+    """Who acts behind the reductions of a step's last backward pass, at the same places on every rank."""
+
+    def begin(self) -> None:
+        """The first gradient has come."""
+
+    def reduced(self, index: int, flight: Flight) -> None:
+        """The reduction of this bucket has been launched."""
+
+    def complete(self) -> None:
+        """All have been."""
 
 
 class GradientReduce:
@@ -34,19 +51,39 @@ class GradientReduce:
         dtype: of the sums on the wire.
         in_flight: reduce-scatters that may be under way; their buffers are all the memory that reduction takes.
         overlap: False: each is waited for at once.
+        stage: of ZeRO; 2: every backward pass is a round, 1: those outside `no_sync` are.
+        before_round: called before the first launch of a round.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], lane: Lane, dtype: torch.dtype, in_flight: int, overlap: bool
+        self,
+        buckets: Sequence[Bucket],
+        lane: Lane,
+        dtype: torch.dtype,
+        in_flight: int,
+        overlap: bool,
+        stage: int = 1,
+        before_round: Callable[[], None] = lambda: None,
     ) -> None:
         self.buckets, self.lane, self.dtype = buckets, lane, dtype
-        self.in_flight = in_flight if overlap else 0
-        self.sync = True
-        """Whether the next backward pass is a round; False inside `no_sync`."""
+        self.in_flight, self.overlap, self.stage = in_flight, overlap, stage
+        self.is_last = True
+        """Whether the next backward pass is the last of a step, as far as one knows; False inside `no_sync`."""
+        self.follower: Follower | None = None
+        self.stepped = False
+        """Whether the follower has taken the step that these gradients are for."""
+        self._before_round = before_round
+        self._scales = {
+            wide: torch.full((1,), 1.0 / lane.world_size, dtype=wide, device=lane.device)
+            for wide in {bucket.grad_S.dtype for bucket in buckets}
+        }
+        # What makes the mean of a sum, and a step: beside the lane, so that the next transfer does not wait for it.
+        self.stream = torch.cuda.Stream(lane.device) if lane.stream is not None else None  # type: ignore[no-untyped-call]
         self._local_dtype = torch.promote_types(dtype, torch.float32)
         self._flights: deque[Flight] = deque()
         self._in_backward = False
         self._is_round = False
+        self._follows = False
         self._missing = [0] * len(buckets)
         self._next = -1
         self._num_rounds = 0
@@ -60,8 +97,21 @@ class GradientReduce:
         """Whether a backward pass raised before its end."""
         return self._in_backward and not inside_backward()
 
-    def on_gradient(self, index: int, _parameter: Tensor) -> None:
-        """A parameter of bucket `index` has its gradient of this backward pass."""
+    def hook(self, index: int) -> Callable[[Tensor], None]:
+        """To be called when a parameter of bucket `index` has its gradient of this backward pass.
+
+        It holds this object weakly: the garbage collector does not see what a tensor's hook holds, so a cycle through
+        one (hook, reducer, bucket, parameter, hook) would keep the buffers for ever.
+        """
+        owner = weakref.ref(self)
+
+        def on_gradient(_parameter: Tensor) -> None:
+            if (reduce := owner()) is not None:
+                reduce._on_gradient(index)
+
+        return on_gradient
+
+    def _on_gradient(self, index: int) -> None:
         if not self._in_backward:
             self._begin_backward()
         self._missing[index] -= 1
@@ -85,23 +135,23 @@ class GradientReduce:
                 gradients are dropped.
         """
         if self.broken:
+            loss = self._loss()
             self.abandon()
-            raise RuntimeError("the backward pass did not complete: its gradients are dropped; skip this step")
+            raise RuntimeError(f"the backward pass did not complete: {loss}")
         if self._finished:
             return
         if self._unreduced or self._num_rounds == 0:
             self._begin_round()
             self._end_round()
         self._wait_all()
-        for bucket in self.buckets:
-            for piece in bucket.pieces:
-                piece.parameter.grad = piece.grad
+        for piece in (piece for bucket in self.buckets if not self.stepped for piece in bucket.pieces):
+            piece.parameter.grad = piece.grad
         self._reduced.clear()
         self._num_rounds, self._finished = 0, True
 
     def begin_step(self) -> None:
         """The shards are published again: the gradients to come belong to another step."""
-        self._finished = False
+        self._finished = self.stepped = False
 
     def drop(self, set_to_none: bool = True) -> None:
         """Forget all gradients, finished or not; every rank does so at the same place."""
@@ -117,19 +167,35 @@ class GradientReduce:
                 elif piece.parameter.grad is not None:
                     piece.parameter.grad.zero_()
         self._reduced.clear()
-        self._num_rounds, self._unreduced, self._finished = 0, False, False
+        self._num_rounds, self._unreduced, self._finished, self.stepped = 0, False, False, False
 
     def abandon(self) -> None:
         """After a backward pass that raised: complete its round, so that ranks stay in step, and drop its gradients."""
-        logger.warning("a backward pass did not complete: the gradients of this step are dropped")
+        logger.warning("a backward pass did not complete: %s", self._loss())
         if self._is_round:
             self._end_round()
-        self._in_backward = False
+        self._in_backward = self._follows = False
         self.drop()
 
+    def _loss(self) -> str:
+        if self._follows:
+            return "the step was taken with the gradients that had come; load a checkpoint"
+        return "its gradients are dropped; skip this step"
+
     def _begin_backward(self) -> None:
-        self._in_backward, self._is_round, self._finished = True, self.sync, False
+        if self.stepped:
+            for bucket in self.buckets:
+                bucket.drop_gradients()
+            raise RuntimeError(
+                "a second backward pass outside no_sync() in one step: with step_in_backward the first has taken the "
+                "step already; put all but the last one under no_sync(), and call optimizer.step() after it"
+            )
+        self._in_backward, self._finished = True, False
+        self._is_round = self.is_last or self.stage == 2
+        self._follows = self.is_last and self.follower is not None
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        if self._follows and self.follower is not None:
+            self.follower.begin()
         if self._is_round:
             self._begin_round()
         # The engine calls it when this backward pass is through, and not if it raises.
@@ -144,9 +210,10 @@ class GradientReduce:
             for bucket in self.buckets:
                 if any(parameter.grad is not None for parameter in bucket.parameters):
                     bucket.fold_gradients(self._local_dtype)
-        self._in_backward = False
+        self._in_backward = self._follows = False
 
     def _begin_round(self) -> None:
+        self._before_round()
         self._next = len(self.buckets) - 1
 
     def _launch_while_ready(self) -> None:
@@ -156,6 +223,9 @@ class GradientReduce:
     def _end_round(self) -> None:
         while self._next >= 0:
             self._launch_next()
+        if self._follows and self.follower is not None:
+            self.follower.complete()
+            self.stepped = True
         self._num_rounds += 1
         self._unreduced = False
 
@@ -164,21 +234,23 @@ class GradientReduce:
         self._next -= 1
         add = index in self._reduced or bucket.keep_reduced()
         self._reduced.add(index)
-        input_N = bucket.take_gradients(self.dtype)
+        leaving = bucket.hand_over(self.dtype)
         # Nothing to add to, and no cast: the sum lands where the optimiser reads it.
         in_place = not add and self.dtype == bucket.grad_S.dtype
-        output_S = bucket.grad_S if in_place else input_N.new_empty(bucket.plan.shard_numel)
-
-        def store() -> None:
-            bucket.store_reduced(output_S, 1.0 / self.lane.world_size, add)
-
-        self._flights.append(self.lane.reduce_scatter(output_S, input_N, store))
-        while len(self._flights) > self.in_flight:
+        output_S = bucket.grad_S if in_place else leaving.buffer.new_empty(bucket.plan.shard_numel)
+        scale = self._scales[bucket.grad_S.dtype]
+        flight = self.lane.reduce_scatter(output_S, leaving.buffer, leaving.fill, leaving.read)
+        flight.follow(functools.partial(bucket.store_reduced, output_S, scale, add), self.stream)
+        self._flights.append(flight)
+        if self._follows and self.follower is not None:
+            self.follower.reduced(index, flight)
+        while len(self._flights) > (self.in_flight if self.overlap else 0):
             self._flights.popleft().wait()
 
     def _wait_all(self) -> None:
         while self._flights:
             self._flights.popleft().wait()
+        self.lane.free_filled()
 
     def _advise(self) -> None:
         if self._num_rounds > 1 and not self._advised:

@@ -1,46 +1,55 @@
-"""Sharded data parallel: ZeRO stage 2 whose communication runs under the computation (MegaScale 3.2).
+"""Sharded data parallel: ZeRO stage 1 or 2 whose communication runs under the computation (MegaScale 3.2).
 
 Wrap a module, take the optimiser from the wrapper, and keep the loop:
 
-    model = ShardedDataParallel(model)
+    model = ShardedDataParallel(model, units=model.blocks)
     optimizer = model.optimizer(torch.optim.AdamW, lr=3e-4)
     ...
     loss.backward(); optimizer.step(); optimizer.zero_grad()
 
 Each rank computes with whole parameters, and owns a 1/W shard of the float32 masters, the reduced gradients and the
 optimiser's state. Parameters are gathered bucket by bucket ahead of their use; gradients are scattered bucket by bucket
-as they complete. The results do not depend on `overlap`, `prefetch` and the speed of a rank, bit by bit.
+as they complete. Where nothing needs all gradients before the first update (no clipping by the global norm),
+`step_in_backward=True` steps each bucket as its gradients land, so that gathers move under the backward pass too
+(`collectives.eager`). The results do not depend on that, on `overlap`, `prefetch`, and the speed of a rank, bit by bit.
 
-A parameter must be read inside the forward of the module that owns it, or after that forward has begun; parameters
-whose module is not called in the first forward are waited for before every forward. A parameter without a gradient
-counts as one with zeros, also where no rank has one (plain torch would leave it out of weight decay and momentum).
-Sparse embeddings, complex or unmaterialised parameters, several devices, and moving or unfreezing parameters after
-wrapping raise. Ranks skip a step together or not at all: one that does so alone leaves the others waiting until the
-backend's timeout. Left out: ZeRO stage 3, CUDA graphs, optimisers that need whole matrices; under torch.compile the
-hooks work, but break graphs.
+A parameter must be read inside the forward of the module that owns it (of its unit, where units are given), or after
+that forward has begun; parameters whose module is not called in the first forward are waited for before every forward.
+A parameter without a gradient counts as one with zeros, also where no rank has one (plain torch would leave it out of
+weight decay and momentum). Sparse embeddings, complex or unmaterialised parameters, several devices, and moving or
+unfreezing parameters after wrapping raise. Ranks skip a step together or not at all: one that does so alone leaves the
+others waiting until the backend's timeout. Left out: ZeRO stage 3, optimisers that need whole matrices.
+
+[Note: torch.compile] Give `units`, and compile each of them (`unit.compile()`, or `unit.forward = torch.compile(...)`):
+the wait is then outside the compiled region, and does not break its graph. Modules outside the units wait for
+themselves: a graph around one of these breaks there.
+
+[Note: CUDA graphs] A step can be captured: warm up, `wait_parameters()`, then capture forward, backward, `step()` (of a
+`capturable` optimiser), `zero_grad()`, and `wait_parameters()` as the last call, which joins every stream.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives.bucket import Bucket, BucketPlan
+from collectives.eager import BackwardStep, balanced_share
 from collectives.gather import ParameterGather
-from collectives.lane import Lane
 from collectives.prepare import (
     build_buckets,
     check_module,
     check_same,
     find_owners,
-    open_groups,
+    open_lanes,
     plan_module,
     same_start,
 )
@@ -49,26 +58,33 @@ from collectives.reduce import GradientReduce, inside_backward
 from collectives.state import attach_state_hooks, full_state_dict, load_full_state_dict
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+DEFAULT_BUCKET_BYTES = 32 * 2**20
 GroupPair = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
 
 
 class ShardedDataParallel(nn.Module):
-    """Data parallel over the ranks of a group, ZeRO stage 2. Starts from rank 0's parameters and buffers.
+    """Data parallel over the ranks of a group, ZeRO stage 1 or 2. Starts from rank 0's parameters and buffers.
 
     Every rank constructs it, with the same arguments, and calls the same methods in the same order.
 
     Args:
         module: on one device; changed in place (its parameters become views of the buckets).
         group: ranks that hold replicas; None: all. Two new groups are made of it (see `open_groups`).
-        bucket_bytes: largest bucket, in bytes of the computation's dtype, unless one parameter is larger.
+        units: parts of the module, such as its blocks, that are waited for, reduced and gathered as one; their own
+            parts are called through them alone. None: every module that holds parameters waits for itself.
+        bucket_bytes: largest bucket, in bytes of the computation's dtype, unless one parameter is larger; None: a
+            bucket a unit, or 32 MiB without units.
         prefetch: all-gathers launched ahead of the computation that waits for one.
         overlap: False: every collective is waited for at once; same numbers, for comparison.
         reduce_dtype: of gradients on the wire. Gradients accumulate locally in float32 or wider.
         param_dtype: of the computation; None: as the module is. Inputs and buffers are the caller's business.
         recorder: notes every collective.
         in_flight: reduce-scatters that may be under way: bounds the memory of gradients on their way.
+        stage: of ZeRO. 1: gradients of passes under `no_sync` add up whole on every rank, and are reduced once a step.
+            2: every pass is reduced into the shards: no rank keeps whole gradients, for a reduce-scatter each pass.
         order: names of parameters in the order of their use (`execution_order`); None: order of registration.
-        groups: the process groups for gathers and for reductions, made beforehand and used by nothing else.
+        groups: the process groups for gathers and for reductions, made beforehand and used by nothing else. One group
+            twice: one communicator and one order for all, so that neither direction takes bandwidth from the other.
         timeout: of the groups made here; None: the backend's default.
 
     Raises:
@@ -80,13 +96,15 @@ class ShardedDataParallel(nn.Module):
         module: nn.Module,
         *,
         group: dist.ProcessGroup | None = None,
-        bucket_bytes: int = 2**20,
+        units: Iterable[nn.Module] | None = None,
+        bucket_bytes: int | None = None,
         prefetch: int = 2,
         overlap: bool = True,
         reduce_dtype: torch.dtype = torch.float32,
         param_dtype: torch.dtype | None = None,
         recorder: Recorder | None = None,
         in_flight: int = 4,
+        stage: Literal[1, 2] = 1,
         order: Sequence[str] | None = None,
         groups: GroupPair | None = None,
         timeout: timedelta | None = None,
@@ -94,21 +112,26 @@ class ShardedDataParallel(nn.Module):
         super().__init__()
         if prefetch < 1 or in_flight < 1:
             raise ValueError(f"prefetch and in_flight must be at least 1, got {prefetch} and {in_flight}")
-        device = check_module(module)
-        gather_group, reduce_group = groups or open_groups(group, device, ("gather", "reduce"), timeout)
+        if stage not in (1, 2):
+            raise ValueError(f"stage = {stage}: ZeRO stage 1 or 2 (stage 3 is not built)")
+        device, parts = check_module(module), tuple(units or ())
+        if bucket_bytes is None and not parts:
+            bucket_bytes = DEFAULT_BUCKET_BYTES
         self.module = module
-        self.gather_lane = Lane("gather", gather_group, device, recorder)
-        self.reduce_lane = Lane("reduce", reduce_group, device, recorder)
-        plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order)
-        check_same(self.reduce_lane, module, (plans, reduce_dtype))
+        self.gather_lane, self.reduce_lane = open_lanes(group, groups, device, timeout, recorder)
+        plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts)
+        check_same(self.reduce_lane, module, (plans, reduce_dtype, stage))
         self.reduce_lane.can_reduce_scatter(reduce_dtype)
         self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane)
         self._frozen = same_start(module, self.reduce_lane, param_dtype)
         self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap)
-        self._reduce = GradientReduce(self.buckets, self.reduce_lane, reduce_dtype, in_flight, overlap)
+        self._reduce = GradientReduce(
+            self.buckets, self.reduce_lane, reduce_dtype, in_flight, overlap, stage, self._gather.launch_all
+        )
+        self._follower: BackwardStep | None = None
         self._called: set[nn.Module] = set()
-        self._owners = find_owners(module, self.buckets)
-        self._eager = list(range(len(self.buckets)))
+        self._owners = find_owners(module, self.buckets, parts)
+        self._upfront = list(range(len(self.buckets)))
         """Buckets to wait for before any forward; all of them until one has shown which modules it calls."""
         self._seen_forward = False
         self._attach_hooks()
@@ -119,7 +142,7 @@ class ShardedDataParallel(nn.Module):
         if not inside_backward():
             self._check_unchanged()
             self.start_step()
-        self._gather.wait_for(self._eager)
+            self._gather.wait_for(self._upfront)
         result = self.module(*args, **kwargs)
         self._gather.launch_all()
         self._learn_order()
@@ -135,30 +158,38 @@ class ShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add to the gradients of this rank and communicate nothing.
+        """Backward passes inside are not a step's last one: in stage 1 they communicate nothing.
 
         Run the step's last one outside, or `finish_gradients` reduces without overlap.
         """
-        before, self._reduce.sync = self._reduce.sync, False
+        before, self._reduce.is_last = self._reduce.is_last, False
         try:
             yield
         finally:
-            self._reduce.sync = before
+            self._reduce.is_last = before
 
     def finish_gradients(self) -> None:
         """Set `.grad` of every shard: the mean over ranks of the sum over this step's backward passes.
+
+        Where the backward pass has stepped the shards already, wait for that.
 
         Raises:
             RuntimeError: the last backward pass raised.
         """
         self._reduce.finish()
-        self._gather.stale = True
+        if not self._reduce.stepped:
+            self._gather.stale = True
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all shards and ranks is at most `max_norm`; the norm before.
 
         Finishes the gradients first. Infinity only measures. The device is not waited for.
+
+        Raises:
+            ValueError: the optimiser steps in the backward pass, before the norm of all gradients can be known.
         """
+        if self.step_in_backward:
+            raise ValueError("no norm of all gradients before step_in_backward updates: build the optimiser without it")
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, got {max_norm}")
         self.finish_gradients()
@@ -197,32 +228,58 @@ class ShardedDataParallel(nn.Module):
         kind: Callable[..., OptimizerT],
         *,
         options: Callable[[str, torch.Size], Mapping[str, Any]] = lambda _name, _shape: {},
+        step_in_backward: bool = False,
+        gather_in_backward: float | None = None,
         **settings: Any,
     ) -> OptimizerT:
         """An optimiser over the shards whose `step` also finishes gradients before and starts the gathers after.
 
+        With `step_in_backward` a step's last backward pass (the one outside `no_sync`) steps bucket by bucket, with the
+        learning rate that is set then; `step()` stays in the loop and waits for the updates. A hook on the step then
+        runs once a bucket, and no step can be skipped, clipped or scaled after its backward pass.
+
         Args:
             kind: elementwise, such as torch.optim.AdamW, built as `kind(param_groups, **settings)`.
             options: settings of single parameters by name and whole shape: `{"weight_decay": 0.0}` for vectors, say.
+            step_in_backward: update each bucket as soon as its gradients are reduced.
+            gather_in_backward: share (0..1) of the all-gathers launched in that pass; None: what balances both passes.
             settings: of all others.
 
         Raises:
-            ValueError: `step` was given a closure, which would run after the gradients were finished.
+            ValueError: `step` was given a closure, which would run after the gradients were finished; or
+                `gather_in_backward` has no effect, or is not in 0..1.
         """
-        held = {name: piece for name, _, piece in self.named_shards()}
-        groups: list[dict[str, Any]] = []
-        # Groups come from all parameters, so that every rank has the same ones, some of them empty.
-        for name, shape in self.shapes().items():
-            chosen = dict(options(name, shape))
-            group = next((group for group in groups if group["chosen"] == chosen), None)
-            if group is None:
-                groups.append(group := {"params": [], "chosen": chosen})
-            group["params"] += [held[name]] if name in held else []
-        optimizer = kind([{"params": group["params"], **group["chosen"]} for group in groups], **settings)
-        optimizer.register_step_pre_hook(self._before_optimizer)
-        optimizer.register_step_post_hook(lambda *_: self.start_step())
+        if gather_in_backward is not None and not step_in_backward:
+            raise ValueError(f"gather_in_backward = {gather_in_backward}: has no effect without step_in_backward=True")
+        optimizer = kind(self._parameter_groups(options), **settings)
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        self._reduce.follower = self._follower = None
+        if step_in_backward:
+            self._step_behind_reductions(optimizer, gather_in_backward)
+        else:
+            optimizer.register_step_pre_hook(self._before_optimizer)
+            optimizer.register_step_post_hook(lambda *_: self.start_step())
         return optimizer
+
+    @property
+    def step_in_backward(self) -> bool:
+        """Whether backward passes step the optimiser; may be switched between steps, on every rank alike."""
+        return self._reduce.follower is not None
+
+    @step_in_backward.setter
+    def step_in_backward(self, value: bool) -> None:
+        if value and self._follower is None:
+            raise ValueError("step_in_backward = True: take the optimiser with optimizer(..., step_in_backward=True)")
+        self._reduce.follower = self._follower if value else None
+
+    @property
+    def overlap(self) -> bool:
+        """Whether collectives run under the computation; may be switched between steps, on every rank alike."""
+        return self._gather.overlap
+
+    @overlap.setter
+    def overlap(self, value: bool) -> None:
+        self._gather.overlap = self._reduce.overlap = value
 
     def wait_parameters(self) -> None:
         """Publish changed shards and have every parameter of the module current, to be read from outside a forward."""
@@ -245,9 +302,10 @@ class ShardedDataParallel(nn.Module):
     def _attach_hooks(self) -> None:
         for module, indices in self._owners.items():
             # First of all hooks: another one may read the parameters (weight norm).
-            module.register_forward_pre_hook(functools.partial(self._before_module, indices), prepend=True)
+            hook = torch.compiler.disable(functools.partial(self._before_module, indices))  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(hook, prepend=True)
         for bucket in self.buckets:
-            on_gradient = functools.partial(self._reduce.on_gradient, bucket.plan.index)
+            on_gradient = self._reduce.hook(bucket.plan.index)
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
@@ -256,9 +314,12 @@ class ShardedDataParallel(nn.Module):
             self._called.add(module)
         if self._gather.settled:
             return
+        if inside_backward():  # recomputation
+            self._gather.wait_for(indices)
+            return
         if self._gather.stale:  # called past our own forward, as `sharded.module.encode(x)` is
             self.start_step()
-        self._gather.wait_for(self._eager)
+        self._gather.wait_for(self._upfront)
         self._gather.wait_for(indices)
 
     def _learn_order(self) -> None:
@@ -267,7 +328,7 @@ class ShardedDataParallel(nn.Module):
             return
         self._seen_forward = True
         uncalled = [indices for module, indices in self._owners.items() if module not in self._called]
-        self._eager = sorted({index for indices in uncalled for index in indices})
+        self._upfront = sorted({index for indices in uncalled for index in indices})
         self._called.clear()
 
     def _check_unchanged(self) -> None:
@@ -279,6 +340,37 @@ class ShardedDataParallel(nn.Module):
 
     def _norm_dtype(self) -> torch.dtype:
         return functools.reduce(torch.promote_types, (b.grad_S.dtype for b in self.buckets), torch.float32)
+
+    def _parameter_groups(self, options: Callable[[str, torch.Size], Mapping[str, Any]]) -> list[dict[str, Any]]:
+        held = {name: piece for name, _, piece in self.named_shards()}
+        groups: list[dict[str, Any]] = []
+        # Groups come from all parameters, so that every rank has the same ones, some of them empty.
+        for name, shape in self.shapes().items():
+            chosen = dict(options(name, shape))
+            group = next((group for group in groups if group["chosen"] == chosen), None)
+            if group is None:
+                groups.append(group := {"params": [], "chosen": chosen})
+            group["params"] += [held[name]] if name in held else []
+        return [{"params": group["params"], **group["chosen"]} for group in groups]
+
+    def _step_behind_reductions(self, optimizer: torch.optim.Optimizer, share: float | None) -> None:
+        if share is None:
+            share = balanced_share(self.plans[0].dtype, self._reduce.dtype)
+        on_device = self._reduce.stream is not None
+        take_step = functools.partial(type(optimizer).step, optimizer)
+        # The host does not wait for a device: one reduction in between covers an update. The CPU waits for a reduction.
+        lag = 1 if on_device else self._reduce.in_flight
+        self._follower = BackwardStep(self.buckets, self._gather, take_step, share, lag, self._reduce.stream)
+        self._reduce.follower = self._follower
+
+        def finish(_optimizer: torch.optim.Optimizer, closure: object = None) -> None:
+            self._before_optimizer(_optimizer, (_optimizer, closure), {})
+            if not self._reduce.stepped:
+                take_step()
+            self._reduce.begin_step()
+            self.start_step()
+
+        optimizer.step = types.MethodType(finish, optimizer)  # type: ignore[method-assign]
 
     def _before_optimizer(self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):

@@ -31,6 +31,8 @@ Outcome = str
 """Empty, or a traceback."""
 
 CASES: list[Case] = []
+GPU_CASES: list[Case] = []
+"""Those that only a CUDA device can run."""
 WIDTH = 12
 BUCKET_BYTES = 1000
 
@@ -42,6 +44,8 @@ def case(function: Case) -> Case:
 
 def run_cases(context: RankContext, names: list[str], device: str, folder: str) -> dict[str, Outcome]:
     """Each case in process groups of its own, so that one that fails leaves the next alone."""
+    import tests.collectives.step_cases  # noqa: F401 - adds its cases
+
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     if device == "cuda":
@@ -57,7 +61,7 @@ def run_cases(context: RankContext, names: list[str], device: str, folder: str) 
             world_size=world_size,
             timeout=timedelta(seconds=30),
         )
-        outcomes[name] = _run(next(case for case in CASES if case.__name__ == name), rank, world_size)
+        outcomes[name] = _run(next(case for case in (*CASES, *GPU_CASES) if case.__name__ == name), rank, world_size)
         dist.destroy_process_group()
     return outcomes
 

@@ -110,7 +110,9 @@ def test_gradients_taken_are_the_sum_of_those_given(
                 total += grad
         bucket.fold_gradients(torch.float32)
         assert all(parameter.grad is None for parameter in bucket.parameters)
-    assert torch.equal(bucket.take_gradients(torch.float32).double(), expected_N)
+    leaving = bucket.hand_over(torch.float32)
+    leaving.fill()
+    assert torch.equal(leaving.buffer.double(), expected_N)
     assert bucket.local_N is None
 
 
@@ -119,7 +121,7 @@ def test_a_gradient_that_the_user_put_there_is_added_to() -> None:
     first, second = bucket.pieces
     first.parameter.grad = torch.full((3,), 5.0)
     assert bucket.keep_reduced()
-    bucket.store_reduced(torch.ones(5), 0.5, add=True)
+    bucket.store_reduced(torch.ones(5), torch.tensor([0.5]), add=True)
     assert first.grad.tolist() == [5.5] * 3
     assert second.grad.tolist() == [0.5] * 2
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+import torch
 
 from collectives import Recorder, StepComm
+from collectives.clock import TimeBase, take_mark
 
 
 def recorded(recorder: Recorder, step: int, num_gathers: int) -> StepComm:
@@ -76,3 +80,108 @@ def test_a_step_that_raised_is_dropped() -> None:
     assert recorded(recorder, 1, 1).num_collectives == 1
     with pytest.raises(RuntimeError, match="without begin_step"):
         recorder.end_step()
+
+
+def test_spans_are_on_the_clock_of_the_host() -> None:
+    recorder = Recorder()
+    before_ns = time.perf_counter_ns()
+    recorder.begin_step(3)
+    with recorder.computing("forward", micro_batch=2):
+        pass
+    with recorder.launching("pp", "send", 8, lane="send forward", labels={"peer": 1}, flow="0-1") as collective:
+        pass
+    with recorder.waiting(collective):
+        pass
+    spans = {span.lane: span for span in recorder.end_step().spans()}
+    after_ns = time.perf_counter_ns()
+    assert {lane: span.name for lane, span in spans.items()} == {
+        "step": "step 3",
+        "compute": "forward",
+        "wait": "wait for send",
+        "send forward": "send",
+    }
+    step, sent = spans["step"], spans["send forward"]
+    assert before_ns <= step.start_ns <= step.end_ns <= after_ns
+    for span in spans.values():
+        assert step.start_ns <= span.start_ns <= span.end_ns <= step.end_ns
+    assert spans["compute"].labels == {"step": 3, "micro_batch": 2}
+    assert sent.labels == {"step": 3, "group": "pp", "bytes": 8, "peer": 1}
+    assert sent.flow == "0-1 step 3"
+    assert spans["compute"].end_ns <= sent.start_ns <= spans["wait"].start_ns <= sent.end_ns
+
+
+def test_a_collective_that_nobody_waited_for_has_no_span_yet() -> None:
+    recorder = Recorder()
+    recorder.begin_step(0)
+    with recorder.launching("gather", "all_gather", 8) as collective:
+        pass
+    comm = recorder.end_step()
+    assert [span.lane for span in comm.spans()] == ["step"]
+    with recorder.waiting(collective):
+        pass
+    assert [span.lane for span in comm.spans()] == ["step", "gather"]
+    collective.end = time.perf_counter_ns()  # as a lane does that watches its collectives
+    assert comm.spans()[-1].end_ns == collective.end
+
+
+def test_computations_outside_a_step_are_not_kept() -> None:
+    recorder = Recorder()
+    with recorder.computing("forward"):
+        pass
+    assert not recorder.steps
+    assert [span.lane for span in recorded(recorder, 0, 0).spans()] == ["step"]
+
+
+def test_a_time_base_is_renewed_when_it_has_grown_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    first, second = recorded(recorder, 0, 0), recorded(recorder, 1, 0)
+    assert first._time_base is second._time_base
+    monkeypatch.setattr(TimeBase, "age_s", 61.0)
+    assert recorded(recorder, 2, 0)._time_base is not first._time_base
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found none")
+def test_events_of_all_streams_lie_on_the_clock_of_the_host() -> None:
+    recorder, side = Recorder("cuda"), torch.cuda.Stream()
+    a_MM = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    before_ns = time.perf_counter_ns()
+    recorder.begin_step(0)
+    with recorder.computing("matmul"):
+        a_MM @ a_MM
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), recorder.launching("copy", "send", a_MM.nbytes) as collective:
+        b_MM = a_MM.clone()
+    with recorder.waiting(collective):
+        torch.cuda.current_stream().wait_stream(side)
+    comm = recorder.end_step()
+    spans = {span.lane: span for span in comm.spans()}
+    after_ns = time.perf_counter_ns()
+    assert comm._time_base is not None
+    slack_ns = comm._time_base.uncertainty_ns + 10_000
+    assert slack_ns < 1_000_000
+    assert before_ns - slack_ns <= spans["step"].start_ns < spans["step"].end_ns <= after_ns + slack_ns
+    assert spans["compute"].end_ns <= spans["copy"].start_ns + 10_000
+    assert spans["copy"].end_ns > spans["copy"].start_ns
+    assert spans["copy"].end_ns <= spans["wait"].end_ns + 10_000
+    assert torch.equal(a_MM, b_MM)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found none")
+def test_a_capture_is_not_timed() -> None:
+    graph, x = torch.cuda.CUDAGraph(), torch.ones(8, device="cuda")
+    recorder = Recorder("cuda")
+    recorder.begin_step(0)
+    with torch.cuda.graph(graph):
+        assert take_mark(by_events=True) is None
+        with recorder.computing("add"), recorder.launching("pp", "send", 32) as collective:
+            x += 1
+        with recorder.waiting(collective):
+            pass
+    graph.replay()
+    comm = recorder.end_step()
+    assert [span.lane for span in comm.spans()] == ["step"]
+    assert comm.exposed_s == 0
+    assert x.tolist() == [2.0] * 8

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.collectives.cases import CASES, Case
+import tests.collectives.step_cases  # noqa: F401 - adds its cases
+from tests.collectives.cases import CASES, GPU_CASES, Case, Outcome
 from tests.collectives.conftest import Run
 
 NUM_GPUS = torch.cuda.device_count()
@@ -24,5 +25,15 @@ RANKS = [
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_among_ranks(case: Case, ranks: tuple[int, str], run_case: Run) -> None:
-    failed = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(run_case(case, *ranks)) if outcome]
+    _assert_passed(run_case(case, *ranks))
+
+
+@pytest.mark.parametrize("ranks", RANKS[2:])
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.__name__)
+def test_among_gpus(case: Case, ranks: tuple[int, str], run_case: Run) -> None:
+    _assert_passed(run_case(case, *ranks))
+
+
+def _assert_passed(outcomes: list[Outcome]) -> None:
+    failed = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if outcome]
     assert not failed, "\n".join(failed)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import logging
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +18,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from collectives import Recorder, ShardedDataParallel, execution_order
-from tests.collectives.cases import adamw, assert_same, batches, net, reference, train
+from collectives.bucket import plan_buckets
+from collectives.eager import NUM_UNMOVED, balanced_share, choose_early
+from tests.collectives.cases import adamw, assert_close, assert_same, batches, net, reference, train
+from tests.collectives.step_cases import (
+    a_captured_step_equals_an_eager_one,
+    compile_forward,
+    compile_module,
+    train_compiled,
+)
 
 
 @settings(deadline=None, max_examples=25)
@@ -138,3 +148,74 @@ def test_one_gpu_equals_plain_torch(overlap: bool) -> None:
     with torch.device("cuda"):
         sharded = ShardedDataParallel(net(torch.float32), bucket_bytes=500, overlap=overlap)
         assert_same(train(sharded, 3, 0, 1), reference(net(torch.float32), 3, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found none")
+def test_a_step_can_be_captured() -> None:
+    with torch.device("cuda"):
+        a_captured_step_equals_an_eager_one(0, 1)
+
+
+@pytest.mark.parametrize("compile_unit", [compile_forward, compile_module])
+@pytest.mark.parametrize("before", [True, False])
+def test_compiled_units_are_whole_graphs(compile_unit: Callable[[nn.Module], None], before: bool) -> None:
+    state = train_compiled(compile_unit, before, 0, 1)
+    assert_close(state, reference(net(), 2, 1), rtol=1e-9, atol=1e-11)
+
+
+def test_a_wrapper_that_is_dropped_keeps_no_buffer() -> None:
+    def train_once() -> list[weakref.ref[torch.Tensor]]:
+        sharded = ShardedDataParallel(net(torch.float32))
+        train(sharded, 1, 0, 1)
+        return [weakref.ref(bucket.full_N) for bucket in sharded.buckets]
+
+    buffers = train_once()
+    gc.collect()
+    assert all(buffer() is None for buffer in buffers)
+
+
+@pytest.mark.parametrize(
+    ("units", "says"),
+    [
+        (lambda model: [model[0], nn.Linear(2, 2)], r"units\[1\] \(Linear\) is no part"),
+        (lambda model: [model[1], model[1][0]], r"units\[1\] \(Linear\) lies in another"),
+        (lambda model: [model[1][0], model], r"units\[1\] \(Sequential\) lies in another unit, or holds one"),
+    ],
+)
+def test_units_are_parts_that_do_not_overlap(units: Callable[[nn.Sequential], list[nn.Module]], says: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    with pytest.raises(ValueError, match=says):
+        ShardedDataParallel(model, units=units(model))
+
+
+def test_zero_has_two_stages_here() -> None:
+    with pytest.raises(ValueError, match="stage 3 is not built"):
+        ShardedDataParallel(nn.Linear(2, 2), stage=3)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    share=st.floats(0, 1),
+)
+def test_the_moved_share_is_spread_evenly(sizes: list[int], share: float) -> None:
+    plans = plan_buckets([(str(i), torch.Size([n]), torch.float32) for i, n in enumerate(sizes)], 1, 1)
+    early = choose_early(plans, share)
+    assert not early & set(range(NUM_UNMOVED))
+    # Never more than the share, counted from the front; all of what can move, where all was asked for.
+    moved = before = 0
+    for plan in plans:
+        before += plan.numel
+        moved += plan.numel if plan.index in early else 0
+        assert moved <= share * before * (1 + 1e-6) + 1e-6
+        if share == 1.0 and plan.index >= NUM_UNMOVED:
+            assert plan.index in early
+
+
+def test_the_balanced_share_makes_both_passes_as_long_as_their_communication() -> None:
+    assert balanced_share(torch.bfloat16, torch.bfloat16) == pytest.approx(1 / 3)
+    assert balanced_share(torch.bfloat16, torch.float32) == 0.0
+    # Backward takes 2, forward 1; reduce-scatter and all-gather 1.5 each: 2 = 1.5 + x * 1.5, 1 = (1 - x) * 1.5.
+    share = balanced_share(torch.float32, torch.float32)
+    assert 1.5 + share * 1.5 == pytest.approx(2.0)
+    assert (1 - share) * 1.5 == pytest.approx(1.0)

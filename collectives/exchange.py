@@ -1,0 +1,320 @@
+"""All-gathers and reduce-scatters of a tensor-parallel group, handed to the computation part by part (MegaScale 3.2).
+
+A matrix that is spread over the ranks by rows is multiplied as its parts arrive (`gather`); the parts of a product
+leave as they are computed (`scatter`). Two ways to carry the parts:
+
+- `PeerTensorExchange`: all GPUs of the group reach each other's memory; copy engines carry the rows of one rank each,
+  and no multiprocessor is taken from the matrix products;
+- `LaneTensorExchange`: anything torch.distributed runs on; a lane carries some rows of all ranks each.
+
+Left out: sums of partial products in a ring (one rounding more a hop, and each hop waits for the one before).
+
+Shapes: W ranks, m rows of a rank, M = W * m, C columns. Row r * m + i of the whole is row i of rank r. A part is a
+`Rows` into the view [W, m, C] of a whole matrix.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collectives.lane import Flight, Lane
+from collectives.recorder import Collective, Recorder
+from collectives.symmetric import PeerExchange, why_unusable
+from netlayer.errors import HardwareMissing
+
+Rows = tuple[slice, slice]
+"""Ranks and rows of each: an index into [W, m, C]."""
+
+DEFAULT_CHUNKS = 4
+_LEAST_SLOT_BYTES = 2**20  # a window is a matter of many messages: few are made
+
+
+class Gathering(ABC):
+    """An all-gather under way. Iterate over `parts` first, then ask for `whole`, then `close`."""
+
+    @abstractmethod
+    def parts(self) -> Iterator[tuple[Rows, Tensor]]:
+        """Every part once, in the order in which they arrive: which rows, and their values [ranks, rows, C]."""
+
+    @abstractmethod
+    def whole(self) -> Tensor:
+        """[M, C], to be read before `close`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """What was gathered has been read, once the current stream comes here."""
+
+
+class Scattering(ABC):
+    """A reduce-scatter under way. Fill each of `parts` in the body of the loop over it, then ask for the `result`."""
+
+    @abstractmethod
+    def parts(self) -> Iterator[tuple[Rows, Tensor]]:
+        """Every part once: which rows, and a buffer [ranks, rows, C] to fill with this rank's summand."""
+
+    @abstractmethod
+    def result(self) -> Tensor:
+        """The sum over ranks of this rank's rows, [m, C]."""
+
+
+class TensorExchange(ABC):
+    """One rank's side of a tensor-parallel group; every rank calls the same methods in the same order.
+
+    One gathering and one scattering may be under way at a time.
+    """
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def gather(self, own_mC: Tensor) -> Gathering:
+        """Start to gather every rank's rows."""
+
+    @abstractmethod
+    def scatter(self, num_rows: int, num_columns: int, like: Tensor) -> Scattering:
+        """Begin a sum over ranks of matrices [W * num_rows, num_columns] of the dtype of `like`."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, in place, waited for."""
+
+
+def open_exchange(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    path: str = "auto",
+    chunks: int = DEFAULT_CHUNKS,
+    recorder: Recorder | None = None,
+) -> TensorExchange:
+    """The best exchange for a tensor-parallel group; every rank of it calls this.
+
+    Args:
+        group: used by nothing else from now on; None: one rank alone.
+        path: `peer` (memory of the peers), `lane` (torch.distributed), or `auto`: peer where it can be.
+        chunks: parts of a gather or scatter by lane; more hide more, and make smaller matrix products.
+
+    Raises:
+        HardwareMissing: `peer` was asked for and cannot be.
+    """
+    if path not in ("auto", "peer", "lane"):
+        raise ValueError(f"path must be auto, peer or lane, got {path!r}")
+    alone = group is None or dist.get_world_size(group) == 1
+    if path != "lane" and not alone:
+        reason = why_unusable(group, device)
+        if reason is None:
+            assert group is not None
+            return PeerTensorExchange(group, device, recorder)
+        if path == "peer":
+            raise HardwareMissing(f"no peer memory in this group: {reason}; take path='lane'")
+    return LaneTensorExchange(Lane("tensor", None if alone else group, device, recorder), chunks)
+
+
+class PeerTensorExchange(TensorExchange):
+    """Parts are the rows of one rank. Windows grow as matrices do: call `reserve` before a CUDA graph is captured."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, recorder: Recorder | None = None) -> None:
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.group, self.device, self.recorder = group, device, recorder
+        self._windows: dict[str, PeerExchange] = {}
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make room for rows of `num_bytes` a rank; every rank calls it."""
+        for kind in ("gather", "scatter"):
+            self._window(kind, num_bytes)
+
+    def gather(self, own_mC: Tensor) -> Gathering:
+        own_mC = own_mC.contiguous()
+        _check_sendable(own_mC)
+        return _PeerGathering(self, self._window("gather", own_mC.numel() * own_mC.element_size()), own_mC)
+
+    def scatter(self, num_rows: int, num_columns: int, like: Tensor) -> Scattering:
+        partial_WmC = like.new_empty(self.world_size, num_rows, num_columns)
+        _check_sendable(partial_WmC[0])
+        num_bytes = partial_WmC[0].numel() * partial_WmC.element_size()
+        return _PeerScattering(self, self._window("scatter", num_bytes), partial_WmC)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def waiting(self, collective: Collective | None) -> AbstractContextManager[None]:
+        if self.recorder is None or collective is None:
+            return nullcontext()
+        return self.recorder.waiting(collective)
+
+    def launching(self, kind: str, num_bytes: int) -> AbstractContextManager[Collective | None]:
+        """Around all sends of one collective, on the stream that carries them."""
+        if self.recorder is None:
+            return nullcontext()
+        return self.recorder.launching("tensor", kind, num_bytes, lane=f"tensor {kind}")
+
+    def _window(self, kind: str, num_bytes: int) -> PeerExchange:
+        window = self._windows.get(kind)
+        if window is None or window.slot_bytes < num_bytes:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"no window for {num_bytes} bytes yet: call reserve({num_bytes}) before capturing")
+            # The new window's start waits for all ranks and their devices: nobody uses the old one any longer.
+            slot_bytes = max(_LEAST_SLOT_BYTES, 1 << (num_bytes - 1).bit_length())
+            self._windows[kind] = window = PeerExchange(self.group, slot_bytes, self.device)
+        return window
+
+
+class _PeerGathering(Gathering):
+    def __init__(self, exchange: PeerTensorExchange, window: PeerExchange, own_mC: Tensor) -> None:
+        self._exchange, self._window, self._own_mC = exchange, window, own_mC
+        self._is_whole = False
+        window.begin()
+        num_bytes = own_mC.numel() * own_mC.element_size()
+        self._staged_WmC = window.staged(num_bytes).view(own_mC.dtype).view(exchange.world_size, *own_mC.shape)
+        with exchange.launching("all_gather", num_bytes * exchange.world_size) as self._collective:
+            for ahead in range(1, exchange.world_size):
+                window.send(own_mC, ahead)
+
+    def parts(self) -> Iterator[tuple[Rows, Tensor]]:
+        rank, world_size = self._exchange.rank, self._exchange.world_size
+        yield _rows_of(rank), self._own_mC.unsqueeze(0)
+        for behind in range(1, world_size):
+            source = (rank - behind) % world_size
+            with self._exchange.waiting(self._collective):
+                self._window.wait(behind)
+            yield _rows_of(source), self._staged_WmC[source].unsqueeze(0)
+
+    def whole(self) -> Tensor:
+        if not self._is_whole:
+            self._window.send(self._own_mC, 0)
+            with self._exchange.waiting(self._collective):
+                self._window.wait(1, self._exchange.world_size - 1)
+                self._window.join()
+            self._is_whole = True
+        return self._staged_WmC.flatten(0, 1)
+
+    def close(self) -> None:
+        self._window.finish()
+
+
+class _PeerScattering(Scattering):
+    def __init__(self, exchange: PeerTensorExchange, window: PeerExchange, partial_WmC: Tensor) -> None:
+        self._exchange, self._window, self._partial_WmC = exchange, window, partial_WmC
+        self._collective: Collective | None = None
+        window.begin()
+
+    def parts(self) -> Iterator[tuple[Rows, Tensor]]:
+        rank, world_size = self._exchange.rank, self._exchange.world_size
+        for ahead in range(1, world_size):  # this rank's own rows last: they need not travel
+            peer = (rank + ahead) % world_size
+            part_mC = self._partial_WmC[peer]
+            yield _rows_of(peer), part_mC.unsqueeze(0)
+            num_bytes = self._partial_WmC.numel() * self._partial_WmC.element_size() // (world_size - 1)
+            with self._exchange.launching("reduce_scatter", num_bytes) as self._collective:
+                self._window.send(part_mC, ahead)
+        yield _rows_of(rank), self._partial_WmC[rank].unsqueeze(0)
+
+    def result(self) -> Tensor:
+        own_mC = self._partial_WmC[self._exchange.rank]
+        out_mC = torch.empty_like(own_mC)
+        with self._exchange.waiting(self._collective):
+            self._window.wait(1, self._exchange.world_size - 1)
+        self._window.reduce(own_mC, out_mC)
+        self._window.finish()
+        return out_mC
+
+
+class LaneTensorExchange(TensorExchange):
+    """Parts are some rows of every rank, each one collective of torch.distributed.
+
+    Args:
+        lane: of the tensor-parallel group.
+        chunks: parts, where the number of rows divides by it; else the next smaller number that divides.
+    """
+
+    def __init__(self, lane: Lane, chunks: int = DEFAULT_CHUNKS) -> None:
+        if chunks < 1:
+            raise ValueError(f"chunks must be at least 1, got {chunks}")
+        self.rank, self.world_size = lane.rank, lane.world_size
+        self.lane, self.chunks = lane, chunks if lane.world_size > 1 else 1
+
+    def gather(self, own_mC: Tensor) -> Gathering:
+        return _LaneGathering(self, own_mC)
+
+    def scatter(self, num_rows: int, num_columns: int, like: Tensor) -> Scattering:
+        return _LaneScattering(self, like.new_empty(num_rows, num_columns))
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.lane.all_reduce(tensor)
+        return tensor
+
+    def slices(self, num_rows: int) -> list[slice]:
+        """The rows of each part."""
+        chunks = next(count for count in range(min(self.chunks, num_rows), 0, -1) if num_rows % count == 0)
+        step = num_rows // chunks
+        return [slice(start, start + step) for start in range(0, num_rows, step)]
+
+
+class _LaneGathering(Gathering):
+    def __init__(self, exchange: LaneTensorExchange, own_mC: Tensor) -> None:
+        self._exchange, self._own_mC = exchange, own_mC
+        self._flights: list[tuple[slice, Tensor, Flight]] = []
+        for rows in exchange.slices(own_mC.shape[0]):
+            part_WiC = own_mC.new_empty(exchange.world_size, rows.stop - rows.start, own_mC.shape[1])
+            part_WiC[exchange.rank] = own_mC[rows]
+            self._flights.append((rows, part_WiC, exchange.lane.all_gather(part_WiC.view(-1))))
+
+    def parts(self) -> Iterator[tuple[Rows, Tensor]]:
+        for rows, part_WiC, flight in self._flights:
+            flight.wait()
+            yield (slice(None), rows), part_WiC
+
+    def whole(self) -> Tensor:
+        whole_WmC = self._own_mC.new_empty(self._exchange.world_size, *self._own_mC.shape)
+        for rows, part_WiC, flight in self._flights:
+            flight.wait()
+            whole_WmC[:, rows] = part_WiC
+        return whole_WmC.flatten(0, 1)
+
+    def close(self) -> None:
+        for _, _, flight in self._flights:
+            flight.wait()
+
+
+class _LaneScattering(Scattering):
+    def __init__(self, exchange: LaneTensorExchange, out_mC: Tensor) -> None:
+        self._exchange, self._out_mC = exchange, out_mC
+        self._flights: list[Flight] = []
+
+    def parts(self) -> Iterator[tuple[Rows, Tensor]]:
+        for rows in self._exchange.slices(self._out_mC.shape[0]):
+            shape = (self._exchange.world_size, rows.stop - rows.start, self._out_mC.shape[1])
+            part_WiC = self._out_mC.new_empty(shape)
+            yield (slice(None), rows), part_WiC
+            out = self._out_mC[rows].view(-1)
+            self._flights.append(self._exchange.lane.reduce_scatter(out, part_WiC.view(-1), _nothing))
+
+    def result(self) -> Tensor:
+        for flight in self._flights:
+            flight.wait()
+        return self._out_mC
+
+
+def _check_sendable(rows_mC: Tensor) -> None:
+    """Before anything is sent: a refusal later would leave the peers waiting."""
+    if rows_mC.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"peer memory carries bfloat16, float16 and float32, got {rows_mC.dtype}; take path='lane'")
+    num_bytes = rows_mC.numel() * rows_mC.element_size()
+    if num_bytes % 16:
+        shape = " x ".join(map(str, rows_mC.shape))
+        raise ValueError(f"peer memory carries multiples of 16 bytes, got {shape} = {num_bytes}; take path='lane'")
+
+
+def _rows_of(rank: int) -> Rows:
+    return slice(rank, rank + 1), slice(None)
+
+
+def _nothing() -> None:
+    """Nothing follows a sum."""

@@ -1,0 +1,203 @@
+"""How a health check is made: data that is known byte by byte, times by the device's own clock, and the row of it all.
+
+Times are by events on CUDA, by the host's clock elsewhere; percentiles are by nearest rank, as in the benches. Left
+out: what a good figure is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Progress = Callable[[int, int], None]
+"""Called with the parts of a check that are done, and all of them."""
+
+_PERIOD = 65521  # bytes of a pattern; prime: no part of a power-of-two size begins where another did
+_LEAST_REPEATS = 3
+
+
+class HealthRow(TypedDict):
+    """One row of a check.
+
+    Args:
+        check: which one: `gemm`, `copy`, `all_to_all`, `all_reduce`, `pairs`.
+        rank: in the world; of a pair, the lower one. 0 where there is no process group.
+        peer: the other rank of a pair.
+        round: of a pair, from 0.
+        direction: which way data went.
+        device: name of the rank's device.
+        size_bytes: of one matrix, one copy, a rank's whole buffer, or one message.
+        p50_us, p99_us, min_us: times of single iterations.
+        iterations_us: all of them, in order.
+        wrong: elements that came out wrong.
+        ok: whether none did.
+        tflops: 1e12 operations a second; a multiplication and its addition are two.
+        bw_gbs: 1e9 bytes a second that arrived; a copy's bytes count once.
+        alg_bw_gbs, bus_bw_gbs: as in nccl-tests.
+    """
+
+    check: str
+    rank: int
+    peer: NotRequired[int]
+    round: NotRequired[int]
+    direction: NotRequired[str]
+    device: str
+    size_bytes: int
+    p50_us: float
+    p99_us: float
+    min_us: float
+    iterations_us: list[float]
+    wrong: int
+    ok: bool
+    tflops: NotRequired[float]
+    bw_gbs: NotRequired[float]
+    alg_bw_gbs: NotRequired[float]
+    bus_bw_gbs: NotRequired[float]
+
+
+def make_row(check: str, rank: int, device: str, size_bytes: int, times_us: Sequence[float], wrong: int) -> HealthRow:
+    """A row without the figures that only one kind of check has."""
+    kept = sorted(times_us)
+    return HealthRow(
+        check=check,
+        rank=rank,
+        device=device,
+        size_bytes=size_bytes,
+        p50_us=kept[len(kept) // 2],
+        p99_us=kept[math.ceil(len(kept) * 0.99) - 1],
+        min_us=kept[0],
+        iterations_us=list(times_us),
+        wrong=wrong,
+        ok=wrong == 0,
+    )
+
+
+def giga_per_second(amount: float, time_us: float) -> float:
+    """Billions of something a second; 0 where the clock saw no time pass."""
+    return amount / 1e3 / time_us if time_us > 0 else 0.0
+
+
+def time_calls(
+    device: torch.device, num: int, call: Callable[[], object], before: Callable[[], object] | None = None
+) -> list[float]:
+    """Microseconds of each of `num` calls; `before` runs ahead of each and is not timed. Waits for the device."""
+    if device.type != "cuda":
+        return [_time_on_host(call, before) for _ in range(num)]
+    marks = []
+    for _ in range(num):
+        if before is not None:
+            before()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        call()
+        end.record()
+        marks.append((start, end))
+    torch.cuda.synchronize(device)
+    return [1e3 * float(start.elapsed_time(end)) for start, end in marks]
+
+
+def measure(
+    device: torch.device,
+    repeats: int,
+    budget_s: float,
+    call: Callable[[], object],
+    before: Callable[[], object] | None = None,
+    agree: Callable[[float], float] = float,
+) -> list[float]:
+    """`time_calls` after a warm-up, as often as the budget allows: at least 3 times, at most `repeats` times.
+
+    Args:
+        device: that the calls run on.
+        repeats: most calls.
+        budget_s: seconds that they may take together.
+        call, before: as in `time_calls`.
+        agree: turns this rank's time of one call, us, into the one that all ranks with the same calls go by.
+    """
+    time_calls(device, 1, call, before)
+    one_us = agree(time_calls(device, 1, call, before)[0])
+    affordable = int(1e6 * budget_s / one_us) if one_us > 0 else repeats
+    return time_calls(device, min(repeats, max(affordable, _LEAST_REPEATS)), call, before)
+
+
+def slowest_of(group: dist.ProcessGroup, device: torch.device) -> Callable[[float], float]:
+    """For `measure`: every rank of the group goes by the longest time."""
+
+    def agree(one_us: float) -> float:
+        slowest = torch.tensor(one_us, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        return float(slowest)
+
+    return agree
+
+
+def pattern(num_bytes: int, device: torch.device, *seed: int) -> Tensor:
+    """Random bytes that depend on every number of the seed, shape [num_bytes]; they repeat after a prime number."""
+    digest = hashlib.sha256(repr(seed).encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
+    period = torch.randint(256, (_PERIOD,), dtype=torch.uint8, generator=generator, device="cpu").to(device)
+    return period.repeat(-(-num_bytes // _PERIOD))[:num_bytes]
+
+
+def poison(buffer: Tensor, expected: Tensor) -> None:
+    """Fill a buffer so that every byte of it is wrong."""
+    torch.bitwise_not(expected, out=buffer)
+
+
+def count_wrong(result: Tensor, expected: Tensor) -> int:
+    """Elements that differ."""
+    return int((result != expected).sum())
+
+
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """Where this group's tensors live: the current CUDA device with NCCL, else the CPU."""
+    backends = dist.get_backend_config(group)
+    return torch.device("cuda", torch.cuda.current_device()) if "cuda:nccl" in backends else torch.device("cpu")
+
+
+def gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """One object of each rank, in rank order, on all ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
+
+
+def world_rank() -> int:
+    """This rank in the world; 0 where there is none."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def device_name(device: torch.device) -> str:
+    """As its vendor calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, "") or platform.processor() or platform.machine()
+
+
+def check_arguments(num_bytes: int, repeats: int, budget_s: float) -> None:
+    """Raise ValueError for what no check can do."""
+    if num_bytes < 1 or repeats < 1 or not budget_s > 0:
+        raise ValueError(
+            f"size, repeats and budget_s must be above zero, got {num_bytes} bytes, {repeats} and {budget_s} s"
+        )
+
+
+def _time_on_host(call: Callable[[], object], before: Callable[[], object] | None) -> float:
+    if before is not None:
+        before()
+    start_s = time.perf_counter()
+    call()
+    return 1e6 * (time.perf_counter() - start_s)

@@ -1,0 +1,237 @@
+"""Opening the communicators between the stages of a pipeline, and agreeing on what they carry.
+
+Link s joins stage s and stage s + 1; the last one joins the last stage and the first (interleaved schedules need it).
+
+[Note: one communicator for each direction of each link] NCCL runs the sends and receives of a communicator one after
+the other, in the order of their launch, and a send ends when the peer's receive runs. Two directions on one
+communicator would wait for each other, and so would a stage's two neighbours. Links are coloured so that no stage has
+two of one colour: even, odd, and the one that wraps around, which with two stages joins the same pair as the first.
+Each colour and direction is one process group of all stages, made by all of them in the same order; inside it NCCL
+makes a communicator for each pair that exchanges something (for all stages, where the world was given a `device_id`).
+No collective ever runs in these groups: torch would then take its communicator, and its stream, for the messages too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from collectives.link import Kind, Link
+from collectives.recorder import Recorder
+from collectives.traffic import DIRECTIONS, Direction, Traffic, digest
+from collectives.watch import Watch
+from netlayer.errors import ConfigError
+
+LinkGroups = Mapping[tuple[str, Direction], "dist.ProcessGroup"]
+"""By colour of the link and direction."""
+
+_COLOURS = ("even", "odd", "wrap")
+_HELLO_BYTES = 1024
+MAX_CTAS = 4
+"""Blocks (CTAs) that a message may occupy: a posted receive holds them, spinning, until its message has come. Each
+carries about 20 GB/s over NVLink 4, and leaves one multiprocessor less to the computation."""
+
+
+def open_link_groups(
+    pipelines: Iterable[Sequence[int]],
+    device: torch.device | str,
+    wraps: bool,
+    *,
+    max_ctas: int | None = MAX_CTAS,
+    timeout: timedelta | None = None,
+) -> LinkGroups:
+    """The process groups of all pipelines of a job; returns those of the one that this rank is in.
+
+    All ranks of the world call it with the same arguments. `PipelineLinks` does it by itself for a single pipeline, and
+    without the other ranks where torch allows that.
+
+    Args:
+        pipelines: global ranks of each, in order of its stages: `layout.groups("pp")`.
+        wraps: whether the last stage exchanges messages with the first.
+        max_ctas: NCCL's limit for each of these communicators; None: as NCCL likes it.
+        timeout: of the groups; None: the backend's default.
+    """
+    own: LinkGroups = {}
+    for ranks in pipelines:
+        groups = _new_groups(list(ranks), torch.device(device), wraps, max_ctas, timeout, local=False)
+        if dist.get_rank() in ranks:
+            own = groups
+    return own
+
+
+class PipelineLinks:
+    """The communicators of a stage with its neighbours. All stages open them together, with the same arguments.
+
+    Args:
+        group: the ranks of the pipeline in the order of its stages; None: all ranks.
+        device: of every tensor.
+        wraps: whether the last stage exchanges messages with the first.
+        groups: made with `open_link_groups`; None: opened here, as there.
+        max_ctas, timeout: as there.
+
+    Raises:
+        ValueError: this rank is not in the group, or `groups` are needed.
+        ConfigError: TORCH_NCCL_BLOCKING_WAIT is set: every posted receive would block the host.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str,
+        wraps: bool,
+        *,
+        groups: LinkGroups | None = None,
+        max_ctas: int | None = MAX_CTAS,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
+            raise ConfigError("TORCH_NCCL_BLOCKING_WAIT", 1, "lets every receive block the host", "unset it")
+        self.ranks = _ranks_of(group)
+        self.num_stages = len(self.ranks)
+        self.stage = self.ranks.index(dist.get_rank()) if self.num_stages > 1 else 0
+        self.wraps = wraps and self.num_stages > 1
+        if groups is None and self.num_stages > 1:
+            local = self.num_stages < dist.get_world_size()
+            if local and self.device.type == "cuda" and _is_bound_to_device():
+                raise ValueError(
+                    "groups: init_process_group was given a device_id, so NCCL makes groups of some ranks with the "
+                    "help of all; call open_link_groups on all ranks and give its result"
+                )
+            groups = _new_groups(self.ranks, self.device, self.wraps, max_ctas, timeout, local)
+        self._groups = groups or {}
+
+    def sender(self, direction: Direction, recorder: Recorder | None = None, watch: Watch | None = None) -> Link:
+        """This stage's end of the link on which it sends in `direction`."""
+        return self._link("send", direction, recorder, watch)
+
+    def receiver(self, direction: Direction, recorder: Recorder | None = None, watch: Watch | None = None) -> Link:
+        """This stage's end of the link on which messages come in `direction`."""
+        return self._link("recv", direction, recorder, watch)
+
+    def agree(self, shape: Sequence[int], dtype: torch.dtype, traffic: Traffic) -> None:
+        """Compare with both neighbours what will be exchanged; this also sets the communicators up.
+
+        Raises:
+            ValueError: on both sides of a link, if they differ; the message names both.
+        """
+        own = [link for link in {self.stage, (self.stage - 1) % self.num_stages} if link in self._links()]
+        # All links first, or a neighbour would wait for what this stage has no more to say.
+        by_colour = sorted(own, key=lambda link: _COLOURS.index(_colour(link, self.num_stages)))
+        found = [difference for link in by_colour for difference in self._compare(link, shape, dtype, traffic)]
+        if found:
+            raise ValueError(found[0])
+
+    def _compare(self, link: int, shape: Sequence[int], dtype: torch.dtype, traffic: Traffic) -> list[str]:
+        """What the two ends of a link disagree on, in words."""
+        upper = (link + 1) % self.num_stages
+        peer = upper if self.stage == link else link
+        hello = {"shape": list(shape), "dtype": str(dtype)}
+        for direction in DIRECTIONS:
+            outward = (direction == "forward") == (self.stage == link)
+            messages = traffic.outgoing(direction) if outward else traffic.incoming(direction)
+            hello[f"{direction} messages"] = digest(messages)
+        # The lower end speaks first, on the groups that will carry each direction.
+        if self.stage == link:
+            self._say(hello, link, "forward", peer)
+            answer = self._hear(link, "backward", peer)
+        else:
+            answer = self._hear(link, "forward", peer)
+            self._say(hello, link, "backward", peer)
+        return [
+            f"{key} = {value} on stage {self.stage} (rank {self.ranks[self.stage]}), {answer.get(key)} on stage {peer} "
+            f"(rank {self.ranks[peer]}): both ends of a link must be alike; give every stage the same shape, dtype and "
+            "schedule"
+            for key, value in hello.items()
+            if answer.get(key) != value
+        ]
+
+    def _say(self, hello: Mapping[str, Any], link: int, direction: Direction, peer: int) -> None:
+        text = json.dumps(hello).encode().ljust(_HELLO_BYTES)
+        page = torch.tensor(list(text), dtype=torch.uint8, device=self.device)
+        dist.send(page, self.ranks[peer], group=self._group(link, direction))
+
+    def _hear(self, link: int, direction: Direction, peer: int) -> dict[str, Any]:
+        page = torch.empty(_HELLO_BYTES, dtype=torch.uint8, device=self.device)
+        dist.recv(page, self.ranks[peer], group=self._group(link, direction))
+        answer: dict[str, Any] = json.loads(bytes(page.tolist()))
+        return answer
+
+    def _link(self, kind: Kind, direction: Direction, recorder: Recorder | None, watch: Watch | None) -> Link:
+        down = (kind == "send") == (direction == "forward")  # towards the next stage
+        link = self.stage if down else (self.stage - 1) % self.num_stages
+        peer = (self.stage + (1 if down else -1)) % self.num_stages
+        if link not in self._links():
+            raise ValueError(
+                f"stage {self.stage} of {self.num_stages}: no link for {direction} messages ({kind}); only where the "
+                "traffic wraps is the last stage joined to the first"
+            )
+        group = self._group(link, direction)
+        return Link(kind, direction, group, self.stage, peer, self.ranks[peer], self.device, recorder, watch)
+
+    def _group(self, link: int, direction: Direction) -> dist.ProcessGroup:
+        return self._groups[_colour(link, self.num_stages), direction]
+
+    def _links(self) -> range:
+        return _links_of(self.num_stages, self.wraps)
+
+
+def _links_of(num_stages: int, wraps: bool) -> range:
+    return range(num_stages if wraps and num_stages > 1 else num_stages - 1)
+
+
+def _colour(link: int, num_stages: int) -> str:
+    return "wrap" if link == num_stages - 1 else _COLOURS[link % 2]
+
+
+def _new_groups(
+    ranks: list[int],
+    device: torch.device,
+    wraps: bool,
+    max_ctas: int | None,
+    timeout: timedelta | None,
+    local: bool,
+) -> LinkGroups:
+    backend = "nccl" if device.type == "cuda" else "gloo"  # whatever the world is made of
+    used = {_colour(link, len(ranks)) for link in _links_of(len(ranks), wraps)}
+    return {
+        (colour, direction): dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=_nccl_options(max_ctas, timeout) if backend == "nccl" else None,
+            use_local_synchronization=local,
+            group_desc=f"pipeline {direction} {colour}",
+        )
+        for colour in _COLOURS
+        if colour in used
+        for direction in DIRECTIONS
+    }
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    if group is None and not dist.is_initialized():
+        return [0]
+    if not isinstance(group, dist.ProcessGroup | None):  # torch gives outsiders a number
+        raise ValueError("group: this rank is not a member; call it on the ranks of the pipeline only")
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def _is_bound_to_device() -> bool:
+    world = dist.group.WORLD
+    return world is not None and world.bound_device_id is not None
+
+
+def _nccl_options(max_ctas: int | None, timeout: timedelta | None) -> Any:
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout  # new_group wants it in both places, or warns
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return options

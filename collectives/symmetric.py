@@ -1,0 +1,259 @@
+"""Peer memory: windows that every GPU of a host can write to, and exchanges over them that take no multiprocessor.
+
+A `Window` is a symmetric allocation (torch symmetric memory: memory shared between processes by its virtual address, no
+multicast). A `PeerExchange` moves matrices between windows beside the computation: the GPU's copy engines write to the
+peers, one after the other, each rank to another peer at any time; kernels of one warp set and await the flags. The
+kernels are in `peer.cu`, compiled at first use (CuPy, NVRTC).
+
+[Note: rounds] A window is used round after round: its slots are filled by the peers, awaited, read, and given free for
+the next round. So a peer that writes finds the flag it needs set long before, and waits for nothing. Rounds are counted
+on the device, so a captured CUDA graph can be replayed. Every rank runs the same sequence of rounds on a window.
+
+[Note: deadlock] A device may run what is independent one after the other: branches of a CUDA graph, or streams that
+share a hardware queue. So a wait for the peer `k` places behind starts only when this rank's own send `k` places ahead
+is through. Among ranks that all wait, the one with the smallest k then waits for a peer whose send k is through too.
+
+Left out: hosts without peer access between all GPUs (`why_unusable` says what is missing).
+
+Shapes: W ranks of the group; an exchange's window is HEAD_BYTES of flags, then W slots, slot r for what rank r sends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+HEAD_BYTES = 4096
+MAX_RANKS = 8
+
+_INT, _LONG = ctypes.c_int, ctypes.c_uint64
+_SUM = (_LONG, _INT, _LONG, _LONG, _LONG)
+_SMALL = (_LONG, _INT, _LONG, _LONG, _LONG, _LONG, _LONG)
+_DTYPES = ("bfloat16", "float16", "float32")
+
+# Kernels of peer.cu: whether the addresses of all windows come first, and the types of what follows.
+_SIGNATURES: dict[str, tuple[bool, tuple[type, ...]]] = {
+    "await_ready": (False, (_LONG, _INT)),
+    "await_arrived": (False, (_LONG, _INT, _INT, _INT)),
+    "signal": (True, (_INT, _INT)),
+    "release": (True, (_INT,)),
+    "all_gather_small_bytes": (True, _SMALL),
+    **{f"reduce_staged_{name}": (False, _SUM) for name in _DTYPES},
+    **{f"{kind}_{name}": (True, _SMALL) for name in _DTYPES for kind in ("all_reduce_small", "reduce_scatter_small")},
+    **{f"all_reduce_two_shot_{name}": (True, _SMALL) for name in _DTYPES},
+}
+
+
+def why_unusable(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+    """What keeps the ranks of `group` from using peer memory; None where they can.
+
+    Every rank of the group calls it and hears the same.
+    """
+    reason = _why_unusable_here(group, device)
+    if group is None or dist.get_world_size(group) == 1:
+        return reason
+    reasons: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reasons, reason, group=group)
+    return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None), None)
+
+
+def _why_unusable_here(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"the device is {device.type}, not cuda"
+    if group is None or not 2 <= dist.get_world_size(group) <= MAX_RANKS:
+        return f"needs a group of 2 to {MAX_RANKS} ranks"
+    if torch.cuda.get_device_capability(device) < (8, 0):  # conversions to bfloat16 in peer.cu
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed; install netlayer[gpu]"
+    if torch.cuda.device_count() < dist.get_world_size(group):
+        return "this process sees fewer GPUs than the group has ranks"
+    others = (other for other in range(torch.cuda.device_count()) if other != device.index)
+    if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
+        return "no peer access to every GPU of this host"
+    return None
+
+
+@functools.cache
+def compile_kernels(num_ranks: int) -> Any:
+    """The module of `peer.cu` for groups of `num_ranks`; CuPy keeps the compiled code on disk."""
+    import cupy
+
+    code = (Path(__file__).parent / "peer.cu").read_text(encoding="utf-8")
+    return cupy.RawModule(code=code, options=("-std=c++17", f"-DRANKS={num_ranks}"))
+
+
+class Window:
+    """A symmetric allocation of a group, zeroed, and the kernels that work on it.
+
+    Args:
+        group: of 2 to 8 ranks on one host; every rank makes its window at the same point of its program.
+        num_bytes: the same on every rank.
+        device: of this rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
+        from torch.distributed import _symmetric_memory as symm_mem
+
+        self.rank, self.num_ranks, self.device = dist.get_rank(group), dist.get_world_size(group), device
+        self.memory = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.memory.zero_()
+        torch.cuda.synchronize(device)
+        self._handle = symm_mem.rendezvous(self.memory, group)
+        self._module = compile_kernels(self.num_ranks)
+        dist.barrier(group)  # nobody writes before all have zeroed
+        torch.cuda.synchronize(device)
+        if getattr(self._handle, "offset", 0):
+            raise RuntimeError("this torch places symmetric tensors inside larger allocations: not supported here")
+        self.addresses = [int(address) for address in self._handle.buffer_ptrs]
+        self.own = self.addresses[self.rank]
+        self._functions: dict[str, ctypes.c_void_p] = {}
+        self._packed: dict[tuple[str, tuple[int, ...]], Any] = {}
+
+    def of(self, rank: int) -> Tensor:
+        """The window of a rank, as bytes."""
+        window: Tensor = self._handle.get_buffer(rank, (self.memory.numel(),), torch.uint8, 0)
+        return window
+
+    def launch(self, name: str, grid: int, block: int, *arguments: int) -> None:
+        """Run a kernel of `peer.cu` on the current stream; the addresses of the windows are added where it takes them.
+
+        Goes past CuPy's own call, which costs the host several times as much as this one.
+        """
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = ctypes.c_void_p(self._module.get_function(name).kernel.ptr)
+        key = (name, arguments)
+        packed = self._packed.get(key)
+        if packed is None:
+            packed = self._pack(name, arguments)
+            if len(self._packed) < 4096:  # addresses of tensors come and go
+                self._packed[key] = packed
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+        error = _driver().cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, packed[0], None)
+        if error:
+            raise RuntimeError(f"kernel {name} was not launched: CUDA driver error {error}")
+
+    def _pack(self, name: str, arguments: tuple[int, ...]) -> tuple[Any, list[Any]]:
+        """The kernel's parameters as the driver takes them, and what they point to."""
+        everyone, types = _SIGNATURES[name]
+        if len(types) != len(arguments):
+            raise ValueError(f"{name} takes {len(types)} arguments, got {len(arguments)}")
+        windows = (*self.addresses, *[0] * (MAX_RANKS - self.num_ranks)) if everyone else ()
+        values = [_LONG(address) for address in windows]
+        values += [kind(int(value)) for kind, value in zip(types, arguments, strict=True)]
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        return pointers, values
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+class PeerExchange:
+    """Sends matrices to peers by the copy engines, round after round, beside the computation.
+
+    One round: `begin`, `send` to any peers, `wait` for any, read `staged` or `reduce` it, `finish`. A rank may skip its
+    sends to a peer only if that peer does not wait for them. Kernels wait for a peer without a limit of time.
+
+    Args:
+        group: of 2 to 8 ranks on one host.
+        slot_bytes: most that one rank sends to another in a round.
+        device: of this rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, slot_bytes: int, device: torch.device) -> None:
+        self.slot_bytes = -(-slot_bytes // 256) * 256
+        self.window = Window(group, HEAD_BYTES + dist.get_world_size(group) * self.slot_bytes, device)
+        self.rank, self.num_ranks, self.device = self.window.rank, self.window.num_ranks, device
+        self._peers = [self.window.of(rank) for rank in range(self.num_ranks)]
+        # Copies follow each other without a gap; what tells the peers of them runs beside, or it would open gaps.
+        self.copy_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._flag_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._sum_grid = 4 * torch.cuda.get_device_properties(device).multi_processor_count
+        self._open = False
+        self._may_write = False
+        self._sent: list[torch.cuda.Event] = []
+
+    def begin(self) -> None:
+        """Start a round.
+
+        Raises:
+            RuntimeError: something raised inside the round before, so that flags of peers say what is not so any more.
+        """
+        if self._open:
+            raise RuntimeError("an exchange raised before its end, and its peers cannot know: open a new exchange")
+        self._open, self._may_write = True, False
+
+    def staged(self, num_bytes: int) -> Tensor:
+        """The slots as bytes, [W, num_bytes], where every rank sends `num_bytes` in this round."""
+        return self.window.memory[HEAD_BYTES : HEAD_BYTES + self.num_ranks * num_bytes].view(self.num_ranks, num_bytes)
+
+    def send(self, source: Tensor, ahead: int) -> None:
+        """Fill this rank's slot at the peer `ahead` places after it, once the current stream comes here.
+
+        Peers come in the order 1, 2, ...; 0, this rank itself, at any time. `source` is contiguous, of the same size on
+        every rank and in every call of a round, and lives until `finish`.
+        """
+        flat = source.view(-1).view(torch.uint8)
+        if flat.numel() > self.slot_bytes:
+            raise ValueError(f"{flat.numel()} bytes do not fit into a slot of {self.slot_bytes}")
+        self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+        peer = (self.rank + ahead) % self.num_ranks
+        start = HEAD_BYTES + self.rank * flat.numel()
+        with torch.cuda.stream(self.copy_stream):
+            if not self._may_write:
+                self.window.launch("await_ready", 1, 32, self.window.own, self.rank)
+                self._may_write = True
+            self._peers[peer][start : start + flat.numel()].copy_(flat, non_blocking=True)
+        self._flag_stream.wait_stream(self.copy_stream)
+        if ahead:
+            with torch.cuda.stream(self._flag_stream):
+                self.window.launch("signal", 1, 1, self.rank, ahead)
+                self._sent.append(self._flag_stream.record_event())
+
+    def wait(self, behind: int, count: int = 1) -> None:
+        """Make the current stream wait for the ranks that come `behind` places and more before this one.
+
+        This rank has sent as far ahead before; see [Note: deadlock].
+        """
+        torch.cuda.current_stream(self.device).wait_event(self._sent[behind + count - 2])
+        self.window.launch("await_arrived", 1, 32, self.window.own, self.rank, behind, count)
+
+    def reduce(self, own: Tensor, out: Tensor) -> None:
+        """`out` = `own` + what every peer has sent in this round, summed in float32 in the order of the ranks.
+
+        All peers have been waited for. Sizes are multiples of 16 bytes; bfloat16, float16 or float32.
+        """
+        num_bytes = own.numel() * own.element_size()
+        if num_bytes % 16:
+            raise ValueError(f"sums need a multiple of 16 bytes, got {num_bytes}")
+        self.window.launch(
+            f"reduce_staged_{str(own.dtype).removeprefix('torch.')}",
+            min(-(-num_bytes // 16 // 512), self._sum_grid),
+            512,
+            self.window.own + HEAD_BYTES,
+            self.rank,
+            num_bytes,
+            own.data_ptr(),
+            out.data_ptr(),
+        )
+
+    def join(self) -> None:
+        """Make the current stream wait for this rank's own sends."""
+        torch.cuda.current_stream(self.device).wait_stream(self._flag_stream)
+
+    def finish(self) -> None:
+        """End the round: what was sent and what was staged is no longer needed once the current stream comes here."""
+        self.join()
+        self.window.launch("release", 1, 32, self.rank)
+        self._open = False
+        self._sent.clear()

@@ -1,0 +1,296 @@
+"""Tensor / sequence parallel linears whose collectives run under their matrix products (MegaScale 3.2).
+
+Activations outside are spread over the ranks by rows (sequence parallel); inside, the features are. A column-parallel
+linear gathers the rows and multiplies them as they arrive; a row-parallel linear multiplies and sends the partial sums
+away as they are computed. Their backward passes are each other's: the gradient of a gather is a reduce-scatter. The
+weight's gradient is computed last, so that it hides the end of both.
+
+For the parallel block (MegaScale 3.1) one column-parallel linear makes the queries, keys, values and the first half of
+the MLP out of one gather, and one row-parallel linear adds the attention's and the MLP's output in one reduce-scatter.
+
+[Note: waves] A product on the GPU is cut into tiles, one a multiprocessor: 2,048 x 2,048 in tiles of 256 x 128 is 128
+tiles, one wave of an H200's 132 multiprocessors. A communication kernel that takes 5 of them makes that two waves,
+twice the time. That is why the parts are carried by copy engines here.
+
+Left out: 8-bit floats, and autocast (cast the module).
+
+Shapes: W ranks, m rows of a rank, M = W * m, K features in, N features out. Leading dimensions are rows: the first of
+them is spread over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from collectives.exchange import TensorExchange
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with W's rows (the features out) spread over the ranks; gathers the rows of x.
+
+    Args:
+        in_features: K.
+        out_features: N of the whole layer, or several that share one product: `forward` then gives one tensor each.
+        exchange: of the tensor-parallel group (`collectives.open_exchange`).
+        bias: whether there is one.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: a number of features does not divide by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Sequence[int],
+        *,
+        exchange: TensorExchange,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.exchange = exchange
+        self.splits = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        self.is_joined = not isinstance(out_features, int)
+        for features in self.splits:
+            _check_divides("out_features", features, exchange.world_size)
+        drawn = [nn.Linear(in_features, features, bias, device, dtype) for features in self.splits]
+        self.weight = nn.Parameter(torch.cat([_part(linear.weight, 0, exchange) for linear in drawn]))
+        biases = [_part(linear.bias, 0, exchange) for linear in drawn] if bias else None
+        self.bias = nn.Parameter(torch.cat(biases)) if biases else None
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """[s / W, ..., K] -> [s, ..., N / W], or one such tensor for each of several `out_features`.
+
+        Raises:
+            ValueError: another shape or dtype of the input.
+        """
+        _check_input(x, self.weight)
+        rows = x.shape[:-1]
+        y_MN = _Column.apply(self.exchange, x.reshape(-1, x.shape[-1]), self.weight, self.bias)  # type: ignore[no-untyped-call]
+        y = y_MN.view(rows[0] * self.exchange.world_size, *rows[1:], y_MN.shape[-1])
+        if not self.is_joined:
+            return y  # type: ignore[no-any-return]
+        return tuple(y.split([features // self.exchange.world_size for features in self.splits], dim=-1))
+
+    @classmethod
+    def from_linear(cls, *linears: nn.Linear, exchange: TensorExchange) -> ColumnParallelLinear:
+        """This rank's part of whole layers that read the same input; the same ones on every rank.
+
+        Raises:
+            ValueError: the layers differ in features in, bias, dtype or device.
+        """
+        first = linears[0]
+        _check_alike(linears, "in_features")
+        features = [linear.out_features for linear in linears]
+        module = cls(
+            first.in_features,
+            features if len(linears) > 1 else features[0],
+            exchange=exchange,
+            bias=first.bias is not None,
+            device=first.weight.device,
+            dtype=first.weight.dtype,
+        )
+        with torch.no_grad():
+            module.weight.copy_(torch.cat([_part(linear.weight, 0, exchange) for linear in linears]))
+            if module.bias is not None:
+                module.bias.copy_(torch.cat([_part(linear.bias, 0, exchange) for linear in linears]))
+        return module
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with W's columns (the features in) spread over the ranks; sums over ranks, spreads the rows of y.
+
+    Args:
+        in_features: K of the whole layer, or several: `forward` then takes one input each, and sums their products.
+        out_features: N.
+        exchange, bias, device, dtype: as for `ColumnParallelLinear`. The bias is whole on every rank.
+
+    Raises:
+        ValueError: a number of features does not divide by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int | Sequence[int],
+        out_features: int,
+        *,
+        exchange: TensorExchange,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.exchange = exchange
+        splits = (in_features,) if isinstance(in_features, int) else tuple(in_features)
+        for features in splits:
+            _check_divides("in_features", features, exchange.world_size)
+        drawn = [nn.Linear(features, out_features, bias, device, dtype) for features in splits]
+        self.weights = nn.ParameterList([nn.Parameter(_part(linear.weight, 1, exchange).clone()) for linear in drawn])
+        self.bias = nn.Parameter(drawn[0].bias.detach().clone()) if bias else None
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """[s, ..., K / W] each -> [s / W, ..., N].
+
+        Raises:
+            ValueError: another number, shape or dtype of inputs, or rows that do not divide by the number of ranks.
+        """
+        if len(inputs) != len(self.weights):
+            raise ValueError(f"the layer takes {len(self.weights)} inputs, got {len(inputs)}")
+        for x, weight in zip(inputs, self.weights, strict=True):
+            _check_input(x, weight)
+        rows = inputs[0].shape[:-1]
+        if any(x.shape[:-1] != rows for x in inputs):
+            raise ValueError(f"inputs have other rows: {[tuple(x.shape[:-1]) for x in inputs]}")
+        _check_divides("the first dimension of the input", rows[0], self.exchange.world_size)
+        flat = [x.reshape(-1, x.shape[-1]) for x in inputs]
+        y_mN = _Row.apply(self.exchange, self.bias, *flat, *self.weights)  # type: ignore[no-untyped-call]
+        return y_mN.view(rows[0] // self.exchange.world_size, *rows[1:], -1)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_linear(cls, *linears: nn.Linear, exchange: TensorExchange) -> RowParallelLinear:
+        """This rank's part of whole layers whose outputs are added (their biases too); the same ones on every rank.
+
+        Raises:
+            ValueError: the layers differ in features out, bias, dtype or device.
+        """
+        first = linears[0]
+        _check_alike(linears, "out_features")
+        module = cls(
+            [linear.in_features for linear in linears],
+            first.out_features,
+            exchange=exchange,
+            bias=first.bias is not None,
+            device=first.weight.device,
+            dtype=first.weight.dtype,
+        )
+        with torch.no_grad():
+            for weight, linear in zip(module.weights, linears, strict=True):
+                weight.copy_(_part(linear.weight, 1, exchange))
+            if module.bias is not None:
+                module.bias.copy_(torch.stack([linear.bias for linear in linears]).sum(0))
+        return module
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: TensorExchange, x_mK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        ctx.exchange, ctx.has_bias = exchange, bias_N is not None
+        ctx.save_for_backward(x_mK, weight_NK)
+        y_MN = x_mK.new_empty(exchange.world_size * x_mK.shape[0], weight_NK.shape[0])
+        gathering = exchange.gather(x_mK)
+        for rows, part in gathering.parts():
+            _multiply(part, weight_NK.t(), _view(y_MN, exchange)[rows], bias_N)
+        gathering.close()
+        return y_MN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        exchange: TensorExchange = ctx.exchange
+        x_mK, weight_NK = ctx.saved_tensors
+        _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        dy_MN = dy_MN.contiguous()
+        # Only the rank's own rows were kept: they are gathered again, under the product for dx.
+        gathering = exchange.gather(x_mK) if needs_weight else None
+        scattering = exchange.scatter(x_mK.shape[0], x_mK.shape[1], x_mK) if needs_x else None
+        if scattering is not None:
+            for rows, part in scattering.parts():
+                _multiply(_view(dy_MN, exchange)[rows], weight_NK, part)
+        dweight_NK = None
+        if gathering is not None:
+            dweight_NK = dy_MN.t() @ gathering.whole()
+            gathering.close()
+        dx_mK = None if scattering is None else scattering.result()
+        return None, dx_mK, dweight_NK, dy_MN.sum(0) if needs_bias and ctx.has_bias else None
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: TensorExchange, bias_N: Tensor | None, *tensors: Tensor) -> Tensor:
+        inputs, weights = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+        ctx.exchange, ctx.has_bias = exchange, bias_N is not None
+        ctx.save_for_backward(*tensors)
+        num_rows = inputs[0].shape[0] // exchange.world_size
+        scattering = exchange.scatter(num_rows, weights[0].shape[0], inputs[0])
+        for rows, part in scattering.parts():
+            for index, (x_MK, weight_NK) in enumerate(zip(inputs, weights, strict=True)):
+                _multiply(_view(x_MK, exchange)[rows], weight_NK.t(), part, add=index > 0)
+        y_mN = scattering.result()
+        return y_mN if bias_N is None else y_mN + bias_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_mN: Tensor) -> tuple[Tensor | None, ...]:
+        exchange: TensorExchange = ctx.exchange
+        tensors = ctx.saved_tensors
+        inputs, weights = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+        _, needs_bias, *needs = ctx.needs_input_grad
+        dy_mN = dy_mN.contiguous()
+        gathering = exchange.gather(dy_mN)
+        dinputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs, strict=False)]
+        for rows, part in gathering.parts():
+            for dx_MK, weight_NK in zip(dinputs, weights, strict=True):
+                if dx_MK is not None:
+                    _multiply(part, weight_NK, _view(dx_MK, exchange)[rows])
+        dy_MN = gathering.whole() if any(needs[len(inputs) :]) else None
+        dweights = [
+            dy_MN.t() @ x_MK if need and dy_MN is not None else None
+            for x_MK, need in zip(inputs, needs[len(inputs) :], strict=True)
+        ]
+        gathering.close()
+        # Every rank has summed over its own rows alone.
+        dbias_N = exchange.all_reduce(dy_mN.sum(0)) if needs_bias and ctx.has_bias else None
+        return None, dbias_N, *dinputs, *dweights
+
+
+def _multiply(a: Tensor, b_KN: Tensor, out: Tensor, bias_N: Tensor | None = None, add: bool = False) -> None:
+    """`out` [w, i, N] (+)= `a` [w, i, K] @ b (+ bias); in place where the rows of `out` lie together."""
+    a_iK = a.flatten(0, 1)
+    out_iN = out.flatten(0, 1) if out.is_contiguous() else out.new_empty(a_iK.shape[0], out.shape[-1])
+    if add:
+        torch.addmm(out_iN if out.is_contiguous() else out.flatten(0, 1), a_iK, b_KN, out=out_iN)
+    elif bias_N is not None:
+        torch.addmm(bias_N, a_iK, b_KN, out=out_iN)
+    else:
+        torch.mm(a_iK, b_KN, out=out_iN)
+    if not out.is_contiguous():
+        out.copy_(out_iN.view_as(out))
+
+
+def _view(matrix_MC: Tensor, exchange: TensorExchange) -> Tensor:
+    """[W, m, C], what `Rows` index."""
+    return matrix_MC.view(exchange.world_size, -1, matrix_MC.shape[-1])
+
+
+def _part(tensor: Tensor, dim: int, exchange: TensorExchange) -> Tensor:
+    return tensor.detach().chunk(exchange.world_size, dim)[exchange.rank]
+
+
+def _check_input(x: Tensor, weight_NK: Tensor) -> None:
+    """Before anything is sent: a refusal later would leave the other ranks waiting."""
+    if x.dim() < 2 or x.shape[-1] != weight_NK.shape[1] or 0 in x.shape:
+        raise ValueError(f"the input must be [rows, ..., {weight_NK.shape[1]}] and not empty, got {tuple(x.shape)}")
+    if x.dtype != weight_NK.dtype:
+        raise ValueError(f"the input is {x.dtype} and the weight {weight_NK.dtype}: cast one of them")
+
+
+def _check_alike(linears: Sequence[nn.Linear], features: str) -> None:
+    def traits(linear: nn.Linear) -> tuple[object, ...]:
+        return getattr(linear, features), linear.bias is not None, linear.weight.dtype, linear.weight.device
+
+    if len({traits(linear) for linear in linears}) != 1:
+        raise ValueError(f"the layers must agree in {features}, bias, dtype and device: {list(map(traits, linears))}")
+
+
+def _check_divides(name: str, value: int, world_size: int) -> None:
+    if value % world_size:
+        below, above = math.floor(value / world_size) * world_size, math.ceil(value / world_size) * world_size
+        raise ValueError(f"{name} = {value} must divide by the {world_size} ranks; take {below or above} or {above}")

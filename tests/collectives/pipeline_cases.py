@@ -1,0 +1,467 @@
+"""What the stages of a pipeline check together. A case is `case(stage, num_stages)`; it raises where it fails."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+import traceback
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from collectives.link import Link
+from collectives.pipeline import PipelineChannel
+from collectives.pipeline_links import PipelineLinks, open_link_groups
+from collectives.recorder import Recorder
+from collectives.trace import align_clocks, chrome_trace, hidden_share, record_trace
+from collectives.traffic import Message, Traffic
+from collectives.watch import Watch
+from netlayer.errors import CollectiveTimeout
+from netlayer.launch import RankContext
+from netlayer.layout import ParallelLayout
+from trainer.pipeline import StageModel, run_schedule
+from trainer.schedule import Action, Schedule, interleaved, one_forward_one_backward
+
+Case = Callable[[int, int], None]
+Outcome = str
+"""Empty, or a traceback."""
+
+CASES: list[Case] = []
+WIDTH, BATCH = 6, 3
+
+
+def case(function: Case) -> Case:
+    CASES.append(function)
+    return function
+
+
+def run_cases(context: RankContext, names: list[str], device: str, folder: str) -> dict[str, Outcome]:
+    """Each case in a world of its own, so that one that fails leaves the next alone."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(context.env.local_rank)
+    torch.set_default_device(device)
+    rank, world_size = context.env.rank, context.env.world_size
+    outcomes = {}
+    for name in names:
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            init_method=f"file://{folder}/{name}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=30),
+            # Both ways of NCCL: communicators made for pairs when they are first used, and for all at once.
+            device_id=torch.device("cuda", context.env.local_rank) if device == "cuda" and world_size > 2 else None,
+        )
+        outcomes[name] = _run(next(case for case in CASES if case.__name__ == name), rank, world_size)
+        dist.destroy_process_group()
+    return outcomes
+
+
+def _run(function: Case, rank: int, world_size: int) -> Outcome:
+    try:
+        function(rank, world_size)
+    except Exception:  # noqa: BLE001 - the parent shows it
+        return traceback.format_exc()
+    return ""
+
+
+def device() -> torch.device:
+    return torch.get_default_device()
+
+
+def chunk(virtual_stage: int) -> nn.Module:
+    """Uneven: one to three layers."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(virtual_stage)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(1 + virtual_stage % 3)]
+        made = nn.Sequential(*layers)
+    return made.to(device())
+
+
+def tokens(micro_batch: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(100 + micro_batch)
+    return torch.randn(BATCH, WIDTH, generator=generator, device="cpu").to(device())
+
+
+def loss_of(micro_batch: int, output: Tensor) -> Tensor:
+    return F.mse_loss(output, tokens(1000 + micro_batch))
+
+
+def model_of(schedule: Schedule, stage: int) -> StageModel:
+    p = schedule.num_stages
+    chunks = [chunk(index * p + stage) for index in range(schedule.num_chunks)]
+    return StageModel(chunks, schedule, stage, tokens, loss_of)
+
+
+def channel_of(schedule: Schedule, **options: Any) -> PipelineChannel:
+    stage = dist.get_rank(options.get("group"))
+    options = {"device": device(), **options}
+    return PipelineChannel((BATCH, WIDTH), torch.float32, schedule.traffic(stage), **options)
+
+
+def gradients(chunks: list[nn.Module]) -> list[Tensor]:
+    return [parameter.grad for part in chunks for parameter in part.parameters()]
+
+
+def reference(schedule: Schedule) -> tuple[list[nn.Module], list[Tensor]]:
+    """The whole model in one process: virtual stages with their gradients, and the losses."""
+    parts = [chunk(index) for index in range(schedule.num_stages * schedule.num_chunks)]
+    losses = []
+    for micro_batch in range(schedule.num_micro_batches):
+        loss = loss_of(micro_batch, nn.Sequential(*parts)(tokens(micro_batch)))
+        losses.append(loss.detach())
+        (loss / schedule.num_micro_batches).backward()
+    return parts, losses
+
+
+def assert_equals_one_process(schedule: Schedule, model: StageModel, stage: int) -> None:
+    parts, losses = reference(schedule)
+    own = [parts[index * schedule.num_stages + stage] for index in range(schedule.num_chunks)]
+    torch.testing.assert_close(gradients(list(model.chunks)), gradients(own), rtol=1e-6, atol=1e-7)
+    if stage == schedule.num_stages - 1:
+        torch.testing.assert_close([model.losses[index] for index in range(len(losses))], losses)
+    else:
+        assert not model.losses
+
+
+def meet() -> None:
+    """A barrier of all stages that the host waits in."""
+    ones = torch.ones(())
+    dist.all_reduce(ones)
+    assert ones.item() == dist.get_world_size()
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0)
+
+
+def schedules(p: int) -> list[Schedule]:
+    plain = [one_forward_one_backward(p, 1), one_forward_one_backward(p, p + 2)]
+    return [*plain, one_forward_one_backward(p, p + 1, eager=True), interleaved(p, 2 * p, 2)]
+
+
+@contextmanager
+def delays(stage: int) -> Iterator[None]:
+    """Sends, receives and computations are late, by another time on each stage."""
+    chance = random.Random(stage)
+
+    def late(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(chance.choice([0.0, 0.0, 0.001, 0.005]))
+            return function(*args, **kwargs)
+
+        return call
+
+    with (
+        mock.patch.object(Link, "_issue", late(Link._issue)),
+        mock.patch.object(StageModel, "forward", late(StageModel.forward)),
+        mock.patch.object(StageModel, "backward", late(StageModel.backward)),
+    ):
+        yield
+
+
+@case
+def equals_one_process(stage: int, num_stages: int) -> None:
+    for schedule in schedules(num_stages):
+        for overlap in (True, False):
+            model = model_of(schedule, stage)
+            run_schedule(schedule, channel_of(schedule, overlap=overlap), model)
+            assert_equals_one_process(schedule, model, stage)
+
+
+@case
+def settings_and_delays_do_not_change_a_bit(stage: int, num_stages: int) -> None:
+    for schedule in schedules(num_stages)[1:]:
+        links = PipelineLinks(None, device(), schedule.wraps)
+        results = []
+        deeper = [] if device().type == "cuda" else [(True, 2), (True, 99)]
+        for overlap, depth in ((False, 1), (True, 1), *deeper):
+            model = model_of(schedule, stage)
+            with delays(stage * 100 + depth):
+                run_schedule(schedule, channel_of(schedule, overlap=overlap, depth=depth, links=links), model)
+            results.append(gradients(list(model.chunks)) + list(model.losses.values()))
+        for result in results[1:]:
+            assert_same(result, results[0])
+
+
+@case
+def any_schedule_equals_one_process(stage: int, num_stages: int) -> None:
+    chance = random.Random(num_stages)
+    for _ in range(6):
+        v = chance.randint(1, 3)
+        if chance.random() < 0.5:
+            schedule = interleaved(num_stages, num_stages * chance.randint(1, 2), v)
+        else:
+            schedule = one_forward_one_backward(num_stages, chance.randint(1, 6), eager=chance.random() < 0.5)
+        depth = 1 if device().type == "cuda" else chance.randint(1, 3)
+        model = model_of(schedule, stage)
+        run_schedule(schedule, channel_of(schedule, overlap=chance.random() < 0.7, depth=depth), model)
+        assert_equals_one_process(schedule, model, stage)
+
+
+@case
+def steps_follow_each_other(stage: int, num_stages: int) -> None:
+    """Weights change between steps, and no tensor of one step is seen in the next."""
+    schedule = interleaved(num_stages, 2 * num_stages, 2)
+    states = []
+    for overlap in (True, False):
+        model, channel = model_of(schedule, stage), channel_of(schedule, overlap=overlap)
+        for _ in range(3):
+            run_schedule(schedule, channel, model)
+            for part in model.chunks:
+                for parameter in part.parameters():
+                    parameter.data.sub_(parameter.grad, alpha=0.1)
+                    parameter.grad = None
+        states.append([parameter.detach() for part in model.chunks for parameter in part.parameters()])
+    assert_same(*states)
+
+
+@case
+def messages_of_a_step_are_counted(stage: int, num_stages: int) -> None:
+    m = 2 * num_stages
+    for schedule, overlap in ((one_forward_one_backward(num_stages, m), True), (interleaved(num_stages, m, 2), False)):
+        recorder = Recorder(device())
+        channel = channel_of(schedule, overlap=overlap, recorder=recorder)
+        assert not recorder.counts()  # what is agreed upon beforehand is no message
+        for step in range(2):
+            recorder.begin_step(step)
+            run_schedule(schedule, channel, model_of(schedule, stage), recorder)
+            comm = recorder.end_step()
+            v, first, last = schedule.num_chunks, stage == 0, stage == num_stages - 1
+            expected = Counter(
+                {
+                    ("pipeline forward", "recv"): m * (v - first),
+                    ("pipeline forward", "send"): m * (v - last),
+                    ("pipeline backward", "recv"): m * (v - last),
+                    ("pipeline backward", "send"): m * (v - first),
+                }
+            )
+            assert comm.counts() == +expected
+            assert comm.num_bytes == expected.total() * BATCH * WIDTH * 4
+            assert 0 <= comm.exposed_comm <= 1
+
+
+@case
+def a_trace_shows_every_message_and_phase(stage: int, num_stages: int) -> None:
+    schedule = interleaved(num_stages, 2 * num_stages, 2)
+    recorder = Recorder(device())
+    channel = channel_of(schedule, recorder=recorder)
+    alignment = align_clocks()
+    assert (alignment.offset_ns, alignment.method) == (0, "same host: one clock")
+    for step in range(2):
+        recorder.begin_step(step)
+        run_schedule(schedule, channel, model_of(schedule, stage), recorder)
+        recorder.end_step()
+    trace = record_trace(stage, recorder.steps, f"stage {stage}", alignment.offset_ns)
+    sends = [span for span in trace.spans if span.name == "send"]
+    traffic = schedule.traffic(stage)
+    assert len(sends) == 2 * len(traffic.sends)
+    actions = [span for span in trace.spans if span.lane == "compute"]
+    for step in range(2):
+        shown = [
+            (s.name, s.labels["micro_batch"], s.labels["chunk"], s.labels["phase"])
+            for s in actions
+            if s.labels["step"] == step
+        ]
+        assert shown == [tuple(action) for action in schedule.stages[stage]]
+    assert {span.labels["phase"] for span in sends} == {message.phase for message in traffic.sends}
+    share = hidden_share(trace.spans, "send")
+    assert share is not None
+    assert 0 <= share <= 1
+    traces: list[Any] = [None] * num_stages
+    dist.all_gather_object(traces, trace)
+    events = chrome_trace(traces)["traceEvents"]
+    num_messages = 2 * sum(len(schedule.traffic(index).sends) for index in range(num_stages))
+    assert sum(event["ph"] == "s" for event in events) == num_messages
+    assert sum(event["ph"] == "f" for event in events) == num_messages
+
+
+@case
+def a_send_does_not_wait_for_its_receive(stage: int, num_stages: int) -> None:
+    """Every stage sends all it has before any stage posts a receive: it would hang if a send waited."""
+    # Several sends of a stream that wait for the peer could hold up the barrier on a GPU.
+    num, peer = 1 if device().type == "cuda" else 5, (stage + 1) % num_stages
+    downs = tuple(Message("forward", index, 1) for index in range(num))
+    ups = tuple(Message("backward", index, 1) for index in range(num))
+    channel = PipelineChannel((4,), torch.float32, Traffic(downs + ups, downs + ups, wraps=True), device=device())
+    channel.links.agree((4,), torch.float32, channel.traffic)
+    with mock.patch.object(type(channel._into["forward"]), "_post_ahead"):  # no receive is posted by itself
+        channel.begin_step()
+        kept: list[weakref.ref[Tensor]] = []
+        for message in downs + ups:
+            sent = torch.full((4,), 100.0 * stage + message.micro_batch)
+            channel.send(message, sent)
+            under_way = channel._out[message.direction].link._flying
+            kept += [weakref.ref(under_way[-1]._tensor)] if under_way[-1]._tensor is not None else []
+            del sent
+        meet()
+        before = (stage - 1) % num_stages
+        # Gradients first, although they were sent last: directions do not wait for each other.
+        for message, sender in [(m, peer) for m in ups] + [(m, before) for m in downs]:
+            assert channel.receive(message).tolist() == [100.0 * sender + message.micro_batch] * 4
+        channel.finish()
+    assert not under_way
+    gc.collect()
+    assert not any(tensor() is not None for tensor in kept)
+
+
+@case
+def pipelines_lie_side_by_side(stage: int, num_stages: int) -> None:
+    """Stages are not neighbours in rank: two pipelines of every second rank, or of one."""
+    if num_stages % 2:
+        return
+    pipelines = [list(range(first, num_stages, 2)) for first in range(2)]
+    group = [dist.new_group(ranks) for ranks in pipelines][stage % 2]
+    own, p = stage // 2, num_stages // 2
+    schedule = interleaved(p, 2 * p, 2) if p > 1 else one_forward_one_backward(1, 3)
+    groups = open_link_groups(pipelines, device(), schedule.wraps)
+    ready_made = PipelineLinks(group, device(), schedule.wraps, groups=groups)
+    for links in (ready_made, None):
+        model = model_of(schedule, own)
+        if links is None and p > 1 and dist.group.WORLD.bound_device_id is not None:
+            with pytest.raises(ValueError, match="open_link_groups"):
+                channel_of(schedule, group=group)
+            continue
+        run_schedule(schedule, channel_of(schedule, group=group, links=links), model)
+        assert_equals_one_process(schedule, model, own)
+
+
+@case
+def stages_that_differ_are_told_both_sides(stage: int, num_stages: int) -> None:
+    odd = num_stages - 2
+    schedule, other = one_forward_one_backward(num_stages, 4), one_forward_one_backward(num_stages, 5)
+    alike: dict[str, Any] = {"shape": (BATCH, WIDTH), "dtype": torch.float32, "traffic": schedule.traffic(stage)}
+    for name, value, shown in (
+        ("shape", (BATCH, WIDTH + 1), rf"shape = .*\[{BATCH}, {WIDTH}"),
+        ("dtype", torch.bfloat16, r"dtype = .*torch.bfloat16"),
+        ("traffic", other.traffic(stage), r"messages = .* messages, order .* messages, order"),
+    ):
+        mine = {**alike, name: value} if stage == odd else alike
+        if abs(stage - odd) <= 1:
+            with pytest.raises(ValueError, match=rf"{shown}.*stage \d \(rank \d\): both ends"):
+                PipelineChannel(**mine, device=device())
+        else:
+            PipelineChannel(**mine, device=device())
+        meet()
+
+
+@case
+def what_breaks_the_agreement_is_refused(stage: int, num_stages: int) -> None:
+    schedule = one_forward_one_backward(num_stages, 2)
+    channel = channel_of(schedule)
+    first, second = Message("forward", 0), Message("forward", 1)
+    channel.begin_step()
+    if stage == 0:
+        with pytest.raises(
+            ValueError, match=r"dtype = torch\.float64: stage 0 and its neighbours agreed on torch\.float32"
+        ):
+            channel.send(first, torch.zeros(BATCH, WIDTH, dtype=torch.float64))
+        with pytest.raises(ValueError, match=r"shape = \[1\]"):
+            channel.send(first, torch.zeros(1))
+        with pytest.raises(
+            ValueError, match="out of order: the traffic has the activation of micro-batch 0 for chunk 0"
+        ):
+            channel.send(second, torch.zeros(BATCH, WIDTH))
+        with pytest.raises(ValueError, match="no forward messages here"):
+            channel.receive(first)
+    with pytest.raises(ValueError, match="overlap=False"):
+        channel.exchange([], [])
+    with pytest.raises(RuntimeError, match=r"not finished: .* has not been called for"):
+        channel.finish()
+    with pytest.raises(RuntimeError, match="not finished"):
+        channel.begin_step()
+    with pytest.raises(ValueError, match=f"for {num_stages + 1} stages"):
+        run_schedule(one_forward_one_backward(num_stages + 1, 2), channel, model_of(schedule, stage))
+    # The receives that are posted find their messages, so that nothing is left under way.
+    for action in schedule.stages[stage]:
+        need, give = schedule.incoming(stage, action), schedule.outgoing(stage, action)
+        if need is not None:
+            channel.receive(need)
+        if give is not None:
+            channel.send(give, torch.zeros(BATCH, WIDTH))
+    channel.finish()
+
+
+@case
+def a_peer_that_never_sends_is_named(stage: int, num_stages: int) -> None:
+    if device().type == "cuda":
+        return  # NCCL's watchdog ends the process
+    schedule = one_forward_one_backward(num_stages, 1)
+    links = PipelineLinks(None, device(), False, timeout=timedelta(seconds=0.5))
+    recorder = Recorder()
+    channel = channel_of(schedule, links=links, recorder=recorder)
+    if stage == num_stages - 1:
+        recorder.begin_step(7)
+        channel.begin_step()
+        says = (
+            rf"recv of the activation of micro-batch 0 for chunk 0 from stage {stage - 1} .* in step 7 did not complete"
+        )
+        with pytest.raises(CollectiveTimeout, match=says):
+            channel.receive(Message("forward", 0))
+    meet()
+
+
+@case
+def a_watch_says_who_is_late(stage: int, num_stages: int) -> None:
+    if device().type == "cuda":
+        return  # as above
+    schedule = one_forward_one_backward(num_stages, 1)
+    watch = Watch(timeout=timedelta(seconds=1), layout=ParallelLayout(pp=num_stages), answer_s=0.5)
+    links = PipelineLinks(None, device(), False, timeout=timedelta(seconds=1))
+    channel = channel_of(schedule, links=links, watch=watch)
+    for step in range(2):
+        watch.begin_step(step)
+        if step == 0:
+            run_schedule(schedule, channel, model_of(schedule, stage))
+        elif stage == num_stages - 1:
+            channel.begin_step()
+            with pytest.raises(CollectiveTimeout, match=r"activation of micro-batch 0 .* at step 1: rank") as caught:
+                channel.receive(Message("forward", 0))
+            assert caught.value.culprits == (stage - 1,)
+    meet()
+    watch.close()
+
+
+@case
+def a_muted_channel_computes_and_sends_nothing(stage: int, num_stages: int) -> None:
+    schedule = interleaved(num_stages, num_stages, 2)
+    recorder = Recorder(device())
+    channel = channel_of(schedule, recorder=recorder)
+    channel.muted = True
+    model = model_of(schedule, stage)
+    run_schedule(schedule, channel, model)
+    assert not recorder.counts()
+    assert len(gradients(list(model.chunks))) == sum(len(list(part.parameters())) for part in model.chunks)
+    channel.muted = False
+    model = model_of(schedule, stage)
+    run_schedule(schedule, channel, model)
+    assert_equals_one_process(schedule, model, stage)
+
+
+@case
+def a_stage_without_a_tensor_to_send_is_named(stage: int, num_stages: int) -> None:
+    class Silent:
+        def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
+            return None
+
+        backward = forward
+
+    if stage == 0:
+        schedule = one_forward_one_backward(num_stages, 1)
+        channel = mock.Mock(spec=PipelineChannel, num_stages=num_stages, stage=0, overlap=True)
+        with pytest.raises(ValueError, match="stage 0: the forward of micro-batch 0, chunk 0 returned None"):
+            run_schedule(schedule, channel, Silent())

@@ -1,0 +1,372 @@
+"""More of what ranks check together: steps inside the backward pass, one communicator for all, units, ZeRO stages."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from collectives import Recorder, ShardedDataParallel
+from collectives.eager import NUM_UNMOVED
+from tests.collectives.cases import (
+    GPU_CASES,
+    Branches,
+    adamw,
+    assert_alike_on_ranks,
+    assert_close,
+    assert_raises,
+    assert_same,
+    batches,
+    case,
+    delays,
+    net,
+    train,
+    wrap,
+    wrap64,
+)
+
+
+def train_in_backward(
+    sharded: ShardedDataParallel, num_steps: int, rank: int, world_size: int, share: float | None = None
+) -> dict[str, Tensor]:
+    optimizer = sharded.optimizer(adamw, step_in_backward=True, gather_in_backward=share)
+    for tokens in batches(num_steps, world_size):
+        sharded(tokens[rank::world_size]).backward()
+        assert all(piece.grad is None for _, _, piece in sharded.named_shards())
+        optimizer.step()
+        optimizer.zero_grad()
+    return sharded.full_state_dict()
+
+
+def pair_of_one() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return group, group
+
+
+@case
+def stepping_in_backward_does_not_change_a_bit(rank: int, world_size: int) -> None:
+    for low in (False, True):
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16} if low else {}
+
+        def wrapped(dtypes: dict[str, Any] = dtypes, **settings: Any) -> ShardedDataParallel:
+            model = net(torch.float32)
+            model.offset = model.offset.to(dtypes.get("param_dtype", torch.float32))
+            return wrap(model, **dtypes, **settings)
+
+        plain = train(wrapped(), 3, rank, world_size)
+        assert_same(train_in_backward(wrapped(), 3, rank, world_size), plain)
+        assert_same(train_in_backward(wrapped(overlap=False), 3, rank, world_size, 0.5), plain)
+        assert_same(train_in_backward(wrapped(in_flight=1, prefetch=9), 3, rank, world_size, 1.0), plain)
+        with delays(rank):
+            assert_same(train_in_backward(wrapped(groups=pair_of_one()), 3, rank, world_size, 0.3), plain)
+        assert_alike_on_ranks(plain, world_size)
+
+
+@case
+def stepping_in_backward_can_be_switched(rank: int, world_size: int) -> None:
+    expected = train(wrap64(net()), 4, rank, world_size)
+    sharded = wrap64(net())
+    assert_raises(ValueError, "step_in_backward=True", lambda: setattr(sharded, "step_in_backward", True))
+    optimizer = sharded.optimizer(adamw, step_in_backward=True)
+    for step, tokens in enumerate(batches(4, world_size)):
+        sharded.step_in_backward, sharded.overlap = step % 2 == 0, step != 1
+        sharded(tokens[rank::world_size]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(sharded.full_state_dict(), expected)
+
+
+@case
+def one_communicator_runs_the_same_order_on_every_rank(rank: int, world_size: int) -> None:
+    torch.manual_seed(3)
+    recorder = Recorder()
+    sharded = wrap64(Branches().double(), bucket_bytes=64, groups=pair_of_one(), recorder=recorder)
+    assert sharded.gather_lane is sharded.reduce_lane
+    optimizer = sharded.optimizer(adamw, step_in_backward=True, gather_in_backward=0.5)
+    for step in range(4):
+        sharded.step_in_backward = step != 2
+        recorder.begin_step(step)
+        with delays(rank):  # ranks go different ways, and some gathers are left when their backward pass begins
+            sharded(torch.rand(4, dtype=torch.float64), left=(rank + step) % 2 == 0).backward()
+            optimizer.step()
+        recorder.end_step()
+    order = [(each.kind, each.num_bytes) for step in recorder.steps for each in step.collectives]
+    orders: list[Any] = [None] * world_size
+    dist.all_gather_object(orders, order)
+    assert all(other == order for other in orders)
+    kinds = [kind for kind, _ in order]
+    assert set(kinds) == {"all_gather", "reduce_scatter"}
+    assert_alike_on_ranks(sharded.full_state_dict(), world_size)
+
+
+@case
+def the_share_asked_for_is_gathered_in_backward(rank: int, world_size: int) -> None:
+    moved = []
+    for share in (0.0, 0.5, 1.0):
+        recorder = Recorder()
+        sharded = wrap(net(torch.float32), recorder=recorder)
+        optimizer = sharded.optimizer(adamw, step_in_backward=True, gather_in_backward=share)
+        num_buckets = len(sharded.plans)
+        for step, tokens in enumerate(batches(2, world_size)):
+            loss = sharded(tokens[rank::world_size])
+            recorder.begin_step(step)
+            loss.backward()
+            launched = recorder.end_step().counts()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert launched["reduce", "reduce_scatter"] == num_buckets
+        moved.append(launched["gather", "all_gather"] - 2)  # two more are the first ones of the next forward pass
+        sharded.wait_parameters()
+    assert moved[0] == 0
+    assert 0 < moved[1] < moved[2] == num_buckets - NUM_UNMOVED, moved
+
+
+@case
+def schedules_and_accumulation_work_in_backward(rank: int, world_size: int) -> None:
+    states = []
+    for in_backward, stage in ((False, 1), (True, 1), (True, 2)):
+        sharded = wrap64(net(), stage=stage)
+        optimizer = sharded.optimizer(adamw, step_in_backward=in_backward)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for tokens in batches(3, world_size):
+            first, second = tokens[rank::world_size].split(1)
+            with sharded.no_sync():
+                (sharded(first) / 2).backward()
+            (sharded(second) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        states.append(sharded.full_state_dict())
+    assert_same(states[1], states[0])
+    assert_close(states[2], states[0], rtol=1e-9, atol=1e-11)
+
+
+@case
+def stage_2_keeps_no_whole_gradients(rank: int, world_size: int) -> None:
+    expected = train(wrap64(net()), 3, rank, world_size)
+    recorder = Recorder()
+    sharded = wrap64(net(), stage=2, recorder=recorder)
+    optimizer = sharded.optimizer(adamw)
+    for step, tokens in enumerate(batches(3, world_size)):
+        first, second = tokens[rank::world_size].split(1)
+        recorder.begin_step(step)
+        with sharded.no_sync():
+            (sharded(first) / 2).backward()
+        assert all(bucket.local_N is None for bucket in sharded.buckets)
+        (sharded(second) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert recorder.end_step().counts()["reduce", "reduce_scatter"] == 2 * len(sharded.plans)
+    assert_close(sharded.full_state_dict(), expected, rtol=1e-9, atol=1e-11)
+
+
+@case
+def only_no_sync_passes_are_stepped_all_the_same(rank: int, world_size: int) -> None:
+    expected = train(wrap64(net()), 2, rank, world_size)
+    for stage in (1, 2):
+        sharded = wrap64(net(), stage=stage)
+        optimizer = sharded.optimizer(adamw, step_in_backward=True)
+        for tokens in batches(2, world_size):
+            with sharded.no_sync():
+                sharded(tokens[rank::world_size]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(sharded.full_state_dict(), expected)
+
+
+@case
+def what_needs_all_gradients_is_refused_in_backward(rank: int, world_size: int) -> None:
+    sharded = wrap64(net())
+    optimizer = sharded.optimizer(adamw, step_in_backward=True)
+    tokens = next(batches(1, 1))
+    sharded(tokens).backward()
+    assert_raises(ValueError, "build the optimiser without it", lambda: sharded.clip_grad_norm_(1.0))
+    assert_raises(ValueError, "closure", lambda: optimizer.step(lambda: 0.0))
+    assert_raises(RuntimeError, "no_sync", sharded(tokens).backward)
+    optimizer.step()
+    expected = wrap64(net())
+    ours = expected.optimizer(adamw)
+    for each, one in ((expected, ours), (sharded, optimizer)):
+        for _ in range(2 if each is expected else 1):
+            each(tokens).backward()
+            one.step()
+            one.zero_grad()
+    assert_same(sharded.full_state_dict(), expected.full_state_dict())
+    assert_raises(ValueError, "no effect", lambda: wrap(net()).optimizer(adamw, gather_in_backward=0.5))
+    for share in (-0.1, 1.5):
+        bad = functools.partial(wrap(net()).optimizer, adamw, step_in_backward=True, gather_in_backward=share)
+        assert_raises(ValueError, r"0\.\.1", bad)
+
+
+@case
+def an_exception_in_a_backward_that_steps_leaves_ranks_alike(rank: int, world_size: int) -> None:
+    sharded = wrap64(net(), groups=pair_of_one())
+    optimizer = sharded.optimizer(adamw, step_in_backward=True, gather_in_backward=0.5)
+    for step, tokens in enumerate(batches(3, world_size)):
+        if step == 1:
+            handle = sharded.module.blocks[rank % 3].register_full_backward_pre_hook(_interrupt)
+            assert_raises(ZeroDivisionError, "interrupted", sharded(tokens).backward)
+            handle.remove()
+            assert_raises(RuntimeError, "load a checkpoint", optimizer.step)
+        sharded(tokens[rank::world_size]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_alike_on_ranks(sharded.full_state_dict(), world_size)
+
+
+def _interrupt(*_: object) -> None:
+    raise ZeroDivisionError("interrupted")
+
+
+@case
+def recomputation_sees_the_parameters_of_its_own_step(rank: int, world_size: int) -> None:
+    expected = train(wrap64(net()), 3, rank, world_size)
+    for reentrant in (False, True):
+        model = net()
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
+        state = train_in_backward(wrap64(model, in_flight=1), 3, rank, world_size, 1.0)
+        assert_close(state, expected, rtol=1e-9, atol=1e-11)
+
+
+class Peek(nn.Module):
+    """Reads a parameter that autograd does not see, before the layers that do: its backward pass reads it late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.middle = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) @ self.last.weight.detach()
+        return self.last(self.middle(x)).sum()
+
+
+@case
+def a_parameter_read_after_it_was_stepped_is_an_error(rank: int, world_size: int) -> None:
+    torch.manual_seed(3)
+    sharded = wrap64(Peek().double(), bucket_bytes=64, in_flight=1)
+    sharded.optimizer(adamw, step_in_backward=True, gather_in_backward=1.0)
+    loss = sharded(torch.rand(2, 4, dtype=torch.float64))
+    assert_raises(RuntimeError, "modified by an inplace operation", loss.backward)
+    sharded.zero_grad()
+
+
+@case
+def units_are_waited_for_and_reduced_as_one(rank: int, world_size: int) -> None:
+    expected = train(wrap64(net()), 3, rank, world_size)
+    for bucket_bytes in (None, 1000):
+        recorder, model = Recorder(), net()
+        sharded = wrap64(model, units=model.blocks, bucket_bytes=bucket_bytes, recorder=recorder)
+        for plan in sharded.plans:
+            units = {slot.name.split(".")[1] if slot.name.startswith("blocks.") else "" for slot in plan.slots}
+            assert len(units) == 1
+        # The tied embedding, the scale; three blocks; what comes after them.
+        assert bucket_bytes or len(sharded.plans) == 5
+        assert_close(train(sharded, 3, rank, world_size), expected, rtol=1e-9, atol=1e-11)
+    model = net()
+    state = train_in_backward(wrap64(model, units=model.blocks, bucket_bytes=None), 3, rank, world_size)
+    assert_close(state, expected, rtol=1e-9, atol=1e-11)
+
+
+def compile_forward(unit: nn.Module) -> None:
+    unit.forward = torch.compile(unit.forward, backend="aot_eager")
+
+
+def compile_module(unit: nn.Module) -> None:
+    unit.compile(backend="aot_eager")
+
+
+@case
+def compiled_units_are_whole_graphs(rank: int, world_size: int) -> None:
+    expected = train(wrap64(net()), 2, rank, world_size)
+    assert_close(train_compiled(compile_forward, True, rank, world_size), expected, rtol=1e-9, atol=1e-11)
+
+
+def train_compiled(
+    compile_unit: Callable[[nn.Module], None], before: bool, rank: int, world_size: int
+) -> dict[str, Tensor]:
+    """Parameters after two steps with units compiled before or after wrapping; each unit was one graph."""
+    import torch._dynamo
+
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    model = net()
+    if before:
+        for block in model.blocks:
+            compile_unit(block)
+    sharded = wrap64(model, units=model.blocks, bucket_bytes=None)
+    if not before:
+        for block in model.blocks:
+            compile_unit(block)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own, about tensors that it looks at
+        state = train_in_backward(sharded, 2, rank, world_size)
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    # Blocks with and without a bias make one graph each, of all five operations.
+    assert counters["stats"] == {"unique_graphs": 2, "calls_captured": 2 * 5}, dict(counters["stats"])
+    torch._dynamo.reset()
+    return state
+
+
+@case
+def muted_lanes_launch_nothing(rank: int, world_size: int) -> None:
+    recorder = Recorder()
+    sharded = wrap(net(torch.float32), recorder=recorder)
+    optimizer = sharded.optimizer(adamw, step_in_backward=True)
+    before = copy.copy(recorder.counts())
+    sharded.gather_lane.muted = sharded.reduce_lane.muted = True
+    for tokens in batches(2, world_size):
+        loss = sharded(tokens[rank::world_size])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.isfinite(loss)
+    assert recorder.counts() == before
+
+
+def a_captured_step_equals_an_eager_one(rank: int, world_size: int) -> None:
+    """On CUDA alone: the whole step, collectives and all, replayed on new data."""
+    for in_backward, groups in ((False, False), (True, False), (True, True)):
+        pairs: list[Any] = [pair_of_one() if groups and world_size > 1 else None for _ in range(2)]
+        tokens = [part[rank::world_size] for part in batches(6, world_size)]
+        plain, captured = (wrap(net(torch.float32), groups=pair) for pair in pairs)
+        graph, steps = torch.cuda.CUDAGraph(), []
+        static = tokens[0].clone()
+        for sharded in (plain, captured):
+            options = {"lr": 0.03, "weight_decay": 0.1, "fused": True, "capturable": True}
+            optimizer = sharded.optimizer(torch.optim.AdamW, step_in_backward=in_backward, **options)
+            steps.append(functools.partial(_whole_step, sharded, optimizer))
+        for batch in tokens[:3]:
+            steps[0](batch)
+            steps[1](batch)
+        with torch.cuda.graph(graph):
+            loss = steps[1](static)
+        for batch in tokens[3:]:
+            expected = steps[0](batch)
+            static.copy_(batch)
+            graph.replay()
+            torch.testing.assert_close(loss, expected, rtol=0.0, atol=0.0)
+        assert_same(captured.full_state_dict(), plain.full_state_dict())
+
+
+def _whole_step(sharded: ShardedDataParallel, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:
+    loss: Tensor = sharded(tokens)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    sharded.wait_parameters()
+    return loss.detach()
+
+
+GPU_CASES.append(a_captured_step_equals_an_eager_one)
