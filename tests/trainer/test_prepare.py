@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +67,24 @@ def test_the_second_time_is_a_hit(text_folder: Path, tmp_path: Path) -> None:
     assert (first.facts.cache_hit, second.facts.cache_hit) == (False, True)
     assert dataclasses.replace(second.facts, cache_hit=False) == first.facts
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_cache_keeps_the_corpora_used_last(text_folder: Path, tmp_path: Path) -> None:
+    def age(folder: Path, hours: float) -> None:
+        os.utime(folder, (time.time() - hours * 3600,) * 2)
+
+    corpora = [prepare(text_folder, tmp_path, vocab_size=300 + number).folder for number in range(5)]
+    (tmp_path / "building-x").mkdir()
+    for hours, folder in enumerate([*corpora, tmp_path / "building-x"], start=2):
+        age(folder, hours)
+    prepare(text_folder, tmp_path, vocab_size=304)  # a hit: used now, so no longer the oldest
+    newest = prepare(text_folder, tmp_path, vocab_size=305).folder
+    assert {*tmp_path.iterdir()} == {newest, corpora[4], corpora[0], corpora[1]}
+
+
+def test_a_corpus_that_another_run_has_just_found_stays(text_folder: Path, tmp_path: Path) -> None:
+    corpora = {prepare(text_folder, tmp_path, vocab_size=300 + number).folder for number in range(6)}
+    assert {*tmp_path.iterdir()} == corpora
 
 
 def test_other_text_or_vocabulary_is_no_hit(tmp_path: Path) -> None:

@@ -51,11 +51,7 @@ def read_documents(config: DataConfig, seed: int) -> Documents:
     Raises:
         ConfigError: no such folder, no matching file, or too few of them to hold one out.
     """
-    folder, skipped_folders = _folder(config)
-    names = [name for name in _list_files(folder, skipped_folders) if fnmatch.fnmatch(Path(name).name, config.pattern)]
-    if not names:
-        rule = f"holds no file that matches job.data.pattern = {config.pattern}"
-        raise ConfigError(FOLDER_FIELD, folder, rule, "give another folder or pattern")
+    folder, names = find_files(config)
     drawn = _draw(folder, names, round(config.max_mib * 2**20), seed)
     if not drawn:
         rule = f"is below the smallest of the {len(names)} files in {folder}"
@@ -75,6 +71,25 @@ def read_documents(config: DataConfig, seed: int) -> Documents:
     )
 
 
+def text_folder(config: DataConfig) -> Path:
+    """The folder of the text: the one given, else the standard library's."""
+    return Path(config.folder).expanduser() if config.folder else Path(sysconfig.get_path("stdlib"))
+
+
+def find_files(config: DataConfig) -> tuple[Path, list[str]]:
+    """The folder, and the files in it that the pattern matches, none read yet.
+
+    Raises:
+        ConfigError: no such folder, or no matching file.
+    """
+    folder, skipped_folders = _folder(config)
+    names = [name for name in _list_files(folder, skipped_folders) if fnmatch.fnmatch(Path(name).name, config.pattern)]
+    if not names:
+        rule = f"holds no file that matches job.data.pattern = {config.pattern}"
+        raise ConfigError(FOLDER_FIELD, folder, rule, "give another folder or pattern")
+    return folder, names
+
+
 def choose_held_out(names: list[str], share: float) -> frozenset[str]:
     """The files held out: those whose hash, as a number in 0..1, is below `share`; at least one, and never all."""
     ordered = sorted(names, key=_position)
@@ -83,9 +98,9 @@ def choose_held_out(names: list[str], share: float) -> frozenset[str]:
 
 
 def _folder(config: DataConfig) -> tuple[Path, frozenset[str]]:
+    folder = text_folder(config)
     if not config.folder:
-        return Path(sysconfig.get_path("stdlib")), _STDLIB_SKIPPED
-    folder = Path(config.folder).expanduser()
+        return folder, _STDLIB_SKIPPED
     if not folder.is_dir():
         rule = "is a file, not a folder" if folder.exists() else "there is no such folder"
         raise ConfigError(FOLDER_FIELD, config.folder, rule, "give a folder of text files")

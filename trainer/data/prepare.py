@@ -1,12 +1,13 @@
 """A corpus made ready: tokenised once, kept in a cache folder, and shared by all ranks as memory-mapped files.
 
 The cache is keyed by what the text says, not by when it was written, so a touched file costs nothing and a changed one
-is never missed. A folder appears there whole or not at all; one that is damaged is built again. Left out: ever
-removing what is no longer used.
+is never missed. A folder appears there whole or not at all; one that is damaged is built again. The few used last stay,
+older ones go when a new one is built.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -15,6 +16,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,8 @@ from trainer.data.corpus import FOLDER_FIELD, Documents, read_documents
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
+_KEPT = 4  # corpora in a cache folder
+_IN_USE_S = 3600.0  # a run that has found its corpus opens it within this time
 _FACTS_FILE = "facts.json"
 _TOKENIZER_FILE = "tokenizer.json"
 _TRAIN_FILE = "train.npy"
@@ -99,11 +103,15 @@ def prepare_corpus(
     folder = cache_folder / f"corpus-{_key(documents, vocab_size)}"
     if folder.exists():
         try:
-            return Corpus(folder, _load_facts(folder, documents.skipped))
+            facts = _load_facts(folder, documents.skipped)
+            with contextlib.suppress(OSError):  # a cache that is only readable has no order of use
+                os.utime(folder)
+            return Corpus(folder, facts)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
             logger.warning("the cached corpus %s is damaged (%s); it is built again", folder, exc)
             shutil.rmtree(folder)
     counts = _build(folder, documents, vocab_size, told)
+    _remove_old(cache_folder, time.time())
     return Corpus(folder, CorpusFacts(**counts, skipped_files=documents.skipped, cache_hit=False))
 
 
@@ -170,6 +178,22 @@ def _build(folder: Path, documents: Documents, vocab_size: int, on_stage: OnStag
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return counts
+
+
+def _remove_old(cache_folder: Path, now_s: float) -> None:
+    """Keep the corpora used last; one used a moment ago may be about to be opened. Halves of killed runs go as well."""
+    corpora = sorted(cache_folder.glob("corpus-*"), key=_used_s, reverse=True)
+    for folder in [*corpora[_KEPT:], *cache_folder.glob("building-*")]:
+        if _used_s(folder) < now_s - _IN_USE_S:
+            shutil.rmtree(folder, ignore_errors=True)
+            logger.info("%s is no longer used: removed", folder)
+
+
+def _used_s(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:  # another run has removed it
+        return 0.0
 
 
 def _tell_tokenising(on_stage: OnStage, before: int, total: int, done: int) -> None:

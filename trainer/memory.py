@@ -1,0 +1,66 @@
+"""What a job's parameters, gradients and optimiser state take, and whether this machine has that much.
+
+A lower bound: a job that it refuses cannot run, one that it lets pass may still run out. Left out: activations, buckets
+under way, and torch itself (a few hundred MiB a rank).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from netlayer import environ
+from netlayer.config import JobConfig, ModelConfig
+from netlayer.errors import HardwareMissing
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_GRADIENT_BYTES = 4  # gradients add up in float32 (ZeRO stage 1: whole on every rank)
+_MOMENTS_BYTES = 8  # two moments of AdamW in float32
+_MASTER_BYTES = 4
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Parameters of `trainer.model.GPT`."""
+    hidden, ffn = model.hidden, model.ffn_hidden
+    norm = 2 * hidden
+    attention = 4 * hidden * hidden + 4 * hidden
+    mlp = 2 * hidden * ffn + ffn + hidden
+    block = attention + mlp + norm * (1 if model.parallel_block else 2)
+    return 2 * model.vocab_size * hidden + model.seq_len * hidden + model.layers * block + norm
+
+
+def rank_bytes(job: JobConfig) -> int:
+    """The least that one rank holds: whole parameters and gradients, and its share of masters and moments."""
+    width = _DTYPE_BYTES[job.model.dtype]
+    sharded = _MOMENTS_BYTES + (0 if width == _MASTER_BYTES else _MASTER_BYTES)
+    return (
+        num_parameters(job.model) * (width + _GRADIENT_BYTES) + num_parameters(job.model) * sharded // job.parallel.dp
+    )
+
+
+def check_memory(job: JobConfig, ranks: int, backend: Literal["gloo", "nccl"]) -> None:
+    """Refuse a job that cannot fit, before any rank starts.
+
+    Raises:
+        HardwareMissing: the ranks together need more than this machine has free, or one more than its GPU has.
+    """
+    each = rank_bytes(job)
+    words = f"a rank holds at least {_gib(each)} of parameters, gradients and optimiser state"
+    if backend == "nccl":
+        needed, there = (
+            each,
+            min((gpu.memory_mib for gpu in environ.usable_gpus() if gpu.memory_mib), default=0) * 2**20,
+        )
+        where = "the GPU has"
+    else:
+        needed, there = each * ranks, environ.available_memory_bytes()
+        words += f", {ranks} ranks {_gib(needed)}" if ranks > 1 else ""
+        where = "free here are"
+    if there and needed > there:
+        raise HardwareMissing(
+            f"job.model = {num_parameters(job.model):,} parameters: {words}; {where} {_gib(there)}; lower "
+            "job.model.layers or job.model.hidden" + (", or start fewer ranks" if ranks > 1 else "")
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"

@@ -1,0 +1,148 @@
+"""Drives one pipeline stage through its schedule: receive, compute, send.
+
+`run_schedule` knows order and messages and nothing of models; `StageModel` is the autograd of a stage whose chunks are
+modules. Left out: data parallelism of the stages, and parameters that several stages share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from collectives.pipeline import PipelineChannel
+from collectives.recorder import Recorder
+from collectives.traffic import Message
+from trainer.schedule import Action, Schedule
+
+
+class Stage(Protocol):
+    """What a pipeline stage computes."""
+
+    def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """The activation for the next virtual stage; None in, at the first; None out, at the last."""
+
+    def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """The gradient for the virtual stage before; None in, at the last; None out, at the first."""
+
+
+def run_schedule(schedule: Schedule, channel: PipelineChannel, stage: Stage, recorder: Recorder | None = None) -> None:
+    """One step of the stage that `channel` belongs to; every stage of the pipeline calls it.
+
+    Coupled communication (`overlap=False` of the channel) exchanges once a round of the schedule.
+
+    Raises:
+        ValueError: the channel has another number of stages, or the stage returned no tensor where one is sent.
+    """
+    if channel.num_stages != schedule.num_stages:
+        raise ValueError(
+            f"schedule is for {schedule.num_stages} stages, and the channel joins {channel.num_stages}; make both alike"
+        )
+    channel.begin_step()
+    run = _Run(schedule, channel, stage, recorder)
+    if channel.overlap:
+        run.decoupled()
+    else:
+        run.coupled()
+    channel.finish()
+
+
+class StageModel:
+    """Chunks of a model on one stage, and the activations that wait for their backward.
+
+    Gradients add up in the parameters; the loss of a micro-batch is divided by their number.
+
+    Args:
+        chunks: the stage's modules, chunk 0 first; each turns one tensor into one.
+        schedule: what it will be driven through.
+        stage: which one this is.
+        inputs: the model's input of a micro-batch; called on the first stage only.
+        loss: the loss of a micro-batch and the model's output; called on the last stage only.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        schedule: Schedule,
+        stage: int,
+        inputs: Callable[[int], Tensor],
+        loss: Callable[[int, Tensor], Tensor],
+    ) -> None:
+        if len(chunks) != schedule.num_chunks:
+            raise ValueError(
+                f"chunks: {len(chunks)} given, the schedule has {schedule.num_chunks} a stage; give as many"
+            )
+        self.chunks, self.schedule, self.stage, self.inputs, self.loss = chunks, schedule, stage, inputs, loss
+        self.losses: dict[int, Tensor] = {}
+        """Of this step so far, by micro-batch, before the division; empty on all but the last stage."""
+        self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+
+    def zero_grad(self) -> None:
+        """Drop the gradients and the losses of the last step."""
+        self.losses.clear()
+        for chunk in self.chunks:
+            chunk.zero_grad()
+
+    def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        x = self.inputs(action.micro_batch) if received is None else received.requires_grad_()
+        output = self.chunks[action.chunk](x)
+        is_last = self.schedule.outgoing(self.stage, action) is None
+        if is_last:
+            loss = self.loss(action.micro_batch, output)
+            self.losses[action.micro_batch] = loss.detach()
+            output = loss / self.schedule.num_micro_batches
+        self._held[action.micro_batch, action.chunk] = received, output
+        return None if is_last else output
+
+    def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        x, output = self._held.pop((action.micro_batch, action.chunk))
+        torch.autograd.backward(output, received)
+        return None if x is None else x.grad
+
+
+class _Run:
+    """One step of one stage."""
+
+    def __init__(self, schedule: Schedule, channel: PipelineChannel, stage: Stage, recorder: Recorder | None) -> None:
+        self.schedule, self.channel, self.stage, self.recorder = schedule, channel, stage, recorder
+        self.number = channel.stage
+
+    def decoupled(self) -> None:
+        for action in self.schedule.stages[self.number]:
+            for message, tensor in self._compute(action):
+                self.channel.send(message, tensor)
+
+    def coupled(self) -> None:
+        rounds = self.schedule.rounds(self.number)
+        self.channel.exchange([], self._needs(rounds[0]))
+        for actions, following in zip(rounds, [*rounds[1:], []], strict=True):
+            sends = [send for action in actions for send in self._compute(action)]
+            self.channel.exchange(sends, self._needs(following))
+
+    def _compute(self, action: Action) -> list[tuple[Message, Tensor]]:
+        """Run one action; what is to be sent of it."""
+        need, give = self.schedule.incoming(self.number, action), self.schedule.outgoing(self.number, action)
+        received = None if need is None else self.channel.receive(need)
+        with self._recorded(action):
+            compute = self.stage.forward if action.kind == "forward" else self.stage.backward
+            tensor = compute(action, received)
+        if give is None:
+            return []
+        if tensor is None:
+            raise ValueError(
+                f"stage {self.number}: the {action} returned None, and the next virtual stage needs a tensor"
+            )
+        return [(give, tensor)]
+
+    def _needs(self, actions: Sequence[Action]) -> list[Message]:
+        needs = (self.schedule.incoming(self.number, action) for action in actions)
+        return [message for message in needs if message is not None]
+
+    def _recorded(self, action: Action) -> contextlib.AbstractContextManager[None]:
+        if self.recorder is None:
+            return contextlib.nullcontext()
+        labels = {"micro_batch": action.micro_batch, "chunk": action.chunk, "phase": action.phase}
+        return self.recorder.computing(action.kind, **labels)

@@ -1,0 +1,90 @@
+"""Proves a pipeline schedule right before it runs: complete, in order, free of deadlock, bounded in memory.
+
+A schedule that passes cannot hang for its own reasons on a backend that matches the messages of a channel by order.
+Left out: that computation and tensors are right, which belongs to who runs it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from collectives.traffic import DIRECTIONS
+from trainer.schedule import Phase, Schedule
+from trainer.schedule_simulation import Costs, simulate
+
+_PHASES: tuple[Phase, ...] = ("warm-up", "steady", "cool-down")
+
+
+def check_schedule(schedule: Schedule, *, depth: int = 1, max_in_flight: int | None = None) -> None:
+    """Raise ValueError, with what is wrong and where, unless all of this holds.
+
+    - Every stage runs the forward and the backward of every (micro-batch, chunk) once, the forward first.
+    - The phases follow each other: forwards (warm-up), forward and backward in turn (steady), backwards (cool-down).
+      So a stage never holds more activations than its warm-up and one more forward make.
+    - Every message has one sender and one receiver, and both sides have the messages of a channel in the same order.
+    - No stage holds more than `max_in_flight` activations at once, each of one micro-batch and chunk, if that is given.
+    - It ends: with `depth` receives posted ahead, and with coupled communication; and, with one receive posted ahead,
+      also where a GPU has but one queue for all its streams.
+    """
+    for stage in range(schedule.num_stages):
+        _check_complete(schedule, stage)
+        _check_phases(schedule, stage)
+        peak = schedule.peak_in_flight(stage)
+        if max_in_flight is not None and peak > max_in_flight:
+            raise ValueError(
+                f"stage {stage}: holds {peak} activations at once, and memory is for {max_in_flight}; use a schedule "
+                "with a shorter warm-up, fewer chunks, or fewer micro-batches"
+            )
+    _check_orders(schedule)
+    costs = Costs.even(schedule, 1.0, 2.0, 0.1)
+    simulate(schedule, costs, depth=depth)
+    for coupled in (False, True):
+        simulate(schedule, costs, coupled=coupled, one_queue=True)
+
+
+def _check_complete(schedule: Schedule, stage: int) -> None:
+    actions = schedule.stages[stage]
+    wanted = {(m, c) for m in range(schedule.num_micro_batches) for c in range(schedule.num_chunks)}
+    for kind in DIRECTIONS:
+        found = Counter((a.micro_batch, a.chunk) for a in actions if a.kind == kind)
+        odd = sorted(wanted ^ set(found)) + sorted(pair for pair, times in found.items() if times > 1)
+        if odd:
+            raise ValueError(
+                f"stage {stage}: the {kind} of micro-batch {odd[0][0]}, chunk {odd[0][1]} comes {found[odd[0]]} times; "
+                f"each of {schedule.num_micro_batches} x {schedule.num_chunks} comes once"
+            )
+    begun: set[tuple[int, int]] = set()
+    for action in actions:
+        pair = (action.micro_batch, action.chunk)
+        if action.kind == "forward":
+            begun.add(pair)
+        elif pair not in begun:
+            raise ValueError(f"stage {stage}: the {action} comes before its forward; put it behind that")
+
+
+def _check_phases(schedule: Schedule, stage: int) -> None:
+    actions = schedule.stages[stage]
+    parts = {phase: [a.kind for a in actions if a.phase == phase] for phase in _PHASES}
+    steady = parts["steady"]
+    in_turn = steady == ["forward", "backward"] * (len(steady) // 2)
+    in_order = [a.phase for a in actions] == [phase for phase in _PHASES for _ in parts[phase]]
+    if not in_order or not in_turn or "backward" in parts["warm-up"] or "forward" in parts["cool-down"]:
+        raise ValueError(
+            f"stage {stage}: phases must be forwards (warm-up), forward and backward in turn (steady), backwards "
+            "(cool-down); label the actions so"
+        )
+
+
+def _check_orders(schedule: Schedule) -> None:
+    traffic = [schedule.traffic(stage) for stage in range(schedule.num_stages)]
+    for stage, own in enumerate(traffic):
+        for direction in DIRECTIONS:
+            other = schedule.receiver(stage, direction)
+            sent, received = own.outgoing(direction), traffic[other].incoming(direction)
+            if sent != received:
+                at = next((i for i, pair in enumerate(zip(sent, received, strict=False)) if pair[0] != pair[1]), -1)
+                shown = f"{sent[at]} against {received[at]}" if at >= 0 else f"{len(sent)} against {len(received)}"
+                raise ValueError(
+                    f"stage {stage} sends to stage {other} in another order than that one receives: {shown}; "
+                    "messages of a channel are matched by order"
+                )

@@ -1,0 +1,240 @@
+"""Runs a pipeline schedule on paper: does it end, how long does it take.
+
+The rules are those of `collectives.pipeline`: messages of a channel arrive in order, one after the other; a stage has
+`depth` receives posted ahead in each direction; sends do not wait (decoupled), or a stage waits after each round until
+its messages have arrived and the next ones are there (coupled). Left out: computation that communication slows down,
+and channels that share a wire.
+
+p stages, v chunks a stage; a channel is one direction of the link from stage s to stage s + 1 (mod p).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from collectives.traffic import DIRECTIONS, Direction, Message
+from trainer.schedule import Action, Schedule
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times in seconds; stages and links may differ.
+
+    Args:
+        forward_s, backward_s: of one micro-batch, by stage and chunk, shape [p][v].
+        transfer_s: of one message, by link, shape [p]; the last is the link from the last stage to the first.
+    """
+
+    forward_s: Sequence[Sequence[float]]
+    backward_s: Sequence[Sequence[float]]
+    transfer_s: Sequence[float]
+
+    @classmethod
+    def even(cls, schedule: Schedule, forward_s: float, backward_s: float, transfer_s: float = 0.0) -> Costs:
+        """The same for all stages, chunks and links."""
+        p, v = schedule.num_stages, schedule.num_chunks
+        return cls([[forward_s] * v] * p, [[backward_s] * v] * p, [transfer_s] * p)
+
+    def of(self, stage: int, action: Action) -> float:
+        by_stage = self.forward_s if action.kind == "forward" else self.backward_s
+        return by_stage[stage][action.chunk]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When everything happened, in seconds from the start of the step.
+
+    Args:
+        computed: (action, start, end) of each stage, in order.
+        sent: (message, start, arrival) of each stage's sends, in order of the actions.
+    """
+
+    computed: Sequence[Sequence[tuple[Action, float, float]]]
+    sent: Sequence[Sequence[tuple[Message, float, float]]]
+
+    @property
+    def step_s(self) -> float:
+        """Until the last action of any stage."""
+        return max(actions[-1][2] for actions in self.computed)
+
+    @property
+    def ideal_s(self) -> float:
+        """The busiest stage's computation alone."""
+        return max(sum(end - start for _, start, end in actions) for actions in self.computed)
+
+    @property
+    def bubble(self) -> float:
+        """Idle time over computing time of the busiest stage; to compare with `bubble_fraction`."""
+        return self.step_s / self.ideal_s - 1
+
+
+def simulate(
+    schedule: Schedule, costs: Costs, *, depth: int = 1, coupled: bool = False, one_queue: bool = False
+) -> Timeline:
+    """Run one step.
+
+    Args:
+        depth: receives posted ahead in each direction.
+        coupled: a stage waits for its sends and its next receives together after every round (`Schedule.rounds`).
+        one_queue: a stage issues everything in the order of its program and waits where a message must wait for the one
+            before it; see [Note: hardware queues] in collectives/pipeline.py.
+
+    Raises:
+        ValueError: the schedule deadlocks; the message says where each stage stands.
+    """
+    if depth < 1:
+        raise ValueError(f"depth = {depth}: at least one receive must be posted ahead")
+    channels = _open_channels(schedule, costs)
+    stages = [
+        _Stage(
+            stage,
+            list(coupled_program(schedule, stage) if coupled else decoupled_program(schedule, stage, depth)),
+            {direction: channels[direction, stage] for direction in DIRECTIONS},
+            {direction: channels[direction, schedule.receiver(stage, direction)] for direction in DIRECTIONS},
+            costs,
+            one_queue,
+        )
+        for stage in range(schedule.num_stages)
+    ]
+    while not all(stage.done for stage in stages):
+        if not any(stage.advance() for stage in stages):
+            waits = "; ".join(f"stage {s.stage} at the {s.program[s.at]}" for s in stages if not s.done)
+            raise ValueError(f"schedule {schedule.name}: deadlock: {waits}; reorder the actions")
+    return Timeline([stage.computed for stage in stages], [stage.sent() for stage in stages])
+
+
+class Instruction(NamedTuple):
+    """What a stage does next: post a receive, wait for it, compute, send, or wait until that has left."""
+
+    kind: Literal["post", "receive", "compute", "send", "sent"]
+    what: Message | Action
+
+    def __str__(self) -> str:
+        return f"{self.kind} of the {self.what}"
+
+
+def decoupled_program(schedule: Schedule, stage: int, depth: int) -> Iterator[Instruction]:
+    """A step of one stage as `trainer.pipeline` runs it on a decoupled channel."""
+    traffic = schedule.traffic(stage)
+    ahead = {direction: iter(traffic.incoming(direction)) for direction in DIRECTIONS}
+    for messages in ahead.values():
+        for _, message in zip(range(depth), messages, strict=False):
+            yield Instruction("post", message)
+    for action in schedule.stages[stage]:
+        need, give = schedule.incoming(stage, action), schedule.outgoing(stage, action)
+        if need is not None:
+            yield Instruction("receive", need)
+            following = next(ahead[need.direction], None)
+            if following is not None:
+                yield Instruction("post", following)
+        yield Instruction("compute", action)
+        if give is not None:
+            yield Instruction("send", give)
+
+
+def coupled_program(schedule: Schedule, stage: int) -> Iterator[Instruction]:
+    """The same on a coupled channel."""
+    rounds = schedule.rounds(stage)
+    gives: list[Message] = []
+    for actions in rounds:
+        needs = [need for action in actions if (need := schedule.incoming(stage, action))]
+        yield from (Instruction("send", message) for message in gives)
+        yield from (Instruction("post", message) for message in needs)
+        yield from (Instruction("sent", message) for message in gives)
+        yield from (Instruction("receive", message) for message in needs)
+        yield from (Instruction("compute", action) for action in actions)
+        gives = [give for action in actions if (give := schedule.outgoing(stage, action))]
+    yield from (Instruction("send", message) for message in gives)
+
+
+@dataclass
+class _Channel:
+    """One direction of one link: when each message was ready and posted, and when it started and landed."""
+
+    order: list[Message]
+    transfer_s: float
+    ready: dict[Message, float] = field(default_factory=dict)
+    posted: dict[Message, float] = field(default_factory=dict)
+    landed: dict[Message, tuple[float, float]] = field(default_factory=dict)
+
+    def arrival(self, message: Message) -> float | None:
+        """When it has landed, if that is known by now."""
+        while len(self.landed) < len(self.order):
+            following = self.order[len(self.landed)]
+            if following not in self.ready or following not in self.posted:
+                break
+            free = self.landed[self.order[len(self.landed) - 1]][1] if self.landed else 0.0
+            start = max(self.ready[following], self.posted[following], free)
+            self.landed[following] = (start, start + self.transfer_s)
+        return self.landed[message][1] if message in self.landed else None
+
+    def clear_of(self, message: Message) -> float | None:
+        """When the one before `message` has landed, if that is known by now."""
+        index = self.order.index(message)
+        return self.arrival(self.order[index - 1]) if index else 0.0
+
+
+class _Stage:
+    """One stage on its way through its program."""
+
+    def __init__(
+        self,
+        stage: int,
+        program: Sequence[Instruction],
+        into: dict[Direction, _Channel],
+        out: dict[Direction, _Channel],
+        costs: Costs,
+        one_queue: bool,
+    ) -> None:
+        self.stage, self.program, self.into, self.out = stage, program, into, out
+        self.costs, self.one_queue = costs, one_queue
+        self.at = 0
+        self.now = 0.0
+        self.computed: list[tuple[Action, float, float]] = []
+
+    @property
+    def done(self) -> bool:
+        return self.at == len(self.program)
+
+    def advance(self) -> bool:
+        """Follow the program as far as times are known by now; whether that was anywhere."""
+        before = self.at
+        while not self.done and (time := self._follow(self.program[self.at])) is not None:
+            self.now = max(self.now, time)
+            self.at += 1
+        return self.at > before
+
+    def sent(self) -> list[tuple[Message, float, float]]:
+        messages = [one.what for one in self.program if one.kind == "send"]
+        return [(m, *self.out[m.direction].landed[m]) for m in messages if isinstance(m, Message)]
+
+    def _follow(self, instruction: Instruction) -> float | None:
+        """Carry it out; when the next one can follow, None where that is not known yet."""
+        what = instruction.what
+        if isinstance(what, Action):
+            start, self.now = self.now, self.now + self.costs.of(self.stage, what)
+            self.computed.append((what, start, self.now))
+            return self.now
+        channel = (self.into if instruction.kind in ("post", "receive") else self.out)[what.direction]
+        if instruction.kind in ("receive", "sent"):
+            return channel.arrival(what)
+        free = channel.clear_of(what) if self.one_queue else 0.0
+        if free is None:
+            return None
+        times = channel.posted if instruction.kind == "post" else channel.ready
+        times[what] = max(self.now, free)
+        return free
+
+
+def _open_channels(schedule: Schedule, costs: Costs) -> dict[tuple[Direction, int], _Channel]:
+    """By direction and receiving stage."""
+    p = schedule.num_stages
+    channels: dict[tuple[Direction, int], _Channel] = {}
+    for stage in range(p):
+        for direction in DIRECTIONS:
+            link = stage if direction == "forward" else (stage - 1) % p
+            order = schedule.traffic(stage).outgoing(direction)
+            channels[direction, schedule.receiver(stage, direction)] = _Channel(order, costs.transfer_s[link])
+    return channels
