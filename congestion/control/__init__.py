@@ -1,0 +1,1 @@
+"""Control laws: pure state machines over a flow's row; time and feedback in, rate out."""

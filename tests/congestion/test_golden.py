@@ -1,0 +1,104 @@
+"""Agreement with the ns-3 HPCC simulator, flow by flow; golden/README.md says where the data come from."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from congestion.engine import columns as at
+from congestion.engine.network import Law
+from congestion.files import FlowSet, read_flows
+from congestion.settings import settings_of
+from congestion.simulate import Outcome, simulate
+from topology.graph import Graph
+from topology.importers import read_fabric
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def _run(
+    name: str, *overrides: str, seed: int = 1, truncate_ns: bool = True, law: Law = "none"
+) -> tuple[Graph, FlowSet, Outcome]:
+    fabric = read_fabric([GOLDEN / name / "topo.txt"])
+    flows = read_flows(GOLDEN / name / "flow.txt", fabric)
+    settings = settings_of("ns3", overrides)
+    return fabric, flows, simulate(fabric, flows, settings, law, seed=seed, truncate_ns=truncate_ns)
+
+
+def _fct_ns(flows: FlowSet, outcome: Outcome) -> np.ndarray:
+    return (outcome.finish_ps - flows.start_ps) / 1000
+
+
+def _golden_ns(name: str, fabric: Graph, flows: FlowSet) -> np.ndarray:
+    lines = [line.split() for line in (GOLDEN / name / "fct.txt").read_text().splitlines() if line]
+    known = {(int(line[0], 16), int(line[1], 16)): int(line[6]) for line in lines}
+    ends = zip(fabric.addresses[flows.src].tolist(), fabric.addresses[flows.dst].tolist(), strict=True)
+    return np.array([known[pair] for pair in ends])
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "untruncated"),
+    [("g1_single", (), 408_859.2), ("g1_single_1kB", ("congestion.mtu_bytes=1000",), 842_493.4)],
+)
+def test_one_flow_to_the_nanosecond(name, overrides, untruncated):
+    fabric, flows, outcome = _run(name, *overrides)
+    assert _fct_ns(flows, outcome).tolist() == _golden_ns(name, fabric, flows).tolist()
+    exact = _run(name, *overrides, truncate_ns=False)[2]
+    np.testing.assert_allclose(_fct_ns(flows, exact), untruncated, atol=0.1)
+
+
+@pytest.mark.parametrize(("name", "max_queue_bytes"), [("g4_clos_perm_none", 4_101_336), ("g6_a2a16_none", 62_220)])
+def test_every_flow_within_a_thousandth(name, max_queue_bytes):
+    fabric, flows, outcome = _run(name)
+    np.testing.assert_allclose(_fct_ns(flows, outcome), _golden_ns(name, fabric, flows), rtol=1e-3)
+    assert outcome.state.link[:, at.MAXQ].max() == pytest.approx(max_queue_bytes, rel=0.05)
+    assert outcome.state.link[:, at.PAUSES].sum() == 0
+
+
+def test_incast_with_pfc():
+    """Queue, pauses, first, last and mean; which of 16 equal senders is first hangs on ties and is not compared."""
+    fabric, flows, outcome = _run("g2_incast16_none")
+    found, golden = np.sort(_fct_ns(flows, outcome)), np.sort(_golden_ns("g2_incast16_none", fabric, flows))
+    np.testing.assert_allclose(found[-1], golden[-1], rtol=1e-3)
+    np.testing.assert_allclose(found, golden, rtol=1e-2)
+    assert outcome.state.link[:, at.MAXQ].max() == pytest.approx(44_763_488, rel=0.05)
+    assert outcome.state.link[:, at.PAUSES].sum() == pytest.approx(306, rel=0.05)
+    assert outcome.state.link[:, at.DROPS].sum() == 0
+
+
+def test_a_loss_costs_the_packets_in_flight():
+    """4,620 ns an isolated lost data packet: 28 packets sent again; lost ACKs are covered by later ones."""
+    _, flows, _ = _run("g7_gbn_loss_1e-04")
+    for seed in range(1, 5):
+        outcome = _run("g7_gbn_loss_1e-04", "congestion.loss_rate=0.0001", seed=seed)[2]
+        to_receiver = [0, 3]  # host 0 to switch, switch to host 1
+        lost = int(outcome.state.link[to_receiver, at.DROPS].sum())
+        resent = int(outcome.state.flow[0, at.RESENT])
+        assert lost > 0
+        assert resent == 28 * lost
+        assert _fct_ns(flows, outcome)[0] == 4_032_491 + 4_620 * lost
+
+
+@pytest.mark.parametrize(
+    ("name", "median_ns", "max_ns"),
+    [
+        ("g2_incast16_none", (3_050_658, 2_895_876, 3_312_021), (3_268_877, 3_109_862, 3_614_384)),
+        ("g4_clos_perm_none", (568_227, 540_604, 584_449), (673_278, 653_165, 701_153)),
+    ],
+)
+def test_dcqcn_over_seeds(name, median_ns, max_ns):
+    """Mean over 32 seeds within 3% of the simulator's over 32 of its own, and each run inside its range and 3%."""
+    found = []
+    for seed in range(1, 33):
+        _, flows, outcome = _run(name, seed=seed, law="dcqcn")
+        fct = _fct_ns(flows, outcome)
+        found.append((np.median(fct), fct.max()))
+    for values, (mean, least, most) in zip(np.array(found).T, (median_ns, max_ns), strict=True):
+        assert values.mean() == pytest.approx(mean, rel=0.03)
+        assert values.min() > 0.97 * least
+        assert values.max() < 1.03 * most
+
+
+def test_all_to_all_is_not_slowed_by_dcqcn():
+    fabric, flows, outcome = _run("g6_a2a16_none", law="dcqcn")
+    np.testing.assert_allclose(_fct_ns(flows, outcome), _golden_ns("g6_a2a16_none", fabric, flows), rtol=1e-3)
