@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ class Claim:
     text: str
     origin: str
     command: str = ""
+    quantity: str = ""
+    unit: str = ""
     record: str = ""
     name: str = ""
     column: str = ""
@@ -64,6 +67,10 @@ def read_claims(path: Path) -> list[Claim]:
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as exc:
         raise ConfigError("claims", path, f"cannot be used ({exc})", "see the comment at its top") from exc
     for claim in claims:
+        if not claim.open and not claim.quantity:
+            raise ConfigError("claims", claim.text, "needs the quantity that its figure is", "name it, and its unit")
+        if claim.open.endswith("yet") and not claim.command:
+            raise ConfigError("claims", claim.text, "is open and names no command", "name the one that would decide it")
         if not claim.open and (claim.at_least is None) == (claim.at_most is None):
             raise ConfigError("claims", claim.text, "needs at_least or at_most, one of them", "or say why it is open")
     return claims
@@ -77,12 +84,16 @@ def judge(claim: Claim, folder: Path) -> dict[str, str]:
         return row | {"figure": "", "source": "", "verdict": claim.open or "no record yet"}
     figure = _figure(claim, record)
     if claim.at_least is not None:
-        good, bound = figure >= claim.at_least, f"at least {claim.at_least:g}"
+        good, bound = figure >= claim.at_least, f"at least {_in_unit(claim.at_least, claim.unit)}"
     else:
-        good, bound = figure <= float(claim.at_most or 0), f"at most {claim.at_most:g}"
-    machine = "; ".join(dict.fromkeys(record.devices))
+        most = float(claim.at_most or 0)
+        good, bound = figure <= most, f"at most {_in_unit(most, claim.unit)}"
+    commit = record.environment.get("commit") or "unknown"
+    machine = "; ".join(
+        f"{count} ranks, each {name}" if count > 1 else name for name, count in Counter(record.devices).items()
+    )
     return row | {
-        "figure": f"{figure:.4g} ({bound}), commit {record.environment.get('commit') or 'unknown'}",
+        "figure": f"{claim.quantity}: {_in_unit(figure, claim.unit)} ({bound}), commit {commit}",
         "source": record.source + (f", {machine}" if machine else ""),
         "verdict": "reproduced" if good else "refuted",
     }
@@ -92,6 +103,11 @@ def render(rows: Sequence[Mapping[str, str]]) -> str:
     """The whole CLAIMS.md."""
     lines = [" | ".join(cell.replace("|", "\\|") for cell in row.values()) for row in rows]
     return _HEAD + "".join(f"| {line} |\n" for line in lines)
+
+
+def _in_unit(figure: float, unit: str) -> str:
+    """A share is 0..1 in a record and reads as a percentage."""
+    return f"{figure:.4g}" if not unit else f"{100 * figure:.4g}%" if unit == "%" else f"{figure:.4g} {unit}"
 
 
 def _newest(claim: Claim, folder: Path) -> RunRecord | None:

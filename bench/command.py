@@ -17,11 +17,25 @@ from bench.backends import BACKENDS, choose_backend
 from bench.collective import Collective
 from bench.driver import list_cases
 from bench.measure import join, measure
-from bench.options import Request
-from bench.table import fast_enough, format_foot, format_head, format_row, nccl_tests_json, num_failed
+from bench.options import MIN_BW_VARIABLE, Request
+from bench.table import (
+    MIN_BW_SHARE,
+    fast_enough,
+    format_foot,
+    format_head,
+    format_row,
+    mean_bus_bw,
+    nccl_tests_json,
+    num_failed,
+)
+from netlayer.environ import available_memory_bytes
 from netlayer.errors import ConfigError, NetlayerError
 from netlayer.launch import detect
-from netlayer.results import Row, RunRecord, write_text
+from netlayer.results import Row, RunRecord, utc_now, write_text
+
+_MOST_RANKS_A_CORE = 4
+_START_S = 2.5  # of one core, to import torch and meet
+_RANK_BYTES = 160 << 20  # private memory of a rank that has done nothing but import torch (2.13, CPU build)
 
 
 def run_command(collective: Collective, request: Request) -> bool:
@@ -36,21 +50,77 @@ def run_command(collective: Collective, request: Request) -> bool:
         return _good(join([collective.name], request.options, env, backend=backend)[0])
     for note in _notes(collective, request, backend, ranks):
         click.echo(f"note: {note}", err=True)
+    table = _Table()
     with _json_place(request.json_file) as json_file:
-        if env is not None:
-            [record] = join([collective.name], request.options, env, backend=backend, on_start=_head, on_row=_row)
-        else:
-            record = _start_ranks(collective, request, backend)
+        try:
+            if env is None:
+                record = _start_ranks(collective, request, backend, table)
+            else:
+                names, options = [collective.name], request.options
+                [record] = join(names, options, env, backend=backend, on_start=table.start, on_row=table.add)
+        except BaseException as exc:
+            _save_partial(table, request, json_file, "interrupted" if isinstance(exc, KeyboardInterrupt) else str(exc))
+            raise
         click.echo(format_foot(record), nl=False)
-        if json_file is not None:
-            write_text(json_file, json.dumps(nccl_tests_json(record), indent=1) + "\n")
-    if request.csv_file is not None:
-        flat = [{key: value for key, value in row.items() if key != "iterations_us"} for row in record.rows]
-        replace(record, rows=flat).save_csv(request.csv_file)
+        _save(record, request, json_file)
+    for line in _failures(record):
+        click.echo(f"error: {line}", err=True)
     return _good(record)
 
 
-def _start_ranks(collective: Collective, request: Request, backend: str) -> RunRecord:
+class _Table:
+    """Prints each row as it comes, and keeps it for a run that breaks off."""
+
+    def __init__(self) -> None:
+        self._begun: RunRecord | None = None
+        self._rows: list[Row] = []
+
+    def start(self, record: RunRecord) -> None:
+        self._begun = record
+        click.echo(format_head(record), nl=False)
+
+    def add(self, record: RunRecord, row: Row) -> None:
+        self._rows.append(row)
+        click.echo(format_row(row, record), nl=False)  # click flushes: a person sees each figure when it is there
+
+    def so_far(self) -> RunRecord | None:
+        """The record of the lines that are whole; None where there is none."""
+        rows = self._rows[: len(self._rows) // 2 * 2]
+        return replace(self._begun, rows=rows, ended_utc=utc_now()) if self._begun and rows else None
+
+
+def _save(record: RunRecord, request: Request, json_file: Path | None, stopped: str = "") -> None:
+    if json_file is not None:
+        tree = nccl_tests_json(record) | ({"errors": [stopped]} if stopped else {})
+        write_text(json_file, json.dumps(tree, indent=1) + "\n")
+    if request.csv_file is not None:
+        flat = [{key: value for key, value in row.items() if key != "iterations_us"} for row in record.rows]
+        replace(record, rows=flat).save_csv(request.csv_file)
+
+
+def _save_partial(table: _Table, request: Request, json_file: Path | None, stopped: str) -> None:
+    """Write what a run measured before it broke off; `-N 0` ends no other way."""
+    record = table.so_far()
+    files = [str(file) for file in (json_file, request.csv_file) if file is not None]
+    if record is None or not files:
+        return
+    _save(record, request, json_file, stopped)
+    click.echo(f"\nnote: broken off; {len(record.rows) // 2} lines are in {' and '.join(files)}", err=True)
+
+
+def _failures(record: RunRecord) -> Iterator[str]:
+    """Why the command ends with 1: the table says FAILED, this says by how much."""
+    if wrong := num_failed(record):
+        yield f"{wrong} of {len(record.rows)} measurements hold wrong data"
+    if fast_enough(record) is False:
+        least = record.arguments["min_bw_gbs"]
+        yield (
+            f"mean bus bandwidth = {mean_bus_bw(record):.4g} GB/s: is below {MIN_BW_SHARE:g} x {MIN_BW_VARIABLE} = "
+            f"{MIN_BW_SHARE * least:.4g} GB/s; find what is slow, or lower {MIN_BW_VARIABLE} = {least:g}"
+        )
+
+
+def _start_ranks(collective: Collective, request: Request, backend: str, table: _Table) -> RunRecord:
     log_dir = Path(tempfile.mkdtemp(prefix=f"{collective.name}_perf-"))
     try:
         [record] = measure(
@@ -59,8 +129,8 @@ def _start_ranks(collective: Collective, request: Request, backend: str) -> RunR
             ranks=request.ngpus,
             log_dir=log_dir,
             backend=backend,
-            on_start=_head,
-            on_row=_row,
+            on_start=table.start,
+            on_row=table.add,
         )
     except NetlayerError:
         raise  # the ranks' logs stay: the error names one
@@ -71,14 +141,6 @@ def _start_ranks(collective: Collective, request: Request, backend: str) -> RunR
     return record
 
 
-def _head(record: RunRecord) -> None:
-    click.echo(format_head(record), nl=False)
-
-
-def _row(record: RunRecord, row: Row) -> None:
-    click.echo(format_row(row, record), nl=False)  # click flushes, so a person sees each figure when it is there
-
-
 def _good(record: RunRecord) -> bool:
     return num_failed(record) == 0 and fast_enough(record) is not False
 
@@ -86,6 +148,8 @@ def _good(record: RunRecord) -> bool:
 def _notes(collective: Collective, request: Request, backend: str, ranks: int) -> Iterator[str]:
     """What a reader of the table must know and cannot see there."""
     options = request.options
+    if request.ngpus > 1:
+        yield _starting(request.ngpus, backend)
     if request.backend is None:
         yield f"backend {backend}" + (": no GPU here" if backend == "gloo" else "")
     if not collective.reduces and options.op != "sum":
@@ -103,6 +167,18 @@ def _notes(collective: Collective, request: Request, backend: str, ranks: int) -
             yield f"{what}{' out of place' * (out != into)} is emulated: {out}"
         if into and into != out:
             yield f"{what} in place is emulated: {into}"
+
+
+def _starting(ranks: int, backend: str) -> str:
+    """That ranks start, and what to expect where they are more than the machine holds."""
+    words = f"starting {ranks} ranks"
+    cores, free = os.cpu_count() or 1, available_memory_bytes()
+    if backend == "gloo" and ranks > _MOST_RANKS_A_CORE * cores:
+        words += f" on {cores} cores: they take turns, so that the start takes about {ranks * _START_S / cores:.0f} s"
+    if ranks * _RANK_BYTES > free:
+        needed = f"{ranks * _RANK_BYTES / 2**30:.0f} GiB"
+        words += f"; torch alone takes about {needed} in them, and {free / 2**30:.0f} GiB are free: lower -g"
+    return words
 
 
 @contextmanager

@@ -15,6 +15,8 @@ import click
 
 from netlayer import log
 from netlayer.errors import EXIT_FAILED, ConfigError
+from netlayer.interrupt import held_interrupt
+from netlayer.results import check_target
 from netlayer.units import parse_size
 
 if TYPE_CHECKING:
@@ -256,9 +258,11 @@ def _run(collective: Collective, given: dict[str, Any]) -> int:
             raise ConfigError(name, os.environ[name], rule, "unset it, and start the ranks of each group apart")
     chosen = {field.name: given[field.name] for field in fields(PerfOptions) if field.name in given}
     options = PerfOptions(**chosen, min_bw_gbs=_min_bw())
+    check_target("--csv", given["csv_file"])
     request = Request(options, given["ngpus"], given["backend"], given["output_file"], given["csv_file"])
     # torch is imported here and not above, so that `--help` and a bad flag answer at once.
-    from bench.command import run_command
+    with held_interrupt():
+        from bench.command import run_command
 
     return 0 if run_command(collective, request) else EXIT_FAILED
 

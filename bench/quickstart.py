@@ -2,34 +2,33 @@
 
 Ranks meet through Redis, the acceptance bench runs over them, the paper's fabric is built and its ECMP collisions are
 counted with and without the ToR split, a small GPT is trained data-parallel on real text, and one page shows it all.
+What can be refused is refused before torch and numba are loaded, and before a folder is made.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from bench.backends import choose_backend
-from bench.driver import load_collective
-from bench.measure import measure
 from bench.options import PerfOptions
 from bench.quickstart_outcome import Outcome, fabric_summary, summary
-from bench.table import format_table, num_failed
 from netlayer import environ
-from netlayer.command import RunOptions, open_out, run_options
+from netlayer.command import RunOptions, open_run, run_options
 from netlayer.config import Config, example, load_config
-from netlayer.errors import CheckFailed, ConfigError
+from netlayer.errors import CheckFailed, ConfigError, NetlayerError
+from netlayer.interrupt import held_interrupt
 from netlayer.meeting import MeetingPlace, meeting_place
 from netlayer.progress import Stages
-from netlayer.results import RunRecord, utc_now, write_text
-from topology.compare import compare_split, split_by_load
-from trainer.train import Backend, Progress, prepare, train
+from netlayer.results import Row, RunRecord, utc_now, write_text
+from trainer.data.corpus import find_files
+from trainer.memory import check_memory
+from trainer.train import Backend, Progress, check_supported, prepare, train
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +49,9 @@ _GLOBAL_BATCH = 16
 def quickstart(options: RunOptions, steps: int | None) -> None:
     """Run everything once on this machine and write one report.
 
-    On CPU with gloo where there is no GPU, on NCCL with all GPUs where there are. Takes a few minutes. The fabric is
-    always that of examples/megascale-12288.toml; `netlayer topology` looks at others.
+    On CPU with gloo where there is no GPU, on NCCL with all GPUs where there are. Takes one to three minutes. The
+    fabric is always that of examples/megascale-12288.toml; `netlayer topology` looks at others. Tokenised text is kept
+    in ~/.cache/netlayer (or $XDG_CACHE_HOME/netlayer), that of the last few runs.
 
     \b
     Examples:
@@ -60,22 +60,44 @@ def quickstart(options: RunOptions, steps: int | None) -> None:
       netlayer quickstart --set data.folder=$HOME/src --set 'data.pattern=*.c'
     """
     config = _resolve(options, steps)
-    backend = environ.choose_backend(config.job.launch.backend, config.cluster.num_gpus)
-    out = open_out(options.out, "quickstart")
-    started = utc_now()
-    with Stages() as stages, meeting_place(config.job.store.url) as place:
-        outcome = _run(config, backend, options.seed, out, place, stages)
-    records = _records(outcome, options, started)
-    for record in records:
-        record.save(out / "records")
-    from bench.quickstart_page import build_page  # the plots' libraries take a second to load
-
-    page = build_page(outcome, options.seed, out).write(out)
-    click.echo(f"report: {page}")
+    ranks = config.cluster.num_gpus
+    backend = environ.choose_backend(config.job.launch.backend, ranks)
+    check_supported(config.job, ranks)
+    find_files(config.job.data)
+    check_memory(config.job, ranks, backend)
+    started, asked = utc_now(), {**options.arguments(), "steps": steps}
+    with open_run(options.out, "quickstart") as out, Stages() as stages:
+        outcome = Outcome(config, backend, environ.doctor(), load_config(example(FABRIC)))
+        try:
+            with meeting_place(config.job.store.url) as place:
+                _run(outcome, options, out, place, stages)
+        except NetlayerError as exc:
+            if outcome.bench:  # else there is nothing to show
+                _finish(outcome, options, asked, started, out, stopped=f"{exc}")
+            raise
+        page, records = _finish(outcome, options, asked, started, out)
+    click.echo(f"report: {page}", err=_takes_stdout(options))
     if options.json_file:
         write_text(options.json_file, records[0].to_json())
     if outcome.wrong_elements:
         raise CheckFailed(f"{outcome.wrong_elements} elements arrived wrong; see the bench table in {page}")
+
+
+def _finish(
+    outcome: Outcome, options: RunOptions, asked: Mapping[str, Any], started: str, out: Path, stopped: str = ""
+) -> tuple[Path, Sequence[RunRecord]]:
+    """Save the records of what is there, and write the page."""
+    records = _records(outcome, options.seed, asked, started)
+    for record in records:
+        record.save(out / "records")
+    with held_interrupt():
+        from bench.quickstart_page import build_page  # the plots' libraries take a second to load
+    return build_page(outcome, options.seed, out, stopped).write(out), records
+
+
+def _takes_stdout(options: RunOptions) -> bool:
+    """With `--json -` stdout is the record alone, and tables go to stderr."""
+    return str(options.json_file) == "-"
 
 
 def _resolve(options: RunOptions, steps: int | None) -> Config:
@@ -95,37 +117,47 @@ def _resolve(options: RunOptions, steps: int | None) -> Config:
     return config
 
 
-def _run(config: Config, backend: Backend, seed: int, out: Path, place: MeetingPlace, stages: Stages) -> Outcome:
-    """Every stage in turn; what can be refused is refused by the first of them."""
-    findings = environ.doctor()
-    for finding in findings:
+def _run(outcome: Outcome, options: RunOptions, out: Path, place: MeetingPlace, stages: Stages) -> None:
+    """Every stage in turn, each into `outcome` as it is done."""
+    config, seed = outcome.config, options.seed
+    for finding in outcome.findings:
         stages.say(f"{finding.topic}: {finding.detail}")
+    outcome.store = place.description
     stages.say(f"ranks meet through {place.description}")
     ranks, job = config.cluster.num_gpus, config.job
     with stages.open("text") as bar:
         corpus = prepare(job, ranks, seed, out, lambda _stage, done, total: bar(done, total))
-    records = _bench(backend, ranks, out, place, stages)
-    fabric = load_config(example(FABRIC))
+    outcome.bench = _bench(outcome.backend, ranks, out, place, stages, tables_to_stderr=_takes_stdout(options))
     with stages.open("fabric") as bar:
-        collisions = compare_split(fabric, seeds=range(seed, seed + _SEEDS))
-        by_load = split_by_load(fabric.cluster)
+        with held_interrupt():  # numba takes a second to load
+            from topology.compare import compare_split, split_by_load
+
+        outcome.collisions = compare_split(outcome.fabric, seeds=range(seed, seed + _SEEDS))
+        outcome.by_load = split_by_load(outcome.fabric.cluster)
         bar(1, 1)
     with stages.open("training") as bar:
-        training = train(
+        outcome.training = train(
             job,
             corpus,
             ranks=ranks,
             init_method=place.init_method("training"),
-            backend=backend,
+            backend=outcome.backend,
             out=out,
             seed=seed,
             on_progress=lambda progress: bar(progress.done, progress.total, _training_words(progress)),
         )
-    return Outcome(config, backend, findings, place.description, records, fabric, collisions, by_load, training)
 
 
-def _bench(backend: Backend, ranks: int, out: Path, place: MeetingPlace, stages: Stages) -> list[RunRecord]:
+def _bench(
+    backend: Backend, ranks: int, out: Path, place: MeetingPlace, stages: Stages, *, tables_to_stderr: bool
+) -> list[RunRecord]:
     """The four collectives over real ranks; the table goes to stdout as nccl-tests prints it."""
+    with held_interrupt():  # torch takes two seconds to load
+        from bench.backends import choose_backend
+        from bench.driver import load_collective
+        from bench.measure import measure
+        from bench.table import format_table, num_failed
+
     options, done = replace(_SIZES[backend], timeout_s=_BENCH_TIMEOUT_S), 0
     names = [name for name in COLLECTIVES if load_collective(name).min_ranks <= ranks]
     for name in set(COLLECTIVES) - set(names):
@@ -149,36 +181,40 @@ def _bench(backend: Backend, ranks: int, out: Path, place: MeetingPlace, stages:
         )
     for record in records:
         record.save(out / "records")  # at once: what was measured outlives a Ctrl-C in training
-        stages.print(format_table(record))
+        stages.print(format_table(record), err=tables_to_stderr)
         if num_failed(record):
             logger.error("%s: %d rows hold wrong data", record.name, num_failed(record))
     return records
 
 
-def _records(outcome: Outcome, options: RunOptions, started: str) -> list[RunRecord]:
+def _records(outcome: Outcome, seed: int, asked: Mapping[str, Any], started: str) -> Sequence[RunRecord]:
     """All but the bench's, the run's own summary first; measured and simulated figures never share a record."""
     record = functools.partial(
-        RunRecord,
-        started_utc=started,
-        ended_utc=utc_now(),
-        arguments=options.arguments(),
-        environment=environ.snapshot(options.seed),
-    )
-    ours = functools.partial(
-        record, source="measured", config=outcome.config.model_dump(mode="json"), devices=outcome.training.devices
+        RunRecord, started_utc=started, ended_utc=utc_now(), arguments=asked, environment=environ.snapshot(seed)
     )
     fabric = functools.partial(record, config=outcome.fabric.model_dump(mode="json"))
-    simulated, predicted = (
-        [row for row in outcome.collisions if row["source"] == source] for source in ("simulated", "predicted")
-    )
-    return [
-        ours(name="quickstart.summary", rows=[summary(outcome)]),
-        ours(name="quickstart.training", rows=outcome.training.steps),
-        ours(name="quickstart.validation", rows=outcome.training.evaluations),
-        fabric(name="quickstart.fabric", source="simulated", rows=[fabric_summary(outcome)]),
-        fabric(name="topology.ecmp", source="simulated", rows=simulated),
-        fabric(name="topology.ecmp", source="predicted", rows=[*predicted, *outcome.by_load]),
-    ]
+    records = []
+    if outcome.training is not None:
+        ours = functools.partial(
+            record, source="measured", config=outcome.config.model_dump(mode="json"), devices=outcome.training.devices
+        )
+        records += [
+            ours(name="quickstart.summary", rows=[summary(outcome)]),
+            ours(name="quickstart.training", rows=outcome.training.steps),
+            ours(name="quickstart.validation", rows=outcome.training.evaluations),
+        ]
+    if outcome.collisions:
+        simulated, predicted = (_of_source(outcome.collisions, source) for source in ("simulated", "predicted"))
+        records += [
+            fabric(name="quickstart.fabric", source="simulated", rows=[fabric_summary(outcome)]),
+            fabric(name="topology.ecmp", source="simulated", rows=simulated),
+            fabric(name="topology.ecmp", source="predicted", rows=[*predicted, *outcome.by_load]),
+        ]
+    return records
+
+
+def _of_source(rows: Sequence[Row], source: str) -> list[Row]:
+    return [row for row in rows if row["source"] == source]
 
 
 def _training_words(progress: Progress) -> str:

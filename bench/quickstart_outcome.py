@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,19 +14,19 @@ from trainer.train import Backend, TrainResult
 _WARM_UP_STEPS = 10
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
-    """What a quickstart found; `bench.quickstart_page` shows it."""
+    """What a quickstart found, filled stage by stage; `bench.quickstart_page` shows it."""
 
     config: Config
     backend: Backend
     findings: Sequence[Finding]
-    store: str
-    bench: Sequence[RunRecord]
     fabric: Config
-    collisions: Sequence[Mapping[str, Any]]
-    by_load: Sequence[Mapping[str, Any]]
-    training: TrainResult
+    store: str = ""
+    bench: Sequence[RunRecord] = ()
+    collisions: Sequence[Row] = ()
+    by_load: Sequence[Row] = ()
+    training: TrainResult | None = None
 
     @property
     def checked_rows(self) -> Iterator[tuple[str, Row]]:
@@ -41,21 +41,28 @@ class Outcome:
         """Elements that arrived wrong, over all collectives, sizes and places."""
         return sum(int(row["wrong"]) for _, row in self.checked_rows)
 
-    def uplinks(self, split: bool, hash_name: str, traffic: str = "permutation") -> Mapping[str, Any]:
+    def uplinks(self, split: bool, hash_name: str, traffic: str = "permutation") -> Row:
         """The comparison's row for the ToR uplinks."""
         wanted = {"split": split, "hash": hash_name, "traffic": traffic, "tier": "tor-spine"}
         return next(row for row in self.collisions if wanted.items() <= row.items())
 
     @property
+    def trained(self) -> TrainResult:
+        """The training of a whole run."""
+        if self.training is None:
+            raise ValueError("training: this run broke off before its end")
+        return self.training
+
+    @property
     def steady_steps(self) -> Sequence[Row]:
         """The training steps after the first ten, which warm up; all of them in a shorter run."""
-        steps = self.training.steps
+        steps = self.trained.steps
         return steps[_WARM_UP_STEPS:] or steps
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
     """The measured figures: peaks are of checked, out-of-place measurements, as the page's table shows them."""
-    training, steady = outcome.training, outcome.steady_steps
+    training, steady = outcome.trained, outcome.steady_steps
     peaks: dict[str, float] = {}
     for name, row in outcome.checked_rows:
         if not row["in_place"]:

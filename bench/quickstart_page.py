@@ -3,43 +3,65 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import shutil
+import sys
+import sysconfig
 from pathlib import Path
 
 import pandas as pd
 
 from bench.quickstart_outcome import Outcome, fabric_summary, summary
+from netlayer.config import example
 from netlayer.report import Axis, Figure, Report, Section, charts
 from netlayer.units import format_size
+from trainer.data.corpus import text_folder
+from trainer.train import TrainResult
 
 _SPLIT = {True: "with split", False: "without"}
 
 
-def build_page(outcome: Outcome, seed: int, out: Path) -> Report:
-    """The report of one quickstart; `Report.write` puts it into the folder."""
-    cluster, training = outcome.config.cluster, outcome.training
-    devices = ", ".join(dict.fromkeys(training.devices))
-    report = Report("netlayer quickstart", f"{cluster.num_gpus} ranks on {outcome.backend}, {devices}; seed {seed}")
-    good = outcome.wrong_elements == 0
-    learnt = outcome.training.validation_fall > 0
-    report.verdict("FAIL" if not good else "PASS" if learnt else "WARN", _sentence(outcome))
-    _overview(report, outcome)
+def build_page(outcome: Outcome, seed: int, out: Path, stopped: str = "") -> Report:
+    """The report of one quickstart; `Report.write` puts it into the folder.
+
+    Args:
+        stopped: why the run broke off, empty where it did not; the stages that were done are shown.
+    """
+    report = Report("netlayer quickstart" + ", incomplete" * bool(stopped), _subtitle(outcome, seed))
+    if stopped:
+        report.verdict("FAIL", f"Broken off, what was done until then is shown: {stopped}")
+    else:
+        good, learnt = outcome.wrong_elements == 0, outcome.trained.validation_fall > 0
+        report.verdict("FAIL" if not good else "PASS" if learnt else "WARN", _sentence(outcome))
+        _overview(report, outcome)
     _bench(report, outcome)
-    _fabric(report, outcome)
-    _training(report, outcome)
+    if outcome.collisions:
+        _fabric(report, outcome)
+    if outcome.training is not None:
+        _training(report, outcome, outcome.training)
     _environment(report, outcome)
     _onwards(report, out)
     return report
 
 
+def _subtitle(outcome: Outcome, seed: int) -> str:
+    ranks = outcome.config.cluster.num_gpus
+    words = f"{ranks} rank{'s' * (ranks > 1)} on {outcome.backend}"
+    if outcome.training is not None:
+        words += ", " + ", ".join(f"{name} a rank" for name in dict.fromkeys(outcome.training.devices))
+    return f"{words}; seed {seed}"
+
+
 def _sentence(outcome: Outcome) -> str:
-    fall = outcome.training.validation_fall
+    fall = outcome.trained.validation_fall
     data = (
         f"all data right in {sum(1 for _ in outcome.checked_rows)} measurements"
         if outcome.wrong_elements == 0
         else f"{outcome.wrong_elements} elements arrived wrong"
     )
-    way, steps = "fell" if fall > 0 else "rose", len(outcome.training.steps)
-    return f"{data}; validation loss {way} by {abs(fall):.0%} in {steps} steps"
+    way, steps = "fell" if fall > 0 else "rose", len(outcome.trained.steps)
+    asked = "PASS asks for right data and a validation loss that fell, by however little"
+    return f"{data}; validation loss {way} by {abs(fall):.0%} in {steps} steps. {asked}."
 
 
 def _overview(report: Report, outcome: Outcome) -> None:
@@ -51,7 +73,7 @@ def _overview(report: Report, outcome: Outcome) -> None:
             f"all_reduce, peak {bandwidth.title.lower()}",
             found[f"all_reduce_peak_{bandwidth.column}"],
             "GB/s",
-            f"{found['ranks']} ranks on {found['backend']}",
+            f"out of place, {found['ranks']} ranks on {found['backend']}",
         ),
         Figure(
             "Validation loss",
@@ -137,9 +159,9 @@ def _fabric(report: Report, outcome: Outcome) -> None:
     section = report.section(
         "Fabric: what the ToR split does to ECMP",
         f"The three-tier CLOS of `examples/{cluster.name}.toml`: {cluster.num_gpus:,} GPUs, {cluster.servers:,} "
-        f"servers, {cluster.rails} rails. A collision is a flow on a link whose hashed demand exceeds its capacity; "
-        "excess is the demand above capacity over total demand. The baseline has the same NICs and the same uplink "
-        "capacity, with uplinks at NIC rate.",
+        f"servers, {cluster.rails} rails. A flow is in collision where the demand hashed onto a link of its path "
+        "exceeds that link's capacity; excess is the demand above capacity over total demand. The baseline has the "
+        "same NICs and the same uplink capacity, with uplinks at NIC rate.",
         source="simulated",
     )
     rows = pd.DataFrame(list(outcome.collisions))
@@ -163,45 +185,50 @@ def _fabric(report: Report, outcome: Outcome) -> None:
             colour="design",
         ),
         name="collision_by_load",
-        caption="The split's gain is at partial load: at full load nearly as many flows collide, each losing less.",
+        caption="The split's gain is at partial load: at full load nearly as many flows are in collision with it as "
+        "without it, though less of their demand is in excess.",
         source="predicted",
     )
     shown = {
         "traffic": "traffic",
         "hash": "hash",
-        "design": "ToR uplinks",
+        "design": "ToR split",
         "source": "source",
         "flows": "flows",
         "collision_share": "in collision",
-        "collision_share_std": "in collision +-",
+        "collision_share_std": "±",
         "excess": "excess",
-        "excess_std": "excess +-",
+        "excess_std": "± ",
     }
     table = rows[rows["tier"] == "tor-spine"].assign(design=lambda frame: frame["split"].map(_SPLIT))
+    deviations = ["collision_share_std", "excess_std"]
+    table[deviations] = table[deviations].where(table["source"] == "simulated")  # a formula has none
     section.table(
         table[list(shown)].rename(columns=shown),
-        caption="Shares on ToR uplinks, for each phase of the 175B job and for a random permutation; +- is the "
+        caption="Shares on ToR uplinks, for each phase of the 175B job and for a random permutation; ± is the "
         "deviation over seeds. The job's rings leave one flow a ToR, which collides with none.",
-        formats=dict.fromkeys(("in collision", "in collision +-", "excess", "excess +-"), ".4f"),
+        formats={"flows": ",.0f"}
+        | dict.fromkeys(("in collision", "excess"), ".1%")
+        | dict.fromkeys(("±", "± "), ".2%"),
         source=["simulated", "predicted"],
     )
-    section.code(f"netlayer topology ecmp --config examples/{cluster.name}.toml")
+    section.code(f"{_program('netlayer')} topology ecmp --config {_shortest(example(cluster.name))}")
 
 
-def _training(report: Report, outcome: Outcome) -> None:
-    training, job = outcome.training, outcome.config.job
-    facts = training.corpus
+def _training(report: Report, outcome: Outcome, training: TrainResult) -> None:
+    job, facts = outcome.config.job, training.corpus
     section = report.section(
         "Training",
         f"A GPT of {training.num_parameters:,} parameters, data-parallel over {job.parallel.dp} ranks: parameters are "
         "all-gathered ahead of the computation, gradients reduce-scattered behind it. Text: "
-        f"{facts.train_files:,} files to train on, {facts.validation_files:,} held out, "
-        f"{format_size(facts.text_bytes)}; byte-level BPE of {facts.vocab_size:,} tokens.",
+        f"`{job.data.pattern}` under `{text_folder(job.data)}`, {facts.train_files:,} files to train on, "
+        f"{facts.validation_files:,} held out, {format_size(facts.text_bytes)}; byte-level BPE of "
+        f"{facts.vocab_size:,} tokens.",
         source="measured",
     )
     section.chart(
         charts.line(
-            _losses(outcome),
+            _losses(training),
             Axis("step", "Step"),
             Axis("loss", "Loss (nats a token)"),
             colour="text",
@@ -227,13 +254,12 @@ def _training(report: Report, outcome: Outcome) -> None:
         section.text(f"MFU {found['mfu_full']:.1%} with full attention counted, {found['mfu_causal']:.1%} causal.")
 
 
-def _losses(outcome: Outcome) -> pd.DataFrame:
-    training = [{"step": row["step"], "loss": row["loss"], "text": "training"} for row in outcome.training.steps]
+def _losses(training: TrainResult) -> pd.DataFrame:
+    own = [{"step": row["step"], "loss": row["loss"], "text": "training"} for row in training.steps]
     held_out = [
-        {"step": row["step"], "loss": row["validation_loss"], "text": "held out"}
-        for row in outcome.training.evaluations
+        {"step": row["step"], "loss": row["validation_loss"], "text": "held out"} for row in training.evaluations
     ]
-    return pd.DataFrame(training + held_out)
+    return pd.DataFrame(own + held_out)
 
 
 def _environment(report: Report, outcome: Outcome) -> None:
@@ -246,20 +272,36 @@ def _onwards(report: Report, out: Path) -> None:
     section: Section = report.section(
         "How to go on", f"Records of this run: `{out}/records/`. Each is JSON with its environment."
     )
-    section.code(_ONWARDS)
+    section.code(onwards(out))
 
 
-_ONWARDS = """\
+def onwards(out: Path) -> str:
+    """Commands that run as they stand in the folder from which this run was started."""
+    fabric = shlex.quote(str(_shortest(example("megascale-12288"))))
+    return f"""\
 # your own text, your own size
-netlayer quickstart --set data.folder=$HOME/src --set 'data.pattern=*.c' --set model.layers=6 --steps 500
+{_program("netlayer")} quickstart --set data.folder=$HOME/src --set 'data.pattern=*.c' --set model.layers=6 --steps 500
 
 # the acceptance bench alone, nccl-tests' flags
-all_reduce_perf -g 2 --backend gloo -b 1K -e 64M -f 4
+{_program("all_reduce_perf")} -g 2 --backend gloo -b 1K -e 64M -f 4
 
 # your own fabric: copy an example, change it, look at it
-netlayer topology describe --config examples/megascale-12288.toml
-netlayer topology ecmp --config examples/megascale-12288.toml --set cluster.oversubscription=2
+{_program("netlayer")} topology describe --config {fabric}
+{_program("netlayer")} topology ecmp --config {fabric} --set cluster.oversubscription=2
 
-# every figure as a table
-python -c "from pathlib import Path; from netlayer.results import load_frame; print(load_frame(Path('runs')))"
+# every figure that this run measured, as a table
+{shlex.quote(sys.executable)} -c '
+import sys; from pathlib import Path; from netlayer.results import load_frame
+print(load_frame(Path(sys.argv[1]), "measured"))' {shlex.quote(str(out / "records"))}
 """
+
+
+def _program(name: str) -> str:
+    """How this user's shell finds one of our commands: by its name, or by its path in the environment that runs."""
+    beside = Path(sysconfig.get_path("scripts")) / name
+    return name if shutil.which(name) or not beside.exists() else shlex.quote(str(_shortest(beside)))
+
+
+def _shortest(path: Path) -> Path:
+    """Relative to the current folder where it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

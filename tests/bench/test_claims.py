@@ -16,6 +16,7 @@ def claim(**changes: object) -> Claim:
     given = {
         "text": "t",
         "origin": "ours",
+        "quantity": "wrong elements",
         "record": "*.json",
         "name": "bench.x",
         "column": "x",
@@ -29,7 +30,9 @@ def test_a_figure_comes_from_the_newest_record_and_its_rule_decides(tmp_path: Pa
     save(tmp_path, "2026-02-01T00:00:00", 3.0, 5.0)
     good = judge(claim(take="min", at_least=3), tmp_path)
     assert (good["verdict"], good["source"]) == ("reproduced", "measured, 2 x H200")
-    assert good["figure"].startswith("3 (at least 3)")
+    assert good["figure"].startswith("wrong elements: 3 (at least 3)")
+    share = judge(claim(take="min", at_least=3, unit="GB/s"), tmp_path)
+    assert share["figure"].startswith("wrong elements: 3 GB/s (at least 3 GB/s)")
     assert judge(claim(take="max", at_most=4), tmp_path)["verdict"] == "refuted"
     assert judge(claim(take="mean", at_most=4), tmp_path)["verdict"] == "reproduced"
 
@@ -44,7 +47,25 @@ def test_the_table_keeps_its_columns_whatever_the_text(tmp_path: Path) -> None:
     assert line.count(" | ") == 5
 
 
-@pytest.mark.parametrize("text", ["[[claim]]\ntext='a'\norigin='b'\n", "[[claim]]\nbogus=1\n", "[", "x=1\n"])
+def test_ranks_alike_are_counted_and_a_share_is_a_percentage(tmp_path: Path) -> None:
+    devices = ["CPU, 1 thread"] * 2
+    RunRecord("bench.x", "measured", [{"x": 0.46, "kind": "a"}], "2026", "2026", devices=devices).save(tmp_path)
+    row = judge(claim(at_least=0.4, unit="%"), tmp_path)
+    assert row["source"] == "measured, 2 ranks, each CPU, 1 thread"
+    assert row["figure"].startswith("wrong elements: 46% (at least 40%)")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[[claim]]\ntext='a'\norigin='b'\nopen='not measured yet'\n",
+        "[[claim]]\ntext='a'\norigin='b'\nat_most=1\n",
+        "[[claim]]\ntext='a'\norigin='b'\nquantity='q'\n",
+        "[[claim]]\nbogus=1\n",
+        "[",
+        "x=1\n",
+    ],
+)
 def test_a_claim_without_its_rule_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "claims.toml"
     path.write_text(text)

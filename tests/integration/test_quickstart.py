@@ -77,6 +77,9 @@ def test_it_ends_with_a_report_its_pictures_and_records(
 ) -> None:
     out, done = finished
     assert f"report: {out / 'report.html'}" in done.stdout
+    summary = json.loads((out / "summary.json").read_text())
+    folder = next(setting for setting in summary["arguments"]["set"] if "data.folder" in setting).partition("=")[2]
+    assert f"<code>*.py</code> under <code>{folder}</code>" in (out / "report.html").read_text()
     page = (out / "report.html").read_text()
     for heading in ("At a glance", "Acceptance bench", "Fabric", "Training", "Environment", "How to go on"):
         assert heading in page
@@ -100,11 +103,13 @@ def test_a_browser_draws_every_plot_of_its_report(
 def test_one_rank_alone_leaves_out_what_needs_two(tmp_path: Path, text: Path, environment: dict[str, str]) -> None:
     one = ("cluster.gpus_per_server=1", "job.parallel.dp=1", f"data.folder={text}")
     done = subprocess.run(
-        command(tmp_path, *(word for setting in one for word in ("--set", setting))),
+        command(tmp_path, "--json", "-", *(word for setting in one for word in ("--set", setting))),
         capture_output=True, text=True, env=environment, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "sendrecv is left out, it needs at least 2 ranks" in done.stderr
+    assert json.loads(done.stdout)["arguments"]["steps"] == 12  # stdout is the record alone
+    assert "# Collective test concluded: all_reduce_perf" in done.stderr
     assert "Algorithm bandwidth" in (tmp_path / "report.html").read_text()
 
 
@@ -169,6 +174,8 @@ def test_without_a_redis_server_ranks_meet_through_tcpstore_and_it_is_said(
         (["--out", "/dev/null/out"], "--out = /dev/null/out: cannot be written"),
         (["--set", "job.launch.backend=nccl"], "want a GPU each"),
         (["--steps", "0"], "--steps"),
+        (["--set", "data.folder=/no/such"], "there is no such folder"),
+        (["--config", "examples/h200x8.toml", "--set", "model.hidden=65536"], "lower job.model.layers"),
     ],
 )
 def test_bad_input_ends_with_one_line_and_writes_no_report(
@@ -186,7 +193,7 @@ def test_bad_input_ends_with_one_line_and_writes_no_report(
     assert last.lower().startswith("error: ")
     assert words in last
     assert "Traceback" not in done.stderr
-    assert not (tmp_path / "out" / "report.html").exists()
+    assert not (tmp_path / "out").exists()
     assert wait_until_gone(environment) == []
 
 
@@ -223,5 +230,11 @@ def test_a_rank_killed_in_training_is_named_and_nothing_is_left(
     ranks[0].send_signal(signal.SIGKILL)
     _, said = started.communicate(timeout=60)
     assert started.returncode == 1
-    assert said.strip().splitlines()[-1].startswith("error: rank 1 failed: killed by SIGKILL")
+    *_, note, last = said.strip().splitlines()
+    assert last.startswith("error: rank 1 failed: killed by SIGKILL before it returned (out of memory? see dmesg)")
+    assert note == f"note: what was done until then is in {tmp_path}"
+    page = (tmp_path / "report.html").read_text()
+    assert "netlayer quickstart, incomplete" in page
+    assert "Acceptance bench" in page
+    assert "At a glance" not in page
     assert wait_until_gone(environment) == []

@@ -1,0 +1,189 @@
+"""The table of `bench.overlap --technique dp`: what its figures mean, and which values must agree.
+
+*compute* is the same step with its communication removed: ours, with every collective left out and all else done.
+*ideal* is the larger of compute and of the communication alone, all collectives of a step back to back. Of the two
+variants of ours (step in the backward pass or after it) the faster compute counts, for every system. *contention* is
+the step minus the same variant with its communication removed, minus the exposed part; for FSDP2 neither is known.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.overlap_settings import DpSettings, System
+from trainer.flops import peak_flops, step_flops, utilisation
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Timing:
+    """Steps of one system, over all rounds; seconds, each the mean over ranks.
+
+    Args:
+        rounds: the iterations of each round.
+        exposed: seconds a step in which the computation waited, an iteration each; empty where nobody can say.
+        memory_bytes: most that a rank had allocated.
+    """
+
+    rounds: list[list[float]] = field(default_factory=list)
+    exposed: list[float] = field(default_factory=list)
+    memory_bytes: int = 0
+
+    @property
+    def iterations(self) -> list[float]:
+        return [seconds for each in self.rounds for seconds in each]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.iterations)
+
+
+@dataclass(frozen=True)
+class Communication:
+    """All collectives of a step, back to back and alone.
+
+    Args:
+        num_bytes: of all buffers, as nccl-tests count them.
+        all_gather_s, reduce_scatter_s: seconds.
+        ranks: that share each.
+    """
+
+    num_bytes: int
+    all_gather_s: float
+    reduce_scatter_s: float
+    ranks: int
+
+    @property
+    def seconds(self) -> float:
+        return self.all_gather_s + self.reduce_scatter_s
+
+    def bus_bw(self, seconds: float) -> float:
+        """Bytes a second over the slowest link, as nccl-tests define it for both collectives."""
+        return self.num_bytes * (self.ranks - 1) / self.ranks / seconds
+
+
+def check_losses(losses: Mapping[str, Sequence[float]], tolerance: float) -> str | None:
+    """Why these losses of the same steps do not show the same work; None where they do.
+
+    Args:
+        losses: by system, a mean over ranks each step, from the same initial values and data.
+        tolerance: nats.
+    """
+    first, *others = losses
+    for other in others:
+        apart = [abs(a - b) for a, b in zip(losses[first], losses[other], strict=True)]
+        if not all(each <= tolerance for each in apart):  # a NaN is not
+            return f"the losses of {first} and {other} lie {apart} apart, above {tolerance:g}: not the same work"
+    moved = max(losses[first]) - min(losses[first])
+    if not moved > 2 * tolerance:
+        return f"the losses moved by {moved:.3g} only, within twice {tolerance:g}: they show nothing; raise --lr"
+    return None
+
+
+def dp_rows(
+    settings: DpSettings,
+    channels: int,
+    timings: Mapping[System, Timing],
+    computes: Mapping[bool, Timing],
+    communication: Communication,
+    device_name: str,
+) -> list[Row]:
+    """One row for the communication alone, one for each compute, one a system.
+
+    Args:
+        channels: NCCL was held to; 0: as it likes.
+        timings: of every system.
+        computes: steps with communication removed, by whether they step in the backward pass.
+        device_name: for the peak.
+    """
+    common = {"technique": "dp", "channels": channels, "ranks": communication.ranks}
+    compute_s = min(timing.median for timing in computes.values())
+    ideal_s = max(compute_s, communication.seconds)
+    rows: list[Row] = [{**common, "system": "communication alone", **_communication_row(communication)}]
+    for in_backward, timing in computes.items():
+        name = f"compute alone, step {'in' if in_backward else 'after'} backward"
+        rows.append({**common, "system": name, **_timing_row(timing)})
+    for system, timing in timings.items():
+        row = {
+            **common,
+            "system": system,
+            **_timing_row(timing),
+            **_rates(settings, timing, communication, device_name),
+        }
+        row["compute_ms"], row["communication_ms"] = compute_s * 1e3, communication.seconds * 1e3
+        row["ideal_ms"], row["ratio_to_ideal"] = ideal_s * 1e3, timing.median / ideal_s
+        if timing.exposed:
+            exposed_s = statistics.mean(timing.exposed)
+            own_s = computes[system == "ours"].median
+            row["exposed_ms"], row["exposed_comm"] = exposed_s * 1e3, exposed_s / statistics.mean(timing.iterations)
+            row["contention_ms"] = (statistics.mean(timing.iterations) - own_s - exposed_s) * 1e3
+            row["contention"] = row["contention_ms"] / statistics.mean(timing.iterations) / 1e3
+        row["memory_gib"] = timing.memory_bytes / 2**30
+        rows.append(row)
+    for row in rows:
+        for other in ("fsdp2", "ours_overlap_off"):
+            if other in timings and row["system"] in timings:
+                row[f"faster_than_{other}"] = timings[other].median * 1e3 / row["step_ms"] - 1
+    return rows
+
+
+def dp_line(row: Row) -> str:
+    """One row of the table, for a person."""
+    head = f"{row['system']:38}"
+    if "all_gather_ms" in row:
+        return (
+            f"{head} {row['step_ms']:9.1f} ms: all-gather {row['all_gather_ms']:.1f} ms at "
+            f"{row['all_gather_bus_bw'] / 1e9:.1f} GB/s, reduce-scatter {row['reduce_scatter_ms']:.1f} ms at "
+            f"{row['reduce_scatter_bus_bw'] / 1e9:.1f} GB/s (bus bandwidth)"
+        )
+    line = f"{head} {row['step_ms']:9.1f} ms (p99 {row['step_p99_ms']:.1f}, rounds {row['rounds_ms']})"
+    if "ratio_to_ideal" in row:
+        line += f", {row['ratio_to_ideal']:.3f} of ideal {row['ideal_ms']:.1f} ms, {row['tokens_per_s']:,.0f} tokens/s"
+    if row.get("mfu_full") is not None:
+        line += f", MFU {row['mfu_full']:.3f} full {row['mfu_causal']:.3f} causal"
+    if "exposed_ms" in row:
+        line += f", exposed {row['exposed_comm']:.1%}, contention {row['contention']:.1%}"
+    if "faster_than_fsdp2" in row and row["system"] != "fsdp2":
+        line += f", {row['faster_than_fsdp2']:+.1%} against FSDP2"
+    return line
+
+
+def _communication_row(communication: Communication) -> Row:
+    return {
+        "step_ms": communication.seconds * 1e3,
+        "num_bytes": communication.num_bytes,
+        "all_gather_ms": communication.all_gather_s * 1e3,
+        "all_gather_bus_bw": communication.bus_bw(communication.all_gather_s),
+        "reduce_scatter_ms": communication.reduce_scatter_s * 1e3,
+        "reduce_scatter_bus_bw": communication.bus_bw(communication.reduce_scatter_s),
+    }
+
+
+def _timing_row(timing: Timing) -> Row:
+    ordered = sorted(timing.iterations)
+    return {
+        "step_ms": timing.median * 1e3,
+        "step_p99_ms": ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))] * 1e3,
+        "step_min_ms": ordered[0] * 1e3,
+        "step_max_ms": ordered[-1] * 1e3,
+        "rounds_ms": [round(statistics.median(each) * 1e3, 1) for each in timing.rounds],
+        "iterations_ms": [seconds * 1e3 for seconds in timing.iterations],
+    }
+
+
+def _rates(settings: DpSettings, timing: Timing, communication: Communication, device_name: str) -> Row:
+    ranks = communication.ranks
+    flops = step_flops(settings.model, settings.micro * ranks)
+    peak = peak_flops(device_name, settings.model.dtype)
+    return {
+        "tokens_per_s": settings.micro * ranks * settings.model.seq_len / timing.median,
+        "flops_full": flops.full,
+        "flops_causal": flops.causal,
+        "peak_flops": peak,
+        "mfu_full": utilisation(flops.full, timing.median, peak, ranks),
+        "mfu_causal": utilisation(flops.causal, timing.median, peak, ranks),
+    }

@@ -1,0 +1,259 @@
+"""Pipeline schedules over decoupled and over coupled messages, on a stack of MLP layers (technique `pp` of `overlap`).
+
+Every row is one schedule and one way to communicate; both ways take turns on the same data, after their gradients were
+compared with one process that runs the whole model. Leaves out: data parallelism, the optimiser, several hosts.
+
+What the figures mean, p stages, v chunks a stage, m micro-batches:
+- `compute_ms`: the slowest stage's step with its messages removed (all else is done): the ideal.
+- `bubble`: step over compute, minus 1; `bubble_formula`: (p - 1) / (m v), for equal stages and free messages.
+- `transfer_ms`: one message alone on its link, all links busy, as measured here.
+- `expected_ms`: the schedule run on paper (`trainer.schedule_simulation`) with the measured times of every action and
+  message: what the schedule itself costs, transfers included. `step_over_expected` is what we lose beyond.
+- `formula_ms`: compute (1 + formula) + 2 (p v - 1) transfers, where only the way down and up is exposed.
+- `sends_hidden_*`: share of the time of sends that lies under computation of their stage, by phase; None: no sends.
+- `step_over_formula`: step over that.
+- `exposed_comm`: mean over stages of the share of the step in which computation waits for a message: the bubble is in
+  it. `exposed_beyond_bubble`: what the step takes longer than compute and the formula's bubble, as a share of it.
+- `contention`: a stage's own step minus its compute minus its waits, mean over stages, as a share of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from collectives.trace import RankTrace, hidden_share, write_trace
+from netlayer.launch import launch
+from netlayer.meeting import meeting_place
+from netlayer.rank import RankContext
+from trainer.schedule import Phase, Schedule, bubble_fraction, interleaved, one_forward_one_backward
+from trainer.schedule_simulation import Costs, simulate
+
+Row = dict[str, Any]
+Backend = Literal["gloo", "nccl"]
+System = Literal["decoupled", "coupled"]
+SYSTEMS: tuple[System, ...] = ("decoupled", "coupled")
+PHASES: tuple[Phase, ...] = ("warm-up", "steady", "cool-down")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Args:
+        tokens, hidden: shape of a message: one micro-batch of activations.
+        layers: of a stage, x + W (4 hidden x hidden) gelu(W x); the number of chunks must divide it.
+        micro_batches: m; interleaved schedules need a multiple of the stages.
+        chunks: one interleaved schedule for each number above 1; 1 is 1F1B, plain and eager.
+        dtype: of everything.
+        steps: timed, of each system, over all rounds.
+        warmup: steps before, each round.
+        rounds: turns of each system.
+        max_ctas: of each communicator (`PipelineLinks`); None: NCCL's choice.
+        tolerance: relative, of gradients against one process.
+        seed: of weights and data.
+    """
+
+    tokens: int = 8192
+    hidden: int = 4096
+    layers: int = 4
+    micro_batches: int = 16
+    chunks: tuple[int, ...] = (1, 2)
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    steps: int = 6
+    warmup: int = 1
+    rounds: int = 2
+    max_ctas: int | None = 4
+    tolerance: float = 0.02
+    seed: int = 0
+
+
+TINY = Settings(
+    tokens=64, hidden=32, layers=2, micro_batches=8, dtype="float32", steps=4, warmup=1, rounds=2, tolerance=1e-4
+)
+"""For CPUs: shows that it works, not how fast it is."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One system on one schedule, as one rank saw it; seconds.
+
+    Args:
+        steps: (start, end) of each timed step, on the clock that all ranks share.
+        exposed_s: mean wait of a step.
+        trace: one more step, recorded.
+        memory_bytes: most that was allocated.
+    """
+
+    steps: list[tuple[float, float]]
+    exposed_s: float
+    trace: RankTrace
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One schedule, as one rank saw it.
+
+    Args:
+        schedule: what ran.
+        systems: by name.
+        compute_s: steps with messages removed.
+        forward_s, backward_s: one action of each chunk, there.
+        transfer_s: one message alone.
+        message_bytes: its size.
+    """
+
+    schedule: Schedule
+    systems: Mapping[System, Timed]
+    compute_s: list[float]
+    forward_s: list[float]
+    backward_s: list[float]
+    transfer_s: float
+    message_bytes: int
+
+
+def measure(
+    *,
+    ranks: int,
+    backend: Backend,
+    log_dir: Path,
+    seed: int = 0,
+    on_progress: Callable[[str], None] | None = None,
+    settings: Settings | None = None,
+) -> list[Row]:
+    """Start `ranks` stages on this machine and measure; one row a schedule and system.
+
+    Args:
+        ranks: stages of the one pipeline.
+        backend: nccl (a GPU each) or gloo.
+        log_dir: for the ranks' logs, and a trace `pipeline_SCHEDULE_SYSTEM.json` of each row for ui.perfetto.dev.
+        seed: of weights and data.
+        on_progress: told in words how far it is.
+        settings: None: the defaults on nccl, `TINY` on gloo.
+
+    Raises:
+        CheckFailed: gradients differ from those of one process, or between the systems.
+        HardwareMissing: there are fewer GPUs than ranks.
+        ValueError: settings that fit no schedule.
+    """
+    chosen = settings or (Settings() if backend == "nccl" else TINY)
+    chosen = dataclasses.replace(chosen, seed=seed)
+    make_schedules(chosen, ranks)  # before any rank is started
+    with meeting_place() as place:
+        stages = launch(
+            run_rank,
+            ranks,
+            args=(chosen, place.init_method("pipeline"), backend),
+            log_dir=log_dir,
+            on_message=lambda _rank, words: on_progress(str(words)) if on_progress else None,
+        )
+    rows = []
+    for by_stage in zip(*stages, strict=True):
+        for system in SYSTEMS:
+            rows.append(make_row(chosen, system, by_stage))
+            path = log_dir / f"pipeline_{_title(by_stage[0].schedule)}_{system}.json"
+            write_trace(path, [one.systems[system].trace for one in by_stage], {"clocks": "same host: one clock"})
+            rows[-1]["trace"] = str(path)
+    return rows
+
+
+def run_rank(context: RankContext, settings: Settings, url: str, backend: Backend) -> list[Measured]:
+    """One stage; torch is imported here, and not by who launches."""
+    from bench.pipeline_ranks import measure_stage
+
+    return measure_stage(context, settings, url, backend)
+
+
+def make_schedules(settings: Settings, num_stages: int) -> list[Schedule]:
+    """What is run, in order.
+
+    Raises:
+        ValueError: the micro-batches or the layers cannot be divided so.
+    """
+    schedules: list[Schedule] = []
+    for num_chunks in settings.chunks:
+        if settings.layers % num_chunks:
+            raise ValueError(f"layers = {settings.layers}: must be a multiple of chunks = {num_chunks}; change either")
+        if num_chunks == 1:
+            schedules += [
+                one_forward_one_backward(num_stages, settings.micro_batches, eager=eager) for eager in (False, True)
+            ]
+        else:
+            schedules.append(interleaved(num_stages, settings.micro_batches, num_chunks))
+    return schedules
+
+
+def make_row(settings: Settings, system: System, stages: Sequence[Measured]) -> Row:
+    """The figures of one system on one schedule; `stages` in order."""
+    schedule = stages[0].schedule
+    p, v, m = schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches
+    step_s = step_times([stage.systems[system].steps for stage in stages])
+    step = statistics.median(step_s)
+    compute = max(statistics.median(stage.compute_s) for stage in stages)
+    transfer = max(stage.transfer_s for stage in stages)
+    costs = Costs([one.forward_s for one in stages], [one.backward_s for one in stages], [transfer] * p)
+    expected = simulate(schedule, costs, coupled=system == "coupled").step_s
+    formula = bubble_fraction(p, m, v)
+    by_formula = compute * (1 + formula) + 2 * (p * v - 1) * transfer
+    exposed = [stage.systems[system].exposed_s for stage in stages]
+    # Until the stage's own end: what it idles then, while others go on, is bubble.
+    own = [statistics.median(end - start for start, end in stage.systems[system].steps) for stage in stages]
+    contention = [
+        whole - statistics.median(stage.compute_s) - wait
+        for whole, stage, wait in zip(own, stages, exposed, strict=True)
+    ]
+    return {
+        "schedule": schedule.name,
+        "system": system,
+        "stages": p,
+        "chunks": v,
+        "micro_batches": m,
+        "layers": settings.layers,
+        "tokens": settings.tokens,
+        "hidden": settings.hidden,
+        "dtype": settings.dtype,
+        "message_bytes": stages[0].message_bytes,
+        "max_ctas": settings.max_ctas,
+        "step_ms": step * 1e3,
+        "step_p99_ms": float(np.percentile(step_s, 99)) * 1e3,
+        "steps_ms": [seconds * 1e3 for seconds in step_s],
+        "compute_ms": compute * 1e3,
+        "transfer_ms": transfer * 1e3,
+        "bubble": step / compute - 1,
+        "bubble_formula": formula,
+        "formula_ms": by_formula * 1e3,
+        "step_over_formula": step / by_formula,
+        "expected_ms": expected * 1e3,
+        "step_over_expected": step / expected,
+        "speedup_over_coupled": statistics.median(step_times([one.systems["coupled"].steps for one in stages])) / step,
+        "exposed_comm": statistics.mean(exposed) / step,
+        "exposed_beyond_bubble": (step - compute * (1 + formula)) / step,
+        "contention": statistics.mean(contention) / step,
+        **{f"sends_hidden_{phase.replace('-', '_')}": _hidden(stages, system, phase) for phase in PHASES},
+        "memory_gib": max(stage.systems[system].memory_bytes for stage in stages) / 2**30,
+    }
+
+
+def step_times(stages: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+    """Seconds of each step, from the first stage that began it to the last that ended it."""
+    return [
+        max(end for _, end in one_step) - min(start for start, _ in one_step) for one_step in zip(*stages, strict=True)
+    ]
+
+
+def _hidden(stages: Sequence[Measured], system: System, phase: Phase) -> float | None:
+    """Mean over the stages that send anything in this phase."""
+    shares = [hidden_share(stage.systems[system].trace.spans, "send", phase=phase) for stage in stages]
+    known = [share for share in shares if share is not None]
+    return statistics.mean(known) if known else None
+
+
+def _title(schedule: Schedule) -> str:
+    return schedule.name if schedule.num_chunks == 1 else f"{schedule.name}_{schedule.num_chunks}"
