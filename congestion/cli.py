@@ -12,7 +12,7 @@ from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import check_target, write_text
 
 if TYPE_CHECKING:
-    from congestion.engine.network import Law
+    from congestion.engine.build import Law
 
 _PATH = click.Path(path_type=Path)
 
@@ -67,7 +67,7 @@ def simulate(
 
 
 def _law(name: str) -> Law:
-    from congestion.engine.network import LAWS
+    from congestion.engine.build import LAWS
 
     for law in LAWS:
         if law == name:

@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from congestion.engine import columns as at
-from congestion.engine.columns import Ints, State
-from congestion.engine.network import Law, build
+from congestion.engine.build import Law, build
 from congestion.engine.run import run
+from congestion.engine.tables import CHUNK, GROW, NEVER, Ints, State
 from congestion.files import FlowSet
 from congestion.settings import Settings
-from netlayer.errors import NetlayerError
 from topology.graph import Graph
 
 
@@ -24,7 +22,7 @@ class Outcome:
 
     Args:
         finish_ps: when the last ACK reached each sender, -1 for a flow that did not end; shape (num_flows,).
-        state: all counters, as `columns` names them.
+        state: all counters, as `tables` names them.
         wall_s, cpu_s: of the run alone.
         compile_s: of the kernels, before it; about 0 but for a process's first run.
     """
@@ -38,7 +36,7 @@ class Outcome:
     @property
     def link_hops(self) -> int:
         """Packets, data or ACK, times links that they passed."""
-        return int(self.state.link[:, at.TX_PKTS].sum())
+        return int(self.state.port["tx_packets"].sum())
 
     def to_json(self, fabric: Graph, flows: FlowSet) -> dict[str, Any]:
         """`flows` in file order, `counters` in total and by switch port (1-based, in the file's order), `engine`.
@@ -71,23 +69,22 @@ class Outcome:
 
     def _counters(self, fabric: Graph) -> dict[str, Any]:
         by_port: list[dict[str, int]] = []
-        for node in np.flatnonzero(fabric.is_switch).tolist():
-            ins = self.state.in_links[self.state.in_start[node] : self.state.in_start[node + 1]]
-            for port, into in enumerate(ins.tolist(), 1):
-                out, entered = self.state.link[into ^ 1].tolist(), self.state.link[into].tolist()
+        for switch in np.flatnonzero(fabric.is_switch).tolist():
+            first, many = (int(self.state.node[name][switch]) for name in ("first_port", "num_ports"))
+            for number, port in enumerate(self.state.port[first : first + many], 1):
                 counted = {
-                    "pauses": entered[at.PAUSES],
-                    "ecn_marked": out[at.MARKS],
-                    "drops": entered[at.DROPS],
-                    "max_queue_bytes": out[at.MAXQ],
-                    "tx_bytes": out[at.TX_BYTES],
+                    "pauses": int(port["pauses"]),
+                    "ecn_marked": int(port["marks"]),
+                    "drops": int(port["drops"]),
+                    "max_queue_bytes": int(port["max_queue_bytes"]),
+                    "tx_bytes": int(port["tx_bytes"]),
                 }
-                by_port.append({"switch": node, "port": port, **counted})
+                by_port.append({"switch": switch, "port": number, **counted})
         return {
             "pauses": sum(row["pauses"] for row in by_port),
             "ecn_marked": sum(row["ecn_marked"] for row in by_port),
-            "drops": int(self.state.link[:, at.DROPS].sum()),
-            "retransmissions": int(self.state.flow[:, at.RESENT].sum()),
+            "drops": int(self.state.port["drops"].sum()),
+            "retransmissions": int(self.state.flow["resent"].sum()),
             "max_queue_bytes": max((row["max_queue_bytes"] for row in by_port), default=0),
             "by_port": by_port,
         }
@@ -99,20 +96,31 @@ def simulate(
     """Run flows over a fabric until nothing is left to happen.
 
     Raises:
-        ConfigError: fabric, flows or settings cannot be run; see `network.build`.
-        NetlayerError: a wire held more packets than it was built for.
+        ConfigError: fabric, flows or settings cannot be run; see `build`.
     """
     state = build(fabric, flows, settings, law, seed=seed, truncate_ns=truncate_ns)
     began = time.perf_counter()
-    run(state, 0)  # nothing is due before 0: this compiles
+    run(state, -1)  # nothing is due before 0: this compiles
     compile_s = time.perf_counter() - began
     began, cpu = time.perf_counter(), time.process_time()
-    while (status := run(state, at.NEVER)) == at.GROW:
-        state = state._replace(pool=np.concatenate([state.pool, np.empty_like(state.pool)]))
-    if status == at.RING_FULL:
-        raise NetlayerError(
-            "a wire held more packets than its delay allows: a fault of the simulator, please report it"
-        )
+    while run(state, NEVER) == GROW:
+        state = _grown(state)
     return Outcome(
-        state.flow[:, at.FINISH].copy(), state, time.perf_counter() - began, time.process_time() - cpu, compile_s
+        state.flow["finish"].copy(), state, time.perf_counter() - began, time.process_time() - cpu, compile_s
     )
+
+
+def _grown(state: State) -> State:
+    """The same with twice the chunks for packets under way."""
+    many = len(state.following)
+    worker = state.worker
+    entry = np.empty(2 * many * CHUNK, dtype=state.entry.dtype)
+    entry[: many * CHUNK] = state.entry
+    following = np.empty(2 * many, dtype=state.following.dtype)
+    following[:many] = state.following
+    free = np.empty((len(worker), 2 * many), dtype=state.free.dtype)
+    left = int(worker["num_free"][0])
+    free[0, :many] = np.arange(2 * many - 1, many - 1, -1)
+    free[0, many : many + left] = state.free[0, :left]
+    worker["num_free"][0] += many
+    return state._replace(entry=entry, following=following, free=free)

@@ -8,84 +8,101 @@ Deployments, SIGCOMM 2015, section 5), which this flavour does not have.
 
 from __future__ import annotations
 
-import numba
+import numpy as np
 
-from congestion.engine.columns import (
-    ALPHA_AT,
-    ALPHA_CNP,
-    ALPHA_GAP,
-    CLAMP,
-    CUT_AT,
-    CUT_CNP,
-    CUT_GAP,
-    FAST_STEPS,
-    FLOW_RATE,
-    LINE_RATE,
-    MIN_RATE,
-    NEVER,
-    RAI,
-    RHAI,
-    RISE_AT,
-    RISE_GAP,
-    SEEN_CNP,
-    STAGE,
-    TARGET,
-)
+from congestion.jit import inlined, kernel
 
 _NS = 1_000
+_NEVER = 2**62
+
+# Of a run: times in ps, rates in bit/s.
+PARAMETERS = np.dtype(
+    [
+        ("g", "f8"),
+        ("alpha_gap", "i8"),
+        ("cut_gap", "i8"),
+        ("rise_gap", "i8"),
+        ("fast_steps", "i8"),
+        ("rai_bps", "i8"),
+        ("rhai_bps", "i8"),
+        ("min_rate_bps", "i8"),
+        ("clamp", "i8"),
+    ]
+)
+# Of a flow.
+STATE = np.dtype(
+    [
+        ("due", "i8"),  # the soonest of the three timers
+        ("alpha_at", "i8"),
+        ("cut_at", "i8"),
+        ("rise_at", "i8"),
+        ("target_bps", "i8"),
+        ("alpha", "f8"),
+        ("stage", "i4"),
+        ("seen_cnp", "u1"),
+        ("alpha_cnp", "u1"),
+        ("cut_cnp", "u1"),
+    ],
+    align=True,
+)
 
 
-@numba.njit
-def on_cnp(c, g, flow, alpha, f, now):  # type: ignore[no-untyped-def]
-    """A congestion notice for flow `f` at `now` ps."""
-    advance(c, g, flow, alpha, f, now)
-    flow[f, CUT_CNP] = 1
-    if flow[f, SEEN_CNP]:
-        flow[f, ALPHA_CNP] = 1
+@kernel
+def on_cnp(p, own, flow, now):  # type: ignore[no-untyped-def]
+    """A congestion notice at `now` ps."""
+    advance(p, own, flow, now)
+    own.cut_cnp = 1
+    if own.seen_cnp:
+        own.alpha_cnp = 1
         return
-    flow[f, SEEN_CNP] = 1
-    alpha[f] = 1.0
-    flow[f, TARGET] = flow[f, FLOW_RATE]
-    flow[f, ALPHA_AT] = now + c[ALPHA_GAP]
-    flow[f, CUT_AT] = now + c[CUT_GAP] + _NS  # so that a cut comes behind an alpha of the same moment
+    own.seen_cnp = 1
+    own.alpha = 1.0
+    own.target_bps = flow.rate_bps
+    own.alpha_at = now + p.alpha_gap
+    own.cut_at = now + p.cut_gap + _NS  # so that a cut comes behind an alpha of the same moment
+    own.due = min(own.alpha_at, own.cut_at)
 
 
-@numba.njit
-def advance(c, g, flow, alpha, f, now):  # type: ignore[no-untyped-def]
-    """Let every timer of flow `f` that is due by `now` fire; its rate is then in FLOW_RATE, bit/s."""
-    while True:
-        due = min(flow[f, ALPHA_AT], flow[f, RISE_AT], flow[f, CUT_AT])
-        if due > now or due == NEVER:
-            return
-        if flow[f, ALPHA_AT] == due:
-            alpha[f] = (1.0 - g) * alpha[f] + (g if flow[f, ALPHA_CNP] else 0.0)
-            flow[f, ALPHA_CNP] = 0
-            flow[f, ALPHA_AT] = due + c[ALPHA_GAP]
-        elif flow[f, RISE_AT] == due:
-            _rise(c, flow, f)
-            flow[f, RISE_AT] = due + c[RISE_GAP]
+@inlined
+def advance(p, own, flow, now):  # type: ignore[no-untyped-def]
+    """Let every timer that is due by `now` fire; the flow's rate is then in `rate_bps`."""
+    if own.due <= now:
+        _fire(p, own, flow, now)
+
+
+@kernel
+def _fire(p, own, flow, now):  # type: ignore[no-untyped-def]
+    while own.due <= now:
+        due = own.due
+        if own.alpha_at == due:
+            own.alpha = (1.0 - p.g) * own.alpha + (p.g if own.alpha_cnp else 0.0)
+            own.alpha_cnp = 0
+            own.alpha_at = due + p.alpha_gap
+        elif own.rise_at == due:
+            _rise(p, own, flow)
+            own.rise_at = due + p.rise_gap
         else:
-            flow[f, CUT_AT] = due + c[CUT_GAP]
-            if flow[f, CUT_CNP]:
-                _cut(c, flow, alpha, f)
-                flow[f, RISE_AT] = due + c[RISE_GAP]
+            own.cut_at = due + p.cut_gap
+            if own.cut_cnp:
+                _cut(p, own, flow)
+                own.rise_at = due + p.rise_gap
+        own.due = min(own.alpha_at, own.rise_at, own.cut_at)
 
 
-@numba.njit
-def _cut(c, flow, alpha, f):  # type: ignore[no-untyped-def]
-    rate = flow[f, FLOW_RATE]
-    if c[CLAMP] or flow[f, STAGE] != 0:
-        flow[f, TARGET] = rate
-    flow[f, FLOW_RATE] = max(c[MIN_RATE], int(rate * (1.0 - alpha[f] / 2.0)))
-    flow[f, STAGE] = 0
-    flow[f, CUT_CNP] = 0
+@kernel
+def _cut(p, own, flow):  # type: ignore[no-untyped-def]
+    rate = flow.rate_bps
+    if p.clamp or own.stage != 0:
+        own.target_bps = rate
+    flow.rate_bps = max(p.min_rate_bps, int(rate * (1.0 - own.alpha / 2.0)))
+    own.stage = 0
+    own.cut_cnp = 0
 
 
-@numba.njit
-def _rise(c, flow, f):  # type: ignore[no-untyped-def]
-    stage = flow[f, STAGE]
-    if stage >= c[FAST_STEPS]:
-        step = c[RAI] if stage == c[FAST_STEPS] else c[RHAI]
-        flow[f, TARGET] = min(flow[f, LINE_RATE], flow[f, TARGET] + step)
-    flow[f, FLOW_RATE] = flow[f, FLOW_RATE] // 2 + flow[f, TARGET] // 2
-    flow[f, STAGE] = stage + 1
+@kernel
+def _rise(p, own, flow):  # type: ignore[no-untyped-def]
+    if own.stage >= p.fast_steps:
+        step = p.rai_bps if own.stage == p.fast_steps else p.rhai_bps
+        own.target_bps = min(flow.line_rate_bps, own.target_bps + step)
+    flow.rate_bps = flow.rate_bps // 2 + own.target_bps // 2
+    own.stage += 1

@@ -6,187 +6,180 @@ retransmit timer: a flow whose last packet or last ACK is lost does not end, as 
 
 from __future__ import annotations
 
-import numba
+import numpy as np
 
-from congestion.control.dcqcn import advance, on_cnp
-from congestion.engine.columns import (
+from congestion.control import laws
+from congestion.engine.lists import drop_first, first, put
+from congestion.engine.packets import flow_of, receive, send, serialise
+from congestion.engine.tables import (
     ACK,
-    ACK_WIRE,
-    AVAILABLE,
-    BUSY,
     DATA,
-    DATA_WIRE,
-    DCQCN_ON,
-    DROPS,
-    EXPECTED,
-    FINISH,
-    FIRST_FLOW,
-    FLOW_MASK,
-    FLOW_RATE,
     FLOW_SHIFT,
     LAST_BIT,
-    LAST_NACK,
-    LAST_WIRE,
     MARK_BIT,
     NACK,
-    NACK_AFTER,
-    NACK_GAP,
     NEVER,
-    NEXT,
-    NEXT_TIME,
-    NOW,
-    NUM_ACTIVE,
-    NUM_FLOWS,
-    NUM_PACKETS,
-    NUM_STARTED,
-    OUT,
-    PAUSED,
     PFC,
-    QHEAD,
-    RESENT,
-    ROBIN,
     SEQ_MASK,
     SEQ_SHIFT,
-    START,
-    UNA,
 )
-from congestion.engine.packets import dequeue, enqueue, next_arrival, receive, send, serialise
+from congestion.jit import inlined, kernel
 
 
-@numba.njit
-def run_host(s, node, end):  # type: ignore[no-untyped-def]
-    """All that happens at `node` before `end`."""
-    host = s.node[node]
-    link = host[OUT]
+@kernel
+def run_host(s, k, n, end):  # type: ignore[no-untyped-def]
+    """All that happens at host `n` before `end`, by worker `k`."""
+    node = s.node[n]
+    p = node.first_port
+    wire, visible = s.wire[p], s.visible[p]
     while True:
-        arrival, start, ready = next_arrival(s, link ^ 1), _next_start(s, host), _next_send(s, host, link)
+        arrival = first(s, k, wire).time if wire.taken < visible else NEVER
+        start = _next_start(s, node)
         event = min(arrival, start)
+        ready = _next_send(s, node, p)
         if min(event, ready) >= end:
             break
         if ready < event:
-            _send_next(s, host, link, ready)
+            _send_next(s, k, node, p, ready)
             continue
-        host[NOW] = event
+        node.now = event
         if arrival <= start:
-            _arrive(s, link, event)
+            _arrive(s, k, p, event)
         else:
-            s.active[host[FIRST_FLOW] + host[NUM_ACTIVE]] = s.by_host[host[FIRST_FLOW] + host[NUM_STARTED]]
-            host[NUM_ACTIVE] += 1
-            host[NUM_STARTED] += 1
-    host[NEXT_TIME] = min(event, ready)
+            s.active[node.first_flow + node.num_active] = s.by_host[node.first_flow + node.num_started]
+            node.num_active += 1
+            node.num_started += 1
+    node.next_time = min(event, ready)
 
 
-@numba.njit(forceinline=True)
-def _next_start(s, host):  # type: ignore[no-untyped-def]
-    if host[NUM_STARTED] == host[NUM_FLOWS]:
+@inlined
+def _next_start(s, node):  # type: ignore[no-untyped-def]
+    if node.num_started == node.num_flows:
         return NEVER
-    return s.flow[s.by_host[host[FIRST_FLOW] + host[NUM_STARTED]], START]
+    return s.flow[s.by_host[node.first_flow + node.num_started]].start
 
 
-@numba.njit(forceinline=True)
-def _next_send(s, host, link):  # type: ignore[no-untyped-def]
+@inlined
+def _next_send(s, node, p):  # type: ignore[no-untyped-def]
     """When the NIC can begin its next packet as things stand."""
-    free = max(s.link[link, BUSY], host[NOW])
-    if s.link[link, QHEAD] >= 0:
+    port = s.port[p]
+    free = max(port.busy, node.now)
+    if port.queued:
         return free
-    if s.link[link, PAUSED]:
+    if port.paused:
         return NEVER
     soonest = NEVER
-    for k in range(host[FIRST_FLOW], host[FIRST_FLOW] + host[NUM_ACTIVE]):
-        flow = s.flow[s.active[k]]
-        if flow[NEXT] < flow[NUM_PACKETS] and flow[AVAILABLE] < soonest:
-            soonest = flow[AVAILABLE]
+    for i in range(node.first_flow, node.first_flow + node.num_active):
+        flow = s.flow[s.active[i]]
+        if flow.next < flow.num_packets and flow.available < soonest:
+            soonest = flow.available
             if soonest <= free:
                 return free
     return soonest
 
 
-@numba.njit(forceinline=True)
-def _send_next(s, host, link, now):  # type: ignore[no-untyped-def]
-    if s.link[link, QHEAD] >= 0:
-        word, _ = dequeue(s, link)
-        s.link[link, BUSY] = send(s, link, now, word, s.c[ACK_WIRE])
+@inlined
+def _send_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
+    port = s.port[p]
+    if port.queued:
+        queue = s.queue[p]
+        word = first(s, k, queue).word
+        drop_first(queue)
+        port.queued -= 1
+        send(s, k, port, now, word, s.run[0].ack_wire_bytes)
         return
-    f = _next_flow(s, host, now)
+    f = _next_flow(s, node, now)
     flow = s.flow[f]
-    sequence = flow[NEXT]
-    flow[NEXT] += 1
-    last = sequence + 1 == flow[NUM_PACKETS]
-    size = flow[LAST_WIRE] if last else s.c[DATA_WIRE]
-    word = DATA | (LAST_BIT if last else 0) | sequence << SEQ_SHIFT | f << FLOW_SHIFT
-    s.link[link, BUSY] = send(s, link, now, word, size)
-    if s.c[DCQCN_ON]:
-        advance(s.c, s.marking[1], s.flow, s.alpha, f, now)
-    flow[AVAILABLE] = now + serialise(s.c, size, flow[FLOW_RATE])
+    sequence = np.int64(flow.next)
+    flow.next += 1
+    last = sequence + 1 == flow.num_packets
+    size = np.int64(flow.last_wire_bytes) if last else s.run[0].data_wire_bytes
+    send(s, k, port, now, DATA | (LAST_BIT if last else 0) | sequence << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT, size)
+    laws.advance(s, f, now)
+    if flow.rate_bps == port.rate:
+        flow.available = port.busy
+    else:
+        flow.available = now + serialise(s.run[0], size, flow.rate_bps)
 
 
-@numba.njit(forceinline=True)
-def _next_flow(s, host, now):  # type: ignore[no-untyped-def]
+@inlined
+def _next_flow(s, node, now):  # type: ignore[no-untyped-def]
     """Round robin over flows that may send now; finished ones that are met leave the circle, as in ns-3's HPCC."""
-    first, count = host[FIRST_FLOW], host[NUM_ACTIVE]
+    base, count = node.first_flow, node.num_active
     finished, found = count, -1
-    for step in range(1, count + 1):
-        k = (host[ROBIN] + step) % count
-        flow = s.flow[s.active[first + k]]
-        if flow[NEXT] < flow[NUM_PACKETS]:
-            if flow[AVAILABLE] <= now:
-                found = k
+    turn = node.robin
+    for _ in range(count):
+        turn = turn + 1 if turn + 1 < count else 0
+        flow = s.flow[s.active[base + turn]]
+        if flow.next < flow.num_packets:
+            if flow.available <= now:
+                found = turn
                 break
-        elif flow[UNA] >= flow[NUM_PACKETS]:
-            finished = min(finished, k)
-    picked = s.active[first + found]
-    kept = finished
-    for k in range(finished, count):
-        f = s.active[first + k]
-        if s.flow[f, UNA] < s.flow[f, NUM_PACKETS]:
-            if k == found:
-                found = kept
-            s.active[first + kept] = f
-            kept += 1
-    host[NUM_ACTIVE] = kept
-    host[ROBIN] = found
+        elif flow.unacked >= flow.num_packets:
+            finished = min(finished, turn)
+    picked = s.active[base + found]
+    if finished < count:
+        found = _leave(s, node, finished, found)
+    node.robin = found
     return picked
 
 
-@numba.njit(forceinline=True)
-def _arrive(s, link, now):  # type: ignore[no-untyped-def]
-    word = receive(s, link ^ 1)
+@kernel
+def _leave(s, node, finished, found):  # type: ignore[no-untyped-def]
+    """Finished flows from place `finished` on leave the circle; where the flow at `found` is then."""
+    base, kept = node.first_flow, finished
+    for i in range(finished, node.num_active):
+        f = s.active[base + i]
+        if s.flow[f].unacked < s.flow[f].num_packets:
+            if i == found:
+                found = kept
+            s.active[base + kept] = f
+            kept += 1
+    node.num_active = kept
+    return found
+
+
+@inlined
+def _arrive(s, k, p, now):  # type: ignore[no-untyped-def]
+    word = receive(s, k, p)
     if word < 0:
-        s.link[link ^ 1, DROPS] += 1
         return
-    kind, f, sequence = word & 3, (word >> FLOW_SHIFT) & FLOW_MASK, (word >> SEQ_SHIFT) & SEQ_MASK
+    kind, f, sequence = word & 3, flow_of(word), (word >> SEQ_SHIFT) & SEQ_MASK
+    port = s.port[p]
     if kind == PFC:
-        s.link[link, PAUSED] = 1 if word & MARK_BIT else 0
+        port.paused = 1 if word & MARK_BIT else 0
     elif kind == DATA:
-        answer = _answer(s, s.flow[f], sequence, now)
+        row = s.receiver[f]
+        answer = _answer(s, row, sequence, now)
         if answer:
-            mark = word & MARK_BIT
-            enqueue(s, link, answer | mark | s.flow[f, EXPECTED] << SEQ_SHIFT | f << FLOW_SHIFT, 0)
+            expected = np.int64(row.expected)
+            put(s, k, s.queue[p], 0, answer | word & MARK_BIT | expected << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT)
+            port.queued += 1
     else:
         _acknowledge(s, f, kind, sequence, now)
-        if word & MARK_BIT and s.c[DCQCN_ON] and s.flow[f, FINISH] < 0:
-            on_cnp(s.c, s.marking[1], s.flow, s.alpha, f, now)
+        if word & MARK_BIT and s.flow[f].finish < 0:
+            laws.on_cnp(s, f, now)
 
 
-@numba.njit(forceinline=True)
-def _answer(s, flow, sequence, now):  # type: ignore[no-untyped-def]
+@inlined
+def _answer(s, row, sequence, now):  # type: ignore[no-untyped-def]
     """Kind of the answer to a data packet, 0 for none: a NACK for a gap, once until it is closed or is old."""
-    if sequence == flow[EXPECTED]:
-        flow[EXPECTED] += 1
+    if sequence == row.expected:
+        row.expected += 1
         return ACK
-    if sequence > flow[EXPECTED] and (now >= flow[NACK_AFTER] or flow[LAST_NACK] != flow[EXPECTED]):
-        flow[NACK_AFTER] = now + s.c[NACK_GAP]
-        flow[LAST_NACK] = flow[EXPECTED]
+    if sequence > row.expected and (now >= row.nack_after or row.last_nack != row.expected):
+        row.nack_after = now + s.run[0].nack_gap
+        row.last_nack = row.expected
         return NACK
     return 0
 
 
-@numba.njit(forceinline=True)
+@inlined
 def _acknowledge(s, f, kind, sequence, now):  # type: ignore[no-untyped-def]
     flow = s.flow[f]
-    flow[UNA] = max(flow[UNA], sequence)
-    if flow[UNA] >= flow[NUM_PACKETS] and flow[FINISH] < 0:
-        flow[FINISH] = now
+    flow.unacked = max(np.int64(flow.unacked), sequence)
+    if flow.unacked >= flow.num_packets and flow.finish < 0:
+        flow.finish = now
     if kind == NACK:
-        flow[RESENT] += max(flow[NEXT] - flow[UNA], 0)
-        flow[NEXT] = flow[UNA]
+        flow.resent += max(flow.next - flow.unacked, 0)
+        flow.next = flow.unacked

@@ -1,327 +1,309 @@
 """A switch in one window: FIFO ports, ECN at dequeue, a shared buffer with PFC by dynamic thresholds.
 
-Order of events: time, then arrivals by in-link, then ports that become free, by port. An arrival at a port that has
-been free starts at once. Where no threshold can be reached in the window, ports do not know of each other and each is
-run on its own (`_run_ports`); else all of the switch's events are run in their order (`_run_in_order`). Both give the
-same. A PFC frame passes the queue, not the packet under way. Left out: priorities, and a limit to the buffer where
-PFC is off. The rules and their figures are those of ns-3's HPCC switch.
+Order of events: time, then arrivals by port, then ports that become free, by port. An arrival at a port that has been
+free starts at once. Where no threshold can be reached in the window, ports do not know of each other and each is run on
+its own (`_run_ports`); else all of the switch's events are run in their order (`_run_in_order`). Both give the same. A
+PFC frame passes the queue, not the packet under way. Left out: priorities, and a limit to the buffer where PFC is off.
+The rules and their figures are those of ns-3's HPCC switch.
 """
 
 from __future__ import annotations
 
-import numba
+import numpy as np
 
-from congestion.engine.columns import (
+from congestion.engine.lists import drop_first, first, put
+from congestion.engine.packets import drawn, flow_of, receive, send, size_of
+from congestion.engine.tables import (
     ACK_PATH,
-    BUSY,
-    COUNT,
-    DROPS,
-    ECN_ON,
-    FIRST,
     FLOW_MASK,
     FLOW_SHIFT,
-    HEADROOM,
-    HEADROOM_USED,
-    HI,
     HOP_MASK,
     HOP_SHIFT,
-    IN_BYTES,
-    KMAX,
-    KMIN,
     MARK_BIT,
-    MARKS,
-    MAXQ,
     NEVER,
-    NEXT_TIME,
-    NUM_HI,
-    NUM_PAUSED,
-    PAUSE_SENT,
-    PAUSED,
-    PAUSES,
     PFC,
-    PFC_ON,
-    PFC_WIRE,
-    POOL_BYTES,
-    QBYTES,
-    QHEAD,
-    RESERVE,
-    RESUME_OFFSET,
-    SEED,
     SEQ_MASK,
     SEQ_SHIFT,
-    SHARED,
-    SHIFT,
-    WINDOW_BYTES,
 )
-from congestion.engine.packets import dequeue, drawn, enqueue, next_arrival, receive, send, size_of
+from congestion.jit import inlined, kernel
 
 _ONE = float(1 << 53)
+_HOP = 1 << HOP_SHIFT
 
 
-@numba.njit
-def run_switch(s, node, end):  # type: ignore[no-untyped-def]
-    """All that happens at `node` before `end`."""
-    begin, stop = s.in_start[node], s.in_start[node + 1]
-    count, total, frames = _collect(s, begin, stop, end)
-    if s.c[PFC_ON] and (frames or s.node[node, NUM_PAUSED] or s.node[node, NUM_HI] or _near(s, node, total)):
-        _run_in_order(s, node, count, end)
+@kernel
+def run_switch(s, k, n, end):  # type: ignore[no-untyped-def]
+    """All that happens at switch `n` before `end`, by worker `k`."""
+    node = s.node[n]
+    count, total, frames, soonest = _collect(s, k, node, end)
+    if s.run[0].pfc and (frames or node.num_paused or node.num_frames or _near(node, total)):
+        _run_in_order(s, k, node, count, end)
     else:
-        _run_ports(s, node, count, end)
-    soonest = NEVER
-    for place in range(begin, stop):
-        link = s.in_links[place]
-        soonest = min(soonest, next_arrival(s, link), _next_start(s, link ^ 1))
-    s.node[node, NEXT_TIME] = soonest
+        _run_ports(s, k, node, count, end)
+    for p in range(node.first_port, node.first_port + node.num_ports):
+        soonest = min(soonest, _next_start(s.port[p]))
+    node.next_time = soonest
 
 
-@numba.njit(forceinline=True)
-def _collect(s, begin, stop, end):  # type: ignore[no-untyped-def]
-    """Take what arrives in the window off the wires: how many packets, bytes, PFC frames."""
+@inlined
+def _collect(s, k, node, end):  # type: ignore[no-untyped-def]
+    """Take what arrives in the window off the wires: how many, bytes, PFC frames; and what arrives next."""
     count, total, frames = 0, 0, 0
-    for place in range(begin, stop):
-        link = s.in_links[place]
-        s.link[link, WINDOW_BYTES] = 0
-        while True:
-            arrival = next_arrival(s, link)
+    soonest = NEVER
+    counts = s.counts[k]
+    for place in range(node.num_ports):
+        counts[place] = 0
+    for p in range(node.first_port, node.first_port + node.num_ports):
+        wire = s.wire[p]
+        visible = s.visible[p]
+        while wire.taken < visible:
+            arrival = first(s, k, wire).time
             if arrival >= end:
+                soonest = min(soonest, arrival)
                 break
-            word = receive(s, link)
+            word = receive(s, k, p)
             if word < 0:
-                s.link[link, DROPS] += 1
                 continue
             size = size_of(s, word)
             if word & 3 == PFC:
                 frames += 1
+                out = np.uint32(p)  # the port that it stops
             else:
-                s.link[link, WINDOW_BYTES] += size
                 total += size
-            seen = s.seen[count]
-            seen[0], seen[1], seen[2], seen[3] = arrival, word, link, _out_link(s, word, link)
+                hop = ((word >> HOP_SHIFT) & HOP_MASK) + 1 + (ACK_PATH if word & 3 else 0)
+                out = s.path[flow_of(word), np.uint32(hop)]
+            seen = s.seen[k, count]
+            seen.time = arrival
+            seen.word = word
+            seen.port = p
+            seen.out = out
+            seen.size = size
+            counts[out - node.first_port] += 1
             count += 1
-    return count, total, frames
+    return count, total, frames, soonest
 
 
-@numba.njit(forceinline=True)
-def _out_link(s, word, link):  # type: ignore[no-untyped-def]
-    if word & 3 == PFC:
-        return link ^ 1  # the port that it stops
-    hop = ((word >> HOP_SHIFT) & HOP_MASK) + 1 + (ACK_PATH if word & 3 else 0)
-    return s.path[(word >> FLOW_SHIFT) & FLOW_MASK, hop]
+@inlined
+def _near(node, total):  # type: ignore[no-untyped-def]
+    """Whether an ingress could reach its threshold if nothing left the switch and all of it were one port's."""
+    held = node.shared + total
+    return held >= (node.pool_bytes - held) >> node.max_shift
 
 
-@numba.njit(forceinline=True)
-def _near(s, node, total):  # type: ignore[no-untyped-def]
-    """Whether an ingress could reach its threshold if nothing left the switch."""
-    left = s.node[node, POOL_BYTES] - s.node[node, SHARED] - total
-    for place in range(s.in_start[node], s.in_start[node + 1]):
-        row = s.link[s.in_links[place]]
-        if row[IN_BYTES] + row[WINDOW_BYTES] - s.c[RESERVE] >= left >> row[SHIFT]:
-            return True
-    return False
+@inlined
+def _run_ports(s, k, node, count, end):  # type: ignore[no-untyped-def]
+    counts, order = s.counts[k], s.order[k]
+    begin = 0
+    for place in range(node.num_ports):  # where each port's begin
+        here = counts[place]
+        counts[place] = begin
+        begin += here
+    for i in range(count):
+        place = s.seen[k, i].out - node.first_port
+        order[counts[place]] = i
+        counts[place] += 1
+    begin = 0
+    for place in range(node.num_ports):
+        stop = counts[place]
+        port = s.port[node.first_port + place]
+        if stop > begin or (port.queued and not port.paused and port.busy < end):
+            _sort(s, k, begin, stop)
+            _run_port(s, k, node, node.first_port + place, begin, stop, end)
+        begin = stop
 
 
-@numba.njit(forceinline=True)
-def _run_ports(s, node, count, end):  # type: ignore[no-untyped-def]
-    begin, stop = s.in_start[node], s.in_start[node + 1]
-    for place in range(begin, stop):
-        s.link[s.in_links[place] ^ 1, COUNT] = 0
-    for k in range(count):
-        s.link[s.seen[k, 3], COUNT] += 1
-    first = 0
-    for place in range(begin, stop):
-        out = s.in_links[place] ^ 1
-        s.link[out, FIRST] = first
-        first += s.link[out, COUNT]
-    for k in range(count):
-        row = s.link[s.seen[k, 3]]
-        s.order[row[FIRST]] = k
-        row[FIRST] += 1
-    for place in range(begin, stop):
-        out = s.in_links[place] ^ 1
-        last = s.link[out, FIRST]
-        if s.link[out, COUNT] or s.link[out, QHEAD] >= 0:
-            _sort(s, last - s.link[out, COUNT], last)
-            _run_port(s, node, out, last - s.link[out, COUNT], last, end)
-
-
-@numba.njit(forceinline=True)
-def _sort(s, begin, stop):  # type: ignore[no-untyped-def]
+@inlined
+def _sort(s, k, begin, stop):  # type: ignore[no-untyped-def]
     """Insertion sort of `order` by arrival, stable; few arrive at a port in a window, and nearly in order."""
+    order = s.order[k]
     for i in range(begin + 1, stop):
-        k = s.order[i]
-        arrival = s.seen[k, 0]
+        which = order[i]
+        arrival = s.seen[k, which].time
         j = i
-        while j > begin and s.seen[s.order[j - 1], 0] > arrival:
-            s.order[j] = s.order[j - 1]
+        while j > begin and s.seen[k, order[j - 1]].time > arrival:
+            order[j] = order[j - 1]
             j -= 1
-        s.order[j] = k
+        order[j] = which
 
 
-@numba.njit(forceinline=True)
-def _run_port(s, node, out, begin, stop, end):  # type: ignore[no-untyped-def]
-    row = s.link[out]
+@inlined
+def _run_port(s, k, node, p, begin, stop, end):  # type: ignore[no-untyped-def]
+    port = s.port[p]
     for i in range(begin, stop):
-        seen = s.seen[s.order[i]]
-        now, word, in_link = seen[0], seen[1] + (1 << HOP_SHIFT), seen[2]
-        while row[QHEAD] >= 0 and not row[PAUSED] and row[BUSY] < now:
-            _start_next(s, node, out, row[BUSY])
-        size = size_of(s, word)
-        row[MAXQ] = max(row[MAXQ], row[QBYTES] + size)
-        if row[QHEAD] < 0 and row[BUSY] < now and not row[PAUSED]:
-            row[BUSY] = send(s, out, now, _marked(s, out, word), size)
+        seen = s.seen[k, s.order[k, i]]
+        now, size = seen.time, seen.size
+        while port.queued and port.busy < now and not port.paused:
+            _start_next(s, k, node, p, port.busy)
+        word = seen.word + _HOP
+        port.max_queue_bytes = max(port.max_queue_bytes, port.queue_bytes + size)
+        if port.queued == 0 and port.busy < now and not port.paused:
+            send(s, k, port, now, _marked(s, port, word), size)
         else:
-            row[QBYTES] += size
-            _hold(s, node, in_link, size)
-            enqueue(s, out, word, in_link)
-    while row[QHEAD] >= 0 and not row[PAUSED] and row[BUSY] < end:
-        _start_next(s, node, out, row[BUSY])
+            _hold(s, node, s.port[seen.port], size)
+            _enqueue(s, k, p, word, size, seen.port)
+    while port.queued and port.busy < end and not port.paused:
+        _start_next(s, k, node, p, port.busy)
 
 
-@numba.njit(forceinline=True)
-def _start_next(s, node, out, now):  # type: ignore[no-untyped-def]
-    word, in_link = dequeue(s, out)
+@inlined
+def _enqueue(s, k, p, word, size, in_port):  # type: ignore[no-untyped-def]
+    port = s.port[p]
+    port.queue_bytes += size
+    port.queued += 1
+    put(s, k, s.queue[p], np.int64(in_port), word)
+
+
+@inlined
+def _start_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
+    """Begin the packet at the head of a queue; the port that it had come in by."""
+    port, queue = s.port[p], s.queue[p]
+    entry = first(s, k, queue)
+    word, in_port = entry.word, np.uint32(entry.time)
+    drop_first(queue)
     size = size_of(s, word)
-    s.link[out, QBYTES] -= size
-    _release(s, node, in_link, size)
-    s.link[out, BUSY] = send(s, out, now, _marked(s, out, word), size)
-    return in_link
+    port.queued -= 1
+    port.queue_bytes -= size
+    _release(s, node, s.port[in_port], size)
+    send(s, k, port, now, _marked(s, port, word), size)
+    return in_port
 
 
-@numba.njit(forceinline=True)
-def _marked(s, out, word):  # type: ignore[no-untyped-def]
+@inlined
+def _marked(s, port, word):  # type: ignore[no-untyped-def]
     """The packet with its ECN mark, by the queue behind it: all above Kmax, in proportion above Kmin (RED)."""
-    row = s.link[out]
-    queue = row[QBYTES]
-    if queue <= row[KMIN] or not s.c[ECN_ON]:
+    queue = port.queue_bytes
+    if queue <= port.kmin or not s.run[0].ecn:
         return word
-    if queue <= row[KMAX]:
-        share = s.marking[0] * (queue - row[KMIN]) / (row[KMAX] - row[KMIN])
+    if queue <= port.kmax:
+        share = s.run[0].pmax * (queue - port.kmin) / (port.kmax - port.kmin)
         flow, sequence = (word >> FLOW_SHIFT) & FLOW_MASK, (word >> SEQ_SHIFT) & SEQ_MASK
-        if drawn(s.c[SEED], flow, sequence << 8 | word & (HOP_MASK << HOP_SHIFT) | word & 3) >= share * _ONE:
+        if drawn(s.run[0].seed, flow, sequence << 8 | word & (HOP_MASK << HOP_SHIFT) | word & 3) >= share * _ONE:
             return word
-    row[MARKS] += 1
+    port.marks += 1
     return word if word & 3 else word | MARK_BIT  # on an ACK that bit is the CNP
 
 
-@numba.njit(forceinline=True)
-def _hold(s, node, in_link, size):  # type: ignore[no-untyped-def]
+@inlined
+def _hold(s, node, ingress, size):  # type: ignore[no-untyped-def]
     """Count a packet at its ingress: headroom once the threshold is passed, else reserve and shared pool."""
-    if not s.c[PFC_ON]:
+    if not s.run[0].pfc:
         return
-    row = s.link[in_link]
-    over = row[IN_BYTES] + size - s.c[RESERVE]
-    if over > 0 and over > _threshold(s, node, in_link):
-        row[HEADROOM_USED] += size
+    over = ingress.in_bytes + size - s.run[0].reserve_bytes
+    if over > 0 and over > _threshold(node, ingress):
+        ingress.headroom_used += size
         return
-    row[IN_BYTES] += size
+    ingress.in_bytes += size
     if over > 0:
-        s.node[node, SHARED] += min(size, over)
+        node.shared += min(size, over)
 
 
-@numba.njit(forceinline=True)
-def _release(s, node, in_link, size):  # type: ignore[no-untyped-def]
-    if not s.c[PFC_ON]:
+@inlined
+def _release(s, node, ingress, size):  # type: ignore[no-untyped-def]
+    if not s.run[0].pfc:
         return
-    row = s.link[in_link]
-    from_headroom = min(row[HEADROOM_USED], size)
+    from_headroom = min(ingress.headroom_used, size)
     rest = size - from_headroom
-    s.node[node, SHARED] -= min(rest, max(row[IN_BYTES] - s.c[RESERVE], 0))
-    row[HEADROOM_USED] -= from_headroom
-    row[IN_BYTES] -= rest
+    node.shared -= min(rest, max(ingress.in_bytes - s.run[0].reserve_bytes, 0))
+    ingress.headroom_used -= from_headroom
+    ingress.in_bytes -= rest
 
 
-@numba.njit(forceinline=True)
-def _threshold(s, node, in_link):  # type: ignore[no-untyped-def]
-    return max(s.node[node, POOL_BYTES] - s.node[node, SHARED], 0) >> s.link[in_link, SHIFT]
+@inlined
+def _threshold(node, ingress):  # type: ignore[no-untyped-def]
+    return max(node.pool_bytes - node.shared, 0) >> ingress.shift
 
 
-@numba.njit(forceinline=True)
-def _shared_of(s, in_link):  # type: ignore[no-untyped-def]
-    return max(s.link[in_link, IN_BYTES] - s.c[RESERVE], 0)
+@inlined
+def _shared_of(s, ingress):  # type: ignore[no-untyped-def]
+    return max(ingress.in_bytes - s.run[0].reserve_bytes, 0)
 
 
-@numba.njit(forceinline=True)
-def _next_start(s, out):  # type: ignore[no-untyped-def]
+@inlined
+def _next_start(port):  # type: ignore[no-untyped-def]
     """When a busy port will begin its next packet, NEVER where it has none that may go."""
-    row = s.link[out]
-    return row[BUSY] if row[HI] or (row[QHEAD] >= 0 and not row[PAUSED]) else NEVER
+    return port.busy if port.frames or (port.queued and not port.paused) else NEVER
 
 
-@numba.njit
-def _run_in_order(s, node, count, end):  # type: ignore[no-untyped-def]
-    begin, stop = s.in_start[node], s.in_start[node + 1]
-    for k in range(count):
-        s.order[k] = k
-    _sort(s, 0, count)
+@kernel
+def _run_in_order(s, k, node, count, end):  # type: ignore[no-untyped-def]
+    begin, stop = node.first_port, node.first_port + node.num_ports
+    for i in range(count):
+        s.order[k, i] = i
+    _sort(s, k, 0, count)
     for i in range(count + 1):
-        until = s.seen[s.order[i], 0] if i < count else end
+        until = s.seen[k, s.order[k, i]].time if i < count else end
         while True:
-            soonest, port = NEVER, -1
-            for place in range(begin, stop):
-                start = _next_start(s, s.in_links[place] ^ 1)
+            soonest, chosen = NEVER, begin
+            for p in range(begin, stop):
+                start = _next_start(s.port[p])
                 if start < soonest:
-                    soonest, port = start, s.in_links[place] ^ 1
+                    soonest, chosen = start, p
             if soonest >= until:
                 break
-            _serve(s, node, port, soonest)
+            _serve(s, k, node, chosen, soonest)
         if i < count:
-            _arrive(s, node, s.seen[s.order[i]])
+            _arrive(s, k, node, s.seen[k, s.order[k, i]])
 
 
-@numba.njit
-def _arrive(s, node, seen):  # type: ignore[no-untyped-def]
-    now, word, in_link, out = seen[0], seen[1], seen[2], seen[3]
+@kernel
+def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
+    now, word, size, p = seen.time, seen.word, seen.size, seen.out
+    port = s.port[p]
     if word & 3 == PFC:
-        s.link[out, PAUSED] = 1 if word & MARK_BIT else 0
-        _kick(s, node, out, now)
+        port.paused = 1 if word & MARK_BIT else 0
+        _kick(s, k, node, p, now)
         return
-    size = size_of(s, word)
-    row = s.link[in_link]
-    threshold = _threshold(s, node, in_link)
-    if size + row[HEADROOM_USED] > row[HEADROOM] and size + _shared_of(s, in_link) > threshold:
-        row[DROPS] += 1
+    ingress = s.port[seen.port]
+    if size + ingress.headroom_used > ingress.headroom and size + _shared_of(s, ingress) > _threshold(node, ingress):
+        ingress.drops += 1
         return
-    _hold(s, node, in_link, size)
-    if not row[PAUSE_SENT] and (row[HEADROOM_USED] > 0 or _shared_of(s, in_link) >= _threshold(s, node, in_link)):
-        row[PAUSES] += 1
-        s.node[node, NUM_PAUSED] += 1
-        _signal(s, node, in_link, 1, now)
-    port = s.link[out]
-    port[MAXQ] = max(port[MAXQ], port[QBYTES] + size)
-    port[QBYTES] += size
-    enqueue(s, out, word + (1 << HOP_SHIFT), in_link)
-    _kick(s, node, out, now)
+    _hold(s, node, ingress, size)
+    if not ingress.pause_sent and (ingress.headroom_used > 0 or _shared_of(s, ingress) >= _threshold(node, ingress)):
+        ingress.pauses += 1
+        node.num_paused += 1
+        _signal(s, k, node, seen.port, 1, now)
+    port.max_queue_bytes = max(port.max_queue_bytes, port.queue_bytes + size)
+    _enqueue(s, k, p, word + _HOP, size, seen.port)
+    _kick(s, k, node, p, now)
 
 
-@numba.njit
-def _signal(s, node, in_link, pause, now):  # type: ignore[no-untyped-def]
-    """Queue a pause or resume frame to the sender of `in_link`. The two take turns, so a count tells which they are."""
-    s.link[in_link, PAUSE_SENT] = pause
-    s.link[in_link ^ 1, HI] += 1
-    s.node[node, NUM_HI] += 1
-    _kick(s, node, in_link ^ 1, now)
+@kernel
+def _signal(s, k, node, p, pause, now):  # type: ignore[no-untyped-def]
+    """A pause or resume frame for the sender at port `p`. The two take turns, so a count tells which they are."""
+    port = s.port[p]
+    port.pause_sent = pause
+    port.frames += 1
+    node.num_frames += 1
+    if port.busy < now:
+        _send_frame(s, k, node, port, now)
 
 
-@numba.njit
-def _kick(s, node, out, now):  # type: ignore[no-untyped-def]
-    if s.link[out, BUSY] < now and _next_start(s, out) < NEVER:
-        _serve(s, node, out, now)
+@kernel
+def _send_frame(s, k, node, port, now):  # type: ignore[no-untyped-def]
+    pause = port.pause_sent if port.frames & 1 else 1 - port.pause_sent
+    port.frames -= 1
+    node.num_frames -= 1
+    send(s, k, port, now, PFC | (MARK_BIT if pause else 0), s.run[0].pfc_wire_bytes)
 
 
-@numba.njit
-def _serve(s, node, out, now):  # type: ignore[no-untyped-def]
+@kernel
+def _kick(s, k, node, p, now):  # type: ignore[no-untyped-def]
+    port = s.port[p]
+    if port.busy < now and _next_start(port) < NEVER:
+        _serve(s, k, node, p, now)
+
+
+@kernel
+def _serve(s, k, node, p, now):  # type: ignore[no-untyped-def]
     """Begin the next packet of a free port: a PFC frame first, else the queue's head."""
-    row = s.link[out]
-    if row[HI]:
-        last = s.link[out ^ 1, PAUSE_SENT]
-        pause = last if row[HI] & 1 else 1 - last
-        row[HI] -= 1
-        s.node[node, NUM_HI] -= 1
-        row[BUSY] = send(s, out, now, PFC | (MARK_BIT if pause else 0), s.c[PFC_WIRE])
+    port = s.port[p]
+    if port.frames:
+        _send_frame(s, k, node, port, now)
         return
-    in_link = _start_next(s, node, out, now)
-    if s.link[in_link, PAUSE_SENT] and s.link[in_link, HEADROOM_USED] == 0:
-        shared = _shared_of(s, in_link)
-        if shared == 0 or shared + s.c[RESUME_OFFSET] <= _threshold(s, node, in_link):
-            s.node[node, NUM_PAUSED] -= 1
-            _signal(s, node, in_link, 0, now)
+    in_port = _start_next(s, k, node, p, now)
+    ingress = s.port[in_port]
+    if ingress.pause_sent and ingress.headroom_used == 0:
+        shared = _shared_of(s, ingress)
+        if shared == 0 or shared + s.run[0].resume_offset_bytes <= _threshold(node, ingress):
+            node.num_paused -= 1
+            _signal(s, k, node, in_port, 0, now)

@@ -1,10 +1,8 @@
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from congestion.engine import columns as at
-from congestion.engine.network import build
+from congestion.engine.build import build
 from congestion.files import FlowSet
 from congestion.settings import Settings
 from congestion.simulate import simulate
@@ -75,12 +73,12 @@ def test_windows_and_the_event_heap_agree_to_the_picosecond(scenario):
     assert heap.run() == outcome.finish_ps.tolist()
     assert heap.hops == outcome.link_hops
     for column, counted in (
-        (at.MAXQ, heap.max_queue),
-        (at.PAUSES, heap.pauses),
-        (at.MARKS, heap.marks),
-        (at.DROPS, heap.drops),
+        ("max_queue_bytes", heap.max_queue),
+        ("pauses", heap.pauses),
+        ("marks", heap.marks),
+        ("drops", heap.drops),
     ):
-        assert outcome.state.link[:, column].tolist() == [counted[link] for link in range(2 * fabric.num_cables)]
+        assert outcome.state.port[column].tolist() == [counted[port] for port in range(2 * fabric.num_cables)]
 
 
 def test_an_incast_on_a_small_buffer_pauses_and_drops_nothing():
@@ -88,8 +86,8 @@ def test_an_incast_on_a_small_buffer_pauses_and_drops_nothing():
     src = np.arange(8, dtype=np.int64)
     flows = FlowSet(src, np.full(8, 8), np.full(8, 400_000), np.zeros(8, dtype=np.int64), np.full(8, 100))
     outcome = simulate(fabric, flows, Settings(buffer_bytes=1_500_000), "none")
-    assert outcome.state.link[:, at.PAUSES].sum() > 8
-    assert outcome.state.link[:, at.DROPS].sum() == 0
+    assert outcome.state.port["pauses"].sum() > 8
+    assert outcome.state.port["drops"].sum() == 0
     assert (outcome.finish_ps > 0).all()
     heap = HeapEngine(build(fabric, flows, Settings(buffer_bytes=1_500_000), "none", seed=0, truncate_ns=False))
     assert heap.run() == outcome.finish_ps.tolist()
@@ -100,7 +98,7 @@ def test_too_little_headroom_drops():
     src = np.arange(8, dtype=np.int64)
     flows = FlowSet(src, np.full(8, 8), np.full(8, 400_000), np.zeros(8, dtype=np.int64), np.full(8, 100))
     outcome = simulate(fabric, flows, Settings(buffer_bytes=600_000, headroom_bdps=0), "none")
-    assert outcome.state.link[:, at.DROPS].sum() > 0
+    assert outcome.state.port["drops"].sum() > 0
 
 
 def test_a_seed_gives_one_trace():
@@ -108,18 +106,17 @@ def test_a_seed_gives_one_trace():
     src = np.array([0, 1, 2, 3], dtype=np.int64)
     flows = FlowSet(src, np.full(4, 4), np.full(4, 900_000), np.zeros(4, dtype=np.int64), np.full(4, 100))
     runs = [simulate(fabric, flows, Settings(kmin_bytes=0), "dcqcn", seed=seed).state for seed in (3, 3, 4)]
-    for name in ("link", "flow", "alpha"):
+    for name in ("port", "flow", "dcqcn_flow"):
         np.testing.assert_array_equal(getattr(runs[0], name), getattr(runs[1], name))
     assert not np.array_equal(runs[0].flow, runs[2].flow)
 
 
-@pytest.mark.parametrize("law", ["none", "dcqcn"])
-def test_the_pool_grows_while_running(law, monkeypatch):
+def test_the_store_of_packets_grows_while_running():
     fabric = _fabric(1, 9, 1, [100], [1000])
     src = np.arange(8, dtype=np.int64)
-    flows = FlowSet(src, np.full(8, 8), np.full(8, 400_000), np.zeros(8, dtype=np.int64), np.full(8, 100))
-    large = simulate(fabric, flows, Settings(), law)
-    monkeypatch.setattr("congestion.simulate.build", lambda *args, **named: build(*args, **named, pool=64))
-    small = simulate(fabric, flows, Settings(), law)
-    assert len(small.state.pool) > 64
-    assert small.finish_ps.tolist() == large.finish_ps.tolist()
+    flows = FlowSet(src, np.full(8, 8), np.full(8, 4_000_000), np.zeros(8, dtype=np.int64), np.full(8, 100))
+    first = build(fabric, flows, Settings(), "none", seed=0, truncate_ns=False)
+    outcome = simulate(fabric, flows, Settings(), "none")
+    assert len(outcome.state.following) > len(first.following)
+    heap = HeapEngine(build(fabric, flows, Settings(), "none", seed=0, truncate_ns=False))
+    assert heap.run() == outcome.finish_ps.tolist()

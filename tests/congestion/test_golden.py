@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from congestion.engine import columns as at
-from congestion.engine.network import Law
+from congestion.engine.build import Law
 from congestion.files import FlowSet, read_flows
 from congestion.settings import settings_of
 from congestion.simulate import Outcome, simulate
@@ -51,8 +50,8 @@ def test_one_flow_to_the_nanosecond(name, overrides, untruncated):
 def test_every_flow_within_a_thousandth(name, max_queue_bytes):
     fabric, flows, outcome = _run(name)
     np.testing.assert_allclose(_fct_ns(flows, outcome), _golden_ns(name, fabric, flows), rtol=1e-3)
-    assert outcome.state.link[:, at.MAXQ].max() == pytest.approx(max_queue_bytes, rel=0.05)
-    assert outcome.state.link[:, at.PAUSES].sum() == 0
+    assert outcome.state.port["max_queue_bytes"].max() == pytest.approx(max_queue_bytes, rel=0.05)
+    assert outcome.state.port["pauses"].sum() == 0
 
 
 def test_incast_with_pfc():
@@ -61,9 +60,9 @@ def test_incast_with_pfc():
     found, golden = np.sort(_fct_ns(flows, outcome)), np.sort(_golden_ns("g2_incast16_none", fabric, flows))
     np.testing.assert_allclose(found[-1], golden[-1], rtol=1e-3)
     np.testing.assert_allclose(found, golden, rtol=1e-2)
-    assert outcome.state.link[:, at.MAXQ].max() == pytest.approx(44_763_488, rel=0.05)
-    assert outcome.state.link[:, at.PAUSES].sum() == pytest.approx(306, rel=0.05)
-    assert outcome.state.link[:, at.DROPS].sum() == 0
+    assert outcome.state.port["max_queue_bytes"].max() == pytest.approx(44_763_488, rel=0.05)
+    assert outcome.state.port["pauses"].sum() == pytest.approx(306, rel=0.05)
+    assert outcome.state.port["drops"].sum() == 0
 
 
 def test_a_loss_costs_the_packets_in_flight():
@@ -71,9 +70,9 @@ def test_a_loss_costs_the_packets_in_flight():
     _, flows, _ = _run("g7_gbn_loss_1e-04")
     for seed in range(1, 5):
         outcome = _run("g7_gbn_loss_1e-04", "congestion.loss_rate=0.0001", seed=seed)[2]
-        to_receiver = [0, 3]  # host 0 to switch, switch to host 1
-        lost = int(outcome.state.link[to_receiver, at.DROPS].sum())
-        resent = int(outcome.state.flow[0, at.RESENT])
+        to_receiver = [2, 1]  # the ports of the switch and of host 1 that the data come in by
+        lost = int(outcome.state.port["drops"][to_receiver].sum())
+        resent = int(outcome.state.flow["resent"][0])
         assert lost > 0
         assert resent == 28 * lost
         assert _fct_ns(flows, outcome)[0] == 4_032_491 + 4_620 * lost
