@@ -11,7 +11,6 @@ import os
 import platform
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.torch_names import all_gather_single, reduce_scatter_single
 from netlayer.environ import usable_gpus
 from netlayer.errors import ConfigError, HardwareMissing
 from netlayer.rank import RankEnv
@@ -44,10 +44,6 @@ OPS = {
     "avg": dist.ReduceOp.AVG,
 }
 _COPIES = ("all_reduce", "broadcast", "reduce")
-
-# torch 2.13 renamed these two and warns at the old names; 2.11 has only the old ones.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Call(NamedTuple):
@@ -88,10 +84,10 @@ class Backend(ABC):
         dist.all_reduce(recv, OPS[op], group=self.group)
 
     def all_gather(self, recv: Tensor, send: Tensor) -> None:
-        _all_gather(recv, send, group=self.group)
+        all_gather_single(recv, send, group=self.group)
 
     def reduce_scatter(self, recv: Tensor, send: Tensor, op: str) -> None:
-        _reduce_scatter(recv, send, OPS[op], group=self.group)
+        reduce_scatter_single(recv, send, OPS[op], group=self.group)
 
     def sendrecv(self, recv: Tensor, send: Tensor) -> None:
         to, source = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks

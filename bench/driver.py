@@ -8,7 +8,6 @@ Leaves out: who starts the ranks (`measure`), and what a number should be.
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import socket
 import statistics
@@ -28,6 +27,7 @@ from bench.collective import Collective, Place
 from bench.control import Control, meet
 from bench.options import PerfOptions
 from netlayer.errors import ConfigError, HardwareMissing, NetlayerError
+from netlayer.percentile import percentile
 from netlayer.rank import RankContext
 from netlayer.results import Row, utc_now
 
@@ -277,9 +277,9 @@ def _statistics(each_us: list[float], skip: int) -> dict[str, Any]:
         "min_us": kept[0],
         "max_us": kept[-1],
         "avg_us": mean,
-        "p50_us": kept[len(kept) // 2],
-        "p95_us": kept[math.ceil(len(kept) * 0.95) - 1],
-        "p99_us": kept[math.ceil(len(kept) * 0.99) - 1],
+        "p50_us": percentile(kept, 50),
+        "p95_us": percentile(kept, 95),
+        "p99_us": percentile(kept, 99),
         "stdev_us": stdev,
         "cv_pct": 100 * stdev / mean if mean > 0 else 0.0,
         "iterations_us": each_us,

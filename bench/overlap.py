@@ -1,26 +1,24 @@
 """`python -m bench.overlap`: how far each technique hides its communication behind computation.
 
 dp compares our sharded data parallel (in three variants) with torch's FSDP2, on one GPT and one communicator, in turn,
-after checking that all train alike; pp and tp measure the overlap of the pipeline and of the tensor-parallel linears.
-On NCCL, `--channels` holds the bandwidth down to that of a NIC. Left out: several hosts.
+after checking that all train alike; pp and tp measure the overlap of the pipeline and of the tensor-parallel linears;
+small the latency of small messages. On NCCL, `--channels` holds the bandwidth down to that of a NIC. Left out: several
+hosts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from bench.overlap_rows import Row, dp_line
+from bench.overlap_legs import Run, make_record, measure_techniques, run_rank, say, show
+from bench.overlap_rows import Row
 from bench.overlap_settings import (
     DTYPES,
-    MODULES,
     PRESETS,
     SYSTEMS,
     TECHNIQUES,
@@ -32,17 +30,20 @@ from bench.overlap_settings import (
 )
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
-from netlayer.errors import ConfigError
-from netlayer.launch import detect, launch
-from netlayer.meeting import meeting_place
+from netlayer.errors import ConfigError, NetlayerError
+from netlayer.launch import detect
 from netlayer.rank import RankContext, RankEnv
-from netlayer.results import RunRecord, utc_now, write_text
+from netlayer.results import utc_now, write_text
 
 logger = logging.getLogger(__name__)
 
+ALL_WITHIN = 8.0
 
-def _read_channels(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[int, ...]:
+
+def _read_channels(_ctx: click.Context, _param: click.Parameter, text: str | None) -> tuple[int, ...] | None:
     """Numbers with commas between."""
+    if text is None:
+        return None
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -55,24 +56,34 @@ def _read_channels(_ctx: click.Context, _param: click.Parameter, text: str) -> t
 @click.command(
     epilog="""\b
 Examples:
-  python -m bench.overlap --technique dp
+  python -m bench.overlap --technique all --out overlap
   python -m bench.overlap --technique dp --model 7b --channels 0,2,1 --json overlap.json
+  python -m bench.overlap --technique tp --ranks 4
   torchrun --nproc-per-node 4 -m bench.overlap --technique dp --model 7b --channels 2
+
+\b
+all is the one command for a host of GPUs: on all of them, tensor-parallel linears, small messages,
+the pipeline, and the 7B of dp without a limit and on 2 and 1 channels, each into a record of its own
+under DIR/records, within 8 minutes. What does not fit is left out and said, and the exit code is 1.
 """
 )
 @run_options
-@click.option("--technique", type=click.Choice([*TECHNIQUES, "all"]), default="dp", show_default=True)
+@click.option(
+    "--technique",
+    type=click.Choice([*TECHNIQUES, "all"]),
+    default="dp",
+    show_default=True,
+    help="tp: tensor-parallel linears; small: small messages; pp: pipeline; dp: sharded data parallel.",
+)
 @click.option("--ranks", type=click.IntRange(min=2), help="Processes on this machine [the GPUs, or 2].")
 @click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True)
 @click.option(
     "--channels",
-    default="0",
-    show_default=True,
     metavar="N,N,...",
     callback=_read_channels,
-    help="NCCL channels; 0: no limit.",
+    help="NCCL channels, one leg each; 0: no limit [0; for all on NCCL 0,2,1, of dp].",
 )
-@click.option("--model", type=click.Choice(list(PRESETS)), default="tiny", show_default=True, help="Sizes by name.")
+@click.option("--model", type=click.Choice(list(PRESETS)), help="dp's sizes by name [tiny; for all on NCCL 7b].")
 @click.option("--layers", type=click.IntRange(min=1), help="Blocks, in place of the named size's; so are these:")
 @click.option("--hidden", type=click.IntRange(min=1), help="Width.")
 @click.option("--heads", type=click.IntRange(min=1), help="Attention heads.")
@@ -86,12 +97,22 @@ Examples:
 @click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="Turns of each system.")
 @click.option("--compile/--no-compile", "compiled", default=True, show_default=True, help="torch.compile each unit.")
 @click.option("--bucket-mib", type=click.FloatRange(min=0, min_open=True), help="Largest bucket [a unit is one].")
-@click.option("--prefetch", type=click.IntRange(min=1), default=8, show_default=True, help="All-gathers ahead.")
+@click.option("--prefetch", type=click.IntRange(min=1), help="All-gathers ahead [tuned in the first steps].")
 @click.option("--gather-in-backward", type=click.FloatRange(0, 1), help="Share of the gathers [balanced].")
+@click.option(
+    "--within", type=click.FloatRange(min=0), help="Minutes; legs that would end later are left out [8 for all]."
+)
 @click.option("--lr", type=float, help="Learning rate.")
 @click.option("--tolerance", type=float, default=0.05, show_default=True, help="Of the losses compared, nats.")
 def command(
-    options: RunOptions, technique: str, ranks: int | None, backend: str, channels: tuple[int, ...], **given: Any
+    options: RunOptions,
+    technique: str,
+    ranks: int | None,
+    backend: str,
+    channels: tuple[int, ...] | None,
+    model: str | None,
+    within: float | None,
+    **given: Any,
 ) -> None:
     """Measure exposed communication and contention; exit 1 where systems did not do the same work."""
     if options.config_path or options.overrides:
@@ -99,104 +120,49 @@ def command(
     env = detect(os.environ)
     ranks, chosen = _choose(ranks, backend, env)
     techniques = [each for each in TECHNIQUES if technique in (each, "all")]
-    settings = make_settings(seed=options.seed, **given)
-    _check_built(techniques)
-    if env is not None:
-        _check_joined(techniques, channels, env)
-    if chosen == "gloo" and channels != (0,):
+    full = technique == "all" and chosen == "nccl"
+    settings = make_settings(seed=options.seed, model=model or ("7b" if full else "tiny"), **given)
+    if chosen == "gloo" and channels not in (None, (0,)):
         logger.warning("--channels has no effect: gloo has none")
         channels = (0,)
-    if env is not None and env.rank:
-        _join(techniques[0], settings, env, chosen, channels[0])
-        return
+    channels = channels or ((0, 2, 1) if full else (0,))
+    if env is not None:
+        _check_joined(techniques, channels, env)
+        if env.rank:
+            _join(techniques[0], settings, env, chosen, channels[0])
+            return
+    within = ALL_WITHIN if within is None and technique == "all" else within
     out, started = open_out(options.out, "overlap"), utc_now()
-    rows: list[Row] = []
+    run = Run(
+        settings,
+        ranks,
+        chosen,
+        out,
+        options.arguments(),
+        within_s=None if within is None else 60 * within,
+        stdout_is_json=str(options.json_file) == "-",
+    )
+    rows: list[Row]
+    wrong: list[NetlayerError] = []
     if env is not None:
         rows = _join(techniques[0], settings, env, chosen, channels[0])
+        show(run, rows)
+        record = make_record(run, f"bench.overlap.{techniques[0]}", rows, started, techniques, channels)
+        say(f"record: {record.save(out / 'records')}")
     else:
-        for each in techniques:
-            rows += _launch(each, settings, ranks, chosen, channels, out)
-    record = RunRecord(
-        name="bench.overlap",
-        source="measured",
-        rows=rows,
-        started_utc=started,
-        ended_utc=utc_now(),
-        arguments={**options.arguments(), "techniques": techniques, "channels": list(channels), "backend": chosen}
-        | settings.record(),
-        environment=environ.snapshot(options.seed),
-        devices=[gpu.name for gpu in environ.list_gpus()[:ranks]] if chosen == "nccl" else ["CPU"] * ranks,
-    )
-    click.echo(f"record: {record.save(out / 'records')}", err=True)
+        rows, wrong = measure_techniques(run, techniques, channels)
     if options.json_file:
-        write_text(options.json_file, record.to_json())
-
-
-def _launch(
-    technique: Technique, settings: DpSettings, ranks: int, backend: Backend, channels: Sequence[int], out: Path
-) -> list[Row]:
-    """The ranks are started once for each number of channels, which NCCL reads once in a process."""
-    rows: list[Row] = []
-    for limit in channels:
-        _progress(f"{technique}, {ranks} ranks, " + (f"NCCL held to {limit} channels" if limit else "no limit"))
-        log_dir = out / "logs" / f"{technique}{limit}"
-        with _environment(channel_environment(limit)):
-            if technique == "pp":
-                measure = importlib.import_module(MODULES["pp"]).measure
-                measured = measure(
-                    ranks=ranks, backend=backend, log_dir=log_dir, seed=settings.seed, on_progress=_progress
-                )
-            else:
-                measured = _launch_here(technique, settings, ranks, backend, limit, log_dir)
-        rows += _show([{"technique": technique, "channels": limit, **row} for row in measured])
-    return rows
-
-
-def _launch_here(
-    technique: Technique, settings: DpSettings, ranks: int, backend: Backend, limit: int, log_dir: Path
-) -> list[Row]:
-    with meeting_place() as place:
-        results = launch(
-            run,
-            ranks,
-            args=(technique, settings, place.init_method(f"{technique}{limit}"), backend, limit),
-            log_dir=log_dir,
-            on_message=lambda _rank, words: _progress(str(words)),
-        )
-    return results[0]
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """With these variables, for processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        name = "bench.overlap" if technique == "all" else f"bench.overlap.{technique}"
+        write_text(options.json_file, make_record(run, name, rows, started, techniques, channels).to_json())
+    if wrong:
+        raise wrong[0]
 
 
 def _join(technique: Technique, settings: DpSettings, env: RankEnv, backend: Backend, limit: int) -> list[Row]:
     """The same, as one of the ranks that a launcher has started."""
     os.environ.update(channel_environment(limit))
-    context = RankContext(env, lambda words: _progress(str(words)))
-    rows = run(context, technique, settings, "env://", backend, limit)
-    rows = [{"technique": technique, "channels": limit, **row} for row in rows]
-    return rows if env.rank else _show(rows)
-
-
-def run(
-    context: RankContext, technique: Technique, settings: DpSettings, url: str, backend: Backend, limit: int
-) -> list[Row]:
-    """One rank; torch is imported here, and not by who launches."""
-    from bench.overlap_ranks import run_rank
-
-    return run_rank(context, technique, settings, url, backend, limit)
+    rows = run_rank(RankContext(env, lambda words: say(str(words))), technique, settings, "env://", backend, limit)
+    return [{"technique": technique, "channels": limit, **row} for row in rows]
 
 
 def _choose(ranks: int | None, backend: str, env: RankEnv | None) -> tuple[int, Backend]:
@@ -213,15 +179,9 @@ def _choose(ranks: int | None, backend: str, env: RankEnv | None) -> tuple[int, 
     return ranks, environ.choose_backend(backend, local)  # type: ignore[arg-type]
 
 
-def _check_built(techniques: Sequence[Technique]) -> None:
-    for technique in techniques:
-        if technique in MODULES and importlib.util.find_spec(MODULES[technique]) is None:
-            raise ConfigError("--technique", technique, "is not built in this version", "give another one")
-
-
 def _check_joined(techniques: Sequence[Technique], channels: Sequence[int], env: RankEnv) -> None:
     """What processes that a launcher has started can measure."""
-    if len(techniques) > 1 or "pp" in techniques:
+    if not set(techniques) <= {"dp"} and not set(techniques) <= {"tp"}:
         rule = f"{env.launcher} has started ranks, which measure dp or tp"
         raise ConfigError("--technique", ",".join(techniques), rule, "give one of these, or start without a launcher")
     if len(channels) > 1:
@@ -229,23 +189,6 @@ def _check_joined(techniques: Sequence[Technique], channels: Sequence[int], env:
         raise ConfigError("--channels", ",".join(map(str, channels)), rule, "give one number")
     if "MASTER_ADDR" not in os.environ:
         raise ConfigError("MASTER_ADDR", None, "is not set", "start with torchrun, or without a launcher")
-
-
-def _show(rows: list[Row]) -> list[Row]:
-    for row in rows:
-        click.echo(dp_line(row) if row["technique"] == "dp" else _line(row))
-    return rows
-
-
-def _line(row: Row) -> str:
-    """A row of another technique: its words, and its figures by name."""
-    words = [str(value) for value in row.values() if isinstance(value, str)]
-    figures = [f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, int | float)]
-    return " ".join(words) + ": " + ", ".join(figures)
-
-
-def _progress(words: str) -> None:
-    click.echo(words, err=True)
 
 
 if __name__ == "__main__":

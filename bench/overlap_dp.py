@@ -1,19 +1,17 @@
 """The ranks of `bench.overlap --technique dp`: build the systems in turn, check their values, time their steps.
 
 Systems take turns, a round each, and are built anew each time, for two of them do not fit on a device. A build begins
-with steps whose losses are compared among systems; only then its steps are timed. Left out: what the figures mean
+with steps whose losses are compared among systems; only then its steps are timed. The first steps of ours try several
+numbers of all-gathers ahead, where none was given; the fastest is kept. Left out: what the figures mean
 (`overlap_rows`).
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import statistics
-import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +21,8 @@ from bench.control import Control
 from bench.overlap_model import DataParallel, Fsdp2, Ours
 from bench.overlap_rows import Communication, Row, Timing, check_losses, dp_rows
 from bench.overlap_settings import DpSettings, System
+from bench.overlap_steps import StepTimer
+from collectives.recorder import Recorder, StepComm
 from netlayer.errors import CheckFailed
 from trainer.loop import Place
 
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 NUM_BATCHES = 2
 REPEATS = 3
 """Of the communication alone."""
+PREFETCHES = (1, 4, 16)
+"""Numbers of all-gathers ahead that are tried."""
+PREFETCH_STEPS = 2
 # (step_in_backward, overlap) of each variant of ours.
 MODES: dict[System, tuple[bool, bool]] = {
     "ours": (True, True),
@@ -64,9 +67,12 @@ class Comparison:
         self.settings, self.place, self.group, self.control, self.report = settings, place, group, control, report
         self.timings: dict[System, Timing] = {system: Timing() for system in settings.systems}
         self.computes: dict[bool, Timing] = {True: Timing(), False: Timing()}
+        self.prefetch, self.prefetches = settings.prefetch, dict[int, Timing]()
         self.communication: Communication | None = None
         self.losses: dict[str, list[float]] = {}
         self.batches = self._make_batches()
+        self.timer = StepTimer(place.device, control)
+        self.num_steps = -(-settings.steps // settings.rounds)
 
     def run(self, channels: int) -> list[Row]:
         _choose_attention(self.place.device, self.settings.model.dtype)
@@ -82,27 +88,37 @@ class Comparison:
         if (wrong := check_losses(self.losses, self.settings.tolerance)) is not None:
             raise CheckFailed(wrong)
         assert self.communication is not None
-        rows = dp_rows(self.settings, channels, self.timings, self.computes, self.communication, self.place.device_name)
+        rows = dp_rows(
+            self.settings,
+            channels,
+            self.timings,
+            self.computes,
+            self.communication,
+            self.place.device_name,
+            self.prefetches,
+            self.prefetch,
+        )
         return [{**row, "losses": self.losses} if row["system"] in self.timings else row for row in rows]
 
     def _measure_ours(self, turn: int) -> None:
         ours = Ours(self.settings, self.place.device, self.group)
         self._check(f"ours, round {turn + 1}", ours, lambda step: _set_mode(ours, CHECKED[step]))
+        if self.prefetch is None:
+            self.prefetch = self._tune_prefetch(ours)
+        ours.model.prefetch = self.prefetch
         for system in (system for system in self.timings if system in MODES):
             _set_mode(ours, system)
-            self._time(ours, self.timings[system], ours)
+            self._time(ours, self.timings[system], self.num_steps, ours.recorder)
         if turn == 0:
             self.communication = self._time_communication(ours)
-        for number, (in_backward, timing) in enumerate(self.computes.items()):
-            # Last, for what is computed without communication is wrong. One variant a round, or both in the only one.
-            if number == turn or self.settings.rounds == 1:
-                ours.set_mode(step_in_backward=in_backward, overlap=True, muted=True)
-                self._time(ours, timing)
+        for in_backward, timing in self.computes.items():  # last, for what is computed without communication is wrong
+            ours.set_mode(step_in_backward=in_backward, overlap=True, muted=True)
+            self._time(ours, timing, self.num_steps)
 
     def _measure_fsdp2(self, turn: int) -> None:
         fsdp2 = Fsdp2(self.settings, self.place.device, self.group)
         self._check(f"FSDP2, round {turn + 1}", fsdp2, lambda _step: None)
-        self._time(fsdp2, self.timings["fsdp2"])
+        self._time(fsdp2, self.timings["fsdp2"], self.num_steps)
 
     def _check(self, name: str, system: DataParallel, prepare: Callable[[int], None]) -> None:
         """The first steps from the initial values: losses as the mean over ranks."""
@@ -113,30 +129,37 @@ class Comparison:
         self.losses[name] = self.control.average([float(loss) for loss in losses], 1)
         self._say(f"{name}: losses " + ", ".join(f"{loss:.4f}" for loss in self.losses[name]))
 
-    def _time(self, system: DataParallel, timing: Timing, recorded: Ours | None = None) -> None:
-        """Add a round's steps to `timing`; with what ours recorded of its waits."""
-        num_steps = -(-self.settings.steps // self.settings.rounds)
+    def _tune_prefetch(self, ours: Ours) -> int:
+        """The number of all-gathers ahead that makes the shortest step; the same on every rank."""
+        _set_mode(ours, "ours")
+        for depth in PREFETCHES:
+            ours.model.prefetch, self.prefetches[depth] = depth, Timing()
+            self._time(ours, self.prefetches[depth], PREFETCH_STEPS, ours.recorder)
+        fastest = min(PREFETCHES, key=lambda depth: self.prefetches[depth].median)
+        chosen = int(self.control.average([fastest], 0)[0])  # rank 0's: all must launch in one order
+        times = ", ".join(f"{depth}: {timing.median * 1e3:.1f} ms" for depth, timing in self.prefetches.items())
+        self._say(f"all-gathers ahead: {chosen} ({times})")
+        return chosen
+
+    def _time(self, system: DataParallel, timing: Timing, num_steps: int, recorder: Recorder | None = None) -> None:
+        """Add a round's steps to `timing`; with what was recorded of the waits of ours."""
         self._reset_peak()
-        marks: list[Any] = []
-        exposed: list[Callable[[], float]] = []
-        for step in range(self.settings.warmup + num_steps):
-            if step == self.settings.warmup:
-                self._synchronize()
-                gc.collect()
-                gc.disable()  # ranks that collect at different times wait for each other
-                marks.append(self._mark())
-            if recorded is not None:
-                recorded.recorder.begin_step(step)
-            system.step(*self._batch(step))
-            if recorded is not None:
-                comm = recorded.recorder.end_step()
-                exposed.append(lambda comm=comm: comm.exposed_s)  # type: ignore[misc]
-            if step >= self.settings.warmup:
-                marks.append(self._mark())
-        self._synchronize()
-        gc.enable()
-        timing.rounds.append(self.control.average(_between(marks), 1))
-        timing.exposed += self.control.average([read() for read in exposed[self.settings.warmup :]], 1)
+        comms: list[StepComm] = []
+
+        def step(number: int) -> None:
+            if recorder is not None:
+                recorder.begin_step(number)
+            system.step(*self._batch(number))
+            if recorder is not None:
+                comms.append(recorder.end_step())
+
+        if recorder is not None:
+            recorder.align()  # or a step might do so, and wait for the device
+        steps = self.timer.measure(step, num_steps, self.settings.warmup)
+        exposed = [comm.exposed_s for comm in comms[self.settings.warmup :]]
+        timing.rounds.append(self.control.average(steps.seconds, 1))
+        timing.exposed += self.control.average(exposed, 1)
+        timing.host_bound |= bool(self.control.sum(steps.host_bound))
         timing.memory_bytes = max(timing.memory_bytes, -self.control.least(-self._peak_bytes()))
 
     def _time_communication(self, ours: Ours) -> Communication:
@@ -147,25 +170,18 @@ class Comparison:
         input_N = torch.zeros_like(largest.full_N)
         output_S = torch.empty_like(largest.plan.own(input_N, 0))
 
-        def gather() -> None:
+        def gather(_turn: int) -> None:
             for bucket in buckets:
                 lane.all_gather(bucket.full_N).wait()
 
-        def reduce() -> None:
+        def reduce(_turn: int) -> None:
             for plan in ours.model.plans:
                 lane.reduce_scatter(output_S[: plan.shard_numel], input_N[: plan.padded_numel]).wait()
 
-        seconds = []
-        for collective in (gather, reduce):
-            collective()
-            marks = []
-            self._synchronize()
-            for _ in range(REPEATS):
-                marks.append(self._mark())
-                collective()
-            marks.append(self._mark())
-            self._synchronize()
-            seconds.append(statistics.median(self.control.average(_between(marks), 1)))
+        seconds = [
+            statistics.median(self.control.average(self.timer.measure(collective, REPEATS, warmup=1).seconds, 1))
+            for collective in (gather, reduce)
+        ]
         num_bytes = sum(bucket.full_N.nbytes for bucket in buckets)
         return Communication(num_bytes, seconds[0], seconds[1], self.place.world_size)
 
@@ -183,18 +199,6 @@ class Comparison:
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         return self.batches[step % NUM_BATCHES]
-
-    def _mark(self) -> Any:
-        if self.place.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def _synchronize(self) -> None:
-        if self.place.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.control.barrier()
 
     def _reset_peak(self) -> None:
         if self.place.device.type == "cuda":
@@ -222,13 +226,6 @@ class Comparison:
 def _set_mode(ours: Ours, system: System) -> None:
     in_backward, overlap = MODES[system]
     ours.set_mode(step_in_backward=in_backward, overlap=overlap, muted=False)
-
-
-def _between(marks: list[Any]) -> list[float]:
-    """Seconds between neighbouring marks."""
-    if isinstance(marks[0], float):
-        return [after - before for before, after in itertools.pairwise(marks)]
-    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
 
 
 def _choose_attention(device: torch.device, dtype: str) -> None:

@@ -83,7 +83,7 @@ class Ours:
             units=stack.units,
             groups=(group, group),
             bucket_bytes=None if settings.bucket_mib is None else round(settings.bucket_mib * 2**20),
-            prefetch=settings.prefetch,
+            prefetch=settings.prefetch or 1,  # until it is tuned
             param_dtype=dtype,
             reduce_dtype=dtype,
             recorder=self.recorder,

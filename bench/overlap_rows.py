@@ -3,7 +3,8 @@
 *compute* is the same step with its communication removed: ours, with every collective left out and all else done.
 *ideal* is the larger of compute and of the communication alone, all collectives of a step back to back. Of the two
 variants of ours (step in the backward pass or after it) the faster compute counts, for every system. *contention* is
-the step minus the same variant with its communication removed, minus the exposed part; for FSDP2 neither is known.
+the step minus the same variant with its communication removed, minus the exposed part. For FSDP2 only the sum of the
+two is known (`beyond_compute`, over the faster compute), for every system alike.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.overlap_settings import DpSettings, System
+from netlayer.percentile import percentile
 from trainer.flops import peak_flops, step_flops, utilisation
 
 Row = dict[str, Any]
@@ -27,11 +29,13 @@ class Timing:
         rounds: the iterations of each round.
         exposed: seconds a step in which the computation waited, an iteration each; empty where nobody can say.
         memory_bytes: most that a rank had allocated.
+        host_bound: whether a rank's device had done a round's last step before its host had launched more.
     """
 
     rounds: list[list[float]] = field(default_factory=list)
     exposed: list[float] = field(default_factory=list)
     memory_bytes: int = 0
+    host_bound: bool = False
 
     @property
     def iterations(self) -> list[float]:
@@ -91,14 +95,18 @@ def dp_rows(
     computes: Mapping[bool, Timing],
     communication: Communication,
     device_name: str,
+    prefetches: Mapping[int, Timing] | None = None,
+    prefetch: int | None = None,
 ) -> list[Row]:
-    """One row for the communication alone, one for each compute, one a system.
+    """One row for the communication alone, one for each compute, one for each prefetch that was tried, one a system.
 
     Args:
         channels: NCCL was held to; 0: as it likes.
         timings: of every system.
         computes: steps with communication removed, by whether they step in the backward pass.
         device_name: for the peak.
+        prefetches: steps of ours with so many all-gathers ahead.
+        prefetch: the number that all other steps of ours had.
     """
     common = {"technique": "dp", "channels": channels, "ranks": communication.ranks}
     compute_s = min(timing.median for timing in computes.values())
@@ -107,6 +115,9 @@ def dp_rows(
     for in_backward, timing in computes.items():
         name = f"compute alone, step {'in' if in_backward else 'after'} backward"
         rows.append({**common, "system": name, **_timing_row(timing)})
+    for depth, timing in (prefetches or {}).items():
+        row = {**common, "system": f"ours, prefetch {depth}", "prefetch": depth, **_timing_row(timing)}
+        rows.append(row | _exposure(timing, computes[True].median))
     for system, timing in timings.items():
         row = {
             **common,
@@ -116,12 +127,11 @@ def dp_rows(
         }
         row["compute_ms"], row["communication_ms"] = compute_s * 1e3, communication.seconds * 1e3
         row["ideal_ms"], row["ratio_to_ideal"] = ideal_s * 1e3, timing.median / ideal_s
-        if timing.exposed:
-            exposed_s = statistics.mean(timing.exposed)
-            own_s = computes[system == "ours"].median
-            row["exposed_ms"], row["exposed_comm"] = exposed_s * 1e3, exposed_s / statistics.mean(timing.iterations)
-            row["contention_ms"] = (statistics.mean(timing.iterations) - own_s - exposed_s) * 1e3
-            row["contention"] = row["contention_ms"] / statistics.mean(timing.iterations) / 1e3
+        row["beyond_compute_ms"] = (timing.median - compute_s) * 1e3
+        row["beyond_compute"] = 1 - compute_s / timing.median
+        if system != "fsdp2" and prefetch is not None:
+            row["prefetch"] = prefetch
+        row |= _exposure(timing, computes[system == "ours"].median)
         row["memory_gib"] = timing.memory_bytes / 2**30
         rows.append(row)
     for row in rows:
@@ -140,13 +150,18 @@ def dp_line(row: Row) -> str:
             f"{row['all_gather_bus_bw'] / 1e9:.1f} GB/s, reduce-scatter {row['reduce_scatter_ms']:.1f} ms at "
             f"{row['reduce_scatter_bus_bw'] / 1e9:.1f} GB/s (bus bandwidth)"
         )
-    line = f"{head} {row['step_ms']:9.1f} ms (p99 {row['step_p99_ms']:.1f}, rounds {row['rounds_ms']})"
+    line = f"{head} {row['step_ms']:9.1f} ms (p99 {row['step_p99_ms']:.1f}, rounds {row['rounds_ms']}, "
+    line += f"{row['rounds_spread']:.1%} apart)"
+    if row["host_bound"]:
+        line += ", host-bound"
     if "ratio_to_ideal" in row:
         line += f", {row['ratio_to_ideal']:.3f} of ideal {row['ideal_ms']:.1f} ms, {row['tokens_per_s']:,.0f} tokens/s"
     if row.get("mfu_full") is not None:
         line += f", MFU {row['mfu_full']:.3f} full {row['mfu_causal']:.3f} causal"
     if "exposed_ms" in row:
         line += f", exposed {row['exposed_comm']:.1%}, contention {row['contention']:.1%}"
+    elif "beyond_compute" in row:
+        line += f", exposed and contention {row['beyond_compute']:.1%}"
     if "faster_than_fsdp2" in row and row["system"] != "fsdp2":
         line += f", {row['faster_than_fsdp2']:+.1%} against FSDP2"
     return line
@@ -164,14 +179,33 @@ def _communication_row(communication: Communication) -> Row:
 
 
 def _timing_row(timing: Timing) -> Row:
-    ordered = sorted(timing.iterations)
+    medians = [statistics.median(each) for each in timing.rounds]
     return {
         "step_ms": timing.median * 1e3,
-        "step_p99_ms": ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))] * 1e3,
-        "step_min_ms": ordered[0] * 1e3,
-        "step_max_ms": ordered[-1] * 1e3,
-        "rounds_ms": [round(statistics.median(each) * 1e3, 1) for each in timing.rounds],
+        "step_p99_ms": percentile(timing.iterations, 99) * 1e3,
+        "step_min_ms": min(timing.iterations) * 1e3,
+        "step_max_ms": max(timing.iterations) * 1e3,
+        "rounds_ms": [round(median * 1e3, 1) for median in medians],
+        "rounds_spread": (max(medians) - min(medians)) / timing.median,
+        "host_bound": timing.host_bound,
         "iterations_ms": [seconds * 1e3 for seconds in timing.iterations],
+    }
+
+
+def _exposure(timing: Timing, own_s: float) -> Row:
+    """What the computation waited for, and what else a step takes longer than `own_s`, its compute; {} if not known."""
+    if not timing.exposed:
+        return {}
+    exposed_s, step_s = statistics.mean(timing.exposed), statistics.mean(timing.iterations)
+    contention_s = step_s - own_s - exposed_s
+    iterations_ms = [seconds * 1e3 for seconds in timing.exposed]
+    return {
+        "exposed_ms": exposed_s * 1e3,
+        "exposed_p99_ms": percentile(iterations_ms, 99),
+        "exposed_comm": exposed_s / step_s,
+        "contention_ms": contention_s * 1e3,
+        "contention": contention_s / step_s,
+        "iterations_exposed_ms": iterations_ms,
     }
 
 

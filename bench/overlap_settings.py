@@ -11,8 +11,9 @@ from netlayer.config import ModelConfig
 from netlayer.errors import ConfigError
 
 Backend = Literal["gloo", "nccl"]
-Technique = Literal["dp", "pp", "tp"]
+Technique = Literal["tp", "small", "pp", "dp"]
 TECHNIQUES: tuple[Technique, ...] = get_args(Technique)
+"""The shortest first: where time runs out, little is missing."""
 # `pp` has a `measure` that starts ranks of its own, `tp` one that every rank of a group calls.
 MODULES: dict[Technique, str] = {"pp": "bench.pipeline_overlap", "tp": "bench.tensor_overlap"}
 Dtype = Literal["float32", "bfloat16"]
@@ -34,7 +35,7 @@ class DpSettings:
         rounds: how often the systems take turns.
         compile: torch.compile for each unit of the model, in every system alike.
         bucket_mib: largest bucket of ours, MiB; None: a unit is a bucket.
-        prefetch: all-gathers that ours launches ahead.
+        prefetch: all-gathers that ours launches ahead; None: tuned in its first steps.
         gather_in_backward: as in `ShardedDataParallel.optimizer`.
         lr: of AdamW; large enough that the losses compared depend on every update.
         tolerance: how far the losses of two systems may lie apart, nats.
@@ -49,7 +50,7 @@ class DpSettings:
     rounds: int = 2
     compile: bool = True
     bucket_mib: float | None = None
-    prefetch: int = 8
+    prefetch: int | None = None
     gather_in_backward: float | None = None
     lr: float = 1e-4
     tolerance: float = 0.05

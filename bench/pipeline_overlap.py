@@ -6,7 +6,7 @@ compared with one process that runs the whole model. Leaves out: data parallelis
 What the figures mean, p stages, v chunks a stage, m micro-batches:
 - `compute_ms`: the slowest stage's step with its messages removed (all else is done): the ideal.
 - `bubble`: step over compute, minus 1; `bubble_formula`: (p - 1) / (m v), for equal stages and free messages.
-- `transfer_ms`: one message alone on its link, all links busy, as measured here.
+- `transfer_ms`: one message alone on its link, all links busy, as measured here; `transfer_bw_gbs`: its rate.
 - `expected_ms`: the schedule run on paper (`trainer.schedule_simulation`) with the measured times of every action and
   message: what the schedule itself costs, transfers included. `step_over_expected` is what we lose beyond.
 - `formula_ms`: compute (1 + formula) + 2 (p v - 1) transfers, where only the way down and up is exposed.
@@ -26,11 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from collectives.trace import RankTrace, hidden_share, write_trace
 from netlayer.launch import launch
 from netlayer.meeting import meeting_place
+from netlayer.percentile import percentile
 from netlayer.rank import RankContext
 from trainer.schedule import Phase, Schedule, bubble_fraction, interleaved, one_forward_one_backward
 from trainer.schedule_simulation import Costs, simulate
@@ -55,28 +54,27 @@ class Settings:
         steps: timed, of each system, over all rounds.
         warmup: steps before, each round.
         rounds: turns of each system.
-        max_ctas: of each communicator (`PipelineLinks`); None: NCCL's choice.
+        max_ctas: limits of each communicator (`PipelineLinks`), None: NCCL's choice. All schedules run with the first,
+            the last schedule with the others too.
         tolerance: relative, of gradients against one process.
         seed: of weights and data.
     """
 
-    tokens: int = 8192
+    tokens: int = 4096
     hidden: int = 4096
-    layers: int = 4
+    layers: int = 2
     micro_batches: int = 16
     chunks: tuple[int, ...] = (1, 2)
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    steps: int = 6
+    steps: int = 4
     warmup: int = 1
     rounds: int = 2
-    max_ctas: int | None = 4
+    max_ctas: tuple[int | None, ...] = (4, 2, 8, None)
     tolerance: float = 0.02
     seed: int = 0
 
 
-TINY = Settings(
-    tokens=64, hidden=32, layers=2, micro_batches=8, dtype="float32", steps=4, warmup=1, rounds=2, tolerance=1e-4
-)
+TINY = Settings(tokens=64, hidden=32, layers=2, micro_batches=8, dtype="float32", max_ctas=(None,), tolerance=1e-4)
 """For CPUs: shows that it works, not how fast it is."""
 
 
@@ -103,6 +101,7 @@ class Measured:
 
     Args:
         schedule: what ran.
+        max_ctas: of each communicator.
         systems: by name.
         compute_s: steps with messages removed.
         forward_s, backward_s: one action of each chunk, there.
@@ -111,6 +110,7 @@ class Measured:
     """
 
     schedule: Schedule
+    max_ctas: int | None
     systems: Mapping[System, Timed]
     compute_s: list[float]
     forward_s: list[float]
@@ -136,16 +136,16 @@ def measure(
         log_dir: for the ranks' logs, and a trace `pipeline_SCHEDULE_SYSTEM.json` of each row for ui.perfetto.dev.
         seed: of weights and data.
         on_progress: told in words how far it is.
-        settings: None: the defaults on nccl, `TINY` on gloo.
+        settings: None: the defaults on nccl, `TINY` on gloo, with the next number of micro-batches that fits the ranks.
 
     Raises:
         CheckFailed: gradients differ from those of one process, or between the systems.
         HardwareMissing: there are fewer GPUs than ranks.
         ValueError: settings that fit no schedule.
     """
-    chosen = settings or (Settings() if backend == "nccl" else TINY)
+    chosen = settings or default_settings(backend, ranks)
     chosen = dataclasses.replace(chosen, seed=seed)
-    make_schedules(chosen, ranks)  # before any rank is started
+    make_runs(chosen, ranks)  # before any rank is started
     with meeting_place() as place:
         stages = launch(
             run_rank,
@@ -158,7 +158,7 @@ def measure(
     for by_stage in zip(*stages, strict=True):
         for system in SYSTEMS:
             rows.append(make_row(chosen, system, by_stage))
-            path = log_dir / f"pipeline_{_title(by_stage[0].schedule)}_{system}.json"
+            path = log_dir / f"pipeline_{_title(by_stage[0])}_{system}.json"
             write_trace(path, [one.systems[system].trace for one in by_stage], {"clocks": "same host: one clock"})
             rows[-1]["trace"] = str(path)
     return rows
@@ -169,6 +169,19 @@ def run_rank(context: RankContext, settings: Settings, url: str, backend: Backen
     from bench.pipeline_ranks import measure_stage
 
     return measure_stage(context, settings, url, backend)
+
+
+def default_settings(backend: Backend, ranks: int) -> Settings:
+    """The defaults, with the next number of micro-batches that is a multiple of the stages."""
+    settings = Settings() if backend == "nccl" else TINY
+    return dataclasses.replace(settings, micro_batches=-(-settings.micro_batches // ranks) * ranks)
+
+
+def make_runs(settings: Settings, num_stages: int) -> list[tuple[Schedule, int | None]]:
+    """What is run, in order: the schedule, and the limit of its communicators; ValueError as `make_schedules`."""
+    schedules = make_schedules(settings, num_stages)
+    first, *others = settings.max_ctas
+    return [(schedule, first) for schedule in schedules] + [(schedules[-1], limit) for limit in others]
 
 
 def make_schedules(settings: Settings, num_stages: int) -> list[Schedule]:
@@ -220,12 +233,13 @@ def make_row(settings: Settings, system: System, stages: Sequence[Measured]) -> 
         "hidden": settings.hidden,
         "dtype": settings.dtype,
         "message_bytes": stages[0].message_bytes,
-        "max_ctas": settings.max_ctas,
+        "max_ctas": stages[0].max_ctas,
         "step_ms": step * 1e3,
-        "step_p99_ms": float(np.percentile(step_s, 99)) * 1e3,
+        "step_p99_ms": percentile(step_s, 99) * 1e3,
         "steps_ms": [seconds * 1e3 for seconds in step_s],
         "compute_ms": compute * 1e3,
         "transfer_ms": transfer * 1e3,
+        "transfer_bw_gbs": stages[0].message_bytes / transfer / 1e9,
         "bubble": step / compute - 1,
         "bubble_formula": formula,
         "formula_ms": by_formula * 1e3,
@@ -255,5 +269,7 @@ def _hidden(stages: Sequence[Measured], system: System, phase: Phase) -> float |
     return statistics.mean(known) if known else None
 
 
-def _title(schedule: Schedule) -> str:
-    return schedule.name if schedule.num_chunks == 1 else f"{schedule.name}_{schedule.num_chunks}"
+def _title(measured: Measured) -> str:
+    schedule = measured.schedule
+    name = schedule.name if schedule.num_chunks == 1 else f"{schedule.name}_{schedule.num_chunks}"
+    return name if measured.max_ctas is None else f"{name}_{measured.max_ctas}ctas"

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.control import Control, meet
-from bench.pipeline_overlap import SYSTEMS, Backend, Measured, Settings, System, Timed, make_schedules
+from bench.pipeline_overlap import SYSTEMS, Backend, Measured, Settings, System, Timed, make_runs
 from collectives.link import Link
+from collectives.messages import Message
 from collectives.pipeline import PipelineChannel
 from collectives.pipeline_links import PipelineLinks
 from collectives.recorder import COMPUTE, Recorder, Span
 from collectives.trace import record_trace
-from collectives.traffic import Message
 from netlayer.errors import CheckFailed, HardwareMissing
 from netlayer.rank import RankContext
 from trainer.pipeline import StageModel, run_schedule
@@ -45,19 +45,23 @@ def measure_stage(context: RankContext, settings: Settings, url: str, backend: B
     """
     device = _choose_device(context.env.local_rank, backend)
     with meet(context.env, url, TIMEOUT) as control:
-        links: dict[bool, PipelineLinks] = {}
+        links: dict[tuple[bool, int | None], PipelineLinks] = {}
         results = []
-        for schedule in make_schedules(settings, context.env.world_size):
+        for schedule, max_ctas in make_runs(settings, context.env.world_size):
             check_schedule(schedule)
-            if schedule.wraps not in links:
-                links[schedule.wraps] = PipelineLinks(None, device, schedule.wraps, max_ctas=settings.max_ctas)
-            bench = StageBench(settings, schedule, links[schedule.wraps], control)
+            key = (schedule.wraps, max_ctas)
+            if key not in links:
+                links[key] = PipelineLinks(None, device, schedule.wraps, max_ctas=max_ctas)
+            bench = StageBench(settings, schedule, links[key], control)
+            what = f"{schedule.name}, {schedule.num_chunks} chunks a stage"
+            if max_ctas is not None:
+                what += f", messages on {max_ctas} multiprocessors at most"
             if context.env.rank == 0:
-                context.report(f"{schedule.name}, {schedule.num_chunks} chunks a stage: checking")
+                context.report(f"{what}: checking")
             bench.check()
             if context.env.rank == 0:
-                context.report(f"{schedule.name}, {schedule.num_chunks} chunks a stage: timing")
-            results.append(bench.measure())
+                context.report(f"{what}: timing")
+            results.append(bench.measure(max_ctas))
         return results
 
 
@@ -119,7 +123,7 @@ class StageBench:
         if said:
             raise CheckFailed(f"{self.schedule.name}: {said[0]}")
 
-    def measure(self) -> Measured:
+    def measure(self, max_ctas: int | None) -> Measured:
         """Both systems in turn, and the step without messages."""
         transfer_s = self._time_transfer()
         steps: dict[System, list[tuple[float, float]]] = {system: [] for system in SYSTEMS}
@@ -138,6 +142,7 @@ class StageBench:
         chunks = range(self.schedule.num_chunks)
         return Measured(
             schedule=self.schedule,
+            max_ctas=max_ctas,
             systems={
                 system: Timed(steps[system], statistics.mean(exposed[system]), self._trace(system), memory[system])
                 for system in SYSTEMS
@@ -234,14 +239,16 @@ class StageBench:
 
     def _chunk(self, virtual_stage: int) -> nn.Module:
         """The same on every rank that builds it."""
-        with torch.random.fork_rng(devices=[]):
+        # On the device itself, where it takes no time: GPUs of one kind draw the same numbers.
+        devices = [self.device.index] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), self.device:
             torch.manual_seed(self.settings.seed * 1000 + virtual_stage)
             layers = [Layer(self.settings.hidden) for _ in range(self.settings.layers // self.schedule.num_chunks)]
-        return nn.Sequential(*layers).to(self.device, self.dtype)
+        return nn.Sequential(*layers).to(self.dtype)
 
     def _data(self, micro_batch: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.settings.seed * 1000 + 500 + micro_batch)
-        return torch.randn(self.shape, generator=generator).to(self.device, self.dtype)
+        generator = torch.Generator(self.device).manual_seed(self.settings.seed * 1000 + 500 + micro_batch)
+        return torch.randn(self.shape, generator=generator, device=self.device).to(self.dtype)
 
     def _synchronize(self) -> None:
         self._wait_device()

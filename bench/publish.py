@@ -16,8 +16,15 @@ from netlayer.errors import ConfigError
 from netlayer.results import RunRecord, load_record, write_text
 
 REPORTS = Path(__file__).parent / "reports"
-# The theme of a run is told by one of its records.
-_THEMES = {"quickstart.summary": "quickstart", "bench.loss_equivalence": "loss_equivalence"}
+# The theme of a run is told by one of its records, the first that is here.
+_THEMES = {
+    "quickstart.summary": "quickstart",
+    "bench.loss_equivalence": "loss_equivalence",
+    **dict.fromkeys(("bench.overlap.dp", "bench.overlap.pp", "bench.overlap.tp"), "overlap"),
+    "bench.small_messages": "small_messages",
+}
+_SINGLE = ("iterations_us", "iterations_ms", "iterations_exposed_ms", "steps_ms", "replays_us")
+"""Times of single iterations."""
 _LEFT_OUT = ("quickstart.training", "topology.ecmp")
 
 
@@ -26,7 +33,7 @@ _LEFT_OUT = ("quickstart.training", "topology.ecmp")
 @click.option("--hardware", default="cpu", show_default=True, help="What it ran on, as in a file's name: cpu, 2xh200.")
 @click.option("--to", "folder", type=click.Path(path_type=Path), default=REPORTS, help="[default: bench/reports]")
 def command(runs: tuple[Path, ...], hardware: str, folder: Path) -> None:
-    """Copy the records of RUNS (output folders of quickstart or bench.loss_equivalence) to bench/reports/."""
+    """Copy the records of RUNS (output folders of quickstart, loss_equivalence, overlap, small_messages)."""
     for run in runs:
         for path in publish(run, hardware, folder):
             click.echo(path.name)
@@ -41,7 +48,7 @@ def publish(run: Path, hardware: str, folder: Path) -> list[Path]:
     records = [load_record(path) for path in sorted((run / "records").glob("*.json"))]
     theme = next((_THEMES[record.name] for record in records if record.name in _THEMES), None)
     if theme is None:
-        raise ConfigError("RUNS", run, "holds no finished run of quickstart or bench.loss_equivalence", "run it first")
+        raise ConfigError("RUNS", run, f"holds no finished run of {', '.join(_THEMES)}", "run it first")
     commit = str(records[0].environment.get("commit") or "")
     if not commit or commit.endswith("+"):
         rule = f"was made by code that no commit names ({commit or 'none'})"
@@ -55,7 +62,7 @@ def publish(run: Path, hardware: str, folder: Path) -> list[Path]:
 
 
 def _write(record: RunRecord, path: Path) -> Path:
-    rows = [{key: value for key, value in row.items() if key != "iterations_us"} for row in record.rows]
+    rows = [{key: value for key, value in row.items() if key not in _SINGLE} for row in record.rows]
     write_text(path, replace(record, rows=rows).to_json())
     return path
 

@@ -1,91 +1,28 @@
-"""What `bench.small_messages` compares, and how a rank measures it.
+"""What `bench.small_messages` compares: ours, and the others' ways to the same result.
 
 Every system makes trials of a collective and a size: tensors where it wants them, and the call. Ours and plain NCCL use
 ordinary memory; NCCL's windows and torch's operations use memory that was registered for them before.
-
-[Note: windows] Registering memory as symmetric windows may succeed and change nothing, for NCCL chooses its kernels by
-size and by what it supports. So a profiler sees one call of each trial: NCCL's kernels for windows have names that
-begin with `ncclSym`, all others are `ncclDevKernel_...`. `on_windows` in a row says which it was; None: not seen.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.backends import BACKENDS
-from bench.control import meet
-from bench.driver import load_collective
-from bench.small_messages import LARGE_BYTES, NCCL, OURS, Outcome, Row, Settings
+from bench.small_messages import Settings
+from bench.small_rows import NCCL, OURS
 from collectives.small import SmallCollectives
-from collectives.small_paths import Kind, NcclWindows, PathName, Plain, TorchSymmetric, open_paths
-from collectives.small_trial import Trial, is_right, kernel_names, make_replay, time_in_turn
-from collectives.tuning import DEFAULT_TABLE, TuningTable, buffer_sizes, trial_of, tune
-from netlayer.rank import RankContext
-
-logger = logging.getLogger(__name__)
+from collectives.small_libraries import NcclWindows, TorchSymmetric
+from collectives.small_path import Kind, PathName, Plain
+from collectives.small_paths import open_paths
+from collectives.small_trial import Trial, buffer_sizes, trial_of
+from collectives.tuning import TuningTable
 
 DTYPE = torch.bfloat16
-_NCCL_KERNELS = ("ncclSym", "ncclDev")
-
-Report = Callable[[Row], None]
-
-
-def run_rank(context: RankContext, settings: Settings, url: str, backend: str) -> Outcome:
-    """Measure as one rank; rank 0 reports its rows as they come."""
-    with meet(context.env, url, None) as control:
-        library = BACKENDS["torch" if backend == "nccl" else "gloo"](context.env, None)
-        group, device = library.group, library.device
-        dist.barrier(group)  # makes NCCL's communicator
-        table = TuningTable.from_json(settings.table) if settings.table else DEFAULT_TABLE
-        if settings.tune:
-            table = tune(group, device, max_bytes=settings.max_bytes, launches=settings.launches)
-        report = context.report if control.rank == 0 else lambda _row: None
-        rows = measure(group, device, settings, table=table, report=report)
-        found = library.describe()
-        return Outcome(rows, table.to_json(), f"{found.name} {found.bus}", _versions(device))
-
-
-def measure(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    settings: Settings,
-    *,
-    table: TuningTable = DEFAULT_TABLE,
-    report: Report = lambda _row: None,
-) -> list[Row]:
-    """Rows of every collective, size and system (`table` is `time`), and of what is left out. Every rank gets the same.
-
-    Args:
-        table: for ours.
-        report: hears each row as it comes.
-    """
-    rows: list[Row] = []
-
-    def add(row: Row) -> None:
-        rows.append(row)
-        report(row)
-
-    systems, left_out = _open(group, device, settings, table)
-    for name, reason in left_out.items():
-        add({"table": "left_out", "system": name, "reason": reason})
-    kernels = _seen_windows(systems, settings.sizes, device)
-    for kind in get_args(Kind):
-        for num_bytes in settings.sizes:
-            for row in _measure_one(kind, num_bytes, systems, group, device, settings):
-                if row["table"] == "time" and row["system"] == "nccl_windows":
-                    kernel = kernels.get((kind, num_bytes))
-                    row |= {"kernel": kernel, "on_windows": None if kernel is None else kernel.startswith("ncclSym")}
-                add(row)
-    return rows
 
 
 class System(ABC):
@@ -183,7 +120,7 @@ class TorchOperations(System):
         return trial
 
 
-def _open(
+def open_systems(
     group: dist.ProcessGroup, device: torch.device, settings: Settings, table: TuningTable
 ) -> tuple[dict[str, System], dict[str, str]]:
     """The systems that this group has, in the order in which they take turns, and why others are left out."""
@@ -206,82 +143,3 @@ def _open(
     if isinstance(memory, TorchSymmetric):
         systems["torch_symmetric"] = TorchOperations(group, device, memory)
     return systems, left_out | {str(name): reason for name, reason in reasons.items()}
-
-
-def _measure_one(
-    kind: Kind,
-    num_bytes: int,
-    systems: dict[str, System],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    settings: Settings,
-) -> list[Row]:
-    """All systems of one collective and size; a time only of what was right."""
-    rows: list[Row] = []
-    right, replays = {}, {}
-    for system, maker in systems.items():
-        for variant, trial in maker.trials(kind, num_bytes).items():
-            try:
-                replay = make_replay(trial.launch, settings.launches, device)
-            except RuntimeError as exc:  # torch's operations change from version to version
-                reason = f"{kind} of {num_bytes} bytes: {str(exc).partition(chr(10))[0]}"
-                rows.append({"table": "left_out", "system": f"{system} {variant}", "reason": reason})
-                continue
-            right[system, variant] = is_right(trial, replay, settings.launches, group)
-            replays[system, variant] = replay
-    count = settings.replays if num_bytes < LARGE_BYTES[0] else -(-settings.replays // 3)
-    timed = {key: replay for key, replay in replays.items() if right[key]}
-    times = time_in_turn(timed, group, device, settings.launches, count, settings.rounds)
-    for (system, variant), good in right.items():
-        row: Row = {"table": "time", "kind": kind, "num_bytes": num_bytes, "system": system, "variant": variant}
-        figures = _figures(kind, num_bytes, times[system, variant], group) if good else {}
-        rows.append({**row, "dtype": str(DTYPE).removeprefix("torch."), "wrong": not good, **figures})
-    return rows
-
-
-def _figures(kind: Kind, num_bytes: int, rounds_us: list[list[float]], group: dist.ProcessGroup) -> dict[str, Any]:
-    """Statistics of all replays, per launch; percentiles by nearest rank."""
-    each = sorted(us for found in rounds_us for us in found)
-    median_us = statistics.median(each)
-    num_ranks = dist.get_world_size(group)
-    whole_bytes = max(buffer_sizes(kind, num_bytes, num_ranks))
-    alg_bw, bus_bw = load_collective(kind).bandwidth_gbs(whole_bytes, median_us / 1e6, num_ranks)
-    return {
-        "median_us": median_us,
-        "p99_us": each[math.ceil(0.99 * len(each)) - 1],
-        "min_us": each[0],
-        "max_us": each[-1],
-        "round_medians_us": [statistics.median(found) for found in rounds_us],
-        "alg_bw_gbs": alg_bw,
-        "bus_bw_gbs": bus_bw,
-        "num_replays": len(each),
-        "replays_us": rounds_us,
-    }
-
-
-def _seen_windows(
-    systems: dict[str, System], sizes: Sequence[int], device: torch.device
-) -> dict[tuple[Kind, int], str]:
-    """The kernel that NCCL runs on windows, by collective and size; see [Note: windows]."""
-    if "nccl_windows" not in systems:
-        return {}
-    keys: list[tuple[Kind, int]] = [(kind, num_bytes) for kind in get_args(Kind) for num_bytes in sizes]
-    calls = []
-    for kind, num_bytes in keys:
-        [trial] = systems["nccl_windows"].trials(kind, num_bytes).values()
-        trial.launch()
-        calls.append(trial.launch)
-    torch.cuda.synchronize(device)
-    names = kernel_names(calls, device, _NCCL_KERNELS)
-    if names is None:
-        logger.warning("the profiler does not show one NCCL kernel a call: whether windows are used is not known")
-        return {}
-    return dict(zip(keys, names, strict=True))
-
-
-def _versions(device: torch.device) -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
-    if device.type == "cuda":
-        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        found |= {"nccl": ".".join(map(str, version)), "cuda": str(torch.version.cuda)}
-    return found

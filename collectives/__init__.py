@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collectives.exchange import TensorExchange as TensorExchange
     from collectives.exchange import open_exchange as open_exchange
     from collectives.health import HealthRow as HealthRow
+    from collectives.messages import Message as Message
+    from collectives.messages import Traffic as Traffic
     from collectives.nodes import virtual_node_environ as virtual_node_environ
     from collectives.pipeline import PipelineChannel as PipelineChannel
     from collectives.pipeline_links import PipelineLinks as PipelineLinks
@@ -24,23 +26,21 @@ if TYPE_CHECKING:
     from collectives.recorder import StepComm as StepComm
     from collectives.sharded import ShardedDataParallel as ShardedDataParallel
     from collectives.small import SmallCollectives as SmallCollectives
+    from collectives.small_tune import tune as tune
     from collectives.tensor import ColumnParallelLinear as ColumnParallelLinear
     from collectives.tensor import RowParallelLinear as RowParallelLinear
     from collectives.trace import align_clocks as align_clocks
     from collectives.trace import chrome_trace as chrome_trace
     from collectives.trace import record_trace as record_trace
     from collectives.trace import write_trace as write_trace
-    from collectives.traffic import Message as Message
-    from collectives.traffic import Traffic as Traffic
     from collectives.tuning import TuningTable as TuningTable
-    from collectives.tuning import tune as tune
     from collectives.watch import Watch as Watch
 
 _HOME = {
     "Collective": "recorder",
     "ColumnParallelLinear": "tensor",
     "HealthRow": "health",
-    "Message": "traffic",
+    "Message": "messages",
     "PipelineChannel": "pipeline",
     "PipelineLinks": "pipeline_links",
     "Recorder": "recorder",
@@ -50,7 +50,7 @@ _HOME = {
     "Span": "recorder",
     "StepComm": "recorder",
     "TensorExchange": "exchange",
-    "Traffic": "traffic",
+    "Traffic": "messages",
     "TuningTable": "tuning",
     "Watch": "watch",
     "align_clocks": "trace",
@@ -59,7 +59,7 @@ _HOME = {
     "open_exchange": "exchange",
     "open_link_groups": "pipeline_links",
     "record_trace": "trace",
-    "tune": "tuning",
+    "tune": "small_tune",
     "virtual_node_environ": "nodes",
     "write_trace": "trace",
 }

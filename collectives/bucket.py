@@ -197,8 +197,8 @@ class Bucket:
             self._add(self.local_N, grads)
         self.drop_gradients()
 
-    def hand_over(self, dtype: torch.dtype) -> Handover:
-        """Every gradient of this rank on its way out: nothing is computed here, and nothing of it is kept."""
+    def hand_over(self, dtype: torch.dtype, divisor: int = 1) -> Handover:
+        """Every gradient of this rank over `divisor`, on its way out: nothing is computed here, and none of it kept."""
         grads, local_N = self._grads(), self.local_N
         self.drop_gradients()
         self.local_N = None
@@ -208,9 +208,11 @@ class Bucket:
         def fill() -> None:
             if local_N is None:
                 self._copy(flat_N, grads)
-                return
-            self._add(local_N, grads)
-            if flat_N is not local_N:
+            else:
+                self._add(local_N, grads)
+            if divisor > 1:
+                torch.div(flat_N if local_N is None else local_N, divisor, out=flat_N)
+            elif local_N is not None and flat_N is not local_N:
                 flat_N.copy_(local_N)
 
         read = [grad for grad in (*grads, local_N) if grad is not None]

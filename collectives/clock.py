@@ -12,6 +12,7 @@ for the current stream, and knows the host's time of the event to about 10 us.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     Mark = int | torch.cuda.Event
 
 
-def take_mark(by_events: bool) -> Mark | None:
-    """Now: on the host's clock, or by an event on the current stream; None while that is captured into a graph."""
+def take_mark(by_events: bool, stream: torch.cuda.Stream | None = None) -> Mark | None:
+    """Now: on the host's clock, or by an event on a stream (None: the current one); None while a graph is captured."""
     if not by_events:
         return time.perf_counter_ns()
     import torch
@@ -29,7 +30,7 @@ def take_mark(by_events: bool) -> Mark | None:
     if torch.cuda.is_current_stream_capturing():
         return None
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(stream)
     return event
 
 
@@ -41,6 +42,27 @@ def seconds_between(start: Mark, end: Mark) -> float:
         return (end - start) * 1e-9
     end.synchronize()
     return float(start.elapsed_time(end)) * 1e-3
+
+
+def has_happened(mark: Mark) -> bool:
+    """Whether the device has come to it; never waits."""
+    return isinstance(mark, int) or bool(mark.query())  # type: ignore[no-untyped-call]
+
+
+def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same times without overlap, in order."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def shared_ns(some: Iterable[tuple[int, int]], others: Sequence[tuple[int, int]]) -> int:
+    """Nanoseconds that lie in both of two unions."""
+    return sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in some for b in others)
 
 
 class TimeBase:
@@ -68,7 +90,10 @@ class TimeBase:
             return mark
         assert self._reference is not None
         mark.synchronize()
-        return self.taken_ns + round(float(self._reference.elapsed_time(mark)) * 1e6)
+        since_ms = float(self._reference.elapsed_time(mark))
+        if since_ms <= 0:  # before the reference: CUDA does not promise negative times
+            since_ms = -float(mark.elapsed_time(self._reference))
+        return self.taken_ns + round(since_ms * 1e6)
 
     def _refer(self) -> None:
         import torch

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from torch import Tensor
 
 from collectives.lane import Flight, Lane
 from collectives.recorder import Collective, Recorder
-from collectives.symmetric import PeerExchange, why_unusable
+from collectives.symmetric import PeerRounds, why_unusable
+from collectives.track import Operation
+from collectives.watch import Watch
 from netlayer.errors import HardwareMissing
 
 Rows = tuple[slice, slice]
@@ -66,11 +68,14 @@ class Scattering(ABC):
 class TensorExchange(ABC):
     """One rank's side of a tensor-parallel group; every rank calls the same methods in the same order.
 
-    One gathering and one scattering may be under way at a time.
+    One gathering and one scattering may be under way at a time, and sums by `start_all_reduce`.
+
+    Args:
+        lane: of the group; whatever torch.distributed runs on the group runs there, in order.
     """
 
-    rank: int
-    world_size: int
+    def __init__(self, lane: Lane) -> None:
+        self.lane, self.rank, self.world_size = lane, lane.rank, lane.world_size
 
     @abstractmethod
     def gather(self, own_mC: Tensor) -> Gathering:
@@ -80,9 +85,9 @@ class TensorExchange(ABC):
     def scatter(self, num_rows: int, num_columns: int, like: Tensor) -> Scattering:
         """Begin a sum over ranks of matrices [W * num_rows, num_columns] of the dtype of `like`."""
 
-    @abstractmethod
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in place, waited for."""
+    def start_all_reduce(self, tensor: Tensor) -> Flight:
+        """The sum over ranks, in place, once it was waited for."""
+        return self.lane.start_all_reduce(tensor)
 
 
 def open_exchange(
@@ -92,6 +97,7 @@ def open_exchange(
     path: str = "auto",
     chunks: int = DEFAULT_CHUNKS,
     recorder: Recorder | None = None,
+    watch: Watch | None = None,
 ) -> TensorExchange:
     """The best exchange for a tensor-parallel group; every rank of it calls this.
 
@@ -99,6 +105,8 @@ def open_exchange(
         group: used by nothing else from now on; None: one rank alone.
         path: `peer` (memory of the peers), `lane` (torch.distributed), or `auto`: peer where it can be.
         chunks: parts of a gather or scatter by lane; more hide more, and make smaller matrix products.
+        recorder: notes every collective.
+        watch: says who is late where a collective does not complete.
 
     Raises:
         HardwareMissing: `peer` was asked for and cannot be.
@@ -110,119 +118,123 @@ def open_exchange(
         reason = why_unusable(group, device)
         if reason is None:
             assert group is not None
-            return PeerTensorExchange(group, device, recorder)
+            return PeerTensorExchange(group, device, recorder, watch)
         if path == "peer":
             raise HardwareMissing(f"no peer memory in this group: {reason}; take path='lane'")
-    return LaneTensorExchange(Lane("tensor", None if alone else group, device, recorder), chunks)
+    return LaneTensorExchange(Lane("tensor", None if alone else group, device, recorder, watch), chunks)
 
 
 class PeerTensorExchange(TensorExchange):
-    """Parts are the rows of one rank. Windows grow as matrices do: call `reserve` before a CUDA graph is captured."""
+    """Parts are the rows of one rank. Windows grow as matrices do: call `reserve` before a CUDA graph is captured.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, recorder: Recorder | None = None) -> None:
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.group, self.device, self.recorder = group, device, recorder
-        self._windows: dict[str, PeerExchange] = {}
+    A record is of this rank's own sends, on the stream that carries them; a wait is for those of the peers.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        recorder: Recorder | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        super().__init__(Lane("tensor", group, device, recorder, watch))
+        self.group, self.device = group, device
+        self._rounds: dict[str, PeerRounds] = {}
 
     def reserve(self, num_bytes: int) -> None:
         """Make room for rows of `num_bytes` a rank; every rank calls it."""
         for kind in ("gather", "scatter"):
-            self._window(kind, num_bytes)
+            self._rounds_of(kind, num_bytes)
 
     def gather(self, own_mC: Tensor) -> Gathering:
         own_mC = own_mC.contiguous()
         _check_sendable(own_mC)
-        return _PeerGathering(self, self._window("gather", own_mC.numel() * own_mC.element_size()), own_mC)
+        return _PeerGathering(self, self._rounds_of("gather", own_mC.nbytes), own_mC)
 
     def scatter(self, num_rows: int, num_columns: int, like: Tensor) -> Scattering:
         partial_WmC = like.new_empty(self.world_size, num_rows, num_columns)
         _check_sendable(partial_WmC[0])
-        num_bytes = partial_WmC[0].numel() * partial_WmC.element_size()
-        return _PeerScattering(self, self._window("scatter", num_bytes), partial_WmC)
+        return _PeerScattering(self, self._rounds_of("scatter", partial_WmC[0].nbytes), partial_WmC)
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=self.group)
-        return tensor
+    def sending(self, rounds: PeerRounds, kind: str, num_bytes: int) -> AbstractContextManager[Collective | None]:
+        """Around sends of one collective: recorded from the point of the current stream at which they could start."""
+        if self.lane.recorder is not None:
+            rounds.follow()
+        return self.lane.recording("tensor", kind, num_bytes, lane=f"tensor {kind}", stream=rounds.copy_stream)
 
-    def waiting(self, collective: Collective | None) -> AbstractContextManager[None]:
-        if self.recorder is None or collective is None:
-            return nullcontext()
-        return self.recorder.waiting(collective)
-
-    def launching(self, kind: str, num_bytes: int) -> AbstractContextManager[Collective | None]:
-        """Around all sends of one collective, on the stream that carries them."""
-        if self.recorder is None:
-            return nullcontext()
-        return self.recorder.launching("tensor", kind, num_bytes, lane=f"tensor {kind}")
-
-    def _window(self, kind: str, num_bytes: int) -> PeerExchange:
-        window = self._windows.get(kind)
-        if window is None or window.slot_bytes < num_bytes:
-            if torch.cuda.is_current_stream_capturing():
+    def _rounds_of(self, kind: str, num_bytes: int) -> PeerRounds:
+        rounds = self._rounds.get(kind)
+        if rounds is None or rounds.slot_bytes < num_bytes:
+            if self.lane.is_capturing:
                 raise RuntimeError(f"no window for {num_bytes} bytes yet: call reserve({num_bytes}) before capturing")
-            # The new window's start waits for all ranks and their devices: nobody uses the old one any longer.
+            # A new window's start waits for all ranks and their devices: nobody uses the old one any longer, and
+            # nothing else runs on the group.
             slot_bytes = max(_LEAST_SLOT_BYTES, 1 << (num_bytes - 1).bit_length())
-            self._windows[kind] = window = PeerExchange(self.group, slot_bytes, self.device)
-        return window
+            self._rounds[kind] = rounds = PeerRounds(self.group, slot_bytes, self.device)
+        return rounds
 
 
 class _PeerGathering(Gathering):
-    def __init__(self, exchange: PeerTensorExchange, window: PeerExchange, own_mC: Tensor) -> None:
-        self._exchange, self._window, self._own_mC = exchange, window, own_mC
+    def __init__(self, exchange: PeerTensorExchange, rounds: PeerRounds, own_mC: Tensor) -> None:
+        self._exchange, self._rounds, self._own_mC = exchange, rounds, own_mC
         self._is_whole = False
-        window.begin()
-        num_bytes = own_mC.numel() * own_mC.element_size()
-        self._staged_WmC = window.staged(num_bytes).view(own_mC.dtype).view(exchange.world_size, *own_mC.shape)
-        with exchange.launching("all_gather", num_bytes * exchange.world_size) as self._collective:
+        num_bytes = exchange.world_size * own_mC.nbytes
+        self._counted = exchange.lane.counted("all_gather", num_bytes)
+        rounds.begin()
+        self._staged_WmC = rounds.staged(own_mC.nbytes).view(own_mC.dtype).view(exchange.world_size, *own_mC.shape)
+        with exchange.sending(rounds, "all_gather", num_bytes) as self._collective:
             for ahead in range(1, exchange.world_size):
-                window.send(own_mC, ahead)
+                rounds.send(own_mC, ahead)
 
     def parts(self) -> Iterator[tuple[Rows, Tensor]]:
         rank, world_size = self._exchange.rank, self._exchange.world_size
         yield _rows_of(rank), self._own_mC.unsqueeze(0)
         for behind in range(1, world_size):
             source = (rank - behind) % world_size
-            with self._exchange.waiting(self._collective):
-                self._window.wait(behind)
+            with self._exchange.lane.waiting(self._collective):
+                self._rounds.wait(behind)
             yield _rows_of(source), self._staged_WmC[source].unsqueeze(0)
 
     def whole(self) -> Tensor:
         if not self._is_whole:
-            self._window.send(self._own_mC, 0)
-            with self._exchange.waiting(self._collective):
-                self._window.wait(1, self._exchange.world_size - 1)
-                self._window.join()
+            self._rounds.send(self._own_mC, 0)
+            with self._exchange.lane.waiting(self._collective):
+                self._rounds.wait(1, self._exchange.world_size - 1)
+                self._rounds.join()
             self._is_whole = True
         return self._staged_WmC.flatten(0, 1)
 
     def close(self) -> None:
-        self._window.finish()
+        self._rounds.finish()
+        _settle(self._counted)
 
 
 class _PeerScattering(Scattering):
-    def __init__(self, exchange: PeerTensorExchange, window: PeerExchange, partial_WmC: Tensor) -> None:
-        self._exchange, self._window, self._partial_WmC = exchange, window, partial_WmC
+    def __init__(self, exchange: PeerTensorExchange, rounds: PeerRounds, partial_WmC: Tensor) -> None:
+        self._exchange, self._rounds, self._partial_WmC = exchange, rounds, partial_WmC
         self._collective: Collective | None = None
-        window.begin()
+        self._counted = exchange.lane.counted("reduce_scatter", partial_WmC.nbytes)
+        rounds.begin()
 
     def parts(self) -> Iterator[tuple[Rows, Tensor]]:
         rank, world_size = self._exchange.rank, self._exchange.world_size
+        part_bytes = self._partial_WmC.nbytes // (world_size - 1)
         for ahead in range(1, world_size):  # this rank's own rows last: they need not travel
             peer = (rank + ahead) % world_size
             part_mC = self._partial_WmC[peer]
             yield _rows_of(peer), part_mC.unsqueeze(0)
-            num_bytes = self._partial_WmC.numel() * self._partial_WmC.element_size() // (world_size - 1)
-            with self._exchange.launching("reduce_scatter", num_bytes) as self._collective:
-                self._window.send(part_mC, ahead)
+            with self._exchange.sending(self._rounds, "reduce_scatter", part_bytes) as self._collective:
+                self._rounds.send(part_mC, ahead)
         yield _rows_of(rank), self._partial_WmC[rank].unsqueeze(0)
 
     def result(self) -> Tensor:
         own_mC = self._partial_WmC[self._exchange.rank]
         out_mC = torch.empty_like(own_mC)
-        with self._exchange.waiting(self._collective):
-            self._window.wait(1, self._exchange.world_size - 1)
-        self._window.reduce(own_mC, out_mC)
-        self._window.finish()
+        with self._exchange.lane.waiting(self._collective):
+            self._rounds.wait(1, self._exchange.world_size - 1)
+        self._rounds.reduce(own_mC, out_mC)
+        self._rounds.finish()
+        _settle(self._counted)
         return out_mC
 
 
@@ -237,18 +249,14 @@ class LaneTensorExchange(TensorExchange):
     def __init__(self, lane: Lane, chunks: int = DEFAULT_CHUNKS) -> None:
         if chunks < 1:
             raise ValueError(f"chunks must be at least 1, got {chunks}")
-        self.rank, self.world_size = lane.rank, lane.world_size
-        self.lane, self.chunks = lane, chunks if lane.world_size > 1 else 1
+        super().__init__(lane)
+        self.chunks = chunks if lane.world_size > 1 else 1
 
     def gather(self, own_mC: Tensor) -> Gathering:
         return _LaneGathering(self, own_mC)
 
     def scatter(self, num_rows: int, num_columns: int, like: Tensor) -> Scattering:
         return _LaneScattering(self, like.new_empty(num_rows, num_columns))
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        self.lane.all_reduce(tensor)
-        return tensor
 
     def slices(self, num_rows: int) -> list[slice]:
         """The rows of each part."""
@@ -314,6 +322,12 @@ def _check_sendable(rows_mC: Tensor) -> None:
 
 def _rows_of(rank: int) -> Rows:
     return slice(rank, rank + 1), slice(None)
+
+
+def _settle(counted: Operation | None) -> None:
+    """The round is over, once the current stream comes here."""
+    if counted is not None:
+        counted.settle()
 
 
 def _nothing() -> None:

@@ -7,7 +7,6 @@ out: what a good figure is.
 from __future__ import annotations
 
 import hashlib
-import math
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,8 @@ from typing import Any, NotRequired, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from netlayer.percentile import percentile
 
 Progress = Callable[[int, int], None]
 """Called with the parts of a check that are done, and all of them."""
@@ -66,15 +67,14 @@ class HealthRow(TypedDict):
 
 def make_row(check: str, rank: int, device: str, size_bytes: int, times_us: Sequence[float], wrong: int) -> HealthRow:
     """A row without the figures that only one kind of check has."""
-    kept = sorted(times_us)
     return HealthRow(
         check=check,
         rank=rank,
         device=device,
         size_bytes=size_bytes,
-        p50_us=kept[len(kept) // 2],
-        p99_us=kept[math.ceil(len(kept) * 0.99) - 1],
-        min_us=kept[0],
+        p50_us=percentile(times_us, 50),
+        p99_us=percentile(times_us, 99),
+        min_us=min(times_us),
         iterations_us=list(times_us),
         wrong=wrong,
         ok=wrong == 0,

@@ -20,16 +20,16 @@ Shapes: N elements of a padded bucket, W ranks, S = N / W.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.carrier import Carrier, new_stream
 from collectives.recorder import Collective, Recorder
+from collectives.torch_names import Collect, all_gather_single, reduce_scatter_single
 from collectives.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -37,13 +37,8 @@ logger = logging.getLogger(__name__)
 Issue = Callable[[bool], "dist.Work | None"]
 """Starts a collective; told whether it shall return a handle to wait on."""
 
-Collect = Callable[..., "dist.Work | None"]
-
 _all_reduce: Collect = dist.all_reduce
 _broadcast: Collect = dist.broadcast
-# torch 2.13 renamed these two and warns at the old names; 2.11 knows only those.
-_gather_single: Collect = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_single: Collect = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Flight:
@@ -58,7 +53,8 @@ class Flight:
         then: Callable[[], None] | None,
         keep: Sequence[Tensor],
     ) -> None:
-        self._lane, self._collective, self._work, self._landed = lane, collective, work, landed
+        self._lane, self._collective, self._work = lane, collective, work
+        self._arrived = self._landed = landed
         self._then, self._keep = [] if then is None else [then], keep
         self._done = False
 
@@ -82,16 +78,18 @@ class Flight:
         if self._done:
             return
         with self._lane.waiting(self._collective):
-            if self._landed is not None:
-                torch.cuda.current_stream(self._lane.device).wait_event(self._landed)
+            if self._arrived is not None:
+                torch.cuda.current_stream(self._lane.device).wait_event(self._arrived)
             elif self._work is not None:
                 self._work.wait()
+        if self._landed is not None:  # apart: what follows it is computation
+            torch.cuda.current_stream(self._lane.device).wait_event(self._landed)
         for function in self._then:
             function()
         self._done, self._work, self._then, self._keep = True, None, [], ()
 
 
-class Lane:
+class Lane(Carrier):
     """One direction of traffic of a data-parallel group.
 
     Args:
@@ -100,12 +98,7 @@ class Lane:
         device: of every tensor.
         recorder: notes each collective.
         watch: says who is late where a collective does not complete.
-
-    `muted` (for measurements) leaves out every collective and does all else: what is computed is then wrong, but takes
-    the time that a step with its communication removed takes.
     """
-
-    muted = False
 
     def __init__(
         self,
@@ -115,11 +108,11 @@ class Lane:
         recorder: Recorder | None = None,
         watch: Watch | None = None,
     ) -> None:
-        self.name, self.group, self.device, self.recorder = name, group, device, recorder
+        super().__init__(device, recorder, None if watch is None or group is None else watch.track(name, group))
+        self.name, self.group = name, group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        self._track = None if watch is None or group is None else watch.track(name, group)
-        self.stream, self._fill_stream = _new_streams(device)
+        self._fill_stream = new_stream(device)
         self._filled: tuple[torch.cuda.Event, Sequence[Tensor]] | None = None
         """What the last fill reads, and the event after which that may be freed."""
         self._emulated: dict[torch.dtype, bool] = {}
@@ -143,7 +136,7 @@ class Lane:
         def issue(async_op: bool) -> dist.Work | None:
             own_S = self._own(full_N)
             source_S = own_S if self._gathers_in_place else own_S.clone()
-            return _gather_single(full_N, source_S, group=self.group, async_op=async_op)
+            return all_gather_single(full_N, source_S, group=self.group, async_op=async_op)
 
         return self._launch("all_gather", full_N, issue, prepare=prepare, after=after)
 
@@ -166,7 +159,7 @@ class Lane:
         if local or self.can_reduce_scatter(input_N.dtype):
 
             def issue(async_op: bool) -> dist.Work | None:
-                return _scatter_single(output_S, input_N, group=self.group, async_op=async_op)
+                return reduce_scatter_single(output_S, input_N, group=self.group, async_op=async_op)
 
             def keep_own() -> None:
                 output_S.copy_(self._own(input_N))
@@ -191,11 +184,15 @@ class Lane:
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """In place, and waited for."""
+        self.start_all_reduce(tensor, op).wait()
+
+    def start_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Flight:
+        """In place; `tensor` is to be left alone until it was waited for."""
 
         def issue(async_op: bool) -> dist.Work | None:
             return _all_reduce(tensor, op=op, group=self.group, async_op=async_op)
 
-        self._launch("all_reduce", tensor, issue).wait()
+        return self._launch("all_reduce", tensor, issue)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values into every rank's `tensor` (contiguous), and waited for."""
@@ -204,13 +201,6 @@ class Lane:
             return _broadcast(tensor, group=self.group, group_src=0, async_op=async_op)
 
         self._launch("broadcast", tensor, issue).wait()
-
-    def waiting(self, collective: Collective | None) -> AbstractContextManager[None]:
-        if self._track is not None:
-            self._track.watch.check()
-        if self.recorder is None or collective is None or self._is_capturing():
-            return contextlib.nullcontext()
-        return self.recorder.waiting(collective)
 
     def free_filled(self) -> None:
         """Let go of what fills have read."""
@@ -230,9 +220,6 @@ class Lane:
         event: torch.cuda.Event = self._fill_stream.record_event()
         self._filled = event, read
         return event
-
-    def _is_capturing(self) -> bool:
-        return self.stream is not None and torch.cuda.is_current_stream_capturing()
 
     def _own(self, full_N: Tensor) -> Tensor:
         return full_N.chunk(self.world_size)[self.rank] if full_N.numel() else full_N
@@ -268,13 +255,11 @@ class Lane:
         if self.world_size == 1 or self.muted or buffer.numel() == 0:
             return None, None
         issue = self._watched(kind, buffer, issue)
-        if self.recorder is None or self._is_capturing():
-            return None, issue(async_op)
-        with self.recorder.launching(self.name, kind, buffer.numel() * buffer.element_size()) as collective:
+        with self.recording(self.name, kind, buffer.numel() * buffer.element_size()) as collective:
             return collective, issue(async_op)
 
     def _watched(self, kind: str, buffer: Tensor, issue: Issue) -> Issue:
-        track, num_bytes = self._track, buffer.numel() * buffer.element_size()
+        track, num_bytes = self.track, buffer.numel() * buffer.element_size()
         return issue if track is None else lambda async_op: track.issue(kind, num_bytes, lambda: issue(async_op))
 
     def _probe_gather(self) -> bool:
@@ -285,7 +270,7 @@ class Lane:
             self._watched(
                 "all_gather",
                 full_N,
-                lambda _: _gather_single(full_N, full_N[self.rank : self.rank + 1], group=self.group),
+                lambda _: all_gather_single(full_N, full_N[self.rank : self.rank + 1], group=self.group),
             )(False)
         except (RuntimeError, ValueError) as exc:
             reason = str(exc)
@@ -306,9 +291,9 @@ class Lane:
         input_N = torch.ones(self.world_size, dtype=dtype, device=self.device)
         try:
             output_S = torch.empty_like(input_N[:1])
-            self._watched("reduce_scatter", input_N, lambda _: _scatter_single(output_S, input_N, group=self.group))(
-                False
-            )
+            self._watched(
+                "reduce_scatter", input_N, lambda _: reduce_scatter_single(output_S, input_N, group=self.group)
+            )(False)
         except (RuntimeError, ValueError) as exc:
             logger.warning(
                 "lane %s: no reduce-scatter of %s (%s); emulated by an all-reduce in float32 or wider: twice the bytes",
@@ -318,15 +303,6 @@ class Lane:
             )
             return False
         return True
-
-
-def _new_streams(device: torch.device) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]:
-    """For transfers, and for what fills their buffers."""
-    if device.type != "cuda":
-        return None, None
-    # The GPU shall prefer the few blocks of a transfer, and the copy that it waits for, to the many of a matrix product
-    # that they compete with.
-    return torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def _call(function: Callable[[], None] | None) -> None:

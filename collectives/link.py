@@ -14,24 +14,24 @@ of the link does that, one after the other, so that tensors are freed and times 
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.carrier import Carrier
+from collectives.messages import Direction, Message
 from collectives.recorder import Collective, Recorder
 from collectives.track import Operation
-from collectives.traffic import Direction, Message
-from collectives.watch import Watch
+from collectives.watch import Watch, backend_of
 from netlayer.errors import CollectiveFailed, CollectiveTimeout, PeerLost
 
 Kind = Literal["send", "recv"]
@@ -47,7 +47,7 @@ class Transfer(Protocol):
         """Whether it has, as far as is known without waiting."""
 
 
-class Link:
+class Link(Carrier):
     """The sending or the receiving end.
 
     Args:
@@ -60,11 +60,8 @@ class Link:
         recorder: notes every message.
         watch: says who is late where a message does not come.
 
-    `muted` (for measurements) leaves out the messages and does all else. Noise comes in their place: a GPU draws less
-    power, and so runs faster, on zeros or NaN.
+    Where it is `muted`, noise comes in place of messages: a GPU draws less power, and so runs faster, on zeros or NaN.
     """
-
-    muted = False
 
     def __init__(
         self,
@@ -78,14 +75,13 @@ class Link:
         recorder: Recorder | None = None,
         watch: Watch | None = None,
     ) -> None:
-        self.kind, self.direction, self.group, self.device, self.recorder = kind, direction, group, device, recorder
+        self.kind, self.direction, self.group = kind, direction, group
         self.stage, self.peer_stage, self.peer = stage, peer_stage, peer
-        self.stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            # The GPU shall prefer the few blocks of a transfer to the many of a matrix product.
-            self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        pair = sorted((dist.get_rank(), peer))
-        self._track = None if watch is None else watch.add_track(f"pipeline {self.route}", pair)
+        track = None
+        if watch is not None:
+            pair = sorted((dist.get_rank(), peer))
+            track = watch.add_track(f"pipeline {self.route}", pair, backend=backend_of(group))
+        super().__init__(device, recorder, track)
         self._flying: deque[Transfer] = deque()
         self._watched: queue.SimpleQueue[_Watched | None] | None = None
 
@@ -98,7 +94,7 @@ class Link:
 
     def reap(self) -> None:
         """Let go of the tensors of messages that are known to be done."""
-        if self._is_capturing():
+        if self.is_capturing:
             return  # its events cannot be asked
         while self._flying and self._flying[0].done():
             self._flying.popleft()
@@ -119,18 +115,11 @@ class Link:
         ends = (self.stage, self.peer_stage) if self.kind == "send" else (self.peer_stage, self.stage)
         return f"{self.direction} {ends[0]}-{ends[1]}"
 
-    def waiting(self, collective: Collective | None) -> AbstractContextManager[None]:
-        if self._track is not None:
-            self._track.watch.check()
-        if self.recorder is None or collective is None:
-            return contextlib.nullcontext()
-        return self.recorder.waiting(collective)
-
     def _launch_on_stream(self, tensor: Tensor, message: Message) -> Transfer:
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            operation = self._operation(tensor, message)
+            operation = self.counted(self.kind, tensor.nbytes, str(message))
             collective, _ = self._issue(tensor, message)
             landed = self.stream.record_event()
         if operation is not None:
@@ -138,30 +127,22 @@ class Link:
         return _Streamed(self, tensor, collective, landed)
 
     def _launch_watched(self, tensor: Tensor, message: Message) -> Transfer:
-        operation = self._operation(tensor, message)
+        operation = self.counted(self.kind, tensor.nbytes, str(message))
         collective, work = self._issue(tensor, message)
         transfer = _Watched(self, message, tensor, collective, work, operation)
         if work is not None:
             self._watch_queue().put(transfer)
         return transfer
 
-    def _operation(self, tensor: Tensor, message: Message) -> Operation | None:
-        """The message as the watch counts it."""
-        if self._track is None or self.muted or self._is_capturing():
-            return None
-        return self._track.launch(self.kind, tensor.numel() * tensor.element_size(), str(message))
-
     def _issue(self, tensor: Tensor, message: Message) -> tuple[Collective | None, dist.Work | None]:
         if self.muted:
             if self.kind == "recv" and tensor.is_floating_point():
                 tensor.normal_()
             return None, None
-        if self.recorder is None or self._is_capturing():
-            return None, self._call(tensor, message)
-        with self.recorder.launching(
+        with self.recording(
             f"pipeline {self.direction}",
             self.kind,
-            tensor.numel() * tensor.element_size(),
+            tensor.nbytes,
             lane=f"{self.kind} {self.direction}",
             labels=self._labels(message),
             flow=f"{self.route}: {message}",
@@ -187,9 +168,6 @@ class Link:
             "peer_stage": self.peer_stage,
             "peer": self.peer,
         }
-
-    def _is_capturing(self) -> bool:
-        return self.stream is not None and torch.cuda.is_current_stream_capturing()
 
     def _watch_queue(self) -> queue.SimpleQueue[_Watched | None]:
         if self._watched is None:
@@ -256,7 +234,7 @@ class _Watched:
         """Wait for it: the link's thread. The one before was complete at `free_ns`; returns when this one was."""
         assert self._work is not None
         try:
-            with self._operation or contextlib.nullcontext():
+            with self._operation or nullcontext():
                 self._work.wait()
         except Exception as exc:  # noqa: BLE001 - raised where the message is waited for
             self._error = exc

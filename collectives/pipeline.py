@@ -34,9 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.link import Link, Transfer
+from collectives.messages import DIRECTIONS, Direction, Message, Traffic
 from collectives.pipeline_links import PipelineLinks
 from collectives.recorder import Recorder
-from collectives.traffic import DIRECTIONS, Direction, Message, Traffic
 from collectives.watch import Watch
 
 EndT = TypeVar("EndT")

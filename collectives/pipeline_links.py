@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from collectives.link import Kind, Link
+from collectives.messages import DIRECTIONS, Direction, Traffic, digest
 from collectives.recorder import Recorder
-from collectives.traffic import DIRECTIONS, Direction, Traffic, digest
 from collectives.watch import Watch
 from netlayer.errors import ConfigError
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from collectives.bucket import Bucket, BucketPlan, plan_buckets
 from collectives.lane import Lane
 from collectives.recorder import Recorder
+from collectives.watch import Watch
 
 
 def check_module(module: nn.Module) -> torch.device:
@@ -70,14 +71,18 @@ def open_lanes(
     groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None,
     device: torch.device,
     timeout: timedelta | None,
-    recorder: Recorder | None,
+    recorder: Recorder | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Lane, Lane]:
     """The lanes of gathers and of reductions; one and the same where `groups` holds one group twice."""
     gather_group, reduce_group = groups or open_groups(group, device, ("gather", "reduce"), timeout)
     if gather_group is not None and gather_group is reduce_group:
-        lane = Lane("data", gather_group, device, recorder)
+        lane = Lane("data", gather_group, device, recorder, watch)
         return lane, lane
-    return Lane("gather", gather_group, device, recorder), Lane("reduce", reduce_group, device, recorder)
+    return (
+        Lane("gather", gather_group, device, recorder, watch),
+        Lane("reduce", reduce_group, device, recorder, watch),
+    )
 
 
 def plan_module(

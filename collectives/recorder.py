@@ -5,19 +5,26 @@ two events around each wait, on the CPU the time that the host is blocked in it.
 events, never the step itself. All times, of host and device, are on the time base of `collectives.clock`. Left out:
 contention (a step with its communication removed must run for that), and what a collective costs beside a computation
 that it hides behind.
+
+[Note: what is exposed] A wait counts from when the collective it is for could start, and before that only while another
+collective was under way. What is left of it waits for computation: the optimiser's update stands between a reduction
+and the gather that a forward pass waits for, and a step with its communication removed waits for that update too. For
+the same reason a wait ends with the collective; for the update behind a reduction a computation waits apart. A wait
+that only bounds the memory of gradients on their way counts like any other.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from collectives.clock import TimeBase, seconds_between, take_mark
+from collectives.clock import TimeBase, has_happened, seconds_between, shared_ns, take_mark, union
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +36,7 @@ Labels = Mapping[str, Label]
 STEP, COMPUTE, WAIT = "step", "compute", "wait"
 """Lanes of a trace that are not the lane of a collective: steps, computations, and where computation waits."""
 _RENEW_AFTER_S = 60.0  # see [Note: precision] in clock.py
+_NUM_EARLIER = 1024  # collectives before a step that may be under way in it: a bound where steps never begin
 
 
 @dataclass(slots=True)
@@ -64,6 +72,11 @@ class Collective:
     start: Mark | None = None
     end: Mark | None = None
 
+    @property
+    def ended(self) -> Mark | None:
+        """When it ended, as far as anybody knows."""
+        return self.end if self.end is not None else self.wait_end_ns or None
+
 
 class Span(NamedTuple):
     """Something with a beginning and an end, on the host's clock: one slice of a trace. Picklable."""
@@ -76,11 +89,19 @@ class Span(NamedTuple):
     flow: str = ""
 
 
-class _Busy(NamedTuple):
-    """A computation, or a wait, on the compute stream."""
+class _Computation(NamedTuple):
+    """On the compute stream."""
 
     name: str
     labels: Labels
+    start: Mark
+    end: Mark
+
+
+class _Wait(NamedTuple):
+    """Of the compute stream, for a collective."""
+
+    collective: Collective
     start: Mark
     end: Mark
 
@@ -96,8 +117,10 @@ class StepComm:
     step: int
     collectives: list[Collective] = field(default_factory=list)
     _marks: list[Mark] = field(default_factory=list, repr=False)
-    _waits: list[_Busy] = field(default_factory=list, repr=False)
-    _computed: list[_Busy] = field(default_factory=list, repr=False)
+    _waits: list[_Wait] = field(default_factory=list, repr=False)
+    _computed: list[_Computation] = field(default_factory=list, repr=False)
+    _earlier: Sequence[Collective] = field(default=(), repr=False)
+    """Launched before the step, and not waited for by then."""
     _time_base: TimeBase | None = field(default=None, repr=False)
 
     @property
@@ -114,7 +137,7 @@ class StepComm:
 
     def ready(self) -> bool:
         """Whether reading a time would not wait."""
-        return all(isinstance(mark, int) or mark.query() for mark in self._marks)  # type: ignore[no-untyped-call]
+        return all(map(has_happened, self._marks))
 
     @cached_property
     def step_s(self) -> float:
@@ -124,8 +147,8 @@ class StepComm:
 
     @cached_property
     def exposed_s(self) -> float:
-        """Seconds in which the compute stream waited for a communication."""
-        return sum(seconds_between(wait.start, wait.end) for wait in self._waits)
+        """Seconds in which the compute stream waited for a communication: [Note: what is exposed]."""
+        return sum(seconds_between(wait.start, wait.end) - self._idle_s(wait) for wait in self._waits)
 
     @property
     def exposed_comm(self) -> float:
@@ -140,15 +163,39 @@ class StepComm:
         assert self._time_base is not None
         ns = self._time_base.ns
         spans = [Span(f"step {self.step}", STEP, ns(self._marks[0]), ns(self._marks[1]), {"step": self.step})]
-        for lane, busy in [(COMPUTE, one) for one in self._computed] + [(WAIT, one) for one in self._waits]:
-            spans.append(Span(busy.name, lane, ns(busy.start), ns(busy.end), {"step": self.step, **busy.labels}))
+        for done in self._computed:
+            spans.append(Span(done.name, COMPUTE, ns(done.start), ns(done.end), {"step": self.step, **done.labels}))
+        for wait in self._waits:
+            labels = {"step": self.step, **wait.collective.labels}
+            spans.append(Span(f"wait for {wait.collective.kind}", WAIT, ns(wait.start), ns(wait.end), labels))
         for one in self.collectives:
-            end = one.end if one.end is not None else one.wait_end_ns
-            if one.start is not None and end:
+            end = one.ended
+            if one.start is not None and end is not None:
                 labels = {"step": self.step, "group": one.group, "bytes": one.num_bytes, **one.labels}
                 flow = f"{one.flow} step {one.step}" if one.flow else ""
                 spans.append(Span(one.kind, one.lane or one.group, ns(one.start), ns(end), labels, flow))
         return spans
+
+    def _idle_s(self, wait: _Wait) -> float:
+        """Seconds of a wait before its collective could start, and in which no other one was under way."""
+        assert self._time_base is not None
+        ns = self._time_base.ns
+        start_ns, end_ns = ns(wait.start), ns(wait.end)
+        begun_ns = end_ns if wait.collective.start is None else min(ns(wait.collective.start), end_ns)
+        if begun_ns <= start_ns:
+            return 0.0
+        return (begun_ns - start_ns - shared_ns([(start_ns, begun_ns)], self._under_way)) * 1e-9
+
+    @cached_property
+    def _under_way(self) -> list[tuple[int, int]]:
+        """When any collective was; asks of none that goes on after the step, and so waits for none."""
+        assert self._time_base is not None
+        ns, times = self._time_base.ns, []
+        for one in (*self._earlier, *self.collectives):
+            if one.start is not None and has_happened(one.start):
+                end = one.ended
+                times.append((ns(one.start), sys.maxsize if end is None or not has_happened(end) else ns(end)))
+        return union(times)
 
 
 class Recorder:
@@ -164,6 +211,8 @@ class Recorder:
         self._by_events = str(device).startswith("cuda")
         self._counts: Counter[tuple[str, str]] = Counter()
         self._open: StepComm | None = None
+        self._latest: deque[Collective] = deque(maxlen=_NUM_EARLIER)
+        """Launched since the last step began."""
         self._time_base: TimeBase | None = None
 
     def begin_step(self, step: int) -> None:
@@ -174,7 +223,9 @@ class Recorder:
         """
         if self._time_base is None or self._time_base.age_s > _RENEW_AFTER_S:
             self.align()
-        self._open = StepComm(step, _time_base=self._time_base)
+        earlier = [collective for collective in self._latest if not collective.wait_start_ns]
+        self._latest.clear()
+        self._open = StepComm(step, _earlier=earlier, _time_base=self._time_base)
         self._open._marks.append(self._step_mark())
 
     def end_step(self) -> StepComm:
@@ -210,44 +261,52 @@ class Recorder:
         lane: str = "",
         labels: Labels | None = None,
         flow: str = "",
+        stream: torch.cuda.Stream | None = None,
     ) -> Iterator[Collective]:
-        """Around the call that launches a collective, on CUDA inside its stream; arguments as in `Collective`."""
+        """Around the call that launches a collective; arguments as in `Collective`.
+
+        On CUDA it runs on `stream`; None: on the one that is current.
+        """
         step = self._open.step if self._open else None
         collective = Collective(group, kind, num_bytes, step, lane=lane, labels=labels or {}, flow=flow)
         self._counts[group, kind] += 1
+        self._latest.append(collective)
         if self._open:
             self._open.collectives.append(collective)
         collective.launch_start_ns = time.perf_counter_ns()
-        collective.start = take_mark(True) if self._by_events else collective.launch_start_ns
+        collective.start = take_mark(True, stream) if self._by_events else collective.launch_start_ns
         yield collective
         if self._by_events:
-            collective.end = take_mark(True)
+            collective.end = take_mark(True, stream)
         collective.launch_end_ns = time.perf_counter_ns()
 
     @contextmanager
     def waiting(self, collective: Collective) -> Iterator[None]:
         """Around what makes the computation wait: the host's wait, or the wait put into the compute stream."""
         collective.wait_start_ns = time.perf_counter_ns()
-        with self._timing(f"wait for {collective.kind}", collective.labels, self._open._waits if self._open else None):
+        with self._timing() as marks:
             yield
         collective.wait_end_ns = time.perf_counter_ns()
+        if self._open and len(marks) == 2:
+            self._open._waits.append(_Wait(collective, *marks))
 
     @contextmanager
     def computing(self, name: str, **labels: Label) -> Iterator[None]:
         """Around a computation, to show it in a trace; outside a step nothing is recorded."""
-        with self._timing(name, labels, self._open._computed if self._open else None):
+        with self._timing() as marks:
             yield
+        if self._open and len(marks) == 2:
+            self._open._computed.append(_Computation(name, labels, *marks))
 
     @contextmanager
-    def _timing(self, name: str, labels: Labels, spans: list[_Busy] | None) -> Iterator[None]:
-        if spans is None:
-            yield
-            return
-        start = take_mark(self._by_events)
-        yield
-        end = take_mark(self._by_events)
+    def _timing(self) -> Iterator[list[Mark]]:
+        """Start and end of the block, once it is through; nothing outside a step, or in a capture."""
+        marks: list[Mark] = []
+        start = take_mark(self._by_events) if self._open else None
+        yield marks
+        end = take_mark(self._by_events) if start is not None else None
         if start is not None and end is not None:
-            spans.append(_Busy(name, labels, start, end))
+            marks += [start, end]
 
     def _step_mark(self) -> Mark:
         mark = take_mark(self._by_events)

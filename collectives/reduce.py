@@ -2,13 +2,17 @@
 
 A round is one reduce-scatter of every bucket. Each backward pass outside `no_sync` is one round: a bucket is launched
 when all its gradients have come, what is then left is launched at the end of the pass, with zeros for parameters that
-got no gradient. `Follower` may step the optimiser bucket by bucket behind the reductions of a step's last pass. Left
-out: telling ranks apart, so every rank must run the same number of such passes between two calls of `finish`.
+got no gradient. A `BackwardStep` may step the optimiser bucket by bucket behind the reductions of a step's last pass.
+Left out: telling ranks apart, so every rank must run the same number of such passes between two calls of `finish`.
 
 [Note: launch order] A backend matches collectives by the order in which each rank launches them. Autograd may complete
 buckets in any order, and in another one on another rank (branches, unused parameters). So buckets are launched strictly
 from the last to the first, about the order in which gradients come; one that is ready early waits for its turn. Gathers
 may share the communicator: all that were begun are launched before a round, and those inside it at its fixed points.
+
+[Note: float16] It ends at 65,504, which a sum over ranks soon passes where their mean does not. So gradients are
+divided before the sum, by a power of two no less than the number of ranks (it rounds nothing but what is subnormal),
+and the rest of the mean's factor comes after it. Other dtypes have room, and are divided once, after the sum.
 """
 
 from __future__ import annotations
@@ -18,28 +22,15 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from collectives.backward_step import BackwardStep
 from collectives.bucket import Bucket
 from collectives.lane import Flight, Lane
 
 logger = logging.getLogger(__name__)
-
-
-class Follower(Protocol):
-    """Who acts behind the reductions of a step's last backward pass, at the same places on every rank."""
-
-    def begin(self) -> None:
-        """The first gradient has come."""
-
-    def reduced(self, index: int, flight: Flight) -> None:
-        """The reduction of this bucket has been launched."""
-
-    def complete(self) -> None:
-        """All have been."""
 
 
 class GradientReduce:
@@ -69,12 +60,13 @@ class GradientReduce:
         self.in_flight, self.overlap, self.stage = in_flight, overlap, stage
         self.is_last = True
         """Whether the next backward pass is the last of a step, as far as one knows; False inside `no_sync`."""
-        self.follower: Follower | None = None
+        self.follower: BackwardStep | None = None
         self.stepped = False
         """Whether the follower has taken the step that these gradients are for."""
         self._before_round = before_round
+        self._divisor = 1 << (lane.world_size - 1).bit_length() if dtype == torch.float16 else 1  # [Note: float16]
         self._scales = {
-            wide: torch.full((1,), 1.0 / lane.world_size, dtype=wide, device=lane.device)
+            wide: torch.full((1,), self._divisor / lane.world_size, dtype=wide, device=lane.device)
             for wide in {bucket.grad_S.dtype for bucket in buckets}
         }
         # What makes the mean of a sum, and a step: beside the lane, so that the next transfer does not wait for it.
@@ -234,7 +226,7 @@ class GradientReduce:
         self._next -= 1
         add = index in self._reduced or bucket.keep_reduced()
         self._reduced.add(index)
-        leaving = bucket.hand_over(self.dtype)
+        leaving = bucket.hand_over(self.dtype, self._divisor)
         # Nothing to add to, and no cast: the sum lands where the optimiser reads it.
         in_place = not add and self.dtype == bucket.grad_S.dtype
         output_S = bucket.grad_S if in_place else leaving.buffer.new_empty(bucket.plan.shard_numel)

@@ -11,7 +11,8 @@ Each rank computes with whole parameters, and owns a 1/W shard of the float32 ma
 optimiser's state. Parameters are gathered bucket by bucket ahead of their use; gradients are scattered bucket by bucket
 as they complete. Where nothing needs all gradients before the first update (no clipping by the global norm),
 `step_in_backward=True` steps each bucket as its gradients land, so that gathers move under the backward pass too
-(`collectives.eager`). The results do not depend on that, on `overlap`, `prefetch`, and the speed of a rank, bit by bit.
+(`collectives.backward_step`). The results do not depend on that, on `overlap`, `prefetch`, and the speed of a rank, bit
+by bit.
 
 A parameter must be read inside the forward of the module that owns it (of its unit, where units are given), or after
 that forward has begun; parameters whose module is not called in the first forward are waited for before every forward.
@@ -41,8 +42,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from collectives.backward_step import BackwardStep, balanced_share
 from collectives.bucket import Bucket, BucketPlan
-from collectives.eager import BackwardStep, balanced_share
 from collectives.gather import ParameterGather
 from collectives.prepare import (
     build_buckets,
@@ -56,6 +57,7 @@ from collectives.prepare import (
 from collectives.recorder import Recorder
 from collectives.reduce import GradientReduce, inside_backward
 from collectives.state import attach_state_hooks, full_state_dict, load_full_state_dict
+from collectives.watch import Watch
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 DEFAULT_BUCKET_BYTES = 32 * 2**20
@@ -86,6 +88,7 @@ class ShardedDataParallel(nn.Module):
         groups: the process groups for gathers and for reductions, made beforehand and used by nothing else. One group
             twice: one communicator and one order for all, so that neither direction takes bandwidth from the other.
         timeout: of the groups made here; None: the backend's default.
+        watch: says who is late where a collective does not complete.
 
     Raises:
         ValueError: something here is not supported, or ranks differ in module or arguments.
@@ -108,6 +111,7 @@ class ShardedDataParallel(nn.Module):
         order: Sequence[str] | None = None,
         groups: GroupPair | None = None,
         timeout: timedelta | None = None,
+        watch: Watch | None = None,
     ) -> None:
         super().__init__()
         if prefetch < 1 or in_flight < 1:
@@ -118,7 +122,7 @@ class ShardedDataParallel(nn.Module):
         if bucket_bytes is None and not parts:
             bucket_bytes = DEFAULT_BUCKET_BYTES
         self.module = module
-        self.gather_lane, self.reduce_lane = open_lanes(group, groups, device, timeout, recorder)
+        self.gather_lane, self.reduce_lane = open_lanes(group, groups, device, timeout, recorder, watch)
         plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts)
         check_same(self.reduce_lane, module, (plans, reduce_dtype, stage))
         self.reduce_lane.can_reduce_scatter(reduce_dtype)
@@ -280,6 +284,17 @@ class ShardedDataParallel(nn.Module):
     @overlap.setter
     def overlap(self, value: bool) -> None:
         self._gather.overlap = self._reduce.overlap = value
+
+    @property
+    def prefetch(self) -> int:
+        """All-gathers launched ahead of the computation; may be changed between steps, on every rank alike."""
+        return self._gather.prefetch
+
+    @prefetch.setter
+    def prefetch(self, value: int) -> None:
+        if value < 1:
+            raise ValueError(f"prefetch must be at least 1, got {value}")
+        self._gather.prefetch = value
 
     def wait_parameters(self) -> None:
         """Publish changed shards and have every parameter of the module current, to be read from outside a forward."""

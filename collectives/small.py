@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.recorder import Recorder
-from collectives.small_paths import KINDS, Kind, Path, PathName, Plain, open_paths
+from collectives.small_path import KINDS, Kind, Path, PathName, Plain
+from collectives.small_paths import open_paths
 from collectives.tuning import DEFAULT_MAX_BYTES, DEFAULT_TABLE, TuningTable
 from collectives.watch import Watch
 
@@ -118,7 +119,7 @@ class SmallCollectives:
 
         def launch() -> None:
             inside = _aligned(tensor, path)
-            path.all_reduce(inside)
+            path.calls["all_reduce"](inside, inside)
             _give_back(tensor, inside)
 
         self._launch("all_reduce", tensor, name, launch)
@@ -135,7 +136,7 @@ class SmallCollectives:
 
         def launch() -> None:
             inside = _aligned(out, path, read=False)
-            path.all_gather(inside, _aligned(part, path))
+            path.calls["all_gather"](inside, _aligned(part, path))
             _give_back(out, inside)
 
         self._launch("all_gather", out, path_name, launch)
@@ -155,7 +156,7 @@ class SmallCollectives:
 
         def launch() -> None:
             inside = _aligned(out, path, read=False)
-            path.reduce_scatter(inside, _aligned(whole, path))
+            path.calls["reduce_scatter"](inside, _aligned(whole, path))
             _give_back(out, inside)
 
         self._launch("reduce_scatter", whole, name, launch)

@@ -1,35 +1,27 @@
-"""One small collective as a measurement sees it: buffers whose result is known exactly, and its time in a CUDA graph.
+"""One small collective as a measurement sees it: buffers whose result is known exactly, and whether it comes out.
 
-A time is that of a replayed graph of so many launches, by events, over the launches; the longest of the ranks. Before
-each replay the ranks meet on the device, and the host runs ahead of it, so neither a late rank nor a slow host is
-measured. On the CPU a replay is a loop, and the host's clock is read. Left out: what to compare (`tuning`, benches).
+Left out: what to compare (`small_tune`, benches), and how long it takes (`timing`).
 
 Shapes: W ranks; sizes are of the whole buffer, as nccl-tests count them.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.small_paths import Kind
+from collectives.small_path import Kind, Path
+from collectives.timing import Replay, greatest, make_replay
 
-logger = logging.getLogger(__name__)
-
-Replay = Callable[[], None]
-Key = TypeVar("Key", bound=Hashable)
-
+_PART_BYTES = 16
 _PERIOD = 11  # prime, so that every rank's row is another one
 _VALUES = 5  # 0 to 4: sums over 8 ranks are below 2**5, and partial sums of 8 such sums below 2**8, exact in every type
-_SLEEP_CYCLES = 1_000_000  # for each replay: about 0.5 ms, several times what a host needs to launch it
-_MOST_SLEEP = 64  # times as long at most
+
+
+WRONG_DATA = "gave wrong data"
 
 
 class Trial:
@@ -85,29 +77,33 @@ class Trial:
         return index.mul_(rank + 1).add_(rank).remainder_(_PERIOD).remainder_(_VALUES).float()
 
 
-def make_replay(launch: Callable[[], None], launches: int, device: torch.device) -> Replay:
-    """A captured graph of `launches` calls on CUDA, after two calls outside it; on the CPU a loop.
+def buffer_sizes(kind: Kind, num_bytes: int, num_ranks: int) -> tuple[int, int]:
+    """Bytes that a rank gives and gets, of a collective whose whole buffer has `num_bytes`.
 
-    Raises:
-        RuntimeError: the call cannot be captured.
+    Parts are rounded down to 16 bytes, as nccl-tests do.
     """
-    if device.type != "cuda":
-        return functools.partial(_repeat, launch, launches)
-    current, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        launch()
-        launch()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    part = num_bytes // num_ranks // _PART_BYTES * _PART_BYTES
+    whole = part * num_ranks
+    return {"all_reduce": (num_bytes, num_bytes), "all_gather": (part, whole), "reduce_scatter": (whole, part)}[kind]
+
+
+def trial_of(path: Path, kind: Kind, source: Tensor, out: Tensor, group: dist.ProcessGroup) -> Trial:
+    """A trial of a kind that a path offers, on these tensors; an all-reduce is one of `source`, in place."""
+    out = source if kind == "all_reduce" else out
+    call = path.calls[kind]
+    return Trial(kind, source, out, lambda: call(out, source), dist.get_rank(group), dist.get_world_size(group))
+
+
+def checked_replay(trial: Trial, launches: int, group: dist.ProcessGroup) -> Replay | str:
+    """A replay of `launches` whose data is right; or, on every rank alike, what is amiss with it."""
+    device, reason = trial.source.device, ""
     try:
-        # The mode lets NCCL's watchdog thread ask for its events meanwhile.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            _repeat(launch, launches)
-    except BaseException:
-        torch.cuda.set_stream(current)  # which the context leaves undone where the capture has failed
-        raise
-    return graph.replay
+        replay = make_replay(trial.launch, launches, device)
+    except RuntimeError as exc:  # of another library, whose operations change from version to version
+        replay, reason = None, str(exc).partition("\n")[0]
+    if greatest([replay is None], group, device)[0] or replay is None:
+        return f"cannot be launched or captured: {reason or 'another rank says why'}"
+    return replay if is_right(trial, replay, launches, group) else WRONG_DATA
 
 
 def is_right(trial: Trial, replay: Replay, launches: int, group: dist.ProcessGroup) -> bool:
@@ -120,88 +116,4 @@ def is_right(trial: Trial, replay: Replay, launches: int, group: dist.ProcessGro
         trial.fill()
         call()
         wrong += trial.count_wrong(times)
-    return int(_greatest([wrong], group, trial.source.device)[0]) == 0
-
-
-def time_in_turn(
-    replays: Mapping[Key, Replay],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    launches: int,
-    count: int,
-    rounds: int,
-) -> dict[Key, list[list[float]]]:
-    """Microseconds a launch of `count` replays of each, one after the other, `rounds` times over: [rounds][count]."""
-    times: dict[Key, list[list[float]]] = {key: [] for key in replays}
-    for _ in range(rounds):
-        for key, replay in replays.items():
-            measure = _time_on_cuda if device.type == "cuda" else _time_on_cpu
-            times[key].append([us / launches for us in measure(replay, group, device, count)])
-    return times
-
-
-def kernel_names(
-    calls: Sequence[Callable[[], None]], device: torch.device, prefixes: tuple[str, ...]
-) -> list[str] | None:
-    """The kernel of each call whose name begins with one of `prefixes`, by the profiler.
-
-    Every rank calls it. None where the profiler has not seen exactly one such kernel a call.
-    """
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for call in calls:
-            call()
-        torch.cuda.synchronize(device)
-    seen: list[Any] = [event for event in profile.events() or [] if event.name.startswith(prefixes)]
-    on_device = [event for event in seen if event.device_type.name == "CUDA"]
-    on_device.sort(key=lambda event: event.time_range.start)
-    return [event.name for event in on_device] if len(on_device) == len(calls) else None
-
-
-def _repeat(launch: Callable[[], None], times: int) -> None:
-    for _ in range(times):
-        launch()
-
-
-def _time_on_cuda(replay: Replay, group: dist.ProcessGroup, device: torch.device, count: int) -> list[float]:
-    token = torch.zeros(1, device=device)
-    replay()
-    sleep = 1
-    while True:
-        slept = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(sleep * count * _SLEEP_CYCLES)  # type: ignore[no-untyped-call] # the host runs ahead meanwhile
-        slept.record()
-        for begin, end in marks:
-            dist.all_reduce(token, group=group)  # the ranks begin together
-            begin.record()
-            replay()
-            end.record()
-        too_slow = slept.query()  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(device)
-        late, *times = _greatest([too_slow, *(begin.elapsed_time(end) for begin, end in marks)], group, device)
-        if not late:
-            break
-        if sleep >= _MOST_SLEEP:
-            logger.warning("the host launches too slowly: the times hold some of that")
-            break
-        sleep *= 2
-    return [1e3 * ms for ms in times]
-
-
-def _time_on_cpu(replay: Replay, group: dist.ProcessGroup, device: torch.device, count: int) -> list[float]:
-    replay()
-    times = []
-    for _ in range(count):
-        dist.barrier(group)
-        begin = time.perf_counter()
-        replay()
-        times.append(1e6 * (time.perf_counter() - begin))
-    return _greatest(times, group, device)
-
-
-def _greatest(values: list[Any], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """The greatest of the ranks, value by value."""
-    tensor = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-    return [float(value) for value in tensor.tolist()]
+    return int(greatest([wrong], group, trial.source.device)[0]) == 0

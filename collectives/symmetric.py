@@ -1,7 +1,7 @@
 """Peer memory: windows that every GPU of a host can write to, and exchanges over them that take no multiprocessor.
 
 A `Window` is a symmetric allocation (torch symmetric memory: memory shared between processes by its virtual address, no
-multicast). A `PeerExchange` moves matrices between windows beside the computation: the GPU's copy engines write to the
+multicast). `PeerRounds` move matrices between windows beside the computation: the GPU's copy engines write to the
 peers, one after the other, each rank to another peer at any time; kernels of one warp set and await the flags. The
 kernels are in `peer.cu`, compiled at first use (CuPy, NVRTC).
 
@@ -15,7 +15,7 @@ is through. Among ranks that all wait, the one with the smallest k then waits fo
 
 Left out: hosts without peer access between all GPUs (`why_unusable` says what is missing).
 
-Shapes: W ranks of the group; an exchange's window is HEAD_BYTES of flags, then W slots, slot r for what rank r sends.
+Shapes: W ranks of the group; the window of rounds is HEAD_BYTES of flags, then W slots, slot r for what rank r sends.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-class PeerExchange:
+class PeerRounds:
     """Sends matrices to peers by the copy engines, round after round, beside the computation.
 
     One round: `begin`, `send` to any peers, `wait` for any, read `staged` or `reduce` it, `finish`. A rank may skip its
@@ -197,6 +197,10 @@ class PeerExchange:
         """The slots as bytes, [W, num_bytes], where every rank sends `num_bytes` in this round."""
         return self.window.memory[HEAD_BYTES : HEAD_BYTES + self.num_ranks * num_bytes].view(self.num_ranks, num_bytes)
 
+    def follow(self) -> None:
+        """What is sent from now on leaves behind what the current stream does by now."""
+        self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+
     def send(self, source: Tensor, ahead: int) -> None:
         """Fill this rank's slot at the peer `ahead` places after it, once the current stream comes here.
 
@@ -206,7 +210,7 @@ class PeerExchange:
         flat = source.view(-1).view(torch.uint8)
         if flat.numel() > self.slot_bytes:
             raise ValueError(f"{flat.numel()} bytes do not fit into a slot of {self.slot_bytes}")
-        self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.follow()
         peer = (self.rank + ahead) % self.num_ranks
         start = HEAD_BYTES + self.rank * flat.numel()
         with torch.cuda.stream(self.copy_stream):

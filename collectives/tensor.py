@@ -240,14 +240,18 @@ class _Row(torch.autograd.Function):
             for dx_MK, weight_NK in zip(dinputs, weights, strict=True):
                 if dx_MK is not None:
                     _multiply(part, weight_NK, _view(dx_MK, exchange)[rows])
+        # Every rank has summed over its own rows alone. The sum over ranks runs under the weights' products: behind the
+        # gather, or it would delay that, and hold multiprocessors while it waits for late ranks.
+        dbias_N = dy_mN.sum(0) if needs_bias and ctx.has_bias else None
+        summing = None if dbias_N is None else exchange.start_all_reduce(dbias_N)
         dy_MN = gathering.whole() if any(needs[len(inputs) :]) else None
         dweights = [
             dy_MN.t() @ x_MK if need and dy_MN is not None else None
             for x_MK, need in zip(inputs, needs[len(inputs) :], strict=True)
         ]
         gathering.close()
-        # Every rank has summed over its own rows alone.
-        dbias_N = exchange.all_reduce(dy_mN.sum(0)) if needs_bias and ctx.has_bias else None
+        if summing is not None:
+            summing.wait()
         return None, dbias_N, *dinputs, *dweights
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from collectives.clock import shared_ns, union
 from collectives.recorder import COMPUTE, STEP, WAIT, Span, StepComm
 
 if TYPE_CHECKING:
@@ -134,11 +135,10 @@ def hidden_share(spans: Sequence[Span], lane_prefix: str, **labels: str | int) -
         labels: only spans that carry these: `phase="warm-up"`.
     """
     chosen = [span for span in spans if span.lane.startswith(lane_prefix) and span.labels.items() >= labels.items()]
-    busy = _union((span.start_ns, span.end_ns) for span in chosen)
+    busy = union((span.start_ns, span.end_ns) for span in chosen)
     total = sum(end - start for start, end in busy)
-    under = _union((span.start_ns, span.end_ns) for span in spans if span.lane == COMPUTE)
-    shared = sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in busy for b in under)
-    return shared / total if total else None
+    under = union((span.start_ns, span.end_ns) for span in spans if span.lane == COMPUTE)
+    return shared_ns(busy, under) / total if total else None
 
 
 class _Flows:
@@ -226,17 +226,6 @@ class _Row:
     def add(self, span: Span) -> None:
         self.spans.append(span)
         self._open_ends.append(span.end_ns)
-
-
-def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same times without overlap, in order."""
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
 
 
 def _host_id() -> str:

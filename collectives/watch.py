@@ -108,12 +108,11 @@ class Watch:
         """
         group = dist.group.WORLD if group is None else group
         assert group is not None
-        with_nccl = "cuda:nccl" in dist.get_backend_config(group)
-        backend = group._get_backend(torch.device("cuda")) if with_nccl else None
-        return self.add_track(name, dist.get_process_group_ranks(group), f"{name}@{group.group_name}", backend)
+        key = f"{name}@{group.group_name}"
+        return self.add_track(name, dist.get_process_group_ranks(group), key, backend_of(group))
 
     def add_track(self, name: str, ranks: Sequence[int], key: str = "", backend: Any = None) -> Track:
-        """A track by its ranks; `key` must be the same on all of them, and of no other track."""
+        """A track by its ranks; `key` must be the same on all of them and of no other track; `backend_of` its group."""
         key = key or f"{name}@{','.join(map(str, ranks))}"
         if key not in self._tracks:
             self._tracks[key] = Track(self, name, key, ranks, backend)
@@ -231,6 +230,13 @@ class Watch:
         operation, track = min(given_up or under_way, key=lambda pair: pair[0].launched_s)
         what = f"{operation.entry} of {describe_group(track.name, track.ranks, self._layout)}"
         return f"has given up on {what}" if given_up else f"waits in {what} since {operation.age_s:.3g} s"
+
+
+def backend_of(group: dist.ProcessGroup) -> Any:
+    """What can tell that a communicator of the group is broken; None where nothing can (gloo)."""
+    if "cuda:nccl" not in dist.get_backend_config(group):
+        return None
+    return group._get_backend(torch.device("cuda"))
 
 
 def _place(thread: threading.Thread) -> str:

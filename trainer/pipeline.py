@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from collectives.messages import Message
 from collectives.pipeline import PipelineChannel
 from collectives.recorder import Recorder
-from collectives.traffic import Message
 from trainer.schedule import Action, Schedule
 
 

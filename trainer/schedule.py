@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from collectives.traffic import Direction, Message, Traffic
+from collectives.messages import Direction, Message, Traffic
 
 Phase = Literal["warm-up", "steady", "cool-down"]
-PLAIN = "1f1b"
 
 
 class Action(NamedTuple):
@@ -45,12 +44,15 @@ class Schedule:
         num_chunks: v, the same on every stage; how many layers a chunk has is not its business.
         num_micro_batches: m.
         stages: actions of stage 0 to p - 1.
+        paired_rounds: whether coupled communication exchanges once a steady forward and backward, which needs a
+            warm-up with room for it, and not after each of them; see `rounds`.
     """
 
     name: str
     num_chunks: int
     num_micro_batches: int
     stages: tuple[tuple[Action, ...], ...]
+    paired_rounds: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -87,13 +89,12 @@ class Schedule:
     def rounds(self, stage: int) -> list[list[Action]]:
         """Where coupled communication exchanges: sends of one round go with the receives of the next, all waited for.
 
-        As Megatron-LM does without overlap: after every action; where the warm-up leaves room for it (all but plain
-        1F1B), a steady forward and backward make one round. There, an exchange after every action would deadlock.
+        As Megatron-LM does without overlap: after every action; with `paired_rounds` (all but plain 1F1B), a steady
+        forward and backward make one round. There, an exchange after every action would deadlock.
         """
         rounds: list[list[Action]] = []
         for action in self.stages[stage]:
-            pairs = self.name != PLAIN and action.phase == "steady" and action.kind == "backward"
-            if pairs:
+            if self.paired_rounds and action.phase == "steady" and action.kind == "backward":
                 rounds[-1].append(action)
             else:
                 rounds.append([action])
@@ -134,7 +135,7 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int, eager: boo
     per_stage = 2 if eager else 1
     order = [(micro_batch, 0) for micro_batch in range(num_micro_batches)]
     stages = tuple(_alternate(order, order, (num_stages - 1 - stage) * per_stage) for stage in range(num_stages))
-    return Schedule("eager_1f1b" if eager else PLAIN, 1, num_micro_batches, stages)
+    return Schedule("eager_1f1b" if eager else "1f1b", 1, num_micro_batches, stages, paired_rounds=eager)
 
 
 def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Schedule:
@@ -162,7 +163,7 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Sch
         _alternate(forwards, backwards, (num_stages - 1 - stage) * 2 + (num_chunks - 1) * num_stages)
         for stage in range(num_stages)
     )
-    return Schedule("interleaved_1f1b", num_chunks, num_micro_batches, stages)
+    return Schedule("interleaved_1f1b", num_chunks, num_micro_batches, stages, paired_rounds=True)
 
 
 def bubble_fraction(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> float:

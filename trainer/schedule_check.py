@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from collectives.traffic import DIRECTIONS
+from collectives.messages import DIRECTIONS
 from trainer.schedule import Phase, Schedule
 from trainer.schedule_simulation import Costs, simulate
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from collectives.traffic import DIRECTIONS, Direction, Message
+from collectives.messages import DIRECTIONS, Direction, Message
 from trainer.schedule import Action, Schedule
 
 

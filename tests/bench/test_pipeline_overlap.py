@@ -5,11 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from bench.pipeline_overlap import TINY, Measured, Settings, Timed, make_row, make_schedules, measure, step_times
+from bench.pipeline_overlap import (
+    TINY,
+    Measured,
+    Settings,
+    Timed,
+    default_settings,
+    make_row,
+    make_runs,
+    make_schedules,
+    measure,
+    step_times,
+)
 from collectives.recorder import Span
 from collectives.trace import RankTrace
 from netlayer.errors import CheckFailed
@@ -26,6 +38,7 @@ def made_up(settings: Settings, stage: int, step_s: float, waits_s: float) -> Me
     timed = Timed([(10.0, 10.0 + step_s)] * 3, waits_s, RankTrace(stage, spans), 2**30)
     return Measured(
         schedule=make_schedules(settings, 2)[1],
+        max_ctas=4,
         systems={"decoupled": timed, "coupled": dataclasses.replace(timed, steps=[(10.0, 10.0 + 2 * step_s)] * 3)},
         compute_s=[12.0, 12.0],
         forward_s=[1.0],
@@ -42,6 +55,7 @@ def test_figures_of_made_up_times() -> None:
     assert row["compute_ms"] == pytest.approx(12_000)
     assert row["bubble"] == pytest.approx(17 / 12 - 1)
     assert row["bubble_formula"] == 0.25
+    assert (row["max_ctas"], row["transfer_bw_gbs"]) == (4, pytest.approx(256 / 0.5 / 1e9))
     # 12 s, a quarter more, and one transfer of half a second down and one up: on paper and by the formula.
     assert row["formula_ms"] == row["expected_ms"] == pytest.approx(16_000)
     assert row["step_over_expected"] == row["step_over_formula"] == pytest.approx(17 / 16)
@@ -64,6 +78,25 @@ def test_settings_must_fit_a_schedule() -> None:
         make_schedules(SMALL, 3)
 
 
+def test_all_schedules_run_with_the_first_limit_and_the_last_with_every_limit() -> None:
+    runs = make_runs(dataclasses.replace(SMALL, max_ctas=(4, 2, None)), 2)
+    assert [(schedule.name, limit) for schedule, limit in runs] == [
+        ("1f1b", 4),
+        ("eager_1f1b", 4),
+        ("interleaved_1f1b", 4),
+        ("interleaved_1f1b", 2),
+        ("interleaved_1f1b", None),
+    ]
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_the_defaults_fit_any_number_of_stages(backend: Any, ranks: int) -> None:
+    settings = default_settings(backend, ranks)
+    assert make_runs(settings, ranks)
+    assert settings.micro_batches < 16 + ranks
+
+
 def test_two_stages_on_gloo(tmp_path: Path) -> None:
     said: list[str] = []
     rows = measure(ranks=2, backend="gloo", log_dir=tmp_path, seed=3, on_progress=said.append, settings=SMALL)
@@ -73,6 +106,7 @@ def test_two_stages_on_gloo(tmp_path: Path) -> None:
         for system in ("decoupled", "coupled")
     ]
     assert len(said) == 6
+    assert len({row["trace"] for row in rows}) == 6
     json.dumps(rows)
     for row in rows:
         assert row["message_bytes"] == 8 * 8 * 4
@@ -97,7 +131,8 @@ def test_gradients_that_are_off_end_the_run(tmp_path: Path) -> None:
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs 2 CUDA devices, found {torch.cuda.device_count()}")
 def test_two_stages_on_nccl(tmp_path: Path) -> None:
-    settings = Settings(tokens=256, hidden=256, layers=2, micro_batches=4, steps=2, rounds=1)
+    settings = Settings(tokens=256, hidden=256, micro_batches=4, steps=2, rounds=1)
     rows = measure(ranks=2, backend="nccl", log_dir=tmp_path, settings=settings)
-    assert len(rows) == 6
+    assert len(rows) == 12
+    assert [row["max_ctas"] for row in rows] == [4] * 6 + [2, 2, 8, 8, None, None]
     assert all(row["step_ms"] > 0 and row["memory_gib"] > 0 for row in rows)

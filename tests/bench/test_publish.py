@@ -9,7 +9,7 @@ from netlayer.results import RunRecord, load_record
 
 def run_of(folder: Path, commit: str, *names: str) -> Path:
     for name in names:
-        rows = [{"x": 1.0, "iterations_us": [1.0]}]
+        rows = [{"x": 1.0, "iterations_us": [1.0], "iterations_ms": [1.0], "replays_us": [[1.0]]}]
         at = "2026-11-21T06:00:00.000+00:00"
         RunRecord(name, "measured", rows, at, at, environment={"commit": commit}).save(folder / "records")
     return folder
@@ -24,6 +24,17 @@ def test_records_are_kept_by_theme_hardware_and_month(tmp_path: Path) -> None:
         "quickstart_2xh200_202611.quickstart.summary.json",
     ]
     assert load_record(written[0]).rows == [{"x": 1.0}]
+
+
+def test_the_records_of_one_overlap_run_are_one_theme(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "abc", "bench.small_messages", "bench.overlap.tp", "bench.overlap.dp")
+    assert sorted(path.name for path in publish(run, "4xh200", tmp_path)) == [
+        f"overlap_4xh200_202611.bench.{name}.json" for name in ("overlap.dp", "overlap.tp", "small_messages")
+    ]
+    alone = run_of(tmp_path / "alone", "abc", "bench.small_messages")
+    assert [path.name for path in publish(alone, "4xh200", tmp_path)] == [
+        "small_messages_4xh200_202611.bench.small_messages.json"
+    ]
 
 
 @pytest.mark.parametrize("commit", ["", "abc+"])

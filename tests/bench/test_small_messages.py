@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench.small_messages import command, format_row, format_summary, judge, summarise
+from bench.small_messages import command
+from bench.small_rows import format_row, format_summary, judge, summarise
 from collectives.tuning import DEFAULT_TABLE, TuningTable
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import load_record
@@ -28,6 +30,7 @@ def row(system: str, us: float, num_bytes: int = 1024, **changes: Any) -> dict[s
         "p99_us": us,
         "bus_bw_gbs": num_bytes / us / 1e3,
         "round_medians_us": [us],
+        "host_bound": False,
         **changes,
     }
 
@@ -72,11 +75,23 @@ def test_a_threshold_holds_or_fails_and_is_never_passed_unmeasured() -> None:
 
 
 def test_a_person_reads_whether_windows_were_used() -> None:
-    windows = [row("nccl_windows", 9, on_windows=True), row("nccl_windows", 9, 4096, on_windows=False)]
-    rows = [row("ours", 3), row("nccl", 12), *windows]
-    assert "1 of 2" in format_summary([*rows, *summarise(rows)])[-1]
-    unseen = [row("ours", 3), row("nccl_windows", 9, on_windows=None)]
-    assert "not known of 1" in format_summary([*unseen, *summarise(unseen)])[-1]
+    rows = [row("ours", 3), row("nccl", 12), row("nccl_windows", 9)]
+    kernels = [{"table": "kernel", "kind": "all_reduce", "num_bytes": 1024, "kernel": None, "on_windows": None}]
+    assert "not known of 1" in format_summary([*rows, *kernels, *summarise(rows)])[-1]
+    seen = [{**kernels[0], "kernel": f"nccl{name}", "on_windows": name == "Sym"} for name in ("Sym", "Dev")]
+    assert "1 of 2" in format_summary([*rows, *seen, *summarise(rows)])[-1]
+    assert "ncclSym" in format_row(seen[0])
+
+
+def test_a_time_of_the_host_is_called_so() -> None:
+    assert "host-bound" not in format_row(row("ours", 3))
+    assert "host-bound" in format_row(row("ours", 3, host_bound=True))
+
+
+def test_a_run_that_ran_out_of_time_fails() -> None:
+    out = {"table": "left_out", "system": "all_gather of 1 MiB", "reason": "not begun", "out_of_time": True}
+    with pytest.raises(CheckFailed, match="before all_gather of 1 MiB and 1 more"):
+        judge([row("ours", 4), row("nccl", 5), out, out], None)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +127,25 @@ def test_on_gloo_the_one_system_there_is_measured_and_said_so(tmp_path: Path) ->
     record = load_record(saved)
     timed = [one for one in record.rows if one["table"] == "time"]
     assert [(one["kind"], one["num_bytes"]) for one in timed] == [
-        (kind, size) for kind in ("all_reduce", "all_gather", "reduce_scatter") for size in (1024, 3072)
+        (kind, size) for size in (1024, 3072) for kind in ("all_reduce", "all_gather", "reduce_scatter")
     ]
     assert {(one["system"], one["variant"], one["wrong"]) for one in timed} == {("ours", "torch.distributed", False)}
     assert all(one["num_replays"] == 15 and one["median_us"] <= one["p99_us"] for one in timed)
     assert {one["system"] for one in record.rows if one["table"] == "left_out"} >= {"nccl", "nccl_windows"}
+    written = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in written if '"time"' in line] == timed
     assert TuningTable.load(tuned).to_json() == record.config["table"] != DEFAULT_TABLE.to_json()
+
+
+def test_what_is_not_begun_in_time_is_left_out_and_said(tmp_path: Path) -> None:
+    arguments = ["--backend", "gloo", "--out", str(tmp_path), "--sizes", "1K", "--within", "0.001"]
+    result = CliRunner().invoke(command, arguments)
+    assert isinstance(result.exception, CheckFailed)
+    [record] = (tmp_path / "records").glob("*.json")
+    left_out = [one for one in load_record(record).rows if one.get("out_of_time")]
+    assert [one["system"] for one in left_out] == [
+        f"{kind} of 1 KiB" for kind in ("all_reduce", "all_gather", "reduce_scatter")
+    ]
 
 
 def test_help_shows_examples_and_needs_no_torch() -> None:

@@ -7,11 +7,8 @@ import functools
 import itertools
 import random
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -24,15 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives import Recorder, ShardedDataParallel
 from collectives.lane import Lane
-from netlayer.launch import RankContext
-
-Case = Callable[[int, int], None]
-Outcome = str
-"""Empty, or a traceback."""
+from tests.collectives.harness import Case
 
 CASES: list[Case] = []
-GPU_CASES: list[Case] = []
-"""Those that only a CUDA device can run."""
 WIDTH = 12
 BUCKET_BYTES = 1000
 
@@ -40,39 +31,6 @@ BUCKET_BYTES = 1000
 def case(function: Case) -> Case:
     CASES.append(function)
     return function
-
-
-def run_cases(context: RankContext, names: list[str], device: str, folder: str) -> dict[str, Outcome]:
-    """Each case in process groups of its own, so that one that fails leaves the next alone."""
-    import tests.collectives.step_cases  # noqa: F401 - adds its cases
-
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(context.env.local_rank)
-    torch.set_default_device(device)
-    rank, world_size = context.env.rank, context.env.world_size
-    outcomes = {}
-    for name in names:
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
-            init_method=f"file://{folder}/{name}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=30),
-        )
-        outcomes[name] = _run(next(case for case in (*CASES, *GPU_CASES) if case.__name__ == name), rank, world_size)
-        dist.destroy_process_group()
-    return outcomes
-
-
-def _run(function: Case, rank: int, world_size: int) -> Outcome:
-    torch.manual_seed(1000 + rank)  # another one on each rank: what must agree has to be made to agree
-    try:
-        function(rank, world_size)
-    except Exception:  # noqa: BLE001 - the parent shows it
-        return traceback.format_exc()
-    return ""
 
 
 class Block(nn.Module):
@@ -541,7 +499,7 @@ def emulated_collectives_give_the_same(rank: int, world_size: int) -> None:
     expected = train(wrap64(net()), 2, rank, world_size)
     missing = mock.Mock(side_effect=RuntimeError("no such collective"))
     sharded = wrap64(net())
-    with mock.patch("collectives.lane._scatter_single", missing):
+    with mock.patch("collectives.lane.reduce_scatter_single", missing):
         sharded.reduce_lane._emulated.clear()
         assert not sharded.reduce_lane.can_reduce_scatter(torch.float64)
     sharded.gather_lane._gathers_in_place = False
@@ -554,6 +512,25 @@ def ranks_that_differ_are_told_so(rank: int, world_size: int) -> None:
     assert_raises(ValueError, message, lambda: ShardedDataParallel(nn.Linear(3 if rank else 4, 2)))
     assert_raises(ValueError, message, lambda: wrap(net(), bucket_bytes=700 if rank else 4000))
     assert_raises(ValueError, message, lambda: wrap(net(), reduce_dtype=[torch.float64, torch.float32][rank % 2]))
+
+
+@case
+def float16_means_do_not_overflow_in_the_sum(rank: int, world_size: int) -> None:
+    low = {"param_dtype": torch.float16, "reduce_dtype": torch.float16}
+    for num_passes in (1, 2):
+        model = nn.Linear(5, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        sharded = wrap(model, **low)
+        gradients = [57344.0 / num_passes] * (world_size - 1) + [16384.0 / num_passes]
+        x = torch.full((1, 5), gradients[rank], dtype=torch.float16)
+        for _ in range(num_passes - 1):
+            with sharded.no_sync():
+                sharded(x).sum().backward()
+        sharded(x).sum().backward()
+        sharded.finish_gradients()
+        mean = num_passes * sum(gradients) / world_size
+        for gradient in full_gradients(sharded, nn.Linear(5, 1, bias=False)).values():
+            torch.testing.assert_close(gradient, torch.full_like(gradient, mean))
 
 
 @case

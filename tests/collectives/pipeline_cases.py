@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import time
-import traceback
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,21 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from collectives.link import Link
+from collectives.messages import Message, Traffic
 from collectives.pipeline import PipelineChannel
 from collectives.pipeline_links import PipelineLinks, open_link_groups
 from collectives.recorder import Recorder
 from collectives.trace import align_clocks, chrome_trace, hidden_share, record_trace
-from collectives.traffic import Message, Traffic
 from collectives.watch import Watch
 from netlayer.errors import CollectiveTimeout
-from netlayer.launch import RankContext
 from netlayer.layout import ParallelLayout
+from tests.collectives.harness import Case
 from trainer.pipeline import StageModel, run_schedule
 from trainer.schedule import Action, Schedule, interleaved, one_forward_one_backward
-
-Case = Callable[[int, int], None]
-Outcome = str
-"""Empty, or a traceback."""
 
 CASES: list[Case] = []
 WIDTH, BATCH = 6, 3
@@ -45,38 +39,6 @@ WIDTH, BATCH = 6, 3
 def case(function: Case) -> Case:
     CASES.append(function)
     return function
-
-
-def run_cases(context: RankContext, names: list[str], device: str, folder: str) -> dict[str, Outcome]:
-    """Each case in a world of its own, so that one that fails leaves the next alone."""
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(context.env.local_rank)
-    torch.set_default_device(device)
-    rank, world_size = context.env.rank, context.env.world_size
-    outcomes = {}
-    for name in names:
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
-            init_method=f"file://{folder}/{name}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=30),
-            # Both ways of NCCL: communicators made for pairs when they are first used, and for all at once.
-            device_id=torch.device("cuda", context.env.local_rank) if device == "cuda" and world_size > 2 else None,
-        )
-        outcomes[name] = _run(next(case for case in CASES if case.__name__ == name), rank, world_size)
-        dist.destroy_process_group()
-    return outcomes
-
-
-def _run(function: Case, rank: int, world_size: int) -> Outcome:
-    try:
-        function(rank, world_size)
-    except Exception:  # noqa: BLE001 - the parent shows it
-        return traceback.format_exc()
-    return ""
 
 
 def device() -> torch.device:

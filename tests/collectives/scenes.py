@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from collectives import ColumnParallelLinear, ShardedDataParallel, open_exchange
 from collectives.lane import Lane
 from collectives.watch import Watch
 from netlayer.errors import CollectiveFailed
@@ -162,6 +163,30 @@ def away(scene: Scene) -> None:
         if step == 3 and scene.rank == scene.culprit:
             sleep_long(scene)
         _gather(lane, 2)
+
+
+def skips_a_training_step(scene: Scene) -> None:
+    """The culprit does not come to step 2 of a sharded model."""
+    timeout = timedelta(seconds=scene.timeout_s)
+    sharded = ShardedDataParallel(torch.nn.Linear(8, 8), watch=scene.watch, timeout=timeout)
+    optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1)
+    for step in range(1, 3):
+        scene.watch.begin_step(step)
+        if step == 2 and scene.rank == scene.culprit:
+            sleep_long(scene)
+        sharded(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+
+
+def skips_a_product(scene: Scene) -> None:
+    """The culprit does not come to the second pass of a tensor-parallel layer."""
+    exchange = open_exchange(_group(scene), torch.device("cpu"), chunks=1, watch=scene.watch)
+    layer = ColumnParallelLinear(4, 4 * scene.world_size, exchange=exchange)
+    for step in range(1, 3):
+        scene.watch.begin_step(step)
+        if step == 2 and scene.rank == scene.culprit:
+            sleep_long(scene)
+        layer(torch.ones(1, 4))
 
 
 def comes_too_late(scene: Scene) -> None:

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from collectives.recorder import Recorder
 from collectives.small import SmallCollectives
-from collectives.small_paths import KINDS, Kind, PathName, Plain
-from collectives.tuning import Choice, Entry, TuningTable, tune
+from collectives.small_path import KINDS, Kind, PathName, Plain
+from collectives.small_trial import checked_replay, trial_of
+from collectives.small_tune import tune
+from collectives.timing import make_replay
+from collectives.tuning import Choice, Entry, TuningTable
 from collectives.watch import Watch
 from netlayer.launch import RankContext
 
@@ -261,10 +264,26 @@ def a_path_with_wrong_data_is_not_chosen(group: dist.ProcessGroup, device: torch
         all_reduce = spoilt
 
     paths = {"nccl": Plain(group), "one_shot": Spoilt(group)}
-    with mock.patch("collectives.tuning.open_paths", return_value=(paths, {})):
+    with mock.patch("collectives.small_tune.open_paths", return_value=(paths, {})):
         table = tune(group, device, max_bytes=1024, launches=2, replays=2, rounds=1)
     assert "wrong" in table.left_out["one_shot"]
     assert {one.path for one in table.figures} == {"nccl"}
+
+
+@case
+def what_one_rank_cannot_capture_all_ranks_leave_out(group: dist.ProcessGroup, device: torch.device) -> None:
+    source = torch.zeros(64, dtype=torch.bfloat16, device=device)
+    trial = trial_of(Plain(group), "all_reduce", source, source, group)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("not this one\nand more")
+
+    with mock.patch("collectives.small_trial.make_replay", refuse if dist.get_rank(group) == 1 else make_replay):
+        found = checked_replay(trial, 2, group)
+    assert isinstance(found, str)
+    assert ("not this one" if dist.get_rank(group) == 1 else "another rank") in found
+    assert "\n" not in found
+    assert not isinstance(checked_replay(trial, 2, group), str)
 
 
 @gpu_case

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from collectives import Recorder, ShardedDataParallel
-from collectives.eager import NUM_UNMOVED
+from collectives.backward_step import NUM_UNMOVED
 from tests.collectives.cases import (
-    GPU_CASES,
     Branches,
     adamw,
     assert_alike_on_ranks,
@@ -31,6 +30,7 @@ from tests.collectives.cases import (
     wrap,
     wrap64,
 )
+from tests.collectives.harness import Case
 
 
 def train_in_backward(
@@ -369,4 +369,4 @@ def _whole_step(sharded: ShardedDataParallel, optimizer: torch.optim.Optimizer, 
     return loss.detach()
 
 
-GPU_CASES.append(a_captured_step_equals_an_eager_one)
+GPU_CASES: list[Case] = [a_captured_step_equals_an_eager_one]

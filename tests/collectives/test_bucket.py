@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from collectives.bucket import Bucket, BucketPlan, plan_buckets
+from collectives.lane import Lane
+from collectives.reduce import GradientReduce
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(torch.Size), min_size=1, max_size=8)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
@@ -114,6 +118,24 @@ def test_gradients_taken_are_the_sum_of_those_given(
     leaving.fill()
     assert torch.equal(leaving.buffer.double(), expected_N)
     assert bucket.local_N is None
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+def test_float16_is_divided_before_the_sum_as_far_as_it_must_be(world_size: int, folded: bool) -> None:
+    buckets = made_buckets([torch.Size([world_size])], world_size, torch.float32)
+    lane = mock.Mock(spec=Lane, world_size=world_size, device=torch.device("cpu"), stream=None)
+    reduce = GradientReduce(buckets, lane, torch.float16, in_flight=1, overlap=True)
+    sum_N = torch.zeros(world_size, dtype=torch.float16)
+    for bucket in buckets:
+        bucket.parameters[0].grad = torch.full((world_size,), 57344.0)
+        if folded:
+            bucket.fold_gradients(torch.float32)
+        leaving = bucket.hand_over(torch.float16, reduce._divisor)
+        leaving.fill()
+        sum_N += leaving.buffer
+    buckets[0].store_reduced(sum_N[:1], reduce._scales[torch.float32], add=False)
+    assert buckets[0].grad_S.tolist() == [pytest.approx(57344.0)]
 
 
 def test_a_gradient_that_the_user_put_there_is_added_to() -> None:

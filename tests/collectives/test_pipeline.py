@@ -2,69 +2,34 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from collectives.messages import Message, Traffic
 from collectives.pipeline import PipelineChannel
 from collectives.pipeline_links import PipelineLinks, _colour, _links_of
-from collectives.traffic import Message, Traffic
 from netlayer.errors import ConfigError
-from netlayer.launch import launch
-from tests.collectives.pipeline_cases import CASES, Case, Outcome, run_cases
+from tests.collectives.conftest import RunCase
+from tests.collectives.harness import Case, Ranks, assert_passed, on_gpus
+from tests.collectives.pipeline_cases import CASES
 from trainer.pipeline import StageModel, run_schedule
 from trainer.schedule import one_forward_one_backward
 
-NUM_GPUS = torch.cuda.device_count()
-
-
-def on_gpus(count: int) -> tuple[pytest.MarkDecorator, ...]:
-    missing = pytest.mark.skipif(count > NUM_GPUS, reason=f"needs {count} CUDA devices, found {NUM_GPUS}")
-    return (pytest.mark.gpu, pytest.mark.multi_gpu, missing)
-
-
-PIPELINES = [
+RANKS = [
     pytest.param((2, "cpu"), id="2-gloo"),
     pytest.param((4, "cpu"), id="4-gloo"),
     pytest.param((2, "cuda"), id="2-nccl", marks=on_gpus(2)),
     pytest.param((4, "cuda"), id="4-nccl", marks=on_gpus(4)),
 ]
-RunAll = Callable[[int, str], list[dict[str, Outcome]]]
 
 
-@pytest.fixture(scope="module")
-def run_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunAll:
-    """Stages are started once for each size and run every case that is asked for, one after the other."""
-
-    @functools.cache
-    def run(num_stages: int, device: str) -> list[dict[str, Outcome]] | Exception:
-        asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-        names = [one["pipeline_case"].__name__ for one in asked if one.get("pipeline") == (num_stages, device)]
-        folder = tmp_path_factory.mktemp(f"pipeline_{device}{num_stages}_")
-        try:
-            return launch(run_cases, num_stages, args=(names, device, str(folder)), log_dir=folder)
-        except Exception as exc:  # noqa: BLE001 - the ranks died: the other cases need not try again
-            return exc
-
-    def run_or_raise(num_stages: int, device: str) -> list[dict[str, Outcome]]:
-        outcomes = run(num_stages, device)
-        if isinstance(outcomes, Exception):
-            raise outcomes
-        return outcomes
-
-    return run_or_raise
-
-
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("pipeline_case", CASES, ids=lambda case: case.__name__)
-def test_among_stages(pipeline_case: Case, pipeline: tuple[int, str], run_all: RunAll) -> None:
-    outcomes = [stage[pipeline_case.__name__] for stage in run_all(*pipeline)]
-    failed = [f"stage {stage}: {outcome}" for stage, outcome in enumerate(outcomes) if outcome]
-    assert not failed, "\n".join(failed)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_among_stages(case: Case, ranks: Ranks, run_case: RunCase) -> None:
+    assert_passed(run_case(case, ranks))
 
 
 def test_one_stage_needs_no_channel_to_anybody() -> None:

@@ -56,6 +56,60 @@ def test_a_prefetched_collective_counts_where_launched_and_is_exposed_where_wait
     assert second.exposed_s > 0
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The host's clock, in ns: its last number is now."""
+    times = [1000]
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: times[-1])
+    return times
+
+
+def test_a_wait_for_what_is_computed_first_is_not_exposed(clock: list[int]) -> None:
+    """A gather cannot start before the optimiser's update behind a reduction: only the reduction and it count."""
+    recorder = Recorder()
+    with recorder.launching("reduce", "reduce_scatter", 8) as before:
+        pass  # in the step before, and still under way
+    recorder.begin_step(1)
+    with recorder.launching("reduce", "reduce_scatter", 8) as reduction:
+        pass
+    with recorder.launching("gather", "all_gather", 8) as gather:
+        pass
+    before.end, reduction.start, reduction.end, gather.start = 1020, 1030, 1040, 1070
+    clock.append(1010)
+    with recorder.waiting(gather):
+        clock.append(1100)
+    comm = recorder.end_step()
+    assert comm.exposed_s == pytest.approx((10 + 10 + 30) * 1e-9)
+    assert comm.exposed_comm == pytest.approx(50 / 100)
+
+
+def test_a_wait_for_what_is_under_way_is_exposed_whole(clock: list[int]) -> None:
+    recorder = Recorder()
+    recorder.begin_step(1)
+    with recorder.launching("gather", "all_gather", 8) as gather:
+        pass
+    clock.append(1010)
+    gather.start, gather.end = 1005, 1030  # of a peer's rows, the end is when this rank has sent its own
+    with recorder.waiting(gather):
+        clock.append(1100)
+    assert recorder.end_step().exposed_s == pytest.approx(90e-9)
+
+
+def test_a_collective_that_was_waited_for_is_not_under_way_in_later_steps() -> None:
+    recorder = Recorder()
+    for step in range(3):
+        recorder.begin_step(step)
+        with recorder.launching("gather", "all_gather", 8) as waited:
+            pass
+        with recorder.launching("gather", "all_gather", 8) as prefetched:
+            pass
+        with recorder.waiting(waited):
+            pass
+        recorder.end_step()
+    recorder.begin_step(3)
+    assert list(recorder.end_step()._earlier) == [prefetched]
+
+
 def test_counts_go_on_outside_steps_until_reset() -> None:
     recorder = Recorder()
     recorded(recorder, 0, 2)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from collectives import Recorder, ShardedDataParallel, execution_order
+from collectives.backward_step import NUM_UNMOVED, balanced_share, choose_early
 from collectives.bucket import plan_buckets
-from collectives.eager import NUM_UNMOVED, balanced_share, choose_early
 from tests.collectives.cases import adamw, assert_close, assert_same, batches, net, reference, train
 from tests.collectives.step_cases import (
     a_captured_step_equals_an_eager_one,

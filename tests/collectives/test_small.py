@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collectives.small import SmallCollectives
-from collectives.small_paths import _KERNELS, THREADS, UNIT_BYTES, OneShot, SmallWindow, TwoShot
+from collectives.small_kernels import KERNELS, THREADS, UNIT_BYTES, OneShot, SmallWindow, TwoShot
+from collectives.small_libraries import TorchSymmetric
+from collectives.small_path import KINDS
 from collectives.tuning import DEFAULT_TABLE
 from netlayer.launch import launch
-from tests.collectives.small_cases import CASES, ON_GPUS, run_cases
+from tests.collectives.small_cases import CASES, ON_GPUS, run_cases, table_of
 
 NUM_GPUS = torch.cuda.device_count()
 GPU_MARKS = (
@@ -74,23 +76,20 @@ class _Doubling(OneShot):
 
     alignment_bytes = 16
 
-    def takes(self, *_: object) -> bool:
+    def __init__(self) -> None:
+        self.calls = dict.fromkeys(KINDS, self._double)
+
+    def _fits(self, *_: object) -> bool:
         return True
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        assert tensor.data_ptr() % 16 == 0
-        tensor *= 2
-
-    def all_gather(self, out: Tensor, part: Tensor) -> None:
-        assert out.data_ptr() % 16 == part.data_ptr() % 16 == 0
-        out.copy_(part * 2)
-
-    reduce_scatter = all_gather
+    def _double(self, out: Tensor, source: Tensor) -> None:
+        assert out.data_ptr() % 16 == source.data_ptr() % 16 == 0
+        out.copy_(source * 2)
 
 
 @pytest.mark.parametrize("offset", range(4))
 def test_tensors_that_begin_anywhere_take_the_same_path(alone: SmallCollectives, offset: int) -> None:
-    alone._paths["one_shot"] = _Doubling(SimpleNamespace(num_ranks=1))
+    alone._paths["one_shot"] = _Doubling()
     source, place = torch.arange(12.0), torch.zeros(12)
     out, part = place[offset : offset + 8], source[offset : offset + 8]
     alone.all_gather(out, part)
@@ -121,6 +120,24 @@ def test_kernels_take_whole_units_of_their_types_that_have_room(
     wanted = fits and (whole and floating if kind == "all_reduce" else parts and (floating or kind == "all_gather"))
     assert OneShot(window).takes(kind, dtype, num_bytes) == wanted
     assert TwoShot(window).takes(kind, dtype, num_bytes) == (kind == "all_reduce" and fits and parts and floating)
+
+
+@pytest.mark.parametrize(("ranks", "offered"), [(4, {"all_reduce", "reduce_scatter"}), (3, {"all_reduce"})])
+def test_a_kind_that_torch_lacks_is_not_offered_and_goes_elsewhere(
+    alone: SmallCollectives, monkeypatch: pytest.MonkeyPatch, ranks: int, offered: set[str]
+) -> None:
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    monkeypatch.setattr(symm_mem, "empty", torch.empty)
+    monkeypatch.setattr(symm_mem, "rendezvous", lambda *_: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda _group: ranks)
+    path = TorchSymmetric(alone.group, torch.device("cpu"), 4096)
+    num_bytes = 16 * ranks
+    assert {kind for kind in KINDS if path.takes(kind, torch.bfloat16, num_bytes)} == offered == set(path.calls)
+    alone._paths["torch_symmetric"] = path
+    alone.table, alone.num_ranks = table_of("torch_symmetric", ranks), ranks
+    assert alone.path_of("all_gather", num_bytes, torch.bfloat16) == "nccl"
+    assert alone.path_of("all_reduce", num_bytes, torch.bfloat16) == "torch_symmetric"
 
 
 def test_what_two_shots_cannot_split_goes_in_one(alone: SmallCollectives) -> None:
@@ -224,7 +241,7 @@ def test_blocks_of_different_sizes_or_legs_that_meet_would_not_do() -> None:
     assert not all(_Hosts(2, 3, _launches(seed, (2,)), seed).run() for seed in range(20))
 
 
-@given(units=st.integers(1, 4096), kernel=st.sampled_from(_KERNELS))
+@given(units=st.integers(1, 4096), kernel=st.sampled_from(KERNELS))
 def test_every_launch_has_the_same_threads_a_block_and_no_idle_block(units: int, kernel: str) -> None:
     window = object.__new__(SmallWindow)
     window.rank, window.most_units, window.capacity = 1, 4096, 8192

@@ -6,11 +6,11 @@ import faulthandler
 import functools
 import random
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -20,21 +20,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from collectives.exchange import LaneTensorExchange, TensorExchange, _check_sendable, open_exchange
+from collectives.exchange import (
+    LaneTensorExchange,
+    PeerTensorExchange,
+    TensorExchange,
+    _check_sendable,
+    _LaneGathering,
+    open_exchange,
+)
 from collectives.lane import Lane
-from collectives.recorder import Recorder
-from collectives.symmetric import PeerExchange
-from collectives.tensor import ColumnParallelLinear, RowParallelLinear
+from collectives.recorder import WAIT, Recorder
+from collectives.symmetric import PeerRounds
+from collectives.tensor import ColumnParallelLinear, RowParallelLinear, _multiply
 from netlayer.errors import HardwareMissing, RankFailed
 from netlayer.launch import RankContext, launch
 from netlayer.meeting import meeting_place, register_schemes
+from tests.collectives.harness import NUM_GPUS, Outcome, assert_passed, on_gpus, outcome_of
 
-NUM_GPUS = torch.cuda.device_count()
-ON_GPUS = (
-    pytest.mark.gpu,
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 CUDA devices, found {NUM_GPUS}"),
-)
+LIMIT_S = 60
+"""Of one check."""
 Check = Callable[[TensorExchange, torch.device], None]
 CHECKS: dict[str, Check] = {}
 
@@ -45,7 +49,7 @@ def check(function: Check) -> Check:
 
 
 @functools.cache
-def run_checks(world_size: int, device: str, path: str, folder: Path) -> list[dict[str, str]]:
+def run_checks(world_size: int, device: str, path: str, folder: Path) -> list[dict[str, Outcome]]:
     log_dir = folder / f"{device}{world_size}{path}"
     with meeting_place() as place:
         url = place.init_method("tensor")
@@ -55,34 +59,45 @@ def run_checks(world_size: int, device: str, path: str, folder: Path) -> list[di
             return [dict.fromkeys(CHECKS, f"{exc}: {exc.traceback}")]
 
 
-def run_rank(context: RankContext, device: str, path: str, url: str) -> dict[str, str]:
+def run_rank(context: RankContext, device: str, path: str, url: str) -> dict[str, Outcome]:
+    """Every check, on a group of its own; ranks tell each other their outcomes beside it, on gloo."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(60, exit=True)  # a kernel that waits for a peer waits for ever
-    rank = context.env.rank
-    register_schemes(url)
+    rank, world_size = context.env.rank, context.env.world_size
     place = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(place)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=url,
-        rank=rank,
-        world_size=context.env.world_size,
-        timeout=timedelta(seconds=60),
-        device_id=place if device == "cuda" else None,
-    )
-    exchange = open_exchange(dist.new_group(), place, path=path)
-    outcomes = {}
+    register_schemes(url)
+    # Who fails waits for peers that hang until their limit ends them.
+    patience = timedelta(seconds=2 * LIMIT_S)
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size, timeout=patience)
+
+    def open_new() -> TensorExchange:
+        if device == "cuda":
+            group = dist.new_group(backend="nccl", timeout=patience, device_id=place)
+        else:
+            group = dist.new_group(backend="gloo", timeout=patience)
+        return open_exchange(group, place, path=path)
+
+    exchange, outcomes = open_new(), {}
     for name, function in CHECKS.items():
-        torch.manual_seed(7)
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # a kernel that waits for a peer waits for ever
         print("check", name, flush=True)
-        try:
-            function(exchange, place)
-            outcomes[name] = ""
-        except Exception:  # noqa: BLE001 - told to the test
-            outcomes[name] = traceback.format_exc()
+        torch.manual_seed(7)
+        outcomes[name] = outcome_of(function, exchange, place)
+        if any(told(outcomes[name], world_size)):  # ranks may be out of step
+            exchange = open_new()
     faulthandler.cancel_dump_traceback_later()
+    return outcomes
+
+
+def told(outcome: Outcome, world_size: int) -> list[Outcome]:
+    """The outcomes of all ranks."""
+    outcomes: list[Outcome] = [""] * world_size
+    try:
+        dist.all_gather_object(outcomes, outcome)
+    except RuntimeError as exc:  # one of them hung: what failed here is the likely cause
+        raise AssertionError(outcome or "a peer failed") from exc
     return outcomes
 
 
@@ -96,17 +111,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param((2, "cpu", "lane"), id="2-gloo"),
         pytest.param((4, "cpu", "auto"), id="4-gloo"),
-        pytest.param((2, "cuda", "lane"), id="2-nccl", marks=ON_GPUS),
-        pytest.param((NUM_GPUS, "cuda", "peer"), id="peers", marks=ON_GPUS),
+        pytest.param((2, "cuda", "lane"), id="2-nccl", marks=on_gpus(2)),
+        pytest.param((NUM_GPUS, "cuda", "peer"), id="peers", marks=on_gpus(2)),
     ],
 )
 @pytest.mark.parametrize("name", CHECKS_NAMES := [
     "column_agrees", "row_agrees", "block_agrees", "random_shapes_agree", "half_precision_agrees",
     "delays_change_nothing", "collectives_are_counted", "frozen_weights_need_no_gather", "graphs_replay",
+    "windows_grow",
 ])  # fmt: skip
 def test_among_ranks(name: str, ranks: tuple[int, str, str], folder: Path) -> None:
-    failed = [f"rank {rank}: {out[name]}" for rank, out in enumerate(run_checks(*ranks, folder)) if out[name]]
-    assert not failed, "\n".join(failed)
+    assert_passed([outcomes[name] for outcomes in run_checks(*ranks, folder)])
 
 
 def test_every_check_is_run() -> None:
@@ -117,10 +132,10 @@ def test_every_check_is_run() -> None:
 
 
 def whole(exchange: TensorExchange, own: Tensor, dim: int = 0) -> Tensor:
-    """The parts of all ranks, in rank order, along `dim`."""
-    parts = [torch.empty_like(own) for _ in range(exchange.world_size)]
-    dist.all_gather(parts, own.contiguous())
-    return torch.cat(parts, dim)
+    """The parts of all ranks, in rank order, along `dim`; by way of the host, beside the exchange."""
+    parts = [torch.empty_like(own, device="cpu") for _ in range(exchange.world_size)]
+    dist.all_gather(parts, own.cpu().contiguous())
+    return torch.cat(parts, dim).to(own.device)
 
 
 def part(exchange: TensorExchange, tensor: Tensor, dim: int = 0) -> Tensor:
@@ -253,18 +268,23 @@ def delays_change_nothing(exchange: TensorExchange, device: torch.device) -> Non
 @check
 def collectives_are_counted(exchange: TensorExchange, device: torch.device) -> None:
     recorder = Recorder(device)
-    lane = getattr(exchange, "lane", exchange)
     chunks = len(exchange.slices(8)) if isinstance(exchange, LaneTensorExchange) else 1
     scatters = chunks if isinstance(exchange, LaneTensorExchange) else exchange.world_size - 1
     layer = ColumnParallelLinear(16, 8 * exchange.world_size, exchange=exchange, device=device)
+    back = RowParallelLinear(8 * exchange.world_size, 16, exchange=exchange, device=device)
     x = torch.randn(8, 16, device=device, requires_grad=True)
-    with mock.patch.object(lane, "recorder", recorder):
+    with mock.patch.object(exchange.lane, "recorder", recorder):
         recorder.begin_step(1)
-        layer(x).sum().backward()
-        counts = recorder.end_step().counts()
-    kinds = {kind: count for (_, kind), count in counts.items()}
-    # The rows are gathered forward and again backward; their gradient is scattered once.
-    assert kinds == {"all_gather": 2 * chunks, "reduce_scatter": scatters}, counts
+        back(layer(x)).sum().backward()
+        comm = recorder.end_step()
+    # Rows are gathered in the first layer, forward and again backward, and in the second one's backward; they are
+    # scattered once each. The second one's bias is summed.
+    expected = {"all_gather": 3 * chunks, "reduce_scatter": 2 * scatters, "all_reduce": 1}
+    assert comm.counts() == {("tensor", kind): count for kind, count in expected.items()}
+    spans = comm.spans()
+    assert {span.name for span in spans if span.lane.startswith("tensor")} == set(expected)
+    assert {span.name for span in spans if span.lane == WAIT} == {f"wait for {kind}" for kind in expected}
+    assert 0 < comm.exposed_comm <= 1
 
 
 @check
@@ -312,6 +332,20 @@ def graphs_replay(exchange: TensorExchange, device: torch.device) -> None:
         assert torch.equal(actual, expected)
         assert torch.equal(gradient, x.grad)
         x.grad = grad_before
+
+
+@check
+def windows_grow(exchange: TensorExchange, device: torch.device) -> None:
+    """A matrix that does not fit gets new windows, and one that does keeps them."""
+    if not isinstance(exchange, PeerTensorExchange):
+        return
+    fresh, slots = PeerTensorExchange(exchange.group, device), []
+    with mock.patch("collectives.exchange._LEAST_SLOT_BYTES", 256):
+        for rows in (2, 8, 64, 4):  # of 32 float32: 128 bytes a row
+            compare_column(fresh, device, (rows,), (32, 32), torch.float32)
+            compare_row(fresh, device, (rows,), (32, 32), torch.float32)
+            slots.append({kind: rounds.slot_bytes for kind, rounds in fresh._rounds.items()})
+    assert slots == [dict.fromkeys(("gather", "scatter"), size) for size in (256, 1024, 8192, 8192)]
 
 
 # ---- in this process alone ----
@@ -383,11 +417,94 @@ def test_rows_that_peers_cannot_carry_are_refused_first() -> None:
 
 
 def test_a_round_that_was_left_open_is_noticed() -> None:
-    window = PeerExchange.__new__(PeerExchange)
-    window._open = window._may_write = False
-    window.begin()
+    rounds = PeerRounds.__new__(PeerRounds)
+    rounds._open = rounds._may_write = False
+    rounds.begin()
     with pytest.raises(RuntimeError, match="open a new exchange"):
-        window.begin()
+        rounds.begin()
+
+
+def test_the_sum_of_the_bias_runs_under_the_product_of_the_weight() -> None:
+    exchange, calls = alone(), []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls.append(name)
+            return function(*args)
+
+        return call
+
+    y = RowParallelLinear(4, 6, exchange=exchange)(torch.randn(3, 4, requires_grad=True))
+    with (
+        mock.patch("collectives.tensor._multiply", noted("dx", _multiply)),
+        mock.patch.object(Lane, "start_all_reduce", noted("sum", Lane.start_all_reduce)),
+        mock.patch.object(_LaneGathering, "whole", noted("dw", _LaneGathering.whole)),
+        mock.patch.object(_LaneGathering, "close", noted("gathered", _LaneGathering.close)),
+    ):
+        y.sum().backward()
+    assert calls == ["dx", "sum", "dw", "gathered"]
+
+
+def fake_rounds(num_bytes: int) -> mock.Mock:
+    rounds = mock.Mock(spec=PeerRounds, slot_bytes=1 << 20, copy_stream="copies")
+    rounds.staged.return_value = torch.zeros(2, num_bytes, dtype=torch.uint8)
+    return rounds
+
+
+def between_two_peers(recorder: Recorder) -> PeerTensorExchange:
+    """Rank 0 of two, whose rounds are fakes."""
+    exchange = PeerTensorExchange(cast(Any, None), torch.device("cpu"), recorder)
+    exchange.world_size = 2
+    exchange._rounds = {kind: fake_rounds(3 * 4 * 4) for kind in ("gather", "scatter")}
+    return exchange
+
+
+def go_round(exchange: PeerTensorExchange) -> None:
+    gathering = exchange.gather(torch.ones(3, 4))
+    assert [part.shape for _, part in gathering.parts()] == [(1, 3, 4)] * 2
+    scattering = exchange.scatter(3, 4, torch.ones(1))
+    for _, part in scattering.parts():
+        part.zero_()
+    scattering.result()
+    gathering.close()
+
+
+def test_what_peers_exchange_is_recorded_on_the_stream_that_carries_it() -> None:
+    recorder, streams = Recorder(), []
+    recorder._by_events = True
+    exchange = between_two_peers(recorder)
+    with mock.patch("collectives.recorder.take_mark", lambda _, stream: streams.append(stream)):
+        go_round(exchange)
+    assert recorder.counts() == {("tensor", "all_gather"): 1, ("tensor", "reduce_scatter"): 1}
+    assert streams == ["copies"] * 4
+    for rounds in exchange._rounds.values():
+        called = [call[0] for call in cast(mock.Mock, rounds).method_calls]
+        assert called.index("follow") < called.index("send"), "it starts where the current stream lets it"
+
+
+def test_a_capture_of_what_peers_exchange_is_not_recorded() -> None:
+    recorder = Recorder()
+    exchange = between_two_peers(recorder)
+    exchange.lane.track = track = mock.Mock()
+    with mock.patch.object(Lane, "is_capturing", True):
+        go_round(exchange)
+    assert not recorder.counts()
+    track.launch.assert_not_called()
+
+
+def test_what_peers_exchange_is_watched_until_its_round_ends() -> None:
+    exchange = between_two_peers(Recorder())
+    exchange.lane.track = track = mock.Mock()
+    gathering = exchange.gather(torch.ones(3, 4))
+    track.launch.assert_called_once_with("all_gather", 2 * 3 * 4 * 4, "")
+    track.launch.return_value.settle.assert_not_called()
+    gathering.close()
+    track.launch.return_value.settle.assert_called_once_with()
+    scattering = exchange.scatter(3, 4, torch.ones(1))
+    list(scattering.parts())
+    track.launch.assert_called_with("reduce_scatter", 2 * 3 * 4 * 4, "")
+    scattering.result()
+    assert track.launch.return_value.settle.call_count == 2
 
 
 def test_peers_are_refused_where_there_are_none() -> None:

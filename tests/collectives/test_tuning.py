@@ -7,22 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.small_paths import KINDS, PATHS
-from collectives.small_trial import Trial, make_replay, time_in_turn
-from collectives.tuning import (
-    DEFAULT_TABLE,
-    Choice,
-    Entry,
-    Measured,
-    TuningTable,
-    _merge,
-    buffer_sizes,
-    fastest,
-)
+from collectives.small_path import KINDS, PATHS
+from collectives.small_trial import Trial, buffer_sizes
+from collectives.small_tune import _merge, fastest
+from collectives.timing import make_replay
+from collectives.tuning import DEFAULT_TABLE, Choice, Entry, Measured, TuningTable
 from netlayer.errors import ConfigError
 
 CHOICES = st.lists(
@@ -178,15 +170,3 @@ def test_right_data_is_right_and_one_wrong_element_is_seen(kind: Any, ranks: int
             assert trial.count_wrong(launches) == 0
             trial.out[-1] = trial.out[-1] * 2 + 1
             assert trial.count_wrong(launches) == 1
-
-
-def test_systems_take_turns_and_times_are_those_of_a_launch(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    heard: list[str] = []
-    replays = {name: lambda name=name: heard.append(name) for name in ("a", "b")}
-    group = dist.group.WORLD
-    times = time_in_turn(replays, group, torch.device("cpu"), launches=10, count=2, rounds=3)
-    dist.destroy_process_group()
-    assert heard == (["a"] * 3 + ["b"] * 3) * 3  # each warmed up once a round
-    assert {name: [len(found) for found in rounds] for name, rounds in times.items()} == {"a": [2] * 3, "b": [2] * 3}
-    assert all(0 < us < 1e5 for rounds in times.values() for found in rounds for us in found)

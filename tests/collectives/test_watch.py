@@ -84,6 +84,20 @@ def test_a_rank_that_is_away_is_named_with_what_it_does(kind: str, meet: str) ->
         assert len(logged) == 1, "it is in the log before the time is over, once"
 
 
+@pytest.mark.parametrize(
+    ("play", "says"),
+    [
+        (scenes.skips_a_training_step, r"of group (gather|reduce) ranks 0-2 .* at step 2: rank 2"),
+        (scenes.skips_a_product, r"all_gather #3 .* of group tensor ranks 0-2 .* at step 2: rank 2"),
+    ],
+    ids=["sharded", "tensor"],
+)
+def test_whoever_opens_lanes_can_give_them_a_watch(play: scenes.Play, says: str, meet: str) -> None:
+    for error in told_by(perform(play, 3, meet, culprit=2), CollectiveTimeout, but=2):
+        assert error.missing == (2,)
+        assert re.search(says, str(error)), error
+
+
 def test_a_dead_rank_is_named_at_once_though_only_its_neighbours_see_it(meet: str) -> None:
     told = perform(scenes.dies, 4, meet, culprit=3, timeout_s=4)
     errors = told_by(told, CollectiveFailed, but=3)

@@ -231,6 +231,22 @@ def test_actions_of_a_round_are_all_actions(schedule: Schedule) -> None:
         assert list(itertools.chain(*schedule.rounds(stage))) == list(schedule.stages[stage])
 
 
+@pytest.mark.parametrize(
+    ("schedule", "longest"),
+    [
+        (one_forward_one_backward(3, 6), 1),
+        (one_forward_one_backward(3, 6, eager=True), 2),
+        (interleaved(3, 6, 2), 2),
+    ],
+    ids=lambda one: one.name if isinstance(one, Schedule) else "",
+)
+def test_what_a_round_is_does_not_depend_on_the_name(schedule: Schedule, longest: int) -> None:
+    for name in ("1f1b", "mine"):
+        renamed = replace(schedule, name=name)
+        assert {max(map(len, renamed.rounds(stage))) for stage in range(3)} == {longest}
+        check_schedule(renamed)
+
+
 def test_schedules_need_no_torch() -> None:
     code = "import sys, trainer.schedule, trainer.schedule_check; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -40,7 +40,7 @@ NUM_UNMOVED = 4
 
 
 class BackwardStep:
-    """Steps the optimiser behind the reductions, as the `Follower` of `GradientReduce`.
+    """Steps the optimiser behind the reductions of a step's last backward pass, at the same places on every rank.
 
     Args:
         buckets: in order of first use.
@@ -66,17 +66,19 @@ class BackwardStep:
         self._after: dict[int, torch.cuda.Event] = {}
 
     def begin(self) -> None:
-        """No gather that reads a shard is under way when that shard is stepped."""
+        """The first gradient has come: no gather that reads a shard is under way when that shard is stepped."""
         self._behind.clear()
         self._gather.wait_all()
 
     def reduced(self, index: int, flight: Flight) -> None:
+        """The reduction of this bucket has been launched."""
         flight.follow(lambda: self._update(self._buckets[index]), self._stream)
         self._behind.append((index, flight))
         while len(self._behind) > self._lag:
             self._pass_on(*self._behind.popleft())
 
     def complete(self) -> None:
+        """All have been."""
         while self._behind:
             self._pass_on(*self._behind.popleft())
         self._gather.publish_rest(self._after)

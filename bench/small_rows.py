@@ -1,0 +1,129 @@
+"""What the rows of `bench.small_messages` say: ours beside the best of the others, in words and as a verdict.
+
+A row's `table` is `time` (one system, one collective and size), `speed_up`, `geometric_mean`, `kernel` (which one NCCL
+ran on windows), or `left_out`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from netlayer.errors import CheckFailed
+from netlayer.units import format_size
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+SMALL_BYTES = tuple(1024 * 4**power for power in range(5))  # 1 KiB to 256 KiB
+LARGE_BYTES = 64 << 20
+OURS, NCCL = "ours", "nccl"
+
+Row = dict[str, Any]
+
+
+def summarise(rows: Sequence[Row]) -> list[Row]:
+    """Ours beside the best of the others at each size; the geometric means up to 256 KiB; the bandwidth from 64 MiB on.
+
+    No rows where there was nothing to compare, or no right data.
+    """
+    timed = [row for row in rows if row["table"] == "time" and not row["wrong"]]
+    compared: list[Row] = []
+    for kind in KINDS:
+        for num_bytes in sorted({row["num_bytes"] for row in timed if row["kind"] == kind}):
+            compared += _compare([row for row in timed if (row["kind"], row["num_bytes"]) == (kind, num_bytes)])
+    small = [row for row in compared if row["num_bytes"] <= SMALL_BYTES[-1]]
+    means = [_mean(kind, [row for row in small if row["kind"] == kind]) for kind in KINDS]
+    return [*compared, *filter(None, means), *filter(None, [_mean("all", small)])]
+
+
+def judge(rows: Sequence[Row], min_speed_up: float | None) -> None:
+    """End well, or say what is wrong.
+
+    Raises:
+        CheckFailed: data was wrong, or time ran out, or the speed-up is missed, or was asked for and not measured.
+    """
+    wrong = [f"{row['kind']} of {row['num_bytes']} bytes by {_name(row)}" for row in rows if row.get("wrong")]
+    if wrong:
+        raise CheckFailed(f"wrong data: {'; '.join(wrong)}")
+    if late := [row["system"] for row in rows if row.get("out_of_time")]:
+        raise CheckFailed(f"time ran out before {late[0]} and {len(late) - 1} more; raise --within, or lower --sizes")
+    if min_speed_up is None:
+        return
+    found = next(
+        (row["speed_up"] for row in rows if (row["table"], row.get("kind")) == ("geometric_mean", "all")), None
+    )
+    if found is None:
+        raise CheckFailed("--min-speed-up was given, and there was nothing to compare with")
+    if found < min_speed_up:
+        raise CheckFailed(f"the speed-up over the best of the others is {found:.3f}, below {min_speed_up:g}")
+
+
+def format_row(row: Row) -> str:
+    """One line of a row, for a person."""
+    size = f"{row.get('kind', ''):14} {format_size(row['num_bytes']) if 'num_bytes' in row else '':>8}"
+    if row["table"] == "left_out":
+        return f"left out: {row['system']}: {row['reason']}"
+    if row["table"] == "kernel":
+        return f"{size}  nccl_windows: {row['kernel'] or 'kernel not seen'}"
+    if row["table"] == "figure":
+        return f"{size}  tuning: {row['path']:20} {row['median_us']:9.2f} us"
+    if row["table"] == "time":
+        if row["wrong"]:
+            return f"{size}  {_name(row):42} WRONG DATA"
+        figures = f"{row['median_us']:9.2f} us  p99 {row['p99_us']:9.2f}  {row['bus_bw_gbs']:7.2f} GB/s"
+        spread = f"rounds {min(row['round_medians_us']):.2f} to {max(row['round_medians_us']):.2f}"
+        spread += ", host-bound" * row["host_bound"]
+        return f"{size}  {_name(row):42} {figures}  {spread}"
+    if row["table"] == "speed_up":
+        beside = f"{row['best_other']} {row['best_other_us']:.2f} us"
+        share = f", {row['bus_bw_of_nccl']:.3f} of NCCL's bandwidth" if row["bus_bw_of_nccl"] is not None else ""
+        return f"{size}  ours {row['ours_us']:9.2f} us, {beside}: {row['speed_up']:.2f}x{share}"
+    return f"{row['kind']:14} geometric mean of {row['num_sizes']} up to 256 KiB: {row['speed_up']:.2f}x"
+
+
+def format_summary(rows: Sequence[Row]) -> list[str]:
+    """What a person wants to see at the end."""
+    lines = [format_row(row) for row in rows if row["table"] not in ("time", "kernel")]
+    if not any(row["table"] == "speed_up" for row in rows):
+        lines = [*map(format_row, rows), "one system alone: there was nothing to compare"]
+    windows = [row for row in rows if row["table"] == "kernel"]
+    if windows:
+        used = sum(bool(row["on_windows"]) for row in windows)
+        unknown = sum(row["on_windows"] is None for row in windows)
+        said = f"not known of {unknown}" if unknown else "by the kernels' names"
+        lines.append(f"nccl_windows: {used} of {len(windows)} ran NCCL's symmetric kernels ({said})")
+    return lines
+
+
+def _compare(rows: Sequence[Row]) -> list[Row]:
+    """The row of one kind and size."""
+    ours = next((row for row in rows if row["system"] == OURS), None)
+    best = min((row for row in rows if row["system"] != OURS), key=lambda row: float(row["median_us"]), default=None)
+    if ours is None or best is None:
+        return []
+    nccl = next((row for row in rows if row["system"] == NCCL), None)
+    return [
+        {
+            "table": "speed_up",
+            "kind": ours["kind"],
+            "num_bytes": ours["num_bytes"],
+            "ours_us": ours["median_us"],
+            "best_other": _name(best),
+            "best_other_us": best["median_us"],
+            "speed_up": best["median_us"] / ours["median_us"],
+            "bus_bw_of_nccl": ours["bus_bw_gbs"] / nccl["bus_bw_gbs"]
+            if nccl is not None and ours["num_bytes"] >= LARGE_BYTES
+            else None,
+        }
+    ]
+
+
+def _mean(kind: str, compared: Sequence[Row]) -> Row | None:
+    if not compared:
+        return None
+    mean = statistics.geometric_mean(row["speed_up"] for row in compared)
+    return {"table": "geometric_mean", "kind": kind, "num_sizes": len(compared), "speed_up": mean}
+
+
+def _name(row: Row) -> str:
+    return f"{row['system']} {row['variant']}".strip()

@@ -1,0 +1,73 @@
+"""What lanes and links have in common: on CUDA a stream of their own, and who hears of what they carry.
+
+The recorder times collectives, the watch counts them. Neither hears of a CUDA graph's capture: nothing runs then, and
+its events cannot be asked. Left out: launching anything (`collectives.lane`, `collectives.link`).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from collectives.recorder import Collective, Recorder
+from collectives.track import Operation, Track
+
+
+class Carrier:
+    """A stream that carries collectives, and their recorder and track.
+
+    Args:
+        device: of every tensor.
+        recorder: notes each collective.
+        track: of the watch, which says who is late where a collective does not complete.
+
+    `muted` (for measurements) leaves out every collective and does all else: what is computed is then wrong, but takes
+    the time that a step with its communication removed takes.
+    """
+
+    muted = False
+
+    def __init__(self, device: torch.device, recorder: Recorder | None, track: Track | None) -> None:
+        self.device, self.recorder, self.track = device, recorder, track
+        self.stream = new_stream(device)
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is captured now."""
+        return self.stream is not None and torch.cuda.is_current_stream_capturing()
+
+    def recording(
+        self, group: str, kind: str, num_bytes: int, **more: Any
+    ) -> AbstractContextManager[Collective | None]:
+        """Around the call that launches a collective; arguments as in `Recorder.launching`."""
+        if self.recorder is None or self.is_capturing:
+            return nullcontext()
+        return self.recorder.launching(group, kind, num_bytes, **more)
+
+    def waiting(self, collective: Collective | None) -> AbstractContextManager[None]:
+        """Around what makes the computation wait for a collective; None: one that was not recorded.
+
+        Raises:
+            CollectiveFailed: a collective is overdue.
+        """
+        if self.track is not None:
+            self.track.watch.check()
+        if self.recorder is None or collective is None or self.is_capturing:
+            return nullcontext()
+        return self.recorder.waiting(collective)
+
+    def counted(self, kind: str, num_bytes: int, detail: str = "") -> Operation | None:
+        """The collective that is launched next, for the watch; arguments and errors as in `Track.launch`."""
+        if self.track is None or self.muted or self.is_capturing:
+            return None
+        return self.track.launch(kind, num_bytes, detail)
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """One for transfers and what they wait for; None on the CPU.
+
+    The GPU shall prefer the few blocks of a transfer to the many of a matrix product that they compete with.
+    """
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

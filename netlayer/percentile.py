@@ -1,0 +1,18 @@
+"""The one definition of a percentile in all records: by nearest rank, so that it is a value that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The least of `values` that at least `percent` (1..100) in a hundred of them do not exceed.
+
+    A `median` in a record is the mean of the two in the middle where their number is even (`statistics.median`).
+
+    Raises:
+        ValueError: no values, or another percentage.
+    """
+    if not values or not 1 <= percent <= 100:
+        raise ValueError(f"needs values and a percentage of 1 to 100, got {len(values)} values and {percent}")
+    return sorted(values)[-(-len(values) * percent // 100) - 1]
