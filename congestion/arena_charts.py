@@ -1,0 +1,73 @@
+"""The arena's own charts: ratios with their intervals, and completion time against pauses with the front."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from netlayer.report import Chart
+from netlayer.report.theme import MUTED, PALETTE
+
+_ROW_HEIGHT = 20
+
+
+def intervals(frame: pd.DataFrame, laws: list[str], margin: float) -> Chart:
+    """Columns `workload`, `rival`, `ratio`, `low`, `high`: a line an interval, a dot its ratio; left of 1 is better."""
+    names = list(dict.fromkeys(frame["workload"]))
+    rivals = [law for law in laws if law in set(frame["rival"])]
+    base = alt.Chart(frame).encode(
+        y=alt.Y("workload:N", sort=names, axis=alt.Axis(title=None, ticks=False, labelLimit=220)),
+        yOffset=alt.YOffset("rival:N", sort=rivals),
+        color=law_colour(laws, rivals),
+        tooltip=[
+            alt.Tooltip("workload:N"),
+            alt.Tooltip("rival:N", title="against"),
+            *(alt.Tooltip(f"{name}:Q", format=".3f") for name in ("ratio", "low", "high")),
+        ],
+    )
+    scale = alt.Scale(zero=False, nice=True, padding=12)
+    x = alt.X("low:Q", scale=scale, axis=alt.Axis(title="Completion time over the rival's", tickCount=9))
+    lines = pd.DataFrame({"x": [1.0, margin], "what": ["alike", "no worse"]})
+    marks = (
+        alt.Chart(lines)
+        .mark_rule(color=MUTED)
+        .encode(x="x:Q", strokeDash=alt.StrokeDash("what:N", legend=None, sort=["alike", "no worse"]))
+    )
+    spans = base.mark_rule(strokeWidth=2).encode(x=x, x2="high:Q")
+    dots = base.mark_point(filled=True, size=70, opacity=1).encode(x=alt.X("ratio:Q", scale=scale))
+    drawn: Any = alt.layer(marks, spans, dots)
+    height = _ROW_HEIGHT * len(names) * max(1, len(rivals))
+    return drawn.properties(width="container", height=height)  # type: ignore[no-any-return]
+
+
+def front(frame: pd.DataFrame, laws: list[str]) -> Chart:
+    """Columns `law`, `pause_share`, `completion`, `on_front`: a named dot a law, the front as a line of steps."""
+    x = alt.X("pause_share:Q", axis=alt.Axis(title="Port-time paused", format=".2~%", tickCount=7))
+    scale = alt.Scale(zero=False, nice=True, padding=24)
+    y = alt.Y("completion:Q", scale=scale, axis=alt.Axis(title="Completion time over the best law's", tickCount=7))
+    base = alt.Chart(frame).encode(x=x, y=y)
+    steps = (
+        alt.Chart(frame[frame["on_front"]])
+        .mark_line(interpolate="step-after", strokeDash=[5, 4], color=MUTED, strokeWidth=1.5)
+        .encode(x=x, y=y)
+    )
+    tooltip = [
+        alt.Tooltip("law:N"),
+        alt.Tooltip("completion:Q", format=".3f"),
+        alt.Tooltip("pause_share:Q", title="port-time paused", format=".2%"),
+        alt.Tooltip("on_front:N", title="on the front"),
+    ]
+    dots = base.mark_point(filled=True, size=160, opacity=1).encode(color=law_colour(laws, None), tooltip=tooltip)
+    labels = base.mark_text(align="left", dx=9, dy=-11, fontWeight=600).encode(text="law:N")
+    drawn: Any = alt.layer(steps, dots, labels)
+    return drawn.properties(width="container", height=320)  # type: ignore[no-any-return]
+
+
+def law_colour(laws: list[str], shown: list[str] | None) -> Any:
+    """A law has one colour in every chart of the page; a legend of those `shown`, where given."""
+    scale: dict[str, Any] = {"domain": laws, "range": [PALETTE[at % len(PALETTE)] for at in range(len(laws))]}
+    legend = None if shown is None else alt.Legend(title=None, values=shown)
+    by = "law:N" if shown is None else "rival:N"
+    return alt.Color(by, scale=alt.Scale(**scale), legend=legend)
