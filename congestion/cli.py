@@ -1,8 +1,11 @@
-"""`netlayer simulate`: flows of a file over the fabric of a file, under one law or several, as JSON."""
+"""`netlayer simulate`: a scenario by name, or flows of a file over a fabric of a file, under one law or several."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,58 +15,224 @@ from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import check_target, write_text
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from congestion.engine.build import Law
+    from congestion.scenario_catalogue import Case
+    from netlayer.output import Output
 
 _PATH = click.Path(path_type=Path)
+_OURS = "congestion"
+_STDOUT = Path("-")
+_COLUMNS = {
+    "cc": "law",
+    "flows": "flows",
+    "ended": "ended",
+    "completion_s": "completion",
+    "fct_median_s": "FCT median",
+    "fct_p99_s": "p99",
+    "fct_p999_s": "p99.9",
+    "fct_max_s": "max",
+    "slowdown_median": "slowdown median",
+    "slowdown_p99": "p99",
+    "goodput_bps": "goodput",
+    "jain": "Jain",
+    "pauses": "pauses",
+    "pause_share": "paused",
+    "ecn_marked": "marks",
+    "drops": "drops",
+    "retransmissions": "resent",
+    "max_queue_bytes": "largest queue",
+}
 
 
 @click.command()
-@click.option("--topo", type=_PATH, required=True, help="The fabric: HPCC's topo.txt.")
-@click.option("--flows", "flow_file", type=_PATH, required=True, help="The flows: HPCC's flow.txt.")
-@click.option("--cc", default="dcqcn", show_default=True, metavar="LAW[,LAW...]", help="none | dcqcn.")
+@click.argument("scenario", required=False)
+@click.option("--topo", type=_PATH, help="The fabric: HPCC's topo.txt, or what `topology import` reads in one file.")
+@click.option("--flows", "flow_file", type=_PATH, help="The flows on it: HPCC's flow.txt.")
+@click.option("--cm", "cm_file", type=_PATH, help="htsim's connection matrix, on its fat tree: 100G, 1 us a link.")
+@click.option("--fabric", help="star | dumbbell | clos | fat-tree [default: the one that suits the scenario].")
+@click.option("--config", type=_PATH, help="TOML file of the cluster and job of job-phases; see examples/.")
+@click.option("--cc", default="dcqcn", show_default=True, metavar="LAW[,LAW...]", help="Control laws; none is one.")
 @click.option("--preset", default="ns3", show_default=True, help="Switch, NIC and law: ns3 | ns3-paper.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of all randomness.")
-@click.option("--set", "overrides", multiple=True, metavar="congestion.X=Y", help="Override one value; repeatable.")
+@click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable.")
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="They change the time alone."
+)
 @click.option("--truncate-ns", is_flag=True, help="Cut serialisation times to whole ns, as ns-3 does.")
-@click.option("--json", "json_file", type=_PATH, default=Path("-"), help="Where the result goes [default: stdout].")
+@click.option("--out", type=_PATH, help="Folder for flows and ports as CSV and parquet, and the record.")
+@click.option(
+    "--json", "json_file", type=_PATH, help="Where all of it goes as JSON; - is stdout, where files are given."
+)
+@click.option("--list", "listed", is_flag=True, help="List scenarios and fabrics with what --set changes, and end.")
 def simulate(
-    topo: Path,
-    flow_file: Path,
+    scenario: str | None,
+    topo: Path | None,
+    flow_file: Path | None,
+    cm_file: Path | None,
+    fabric: str | None,
+    config: Path | None,
     cc: str,
     preset: str,
     seed: int,
     overrides: tuple[str, ...],
+    threads: int,
     truncate_ns: bool,
-    json_file: Path,
+    out: Path | None,
+    json_file: Path | None,
+    listed: bool,
 ) -> None:
     """Simulate flows packet by packet; exit 1 where one did not end (its fct_ns is null).
 
+    SCENARIO is one of incast, permutation, all-to-all, ring-all-reduce, victim, poisson, job-phases. Without one, flows
+    come from files, and the JSON goes to stdout unless --json or --out says otherwise.
+
     \b
-    Example:
+    Examples:
+      netlayer simulate incast --set scenario.senders=32 --cc none,dcqcn
+      netlayer simulate all-to-all --set scenario.ranks=64 --set scenario.rounds=true --out runs/rounds
+      netlayer simulate permutation --fabric fat-tree --set fabric.bps=100G --set congestion.ecn=false
+      netlayer simulate job-phases --config examples/h200x8.toml --set cluster.servers=4 --set job.parallel.dp=32
       netlayer simulate --topo topo.txt --flows flow.txt --cc none,dcqcn --seed 3 --json result.json
+      netlayer simulate --list
     """
-    from congestion.files import read_flows
     from congestion.settings import settings_of
     from congestion.simulate import simulate as run
-    from topology.importers.hpcc import read_hpcc
+    from netlayer.progress import Stages
 
+    if listed:
+        _print_list()
+        return
+    if json_file is None and scenario is None and out is None:
+        json_file = _STDOUT
     check_target("--json", json_file)
     laws = [_law(name) for name in cc.split(",")]
-    settings = settings_of(preset, overrides)
-    fabric = read_hpcc(topo)
-    flows = read_flows(flow_file, fabric)
-    runs: list[dict[str, Any]] = []
-    for law in laws:
-        outcome = run(fabric, flows, settings, law, seed=seed, truncate_ns=truncate_ns)
-        runs.append(
-            {"cc": law, "preset": preset, "seed": seed, "source": "simulated", **outcome.to_json(fabric, flows)}
+    mine = tuple(one for one in overrides if one.split(".")[0] == _OURS)
+    settings = settings_of(preset, mine)
+    others = tuple(one for one in overrides if one not in mine)
+    case = _case(scenario, topo, flow_file, cm_file, fabric, config, others, seed)
+    with contextlib.ExitStack() as stack:
+        kept = _Kept(stack, out)
+        runs: list[dict[str, Any]] = []
+        with Stages() as stages:
+            for law in laws:
+                with stages.open(law):
+                    outcome = run(
+                        case.fabric, case.flows, settings, law, seed=seed, truncate_ns=truncate_ns, threads=threads
+                    )
+                kept.add(law, case, outcome)
+                if json_file:
+                    asked = {"cc": law, "preset": preset, "seed": seed, "source": "simulated"}
+                    runs.append({**asked, **outcome.to_json(case.fabric, case.flows)})
+        if json_file:
+            write_text(json_file, json.dumps(runs[0] if len(runs) == 1 else {"runs": runs}, indent=1) + "\n")
+        arguments = {"scenario": scenario or "", "preset": preset, "seed": seed, "set": list(overrides), "cc": cc}
+        kept.publish(arguments, {**case.config, _OURS: settings.model_dump(mode="json")}, seed)
+    with contextlib.redirect_stdout(sys.stderr if json_file == _STDOUT else sys.stdout):
+        _print_rows(kept.rows)
+    for row in kept.rows:
+        if row["ended"] < row["flows"]:
+            stuck = f"{row['flows'] - row['ended']} of {row['flows']} flows did not end"
+            raise CheckFailed(f"{row['cc']}: {stuck}: their last packets were lost, or they were stopped for good")
+
+
+class _Kept:
+    """Rows of each law for the table, and their frames for `--out`."""
+
+    def __init__(self, stack: contextlib.ExitStack, out: Path | None) -> None:
+        from netlayer.output import open_output
+        from netlayer.results import utc_now
+
+        self.rows: list[dict[str, Any]] = []
+        self._started = utc_now()
+        self._out: Output | None = stack.enter_context(open_output(out, "simulate")) if out else None
+        self._frames: dict[str, list[pd.DataFrame]] = {"flows": [], "ports": []}
+
+    def add(self, law: str, case: Case, outcome: Any) -> None:
+        from congestion import measures
+
+        flows = measures.flow_frame(case.fabric, case.flows, outcome)
+        ports = measures.port_frame(case.fabric, outcome)
+        self.rows.append({"cc": law, **measures.summary(flows, ports), "wall_s": outcome.wall_s})
+        if self._out:
+            for name, frame in (("flows", flows), ("ports", ports)):
+                frame.insert(0, "cc", law)
+                self._frames[name].append(frame)
+
+    def publish(self, arguments: Mapping[str, Any], config: Mapping[str, Any], seed: int) -> None:
+        if not self._out:
+            return
+        import pandas as pd
+
+        from netlayer.environ import snapshot
+        from netlayer.results import RunRecord, utc_now
+
+        for name, frames in self._frames.items():
+            whole = pd.concat(frames, ignore_index=True)
+            whole.to_csv(self._out.part / f"{name}.csv", index=False)
+            whole.to_parquet(self._out.part / f"{name}.parquet", index=False)
+        record = RunRecord(
+            name="congestion.simulate",
+            source="simulated",
+            rows=self.rows,
+            started_utc=self._started,
+            ended_utc=utc_now(),
+            arguments=arguments,
+            config=config,
+            environment=snapshot(seed),
         )
-    write_text(json_file, json.dumps(runs[0] if len(runs) == 1 else {"runs": runs}, indent=1) + "\n")
-    for result in runs:
-        stuck = sum(flow["fct_ns"] is None for flow in result["flows"])
-        if stuck:
-            cause = "the last packets of a flow were lost, and there is no retransmit timer yet"
-            raise CheckFailed(f"{result['cc']}: {stuck} of {len(result['flows'])} flows did not end: {cause}")
+        record.save(self._out.part / "records")
+        for path in self._out.publish():
+            click.echo(f"record: {path}", err=True)
+
+
+def _case(
+    scenario: str | None,
+    topo: Path | None,
+    flow_file: Path | None,
+    cm_file: Path | None,
+    fabric: str | None,
+    config: Path | None,
+    overrides: Sequence[str],
+    seed: int,
+) -> Case:
+    """What runs: a scenario or a file's flows, on a named fabric or a file's."""
+    from congestion.scenario_catalogue import build_scenario, case_of_cm, case_of_flows
+    from topology.importers import read_fabric
+
+    if [scenario, flow_file, cm_file].count(None) != 2:
+        remedy = "name a scenario of --list, or give --topo and --flows, or --cm"
+        raise ConfigError("SCENARIO", scenario, "and --flows and --cm: one of them must be given", remedy)
+    if topo and fabric:
+        raise ConfigError("--fabric", fabric, "has no effect where --topo gives the fabric", "leave one out")
+    if config and not scenario:
+        raise ConfigError("--config", config, "has no effect on flows of a file", "leave it out")
+    given = read_fabric([topo]) if topo else fabric or ""
+    if scenario:
+        return build_scenario(scenario, overrides, seed, fabric=given, config=config)
+    if cm_file:
+        return case_of_cm(cm_file, overrides, fabric=given)
+    if not given:
+        raise ConfigError("--topo", None, "is missing", "give the fabric of --flows, or --fabric NAME")
+    return case_of_flows(Path(str(flow_file)), overrides, fabric=given)
+
+
+def _print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    from topology.commands.printing import print_rows
+
+    times = [key for key in rows[0] if key.endswith("_us")]
+    in_s = [{f"{key[:-3]}_s": None if row[key] is None else row[key] / 1e6 for key in times} for row in rows]
+    print_rows("simulated", [{**row, **seconds} for row, seconds in zip(rows, in_s, strict=True)], _COLUMNS)
+
+
+def _print_list() -> None:
+    from congestion.scenario_catalogue import describe
+    from topology.commands.printing import print_rows
+
+    print_rows(
+        "scenarios and fabrics", describe(), {"of": "of", "name": "--set", "default": "default", "meaning": "meaning"}
+    )
 
 
 def _law(name: str) -> Law:

@@ -1,17 +1,48 @@
-"""How kernels are compiled.
+"""How kernels are compiled, and kept.
 
 Without numba's reference counts (`_nrt`), which would cost more than everything else: the tables are handed from kernel
-to kernel, and no kernel makes an array. Kernels that call each other in a circle cannot be kept in numba's cache.
+to kernel, and no kernel makes an array. Kernels that call each other in a circle cannot be loaded from numba's cache.
+
+numba looks only at the file of the function that it keeps, not at those of the kernels in it. So they are kept under a
+digest of all of their sources.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numba
 
-_njit: Any = partial(numba.njit, _nrt=False, error_model="numpy")  # type: ignore[call-overload]
+_njit: Any = partial(numba.njit, _nrt=False, error_model="numpy")
 kernel: Any = _njit()
 inlined: Any = _njit(forceinline=True)
-entry: Any = _njit(cache=True)
+
+
+def entry(function: Callable[..., Any]) -> Any:
+    """Compile what Python calls, without its lock; kept in XDG_CACHE_HOME or ~/.cache, netlayer/, if that can be."""
+    compiled = _njit(nogil=True)(function)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "netlayer" / "kernels" / _digest()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return compiled
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)  # type: ignore[attr-defined]
+    try:
+        compiled.enable_caching()
+    finally:
+        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+    return compiled
+
+
+def _digest() -> str:
+    here = Path(__file__).parent
+    sources = [here / "jit.py", here / "machine.py", *here.glob("engine/*.py"), *here.glob("control/*.py")]
+    digest = hashlib.sha256(numba.__version__.encode())
+    for source in sorted(sources):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,11 +1,14 @@
-"""What a simulation is told besides fabric and flows: switch, NIC and control law, as named presets.
+"""What a simulation is told besides fabric and flows: switch, NIC and control laws, as named presets.
 
 `ns3` and `ns3-paper` are HPCC's ns-3 simulator with two DCQCN parameter sets: fast timers, and those of the DCQCN paper
-(Zhu et al., SIGCOMM 2015). Rates and ECN thresholds are given for a 200G link and scale with the rate of the link, as
-in the runs that we compare with.
+(Zhu et al., SIGCOMM 2015). `htsim-roce` and `htsim-swift` have the packets of csg-htsim and its Swift. Rates and ECN
+thresholds are given for a 200G link and scale with the rate of the link, as in the runs that we compare with.
 """
 
 from __future__ import annotations
+
+import difflib
+from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -13,6 +16,81 @@ from netlayer.config import Section
 from netlayer.errors import ConfigError
 
 _PREFIX = "congestion."
+
+
+class DcqcnSettings(Section):
+    """`congestion.dcqcn`; defaults of HPCC's ns-3 simulator."""
+
+    alpha_us: float = Field(1.0, ge=0.1, description="Period of alpha's update.")
+    decrease_us: float = Field(4.0, ge=0.1, description="Period in which a CNP cuts once.")
+    increase_us: float = Field(300.0, ge=0.1, description="Period of the rate's increase.")
+    byte_counter_bytes: int = Field(
+        0, ge=0, le=2**40, description="Bytes after which the rate increases too, 10 MB in the paper; 0: never."
+    )
+    fast_recovery_steps: int = Field(1, ge=0, description="Increases that only halve the way to the target.")
+    rai_bps: int = Field(40_000_000, ge=0, description="Additive increase, at 200G.")
+    rhai_bps: int = Field(400_000_000, ge=0, description="Hyper increase, at 200G.")
+    min_rate_bps: int = Field(1_000_000_000, gt=0, description="Lowest rate of a flow.")
+    g: float = Field(1 / 256, gt=0, le=1, description="Gain of alpha.")
+    clamp_target: bool = Field(False, description="Every cut lowers the target rate too.")
+
+
+class SwiftSettings(Section):
+    """`congestion.swift`; the paper prints few values, the defaults are csg-htsim's."""
+
+    base_target_us: float = Field(20.0, gt=0, description="Target delay before hops and flows are counted.")
+    hop_us: float = Field(20 / 6.55, ge=0, description="Added to the target for each switch on the path.")
+    fs_range_us: float = Field(100.0, ge=0, description="Most that flow scaling adds to the target.")
+    fs_min_packets: float = Field(0.1, gt=0, description="Window at and below which it adds all of that.")
+    fs_max_packets: float = Field(100.0, gt=0, description="Window at and above which it adds nothing.")
+    ai_packets: float = Field(1.0, gt=0, description="Additive increase of the window in a round trip.")
+    beta: float = Field(0.8, gt=0, le=1, description="Decrease for each share of the delay that is above the target.")
+    max_mdf: float = Field(0.5, gt=0, lt=1, description="Largest share that one decrease takes.")
+    min_packets: float = Field(0.01, gt=0, le=1, description="Smallest window.")
+    max_packets: float = Field(1_000.0, ge=1, description="Largest window.")
+    initial_packets: float = Field(0.0, ge=0, description="First window; 0: what the idle path holds at line rate.")
+    reset_after: int = Field(5, ge=1, description="Losses without progress that set the smallest window.")
+    htsim_quirks: bool = Field(
+        False, description="As csg-htsim is: no hop scaling, and flow scaling by whole packets of the window."
+    )
+
+
+class NsccSettings(Section):
+    """`congestion.nscc`; defaults of Ultra Ethernet 1.0 as uet-htsim has them, without trimming."""
+
+    network_rtt_us: float = Field(12.0, gt=0, description="Idle round trip of the network's longest path.")
+    target_us: float = Field(12.0, gt=0, description="Queueing delay to keep; the network's round trip if untrimmed.")
+    proportional_packets: float = Field(4.0, ge=0, description="Increase in a round trip with an empty queue.")
+    fair_packets: float = Field(5.0, ge=0, description="Increase in a round trip with delay and no mark.")
+    eta_packets: float = Field(0.15, ge=0, description="Increase in every adjustment period.")
+    fast_share: float = Field(0.25, ge=0, description="Of what is acknowledged, while a whole window met no queue.")
+    fast_us: float = Field(1.0, gt=0, description="Queueing delay that counts as no queue.")
+    gamma: float = Field(0.8, gt=0, le=1, description="Decrease for each share of the delay that is above the target.")
+    max_cut: float = Field(0.5, gt=0, lt=1, description="Largest share that one decrease takes.")
+    delay_gain: float = Field(0.0125, gt=0, le=1, description="Weight of a sample in the average delay.")
+    adjust_packets: float = Field(8.0, gt=0, description="Packets after which gathered increases are applied.")
+    window_bdps: float = Field(1.5, gt=0, description="Largest and first window, in what the idle path holds.")
+    quick_adapt: bool = Field(True, description="Set the window to what arrived when the delay or a loss is extreme.")
+    quick_targets: float = Field(4.0, gt=0, description="Delay that is extreme, in targets.")
+    quick_gate: float = Field(0.125, gt=0, le=1, description="Only if less than this share of the window arrived.")
+
+
+class HybridSettings(Section):
+    """`congestion.hybrid`; ours. Without RTT it is DCQCN by `congestion.dcqcn`."""
+
+    use_rtt: bool = Field(True, description="Part: steady rate by RTT; off, the law is DCQCN.")
+    use_ecn: bool = Field(True, description="Part: fast cut by marks; off, the law is a Swift in rates.")
+    flow_scaling: bool = Field(True, description="Part: slower flows aim at longer queues, which makes flows equal.")
+    fast_increase: bool = Field(True, description="Part: rise by the room there is; off, by a packet a round trip.")
+    limit_flight: bool = Field(True, description="Part: bound the bytes in flight, which a pace alone does not.")
+    queue_us: float = Field(4.0, gt=0, description="Queueing delay that a flow at line rate aims at.")
+    gain: float = Field(0.25, gt=0, le=1, description="Share of the way to the target that a round trip takes.")
+    unconfirmed: float = Field(
+        0.25, ge=0, le=1, description="Share of a decrease by delay that is done where no mark confirms it."
+    )
+    sure_targets: float = Field(4.0, ge=1, description="RTT, in targets, that is as good as a mark.")
+    flight_windows: float = Field(1.25, ge=1, description="Bytes in flight, in windows.")
+    min_rate_bps: int = Field(100_000_000, gt=0, description="Lowest rate of a flow.")
 
 
 class Settings(Section):
@@ -35,47 +113,80 @@ class Settings(Section):
         0.0, ge=0, lt=1, description="Share of packets lost on each link; rates in topo.txt are not read."
     )
     nack_interval_us: float = Field(500.0, gt=0, description="How long a receiver waits to repeat a NACK.")
-    alpha_us: float = Field(1.0, ge=0.1, description="DCQCN: period of alpha's update.")
-    decrease_us: float = Field(4.0, ge=0.1, description="DCQCN: period in which a CNP cuts once.")
-    increase_us: float = Field(300.0, ge=0.1, description="DCQCN: period of the rate's increase.")
-    fast_recovery_steps: int = Field(1, ge=0, description="DCQCN: increases that only halve the way to the target.")
-    rai_bps: int = Field(40_000_000, ge=0, description="DCQCN: additive increase, at 200G.")
-    rhai_bps: int = Field(400_000_000, ge=0, description="DCQCN: hyper increase, at 200G.")
-    min_rate_bps: int = Field(1_000_000_000, gt=0, description="DCQCN: lowest rate of a flow.")
-    g: float = Field(1 / 256, gt=0, le=1, description="DCQCN: gain of alpha.")
-    clamp_target: bool = Field(False, description="DCQCN: every cut lowers the target rate too.")
+    cnp_interval_us: float = Field(
+        0.0, ge=0, description="At most one mark is echoed to a flow in this time; 0: all of them."
+    )
+    window_bytes: int = Field(0, ge=0, le=2**50, description="Most bytes of a flow in flight, NCCL's window; 0: any.")
+    timeout_us: float = Field(0.0, ge=0, description="Retransmit timer of a sender; 0: none, as in ns-3's HPCC.")
+    retries: int = Field(7, ge=0, description="Timeouts in a row that a flow outlives.")
+    dcqcn: DcqcnSettings = Field(default_factory=DcqcnSettings, description="DCQCN's own.")
+    swift: SwiftSettings = Field(default_factory=SwiftSettings, description="Swift's own.")
+    nscc: NsccSettings = Field(default_factory=NsccSettings, description="NSCC's own.")
+    hybrid: HybridSettings = Field(default_factory=HybridSettings, description="The hybrid's own.")
 
 
 PRESETS: dict[str, Settings] = {
     "ns3": Settings(),
-    "ns3-paper": Settings(alpha_us=50.0, decrease_us=50.0, increase_us=55.0),
+    "ns3-paper": Settings(dcqcn=DcqcnSettings(alpha_us=50.0, decrease_us=50.0, increase_us=55.0)),
+    "htsim-roce": Settings(mtu_bytes=4_000, header_bytes=64, ack_bytes=64, ecn=False),
+    "htsim-swift": Settings(
+        mtu_bytes=4_000,
+        header_bytes=0,
+        ack_bytes=40,
+        pfc=False,
+        ecn=False,
+        swift=SwiftSettings(htsim_quirks=True, initial_packets=15.0),
+    ),
 }
 
 
 def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
-    """A preset with `congestion.name=value` overrides.
+    """A preset with `congestion.name=value` and `congestion.law.name=value` overrides.
 
     Raises:
         ConfigError: the preset or a name is unknown, or a value breaks its rule.
     """
     if preset not in PRESETS:
         raise ConfigError("--preset", preset, "is unknown", f"give one of {', '.join(PRESETS)}")
-    values = PRESETS[preset].model_dump()
+    values = _flat(PRESETS[preset].model_dump())
     for override in overrides:
         name, equals, value = override.partition("=")
-        key = name.removeprefix(_PREFIX)
-        if not equals or not name.startswith(_PREFIX) or key not in values:
+        if not equals or name not in values:
+            near = difflib.get_close_matches(name, values, n=1, cutoff=0.0)[0]
             raise ConfigError(
-                "--set", override, "sets nothing that is known", f"congestion.x=y, x of {', '.join(values)}"
+                "--set", override, "sets nothing that is known", f"give name=value; the nearest is {near}"
             )
-        values[key] = value
+        values[name] = value
     try:
-        made = Settings.model_validate_strings({key: str(value) for key, value in values.items()})
+        made = Settings.model_validate_strings(_nested(values))
     except ValidationError as exc:
         error = exc.errors()[0]
         where = ".".join(str(part) for part in error["loc"])
         raise ConfigError(f"{_PREFIX}{where}", error["input"], error["msg"], "give a value that fits") from exc
-    if made.kmin_bytes > made.kmax_bytes:
-        rule = f"is above congestion.kmax_bytes = {made.kmax_bytes}"
-        raise ConfigError("congestion.kmin_bytes", made.kmin_bytes, rule, "lower it, or raise kmax_bytes")
+    _ordered("kmin_bytes", made.kmin_bytes, "kmax_bytes", made.kmax_bytes)
+    _ordered("swift.fs_min_packets", made.swift.fs_min_packets, "swift.fs_max_packets", made.swift.fs_max_packets)
     return made
+
+
+def _flat(tree: dict[str, Any], prefix: str = _PREFIX) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, name = path.removeprefix(_PREFIX).split(".")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = str(value)
+    return tree
+
+
+def _ordered(low: str, low_value: float, high: str, high_value: float) -> None:
+    if low_value > high_value:
+        rule = f"is above {_PREFIX}{high} = {high_value}"
+        raise ConfigError(f"{_PREFIX}{low}", low_value, rule, f"lower it, or raise {high}")

@@ -10,7 +10,7 @@ import numpy as np
 
 from congestion.engine.build import Law, build
 from congestion.engine.run import run
-from congestion.engine.tables import CHUNK, GROW, NEVER, Ints, State
+from congestion.engine.tables import NEVER, Ints, State
 from congestion.files import FlowSet
 from congestion.settings import Settings
 from topology.graph import Graph
@@ -62,7 +62,7 @@ class Outcome:
                 "wall_s": self.wall_s,
                 "cpu_s": self.cpu_s,
                 "compile_s": self.compile_s,
-                "threads": 1,
+                "threads": len(self.state.worker),
                 "backend": "numba",
             },
         }
@@ -91,36 +91,26 @@ class Outcome:
 
 
 def simulate(
-    fabric: Graph, flows: FlowSet, settings: Settings, law: Law, *, seed: int = 0, truncate_ns: bool = False
+    fabric: Graph,
+    flows: FlowSet,
+    settings: Settings,
+    law: Law,
+    *,
+    seed: int = 0,
+    truncate_ns: bool = False,
+    threads: int = 1,
 ) -> Outcome:
     """Run flows over a fabric until nothing is left to happen.
 
     Raises:
         ConfigError: fabric, flows or settings cannot be run; see `build`.
     """
-    state = build(fabric, flows, settings, law, seed=seed, truncate_ns=truncate_ns)
+    state = build(fabric, flows, settings, law, seed=seed, truncate_ns=truncate_ns, num_workers=threads)
     began = time.perf_counter()
     run(state, -1)  # nothing is due before 0: this compiles
     compile_s = time.perf_counter() - began
     began, cpu = time.perf_counter(), time.process_time()
-    while run(state, NEVER) == GROW:
-        state = _grown(state)
+    state = run(state, NEVER)
     return Outcome(
         state.flow["finish"].copy(), state, time.perf_counter() - began, time.process_time() - cpu, compile_s
     )
-
-
-def _grown(state: State) -> State:
-    """The same with twice the chunks for packets under way."""
-    many = len(state.following)
-    worker = state.worker
-    entry = np.empty(2 * many * CHUNK, dtype=state.entry.dtype)
-    entry[: many * CHUNK] = state.entry
-    following = np.empty(2 * many, dtype=state.following.dtype)
-    following[:many] = state.following
-    free = np.empty((len(worker), 2 * many), dtype=state.free.dtype)
-    left = int(worker["num_free"][0])
-    free[0, :many] = np.arange(2 * many - 1, many - 1, -1)
-    free[0, many : many + left] = state.free[0, :left]
-    worker["num_free"][0] += many
-    return state._replace(entry=entry, following=following, free=free)

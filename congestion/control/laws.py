@@ -1,21 +1,97 @@
-"""Which law a run is under: each call goes to the one that `run.law` names."""
+"""Which law a run is under: each call goes to the one that `run.law` names.
+
+A law is a module of this package: PARAMETERS (a row a run), STATE (a row a flow), `parameters`, and the four calls that
+stand here, `on_ack` with an ACK's mark, round trip and newly acknowledged bytes. It sets a flow's `rate_bps` and
+`window_bytes`.
+"""
 
 from __future__ import annotations
 
-from congestion.control import dcqcn
-from congestion.jit import inlined
+from types import ModuleType
 
-NONE, DCQCN = 0, 1
+import numpy as np
+
+from congestion.control import dcqcn, hybrid, nscc, swift
+from congestion.control.rows import Rows
+from congestion.jit import kernel
+from congestion.settings import Settings
+
+NONE, DCQCN, SWIFT, NSCC, HYBRID = range(5)
+MODULES: dict[str, ModuleType | None] = {
+    "none": None,
+    "dcqcn": dcqcn,
+    "swift": swift,
+    "nscc": nscc,
+    "hybrid": hybrid,
+}
+"""By name, in the order of the numbers."""
 
 
-@inlined
+def tables(law: str, num_flows: int, host_bps: int, settings: Settings) -> dict[str, Rows]:
+    """Of each law its parameters, and its rows of flows: none but for the law of the run."""
+    made = {}
+    for name, module in MODULES.items():
+        if module is not None:
+            made[name] = module.parameters(getattr(settings, name), host_bps, settings)
+            made[f"{name}_flow"] = np.zeros(num_flows if name == law else 0, dtype=module.STATE)
+    return made
+
+
+def wants_rtt(law: str, settings: Settings) -> bool:
+    return law in ("swift", "nscc") or (law == "hybrid" and settings.hybrid.use_rtt)
+
+
+@kernel
+def start(s, f):  # type: ignore[no-untyped-def]
+    """Flow `f` is about to send its first packet."""
+    flow, law = s.flow[f], s.run[0].law
+    flow.window_bytes = s.run[0].most_window_bytes
+    if law == DCQCN:
+        dcqcn.start(s.dcqcn[0], s.dcqcn_flow[f], flow)
+    elif law == SWIFT:
+        swift.start(s.swift[0], s.swift_flow[f], flow)
+    elif law == NSCC:
+        nscc.start(s.nscc[0], s.nscc_flow[f], flow)
+    elif law == HYBRID:
+        hybrid.start(s.hybrid[0], s.hybrid_flow[f], flow)
+
+
+@kernel
 def advance(s, f, now):  # type: ignore[no-untyped-def]
     """Let the timers of flow `f` that are due by `now` fire."""
-    if s.run[0].law == DCQCN:
-        dcqcn.advance(s.dcqcn[0], s.dcqcn_flow[f], s.flow[f], now)
+    flow, law = s.flow[f], s.run[0].law
+    if law == DCQCN:
+        dcqcn.advance(s.dcqcn[0], s.dcqcn_flow[f], flow, now)
+    elif law == SWIFT:
+        swift.advance(s.swift[0], s.swift_flow[f], flow, now)
+    elif law == NSCC:
+        nscc.advance(s.nscc[0], s.nscc_flow[f], flow, now)
+    elif law == HYBRID:
+        hybrid.advance(s.hybrid[0], s.hybrid_flow[f], flow, now)
 
 
-@inlined
-def on_cnp(s, f, now):  # type: ignore[no-untyped-def]
-    if s.run[0].law == DCQCN:
-        dcqcn.on_cnp(s.dcqcn[0], s.dcqcn_flow[f], s.flow[f], now)
+@kernel
+def on_ack(s, f, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-def]
+    flow, law = s.flow[f], s.run[0].law
+    if law == DCQCN:
+        dcqcn.on_ack(s.dcqcn[0], s.dcqcn_flow[f], flow, now, marked, rtt_ps, acked_bytes)
+    elif law == SWIFT:
+        swift.on_ack(s.swift[0], s.swift_flow[f], flow, now, marked, rtt_ps, acked_bytes)
+    elif law == NSCC:
+        nscc.on_ack(s.nscc[0], s.nscc_flow[f], flow, now, marked, rtt_ps, acked_bytes)
+    elif law == HYBRID:
+        hybrid.on_ack(s.hybrid[0], s.hybrid_flow[f], flow, now, marked, rtt_ps, acked_bytes)
+
+
+@kernel
+def on_loss(s, f, now):  # type: ignore[no-untyped-def]
+    """A NACK, or the retransmit timer of flow `f` ran out."""
+    flow, law = s.flow[f], s.run[0].law
+    if law == DCQCN:
+        dcqcn.on_loss(s.dcqcn[0], s.dcqcn_flow[f], flow, now)
+    elif law == SWIFT:
+        swift.on_loss(s.swift[0], s.swift_flow[f], flow, now)
+    elif law == NSCC:
+        nscc.on_loss(s.nscc[0], s.nscc_flow[f], flow, now)
+    elif law == HYBRID:
+        hybrid.on_loss(s.hybrid[0], s.hybrid_flow[f], flow, now)

@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from congestion.control import dcqcn, laws
+from congestion.control import laws
 from congestion.engine import tables
-from congestion.engine.tables import CHUNK, NEVER, Ints, Rows, State
+from congestion.engine.tables import CHUNK, NEVER, Ints, Rows, State, aligned
 from congestion.files import FlowSet
 from congestion.settings import Settings
 from netlayer.errors import ConfigError
@@ -18,21 +18,34 @@ from topology.graph_routing import Choose, Routes, by_ecmp
 from topology.hashing import Ecmp, Headers
 from topology.routing import NO_LINK
 
-Law = Literal["none", "dcqcn"]
+Law = Literal["none", "dcqcn", "swift", "nscc", "hybrid"]
 LAWS: tuple[Law, ...] = get_args(Law)
 
 _PS_PER_US = 1_000_000
 _BYTE_PS = 8 * 10**12  # a byte at 1 bit/s
 _REFERENCE_BPS = 200_000_000_000  # rates and thresholds of the settings are for this rate
 _MOST_SHIFT = 3
-_NUMBERS: dict[Law, int] = {"none": laws.NONE, "dcqcn": laws.DCQCN}
+_MOST_REMEMBERED, _LEAST_REMEMBERED = 1 << 26, 1 << 10  # times in all (512 MB), of a flow
+_ROOM = 16  # chunks at first, in those that can be needed at first: what is not used is not there
+_STRETCHES = 16  # of nodes, a worker
+_HOST_WORK = 2  # of a host beyond its port's, in ports of a switch
 
 
-def build(fabric: Graph, flows: FlowSet, settings: Settings, law: Law, *, seed: int, truncate_ns: bool) -> State:
+def build(
+    fabric: Graph,
+    flows: FlowSet,
+    settings: Settings,
+    law: Law,
+    *,
+    seed: int,
+    truncate_ns: bool = False,
+    num_workers: int = 1,
+) -> State:
     """The state before the first event.
 
     Args:
         fabric: hosts with one cable each, links of one rate both ways.
+        num_workers: threads that share the nodes; they change nothing but the time that it takes.
         truncate_ns: cut every serialisation time to whole ns, as ns-3 does.
 
     Raises:
@@ -41,54 +54,58 @@ def build(fabric: Graph, flows: FlowSet, settings: Settings, law: Law, *, seed: 
     """
     _check(fabric, flows, settings)
     run = _run(fabric, settings, law, seed, truncate_ns)
-    ends, port = _ports(fabric, settings, run[0])
-    node = _nodes(fabric, flows, settings, port)
-    by_host = np.lexsort((np.arange(len(flows)), flows.start_ps, flows.src)).astype(np.uint32)
-    entering = _packets_a_window(settings, port, int(run["window"][0]))
-    most_seen = int(np.bincount(port["to"], entering).max())
-    from_hosts = ~fabric.is_switch[port["to"][port["peer"]]]
-    run["most_new_chunks"] = entering[from_hosts].sum() // CHUNK + 1
+    ends, port, rate, delay = _ports(fabric)
+    kind = _kinds(fabric, settings, run[0], rate, delay)
+    num_waits = np.zeros(len(flows), dtype=np.int64) if flows.waits_for is None else np.diff(flows.waits_for[0])
+    node = _nodes(fabric, flows, num_waits == 0, settings, port, kind)
+    by_host = np.lexsort((np.arange(len(flows)), flows.start_ps, num_waits > 0, flows.src)).astype(np.uint32)
+    most_seen = int(np.bincount(port["to"], _most_packets(settings, kind[port["kind"]], run[0])).max())
+    run["most_new_chunks"] = _most_new(flows, settings, port, node, kind, run[0]) // CHUNK + 1
     num_ports = len(port)
-    num_chunks = 4 * (2 * num_ports + int(run["most_new_chunks"][0]))
-    wire, queue = np.zeros(num_ports, dtype=tables.LIST), np.zeros(num_ports, dtype=tables.LIST)
+    num_chunks = _ROOM * num_workers * (2 * num_ports + int(run["most_new_chunks"][0]))
+    wire, queue = aligned(num_ports, tables.LIST), aligned(num_ports, tables.LIST)
     for first, lists in ((0, wire), (num_ports, queue)):
         lists["head"] = lists["tail"] = np.arange(first, first + num_ports)
-    worker = np.zeros(1, dtype=tables.WORKER)
-    worker["soonest"] = NEVER
-    free = np.empty((1, num_chunks), dtype=np.uint32)
-    worker["num_free"] = num_chunks - 2 * num_ports
-    free[0, : num_chunks - 2 * num_ports] = np.arange(num_chunks - 1, 2 * num_ports - 1, -1)
-    flow = _flows(flows, settings, port, node)
-    own = np.zeros(len(flows), dtype=dcqcn.STATE)
-    for column in ("due", "alpha_at", "cut_at", "rise_at"):
-        own[column] = NEVER
-    own["target_bps"] = flow["rate_bps"]
-    own["alpha"] = 1.0
+    worker, owned, free = _workers(node, num_workers, num_chunks, 2 * num_ports)
+    path, num_links = _both_paths(fabric, flows, ends)
+    flow = _flows(flows, num_waits, settings, port, kind, node)
+    flow["num_links"] = num_links
+    flow["base_rtt_ps"] = _base_rtt(path, num_links, kind[port["kind"]])
+    waiting_from, waiting = _waiting(flows)
+    many = _sent_times(flow) if laws.wants_rtt(law, settings) else 1
+    run["sent_mask"] = many - 1 if laws.wants_rtt(law, settings) else -1
+    sent = np.zeros((len(flows), many), dtype=np.int64)
     receiver = np.zeros(len(flows), dtype=tables.RECEIVER)
     receiver["last_nack"] = -1
     return State(
         run=run,
         port=port,
+        kind=kind,
         node=node,
         flow=flow,
         receiver=receiver,
-        dcqcn=_dcqcn(fabric, settings),
-        dcqcn_flow=own,
-        path=_both_paths(fabric, flows, ends),
+        **laws.tables(law, len(flows), _host_bps(fabric), settings),
+        sent=sent,
+        waiting_from=waiting_from,
+        waiting=waiting,
+        path=path,
+        path_line=path.view(tables.PATH).ravel(),
         by_host=by_host,
         active=np.zeros(len(flows), dtype=np.uint32),
         wire=wire,
         queue=queue,
         visible=np.zeros(num_ports, dtype=np.int64),
-        entry=np.empty(num_chunks * CHUNK, dtype=tables.ENTRY),
+        entry=aligned(num_chunks * CHUNK, tables.ENTRY),
         following=np.empty(num_chunks, dtype=np.uint32),
         free=free,
         wake=np.zeros(fabric.num_nodes, dtype=np.uint8),
         awake=np.zeros(fabric.num_nodes, dtype=np.uint8),
-        seen=np.empty((1, most_seen), dtype=tables.SEEN),
-        order=np.empty((1, most_seen), dtype=np.uint32),
-        counts=np.empty((1, int(node["num_ports"].max())), dtype=np.uint32),
+        seen=np.empty((num_workers, most_seen), dtype=tables.SEEN),
+        order=np.empty((num_workers, most_seen), dtype=np.uint32),
+        counts=np.empty((num_workers, int(node["num_ports"].max())), dtype=np.uint32),
         worker=worker,
+        owned=owned,
+        arrived=np.zeros(1, dtype=np.int64),
     )
 
 
@@ -119,9 +136,15 @@ def _run(fabric: Graph, settings: Settings, law: Law, seed: int, truncate_ns: bo
         "window": round(fabric.latency_ns.min() * 1000),
         "pfc": settings.pfc,
         "ecn": settings.ecn,
-        "law": _NUMBERS[law],
+        "law": LAWS.index(law),
         "pmax": settings.pmax,
         "nack_gap": round(settings.nack_interval_us * _PS_PER_US),
+        "cnp_gap": round(settings.cnp_interval_us * _PS_PER_US),
+        "mtu_bytes": settings.mtu_bytes,
+        "most_window_bytes": settings.window_bytes or NEVER,
+        "sent_mask": -1,
+        "timeout": round(settings.timeout_us * _PS_PER_US),
+        "most_retries": settings.retries,
         "reserve_bytes": settings.reserve_bytes,
         "resume_offset_bytes": settings.resume_offset_bytes,
         "loss_scaled": round(settings.loss_rate * 2**53),
@@ -131,25 +154,6 @@ def _run(fabric: Graph, settings: Settings, law: Law, seed: int, truncate_ns: bo
     return run
 
 
-def _dcqcn(fabric: Graph, settings: Settings) -> Rows:
-    made = np.zeros(1, dtype=dcqcn.PARAMETERS)
-    host_bps = _host_bps(fabric)
-    values = {
-        "g": settings.g,
-        "alpha_gap": round(settings.alpha_us * _PS_PER_US),
-        "cut_gap": round(settings.decrease_us * _PS_PER_US),
-        "rise_gap": round(settings.increase_us * _PS_PER_US),
-        "fast_steps": settings.fast_recovery_steps,
-        "rai_bps": settings.rai_bps * host_bps // _REFERENCE_BPS,
-        "rhai_bps": settings.rhai_bps * host_bps // _REFERENCE_BPS,
-        "min_rate_bps": settings.min_rate_bps,
-        "clamp": settings.clamp_target,
-    }
-    for name, value in values.items():
-        made[name] = value
-    return made
-
-
 def _host_bps(fabric: Graph) -> int:
     """Rate of the first host's NIC, by which the simulator scales what it scales."""
     first = int(fabric.hosts[0])
@@ -157,48 +161,57 @@ def _host_bps(fabric: Graph) -> int:
     return int(fabric.bps[cable])
 
 
-def _ports(fabric: Graph, settings: Settings, run: Any) -> tuple[Ints, Rows]:
-    """The port of each end (2c, 2c + 1: cable c's a and b), and the table: a node's ports together, in cable order."""
+def _ports(fabric: Graph) -> tuple[Ints, Rows, Ints, Ints]:
+    """The port of each end (2c, 2c + 1: cable c's a and b), the table, a node's ports together in cable order; and the
+    rate and delay of each kind of port."""
     at_node = np.stack([fabric.a, fabric.b], axis=1).ravel()
     order = np.argsort(at_node, kind="stable")
     ends = np.empty_like(order)
     ends[order] = np.arange(len(order))
-    port = np.zeros(len(order), dtype=tables.PORT)
+    port = aligned(len(order), tables.PORT)
     port["peer"] = ends[order ^ 1]
     port["to"] = at_node[order ^ 1]
-    port["rate"] = rate = np.round(fabric.bps).astype(np.int64)[order // 2]
-    port["delay"] = delay = np.round(fabric.latency_ns * 1000).astype(np.int64)[order // 2]
     port["busy"] = -1
+    pairs = np.stack([np.round(fabric.bps), np.round(fabric.latency_ns * 1000)], axis=1).astype(np.int64)
+    kinds, which = np.unique(pairs, axis=0, return_inverse=True)
+    port["kind"] = which[order // 2]
+    return ends, port, kinds[:, 0], kinds[:, 1]
+
+
+def _kinds(fabric: Graph, settings: Settings, run: Any, rate: Ints, delay: Ints) -> Rows:
+    kind = np.zeros(len(rate), dtype=tables.KIND)
+    kind["rate"], kind["delay"] = rate, delay
     for column, size in (("tx_data", run["data_wire_bytes"]), ("tx_ack", run["ack_wire_bytes"])):
         took = int(size) * _BYTE_PS // rate
-        port[column] = took // 1000 * 1000 if run["truncate"] else took
+        kind[column] = took // 1000 * 1000 if run["truncate"] else took
     # Thresholds: Python's integers, for a product of bytes and bit/s may pass 64 bits.
     for column, value in (("kmin", settings.kmin_bytes), ("kmax", settings.kmax_bytes)):
-        port[column] = [value * each // _REFERENCE_BPS for each in rate.tolist()]
+        kind[column] = [value * each // _REFERENCE_BPS for each in rate.tolist()]
     bdp = [each * ps // _BYTE_PS for each, ps in zip(rate.tolist(), delay.tolist(), strict=True)]
-    port["headroom"] = np.array(bdp) * settings.headroom_bdps
+    kind["headroom"] = np.array(bdp) * settings.headroom_bdps
     # A link faster than the hosts' gets a larger share of the pool: one shift less a doubling.
     faster = np.ceil(np.log2(np.maximum(rate / _host_bps(fabric), 1))).astype(np.int64)
-    port["shift"] = np.maximum(_MOST_SHIFT - faster, 0)
-    return ends, port
+    kind["shift"] = np.maximum(_MOST_SHIFT - faster, 0)
+    return kind
 
 
-def _nodes(fabric: Graph, flows: FlowSet, settings: Settings, port: Rows) -> Rows:
+def _nodes(fabric: Graph, flows: FlowSet, known: NDArray[np.bool_], settings: Settings, port: Rows, kind: Rows) -> Rows:
     node = np.zeros(fabric.num_nodes, dtype=tables.NODE)
     node["is_switch"] = fabric.is_switch
-    node["next_time"] = NEVER
+    node["timer"] = NEVER
     node["robin"] = -1
     next_time = np.full(fabric.num_nodes, NEVER)
-    np.minimum.at(next_time, flows.src, flows.start_ps)
+    np.minimum.at(next_time, flows.src[known], flows.start_ps[known])
     node["next_time"] = next_time
     num_ports = np.bincount(port["to"][port["peer"]], minlength=fabric.num_nodes)
     node["num_ports"] = num_ports
     node["first_port"] = np.cumsum(num_ports) - num_ports
     counts = np.bincount(flows.src, minlength=fabric.num_nodes)
     node["num_flows"] = counts
+    node["num_known"] = np.bincount(flows.src[known], minlength=fabric.num_nodes)
     node["first_flow"] = np.cumsum(counts) - counts
     for n in np.flatnonzero(fabric.is_switch & (num_ports > 0)).tolist():
-        mine = port[node["first_port"][n] :][: num_ports[n]]
+        mine = kind[port["kind"][node["first_port"][n] :][: num_ports[n]]]
         taken = int(mine["headroom"].sum()) + settings.reserve_bytes * len(mine)
         if settings.pfc and taken >= settings.buffer_bytes:
             rule = f"is not above the {taken} B that {fabric.names[n]}'s headroom and reserves take"
@@ -209,13 +222,41 @@ def _nodes(fabric: Graph, flows: FlowSet, settings: Settings, port: Rows) -> Row
     return node
 
 
-def _packets_a_window(settings: Settings, port: Rows, window_ps: int) -> Ints:
-    """Packets that can leave each port in a window, and what its wire delivers in one; shape (num_ports,)."""
-    shortest_ps = np.maximum(min(settings.ack_bytes, settings.header_bytes + 1) * _BYTE_PS // port["rate"], 1)
-    return np.asarray((window_ps + port["tx_data"]) // shortest_ps + 64)
+def _workers(node: Rows, num_workers: int, num_chunks: int, taken: int) -> tuple[Rows, Ints, NDArray[np.uint32]]:
+    """The workers, their nodes one after another, and their free chunks: all but the first `taken`, lowest first.
+
+    Hosts and switches of a fabric are busy at different times, so each worker has stretches of both.
+    """
+    work = np.cumsum(node["num_ports"] + _HOST_WORK * (node["is_switch"] == 0))
+    stretch = work * (_STRETCHES * num_workers) // (work[-1] + 1) if len(work) else work
+    owner = stretch % num_workers
+    worker = aligned(num_workers, tables.WORKER)
+    worker["soonest"] = NEVER
+    worker["stop"] = np.cumsum(np.bincount(owner, minlength=num_workers))
+    worker["first"][1:] = worker["stop"][:-1]
+    free = np.empty((num_workers, num_chunks), dtype=np.uint32)
+    for k in range(num_workers):
+        mine = np.arange(num_chunks - 1, taken - 1, -1)[k::num_workers]
+        free[k, : len(mine)] = mine
+        worker["num_free"][k] = len(mine)
+    return worker, np.argsort(owner, kind="stable"), free
 
 
-def _flows(flows: FlowSet, settings: Settings, port: Rows, node: Rows) -> Rows:
+def _most_packets(settings: Settings, kind: Rows, run: Any) -> Ints:
+    """Of any size, that ports of these kinds can send in a window, and their wires deliver in one."""
+    shortest_ps = np.maximum(min(settings.ack_bytes, settings.header_bytes + 1) * _BYTE_PS // kind["rate"], 1)
+    return np.asarray((run["window"] + kind["tx_data"]) // shortest_ps + 64)
+
+
+def _most_new(flows: FlowSet, settings: Settings, port: Rows, node: Rows, kind: Rows, run: Any) -> int:
+    """Data packets that all hosts can send in a window: full ones, and one a flow that may be short."""
+    first = node["first_port"][np.unique(flows.src)]
+    nic = kind[port["kind"][first]]
+    full = int((run["window"] // nic["tx_data"] + 1).sum()) + len(flows)
+    return min(full, int(_most_packets(settings, nic, run).sum()))
+
+
+def _flows(flows: FlowSet, num_waits: Ints, settings: Settings, port: Rows, kind: Rows, node: Rows) -> Rows:
     flow = np.zeros(len(flows), dtype=tables.FLOW)
     packets = -(-flows.num_bytes // settings.mtu_bytes)
     flow["src"], flow["dst"] = flows.src, flows.dst
@@ -223,20 +264,51 @@ def _flows(flows: FlowSet, settings: Settings, port: Rows, node: Rows) -> Rows:
     flow["last_wire_bytes"] = flows.num_bytes - (packets - 1) * settings.mtu_bytes + settings.header_bytes
     flow["start"] = flows.start_ps
     flow["finish"] = -1
-    flow["line_rate_bps"] = flow["rate_bps"] = port["rate"][node["first_port"][flows.src]]
+    flow["num_waits"] = num_waits
+    flow["delay"] = 0 if flows.delay_ps is None else flows.delay_ps
+    flow["timeout_at"] = flow["window_bytes"] = NEVER
+    flow["line_rate_bps"] = flow["rate_bps"] = kind["rate"][port["kind"][node["first_port"][flows.src]]]
     return flow
 
 
-def _both_paths(fabric: Graph, flows: FlowSet, ends: Ints) -> NDArray[np.uint32]:
-    path = np.zeros((len(flows), 2 * tables.ACK_PATH), dtype=np.uint32)
-    path[:, : tables.ACK_PATH] = _paths(fabric, ends, flows.src, flows.dst, flows.sport, flows.dport)
-    path[:, tables.ACK_PATH :] = _paths(fabric, ends, flows.dst, flows.src, flows.dport, flows.sport)
-    return path
+def _sent_times(flow: Rows) -> int:
+    """How many packets of a flow are remembered, and so may be in flight, where a law wants to know round trips."""
+    longest = min(int(flow["num_packets"].max()), max(_MOST_REMEMBERED // len(flow), _LEAST_REMEMBERED))
+    return 1 << (longest - 1).bit_length()
+
+
+def _waiting(flows: FlowSet) -> tuple[Ints, NDArray[np.uint32]]:
+    """By flow, those that wait for it: waits_for the other way around."""
+    if flows.waits_for is None:
+        return np.zeros(len(flows) + 1, dtype=np.int64), np.zeros(0, dtype=np.uint32)
+    first, earlier = flows.waits_for
+    later = np.repeat(np.arange(len(flows), dtype=np.uint32), np.diff(first))
+    counts = np.bincount(earlier, minlength=len(flows))
+    return np.concatenate([[0], np.cumsum(counts)]), later[np.argsort(earlier, kind="stable")]
+
+
+def _base_rtt(path: NDArray[np.uint32], num_links: Ints, kind: Rows) -> Ints:
+    """Of a full packet there and its ACK back through an idle network, ps; kind: of each port."""
+    ways = np.where(
+        np.arange(tables.ACK_PATH) < num_links[:, None], path.reshape(len(path), 2, -1).swapaxes(0, 1), len(kind)
+    )
+    took = np.stack([kind["tx_data"] + kind["delay"], kind["tx_ack"] + kind["delay"]])
+    took = np.append(took, np.zeros((2, 1), dtype=np.int64), axis=1)  # of no port
+    return np.asarray(took[0][ways[0]].sum(axis=1) + took[1][ways[1]].sum(axis=1))
+
+
+def _both_paths(fabric: Graph, flows: FlowSet, ends: Ints) -> tuple[NDArray[np.uint32], Ints]:
+    """Ports by hop, there and back, and links one way."""
+    path = aligned(len(flows) * 2 * tables.ACK_PATH, np.dtype(np.uint32)).reshape(len(flows), -1)
+    there = _paths(fabric, ends, flows.src, flows.dst, flows.sport, flows.dport)
+    back = _paths(fabric, ends, flows.dst, flows.src, flows.dport, flows.sport)
+    path[:, : tables.ACK_PATH], path[:, tables.ACK_PATH :] = np.maximum(there, 0), np.maximum(back, 0)
+    return path, (there >= 0).sum(axis=1)
 
 
 def _paths(fabric: Graph, ends: Ints, src: Ints, dst: Ints, sport: Ints, dport: Ints) -> Ints:
-    """Ports by hop, shape (num_flows, ACK_PATH), by murmur3 over the header with the switch's node id as its seed."""
-    paths = np.zeros((len(src), tables.ACK_PATH), dtype=np.int64)
+    """Ports by hop, shape (num_flows, ACK_PATH), -1 behind the last: murmur3 over the header, seed the switch's id."""
+    paths = np.full((len(src), tables.ACK_PATH), -1, dtype=np.int64)
     routes = Routes(fabric, dst)
     hops = routes.hops(src, dst)
     if np.any(hops < 0):
@@ -252,7 +324,7 @@ def _paths(fabric: Graph, ends: Ints, src: Ints, dst: Ints, sport: Ints, dport: 
         headers = Headers(ip[src[rows]], ip[dst[rows]], sport[rows].astype(np.uint16), udp_dport=number)
         found = Routes(fabric, dst[rows]).route(src[rows], dst[rows], _choose(headers))
         leaves = ends[found % fabric.num_cables * 2 + found // fabric.num_cables]
-        paths[rows[:, None], np.arange(found.shape[1])] = np.where(found == NO_LINK, 0, leaves)
+        paths[rows[:, None], np.arange(found.shape[1])] = np.where(found == NO_LINK, -1, leaves)
     return paths
 
 

@@ -1,7 +1,9 @@
-"""A host in one window: one NIC, ACKs before data, flows in turn, each paced by its rate; go-back-N with NACKs.
+"""A host in one window: one NIC, ACKs before data, flows in turn, each held to its pace and window; go-back-N.
 
-Order of events: time, then arrivals, then starts of flows, then the NIC. PFC stops data, not ACKs. There is no
-retransmit timer: a flow whose last packet or last ACK is lost does not end, as in ns-3's HPCC. Left out: windows.
+Order of events: time, then arrivals, then starts of flows, then retransmit timers, then the NIC. PFC stops data, not
+ACKs. A flow may wait for others that end at its host: their data have all arrived there, or their last ACK has. A flow
+whose retries run out has failed, as a queue pair in error: it sends no more and never finishes. Without a timer
+(`timeout` 0) a flow whose last packet or last ACK is lost does not end, as in ns-3's HPCC.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import numpy as np
 
 from congestion.control import laws
 from congestion.engine.lists import drop_first, first, put
-from congestion.engine.packets import flow_of, receive, send, serialise
+from congestion.engine.packets import flow_of, pause, receive, send, serialise
 from congestion.engine.tables import (
     ACK,
     DATA,
@@ -35,7 +37,7 @@ def run_host(s, k, n, end):  # type: ignore[no-untyped-def]
     while True:
         arrival = first(s, k, wire).time if wire.taken < visible else NEVER
         start = _next_start(s, node)
-        event = min(arrival, start)
+        event = min(arrival, start, node.timer)
         ready = _next_send(s, node, p)
         if min(event, ready) >= end:
             break
@@ -43,20 +45,41 @@ def run_host(s, k, n, end):  # type: ignore[no-untyped-def]
             _send_next(s, k, node, p, ready)
             continue
         node.now = event
-        if arrival <= start:
-            _arrive(s, k, p, event)
+        if arrival == event:
+            _arrive(s, k, node, p, event)
+        elif start == event:
+            _start_next(s, node)
         else:
-            s.active[node.first_flow + node.num_active] = s.by_host[node.first_flow + node.num_started]
-            node.num_active += 1
-            node.num_started += 1
+            _expire(s, node, event)
     node.next_time = min(event, ready)
 
 
 @inlined
 def _next_start(s, node):  # type: ignore[no-untyped-def]
-    if node.num_started == node.num_flows:
+    if node.num_started == node.num_known:
         return NEVER
     return s.flow[s.by_host[node.first_flow + node.num_started]].start
+
+
+@inlined
+def _start_next(s, node):  # type: ignore[no-untyped-def]
+    f = s.by_host[node.first_flow + node.num_started]
+    s.active[node.first_flow + node.num_active] = f
+    node.num_active += 1
+    node.num_started += 1
+    laws.start(s, f)
+    _set_limit(s, s.flow[f])
+
+
+@inlined
+def _set_limit(s, flow):  # type: ignore[no-untyped-def]
+    """A window that is less than a packet lets one go when none is in flight: what is slower than that is paced."""
+    limit = np.int64(flow.num_packets)
+    if flow.window_bytes != NEVER:
+        limit = min(limit, flow.unacked + max(flow.window_bytes // s.run[0].mtu_bytes, 1))
+    if s.run[0].sent_mask >= 0:  # the times of so many packets are remembered
+        limit = min(limit, flow.unacked + s.run[0].sent_mask + 1)
+    flow.limit = limit
 
 
 @inlined
@@ -71,7 +94,7 @@ def _next_send(s, node, p):  # type: ignore[no-untyped-def]
     soonest = NEVER
     for i in range(node.first_flow, node.first_flow + node.num_active):
         flow = s.flow[s.active[i]]
-        if flow.next < flow.num_packets and flow.available < soonest:
+        if flow.next < flow.limit and flow.available < soonest:
             soonest = flow.available
             if soonest <= free:
                 return free
@@ -80,26 +103,31 @@ def _next_send(s, node, p):  # type: ignore[no-untyped-def]
 
 @inlined
 def _send_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
-    port = s.port[p]
+    port, run = s.port[p], s.run[0]
     if port.queued:
         queue = s.queue[p]
         word = first(s, k, queue).word
         drop_first(queue)
         port.queued -= 1
-        send(s, k, port, now, word, s.run[0].ack_wire_bytes)
+        send(s, k, port, now, word, run.ack_wire_bytes)
         return
     f = _next_flow(s, node, now)
     flow = s.flow[f]
     sequence = np.int64(flow.next)
     flow.next += 1
     last = sequence + 1 == flow.num_packets
-    size = np.int64(flow.last_wire_bytes) if last else s.run[0].data_wire_bytes
+    size = np.int64(flow.last_wire_bytes) if last else run.data_wire_bytes
     send(s, k, port, now, DATA | (LAST_BIT if last else 0) | sequence << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT, size)
+    if run.sent_mask >= 0:
+        s.sent[f, sequence & run.sent_mask] = now
+    if run.timeout and flow.timeout_at == NEVER:
+        flow.timeout_at = now + run.timeout
+        node.timer = min(node.timer, flow.timeout_at)
     laws.advance(s, f, now)
-    if flow.rate_bps == port.rate:
+    if flow.rate_bps == s.kind[port.kind].rate:
         flow.available = port.busy
     else:
-        flow.available = now + serialise(s.run[0], size, flow.rate_bps)
+        flow.available = now + serialise(run, size, flow.rate_bps)
 
 
 @inlined
@@ -111,7 +139,7 @@ def _next_flow(s, node, now):  # type: ignore[no-untyped-def]
     for _ in range(count):
         turn = turn + 1 if turn + 1 < count else 0
         flow = s.flow[s.active[base + turn]]
-        if flow.next < flow.num_packets:
+        if flow.next < flow.limit:
             if flow.available <= now:
                 found = turn
                 break
@@ -140,25 +168,26 @@ def _leave(s, node, finished, found):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _arrive(s, k, p, now):  # type: ignore[no-untyped-def]
+def _arrive(s, k, node, p, now):  # type: ignore[no-untyped-def]
     word = receive(s, k, p)
     if word < 0:
         return
     kind, f, sequence = word & 3, flow_of(word), (word >> SEQ_SHIFT) & SEQ_MASK
     port = s.port[p]
     if kind == PFC:
-        port.paused = 1 if word & MARK_BIT else 0
+        pause(port, word, now)
     elif kind == DATA:
         row = s.receiver[f]
         answer = _answer(s, row, sequence, now)
         if answer:
             expected = np.int64(row.expected)
-            put(s, k, s.queue[p], 0, answer | word & MARK_BIT | expected << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT)
+            mark = _echo(s, row, word, now)
+            put(s, k, s.queue[p], 0, answer | mark | expected << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT)
             port.queued += 1
+            if word & LAST_BIT and answer == ACK:
+                _release_waiting(s, node, f, s.flow[f].dst, now)
     else:
-        _acknowledge(s, f, kind, sequence, now)
-        if word & MARK_BIT and s.flow[f].finish < 0:
-            laws.on_cnp(s, f, now)
+        _acknowledge(s, node, f, kind, sequence, word & MARK_BIT, now)
 
 
 @inlined
@@ -171,15 +200,88 @@ def _answer(s, row, sequence, now):  # type: ignore[no-untyped-def]
         row.nack_after = now + s.run[0].nack_gap
         row.last_nack = row.expected
         return NACK
-    return 0
+    # What is here already was sent again by a timer: say so, or it is sent for ever.
+    return ACK if sequence < row.expected and s.run[0].timeout else 0
 
 
 @inlined
-def _acknowledge(s, f, kind, sequence, now):  # type: ignore[no-untyped-def]
-    flow = s.flow[f]
-    flow.unacked = max(np.int64(flow.unacked), sequence)
-    if flow.unacked >= flow.num_packets and flow.finish < 0:
+def _echo(s, row, word, now):  # type: ignore[no-untyped-def]
+    """The mark that goes back with an answer: one an interval where notices are that rare."""
+    mark = word & MARK_BIT
+    if mark and s.run[0].cnp_gap:
+        if now < row.cnp_after:
+            return np.int64(0)
+        row.cnp_after = now + s.run[0].cnp_gap
+    return mark
+
+
+@inlined
+def _acknowledge(s, node, f, kind, sequence, mark, now):  # type: ignore[no-untyped-def]
+    flow, run = s.flow[f], s.run[0]
+    if flow.finish >= 0 or flow.failed:
+        return
+    acked = sequence - flow.unacked
+    if acked > 0:
+        flow.unacked = sequence
+        flow.retries = 0
+        flow.timeout_at = now + run.timeout if run.timeout and flow.next > sequence else NEVER
+        if run.timeout:
+            flow.next = max(np.int64(flow.next), sequence)
+    if flow.unacked >= flow.num_packets:
         flow.finish = now
+        _release_waiting(s, node, f, flow.src, now)
+        return
+    rtt = now - s.sent[f, (sequence - 1) & run.sent_mask] if run.sent_mask >= 0 else np.int64(0)
     if kind == NACK:
-        flow.resent += max(flow.next - flow.unacked, 0)
+        flow.resent += flow.next - flow.unacked
         flow.next = flow.unacked
+        laws.on_loss(s, f, now)
+    laws.on_ack(s, f, now, mark != 0, rtt, max(acked, 0) * run.mtu_bytes)
+    _set_limit(s, flow)
+
+
+@inlined
+def _release_waiting(s, node, f, host, now):  # type: ignore[no-untyped-def]
+    """Flow `f` is done as far as `host` sees: flows that begin there and waited for it."""
+    if s.waiting_from[f] < s.waiting_from[f + 1]:
+        _count_down(s, node, f, host, now)
+
+
+@kernel
+def _count_down(s, node, f, host, now):  # type: ignore[no-untyped-def]
+    for i in range(s.waiting_from[f], s.waiting_from[f + 1]):
+        later = s.waiting[i]
+        flow = s.flow[later]
+        if flow.src != host:
+            continue
+        flow.num_waits -= 1
+        if flow.num_waits:
+            continue
+        flow.start = now + flow.delay
+        place = node.first_flow + node.num_known
+        while place > node.first_flow + node.num_started and s.flow[s.by_host[place - 1]].start > flow.start:
+            s.by_host[place] = s.by_host[place - 1]
+            place -= 1
+        s.by_host[place] = later
+        node.num_known += 1
+
+
+@kernel
+def _expire(s, node, now):  # type: ignore[no-untyped-def]
+    """Send again from the first packet that is not acknowledged, for each flow whose timer has run out."""
+    run = s.run[0]
+    node.timer = NEVER
+    for i in range(node.first_flow, node.first_flow + node.num_active):
+        flow = s.flow[s.active[i]]
+        if flow.timeout_at <= now:
+            flow.timeout_at = NEVER
+            if flow.retries == run.most_retries:
+                flow.failed = 1
+                flow.next = flow.limit = flow.num_packets
+                continue
+            flow.retries += 1
+            flow.resent += flow.next - flow.unacked
+            flow.next = flow.unacked
+            laws.on_loss(s, s.active[i], now)
+            _set_limit(s, flow)
+        node.timer = min(node.timer, flow.timeout_at)

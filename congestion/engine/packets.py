@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from congestion.engine.lists import drop_first, first, put
-from congestion.engine.tables import FLOW_MASK, FLOW_SHIFT, LAST_BIT, PFC
+from congestion.engine.tables import FLOW_MASK, FLOW_SHIFT, LAST_BIT, MARK_BIT, PFC
 from congestion.jit import inlined
 
 _SIZE_PS = 8_000_000_000_000  # a byte at 1 bit/s
@@ -35,15 +35,15 @@ def size_of(s, word):  # type: ignore[no-untyped-def]
 @inlined
 def send(s, k, port, now, word, size):  # type: ignore[no-untyped-def]
     """Put a packet on the wire from `now`; the port is busy until its last bit has left."""
-    run = s.run[0]
+    run, kind = s.run[0], s.kind[port.kind]
     if size == run.data_wire_bytes:
-        took = port.tx_data
+        took = kind.tx_data
     elif size == run.ack_wire_bytes:
-        took = port.tx_ack
+        took = kind.tx_ack
     else:
-        took = serialise(run, size, port.rate)
+        took = serialise(run, size, kind.rate)
     port.busy = now + took
-    arrival = port.busy + port.delay
+    arrival = port.busy + kind.delay
     put(s, k, s.wire[port.peer], arrival, word)
     s.wake[port.to] = 1
     worker = s.worker[k]
@@ -69,6 +69,17 @@ def receive(s, k, p):  # type: ignore[no-untyped-def]
             port.drops += 1
             return np.int64(-1)
     return word
+
+
+@inlined
+def pause(port, frame, now):  # type: ignore[no-untyped-def]
+    """Stop or go on, as a PFC frame says."""
+    paused = np.uint8((frame & MARK_BIT) != 0)
+    if paused and not port.paused:
+        port.paused_at = now
+    elif port.paused and not paused:
+        port.paused_ps += now - port.paused_at
+    port.paused = paused
 
 
 @inlined

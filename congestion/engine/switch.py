@@ -12,9 +12,10 @@ from __future__ import annotations
 import numpy as np
 
 from congestion.engine.lists import drop_first, first, put
-from congestion.engine.packets import drawn, flow_of, receive, send, size_of
+from congestion.engine.packets import drawn, flow_of, pause, receive, send, size_of
 from congestion.engine.tables import (
     ACK_PATH,
+    CHUNK,
     FLOW_MASK,
     FLOW_SHIFT,
     HOP_MASK,
@@ -26,9 +27,11 @@ from congestion.engine.tables import (
     SEQ_SHIFT,
 )
 from congestion.jit import inlined, kernel
+from congestion.machine import prefetch
 
 _ONE = float(1 << 53)
 _HOP = 1 << HOP_SHIFT
+_AHEAD = 3  # ports
 
 
 @kernel
@@ -48,14 +51,35 @@ def run_switch(s, k, n, end):  # type: ignore[no-untyped-def]
 @inlined
 def _collect(s, k, node, end):  # type: ignore[no-untyped-def]
     """Take what arrives in the window off the wires: how many, bytes, PFC frames; and what arrives next."""
-    count, total, frames = 0, 0, 0
-    soonest = NEVER
+    count, soonest = _take(s, k, node, end)
+    total, frames = 0, 0
     counts = s.counts[k]
     for place in range(node.num_ports):
         counts[place] = 0
-    for p in range(node.first_port, node.first_port + node.num_ports):
+    for i in range(count):
+        seen = s.seen[k, i]
+        word = seen.word
+        seen.size = size_of(s, word)
+        if word & 3 == PFC:
+            frames += 1
+            seen.out = seen.port  # which it stops
+        else:
+            total += seen.size
+            hop = ((word >> HOP_SHIFT) & HOP_MASK) + 1 + (ACK_PATH if word & 3 else 0)
+            seen.out = s.path[flow_of(word), np.uint32(hop)]
+        counts[seen.out - node.first_port] += 1
+    return count, total, frames, soonest
+
+
+@inlined
+def _take(s, k, node, end):  # type: ignore[no-untyped-def]
+    count, soonest = 0, NEVER
+    stop = node.first_port + node.num_ports
+    for p in range(node.first_port, stop):
         wire = s.wire[p]
         visible = s.visible[p]
+        later = s.wire[min(p + _AHEAD, stop - 1)]
+        prefetch(s.entry, later.head * CHUNK + later.head_at)
         while wire.taken < visible:
             arrival = first(s, k, wire).time
             if arrival >= end:
@@ -64,23 +88,13 @@ def _collect(s, k, node, end):  # type: ignore[no-untyped-def]
             word = receive(s, k, p)
             if word < 0:
                 continue
-            size = size_of(s, word)
-            if word & 3 == PFC:
-                frames += 1
-                out = np.uint32(p)  # the port that it stops
-            else:
-                total += size
-                hop = ((word >> HOP_SHIFT) & HOP_MASK) + 1 + (ACK_PATH if word & 3 else 0)
-                out = s.path[flow_of(word), np.uint32(hop)]
+            prefetch(s.path_line, flow_of(word))
             seen = s.seen[k, count]
             seen.time = arrival
             seen.word = word
             seen.port = p
-            seen.out = out
-            seen.size = size
-            counts[out - node.first_port] += 1
             count += 1
-    return count, total, frames, soonest
+    return count, soonest
 
 
 @inlined
@@ -106,10 +120,25 @@ def _run_ports(s, k, node, count, end):  # type: ignore[no-untyped-def]
     for place in range(node.num_ports):
         stop = counts[place]
         port = s.port[node.first_port + place]
+        _prefetch_port(s, node, place)
         if stop > begin or (port.queued and not port.paused and port.busy < end):
             _sort(s, k, begin, stop)
             _run_port(s, k, node, node.first_port + place, begin, stop, end)
         begin = stop
+
+
+@inlined
+def _prefetch_port(s, node, place):  # type: ignore[no-untyped-def]
+    """What ports behind `place` will touch first: their queue's head, and the tail of the wire that they send on."""
+    last = node.first_port + node.num_ports - 1
+    p = min(node.first_port + place + _AHEAD, last)
+    port = s.port[p]
+    wire = s.wire[port.peer]
+    prefetch(s.entry, wire.tail * CHUNK + wire.tail_at)
+    if port.queued:
+        queue = s.queue[p]
+        prefetch(s.entry, queue.head * CHUNK + queue.head_at)
+    prefetch(s.wire, s.port[min(p + _AHEAD, last)].peer)
 
 
 @inlined
@@ -171,11 +200,11 @@ def _start_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
 @inlined
 def _marked(s, port, word):  # type: ignore[no-untyped-def]
     """The packet with its ECN mark, by the queue behind it: all above Kmax, in proportion above Kmin (RED)."""
-    queue = port.queue_bytes
-    if queue <= port.kmin or not s.run[0].ecn:
+    queue, kind = port.queue_bytes, s.kind[port.kind]
+    if queue <= kind.kmin or not s.run[0].ecn:
         return word
-    if queue <= port.kmax:
-        share = s.run[0].pmax * (queue - port.kmin) / (port.kmax - port.kmin)
+    if queue <= kind.kmax:
+        share = s.run[0].pmax * (queue - kind.kmin) / (kind.kmax - kind.kmin)
         flow, sequence = (word >> FLOW_SHIFT) & FLOW_MASK, (word >> SEQ_SHIFT) & SEQ_MASK
         if drawn(s.run[0].seed, flow, sequence << 8 | word & (HOP_MASK << HOP_SHIFT) | word & 3) >= share * _ONE:
             return word
@@ -189,7 +218,7 @@ def _hold(s, node, ingress, size):  # type: ignore[no-untyped-def]
     if not s.run[0].pfc:
         return
     over = ingress.in_bytes + size - s.run[0].reserve_bytes
-    if over > 0 and over > _threshold(node, ingress):
+    if over > 0 and over > _threshold(s, node, ingress):
         ingress.headroom_used += size
         return
     ingress.in_bytes += size
@@ -209,8 +238,8 @@ def _release(s, node, ingress, size):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _threshold(node, ingress):  # type: ignore[no-untyped-def]
-    return max(node.pool_bytes - node.shared, 0) >> ingress.shift
+def _threshold(s, node, ingress):  # type: ignore[no-untyped-def]
+    return max(node.pool_bytes - node.shared, 0) >> s.kind[ingress.kind].shift
 
 
 @inlined
@@ -250,15 +279,17 @@ def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
     now, word, size, p = seen.time, seen.word, seen.size, seen.out
     port = s.port[p]
     if word & 3 == PFC:
-        port.paused = 1 if word & MARK_BIT else 0
+        pause(port, word, now)
         _kick(s, k, node, p, now)
         return
     ingress = s.port[seen.port]
-    if size + ingress.headroom_used > ingress.headroom and size + _shared_of(s, ingress) > _threshold(node, ingress):
+    if size + ingress.headroom_used > s.kind[ingress.kind].headroom and size + _shared_of(s, ingress) > _threshold(
+        s, node, ingress
+    ):
         ingress.drops += 1
         return
     _hold(s, node, ingress, size)
-    if not ingress.pause_sent and (ingress.headroom_used > 0 or _shared_of(s, ingress) >= _threshold(node, ingress)):
+    if not ingress.pause_sent and (ingress.headroom_used > 0 or _shared_of(s, ingress) >= _threshold(s, node, ingress)):
         ingress.pauses += 1
         node.num_paused += 1
         _signal(s, k, node, seen.port, 1, now)
@@ -304,6 +335,6 @@ def _serve(s, k, node, p, now):  # type: ignore[no-untyped-def]
     ingress = s.port[in_port]
     if ingress.pause_sent and ingress.headroom_used == 0:
         shared = _shared_of(s, ingress)
-        if shared == 0 or shared + s.run[0].resume_offset_bytes <= _threshold(node, ingress):
+        if shared == 0 or shared + s.run[0].resume_offset_bytes <= _threshold(s, node, ingress):
             node.num_paused -= 1
             _signal(s, k, node, in_port, 0, now)

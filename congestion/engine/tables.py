@@ -24,16 +24,17 @@ MARK_BIT, LAST_BIT, HOP_SHIFT, SEQ_SHIFT, FLOW_SHIFT = 4, 8, 4, 8, 36
 HOP_MASK, SEQ_MASK, FLOW_MASK = 15, (1 << 28) - 1, (1 << 27) - 1
 ACK_PATH = 8  # first column of a path that is the way back
 MOST_HOPS, MOST_PACKETS, MOST_FLOWS = 8, SEQ_MASK, FLOW_MASK
-CHUNK = 16  # entries of a list's chunk
+CHUNK = 8  # entries of a list's chunk
 
 DONE, GROW = 0, 1  # status of a run
+_LINE = 64  # bytes of a cache line
 
 
 def _record(**fields: str) -> np.dtype[Any]:
     return np.dtype(list(fields.items()), align=True)
 
 
-# One end of a cable: what leaves there and, for the buffer, what came in there. Times in ps, sizes in bytes, bit/s.
+# One end of a cable: what leaves there, a cache line; and for the buffer what came in there, another. Times in ps.
 PORT = _record(
     busy="i8",  # until when it sends
     queue_bytes="i8",
@@ -41,26 +42,32 @@ PORT = _record(
     tx_bytes="i8",
     tx_packets="i8",
     queued="i4",  # packets, PFC frames apart
-    paused="u1",
-    pause_sent="u1",
-    shift="u1",  # an ingress may take the free pool >> shift
+    frames="i4",  # PFC frames that wait
     peer="u4",  # the port at the other end; its number is that of the wire there
     to="u4",  # the node at the other end
-    tx_data="i8",  # serialisation of a full packet
-    tx_ack="i8",
-    delay="i8",
-    frames="i8",  # PFC frames that wait
-    kmin="i8",
-    kmax="i8",
-    marks="i8",
-    rate="i8",
+    kind="u4",
+    paused="u1",
+    pause_sent="u1",
     in_bytes="i8",
     headroom_used="i8",
-    headroom="i8",
-    window_bytes="i8",
+    marks="i8",
     pauses="i8",
     drops="i8",
     received="i8",
+    paused_at="i8",
+    paused_ps="i8",  # all pauses that are over
+)
+
+# What ports of a rate and a delay have in common.
+KIND = _record(
+    rate="i8",
+    delay="i8",
+    tx_data="i8",  # serialisation of a full packet
+    tx_ack="i8",
+    kmin="i8",
+    kmax="i8",
+    headroom="i8",
+    shift="i8",  # an ingress may take the free pool >> shift
 )
 
 # A node. A host has one port; a switch has the shared pool that PFC thresholds are a share of.
@@ -77,29 +84,42 @@ NODE = _record(
     now="i8",
     first_flow="u4",
     num_flows="i4",
+    num_known="i4",  # flows whose start is known
     num_started="i4",
     num_active="i4",
     robin="i4",
+    timer="i8",  # no retransmit timer runs out before
 )
 
-# A flow at its sender.
+# A flow at its sender. Packets are counted from 0; `limit` is how far the window, or the flow's end, lets it send.
 FLOW = _record(
     next="i4",
+    limit="i4",
     unacked="i4",
     num_packets="i4",
     last_wire_bytes="i4",
+    num_links="i4",
     available="i8",  # when its pace allows the next packet
     rate_bps="i8",
     line_rate_bps="i8",
+    window_bytes="i8",
+    base_rtt_ps="i8",
     start="i8",
     finish="i8",  # -1 before
+    delay="i8",  # from the last of what it waits for to its start
+    timeout_at="i8",
     resent="i8",
+    num_waits="i4",
+    retries="i4",
     src="u4",
     dst="u4",
+    failed="u1",  # its retries ran out
 )
 
 # A flow at its receiver.
-RECEIVER = _record(expected="i4", last_nack="i4", nack_after="i8")
+RECEIVER = _record(expected="i4", last_nack="i4", nack_after="i8", cnp_after="i8")
+
+PATH = _record(**{f"hop{hop}": "u4" for hop in range(2 * ACK_PATH)})
 
 # A list's entry: time of arrival, or the port that it came in by; and the packet.
 ENTRY = _record(time="i8", word="i8")
@@ -110,8 +130,17 @@ LIST = _record(head="u4", head_at="u4", tail="u4", tail_at="u4", put="i8", taken
 # What arrives at a switch in a window.
 SEEN = _record(time="i8", word="i8", port="u4", out="u4", size="i8")
 
-# What a thread has to itself.
-WORKER = _record(num_free="i8", soonest="i8", pad0="i8", pad1="i8", pad2="i8", pad3="i8", pad4="i8", pad5="i8")
+# What a worker has to itself; `begin` and `free_before` are for the others to see.
+WORKER = _record(
+    first="i8",  # its nodes, in `owned`
+    stop="i8",
+    num_free="i8",
+    soonest="i8",  # that anything which it sent in this window arrives
+    begin="i8",
+    free_before="i8",
+    spare0="i8",
+    spare1="i8",
+)
 
 # Constants of a run, and its clock.
 RUN = _record(
@@ -126,34 +155,52 @@ RUN = _record(
     law="i8",
     pmax="f8",
     nack_gap="i8",
+    cnp_gap="i8",
+    mtu_bytes="i8",
+    most_window_bytes="i8",
+    sent_mask="i8",  # -1 where no law asks for round trip times
+    timeout="i8",  # 0: none
+    most_retries="i8",
     reserve_bytes="i8",
     resume_offset_bytes="i8",
     loss_scaled="i8",
     most_new_chunks="i8",  # that packets which hosts add in a window can fill
-    time="i8",
 )
 
 
 class State(NamedTuple):
     """All tables of a run, as the kernels take them.
 
-    run: (1,) RUN; port: (num_ports,) PORT, a node's side by side; node, flow, receiver: a row each; path: (num_flows,
-    16) ports that a packet leaves by, data then ACK; by_host: flows a sender, by start; active: those under way, in the
-    same places; wire, queue: (num_ports,) LIST, what is on the way to a port and what waits at it; visible:
-    (num_ports,) entries of the wire that the window may see; entry: (num_chunks * CHUNK,); following: (num_chunks,) the
-    next chunk; free: (num_workers, num_chunks) chunks; wake, awake: (num_nodes,) 1 where something was sent to, in this
-    window and in the last; seen, order: (num_workers, most) and counts: (num_workers, most ports) room for a window at a
-    switch.
+    run: (1,) RUN; port: (num_ports,) PORT, a node's side by side; kind: (num_kinds,) KIND; node, flow, receiver, and
+    of a law: a row each; sent: (num_flows, most in flight) when packets were sent; waiting: flows that wait for flow f,
+    from waiting_from[f] to waiting_from[f + 1]; path: (num_flows, 16) ports that a packet leaves by, data then ACK;
+    path_line: the same as rows, for prefetch; by_host: flows a sender, by start; active: those under way, in the same
+    places; wire, queue: (num_ports,) LIST, what is on the way to a port and what waits at it; visible: (num_ports,)
+    entries of the wire that the window may see; entry: (num_chunks * CHUNK,); following: (num_chunks,) the next chunk;
+    free: (num_workers, num_chunks) chunks; wake, awake: (num_nodes,) 1 where something was sent to, in this window and
+    before; seen, order: (num_workers, most) and counts: (num_workers, most ports) room for a window at a switch; owned:
+    (num_nodes,) nodes by worker; arrived: (1,) workers that came to meet.
     """
 
     run: Rows
     port: Rows
+    kind: Rows
     node: Rows
     flow: Rows
     receiver: Rows
     dcqcn: Rows
     dcqcn_flow: Rows
+    swift: Rows
+    swift_flow: Rows
+    nscc: Rows
+    nscc_flow: Rows
+    hybrid: Rows
+    hybrid_flow: Rows
+    sent: NDArray[np.int64]
+    waiting_from: NDArray[np.int64]
+    waiting: NDArray[np.uint32]
     path: NDArray[np.uint32]
+    path_line: Rows
     by_host: NDArray[np.uint32]
     active: NDArray[np.uint32]
     wire: Rows
@@ -168,3 +215,12 @@ class State(NamedTuple):
     order: NDArray[np.uint32]
     counts: NDArray[np.uint32]
     worker: Rows
+    owned: Ints
+    arrived: Ints
+
+
+def aligned(many: int, dtype: np.dtype[Any]) -> Rows:
+    """`many` zeroed rows that begin at a cache line's beginning."""
+    room = np.zeros(many * dtype.itemsize + _LINE, dtype=np.uint8)
+    skip = -room.ctypes.data % _LINE
+    return room[skip : skip + many * dtype.itemsize].view(dtype)

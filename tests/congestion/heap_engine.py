@@ -7,7 +7,7 @@ import heapq
 import itertools
 from collections import defaultdict, deque
 
-from congestion.control.dcqcn import advance, on_cnp
+from congestion.control import dcqcn
 from congestion.control.laws import DCQCN
 from congestion.engine import tables as at
 from congestion.engine.packets import drawn
@@ -19,7 +19,8 @@ ARRIVAL, START, FREE = 0, 1, 2  # order of events at one moment
 class HeapEngine:
     def __init__(self, state: State) -> None:
         self.s, self.run_of = state, state.run[0]
-        self.port = [{name: int(row[name]) for name in at.PORT.names} for row in state.port]
+        kinds = [{name: int(row[name]) for name in at.KIND.names} for row in state.kind]
+        self.port = [kinds[row["kind"]] | {"peer": int(row["peer"]), "to": int(row["to"])} for row in state.port]
         self.flow, self.receiver = state.flow, state.receiver
         self.events: list[tuple[int, int, int, int, tuple]] = []
         self.serial = itertools.count()  # what takes no time on a wire keeps its order
@@ -42,6 +43,8 @@ class HeapEngine:
             if kind == START:
                 host = int(self.flow[who]["src"])
                 self.active[host].append(who)
+                if self.run_of["law"] == DCQCN:
+                    dcqcn.start(self.s.dcqcn[0], self.s.dcqcn_flow[who], self.flow[who])
                 self.ask(int(self.s.node[host]["first_port"]), now)
             elif kind == FREE:
                 if self.is_switch(who):
@@ -200,7 +203,7 @@ class HeapEngine:
             if kind == at.NACK:
                 flow["next"] = flow["unacked"]
             if mark and self.run_of["law"] == DCQCN and flow["finish"] < 0:
-                on_cnp(self.s.dcqcn[0], self.s.dcqcn_flow[f], flow, now)
+                dcqcn.on_ack(self.s.dcqcn[0], self.s.dcqcn_flow[f], flow, now, True, 0, 0)
         self.ask(port, now)
 
     def serve_host(self, port: int, now: int) -> None:
@@ -222,7 +225,7 @@ class HeapEngine:
         packet = (at.DATA, f, int(flow["next"]), 0, 0, 0)
         flow["next"] += 1
         if self.run_of["law"] == DCQCN:
-            advance(self.s.dcqcn[0], self.s.dcqcn_flow[f], flow, now)
+            dcqcn.advance(self.s.dcqcn[0], self.s.dcqcn_flow[f], flow, now)
         flow["available"] = now + self.tx(self.size(packet), int(flow["rate_bps"]))
         self.send(port, packet, now)
 

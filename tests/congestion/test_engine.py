@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from congestion.engine.build import build
 from congestion.files import FlowSet
-from congestion.settings import Settings
+from congestion.settings import DcqcnSettings, Settings
 from congestion.simulate import simulate
 from tests.congestion.heap_engine import HeapEngine
 from topology.graph import Graph
@@ -59,7 +59,7 @@ def _scenarios(draw):
         kmin_bytes=20_000,
         kmax_bytes=100_000,
         loss_rate=draw(st.sampled_from([0.0, 0.01])),
-        increase_us=draw(st.sampled_from([4.0, 12.0, 55.0])),
+        dcqcn=DcqcnSettings(increase_us=draw(st.sampled_from([4.0, 12.0, 55.0]))),
     )
     return fabric, flows, chosen, draw(st.sampled_from(["none", "dcqcn"])), draw(st.booleans())
 

@@ -1,0 +1,175 @@
+"""Our hybrid for RoCE NICs: the RTT sets a flow's pace, a mark makes it fall at once to what the RTT says is its share.
+
+The law keeps a window of `W` bytes and paces at `W / rtt`, by the last RTT: a queue that grows slows its senders before
+any law acts, as a true window does and a rate does not; that makes the loop stable (`congestion.fluid`).
+
+From Swift: the precise RTT, a target delay that grows as the flow slows, a decrease by the share above the target. What
+differs: (1) It rises as it falls, by a share of the way, `W += gain (target - rtt) / rtt` for a window acknowledged, in
+place of a packet a round trip: a link that becomes free is full again in a few round trips. (2) The target grows by
+`queue` for each halving of the rate, in place of 1 / sqrt(window): the slower of two flows aims at a longer queue and
+gains, so flows meet in some round trips at any number of them, and the queue grows by the logarithm of that number.
+(3) It acts on each ACK by its share of the window, up and down, not once a round trip by one sample.
+
+From DCQCN: a mark is the word of the congested switch itself, while an RTT also counts the way back, the sender's own
+pauses and noise. So a mark cuts at once, to `W target / rtt` of the round's first window: the queue that it met drains
+to the target, however many flows there are, in one round trip. DCQCN cuts by how often marks came, which is slow to
+learn, and rises by a timer. Without a mark a long RTT is done only in part (`unconfirmed`): a flow whose ACKs wait in
+a queue gives little way. The mark stands for its round, so notices may be as rare as a NIC paces them.
+
+All parts can be left out. No ECN: a Swift in rates. No RTT: DCQCN, by its own parameters. Starts at line rate.
+Limits: flows that get no marks while others do keep more than their share, up to the limit on their flight, and that
+needs a NIC that can bound it (`limit_flight`); with `flow_scaling` off and `fast_increase` on, only marks make flows
+equal. A loss changes nothing: under PFC it is an error of a link, not congestion.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from congestion.control import dcqcn
+from congestion.control.rows import BYTE_PS, PS_PER_US, Rows, row_of
+from congestion.jit import inlined, kernel
+from congestion.settings import HybridSettings, Settings
+
+_AI_PACKETS = 1.0  # Swift's
+
+# Of a run: ours, and DCQCN's last, or numba would take these for a kind of those; times in ps, rates in bit/s.
+PARAMETERS = np.dtype(
+    [
+        ("use_rtt", "i8"),
+        ("use_ecn", "i8"),
+        ("flow_scaling", "i8"),
+        ("fast_increase", "i8"),
+        ("limit_flight", "i8"),
+        ("mtu_bytes", "i8"),
+        ("queue", "f8"),
+        ("gain", "f8"),
+        ("unconfirmed", "f8"),
+        ("sure_targets", "f8"),
+        ("flight_windows", "f8"),
+        ("least_bps", "i8"),
+        *((name, dcqcn.PARAMETERS[name]) for name in dcqcn.PARAMETERS.names or ()),
+    ]
+)
+# Of a flow.
+STATE = np.dtype(
+    [
+        ("window", "f8"),  # bytes
+        ("first_window", "f8"),  # the round's
+        ("most_bytes", "i8"),  # that whoever started the flow allows in flight
+        ("round_end", "i8"),  # the packet whose ACK ends the round
+        ("marked", "u1"),  # in this round
+        ("cut", "u1"),  # in this round
+        ("settling", "u1"),  # what this round tells was sent while the cut was made
+        *((name, dcqcn.STATE[name]) for name in dcqcn.STATE.names or ()),
+    ],
+    align=True,
+)
+
+
+def parameters(section: HybridSettings, host_bps: int, settings: Settings) -> Rows:
+    """The law's numbers, with DCQCN's for NICs of `host_bps`; shape (1,)."""
+    base = dcqcn.parameters(settings.dcqcn, host_bps, settings)
+    return row_of(
+        PARAMETERS,
+        **{name: base[name][0] for name in dcqcn.PARAMETERS.names or ()},
+        use_rtt=section.use_rtt,
+        use_ecn=section.use_ecn,
+        flow_scaling=section.flow_scaling,
+        fast_increase=section.fast_increase,
+        limit_flight=section.limit_flight,
+        mtu_bytes=settings.mtu_bytes,
+        queue=section.queue_us * PS_PER_US,
+        gain=section.gain,
+        unconfirmed=section.unconfirmed,
+        sure_targets=section.sure_targets,
+        flight_windows=section.flight_windows,
+        least_bps=section.min_rate_bps,
+    )
+
+
+@kernel
+def start(p, own, flow):  # type: ignore[no-untyped-def]
+    dcqcn.start(p, own, flow)
+    own.most_bytes = flow.window_bytes
+    own.window = own.first_window = flow.line_rate_bps * flow.base_rtt_ps / BYTE_PS
+    if p.use_rtt:
+        _apply(p, own, flow, flow.base_rtt_ps)
+
+
+@inlined
+def advance(p, own, flow, now):  # type: ignore[no-untyped-def]
+    dcqcn.advance(p, own, flow, now)  # its timers rest where there is RTT
+
+
+@kernel
+def target_ps(p, rate_bps, flow):  # type: ignore[no-untyped-def]
+    """RTT that a flow at `rate_bps` aims at, ps."""
+    halvings = math.log2(flow.line_rate_bps / rate_bps) if p.flow_scaling else 0.0
+    return flow.base_rtt_ps + p.queue * (1.0 + max(halvings, 0.0))
+
+
+@kernel
+def on_ack(p, own, flow, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-def]
+    if not p.use_rtt:
+        dcqcn.on_ack(p, own, flow, now, marked, rtt_ps, acked_bytes)
+        return
+    if acked_bytes == 0:
+        return  # a duplicate's round trip is not that of the packet
+    if flow.unacked > own.round_end:
+        _begin_round(own, flow)
+    marked = marked and p.use_ecn
+    own.marked |= marked
+    target = target_ps(p, own.window * BYTE_PS / rtt_ps, flow)
+    share = min(acked_bytes / own.window, 1.0)
+    if rtt_ps > target:
+        _fall(p, own, share, target / rtt_ps)
+    elif not marked:
+        own.window += _rise(p, own, share, (target - rtt_ps) / rtt_ps)
+    # A far longer queue slows the flow by its limit on the flight; its pace would lag when that queue has gone.
+    _apply(p, own, flow, min(rtt_ps, p.flight_windows * target) if p.limit_flight else rtt_ps)
+
+
+@inlined
+def on_loss(p, own, flow, now):  # type: ignore[no-untyped-def]
+    """Nothing, with RTT or without."""
+
+
+@inlined
+def _begin_round(own, flow):  # type: ignore[no-untyped-def]
+    own.round_end = flow.next
+    own.first_window = own.window
+    own.settling = own.cut
+    own.marked = 0
+    own.cut = 0
+
+
+@inlined
+def _fall(p, own, share, ratio):  # type: ignore[no-untyped-def]
+    if own.settling:
+        return
+    if own.marked or ratio * p.sure_targets < 1.0:
+        own.window = min(own.window, own.first_window * ratio)
+        own.cut = 1
+    else:
+        trust = p.unconfirmed if p.use_ecn else 1.0
+        own.window *= 1.0 - trust * p.gain * share * (1.0 - ratio)
+
+
+@inlined
+def _rise(p, own, share, room):  # type: ignore[no-untyped-def]
+    if not p.fast_increase:
+        return _AI_PACKETS * p.mtu_bytes * share
+    return p.gain * share * min(room, 1.0) * own.window
+
+
+@inlined
+def _apply(p, own, flow, over_ps):  # type: ignore[no-untyped-def]
+    # The window that fills the line at the target of line rate, and the one that is the least rate on an idle path.
+    most = flow.line_rate_bps * (flow.base_rtt_ps + p.queue) / BYTE_PS
+    own.window = min(max(own.window, p.least_bps * flow.base_rtt_ps / BYTE_PS), most)
+    flow.rate_bps = min(max(np.int64(own.window * BYTE_PS / over_ps), p.least_bps), flow.line_rate_bps)
+    if p.limit_flight:
+        flow.window_bytes = min(np.int64(own.window * p.flight_windows), own.most_bytes)

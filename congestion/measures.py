@@ -1,0 +1,152 @@
+"""What a run is judged by: completion times against the ideal, goodput, fairness, queues, pauses, link by link.
+
+The ideal of a flow is its time on its own path with nobody else there, at line rate, to the ACK of its last packet. A
+port is one direction of a cable, counted where it leaves. Left out: series over time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from congestion.engine.tables import ACK_PATH, Ints, State
+from congestion.files import FlowSet
+from congestion.simulate import Outcome
+from congestion.statistics import jain
+from topology.graph import Graph
+from topology.wires import Wires
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_BYTE_PS = 8 * 10**12  # a byte at 1 bit/s
+
+
+def ideal_ps(state: State) -> Ints:
+    """Start to last ACK of each flow alone on its path, store and forward, to the picosecond; shape (num_flows,).
+
+    On links with serialisation s_j and delay d_j the first of N packets is behind link h at the sum of s_j + d_j, the
+    last full one (N - 2) times the slowest s_j later, and the last packet, which may be short, is held up by that one
+    at most.
+    """
+    flow = state.flow
+    packets, src, dst = (flow[name].astype(np.int64) for name in ("num_packets", "src", "dst"))
+    node, first, slowest, last = (src, *(np.zeros(len(flow), dtype=np.int64) for _ in range(3)))
+    for hop in range(ACK_PATH):
+        port = state.port[state.path[:, hop]]
+        kind, moving = state.kind[port["kind"]], node != dst
+        full, delay = kind["tx_data"], kind["delay"]
+        first = first + full + delay
+        slowest = np.maximum(slowest, full)
+        free = np.where(packets > 1, first - delay + (packets - 2) * slowest, 0)
+        last = np.where(moving, np.maximum(last, free) + _last_ps(state, kind["rate"]) + delay, last)
+        node = np.where(moving, port["to"], node)
+    for hop in range(ACK_PATH):
+        port = state.port[state.path[:, ACK_PATH + hop]]
+        kind, moving = state.kind[port["kind"]], node != src
+        last = last + moving * (kind["tx_ack"] + kind["delay"])
+        node = np.where(moving, port["to"], node)
+    return np.asarray(last)
+
+
+def _last_ps(state: State, rate: Ints) -> Ints:
+    took = state.flow["last_wire_bytes"].astype(np.int64) * _BYTE_PS // rate
+    return np.asarray(took // 1000 * 1000 if state.run["truncate"][0] else took)
+
+
+def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
+    """A row a flow, in their order; what a flow that did not end has no value for is empty."""
+    import pandas as pd
+
+    names = np.array(fabric.names, dtype=object)
+    start, ideal = outcome.state.flow["start"], ideal_ps(outcome.state)
+    fct = np.where(outcome.finish_ps >= 0, outcome.finish_ps - start, np.nan)
+    return pd.DataFrame(
+        {
+            "flow": np.arange(len(flows)),
+            "src": names[flows.src],
+            "dst": names[flows.dst],
+            "bytes": flows.num_bytes,
+            "start_us": start / 1e6,
+            "fct_us": fct / 1e6,
+            "ideal_us": ideal / 1e6,
+            "slowdown": fct / ideal,
+            "goodput_bps": flows.num_bytes * float(_BYTE_PS) / fct,
+            "retransmissions": outcome.state.flow["resent"],
+        }
+    )
+
+
+def port_frame(fabric: Graph, outcome: Outcome) -> pd.DataFrame:
+    """A row a port, node by node. `pauses` are those that it sent, `paused_us` how long it was stopped itself."""
+    import pandas as pd
+
+    port, wires = outcome.state.port, Wires.of_graph(fabric)
+    end = np.argsort(np.stack([fabric.a, fabric.b], axis=1).ravel(), kind="stable")  # the engine's order
+    link = end // 2 + end % 2 * fabric.num_cables
+    began, ended = span_ps(outcome)
+    still = np.where(port["paused"] != 0, np.maximum(ended - port["paused_at"], 0), 0)
+    paused_ps, span = port["paused_ps"] + still, max(ended - began, 1)
+    return pd.DataFrame(
+        {
+            "src": wires.src[link],
+            "dst": wires.dst[link],
+            "tier": wires.tier[link],
+            "rate_bps": fabric.link_bps[link],
+            "tx_bytes": port["tx_bytes"],
+            "tx_packets": port["tx_packets"],
+            "utilisation": port["tx_bytes"] * float(_BYTE_PS) / fabric.link_bps[link] / span,
+            "max_queue_bytes": port["max_queue_bytes"],
+            "ecn_marked": port["marks"],
+            "drops": port["drops"],
+            "pauses": port["pauses"],
+            "paused_us": paused_ps / 1e6,
+            "pause_share": paused_ps / span,
+        }
+    )
+
+
+def span_ps(outcome: Outcome) -> tuple[int, int]:
+    """From the first start to the last end; both the first start where no flow ended."""
+    begun = int(outcome.state.flow["start"].min())
+    return begun, max(int(outcome.finish_ps.max()), begun)
+
+
+def summary(flows: pd.DataFrame, ports: pd.DataFrame) -> dict[str, Any]:
+    """One row of a run from its two frames; None where no flow ended.
+
+    `completion_us` is from the first start to the last end, `goodput_bps` all payload that arrived over that time,
+    `jain` of the flows' goodputs (0 for one that did not end), `pause_share` the mean over ports.
+    """
+    done = flows.dropna(subset="fct_us")
+    row: dict[str, Any] = {"flows": len(flows), "ended": len(done)}
+    if len(done):
+        completion_us = float((done["start_us"] + done["fct_us"]).max() - flows["start_us"].min())
+        row["completion_us"] = completion_us
+        row["goodput_bps"] = float(done["bytes"].sum()) * 8e6 / completion_us
+        row["jain"] = jain(flows["goodput_bps"].fillna(0.0))
+    else:
+        row |= dict.fromkeys(("completion_us", "goodput_bps", "jain"))
+    for name, key in (("fct_us", "fct_{}_us"), ("slowdown", "slowdown_{}")):
+        row |= {key.format(word): value for word, value in _spread(done[name].tolist()).items()}
+    return row | {
+        "pauses": int(ports["pauses"].sum()),
+        "pause_share": float(ports["pause_share"].mean()),
+        "ecn_marked": int(ports["ecn_marked"].sum()),
+        "drops": int(ports["drops"].sum()),
+        "retransmissions": int(flows["retransmissions"].sum()),
+        "max_queue_bytes": int(ports["max_queue_bytes"].max()),
+        "utilisation_max": float(ports["utilisation"].max()),
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float | None]:
+    """Percentiles by nearest rank, as `netlayer.percentile` takes them."""
+    if not values:
+        return dict.fromkeys(("min", "median", "p99", "p999", "max"))
+    ordered = sorted(values)
+    p99, p999 = (ordered[-(-len(ordered) * per_mille // 1000) - 1] for per_mille in (990, 999))
+    median = statistics.median(ordered)
+    return {"min": ordered[0], "median": median, "p99": p99, "p999": p999, "max": ordered[-1]}
