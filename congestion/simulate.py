@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -13,7 +17,21 @@ from congestion.engine.run import run
 from congestion.engine.tables import NEVER, Ints, State
 from congestion.files import FlowSet
 from congestion.settings import Settings
+from netlayer.errors import ConfigError
 from topology.graph import Graph
+
+_SLICE_S = 0.25  # between two looks at the clock, and at Ctrl-C
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: simulated time, packets acknowledged of all, link-hops, and seconds on the clock."""
+
+    time_ps: int
+    done_packets: int
+    num_packets: int
+    link_hops: int
+    wall_s: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,13 +39,21 @@ class Outcome:
     """What came out.
 
     Args:
-        finish_ps: when the last ACK reached each sender, -1 for a flow that did not end; shape (num_flows,).
+        start_ps: when each flow began; of one that waits, once it is known; shape (num_flows,).
+        finish_ps: when the last ACK reached each sender, -1 for a flow that did not end.
+        pause_ps: how long each port was stopped by PFC; shape (num_ports,).
+        time_ps: how far the run came.
+        completed: nothing was left to happen; False where it was stopped.
         state: all counters, as `tables` names them.
         wall_s, cpu_s: of the run alone.
         compile_s: of the kernels, before it; about 0 but for a process's first run.
     """
 
+    start_ps: Ints
     finish_ps: Ints
+    pause_ps: Ints
+    time_ps: int
+    completed: bool
     state: State
     wall_s: float
     cpu_s: float
@@ -43,7 +69,7 @@ class Outcome:
 
         `fct_ns` of a flow that did not end is None.
         """
-        start, finish = flows.start_ps.tolist(), self.finish_ps.tolist()
+        start, finish = self.start_ps.tolist(), self.finish_ps.tolist()
         ends = zip(flows.src.tolist(), flows.dst.tolist(), flows.num_bytes.tolist(), start, finish, strict=True)
         return {
             "flows": [
@@ -68,7 +94,7 @@ class Outcome:
         }
 
     def _counters(self, fabric: Graph) -> dict[str, Any]:
-        by_port: list[dict[str, int]] = []
+        by_port: list[dict[str, float]] = []
         for switch in np.flatnonzero(fabric.is_switch).tolist():
             first, many = (int(self.state.node[name][switch]) for name in ("first_port", "num_ports"))
             for number, port in enumerate(self.state.port[first : first + many], 1):
@@ -77,17 +103,123 @@ class Outcome:
                     "ecn_marked": int(port["marks"]),
                     "drops": int(port["drops"]),
                     "max_queue_bytes": int(port["max_queue_bytes"]),
+                    "paused_ns": int(self.pause_ps[first + number - 1]) / 1000,
                     "tx_bytes": int(port["tx_bytes"]),
                 }
                 by_port.append({"switch": switch, "port": number, **counted})
         return {
             "pauses": sum(row["pauses"] for row in by_port),
+            "paused_ns": float(self.pause_ps.sum()) / 1000,
             "ecn_marked": sum(row["ecn_marked"] for row in by_port),
             "drops": int(self.state.port["drops"].sum()),
             "retransmissions": int(self.state.flow["resent"].sum()),
             "max_queue_bytes": max((row["max_queue_bytes"] for row in by_port), default=0),
             "by_port": by_port,
         }
+
+
+class Simulation:
+    """A run that can be stopped, looked at, kept in a file, and gone on with. Arguments and errors as in `simulate`."""
+
+    def __init__(
+        self,
+        fabric: Graph,
+        flows: FlowSet,
+        settings: Settings,
+        law: Law,
+        *,
+        seed: int = 0,
+        truncate_ns: bool = False,
+        threads: int = 1,
+    ) -> None:
+        self.state = build(fabric, flows, settings, law, seed=seed, truncate_ns=truncate_ns, num_workers=threads)
+        self.time_ps, self.completed = 0, False
+        self.wall_s = self.cpu_s = 0.0
+        self._digest = _digest(self.state)
+        self._window_ps = int(self.state.run["window"][0])
+        began = time.perf_counter()
+        run(self.state, -1)  # nothing is due before 0: this compiles
+        self.compile_s = time.perf_counter() - began
+
+    def advance(self, until_ps: int) -> None:
+        """Let everything happen that begins before `until_ps`; within a link's delay, what follows may have begun."""
+        began, cpu = time.perf_counter(), time.process_time()
+        self.state, begin = run(self.state, until_ps)
+        self.wall_s += time.perf_counter() - began
+        self.cpu_s += time.process_time() - cpu
+        self.completed = begin == NEVER
+        self.time_ps = int(self.state.run["time"][0]) if self.completed else until_ps
+
+    def run(self, until_ps: int = NEVER, say: Callable[[Progress], None] | None = None) -> Outcome:
+        """On to the end, or to `until_ps`; `say` hears of it some times a second. A KeyboardInterrupt stops it there.
+
+        Where it was stopped, the outcome is what was measured until then, and is not `completed`.
+        """
+        step = 1_000 * self._window_ps
+        try:
+            while not self.completed and self.time_ps < until_ps:
+                before = self.wall_s
+                self.advance(min(self._next_ps() + step, until_ps))
+                took = self.wall_s - before
+                step = max(int(step * min(max(_SLICE_S / max(took, 1e-6), 0.5), 2.0)), self._window_ps)
+                if say:
+                    say(self.progress())
+        except KeyboardInterrupt:
+            pass
+        return self.outcome()
+
+    def progress(self) -> Progress:
+        flow, port = self.state.flow, self.state.port
+        done, many = int(flow["unacked"].sum()), int(flow["num_packets"].sum())
+        return Progress(self.time_ps, done, many, int(port["tx_packets"].sum()), self.wall_s)
+
+    def outcome(self) -> Outcome:
+        port, flow = self.state.port, self.state.flow
+        pause = port["paused_ps"] + np.where(port["paused"], self.time_ps - port["paused_at"], 0)
+        return Outcome(
+            flow["start"].copy(),
+            flow["finish"].copy(),
+            pause,
+            self.time_ps,
+            self.completed,
+            self.state,
+            self.wall_s,
+            self.cpu_s,
+            self.compile_s,
+        )
+
+    def save(self, path: Path) -> None:
+        """Keep the run as it stands, to go on with it in another process by `restore`."""
+        clock = np.array([self.time_ps, self.completed], dtype=np.int64)
+        part = path.with_name(path.name + ".part")
+        with part.open("wb") as file:
+            np.savez(file, **self.state._asdict(), clock=clock, digest=np.array(self._digest))
+        part.replace(path)
+
+    def restore(self, path: Path) -> None:
+        """Go on where `save` left off, bit for bit.
+
+        Raises:
+            ConfigError: the file cannot be read, or is of a run of other inputs.
+        """
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as kept:
+                tables = {name: kept[name] for name in (*State._fields, "clock", "digest")}
+        except (OSError, ValueError, KeyError, BadZipFile) as exc:
+            raise ConfigError(
+                "--resume", path, f"is no kept run ({exc})", "give a file that --checkpoint wrote"
+            ) from exc
+        if str(tables.pop("digest")) != self._digest:
+            rule = "is of a run with other inputs, threads or version"
+            raise ConfigError("--resume", path, rule, "give the same fabric, flows, settings, law, seed and threads")
+        self.time_ps, completed = (int(value) for value in tables.pop("clock"))
+        self.completed = bool(completed)
+        self.state = State(**tables)
+
+    def _next_ps(self) -> int:
+        """When the next thing happens, or the time it is."""
+        begin = min(int(self.state.node["next_time"].min()), int(self.state.worker["soonest"].min()))
+        return max(begin, self.time_ps) if begin < NEVER else self.time_ps
 
 
 def simulate(
@@ -99,18 +231,26 @@ def simulate(
     seed: int = 0,
     truncate_ns: bool = False,
     threads: int = 1,
+    until_ps: int = NEVER,
+    say: Callable[[Progress], None] | None = None,
 ) -> Outcome:
-    """Run flows over a fabric until nothing is left to happen.
+    """Run flows over a fabric until nothing is left to happen, or to `until_ps`.
+
+    Args:
+        threads: workers; they change nothing but the time that it takes.
+        truncate_ns: cut every serialisation time to whole ns, as ns-3 does.
+        say: hears of the progress some times a second.
 
     Raises:
         ConfigError: fabric, flows or settings cannot be run; see `build`.
     """
-    state = build(fabric, flows, settings, law, seed=seed, truncate_ns=truncate_ns, num_workers=threads)
-    began = time.perf_counter()
-    run(state, -1)  # nothing is due before 0: this compiles
-    compile_s = time.perf_counter() - began
-    began, cpu = time.perf_counter(), time.process_time()
-    state = run(state, NEVER)
-    return Outcome(
-        state.flow["finish"].copy(), state, time.perf_counter() - began, time.process_time() - cpu, compile_s
-    )
+    simulation = Simulation(fabric, flows, settings, law, seed=seed, truncate_ns=truncate_ns, threads=threads)
+    return simulation.run(until_ps, say)
+
+
+def _digest(state: State) -> str:
+    digest = hashlib.sha256()
+    for name, rows in state._asdict().items():
+        if name not in ("entry", "following", "seen", "order", "counts", "free"):
+            digest.update(name.encode() + str(rows.dtype).encode() + np.ascontiguousarray(rows).tobytes())
+    return digest.hexdigest()

@@ -15,20 +15,26 @@ from congestion.engine.host import run_host
 from congestion.engine.lists import first
 from congestion.engine.packets import flow_of
 from congestion.engine.switch import run_switch
-from congestion.engine.tables import CHUNK, DONE, GROW, NEVER, State, aligned
+from congestion.engine.tables import CHUNK, FULL, NEVER, State, aligned
 from congestion.jit import entry, inlined, kernel
 from congestion.machine import meet, prefetch
 
 
-def run(s: State, until: int) -> State:
-    """Run to the end, or until nothing is left to happen before `until` ps; the state to go on with."""
-    with ThreadPoolExecutor(len(s.worker)) as pool:
-        while True:
-            s.arrived[0] = 0
-            [status, *_] = pool.map(partial(_run, s, until), range(len(s.worker)))
-            if status == DONE:
-                return s
-            s = _with_room(s)
+def run(s: State, until: int) -> tuple[State, int]:
+    """Let everything happen that begins before `until` ps; the state then, and when the next thing would, NEVER: none.
+
+    A window that has begun is run to its end.
+    """
+    while True:
+        s.arrived[0] = 0
+        if len(s.worker) == 1:
+            begin = _run(s, until, 0)
+        else:
+            with ThreadPoolExecutor(len(s.worker)) as pool:
+                begin, *_ = pool.map(partial(_run, s, until), range(len(s.worker)))
+        if begin != FULL:
+            return s, begin
+        s = _with_room(s)
 
 
 def _with_room(s: State) -> State:
@@ -64,11 +70,13 @@ def _run(s, until, k):  # type: ignore[no-untyped-def]
             in_use -= s.worker[each].free_before
             least_free = min(least_free, s.worker[each].free_before)
         if begin == NEVER or begin >= until:
-            return DONE
+            return begin
         if least_free < 3 * in_use + s.run[0].most_new_chunks:
-            return GROW
+            return FULL
         end = begin + window
         worker.soonest = NEVER
+        if k == 0:
+            s.run[0].time = end
         for i in range(worker.first, worker.stop):
             n = s.owned[i]
             node = s.node[n]

@@ -26,7 +26,7 @@ ACK_PATH = 8  # first column of a path that is the way back
 MOST_HOPS, MOST_PACKETS, MOST_FLOWS = 8, SEQ_MASK, FLOW_MASK
 CHUNK = 8  # entries of a list's chunk
 
-DONE, GROW = 0, 1  # status of a run
+FULL = -1  # what a run answers that needs more chunks
 _LINE = 64  # bytes of a cache line
 
 
@@ -164,6 +164,7 @@ RUN = _record(
     reserve_bytes="i8",
     resume_offset_bytes="i8",
     loss_scaled="i8",
+    time="i8",  # the end of the window that was run last
     most_new_chunks="i8",  # that packets which hosts add in a window can fill
 )
 

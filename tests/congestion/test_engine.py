@@ -1,11 +1,14 @@
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from congestion.engine.build import build
+from congestion.engine.build import LAWS, build
+from congestion.engine.tables import State
 from congestion.files import FlowSet
 from congestion.settings import DcqcnSettings, Settings
-from congestion.simulate import simulate
+from congestion.simulate import Progress, Simulation, simulate
+from netlayer.errors import ConfigError
 from tests.congestion.heap_engine import HeapEngine
 from topology.graph import Graph
 
@@ -120,3 +123,100 @@ def test_the_store_of_packets_grows_while_running():
     assert len(outcome.state.following) > len(first.following)
     heap = HeapEngine(build(fabric, flows, Settings(), "none", seed=0, truncate_ns=False))
     assert heap.run() == outcome.finish_ps.tolist()
+
+
+def _crowd() -> tuple[Graph, FlowSet]:
+    """Three senders to one receiver in each of two leaves, through a small buffer."""
+    fabric = _fabric(2, 4, 2, [100, 200], [1000, 600])
+    src = np.array([0, 1, 2, 4, 5, 6], dtype=np.int64)
+    dst = np.array([7, 7, 7, 3, 3, 3], dtype=np.int64)
+    return fabric, FlowSet(src, dst, np.full(6, 900_000), np.arange(6) * 1000, np.full(6, 100))
+
+
+def _same(first: State, second: State) -> None:
+    for name in ("port", "node", "flow", "receiver", "dcqcn_flow", "swift_flow", "nscc_flow", "hybrid_flow"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_threads_and_stops_change_nothing(law, tmp_path):
+    inputs = (*_crowd(), Settings(buffer_bytes=1_500_000, loss_rate=0.001, timeout_us=100), law)
+    whole = Simulation(*inputs, seed=3).run()
+    assert whole.completed
+    _same(whole.state, simulate(*inputs, seed=3, threads=2).state)
+    stopped = Simulation(*inputs, seed=3)
+    for until_ps in range(0, int(whole.finish_ps.max()), 20_000_000):
+        stopped.advance(until_ps)
+        assert not stopped.completed
+        stopped.save(tmp_path / "kept.npz")
+        stopped = Simulation(*inputs, seed=3)
+        stopped.restore(tmp_path / "kept.npz")
+    _same(whole.state, stopped.run().state)
+
+
+def test_a_kept_run_of_other_inputs_is_refused(tmp_path):
+    fabric, flows = _crowd()
+    Simulation(fabric, flows, Settings(), "none", seed=3).save(tmp_path / "kept.npz")
+    with pytest.raises(ConfigError, match="other inputs"):
+        Simulation(fabric, flows, Settings(), "none", seed=4).restore(tmp_path / "kept.npz")
+    (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04")
+    with pytest.raises(ConfigError, match="no kept run"):
+        Simulation(fabric, flows, Settings(), "none").restore(tmp_path / "torn.npz")
+
+
+def test_what_was_measured_before_an_interruption_is_kept():
+    def interrupt(progress: Progress) -> None:
+        seen.append(progress)
+        raise KeyboardInterrupt
+
+    seen: list[Progress] = []
+    outcome = simulate(*_crowd(), Settings(), "swift", say=interrupt, until_ps=60_000_000)
+    assert not outcome.completed
+    assert (outcome.finish_ps == -1).all()
+    assert 0 < seen[0].done_packets < seen[0].num_packets
+    assert outcome.link_hops == seen[0].link_hops > 0
+
+
+def test_flows_wait_for_data_and_for_acknowledgements():
+    """1 waits for the data of 0 to come, 2 for both its own last ACK and a delay; 3 for two."""
+    fabric = _fabric(1, 3, 1, [100], [1000])
+    src, dst = np.array([0, 1, 1, 2]), np.array([1, 2, 0, 0])
+    first, earlier = np.array([0, 0, 1, 2, 3]), np.array([0, 1, 1])
+    waits = FlowSet(
+        src,
+        dst,
+        np.full(4, 50_000),
+        np.zeros(4, dtype=np.int64),
+        np.full(4, 100),
+        waits_for=(first, earlier),
+        delay_ps=np.array([0, 0, 5_000_000, 0]),
+    )
+    settings = Settings(header_bytes=0, mtu_bytes=1_000)
+    outcome = simulate(fabric, waits, settings, "none")
+    start, finish = outcome.start_ps.tolist(), outcome.finish_ps.tolist()
+    serialised, hop = 50_000 * 80, 1_000_000 + 80_000
+    assert start[1] == serialised + hop + 1_000_000  # all data of flow 0 came to host 1
+    assert start[2] == finish[1] + 5_000_000
+    assert start[3] == start[1] + 4_800 + serialised + hop + 1_000_000  # behind the last ACK, those of flow 1 to host 2
+    assert min(finish) > 0
+
+
+def test_a_timer_sends_again_what_was_lost_and_gives_up():
+    fabric = _fabric(1, 2, 1, [100], [1000])
+    one = FlowSet(*(np.array([value]) for value in (0, 1, 40_000, 0, 100)))
+    settings = Settings(timeout_us=50, loss_rate=0.2, retries=50)
+    for seed in range(20):
+        outcome = simulate(fabric, one, settings, "none", seed=seed)
+        assert outcome.finish_ps[0] > 0
+    dead = simulate(fabric, one, Settings(timeout_us=50, loss_rate=0.99, retries=3), "none", seed=1)
+    assert dead.finish_ps[0] == -1
+    assert dead.state.flow["failed"][0] == 1
+    assert dead.time_ps == pytest.approx(4 * 50_000_000, rel=0.1)
+
+
+def test_a_window_bounds_what_is_in_flight():
+    fabric = _fabric(1, 2, 1, [100], [1000])
+    one = FlowSet(*(np.array([value]) for value in (0, 1, 400_000, 0, 100)))
+    outcome = simulate(fabric, one, Settings(window_bytes=8_192), "none")
+    rtt = int(outcome.state.flow["base_rtt_ps"][0])
+    assert outcome.finish_ps[0] == pytest.approx(400_000 / 8_192 * rtt, rel=0.01)
