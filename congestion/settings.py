@@ -16,6 +16,7 @@ from netlayer.config import Section
 from netlayer.errors import ConfigError
 
 _PREFIX = "congestion."
+_ENTERED = "congestion.entered."
 
 
 class DcqcnSettings(Section):
@@ -83,7 +84,7 @@ class HybridSettings(Section):
     flow_scaling: bool = Field(True, description="Part: slower flows aim at longer queues, which makes flows equal.")
     fast_increase: bool = Field(True, description="Part: rise by the room there is; off, by a packet a round trip.")
     limit_flight: bool = Field(True, description="Part: bound the bytes in flight, which a pace alone does not.")
-    queue_us: float = Field(4.0, gt=0, description="Queueing delay that a flow at line rate aims at.")
+    queue_us: float = Field(8.0, gt=0, description="Queueing delay that a flow at line rate aims at.")
     gain: float = Field(0.25, gt=0, le=1, description="Share of the way to the target that a round trip takes.")
     unconfirmed: float = Field(
         0.25, ge=0, le=1, description="Share of a decrease by delay that is done where no mark confirms it."
@@ -122,6 +123,7 @@ class Settings(Section):
     dcqcn: DcqcnSettings = Field(default_factory=DcqcnSettings, description="DCQCN's own.")
     swift: SwiftSettings = Field(default_factory=SwiftSettings, description="Swift's own.")
     nscc: NsccSettings = Field(default_factory=NsccSettings, description="NSCC's own.")
+    entered: dict[str, float] = Field(default_factory=dict, description="Of a law from a file: what its Section takes.")
     hybrid: HybridSettings = Field(default_factory=HybridSettings, description="The hybrid's own.")
 
 
@@ -151,7 +153,7 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
     values = _flat(PRESETS[preset].model_dump())
     for override in overrides:
         name, equals, value = override.partition("=")
-        if not equals or name not in values:
+        if not equals or (name not in values and not name.startswith(_ENTERED)):
             near = difflib.get_close_matches(name, values, n=1, cutoff=0.0)[0]
             raise ConfigError(
                 "--set", override, "sets nothing that is known", f"give name=value; the nearest is {near}"

@@ -12,7 +12,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from congestion.engine.build import Law, build
+from congestion.engine.build import build
 from congestion.engine.run import run
 from congestion.engine.tables import NEVER, Ints, State
 from congestion.files import FlowSet
@@ -126,7 +126,7 @@ class Simulation:
         fabric: Graph,
         flows: FlowSet,
         settings: Settings,
-        law: Law,
+        law: str,
         *,
         seed: int = 0,
         truncate_ns: bool = False,
@@ -226,7 +226,7 @@ def simulate(
     fabric: Graph,
     flows: FlowSet,
     settings: Settings,
-    law: Law,
+    law: str,
     *,
     seed: int = 0,
     truncate_ns: bool = False,
@@ -237,6 +237,7 @@ def simulate(
     """Run flows over a fabric until nothing is left to happen, or to `until_ps`.
 
     Args:
+        law: as `build` takes it.
         threads: workers; they change nothing but the time that it takes.
         truncate_ns: cut every serialisation time to whole ns, as ns-3 does.
         say: hears of the progress some times a second.

@@ -1,7 +1,7 @@
 """Our hybrid for RoCE NICs: the RTT sets a flow's pace, a mark makes it fall at once to what the RTT says is its share.
 
 The law keeps a window of `W` bytes and paces at `W / rtt`, by the last RTT: a queue that grows slows its senders before
-any law acts, as a true window does and a rate does not; that makes the loop stable (`congestion.fluid`).
+any law acts, as a true window does and a plain rate does not; that makes the loop stable (`congestion.fluid`).
 
 From Swift: the precise RTT, a target delay that grows as the flow slows, a decrease by the share above the target. What
 differs: (1) It rises as it falls, by a share of the way, `W += gain (target - rtt) / rtt` for a window acknowledged, in

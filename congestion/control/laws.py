@@ -11,12 +11,12 @@ from types import ModuleType
 
 import numpy as np
 
-from congestion.control import dcqcn, hybrid, nscc, swift
+from congestion.control import dcqcn, entered, hybrid, nscc, swift
 from congestion.control.rows import Rows
 from congestion.jit import kernel
 from congestion.settings import Settings
 
-NONE, DCQCN, SWIFT, NSCC, HYBRID = range(5)
+NONE, DCQCN, SWIFT, NSCC, HYBRID, ENTERED = range(6)
 MODULES: dict[str, ModuleType | None] = {
     "none": None,
     "dcqcn": dcqcn,
@@ -24,7 +24,21 @@ MODULES: dict[str, ModuleType | None] = {
     "nscc": nscc,
     "hybrid": hybrid,
 }
-"""By name, in the order of the numbers."""
+"""By name, in the order of the numbers; behind them stands the law that was entered."""
+
+_OF_NONE = np.dtype([("nothing", "i8")])
+
+
+def number_of(law: str) -> int:
+    """
+    Raises:
+        KeyError: no law has this name.
+    """
+    if law in MODULES:
+        return list(MODULES).index(law)
+    if entered.law is None or law != entered.name:
+        raise KeyError(law)
+    return ENTERED
 
 
 def tables(law: str, num_flows: int, host_bps: int, settings: Settings) -> dict[str, Rows]:
@@ -34,11 +48,38 @@ def tables(law: str, num_flows: int, host_bps: int, settings: Settings) -> dict[
         if module is not None:
             made[name] = module.parameters(getattr(settings, name), host_bps, settings)
             made[f"{name}_flow"] = np.zeros(num_flows if name == law else 0, dtype=module.STATE)
+    its, its_state = np.zeros(1, dtype=_OF_NONE), _OF_NONE
+    if entered.law is not None:
+        section = entered.law.Section(**settings.entered) if hasattr(entered.law, "Section") else None
+        its, its_state = entered.law.parameters(section, host_bps, settings), entered.law.STATE
+    made["entered"] = its
+    made["entered_flow"] = np.zeros(num_flows if number_of(law) == ENTERED else 0, dtype=its_state)
     return made
 
 
 def wants_rtt(law: str, settings: Settings) -> bool:
-    return law in ("swift", "nscc") or (law == "hybrid" and settings.hybrid.use_rtt)
+    """Whether a law is told round trips: one from a file always is."""
+    return (law == "hybrid" and settings.hybrid.use_rtt) or law not in ("none", "dcqcn", "hybrid")
+
+
+if entered.law is None:
+
+    @kernel
+    def _no_start(p, own, flow):  # type: ignore[no-untyped-def]
+        pass
+
+    @kernel
+    def _no_call(p, own, flow, now):  # type: ignore[no-untyped-def]
+        pass
+
+    @kernel
+    def _no_ack(p, own, flow, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-def]
+        pass
+
+    _its_start, _its_advance, _its_on_ack, _its_on_loss = _no_start, _no_call, _no_ack, _no_call
+else:
+    _its_start, _its_advance = entered.law.start, entered.law.advance
+    _its_on_ack, _its_on_loss = entered.law.on_ack, entered.law.on_loss
 
 
 @kernel
@@ -54,6 +95,8 @@ def start(s, f):  # type: ignore[no-untyped-def]
         nscc.start(s.nscc[0], s.nscc_flow[f], flow)
     elif law == HYBRID:
         hybrid.start(s.hybrid[0], s.hybrid_flow[f], flow)
+    elif law == ENTERED:
+        _its_start(s.entered[0], s.entered_flow[f], flow)
 
 
 @kernel
@@ -68,6 +111,8 @@ def advance(s, f, now):  # type: ignore[no-untyped-def]
         nscc.advance(s.nscc[0], s.nscc_flow[f], flow, now)
     elif law == HYBRID:
         hybrid.advance(s.hybrid[0], s.hybrid_flow[f], flow, now)
+    elif law == ENTERED:
+        _its_advance(s.entered[0], s.entered_flow[f], flow, now)
 
 
 @kernel
@@ -81,6 +126,8 @@ def on_ack(s, f, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-d
         nscc.on_ack(s.nscc[0], s.nscc_flow[f], flow, now, marked, rtt_ps, acked_bytes)
     elif law == HYBRID:
         hybrid.on_ack(s.hybrid[0], s.hybrid_flow[f], flow, now, marked, rtt_ps, acked_bytes)
+    elif law == ENTERED:
+        _its_on_ack(s.entered[0], s.entered_flow[f], flow, now, marked, rtt_ps, acked_bytes)
 
 
 @kernel
@@ -95,3 +142,5 @@ def on_loss(s, f, now):  # type: ignore[no-untyped-def]
         nscc.on_loss(s.nscc[0], s.nscc_flow[f], flow, now)
     elif law == HYBRID:
         hybrid.on_loss(s.hybrid[0], s.hybrid_flow[f], flow, now)
+    elif law == ENTERED:
+        _its_on_loss(s.entered[0], s.entered_flow[f], flow, now)

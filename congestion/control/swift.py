@@ -78,7 +78,7 @@ def parameters(section: SwiftSettings, host_bps: int, settings: Settings) -> Row
 def start(p, own, flow):  # type: ignore[no-untyped-def]
     own.packets = p.initial_packets or flow.line_rate_bps * flow.base_rtt_ps / BYTE_PS / p.wire_bytes
     own.rtt_ps = flow.base_rtt_ps
-    own.cut_at = -own.rtt_ps
+    own.cut_at = -(2**62)
     own.most_bytes = flow.window_bytes
     own.losses = 0
     _apply(p, own, flow, own.packets, np.int64(0))

@@ -35,7 +35,7 @@ def build(
     fabric: Graph,
     flows: FlowSet,
     settings: Settings,
-    law: Law,
+    law: str,
     *,
     seed: int,
     truncate_ns: bool = False,
@@ -44,6 +44,7 @@ def build(
     """The state before the first event.
 
     Args:
+        law: one of LAWS, or the name of one that was entered (`congestion.control.entered`).
         fabric: hosts with one cable each, links of one rate both ways.
         num_workers: threads that share the nodes; they change nothing but the time that it takes.
         truncate_ns: cut every serialisation time to whole ns, as ns-3 does.
@@ -125,7 +126,7 @@ def _check(fabric: Graph, flows: FlowSet, settings: Settings) -> None:
         raise ConfigError("--flows", int(flows.num_bytes.max()), rule, "split it, or raise congestion.mtu_bytes")
 
 
-def _run(fabric: Graph, settings: Settings, law: Law, seed: int, truncate_ns: bool) -> Rows:
+def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bool) -> Rows:
     run = np.zeros(1, dtype=tables.RUN)
     values = {
         "data_wire_bytes": settings.mtu_bytes + settings.header_bytes,
@@ -136,7 +137,7 @@ def _run(fabric: Graph, settings: Settings, law: Law, seed: int, truncate_ns: bo
         "window": round(fabric.latency_ns.min() * 1000),
         "pfc": settings.pfc,
         "ecn": settings.ecn,
-        "law": LAWS.index(law),
+        "law": laws.number_of(law),
         "pmax": settings.pmax,
         "nack_gap": round(settings.nack_interval_us * _PS_PER_US),
         "cnp_gap": round(settings.cnp_interval_us * _PS_PER_US),

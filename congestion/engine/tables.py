@@ -197,6 +197,8 @@ class State(NamedTuple):
     nscc_flow: Rows
     hybrid: Rows
     hybrid_flow: Rows
+    entered: Rows
+    entered_flow: Rows
     sent: NDArray[np.int64]
     waiting_from: NDArray[np.int64]
     waiting: NDArray[np.uint32]
