@@ -1,7 +1,7 @@
 """Senders under one law at one bottleneck, packet by packet, without the engine: a queue, marks, and a way back.
 
 Times in ps. Every flow has endless data from its start on, its own NIC at the bottleneck's rate, and the same idle
-round trip. The queue marks as RED does, by a draw; nothing is lost but what a test takes away with `lose`.
+round trip. The queue marks as RED does, by a draw; no packet is lost.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Bottleneck:
     starts: tuple[int, ...] = ()
     kmin_bytes: float = np.inf
     kmax_bytes: float = np.inf
+    cnp_interval_ps: int = 0  # at most one mark a flow comes back in this time
     unmarked: frozenset[int] = frozenset()  # flows whose packets carry no ECN
 
     def __post_init__(self) -> None:
@@ -66,7 +67,7 @@ class Bottleneck:
         self.random = np.random.default_rng(1)
         self.events: list[tuple[int, int, int, int]] = []
         self.samples: list[tuple[int, int, int, bool]] = []
-        self.lost: set[int] = set()
+        self.cnp_after = np.zeros(self.num_flows, dtype=np.int64)
         for f in range(self.num_flows):
             self.flow[f]["start"] = self.starts[f] if self.starts else 0
             self.law.start(self.p, self.own[f], self.flow[f])
@@ -81,7 +82,7 @@ class Bottleneck:
         return self
 
     def lose(self, f: int, now: int) -> None:
-        """Tell flow `f` of a loss, and have it go back."""
+        """Tell the law of a loss of flow `f`."""
         self.law.on_loss(self.p, self.own[f], self.flow[f], now)
 
     def rates(self, since: int) -> np.ndarray:
@@ -114,7 +115,8 @@ class Bottleneck:
         share = 0.2 * (queue_bytes - self.kmin_bytes) / span if np.isfinite(span) and span else 0.0
         marked = queue_bytes > self.kmax_bytes or self.random.random() < share
         self.busy = max(self.busy, now) + self.tx
-        if marked and f not in self.unmarked:
+        if marked and f not in self.unmarked and now >= self.cnp_after[f]:
+            self.cnp_after[f] = now + self.cnp_interval_ps
             sent = -sent - 1
         heapq.heappush(self.events, (self.busy + self.base_rtt_ps // 2, ACK, f, sent))
 
