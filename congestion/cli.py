@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
     from congestion.engine.build import Law
     from congestion.scenario_catalogue import Case
+    from congestion.simulate import Outcome, Progress
     from netlayer.output import Output
+    from netlayer.progress import Bar
 
 _PATH = click.Path(path_type=Path)
 _OURS = "congestion"
@@ -93,12 +96,12 @@ def simulate(
       netlayer simulate incast --set scenario.senders=32 --cc none,dcqcn
       netlayer simulate all-to-all --set scenario.ranks=64 --set scenario.rounds=true --out runs/rounds
       netlayer simulate permutation --fabric fat-tree --set fabric.bps=100G --set congestion.ecn=false
-      netlayer simulate job-phases --config examples/h200x8.toml --set cluster.servers=4 --set job.parallel.dp=32
+      netlayer simulate job-phases --set scenario.phases=all-gather+pipeline --set scenario.bucket_bytes=16MiB
       netlayer simulate --topo topo.txt --flows flow.txt --cc none,dcqcn --seed 3 --json result.json
       netlayer simulate --list
     """
     from congestion.settings import settings_of
-    from congestion.simulate import simulate as run
+    from congestion.simulate import Simulation
     from netlayer.progress import Stages
 
     if listed:
@@ -117,14 +120,17 @@ def simulate(
         runs: list[dict[str, Any]] = []
         with Stages() as stages:
             for law in laws:
-                with stages.open(law):
-                    outcome = run(
+                with stages.open(law) as bar:
+                    simulation = Simulation(
                         case.fabric, case.flows, settings, law, seed=seed, truncate_ns=truncate_ns, threads=threads
                     )
+                    outcome = simulation.run(say=partial(_say, bar))
                 kept.add(law, case, outcome)
                 if json_file:
                     asked = {"cc": law, "preset": preset, "seed": seed, "source": "simulated"}
                     runs.append({**asked, **outcome.to_json(case.fabric, case.flows)})
+                if not outcome.completed:  # Ctrl-C
+                    break
         if json_file:
             write_text(json_file, json.dumps(runs[0] if len(runs) == 1 else {"runs": runs}, indent=1) + "\n")
         arguments = {"scenario": scenario or "", "preset": preset, "seed": seed, "set": list(overrides), "cc": cc}
@@ -133,8 +139,17 @@ def simulate(
         _print_rows(kept.rows)
     for row in kept.rows:
         if row["ended"] < row["flows"]:
-            stuck = f"{row['flows'] - row['ended']} of {row['flows']} flows did not end"
-            raise CheckFailed(f"{row['cc']}: {stuck}: their last packets were lost, or they were stopped for good")
+            left = f"{row['flows'] - row['ended']} of {row['flows']} flows did not end"
+            cause = "their last packets were lost, or they were stopped for good" if row["completed"] else "interrupted"
+            raise CheckFailed(f"{row['cc']}: {left}: {cause}")
+
+
+def _say(bar: Bar, progress: Progress) -> None:
+    """What a person who waits sees: simulated time, speed, remaining time at the speed so far."""
+    share, wall_s = progress.done_packets / progress.num_packets, max(progress.wall_s, 1e-9)
+    left = f", {wall_s * (1 / share - 1):.0f} s left" if share else ""
+    speed = f"{progress.link_hops / wall_s / 1e6:.1f} M link-hops/s"
+    bar(progress.done_packets, progress.num_packets, f"{progress.time_ps / 1e9:.3f} ms simulated, {speed}{left}")
 
 
 class _Kept:
@@ -149,12 +164,13 @@ class _Kept:
         self._out: Output | None = stack.enter_context(open_output(out, "simulate")) if out else None
         self._frames: dict[str, list[pd.DataFrame]] = {"flows": [], "ports": []}
 
-    def add(self, law: str, case: Case, outcome: Any) -> None:
+    def add(self, law: str, case: Case, outcome: Outcome) -> None:
         from congestion import measures
 
         flows = measures.flow_frame(case.fabric, case.flows, outcome)
         ports = measures.port_frame(case.fabric, outcome)
-        self.rows.append({"cc": law, **measures.summary(flows, ports), "wall_s": outcome.wall_s})
+        own = {"completed": outcome.completed, "wall_s": outcome.wall_s}
+        self.rows.append({"cc": law, **measures.summary(flows, ports), **own})
         if self._out:
             for name, frame in (("flows", flows), ("ports", ports)):
                 frame.insert(0, "cc", law)
@@ -203,7 +219,7 @@ def _case(
 
     if [scenario, flow_file, cm_file].count(None) != 2:
         remedy = "name a scenario of --list, or give --topo and --flows, or --cm"
-        raise ConfigError("SCENARIO", scenario, "and --flows and --cm: one of them must be given", remedy)
+        raise ConfigError("SCENARIO", scenario, "or --flows or --cm: exactly one says what flows there are", remedy)
     if topo and fabric:
         raise ConfigError("--fabric", fabric, "has no effect where --topo gives the fabric", "leave one out")
     if config and not scenario:

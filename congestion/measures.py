@@ -28,25 +28,26 @@ def ideal_ps(state: State) -> Ints:
     """Start to last ACK of each flow alone on its path, store and forward, to the picosecond; shape (num_flows,).
 
     On links with serialisation s_j and delay d_j the first of N packets is behind link h at the sum of s_j + d_j, the
-    last full one (N - 2) times the slowest s_j later, and the last packet, which may be short, is held up by that one
-    at most.
+    last full one (N - 2) times the slowest s_j later. The last packet may be short: it, and then its ACK, can be held
+    up by those of the one before, and by no other.
     """
     flow = state.flow
     packets, src, dst = (flow[name].astype(np.int64) for name in ("num_packets", "src", "dst"))
-    node, first, slowest, last = (src, *(np.zeros(len(flow), dtype=np.int64) for _ in range(3)))
+    node, first, slowest, before, last = (src, *(np.zeros(len(flow), dtype=np.int64) for _ in range(4)))
     for hop in range(ACK_PATH):
         port = state.port[state.path[:, hop]]
         kind, moving = state.kind[port["kind"]], node != dst
         full, delay = kind["tx_data"], kind["delay"]
         first = first + full + delay
         slowest = np.maximum(slowest, full)
-        free = np.where(packets > 1, first - delay + (packets - 2) * slowest, 0)
-        last = np.where(moving, np.maximum(last, free) + _last_ps(state, kind["rate"]) + delay, last)
+        before = np.where(moving & (packets > 1), first + (packets - 2) * slowest, before)
+        last = np.where(moving, np.maximum(last, before - delay) + _last_ps(state, kind["rate"]) + delay, last)
         node = np.where(moving, port["to"], node)
     for hop in range(ACK_PATH):
         port = state.port[state.path[:, ACK_PATH + hop]]
         kind, moving = state.kind[port["kind"]], node != src
-        last = last + moving * (kind["tx_ack"] + kind["delay"])
+        before = before + kind["tx_ack"] + kind["delay"]
+        last = np.where(moving, np.maximum(last, before - kind["delay"]) + kind["tx_ack"] + kind["delay"], last)
         node = np.where(moving, port["to"], node)
     return np.asarray(last)
 
@@ -61,7 +62,7 @@ def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
     import pandas as pd
 
     names = np.array(fabric.names, dtype=object)
-    start, ideal = outcome.state.flow["start"], ideal_ps(outcome.state)
+    start, ideal = outcome.start_ps, ideal_ps(outcome.state)
     fct = np.where(outcome.finish_ps >= 0, outcome.finish_ps - start, np.nan)
     return pd.DataFrame(
         {
@@ -86,9 +87,7 @@ def port_frame(fabric: Graph, outcome: Outcome) -> pd.DataFrame:
     port, wires = outcome.state.port, Wires.of_graph(fabric)
     end = np.argsort(np.stack([fabric.a, fabric.b], axis=1).ravel(), kind="stable")  # the engine's order
     link = end // 2 + end % 2 * fabric.num_cables
-    began, ended = span_ps(outcome)
-    still = np.where(port["paused"] != 0, np.maximum(ended - port["paused_at"], 0), 0)
-    paused_ps, span = port["paused_ps"] + still, max(ended - began, 1)
+    span = span_ps(outcome)
     return pd.DataFrame(
         {
             "src": wires.src[link],
@@ -102,16 +101,16 @@ def port_frame(fabric: Graph, outcome: Outcome) -> pd.DataFrame:
             "ecn_marked": port["marks"],
             "drops": port["drops"],
             "pauses": port["pauses"],
-            "paused_us": paused_ps / 1e6,
-            "pause_share": paused_ps / span,
+            "paused_us": outcome.pause_ps / 1e6,
+            "pause_share": outcome.pause_ps / span,
         }
     )
 
 
-def span_ps(outcome: Outcome) -> tuple[int, int]:
-    """From the first start to the last end; both the first start where no flow ended."""
-    begun = int(outcome.state.flow["start"].min())
-    return begun, max(int(outcome.finish_ps.max()), begun)
+def span_ps(outcome: Outcome) -> int:
+    """From the first start to the last end, or to where the run came if flows were left; at least 1."""
+    ended = outcome.time_ps if (outcome.finish_ps < 0).any() else outcome.finish_ps.max()
+    return max(int(ended - outcome.start_ps.min()), 1)
 
 
 def summary(flows: pd.DataFrame, ports: pd.DataFrame) -> dict[str, Any]:

@@ -120,6 +120,13 @@ class Settings(Section):
     window_bytes: int = Field(0, ge=0, le=2**50, description="Most bytes of a flow in flight, NCCL's window; 0: any.")
     timeout_us: float = Field(0.0, ge=0, description="Retransmit timer of a sender; 0: none, as in ns-3's HPCC.")
     retries: int = Field(7, ge=0, description="Timeouts in a row that a flow outlives.")
+    paths: int = Field(
+        1, ge=1, le=64, description="Paths that a flow's packets take in turn; 1: ECMP by header."
+    )
+    selective_repeat: bool = Field(False, description="Receivers keep what comes out of order; off: go-back-N.")
+    drop_tail: bool = Field(False, description="Without PFC: a queue above its share of the free buffer drops.")
+    rtt_noise_us: float = Field(0.0, ge=0, description="Most that noise adds to a measured round trip, evenly drawn.")
+    deaf_share: float = Field(0.0, ge=0, le=1, description="Share of flows whose receiver echoes no mark.")
     dcqcn: DcqcnSettings = Field(default_factory=DcqcnSettings, description="DCQCN's own.")
     swift: SwiftSettings = Field(default_factory=SwiftSettings, description="Swift's own.")
     nscc: NsccSettings = Field(default_factory=NsccSettings, description="NSCC's own.")
@@ -165,6 +172,11 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
         error = exc.errors()[0]
         where = ".".join(str(part) for part in error["loc"])
         raise ConfigError(f"{_PREFIX}{where}", error["input"], error["msg"], "give a value that fits") from exc
+    if made.paths > 1 and not made.selective_repeat:
+        rule = "has packets come out of order, which go-back-N sends again for ever"
+        raise ConfigError("congestion.paths", made.paths, rule, "set congestion.selective_repeat=true too")
+    if made.selective_repeat and not made.timeout_us:
+        raise ConfigError("congestion.selective_repeat", True, "finds losses by its timer", "set timeout_us above 0")
     _ordered("kmin_bytes", made.kmin_bytes, "kmax_bytes", made.kmax_bytes)
     _ordered("swift.fs_min_packets", made.swift.fs_min_packets, "swift.fs_max_packets", made.swift.fs_max_packets)
     return made

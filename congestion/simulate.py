@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from congestion.engine.build import build
+from congestion.engine.build import Flap, build
 from congestion.engine.run import run
 from congestion.engine.tables import NEVER, Ints, State
 from congestion.files import FlowSet
@@ -131,8 +131,20 @@ class Simulation:
         seed: int = 0,
         truncate_ns: bool = False,
         threads: int = 1,
+        flaps: Sequence[Flap] = (),
+        timeouts_ps: Sequence[int] = (),
     ) -> None:
-        self.state = build(fabric, flows, settings, law, seed=seed, truncate_ns=truncate_ns, num_workers=threads)
+        self.state = build(
+            fabric,
+            flows,
+            settings,
+            law,
+            seed=seed,
+            truncate_ns=truncate_ns,
+            num_workers=threads,
+            flaps=flaps,
+            timeouts_ps=timeouts_ps,
+        )
         self.time_ps, self.completed = 0, False
         self.wall_s = self.cpu_s = 0.0
         self._digest = _digest(self.state)
@@ -231,13 +243,15 @@ def simulate(
     seed: int = 0,
     truncate_ns: bool = False,
     threads: int = 1,
+    flaps: Sequence[Flap] = (),
+    timeouts_ps: Sequence[int] = (),
     until_ps: int = NEVER,
     say: Callable[[Progress], None] | None = None,
 ) -> Outcome:
     """Run flows over a fabric until nothing is left to happen, or to `until_ps`.
 
     Args:
-        law: as `build` takes it.
+        law, flaps, timeouts_ps: as `build` takes them.
         threads: workers; they change nothing but the time that it takes.
         truncate_ns: cut every serialisation time to whole ns, as ns-3 does.
         say: hears of the progress some times a second.
@@ -245,7 +259,17 @@ def simulate(
     Raises:
         ConfigError: fabric, flows or settings cannot be run; see `build`.
     """
-    simulation = Simulation(fabric, flows, settings, law, seed=seed, truncate_ns=truncate_ns, threads=threads)
+    simulation = Simulation(
+        fabric,
+        flows,
+        settings,
+        law,
+        seed=seed,
+        truncate_ns=truncate_ns,
+        threads=threads,
+        flaps=flaps,
+        timeouts_ps=timeouts_ps,
+    )
     return simulation.run(until_ps, say)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,6 +19,8 @@ from topology.graph_routing import Choose, Routes, by_ecmp
 from topology.hashing import Ecmp, Headers
 from topology.routing import NO_LINK
 
+Flap = tuple[int, int, int]
+"""A cable, and from when until when it is down, ps."""
 Law = Literal["none", "dcqcn", "swift", "nscc", "hybrid"]
 LAWS: tuple[Law, ...] = get_args(Law)
 
@@ -26,6 +29,7 @@ _BYTE_PS = 8 * 10**12  # a byte at 1 bit/s
 _REFERENCE_BPS = 200_000_000_000  # rates and thresholds of the settings are for this rate
 _MOST_SHIFT = 3
 _MOST_REMEMBERED, _LEAST_REMEMBERED = 1 << 26, 1 << 10  # times in all (512 MB), of a flow
+_PATH_STEP = 7919  # between the source ports of a flow's paths
 _ROOM = 16  # chunks at first, in those that can be needed at first: what is not used is not there
 _STRETCHES = 16  # of nodes, a worker
 _HOST_WORK = 2  # of a host beyond its port's, in ports of a switch
@@ -40,12 +44,16 @@ def build(
     seed: int,
     truncate_ns: bool = False,
     num_workers: int = 1,
+    flaps: Sequence[Flap] = (),
+    timeouts_ps: Sequence[int] = (),
 ) -> State:
     """The state before the first event.
 
     Args:
         law: one of LAWS, or the name of one that was entered (`congestion.control.entered`).
         fabric: hosts with one cable each, links of one rate both ways.
+        flaps: cables that are down for a time: what arrives over them then is lost, but for PFC frames.
+        timeouts_ps: waits before each retry, in place of `settings.timeout_us` and `retries`; then a flow has failed.
         num_workers: threads that share the nodes; they change nothing but the time that it takes.
         truncate_ns: cut every serialisation time to whole ns, as ns-3 does.
 
@@ -68,14 +76,18 @@ def build(
     for first, lists in ((0, wire), (num_ports, queue)):
         lists["head"] = lists["tail"] = np.arange(first, first + num_ports)
     worker, owned, free = _workers(node, num_workers, num_chunks, 2 * num_ports)
-    path, num_links = _both_paths(fabric, flows, ends)
+    path, num_links = _all_paths(fabric, flows, ends, settings.paths)
     flow = _flows(flows, num_waits, settings, port, kind, node)
     flow["num_links"] = num_links
-    flow["base_rtt_ps"] = _base_rtt(path, num_links, kind[port["kind"]])
+    flow["base_rtt_ps"] = _base_rtt(path[:: settings.paths], num_links, kind[port["kind"]])
     waiting_from, waiting = _waiting(flows)
     many = _sent_times(flow) if laws.wants_rtt(law, settings) else 1
     run["sent_mask"] = many - 1 if laws.wants_rtt(law, settings) else -1
     sent = np.zeros((len(flows), many), dtype=np.int64)
+    timeouts = np.array(timeouts_ps or [round(settings.timeout_us * _PS_PER_US)] * (settings.retries + 1))
+    run["timeout"], run["most_retries"], run["flaps"] = timeouts[0], len(timeouts) - 1, bool(flaps)
+    flap_from, flap = _flaps(fabric, flaps, ends)
+    words = (int(flow["num_packets"].max()) + 63) // 64 if settings.selective_repeat else 1
     receiver = np.zeros(len(flows), dtype=tables.RECEIVER)
     receiver["last_nack"] = -1
     return State(
@@ -87,6 +99,11 @@ def build(
         receiver=receiver,
         **laws.tables(law, len(flows), _host_bps(fabric), settings),
         sent=sent,
+        timeouts=timeouts,
+        acked=np.zeros((len(flows), words), dtype=np.uint64),
+        received=np.zeros((len(flows), words), dtype=np.uint64),
+        flap_from=flap_from,
+        flap=flap,
         waiting_from=waiting_from,
         waiting=waiting,
         path=path,
@@ -144,8 +161,11 @@ def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bo
         "mtu_bytes": settings.mtu_bytes,
         "most_window_bytes": settings.window_bytes or NEVER,
         "sent_mask": -1,
-        "timeout": round(settings.timeout_us * _PS_PER_US),
-        "most_retries": settings.retries,
+        "rtt_noise": round(settings.rtt_noise_us * _PS_PER_US),
+        "deaf_scaled": round(settings.deaf_share * 2**53),
+        "num_paths": settings.paths,
+        "selective": settings.selective_repeat,
+        "drop_tail": settings.drop_tail,
         "reserve_bytes": settings.reserve_bytes,
         "resume_offset_bytes": settings.resume_offset_bytes,
         "loss_scaled": round(settings.loss_rate * 2**53),
@@ -298,13 +318,26 @@ def _base_rtt(path: NDArray[np.uint32], num_links: Ints, kind: Rows) -> Ints:
     return np.asarray(took[0][ways[0]].sum(axis=1) + took[1][ways[1]].sum(axis=1))
 
 
-def _both_paths(fabric: Graph, flows: FlowSet, ends: Ints) -> tuple[NDArray[np.uint32], Ints]:
-    """Ports by hop, there and back, and links one way."""
-    path = aligned(len(flows) * 2 * tables.ACK_PATH, np.dtype(np.uint32)).reshape(len(flows), -1)
-    there = _paths(fabric, ends, flows.src, flows.dst, flows.sport, flows.dport)
-    back = _paths(fabric, ends, flows.dst, flows.src, flows.dport, flows.sport)
-    path[:, : tables.ACK_PATH], path[:, tables.ACK_PATH :] = np.maximum(there, 0), np.maximum(back, 0)
-    return path, (there >= 0).sum(axis=1)
+def _flaps(fabric: Graph, flaps: Sequence[Flap], ends: Ints) -> tuple[Ints, Ints]:
+    """By port, when what arrives there is lost."""
+    rows = [(int(ends[2 * cable + side]), since, until) for cable, since, until in flaps for side in (0, 1)]
+    counts = np.bincount([row[0] for row in rows], minlength=2 * fabric.num_cables)
+    times = np.array([row[1:] for row in sorted(rows)], dtype=np.int64).reshape(-1, 2)
+    return np.concatenate([[0], np.cumsum(counts)]), times
+
+
+def _all_paths(fabric: Graph, flows: FlowSet, ends: Ints, many: int) -> tuple[NDArray[np.uint32], Ints]:
+    """Ports by hop, there and back, `many` rows a flow, the first by its header; and links one way of each flow."""
+    path = aligned(len(flows) * many * 2 * tables.ACK_PATH, np.dtype(np.uint32)).reshape(len(flows), many, -1)
+    num_links = np.zeros(len(flows), dtype=np.int64)
+    for which in range(many):
+        sport = (flows.sport + which * _PATH_STEP) & 0xFFFF
+        there = _paths(fabric, ends, flows.src, flows.dst, sport, flows.dport)
+        back = _paths(fabric, ends, flows.dst, flows.src, flows.dport, sport)
+        path[:, which, : tables.ACK_PATH] = np.maximum(there, 0)
+        path[:, which, tables.ACK_PATH :] = np.maximum(back, 0)
+        num_links = np.maximum(num_links, (there >= 0).sum(axis=1))
+    return path.reshape(len(flows) * many, -1), num_links
 
 
 def _paths(fabric: Graph, ends: Ints, src: Ints, dst: Ints, sport: Ints, dport: Ints) -> Ints:

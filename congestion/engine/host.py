@@ -1,4 +1,5 @@
-"""A host in one window: one NIC, ACKs before data, flows in turn, each held to its pace and window; go-back-N.
+"""A host in one window: one NIC, ACKs before data, flows in turn, each held to its pace and window; go-back-N,
+or selective repeat, which finds a loss by its timer alone: where packets take many paths, a gap says nothing.
 
 Order of events: time, then arrivals, then starts of flows, then retransmit timers, then the NIC. PFC stops data, not
 ACKs. A flow may wait for others that end at its host: their data have all arrived there, or their last ACK has. A flow
@@ -12,7 +13,7 @@ import numpy as np
 
 from congestion.control import laws
 from congestion.engine.lists import drop_first, first, put
-from congestion.engine.packets import flow_of, pause, receive, send, serialise
+from congestion.engine.packets import drawn, flow_of, pause, receive, send, serialise
 from congestion.engine.tables import (
     ACK,
     DATA,
@@ -26,6 +27,8 @@ from congestion.engine.tables import (
     SEQ_SHIFT,
 )
 from congestion.jit import inlined, kernel
+
+_ONE = float(1 << 53)
 
 
 @kernel
@@ -68,18 +71,27 @@ def _start_next(s, node):  # type: ignore[no-untyped-def]
     node.num_active += 1
     node.num_started += 1
     laws.start(s, f)
-    _set_limit(s, s.flow[f])
+    _set_limit(s, node, s.flow[f])
 
 
 @inlined
-def _set_limit(s, flow):  # type: ignore[no-untyped-def]
+def _set_limit(s, node, flow):  # type: ignore[no-untyped-def]
     """A window that is less than a packet lets one go when none is in flight: what is slower than that is paced."""
+    was_ready = flow.next < flow.limit
     limit = np.int64(flow.num_packets)
     if flow.window_bytes != NEVER:
         limit = min(limit, flow.unacked + max(flow.window_bytes // s.run[0].mtu_bytes, 1))
     if s.run[0].sent_mask >= 0:  # the times of so many packets are remembered
         limit = min(limit, flow.unacked + s.run[0].sent_mask + 1)
     flow.limit = limit
+    node.num_ready += np.int64(flow.next < limit) - np.int64(was_ready)
+
+
+@inlined
+def _move(node, flow, sequence):  # type: ignore[no-untyped-def]
+    """Packet `sequence` is the next to be sent."""
+    node.num_ready += np.int64(sequence < flow.limit) - np.int64(flow.next < flow.limit)
+    flow.next = sequence
 
 
 @inlined
@@ -89,7 +101,7 @@ def _next_send(s, node, p):  # type: ignore[no-untyped-def]
     free = max(port.busy, node.now)
     if port.queued:
         return free
-    if port.paused:
+    if port.paused or node.num_ready == 0:
         return NEVER
     soonest = NEVER
     for i in range(node.first_flow, node.first_flow + node.num_active):
@@ -114,14 +126,21 @@ def _send_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
     f = _next_flow(s, node, now)
     flow = s.flow[f]
     sequence = np.int64(flow.next)
-    flow.next += 1
+    following = sequence + 1
+    if sequence < flow.sent_to:
+        flow.resent += 1
+    else:
+        flow.sent_to = following
+    while run.selective and following < flow.num_packets and _has(s.acked, f, following):
+        following += 1
+    _move(node, flow, following)
     last = sequence + 1 == flow.num_packets
     size = np.int64(flow.last_wire_bytes) if last else run.data_wire_bytes
     send(s, k, port, now, DATA | (LAST_BIT if last else 0) | sequence << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT, size)
     if run.sent_mask >= 0:
         s.sent[f, sequence & run.sent_mask] = now
     if run.timeout and flow.timeout_at == NEVER:
-        flow.timeout_at = now + run.timeout
+        flow.timeout_at = now + s.timeouts[flow.retries]
         node.timer = min(node.timer, flow.timeout_at)
     laws.advance(s, f, now)
     if flow.rate_bps == s.kind[port.kind].rate:
@@ -169,7 +188,7 @@ def _leave(s, node, finished, found):  # type: ignore[no-untyped-def]
 
 @inlined
 def _arrive(s, k, node, p, now):  # type: ignore[no-untyped-def]
-    word = receive(s, k, p)
+    word = receive(s, k, p, now)
     if word < 0:
         return
     kind, f, sequence = word & 3, flow_of(word), (word >> SEQ_SHIFT) & SEQ_MASK
@@ -178,16 +197,36 @@ def _arrive(s, k, node, p, now):  # type: ignore[no-untyped-def]
         pause(port, word, now)
     elif kind == DATA:
         row = s.receiver[f]
-        answer = _answer(s, row, sequence, now)
+        before = row.expected
+        answer = _take_any(s, f, row, sequence) if s.run[0].selective else _answer(s, row, sequence, now)
         if answer:
-            expected = np.int64(row.expected)
-            mark = _echo(s, row, word, now)
-            put(s, k, s.queue[p], 0, answer | mark | expected << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT)
+            says = sequence + 1 if s.run[0].selective else np.int64(row.expected)
+            mark = _echo(s, f, row, word, now)
+            put(s, k, s.queue[p], 0, answer | mark | says << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT)
             port.queued += 1
-            if word & LAST_BIT and answer == ACK:
+            if before < row.expected and row.expected == s.flow[f].num_packets:
                 _release_waiting(s, node, f, s.flow[f].dst, now)
     else:
         _acknowledge(s, node, f, kind, sequence, word & MARK_BIT, now)
+
+
+@inlined
+def _has(bits, f, sequence):  # type: ignore[no-untyped-def]
+    return (bits[f, sequence >> 6] >> np.uint64(sequence & 63)) & np.uint64(1)
+
+
+@inlined
+def _add(bits, f, sequence):  # type: ignore[no-untyped-def]
+    bits[f, sequence >> 6] |= np.uint64(1) << np.uint64(sequence & 63)
+
+
+@inlined
+def _take_any(s, f, row, sequence):  # type: ignore[no-untyped-def]
+    """Selective repeat keeps what comes in any order, and answers each packet by its own number."""
+    _add(s.received, f, sequence)
+    while row.expected < s.flow[f].num_packets and _has(s.received, f, np.int64(row.expected)):
+        row.expected += 1
+    return ACK
 
 
 @inlined
@@ -205,9 +244,11 @@ def _answer(s, row, sequence, now):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _echo(s, row, word, now):  # type: ignore[no-untyped-def]
+def _echo(s, f, row, word, now):  # type: ignore[no-untyped-def]
     """The mark that goes back with an answer: one an interval where notices are that rare."""
     mark = word & MARK_BIT
+    if mark and s.run[0].deaf_scaled and drawn(s.run[0].seed, np.int64(f), -2) < s.run[0].deaf_scaled:
+        return np.int64(0)
     if mark and s.run[0].cnp_gap:
         if now < row.cnp_after:
             return np.int64(0)
@@ -220,24 +261,39 @@ def _acknowledge(s, node, f, kind, sequence, mark, now):  # type: ignore[no-unty
     flow, run = s.flow[f], s.run[0]
     if flow.finish >= 0 or flow.failed:
         return
-    acked = sequence - flow.unacked
+    acked = _progress(s, f, flow, sequence)
     if acked > 0:
-        flow.unacked = sequence
         flow.retries = 0
-        flow.timeout_at = now + run.timeout if run.timeout and flow.next > sequence else NEVER
+        flow.timeout_at = now + run.timeout if run.timeout and flow.next > flow.unacked else NEVER
         if run.timeout:
-            flow.next = max(np.int64(flow.next), sequence)
+            _move(node, flow, max(flow.next, flow.unacked))
     if flow.unacked >= flow.num_packets:
         flow.finish = now
         _release_waiting(s, node, f, flow.src, now)
         return
     rtt = now - s.sent[f, (sequence - 1) & run.sent_mask] if run.sent_mask >= 0 else np.int64(0)
+    if run.rtt_noise:
+        rtt += np.int64(drawn(run.seed, -1 - np.int64(f), sequence) * (run.rtt_noise / _ONE))
     if kind == NACK:
-        flow.resent += flow.next - flow.unacked
-        flow.next = flow.unacked
+        _move(node, flow, flow.unacked)
         laws.on_loss(s, f, now)
     laws.on_ack(s, f, now, mark != 0, rtt, max(acked, 0) * run.mtu_bytes)
-    _set_limit(s, flow)
+    _set_limit(s, node, flow)
+
+
+@inlined
+def _progress(s, f, flow, sequence):  # type: ignore[no-untyped-def]
+    """Packets that an ACK tells of for the first time: up to `sequence`, or the one before it in selective repeat."""
+    if not s.run[0].selective:
+        news = sequence - flow.unacked
+        flow.unacked = max(np.int64(flow.unacked), sequence)
+        return news
+    if _has(s.acked, f, sequence - 1):
+        return np.int64(0)
+    _add(s.acked, f, sequence - 1)
+    while flow.unacked < flow.num_packets and _has(s.acked, f, np.int64(flow.unacked)):
+        flow.unacked += 1
+    return np.int64(1)
 
 
 @inlined
@@ -277,11 +333,10 @@ def _expire(s, node, now):  # type: ignore[no-untyped-def]
             flow.timeout_at = NEVER
             if flow.retries == run.most_retries:
                 flow.failed = 1
-                flow.next = flow.limit = flow.num_packets
+                _move(node, flow, flow.limit)
                 continue
             flow.retries += 1
-            flow.resent += flow.next - flow.unacked
-            flow.next = flow.unacked
+            _move(node, flow, flow.unacked)
             laws.on_loss(s, s.active[i], now)
-            _set_limit(s, flow)
+            _set_limit(s, node, flow)
         node.timer = min(node.timer, flow.timeout_at)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from congestion.engine.lists import drop_first, first, put
-from congestion.engine.tables import FLOW_MASK, FLOW_SHIFT, LAST_BIT, MARK_BIT, PFC
-from congestion.jit import inlined
+from congestion.engine.tables import FLOW_MASK, FLOW_SHIFT, LAST_BIT, MARK_BIT, PFC, SEQ_MASK, SEQ_SHIFT
+from congestion.jit import inlined, kernel
 
 _SIZE_PS = 8_000_000_000_000  # a byte at 1 bit/s
 
@@ -54,14 +54,17 @@ def send(s, k, port, now, word, size):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def receive(s, k, p):  # type: ignore[no-untyped-def]
-    """Take the next packet off port `p`'s wire; -1 where the link's error rate took it.
+def receive(s, k, p, now):  # type: ignore[no-untyped-def]
+    """Take the next packet off port `p`'s wire; -1 where the link lost it: by its error rate, or because it is down.
 
     PFC frames are spared: a lost resume would stop the link for good.
     """
     wire = s.wire[p]
     word = first(s, k, wire).word
     drop_first(wire)
+    if s.run[0].flaps and word & 3 != PFC and _is_down(s, p, now):
+        s.port[p].drops += 1
+        return np.int64(-1)
     if s.run[0].loss_scaled and word & 3 != PFC:
         port = s.port[p]
         port.received += 1
@@ -69,6 +72,25 @@ def receive(s, k, p):  # type: ignore[no-untyped-def]
             port.drops += 1
             return np.int64(-1)
     return word
+
+
+@kernel
+def _is_down(s, p, now):  # type: ignore[no-untyped-def]
+    for i in range(s.flap_from[p], s.flap_from[p + 1]):  # noqa: SIM110  (numba has no `any`)
+        if s.flap[i, 0] <= now < s.flap[i, 1]:
+            return True
+    return False
+
+
+@inlined
+def path_of(s, word):  # type: ignore[no-untyped-def]
+    """Row of a packet's path: its flow's, or one of several by a hash of its number."""
+    f = flow_of(word)
+    many = s.run[0].num_paths
+    if many == 1:
+        return np.int64(f)
+    sequence = (word >> SEQ_SHIFT) & SEQ_MASK
+    return np.int64(f) * many + drawn(s.run[0].seed, -1 - np.int64(f), sequence << 2 | word & 3) % many
 
 
 @inlined

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from congestion.engine.lists import drop_first, first, put
-from congestion.engine.packets import drawn, flow_of, pause, receive, send, size_of
+from congestion.engine.packets import drawn, flow_of, path_of, pause, receive, send, size_of
 from congestion.engine.tables import (
     ACK_PATH,
     CHUNK,
@@ -39,7 +39,8 @@ def run_switch(s, k, n, end):  # type: ignore[no-untyped-def]
     """All that happens at switch `n` before `end`, by worker `k`."""
     node = s.node[n]
     count, total, frames, soonest = _collect(s, k, node, end)
-    if s.run[0].pfc and (frames or node.num_paused or node.num_frames or _near(node, total)):
+    limited = s.run[0].pfc or s.run[0].drop_tail
+    if limited and (frames or node.num_paused or node.num_frames or _near(node, total)):
         _run_in_order(s, k, node, count, end)
     else:
         _run_ports(s, k, node, count, end)
@@ -66,7 +67,7 @@ def _collect(s, k, node, end):  # type: ignore[no-untyped-def]
         else:
             total += seen.size
             hop = ((word >> HOP_SHIFT) & HOP_MASK) + 1 + (ACK_PATH if word & 3 else 0)
-            seen.out = s.path[flow_of(word), np.uint32(hop)]
+            seen.out = s.path[path_of(s, word), np.uint32(hop)]
         counts[seen.out - node.first_port] += 1
     return count, total, frames, soonest
 
@@ -85,7 +86,7 @@ def _take(s, k, node, end):  # type: ignore[no-untyped-def]
             if arrival >= end:
                 soonest = min(soonest, arrival)
                 break
-            word = receive(s, k, p)
+            word = receive(s, k, p, arrival)
             if word < 0:
                 continue
             prefetch(s.path_line, flow_of(word))
@@ -216,6 +217,7 @@ def _marked(s, port, word):  # type: ignore[no-untyped-def]
 def _hold(s, node, ingress, size):  # type: ignore[no-untyped-def]
     """Count a packet at its ingress: headroom once the threshold is passed, else reserve and shared pool."""
     if not s.run[0].pfc:
+        node.shared += size
         return
     over = ingress.in_bytes + size - s.run[0].reserve_bytes
     if over > 0 and over > _threshold(s, node, ingress):
@@ -229,6 +231,7 @@ def _hold(s, node, ingress, size):  # type: ignore[no-untyped-def]
 @inlined
 def _release(s, node, ingress, size):  # type: ignore[no-untyped-def]
     if not s.run[0].pfc:
+        node.shared -= size
         return
     from_headroom = min(ingress.headroom_used, size)
     rest = size - from_headroom
@@ -276,33 +279,44 @@ def _run_in_order(s, k, node, count, end):  # type: ignore[no-untyped-def]
 
 @kernel
 def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
-    now, word, size, p = seen.time, seen.word, seen.size, seen.out
-    port = s.port[p]
+    now, word, size = seen.time, seen.word, seen.size
+    port, ingress = s.port[seen.out], s.port[seen.port]
     if word & 3 == PFC:
         pause(port, word, now)
-        _kick(s, k, node, p, now)
+        _kick(s, k, node, seen.out, now)
         return
-    ingress = s.port[seen.port]
-    if size + ingress.headroom_used > s.kind[ingress.kind].headroom and size + _shared_of(s, ingress) > _threshold(
-        s, node, ingress
-    ):
+    if _has_no_room(s, node, port, ingress, size):
         ingress.drops += 1
         return
     _hold(s, node, ingress, size)
-    if not ingress.pause_sent and (ingress.headroom_used > 0 or _shared_of(s, ingress) >= _threshold(s, node, ingress)):
+    if s.run[0].pfc and not ingress.pause_sent and _is_full(s, node, ingress):
         ingress.pauses += 1
         node.num_paused += 1
         _signal(s, k, node, seen.port, 1, now)
     port.max_queue_bytes = max(port.max_queue_bytes, port.queue_bytes + size)
-    _enqueue(s, k, p, word + _HOP, size, seen.port)
-    _kick(s, k, node, p, now)
+    _enqueue(s, k, seen.out, word + _HOP, size, seen.port)
+    _kick(s, k, node, seen.out, now)
+
+
+@inlined
+def _has_no_room(s, node, port, ingress, size):  # type: ignore[no-untyped-def]
+    """With PFC where both the headroom and the ingress' share are taken; without, where the queue's share is."""
+    if not s.run[0].pfc:
+        return port.queue_bytes + size > _threshold(s, node, port)
+    over_headroom = size + ingress.headroom_used > s.kind[ingress.kind].headroom
+    return over_headroom and size + _shared_of(s, ingress) > _threshold(s, node, ingress)
+
+
+@inlined
+def _is_full(s, node, ingress):  # type: ignore[no-untyped-def]
+    return ingress.headroom_used > 0 or _shared_of(s, ingress) >= _threshold(s, node, ingress)
 
 
 @kernel
-def _signal(s, k, node, p, pause, now):  # type: ignore[no-untyped-def]
+def _signal(s, k, node, p, stops, now):  # type: ignore[no-untyped-def]
     """A pause or resume frame for the sender at port `p`. The two take turns, so a count tells which they are."""
     port = s.port[p]
-    port.pause_sent = pause
+    port.pause_sent = stops
     port.frames += 1
     node.num_frames += 1
     if port.busy < now:
@@ -311,10 +325,10 @@ def _signal(s, k, node, p, pause, now):  # type: ignore[no-untyped-def]
 
 @kernel
 def _send_frame(s, k, node, port, now):  # type: ignore[no-untyped-def]
-    pause = port.pause_sent if port.frames & 1 else 1 - port.pause_sent
+    stops = port.pause_sent if port.frames & 1 else 1 - port.pause_sent
     port.frames -= 1
     node.num_frames -= 1
-    send(s, k, port, now, PFC | (MARK_BIT if pause else 0), s.run[0].pfc_wire_bytes)
+    send(s, k, port, now, PFC | (MARK_BIT if stops else 0), s.run[0].pfc_wire_bytes)
 
 
 @kernel

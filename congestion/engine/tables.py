@@ -87,6 +87,7 @@ NODE = _record(
     num_known="i4",  # flows whose start is known
     num_started="i4",
     num_active="i4",
+    num_ready="i4",  # those of the active that have something to send within their limit
     robin="i4",
     timer="i8",  # no retransmit timer runs out before
 )
@@ -113,6 +114,7 @@ FLOW = _record(
     retries="i4",
     src="u4",
     dst="u4",
+    sent_to="i4",  # the first packet that was never sent
     failed="u1",  # its retries ran out
 )
 
@@ -161,6 +163,12 @@ RUN = _record(
     sent_mask="i8",  # -1 where no law asks for round trip times
     timeout="i8",  # 0: none
     most_retries="i8",
+    flaps="i8",  # 1: some link goes down
+    rtt_noise="i8",
+    deaf_scaled="i8",  # share of flows whose receiver echoes no mark, of 2^53
+    num_paths="i8",  # that a flow's packets are spread over
+    selective="i8",  # 1: selective repeat, 0: go-back-N
+    drop_tail="i8",
     reserve_bytes="i8",
     resume_offset_bytes="i8",
     loss_scaled="i8",
@@ -173,14 +181,16 @@ class State(NamedTuple):
     """All tables of a run, as the kernels take them.
 
     run: (1,) RUN; port: (num_ports,) PORT, a node's side by side; kind: (num_kinds,) KIND; node, flow, receiver, and
-    of a law: a row each; sent: (num_flows, most in flight) when packets were sent; waiting: flows that wait for flow f,
-    from waiting_from[f] to waiting_from[f + 1]; path: (num_flows, 16) ports that a packet leaves by, data then ACK;
-    path_line: the same as rows, for prefetch; by_host: flows a sender, by start; active: those under way, in the same
-    places; wire, queue: (num_ports,) LIST, what is on the way to a port and what waits at it; visible: (num_ports,)
-    entries of the wire that the window may see; entry: (num_chunks * CHUNK,); following: (num_chunks,) the next chunk;
-    free: (num_workers, num_chunks) chunks; wake, awake: (num_nodes,) 1 where something was sent to, in this window and
-    before; seen, order: (num_workers, most) and counts: (num_workers, most ports) room for a window at a switch; owned:
-    (num_nodes,) nodes by worker; arrived: (1,) workers that came to meet.
+    of a law: a row each; sent: (num_flows, most in flight) when packets were sent; timeouts: (most retries + 1,) waits
+    before each retry; acked, received: (num_flows, words) bits of packets, for selective repeat; flap_from: (num_ports
+    + 1,), flap: (num_flaps, 2) when what arrives at a port is lost; waiting: flows that wait for flow f, from
+    waiting_from[f] to waiting_from[f + 1]; path: (num_flows * num_paths, 16) ports that a packet leaves by, data then
+    ACK; path_line: the same as rows, for prefetch; by_host: flows a sender, by start; active: those under way, in the
+    same places; wire, queue: (num_ports,) LIST, what is on the way to a port and what waits at it; visible:
+    (num_ports,) entries of the wire that the window may see; entry: (num_chunks * CHUNK,); following: (num_chunks,) the
+    next chunk; free: (num_workers, num_chunks) chunks; wake, awake: (num_nodes,) 1 where something was sent to, in this
+    window and before; seen, order: (num_workers, most) and counts: (num_workers, most ports) room for a window at a
+    switch; owned: (num_nodes,) nodes by worker; arrived: (1,) workers that came to meet.
     """
 
     run: Rows
@@ -200,6 +210,11 @@ class State(NamedTuple):
     entered: Rows
     entered_flow: Rows
     sent: NDArray[np.int64]
+    timeouts: Ints
+    acked: NDArray[np.uint64]
+    received: NDArray[np.uint64]
+    flap_from: Ints
+    flap: Ints
     waiting_from: NDArray[np.int64]
     waiting: NDArray[np.uint32]
     path: NDArray[np.uint32]

@@ -1,5 +1,6 @@
 import json
 
+import pandas as pd
 import pytest
 from click.testing import CliRunner
 
@@ -61,3 +62,100 @@ def test_flows_that_do_not_end_are_said_once_the_result_is_written(tmp_path):
 )
 def test_bad_input_is_one_line(arguments, message):
     assert message in _refused(*arguments)
+
+
+def test_json_of_files_goes_to_stdout_and_the_table_to_stderr():
+    result = CliRunner().invoke(simulate, [*FILES, "--cc", "none"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["cc"] == "none"
+    assert "FCT median" in result.stderr
+
+
+def test_a_scenario_prints_a_table_and_keeps_flows_ports_and_record(tmp_path):
+    out = tmp_path / "out"
+    small = ["--set", "scenario.senders=3", "--set", "scenario.num_bytes=100kB", "--set", "fabric.bps=100G"]
+    result = CliRunner().invoke(simulate, ["incast", *small, "--cc", "none,dcqcn", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert [line.split()[:3] for line in result.stdout.splitlines()[2:4]] == [["none", "3", "3"], ["dcqcn", "3", "3"]]
+    flows, ports = (pd.read_parquet(out / f"{name}.parquet") for name in ("flows", "ports"))
+    assert flows["cc"].tolist() == ["none"] * 3 + ["dcqcn"] * 3
+    assert (flows["bytes"] == 100_000).all()
+    assert set(ports["rate_bps"]) == {100e9}
+    pd.testing.assert_frame_equal(pd.read_csv(out / "flows.csv"), flows)
+    [record] = (json.loads(path.read_text()) for path in (out / "records").iterdir())
+    assert (record["name"], record["source"]) == ("congestion.simulate", "simulated")
+    assert record["config"]["scenario"]["senders"] == 3
+    assert record["config"]["fabric"]["name"] == "star"
+    assert [row["cc"] for row in record["rows"]] == ["none", "dcqcn"]
+
+
+def test_threads_change_nothing(tmp_path):
+    runs = []
+    for threads in ("1", "2"):
+        path = tmp_path / f"{threads}.json"
+        few = ["--set", "scenario.ranks=8", "--threads", threads, "--json", str(path)]
+        assert CliRunner().invoke(simulate, ["all_to_all", *few]).exit_code == 0
+        runs.append(json.loads(path.read_text()))
+    assert runs[0]["flows"] == runs[1]["flows"]
+    assert [run["engine"]["threads"] for run in runs] == [1, 2]
+
+
+def test_a_cm_runs_on_htsims_fat_tree(tmp_path):
+    """One flow over six links as htsim's RoCE has it: 176.216 us (golden/htsim)."""
+    path = tmp_path / "one16.cm"
+    path.write_text("Nodes 16\nConnections 1\n0->13 id 1 start 0 size 2000000\n")
+    sizes = {"mtu_bytes": 4_000, "header_bytes": 64, "ack_bytes": 64}
+    wire = [f"--set=congestion.{name}={value}" for name, value in sizes.items()]
+    result = CliRunner().invoke(simulate, ["--cm", str(path), "--cc", "none", *wire])
+    assert result.exit_code == 0, result.output
+    [flow] = json.loads(result.stdout)["flows"]
+    assert round(flow["fct_ns"]) == 176_216
+
+
+def test_a_scenario_runs_on_the_fabric_of_a_file():
+    topo = str(GOLDEN / "g2_incast16_none" / "topo.txt")
+    few = ["--set", "scenario.ranks=4", "--set", "scenario.num_bytes=9", "--cc", "none", "--json", "-"]
+    result = CliRunner().invoke(simulate, ["permutation", "--topo", topo, *few])
+    assert result.exit_code == 0, result.output
+    assert sorted(flow["dst"] for flow in json.loads(result.stdout)["flows"]) == [0, 1, 2, 3]
+
+
+def test_the_list_names_what_can_be_set():
+    result = CliRunner().invoke(simulate, ["--list"])
+    assert result.exit_code == 0
+    for word in ("scenario.senders", "fabric.spines", "job-phases"):
+        assert word in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "exactly one says what flows there are"),
+        (("incast", "--flows", "x"), "exactly one says what flows there are"),
+        (("--flows", FILES[3]), "--topo: is missing"),
+        (("incast", "--topo", FILES[1], "--fabric", "star"), "has no effect where --topo"),
+        ((*FILES, "--config", "x.toml"), "has no effect on flows of a file"),
+        ((*FILES, "--set", "fabric.bps=1G"), "has no effect on a fabric from a file"),
+        ((*FILES, "--set", "scenario.senders=1"), "sets nothing here"),
+        (("incast", "--set", "congestion.mtu=1"), "sets nothing that is known"),
+    ],
+)
+def test_sources_that_do_not_go_together_are_one_line(arguments, message):
+    result = CliRunner().invoke(simulate, list(arguments))
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("congestion.cli._say", interrupted)
+    out = tmp_path / "result.json"
+    result = CliRunner().invoke(simulate, ["incast", "--cc", "none,dcqcn", "--json", str(out)])
+    assert isinstance(result.exception, CheckFailed)
+    assert "none: 16 of 16 flows did not end: interrupted" in str(result.exception)
+    tree = json.loads(out.read_text())
+    assert tree["cc"] == "none"  # dcqcn was not begun
+    assert tree["counters"]["max_queue_bytes"] > 0

@@ -220,3 +220,61 @@ def test_a_window_bounds_what_is_in_flight():
     outcome = simulate(fabric, one, Settings(window_bytes=8_192), "none")
     rtt = int(outcome.state.flow["base_rtt_ps"][0])
     assert outcome.finish_ps[0] == pytest.approx(400_000 / 8_192 * rtt, rel=0.01)
+
+
+def test_a_flap_costs_until_the_timer_and_repeated_flaps_kill():
+    fabric = _fabric(1, 2, 1, [100], [1000])
+    one = FlowSet(*(np.array([value]) for value in (0, 1, 400_000, 0, 100)))
+    base = int(simulate(fabric, one, Settings(), "none").finish_ps[0])
+    down = ((0, 10_000_000, 20_000_000),)  # 10 us within the transfer
+    outcome = simulate(fabric, one, Settings(), "none", flaps=down, timeouts_ps=(50_000_000, 100_000_000))
+    assert base + 10_000_000 < outcome.finish_ps[0] < base + 60_000_000
+    assert outcome.state.flow["retries"][0] == 0
+    assert outcome.state.port["drops"].sum() > 20
+    dead = simulate(fabric, one, Settings(), "none", flaps=((0, 0, 10**12),), timeouts_ps=(50_000_000, 100_000_000))
+    assert dead.finish_ps[0] == -1
+    assert dead.time_ps == pytest.approx(150_000_000, rel=0.01)
+
+
+def test_packets_on_many_paths_arrive_once_each():
+    fabric = _fabric(2, 4, 4, [100], [1000])
+    src = np.arange(4, dtype=np.int64)
+    flows = FlowSet(src, src + 4, np.full(4, 900_000), np.zeros(4, dtype=np.int64), np.full(4, 100))
+    spread = {"paths": 8, "selective_repeat": True, "timeout_us": 200}
+    outcome = simulate(fabric, flows, Settings(**spread), "none")
+    assert (outcome.finish_ps > 0).all()
+    assert outcome.state.flow["resent"].sum() == 0
+    num_uplinks = (outcome.state.port["tx_packets"][8 + 4 : 8 + 8] > 0).sum()
+    assert num_uplinks == 4
+    assert outcome.finish_ps.max() <= simulate(fabric, flows, Settings(), "none").finish_ps.max()
+    lossy = simulate(fabric, flows, Settings(**spread, loss_rate=0.02), "none", seed=2)
+    assert (lossy.finish_ps > 0).all()
+    lost = lossy.state.port["drops"].sum()
+    assert 0 < lossy.state.flow["resent"].sum() <= 40 * lost
+
+
+def test_without_pfc_a_full_queue_drops_and_timers_repair():
+    fabric = _fabric(1, 9, 1, [100], [1000])
+    src = np.arange(8, dtype=np.int64)
+    flows = FlowSet(src, np.full(8, 8), np.full(8, 400_000), np.zeros(8, dtype=np.int64), np.full(8, 100))
+    settings = Settings(pfc=False, drop_tail=True, buffer_bytes=900_000, timeout_us=300)
+    outcome = simulate(fabric, flows, settings, "none")
+    assert outcome.state.port["drops"].sum() > 0
+    assert outcome.state.port["max_queue_bytes"].max() < 900_000 / 8
+    assert (outcome.finish_ps > 0).all()
+    _same(outcome.state, simulate(fabric, flows, settings, "none", threads=2).state)
+
+
+def test_noise_and_receivers_without_marks_change_what_a_law_sees():
+    fabric, flows = _crowd()
+    plain, noisy, deaf = (
+        simulate(fabric, flows, Settings(kmin_bytes=20_000, kmax_bytes=100_000, **more), "hybrid").finish_ps
+        for more in ({}, {"rtt_noise_us": 2.0}, {"deaf_share": 1.0})
+    )
+    assert (noisy != plain).any()
+    assert (deaf != plain).any()
+    for law in ("none", "dcqcn"):
+        settings = Settings(kmin_bytes=20_000, kmax_bytes=100_000, deaf_share=1.0 if law == "dcqcn" else 0.0)
+        assert simulate(fabric, flows, settings, law).state.port["marks"].sum() > 0
+    unheard = simulate(fabric, flows, Settings(kmin_bytes=0, deaf_share=1.0), "dcqcn").finish_ps
+    np.testing.assert_array_equal(unheard, simulate(fabric, flows, Settings(), "none").finish_ps)
