@@ -8,7 +8,7 @@ thresholds are given for a 200G link and scale with the rate of the link, as in 
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -120,9 +120,11 @@ class Settings(Section):
     window_bytes: int = Field(0, ge=0, le=2**50, description="Most bytes of a flow in flight, NCCL's window; 0: any.")
     timeout_us: float = Field(0.0, ge=0, description="Retransmit timer of a sender; 0: none, as in ns-3's HPCC.")
     retries: int = Field(7, ge=0, description="Timeouts in a row that a flow outlives.")
-    paths: int = Field(
-        1, ge=1, le=64, description="Paths that a flow's packets take in turn; 1: ECMP by header."
+    routing: Literal["ecmp", "spray", "flowlet"] = Field(
+        "ecmp", description="A flow's path: by its header; drawn for each packet; the emptiest after a gap."
     )
+    paths: int = Field(16, ge=2, le=16, description="Paths that spray and flowlet choose from, of as many headers.")
+    flowlet_gap_us: float = Field(5.0, gt=0, description="Gap in a flow after which its first switch chooses anew.")
     selective_repeat: bool = Field(False, description="Receivers keep what comes out of order; off: go-back-N.")
     drop_tail: bool = Field(False, description="Without PFC: a queue above its share of the free buffer drops.")
     rtt_noise_us: float = Field(0.0, ge=0, description="Most that noise adds to a measured round trip, evenly drawn.")
@@ -172,9 +174,9 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
         error = exc.errors()[0]
         where = ".".join(str(part) for part in error["loc"])
         raise ConfigError(f"{_PREFIX}{where}", error["input"], error["msg"], "give a value that fits") from exc
-    if made.paths > 1 and not made.selective_repeat:
+    if made.routing == "spray" and not made.selective_repeat:
         rule = "has packets come out of order, which go-back-N sends again for ever"
-        raise ConfigError("congestion.paths", made.paths, rule, "set congestion.selective_repeat=true too")
+        raise ConfigError("congestion.routing", made.routing, rule, "set congestion.selective_repeat=true too")
     if made.selective_repeat and not made.timeout_us:
         raise ConfigError("congestion.selective_repeat", True, "finds losses by its timer", "set timeout_us above 0")
     _ordered("kmin_bytes", made.kmin_bytes, "kmax_bytes", made.kmax_bytes)

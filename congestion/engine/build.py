@@ -76,10 +76,10 @@ def build(
     for first, lists in ((0, wire), (num_ports, queue)):
         lists["head"] = lists["tail"] = np.arange(first, first + num_ports)
     worker, owned, free = _workers(node, num_workers, num_chunks, 2 * num_ports)
-    path, num_links = _all_paths(fabric, flows, ends, settings.paths)
+    path, num_links = _all_paths(fabric, flows, ends, _num_paths(settings))
     flow = _flows(flows, num_waits, settings, port, kind, node)
     flow["num_links"] = num_links
-    flow["base_rtt_ps"] = _base_rtt(path[:: settings.paths], num_links, kind[port["kind"]])
+    flow["base_rtt_ps"] = _base_rtt(path[:: _num_paths(settings)], num_links, kind[port["kind"]])
     waiting_from, waiting = _waiting(flows)
     many = _sent_times(flow) if laws.wants_rtt(law, settings) else 1
     run["sent_mask"] = many - 1 if laws.wants_rtt(law, settings) else -1
@@ -104,6 +104,7 @@ def build(
         received=np.zeros((len(flows), words), dtype=np.uint64),
         flap_from=flap_from,
         flap=flap,
+        flowlet=np.tile(np.array([0, -NEVER]), (len(flows), 1)),
         waiting_from=waiting_from,
         waiting=waiting,
         path=path,
@@ -163,7 +164,9 @@ def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bo
         "sent_mask": -1,
         "rtt_noise": round(settings.rtt_noise_us * _PS_PER_US),
         "deaf_scaled": round(settings.deaf_share * 2**53),
-        "num_paths": settings.paths,
+        "routing": ("ecmp", "spray", "flowlet").index(settings.routing),
+        "num_paths": _num_paths(settings),
+        "flowlet_gap": round(settings.flowlet_gap_us * _PS_PER_US),
         "selective": settings.selective_repeat,
         "drop_tail": settings.drop_tail,
         "reserve_bytes": settings.reserve_bytes,
@@ -316,6 +319,10 @@ def _base_rtt(path: NDArray[np.uint32], num_links: Ints, kind: Rows) -> Ints:
     took = np.stack([kind["tx_data"] + kind["delay"], kind["tx_ack"] + kind["delay"]])
     took = np.append(took, np.zeros((2, 1), dtype=np.int64), axis=1)  # of no port
     return np.asarray(took[0][ways[0]].sum(axis=1) + took[1][ways[1]].sum(axis=1))
+
+
+def _num_paths(settings: Settings) -> int:
+    return 1 if settings.routing == "ecmp" else settings.paths
 
 
 def _flaps(fabric: Graph, flaps: Sequence[Flap], ends: Ints) -> tuple[Ints, Ints]:

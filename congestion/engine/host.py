@@ -13,7 +13,7 @@ import numpy as np
 
 from congestion.control import laws
 from congestion.engine.lists import drop_first, first, put
-from congestion.engine.packets import drawn, flow_of, pause, receive, send, serialise
+from congestion.engine.packets import drawn, flow_of, pause, receive, send, serialise, sprayed
 from congestion.engine.tables import (
     ACK,
     DATA,
@@ -136,7 +136,8 @@ def _send_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
     _move(node, flow, following)
     last = sequence + 1 == flow.num_packets
     size = np.int64(flow.last_wire_bytes) if last else run.data_wire_bytes
-    send(s, k, port, now, DATA | (LAST_BIT if last else 0) | sequence << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT, size)
+    word = DATA | (LAST_BIT if last else 0) | sprayed(s, f, sequence, DATA)
+    send(s, k, port, now, word | sequence << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT, size)
     if run.sent_mask >= 0:
         s.sent[f, sequence & run.sent_mask] = now
     if run.timeout and flow.timeout_at == NEVER:
@@ -202,7 +203,8 @@ def _arrive(s, k, node, p, now):  # type: ignore[no-untyped-def]
         if answer:
             says = sequence + 1 if s.run[0].selective else np.int64(row.expected)
             mark = _echo(s, f, row, word, now)
-            put(s, k, s.queue[p], 0, answer | mark | says << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT)
+            word = answer | mark | sprayed(s, f, says, answer)
+            put(s, k, s.queue[p], 0, word | says << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT)
             port.queued += 1
             if before < row.expected and row.expected == s.flow[f].num_packets:
                 _release_waiting(s, node, f, s.flow[f].dst, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from congestion.engine.lists import drop_first, first, put
-from congestion.engine.tables import FLOW_MASK, FLOW_SHIFT, LAST_BIT, MARK_BIT, PFC, SEQ_MASK, SEQ_SHIFT
+from congestion.engine.tables import FLOW_MASK, FLOW_SHIFT, LAST_BIT, MARK_BIT, PATH_MASK, PATH_SHIFT, PFC, SPRAY
 from congestion.jit import inlined, kernel
 
 _SIZE_PS = 8_000_000_000_000  # a byte at 1 bit/s
@@ -84,13 +84,17 @@ def _is_down(s, p, now):  # type: ignore[no-untyped-def]
 
 @inlined
 def path_of(s, word):  # type: ignore[no-untyped-def]
-    """Row of a packet's path: its flow's, or one of several by a hash of its number."""
-    f = flow_of(word)
-    many = s.run[0].num_paths
-    if many == 1:
-        return np.int64(f)
-    sequence = (word >> SEQ_SHIFT) & SEQ_MASK
-    return np.int64(f) * many + drawn(s.run[0].seed, -1 - np.int64(f), sequence << 2 | word & 3) % many
+    """Row of a packet's path."""
+    return np.int64(flow_of(word)) * s.run[0].num_paths + ((word >> PATH_SHIFT) & PATH_MASK)
+
+
+@inlined
+def sprayed(s, f, sequence, kind):  # type: ignore[no-untyped-def]
+    """Path bits of a packet as it leaves its host: drawn for each where packets are spread."""
+    run = s.run[0]
+    if run.routing != SPRAY:
+        return np.int64(0)
+    return drawn(run.seed, -1 - np.int64(f), sequence << 2 | kind) % run.num_paths << PATH_SHIFT
 
 
 @inlined

@@ -18,10 +18,12 @@ from congestion.engine.tables import (
     CHUNK,
     FLOW_MASK,
     FLOW_SHIFT,
+    FLOWLET,
     HOP_MASK,
     HOP_SHIFT,
     MARK_BIT,
     NEVER,
+    PATH_SHIFT,
     PFC,
     SEQ_MASK,
     SEQ_SHIFT,
@@ -66,10 +68,32 @@ def _collect(s, k, node, end):  # type: ignore[no-untyped-def]
             seen.out = seen.port  # which it stops
         else:
             total += seen.size
+            if s.run[0].routing == FLOWLET and word & (HOP_MASK << HOP_SHIFT | 3) == 0:
+                word = seen.word = word | _least_loaded(s, k, node, flow_of(word), seen.time) << PATH_SHIFT
             hop = ((word >> HOP_SHIFT) & HOP_MASK) + 1 + (ACK_PATH if word & 3 else 0)
             seen.out = s.path[path_of(s, word), np.uint32(hop)]
         counts[seen.out - node.first_port] += 1
     return count, total, frames, soonest
+
+
+@kernel
+def _least_loaded(s, k, node, f, now):  # type: ignore[no-untyped-def]
+    """Path of a packet at its flow's first switch: the last one's, or after a gap that of the shortest queue.
+
+    By queues at the window's beginning and what came for them since, as a switch that looks at them now and then.
+    """
+    run, last = s.run[0], s.flowlet
+    if now - last[f, 1] > run.flowlet_gap:
+        least, first_one = NEVER, drawn(run.seed, np.int64(f), now) % run.num_paths
+        for i in range(run.num_paths):
+            path = (first_one + i) % run.num_paths
+            p = s.path[np.int64(f) * run.num_paths + path, 1]
+            load = s.port[p].queue_bytes + s.counts[k, p - node.first_port] * run.data_wire_bytes
+            if load < least:
+                least = load
+                last[f, 0] = path
+    last[f, 1] = now
+    return last[f, 0]
 
 
 @inlined

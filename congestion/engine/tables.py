@@ -1,8 +1,8 @@
 """Where everything stands: the tables of a run, a record a row, and the bits of a packet.
 
 A packet is one 64-bit word, from the low end: kind (2 bits), mark (1; ECN on data, CNP on an ACK, pause rather than
-resume on a PFC frame), last (1; the flow's last packet, which may be short), hop (4; switches behind it), sequence (28;
-packets, on an ACK the next one expected), flow (27).
+resume on a PFC frame), last (1; the flow's last packet, which may be short), hop (4; switches behind it), path (4;
+which of the flow's), sequence (24; packets, on an ACK the next one expected), flow (27).
 
 A row belongs to one node, which alone writes it: ports and queues to theirs, `Flow` to the sender's host, `Receiver`
 to the receiver's. A wire is the one thing that two nodes share; see `lists`.
@@ -20,10 +20,11 @@ Rows = NDArray[Any]
 
 NEVER = 2**62
 DATA, ACK, NACK, PFC = 0, 1, 2, 3
-MARK_BIT, LAST_BIT, HOP_SHIFT, SEQ_SHIFT, FLOW_SHIFT = 4, 8, 4, 8, 36
-HOP_MASK, SEQ_MASK, FLOW_MASK = 15, (1 << 28) - 1, (1 << 27) - 1
+MARK_BIT, LAST_BIT, HOP_SHIFT, PATH_SHIFT, SEQ_SHIFT, FLOW_SHIFT = 4, 8, 4, 8, 12, 36
+HOP_MASK, PATH_MASK, SEQ_MASK, FLOW_MASK = 15, 15, (1 << 24) - 1, (1 << 27) - 1
 ACK_PATH = 8  # first column of a path that is the way back
 MOST_HOPS, MOST_PACKETS, MOST_FLOWS = 8, SEQ_MASK, FLOW_MASK
+ECMP, SPRAY, FLOWLET = range(3)  # routing
 CHUNK = 8  # entries of a list's chunk
 
 FULL = -1  # what a run answers that needs more chunks
@@ -166,7 +167,9 @@ RUN = _record(
     flaps="i8",  # 1: some link goes down
     rtt_noise="i8",
     deaf_scaled="i8",  # share of flows whose receiver echoes no mark, of 2^53
-    num_paths="i8",  # that a flow's packets are spread over
+    routing="i8",
+    num_paths="i8",  # rows of a flow's paths
+    flowlet_gap="i8",
     selective="i8",  # 1: selective repeat, 0: go-back-N
     drop_tail="i8",
     reserve_bytes="i8",
@@ -183,7 +186,8 @@ class State(NamedTuple):
     run: (1,) RUN; port: (num_ports,) PORT, a node's side by side; kind: (num_kinds,) KIND; node, flow, receiver, and
     of a law: a row each; sent: (num_flows, most in flight) when packets were sent; timeouts: (most retries + 1,) waits
     before each retry; acked, received: (num_flows, words) bits of packets, for selective repeat; flap_from: (num_ports
-    + 1,), flap: (num_flaps, 2) when what arrives at a port is lost; waiting: flows that wait for flow f, from
+    + 1,), flap: (num_flaps, 2) when what arrives at a port is lost; flowlet: (num_flows, 2) path, and when its first
+    switch last saw a packet; waiting: flows that wait for flow f, from
     waiting_from[f] to waiting_from[f + 1]; path: (num_flows * num_paths, 16) ports that a packet leaves by, data then
     ACK; path_line: the same as rows, for prefetch; by_host: flows a sender, by start; active: those under way, in the
     same places; wire, queue: (num_ports,) LIST, what is on the way to a port and what waits at it; visible:
@@ -215,6 +219,7 @@ class State(NamedTuple):
     received: NDArray[np.uint64]
     flap_from: Ints
     flap: Ints
+    flowlet: Ints
     waiting_from: NDArray[np.int64]
     waiting: NDArray[np.uint32]
     path: NDArray[np.uint32]
