@@ -30,6 +30,7 @@ _REFERENCE_BPS = 200_000_000_000  # rates and thresholds of the settings are for
 _MOST_SHIFT = 3
 _MOST_REMEMBERED, _LEAST_REMEMBERED = 1 << 26, 1 << 10  # times in all (512 MB), of a flow
 _PATH_STEP = 7919  # between the source ports of a flow's paths
+_CACHED_PORTS = 1 << 14  # whose tables a core's cache holds
 _ROOM = 16  # chunks at first, in those that can be needed at first: what is not used is not there
 _STRETCHES = 16  # of nodes, a worker
 _HOST_WORK = 2  # of a host beyond its port's, in ports of a switch
@@ -71,6 +72,7 @@ def build(
     most_seen = int(np.bincount(port["to"], _most_packets(settings, kind[port["kind"]], run[0])).max())
     run["most_new_chunks"] = _most_new(flows, settings, port, node, kind, run[0]) // CHUNK + 1
     num_ports = len(port)
+    run["large"] = num_ports > _CACHED_PORTS
     num_chunks = _ROOM * num_workers * (2 * num_ports + int(run["most_new_chunks"][0]))
     wire, queue = aligned(num_ports, tables.LIST), aligned(num_ports, tables.LIST)
     for first, lists in ((0, wire), (num_ports, queue)):

@@ -59,7 +59,7 @@ def _with_room(s: State) -> State:
 @entry
 def _run(s, until, k):  # type: ignore[no-untyped-def]
     worker, num_workers = s.worker[k], len(s.worker)
-    window = s.run[0].window
+    window, large = s.run[0].window, s.run[0].large
     while True:
         meet(s.arrived, num_workers)
         _publish(s, k)
@@ -80,7 +80,8 @@ def _run(s, until, k):  # type: ignore[no-untyped-def]
         for i in range(worker.first, worker.stop):
             n = s.owned[i]
             node = s.node[n]
-            _prefetch_host(s, s.owned[min(i + 4, worker.stop - 1)], s.owned[min(i + 2, worker.stop - 1)])
+            if large:
+                _prefetch_host(s, s.owned[min(i + 4, worker.stop - 1)], s.owned[min(i + 2, worker.stop - 1)])
             if s.awake[n] or node.next_time < end:
                 s.awake[n] = 0
                 if node.is_switch:
@@ -108,7 +109,7 @@ def _prefetch_host(s, far, near):  # type: ignore[no-untyped-def]
 @kernel
 def _publish(s, k):  # type: ignore[no-untyped-def]
     """Have worker `k`'s nodes see what was sent to them, and say when the next thing happens to any of them."""
-    worker = s.worker[k]
+    worker, large = s.worker[k], s.run[0].large
     begin = worker.soonest
     for i in range(worker.first, worker.stop):
         n = s.owned[i]
@@ -119,7 +120,7 @@ def _publish(s, k):  # type: ignore[no-untyped-def]
         for p in range(node.first_port, node.first_port + node.num_ports):
             wire = s.wire[p]
             s.visible[p] = wire.put
-            if wire.taken < wire.put:
+            if large and wire.taken < wire.put:
                 first(s, k, wire)
     worker.begin = begin
     worker.free_before = worker.num_free

@@ -44,10 +44,10 @@ def run_switch(s, k, n, end):  # type: ignore[no-untyped-def]
     limited = s.run[0].pfc or s.run[0].drop_tail
     if limited and (frames or node.num_paused or node.num_frames or _near(node, total)):
         _run_in_order(s, k, node, count, end)
+        for p in range(node.first_port, node.first_port + node.num_ports):
+            soonest = min(soonest, _next_start(s.port[p]))
     else:
-        _run_ports(s, k, node, count, end)
-    for p in range(node.first_port, node.first_port + node.num_ports):
-        soonest = min(soonest, _next_start(s.port[p]))
+        soonest = min(soonest, _run_ports(s, k, node, count, end))
     node.next_time = soonest
 
 
@@ -98,13 +98,14 @@ def _least_loaded(s, k, node, f, now):  # type: ignore[no-untyped-def]
 
 @inlined
 def _take(s, k, node, end):  # type: ignore[no-untyped-def]
-    count, soonest = 0, NEVER
+    count, soonest, large = 0, NEVER, s.run[0].large
     stop = node.first_port + node.num_ports
     for p in range(node.first_port, stop):
         wire = s.wire[p]
         visible = s.visible[p]
-        later = s.wire[min(p + _AHEAD, stop - 1)]
-        prefetch(s.entry, later.head * CHUNK + later.head_at)
+        if large:
+            later = s.wire[min(p + _AHEAD, stop - 1)]
+            prefetch(s.entry, later.head * CHUNK + later.head_at)
         while wire.taken < visible:
             arrival = first(s, k, wire).time
             if arrival >= end:
@@ -113,7 +114,8 @@ def _take(s, k, node, end):  # type: ignore[no-untyped-def]
             word = receive(s, k, p, arrival)
             if word < 0:
                 continue
-            prefetch(s.path_line, flow_of(word))
+            if large:
+                prefetch(s.path_line, flow_of(word))
             seen = s.seen[k, count]
             seen.time = arrival
             seen.word = word
@@ -131,6 +133,7 @@ def _near(node, total):  # type: ignore[no-untyped-def]
 
 @inlined
 def _run_ports(s, k, node, count, end):  # type: ignore[no-untyped-def]
+    """Each port on its own; when the next one begins a packet."""
     counts, order = s.counts[k], s.order[k]
     begin = 0
     for place in range(node.num_ports):  # where each port's begin
@@ -141,15 +144,20 @@ def _run_ports(s, k, node, count, end):  # type: ignore[no-untyped-def]
         place = s.seen[k, i].out - node.first_port
         order[counts[place]] = i
         counts[place] += 1
-    begin = 0
+    begin, soonest, large = 0, NEVER, s.run[0].large
     for place in range(node.num_ports):
         stop = counts[place]
         port = s.port[node.first_port + place]
-        _prefetch_port(s, node, place)
-        if stop > begin or (port.queued and not port.paused and port.busy < end):
+        if large:
+            _prefetch_port(s, node, place)
+        if stop > begin:
             _sort(s, k, begin, stop)
-            _run_port(s, k, node, node.first_port + place, begin, stop, end)
+        elif not port.queued:
+            continue
+        _run_port(s, k, node, node.first_port + place, begin, stop, end)
+        soonest = min(soonest, _next_start(port))
         begin = stop
+    return soonest
 
 
 @inlined

@@ -176,6 +176,7 @@ RUN = _record(
     resume_offset_bytes="i8",
     loss_scaled="i8",
     time="i8",  # the end of the window that was run last
+    large="i8",  # the tables are larger than a core's cache: prefetching pays
     most_new_chunks="i8",  # that packets which hosts add in a window can fill
 )
 
