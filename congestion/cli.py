@@ -18,8 +18,8 @@ from netlayer.results import check_target, write_text
 if TYPE_CHECKING:
     import pandas as pd
 
-    from congestion.engine.build import Law
     from congestion.scenario_catalogue import Case
+    from congestion.settings import Settings
     from congestion.simulate import Outcome, Progress
     from netlayer.output import Output
     from netlayer.progress import Bar
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _PATH = click.Path(path_type=Path)
 _OURS = "congestion"
 _STDOUT = Path("-")
+_PS_PER_US = 1_000_000
 _COLUMNS = {
     "cc": "law",
     "flows": "flows",
@@ -56,8 +57,10 @@ _COLUMNS = {
 @click.option("--cm", "cm_file", type=_PATH, help="htsim's connection matrix, on its fat tree: 100G, 1 us a link.")
 @click.option("--fabric", help="star | dumbbell | clos | fat-tree [default: the one that suits the scenario].")
 @click.option("--config", type=_PATH, help="TOML file of the cluster and job of job-phases; see examples/.")
-@click.option("--cc", default="dcqcn", show_default=True, metavar="LAW[,LAW...]", help="Control laws; none is one.")
-@click.option("--preset", default="ns3", show_default=True, help="Switch, NIC and law: ns3 | ns3-paper.")
+@click.option("--cc", default="dcqcn", show_default=True, metavar="LAW[,LAW...]", help="Control laws, or one's file.")
+@click.option(
+    "--preset", default="ns3", show_default=True, help="Switch, NIC and law: ns3, ns3-paper, htsim-roce, htsim-swift."
+)
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of all randomness.")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable.")
 @click.option(
@@ -65,6 +68,12 @@ _COLUMNS = {
 )
 @click.option("--truncate-ns", is_flag=True, help="Cut serialisation times to whole ns, as ns-3 does.")
 @click.option("--out", type=_PATH, help="Folder for flows and ports as CSV and parquet, and the record.")
+@click.option("--until-us", type=click.FloatRange(0, min_open=True), help="Stop at this simulated time.")
+@click.option(
+    "--sample-us", type=click.FloatRange(0, min_open=True), help="With --out: rates and queues over time, samples.csv."
+)
+@click.option("--checkpoint", type=_PATH, help="Where a run that is stopped before its end is kept; of one law.")
+@click.option("--resume", type=_PATH, help="Go on with a run that --checkpoint kept; all else as then.")
 @click.option(
     "--json", "json_file", type=_PATH, help="Where all of it goes as JSON; - is stdout, where files are given."
 )
@@ -80,13 +89,14 @@ def simulate(
     preset: str,
     seed: int,
     overrides: tuple[str, ...],
-    threads: int,
-    truncate_ns: bool,
     out: Path | None,
     json_file: Path | None,
     listed: bool,
+    **how: Any,
 ) -> None:
     """Simulate flows packet by packet; exit 1 where one did not end (its fct_ns is null).
+
+    LAW is none, dcqcn, swift, nscc, hybrid, or a file (see netlayer arena --help). Ctrl-C keeps what was measured.
 
     SCENARIO is one of incast, permutation, all-to-all, ring-all-reduce, victim, poisson, job-phases. Without one, flows
     come from files, and the JSON goes to stdout unless --json or --out says otherwise.
@@ -98,10 +108,11 @@ def simulate(
       netlayer simulate permutation --fabric fat-tree --set fabric.bps=100G --set congestion.ecn=false
       netlayer simulate job-phases --set scenario.phases=all-gather+pipeline --set scenario.bucket_bytes=16MiB
       netlayer simulate --topo topo.txt --flows flow.txt --cc none,dcqcn --seed 3 --json result.json
+      netlayer simulate incast --sample-us 10 --out runs/incast --cc dcqcn,hybrid
+      netlayer simulate permutation --cc my_law.py --until-us 500 --checkpoint half.npz
       netlayer simulate --list
     """
     from congestion.settings import settings_of
-    from congestion.simulate import Simulation
     from netlayer.progress import Stages
 
     if listed:
@@ -111,6 +122,7 @@ def simulate(
         json_file = _STDOUT
     check_target("--json", json_file)
     laws = [_law(name) for name in cc.split(",")]
+    _check_how(laws, out, how)
     mine = tuple(one for one in overrides if one.split(".")[0] == _OURS)
     settings = settings_of(preset, mine)
     others = tuple(one for one in overrides if one not in mine)
@@ -121,15 +133,12 @@ def simulate(
         with Stages() as stages:
             for law in laws:
                 with stages.open(law) as bar:
-                    simulation = Simulation(
-                        case.fabric, case.flows, settings, law, seed=seed, truncate_ns=truncate_ns, threads=threads
-                    )
-                    outcome = simulation.run(say=partial(_say, bar))
-                kept.add(law, case, outcome)
+                    outcome, samples = _simulate(case, settings, law, seed, bar, how)
+                kept.add(law, case, outcome, samples)
                 if json_file:
                     asked = {"cc": law, "preset": preset, "seed": seed, "source": "simulated"}
                     runs.append({**asked, **outcome.to_json(case.fabric, case.flows)})
-                if not outcome.completed:  # Ctrl-C
+                if not outcome.completed and not how["until_us"]:  # Ctrl-C
                     break
         if json_file:
             write_text(json_file, json.dumps(runs[0] if len(runs) == 1 else {"runs": runs}, indent=1) + "\n")
@@ -138,10 +147,49 @@ def simulate(
     with contextlib.redirect_stdout(sys.stderr if json_file == _STDOUT else sys.stdout):
         _print_rows(kept.rows)
     for row in kept.rows:
-        if row["ended"] < row["flows"]:
+        if row["ended"] < row["flows"] and (row["completed"] or not how["until_us"]):
             left = f"{row['flows'] - row['ended']} of {row['flows']} flows did not end"
             cause = "their last packets were lost, or they were stopped for good" if row["completed"] else "interrupted"
             raise CheckFailed(f"{row['cc']}: {left}: {cause}")
+
+
+def _check_how(laws: Sequence[str], out: Path | None, how: Mapping[str, Any]) -> None:
+    if how["sample_us"] and not out:
+        raise ConfigError(
+            "--sample-us", how["sample_us"], "has no effect without --out", "give a folder for samples.csv"
+        )
+    for option in ("checkpoint", "resume"):
+        if how[option] and len(laws) != 1:
+            raise ConfigError(f"--{option}", how[option], f"is of one law, --cc names {len(laws)}", "give one law")
+    if how["checkpoint"] and not how["checkpoint"].absolute().parent.is_dir():
+        raise ConfigError("--checkpoint", how["checkpoint"], "is in no folder that exists", "make the folder first")
+
+
+def _simulate(
+    case: Case, settings: Settings, law: str, seed: int, bar: Bar, how: Mapping[str, Any]
+) -> tuple[Outcome, pd.DataFrame | None]:
+    from congestion.engine.tables import NEVER
+    from congestion.jit import are_kept
+    from congestion.samples import Samples
+    from congestion.simulate import Simulation
+
+    if not are_kept():
+        click.echo("compiling the simulator's kernels: about a minute, once for this version", err=True)
+    shared = {"truncate_ns": how["truncate_ns"], "threads": how["threads"]}
+    simulation = Simulation(case.fabric, case.flows, settings, law, seed=seed, **shared)
+    if how["resume"]:
+        simulation.restore(how["resume"])
+    samples, every_us = Samples(), how["sample_us"]
+    outcome = simulation.run(
+        round(how["until_us"] * _PS_PER_US) if how["until_us"] else NEVER,
+        partial(_say, bar),
+        samples.take if every_us else None,
+        round(every_us * _PS_PER_US) if every_us else NEVER,
+    )
+    if how["checkpoint"] and not outcome.completed:
+        simulation.save(how["checkpoint"])
+        click.echo(f"kept: {how['checkpoint']}; go on with --resume {how['checkpoint']}", err=True)
+    return outcome, samples.frame() if every_us else None
 
 
 def _say(bar: Bar, progress: Progress) -> None:
@@ -162,9 +210,9 @@ class _Kept:
         self.rows: list[dict[str, Any]] = []
         self._started = utc_now()
         self._out: Output | None = stack.enter_context(open_output(out, "simulate")) if out else None
-        self._frames: dict[str, list[pd.DataFrame]] = {"flows": [], "ports": []}
+        self._frames: dict[str, list[pd.DataFrame]] = {"flows": [], "ports": [], "samples": []}
 
-    def add(self, law: str, case: Case, outcome: Outcome) -> None:
+    def add(self, law: str, case: Case, outcome: Outcome, samples: pd.DataFrame | None) -> None:
         from congestion import measures
 
         flows = measures.flow_frame(case.fabric, case.flows, outcome)
@@ -172,9 +220,10 @@ class _Kept:
         own = {"completed": outcome.completed, "wall_s": outcome.wall_s}
         self.rows.append({"cc": law, **measures.summary(flows, ports), **own})
         if self._out:
-            for name, frame in (("flows", flows), ("ports", ports)):
-                frame.insert(0, "cc", law)
-                self._frames[name].append(frame)
+            for name, frame in (("flows", flows), ("ports", ports), ("samples", samples)):
+                if frame is not None:
+                    frame.insert(0, "cc", law)
+                    self._frames[name].append(frame)
 
     def publish(self, arguments: Mapping[str, Any], config: Mapping[str, Any], seed: int) -> None:
         if not self._out:
@@ -185,6 +234,8 @@ class _Kept:
         from netlayer.results import RunRecord, utc_now
 
         for name, frames in self._frames.items():
+            if not frames:
+                continue
             whole = pd.concat(frames, ignore_index=True)
             whole.to_csv(self._out.part / f"{name}.csv", index=False)
             whole.to_parquet(self._out.part / f"{name}.parquet", index=False)
@@ -251,10 +302,14 @@ def _print_list() -> None:
     )
 
 
-def _law(name: str) -> Law:
+def _law(name: str) -> str:
+    if name.endswith(".py"):
+        from congestion.control.entered import enter
+
+        return enter(Path(name))
     from congestion.engine.build import LAWS
 
-    for law in LAWS:
-        if law == name:
-            return law
-    raise ConfigError("--cc", name, "is unknown", f"give one of {', '.join(LAWS)}, or several with commas")
+    if name not in LAWS:
+        remedy = f"give one of {', '.join(LAWS)}, several with commas, or a law's file"
+        raise ConfigError("--cc", name, "is unknown", remedy)
+    return name

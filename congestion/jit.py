@@ -26,7 +26,7 @@ inlined: Any = _njit(forceinline=True)
 def entry(function: Callable[..., Any]) -> Any:
     """Compile what Python calls, without its lock; kept in XDG_CACHE_HOME or ~/.cache, netlayer/, if that can be."""
     compiled = _njit(nogil=True)(function)
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "netlayer" / "kernels" / _digest()
+    folder = _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -37,6 +37,15 @@ def entry(function: Callable[..., Any]) -> Any:
     finally:
         numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
     return compiled
+
+
+def are_kept() -> bool:
+    """Whether the engine's kernels were compiled before, by this version and with this law."""
+    return any(_folder().glob("*/*.nbi"))
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "netlayer" / "kernels" / _digest()
 
 
 def _digest() -> str:

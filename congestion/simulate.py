@@ -162,16 +162,29 @@ class Simulation:
         self.completed = begin == NEVER
         self.time_ps = int(self.state.run["time"][0]) if self.completed else until_ps
 
-    def run(self, until_ps: int = NEVER, say: Callable[[Progress], None] | None = None) -> Outcome:
-        """On to the end, or to `until_ps`; `say` hears of it some times a second. A KeyboardInterrupt stops it there.
+    def run(
+        self,
+        until_ps: int = NEVER,
+        say: Callable[[Progress], None] | None = None,
+        look: Callable[[Simulation], None] | None = None,
+        every_ps: int = NEVER,
+    ) -> Outcome:
+        """On to the end, or to `until_ps`. A KeyboardInterrupt stops it there.
 
         Where it was stopped, the outcome is what was measured until then, and is not `completed`.
+
+        Args:
+            say: hears of the progress some times a second.
+            look: is called each `every_ps` of simulated time.
         """
         step = 1_000 * self._window_ps
         try:
             while not self.completed and self.time_ps < until_ps:
                 before = self.wall_s
-                self.advance(min(self._next_ps() + step, until_ps))
+                stop = (self.time_ps // every_ps + 1) * every_ps
+                self.advance(min(self._next_ps() + step, stop, until_ps))
+                if look and self.time_ps >= stop:
+                    look(self)
                 took = self.wall_s - before
                 step = max(int(step * min(max(_SLICE_S / max(took, 1e-6), 0.5), 2.0)), self._window_ps)
                 if say:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from congestion.control import laws
@@ -63,6 +64,7 @@ def build(
             word can hold.
     """
     _check(fabric, flows, settings)
+    _check_memory(fabric, flows, settings, laws.wants_rtt(law, settings))
     run = _run(fabric, settings, law, seed, truncate_ns)
     ends, port, rate, delay = _ports(fabric)
     kind = _kinds(fabric, settings, run[0], rate, delay)
@@ -144,6 +146,18 @@ def _check(fabric: Graph, flows: FlowSet, settings: Settings) -> None:
     if longest > tables.MOST_PACKETS:
         rule = f"is {longest} packets, a flow has at most {tables.MOST_PACKETS}"
         raise ConfigError("--flows", int(flows.num_bytes.max()), rule, "split it, or raise congestion.mtu_bytes")
+
+
+def _check_memory(fabric: Graph, flows: FlowSet, settings: Settings, wants_rtt: bool) -> None:
+    longest = int(-(-flows.num_bytes.max() // settings.mtu_bytes))
+    a_flow = tables.FLOW.itemsize + tables.RECEIVER.itemsize + _num_paths(settings) * tables.PATH.itemsize + 256
+    a_flow += 8 * min(longest, _LEAST_REMEMBERED) * wants_rtt + longest // 4 * settings.selective_repeat
+    a_port = tables.PORT.itemsize + 2 * tables.LIST.itemsize + 8 * CHUNK * tables.ENTRY.itemsize
+    needed = len(flows) * a_flow + 2 * fabric.num_cables * a_port
+    free = psutil.virtual_memory().available
+    if needed > free:
+        rule = f"need about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+        raise ConfigError("flows", len(flows), rule, "simulate fewer or shorter ones, or a smaller fabric")
 
 
 def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bool) -> Rows:

@@ -159,3 +159,42 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
     tree = json.loads(out.read_text())
     assert tree["cc"] == "none"  # dcqcn was not begun
     assert tree["counters"]["max_queue_bytes"] > 0
+
+
+INCAST = ["incast", "--set", "scenario.senders=4", "--set", "scenario.num_bytes=400000"]
+
+
+def test_a_run_that_is_stopped_is_kept_and_gone_on_with(tmp_path):
+    whole, part, rest = (tmp_path / f"{name}.json" for name in ("whole", "part", "rest"))
+    kept = str(tmp_path / "kept.npz")
+    for out, more in ((whole, []), (part, ["--until-us", "20", "--checkpoint", kept]), (rest, ["--resume", kept])):
+        result = CliRunner().invoke(simulate, [*INCAST, "--cc", "hybrid", "--json", str(out), *more])
+        assert result.exit_code == 0, result.output
+    assert all(flow["fct_ns"] is None for flow in json.loads(part.read_text())["flows"])
+    assert json.loads(rest.read_text())["flows"] == json.loads(whole.read_text())["flows"]
+
+
+def test_samples_show_a_run_over_time(tmp_path):
+    out = tmp_path / "run"
+    result = CliRunner().invoke(simulate, [*INCAST, "--cc", "none", "--sample-us", "10", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    samples = pd.read_csv(out / "samples.csv")
+    assert samples["time_us"].tolist() == [10.0 * (row + 1) for row in range(len(samples))]
+    acked = (samples["rate_bps"] * 10e-6 / 8).sum()
+    assert acked == pytest.approx(4 * 400_000, rel=0.2)
+    assert samples["queue_bytes"].max() > 100_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--sample-us", "5"), "has no effect without --out"),
+        (("--cc", "none,swift", "--checkpoint", "kept.npz"), "is of one law, --cc names 2"),
+        (("--cc", "none", "--resume", "/nowhere.npz"), "is no kept run"),
+        (("--cc", "none", "--checkpoint", "/nowhere/kept.npz"), "is in no folder that exists"),
+    ],
+)
+def test_what_cannot_be_kept_or_sampled_is_refused(arguments, message):
+    result = CliRunner().invoke(simulate, [*INCAST, *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
