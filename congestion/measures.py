@@ -31,11 +31,11 @@ def ideal_ps(state: State) -> Ints:
     last full one (N - 2) times the slowest s_j later. The last packet may be short: it, and then its ACK, can be held
     up by those of the one before, and by no other.
     """
-    flow = state.flow
+    flow, path = state.flow, state.path[:: int(state.run["num_paths"][0])]  # where there are several, the header's
     packets, src, dst = (flow[name].astype(np.int64) for name in ("num_packets", "src", "dst"))
     node, first, slowest, before, last = (src, *(np.zeros(len(flow), dtype=np.int64) for _ in range(4)))
     for hop in range(ACK_PATH):
-        port = state.port[state.path[:, hop]]
+        port = state.port[path[:, hop]]
         kind, moving = state.kind[port["kind"]], node != dst
         full, delay = kind["tx_data"], kind["delay"]
         first = first + full + delay
@@ -44,7 +44,7 @@ def ideal_ps(state: State) -> Ints:
         last = np.where(moving, np.maximum(last, before - delay) + _last_ps(state, kind["rate"]) + delay, last)
         node = np.where(moving, port["to"], node)
     for hop in range(ACK_PATH):
-        port = state.port[state.path[:, ACK_PATH + hop]]
+        port = state.port[path[:, ACK_PATH + hop]]
         kind, moving = state.kind[port["kind"]], node != src
         before = before + kind["tx_ack"] + kind["delay"]
         last = np.where(moving, np.maximum(last, before - kind["delay"]) + kind["tx_ack"] + kind["delay"], last)

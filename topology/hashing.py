@@ -92,7 +92,7 @@ class Headers:
     dst_ip: NDArray[np.uint32]
     udp_sport: NDArray[np.uint16]
     dst_qpn: NDArray[np.uint32] | None = None
-    udp_dport: int = ROCE_V2_PORT
+    udp_dport: int | NDArray[np.int64] = ROCE_V2_PORT  # one, or one a flow
 
     def __len__(self) -> int:
         return len(self.src_ip)
@@ -103,7 +103,7 @@ class Headers:
         Raises:
             ValueError: the destination QP is asked for and not known.
         """
-        known: dict[Field, NDArray[np.uint32] | NDArray[np.uint16] | int | None] = {
+        known: dict[Field, NDArray[np.uint32] | NDArray[np.uint16] | NDArray[np.int64] | int | None] = {
             "src_ip": self.src_ip,
             "dst_ip": self.dst_ip,
             "protocol": UDP_PROTOCOL,

@@ -87,16 +87,43 @@ def _no_scheduler(address: str, exc: BaseException) -> ConfigError:
 
 
 def _in_processes(function: Callable[[Batch], Result], batches: Sequence[Batch], workers: int) -> Found[Result]:
-    # Spawned, not forked: this process may hold threads of numba and of the progress bar.
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker)
-    before = set(multiprocessing.active_children())
-    try:
+    with _pool(workers) as pool:
         with uninterrupted():
             futures: dict[Future[Result], int] = {
                 pool.submit(function, batch): index for index, batch in enumerate(batches)
             }
         for future in as_completed(futures):
             yield futures[future], future.result()
+
+
+@contextlib.contextmanager
+def standing(processes: int | None = None) -> Iterator[Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]]:
+    """Workers here for many rounds: a map from batches to results in their order, to be called again and again.
+
+    Args:
+        processes: as for `in_order_of_end`.
+    """
+    workers = processes or os.cpu_count() or 1
+    if workers <= 1:
+        yield lambda function, batches: [function(batch) for batch in batches]
+        return
+    with _pool(workers) as pool:
+
+        def run(function: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
+            with uninterrupted():
+                futures = [pool.submit(function, batch) for batch in batches]
+            return [future.result() for future in futures]
+
+        yield run
+
+
+@contextlib.contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    # Spawned, not forked: this process may hold threads of numba and of the progress bar.
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker)
+    before = set(multiprocessing.active_children())
+    try:
+        yield pool
     except BaseException:
         for child in set(multiprocessing.active_children()) - before:
             child.terminate()

@@ -375,13 +375,11 @@ def _paths(fabric: Graph, ends: Ints, src: Ints, dst: Ints, sport: Ints, dport: 
     if hops.max() > tables.MOST_HOPS:
         rule = f"is {hops.max()} links long, known are paths of up to {tables.MOST_HOPS}"
         raise ConfigError("--topo", "longest path", rule, "give a fabric of at most that diameter")
-    for number in np.unique(dport).tolist():  # the destination port is one a set of headers
-        rows = np.flatnonzero(dport == number)
-        ip = fabric.addresses
-        headers = Headers(ip[src[rows]], ip[dst[rows]], sport[rows].astype(np.uint16), udp_dport=number)
-        found = Routes(fabric, dst[rows]).route(src[rows], dst[rows], _choose(headers))
-        leaves = ends[found % fabric.num_cables * 2 + found // fabric.num_cables]
-        paths[rows[:, None], np.arange(found.shape[1])] = np.where(found == NO_LINK, -1, leaves)
+    ip = fabric.addresses
+    headers = Headers(ip[src], ip[dst], sport.astype(np.uint16), udp_dport=dport)
+    found = routes.route(src, dst, _choose(headers))
+    leaves = ends[found % fabric.num_cables * 2 + found // fabric.num_cables]
+    paths[:, : found.shape[1]] = np.where(found == NO_LINK, -1, leaves)
     return paths
 
 
