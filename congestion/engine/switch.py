@@ -1,10 +1,10 @@
 """A switch in one window: FIFO ports, ECN at dequeue, a shared buffer with PFC by dynamic thresholds.
 
-Order of events: time, then arrivals by port, then ports that become free, by port. An arrival at a port that has been
-free starts at once. Where no threshold can be reached in the window, ports do not know of each other and each is run on
-its own (`_run_ports`); else all of the switch's events are run in their order (`_run_in_order`). Both give the same. A
-PFC frame passes the queue, not the packet under way. Left out: priorities, and a limit to the buffer where PFC is off.
-The rules and their figures are those of ns-3's HPCC switch.
+Order of events: time, then arrivals, the one first whose sender began to send later, then by port; then ports that
+become free, by port. An arrival at a port that has been free starts at once. Where no threshold can be reached in the
+window, ports do not know of each other and each is run on its own (`_run_ports`); else all of the switch's events are
+run in their order (`_run_in_order`). Both give the same. A PFC frame passes the queue, not the packet under way. Left
+out: priorities, and classes of traffic. The rules and their figures are those of ns-3's HPCC switch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from congestion.engine.lists import drop_first, first, put
-from congestion.engine.packets import drawn, flow_of, path_of, pause, receive, send, size_of
+from congestion.engine.packets import drawn, flow_of, path_of, pause, receive, send, serialise, size_of
 from congestion.engine.tables import (
     ACK_PATH,
     CHUNK,
@@ -62,7 +62,6 @@ def _collect(s, k, node, end):  # type: ignore[no-untyped-def]
     for i in range(count):
         seen = s.seen[k, i]
         word = seen.word
-        seen.size = size_of(s, word)
         if word & 3 == PFC:
             frames += 1
             seen.out = seen.port  # which it stops
@@ -107,10 +106,13 @@ def _take(s, k, node, end):  # type: ignore[no-untyped-def]
             later = s.wire[min(p + _AHEAD, stop - 1)]
             prefetch(s.entry, later.head * CHUNK + later.head_at)
         while wire.taken < visible:
-            arrival = first(s, k, wire).time
+            entry = first(s, k, wire)
+            arrival = entry.time
             if arrival >= end:
                 soonest = min(soonest, arrival)
                 break
+            size = size_of(s, entry.word)
+            _follow(s, wire, s.kind[s.port[p].kind], arrival, size)
             word = receive(s, k, p, arrival)
             if word < 0:
                 continue
@@ -118,10 +120,29 @@ def _take(s, k, node, end):  # type: ignore[no-untyped-def]
                 prefetch(s.path_line, flow_of(word))
             seen = s.seen[k, count]
             seen.time = arrival
+            seen.began = wire.began
+            seen.size = size
             seen.word = word
             seen.port = p
             count += 1
     return count, soonest
+
+
+@inlined
+def _follow(s, wire, kind, arrival, size):  # type: ignore[no-untyped-def]
+    """Since when the sender has sent without a gap. Of two arrivals at one moment the one whose sender began later is
+    first: ns-3 and htsim run events of one moment in the order in which they were scheduled, and what lets a sender
+    begin (an arrival, a resume) is scheduled before the end of a packet that another sends by then."""
+    run = s.run[0]
+    if size == run.data_wire_bytes:
+        took = kind.tx_data
+    elif size == run.ack_wire_bytes:
+        took = kind.tx_ack
+    else:
+        took = serialise(run, size, kind.rate)
+    if arrival - took > wire.last:
+        wire.began = arrival - took
+    wire.last = arrival
 
 
 @inlined
@@ -180,12 +201,17 @@ def _sort(s, k, begin, stop):  # type: ignore[no-untyped-def]
     order = s.order[k]
     for i in range(begin + 1, stop):
         which = order[i]
-        arrival = s.seen[k, which].time
+        seen = s.seen[k, which]
         j = i
-        while j > begin and s.seen[k, order[j - 1]].time > arrival:
+        while j > begin and _is_before(seen, s.seen[k, order[j - 1]]):
             order[j] = order[j - 1]
             j -= 1
         order[j] = which
+
+
+@inlined
+def _is_before(one, other):  # type: ignore[no-untyped-def]
+    return one.time < other.time or (one.time == other.time and one.began > other.began)
 
 
 @inlined

@@ -128,10 +128,19 @@ PATH = _record(**{f"hop{hop}": "u4" for hop in range(2 * ACK_PATH)})
 ENTRY = _record(time="i8", word="i8")
 
 # A list of entries in chunks, and how many were ever put and taken.
-LIST = _record(head="u4", head_at="u4", tail="u4", tail_at="u4", put="i8", taken="i8")
+LIST = _record(
+    head="u4",
+    head_at="u4",
+    tail="u4",
+    tail_at="u4",
+    put="i8",
+    taken="i8",
+    last="i8",  # of a wire to a switch: when the last packet came
+    began="i8",  # and since when its sender has sent without a gap
+)
 
 # What arrives at a switch in a window.
-SEEN = _record(time="i8", word="i8", port="u4", out="u4", size="i8")
+SEEN = _record(time="i8", began="i8", word="i8", port="u4", out="u4", size="i8")
 
 # What a worker has to itself; `begin` and `free_before` are for the others to see.
 WORKER = _record(

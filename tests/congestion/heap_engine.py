@@ -22,12 +22,12 @@ class HeapEngine:
         kinds = [{name: int(row[name]) for name in at.KIND.names} for row in state.kind]
         self.port = [kinds[row["kind"]] | {"peer": int(row["peer"]), "to": int(row["to"])} for row in state.port]
         self.flow, self.receiver = state.flow, state.receiver
-        self.events: list[tuple[int, int, int, int, tuple]] = []
+        self.events: list[tuple[int, int, int, int, int, tuple]] = []
         self.serial = itertools.count()  # what takes no time on a wire keeps its order
         self.data: dict[int, deque] = defaultdict(deque)  # (kind, flow, sequence, mark, hop, port of entry)
         self.first: dict[int, deque] = defaultdict(deque)  # ACKs at hosts, PFC frames at switches
         self.busy = defaultdict(lambda: -1)
-        self.asked = defaultdict(lambda: -1)
+        self.began = defaultdict(int)  # since when it sends without a gap: who began later is first
         self.paused, self.sent_pause = set(), set()
         self.queue, self.ingress, self.headroom = defaultdict(int), defaultdict(int), defaultdict(int)
         self.shared, self.received = defaultdict(int), defaultdict(int)
@@ -37,9 +37,9 @@ class HeapEngine:
 
     def run(self) -> list[int]:
         for f, row in enumerate(self.flow):
-            heapq.heappush(self.events, (int(row["start"]), START, f, next(self.serial), ()))
+            heapq.heappush(self.events, (int(row["start"]), START, 0, f, next(self.serial), ()))
         while self.events:
-            now, kind, who, _, packet = heapq.heappop(self.events)
+            now, kind, _, who, _, packet = heapq.heappop(self.events)
             if kind == START:
                 host = int(self.flow[who]["src"])
                 self.active[host].append(who)
@@ -63,7 +63,7 @@ class HeapEngine:
 
     def ask(self, port: int, when: int) -> None:
         """Have a host's NIC look at `when`, or once it is free."""
-        heapq.heappush(self.events, (max(when, self.busy[port]), FREE, port, next(self.serial), ()))
+        heapq.heappush(self.events, (max(when, self.busy[port]), FREE, 0, port, next(self.serial), ()))
 
     def size(self, packet: tuple) -> int:
         kind, f, sequence = packet[:3]
@@ -80,12 +80,14 @@ class HeapEngine:
 
     def send(self, port: int, packet: tuple, now: int) -> None:
         row = self.port[port]
+        if now > self.busy[port]:
+            self.began[port] = now
         self.busy[port] = now + self.tx(self.size(packet), row["rate"])
         self.hops += packet[0] != at.PFC
         arrival = self.busy[port] + row["delay"]
-        heapq.heappush(self.events, (arrival, ARRIVAL, row["peer"], next(self.serial), packet))
+        heapq.heappush(self.events, (arrival, ARRIVAL, -self.began[port], row["peer"], next(self.serial), packet))
         if self.is_switch(port):
-            heapq.heappush(self.events, (self.busy[port], FREE, port, next(self.serial), ()))
+            heapq.heappush(self.events, (self.busy[port], FREE, 0, port, next(self.serial), ()))
         else:
             self.ask(port, self.busy[port])
 
