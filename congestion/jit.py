@@ -3,6 +3,8 @@
 Without numba's reference counts (`_nrt`), which would cost more than everything else: the tables are handed from kernel
 to kernel, and no kernel makes an array. Kernels that call each other in a circle cannot be loaded from numba's cache.
 
+A call that is not inlined is handed every array of the tables, some 300 words: what is called often is `inlined`.
+
 numba looks only at the file of the function that it keeps, not at those of the kernels in it. So they are kept under a
 digest of all of their sources, a law's from a file among them.
 """

@@ -13,7 +13,7 @@ import numpy as np
 
 from congestion.control import dcqcn, entered, hybrid, nscc, swift
 from congestion.control.rows import Rows
-from congestion.jit import kernel
+from congestion.jit import inlined, kernel
 from congestion.settings import Settings
 
 NONE, DCQCN, SWIFT, NSCC, HYBRID, ENTERED = range(6)
@@ -82,7 +82,7 @@ else:
     _its_on_ack, _its_on_loss = entered.law.on_ack, entered.law.on_loss
 
 
-@kernel
+@inlined
 def start(s, f):  # type: ignore[no-untyped-def]
     """Flow `f` is about to send its first packet."""
     flow, law = s.flow[f], s.run[0].law
@@ -99,7 +99,7 @@ def start(s, f):  # type: ignore[no-untyped-def]
         _its_start(s.entered[0], s.entered_flow[f], flow)
 
 
-@kernel
+@inlined
 def advance(s, f, now):  # type: ignore[no-untyped-def]
     """Let the timers of flow `f` that are due by `now` fire."""
     flow, law = s.flow[f], s.run[0].law
@@ -115,7 +115,7 @@ def advance(s, f, now):  # type: ignore[no-untyped-def]
         _its_advance(s.entered[0], s.entered_flow[f], flow, now)
 
 
-@kernel
+@inlined
 def on_ack(s, f, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-def]
     flow, law = s.flow[f], s.run[0].law
     if law == DCQCN:
@@ -130,7 +130,7 @@ def on_ack(s, f, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-d
         _its_on_ack(s.entered[0], s.entered_flow[f], flow, now, marked, rtt_ps, acked_bytes)
 
 
-@kernel
+@inlined
 def on_loss(s, f, now):  # type: ignore[no-untyped-def]
     """A NACK, or the retransmit timer of flow `f` ran out."""
     flow, law = s.flow[f], s.run[0].law

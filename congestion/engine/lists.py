@@ -9,12 +9,12 @@ Chunks that were used last are used next: the store stays as small as what is in
 from __future__ import annotations
 
 from congestion.engine.tables import CHUNK
-from congestion.jit import inlined, kernel
+from congestion.jit import inlined
 
 _CHUNK = CHUNK
 
 
-@kernel
+@inlined
 def _extend(s, k, fifo):  # type: ignore[no-untyped-def]
     worker = s.worker[k]
     worker.num_free -= 1
@@ -36,7 +36,7 @@ def put(s, k, fifo, time, word):  # type: ignore[no-untyped-def]
     fifo.put += 1
 
 
-@kernel
+@inlined
 def _advance(s, k, fifo):  # type: ignore[no-untyped-def]
     worker = s.worker[k]
     chunk = fifo.head

@@ -335,7 +335,7 @@ def _run_in_order(s, k, node, count, end):  # type: ignore[no-untyped-def]
             _arrive(s, k, node, s.seen[k, s.order[k, i]])
 
 
-@kernel
+@inlined
 def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
     now, word, size = seen.time, seen.word, seen.size
     port, ingress = s.port[seen.out], s.port[seen.port]
@@ -370,7 +370,7 @@ def _is_full(s, node, ingress):  # type: ignore[no-untyped-def]
     return ingress.headroom_used > 0 or _shared_of(s, ingress) >= _threshold(s, node, ingress)
 
 
-@kernel
+@inlined
 def _signal(s, k, node, p, stops, now):  # type: ignore[no-untyped-def]
     """A pause or resume frame for the sender at port `p`. The two take turns, so a count tells which they are."""
     port = s.port[p]
@@ -381,7 +381,7 @@ def _signal(s, k, node, p, stops, now):  # type: ignore[no-untyped-def]
         _send_frame(s, k, node, port, now)
 
 
-@kernel
+@inlined
 def _send_frame(s, k, node, port, now):  # type: ignore[no-untyped-def]
     stops = port.pause_sent if port.frames & 1 else 1 - port.pause_sent
     port.frames -= 1
@@ -389,14 +389,14 @@ def _send_frame(s, k, node, port, now):  # type: ignore[no-untyped-def]
     send(s, k, port, now, PFC | (MARK_BIT if stops else 0), s.run[0].pfc_wire_bytes)
 
 
-@kernel
+@inlined
 def _kick(s, k, node, p, now):  # type: ignore[no-untyped-def]
     port = s.port[p]
     if port.busy < now and _next_start(port) < NEVER:
         _serve(s, k, node, p, now)
 
 
-@kernel
+@inlined
 def _serve(s, k, node, p, now):  # type: ignore[no-untyped-def]
     """Begin the next packet of a free port: a PFC frame first, else the queue's head."""
     port = s.port[p]
