@@ -244,6 +244,7 @@ def test_a_bad_law_is_one_line(name, message, tmp_path):
     assert len(ran.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow  # it compiles the engine around another law, as test_entered does
 def test_the_template_is_a_law(tmp_path):
     template = CliRunner().invoke(arena, ["--template"])
     assert template.exit_code == 0
