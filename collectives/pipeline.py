@@ -21,6 +21,10 @@ second one behind it on the same stream waits for the peer, and may hold up the 
 CUDA one receive is posted ahead: one buffer is in use, one is on its way. Every instruction then waits, if at all, for
 what was issued before it, on all stages: `trainer.schedule_check` proves for a schedule that this ends even with a
 single queue. More depth would not make it faster, as long as a message takes less time than a computation.
+
+[Note: first step] CUDA loads a kernel when it is first launched, and may wait until the device is idle for that; cuBLAS
+allocates in its first product. A host that waits so behind a posted receive never launches what the peer needs in order
+to send. So on CUDA a channel's first step is not overlapped, whatever was asked for.
 """
 
 from __future__ import annotations
@@ -80,7 +84,8 @@ class PipelineChannel:
         if depth > 1 and torch.device(device).type == "cuda":
             raise ValueError(f"depth = {depth}: on CUDA one receive is posted ahead, or streams may deadlock; use 1")
         self.shape, self.dtype, self.traffic = torch.Size(shape), dtype, traffic
-        self.depth, self.overlap = depth, overlap
+        self.depth, self._overlap = depth, overlap
+        self._is_warm = torch.device(device).type != "cuda"
         self.links = links or PipelineLinks(group, device, traffic.wraps)
         self.device, self.stage, self.num_stages = self.links.device, self.links.stage, self.links.num_stages
         self.links.agree(self.shape, dtype, traffic)
@@ -90,6 +95,11 @@ class PipelineChannel:
         self._out = {
             d: _Outgoing(self, self.links.sender(d, recorder, watch)) for d in DIRECTIONS if traffic.outgoing(d)
         }
+
+    @property
+    def overlap(self) -> bool:
+        """Whether messages run under the computation in this step; on CUDA from the second one on."""
+        return self._overlap and self._is_warm
 
     def begin_step(self) -> None:
         """Start the messages of a step; posts the first receives, behind what the compute stream does by now.
@@ -141,6 +151,7 @@ class PipelineChannel:
         """
         for end in (*self._out.values(), *self._into.values()):
             end.finish_step()
+        self._is_warm = True
 
     @property
     def muted(self) -> bool:

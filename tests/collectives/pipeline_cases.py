@@ -75,6 +75,14 @@ def channel_of(schedule: Schedule, **options: Any) -> PipelineChannel:
     return PipelineChannel((BATCH, WIDTH), torch.float32, schedule.traffic(stage), **options)
 
 
+def run_step(schedule: Schedule, channel: PipelineChannel, model: StageModel) -> None:
+    """A step that overlaps as the channel was asked to: on CUDA that is not its first."""
+    if device().type == "cuda":
+        run_schedule(schedule, channel, model)
+        model.zero_grad()
+    run_schedule(schedule, channel, model)
+
+
 def gradients(chunks: list[nn.Module]) -> list[Tensor]:
     return [parameter.grad for part in chunks for parameter in part.parameters()]
 
@@ -141,7 +149,7 @@ def equals_one_process(stage: int, num_stages: int) -> None:
     for schedule in schedules(num_stages):
         for overlap in (True, False):
             model = model_of(schedule, stage)
-            run_schedule(schedule, channel_of(schedule, overlap=overlap), model)
+            run_step(schedule, channel_of(schedule, overlap=overlap), model)
             assert_equals_one_process(schedule, model, stage)
 
 
@@ -154,7 +162,7 @@ def settings_and_delays_do_not_change_a_bit(stage: int, num_stages: int) -> None
         for overlap, depth in ((False, 1), (True, 1), *deeper):
             model = model_of(schedule, stage)
             with delays(stage * 100 + depth):
-                run_schedule(schedule, channel_of(schedule, overlap=overlap, depth=depth, links=links), model)
+                run_step(schedule, channel_of(schedule, overlap=overlap, depth=depth, links=links), model)
             results.append(gradients(list(model.chunks)) + list(model.losses.values()))
         for result in results[1:]:
             assert_same(result, results[0])
@@ -171,7 +179,7 @@ def any_schedule_equals_one_process(stage: int, num_stages: int) -> None:
             schedule = one_forward_one_backward(num_stages, chance.randint(1, 6), eager=chance.random() < 0.5)
         depth = 1 if device().type == "cuda" else chance.randint(1, 3)
         model = model_of(schedule, stage)
-        run_schedule(schedule, channel_of(schedule, overlap=chance.random() < 0.7, depth=depth), model)
+        run_step(schedule, channel_of(schedule, overlap=chance.random() < 0.7, depth=depth), model)
         assert_equals_one_process(schedule, model, stage)
 
 
@@ -261,6 +269,8 @@ def a_send_does_not_wait_for_its_receive(stage: int, num_stages: int) -> None:
     ups = tuple(Message("backward", index, 1) for index in range(num))
     channel = PipelineChannel((4,), torch.float32, Traffic(downs + ups, downs + ups, wraps=True), device=device())
     channel.links.agree((4,), torch.float32, channel.traffic)
+    torch.full((4,), 0.0)
+    meet()  # what is called below is loaded now: see the note on a channel's first step
     with mock.patch.object(type(channel._into["forward"]), "_post_ahead"):  # no receive is posted by itself
         channel.begin_step()
         kept: list[weakref.ref[Tensor]] = []
@@ -340,8 +350,9 @@ def what_breaks_the_agreement_is_refused(stage: int, num_stages: int) -> None:
             channel.send(second, torch.zeros(BATCH, WIDTH))
         with pytest.raises(ValueError, match="no forward messages here"):
             channel.receive(first)
-    with pytest.raises(ValueError, match="overlap=False"):
-        channel.exchange([], [])
+    if channel.overlap:  # not in the first step on CUDA
+        with pytest.raises(ValueError, match="overlap=False"):
+            channel.exchange([], [])
     with pytest.raises(RuntimeError, match=r"not finished: .* has not been called for"):
         channel.finish()
     with pytest.raises(RuntimeError, match="not finished"):

@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -275,7 +276,8 @@ def what_one_rank_cannot_capture_all_ranks_leave_out(group: dist.ProcessGroup, d
     source = torch.zeros(64, dtype=torch.bfloat16, device=device)
     trial = trial_of(Plain(group), "all_reduce", source, source, group)
 
-    def refuse(*_: object) -> None:
+    def refuse(*launch: Any) -> None:
+        make_replay(*launch)  # whose first launches all ranks make together
         raise RuntimeError("not this one\nand more")
 
     with mock.patch("collectives.small_trial.make_replay", refuse if dist.get_rank(group) == 1 else make_replay):

@@ -105,6 +105,7 @@ def be_a_node(
         watch.begin_step(step)
         if step == 2 and rank == culprit:
             if how == "killed":
+                time.sleep(1)  # or the last gather dies with it: what it sent is still in its sockets
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)
         lane.all_gather(full_N).wait()

@@ -290,6 +290,7 @@ def test_a_kernel_that_does_not_end_is_noticed_by_its_event(make_watch: Make, ca
     caplog.set_level(logging.WARNING)
     watch = make_watch(timeout_s=1.0)
     watch.track("dp")
+    torch.cuda.init()  # as a tensor on it would
     with watch.collective("dp", "all_reduce", 4):
         torch.cuda._sleep(6_000_000_000)  # some 3 s
     eventually(lambda: "all_reduce #1 (4 B) of group dp rank 0 has not completed" in caplog.text)
@@ -307,6 +308,7 @@ def test_a_graph_can_be_captured_while_events_are_asked_for(make_watch: Make) ->
     watch = make_watch(timeout_s=3.0)
     track = watch.track("dp")
     x_N, side = torch.zeros(1000, device="cuda"), torch.cuda.Stream()
+    x_N += 0  # loads the kernel, which would wait for the side stream
     graph, pending = torch.cuda.CUDAGraph(), track.launch("all_reduce", 8)
     with torch.cuda.graph(graph):
         with torch.cuda.stream(side):  # no part of the graph: it runs now, and the watch asks for its end
