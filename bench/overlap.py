@@ -1,6 +1,6 @@
 """`python -m bench.overlap`: how far each technique hides its communication behind computation.
 
-dp compares our sharded data parallel (in three variants) with torch's FSDP2, on one GPT and one communicator, in turn,
+dp compares our sharded data parallel (in four variants) with torch's FSDP2, on one GPT and one communicator, in turn,
 after checking that all train alike; pp and tp measure the overlap of the pipeline and of the tensor-parallel linears;
 small the latency of small messages. On NCCL, `--channels` holds the bandwidth down to that of a NIC. Left out: several
 hosts.
@@ -27,6 +27,7 @@ from bench.overlap_settings import (
     Technique,
     channel_environment,
     make_settings,
+    on_gloo,
 )
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
@@ -122,6 +123,8 @@ def command(
     techniques = [each for each in TECHNIQUES if technique in (each, "all")]
     full = technique == "all" and chosen == "nccl"
     settings = make_settings(seed=options.seed, model=model or ("7b" if full else "tiny"), **given)
+    if chosen == "gloo":
+        settings = on_gloo(settings, given["systems"])
     if chosen == "gloo" and channels not in (None, (0,)):
         logger.warning("--channels has no effect: gloo has none")
         channels = (0,)

@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.control import Control
 from bench.overlap_model import DataParallel, Fsdp2, Ours
 from bench.overlap_rows import Communication, Row, Timing, check_losses, dp_rows
-from bench.overlap_settings import DpSettings, System
+from bench.overlap_settings import PEERS, DpSettings, System
 from bench.overlap_steps import StepTimer
 from collectives.recorder import Recorder, StepComm
 from netlayer.errors import CheckFailed
@@ -68,7 +68,8 @@ class Comparison:
         self.timings: dict[System, Timing] = {system: Timing() for system in settings.systems}
         self.computes: dict[bool, Timing] = {True: Timing(), False: Timing()}
         self.prefetch, self.prefetches = settings.prefetch, dict[int, Timing]()
-        self.communication: Communication | None = None
+        self.communications: dict[bool, Communication] = {}
+        """By whether the buffers lie in windows."""
         self.losses: dict[str, list[float]] = {}
         self.batches = self._make_batches()
         self.timer = StepTimer(place.device, control)
@@ -77,23 +78,25 @@ class Comparison:
     def run(self, channels: int) -> list[Row]:
         _choose_attention(self.place.device, self.settings.model.dtype)
         for turn in range(self.settings.rounds):
-            if any(system in MODES for system in self.timings):
-                self._say(f"round {turn + 1}: ours")
-                self._measure_ours(turn)
+            self._say(f"round {turn + 1}: ours")
+            self._measure_ours(turn)
+            self._release()
+            if "ours_windows" in self.timings:
+                self._say(f"round {turn + 1}: ours, in windows")
+                self._measure_windows(turn)
                 self._release()
-            if "fsdp2" in self.timings:
-                self._say(f"round {turn + 1}: FSDP2")
-                self._measure_fsdp2(turn)
+            for system in (system for system in PEERS if system in self.timings):
+                self._say(f"round {turn + 1}: {system}")
+                self._measure_fsdp2(turn, system)
                 self._release()
         if (wrong := check_losses(self.losses, self.settings.tolerance)) is not None:
             raise CheckFailed(wrong)
-        assert self.communication is not None
         rows = dp_rows(
             self.settings,
             channels,
             self.timings,
             self.computes,
-            self.communication,
+            self.communications,
             self.place.device_name,
             self.prefetches,
             self.prefetch,
@@ -110,15 +113,24 @@ class Comparison:
             _set_mode(ours, system)
             self._time(ours, self.timings[system], self.num_steps, ours.recorder)
         if turn == 0:
-            self.communication = self._time_communication(ours)
+            self.communications[False] = self._time_communication(ours)
         for in_backward, timing in self.computes.items():  # last, for what is computed without communication is wrong
             ours.set_mode(step_in_backward=in_backward, overlap=True, muted=True)
             self._time(ours, timing, self.num_steps)
 
-    def _measure_fsdp2(self, turn: int) -> None:
-        fsdp2 = Fsdp2(self.settings, self.place.device, self.group)
-        self._check(f"FSDP2, round {turn + 1}", fsdp2, lambda _step: None)
-        self._time(fsdp2, self.timings["fsdp2"], self.num_steps)
+    def _measure_windows(self, turn: int) -> None:
+        ours = Ours(self.settings, self.place.device, self.group, windows=True)
+        self._check(f"ours_windows, round {turn + 1}", ours, lambda _step: None)
+        assert self.prefetch is not None
+        ours.model.prefetch = self.prefetch
+        self._time(ours, self.timings["ours_windows"], self.num_steps, ours.recorder)
+        if turn == 0:
+            self.communications[True] = self._time_communication(ours)
+
+    def _measure_fsdp2(self, turn: int, system: System) -> None:
+        fsdp2 = Fsdp2(self.settings, self.place.device, self.group, registered=system == "fsdp2_registered")
+        self._check(f"{system}, round {turn + 1}", fsdp2, lambda _step: None)
+        self._time(fsdp2, self.timings[system], self.num_steps)
 
     def _check(self, name: str, system: DataParallel, prepare: Callable[[int], None]) -> None:
         """The first steps from the initial values: losses as the mean over ranks."""
@@ -167,8 +179,8 @@ class Comparison:
         ours.model.wait_parameters()
         buckets, lane = ours.model.buckets, ours.model.gather_lane
         largest = max(buckets, key=lambda bucket: bucket.plan.padded_numel)
-        input_N = torch.zeros_like(largest.full_N)
-        output_S = torch.empty_like(largest.plan.own(input_N, 0))
+        input_N, output_S = ours.model.travel_buffers(largest)
+        input_N.zero_()
 
         def gather(_turn: int) -> None:
             for bucket in buckets:

@@ -74,7 +74,9 @@ class DataParallel(Protocol):
 class Ours:
     """`ShardedDataParallel` with the optimiser's step in the backward pass; it can be switched between steps."""
 
-    def __init__(self, settings: DpSettings, device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, settings: DpSettings, device: torch.device, group: dist.ProcessGroup, windows: bool = False
+    ) -> None:
         stack = build_stack(settings, device)
         dtype = getattr(torch, settings.model.dtype)
         self.recorder = Recorder(device)
@@ -87,6 +89,7 @@ class Ours:
             param_dtype=dtype,
             reduce_dtype=dtype,
             recorder=self.recorder,
+            windows=windows,
         )
         self.optimizer = self.model.optimizer(
             torch.optim.AdamW,
@@ -115,11 +118,13 @@ class Ours:
 
 
 class Fsdp2:
-    """torch's `fully_shard` around every unit and the whole."""
+    """torch's `fully_shard` around every unit and the whole; `registered`: its buffers are known to NCCL."""
 
-    def __init__(self, settings: DpSettings, device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, settings: DpSettings, device: torch.device, group: dist.ProcessGroup, registered: bool = False
+    ) -> None:
         from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         stack = build_stack(settings, device)
         mesh = DeviceMesh.from_group(group, device.type)
@@ -127,6 +132,9 @@ class Fsdp2:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         for part in (*stack.units, stack):
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            if registered:
+                assert isinstance(part, FSDPModule)
+                part.set_allocate_memory_from_process_group_for_comm(True)
         self.model = stack
         self.optimizer = torch.optim.AdamW(
             stack.parameters(), lr=settings.lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.overlap_settings import DpSettings, System
+from bench.overlap_settings import PEERS, DpSettings, System
 from netlayer.percentile import percentile
 from trainer.flops import peak_flops, step_flops, utilisation
 
@@ -93,7 +93,7 @@ def dp_rows(
     channels: int,
     timings: Mapping[System, Timing],
     computes: Mapping[bool, Timing],
-    communication: Communication,
+    communications: Mapping[bool, Communication],
     device_name: str,
     prefetches: Mapping[int, Timing] | None = None,
     prefetch: int | None = None,
@@ -104,14 +104,17 @@ def dp_rows(
         channels: NCCL was held to; 0: as it likes.
         timings: of every system.
         computes: steps with communication removed, by whether they step in the backward pass.
+        communications: by whether the buffers lie in windows; that of `ours_windows`, and of all other systems.
         device_name: for the peak.
         prefetches: steps of ours with so many all-gathers ahead.
         prefetch: the number that all other steps of ours had.
     """
-    common = {"technique": "dp", "channels": channels, "ranks": communication.ranks}
+    common = {"technique": "dp", "channels": channels, "ranks": communications[False].ranks}
     compute_s = min(timing.median for timing in computes.values())
-    ideal_s = max(compute_s, communication.seconds)
-    rows: list[Row] = [{**common, "system": "communication alone", **_communication_row(communication)}]
+    rows: list[Row] = []
+    for in_windows, communication in communications.items():
+        name = f"communication alone{', in windows' if in_windows else ''}"
+        rows.append({**common, "system": name, **_communication_row(communication)})
     for in_backward, timing in computes.items():
         name = f"compute alone, step {'in' if in_backward else 'after'} backward"
         rows.append({**common, "system": name, **_timing_row(timing)})
@@ -119,6 +122,8 @@ def dp_rows(
         row = {**common, "system": f"ours, prefetch {depth}", "prefetch": depth, **_timing_row(timing)}
         rows.append(row | _exposure(timing, computes[True].median))
     for system, timing in timings.items():
+        communication = communications[system == "ours_windows"]
+        ideal_s = max(compute_s, communication.seconds)
         row = {
             **common,
             "system": system,
@@ -129,13 +134,13 @@ def dp_rows(
         row["ideal_ms"], row["ratio_to_ideal"] = ideal_s * 1e3, timing.median / ideal_s
         row["beyond_compute_ms"] = (timing.median - compute_s) * 1e3
         row["beyond_compute"] = 1 - compute_s / timing.median
-        if system != "fsdp2" and prefetch is not None:
+        if system not in PEERS and prefetch is not None:
             row["prefetch"] = prefetch
-        row |= _exposure(timing, computes[system == "ours"].median)
+        row |= _exposure(timing, computes[system in ("ours", "ours_windows")].median)
         row["memory_gib"] = timing.memory_bytes / 2**30
         rows.append(row)
     for row in rows:
-        for other in ("fsdp2", "ours_overlap_off"):
+        for other in (*PEERS, "ours_overlap_off"):
             if other in timings and row["system"] in timings:
                 row[f"faster_than_{other}"] = timings[other].median * 1e3 / row["step_ms"] - 1
     return rows
@@ -162,7 +167,7 @@ def dp_line(row: Row) -> str:
         line += f", exposed {row['exposed_comm']:.1%}, contention {row['contention']:.1%}"
     elif "beyond_compute" in row:
         line += f", exposed and contention {row['beyond_compute']:.1%}"
-    if "faster_than_fsdp2" in row and row["system"] != "fsdp2":
+    if "faster_than_fsdp2" in row and row["system"] not in PEERS:
         line += f", {row['faster_than_fsdp2']:+.1%} against FSDP2"
     return line
 

@@ -18,8 +18,11 @@ TECHNIQUES: tuple[Technique, ...] = get_args(Technique)
 MODULES: dict[Technique, str] = {"pp": "bench.pipeline_overlap", "tp": "bench.tensor_overlap"}
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-System = Literal["ours", "ours_step_after_backward", "ours_overlap_off", "fsdp2"]
+System = Literal["ours", "ours_windows", "ours_step_after_backward", "ours_overlap_off", "fsdp2", "fsdp2_registered"]
 SYSTEMS: tuple[System, ...] = get_args(System)
+PEERS: tuple[System, ...] = ("fsdp2", "fsdp2_registered")
+NCCL_ALONE: tuple[System, ...] = ("ours_windows", "fsdp2_registered")
+"""Whose buffers are registered with NCCL."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,8 @@ def make_settings(
     Raises:
         ConfigError: heads do not divide the width, or nothing of ours is compared.
     """
-    if systems and not set(systems) - {"fsdp2"}:
-        raise ConfigError("--system", "fsdp2", "is compared with nothing", "add --system ours")
+    if systems and "ours" not in systems:
+        raise ConfigError("--system", ",".join(systems), "is compared with nothing", "add --system ours")
     size = PRESETS[model]
     width, num_heads = hidden or size.hidden, heads or size.heads
     if width % num_heads:
@@ -124,6 +127,22 @@ def make_settings(
 def channel_environment(channels: int) -> dict[str, str]:
     """Variables that hold every NCCL communicator to `channels`; 0 leaves NCCL alone.
 
-    One channel is one multiprocessor that sends to the next rank: about 20 GB/s on an H200, as a 200G NIC.
+    One channel is one multiprocessor that sends to the next rank: about 20 GB/s on an H200, as a 200G NIC. NCCL's
+    symmetric kernels, which know no channels, are held to as many blocks (CTAs).
     """
-    return {"NCCL_MAX_NCHANNELS": str(channels), "NCCL_MIN_NCHANNELS": "1"} if channels else {}
+    if not channels:
+        return {}
+    most, least = ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS"), ("NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS")
+    return {**dict.fromkeys(most, str(channels)), **dict.fromkeys(least, "1")}
+
+
+def on_gloo(settings: DpSettings, asked: Sequence[System]) -> DpSettings:
+    """Without the systems that only NCCL has.
+
+    Raises:
+        ConfigError: one of them was asked for by name.
+    """
+    missing = [system for system in asked if system in NCCL_ALONE]
+    if missing:
+        raise ConfigError("--system", missing[0], "needs NCCL, and the backend is gloo", "leave it out")
+    return dataclasses.replace(settings, systems=tuple(s for s in settings.systems if s not in NCCL_ALONE))

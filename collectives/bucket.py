@@ -45,12 +45,14 @@ class BucketPlan:
         dtype: of the computation, one for the whole bucket.
         slots: its parameters, one after the other from element 0; the padding comes last.
         world_size: number of ranks that share it.
+        align: a shard is a multiple of so many elements.
     """
 
     index: int
     dtype: torch.dtype
     slots: tuple[Slot, ...]
     world_size: int
+    align: int = 1
 
     @property
     def numel(self) -> int:
@@ -59,7 +61,7 @@ class BucketPlan:
 
     @property
     def shard_numel(self) -> int:
-        return -(-self.numel // self.world_size)
+        return -(-self.numel // (self.world_size * self.align)) * self.align
 
     @property
     def padded_numel(self) -> int:
@@ -87,17 +89,19 @@ def plan_buckets(
     bucket_bytes: int | None,
     world_size: int,
     units: Sequence[int] = (),
+    align: int = 1,
 ) -> list[BucketPlan]:
     """Cut parameters, in the order given, into buckets of at most `bucket_bytes`.
 
     A bucket also ends where the dtype or the unit changes, and holds at least one parameter, however large. The padding
-    is less than `world_size` elements a bucket.
+    is less than `world_size` elements a bucket, or less than `align` times that.
 
     Args:
         parameters: name, shape and dtype of the computation, in order of first use.
         bucket_bytes: largest size of a bucket without its padding, unless one parameter is larger; None: no limit.
         world_size: number of ranks that share each bucket.
         units: for each parameter, which part of the model it belongs to; empty: all to one.
+        align: every shard is a multiple of so many elements.
     """
     limit = sys.maxsize if bucket_bytes is None else bucket_bytes
     if limit < 1 or world_size < 1:
@@ -111,7 +115,7 @@ def plan_buckets(
             start = 0
         runs[-1][1].append(Slot(name, shape, start))
         kind = dtype, unit
-    return [BucketPlan(index, dtype, tuple(slots), world_size) for index, (dtype, slots) in enumerate(runs)]
+    return [BucketPlan(index, dtype, tuple(slots), world_size, align) for index, (dtype, slots) in enumerate(runs)]
 
 
 @dataclass(frozen=True)
@@ -157,13 +161,21 @@ class Bucket:
         flat_N: initial values, in the dtype of the masters; taken over as a buffer where the dtype allows.
         parameters: one for each slot of the plan; their storage moves into `full_N`.
         rank: whose shard this is.
+        full_N: memory for the parameters; None: as allocated here.
     """
 
-    def __init__(self, plan: BucketPlan, flat_N: Tensor, parameters: Sequence[nn.Parameter], rank: int) -> None:
+    def __init__(
+        self,
+        plan: BucketPlan,
+        flat_N: Tensor,
+        parameters: Sequence[nn.Parameter],
+        rank: int,
+        full_N: Tensor | None = None,
+    ) -> None:
         self.plan, self.parameters, self.rank = plan, tuple(parameters), rank
-        self.full_N = flat_N.to(plan.dtype)
-        own_S = plan.own(flat_N, rank)
-        self.shares_storage = self.full_N is flat_N
+        self.full_N = flat_N.to(plan.dtype) if full_N is None else full_N.copy_(flat_N)
+        self.shares_storage = plan.dtype == flat_N.dtype
+        own_S = plan.own(self.full_N if self.shares_storage else flat_N, rank)
         # `.data` has a version counter of its own: it counts what an optimiser does, not what a gather does.
         self.master_S = own_S.data if self.shares_storage else own_S.clone()
         self.grad_S = torch.zeros_like(self.master_S)
@@ -197,12 +209,18 @@ class Bucket:
             self._add(self.local_N, grads)
         self.drop_gradients()
 
-    def hand_over(self, dtype: torch.dtype, divisor: int = 1) -> Handover:
-        """Every gradient of this rank over `divisor`, on its way out: nothing is computed here, and none of it kept."""
+    def hand_over(self, dtype: torch.dtype, divisor: int = 1, buffer_N: Tensor | None = None) -> Handover:
+        """Every gradient of this rank over `divisor`, on its way out: nothing is computed here, and none of it kept.
+
+        Args:
+            buffer_N: to travel in, of `dtype`; None: what holds them already, or as allocated here.
+        """
         grads, local_N = self._grads(), self.local_N
         self.drop_gradients()
         self.local_N = None
-        flat_N = local_N if local_N is not None and local_N.dtype == dtype else self._empty(dtype)
+        flat_N = buffer_N
+        if flat_N is None:
+            flat_N = local_N if local_N is not None and local_N.dtype == dtype else self._empty(dtype)
 
         @torch.no_grad()
         def fill() -> None:

@@ -19,6 +19,7 @@ from collectives.bucket import Bucket, BucketPlan, plan_buckets
 from collectives.lane import Lane
 from collectives.recorder import Recorder
 from collectives.watch import Watch
+from collectives.windows import Windows
 
 
 def check_module(module: nn.Module) -> torch.device:
@@ -92,8 +93,12 @@ def plan_module(
     param_dtype: torch.dtype | None,
     order: Sequence[str] | None,
     units: Sequence[nn.Module] = (),
+    align: int = 1,
 ) -> list[BucketPlan]:
     """Buckets of the trainable parameters, in `order` or else in order of registration; none spans two units.
+
+    Args:
+        align: shards are multiples of so many elements; the others as of `ShardedDataParallel`.
 
     Raises:
         ValueError: `order` names other parameters, or a unit is not a part of the module, or lies in another one.
@@ -105,7 +110,8 @@ def plan_module(
         odd = sorted(set(names) ^ set(parameters)) or "a name comes twice"
         raise ValueError(f"order must name every trainable parameter once: {odd}")
     layout = [(name, parameters[name].shape, param_dtype or parameters[name].dtype) for name in names]
-    return plan_buckets(layout, bucket_bytes, world_size, [unit_of.get(id(parameters[name]), -1) for name in names])
+    units_of = [unit_of.get(id(parameters[name]), -1) for name in names]
+    return plan_buckets(layout, bucket_bytes, world_size, units_of, align)
 
 
 def check_same(lane: Lane, module: nn.Module, settings: object) -> None:
@@ -119,10 +125,30 @@ def check_same(lane: Lane, module: nn.Module, settings: object) -> None:
         raise ValueError("ranks differ in the module's parameters or buffers, or in the arguments of the wrapper")
 
 
-def build_buckets(module: nn.Module, plans: Sequence[BucketPlan], lane: Lane) -> list[Bucket]:
-    """Move the trainable parameters into buckets that hold rank 0's values."""
+def open_windows(lane: Lane) -> Windows | None:
+    """Windows of a lane's communicator; None for a single rank, which sends nothing."""
+    return None if lane.group is None else Windows(lane.group, lane.device)
+
+
+def build_buckets(
+    module: nn.Module, plans: Sequence[BucketPlan], lane: Lane, windows: Windows | None = None
+) -> list[Bucket]:
+    """Move the trainable parameters into buckets that hold rank 0's values; they lie in `windows`, where there are."""
     parameters = dict(module.named_parameters())
-    return [_build(plan, [parameters[slot.name] for slot in plan.slots], lane) for plan in plans]
+    return [_build(plan, [parameters[slot.name] for slot in plan.slots], lane, windows) for plan in plans]
+
+
+def make_travel_buffers(
+    plans: Sequence[BucketPlan], dtype: torch.dtype, device: torch.device, windows: Windows, count: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of a whole buffer and a shard in `windows`, each as large as the largest bucket's."""
+    shard = max((plan.shard_numel for plan in plans), default=0)
+    whole = max((plan.padded_numel for plan in plans), default=0)
+    with windows.allocating():
+        return [
+            (torch.empty(whole, dtype=dtype, device=device), torch.empty(shard, dtype=dtype, device=device))
+            for _ in range(count)
+        ]
 
 
 def same_start(module: nn.Module, lane: Lane, param_dtype: torch.dtype | None) -> list[nn.Parameter]:
@@ -206,13 +232,17 @@ def _replicated(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def _build(plan: BucketPlan, parameters: Sequence[nn.Parameter], lane: Lane) -> Bucket:
+def _build(plan: BucketPlan, parameters: Sequence[nn.Parameter], lane: Lane, windows: Windows | None) -> Bucket:
     master_dtype = torch.promote_types(parameters[0].dtype, torch.float32)
     flat_N = torch.zeros(plan.padded_numel, dtype=master_dtype, device=lane.device)
     for view, parameter in zip(plan.views(flat_N), parameters, strict=True):
         view.copy_(parameter)
     lane.broadcast(flat_N)
-    return Bucket(plan, flat_N, parameters, lane.rank)
+    full_N = None
+    if windows is not None:
+        with windows.allocating():
+            full_N = torch.empty(plan.padded_numel, dtype=plan.dtype, device=lane.device)
+    return Bucket(plan, flat_N, parameters, lane.rank, full_N)
 
 
 def _backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from collectives.backward_step import BackwardStep
-from collectives.bucket import Bucket
+from collectives.bucket import Bucket, Handover
 from collectives.lane import Flight, Lane
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ class GradientReduce:
         overlap: False: each is waited for at once.
         stage: of ZeRO; 2: every backward pass is a round, 1: those outside `no_sync` are.
         before_round: called before the first launch of a round.
+        buffers: for the largest bucket whole and for its shard, `in_flight` + 1 pairs that take turns; empty: gradients
+            travel in memory that is allocated for them, and land in `grad_S` where its dtype allows.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class GradientReduce:
         overlap: bool,
         stage: int = 1,
         before_round: Callable[[], None] = lambda: None,
+        buffers: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         self.buckets, self.lane, self.dtype = buckets, lane, dtype
         self.in_flight, self.overlap, self.stage = in_flight, overlap, stage
@@ -64,6 +67,7 @@ class GradientReduce:
         self.stepped = False
         """Whether the follower has taken the step that these gradients are for."""
         self._before_round = before_round
+        self._buffers = deque(buffers)
         self._divisor = 1 << (lane.world_size - 1).bit_length() if dtype == torch.float16 else 1  # [Note: float16]
         self._scales = {
             wide: torch.full((1,), self._divisor / lane.world_size, dtype=wide, device=lane.device)
@@ -226,10 +230,7 @@ class GradientReduce:
         self._next -= 1
         add = index in self._reduced or bucket.keep_reduced()
         self._reduced.add(index)
-        leaving = bucket.hand_over(self.dtype, self._divisor)
-        # Nothing to add to, and no cast: the sum lands where the optimiser reads it.
-        in_place = not add and self.dtype == bucket.grad_S.dtype
-        output_S = bucket.grad_S if in_place else leaving.buffer.new_empty(bucket.plan.shard_numel)
+        leaving, output_S = self._prepare(bucket, add)
         scale = self._scales[bucket.grad_S.dtype]
         flight = self.lane.reduce_scatter(output_S, leaving.buffer, leaving.fill, leaving.read)
         flight.follow(functools.partial(bucket.store_reduced, output_S, scale, add), self.stream)
@@ -238,6 +239,26 @@ class GradientReduce:
             self.follower.reduced(index, flight)
         while len(self._flights) > (self.in_flight if self.overlap else 0):
             self._flights.popleft().wait()
+
+    def buffers_for(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Memory for the gradients of a bucket on their way, and for their sum: that nothing under way uses."""
+        plan = bucket.plan
+        if self._buffers:
+            self._buffers.rotate(1)
+            whole_N, shard_S = self._buffers[0]
+            return whole_N[: plan.padded_numel], shard_S[: plan.shard_numel]
+        whole_N = bucket.full_N.new_empty(plan.padded_numel, dtype=self.dtype)
+        return whole_N, whole_N.new_empty(plan.shard_numel)
+
+    def _prepare(self, bucket: Bucket, add: bool) -> tuple[Handover, Tensor]:
+        """The gradients to send, and where their sum goes."""
+        if self._buffers:
+            whole_N, shard_S = self.buffers_for(bucket)
+            return bucket.hand_over(self.dtype, self._divisor, whole_N), shard_S
+        leaving = bucket.hand_over(self.dtype, self._divisor)
+        # Nothing to add to, and no cast: the sum lands where the optimiser reads it.
+        in_place = not add and self.dtype == bucket.grad_S.dtype
+        return leaving, bucket.grad_S if in_place else leaving.buffer.new_empty(bucket.plan.shard_numel)
 
     def _wait_all(self) -> None:
         while self._flights:

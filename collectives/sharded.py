@@ -50,7 +50,9 @@ from collectives.prepare import (
     check_module,
     check_same,
     find_owners,
+    make_travel_buffers,
     open_lanes,
+    open_windows,
     plan_module,
     same_start,
 )
@@ -58,6 +60,7 @@ from collectives.recorder import Recorder
 from collectives.reduce import GradientReduce, inside_backward
 from collectives.state import attach_state_hooks, full_state_dict, load_full_state_dict
 from collectives.watch import Watch
+from collectives.windows import ALIGNMENT_BYTES
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 DEFAULT_BUCKET_BYTES = 32 * 2**20
@@ -89,9 +92,13 @@ class ShardedDataParallel(nn.Module):
             twice: one communicator and one order for all, so that neither direction takes bandwidth from the other.
         timeout: of the groups made here; None: the backend's default.
         watch: says who is late where a collective does not complete.
+        windows: parameters, and gradients on their way, lie in NCCL's symmetric windows (`collectives.windows`): more
+            bandwidth where NCCL is held to a few blocks or has to share the memory, for `in_flight` + 1 buffers of the
+            largest bucket.
 
     Raises:
         ValueError: something here is not supported, or ranks differ in module or arguments.
+        RuntimeError, TypeError: NCCL or torch has no windows.
     """
 
     def __init__(
@@ -112,6 +119,7 @@ class ShardedDataParallel(nn.Module):
         groups: GroupPair | None = None,
         timeout: timedelta | None = None,
         watch: Watch | None = None,
+        windows: bool = False,
     ) -> None:
         super().__init__()
         if prefetch < 1 or in_flight < 1:
@@ -123,14 +131,24 @@ class ShardedDataParallel(nn.Module):
             bucket_bytes = DEFAULT_BUCKET_BYTES
         self.module = module
         self.gather_lane, self.reduce_lane = open_lanes(group, groups, device, timeout, recorder, watch)
-        plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts)
+        gather_windows = open_windows(self.gather_lane) if windows else None
+        align = 1 if gather_windows is None else ALIGNMENT_BYTES  # in elements, so for every dtype
+        plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts, align)
         check_same(self.reduce_lane, module, (plans, reduce_dtype, stage))
         self.reduce_lane.can_reduce_scatter(reduce_dtype)
-        self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane)
+        self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, gather_windows)
+        one_lane = self.gather_lane is self.reduce_lane
+        reduce_windows = gather_windows if one_lane or not windows else open_windows(self.reduce_lane)
+        buffers: list[tuple[Tensor, Tensor]] = []
+        if reduce_windows is not None:
+            buffers = make_travel_buffers(plans, reduce_dtype, device, reduce_windows, in_flight + 1)
+        self._windows = dict.fromkeys(each for each in (gather_windows, reduce_windows) if each is not None)
+        for each in self._windows:  # in the same order on every rank
+            each.register()
         self._frozen = same_start(module, self.reduce_lane, param_dtype)
         self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap)
         self._reduce = GradientReduce(
-            self.buckets, self.reduce_lane, reduce_dtype, in_flight, overlap, stage, self._gather.launch_all
+            self.buckets, self.reduce_lane, reduce_dtype, in_flight, overlap, stage, self._gather.launch_all, buffers
         )
         self._follower: BackwardStep | None = None
         self._called: set[nn.Module] = set()
@@ -218,6 +236,10 @@ class ShardedDataParallel(nn.Module):
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 yield piece.name, piece.shape, piece.parameter
+
+    def travel_buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Memory such as a bucket's gradients travel in, whole and as a shard, for measurements between steps."""
+        return self._reduce.buffers_for(bucket)
 
     def shapes(self) -> dict[str, torch.Size]:
         """Shape of every trainable parameter, in order of the buckets: the same on all ranks."""

@@ -9,13 +9,13 @@ Left out: multicast (torch's multimem operations; NCCL uses its own as the user 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from collectives.small_path import Calls, Kind, Path, Plain
+from collectives.windows import ALIGNMENT_BYTES, Windows
 
 _TORCH_ONE_SHOT_BYTES = 128 * 1024  # torch's one-shot kernel is the faster one up to here
 
@@ -26,7 +26,7 @@ class NcclWindows(Path):
     Tensors made by `source` and `out` lie in that memory; with them nothing is copied.
 
     Raises:
-        RuntimeError, TypeError: NCCL or torch cannot; `open_paths` says why.
+        ValueError, RuntimeError, TypeError: NCCL or torch cannot; `open_paths` says why.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, max_bytes: int) -> None:
@@ -36,12 +36,12 @@ class NcclWindows(Path):
             "all_gather": self._all_gather,
             "reduce_scatter": self._reduce_scatter,
         }
-        backend: Any = group._get_backend(device)
-        self._pool = torch.cuda.MemPool(backend.mem_allocator)
-        with torch.cuda.use_mem_pool(self._pool):
+        self._num_ranks = dist.get_world_size(group)
+        self._windows = Windows(group, device)
+        with self._windows.allocating():
             self._memory = torch.zeros(2 * self._max_bytes, dtype=torch.uint8, device=device)
         dist.barrier(group)  # makes the communicator, where nothing else has
-        backend.register_mem_pool(self._pool, symm=True)  # raises where it fails
+        self._windows.register()
 
     def source(self, num_bytes: int, dtype: torch.dtype) -> Tensor:
         """The window to send from, or to all-reduce in."""
@@ -53,7 +53,7 @@ class NcclWindows(Path):
 
     def _fits(self, kind: Kind, dtype: torch.dtype, num_bytes: int) -> bool:
         del kind, dtype
-        return num_bytes <= self._max_bytes
+        return num_bytes <= self._max_bytes and num_bytes % (self._num_ranks * ALIGNMENT_BYTES) == 0
 
     def _all_reduce(self, tensor: Tensor, _source: Tensor) -> None:
         source = self._source_of(tensor)

@@ -56,7 +56,7 @@ def _open_windows(group: dist.ProcessGroup, device: torch.device, max_bytes: int
         if device.type != "cuda":
             raise RuntimeError(f"the device is {device.type}, not cuda")
         windows = NcclWindows(group, device, max_bytes)
-    except (RuntimeError, TypeError, AttributeError) as exc:  # an old NCCL, an old torch, another backend
+    except (ValueError, RuntimeError, TypeError, AttributeError) as exc:  # an old NCCL, an old torch, another backend
         reason = f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"
     reasons: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reasons, reason, group=group)

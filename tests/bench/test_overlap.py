@@ -14,7 +14,16 @@ from bench.overlap import command
 from bench.overlap_dp import PREFETCHES
 from bench.overlap_legs import Run, measure_techniques
 from bench.overlap_rows import Communication, Timing, check_losses, dp_line, dp_rows
-from bench.overlap_settings import TECHNIQUES, DpSettings, Technique, channel_environment, make_settings
+from bench.overlap_settings import (
+    NCCL_ALONE,
+    SYSTEMS,
+    TECHNIQUES,
+    DpSettings,
+    Technique,
+    channel_environment,
+    make_settings,
+    on_gloo,
+)
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import load_record
 
@@ -33,7 +42,7 @@ def test_rows_hold_each_system_against_the_larger_of_computation_and_communicati
     }
     computes = {True: Timing([[0.102]]), False: Timing([[0.1]])}
     tried = {1: Timing([[0.12]]), 4: Timing([[0.11]])}
-    rows = dp_rows(settings(), 2, timings, computes, communication, "NVIDIA H200", tried, 4)
+    rows = dp_rows(settings(), 2, timings, computes, {False: communication}, "NVIDIA H200", tried, 4)
     alone, _, _, one, four, ours, fsdp2 = rows
     assert {row["channels"] for row in rows} == {2}
     # nccl-tests: bytes over time, times (n - 1) / n.
@@ -100,7 +109,14 @@ def test_what_cannot_be_compared_is_a_config_error(given: dict[str, object], say
 
 def test_channels_are_held_by_nccls_own_variables() -> None:
     assert channel_environment(0) == {}
-    assert channel_environment(2) == {"NCCL_MAX_NCHANNELS": "2", "NCCL_MIN_NCHANNELS": "1"}
+    held = {"NCCL_MAX_NCHANNELS": "2", "NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_CTAS": "2", "NCCL_MIN_CTAS": "1"}
+    assert channel_environment(2) == held
+
+
+def test_what_only_nccl_has_is_left_out_on_gloo() -> None:
+    assert set(SYSTEMS) - set(on_gloo(settings(), ()).systems) == set(NCCL_ALONE)
+    with pytest.raises(ConfigError, match="ours_windows.*needs NCCL"):
+        on_gloo(settings(), ("ours", "ours_windows"))
 
 
 @pytest.mark.parametrize("channels", ["", "1,1", "-1", "two"])
@@ -230,6 +246,6 @@ def test_two_ranks_compare_ours_with_fsdp2(tmp_path: Path) -> None:
     assert all(len(row["rounds_ms"]) == 2 for row in (rows["fsdp2"], *computes))
     assert record.name == "bench.overlap.dp"
     assert [load_record(path).rows for path in (tmp_path / "out" / "records").glob("*.json")] == [record.rows]
-    assert set(rows["ours"]["losses"]) == {f"{system}, round {turn}" for system in ("ours", "FSDP2") for turn in (1, 2)}
+    assert set(rows["ours"]["losses"]) == {f"{system}, round {turn}" for system in ("ours", "fsdp2") for turn in (1, 2)}
     assert json.dumps(record.arguments)
     assert all(system in result.output for system in systems)

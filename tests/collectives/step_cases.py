@@ -6,8 +6,11 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives import Recorder, ShardedDataParallel
 from collectives.backward_step import NUM_UNMOVED
+from collectives.windows import ALIGNMENT_BYTES, Windows
 from tests.collectives.cases import (
     Branches,
     adamw,
@@ -335,6 +339,53 @@ def muted_lanes_launch_nothing(rank: int, world_size: int) -> None:
     assert recorder.counts() == before
 
 
+class Nowhere(Windows):
+    """Windows where there are none: what lies in them is treated alike."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        del group, device
+
+    def allocating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def register(self) -> None:
+        pass
+
+
+@case
+def buffers_that_take_turns_change_nothing(rank: int, world_size: int) -> None:
+    expected = train(wrap64(net()), 3, rank, world_size)
+    with mock.patch("collectives.prepare.Windows", Nowhere):
+        for settings in ({}, {"in_flight": 1}, {"stage": 2}, {"groups": pair_of_one()}, {"param_dtype": torch.float64}):
+            sharded = wrap64(net(), windows=True, **settings)
+            assert all(plan.shard_numel % ALIGNMENT_BYTES == 0 for plan in sharded.plans)
+            assert_close(train(sharded, 3, rank, world_size), expected, rtol=1e-12, atol=1e-12)
+        for low in (torch.float32, torch.bfloat16):
+            results = [train(wrap(net(), reduce_dtype=low, windows=windows), 3, rank, world_size) for windows in (0, 1)]
+            assert_close(
+                *results, rtol=1e-6 if low == torch.float32 else 0.1, atol=1e-6 if low == torch.float32 else 1e-3
+            )
+        stepped = train_in_backward(wrap64(net(), windows=True), 3, rank, world_size)
+        assert_close(stepped, expected, rtol=1e-12, atol=1e-12)
+
+
+@case
+def windows_need_nccl(rank: int, world_size: int) -> None:
+    if torch.get_default_device().type == "cuda":
+        return
+    with pytest.raises(ValueError, match="windows: only NCCL on CUDA has them, and the device is cpu"):
+        wrap(net(), windows=True)
+
+
+def windows_change_nothing(rank: int, world_size: int) -> None:
+    """On CUDA alone: NCCL's symmetric kernels in place of its rings."""
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        expected = train(wrap(net(torch.float32), reduce_dtype=dtype), 3, rank, world_size)
+        for settings in ({}, {"groups": pair_of_one()}, {"in_flight": 1}):
+            sharded = wrap(net(torch.float32), reduce_dtype=dtype, windows=True, **settings)
+            assert_close(train(sharded, 3, rank, world_size), expected, rtol=tolerance, atol=tolerance)
+
+
 def a_captured_step_equals_an_eager_one(rank: int, world_size: int) -> None:
     """On CUDA alone: the whole step, collectives and all, replayed on new data."""
     for in_backward, groups in ((False, False), (True, False), (True, True)):
@@ -369,4 +420,4 @@ def _whole_step(sharded: ShardedDataParallel, optimizer: torch.optim.Optimizer, 
     return loss.detach()
 
 
-GPU_CASES: list[Case] = [a_captured_step_equals_an_eager_one]
+GPU_CASES: list[Case] = [a_captured_step_equals_an_eager_one, windows_change_nothing]

@@ -44,6 +44,14 @@ def test_padding_and_size_are_bounded(
         assert plan.numel * dtype.itemsize <= bucket_bytes or len(plan.slots) == 1
 
 
+@given(shapes=SHAPES, world_size=WORLD_SIZES, align=st.integers(1, 64))
+def test_shards_are_aligned(shapes: list[torch.Size], world_size: int, align: int) -> None:
+    parameters = [(f"p{i}", shape, torch.float32) for i, shape in enumerate(shapes)]
+    for plan in plan_buckets(parameters, 600, world_size, align=align):
+        assert plan.shard_numel % align == 0
+        assert 0 <= plan.padded_numel - plan.numel < world_size * align
+
+
 @given(shapes=SHAPES, bucket_bytes=BUCKET_BYTES, world_size=WORLD_SIZES, dtype=DTYPES)
 def test_pieces_of_all_ranks_cover_each_element_once(
     shapes: list[torch.Size], bucket_bytes: int, world_size: int, dtype: torch.dtype
