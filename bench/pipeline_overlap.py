@@ -54,8 +54,8 @@ class Settings:
         steps: timed, of each system, over all rounds.
         warmup: steps before, each round.
         rounds: turns of each system.
-        max_ctas: limits of each communicator (`PipelineLinks`), None: NCCL's choice. All schedules run with the first,
-            the last schedule with the others too.
+        max_ctas: limits of each communicator (`PipelineLinks`), None: NCCL's choice, 0: through the memory of the peers
+            where it can be. All schedules run with the first, the last schedule with the others too.
         tolerance: relative, of gradients against one process.
         seed: of weights and data.
     """
@@ -69,7 +69,7 @@ class Settings:
     steps: int = 4
     warmup: int = 1
     rounds: int = 2
-    max_ctas: tuple[int | None, ...] = (4, 2, 8, None)
+    max_ctas: tuple[int | None, ...] = (0, 4, None)
     tolerance: float = 0.02
     seed: int = 0
 
@@ -102,6 +102,7 @@ class Measured:
     Args:
         schedule: what ran.
         max_ctas: of each communicator.
+        by_peers: whether messages went through the memory of the peers.
         systems: by name.
         compute_s: steps with messages removed.
         forward_s, backward_s: one action of each chunk, there.
@@ -111,6 +112,7 @@ class Measured:
 
     schedule: Schedule
     max_ctas: int | None
+    by_peers: bool
     systems: Mapping[System, Timed]
     compute_s: list[float]
     forward_s: list[float]
@@ -234,6 +236,7 @@ def make_row(settings: Settings, system: System, stages: Sequence[Measured]) -> 
         "dtype": settings.dtype,
         "message_bytes": stages[0].message_bytes,
         "max_ctas": stages[0].max_ctas,
+        "path": "peer" if stages[0].by_peers else "group",
         "step_ms": step * 1e3,
         "step_p99_ms": percentile(step_s, 99) * 1e3,
         "steps_ms": [seconds * 1e3 for seconds in step_s],

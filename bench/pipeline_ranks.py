@@ -22,7 +22,7 @@ from bench.pipeline_overlap import SYSTEMS, Backend, Measured, Settings, System,
 from collectives.link import Link
 from collectives.messages import Message
 from collectives.pipeline import PipelineChannel
-from collectives.pipeline_links import PipelineLinks
+from collectives.pipeline_links import Path, PipelineLinks
 from collectives.recorder import COMPUTE, Recorder, Span
 from collectives.trace import record_trace
 from netlayer.errors import CheckFailed, HardwareMissing
@@ -51,10 +51,13 @@ def measure_stage(context: RankContext, settings: Settings, url: str, backend: B
             check_schedule(schedule)
             key = (schedule.wraps, max_ctas)
             if key not in links:
-                links[key] = PipelineLinks(None, device, schedule.wraps, max_ctas=max_ctas)
+                path: Path = "auto" if max_ctas == 0 else "group"
+                links[key] = PipelineLinks(None, device, schedule.wraps, max_ctas=max_ctas or None, path=path)
             bench = StageBench(settings, schedule, links[key], control)
             what = f"{schedule.name}, {schedule.num_chunks} chunks a stage"
-            if max_ctas is not None:
+            if links[key].why_no_peers is None:
+                what += ", messages through the memory of the peers"
+            elif max_ctas:
                 what += f", messages on {max_ctas} multiprocessors at most"
             if context.env.rank == 0:
                 context.report(f"{what}: checking")
@@ -145,6 +148,7 @@ class StageBench:
         return Measured(
             schedule=self.schedule,
             max_ctas=max_ctas,
+            by_peers=self.links.why_no_peers is None,
             systems={
                 system: Timed(steps[system], statistics.mean(exposed[system]), self._trace(system), memory[system])
                 for system in SYSTEMS

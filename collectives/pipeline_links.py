@@ -9,27 +9,35 @@ two of one colour: even, odd, and the one that wraps around, which with two stag
 Each colour and direction is one process group of all stages, made by all of them in the same order; inside it NCCL
 makes a communicator for each pair that exchanges something (for all stages, where the world was given a `device_id`).
 No collective ever runs in these groups: torch would then take its communicator, and its stream, for the messages too.
+
+Where all stages are on one host whose GPUs reach each other's memory, messages go through that instead
+(`collectives.peer_link`), and these groups carry only what is agreed upon.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from collectives.link import Kind, Link
 from collectives.messages import DIRECTIONS, Direction, Traffic, digest
+from collectives.peer_link import PeerLink, Slots
 from collectives.recorder import Recorder
+from collectives.symmetric import why_unusable
 from collectives.watch import Watch
-from netlayer.errors import ConfigError
+from netlayer.errors import ConfigError, HardwareMissing
 
 LinkGroups = Mapping[tuple[str, Direction], "dist.ProcessGroup"]
 """By colour of the link and direction."""
+
+Path = Literal["auto", "peer", "group"]
 
 _COLOURS = ("even", "odd", "wrap")
 _HELLO_BYTES = 1024
@@ -74,10 +82,12 @@ class PipelineLinks:
         wraps: whether the last stage exchanges messages with the first.
         groups: made with `open_link_groups`; None: opened here, as there.
         max_ctas, timeout: as there.
+        path: of messages: `peer` (memory of the peers), `group` (torch.distributed), or `auto`: peer where it can be.
 
     Raises:
         ValueError: this rank is not in the group, or `groups` are needed.
         ConfigError: TORCH_NCCL_BLOCKING_WAIT is set: every posted receive would block the host.
+        HardwareMissing: `peer` was asked for and cannot be.
     """
 
     def __init__(
@@ -89,6 +99,7 @@ class PipelineLinks:
         groups: LinkGroups | None = None,
         max_ctas: int | None = MAX_CTAS,
         timeout: timedelta | None = None,
+        path: Path = "auto",
     ) -> None:
         self.device = torch.device(device)
         if self.device.type == "cuda" and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
@@ -106,6 +117,12 @@ class PipelineLinks:
                 )
             groups = _new_groups(self.ranks, self.device, self.wraps, max_ctas, timeout, local)
         self._groups = groups or {}
+        self.why_no_peers = "path is 'group'" if path == "group" else self._why_no_peers(group)
+        """Why messages do not go through the memory of peers; None where they do."""
+        if path == "peer" and self.why_no_peers is not None:
+            raise HardwareMissing(f"no peer memory in this pipeline: {self.why_no_peers}; take path='group'")
+        self._group_of_all = group or dist.group.WORLD
+        self._slots: Slots | None = None
 
     def sender(self, direction: Direction, recorder: Recorder | None = None, watch: Watch | None = None) -> Link:
         """This stage's end of the link on which it sends in `direction`."""
@@ -127,6 +144,20 @@ class PipelineLinks:
         found = [difference for link in by_colour for difference in self._compare(link, shape, dtype, traffic)]
         if found:
             raise ValueError(found[0])
+        self._open_slots(math.prod(shape) * dtype.itemsize)
+
+    def _why_no_peers(self, group: dist.ProcessGroup | None) -> str | None:
+        if self.num_stages == 1:
+            return "there is one stage"
+        if self.device.type != "cuda":
+            return f"the device is {self.device.type}, not cuda"
+        return why_unusable(group or dist.group.WORLD, self.device, kernels=False)
+
+    def _open_slots(self, num_bytes: int) -> None:
+        """Have slots for such messages; all stages come here with the same number, or have raised."""
+        if self.why_no_peers is None and num_bytes and (self._slots is None or self._slots.num_bytes != num_bytes):
+            assert self._group_of_all is not None
+            self._slots = Slots(self._group_of_all, num_bytes, self.device)
 
     def _compare(self, link: int, shape: Sequence[int], dtype: torch.dtype, traffic: Traffic) -> list[str]:
         """What the two ends of a link disagree on, in words."""
@@ -173,7 +204,10 @@ class PipelineLinks:
                 "traffic wraps is the last stage joined to the first"
             )
         group = self._group(link, direction)
-        return Link(kind, direction, group, self.stage, peer, self.ranks[peer], self.device, recorder, watch)
+        place = (self.stage, peer, self.ranks[peer], self.device)
+        if self._slots is None:
+            return Link(kind, direction, group, *place, recorder, watch)
+        return PeerLink(self._slots, kind, direction, group, *place, recorder, watch)
 
     def _group(self, link: int, direction: Direction) -> dist.ProcessGroup:
         return self._groups[_colour(link, self.num_stages), direction]

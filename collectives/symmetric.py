@@ -51,12 +51,15 @@ _SIGNATURES: dict[str, tuple[bool, tuple[type, ...]]] = {
 }
 
 
-def why_unusable(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+def why_unusable(group: dist.ProcessGroup | None, device: torch.device, kernels: bool = True) -> str | None:
     """What keeps the ranks of `group` from using peer memory; None where they can.
 
     Every rank of the group calls it and hears the same.
+
+    Args:
+        kernels: whether those of `peer.cu` are needed, or copies alone.
     """
-    reason = _why_unusable_here(group, device)
+    reason = _why_unusable_here(group, device, kernels)
     if group is None or dist.get_world_size(group) == 1:
         return reason
     reasons: list[str | None] = [None] * dist.get_world_size(group)
@@ -64,14 +67,14 @@ def why_unusable(group: dist.ProcessGroup | None, device: torch.device) -> str |
     return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None), None)
 
 
-def _why_unusable_here(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+def _why_unusable_here(group: dist.ProcessGroup | None, device: torch.device, kernels: bool) -> str | None:
     if device.type != "cuda":
         return f"the device is {device.type}, not cuda"
     if group is None or not 2 <= dist.get_world_size(group) <= MAX_RANKS:
         return f"needs a group of 2 to {MAX_RANKS} ranks"
     if torch.cuda.get_device_capability(device) < (8, 0):  # conversions to bfloat16 in peer.cu
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
-    if importlib.util.find_spec("cupy") is None:
+    if kernels and importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed; install netlayer[gpu]"
     if torch.cuda.device_count() < dist.get_world_size(group):
         return "this process sees fewer GPUs than the group has ranks"
@@ -97,9 +100,10 @@ class Window:
         group: of 2 to 8 ranks on one host; every rank makes its window at the same point of its program.
         num_bytes: the same on every rank.
         device: of this rank.
+        kernels: whether `launch` will be called.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device, kernels: bool = True) -> None:
         from torch.distributed import _symmetric_memory as symm_mem
 
         self.rank, self.num_ranks, self.device = dist.get_rank(group), dist.get_world_size(group), device
@@ -107,7 +111,8 @@ class Window:
         self.memory.zero_()
         torch.cuda.synchronize(device)
         self._handle = symm_mem.rendezvous(self.memory, group)
-        self._module = compile_kernels(self.num_ranks)
+        if kernels:
+            self._module = compile_kernels(self.num_ranks)
         dist.barrier(group)  # nobody writes before all have zeroed
         torch.cuda.synchronize(device)
         if getattr(self._handle, "offset", 0):
@@ -137,7 +142,7 @@ class Window:
             if len(self._packed) < 4096:  # addresses of tensors come and go
                 self._packed[key] = packed
         stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-        error = _driver().cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, packed[0], None)
+        error = driver().cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, packed[0], None)
         if error:
             raise RuntimeError(f"kernel {name} was not launched: CUDA driver error {error}")
 
@@ -154,7 +159,8 @@ class Window:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """CUDA's driver interface."""
     return ctypes.CDLL("libcuda.so.1")
 
 

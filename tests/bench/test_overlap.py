@@ -115,7 +115,7 @@ def test_channels_are_held_by_nccls_own_variables() -> None:
 
 def test_what_only_nccl_has_is_left_out_on_gloo() -> None:
     assert set(SYSTEMS) - set(on_gloo(settings(), ()).systems) == set(NCCL_ALONE)
-    with pytest.raises(ConfigError, match="ours_windows.*needs NCCL"):
+    with pytest.raises(ConfigError, match=r"ours_windows.*needs NCCL"):
         on_gloo(settings(), ("ours", "ours_windows"))
 
 

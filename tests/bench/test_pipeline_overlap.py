@@ -39,6 +39,7 @@ def made_up(settings: Settings, stage: int, step_s: float, waits_s: float) -> Me
     return Measured(
         schedule=make_schedules(settings, 2)[1],
         max_ctas=4,
+        by_peers=False,
         systems={"decoupled": timed, "coupled": dataclasses.replace(timed, steps=[(10.0, 10.0 + 2 * step_s)] * 3)},
         compute_s=[12.0, 12.0],
         forward_s=[1.0],
@@ -133,6 +134,6 @@ def test_gradients_that_are_off_end_the_run(tmp_path: Path) -> None:
 def test_two_stages_on_nccl(tmp_path: Path) -> None:
     settings = Settings(tokens=256, hidden=256, micro_batches=4, steps=2, rounds=1)
     rows = measure(ranks=2, backend="nccl", log_dir=tmp_path, settings=settings)
-    assert len(rows) == 12
-    assert [row["max_ctas"] for row in rows] == [4] * 6 + [2, 2, 8, 8, None, None]
+    assert [row["max_ctas"] for row in rows] == [0] * 6 + [4, 4, None, None]
+    assert [row["path"] for row in rows] == ["peer"] * 6 + ["group"] * 4
     assert all(row["step_ms"] > 0 and row["memory_gib"] > 0 for row in rows)

@@ -26,7 +26,7 @@ from collectives.pipeline_links import PipelineLinks, open_link_groups
 from collectives.recorder import Recorder
 from collectives.trace import align_clocks, chrome_trace, hidden_share, record_trace
 from collectives.watch import Watch
-from netlayer.errors import CollectiveTimeout
+from netlayer.errors import CollectiveTimeout, HardwareMissing
 from netlayer.layout import ParallelLayout
 from tests.collectives.harness import Case
 from trainer.pipeline import StageModel, run_schedule
@@ -166,6 +166,29 @@ def settings_and_delays_do_not_change_a_bit(stage: int, num_stages: int) -> None
             results.append(gradients(list(model.chunks)) + list(model.losses.values()))
         for result in results[1:]:
             assert_same(result, results[0])
+
+
+@case
+def both_paths_give_the_same(stage: int, num_stages: int) -> None:
+    for schedule in schedules(num_stages):
+        results = []
+        for path in ("auto", "group"):
+            links = PipelineLinks(None, device(), schedule.wraps, path=path)
+            assert (links.why_no_peers is None) == (path == "auto" and device().type == "cuda")
+            channel, model = channel_of(schedule, links=links), model_of(schedule, stage)
+            for _ in range(4):  # messages go around the slots
+                model.zero_grad()
+                run_schedule(schedule, channel, model)
+            results.append(gradients(list(model.chunks)))
+        assert_same(*results)
+
+
+@case
+def peers_must_be_there_where_they_are_asked_for(stage: int, num_stages: int) -> None:
+    if device().type == "cuda":
+        return
+    with pytest.raises(HardwareMissing, match="no peer memory in this pipeline: the device is cpu"):
+        PipelineLinks(None, device(), False, path="peer")
 
 
 @case
