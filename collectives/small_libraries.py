@@ -40,7 +40,7 @@ class NcclWindows(Path):
         self._windows = Windows(group, device)
         with self._windows.allocating():
             self._memory = torch.zeros(2 * self._max_bytes, dtype=torch.uint8, device=device)
-        dist.barrier(group)  # makes the communicator, where nothing else has
+        dist.barrier(group, device_ids=[torch.cuda.current_device()])  # makes the communicator, where nothing else has
         self._windows.register()
 
     def source(self, num_bytes: int, dtype: torch.dtype) -> Tensor:

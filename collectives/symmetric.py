@@ -113,7 +113,7 @@ class Window:
         self._handle = symm_mem.rendezvous(self.memory, group)
         if kernels:
             self._module = compile_kernels(self.num_ranks)
-        dist.barrier(group)  # nobody writes before all have zeroed
+        dist.barrier(group, device_ids=[torch.cuda.current_device()])  # nobody writes before all have zeroed
         torch.cuda.synchronize(device)
         if getattr(self._handle, "offset", 0):
             raise RuntimeError("this torch places symmetric tensors inside larger allocations: not supported here")

@@ -69,7 +69,8 @@ def run_cases(context: RankContext, calls: Sequence[Call], device: str) -> list[
 def outcome_of(function: Callable[..., None], *args: object) -> Outcome:
     try:
         function(*args)
-    except Exception:  # noqa: BLE001 - the parent shows it
+    except Exception:  # noqa: BLE001 - the parent shows it, and the log if other ranks hang for it
+        traceback.print_exc()
         return traceback.format_exc()
     return ""
 

@@ -43,6 +43,7 @@ def made_up(laws: Mapping[str, tuple[float, float, float]] = WINNING, cases: Cas
                         "goodput_bps": 1e14 / time_us,
                         "victim_slowdown": 2 * slower if workload.scenario == "victim" else np.nan,
                         "pause_share": pauses * luck,
+                        "bound_us": 0.9 * base_us * luck,
                     }
                 )
     return pd.DataFrame(rows)

@@ -66,10 +66,10 @@ def test_it_says_verdict_suite_and_every_case(page: Report) -> None:
 
 
 def test_it_draws_what_there_is(page: Report) -> None:
-    names = {"completion_ratio", "front", "fct_0", "fct_1", "pause_tiers", "rate_0", "queue_0"}
+    names = {"completion_ratio", "over_bound", "front", "fct_0", "fct_1", "pause_tiers", "rate_0", "queue_0"}
     assert {plot.name for plot in page.plots} == names
     bare = build_page(Findings(made_up(cases=FEW), "hybrid"))
-    assert {plot.name for plot in bare.plots} == {"completion_ratio", "front"}
+    assert {plot.name for plot in bare.plots} == {"completion_ratio", "over_bound", "front"}
     assert "Where it pauses" not in [section.title for section in bare.sections]
 
 

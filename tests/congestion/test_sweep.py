@@ -5,9 +5,9 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from congestion.arena_cli import sweep
 from congestion.sweep import Point, optimise, points_of, ranges_in, run_point, run_sweep, seeds_of
-from congestion.tune import read_profile
+from congestion.sweep_cli import sweep
+from congestion.tune_profile import read_profile
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import load_record
 
@@ -138,7 +138,7 @@ def test_the_command_writes_a_profile(tmp_path):
     ("asked", "message"),
     [
         (["incast", "--cc", "bbr"], "--cc = bbr: is unknown"),
-        (["incast", "--cc", "none,swift", "--optimise", "jain"], "--cc = none,swift: has no effect under --optimise"),
+        (["incast", "--cc", "none,swift", "--optimise", "jain"], "--cc = none,swift: is several laws"),
         (["incast", "--trials", "3"], "--trials = 3: has no effect without --optimise"),
         (["incast", "--dask", "nowhere"], "--dask = nowhere: is no address"),
         (["insast"], "SCENARIO = insast: is unknown"),
