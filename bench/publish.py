@@ -22,10 +22,11 @@ _THEMES = {
     "bench.loss_equivalence": "loss_equivalence",
     **dict.fromkeys(("bench.overlap.dp", "bench.overlap.pp", "bench.overlap.tp"), "overlap"),
     "bench.small_messages": "small_messages",
+    **dict.fromkeys((f"congestion.arena.{name}" for name in ("cases", "tuned", "robustness", "parts")), "arena"),
 }
 _SINGLE = ("iterations_us", "iterations_ms", "iterations_exposed_ms", "steps_ms", "replays_us")
 """Times of single iterations."""
-_LEFT_OUT = ("quickstart.training", "topology.ecmp")
+_LEFT_OUT = ("quickstart.training", "topology.ecmp", "congestion.arena")
 
 
 @click.command()
@@ -33,7 +34,7 @@ _LEFT_OUT = ("quickstart.training", "topology.ecmp")
 @click.option("--hardware", default="cpu", show_default=True, help="What it ran on, as in a file's name: cpu, 2xh200.")
 @click.option("--to", "folder", type=click.Path(path_type=Path), default=REPORTS, help="[default: bench/reports]")
 def command(runs: tuple[Path, ...], hardware: str, folder: Path) -> None:
-    """Copy the records of RUNS (output folders of quickstart, loss_equivalence, overlap, small_messages)."""
+    """Copy the records of RUNS (output folders of quickstart, loss_equivalence, overlap, small_messages, arena)."""
     for run in runs:
         for path in publish(run, hardware, folder):
             click.echo(path.name)

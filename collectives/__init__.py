@@ -94,6 +94,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("health", "recorder"):  # whole modules, which are used by their names
+        return importlib.import_module(f"collectives.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(f"collectives.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,13 @@ speed is not (a few GB/s). Left out: RDMA, and a network that loses packets.
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 def virtual_node_environ(node: int, num_threads: int = 1, num_sockets: int = 1) -> dict[str, str]:
     """Variables for a rank on virtual node `node`; set them before the process makes its first communicator.
@@ -36,3 +43,13 @@ def virtual_node_environ(node: int, num_threads: int = 1, num_sockets: int = 1) 
         "NCCL_SOCKET_NTHREADS": str(num_threads),
         "NCCL_NSOCKS_PERTHREAD": str(num_sockets),
     }
+
+
+def host_id() -> str:
+    """The same on all ranks that NCCL takes for ranks of one host: by NCCL_HOSTID, else by container and kernel."""
+    return os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()} {kernel_id()}"
+
+
+def kernel_id() -> str:
+    """The same for all processes of a running kernel, in containers too."""
+    return _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else platform.node()

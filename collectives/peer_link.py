@@ -9,7 +9,8 @@ Each stage has, in a window that the others can write to, two slots for each dir
 counters: how many have come, and how many of its own the next stage has taken. A sender waits until the slot's last
 message was taken; so sends run ahead of receives by two messages, and no further.
 
-Left out: CUDA graphs (the counts stand in the operations, a replay would repeat them), and stages on several hosts.
+Left out: CUDA graphs (the counts stand in the operations, a replay would repeat them), stages on several hosts, and a
+limit of time: a stream whose peer has died waits for ever, and only a watch says so.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Slots:
     """A stage's window, and what it has sent and received through it. All stages of a group open theirs together.
 
     Args:
-        group: of the stages, on one host: `symmetric.why_unusable` says whether it can be.
+        group: of the stages, where `symmetric.why_unusable` has nothing against it.
         num_bytes: of a message.
         device: of this stage.
     """

@@ -54,7 +54,7 @@ class PipelineChannel:
         dtype: likewise.
         traffic: this stage's messages of a step, in order; see `trainer.schedule`.
         group: the ranks of the pipeline in the order of its stages; None: all ranks.
-        device: of every tensor.
+        device: of every tensor; where there are `links`, theirs.
         depth: receives posted ahead of the one in use, in each direction; 1 is double-buffered, and CUDA's limit.
         overlap: False: see `exchange`.
         recorder: notes every message.
@@ -79,13 +79,14 @@ class PipelineChannel:
         watch: Watch | None = None,
         links: PipelineLinks | None = None,
     ) -> None:
+        on_cuda = torch.device(device if links is None else links.device).type == "cuda"
         if depth < 1:
             raise ValueError(f"depth = {depth}: at least one receive must be posted ahead; use 1")
-        if depth > 1 and torch.device(device).type == "cuda":
+        if depth > 1 and on_cuda:
             raise ValueError(f"depth = {depth}: on CUDA one receive is posted ahead, or streams may deadlock; use 1")
         self.shape, self.dtype, self.traffic = torch.Size(shape), dtype, traffic
         self.depth, self._overlap = depth, overlap
-        self._is_warm = torch.device(device).type != "cuda"
+        self._is_warm = not on_cuda
         self.links = links or PipelineLinks(group, device, traffic.wraps)
         self.device, self.stage, self.num_stages = self.links.device, self.links.stage, self.links.num_stages
         self.links.agree(self.shape, dtype, traffic)
@@ -117,7 +118,8 @@ class PipelineChannel:
 
         Raises:
             ValueError: the traffic has another message next.
-            CollectiveTimeout, PeerLost: it did not come (gloo; on NCCL the watchdog ends the process).
+            CollectiveTimeout, PeerLost: it did not come (gloo). On NCCL the watchdog ends the process; through the
+                memory of the peers only a `watch` notices.
         """
         return self._end(self._into, message).receive(message)
 

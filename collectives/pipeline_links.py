@@ -82,7 +82,8 @@ class PipelineLinks:
         wraps: whether the last stage exchanges messages with the first.
         groups: made with `open_link_groups`; None: opened here, as there.
         max_ctas, timeout: as there.
-        path: of messages: `peer` (memory of the peers), `group` (torch.distributed), or `auto`: peer where it can be.
+        path: of messages: `peer` (memory of the peers: `max_ctas` and `timeout` do not hold there), `group`
+            (torch.distributed), or `auto`: peer where it can be.
 
     Raises:
         ValueError: this rank is not in the group, or `groups` are needed.

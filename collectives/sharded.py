@@ -134,7 +134,7 @@ class ShardedDataParallel(nn.Module):
         gather_windows = open_windows(self.gather_lane) if windows else None
         align = 1 if gather_windows is None else ALIGNMENT_BYTES  # in elements, so for every dtype
         plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts, align)
-        check_same(self.reduce_lane, module, (plans, reduce_dtype, stage))
+        check_same(self.reduce_lane, module, (plans, reduce_dtype, stage, windows and in_flight))
         self.reduce_lane.can_reduce_scatter(reduce_dtype)
         self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, gather_windows)
         one_lane = self.gather_lane is self.reduce_lane

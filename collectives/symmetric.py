@@ -13,7 +13,7 @@ on the device, so a captured CUDA graph can be replayed. Every rank runs the sam
 share a hardware queue. So a wait for the peer `k` places behind starts only when this rank's own send `k` places ahead
 is through. Among ranks that all wait, the one with the smallest k then waits for a peer whose send k is through too.
 
-Left out: hosts without peer access between all GPUs (`why_unusable` says what is missing).
+Left out: groups on several hosts, and hosts without peer access between all GPUs (`why_unusable` says what is missing).
 
 Shapes: W ranks of the group; the window of rounds is HEAD_BYTES of flags, then W slots, slot r for what rank r sends.
 """
@@ -29,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from collectives.nodes import host_id
 
 HEAD_BYTES = 4096
 MAX_RANKS = 8
@@ -62,9 +64,11 @@ def why_unusable(group: dist.ProcessGroup | None, device: torch.device, kernels:
     reason = _why_unusable_here(group, device, kernels)
     if group is None or dist.get_world_size(group) == 1:
         return reason
-    reasons: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reasons, reason, group=group)
-    return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None), None)
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, (reason, host_id()), group=group)
+    found = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(said) if why is not None), None)
+    num_hosts = len({host for _, host in said})
+    return f"the ranks are on {num_hosts} hosts" if found is None and num_hosts > 1 else found
 
 
 def _why_unusable_here(group: dist.ProcessGroup | None, device: torch.device, kernels: bool) -> str | None:
@@ -78,8 +82,9 @@ def _why_unusable_here(group: dist.ProcessGroup | None, device: torch.device, ke
         return "CuPy is not installed; install netlayer[gpu]"
     if torch.cuda.device_count() < dist.get_world_size(group):
         return "this process sees fewer GPUs than the group has ranks"
-    others = (other for other in range(torch.cuda.device_count()) if other != device.index)
-    if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
+    own = torch.cuda.current_device() if device.index is None else device.index
+    others = (other for other in range(torch.cuda.device_count()) if other != own)
+    if not all(torch.cuda.can_device_access_peer(own, other) for other in others):
         return "no peer access to every GPU of this host"
     return None
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from collectives.clock import shared_ns, union
+from collectives.nodes import kernel_id
 from collectives.recorder import COMPUTE, STEP, WAIT, Span, StepComm
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def align_clocks(group: dist.ProcessGroup | None = None) -> ClockAlignment:
 
     world_size = dist.get_world_size(group)
     hosts: list[str | None] = [None] * world_size
-    dist.all_gather_object(hosts, _host_id(), group=group)
+    dist.all_gather_object(hosts, kernel_id(), group=group)
     if len(set(hosts)) == 1:
         return ClockAlignment(0, "same host: one clock")
     left_ns = []
@@ -226,13 +227,3 @@ class _Row:
     def add(self, span: Span) -> None:
         self.spans.append(span)
         self._open_ends.append(span.end_ns)
-
-
-def _host_id() -> str:
-    """The same for all processes of a running kernel, in containers too."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    if boot_id.exists():
-        return boot_id.read_text(encoding="ascii").strip()
-    import platform
-
-    return platform.node()

@@ -24,7 +24,7 @@ class Windows:
     """Tensors made inside `allocating()`, and `register`ed together. All ranks make the same ones in the same order.
 
     Args:
-        group: on NCCL; its communicator is set up (a collective has run).
+        group: on NCCL; a collective has run on it before `register`, or it has no communicator yet.
         device: of the tensors.
 
     Raises:
@@ -33,7 +33,8 @@ class Windows:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         if device.type != "cuda" or "cuda:nccl" not in dist.get_backend_config(group):
-            raise ValueError(f"windows: only NCCL on CUDA has them, and the device is {device.type}; leave them out")
+            found = f"the device is {device.type} and the backend {dist.get_backend_config(group)}"
+            raise ValueError(f"windows: only NCCL on CUDA has them, and {found}; leave them out")
         self._backend: Any = group._get_backend(device)
         self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
 

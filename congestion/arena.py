@@ -16,14 +16,17 @@ from typing import TypeVar
 
 from congestion.arena_protocol import SUITE, Case, Suite
 from congestion.arena_run import Contender, Row, lacking, published, run_one, tight_buffer
+from congestion.jit import are_kept
 from netlayer.errors import ConfigError
 from netlayer.progress import Stages
-from topology.commands.printing import duration
 from topology.workers import in_order_of_end
 
 ROWS, BUFFERS = "rows.jsonl", "buffers.jsonl"
 
 _QUICK_CONDITION, _QUICK_SEEDS = "200G-ecmp", 3
+_MINUTES_FROM_S = 120
+_MOST_TOGETHER = 8  # contenders in one task
+_SAMPLED = ("all-to-all", "incast")  # scenarios whose drawn cases are kept over time too
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -94,17 +97,14 @@ def run_arena(plan: Plan, out: Path, stages: Stages, processes: int | None = Non
     """
     file = out / ROWS
     rows = {_key(row): row for row in kept_rows(file, plan.contenders, plan.suite)}
+    compile_first(plan.contenders[0], plan.cases, stages, plan.suite)
     buffers = tight_buffers(plan.cases, out, stages, processes, plan.suite)
-    tasks = []
-    for seed in plan.seeds:
-        for case in plan.cases:
-            lacks = tuple(one for one in plan.contenders if (one.name, *_place(case), seed) not in rows)
-            if lacks:
-                tasks.append(
-                    _Task(
-                        lacks, case, seed, _buffer(case, buffers, plan.suite), _is_drawn(case, seed, plan), plan.suite
-                    )
-                )
+    tasks = [
+        _Task(lacks, case, seed, _buffer(case, buffers, plan.suite), _is_drawn(case, seed, plan), plan.suite)
+        for seed in plan.seeds
+        for case in plan.cases
+        for lacks in _together([one for one in plan.contenders if (one.name, *_place(case), seed) not in rows])
+    ]
     num_kept = plan.num_runs - sum(len(task.contenders) for task in tasks)
     if num_kept:
         stages.say(f"{num_kept:,} of {plan.num_runs:,} runs stand in {file} already")
@@ -127,6 +127,14 @@ def tight_buffers(
         append(file, [row])
         known[row["workload"], row["condition"]] = row
     return {_place(case): known[_place(case)] for case in wanted}
+
+
+def compile_first(contender: Contender, cases: Sequence[Case], stages: Stages, suite: Suite = SUITE) -> None:
+    """The kernels, if they are not kept from before: here, or every worker would compile them for itself."""
+    if not are_kept():
+        with stages.open("compiling, about a minute"):
+            least = min(cases, key=lambda case: case.workload.link_hops)
+            run_one(contender, least, suite.tuning_set.seeds[0], suite.rules.buffers_bytes[0], suite=suite)
 
 
 def kept_rows(file: Path, contenders: Sequence[Contender], suite: Suite) -> list[Row]:
@@ -174,24 +182,37 @@ def each(
     """Results as they come, with a bar that says how long the rest will take by the `work` done so far."""
     if not tasks:
         return
-    total, done, began = sum(map(work, tasks)), 0, time.monotonic()
+    total, done, said = sum(map(work, tasks)), 0, remaining()
     with stages.open(name) as bar, contextlib.closing(in_order_of_end(function, tasks, processes=processes)) as found:
         bar(0, total)
         for index, result in found:
             yield result
             done += work(tasks[index])
-            bar(done, total, f"{duration((time.monotonic() - began) * (total - done) / done)} left")
+            bar(done, total, said(done, total))
+
+
+def remaining(before: float = 0) -> Callable[[float, float], str]:
+    """From (done, total) to how long the rest will take by what was done since now; `before` was done already."""
+    began = time.monotonic()
+
+    def words(done: float, total: float) -> str:
+        if done <= before:
+            return ""
+        left_s = (time.monotonic() - began) * (total - done) / (done - before)
+        return f"{left_s:.0f} s left" if left_s < _MINUTES_FROM_S else f"{left_s / 60:.0f} min left"
+
+    return words
 
 
 @dataclass(frozen=True)
 class _Task:
-    """A case and a seed under all contenders that lack it: pairs are complete whenever the run ends."""
+    """A case and a seed under contenders that lack it, of few all: pairs are complete whenever the run ends."""
 
     contenders: tuple[Contender, ...]
     case: Case
     seed: int
     buffer_bytes: int
-    keep_flows: bool
+    is_drawn: bool
     suite: Suite
 
     @property
@@ -200,10 +221,13 @@ class _Task:
 
 
 def _run_task(task: _Task) -> list[Row]:
-    return [
-        run_one(one, task.case, task.seed, task.buffer_bytes, keep_flows=task.keep_flows, suite=task.suite)
-        for one in task.contenders
-    ]
+    keeps = {"keep_flows": task.is_drawn, "keep_samples": task.is_drawn and task.case.workload.scenario in _SAMPLED}
+    return [run_one(one, task.case, task.seed, task.buffer_bytes, suite=task.suite, **keeps) for one in task.contenders]
+
+
+def _together(contenders: Sequence[Contender]) -> list[tuple[Contender, ...]]:
+    """They share the workload's paths; but not too many at once, or what a killed run had under way would be much."""
+    return [tuple(contenders[at : at + _MOST_TOGETHER]) for at in range(0, len(contenders), _MOST_TOGETHER)]
 
 
 def _find_buffer(task: tuple[Case, Suite]) -> Row:

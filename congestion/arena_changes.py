@@ -15,7 +15,7 @@ from congestion.arena import Found, Plan, plan_of
 from congestion.arena_protocol import SUITE, Suite
 from congestion.arena_run import Contender, Row
 from congestion.arena_verdict import over_cases
-from congestion.tune import overrides_of, ranges_of
+from congestion.tune_ranges import overrides_of, ranges_of
 from netlayer.errors import ConfigError
 
 _PARTS_OF = "hybrid"

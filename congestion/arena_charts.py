@@ -42,6 +42,24 @@ def intervals(frame: pd.DataFrame, laws: list[str], margin: float) -> Chart:
     return drawn.properties(width="container", height=height)  # type: ignore[no-any-return]
 
 
+def over_bound(frame: pd.DataFrame, laws: list[str]) -> Chart:
+    """Columns `workload`, `law`, `over_bound`: a dot a law on each workload's line, the bound as a rule at 1."""
+    names = list(dict.fromkeys(frame["workload"]))
+    scale = alt.Scale(zero=False, nice=True, padding=12)
+    base = alt.Chart(frame.assign(bound=1.0)).encode(
+        y=alt.Y("workload:N", sort=names, axis=alt.Axis(title=None, ticks=False, labelLimit=220)),
+        yOffset=alt.YOffset("law:N", sort=laws),
+        color=law_colour(laws, laws, "law"),
+        tooltip=[alt.Tooltip("workload:N"), alt.Tooltip("law:N"), alt.Tooltip("over_bound:Q", format=".3f")],
+    )
+    axis = alt.Axis(title="Completion time over the lower bound", tickCount=9)
+    bound = alt.Chart(pd.DataFrame({"x": [1.0]})).mark_rule(color=MUTED).encode(x="x:Q")
+    lines = base.mark_rule(strokeWidth=1.5).encode(x=alt.X("bound:Q", scale=scale, axis=axis), x2="over_bound:Q")
+    dots = base.mark_point(filled=True, size=60, opacity=1).encode(x=alt.X("over_bound:Q", scale=scale))
+    drawn: Any = alt.layer(bound, lines, dots)
+    return drawn.properties(width="container", height=14 * len(names) * len(laws))  # type: ignore[no-any-return]
+
+
 def front(frame: pd.DataFrame, laws: list[str]) -> Chart:
     """Columns `law`, `pause_share`, `completion`, `on_front`: a named dot a law, the front as a line of steps."""
     x = alt.X("pause_share:Q", axis=alt.Axis(title="Port-time paused", format=".2~%", tickCount=7))
@@ -65,9 +83,9 @@ def front(frame: pd.DataFrame, laws: list[str]) -> Chart:
     return drawn.properties(width="container", height=320)  # type: ignore[no-any-return]
 
 
-def law_colour(laws: list[str], shown: list[str] | None) -> Any:
-    """A law has one colour in every chart of the page; a legend of those `shown`, where given."""
+def law_colour(laws: list[str], shown: list[str] | None, column: str = "rival") -> Any:
+    """A law has one colour in every chart of the page; a legend of those `shown`, by the column, where given."""
     scale: dict[str, Any] = {"domain": laws, "range": [PALETTE[at % len(PALETTE)] for at in range(len(laws))]}
     legend = None if shown is None else alt.Legend(title=None, values=shown)
-    by = "law:N" if shown is None else "rival:N"
+    by = "law:N" if shown is None else f"{column}:N"
     return alt.Color(by, scale=alt.Scale(**scale), legend=legend)

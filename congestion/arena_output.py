@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -12,7 +13,8 @@ import pandas as pd
 from congestion.arena import Found, Plan
 from congestion.arena_page import Findings, build_page
 from congestion.arena_run import Contender
-from congestion.arena_verdict import METRICS, is_whole, standing
+from congestion.arena_tables import CASES, CLAIMS, case_rows, claim_rows
+from congestion.arena_verdict import METRICS, check, is_whole, standing
 from netlayer.environ import snapshot
 from netlayer.report import Report
 from netlayer.results import RunRecord, utc_now
@@ -21,6 +23,7 @@ from topology.commands.printing import print_rows
 _COLUMNS = {
     "law": "law",
     "completion": "completion",
+    "over_bound": "over the bound",
     "fct_p99": "p99 FCT",
     "fct_max": "max FCT",
     "goodput_bps": "goodput",
@@ -28,12 +31,14 @@ _COLUMNS = {
     "pause_share": "port-time paused",
     "unfinished": "runs at the limit",
 }
+_FOOT = "Times over the best law's of each case, and completion over its lower bound: geometric means; others: means."
+_SERIES = ("fct_us", "samples")
 
 
 def frame_of(found: Found) -> pd.DataFrame:
     """The rows as `arena_verdict` takes them."""
     frame = pd.DataFrame(found.rows)
-    return frame.astype(dict.fromkeys(METRICS, float))
+    return frame.astype(dict.fromkeys(METRICS, float)).drop(columns=list(_SERIES), errors="ignore")
 
 
 def not_run_words(plan: Plan) -> str:
@@ -53,7 +58,7 @@ def print_table(found: Found) -> None:
     ]
     part = "" if is_whole(frame, found.plan.suite) else ", a part of the suite"
     title = f"simulated: {len(found.plan.cases)} cases, {len(found.plan.seeds)} seeds{part}"
-    print_rows(title, rows, _COLUMNS, "Times over the best law's of each case, geometric mean; the others are means.")
+    print_rows(title, rows, _COLUMNS, _FOOT)
 
 
 def page_of(found: Found, entrant: str, command: str) -> Report:
@@ -65,9 +70,10 @@ def page_of(found: Found, entrant: str, command: str) -> Report:
     frame = frame_of(found)
     report = build_page(
         Findings(
-            frame.drop(columns=["fct_us"], errors="ignore"),
+            frame,
             entrant,
             flows=_flows(found),
+            samples=_samples(found),
             tiers=_tiers(frame),
             buffers=_buffers(found),
             command=command,
@@ -84,7 +90,7 @@ def record_of(found: Found, started_utc: str, arguments: Mapping[str, Any]) -> R
     return RunRecord(
         name="congestion.arena",
         source="simulated",
-        rows=[{key: value for key, value in row.items() if key != "fct_us"} for row in found.rows],
+        rows=[{key: value for key, value in row.items() if key not in _SERIES} for row in found.rows],
         started_utc=started_utc,
         ended_utc=utc_now(),
         arguments={**arguments, "suite": plan.suite.digest, "not_run": [case.name for case, _ in plan.not_run]},
@@ -93,11 +99,32 @@ def record_of(found: Found, started_utc: str, arguments: Mapping[str, Any]) -> R
     )
 
 
+def short_records(record: RunRecord, found: Found, entrant: str) -> list[RunRecord]:
+    """What of the whole record a report keeps: a row a case and law, and a row a claim on the entrant.
+
+    Raises:
+        ValueError: as `page_of`.
+    """
+    frame, suite = frame_of(found), found.plan.suite
+    check(frame)
+    rows = {CASES: case_rows(frame, entrant, suite), CLAIMS: claim_rows(frame, entrant, suite)}
+    return [replace(record, name=name, rows=its) for name, its in rows.items()]
+
+
 def _flows(found: Found) -> pd.DataFrame | None:
     frames = [
         pd.DataFrame({"fct_us": row["fct_us"]}).assign(law=row["law"], case=f"{row['workload']}/{row['condition']}")
         for row in found.rows
         if "fct_us" in row
+    ]
+    return pd.concat(frames, ignore_index=True) if frames else None
+
+
+def _samples(found: Found) -> pd.DataFrame | None:
+    frames = [
+        pd.DataFrame(row["samples"]).assign(law=row["law"], case=f"{row['workload']}/{row['condition']}")
+        for row in found.rows
+        if "samples" in row
     ]
     return pd.concat(frames, ignore_index=True) if frames else None
 

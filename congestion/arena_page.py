@@ -12,12 +12,14 @@ import pandas as pd
 
 from congestion import arena_charts
 from congestion.arena_protocol import SUITE, Suite
+from congestion.arena_room import over_bound, room, room_words
 from congestion.arena_verdict import VERDICTS, check, claims, compare, is_whole, over_cases, standing, verdict
 from congestion.statistics import pareto_front
 from netlayer.report import Axis, Figure, Report, charts
 
 _MOST_CASES = 6
 _MOST_ROWS = 1_000
+_ON_TOP = "Where laws do alike their lines lie upon each other, and the last one's is seen."
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,7 @@ def build_page(findings: Findings) -> Report:
     )
     _overview(report, findings)
     every_case = _ratios(report, findings)
+    _room(report, findings)
     _front(report, findings)
     _tails(report, findings)
     _pauses(report, findings)
@@ -79,7 +82,7 @@ def build_page(findings: Findings) -> Report:
 def _overview(report: Report, findings: Findings) -> None:
     found = claims(findings.rows, findings.entrant, findings.suite)
     word, sentences = verdict(found, is_whole(findings.rows, findings.suite))
-    report.verdict(word, sentences)
+    report.verdict(word, f"{sentences} {room_words(findings.rows, findings.entrant, findings.suite)}.")
     section = report.section("At a glance", source="simulated")
     table = standing(findings.rows)
     best, calm = table.iloc[0], table.sort_values("pause_share", kind="stable").iloc[0]
@@ -93,19 +96,22 @@ def _overview(report: Report, findings: Findings) -> None:
     section.table(pd.DataFrame(said), caption=f"What is asked of {findings.entrant}.")
     section.table(
         table.assign(goodput_gbps=table["goodput_bps"] / 1e9).drop(columns="goodput_bps").rename(columns=_TITLES),
-        formats={"port-time paused": ".2%", **dict.fromkeys(("completion", "p99 FCT", "max FCT"), ".3f")},
-        caption="Times over the best law's of each case, geometric mean over the cases; 1 is the best everywhere. "
-        "The other columns are means.",
+        formats={"paused": ".2%", **dict.fromkeys(_TIMES, ".3f")},
+        caption="Times over the best law's of each case, geometric mean over the cases; 1 is the best everywhere. Over "
+        "the bound: completion time over what no law can be faster than. The other columns are means: the victim's "
+        "slowdown against an idle fabric, the share of port-time paused, and goodput.",
     )
 
 
 _TITLES = {
+    "over_bound": "over the bound",
     "fct_p99": "p99 FCT",
     "fct_max": "max FCT",
     "goodput_gbps": "goodput (Gb/s)",
-    "victim_slowdown": "victim's slowdown",
-    "pause_share": "port-time paused",
+    "victim_slowdown": "victim",
+    "pause_share": "paused",
 }
+_TIMES = ("completion", "p99 FCT", "max FCT", "over the bound")
 
 
 def _ratios(report: Report, findings: Findings) -> pd.DataFrame:
@@ -142,6 +148,34 @@ def _ratios(report: Report, findings: Findings) -> pd.DataFrame:
     )
 
 
+def _room(report: Report, findings: Findings) -> None:
+    """The lower bound beside each law."""
+    rows, entrant = findings.rows, findings.entrant
+    section = report.section("Completion time against the lower bound", source="simulated")
+    section.chart(
+        arena_charts.over_bound(_by_law(over_bound(rows), findings.laws), findings.laws),
+        name="over_bound",
+        caption="1 is the time that the most loaded link needs for what is routed over it, or the longest chain of "
+        "flows alone: the same for all laws, and not always reachable. Geometric mean over conditions and seeds.",
+    )
+    cases = room(rows, entrant, findings.suite)
+    tight = cases[cases["least_ratio"] > findings.suite.rules.faster]
+    section.table(
+        cases.rename(
+            columns={
+                "best_rival": "best rival",
+                "its_over_bound": "its time",
+                "entrant_over_bound": entrant,
+                "least_ratio": "at best",
+            }
+        ),
+        formats=dict.fromkeys(("its time", entrant, "at best"), ".3f"),
+        max_rows=_MOST_ROWS,
+        caption=f"Mean times over the bound's. At best: the bound over the best rival, below which no law's ratio can "
+        f"be; it is above {findings.suite.rules.faster} in {len(tight)} of {len(cases)} cases.",
+    )
+
+
 def _front(report: Report, findings: Findings) -> None:
     table = standing(findings.rows)
     table["on_front"] = pareto_front(table[["completion", "pause_share"]])
@@ -157,13 +191,13 @@ def _front(report: Report, findings: Findings) -> None:
 def _tails(report: Report, findings: Findings) -> None:
     if findings.flows is None:
         return
-    section = report.section("Flow completion times", source="simulated")
+    section = report.section("Flow completion times", f"One seed. {_ON_TOP}", source="simulated")
     flows = _by_law(findings.flows, findings.laws).assign(fct_s=lambda frame: frame["fct_us"] / 1e6)
     for number, (case, found) in enumerate(_first_cases(flows)):
         section.chart(
             charts.cdf(found, Axis("fct_s", "Flow completion time", "s"), colour="law", counted="flows", title=case),
             name=f"fct_{number}",
-            caption=f"{case}: all flows of the seeds that were kept.",
+            caption=f"All flows of {case}.",
         )
 
 
@@ -191,7 +225,7 @@ def _pauses(report: Report, findings: Findings) -> None:
 def _samples(report: Report, findings: Findings) -> None:
     if findings.samples is None:
         return
-    section = report.section("Over time", "One seed.", source="simulated")
+    section = report.section("Over time", f"One seed. {_ON_TOP}", source="simulated")
     samples = _by_law(findings.samples, findings.laws).assign(time_s=lambda frame: frame["time_us"] / 1e6)
     time = Axis("time_s", "Time", "s")
     for number, (case, found) in enumerate(_first_cases(samples)):

@@ -34,6 +34,8 @@ _OUT_OF_ORDER = (
 )
 _PS_PER_US, _PS_PER_MS = 10**6, 10**9
 _DIGITS = 16
+_SAMPLE_PS = 10 * _PS_PER_US
+_MADE = 128  # workloads that a worker remembers: more than the tuning set has
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,23 @@ def lacking(condition: Condition) -> str:
 
 
 def run_one(
-    contender: Contender, case: Case, seed: int, buffer_bytes: int, *, keep_flows: bool = False, suite: Suite = SUITE
+    contender: Contender,
+    case: Case,
+    seed: int,
+    buffer_bytes: int,
+    *,
+    keep_flows: bool = False,
+    keep_samples: bool = False,
+    suite: Suite = SUITE,
 ) -> Row:
-    """The row of a run: `arena_verdict.METRICS`, how many flows did not end, pauses by tier, the run's identity.
+    """The row of a run: `arena_verdict.METRICS`, how many flows did not end, pauses by tier, the run's identity, and
+    `bound_us`, than which no law can complete faster there.
 
     A run that reached the limit counts as the limit, and so does each of its flows that did not end.
 
     Args:
         keep_flows: also `fct_us`, one a flow.
+        keep_samples: also `samples`: time_us, rate_bps and queue_bytes of `Samples`, lists of one length.
 
     Raises:
         ConfigError: the law's file or its settings cannot be used.
@@ -94,18 +105,18 @@ def run_one(
         from congestion.control.entered import enter
 
         enter(contender.file)
-    from congestion.simulate import simulate
+    from congestion.samples import Samples
+    from congestion.simulate import Simulation
 
-    made = _scenario(case.workload.scenario, tuple(suite.overrides(case)), seed, case.workload.config)
-    settings = contender.settings(
-        f"congestion.mtu_bytes={suite.fabric.mtu_bytes}",
-        f"congestion.buffer_bytes={buffer_bytes}",
-        f"congestion.routing={case.condition.routing}",
-        *(_OUT_OF_ORDER if case.condition.routing != "ecmp" else ()),
-        *((f"congestion.window_bytes={suite.fabric.window_bytes}",) if case.condition.window else ()),
-    )
+    scenario = (case.workload.scenario, tuple(suite.overrides(case)), seed, case.workload.config)
+    made, told = _scenario(*scenario), _overrides(case.condition, suite)
+    settings = contender.settings(f"congestion.buffer_bytes={buffer_bytes}", *told)
     until_ps = int(made.flows.start_ps.min()) + suite.rules.limit_ms * _PS_PER_MS
-    outcome = simulate(made.fabric, made.flows, settings, contender.law, seed=seed, until_ps=until_ps)
+    simulation, samples = Simulation(made.fabric, made.flows, settings, contender.law, seed=seed), Samples()
+    if keep_samples:
+        outcome = simulation.run(until_ps, look=samples.take, every_ps=_SAMPLE_PS)
+    else:
+        outcome = simulation.run(until_ps)
     if not outcome.completed and outcome.time_ps < until_ps:
         raise KeyboardInterrupt  # which the simulation took for a wish to see what there is
     fct_us = _fct_us(outcome, suite)
@@ -116,11 +127,13 @@ def run_one(
         "scenario": case.workload.scenario,
         "seed": seed,
         **_metrics(outcome, made, fct_us, case, suite),
+        "bound_us": _bound_us(scenario, told),
         "buffer_bytes": buffer_bytes,
         "link_hops": outcome.link_hops,
         "suite": suite.digest,
         "contender": contender.digest,
         **({"fct_us": fct_us.round(3).tolist()} if keep_flows else {}),
+        **({"samples": _columns(samples.rows)} if keep_samples else {}),
     }
 
 
@@ -173,7 +186,29 @@ def _metrics(outcome: Outcome, made: scenario_catalogue.Case, fct_us: Any, case:
     }
 
 
-@lru_cache(maxsize=128)
+def _columns(rows: list[Row]) -> dict[str, list[float]]:
+    return {name: [row[name] for row in rows] for name in ("time_us", "rate_bps", "queue_bytes")}
+
+
+def _overrides(condition: Condition, suite: Suite) -> tuple[str, ...]:
+    """What every law is told of a condition, but for the buffer."""
+    return (
+        f"congestion.mtu_bytes={suite.fabric.mtu_bytes}",
+        f"congestion.routing={condition.routing}",
+        *(_OUT_OF_ORDER if condition.routing != "ecmp" else ()),
+        *((f"congestion.window_bytes={suite.fabric.window_bytes}",) if condition.window else ()),
+    )
+
+
+@lru_cache(maxsize=_MADE)
+def _bound_us(scenario: tuple[str, tuple[str, ...], int, str], overrides: tuple[str, ...]) -> float:
+    from congestion.bound import completion_bound_us
+
+    made = _scenario(*scenario)
+    return completion_bound_us(made.fabric, made.flows, settings_of("ns3", overrides))
+
+
+@lru_cache(maxsize=_MADE)
 def _scenario(name: str, overrides: tuple[str, ...], seed: int, config: str) -> scenario_catalogue.Case:
     path = example(config) if config else None
     return scenario_catalogue.build_scenario(name, overrides, seed, fabric="clos", config=path)
@@ -182,5 +217,11 @@ def _scenario(name: str, overrides: tuple[str, ...], seed: int, config: str) -> 
 @lru_cache(maxsize=1)
 def _sources() -> bytes:
     here = Path(__file__).parent
-    files = [*here.glob("engine/*.py"), *here.glob("control/*.py"), *here.glob("scenario*.py"), here / "arena_run.py"]
+    own = ("arena_run.py", "bound.py", "simulate.py")
+    files = [
+        *here.glob("engine/*.py"),
+        *here.glob("control/*.py"),
+        *here.glob("scenario*.py"),
+        *map(here.joinpath, own),
+    ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).digest()

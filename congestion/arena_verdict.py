@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from congestion.arena_protocol import SUITE, Suite
+from congestion.arena_room import over_bound
 from congestion.statistics import Mean, Ratio, holm, paired_ratio
 from netlayer.report import Verdict
 
@@ -38,7 +39,7 @@ def check(rows: pd.DataFrame) -> None:
     Raises:
         ValueError: a column is missing, a run stands there twice, or a law lacks a run that another has.
     """
-    missing = [name for name in (*_RUN, "scenario", *METRICS) if name not in rows]
+    missing = [name for name in (*_RUN, "scenario", "bound_us", *METRICS) if name not in rows]
     if missing or rows.empty:
         raise ValueError(f"rows lack {', '.join(missing) or 'runs'}")
     twice = rows[rows.duplicated(_RUN)]
@@ -99,11 +100,13 @@ def claims(rows: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> list[Claim
 
 
 def standing(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a law, best first: times over the best law's of each case (geometric mean), the other metrics' means."""
+    """One row a law, best first: times over the best law's of each case and completion over the bound (geometric
+    means), the other metrics' means."""
     means = rows.groupby([*_CASE, "law"], sort=False)[list(METRICS)].mean()
     times = means[list(_OVER_BEST)]
     relative = (times / times.groupby(level=_CASE).transform("min")).apply(np.log)
     laws = relative.groupby(level="law").mean().apply(np.exp).rename(columns=_OVER_BEST)
+    laws["over_bound"] = over_bound(rows, ()).set_index("law")["over_bound"]
     others = ["goodput_bps", "victim_slowdown", "pause_share"]
     return laws.join(means[others].groupby(level="law").mean()).sort_values("completion").reset_index()
 

@@ -66,6 +66,13 @@ _COLUMNS = {
 @click.option(
     "--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="They change the time alone."
 )
+@click.option(
+    "--backend",
+    type=click.Choice(["cpu", "gpu"]),
+    default="cpu",
+    show_default=True,
+    help="Where; results are the same.",
+)
 @click.option("--truncate-ns", is_flag=True, help="Cut serialisation times to whole ns, as ns-3 does.")
 @click.option("--out", type=_PATH, help="Folder for flows and ports as CSV and parquet, and the record.")
 @click.option("--until-us", type=click.FloatRange(0, min_open=True), help="Stop at this simulated time.")
@@ -98,8 +105,8 @@ def simulate(
 
     LAW is none, dcqcn, swift, nscc, hybrid, or a file (see netlayer arena --help). Ctrl-C keeps what was measured.
 
-    SCENARIO is one of incast, permutation, all-to-all, ring-all-reduce, victim, poisson, job-phases. Without one, flows
-    come from files, and the JSON goes to stdout unless --json or --out says otherwise.
+    SCENARIO is one of incast, permutation, flap, all-to-all, ring-all-reduce, victim, poisson, job-phases. Without one,
+    flows come from files, and the JSON goes to stdout unless --json or --out says otherwise.
 
     \b
     Examples:
@@ -107,6 +114,8 @@ def simulate(
       netlayer simulate all-to-all --set scenario.ranks=64 --set scenario.rounds=true --out runs/rounds
       netlayer simulate permutation --fabric fat-tree --set fabric.bps=100G --set congestion.ecn=false
       netlayer simulate job-phases --set scenario.phases=all-gather+pipeline --set scenario.bucket_bytes=16MiB
+      netlayer simulate flap --set scenario.link=leaf0,spine1 --set congestion.timeout_us=200
+      netlayer simulate victim --set congestion.classes.1.weight=2 --set scenario.victim_pg=1
       netlayer simulate --topo topo.txt --flows flow.txt --cc none,dcqcn --seed 3 --json result.json
       netlayer simulate incast --sample-us 10 --out runs/incast --cc dcqcn,hybrid
       netlayer simulate permutation --cc my_law.py --until-us 500 --checkpoint half.npz
@@ -149,8 +158,16 @@ def simulate(
     for row in kept.rows:
         if row["ended"] < row["flows"] and (row["completed"] or not how["until_us"]):
             left = f"{row['flows'] - row['ended']} of {row['flows']} flows did not end"
-            cause = "their last packets were lost, or they were stopped for good" if row["completed"] else "interrupted"
-            raise CheckFailed(f"{row['cc']}: {left}: {cause}")
+            raise CheckFailed(f"{row['cc']}: {left}: {_cause(row)}")
+
+
+def _cause(row: Mapping[str, Any]) -> str:
+    """Why flows of a run did not end."""
+    if row["deadlock"]:
+        return f"PFC deadlock, each link waits for the next: {row['deadlock']}"
+    if not row["completed"]:
+        return "interrupted"
+    return "their last packets were lost (congestion.timeout_us is 0), or their retries ran out"
 
 
 def _check_how(laws: Sequence[str], out: Path | None, how: Mapping[str, Any]) -> None:
@@ -161,6 +178,10 @@ def _check_how(laws: Sequence[str], out: Path | None, how: Mapping[str, Any]) ->
     for option in ("checkpoint", "resume"):
         if how[option] and len(laws) != 1:
             raise ConfigError(f"--{option}", how[option], f"is of one law, --cc names {len(laws)}", "give one law")
+    if how["backend"] == "gpu":
+        from congestion.engine.gpu.runs import check_device
+
+        check_device()
     if how["checkpoint"] and not how["checkpoint"].absolute().parent.is_dir():
         raise ConfigError("--checkpoint", how["checkpoint"], "is in no folder that exists", "make the folder first")
 
@@ -173,10 +194,13 @@ def _simulate(
     from congestion.samples import Samples
     from congestion.simulate import Simulation
 
-    if not are_kept():
+    if how["backend"] == "gpu":
+        click.echo("compiling the simulator's kernels for the GPU: about a minute", err=True)
+    elif not are_kept():
         click.echo("compiling the simulator's kernels: about a minute, once for this version", err=True)
-    shared = {"truncate_ns": how["truncate_ns"], "threads": how["threads"]}
-    simulation = Simulation(case.fabric, case.flows, settings, law, seed=seed, **shared)
+    backend = "gpu" if how["backend"] == "gpu" else "numba"
+    shared = {"truncate_ns": how["truncate_ns"], "threads": how["threads"], "backend": backend}
+    simulation = Simulation(case.fabric, case.flows, settings, law, seed=seed, flaps=case.flaps, **shared)
     if how["resume"]:
         simulation.restore(how["resume"])
     samples, every_us = Samples(), how["sample_us"]

@@ -2,7 +2,8 @@
 
 flow.txt is the number of flows, then `src dst priority dport bytes start` a line, the start in seconds. A .cm is `Nodes
 n`, `Connections n`, then `src->dst id n start ps size bytes` a line. Starts are kept as integer picoseconds, as
-written. Left out: priorities (every flow is in one class), htsim's triggers, which are refused.
+written. A flow's priority is its class of traffic, where the settings have classes. Left out: htsim's triggers, which
+are refused.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from netlayer.errors import ConfigError
 from topology.graph import Graph
 
 Ints = NDArray[np.int64]
+Flap = tuple[int, int, int]
+"""A cable, and from when until when it is down, ps."""
 
 _PS = 10**12
 _LAST_PORT = 0xFFFF
 _FIRST_PORT = 10_000
 _SPORTS = _LAST_PORT + 1 - _FIRST_PORT
 _MOST_NODES = 4_000_000
+MOST_CLASSES = 8
 _ROCE_PORT = 4_791
 _MOST_BYTES = 2**50
 _MOST_SECONDS = 10**6
@@ -43,6 +47,7 @@ class FlowSet:
         start_ps: when the sender is handed the flow; of a flow that waits it is not read.
         dport: UDP destination port, which ECMP hashes.
         sport: UDP source port; left empty, 10000 + n for the n-th flow of a pair.
+        pg: class of traffic, 0..7, which counts where the settings have classes; left empty, 0.
         waits_for: None, or (first, earlier): flow f waits for the flows earlier[first[f]:first[f + 1]]; shapes
             (num_flows + 1,) and (num_waits,).
         delay_ps: None is 0 everywhere.
@@ -58,12 +63,15 @@ class FlowSet:
     dport: Ints
     _: KW_ONLY
     sport: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    pg: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     waits_for: tuple[Ints, Ints] | None = None
     delay_ps: Ints | None = None
 
     def __post_init__(self) -> None:
         if not len(self.sport):
             object.__setattr__(self, "sport", _FIRST_PORT + nth_of_pair(self.src, self.dst) % _SPORTS)
+        if not len(self.pg):
+            object.__setattr__(self, "pg", np.zeros_like(self.src))
         if self.waits_for is not None:
             _check_waits(self.src, self.dst, *self.waits_for)
 
@@ -110,7 +118,8 @@ def read_flows(path: Path, fabric: Graph) -> FlowSet:
         raise _wrong(path, 1, head, f"flows are promised, {len(rows)} follow", "correct either")
     if not rows:
         raise ConfigError("--flows", path, "holds no flows", "give at least one")
-    return FlowSet(*(np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)))
+    *columns, pg = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+    return FlowSet(*columns, pg=pg)
 
 
 def cm_nodes(path: Path) -> int:
@@ -170,7 +179,7 @@ def _connection(path: Path, number: int, words: list[str], fabric: Graph) -> tup
     return int(hosts[int(ends[0])]), int(hosts[int(ends[1])]), num_bytes, start, _ROCE_PORT
 
 
-def _flow(path: Path, number: int, text: str, fabric: Graph) -> tuple[int, int, int, int, int]:
+def _flow(path: Path, number: int, text: str, fabric: Graph) -> tuple[int, int, int, int, int, int]:
     words = text.split()
     if len(words) != 6:
         raise _wrong(path, number, text, f"has {len(words)} words", "write src dst priority dport bytes start")
@@ -179,7 +188,8 @@ def _flow(path: Path, number: int, text: str, fabric: Graph) -> tuple[int, int, 
         raise _wrong(path, number, text, f"host {src} sends to itself", "leave such a flow out")
     dport = _whole(path, number, words[3], "dport", _LAST_PORT)
     num_bytes = _whole(path, number, words[4], "bytes", _MOST_BYTES)
-    return src, dst, num_bytes, _start(path, number, words[5]), dport
+    pg = _whole(path, number, words[2], "priority", MOST_CLASSES - 1, least=0)
+    return src, dst, num_bytes, _start(path, number, words[5]), dport, pg
 
 
 def _host(path: Path, number: int, word: str, fabric: Graph) -> int:

@@ -52,7 +52,10 @@ def _folder() -> Path:
 
 def _digest() -> str:
     here = Path(__file__).parent
-    sources = [here / "jit.py", here / "machine.py", *here.glob("engine/*.py"), *here.glob("control/*.py")]
+    engine = (
+        file for file in here.glob("engine/**/*.py") if not file.name.startswith(("build", "__"))
+    )  # no kernels there
+    sources = [here / "jit.py", here / "machine.py", *engine, *here.glob("control/*.py")]
     from congestion.control.entered import source  # which needs this module
 
     digest = hashlib.sha256(numba.__version__.encode() + source)

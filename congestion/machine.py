@@ -16,6 +16,7 @@ from numba.core import cgutils
 from congestion.jit import kernel
 
 intrinsic: Callable[[Callable[..., Any]], Any] = extending.intrinsic
+intrinsic_of_names: Callable[[Callable[..., Any]], Any] = extending.intrinsic(prefer_literal=True)
 _PATIENCE = 2_000  # looks before a worker lets go of its core: some microseconds
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
@@ -23,6 +24,19 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 def _place(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
     rows = context.make_array(array_type)(context, builder, array)
     return builder.gep(rows.data, [builder.zext(index, _I64) if index.type.width < 64 else index])
+
+
+@intrinsic_of_names
+def has(typing_context: Any, features: Any, name: Any) -> Any:  # noqa: ARG001
+    """Whether the records of `features` have a field of this name: a constant, by which kernels are compiled apart."""
+    if not isinstance(name, types.StringLiteral):
+        return None
+    known = name.literal_value in features.dtype.fields
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ARG001
+        return context.get_constant(types.boolean, known)
+
+    return types.boolean(features, name), generate
 
 
 @intrinsic
@@ -52,12 +66,26 @@ def _add_shared(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _load_shared(typing_context: Any, array: Any, index: Any) -> Any:  # noqa: ARG001
+def load_shared(typing_context: Any, array: Any, index: Any) -> Any:  # noqa: ARG001
+    """A number that another thread may change, and with it all that was written before it was."""
+
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = _place(context, builder, signature.args[0], *args)
-        return builder.load_atomic(place, "acquire", 8)
+        return builder.load_atomic(place, "acquire", signature.args[0].dtype.bitwidth // 8)
 
-    return types.int64(array, types.int64), generate
+    return array.dtype(array, index), generate
+
+
+@intrinsic
+def store_shared(typing_context: Any, array: Any, index: Any, value: Any) -> Any:  # noqa: ARG001
+    """Write a number that another thread may read, behind all that was written before."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = _place(context, builder, signature.args[0], *args[:2])
+        builder.store_atomic(args[2], place, "release", signature.args[0].dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, index, array.dtype), generate
 
 
 @intrinsic
@@ -84,7 +112,7 @@ def meet(arrived, num_workers):  # type: ignore[no-untyped-def]
     before = _add_shared(arrived, 0, 1)
     goal = (before // num_workers + 1) * num_workers
     spins = 0
-    while _load_shared(arrived, 0) < goal:
+    while load_shared(arrived, 0) < goal:
         spins += 1
         if spins > _PATIENCE:
             _yield_core()

@@ -13,8 +13,9 @@ import numpy as np
 
 from congestion.engine.tables import ACK_PATH, Ints, State
 from congestion.files import FlowSet
-from congestion.simulate import Outcome
+from congestion.simulate import Outcome, link_of_port
 from congestion.statistics import jain
+from netlayer.percentile import percentile
 from topology.graph import Graph
 from topology.wires import Wires
 
@@ -69,6 +70,7 @@ def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
             "flow": np.arange(len(flows)),
             "src": names[flows.src],
             "dst": names[flows.dst],
+            "pg": flows.pg,
             "bytes": flows.num_bytes,
             "start_us": start / 1e6,
             "fct_us": fct / 1e6,
@@ -81,13 +83,15 @@ def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
 
 
 def port_frame(fabric: Graph, outcome: Outcome) -> pd.DataFrame:
-    """A row a port, node by node. `pauses` are those that it sent, `paused_us` how long it was stopped itself."""
+    """A row a port, node by node. `pauses` are those that it sent, `paused_us` how long it was stopped itself;
+    `deadlock` is its place, from 1, in a circle of ports that wait for each other.
+    """
     import pandas as pd
 
     port, wires = outcome.state.port, Wires.of_graph(fabric)
-    end = np.argsort(np.stack([fabric.a, fabric.b], axis=1).ravel(), kind="stable")  # the engine's order
-    link = end // 2 + end % 2 * fabric.num_cables
-    span = span_ps(outcome)
+    link, span = link_of_port(fabric), span_ps(outcome)
+    deadlock = np.zeros(len(port), dtype=np.int64)
+    deadlock[outcome.deadlock] = np.arange(1, len(outcome.deadlock) + 1)
     return pd.DataFrame(
         {
             "src": wires.src[link],
@@ -103,6 +107,7 @@ def port_frame(fabric: Graph, outcome: Outcome) -> pd.DataFrame:
             "pauses": port["pauses"],
             "paused_us": outcome.pause_ps / 1e6,
             "pause_share": outcome.pause_ps / span,
+            "deadlock": deadlock,
         }
     )
 
@@ -117,9 +122,11 @@ def summary(flows: pd.DataFrame, ports: pd.DataFrame) -> dict[str, Any]:
     """One row of a run from its two frames; None where no flow ended.
 
     `completion_us` is from the first start to the last end, `goodput_bps` all payload that arrived over that time,
-    `jain` of the flows' goodputs (0 for one that did not end), `pause_share` the mean over ports.
+    `jain` of the flows' goodputs (0 for one that did not end), `pause_share` the mean over ports; `deadlock` names the
+    links of a circle of ports that wait for each other, empty where there is none.
     """
     done = flows.dropna(subset="fct_us")
+    circle = ports[ports["deadlock"] > 0].sort_values("deadlock")
     row: dict[str, Any] = {"flows": len(flows), "ended": len(done)}
     if len(done):
         completion_us = float((done["start_us"] + done["fct_us"]).max() - flows["start_us"].min())
@@ -138,14 +145,13 @@ def summary(flows: pd.DataFrame, ports: pd.DataFrame) -> dict[str, Any]:
         "retransmissions": int(flows["retransmissions"].sum()),
         "max_queue_bytes": int(ports["max_queue_bytes"].max()),
         "utilisation_max": float(ports["utilisation"].max()),
+        "deadlock": ", ".join(circle["src"] + " -> " + circle["dst"]),
     }
 
 
 def _spread(values: list[float]) -> dict[str, float | None]:
-    """Percentiles by nearest rank, as `netlayer.percentile` takes them."""
+    """What a column's distribution is told by."""
     if not values:
         return dict.fromkeys(("min", "median", "p99", "p999", "max"))
-    ordered = sorted(values)
-    p99, p999 = (ordered[-(-len(ordered) * per_mille // 1000) - 1] for per_mille in (990, 999))
-    median = statistics.median(ordered)
-    return {"min": ordered[0], "median": median, "p99": p99, "p999": p999, "max": ordered[-1]}
+    p99, p999 = (percentile(values, percent) for percent in (99, 99.9))
+    return {"min": min(values), "median": statistics.median(values), "p99": p99, "p999": p999, "max": max(values)}

@@ -1,4 +1,4 @@
-"""Traffic patterns over a fabric: incast, permutation, victim, all-to-all, ring all-reduce, Poisson packets.
+"""Traffic patterns over a fabric: incast, permutation, a flapping cable, victim, all-to-all, ring all-reduce, Poisson.
 
 Each is a function of the fabric, its parameters and a seed to flows; the same three give the same flows. Rank i is the
 i-th host of the fabric, or a host drawn by the seed. Collectives are flows that wait for others, as NCCL's ranks do.
@@ -35,6 +35,7 @@ class Pattern(Section):
     sports: Literal["counted", "random"] = Field(
         "counted", description="UDP source ports, which ECMP hashes: 10000 up for a pair's connections, or drawn"
     )
+    pg: int = Field(0, ge=0, le=7, description="class of traffic of its flows, where congestion.classes has several")
     jitter_us: float = Field(0.0, ge=0, le=10**6, description="each host starts up to this late, drawn by the seed")
 
 
@@ -53,11 +54,22 @@ class Permutation(Pattern):
     shift: int = Field(0, ge=0, description="rank i sends to rank i + shift; 0: to one drawn by the seed")
 
 
+class Flap(Permutation):
+    """A permutation while a cable goes down and up; with congestion.timeout_us above 0 what is lost is sent again."""
+
+    link: str = Field("", description="the cable by the names of its ends, A,B; empty: the first between switches")
+    at_us: float = Field(50.0, ge=0, le=10**9, description="when it goes down first")
+    down_us: float = Field(100.0, gt=0, le=10**9, description="for how long")
+    times: int = Field(1, ge=1, le=100_000, description="how often")
+    every_us: float = Field(1_000.0, gt=0, le=10**9, description="from one time to the next")
+
+
 class Victim(Pattern):
     """An incast, and beside it a flow that shares its trunk but not its bottleneck: head-of-line blocking."""
 
     senders: int = Field(16, ge=1, le=500_000, description="hosts of the incast")
     num_bytes: Size = Field(4_000_000, description="of each sender, and of the victim")
+    victim_pg: int = Field(-1, ge=-1, le=7, description="class of traffic of the victim; -1: that of the others")
 
 
 class Collective(Pattern):
@@ -105,6 +117,7 @@ class Flows(NamedTuple):
     channel: Ints | None = None
     waits: tuple[Ints, Ints] | None = None
     gap_us: float = 0.0
+    pg: Ints | None = None
 
     def copied(self, copies: int, ranks: int) -> Flows:
         """So many groups of `ranks` one behind another."""
@@ -119,6 +132,7 @@ class Flows(NamedTuple):
             None if self.channel is None else np.tile(self.channel, copies),
             None if self.waits is None else ((self.waits[0] + flow).ravel(), (self.waits[1] + flow).ravel()),
             self.gap_us,
+            None if self.pg is None else np.tile(self.pg, copies),
         )
 
 
@@ -142,6 +156,34 @@ def permutation(fabric: Graph, p: Permutation, seed: int) -> FlowSet:
     return on_hosts(fabric, p, seed, Flows(rank, dst, np.full_like(rank, p.num_bytes)))
 
 
+def flaps(fabric: Graph, p: Flap) -> tuple[tuple[int, int, int], ...]:
+    """When which cable is down, as `simulate` takes it; of cables side by side the first.
+
+    Raises:
+        ConfigError: there is no such cable, or it is to go down while it is down.
+    """
+    if p.times > 1 and p.every_us <= p.down_us:
+        raise ConfigError("scenario.every_us", p.every_us, f"is not above down_us = {p.down_us:g}", "raise it")
+    begin = [round((p.at_us + turn * p.every_us) * _PS_PER_US) for turn in range(p.times)]
+    cable, took = _cable(fabric, p.link), round(p.down_us * _PS_PER_US)
+    return tuple((cable, start, start + took) for start in begin)
+
+
+def _cable(fabric: Graph, link: str) -> int:
+    if not link:
+        return int(np.argmax(fabric.is_switch[fabric.a] & fabric.is_switch[fabric.b]))
+    ends = [name.strip() for name in link.split(",")]
+    if len(ends) != 2:
+        raise ConfigError("scenario.link", link, "is no pair of names", "give A,B")
+    one, other = (fabric.find(name, "scenario.link") for name in ends)
+    found = ((fabric.a == one) & (fabric.b == other)) | ((fabric.a == other) & (fabric.b == one))
+    if not found.any():
+        near = np.unique(np.concatenate([fabric.b[fabric.a == one], fabric.a[fabric.b == one]]))
+        remedy = f"cables of {ends[0]} go to {', '.join(fabric.names[node] for node in near[:8].tolist())}"
+        raise ConfigError("scenario.link", link, "is no cable of this fabric", remedy)
+    return int(np.argmax(found))
+
+
 def victim(fabric: Graph, p: Victim, seed: int) -> FlowSet:
     """The victim is the last flow: from beside the senders to beside their receiver.
 
@@ -151,7 +193,9 @@ def victim(fabric: Graph, p: Victim, seed: int) -> FlowSet:
     src = np.arange(side, dtype=np.int64)
     dst = np.full_like(src, side)
     dst[-1] = side + 1
-    return on_hosts(fabric, p, seed, Flows(src, dst, np.full_like(src, p.num_bytes)))
+    pg = np.full_like(src, p.pg)
+    pg[-1] = p.pg if p.victim_pg < 0 else p.victim_pg
+    return on_hosts(fabric, p, seed, Flows(src, dst, np.full_like(src, p.num_bytes), pg=pg))
 
 
 def all_to_all(fabric: Graph, p: AllToAll, seed: int) -> FlowSet:
@@ -230,6 +274,7 @@ def on_hosts(fabric: Graph, p: Pattern, seed: int, flows: Flows, host_of: Ints |
         start_ps=begin[src],
         dport=np.full_like(src, _ROCE_PORT),
         sport=_drawn_ports(src, dst, channel, seed) if p.sports == "random" else _FIRST_PORT + channel,
+        pg=np.full_like(src, p.pg) if flows.pg is None else flows.pg,
         waits_for=_by_flow(len(src), *flows.waits) if flows.waits and len(flows.waits[0]) else None,
         delay_ps=np.full_like(src, round(flows.gap_us * _PS_PER_US)) if flows.gap_us else None,
     )

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import psutil
 from pydantic import ValidationError
 
 from congestion import scenario, scenario_job
-from congestion.files import FlowSet, cm_nodes, read_cm, read_flows
+from congestion.engine.tables import MOST_FLOWS
+from congestion.files import Flap, FlowSet, cm_nodes, read_cm, read_flows
 from congestion.scenario_fabric import FABRICS, build_fabric
 from netlayer.config import Section, load_config
 from netlayer.errors import ConfigError
@@ -30,6 +32,7 @@ class Scenario(NamedTuple):
     flows: Callable[[Graph, Any, int], FlowSet]
     fabric: str
     num_hosts: Callable[[Any], int]
+    num_flows: Callable[[Any], int]
 
 
 class Case(NamedTuple):
@@ -38,21 +41,38 @@ class Case(NamedTuple):
     fabric: Graph
     flows: FlowSet
     config: dict[str, Any]
+    flaps: tuple[Flap, ...] = ()
 
 
 def _in_groups(p: scenario.Collective) -> int:
     return p.ranks * p.copies
 
 
+def _ranks(p: scenario.Permutation) -> int:
+    return p.ranks
+
+
 SCENARIOS = {
-    "incast": Scenario(scenario.Incast, scenario.incast, "star", lambda p: p.senders + 1),
-    "permutation": Scenario(scenario.Permutation, scenario.permutation, "clos", lambda p: p.ranks),
-    "all-to-all": Scenario(scenario.AllToAll, scenario.all_to_all, "clos", _in_groups),
-    "ring-all-reduce": Scenario(scenario.RingAllReduce, scenario.ring_all_reduce, "clos", _in_groups),
-    "victim": Scenario(scenario.Victim, scenario.victim, "dumbbell", lambda p: 2 * p.senders + 2),
-    "poisson": Scenario(scenario.Poisson, scenario.poisson, "star", lambda p: p.senders + 1),
+    "incast": Scenario(scenario.Incast, scenario.incast, "star", lambda p: p.senders + 1, lambda p: p.senders),
+    "permutation": Scenario(scenario.Permutation, scenario.permutation, "clos", _ranks, _ranks),
+    "flap": Scenario(scenario.Flap, scenario.permutation, "clos", _ranks, _ranks),
+    "all-to-all": Scenario(
+        scenario.AllToAll, scenario.all_to_all, "clos", _in_groups, lambda p: _in_groups(p) * (p.ranks - 1)
+    ),
+    "ring-all-reduce": Scenario(
+        scenario.RingAllReduce,
+        scenario.ring_all_reduce,
+        "clos",
+        _in_groups,
+        lambda p: 2 * _in_groups(p) * (p.ranks - 1) * p.channels,
+    ),
+    "victim": Scenario(
+        scenario.Victim, scenario.victim, "dumbbell", lambda p: 2 * p.senders + 2, lambda p: p.senders + 1
+    ),
+    "poisson": Scenario(scenario.Poisson, scenario.poisson, "star", lambda p: p.senders + 1, lambda p: p.packets),
 }
 JOB = "job-phases"
+_FLOW_BYTES = 1_000  # of a flow's rows, its path and what it waits for, while all of it is made
 # A job that runs in seconds, for who names none: 16 servers of 8 GPUs, a rail each.
 _SMALL_JOB = (
     *("cluster.name=small", "cluster.servers=16", "cluster.gpus_per_server=8", "cluster.nics_per_server=8"),
@@ -93,9 +113,26 @@ def build_scenario(
     values = _split(overrides, ("scenario", "fabric"))
     chosen = SCENARIOS[name]
     p = section_of(chosen.parameters, "scenario", values["scenario"])
+    check_room(name, chosen.num_flows(p))
     graph, fabric_config = _fabric(fabric or chosen.fabric, values["fabric"], chosen.num_hosts(p))
     resolved = {"scenario": {"name": name, **p.model_dump(mode="json")}, "fabric": fabric_config}
-    return Case(graph, chosen.flows(graph, p, seed), resolved)
+    flaps = scenario.flaps(graph, p) if isinstance(p, scenario.Flap) else ()
+    return Case(graph, chosen.flows(graph, p, seed), resolved, flaps)
+
+
+def check_room(name: str, num_flows: int) -> None:
+    """
+    Raises:
+        ConfigError: so many flows are more than a run can have, or than there is memory for.
+    """
+    needed, free = num_flows * _FLOW_BYTES, psutil.virtual_memory().available
+    if num_flows > MOST_FLOWS:
+        rule = f"has {num_flows:,} flows, a run has at most {MOST_FLOWS:,}"
+    elif needed > free:
+        rule = f"has {num_flows:,} flows, which need about {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free"
+    else:
+        return
+    raise ConfigError("SCENARIO", name, rule, "lower its ranks, senders, packets, copies or channels")
 
 
 def case_of_flows(path: Path, overrides: Sequence[str] = (), *, fabric: str | Graph) -> Case:

@@ -13,7 +13,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from congestion.files import FlowSet, Ints, nth_of_pair
+from congestion.files import MOST_CLASSES, FlowSet, Ints, nth_of_pair
 from congestion.scenario import Flows, Pattern, on_hosts, rng_of
 from netlayer.config import ClusterConfig, JobConfig
 from netlayer.errors import ConfigError
@@ -45,6 +45,7 @@ class JobPhases(Pattern):
         0, description="then all flows are scaled alike until a rank sends so much on average; 0: not"
     )
     ring_steps: int = Field(1, ge=1, le=100_000, description="flows that an edge of a ring is cut into")
+    classes: str = Field("", description="class of traffic of phases, such as pipeline=1,all-gather=2; others: pg")
     qps: int = Field(1, ge=1, le=256, description="queue pairs a connection, which share its bytes")
 
 
@@ -57,13 +58,13 @@ def job_phases(fabric: Graph, p: JobPhases, seed: int, job: JobConfig, cluster: 
     turns = [_kinds(phase) for phase in p.phases.split(",")]
     whole = traffic.job_flows(job, cluster, qps_per_connection=p.qps)
     num_bytes = _scaled(whole, turns, p, job, cluster)
-    made = _Flows()
+    made, pg_of = _Flows(), _classes(p)
     for kinds in turns:
         made.next_phase()
         for kind in kinds:
             rows = np.flatnonzero(whole.kind == kind)
             steps = p.ring_steps if kind in _RINGS else 1
-            made.add(whole.src_nic[rows], whole.dst_nic[rows], num_bytes[rows], steps)
+            made.add(whole.src_nic[rows], whole.dst_nic[rows], num_bytes[rows], steps, pg_of.get(kind, p.pg))
     nic = np.arange(cluster.servers * cluster.nics_per_server)
     if len(nic) > len(fabric.hosts):
         rule = f"fewer than the cluster's {len(nic)} NICs"
@@ -81,6 +82,18 @@ def _kinds(phase: str) -> list[Kind]:
         if name not in _PHASES:
             raise ConfigError("scenario.phases", name, "is no phase", f"join {', '.join(_PHASES)} by , or +")
     return [kind for name in names for kind in _PHASES[name]]
+
+
+def _classes(p: JobPhases) -> dict[Kind, int]:
+    """The class of traffic of each kind that has one of its own."""
+    found: dict[Kind, int] = {}
+    for part in filter(None, p.classes.split(",")):
+        phase, _, number = part.partition("=")
+        if not (number.strip().isdecimal() and int(number) < MOST_CLASSES):
+            rule = f"gives no class of 0..{MOST_CLASSES - 1}"
+            raise ConfigError("scenario.classes", part, rule, "write phase=number, several by commas")
+        found |= dict.fromkeys(_kinds(phase), int(number))
+    return found
 
 
 def _scaled(
@@ -110,7 +123,7 @@ class _Flows:
 
     def __init__(self) -> None:
         self.num_flows = 0
-        self._columns: list[tuple[Ints, Ints, Ints, Ints]] = []
+        self._columns: list[tuple[Ints, Ints, Ints, Ints, Ints]] = []
         self._waits: list[tuple[Ints, Ints]] = []
         self._before: dict[int, list[int]] = {}  # flows of a NIC's last phase
         self._now: dict[int, list[int]] = {}
@@ -119,7 +132,7 @@ class _Flows:
         self._before = {**self._before, **self._now}
         self._now = {}
 
-    def add(self, src: Ints, dst: Ints, num_bytes: Ints, steps: int) -> None:
+    def add(self, src: Ints, dst: Ints, num_bytes: Ints, steps: int, pg: int) -> None:
         """Flows of this phase; in `steps` each is cut up, and a piece waits for the one that its source received."""
         if not len(src):
             return
@@ -131,7 +144,7 @@ class _Flows:
         received[np.argsort(src, kind="stable")] = flow[np.argsort(dst, kind="stable")]
         for step in range(steps):
             piece = num_bytes * (step + 1) // steps - num_bytes * step // steps
-            self._columns.append((src, dst, np.maximum(piece, 1), channel))
+            self._columns.append((src, dst, np.maximum(piece, 1), channel, np.full_like(src, pg)))
             if step:
                 self._waits.append((flow + step * len(src), received + (step - 1) * len(src)))
         self.num_flows += steps * len(src)
@@ -145,6 +158,6 @@ class _Flows:
             self._waits.append((np.full_like(earlier, one), earlier))
 
     def flows(self) -> Flows:
-        src, dst, num_bytes, channel = (np.concatenate(column) for column in zip(*self._columns, strict=True))
+        src, dst, num_bytes, channel, pg = (np.concatenate(column) for column in zip(*self._columns, strict=True))
         flow, earlier = (np.concatenate(column) for column in zip(*self._waits, strict=True))
-        return Flows(src, dst, num_bytes, channel, (flow, earlier))
+        return Flows(src, dst, num_bytes, channel, (flow, earlier), pg=pg)

@@ -8,7 +8,7 @@ thresholds are given for a 200G link and scale with the rate of the link, as in 
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -16,7 +16,7 @@ from netlayer.config import Section
 from netlayer.errors import ConfigError
 
 _PREFIX = "congestion."
-_ENTERED = "congestion.entered."
+_OPEN = ("congestion.entered.", "congestion.classes.")  # sections whose names are the user's
 
 
 class DcqcnSettings(Section):
@@ -94,6 +94,19 @@ class HybridSettings(Section):
     min_rate_bps: int = Field(100_000_000, gt=0, description="Lowest rate of a flow.")
 
 
+class ClassSettings(Section):
+    """`congestion.classes.N`, a class of traffic; what is left out is as for a run without classes."""
+
+    weight: int = Field(1, ge=0, le=1_000, description="Packets in its turn (DWRR); 0: strictly before, by number.")
+    lossless: bool | None = Field(None, description="Paused rather than dropped; a lossy class drops above its share.")
+    ecn: bool | None = Field(None, description="Mark packets.")
+    kmin_bytes: int | None = Field(None, ge=0, description="Queue at which marking begins, at 200G.")
+    kmax_bytes: int | None = Field(None, ge=0, description="Queue above which every packet is marked, at 200G.")
+    pmax: float | None = Field(None, ge=0, le=1, description="Share of packets marked at kmax.")
+    headroom_bdps: int | None = Field(None, ge=0, le=1_000, description="Headroom, in rate x propagation delay.")
+    law: str = Field("", description="Control law of its flows; left out: the run's.")
+
+
 class Settings(Section):
     """The `congestion` section."""
 
@@ -134,6 +147,26 @@ class Settings(Section):
     nscc: NsccSettings = Field(default_factory=NsccSettings, description="NSCC's own.")
     entered: dict[str, float] = Field(default_factory=dict, description="Of a law from a file: what its Section takes.")
     hybrid: HybridSettings = Field(default_factory=HybridSettings, description="The hybrid's own.")
+    classes: dict[Annotated[int, Field(ge=0, le=7)], ClassSettings] = Field(
+        default_factory=dict, description="Classes of traffic by number, as flows' `pg` names them; none: one class."
+    )
+    ack_class: int = Field(-1, ge=-1, le=7, description="Class of ACKs, NACKs and notices; -1: that of their flow.")
+
+    @property
+    def num_classes(self) -> int:
+        return max(self.classes, default=0) + 1
+
+    def class_of(self, number: int) -> ClassSettings:
+        """A class with nothing left out but its law."""
+        own = self.classes.get(number, ClassSettings())
+        shared: dict[str, Any] = {
+            "lossless": self.pfc,
+            "ecn": self.ecn,
+            "kmin_bytes": self.kmin_bytes,
+            "kmax_bytes": self.kmax_bytes,
+        }
+        shared |= {"pmax": self.pmax, "headroom_bdps": self.headroom_bdps}
+        return own.model_copy(update={name: value for name, value in shared.items() if getattr(own, name) is None})
 
 
 PRESETS: dict[str, Settings] = {
@@ -162,7 +195,7 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
     values = _flat(PRESETS[preset].model_dump())
     for override in overrides:
         name, equals, value = override.partition("=")
-        if not equals or (name not in values and not name.startswith(_ENTERED)):
+        if not equals or (name not in values and not name.startswith(_OPEN)):
             near = difflib.get_close_matches(name, values, n=1, cutoff=0.0)[0]
             raise ConfigError(
                 "--set", override, "sets nothing that is known", f"give name=value; the nearest is {near}"
@@ -179,6 +212,12 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
         raise ConfigError("congestion.routing", made.routing, rule, "set congestion.selective_repeat=true too")
     if made.selective_repeat and not made.timeout_us:
         raise ConfigError("congestion.selective_repeat", True, "finds losses by its timer", "set timeout_us above 0")
+    if made.ack_class >= made.num_classes or (made.ack_class >= 0 and not made.classes):
+        rule = f"is no class, known are those up to {made.num_classes - 1}" if made.classes else "needs classes"
+        raise ConfigError("congestion.ack_class", made.ack_class, rule, "set congestion.classes.N.weight for each")
+    for number in made.classes:
+        its, where = made.class_of(number), f"classes.{number}"
+        _ordered(f"{where}.kmin_bytes", its.kmin_bytes or 0, f"{where}.kmax_bytes", its.kmax_bytes or 0)
     _ordered("kmin_bytes", made.kmin_bytes, "kmax_bytes", made.kmax_bytes)
     _ordered("swift.fs_min_packets", made.swift.fs_min_packets, "swift.fs_max_packets", made.swift.fs_max_packets)
     return made

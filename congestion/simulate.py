@@ -7,22 +7,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
 
-from congestion.engine.build import Flap, build
+from congestion.deadlock import deadlocked_ports
+from congestion.engine.build import build
 from congestion.engine.run import run
 from congestion.engine.tables import NEVER, Ints, State
-from congestion.files import FlowSet
+from congestion.files import Flap, FlowSet
 from congestion.settings import Settings
 from netlayer.errors import ConfigError
 from topology.graph import Graph
 
+if TYPE_CHECKING:
+    from congestion.engine.gpu.runs import GpuRun
+
+Backend = Literal["numba", "gpu"]
+
 _SLICE_S = 0.25  # between two looks at the clock, and at Ctrl-C
 # Room that is empty before the first event, and may be large: it tells nothing of a run's inputs.
-_EMPTY = ("entry", "following", "seen", "order", "counts", "free", "sent", "acked", "received")
+_EMPTY = ("entry", "following", "seen", "order", "counts", "busy", "due", "free", "sent", "acked", "received")
 
 
 @dataclass(frozen=True)
@@ -43,12 +49,14 @@ class Outcome:
     Args:
         start_ps: when each flow began; of one that waits, once it is known; shape (num_flows,).
         finish_ps: when the last ACK reached each sender, -1 for a flow that did not end.
-        pause_ps: how long each port was stopped by PFC; shape (num_ports,).
+        pause_ps: how long each port was stopped by PFC, the sum over its classes; shape (num_ports,).
         time_ps: how far the run came.
         completed: nothing was left to happen; False where it was stopped.
+        deadlock: ports that wait for each other in a circle, in its order; see `congestion.deadlock`.
         state: all counters, as `tables` names them.
         wall_s, cpu_s: of the run alone.
         compile_s: of the kernels, before it; about 0 but for a process's first run.
+        backend: what ran it.
     """
 
     start_ps: Ints
@@ -56,10 +64,12 @@ class Outcome:
     pause_ps: Ints
     time_ps: int
     completed: bool
+    deadlock: Ints
     state: State
     wall_s: float
     cpu_s: float
     compile_s: float
+    backend: Backend
 
     @property
     def link_hops(self) -> int:
@@ -91,7 +101,7 @@ class Outcome:
                 "cpu_s": self.cpu_s,
                 "compile_s": self.compile_s,
                 "threads": len(self.state.worker),
-                "backend": "numba",
+                "backend": self.backend,
             },
         }
 
@@ -116,8 +126,15 @@ class Outcome:
             "drops": int(self.state.port["drops"].sum()),
             "retransmissions": int(self.state.flow["resent"].sum()),
             "max_queue_bytes": max((row["max_queue_bytes"] for row in by_port), default=0),
+            "deadlock": [fabric.link_name(link_of_port(fabric)[port]) for port in self.deadlock],
             "by_port": by_port,
         }
+
+
+def link_of_port(fabric: Graph) -> Ints:
+    """The directed link that leaves at each port, in the engine's order: node by node, its cables by number."""
+    end = np.argsort(np.stack([fabric.a, fabric.b], axis=1).ravel(), kind="stable")
+    return np.asarray(end // 2 + end % 2 * fabric.num_cables)
 
 
 class Simulation:
@@ -135,7 +152,11 @@ class Simulation:
         threads: int = 1,
         flaps: Sequence[Flap] = (),
         timeouts_ps: Sequence[int] = (),
+        backend: Backend = "numba",
     ) -> None:
+        if backend == "gpu" and threads > 1:
+            raise ConfigError("--threads", threads, "has no effect with --backend gpu", "leave one of them out")
+        self._backend: Backend = backend
         self.state = build(
             fabric,
             flows,
@@ -151,14 +172,15 @@ class Simulation:
         self.wall_s = self.cpu_s = 0.0
         self._digest = _digest(self.state)
         self._window_ps = int(self.state.run["window"][0])
+        self._gpu = self._on_gpu()
         began = time.perf_counter()
-        run(self.state, -1)  # nothing is due before 0: this compiles
+        self._run(-1)  # nothing is due before 0: this compiles
         self.compile_s = time.perf_counter() - began
 
     def advance(self, until_ps: int) -> None:
         """Let everything happen that begins before `until_ps`; within a link's delay, what follows may have begun."""
         began, cpu = time.perf_counter(), time.process_time()
-        self.state, begin = run(self.state, until_ps)
+        begin = self._run(until_ps)
         self.wall_s += time.perf_counter() - began
         self.cpu_s += time.process_time() - cpu
         self.completed = begin == NEVER
@@ -202,25 +224,30 @@ class Simulation:
 
     def outcome(self) -> Outcome:
         port, flow = self.state.port, self.state.flow
-        pause = port["paused_ps"] + np.where(port["paused"], self.time_ps - port["paused_at"], 0)
+        lane = self.state.lane if len(self.state.lane) else port
+        pause = lane["paused_ps"] + np.where(lane["paused"], self.time_ps - lane["paused_at"], 0)
+        pause = pause.reshape(len(port), -1).sum(axis=1)
         return Outcome(
             flow["start"].copy(),
             flow["finish"].copy(),
             pause,
             self.time_ps,
             self.completed,
+            deadlocked_ports(self._whole() if lane["paused"].any() else self.state, self.time_ps, self.completed),
             self.state,
             self.wall_s,
             self.cpu_s,
             self.compile_s,
+            self._backend,
         )
 
     def save(self, path: Path) -> None:
         """Keep the run as it stands, to go on with it in another process by `restore`."""
         clock = np.array([self.time_ps, self.completed], dtype=np.int64)
+        state = self._whole()
         part = path.with_name(path.name + ".part")
         with part.open("wb") as file:
-            np.savez(file, **self.state._asdict(), clock=clock, digest=np.array(self._digest))
+            np.savez(file, **state._asdict(), clock=clock, digest=np.array(self._digest))
         part.replace(path)
 
     def restore(self, path: Path) -> None:
@@ -242,10 +269,31 @@ class Simulation:
         self.time_ps, completed = (int(value) for value in tables.pop("clock"))
         self.completed = bool(completed)
         self.state = State(**tables)
+        self._gpu = self._on_gpu()
+
+    def _on_gpu(self) -> GpuRun | None:
+        if self._backend != "gpu":
+            return None
+        from congestion.engine.gpu.runs import GpuRun
+
+        return GpuRun(self.state)
+
+    def _whole(self) -> State:
+        """The state with its packets, which a GPU keeps to itself."""
+        return self._gpu.whole() if self._gpu else self.state
+
+    def _run(self, until_ps: int) -> int:
+        """On to `until_ps`; when the next thing happens."""
+        if self._gpu:
+            begin = self._gpu.run(until_ps)
+            self.state = self._gpu.state
+        else:
+            self.state, begin = run(self.state, until_ps)
+        return begin
 
     def _next_ps(self) -> int:
         """When the next thing happens, or the time it is."""
-        begin = min(int(self.state.node["next_time"].min()), int(self.state.worker["soonest"].min()))
+        begin = min(int(self.state.next_time.min()), int(self.state.worker["soonest"].min()))
         return max(begin, self.time_ps) if begin < NEVER else self.time_ps
 
 
@@ -262,6 +310,7 @@ def simulate(
     timeouts_ps: Sequence[int] = (),
     until_ps: int = NEVER,
     say: Callable[[Progress], None] | None = None,
+    backend: Backend = "numba",
 ) -> Outcome:
     """Run flows over a fabric until nothing is left to happen, or to `until_ps`.
 
@@ -270,8 +319,10 @@ def simulate(
         threads: workers; they change nothing but the time that it takes.
         truncate_ns: cut every serialisation time to whole ns, as ns-3 does.
         say: hears of the progress some times a second.
+        backend: "gpu" runs on an NVIDIA GPU, with the same results.
 
     Raises:
+        HardwareMissing: there is no GPU to run on.
         ConfigError: fabric, flows or settings cannot be run; see `build`.
     """
     simulation = Simulation(
@@ -284,6 +335,7 @@ def simulate(
         threads=threads,
         flaps=flaps,
         timeouts_ps=timeouts_ps,
+        backend=backend,
     )
     return simulation.run(until_ps, say)
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from congestion.arena_run import Contender, Row
-from congestion.tune import Range, new_study, overrides_of, ranges_of
+from congestion.tune_ranges import Range, overrides_of, ranges_of
+from congestion.tune_study import new_study
 from netlayer.errors import CheckFailed, ConfigError
 from topology.ranges import numbers_in
 from topology.workers import in_order_of_end, standing
@@ -78,7 +79,7 @@ def run_point(point: Point) -> Row:
     others = [one for one in point.overrides if one not in mine]
     settings = settings_of(point.preset, mine)
     case = build_scenario(point.scenario, others, point.seed, fabric=point.fabric, config=point.config)
-    outcome = simulate(case.fabric, case.flows, settings, point.law, seed=point.seed)
+    outcome = simulate(case.fabric, case.flows, settings, point.law, seed=point.seed, flaps=case.flaps)
     if not outcome.completed:
         raise KeyboardInterrupt  # which the simulation took for a wish to see what there is
     found = measures.summary(
@@ -140,12 +141,13 @@ def optimise(
     num_trials: int,
     *,
     processes: int | None = None,
+    dask: str | None = None,
     progress: Progress | None = None,
 ) -> Best:
     """The least mean over the seeds of a column of `measures.summary`, the most of goodput, fairness and utilisation.
 
     Raises:
-        ConfigError: no such column.
+        ConfigError: no such column; or as `run_sweep`.
         CheckFailed: no trial let all flows end.
     """
     from optuna.trial import TrialState
@@ -153,12 +155,12 @@ def optimise(
     study = new_study(0, maximise=objective in _LARGER_IS_BETTER)
     study.enqueue_trial({one.name: one.published for one in ranges})
     trials: list[Row] = []
-    with standing(min(processes or len(seeds), len(seeds))) as run:
+    with standing(min(processes or len(seeds), len(seeds)), dask=dask) as submit:
         for number in range(num_trials):
             trial = study.ask({one.name: one.distribution for one in ranges})
             chosen = overrides_of(trial.params)
             told = replace(point, overrides=point.overrides + chosen)
-            rows = run(run_point, [replace(told, seed=seed) for seed in seeds])
+            rows = [one.result() for one in [submit(run_point, replace(told, seed=seed)) for seed in seeds]]
             score = _mean(rows, objective)
             study.tell(trial, score, state=TrialState.FAIL if score is None else TrialState.COMPLETE)
             trials.append({"trial": number, **dict(one.split("=", 1) for one in chosen), objective: score})

@@ -1,58 +1,34 @@
 """One parameter set a law: an optimiser's search on the tuning set, the same for all, as ARENA.md says.
 
-All laws search at once, a trial each a round; what a trial was is kept, so that a second start goes on. Left out: the
-test set, which no tuner sees.
+A law's trials come one after another; the laws search beside each other, and the runs of a trial are spread over all
+workers. What a trial scored is a line of OUT/trials.jsonl, and the optimiser's own state OUT/LAW.study, so that a
+second start goes on. Neither the workers' number nor their speed changes what is found. Left out: the test set, which
+no tuner sees.
 """
 
 from __future__ import annotations
 
-import math
+import queue
 import statistics
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tomlkit
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
-from congestion.arena import append, kept_rows, tight_buffers
+from congestion.arena import append, compile_first, kept_rows, remaining, tight_buffers
 from congestion.arena_protocol import SUITE, Case, Suite
 from congestion.arena_run import Contender, lacking, run_one
-from congestion.settings import Settings
-from netlayer.errors import ConfigError
+from congestion.tune_profile import write_profile
+from congestion.tune_ranges import ranges_of
+from congestion.tune_study import Question, ask, begin, load, save
 from netlayer.progress import Bar, Stages
-from netlayer.results import write_text
-from topology.workers import standing
+from topology.workers import Submit, standing
 
 TRIALS = "trials.jsonl"
 
-_PREFIX = "congestion."
-_EXCHANGED = (f"{_PREFIX}kmin_bytes", f"{_PREFIX}kmax_bytes")
-_BELOW = 1 - 1e-3  # of a bound that a value may not reach
-_FIGURES = 4  # significant, of a number that is drawn
-_Map = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
-
-
-@dataclass(frozen=True)
-class Range:
-    """What is searched of a parameter: `name` as `--set` takes it; whole numbers where `published` is one."""
-
-    name: str
-    published: float
-    low: float
-    high: float
-
-    @property
-    def distribution(self) -> Any:
-        """Optuna's: log-uniform, but for a range that begins at 0."""
-        from optuna.distributions import FloatDistribution, IntDistribution
-
-        if isinstance(self.published, int):
-            return IntDistribution(int(self.low), int(self.high), log=self.low > 0)
-        return FloatDistribution(self.low, self.high, log=self.low > 0)
+_TASK_LINK_HOPS = 600_000  # of the runs that go to a worker together: some 50 ms
+_SAVED_EVERY = 10  # trials
 
 
 @dataclass(frozen=True)
@@ -67,39 +43,6 @@ class Tuned:
     settled: bool
 
 
-def ranges_of(contender: Contender, suite: Suite = SUITE, factor: float | None = None) -> list[Range]:
-    """The switch's parameters and every number of the law's own section that is not 0, around the contender's values.
-
-    Args:
-        factor: from a value over this to times this; the protocol's where None.
-    """
-    settings, factor = contender.settings(), factor or suite.tuning.range_factor
-    switch = [_range(_PREFIX, name, settings, factor) for name in suite.tuning.switch_parameters]
-    section, prefix = _section(contender, settings)
-    own = [_range(prefix, name, section, factor) for name in type(section).model_fields] if section else []
-    return [one for one in (*switch, *own) if one and one.low < one.high]
-
-
-def new_study(seed: int, *, maximise: bool = False) -> Any:
-    """An optimiser as the protocol has it."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sampler = optuna.samplers.TPESampler(seed=seed)
-    return optuna.create_study(sampler=sampler, direction="maximize" if maximise else "minimize")
-
-
-def overrides_of(values: Mapping[str, float]) -> tuple[str, ...]:
-    """As `--set` takes them, in few digits; kmin above kmax are exchanged."""
-    values = {
-        name: value if isinstance(value, int) else float(f"{value:.{_FIGURES}g}") for name, value in values.items()
-    }
-    low, high = _EXCHANGED
-    if low in values and high in values and values[low] > values[high]:
-        values |= {low: values[high], high: values[low]}
-    return tuple(f"{name}={value}" for name, value in values.items())
-
-
 def tune(
     contenders: Sequence[Contender], out: Path, stages: Stages, processes: int | None = None, suite: Suite = SUITE
 ) -> list[Tuned]:
@@ -110,117 +53,154 @@ def tune(
     """
     tuning = suite.tuning
     cases = [case for case in suite.tuning_set.cases if not lacking(case.condition)]
+    compile_first(contenders[0], cases, stages, suite)
     buffers = tight_buffers(cases, out, stages, processes, suite)
-    sized = [(case, int(buffers[case.workload.name, case.condition.name]["buffer_bytes"])) for case in cases]
-    searches = [_Search(one, ranges_of(one, suite), tuning.optimiser_seed) for one in contenders]
+    sizes = {place: int(row["buffer_bytes"]) for place, row in buffers.items()}
+    runs = _Runs([(case, sizes[case.workload.name, case.condition.name]) for case in cases], suite)
+    searches = [_Search(one, out, runs) for one in contenders]
     for row in kept_rows(out / TRIALS, contenders, suite):
         next(one for one in searches if one.contender.name == row["law"]).known[tuple(row["set"])] = row["score"]
-    with standing(processes) as run:
+    for one in searches:
+        one.resume()
+    with standing(processes) as submit:
         for each in range(tuning.trials_per_parameter, tuning.trials_most + 1, tuning.trials_step):
             with stages.open(f"{each} trials a parameter") as bar:
-                _search(searches, each, sized, out, run, bar, suite)
-            if all(tuning.has_settled(one.scores) for one in searches):
+                _search(searches, each, submit, bar)
+            if all(tuning.has_settled(one.scores[: each * len(one.ranges)]) for one in searches):
                 break
     found = [_found(one, suite) for one in searches]
-    for one in found:
-        write_profile(out / f"{one.contender.name}.toml", one.contender, _words(one, suite))
+    for tuned in found:
+        write_profile(out / f"{tuned.contender.name}.toml", tuned.contender, _words(tuned, suite))
     return found
 
 
-def write_profile(path: Path, contender: Contender, words: Sequence[str]) -> None:
-    """The settings as TOML, `words` as its comments."""
-    document = tomlkit.document()
-    for line in words:
-        document.add(tomlkit.comment(line))
-    document.add("law", tomlkit.item(contender.law))
-    document.add("preset", tomlkit.item(contender.preset))
-    tree: dict[str, Any] = {}
-    for override in contender.overrides:
-        path_, _, text = override.partition("=")
-        *sections, name = path_.split(".")
-        inner = tree
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[name] = tomllib.loads(f"x = {text}")["x"]
-    document.update(tree)
-    write_text(path, tomlkit.dumps(document))
+@dataclass(frozen=True)
+class _Task:
+    """Some seeds of a tuning case under a trial's settings."""
+
+    contender: Contender
+    case: Case
+    buffer_bytes: int
+    seeds: tuple[int, ...]
+    suite: Suite
 
 
-def read_profile(path: Path) -> Contender:
-    """The law with the settings of a profile.
+@dataclass(frozen=True)
+class _Runs:
+    """What a trial runs: cases with their buffers."""
 
-    Raises:
-        ConfigError: the file cannot be read, is no profile, or sets what is unknown.
-    """
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-        law, preset, settings = str(tree["law"]), str(tree["preset"]), tree["congestion"]
-    except (OSError, ValueError, KeyError) as exc:
-        remedy = "give a file that `netlayer arena --tune` or `netlayer sweep --optimise` wrote"
-        raise ConfigError("--tuned", path, f"is no profile ({exc})", remedy) from exc
-    contender = Contender(law, law, preset, tuple(f"{name}={value}" for name, value in _flat(settings, _PREFIX)))
-    contender.settings()
-    return contender
+    cases: Sequence[tuple[Case, int]]
+    suite: Suite
+
+    def tasks(self, contender: Contender) -> list[_Task]:
+        """The long ones first, so that no worker is left with one at the end."""
+        seeds, tasks = self.suite.tuning_set.seeds, []
+        for case, size in sorted(self.cases, key=lambda one: -one[0].workload.link_hops):
+            many = max(1, _TASK_LINK_HOPS // case.workload.link_hops)
+            tasks += [
+                _Task(contender, case, size, seeds[at : at + many], self.suite) for at in range(0, len(seeds), many)
+            ]
+        return tasks
+
+    def score(self, found: Sequence[tuple[_Task, list[tuple[float, float]]]]) -> float:
+        """Of (completion time, pause share) of each seed of each task, in `tasks`'s order."""
+        weight, by_case = self.suite.tuning.pause_weight, dict[str, list[tuple[float, float]]]()
+        for task, pairs in found:
+            by_case.setdefault(task.case.name, []).extend(pairs)
+        means = [[statistics.fmean(column) for column in zip(*pairs, strict=True)] for pairs in by_case.values()]
+        return statistics.geometric_mean([completion_us * (1 + weight * share) for completion_us, share in means])
 
 
 class _Search:
-    """One law's study; `known` are trials of an earlier start, by their settings."""
+    """One law's search: a question to the optimiser, then the runs of its trial, then the next question.
 
-    def __init__(self, contender: Contender, ranges: Sequence[Range], seed: int) -> None:
-        self.contender, self.ranges = contender, ranges
+    `known` are scores of an earlier start too, by settings; `scores` those of the trials so far, in their order.
+    """
+
+    def __init__(self, contender: Contender, out: Path, runs: _Runs) -> None:
+        self.contender, self.runs, self._out = contender, runs, out
+        self.ranges = ranges_of(contender, runs.suite)
         self.known: dict[tuple[str, ...], float] = {}
         self.scores: list[float] = []
-        self.study = new_study(seed)
-        self.study.enqueue_trial({one.name: one.published for one in ranges})
+        self._asked = begin(self.ranges, runs.suite.tuning.optimiser_seed)
+        self._trial = contender
+        self._open: dict[Future[Any], int] = {}
+        self._found: list[Any] = []
 
-    def ask(self) -> tuple[Any, Contender]:
-        trial = self.study.ask({one.name: one.distribution for one in self.ranges})
-        return trial, replace(self.contender, overrides=overrides_of(trial.params))
+    def resume(self) -> None:
+        """As far as OUT/LAW.study came; without it all known trials are asked for again, which is slow."""
+        kept = load(self._file, self._identity, self.known)
+        if kept:
+            self._asked, self.scores = kept
 
-    def tell(self, trial: Any, score: float) -> None:
-        self.study.tell(trial, score)
+    def go_on(self, submit: Submit) -> list[Future[Any]]:
+        """Ask for the next trial."""
+        told = self.scores[-1] if self.scores else None
+        return [submit(ask, Question(self._asked, told, self.ranges))]
+
+    def take(self, future: Future[Any], submit: Submit, goal: int) -> list[Future[Any]]:
+        """Something that was submitted is done; what is to be waited for now, beside what is under way."""
+        if future in self._open:
+            self._found[self._open.pop(future)] = future.result()
+            return [] if self._open else self._end(submit, goal, self._score())
+        self._asked = future.result()
+        self._trial = replace(self.contender, overrides=self._asked.overrides)
+        if self._trial.overrides in self.known:
+            return self._end(submit, goal, self.known[self._trial.overrides])
+        tasks = self.runs.tasks(self._trial)
+        self._found = [None] * len(tasks)
+        self._open = {submit(_run, task): index for index, task in enumerate(tasks)}
+        return list(self._open)
+
+    def _score(self) -> float:
+        score = self.runs.score(list(zip(self.runs.tasks(self._trial), self._found, strict=True)))
+        row = {"law": self.contender.name, "set": self._trial.overrides, "score": score}
+        append(self._out / TRIALS, [{**row, "suite": self._identity[0], "contender": self._identity[1]}])
+        self.known[self._trial.overrides] = score
+        return score
+
+    def _end(self, submit: Submit, goal: int, score: float) -> list[Future[Any]]:
         self.scores.append(score)
+        if len(self.scores) == goal or not len(self.scores) % _SAVED_EVERY:
+            save(self._file, self._identity, self._asked, score)
+        return self.go_on(submit) if len(self.scores) < goal else []
+
+    @property
+    def _file(self) -> Path:
+        return self._out / f"{self.contender.name}.study"
+
+    @property
+    def _identity(self) -> tuple[str, str]:
+        return self.runs.suite.digest, self.contender.digest
 
 
-def _search(
-    searches: Sequence[_Search],
-    trials_per_parameter: int,
-    cases: Sequence[tuple[Case, int]],
-    out: Path,
-    run: _Map,
-    bar: Bar,
-    suite: Suite,
-) -> None:
+def _search(searches: Sequence[_Search], trials_per_parameter: int, submit: Submit, bar: Bar) -> None:
     """Trials until every law has so many a parameter."""
-    total = sum(trials_per_parameter * len(one.ranges) for one in searches)
-    while unfinished := [one for one in searches if len(one.scores) < trials_per_parameter * len(one.ranges)]:
-        asked = [(one, *one.ask()) for one in unfinished]
-        new = [(search, contender) for search, _, contender in asked if contender.overrides not in search.known]
-        tasks = [(contender, case, size, suite) for _, contender in new for case, size in cases]
-        results = run(_run_case, tasks)
-        for place, (search, contender) in enumerate(new):
-            its = results[place * len(cases) : (place + 1) * len(cases)]
-            score = _score(its, suite)
-            search.known[contender.overrides] = score
-            kept = {"law": contender.name, "set": contender.overrides, "score": score}
-            append(out / TRIALS, [{**kept, "suite": suite.digest, "contender": search.contender.digest}])
-        for search, trial, contender in asked:
-            search.tell(trial, search.known[contender.overrides])
-        bar(sum(len(one.scores) for one in searches), total)
+    ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+    whose: dict[Future[Any], _Search] = {}
+
+    def await_(futures: Sequence[Future[Any]], search: _Search) -> None:
+        whose.update(dict.fromkeys(futures, search))
+        for future in futures:
+            future.add_done_callback(ended.put)
+
+    goals = {one.contender.name: trials_per_parameter * len(one.ranges) for one in searches}
+    total, said = sum(goals.values()), remaining(sum(len(one.scores) for one in searches))
+    for one in searches:
+        if len(one.scores) < goals[one.contender.name]:
+            await_(one.go_on(submit), one)
+    while whose:
+        future = ended.get()
+        search = whose.pop(future)
+        await_(search.take(future, submit, goals[search.contender.name]), search)
+        so_far = sum(len(one.scores) for one in searches)
+        bar(so_far, total, said(so_far, total))
 
 
-def _run_case(task: tuple[Contender, Case, int, Suite]) -> tuple[float, float]:
-    """Mean completion time and pause share over the tuning seeds."""
-    contender, case, buffer_bytes, suite = task
-    runs = [run_one(contender, case, seed, buffer_bytes, suite=suite) for seed in suite.tuning_set.seeds]
-    means = (statistics.fmean(run[key] for run in runs) for key in ("completion_us", "pause_share"))
-    completion_us, pause_share = means
-    return completion_us, pause_share
-
-
-def _score(cases: Sequence[tuple[float, float]], suite: Suite) -> float:
-    weight = suite.tuning.pause_weight
-    return statistics.geometric_mean([completion_us * (1 + weight * share) for completion_us, share in cases])
+def _run(task: _Task) -> list[tuple[float, float]]:
+    """Completion time, us, and pause share of each seed."""
+    runs = [run_one(task.contender, task.case, seed, task.buffer_bytes, suite=task.suite) for seed in task.seeds]
+    return [(run["completion_us"], run["pause_share"]) for run in runs]
 
 
 def _found(search: _Search, suite: Suite) -> Tuned:
@@ -243,43 +223,3 @@ def _words(found: Tuned, suite: Suite) -> list[str]:
         f"score {found.score:.6g}, of the published values {found.published_score:.6g}; suite {suite.digest}",
         *(f"without the tuning cases that need {reason}" for reason in sorted(left)),
     ]
-
-
-def _section(contender: Contender, settings: Settings) -> tuple[BaseModel | None, str]:
-    """The law's own numbers, and how their names begin."""
-    if contender.file is None:
-        return getattr(settings, contender.law, None), f"{_PREFIX}{contender.law}."
-    from congestion.control import entered
-
-    entered.enter(contender.file)
-    kind = getattr(entered.law, "Section", None)
-    own = kind(**settings.entered) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-    return own, f"{_PREFIX}entered."
-
-
-def _range(prefix: str, name: str, section: BaseModel, factor: float) -> Range | None:
-    """None of what is no number, or 0: off."""
-    value = getattr(section, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value:
-        return None
-    least, most = _bounds(type(section).model_fields[name])
-    low, high = max(value / factor, least), min(value * factor, most)
-    if isinstance(value, int):
-        low, high = max(1, math.ceil(low)), math.floor(high)
-    return Range(prefix + name, value, low, high)
-
-
-def _bounds(field: FieldInfo) -> tuple[float, float]:
-    """The least and the most that the field allows; a least that may not be reached is 0 here always."""
-    least, most = 0.0, math.inf
-    for rule in field.metadata:
-        least = max(least, getattr(rule, "ge", least))
-        most = min(most, getattr(rule, "le", most), getattr(rule, "lt", most / _BELOW) * _BELOW)
-    return least, most
-
-
-def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in tree.items():
-        found += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
-    return found

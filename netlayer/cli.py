@@ -29,7 +29,7 @@ _COMMANDS = {
     "quickstart": Lazy("bench.quickstart:quickstart", "The main job: bench, fabric, training and one report."),
     "retransmit": Lazy("congestion.retransmit_cli:retransmit", "Which retransmit timers outlive which link flaps."),
     "simulate": Lazy("congestion.cli:simulate", "Congestion: flows over a fabric, packet by packet."),
-    "sweep": Lazy("congestion.arena_cli:sweep", "Congestion: parameters x laws x seeds, or the best of them."),
+    "sweep": Lazy("congestion.sweep_cli:sweep", "Congestion: parameters x laws x seeds, or the best of them."),
     "topology": Lazy("topology.cli:topology", "The CLOS fabric: describe it, hash a job's flows over it."),
 }
 _PERF_SUFFIX = "_perf"

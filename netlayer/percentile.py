@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def percentile(values: Sequence[float], percent: int) -> float:
-    """The least of `values` that at least `percent` (1..100) in a hundred of them do not exceed.
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The least of `values` that at least `percent` (1..100, in tenths) in a hundred of them do not exceed.
 
     A `median` in a record is the mean of the two in the middle where their number is even (`statistics.median`).
 
     Raises:
         ValueError: no values, or another percentage.
     """
-    if not values or not 1 <= percent <= 100:
-        raise ValueError(f"needs values and a percentage of 1 to 100, got {len(values)} values and {percent}")
-    return sorted(values)[-(-len(values) * percent // 100) - 1]
+    per_mille = round(percent * 10)
+    if not values or not 1 <= percent <= 100 or per_mille != percent * 10:
+        raise ValueError(f"needs values and a percentage of 1 to 100 in tenths, got {len(values)} values and {percent}")
+    return sorted(values)[-(-len(values) * per_mille // 1000) - 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -14,9 +14,11 @@ from netlayer import log
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+_LINE_EVERY_S = 60.0
+
 
 class Stages:
-    """Progress on stderr: a bar a stage where a person watches, one line a stage where nobody does."""
+    """Progress on stderr: a bar a stage where a person watches; where nobody does, a line a stage, and one a minute."""
 
     def __enter__(self) -> Stages:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -53,7 +55,7 @@ class Stages:
         if not self._console.is_terminal:
             self.say(f"{name} ...")
         task = self._bars.add_task(name, total=None, words="")
-        bar = Bar(self._bars, task)
+        bar = Bar(self._bars, task, None if self._console.is_terminal else lambda words: self.say(f"{name}: {words}"))
         yield bar
         self._bars.update(task, total=1, completed=1, words="")
         if not self._console.is_terminal:
@@ -61,10 +63,18 @@ class Stages:
 
 
 class Bar:
-    """One stage's bar: call it with what is done, of how much, and a few words."""
+    """One stage's bar: call it with what is done, of how much, and a few words.
 
-    def __init__(self, bars: Progress, task: TaskID) -> None:
-        self._bars, self._task = bars, task
+    Args:
+        say: where lines go that stand for the bar where nobody watches.
+    """
+
+    def __init__(self, bars: Progress, task: TaskID, say: Callable[[str], None] | None = None) -> None:
+        self._bars, self._task, self._say = bars, task, say
+        self._said = time.monotonic()
 
     def __call__(self, done: int, total: int, words: str = "") -> None:
         self._bars.update(self._task, completed=done, total=total, words=words)
+        if self._say and time.monotonic() - self._said > _LINE_EVERY_S:
+            self._said = time.monotonic()
+            self._say(f"{done / total:.0%}" + (f", {words}" if words else ""))

@@ -23,6 +23,7 @@ from netlayer.output import uninterrupted
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 Found = Generator[tuple[int, Result], None, None]
+Submit = Callable[[Callable[[Any], Any], Any], "Future[Any]"]
 
 _ADDRESS = re.compile(r"(tcp|tls)://(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", re.ASCII)
 _CONNECT_S = 3.0
@@ -97,24 +98,32 @@ def _in_processes(function: Callable[[Batch], Result], batches: Sequence[Batch],
 
 
 @contextlib.contextmanager
-def standing(processes: int | None = None) -> Iterator[Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]]:
-    """Workers here for many rounds: a map from batches to results in their order, to be called again and again.
+def standing(processes: int | None = None, *, dask: str | None = None) -> Iterator[Submit]:
+    """Workers for many rounds: a function that hands one batch to them, and gives what will be its result.
 
     Args:
-        processes: as for `in_order_of_end`.
+        processes, dask: as for `in_order_of_end`; with 1 process a batch is done when it is handed over.
     """
     workers = processes or os.cpu_count() or 1
-    if workers <= 1:
-        yield lambda function, batches: [function(batch) for batch in batches]
-        return
-    with _pool(workers) as pool:
+    if dask:
+        with _dask_client(dask) as (_, client):
+            yield lambda function, batch: client.submit(function, batch, pure=False)
+    elif workers <= 1:
+        yield _done_at_once
+    else:
+        with _pool(workers) as pool:
+            yield lambda function, batch: _handed(pool, function, batch)
 
-        def run(function: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
-            with uninterrupted():
-                futures = [pool.submit(function, batch) for batch in batches]
-            return [future.result() for future in futures]
 
-        yield run
+def _handed(pool: ProcessPoolExecutor, function: Callable[[Any], Any], batch: Any) -> Future[Any]:
+    with uninterrupted():
+        return pool.submit(function, batch)
+
+
+def _done_at_once(function: Callable[[Any], Any], batch: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(function(batch))
+    return future
 
 
 @contextlib.contextmanager

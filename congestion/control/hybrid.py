@@ -24,11 +24,10 @@ equal. A loss changes nothing: under PFC it is an error of a link, not congestio
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from congestion.control import dcqcn
+from congestion.control.logarithm import log2
 from congestion.control.rows import BYTE_PS, PS_PER_US, Rows, row_of
 from congestion.jit import inlined, kernel
 from congestion.settings import HybridSettings, Settings
@@ -107,7 +106,7 @@ def advance(p, own, flow, now):  # type: ignore[no-untyped-def]
 @kernel
 def target_ps(p, rate_bps, flow):  # type: ignore[no-untyped-def]
     """RTT that a flow at `rate_bps` aims at, ps."""
-    halvings = math.log2(flow.line_rate_bps / rate_bps) if p.flow_scaling else 0.0
+    halvings = log2(flow.line_rate_bps / rate_bps) if p.flow_scaling else 0.0
     return flow.base_rtt_ps + p.queue * (1.0 + max(halvings, 0.0))
 
 

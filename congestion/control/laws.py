@@ -1,4 +1,4 @@
-"""Which law a run is under: each call goes to the one that `run.law` names.
+"""Which law a flow is under: each call goes to the one that `flow.law` names.
 
 A law is a module of this package: PARAMETERS (a row a run), STATE (a row a flow), `parameters`, and the four calls that
 stand here, `on_ack` with an ACK's mark, round trip and newly acknowledged bytes. It sets a flow's `rate_bps` and
@@ -7,6 +7,7 @@ stand here, `on_ack` with an ACK's mark, round trip and newly acknowledged bytes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
@@ -41,19 +42,21 @@ def number_of(law: str) -> int:
     return ENTERED
 
 
-def tables(law: str, num_flows: int, host_bps: int, settings: Settings) -> dict[str, Rows]:
-    """Of each law its parameters, and its rows of flows: none but for the law of the run."""
+def tables(in_use: Sequence[str], num_flows: int, host_bps: int, settings: Settings) -> dict[str, Rows]:
+    """Of each law its parameters, and its rows of flows: none but for the laws in use."""
     made = {}
     for name, module in MODULES.items():
         if module is not None:
             made[name] = module.parameters(getattr(settings, name), host_bps, settings)
-            made[f"{name}_flow"] = np.zeros(num_flows if name == law else 0, dtype=module.STATE)
+            made[f"{name}_flow"] = np.zeros(num_flows if name in in_use else 0, dtype=module.STATE)
     its, its_state = np.zeros(1, dtype=_OF_NONE), _OF_NONE
     if entered.law is not None:
         section = entered.law.Section(**settings.entered) if hasattr(entered.law, "Section") else None
         its, its_state = entered.law.parameters(section, host_bps, settings), entered.law.STATE
     made["entered"] = its
-    made["entered_flow"] = np.zeros(num_flows if number_of(law) == ENTERED else 0, dtype=its_state)
+    made["entered_flow"] = np.zeros(
+        num_flows if entered.name in in_use and entered.law is not None else 0, dtype=its_state
+    )
     return made
 
 
@@ -85,7 +88,8 @@ else:
 @inlined
 def start(s, f):  # type: ignore[no-untyped-def]
     """Flow `f` is about to send its first packet."""
-    flow, law = s.flow[f], s.run[0].law
+    flow = s.flow[f]
+    law = flow.law
     flow.window_bytes = s.run[0].most_window_bytes
     if law == DCQCN:
         dcqcn.start(s.dcqcn[0], s.dcqcn_flow[f], flow)
@@ -102,7 +106,8 @@ def start(s, f):  # type: ignore[no-untyped-def]
 @inlined
 def advance(s, f, now):  # type: ignore[no-untyped-def]
     """Let the timers of flow `f` that are due by `now` fire."""
-    flow, law = s.flow[f], s.run[0].law
+    flow = s.flow[f]
+    law = flow.law
     if law == DCQCN:
         dcqcn.advance(s.dcqcn[0], s.dcqcn_flow[f], flow, now)
     elif law == SWIFT:
@@ -117,7 +122,8 @@ def advance(s, f, now):  # type: ignore[no-untyped-def]
 
 @inlined
 def on_ack(s, f, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-def]
-    flow, law = s.flow[f], s.run[0].law
+    flow = s.flow[f]
+    law = flow.law
     if law == DCQCN:
         dcqcn.on_ack(s.dcqcn[0], s.dcqcn_flow[f], flow, now, marked, rtt_ps, acked_bytes)
     elif law == SWIFT:
@@ -133,7 +139,8 @@ def on_ack(s, f, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-d
 @inlined
 def on_loss(s, f, now):  # type: ignore[no-untyped-def]
     """A NACK, or the retransmit timer of flow `f` ran out."""
-    flow, law = s.flow[f], s.run[0].law
+    flow = s.flow[f]
+    law = flow.law
     if law == DCQCN:
         dcqcn.on_loss(s.dcqcn[0], s.dcqcn_flow[f], flow, now)
     elif law == SWIFT:

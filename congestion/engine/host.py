@@ -2,9 +2,10 @@
 or selective repeat, which finds a loss by its timer alone: where packets take many paths, a gap says nothing.
 
 Order of events: time, then arrivals, then starts of flows, then retransmit timers, then the NIC. PFC stops data, not
-ACKs. A flow may wait for others that end at its host: their data have all arrived there, or their last ACK has. A flow
-whose retries run out has failed, as a queue pair in error: it sends no more and never finishes. Without a timer
-(`timeout` 0) a flow whose last packet or last ACK is lost does not end, as in ns-3's HPCC.
+ACKs; but where there are classes of traffic a pause stops all that is of its class, and the NIC serves classes as a
+switch does (`classes`). A flow may wait for others that end at its host: their data have all arrived there, or their
+last ACK has. A flow whose retries run out has failed, as a queue pair in error: it sends no more and never finishes.
+Without a timer (`timeout` 0) a flow whose last packet or last ACK is lost does not end, as in ns-3's HPCC.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import numpy as np
 
 from congestion.control import laws
-from congestion.engine.lists import drop_first, first, put
-from congestion.engine.packets import drawn, flow_of, pause, receive, send, serialise, sprayed
+from congestion.engine.classes import choose, class_of, lane_of, spend, waiting_classes
+from congestion.engine.lists import after, put
+from congestion.engine.packets import drawn, flow_of, is_lost, pause, send, serialise, sprayed
 from congestion.engine.tables import (
     ACK,
     DATA,
@@ -27,6 +29,7 @@ from congestion.engine.tables import (
     SEQ_SHIFT,
 )
 from congestion.jit import inlined, kernel
+from congestion.machine import has, load_shared
 
 _ONE = float(1 << 53)
 
@@ -36,9 +39,10 @@ def run_host(s, k, n, end):  # type: ignore[no-untyped-def]
     """All that happens at host `n` before `end`, by worker `k`."""
     node = s.node[n]
     p = node.first_port
-    wire, visible = s.wire[p], s.visible[p]
+    tail = load_shared(s.wire_tail, p)
     while True:
-        arrival = first(s, k, wire).time if wire.taken < visible else NEVER
+        head = s.wire_head[p]
+        arrival = s.entry[head].time if head != tail else NEVER
         start = _next_start(s, node)
         event = min(arrival, start, node.timer)
         ready = _next_send(s, node, p)
@@ -49,12 +53,14 @@ def run_host(s, k, n, end):  # type: ignore[no-untyped-def]
             continue
         node.now = event
         if arrival == event:
-            _arrive(s, k, node, p, event)
+            word = s.entry[head].word
+            s.wire_head[p] = after(s, k, head)
+            _arrive(s, k, node, p, word, event)
         elif start == event:
             _start_next(s, node)
         else:
             _expire(s, node, event)
-    node.next_time = min(event, ready)
+    s.next_time[n] = min(event, ready)
 
 
 @inlined
@@ -99,14 +105,17 @@ def _next_send(s, node, p):  # type: ignore[no-untyped-def]
     """When the NIC can begin its next packet as things stand."""
     port = s.port[p]
     free = max(port.busy, node.now)
-    if port.queued:
+    if waiting_classes(s, p) if has(s.features, "classes") else s.queue_head[p] != s.queue_tail[p]:
         return free
     if port.paused or node.num_ready == 0:
         return NEVER
-    soonest = NEVER
-    for i in range(node.first_flow, node.first_flow + node.num_active):
-        flow = s.flow[s.active[i]]
+    soonest, turn, count = NEVER, np.int64(node.robin), np.int64(node.num_active)
+    for _ in range(count):  # from the one whose turn it is: it mostly may go
+        turn = turn + 1 if turn + 1 < count else np.int64(0)
+        flow = s.flow[s.active[node.first_flow + np.uint32(turn)]]
         if flow.next < flow.limit and flow.available < soonest:
+            if has(s.features, "classes") and _is_stopped(s, p, s.active[node.first_flow + np.uint32(turn)]):
+                continue
             soonest = flow.available
             if soonest <= free:
                 return free
@@ -116,14 +125,14 @@ def _next_send(s, node, p):  # type: ignore[no-untyped-def]
 @inlined
 def _send_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
     port, run = s.port[p], s.run[0]
-    if port.queued:
-        queue = s.queue[p]
-        word = first(s, k, queue).word
-        drop_first(queue)
-        port.queued -= 1
+    lane = _waiting_lane(s, p)
+    head = s.queue_head[lane]
+    if head != s.queue_tail[lane]:
+        word = s.entry[head].word
+        s.queue_head[lane] = after(s, k, head)
         send(s, k, port, now, word, run.ack_wire_bytes)
         return
-    f = _next_flow(s, node, now)
+    f = _next_flow_by_class(s, node, p, now) if has(s.features, "classes") else _next_flow(s, node, now)
     flow = s.flow[f]
     sequence = np.int64(flow.next)
     following = sequence + 1
@@ -131,7 +140,7 @@ def _send_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
         flow.resent += 1
     else:
         flow.sent_to = following
-    while run.selective and following < flow.num_packets and _has(s.acked, f, following):
+    while has(s.features, "extras") and run.selective and following < flow.num_packets and _has(s.acked, f, following):
         following += 1
     _move(node, flow, following)
     last = sequence + 1 == flow.num_packets
@@ -140,7 +149,7 @@ def _send_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
     send(s, k, port, now, word | sequence << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT, size)
     if run.sent_mask >= 0:
         s.sent[f, sequence & run.sent_mask] = now
-    if run.timeout and flow.timeout_at == NEVER:
+    if has(s.features, "extras") and run.timeout and flow.timeout_at == NEVER:
         flow.timeout_at = now + s.timeouts[flow.retries]
         node.timer = min(node.timer, flow.timeout_at)
     laws.advance(s, f, now)
@@ -172,6 +181,52 @@ def _next_flow(s, node, now):  # type: ignore[no-untyped-def]
     return picked
 
 
+@inlined
+def _is_stopped(s, p, f):  # type: ignore[no-untyped-def]
+    return s.lane[lane_of(s, p, s.class_of[f])].paused
+
+
+@inlined
+def _waiting_lane(s, p):  # type: ignore[no-untyped-def]
+    """The queue of ACKs to be served: of those that may go the highest class'."""
+    if not has(s.features, "classes"):
+        return np.int64(p)
+    waiting, its_class = waiting_classes(s, p), s.run[0].num_classes - 1
+    while its_class and not waiting >> its_class & 1:
+        its_class -= 1
+    return lane_of(s, p, its_class) if waiting else lane_of(s, p, 0)
+
+
+@kernel
+def _next_flow_by_class(s, node, p, now):  # type: ignore[no-untyped-def]
+    """Of the class that the NIC serves next the flow whose turn it is; finished flows leave before."""
+    base, may_go, finished = node.first_flow, np.int64(0), np.int64(node.num_active)
+    for i in range(np.int64(node.num_active)):
+        f = s.active[base + np.uint32(i)]
+        flow = s.flow[f]
+        if flow.next < flow.limit:
+            if flow.available <= now and not _is_stopped(s, p, f):
+                may_go |= np.int64(1) << np.int64(s.class_of[f])
+        elif flow.unacked >= flow.num_packets:
+            finished = min(finished, np.int64(i))
+    if finished < node.num_active:
+        _leave(s, node, finished, -1)
+    its_class = choose(s, p, may_go)
+    lane = s.lane[lane_of(s, p, its_class)]
+    turn, count = np.int64(lane.turn), np.int64(node.num_active)
+    f = s.active[base]
+    for _ in range(count):
+        turn = turn + 1 if turn + 1 < count else np.int64(0)
+        f = s.active[base + np.uint32(turn)]
+        flow = s.flow[f]
+        if s.class_of[f] == its_class and flow.next < flow.limit and flow.available <= now:
+            break
+    lane.turn = turn
+    last = flow.next + 1 == flow.num_packets
+    spend(s, lane_of(s, p, its_class), its_class, flow.last_wire_bytes if last else s.run[0].data_wire_bytes)
+    return f
+
+
 @kernel
 def _leave(s, node, finished, found):  # type: ignore[no-untyped-def]
     """Finished flows from place `finished` on leave the circle; where the flow at `found` is then."""
@@ -188,24 +243,25 @@ def _leave(s, node, finished, found):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _arrive(s, k, node, p, now):  # type: ignore[no-untyped-def]
-    word = receive(s, k, p, now)
-    if word < 0:
+def _arrive(s, k, node, p, word, now):  # type: ignore[no-untyped-def]
+    if is_lost(s, p, word, now):
         return
     kind, f, sequence = word & 3, flow_of(word), (word >> SEQ_SHIFT) & SEQ_MASK
     port = s.port[p]
     if kind == PFC:
-        pause(port, word, now)
+        pause(s.lane[lane_of(s, p, sequence)] if has(s.features, "classes") else port, word, now)
     elif kind == DATA:
         row = s.receiver[f]
         before = row.expected
-        answer = _take_any(s, f, row, sequence) if s.run[0].selective else _answer(s, row, sequence, now)
+        selective = has(s.features, "extras") and s.run[0].selective
+        answer = _take_any(s, f, row, sequence) if selective else _answer(s, row, sequence, now)
         if answer:
-            says = sequence + 1 if s.run[0].selective else np.int64(row.expected)
+            says = sequence + 1 if selective else np.int64(row.expected)
             mark = _echo(s, f, row, word, now)
             word = answer | mark | sprayed(s, f, says, answer)
-            put(s, k, s.queue[p], 0, word | says << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT)
-            port.queued += 1
+            word |= says << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT
+            lane = lane_of(s, p, class_of(s, word)) if has(s.features, "classes") else np.int64(p)
+            s.queue_tail[lane] = put(s, k, s.queue_tail[lane], 0, word)
             if before < row.expected and row.expected == s.flow[f].num_packets:
                 _release_waiting(s, node, f, s.flow[f].dst, now)
     else:
@@ -242,13 +298,15 @@ def _answer(s, row, sequence, now):  # type: ignore[no-untyped-def]
         row.last_nack = row.expected
         return NACK
     # What is here already was sent again by a timer: say so, or it is sent for ever.
-    return ACK if sequence < row.expected and s.run[0].timeout else 0
+    return ACK if sequence < row.expected and has(s.features, "extras") and s.run[0].timeout else 0
 
 
 @inlined
 def _echo(s, f, row, word, now):  # type: ignore[no-untyped-def]
     """The mark that goes back with an answer: one an interval where notices are that rare."""
     mark = word & MARK_BIT
+    if not has(s.features, "extras"):
+        return mark
     if mark and s.run[0].deaf_scaled and drawn(s.run[0].seed, np.int64(f), -2) < s.run[0].deaf_scaled:
         return np.int64(0)
     if mark and s.run[0].cnp_gap:
@@ -266,15 +324,15 @@ def _acknowledge(s, node, f, kind, sequence, mark, now):  # type: ignore[no-unty
     acked = _progress(s, f, flow, sequence)
     if acked > 0:
         flow.retries = 0
-        flow.timeout_at = now + run.timeout if run.timeout and flow.next > flow.unacked else NEVER
-        if run.timeout:
+        if has(s.features, "extras") and run.timeout:
+            flow.timeout_at = now + run.timeout if flow.next > flow.unacked else NEVER
             _move(node, flow, max(flow.next, flow.unacked))
     if flow.unacked >= flow.num_packets:
         flow.finish = now
         _release_waiting(s, node, f, flow.src, now)
         return
     rtt = now - s.sent[f, (sequence - 1) & run.sent_mask] if run.sent_mask >= 0 else np.int64(0)
-    if run.rtt_noise:
+    if has(s.features, "extras") and run.rtt_noise:
         rtt += np.int64(drawn(run.seed, -1 - np.int64(f), sequence) * (run.rtt_noise / _ONE))
     if kind == NACK:
         _move(node, flow, flow.unacked)
@@ -286,7 +344,7 @@ def _acknowledge(s, node, f, kind, sequence, mark, now):  # type: ignore[no-unty
 @inlined
 def _progress(s, f, flow, sequence):  # type: ignore[no-untyped-def]
     """Packets that an ACK tells of for the first time: up to `sequence`, or the one before it in selective repeat."""
-    if not s.run[0].selective:
+    if not has(s.features, "extras") or not s.run[0].selective:
         news = sequence - flow.unacked
         flow.unacked = max(np.int64(flow.unacked), sequence)
         return news

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from congestion.engine.lists import drop_first, first, put
+from congestion.engine.lists import put
 from congestion.engine.tables import FLOW_MASK, FLOW_SHIFT, LAST_BIT, MARK_BIT, PATH_MASK, PATH_SHIFT, PFC, SPRAY
 from congestion.jit import inlined, kernel
+from congestion.machine import has, store_shared
 
 _SIZE_PS = 8_000_000_000_000  # a byte at 1 bit/s
+_DELAY = 4  # column of `pace`
 
 
 @inlined
@@ -25,28 +27,23 @@ def flow_of(word):  # type: ignore[no-untyped-def]
 
 @inlined
 def size_of(s, word):  # type: ignore[no-untyped-def]
-    run = s.run[0]
-    kind = word & 3
-    if kind == 0:
-        return np.int64(s.flow[flow_of(word)].last_wire_bytes) if word & LAST_BIT else run.data_wire_bytes
-    return run.pfc_wire_bytes if kind == PFC else run.ack_wire_bytes
+    return np.int64(s.flow[flow_of(word)].last_wire_bytes) if word & LAST_BIT else s.size[word & 3]
+
+
+@inlined
+def took(s, kind, word, size):  # type: ignore[no-untyped-def]
+    """Time that a packet takes onto a link whose ports are of this kind."""
+    return serialise(s.run[0], size, s.kind[kind].rate) if word & LAST_BIT else s.pace[kind, word & 3]
 
 
 @inlined
 def send(s, k, port, now, word, size):  # type: ignore[no-untyped-def]
     """Put a packet on the wire from `now`; the port is busy until its last bit has left."""
-    run, kind = s.run[0], s.kind[port.kind]
-    if size == run.data_wire_bytes:
-        took = kind.tx_data
-    elif size == run.ack_wire_bytes:
-        took = kind.tx_ack
-    else:
-        took = serialise(run, size, kind.rate)
-    port.busy = now + took
-    arrival = port.busy + kind.delay
-    put(s, k, s.wire[port.peer], arrival, word)
-    s.wake[port.to] = 1
-    worker = s.worker[k]
+    busy = port.busy = now + took(s, port.kind, word, size)
+    arrival = busy + s.pace[port.kind, _DELAY]
+    worker, wire = s.worker[k], port.peer
+    store_shared(s.wire_tail, wire, put(s, k, s.wire_tail[wire], arrival, word))
+    s.wake[np.uint32(1 - worker.turn), port.to] = 1
     worker.soonest = min(worker.soonest, arrival)
     if word & 3 != PFC:
         port.tx_packets += 1
@@ -54,24 +51,23 @@ def send(s, k, port, now, word, size):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def receive(s, k, p, now):  # type: ignore[no-untyped-def]
-    """Take the next packet off port `p`'s wire; -1 where the link lost it: by its error rate, or because it is down.
+def is_lost(s, p, word, now):  # type: ignore[no-untyped-def]
+    """Whether the link to port `p` lost a packet: by its error rate, or because it is down.
 
     PFC frames are spared: a lost resume would stop the link for good.
     """
-    wire = s.wire[p]
-    word = first(s, k, wire).word
-    drop_first(wire)
+    if not has(s.features, "extras"):
+        return False
     if s.run[0].flaps and word & 3 != PFC and _is_down(s, p, now):
         s.port[p].drops += 1
-        return np.int64(-1)
+        return True
     if s.run[0].loss_scaled and word & 3 != PFC:
         port = s.port[p]
         port.received += 1
         if drawn(s.run[0].seed, np.int64(p), port.received) < s.run[0].loss_scaled:
             port.drops += 1
-            return np.int64(-1)
-    return word
+            return True
+    return False
 
 
 @kernel
@@ -85,6 +81,8 @@ def _is_down(s, p, now):  # type: ignore[no-untyped-def]
 @inlined
 def path_of(s, word):  # type: ignore[no-untyped-def]
     """Row of a packet's path."""
+    if not has(s.features, "extras"):
+        return np.int64(flow_of(word))
     return np.int64(flow_of(word)) * s.run[0].num_paths + ((word >> PATH_SHIFT) & PATH_MASK)
 
 
@@ -92,7 +90,7 @@ def path_of(s, word):  # type: ignore[no-untyped-def]
 def sprayed(s, f, sequence, kind):  # type: ignore[no-untyped-def]
     """Path bits of a packet as it leaves its host: drawn for each where packets are spread."""
     run = s.run[0]
-    if run.routing != SPRAY:
+    if not has(s.features, "extras") or run.routing != SPRAY:
         return np.int64(0)
     return drawn(run.seed, -1 - np.int64(f), sequence << 2 | kind) % run.num_paths << PATH_SHIFT
 

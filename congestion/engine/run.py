@@ -1,7 +1,8 @@
 """The loop over windows: each node that has something to do runs alone to the window's end, by the worker that has it.
 
-A worker is a thread with a range of nodes. Between windows the workers meet twice: when all have written what they
-send, and when all have seen what was sent to theirs. Neither their number nor their speed changes what happens.
+A worker is a thread with a range of nodes. Between windows the workers meet, when all have written what they send. One
+that goes on sooner writes what others may read already, but not heed: it is due in a later window, and who it wakes is
+said in the other row of `wake`. Neither the workers' number nor their speed changes what happens.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from functools import partial
 
 import numpy as np
 
+from congestion.engine import classes
 from congestion.engine.host import run_host
-from congestion.engine.lists import first
 from congestion.engine.packets import flow_of
 from congestion.engine.switch import run_switch
 from congestion.engine.tables import CHUNK, FULL, NEVER, State, aligned
-from congestion.jit import entry, inlined, kernel
+from congestion.jit import entry, inlined
 from congestion.machine import meet, prefetch
 
 
@@ -27,11 +28,12 @@ def run(s: State, until: int) -> tuple[State, int]:
     """
     while True:
         s.arrived[0] = 0
+        kernel = _run_classes if "classes" in (s.features.dtype.names or ()) else _run
         if len(s.worker) == 1:
-            begin = _run(s, until, 0)
+            begin = kernel(s, until, 0)
         else:
             with ThreadPoolExecutor(len(s.worker)) as pool:
-                begin, *_ = pool.map(partial(_run, s, until), range(len(s.worker)))
+                begin, *_ = pool.map(partial(kernel, s, until), range(len(s.worker)))
         if begin != FULL:
             return s, begin
         s = _with_room(s)
@@ -58,36 +60,56 @@ def _with_room(s: State) -> State:
 
 @entry
 def _run(s, until, k):  # type: ignore[no-untyped-def]
+    return _windows(s, until, k, run_switch)
+
+
+@entry
+def _run_classes(s, until, k):  # type: ignore[no-untyped-def]
+    return _windows(s, until, k, classes.run_switch)
+
+
+@inlined
+def _windows(s, until, k, switch):  # type: ignore[no-untyped-def]
     worker, num_workers = s.worker[k], len(s.worker)
-    window, large = s.run[0].window, s.run[0].large
+    soonest = NEVER
+    for i in range(worker.first, worker.stop):
+        soonest = min(soonest, s.next_time[s.owned[i]])
     while True:
-        meet(s.arrived, num_workers)
-        _publish(s, k)
+        mine = s.said[k, worker.turn]
+        mine[0], mine[1] = min(soonest, worker.soonest), worker.num_free
         meet(s.arrived, num_workers)
         begin, in_use, least_free = NEVER, len(s.following), NEVER
         for each in range(num_workers):
-            begin = min(begin, s.worker[each].begin)
-            in_use -= s.worker[each].free_before
-            least_free = min(least_free, s.worker[each].free_before)
+            said = s.said[each, worker.turn]
+            begin, in_use, least_free = min(begin, said[0]), in_use - said[1], min(least_free, said[1])
         if begin == NEVER or begin >= until:
             return begin
         if least_free < 3 * in_use + s.run[0].most_new_chunks:
             return FULL
-        end = begin + window
         worker.soonest = NEVER
+        worker.turn = 1 - worker.turn
         if k == 0:
-            s.run[0].time = end
-        for i in range(worker.first, worker.stop):
-            n = s.owned[i]
-            node = s.node[n]
-            if large:
-                _prefetch_host(s, s.owned[min(i + 4, worker.stop - 1)], s.owned[min(i + 2, worker.stop - 1)])
-            if s.awake[n] or node.next_time < end:
-                s.awake[n] = 0
-                if node.is_switch:
-                    run_switch(s, k, n, end)
-                else:
-                    run_host(s, k, n, end)
+            s.run[0].time = begin + s.run[0].window
+        soonest = _window(s, k, begin + s.run[0].window, switch)
+
+
+@inlined
+def _window(s, k, end, switch):  # type: ignore[no-untyped-def]
+    """All that happens before `end` at the nodes of worker `k`; when the next thing will by itself."""
+    worker, large, soonest = s.worker[k], s.run[0].large, NEVER
+    turn, last = np.uint32(worker.turn), np.uint64(worker.stop - 1)
+    for i in range(np.uint64(worker.first), np.uint64(worker.stop)):
+        n = s.owned[i]
+        if large:
+            _prefetch_host(s, s.owned[min(i + np.uint64(4), last)], s.owned[min(i + np.uint64(2), last)])
+        if s.wake[turn, n] or s.next_time[n] < end:
+            s.wake[turn, n] = 0
+            if s.node[n].is_switch:
+                switch(s, k, n, end)
+            else:
+                run_host(s, k, n, end)
+        soonest = min(soonest, s.next_time[n])
+    return soonest
 
 
 @inlined
@@ -95,32 +117,11 @@ def _prefetch_host(s, far, near):  # type: ignore[no-untyped-def]
     """What hosts touch first whose turn comes soon: what arrives, and once that is here the flow that it is of."""
     node = s.node[far]
     if not node.is_switch:
-        wire = s.wire[node.first_port]
-        prefetch(s.entry, wire.head * CHUNK + wire.head_at)
+        prefetch(s.entry, s.wire_head[node.first_port])
     node = s.node[near]
     if not node.is_switch and node.num_ports:
-        wire = s.wire[node.first_port]
-        if wire.taken < s.visible[node.first_port]:
-            f = flow_of(s.entry[wire.head * CHUNK + wire.head_at].word)
+        head = s.wire_head[node.first_port]
+        if head != s.wire_tail[node.first_port]:
+            f = flow_of(s.entry[head].word)
             prefetch(s.flow, f)
             prefetch(s.receiver, f)
-
-
-@kernel
-def _publish(s, k):  # type: ignore[no-untyped-def]
-    """Have worker `k`'s nodes see what was sent to them, and say when the next thing happens to any of them."""
-    worker, large = s.worker[k], s.run[0].large
-    begin = worker.soonest
-    for i in range(worker.first, worker.stop):
-        n = s.owned[i]
-        node = s.node[n]
-        s.awake[n] |= s.wake[n]
-        s.wake[n] = 0
-        begin = min(begin, node.next_time)
-        for p in range(node.first_port, node.first_port + node.num_ports):
-            wire = s.wire[p]
-            s.visible[p] = wire.put
-            if large and wire.taken < wire.put:
-                first(s, k, wire)
-    worker.begin = begin
-    worker.free_before = worker.num_free

@@ -3,21 +3,19 @@
 Order of events: time, then arrivals, the one first whose sender began to send later, then by port; then ports that
 become free, by port. An arrival at a port that has been free starts at once. Where no threshold can be reached in the
 window, ports do not know of each other and each is run on its own (`_run_ports`); else all of the switch's events are
-run in their order (`_run_in_order`). Both give the same. A PFC frame passes the queue, not the packet under way. Left
-out: priorities, and classes of traffic. The rules and their figures are those of ns-3's HPCC switch.
+run in their order (`_run_in_order`). Both give the same. A PFC frame passes the queue, not the packet under way.
+Several classes of traffic are in `classes`. The rules and their figures are those of ns-3's HPCC switch.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from congestion.engine.lists import drop_first, first, put
-from congestion.engine.packets import drawn, flow_of, path_of, pause, receive, send, serialise, size_of
+from congestion.engine.buffer import has_no_room, hold, is_full, marked, may_go_on, release
+from congestion.engine.lists import after, put
+from congestion.engine.packets import drawn, flow_of, is_lost, path_of, pause, send, size_of, took
 from congestion.engine.tables import (
     ACK_PATH,
-    CHUNK,
-    FLOW_MASK,
-    FLOW_SHIFT,
     FLOWLET,
     HOP_MASK,
     HOP_SHIFT,
@@ -25,34 +23,29 @@ from congestion.engine.tables import (
     NEVER,
     PATH_SHIFT,
     PFC,
-    SEQ_MASK,
-    SEQ_SHIFT,
 )
 from congestion.jit import inlined, kernel
-from congestion.machine import prefetch
+from congestion.machine import has, load_shared, prefetch
 
-_ONE = float(1 << 53)
 _HOP = 1 << HOP_SHIFT
-_AHEAD = 3  # ports
+_AHEAD = np.uint64(3)  # ports
 
 
 @kernel
 def run_switch(s, k, n, end):  # type: ignore[no-untyped-def]
     """All that happens at switch `n` before `end`, by worker `k`."""
     node = s.node[n]
-    count, total, frames, soonest = _collect(s, k, node, end)
-    limited = s.run[0].pfc or s.run[0].drop_tail
+    count, total, frames, soonest = collect(s, k, node, end)
+    limited = s.run[0].pfc or (has(s.features, "extras") and s.run[0].drop_tail)
     if limited and (frames or node.num_paused or node.num_frames or _near(node, total)):
-        _run_in_order(s, k, node, count, end)
-        for p in range(node.first_port, node.first_port + node.num_ports):
-            soonest = min(soonest, _next_start(s.port[p]))
+        soonest = min(soonest, _run_in_order(s, k, node, count, end))
     else:
         soonest = min(soonest, _run_ports(s, k, node, count, end))
-    node.next_time = soonest
+    s.next_time[n] = soonest
 
 
 @inlined
-def _collect(s, k, node, end):  # type: ignore[no-untyped-def]
+def collect(s, k, node, end):  # type: ignore[no-untyped-def]
     """Take what arrives in the window off the wires: how many, bytes, PFC frames; and what arrives next."""
     count, soonest = _take(s, k, node, end)
     total, frames = 0, 0
@@ -67,7 +60,7 @@ def _collect(s, k, node, end):  # type: ignore[no-untyped-def]
             seen.out = seen.port  # which it stops
         else:
             total += seen.size
-            if s.run[0].routing == FLOWLET and word & (HOP_MASK << HOP_SHIFT | 3) == 0:
+            if has(s.features, "extras") and s.run[0].routing == FLOWLET and word & (HOP_MASK << HOP_SHIFT | 3) == 0:
                 word = seen.word = word | _least_loaded(s, k, node, flow_of(word), seen.time) << PATH_SHIFT
             hop = ((word >> HOP_SHIFT) & HOP_MASK) + 1 + (ACK_PATH if word & 3 else 0)
             seen.out = s.path[path_of(s, word), np.uint32(hop)]
@@ -99,50 +92,48 @@ def _least_loaded(s, k, node, f, now):  # type: ignore[no-untyped-def]
 def _take(s, k, node, end):  # type: ignore[no-untyped-def]
     count, soonest, large = 0, NEVER, s.run[0].large
     stop = node.first_port + node.num_ports
+    busy, num_busy = s.busy[k], np.uint32(0)
     for p in range(node.first_port, stop):
-        wire = s.wire[p]
-        visible = s.visible[p]
+        busy[num_busy] = p
+        num_busy = np.uint32(num_busy + np.uint32(s.wire_head[p] != s.wire_tail[p]))
+    for i in range(num_busy):
+        p = busy[i]
         if large:
-            later = s.wire[min(p + _AHEAD, stop - 1)]
-            prefetch(s.entry, later.head * CHUNK + later.head_at)
-        while wire.taken < visible:
-            entry = first(s, k, wire)
-            arrival = entry.time
+            prefetch(s.entry, s.wire_head[busy[min(i + _AHEAD, np.uint64(num_busy - 1))]])
+        head, tail = s.wire_head[p], load_shared(s.wire_tail, p)
+        came, kind = s.came[p], s.port[p].kind
+        while head != tail:
+            entry = s.entry[head]
+            arrival, word = entry.time, entry.word
             if arrival >= end:
                 soonest = min(soonest, arrival)
                 break
-            size = size_of(s, entry.word)
-            _follow(s, wire, s.kind[s.port[p].kind], arrival, size)
-            word = receive(s, k, p, arrival)
-            if word < 0:
+            head = after(s, k, head)
+            size = size_of(s, word)
+            _follow(came, arrival, took(s, kind, word, size))
+            if is_lost(s, p, word, arrival):
                 continue
             if large:
                 prefetch(s.path_line, flow_of(word))
             seen = s.seen[k, count]
             seen.time = arrival
-            seen.began = wire.began
+            seen.began = came.began
             seen.size = size
             seen.word = word
             seen.port = p
             count += 1
+        s.wire_head[p] = head
     return count, soonest
 
 
 @inlined
-def _follow(s, wire, kind, arrival, size):  # type: ignore[no-untyped-def]
+def _follow(came, arrival, took):  # type: ignore[no-untyped-def]
     """Since when the sender has sent without a gap. Of two arrivals at one moment the one whose sender began later is
     first: ns-3 and htsim run events of one moment in the order in which they were scheduled, and what lets a sender
     begin (an arrival, a resume) is scheduled before the end of a packet that another sends by then."""
-    run = s.run[0]
-    if size == run.data_wire_bytes:
-        took = kind.tx_data
-    elif size == run.ack_wire_bytes:
-        took = kind.tx_ack
-    else:
-        took = serialise(run, size, kind.rate)
-    if arrival - took > wire.last:
-        wire.began = arrival - took
-    wire.last = arrival
+    began, last = came.began, came.last
+    came.began = arrival - took if arrival - took > last else began
+    came.last = arrival
 
 
 @inlined
@@ -156,47 +147,40 @@ def _near(node, total):  # type: ignore[no-untyped-def]
 def _run_ports(s, k, node, count, end):  # type: ignore[no-untyped-def]
     """Each port on its own; when the next one begins a packet."""
     counts, order = s.counts[k], s.order[k]
-    begin = 0
-    for place in range(node.num_ports):  # where each port's begin
-        here = counts[place]
+    busy, num_busy, begin = s.busy[k], np.uint32(0), np.uint32(0)
+    for place in range(node.num_ports):  # where each port's begin, and who has anything to do
+        here, p = counts[place], node.first_port + place
         counts[place] = begin
-        begin += here
+        begin = np.uint32(begin + here)
+        busy[num_busy] = place
+        num_busy = np.uint32(num_busy + np.uint32((here != 0) | (s.queue_head[p] != s.queue_tail[p])))
     for i in range(count):
         place = s.seen[k, i].out - node.first_port
         order[counts[place]] = i
         counts[place] += 1
-    begin, soonest, large = 0, NEVER, s.run[0].large
-    for place in range(node.num_ports):
-        stop = counts[place]
-        port = s.port[node.first_port + place]
+    begin, soonest, large = np.uint32(0), NEVER, s.run[0].large
+    for i in range(num_busy):
+        place = busy[i]
+        stop, p = counts[place], node.first_port + place
         if large:
-            _prefetch_port(s, node, place)
-        if stop > begin:
-            _sort(s, k, begin, stop)
-        elif not port.queued:
-            continue
-        _run_port(s, k, node, node.first_port + place, begin, stop, end)
-        soonest = min(soonest, _next_start(port))
+            _prefetch_port(s, node, busy[min(i + _AHEAD, np.uint64(num_busy - 1))])
+        sort(s, k, begin, stop)
+        _run_port(s, k, node, p, begin, stop, end)
+        soonest = min(soonest, _next_start(s, p))
         begin = stop
     return soonest
 
 
 @inlined
 def _prefetch_port(s, node, place):  # type: ignore[no-untyped-def]
-    """What ports behind `place` will touch first: their queue's head, and the tail of the wire that they send on."""
-    last = node.first_port + node.num_ports - 1
-    p = min(node.first_port + place + _AHEAD, last)
-    port = s.port[p]
-    wire = s.wire[port.peer]
-    prefetch(s.entry, wire.tail * CHUNK + wire.tail_at)
-    if port.queued:
-        queue = s.queue[p]
-        prefetch(s.entry, queue.head * CHUNK + queue.head_at)
-    prefetch(s.wire, s.port[min(p + _AHEAD, last)].peer)
+    """What a port will touch first: its queue's head, and the tail of the wire that it sends on."""
+    p = node.first_port + place
+    prefetch(s.entry, s.wire_tail[s.port[p].peer])
+    prefetch(s.entry, s.queue_head[p])
 
 
 @inlined
-def _sort(s, k, begin, stop):  # type: ignore[no-untyped-def]
+def sort(s, k, begin, stop):  # type: ignore[no-untyped-def]
     """Insertion sort of `order` by arrival, stable; few arrive at a port in a window, and nearly in order."""
     order = s.order[k]
     for i in range(begin + 1, stop):
@@ -216,123 +200,74 @@ def _is_before(one, other):  # type: ignore[no-untyped-def]
 
 @inlined
 def _run_port(s, k, node, p, begin, stop, end):  # type: ignore[no-untyped-def]
-    port = s.port[p]
+    port, order = s.port[p], s.order[k]
     for i in range(begin, stop):
-        seen = s.seen[k, s.order[k, i]]
+        seen = s.seen[k, order[i]]
         now, size = seen.time, seen.size
-        while port.queued and port.busy < now and not port.paused:
+        while s.queue_head[p] != s.queue_tail[p] and port.busy < now and not port.paused:
             _start_next(s, k, node, p, port.busy)
-        word = seen.word + _HOP
         port.max_queue_bytes = max(port.max_queue_bytes, port.queue_bytes + size)
-        if port.queued == 0 and port.busy < now and not port.paused:
-            send(s, k, port, now, _marked(s, port, word), size)
+        free = port.busy < now
+        if port.busy == now:  # arrivals of a moment are all there before the port begins its next packet
+            free = i + 1 == stop or s.seen[k, order[i + 1]].time > now
+        if free and s.queue_head[p] == s.queue_tail[p] and not port.paused:
+            send(s, k, port, now, seen.word + _HOP, size)  # unmarked, as the queue behind it is empty
         else:
-            _hold(s, node, s.port[seen.port], size)
-            _enqueue(s, k, p, word, size, seen.port)
-    while port.queued and port.busy < end and not port.paused:
+            hold(s, node, s.port[seen.port], size)
+            _enqueue(s, k, p, seen.word + _HOP, size, seen.port)
+    while s.queue_head[p] != s.queue_tail[p] and port.busy < end and not port.paused:
         _start_next(s, k, node, p, port.busy)
 
 
 @inlined
 def _enqueue(s, k, p, word, size, in_port):  # type: ignore[no-untyped-def]
-    port = s.port[p]
-    port.queue_bytes += size
-    port.queued += 1
-    put(s, k, s.queue[p], np.int64(in_port), word)
+    s.port[p].queue_bytes += size
+    s.queue_tail[p] = put(s, k, s.queue_tail[p], np.int64(in_port), word)
 
 
 @inlined
 def _start_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
     """Begin the packet at the head of a queue; the port that it had come in by."""
-    port, queue = s.port[p], s.queue[p]
-    entry = first(s, k, queue)
+    port, head = s.port[p], s.queue_head[p]
+    entry = s.entry[head]
     word, in_port = entry.word, np.uint32(entry.time)
-    drop_first(queue)
+    s.queue_head[p] = after(s, k, head)
     size = size_of(s, word)
-    port.queued -= 1
     port.queue_bytes -= size
-    _release(s, node, s.port[in_port], size)
-    send(s, k, port, now, _marked(s, port, word), size)
+    release(s, node, s.port[in_port], size)
+    send(s, k, port, now, marked(s, port, word), size)
     return in_port
 
 
 @inlined
-def _marked(s, port, word):  # type: ignore[no-untyped-def]
-    """The packet with its ECN mark, by the queue behind it: all above Kmax, in proportion above Kmin (RED)."""
-    queue, kind = port.queue_bytes, s.kind[port.kind]
-    if queue <= kind.kmin or not s.run[0].ecn:
-        return word
-    if queue <= kind.kmax:
-        share = s.run[0].pmax * (queue - kind.kmin) / (kind.kmax - kind.kmin)
-        flow, sequence = (word >> FLOW_SHIFT) & FLOW_MASK, (word >> SEQ_SHIFT) & SEQ_MASK
-        if drawn(s.run[0].seed, flow, sequence << 8 | word & (HOP_MASK << HOP_SHIFT) | word & 3) >= share * _ONE:
-            return word
-    port.marks += 1
-    return word if word & 3 else word | MARK_BIT  # on an ACK that bit is the CNP
-
-
-@inlined
-def _hold(s, node, ingress, size):  # type: ignore[no-untyped-def]
-    """Count a packet at its ingress: headroom once the threshold is passed, else reserve and shared pool."""
-    if not s.run[0].pfc:
-        node.shared += size
-        return
-    over = ingress.in_bytes + size - s.run[0].reserve_bytes
-    if over > 0 and over > _threshold(s, node, ingress):
-        ingress.headroom_used += size
-        return
-    ingress.in_bytes += size
-    if over > 0:
-        node.shared += min(size, over)
-
-
-@inlined
-def _release(s, node, ingress, size):  # type: ignore[no-untyped-def]
-    if not s.run[0].pfc:
-        node.shared -= size
-        return
-    from_headroom = min(ingress.headroom_used, size)
-    rest = size - from_headroom
-    node.shared -= min(rest, max(ingress.in_bytes - s.run[0].reserve_bytes, 0))
-    ingress.headroom_used -= from_headroom
-    ingress.in_bytes -= rest
-
-
-@inlined
-def _threshold(s, node, ingress):  # type: ignore[no-untyped-def]
-    return max(node.pool_bytes - node.shared, 0) >> s.kind[ingress.kind].shift
-
-
-@inlined
-def _shared_of(s, ingress):  # type: ignore[no-untyped-def]
-    return max(ingress.in_bytes - s.run[0].reserve_bytes, 0)
-
-
-@inlined
-def _next_start(port):  # type: ignore[no-untyped-def]
+def _next_start(s, p):  # type: ignore[no-untyped-def]
     """When a busy port will begin its next packet, NEVER where it has none that may go."""
-    return port.busy if port.frames or (port.queued and not port.paused) else NEVER
+    port = s.port[p]
+    return port.busy if port.frames or (s.queue_head[p] != s.queue_tail[p] and not port.paused) else NEVER
 
 
 @kernel
 def _run_in_order(s, k, node, count, end):  # type: ignore[no-untyped-def]
-    begin, stop = node.first_port, node.first_port + node.num_ports
+    """The events of the whole switch, one after another; when the next one will be. `due`: each port's next start."""
+    due = s.due[k]
     for i in range(count):
         s.order[k, i] = i
-    _sort(s, k, 0, count)
+    sort(s, k, 0, count)
+    for place in range(node.num_ports):
+        due[place] = _next_start(s, node.first_port + place)
     for i in range(count + 1):
         until = s.seen[k, s.order[k, i]].time if i < count else end
         while True:
-            soonest, chosen = NEVER, begin
-            for p in range(begin, stop):
-                start = _next_start(s.port[p])
-                if start < soonest:
-                    soonest, chosen = start, p
+            soonest, chosen = NEVER, 0
+            for place in range(node.num_ports):
+                if due[place] < soonest:
+                    soonest, chosen = due[place], place
             if soonest >= until:
                 break
-            _serve(s, k, node, chosen, soonest)
+            _serve(s, k, node, node.first_port + np.uint32(chosen), soonest)
         if i < count:
             _arrive(s, k, node, s.seen[k, s.order[k, i]])
+    return soonest
 
 
 @inlined
@@ -343,31 +278,17 @@ def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
         pause(port, word, now)
         _kick(s, k, node, seen.out, now)
         return
-    if _has_no_room(s, node, port, ingress, size):
+    if has_no_room(s, node, port, ingress, size):
         ingress.drops += 1
         return
-    _hold(s, node, ingress, size)
-    if s.run[0].pfc and not ingress.pause_sent and _is_full(s, node, ingress):
+    hold(s, node, ingress, size)
+    if s.run[0].pfc and not ingress.pause_sent and is_full(s, node, ingress):
         ingress.pauses += 1
         node.num_paused += 1
         _signal(s, k, node, seen.port, 1, now)
     port.max_queue_bytes = max(port.max_queue_bytes, port.queue_bytes + size)
     _enqueue(s, k, seen.out, word + _HOP, size, seen.port)
     _kick(s, k, node, seen.out, now)
-
-
-@inlined
-def _has_no_room(s, node, port, ingress, size):  # type: ignore[no-untyped-def]
-    """With PFC where both the headroom and the ingress' share are taken; without, where the queue's share is."""
-    if not s.run[0].pfc:
-        return port.queue_bytes + size > _threshold(s, node, port)
-    over_headroom = size + ingress.headroom_used > s.kind[ingress.kind].headroom
-    return over_headroom and size + _shared_of(s, ingress) > _threshold(s, node, ingress)
-
-
-@inlined
-def _is_full(s, node, ingress):  # type: ignore[no-untyped-def]
-    return ingress.headroom_used > 0 or _shared_of(s, ingress) >= _threshold(s, node, ingress)
 
 
 @inlined
@@ -379,6 +300,7 @@ def _signal(s, k, node, p, stops, now):  # type: ignore[no-untyped-def]
     node.num_frames += 1
     if port.busy < now:
         _send_frame(s, k, node, port, now)
+    s.due[k, p - node.first_port] = _next_start(s, p)
 
 
 @inlined
@@ -391,8 +313,9 @@ def _send_frame(s, k, node, port, now):  # type: ignore[no-untyped-def]
 
 @inlined
 def _kick(s, k, node, p, now):  # type: ignore[no-untyped-def]
-    port = s.port[p]
-    if port.busy < now and _next_start(port) < NEVER:
+    due = _next_start(s, p)
+    s.due[k, p - node.first_port] = due
+    if due < now:
         _serve(s, k, node, p, now)
 
 
@@ -400,13 +323,13 @@ def _kick(s, k, node, p, now):  # type: ignore[no-untyped-def]
 def _serve(s, k, node, p, now):  # type: ignore[no-untyped-def]
     """Begin the next packet of a free port: a PFC frame first, else the queue's head."""
     port = s.port[p]
+    place = p - node.first_port
     if port.frames:
         _send_frame(s, k, node, port, now)
+        s.due[k, place] = _next_start(s, p)
         return
     in_port = _start_next(s, k, node, p, now)
-    ingress = s.port[in_port]
-    if ingress.pause_sent and ingress.headroom_used == 0:
-        shared = _shared_of(s, ingress)
-        if shared == 0 or shared + s.run[0].resume_offset_bytes <= _threshold(s, node, ingress):
-            node.num_paused -= 1
-            _signal(s, k, node, in_port, 0, now)
+    s.due[k, place] = _next_start(s, p)
+    if may_go_on(s, node, s.port[in_port]):
+        node.num_paused -= 1
+        _signal(s, k, node, in_port, 0, now)

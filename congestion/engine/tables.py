@@ -42,13 +42,14 @@ PORT = _record(
     max_queue_bytes="i8",
     tx_bytes="i8",
     tx_packets="i8",
-    queued="i4",  # packets, PFC frames apart
-    frames="i4",  # PFC frames that wait
     peer="u4",  # the port at the other end; its number is that of the wire there
     to="u4",  # the node at the other end
     kind="u4",
+    frames="i2",  # PFC frames that wait
     paused="u1",
     pause_sent="u1",
+    turn="i4",  # the class whose turn it is; of a class the place of the flow that its NIC served last
+    deficit="i4",  # bytes that a class may still send in its turn
     in_bytes="i8",
     headroom_used="i8",
     marks="i8",
@@ -59,7 +60,7 @@ PORT = _record(
     paused_ps="i8",  # all pauses that are over
 )
 
-# What ports of a rate and a delay have in common.
+# What ports of a rate and a delay have in common; with classes of traffic a row each of them, one after another.
 KIND = _record(
     rate="i8",
     delay="i8",
@@ -69,20 +70,14 @@ KIND = _record(
     kmax="i8",
     headroom="i8",
     shift="i8",  # an ingress may take the free pool >> shift
+    lossless="i8",
+    pmax="f8",
 )
 
 # A node. A host has one port; a switch has the shared pool that PFC thresholds are a share of.
 NODE = _record(
-    next_time="i8",
     first_port="u4",
     num_ports="u4",
-    is_switch="u1",
-    max_shift="u1",
-    pool_bytes="i8",
-    shared="i8",
-    num_paused="i8",
-    num_frames="i8",
-    now="i8",
     first_flow="u4",
     num_flows="i4",
     num_known="i4",  # flows whose start is known
@@ -90,7 +85,14 @@ NODE = _record(
     num_active="i4",
     num_ready="i4",  # those of the active that have something to send within their limit
     robin="i4",
+    is_switch="u1",
+    max_shift="u1",
+    now="i8",
     timer="i8",  # no retransmit timer runs out before
+    pool_bytes="i8",
+    shared="i8",
+    num_paused="i4",
+    num_frames="i4",
 )
 
 # A flow at its sender. Packets are counted from 0; `limit` is how far the window, or the flow's end, lets it send.
@@ -117,6 +119,7 @@ FLOW = _record(
     dst="u4",
     sent_to="i4",  # the first packet that was never sent
     failed="u1",  # its retries ran out
+    law="u1",
 )
 
 # A flow at its receiver.
@@ -127,31 +130,22 @@ PATH = _record(**{f"hop{hop}": "u4" for hop in range(2 * ACK_PATH)})
 # A list's entry: time of arrival, or the port that it came in by; and the packet.
 ENTRY = _record(time="i8", word="i8")
 
-# A list of entries in chunks, and how many were ever put and taken.
-LIST = _record(
-    head="u4",
-    head_at="u4",
-    tail="u4",
-    tail_at="u4",
-    put="i8",
-    taken="i8",
-    last="i8",  # of a wire to a switch: when the last packet came
-    began="i8",  # and since when its sender has sent without a gap
-)
+# Of a wire to a switch: when the last packet came, and since when its sender has sent without a gap.
+CAME = _record(last="i8", began="i8")
 
 # What arrives at a switch in a window.
 SEEN = _record(time="i8", began="i8", word="i8", port="u4", out="u4", size="i8")
 
-# What a worker has to itself; `begin` and `free_before` are for the others to see.
+# What a worker has to itself, a cache line.
 WORKER = _record(
     first="i8",  # its nodes, in `owned`
     stop="i8",
     num_free="i8",
     soonest="i8",  # that anything which it sent in this window arrives
-    begin="i8",
-    free_before="i8",
+    turn="i8",  # row of `wake` that this window reads; the other one is written
     spare0="i8",
     spare1="i8",
+    spare2="i8",
 )
 
 # Constants of a run, and its clock.
@@ -163,9 +157,11 @@ RUN = _record(
     seed="i8",
     window="i8",
     pfc="i8",
+    law="i8",  # of the run; each flow has its own, and each kind of port its marking
     ecn="i8",
-    law="i8",
     pmax="f8",
+    num_classes="i8",
+    ack_class="i8",  # of ACKs and NACKs; -1: their flow's
     nack_gap="i8",
     cnp_gap="i8",
     mtu_bytes="i8",
@@ -193,22 +189,32 @@ RUN = _record(
 class State(NamedTuple):
     """All tables of a run, as the kernels take them.
 
-    run: (1,) RUN; port: (num_ports,) PORT, a node's side by side; kind: (num_kinds,) KIND; node, flow, receiver, and
-    of a law: a row each; sent: (num_flows, most in flight) when packets were sent; timeouts: (most retries + 1,) waits
-    before each retry; acked, received: (num_flows, words) bits of packets, for selective repeat; flap_from: (num_ports
-    + 1,), flap: (num_flaps, 2) when what arrives at a port is lost; flowlet: (num_flows, 2) path, and when its first
-    switch last saw a packet; waiting: flows that wait for flow f, from
-    waiting_from[f] to waiting_from[f + 1]; path: (num_flows * num_paths, 16) ports that a packet leaves by, data then
-    ACK; path_line: the same as rows, for prefetch; by_host: flows a sender, by start; active: those under way, in the
-    same places; wire, queue: (num_ports,) LIST, what is on the way to a port and what waits at it; visible:
-    (num_ports,) entries of the wire that the window may see; entry: (num_chunks * CHUNK,); following: (num_chunks,) the
-    next chunk; free: (num_workers, num_chunks) chunks; wake, awake: (num_nodes,) 1 where something was sent to, in this
-    window and before; seen, order: (num_workers, most) and counts: (num_workers, most ports) room for a window at a
-    switch; owned: (num_nodes,) nodes by worker; arrived: (1,) workers that came to meet.
+    features: (1,) of a type that says what the kernels are compiled for (`build`); run: (1,) RUN; size: (4,) wire bytes
+    by a packet's kind; pace: (num_kinds, 8) serialisation by a packet's kind, then the delay; port: (num_ports,) PORT,
+    a node's side by side; lane: (num_ports * num_classes,) PORT, a row a class of a port, empty for one class; weight:
+    (num_classes,) of a class in its turn, 0: strictly before; class_of: (num_flows,); kind: (num_kinds,) KIND; node,
+    flow, receiver, and of a law: a row each; sent: (num_flows, most in flight) when packets were sent; timeouts: (most
+    retries + 1,) waits before each retry; acked, received: (num_flows, words) bits of packets, for selective repeat;
+    flap_from: (num_ports + 1,), flap: (num_flaps, 2) when what arrives at a port is lost; flowlet: (num_flows, 2) path,
+    and when its first switch last saw a packet; waiting: flows that wait for flow f, from waiting_from[f] to
+    waiting_from[f + 1]; path: (num_flows * num_paths, 16) ports that a packet leaves by, data then ACK; path_line: the
+    same as rows, for prefetch; by_host: flows a sender, by start; active: those under way, in the same places;
+    wire_head, wire_tail: (num_ports,), queue_head, queue_tail: (num_ports * num_classes,) where the lists begin and end
+    of what is on the way to a port and of what waits at it; came: (num_ports,) CAME; entry: (num_chunks * CHUNK,);
+    following: (num_chunks,) the next chunk; free: (num_workers, num_chunks) chunks; next_time: (num_nodes,) when
+    something happens there by itself; wake: (2, num_nodes) 1 where something was sent to; seen, order: (num_workers,
+    most) and counts, busy, due: (num_workers, most ports) room for a window at a switch; owned: (num_nodes,) nodes by
+    worker; said: (num_workers, 2, 8) what workers tell each other; arrived: (1,) workers that came to meet.
     """
 
+    features: Rows
     run: Rows
+    size: Ints
+    pace: Ints
     port: Rows
+    lane: Rows
+    weight: Ints
+    class_of: NDArray[np.uint8]
     kind: Rows
     node: Rows
     flow: Rows
@@ -236,19 +242,24 @@ class State(NamedTuple):
     path_line: Rows
     by_host: NDArray[np.uint32]
     active: NDArray[np.uint32]
-    wire: Rows
-    queue: Rows
-    visible: Ints
+    wire_head: NDArray[np.uint32]
+    wire_tail: NDArray[np.uint32]
+    queue_head: NDArray[np.uint32]
+    queue_tail: NDArray[np.uint32]
+    came: Rows
     entry: Rows
     following: NDArray[np.uint32]
     free: NDArray[np.uint32]
+    next_time: Ints
     wake: NDArray[np.uint8]
-    awake: NDArray[np.uint8]
     seen: Rows
     order: NDArray[np.uint32]
     counts: NDArray[np.uint32]
+    busy: NDArray[np.uint32]
+    due: Ints
     worker: Rows
-    owned: Ints
+    owned: NDArray[np.uint32]
+    said: Ints
     arrived: Ints
 
 

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import altair as alt
-import vl_convert
 
 from netlayer.report.theme import PNG_WIDTH, png_config
 from netlayer.results import Source
@@ -38,6 +37,8 @@ class Plot:
         if spec.get("width") == "container":
             spec["width"] = PNG_WIDTH
         spec["title"] = _stamped(spec.get("title", ""), stamp)
+        import vl_convert  # a whole JavaScript engine, which only what is drawn or written needs
+
         return vl_convert.vegalite_to_png(
             spec, vl_version=_VEGA_LITE, scale=2, config=png_config(), allowed_base_urls=[]
         )
@@ -84,6 +85,8 @@ def script_json(value: Any) -> str:
 @cache
 def vega_bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script that may stand inside a <script> element."""
+    import vl_convert
+
     bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=_VEGA_LITE)
     return re.sub(r"</(?=script)", r"<\\/", bundle, flags=re.IGNORECASE)
 

@@ -50,9 +50,9 @@ def test_the_tables_are_of_the_record(rows: pd.DataFrame, tmp_path: Path) -> Non
     assert ran.exit_code == 0, ran.output
     lines = ran.output.splitlines()
     assert lines[2] == "| law | completion | over_bound | victim_slowdown | pause_share |"
-    assert lines[4].startswith("| hybrid | 1 | 1.11 |")
+    assert lines[4].startswith("| hybrid | 1.000 | 1.110 |")
     assert "| all-to-all 64 | 200G-ecmp |" in ran.output
-    assert "| swift | 2 | 0.99 | 1.035 | 1.08 | 1 |" in ran.output
+    assert "| swift | 2 | 0.9900 | 1.035 | 1.080 | 1 |" in ran.output
     assert ran.output.count("| yes |") == 3
 
 

@@ -221,3 +221,48 @@ def test_every_parameter_is_listed_once_with_its_meaning():
     assert all(row["meaning"] for row in rows)
     assert ("incast", "scenario.senders") in names
     assert ("every scenario", "scenario.jitter_us") in names
+
+
+def test_a_cable_flaps_by_name():
+    case = build_scenario("flap", ("scenario.link=leaf1,spine2", "scenario.times=2", "scenario.down_us=30"))
+    (first, down, up), (second, again, _) = case.flaps
+    assert first == second
+    assert {case.fabric.names[case.fabric.a[first]], case.fabric.names[case.fabric.b[first]]} == {"leaf1", "spine2"}
+    assert (up - down, again - down) == (30_000_000, 1_000_000_000)
+    first = build_scenario("flap").flaps[0][0]
+    assert case.fabric.is_switch[case.fabric.a[first]]
+    assert case.fabric.is_switch[case.fabric.b[first]]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("scenario.link=leaf1", "is no pair of names"),
+        ("scenario.link=leaf1,leaf2", "cables of leaf1 go to host"),
+        ("scenario.link=leaf1,spine77", "is no device"),
+        ("scenario.every_us=5", "is not above down_us"),
+    ],
+)
+def test_a_cable_that_is_none_is_named(override, message):
+    with pytest.raises(ConfigError, match=message):
+        build_scenario("flap", (override, "scenario.times=3"))
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("all-to-all", "scenario.ranks=300000", "a run has at most"),
+        ("ring-all-reduce", "scenario.ranks=8000", "GiB are free"),
+    ],
+)
+def test_what_memory_cannot_hold_is_refused_before_it_is_made(name, override, message):
+    with pytest.raises(ConfigError, match=message):
+        build_scenario(name, (override,))
+
+
+def test_phases_of_a_job_have_classes():
+    sets = ("scenario.phases=pipeline+all-gather", "scenario.classes=pipeline=2", "scenario.pg=1")
+    assert set(build_scenario("job-phases", sets).flows.pg.tolist()) == {1, 2}
+    assert build_scenario("victim", ("scenario.victim_pg=3",)).flows.pg.tolist()[-2:] == [0, 3]
+    with pytest.raises(ConfigError, match="no class"):
+        build_scenario("job-phases", ("scenario.classes=pipeline=9",))

@@ -1,0 +1,94 @@
+"""A switch's shared buffer: what an ingress may hold, when it is to be stopped and let go on, and what ECN marks.
+
+An ingress and a queue are rows of PORT: a port's own, or one of a class of its traffic (`classes`). Each lossless
+ingress has a reserve, then a share of the free pool, then headroom for what comes until its sender has stopped.
+"""
+
+from __future__ import annotations
+
+from congestion.engine.packets import drawn
+from congestion.engine.tables import FLOW_MASK, FLOW_SHIFT, HOP_MASK, HOP_SHIFT, MARK_BIT, SEQ_MASK, SEQ_SHIFT
+from congestion.jit import inlined
+from congestion.machine import has
+
+_ONE = float(1 << 53)
+
+
+@inlined
+def is_lossless(s, ingress):  # type: ignore[no-untyped-def]
+    return s.kind[ingress.kind].lossless if has(s.features, "classes") else s.run[0].pfc
+
+
+@inlined
+def marked(s, port, word):  # type: ignore[no-untyped-def]
+    """The packet with its ECN mark, by the queue behind it: all above Kmax, in proportion above Kmin (RED)."""
+    queue, kind = port.queue_bytes, s.kind[port.kind]
+    if queue <= kind.kmin:  # never so without ECN
+        return word
+    if queue <= kind.kmax:
+        share = kind.pmax * (queue - kind.kmin) / (kind.kmax - kind.kmin)
+        flow, sequence = (word >> FLOW_SHIFT) & FLOW_MASK, (word >> SEQ_SHIFT) & SEQ_MASK
+        if drawn(s.run[0].seed, flow, sequence << 8 | word & (HOP_MASK << HOP_SHIFT) | word & 3) >= share * _ONE:
+            return word
+    port.marks += 1
+    return word if word & 3 else word | MARK_BIT  # on an ACK that bit is the CNP
+
+
+@inlined
+def hold(s, node, ingress, size):  # type: ignore[no-untyped-def]
+    """Count a packet at its ingress: headroom once the threshold is passed, else reserve and shared pool."""
+    if not is_lossless(s, ingress):
+        node.shared += size
+        return
+    over = ingress.in_bytes + size - s.run[0].reserve_bytes
+    if over > 0 and over > threshold(s, node, ingress):
+        ingress.headroom_used += size
+        return
+    ingress.in_bytes += size
+    if over > 0:
+        node.shared += min(size, over)
+
+
+@inlined
+def release(s, node, ingress, size):  # type: ignore[no-untyped-def]
+    if not is_lossless(s, ingress):
+        node.shared -= size
+        return
+    from_headroom = min(ingress.headroom_used, size)
+    rest = size - from_headroom
+    node.shared -= min(rest, max(ingress.in_bytes - s.run[0].reserve_bytes, 0))
+    ingress.headroom_used -= from_headroom
+    ingress.in_bytes -= rest
+
+
+@inlined
+def threshold(s, node, ingress):  # type: ignore[no-untyped-def]
+    return max(node.pool_bytes - node.shared, 0) >> s.kind[ingress.kind].shift
+
+
+@inlined
+def shared_of(s, ingress):  # type: ignore[no-untyped-def]
+    return max(ingress.in_bytes - s.run[0].reserve_bytes, 0)
+
+
+@inlined
+def has_no_room(s, node, port, ingress, size):  # type: ignore[no-untyped-def]
+    """With PFC where both the headroom and the ingress' share are taken; without, where the queue's share is."""
+    if not is_lossless(s, ingress):
+        return port.queue_bytes + size > threshold(s, node, port)
+    over_headroom = size + ingress.headroom_used > s.kind[ingress.kind].headroom
+    return over_headroom and size + shared_of(s, ingress) > threshold(s, node, ingress)
+
+
+@inlined
+def is_full(s, node, ingress):  # type: ignore[no-untyped-def]
+    return ingress.headroom_used > 0 or shared_of(s, ingress) >= threshold(s, node, ingress)
+
+
+@inlined
+def may_go_on(s, node, ingress):  # type: ignore[no-untyped-def]
+    """Whether an ingress whose sender was stopped holds so little that it may send again."""
+    if not ingress.pause_sent or ingress.headroom_used:
+        return False
+    shared = shared_of(s, ingress)
+    return shared == 0 or shared + s.run[0].resume_offset_bytes <= threshold(s, node, ingress)

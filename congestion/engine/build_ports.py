@@ -1,0 +1,117 @@
+"""The tables of nodes and ports, and of what ports of a rate and a class have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from congestion.engine import tables
+from congestion.engine.tables import NEVER, Ints, Rows, aligned
+from congestion.files import FlowSet
+from congestion.settings import Settings
+from netlayer.errors import ConfigError
+from topology.graph import Graph
+
+_BYTE_PS = 8 * 10**12  # a byte at 1 bit/s
+_REFERENCE_BPS = 200_000_000_000  # thresholds of the settings are for this rate
+_MOST_SHIFT = 3
+
+
+def host_bps(fabric: Graph) -> int:
+    """Rate of the first host's NIC, by which the simulator scales what it scales."""
+    first = int(fabric.hosts[0])
+    cable = int(np.argmax((fabric.a == first) | (fabric.b == first)))
+    return int(fabric.bps[cable])
+
+
+def port_rows(fabric: Graph, num_classes: int) -> tuple[Ints, Rows, Ints, Ints]:
+    """The port of each end (2c, 2c + 1: cable c's a and b), the table, a node's ports together in cable order; and the
+    rate and delay of each kind of port."""
+    at_node = np.stack([fabric.a, fabric.b], axis=1).ravel()
+    order = np.argsort(at_node, kind="stable")
+    ends = np.empty_like(order)
+    ends[order] = np.arange(len(order))
+    port = aligned(len(order), tables.PORT)
+    port["peer"] = ends[order ^ 1]
+    port["to"] = at_node[order ^ 1]
+    port["busy"] = -1
+    pairs = np.stack([np.round(fabric.bps), np.round(fabric.latency_ns * 1000)], axis=1).astype(np.int64)
+    kinds, which = np.unique(pairs, axis=0, return_inverse=True)
+    port["kind"] = which[order // 2] * num_classes
+    return ends, port, kinds[:, 0], kinds[:, 1]
+
+
+def lane_rows(port: Rows, settings: Settings) -> Rows:
+    """A row a class of each port; none without classes, where a port's own does for all."""
+    if not settings.classes:
+        return aligned(0, tables.PORT)
+    num_classes = settings.num_classes
+    lane = aligned(len(port) * num_classes, tables.PORT)
+    lane["kind"] = (port["kind"][:, None] + np.arange(num_classes)).ravel()
+    lane["turn"] = -1
+    return lane
+
+
+def kind_rows(fabric: Graph, settings: Settings, run: Any, rate: Ints, delay: Ints) -> Rows:
+    kind = np.zeros(len(rate), dtype=tables.KIND)
+    kind["rate"], kind["delay"] = rate, delay
+    for column, size in (("tx_data", run["data_wire_bytes"]), ("tx_ack", run["ack_wire_bytes"])):
+        took = int(size) * _BYTE_PS // rate
+        kind[column] = took // 1000 * 1000 if run["truncate"] else took
+    kind = np.repeat(kind, settings.num_classes)
+    for number in range(settings.num_classes):
+        _set_class(kind[number :: settings.num_classes], settings, number)
+    # A link faster than the hosts' gets a larger share of the pool: one shift less a doubling.
+    faster = np.ceil(np.log2(np.maximum(kind["rate"] / host_bps(fabric), 1))).astype(np.int64)
+    kind["shift"] = np.maximum(_MOST_SHIFT - faster, 0)
+    return kind
+
+
+def _set_class(kind: Rows, settings: Settings, number: int) -> None:
+    its = settings.class_of(number)
+    kind["lossless"], kind["pmax"] = its.lossless, its.pmax
+    rate, delay = kind["rate"].tolist(), kind["delay"].tolist()
+    # Thresholds: Python's integers, for a product of bytes and bit/s may pass 64 bits.
+    for column, value in (("kmin", its.kmin_bytes), ("kmax", its.kmax_bytes)):
+        kind[column] = [value * each // _REFERENCE_BPS if its.ecn else NEVER for each in rate]
+    kind["headroom"] = [each * ps // _BYTE_PS * its.headroom_bdps for each, ps in zip(rate, delay, strict=True)]
+
+
+def pace_rows(kind: Rows, run: Any) -> Ints:
+    """By kind of port: serialisation of a data packet, ACK, NACK and PFC frame, then the delay; (many, 8)."""
+    pace = np.zeros((len(kind), 8), dtype=np.int64)
+    pfc = int(run["pfc_wire_bytes"]) * _BYTE_PS // kind["rate"]
+    pace[:, :4] = np.stack(
+        [kind["tx_data"], kind["tx_ack"], kind["tx_ack"], pfc // 1000 * 1000 if run["truncate"] else pfc], axis=1
+    )
+    pace[:, 4] = kind["delay"]
+    return pace
+
+
+def node_rows(
+    fabric: Graph, flows: FlowSet, known: NDArray[np.bool_], settings: Settings, port: Rows, kind: Rows
+) -> Rows:
+    node = np.zeros(fabric.num_nodes, dtype=tables.NODE)
+    node["is_switch"] = fabric.is_switch
+    node["timer"] = NEVER
+    node["robin"] = -1
+    num_ports = np.bincount(port["to"][port["peer"]], minlength=fabric.num_nodes)
+    node["num_ports"] = num_ports
+    node["first_port"] = np.cumsum(num_ports) - num_ports
+    counts = np.bincount(flows.src, minlength=fabric.num_nodes)
+    node["num_flows"] = counts
+    node["num_known"] = np.bincount(flows.src[known], minlength=fabric.num_nodes)
+    node["first_flow"] = np.cumsum(counts) - counts
+    for n in np.flatnonzero(fabric.is_switch & (num_ports > 0)).tolist():
+        mine = kind[port["kind"][node["first_port"][n] :][: num_ports[n], None] + np.arange(settings.num_classes)]
+        lossless = mine if not settings.classes else mine[mine["lossless"] == 1]
+        taken = int(lossless["headroom"].sum()) + settings.reserve_bytes * lossless.size
+        if (mine["lossless"] == 1).any() and taken >= settings.buffer_bytes:
+            rule = f"is not above the {taken} B that {fabric.names[n]}'s headroom and reserves take"
+            remedy = "raise it, or lower congestion.headroom_bdps"
+            raise ConfigError("congestion.buffer_bytes", settings.buffer_bytes, rule, remedy)
+        node["pool_bytes"][n] = settings.buffer_bytes - taken
+        node["max_shift"][n] = mine["shift"].max()
+    return node
