@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from bench.overlap_legs import Run, make_record, measure_techniques, run_rank, say, show
 from bench.overlap_rows import Row
@@ -121,6 +122,8 @@ def command(
     env = detect(os.environ)
     ranks, chosen = _choose(ranks, backend, env)
     techniques = [each for each in TECHNIQUES if technique in (each, "all")]
+    if "dp" not in techniques:
+        _warn_of_settings_of_dp((*given, "model"), technique)
     full = technique == "all" and chosen == "nccl"
     settings = make_settings(seed=options.seed, model=model or ("7b" if full else "tiny"), **given)
     if chosen == "gloo":
@@ -166,6 +169,13 @@ def _join(technique: Technique, settings: DpSettings, env: RankEnv, backend: Bac
     os.environ.update(channel_environment(limit))
     rows = run_rank(RankContext(env, lambda words: say(str(words))), technique, settings, "env://", backend, limit)
     return [{"technique": technique, "channels": limit, **row} for row in rows]
+
+
+def _warn_of_settings_of_dp(names: Sequence[str], technique: str) -> None:
+    context = click.get_current_context()
+    for option in context.command.params:
+        if option.name in names and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
+            logger.warning("%s has no effect on %s: it is dp's", option.opts[0], technique)
 
 
 def _choose(ranks: int | None, backend: str, env: RankEnv | None) -> tuple[int, Backend]:

@@ -275,4 +275,6 @@ def _hidden(stages: Sequence[Measured], system: System, phase: Phase) -> float |
 def _title(measured: Measured) -> str:
     schedule = measured.schedule
     name = schedule.name if schedule.num_chunks == 1 else f"{schedule.name}_{schedule.num_chunks}"
-    return name if measured.max_ctas is None else f"{name}_{measured.max_ctas}ctas"
+    if measured.by_peers:
+        return f"{name}_peers"
+    return f"{name}_{measured.max_ctas}ctas" if measured.max_ctas else name

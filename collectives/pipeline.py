@@ -24,7 +24,11 @@ single queue. More depth would not make it faster, as long as a message takes le
 
 [Note: first step] CUDA loads a kernel when it is first launched, and may wait until the device is idle for that; cuBLAS
 allocates in its first product. A host that waits so behind a posted receive never launches what the peer needs in order
-to send. So on CUDA a channel's first step is not overlapped, whatever was asked for.
+to send. So on CUDA a channel's first step is not overlapped, whatever was asked for. What launches
+other kernels in a later step (another shape, say) launches them once outside a step, or sets CUDA_MODULE_LOADING=EAGER.
+
+[Note: what is faster] Over NCCL a posted receive takes multiprocessors from the computation; on two H200 the coupled
+exchange was then the faster one. Over the memory of the peers it was not. `bench.overlap --technique pp` tells.
 """
 
 from __future__ import annotations

@@ -125,9 +125,10 @@ def check_same(lane: Lane, module: nn.Module, settings: object) -> None:
         raise ValueError("ranks differ in the module's parameters or buffers, or in the arguments of the wrapper")
 
 
-def open_windows(lane: Lane) -> Windows | None:
-    """Windows of a lane's communicator; None for a single rank, which sends nothing."""
-    return None if lane.group is None else Windows(lane.group, lane.device)
+def open_parameter_windows(lane: Lane, plans: Sequence[BucketPlan]) -> Windows:
+    """Room for the parameters of all buckets, for a lane of several ranks."""
+    assert lane.group is not None
+    return Windows(lane.group, lane.device, sum(Windows.room(plan.padded_numel, plan.dtype) for plan in plans))
 
 
 def build_buckets(
@@ -138,17 +139,15 @@ def build_buckets(
     return [_build(plan, [parameters[slot.name] for slot in plan.slots], lane, windows) for plan in plans]
 
 
-def make_travel_buffers(
-    plans: Sequence[BucketPlan], dtype: torch.dtype, device: torch.device, windows: Windows, count: int
-) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of a whole buffer and a shard in `windows`, each as large as the largest bucket's."""
-    shard = max((plan.shard_numel for plan in plans), default=0)
-    whole = max((plan.padded_numel for plan in plans), default=0)
-    with windows.allocating():
-        return [
-            (torch.empty(whole, dtype=dtype, device=device), torch.empty(shard, dtype=dtype, device=device))
-            for _ in range(count)
-        ]
+def open_travel_windows(
+    lane: Lane, plans: Sequence[BucketPlan], dtype: torch.dtype, count: int
+) -> tuple[Windows, list[tuple[Tensor, Tensor]]]:
+    """Windows for gradients on their way, and `count` pairs of a whole buffer and a shard in them, for any bucket."""
+    assert lane.group is not None
+    sizes = [max(sizes, default=0) for sizes in zip(*((p.padded_numel, p.shard_numel) for p in plans), strict=True)]
+    whole, shard = sizes or (0, 0)
+    windows = Windows(lane.group, lane.device, count * (Windows.room(whole, dtype) + Windows.room(shard, dtype)))
+    return windows, [(windows.take(whole, dtype), windows.take(shard, dtype)) for _ in range(count)]
 
 
 def same_start(module: nn.Module, lane: Lane, param_dtype: torch.dtype | None) -> list[nn.Parameter]:
@@ -238,10 +237,7 @@ def _build(plan: BucketPlan, parameters: Sequence[nn.Parameter], lane: Lane, win
     for view, parameter in zip(plan.views(flat_N), parameters, strict=True):
         view.copy_(parameter)
     lane.broadcast(flat_N)
-    full_N = None
-    if windows is not None:
-        with windows.allocating():
-            full_N = torch.empty(plan.padded_numel, dtype=plan.dtype, device=lane.device)
+    full_N = None if windows is None else windows.take(plan.padded_numel, plan.dtype)
     return Bucket(plan, flat_N, parameters, lane.rank, full_N)
 
 

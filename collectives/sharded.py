@@ -50,9 +50,9 @@ from collectives.prepare import (
     check_module,
     check_same,
     find_owners,
-    make_travel_buffers,
     open_lanes,
-    open_windows,
+    open_parameter_windows,
+    open_travel_windows,
     plan_module,
     same_start,
 )
@@ -131,20 +131,17 @@ class ShardedDataParallel(nn.Module):
             bucket_bytes = DEFAULT_BUCKET_BYTES
         self.module = module
         self.gather_lane, self.reduce_lane = open_lanes(group, groups, device, timeout, recorder, watch)
-        gather_windows = open_windows(self.gather_lane) if windows else None
-        align = 1 if gather_windows is None else ALIGNMENT_BYTES  # in elements, so for every dtype
+        in_windows = windows and self.gather_lane.group is not None
+        align = ALIGNMENT_BYTES if in_windows else 1  # in elements, so for every dtype
         plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts, align)
         check_same(self.reduce_lane, module, (plans, reduce_dtype, stage, windows and in_flight))
         self.reduce_lane.can_reduce_scatter(reduce_dtype)
-        self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, gather_windows)
-        one_lane = self.gather_lane is self.reduce_lane
-        reduce_windows = gather_windows if one_lane or not windows else open_windows(self.reduce_lane)
-        buffers: list[tuple[Tensor, Tensor]] = []
-        if reduce_windows is not None:
-            buffers = make_travel_buffers(plans, reduce_dtype, device, reduce_windows, in_flight + 1)
-        self._windows = dict.fromkeys(each for each in (gather_windows, reduce_windows) if each is not None)
-        for each in self._windows:  # in the same order on every rank
-            each.register()
+        room, buffers = None, list[tuple[Tensor, Tensor]]()
+        if in_windows:
+            room = open_parameter_windows(self.gather_lane, plans)
+            travel, buffers = open_travel_windows(self.reduce_lane, plans, reduce_dtype, in_flight + 1)
+            self._windows = room, travel  # kept as long as what lies in them
+        self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, room)
         self._frozen = same_start(module, self.reduce_lane, param_dtype)
         self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap)
         self._reduce = GradientReduce(

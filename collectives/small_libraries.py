@@ -37,11 +37,9 @@ class NcclWindows(Path):
             "reduce_scatter": self._reduce_scatter,
         }
         self._num_ranks = dist.get_world_size(group)
-        self._windows = Windows(group, device)
-        with self._windows.allocating():
-            self._memory = torch.zeros(2 * self._max_bytes, dtype=torch.uint8, device=device)
         dist.barrier(group, device_ids=[torch.cuda.current_device()])  # makes the communicator, where nothing else has
-        self._windows.register()
+        self._windows = Windows(group, device, 2 * self._max_bytes)
+        self._memory = self._windows.memory
 
     def source(self, num_bytes: int, dtype: torch.dtype) -> Tensor:
         """The window to send from, or to all-reduce in."""

@@ -8,7 +8,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -99,6 +99,22 @@ def train(sharded: ShardedDataParallel, num_steps: int, rank: int, world_size: i
     optimizer = sharded.optimizer(adamw)
     for tokens in batches(num_steps, world_size):
         sharded(tokens[rank::world_size]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sharded.full_state_dict()
+
+
+def accumulate(
+    sharded: ShardedDataParallel, num_steps: int, rank: int, world_size: int, all_local: bool = False
+) -> dict[str, Tensor]:
+    """As `train`, with a pass under `no_sync` for each half of the batch, or for the first one alone."""
+    optimizer = sharded.optimizer(adamw)
+    for tokens in batches(num_steps, world_size):
+        first, second = tokens[rank::world_size].split(1)
+        with sharded.no_sync():
+            (sharded(first) / 2).backward()
+        with sharded.no_sync() if all_local else nullcontext():
+            (sharded(second) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
     return sharded.full_state_dict()
@@ -234,20 +250,8 @@ def counts_are_one_gather_and_one_reduction_a_bucket(rank: int, world_size: int)
 def accumulation_equals_one_backward(rank: int, world_size: int) -> None:
     expected = train(wrap64(net()), 3, rank, world_size)
     for all_local in (False, True):
-        sharded = wrap64(net())
-        optimizer = sharded.optimizer(adamw)
-        for tokens in batches(3, world_size):
-            first, second = tokens[rank::world_size].split(1)
-            with sharded.no_sync():
-                (sharded(first) / 2).backward()
-            if all_local:
-                with sharded.no_sync():
-                    (sharded(second) / 2).backward()
-            else:
-                (sharded(second) / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_close(sharded.full_state_dict(), expected, rtol=1e-9, atol=1e-11)
+        found = accumulate(wrap64(net()), 3, rank, world_size, all_local)
+        assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 @case

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import time
 import weakref
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 
 from collectives.link import Link
 from collectives.messages import Message, Traffic
+from collectives.nodes import virtual_node_environ
 from collectives.pipeline import PipelineChannel
 from collectives.pipeline_links import PipelineLinks, open_link_groups
 from collectives.recorder import Recorder
+from collectives.symmetric import why_unusable
 from collectives.trace import align_clocks, chrome_trace, hidden_share, record_trace
 from collectives.watch import Watch
 from netlayer.errors import CollectiveTimeout, HardwareMissing
@@ -189,6 +192,17 @@ def peers_must_be_there_where_they_are_asked_for(stage: int, num_stages: int) ->
         return
     with pytest.raises(HardwareMissing, match="no peer memory in this pipeline: the device is cpu"):
         PipelineLinks(None, device(), False, path="peer")
+
+
+@case
+def peers_are_on_one_host(stage: int, num_stages: int) -> None:
+    with mock.patch("collectives.symmetric._why_unusable_here", return_value=None):
+        assert why_unusable(dist.group.WORLD, torch.device("cuda")) is None
+        with mock.patch.dict(os.environ, virtual_node_environ(stage // 2)):
+            why = why_unusable(dist.group.WORLD, torch.device("cuda"))
+            assert why == (None if num_stages == 2 else f"the ranks are on {num_stages // 2} hosts")
+    with mock.patch("collectives.symmetric._why_unusable_here", return_value="too old" if stage else None):
+        assert why_unusable(dist.group.WORLD, torch.device("cuda")) == "rank 1: too old"
 
 
 @case

@@ -6,7 +6,6 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -21,6 +20,7 @@ from collectives.backward_step import NUM_UNMOVED
 from collectives.windows import ALIGNMENT_BYTES, Windows
 from tests.collectives.cases import (
     Branches,
+    accumulate,
     adamw,
     assert_alike_on_ranks,
     assert_close,
@@ -342,14 +342,14 @@ def muted_lanes_launch_nothing(rank: int, world_size: int) -> None:
 class Nowhere(Windows):
     """Windows where there are none: what lies in them is treated alike."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        del group, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:
+        del group
+        self.memory, self._taken = torch.zeros(num_bytes, dtype=torch.uint8, device=device), 0
 
-    def allocating(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def register(self) -> None:
-        pass
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        taken = super().take(numel, dtype)
+        assert taken.numel() == numel, "all that is taken was counted beforehand"
+        return taken
 
 
 @case
@@ -367,13 +367,20 @@ def buffers_that_take_turns_change_nothing(rank: int, world_size: int) -> None:
             )
         stepped = train_in_backward(wrap64(net(), windows=True), 3, rank, world_size)
         assert_close(stepped, expected, rtol=1e-12, atol=1e-12)
+        for stage in (1, 2):  # what is folded, or added to what a pass before has reduced, travels alike
+            sharded = wrap64(net(), windows=True, stage=stage, in_flight=1)
+            assert_close(accumulate(sharded, 3, rank, world_size), expected, rtol=1e-9, atol=1e-11)
+        with pytest.raises(ValueError, match="ranks differ"):  # they would register different buffers
+            wrap(net(), windows=True, in_flight=1 + rank)
 
 
 @case
 def windows_need_nccl(rank: int, world_size: int) -> None:
     if torch.get_default_device().type == "cuda":
         return
-    with pytest.raises(ValueError, match="windows: only NCCL on CUDA has them, and the device is cpu"):
+    with pytest.raises(
+        ValueError, match="windows: only NCCL on CUDA has them, and the device is cpu and the backend cpu:gloo"
+    ):
         wrap(net(), windows=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -56,6 +57,10 @@ def test_a_message_comes_once() -> None:
 def test_depth_is_one_or_on_the_cpu_more(depth: int, device: str) -> None:
     with pytest.raises(ValueError, match=f"depth = {depth}: .*; use 1"):
         PipelineChannel((1,), torch.float32, Traffic(), depth=depth, device=device)
+    if depth > 1:  # the links' device is the channel's
+        links = mock.Mock(device=torch.device(device))
+        with pytest.raises(ValueError, match=f"depth = {depth}: .*; use 1"):
+            PipelineChannel((1,), torch.float32, Traffic(), depth=depth, links=links)
 
 
 def test_chunks_must_be_those_of_the_schedule() -> None:

@@ -141,6 +141,11 @@ def test_the_package_does_not_import_torch_by_itself() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_modules_that_others_name_load_with_the_package() -> None:
+    code = "import collectives; collectives.recorder.Recorder, collectives.health.gemm"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found none")
 @pytest.mark.parametrize("overlap", [True, False])
