@@ -30,7 +30,7 @@ from congestion.files import FlowSet
 from congestion.scenario import Permutation, permutation
 from congestion.scenario_fabric import FatTree, build_fabric
 from congestion.settings import Settings, settings_of
-from congestion.simulate import Outcome, simulate
+from congestion.simulate import Backend, Outcome, simulate
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options_without_config
 from netlayer.errors import CheckFailed
@@ -43,6 +43,7 @@ CASES: tuple[Case, ...] = get_args(Case)
 # The issue's limits: link-hops a second of one thread by case and hosts, peak memory, and how many times as fast as the
 # heap, and two threads as one.
 LEAST_HOPS_PER_S = {"line-rate": {1_024: 20e6, 8_192: 10e6}, "dcqcn": {1_024: 10e6, 8_192: 6e6}}
+LEAST_GPU_HOPS_PER_S = 300e6
 MAX_PEAK_BYTES, MIN_OVER_HEAP, MIN_OVER_ONE_THREAD = 1e9, 4.0, 1.6
 
 Row = dict[str, Any]
@@ -59,6 +60,9 @@ _MTU_BYTES = 4_000
 @click.option("--packets", type=click.IntRange(1), default=500, show_default=True, help="Packets a host.")
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Runs of each; the best counts.")
 @click.option("--threads", type=click.IntRange(2, 1024), default=2, show_default=True, help="Compared with one.")
+@click.option(
+    "--backend", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True, help="gpu: beside the CPU."
+)
 def command(
     options: RunOptions,
     ports: Sequence[int],
@@ -67,24 +71,31 @@ def command(
     packets: int,
     repeats: int,
     threads: int,
+    backend: str,
 ) -> None:
     """Time the simulator on permutations over fat trees of k^3 / 4 hosts; exit 1 where a limit is missed.
 
     Limits: line rate 20 and 10 million link-hops/s of one thread at 1,024 and 8,192 hosts; with ECN, DCQCN and PFC 10
-    and 6 million, under 1 GB; at least 4 times the heap, and two threads at least 1.6 times one.
+    and 6 million, under 1 GB; at least 4 times the heap, and two threads at least 1.6 times one. A GPU: 300 million at
+    8,192 hosts with ECN, DCQCN and PFC.
 
     \b
     Examples:
       python -m bench.sim_speed
       python -m bench.sim_speed --ports 8 --peer-ports 8 --repeats 3
       python -m bench.sim_speed --case dcqcn --ports 32 --json -
+      python -m bench.sim_speed --backend gpu --ports 32
     """
     out, started = open_out(options.out, "sim_speed"), utc_now()
     to_stderr = str(options.json_file) == "-"
     with Stages() as stages:
         with stages.open("compile"):  # in a process of its own too: a compiler takes memory
             rows: list[Row] = [_apart(compile_kernels, options.seed)]
-        for work, k in [*((measure, k) for k in sorted(set(ports or (16, 32)))), (measure_peer, peer_ports)]:
+        sizes = sorted(set(ports or (16, 32)))
+        works = [(measure_on_gpu, k) for k in sizes]
+        if backend == "cpu":
+            works = [*((measure, k) for k in sizes), (measure_peer, peer_ports)]
+        for work, k in works:
             for case in cases or CASES:
                 with stages.open(f"{work.__name__} {case} k={k}"):
                     rows.append(_apart(work, k, case, packets, repeats, options.seed, threads))
@@ -103,10 +114,11 @@ def command(
             "packets": packets,
             "repeats": repeats,
             "threads": threads,
+            "backend": backend,
         },
         config={"congestion": {case: settings(case).model_dump(mode="json") for case in cases or CASES}},
         environment=environ.snapshot(options.seed),
-        devices=["CPU, one core a thread"],
+        devices=["CPU, one core a thread", *(["the first GPU"] if backend == "gpu" else [])],
     )
     click.echo(f"record: {record.save(out / 'records')}", err=True)
     if options.json_file:
@@ -196,6 +208,30 @@ def measure_peer(k: int, case: Case, packets: int, repeats: int, seed: int, thre
     }
 
 
+def measure_on_gpu(k: int, case: Case, packets: int, repeats: int, seed: int, threads: int) -> Row:  # noqa: ARG001
+    """One row: the GPU, after one thread of the CPU, which says what is right; a first run, cold, is not counted.
+
+    Raises:
+        CheckFailed: a flow did not end, or the GPU's bits are not the CPU's.
+    """
+    fabric, flows = scenario(k, packets, seed)
+    cpu, gpu, cold = _Times(), _Times(), _Times()
+    right = digest(cpu.run(fabric, flows, case, seed, 1))
+    for number in range(repeats + 1):
+        outcome = (gpu if number else cold).run(fabric, flows, case, seed, 1, "gpu")
+        if digest(outcome) != right:
+            raise CheckFailed(f"{case}, k={k}: the GPU gave other bits than the CPU")
+    return {
+        "table": "gpu",
+        **_facts(case, outcome),
+        "load_s": cold.load_s,
+        "build_s": min(gpu.build_s),
+        **gpu.columns("gpu", outcome.link_hops),
+        **cpu.columns("cpu", outcome.link_hops),
+        "over_cpu": cpu.wall_s[0] / min(gpu.wall_s),
+    }
+
+
 class _Times:
     """Seconds of the runs of one kind, in their order."""
 
@@ -205,9 +241,11 @@ class _Times:
         self.build_s: list[float] = []
         self.load_s = 0.0  # of the kernels
 
-    def run(self, fabric: Graph, flows: FlowSet, case: Case, seed: int, threads: int) -> Outcome:
+    def run(
+        self, fabric: Graph, flows: FlowSet, case: Case, seed: int, threads: int, backend: Backend = "numba"
+    ) -> Outcome:
         began = time.perf_counter()
-        outcome = simulate(fabric, flows, settings(case), _law(case), seed=seed, threads=threads)
+        outcome = simulate(fabric, flows, settings(case), _law(case), seed=seed, threads=threads, backend=backend)
         took = time.perf_counter() - began
         if not outcome.completed or (outcome.finish_ps < 0).any():
             raise CheckFailed(f"{case}: {int((outcome.finish_ps < 0).sum())} of {len(flows)} flows did not end")
@@ -246,6 +284,11 @@ def missed_limits(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         hosts = row.get("hosts")
         if hosts not in (1_024, 8_192):
             continue
+        if row.get("table") == "gpu":
+            if hosts == 8_192 and row["case"] == "dcqcn" and row["gpu_best_hops_per_s"] < LEAST_GPU_HOPS_PER_S:
+                found = f"{row['gpu_best_hops_per_s']:.4g} is below {LEAST_GPU_HOPS_PER_S:g}"
+                missed.append(f"dcqcn, 8,192 hosts: gpu_best_hops_per_s = {found}")
+            continue
         bounds = {"over_heap": MIN_OVER_HEAP, "one_best_hops_per_s": LEAST_HOPS_PER_S[row["case"]][hosts]}
         if row.get("threads") == 2:
             bounds["over_one_thread"] = MIN_OVER_ONE_THREAD
@@ -264,6 +307,12 @@ def line(row: Mapping[str, Any]) -> str:
     if row["table"] == "peer":
         engine, heap = (row[f"{name}_best_hops_per_s"] / 1e6 for name in ("engine", "heap"))
         return f"{what} engine {engine:.1f} M/s, heap {heap:.1f} M/s, {row['over_heap']:.2f} times the heap"
+    if row["table"] == "gpu":
+        best, median, cpu = (row[f"{name}_hops_per_s"] / 1e6 for name in ("gpu_best", "gpu_median", "cpu_best"))
+        speed = (
+            f"GPU {best:.0f} M/s (median {median:.0f}) in {min(row['gpu_wall_s']):.4f} s, {row['over_cpu']:.0f} times"
+        )
+        return f"{what} {speed} one thread ({cpu:.1f} M/s); kernels compiled in {row['load_s']:.1f} s"
     one, median, many = (row[f"{name}_hops_per_s"] / 1e6 for name in ("one_best", "one_median", "many_best"))
     speed = f"{one:.1f} M/s (median {median:.1f}) in {min(row['one_wall_s']):.3f} s"
     threads = f"{row['threads']} threads {many:.1f} M/s ({row['over_one_thread']:.2f} times)"
