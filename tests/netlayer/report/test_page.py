@@ -192,7 +192,7 @@ def test_a_picture_says_where_its_numbers_come_from(monkeypatch: pytest.MonkeyPa
         titles.append(spec["title"])
         return b""
 
-    monkeypatch.setattr("netlayer.report.plots.vl_convert.vegalite_to_png", drawn)
+    monkeypatch.setattr("vl_convert.vegalite_to_png", drawn)
     example().write(tmp_path)
     stamp = "simulated · quickstart · 2026-01-02 03:04 UTC"
     assert titles[1] == {"text": "Collisions", "subtitle": [stamp]}
