@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from netlayer.errors import CollectiveFailed, CollectiveTimeout, PeerLost
-from netlayer.layout import ParallelLayout
+from netlayer.layout import ParallelLayout, describe_ranks
 from netlayer.units import format_size
 
 _MOST_DETAILED = 4  # ranks of one kind that the line describes; of further ones it has the numbers
-_MOST_LISTED = 16  # ranks of a group that the line lists one by one
 _PAIRED = {"send": "sendrecv", "recv": "sendrecv"}
 
 
@@ -161,17 +160,6 @@ def describe_group(name: str, ranks: Sequence[int], layout: ParallelLayout | Non
     """`group gather (tp=1, pp=0, dp=*) ranks 1,9,17,25`: coordinates that vary inside the group are starred."""
     coordinates = f" ({layout.describe(ranks)})" if layout is not None else ""
     return f"group {name}{coordinates} {describe_ranks(ranks)}"
-
-
-def describe_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-7`, `ranks 1,9,17,25`; of many, the first ones, the last one and the number."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))) and len(ranks) > 2:
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    if len(ranks) <= _MOST_LISTED:
-        return f"ranks {','.join(map(str, ranks))}"
-    return f"ranks {','.join(map(str, ranks[:3]))},...,{ranks[-1]} ({len(ranks)} ranks)"
 
 
 def _outcome(stuck: Stuck) -> tuple[str, type[CollectiveFailed]]:

@@ -43,6 +43,7 @@ from collectives.roll_call import STORE_ERRORS, RollCall
 from collectives.track import NEAR, Operation, Track
 from netlayer.errors import CollectiveFailed
 from netlayer.layout import ParallelLayout
+from netlayer.results import write_text
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -151,6 +152,12 @@ class Watch:
         self._roll_call.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
+
+    def save_report(self, folder: Path) -> Path:
+        """Write what this rank has launched and does now to `report_<rank>.json`, for `netlayer observe blame`."""
+        path = folder / f"report_{self.rank}.json"
+        write_text(path, self._report(time.time_ns()).to_json() + "\n")
+        return path
 
     def call_roll_soon(self, stuck: Stuck) -> CollectiveFailed:
         """Call the roll of a group and return the diagnosis, soon, also where the store does not answer."""

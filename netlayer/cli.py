@@ -25,7 +25,9 @@ from netlayer.lazy_group import Lazy, LazyGroup
 from netlayer.rank import end_rank
 
 _COMMANDS = {
+    "accept": Lazy("bench.accept.cli:accept", "Acceptance: which node is bad, from logs that you have."),
     "arena": Lazy("congestion.arena_cli:arena", "Congestion: all control laws on a frozen suite, one table."),
+    "observe": Lazy("netlayer.observe.command:observe", "A job that stands still: which rank is to blame."),
     "quickstart": Lazy("bench.quickstart:quickstart", "The main job: bench, fabric, training and one report."),
     "retransmit": Lazy("congestion.retransmit_cli:retransmit", "Which retransmit timers outlive which link flaps."),
     "simulate": Lazy("congestion.cli:simulate", "Congestion: flows over a fabric, packet by packet."),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 Dimension = Literal["tp", "dp", "pp"]
 DIMENSIONS: tuple[Dimension, ...] = ("tp", "dp", "pp")
+_MOST_LISTED = 16  # ranks that a line lists one by one
 
 
 class Coordinates(NamedTuple):
@@ -117,3 +118,14 @@ class ParallelLayout:
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank}: outside 0..{self.world_size - 1}")
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-7`, `ranks 1,9,17,25`; of many, the first ones, the last one and the number."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))) and len(ranks) > 2:
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    if len(ranks) <= _MOST_LISTED:
+        return f"ranks {','.join(map(str, ranks))}"
+    return f"ranks {','.join(map(str, ranks[:3]))},...,{ranks[-1]} ({len(ranks)} ranks)"

@@ -3,7 +3,8 @@
 from netlayer.report import charts
 from netlayer.report.axes import Axis
 from netlayer.report.marks import Chart, Threshold
-from netlayer.report.page import Report, Verdict
+from netlayer.report.page import Report
 from netlayer.report.section import Figure, Section
+from netlayer.verdict import Verdict
 
 __all__ = ["Axis", "Chart", "Figure", "Report", "Section", "Threshold", "Verdict", "charts"]

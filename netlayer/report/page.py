@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import jinja2
 import markupsafe
@@ -27,8 +27,7 @@ from netlayer.errors import ConfigError
 from netlayer.report.plots import Plot, script_json, vega_bundle
 from netlayer.report.section import Section, Sources, sources_of
 from netlayer.report.theme import DARK, page_config
-
-Verdict = Literal["PASS", "WARN", "FAIL"]
+from netlayer.verdict import Verdict
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from collectives.diagnosis import Report
 from collectives.watch import Watch
 from netlayer.errors import CollectiveFailed, CollectiveTimeout, PeerLost, RankFailed
 from netlayer.launch import launch
 from netlayer.layout import ParallelLayout
 from netlayer.meeting import meeting_place
+from netlayer.observe import read_files
 from netlayer.redis_server import find_redis_binary
 from tests.collectives import scenes
 from tests.collectives.scenes import Told, perform
@@ -325,3 +327,14 @@ def test_a_graph_can_be_captured_while_events_are_asked_for(make_watch: Make) ->
     eventually(lambda: pending.done)
     eventually(lambda: track.peek() is None)
     watch.check()
+
+
+def test_a_saved_report_is_evidence_of_a_later_verdict(make_watch: Make, tmp_path: Path) -> None:
+    watch = make_watch()
+    watch.track("dp")
+    with watch.collective("dp", "all_reduce", 64):
+        pass
+    path = watch.save_report(tmp_path)
+    assert path.name == "report_0.json"
+    assert Report.from_json(path.read_text()).groups["dp@0"].launched == 1
+    assert not read_files([path]).findings

@@ -1,0 +1,1 @@
+"""Acceptance of nodes: which of them is bad, and what to do about it."""

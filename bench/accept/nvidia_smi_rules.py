@@ -1,0 +1,75 @@
+"""What a field of `nvidia-smi -q` must not say, and what to do where it does.
+
+The meaning of the fields: the manual nvidia-smi(1). Which memory errors ask for a reset or a return:
+docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt; correctable ones are no fault there and are none here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from netlayer.verdict import Verdict
+
+
+class Rule(NamedTuple):
+    """`field` is a pattern for a path such as `Fabric/State`; `step` names the GPU by {}."""
+
+    field: str
+    is_bad: Callable[[str], bool]
+    verdict: Verdict
+    check: str
+    expected: str
+    step: str
+
+
+def _says(*words: str) -> Callable[[str], bool]:
+    return lambda value: value in words
+
+
+def _not(*words: str) -> Callable[[str], bool]:
+    return lambda value: value not in (*words, "N/A")
+
+
+def _above_zero(value: str) -> bool:
+    number = value.split()[0] if value.split() else ""
+    return number.isdecimal() and number.strip("0") != ""
+
+
+_RESET = "drain the node, reset {} (nvidia-smi -r) or reboot, then query again"
+_RETURN = "drain the node and return {}"
+_COOLING = "look at fans, airflow, power supplies and the power limit of this node, then run it under load again"
+_MANAGER = "read nvidia-fabricmanager's log on this node, then reset {}; see nvidia-smi nvlink -s"
+_REASONS = "Clocks (?:Event|Throttle) Reasons/"
+_SLOW = _REASONS + ".*(HW (Thermal |Power Brake )?Slowdown|SW Thermal Slowdown)"
+
+# The first rule that fits a field counts; the last one fits every field.
+RULES = (
+    Rule("ECC Errors/Volatile/.*(Uncorrectable|Double Bit)", _above_zero, "FAIL", "ECC errors since the reset",
+         "0 uncorrectable", _RESET + "; where they come again, return it"),
+    Rule("ECC Errors/Aggregate/[SD]RAM Uncorrectable", _above_zero, "WARN", "ECC errors in its life",
+         "0 uncorrectable", "watch {}: its rows were remapped; return it where they grow"),
+    Rule("ECC Errors/.*(SRAM Threshold Exceeded|Unrepairable Memory)", _says("Yes", "True"), "FAIL", "ECC state",
+         "No", _RETURN),
+    Rule("ECC Errors/(Channel|TPC) Repair Pending", _says("Yes"), "FAIL", "memory repair", "none pending", _RESET),
+    Rule("ECC Mode/Current", _says("Disabled"), "WARN", "ECC mode",
+         "Enabled", "switch ECC on (nvidia-smi -e 1) and reset {}: without it, wrong data is not seen"),
+    Rule("Remapped Rows/Remapping Failure Occurred", _says("Yes"), "FAIL", "row remapping", "no failure", _RETURN),
+    Rule("Remapped Rows/Pending", _says("Yes"), "FAIL", "row remapping", "none pending", _RESET),
+    Rule("Retired Pages/Pending( Page Blacklist)?$", _says("Yes"), "FAIL", "retired pages", "none pending", _RESET),
+    Rule(_SLOW, _says("Active"), "FAIL", "throttling", "Not Active", _COOLING),
+    Rule(_REASONS + "SW Power Cap", _says("Active"), "WARN", "power cap",
+         "Not Active", "usual at full power; else compare Current and Default Power Limit of {}"),
+    Rule("Clocks Event Reasons Counters/(HW Thermal Slowdown|HW Power Braking)", _above_zero, "WARN",
+         "throttling since the driver loaded", "0 us", _COOLING),
+    Rule("Fabric/State", _not("Completed"), "FAIL", "NVLink fabric", "Completed", _MANAGER),
+    Rule("Fabric/Status", _not("Success"), "FAIL", "NVLink fabric", "Success", _MANAGER),
+    Rule("Fabric/Health/Bandwidth", _not("Full"), "FAIL", "NVLink fabric",
+         "Full", "find the links that are down: nvidia-smi nvlink -s on every GPU of this node"),
+    Rule("Fabric/Health/Summary", _not("Healthy"), "FAIL", "NVLink fabric", "Healthy", _MANAGER),
+    Rule("Fabric/Health/(Route|Access|Incorrect|Degraded)", _not("False", "No", "None"), "FAIL", "NVLink fabric",
+         "False", _MANAGER),
+    Rule("GPU Recovery Action", _not("None"), "FAIL", "recovery action", "None", "do what it says: {} needs it"),
+    Rule("", _says("ERR!", "Unknown Error", "GPU is lost"), "FAIL", "query",
+         "an answer", "reboot the node; where {} does not come back, reseat or return it"),
+)  # fmt: skip

@@ -1,0 +1,147 @@
+"""A judgement as a table, a record, JUnit's XML and a page."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from bench.accept.judge import Judgement
+from bench.accept.log import printable
+from netlayer.results import RunRecord
+from netlayer.verdict import Finding
+
+if TYPE_CHECKING:
+    from netlayer.report import Report
+
+_HEADS = ("verdict", "subject", "check", "figure", "expected", "file")
+_WIDEST = 60
+
+
+def format_table(judgement: Judgement) -> Iterator[str]:
+    """The lines of the table, each next step below its row; then the damaged files, and the verdict."""
+    rows = [_cells(finding) for finding in judgement.findings]
+    widths = [
+        max(min(len(row[at]), _WIDEST) for row in [_HEADS, *rows]) for at in range(len(_HEADS) - 1)
+    ]  # what is wider than that juts out, so that it can still be copied whole
+    if rows:
+        yield _line(_HEADS, widths)
+    for finding, row in zip(judgement.findings, rows, strict=True):
+        yield _line(row, widths)
+        if finding.next_step:
+            yield f"{'':<{widths[0]}}  next: {finding.next_step}"
+    yield from (f"not judged: {line}" for line in judgement.damaged)
+    yield f"{judgement.verdict}: {summary(judgement)}"
+
+
+def summary(judgement: Judgement) -> str:
+    """`2 faults and 1 warning in 12 files; 1 file not judged`."""
+    counts = {word: sum(finding.verdict == word for finding in judgement.findings) for word in ("FAIL", "WARN")}
+    words = f"{_count(counts['FAIL'], 'fault')} and {_count(counts['WARN'], 'warning')} in "
+    words += _count(len(judgement.kinds), "file")
+    unknown = sum(finding.verdict is None for finding in judgement.findings)
+    words += f"; {_count(unknown, 'figure')} without expectation" if unknown else ""
+    return words + (f"; {_count(len(judgement.damaged), 'file')} not judged" if judgement.damaged else "")
+
+
+def record(
+    judgement: Judgement, arguments: Mapping[str, Any], environment: Mapping[str, Any], started: str, ended: str
+) -> RunRecord:
+    """The findings as rows, one row for each file that was not judged, and first one for all of it."""
+    overall = Finding(judgement.verdict, "all", "overall", summary(judgement))
+    lost = [Finding(None, "", "not judged", line) for line in judgement.damaged]
+    rows = [_row(finding, judgement.kinds) for finding in (overall, *judgement.findings, *lost)]
+    return RunRecord("bench.accept.judge", "measured", rows, started, ended, arguments, environment=environment)
+
+
+def junit(judgement: Judgement) -> str:
+    """A test case for each finding: FAIL is a failure, what was not judged is skipped, a damaged file is an error."""
+    findings, damaged = judgement.findings, judgement.damaged
+    suite = ET.Element(
+        "testsuite",
+        name="netlayer accept judge",
+        tests=str(len(findings) + len(damaged)),
+        failures=str(sum(finding.verdict == "FAIL" for finding in findings)),
+        errors=str(len(damaged)),
+        skipped=str(sum(finding.verdict is None for finding in findings)),
+    )
+    for finding in findings:
+        name = f"{finding.check}: {finding.subject} ({finding.file}:{finding.line})"
+        case = ET.SubElement(
+            suite, "testcase", classname=printable(judgement.kinds.get(finding.file, "judge")), name=printable(name)
+        )
+        words = f"{finding.figure}; expected {finding.expected}"
+        if finding.verdict == "FAIL":
+            failure = ET.SubElement(case, "failure", message=printable(words))
+            failure.text = printable(f"{words}; next: {finding.next_step}")
+        elif finding.verdict is None:
+            ET.SubElement(case, "skipped", message=printable(finding.expected))
+        else:
+            ET.SubElement(case, "system-out").text = printable(f"{finding.verdict}: {words}; {finding.next_step}")
+    for line in damaged:
+        case = ET.SubElement(suite, "testcase", classname="judge", name=printable(line.partition(": ")[0]))
+        ET.SubElement(case, "error", message=printable(line))
+    ET.indent(suite)
+    return ET.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def page(judgement: Judgement, commit: str) -> str:
+    """One page: what is wrong and what to do, then all that was looked at."""
+    import pandas as pd
+
+    from netlayer.report import Report
+
+    report: Report = Report("Acceptance: verdicts from logs", summary(judgement), commit=commit)
+    report.verdict(judgement.verdict, f"{summary(judgement)}.")
+    bad = [finding for finding in judgement.findings if finding.verdict in ("FAIL", "WARN")]
+    if bad:
+        lead = "What was found, what it was held against, and what to do next."
+        rows = [_told(finding) for finding in bad]
+        report.section("Faults and warnings", lead, source="measured").table(pd.DataFrame(rows), max_rows=500)
+    if judgement.damaged:
+        rows = [{"what could not be read, and what to do": line} for line in judgement.damaged]
+        report.section("Files that were not judged").table(pd.DataFrame(rows), max_rows=500)
+    good = [finding for finding in judgement.findings if finding.verdict not in ("FAIL", "WARN")]
+    if good:
+        rows = [_shown(finding) for finding in good]
+        lead = "Without a verdict: no expectation is known for it, and too few peers did the same work."
+        report.section("Passed, or without expectation", lead, source="measured").table(
+            pd.DataFrame(rows), max_rows=500
+        )
+    files = [{"file": printable(file), "written by": kind} for file, kind in judgement.kinds.items()]
+    if files:
+        report.section("Files").table(pd.DataFrame(files), max_rows=500)
+    return report.html()
+
+
+def _row(finding: Finding, kinds: Mapping[str, str]) -> dict[str, Any]:
+    shown = {key: printable(value) if isinstance(value, str) else value for key, value in asdict(finding).items()}
+    return {**shown, "kind": kinds.get(finding.file, "")}
+
+
+def _cells(finding: Finding) -> tuple[str, ...]:
+    where = f"{finding.file}:{finding.line}" if finding.line else finding.file
+    cells = (finding.verdict or "-", finding.subject, finding.check, finding.figure, finding.expected, where)
+    return tuple(printable(cell) for cell in cells)
+
+
+def _shown(finding: Finding) -> dict[str, str]:
+    return dict(zip(_HEADS, _cells(finding), strict=True))
+
+
+def _told(finding: Finding) -> dict[str, str]:
+    """As `_shown`, with what to do beside what was found."""
+    verdict, subject, check, figure, expected, where = _cells(finding)
+    found = {"verdict": verdict, "where": f"{subject}, {PurePath(where).name}", "found": f"{check}: {figure}"}
+    return {**found, "next step": printable(finding.next_step), "expected": expected, "file": where}
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = (f"{cell:<{width}}" for cell, width in zip(cells[:-1], widths, strict=True))
+    return "  ".join([*padded, cells[-1]])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -1,0 +1,152 @@
+"""`python -m bench.blame`: random jobs with one planted fault; does `netlayer observe blame` name the rank?
+
+Beside it torch's own analyser (torch.distributed.flight_recorder.fr_trace) reads the same dumps. A case is *right*
+where exactly the planted rank is accused. For torch's analyser, which prints what it finds and gives no verdict, two
+further, kinder counts stand beside: *first*, where the first thing that it prints accuses the planted rank alone, and
+*among*, where that rank is anywhere among those that it prints as missing or as culprit. It refuses a job of which a
+dump is missing, and names the missing ranks: that counts as right. Sends and receives that do not run as one batch it
+matches poorly, so jobs without any stand apart too. Left out: faults of the network, and any pair of
+ranks that differ from each other alone (`bench.blame_worlds`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.blame_worlds import FAULTS, FaultKind, World, random_world, write_dumps
+from netlayer import environ
+from netlayer.command import RunOptions, run_options_without_config
+from netlayer.errors import CheckFailed
+from netlayer.observe import read_files
+from netlayer.results import RunRecord, utc_now, write_text
+
+_ACCUSED = re.compile(r"missing ranks: (\{[\d, ]+\})|Culprit rank (\d+)|Missing dump files from ranks (\{[\d, ]+\})")
+_NUMBER = re.compile(r"\d+")
+
+Row = dict[str, Any]
+
+
+@click.command()
+@run_options_without_config
+@click.option("--cases", type=click.IntRange(1), default=100, show_default=True, help="Jobs with a fault.")
+@click.option("--healthy", type=click.IntRange(0), default=20, show_default=True, help="Jobs without one.")
+def command(options: RunOptions, cases: int, healthy: int) -> None:
+    """Plant faults in random jobs, and count how often their dumps lead to the rank.
+
+    Exit 0: every culprit was named and nobody else, and no healthy job was accused; 1: not so.
+    """
+    started = utc_now()
+    rows = [*measure(options.seed, cases), *measure_healthy(options.seed, healthy)]
+    record = RunRecord(
+        name="bench.blame",
+        source="measured",
+        rows=rows,
+        started_utc=started,
+        ended_utc=utc_now(),
+        arguments={**options.arguments(), "cases": cases, "healthy": healthy},
+        environment=environ.snapshot(options.seed),
+    )
+    if options.json_file:
+        write_text(options.json_file, record.to_json())
+    if str(options.json_file) != "-":
+        click.echo(table(rows))
+    wrong = [row["case"] for row in rows if not row["right"]]
+    if wrong:
+        raise CheckFailed(f"{len(wrong)} of {len(rows)} jobs judged wrong: cases {', '.join(map(str, wrong[:10]))}")
+
+
+def measure(seed: int, cases: int) -> Iterator[Row]:
+    """A row a case; the kinds of fault take turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        for case in range(cases):
+            kind: FaultKind = FAULTS[case % len(FAULTS)]
+            world = random_world(seed + case, kind)
+            files = write_dumps(world, Path(folder) / str(case), seed + case)
+            yield {"case": case, "fault": kind, **_size(world), **_judge(world, files)}
+
+
+def measure_healthy(seed: int, cases: int) -> Iterator[Row]:
+    """A row a job without a fault: right where nobody is accused."""
+    with tempfile.TemporaryDirectory() as folder:
+        for case in range(cases):
+            world = random_world(seed + case, None)
+            files = write_dumps(world, Path(folder) / str(case), seed + case)
+            said = by_torch(files[0].parent)
+            yield {
+                "case": case,
+                "fault": "none",
+                **_size(world),
+                "right": not read_files(files).findings,
+                "torch_right": not said,
+                "torch_first": not said,
+                "torch_among": not said,
+            }
+
+
+def by_torch(folder: Path) -> list[set[int]]:
+    """The ranks that torch's analyser accuses, one set for each thing that it prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):  # at its first import it complains of a table printer
+        from torch.distributed.flight_recorder import fr_trace
+
+    logger = logging.getLogger("Flight Recorder")
+    handlers, logger.handlers, logger.propagate = logger.handlers, [logging.StreamHandler(said)], False
+    try:
+        with contextlib.redirect_stdout(said):
+            fr_trace.main([str(folder)])
+    except (AssertionError, ValueError, KeyError, IndexError, TypeError, AttributeError) as exc:
+        said.write(str(exc))  # its way to say that a dump is missing
+    finally:
+        logger.handlers, logger.propagate = handlers, True
+    lines = [_ACCUSED.findall(line) for line in said.getvalue().splitlines()]
+    return [set(map(int, _NUMBER.findall(str(found)))) for found in lines if found]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Counts by kind of fault, as Markdown."""
+    columns = ("right", "torch_right", "torch_first", "torch_among")
+    lines = [
+        "| fault | jobs | netlayer: right | torch's analyser: right | first | among |",
+        "|---|---|---|---|---|---|",
+    ]
+    kinds = [*dict.fromkeys(row["fault"] for row in rows if row["fault"] != "none")]
+    parts = [(kind, [row for row in rows if row["fault"] == kind]) for kind in kinds]
+    parts.append(("all with a fault", [row for row in rows if row["fault"] != "none"]))
+    parts.append(("of these, without sends", [row for row in parts[-1][1] if not row["sends"]]))
+    parts.append(("none", [row for row in rows if row["fault"] == "none"]))
+    for name, part in parts:
+        counts = [str(sum(row[column] for row in part)) for column in columns]
+        lines.append(f"| {name} | {len(part)} | {' | '.join(counts)} |")
+    return "\n".join(lines)
+
+
+def _size(world: World) -> Row:
+    return {"ranks": len(world.programs), "sends": any(op.pair for program in world.programs for op in program)}
+
+
+def _judge(world: World, files: Sequence[Path]) -> Row:
+    assert world.fault is not None
+    planted, found, said = world.fault.rank, read_files(files), by_torch(files[0].parent)
+    return {
+        "planted": planted,
+        "accused": list(found.culprits),
+        "right": found.culprits == (planted,),
+        "torch_right": bool(said) and set.union(*said) == {planted},
+        "torch_first": bool(said) and said[0] == {planted},
+        "torch_among": any(planted in ranks for ranks in said),
+    }
+
+
+if __name__ == "__main__":
+    from netlayer.cli import run
+
+    run(command, "python -m bench.blame")

@@ -1,0 +1,126 @@
+"""Which rank differs from the others: in what it launched under one number, or in the order of two launches."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from netlayer.layout import describe_ranks
+from netlayer.observe.evidence import Evidence, Group, Launch, Signature
+
+_NEVER = 1 << 62
+
+Aligned = Mapping[int, Mapping[int, Launch]]
+"""Launches by rank and number, as `blame.align` gives them."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first number under which the ranks of a group launched different things.
+
+    Args:
+        number: of the launches.
+        launches: by rank.
+        culprits: ranks that differ from the majority; where `certain` is False, all that differ from each other.
+        certain: whether there is a majority.
+    """
+
+    number: int
+    launches: Mapping[int, Launch]
+    culprits: tuple[int, ...]
+    certain: bool
+
+    def line(self, group: Group) -> str:
+        """What happened, for a person."""
+        versions: dict[str, list[int]] = defaultdict(list)
+        for rank, launch in self.launches.items():
+            if rank in self.culprits:
+                place = f" at {launch.place}" if launch.place else ""
+                versions[f"{launch}{place}"].append(rank)
+        said = ", ".join(f"{describe_ranks(ranks)} launched {what}" for what, ranks in versions.items())
+        if not self.certain:
+            return f"in {group} {said}: they differ, and nothing tells which is wrong"
+        right = [rank for rank in self.launches if rank not in self.culprits]
+        first = self.launches[right[0]] if right else None
+        if first is None:  # the only other ranks have not come to it; those of other groups have
+            return f"in {group} {said}: groups of the same role launched something else"
+        words = first.signature.difference(self.launches[self.culprits[0]].signature)
+        return f"{said} in {group}, where {describe_ranks(right)} launched {first}: another {words}"
+
+
+def find_mismatch(aligned: Aligned, siblings: Iterable[Aligned]) -> Mismatch | None:
+    """The first difference among launches that are not complete on all ranks; None where there is none.
+
+    Args:
+        aligned: launches of a group.
+        siblings: those of groups of the same role, which decide where the group itself is even.
+    """
+    open_numbers = {number for of_rank in aligned.values() for number, launch in of_rank.items() if not launch.done}
+    for number in sorted(open_numbers):
+        launches = {rank: of_rank[number] for rank, of_rank in aligned.items() if number in of_rank}
+        votes = Counter(launch.signature for launch in launches.values())
+        if len(votes) > 1:
+            right = _winner(votes, siblings, {launch.counterpart for launch in launches.values()})
+            culprits = tuple(rank for rank, launch in launches.items() if launch.signature != right)
+            return Mismatch(number, launches, culprits, right is not None)
+    return None
+
+
+def out_of_order(
+    evidence: Evidence,
+    circle: Iterable[int],
+    held: Mapping[int, Sequence[tuple[Group, Launch]]],
+    waits: Mapping[int, tuple[Group, Launch]],
+) -> tuple[list[int], str]:
+    """Of ranks that wait for each other, those that launched two collectives the other way round than most ranks.
+
+    Args:
+        evidence: of the job.
+        circle: the ranks.
+        held: by rank, launches of others that wait for it.
+        waits: by rank, the launch of its own in which it waits.
+
+    Returns:
+        The ranks, and in words what they should have launched first; no rank where there is no majority.
+    """
+    orders = {rank: _order_by_role(evidence, rank) for rank in evidence.ranks}
+    roles = {rank: {group.role for group in evidence.groups.values() if rank in group.ranks} for rank in orders}
+    found: dict[int, str] = {}
+    for rank in circle:
+        group, launch = waits[rank]
+        early = (group.role, launch.seq)
+        for other_group, other in held[rank]:
+            late = (other_group.role, other.seq)
+            voters = [peer for peer in orders if peer != rank and {early[0], late[0]} <= roles[peer]]
+            votes = [_comes_first(orders[peer], early, late) for peer in voters]
+            if votes.count(False) > 1 + votes.count(True):  # its own vote counts
+                found[rank] = f"{other} of {other_group}"
+    return sorted(found), next(iter(found.values()), "")
+
+
+def _winner(votes: Counter[Signature], siblings: Iterable[Aligned], places: set[tuple[str, int]]) -> Signature | None:
+    """The version that most ranks have; among equals, that which most ranks of the other groups have."""
+    most = max(votes.values())
+    best = [signature for signature, count in votes.items() if count == most]
+    if len(best) == 1:
+        return best[0]
+    launches = (launch for one in siblings for of_rank in one.values() for launch in of_rank.values())
+    elsewhere = Counter(launch.signature for launch in launches if launch.counterpart in places)
+    counts = sorted(((elsewhere[signature], position) for position, signature in enumerate(best)), reverse=True)
+    return best[counts[0][1]] if counts[0][0] > counts[1][0] else None
+
+
+def _order_by_role(evidence: Evidence, rank: int) -> dict[tuple[str, int], int]:
+    """When a rank launched what, by role of the group and number."""
+    return {
+        (evidence.groups[key].role, launch.seq): launch.order
+        for key, launches in evidence.ranks[rank].launches.items()
+        for launch in launches.values()
+    }
+
+
+def _comes_first(order: Mapping[tuple[str, int], int], one: tuple[str, int], other: tuple[str, int]) -> bool | None:
+    """Whether a rank launched `one` before `other`; None where it launched neither, or nobody wrote down when."""
+    when, then = order.get(one, _NEVER), order.get(other, _NEVER)
+    return None if when == then else when < then

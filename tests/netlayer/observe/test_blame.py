@@ -1,0 +1,140 @@
+"""Who is to blame: in random jobs with a planted fault, in small ones made by hand, and in real dumps of two ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.blame_worlds import FAULTS, FaultKind, random_world, write_dumps
+from netlayer.observe import Blame, Evidence, Group, Launch, RankLog, diagnose, read_files
+
+SEEDS = range(8)
+_EXPECTED = {"hang": "hang", "dead": "dead", "size": "mismatch", "dtype": "mismatch", "op": "mismatch"}
+
+# Two gloo ranks; the second one does not come to the last collective. argv: rank, folder.
+_JOB = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace, _dump_fr_trace_json
+rank, folder = int(sys.argv[1]), sys.argv[2]
+store = dist.FileStore(f"{folder}/store", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+tensor, group = torch.ones(4), dist.new_group([0, 1], group_desc="dp")
+dist.all_reduce(tensor)
+dist.broadcast(tensor, 0, group=group)
+if rank == 0:
+    dist.all_reduce(tensor, group=group, async_op=True)
+open(f"{folder}/trace_{rank}", "wb").write(_dump_fr_trace())
+open(f"{folder}/json_{rank}", "wb").write(_dump_fr_trace_json())
+store.set(f"written {rank}", "")
+store.wait(["written 0", "written 1"])
+time.sleep(0.2)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_the_planted_rank_is_accused_and_nobody_else(kind: FaultKind, tmp_path: Path) -> None:
+    for seed in SEEDS:
+        world = random_world(seed, kind)
+        found = read_files(write_dumps(world, tmp_path / str(seed), seed, "json" if seed % 2 else "pickle"))
+        assert world.fault is not None
+        assert found.culprits == (world.fault.rank,), (seed, [finding.line for finding in found.findings])
+        assert all(finding.kind == _EXPECTED.get(kind, finding.kind) for finding in found.findings)
+        assert world.fault.rank not in found.findings[0].waiting
+
+
+def test_a_healthy_job_is_not_accused(tmp_path: Path) -> None:
+    for seed in SEEDS:
+        found = read_files(write_dumps(random_world(seed, None), tmp_path / str(seed), seed))
+        assert not found.findings
+        assert not found.groups
+
+
+def test_random_jobs_have_orders_that_differ_between_groups() -> None:
+    worlds = [random_world(seed, "order") for seed in SEEDS]
+    crossing = 0
+    for world in worlds:
+        assert world.fault is not None
+        one, other = world.programs[world.fault.rank][world.fault.position : world.fault.position + 2]
+        crossing += one.group != other.group
+    assert 0 < crossing < len(worlds)
+
+
+def _job(groups: dict[str, tuple[int, ...]], ranks: dict[int, list[tuple[str, str, int, bool]]]) -> Blame:
+    """Of launches as (group, kind, number of elements, whether complete), in order."""
+    logs = {}
+    for rank, launches in ranks.items():
+        logs[rank] = log = RankLog(rank, f"trace_{rank}")
+        for order, (key, kind, size, done) in enumerate(launches):
+            of_group = log.launches.setdefault(key, {})
+            seq = len(of_group) + 1
+            of_group[seq] = Launch(
+                seq, kind, order, done, ((size,),), ((size,),), ("Float",), ("Float",), None, order + 1
+            )
+    world = range(1 + max(rank for members in groups.values() for rank in members))
+    named = {key: Group(key, key, key, members) for key, members in groups.items()}
+    return diagnose(Evidence(named, logs, world))
+
+
+def test_a_victim_of_a_victim_is_no_culprit() -> None:
+    found = _job(
+        {"a": (0, 1), "b": (1, 2), "c": (2, 3)},
+        {
+            0: [("a", "all_reduce", 4, False)],
+            1: [("b", "all_reduce", 4, False)],
+            2: [("c", "all_reduce", 4, False)],
+            3: [],
+        },
+    )
+    assert found.culprits == (3,)
+    assert found.findings[0].waiting == (0, 1, 2)
+    assert "rank 3 has not arrived at all_reduce #1 ([4] Float) of group c (ranks 2,3)" in found.findings[0].line
+    assert len(found.groups) == 3
+
+
+def test_two_that_differ_from_each_other_alone_are_both_named() -> None:
+    found = _job({"a": (0, 1)}, {0: [("a", "all_reduce", 4, False)], 1: [("a", "all_reduce", 8, False)]})
+    assert found.culprits == (0, 1)
+    assert not found.findings[0].certain
+    assert "nothing tells which is wrong" in found.findings[0].line
+
+
+def test_a_circle_of_two_names_both() -> None:
+    found = _job({"a": (0, 1), "b": (0, 1)}, {0: [("a", "all_reduce", 4, False)], 1: [("b", "all_reduce", 4, False)]})
+    assert (found.findings[0].kind, found.culprits, found.findings[0].certain) == ("order", (0, 1), False)
+
+
+def test_where_everybody_has_arrived_nobody_is_accused() -> None:
+    found = _job({"a": (0, 1)}, {rank: [("a", "all_reduce", 4, False)] for rank in (0, 1)})
+    assert (found.findings[0].kind, found.culprits) == ("stalled", ())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(("_allgather_base", 4), ("all_gather_into_tensor", 4)), (("all_to_all", 4), ("all_to_all", 8))],
+)
+def test_spellings_and_uneven_parts_are_no_mismatch(one: tuple[str, int], other: tuple[str, int]) -> None:
+    found = _job({"a": (0, 1)}, {0: [("a", *one, False)], 1: [("a", *other, False)]})
+    assert found.findings[0].kind == "stalled"
+
+
+def test_a_dump_that_is_missing_is_not_accused_where_somebody_else_is_late() -> None:
+    found = _job({"a": (0, 1, 2)}, {0: [("a", "all_reduce", 4, False)], 1: []})
+    assert found.culprits == (1,)
+    assert found.notes == ["no dump of rank 2"]
+
+
+def test_real_dumps_of_gloo_ranks(tmp_path: Path) -> None:
+    environment = {"TORCH_FR_BUFFER_SIZE": "100", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", _JOB, str(rank), str(tmp_path)], env=environment) for rank in range(2)
+    ]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    for prefix in ("trace", "json"):
+        found = read_files(sorted(tmp_path.glob(f"{prefix}_*")))
+        assert found.culprits == (1,)
+        assert "has not arrived at all_reduce #2 ([4] Float) of group 1:dp (ranks 0,1)" in found.findings[0].line
