@@ -173,7 +173,8 @@ def settings_and_delays_do_not_change_a_bit(stage: int, num_stages: int) -> None
 
 @case
 def both_paths_give_the_same(stage: int, num_stages: int) -> None:
-    for schedule in schedules(num_stages):
+    # On the CPU both are the same path.
+    for schedule in schedules(num_stages)[0 if device().type == "cuda" else -1 :]:
         results = []
         for path in ("auto", "group"):
             links = PipelineLinks(None, device(), schedule.wraps, path=path)
