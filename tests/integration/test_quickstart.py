@@ -100,6 +100,7 @@ def test_a_browser_draws_every_plot_of_its_report(
     assert all(plots.values()), plots
 
 
+@pytest.mark.slow
 def test_one_rank_alone_leaves_out_what_needs_two(tmp_path: Path, text: Path, environment: dict[str, str]) -> None:
     one = ("cluster.gpus_per_server=1", "job.parallel.dp=1", f"data.folder={text}")
     done = subprocess.run(
