@@ -40,7 +40,7 @@ from topology.graph import Graph
 
 Case = Literal["line-rate", "dcqcn"]
 CASES: tuple[Case, ...] = get_args(Case)
-# The limits: link-hops a second of one thread by case and hosts, peak memory, and how many times as fast as the
+# Limits: link-hops a second of one thread by case and hosts, peak memory, and how many times as fast as the
 # heap, and two threads as one.
 LEAST_HOPS_PER_S = {"line-rate": {1_024: 20e6, 8_192: 10e6}, "dcqcn": {1_024: 10e6, 8_192: 6e6}}
 LEAST_GPU_HOPS_PER_S = 300e6

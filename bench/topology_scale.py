@@ -40,7 +40,7 @@ Placement = Literal["packed", "scattered"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 STAGES = ("build", "flows", "hash", "load", "rate")
 PAPER_PODS = 6
-# The limits for the paper's fabric, and for the exponent over all sizes.
+# Limits for the paper's fabric, and for the exponent over all sizes.
 MAX_BUILD_S, MAX_TOTAL_S, MAX_PEAK_BYTES, MAX_EXPONENT = 2.0, 10.0, 4e9, 1.1
 
 Rows = list[dict[str, Any]]
