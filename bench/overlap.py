@@ -9,6 +9,7 @@ hosts.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -53,6 +54,13 @@ def _read_channels(_ctx: click.Context, _param: click.Parameter, text: str | Non
     if min(numbers) < 0 or len(set(numbers)) < len(numbers):
         raise click.BadParameter(f"{text!r}: different numbers from 0 on, with commas between, such as 0,2,1")
     return numbers
+
+
+def _number(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
+    """NaN passes every range."""
+    if value is not None and math.isnan(value):
+        raise click.BadParameter(f"{value} is not a number")
+    return value
 
 
 @click.command(
@@ -104,8 +112,15 @@ under DIR/records, within 8 minutes. What does not fit is left out and said, and
 @click.option(
     "--within", type=click.FloatRange(min=0), help="Minutes; legs that would end later are left out [8 for all]."
 )
-@click.option("--lr", type=float, help="Learning rate.")
-@click.option("--tolerance", type=float, default=0.05, show_default=True, help="Of the losses compared, nats.")
+@click.option("--lr", type=click.FloatRange(0, 1e6, min_open=True), callback=_number, help="Learning rate.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0, 1e6),
+    callback=_number,
+    default=0.05,
+    show_default=True,
+    help="Of the losses compared, nats.",
+)
 def command(
     options: RunOptions,
     technique: str,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.backends import BACKENDS
+from bench.backends import DISTRIBUTED
 from bench.control import meet
 from bench.driver import load_collective
 from bench.small_messages import Outcome, Settings
@@ -37,7 +37,7 @@ def run_rank(context: RankContext, settings: Settings, url: str, backend: str, d
         deadline_s: on `time.monotonic`, one clock for all processes of a host.
     """
     with meet(context.env, url, None) as control:
-        library = BACKENDS["torch" if backend == "nccl" else "gloo"](context.env, None)
+        library = DISTRIBUTED["torch" if backend == "nccl" else "gloo"](context.env, None)
         group, device = library.group, library.device
         dist.barrier(group)  # makes NCCL's communicator
         report: Report = context.report if control.rank == 0 else lambda _row: None

@@ -184,6 +184,7 @@ class Bucket:
         for parameter, view in zip(self.parameters, plan.views(self.full_N), strict=True):
             parameter.data = view
             parameter.grad = None
+        self._addresses = tuple(parameter.data_ptr() for parameter in self.parameters)
         self.pieces = [
             Piece(slot.name, slot.shape, nn.Parameter(self.master_S[start:end]), self.grad_S[start:end])
             for slot, start, end in ((plan.slots[index], start, end) for index, start, end in plan.pieces(rank))
@@ -194,9 +195,26 @@ class Bucket:
         if not self.shares_storage:
             self.plan.own(self.full_N, self.rank).copy_(self.master_S)
 
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take over into the master shard what was written into the parameters.
+
+        An element counts as written where it is not what its master rounds to: all others keep their precision.
+        """
+        if self.shares_storage:
+            return
+        own_S = self.plan.own(self.full_N, self.rank)
+        is_kept_S = own_S == self.master_S.to(own_S.dtype)
+        self.master_S.copy_(torch.where(is_kept_S, self.master_S, own_S.to(self.master_S.dtype)))
+
+    @property
+    def num_writes(self) -> int:
+        """Grows with every write into a parameter that autograd counts: in place, and not through `.data`."""
+        return sum(parameter._version for parameter in self.parameters)
+
     def is_in_place(self) -> bool:
         """Whether the module still computes with this buffer (`module.to()` would have moved it away)."""
-        return self.parameters[0].data_ptr() == self.full_N.data_ptr() or self.parameters[0].numel() == 0
+        return tuple(parameter.data_ptr() for parameter in self.parameters) == self._addresses
 
     @torch.no_grad()
     def fold_gradients(self, dtype: torch.dtype) -> None:

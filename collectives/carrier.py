@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from collectives.arguments import as_device
 from collectives.recorder import Collective, Recorder
 from collectives.track import Operation, Track
 
@@ -29,9 +30,9 @@ class Carrier:
 
     muted = False
 
-    def __init__(self, device: torch.device, recorder: Recorder | None, track: Track | None) -> None:
-        self.device, self.recorder, self.track = device, recorder, track
-        self.stream = new_stream(device)
+    def __init__(self, device: torch.device | str, recorder: Recorder | None, track: Track | None) -> None:
+        self.device, self.recorder, self.track = as_device(device), recorder, track
+        self.stream = new_stream(self.device)
 
     @property
     def is_capturing(self) -> bool:

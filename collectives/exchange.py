@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.alike import spread
+from collectives.arguments import as_device
 from collectives.lane import Flight, Lane
 from collectives.recorder import Collective, Recorder
 from collectives.symmetric import PeerRounds, why_unusable
@@ -85,6 +87,29 @@ class TensorExchange(ABC):
     def scatter(self, num_rows: int, num_columns: int, like: Tensor) -> Scattering:
         """Begin a sum over ranks of matrices [W * num_rows, num_columns] of the dtype of `like`."""
 
+    def agree_on_rows(self, num_rows: int, is_first: bool) -> None:
+        """Compare the number of rows that each rank is about to give; every rank calls it before it gathers.
+
+        On the CPU always, for gloo ends the process where sizes differ. On CUDA that would make the host wait: there it
+        is compared at a layer's first call alone, and nothing inside a capture.
+
+        Args:
+            is_first: whether it is the layer's first call.
+
+        Raises:
+            ValueError: ranks differ; on all of them.
+        """
+        if self.lane.world_size == 1 or self.lane.is_capturing or not (is_first or self.lane.stream is None):
+            return
+        rows = [told for [told] in self.lane.tell([num_rows], "numbers of rows")]
+        if len(set(rows)) > 1:
+            raise ValueError(
+                f"{spread('rows', rows, self.lane.ranks)}: each rank gives as many rows; pad the shorter ones"
+            )
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to give back
+        """Give windows back, between exchanges; every rank calls it, and exchanges nothing more."""
+
     def start_all_reduce(self, tensor: Tensor) -> Flight:
         """The sum over ranks, in place, once it was waited for."""
         return self.lane.start_all_reduce(tensor)
@@ -92,7 +117,7 @@ class TensorExchange(ABC):
 
 def open_exchange(
     group: dist.ProcessGroup | None,
-    device: torch.device,
+    device: torch.device | str,
     *,
     path: str = "auto",
     chunks: int = DEFAULT_CHUNKS,
@@ -113,6 +138,7 @@ def open_exchange(
     """
     if path not in ("auto", "peer", "lane"):
         raise ValueError(f"path must be auto, peer or lane, got {path!r}")
+    device = as_device(device)
     alone = group is None or dist.get_world_size(group) == 1
     if path != "lane" and not alone:
         reason = why_unusable(group, device)
@@ -146,6 +172,11 @@ class PeerTensorExchange(TensorExchange):
         for kind in ("gather", "scatter"):
             self._rounds_of(kind, num_bytes)
 
+    def close(self) -> None:
+        """Give windows back, once the device has come here."""
+        while self._rounds:
+            self._rounds.popitem()[1].close()
+
     def gather(self, own_mC: Tensor) -> Gathering:
         own_mC = own_mC.contiguous()
         _check_sendable(own_mC)
@@ -170,7 +201,10 @@ class PeerTensorExchange(TensorExchange):
             # A new window's start waits for all ranks and their devices: nobody uses the old one any longer, and
             # nothing else runs on the group.
             slot_bytes = max(_LEAST_SLOT_BYTES, 1 << (num_bytes - 1).bit_length())
-            self._rounds[kind] = rounds = PeerRounds(self.group, slot_bytes, self.device)
+            old, rounds = rounds, PeerRounds(self.group, slot_bytes, self.device)
+            self._rounds[kind] = rounds
+            if old is not None:
+                old.close()
         return rounds
 
 

@@ -4,6 +4,10 @@ After an optimiser step only a rank's own shards are current. `publish` starts t
 of the buckets on every rank, `prefetch` of them ahead of the computation; the first ones so run under data loading.
 Where the optimiser steps inside the backward pass, some buckets are gathered there already (`gather_early`), and
 `publish_rest` starts the others. Left out: letting go of the parameters after their use (ZeRO stage 3).
+
+[Note: parameters that others write] Where parameters are of another dtype than the masters, the next `publish` would
+overwrite what somebody has written into them (a checkpoint, say). Autograd counts such writes, but for those through
+`.data`; `adopt` takes them over into the masters, before an optimiser changes these.
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ class ParameterGather:
         self._in_place: set[int] = set()
         """Buckets whose own slice holds the stepped shard already."""
         self._versions = [bucket.master_S._version for bucket in buckets]
+        self._writes = [bucket.num_writes for bucket in buckets]
+        """By bucket, of its parameters: those that are known here."""
 
     @property
     def settled(self) -> bool:
@@ -50,6 +56,7 @@ class ParameterGather:
         """Start the gathers of all buckets, if the shards have changed; the first `prefetch` are launched now."""
         if not self.stale:
             return
+        self._refuse_writes(range(len(self.buckets)))
         self.wait_all()
         # Gathers start from here, whenever they are launched: not behind the computation queued up by then.
         now = self.lane.mark()
@@ -116,10 +123,42 @@ class ParameterGather:
                     "were published; the order is backward, finish_gradients(), optimiser step, start_step() or forward"
                 )
 
+    def adopt(self, unseen: bool = False) -> None:
+        """Take over what others have written into parameters; see the note above.
+
+        Args:
+            unseen: look at every value, for what was written through `.data` too.
+
+        Raises:
+            RuntimeError: something was written while the gather that overwrites it was under way.
+        """
+        if self.stale:
+            return
+        written = [index for index in range(len(self.buckets)) if self._is_written(index)]
+        self._refuse_writes(index for index in written if index in self._flights or index in self._to_launch)
+        for index in range(len(self.buckets)) if unseen else written:
+            bucket = self.buckets[index]
+            if index not in self._flights and index not in self._to_launch:
+                bucket.adopt()
+                self._versions[index], self._writes[index] = bucket.master_S._version, bucket.num_writes
+
     def note_changed(self) -> None:
         """Shards and full parameters were both changed alike on every rank: there is nothing to publish."""
         self.stale = False
         self._versions = [bucket.master_S._version for bucket in self.buckets]
+        self._writes = [bucket.num_writes for bucket in self.buckets]
+
+    def _is_written(self, index: int) -> bool:
+        return self._writes[index] != self.buckets[index].num_writes
+
+    def _refuse_writes(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if self._is_written(index):
+                raise RuntimeError(
+                    f"parameters of bucket {index} ({self.buckets[index].plan.slots[0].name}, ...) were written in "
+                    "place between a step and the gather that publishes it, which overwrites them: call "
+                    "wait_parameters() before writing, on every rank"
+                )
 
     def _start(self, indices: Sequence[int]) -> None:
         self._to_launch.extend(indices)
@@ -130,6 +169,8 @@ class ParameterGather:
         # The gathers overwrite what a graph that is kept for another backward has saved: autograd shall notice.
         parameters = [parameter for index in indices for parameter in self.buckets[index].parameters]
         torch.autograd.graph.increment_version(parameters)
+        for index in indices:
+            self._writes[index] += len(self.buckets[index].parameters)
 
     def _launch_until(self, end: int) -> None:
         while self._to_launch and self._to_launch[0] < end:

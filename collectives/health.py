@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.arguments import as_device
 from collectives.health_trial import (
     HealthRow,
     Progress,
@@ -42,7 +43,7 @@ _EXACT_IN_FLOAT = 2**24  # whole numbers up to here are exact, and so is every s
 
 
 def gemm(
-    device: torch.device,
+    device: torch.device | str,
     size: int = 8192,
     dtype: torch.dtype = torch.bfloat16,
     repeats: int = 50,
@@ -63,6 +64,7 @@ def gemm(
         progress: hears of the end.
     """
     check_arguments(size, repeats, budget_s)
+    device = as_device(device)
     a_MK, b_KN = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
     product_MN = torch.full_like(a_MK, float("nan"))
     times_us = measure(device, repeats, budget_s, lambda: torch.mm(a_MK, b_KN, out=product_MN))
@@ -74,7 +76,7 @@ def gemm(
 
 
 def copy(
-    device: torch.device,
+    device: torch.device | str,
     num_bytes: int = 2**28,
     repeats: int = 20,
     *,
@@ -91,6 +93,7 @@ def copy(
         progress: hears of every direction.
     """
     check_arguments(num_bytes, repeats, budget_s)
+    device = as_device(device)
     on_cuda = device.type == "cuda"
     directions = ("device_to_device", "host_to_device", "device_to_host") if on_cuda else ("device_to_device",)
     rows = []

@@ -21,22 +21,31 @@ Shapes: N elements of a padded bucket, W ranks, S = N / W.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from collectives.carrier import Carrier, new_stream
+from collectives.leftovers import release_left
 from collectives.recorder import Collective, Recorder
 from collectives.torch_names import Collect, all_gather_single, reduce_scatter_single
-from collectives.watch import Watch
+from collectives.track import NEAR, lost_or_late
+from collectives.watch import Watch, timeout_of
+from netlayer.errors import CollectiveTimeout
 
 logger = logging.getLogger(__name__)
 
 Issue = Callable[[bool], "dist.Work | None"]
 """Starts a collective; told whether it shall return a handle to wait on."""
 
+_POLL_S = 0.001
+_SOURCE_LINE = re.compile(r"^\[[^]]*\] ")  # of the backend, before what it says
+_ASK = "; a rank is late, skipped a step, or was left to call alone what all must call: a watch=Watch(...) names it"
 _all_reduce: Collect = dist.all_reduce
 _broadcast: Collect = dist.broadcast
 
@@ -52,8 +61,9 @@ class Flight:
         landed: torch.cuda.Event | None,
         then: Callable[[], None] | None,
         keep: Sequence[Tensor],
+        kind: str = "collective",
     ) -> None:
-        self._lane, self._collective, self._work = lane, collective, work
+        self._lane, self._collective, self._work, self._kind = lane, collective, work, kind
         self._arrived = self._landed = landed
         self._then, self._keep = [] if then is None else [then], keep
         self._done = False
@@ -81,7 +91,8 @@ class Flight:
             if self._arrived is not None:
                 torch.cuda.current_stream(self._lane.device).wait_event(self._arrived)
             elif self._work is not None:
-                self._work.wait()
+                with self._lane.explaining(self._kind):
+                    self._work.wait()
         if self._landed is not None:  # apart: what follows it is computation
             torch.cuda.current_stream(self._lane.device).wait_event(self._landed)
         for function in self._then:
@@ -98,13 +109,15 @@ class Lane(Carrier):
         device: of every tensor.
         recorder: notes each collective.
         watch: says who is late where a collective does not complete.
+
+    On gloo, whatever launches or waits raises CollectiveTimeout or PeerLost where a collective does not complete.
     """
 
     def __init__(
         self,
         name: str,
         group: dist.ProcessGroup | None,
-        device: torch.device,
+        device: torch.device | str,
         recorder: Recorder | None = None,
         watch: Watch | None = None,
     ) -> None:
@@ -112,7 +125,9 @@ class Lane(Carrier):
         self.name, self.group = name, group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        self._fill_stream = new_stream(device)
+        self.ranks = [self.rank] if group is None else dist.get_process_group_ranks(group)
+        """Of the group, by their numbers in the world."""
+        self._fill_stream = new_stream(self.device)
         self._filled: tuple[torch.cuda.Event, Sequence[Tensor]] | None = None
         """What the last fill reads, and the event after which that may be freed."""
         self._emulated: dict[torch.dtype, bool] = {}
@@ -123,7 +138,12 @@ class Lane(Carrier):
         return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
 
     def all_gather(
-        self, full_N: Tensor, prepare: Callable[[], None] | None = None, after: torch.cuda.Event | None = None
+        self,
+        full_N: Tensor,
+        prepare: Callable[[], None] | None = None,
+        after: torch.cuda.Event | None = None,
+        *,
+        is_recorded: bool = True,
     ) -> Flight:
         """Every rank's own slice of `full_N` to all ranks, in place.
 
@@ -131,6 +151,7 @@ class Lane(Carrier):
             full_N: this rank has filled the slice that it owns.
             prepare: fills that slice; runs on the lane.
             after: the point of the compute stream to start from; now, where it is None.
+            is_recorded: False for what ranks agree upon beside the training.
         """
 
         def issue(async_op: bool) -> dist.Work | None:
@@ -138,7 +159,7 @@ class Lane(Carrier):
             source_S = own_S if self._gathers_in_place else own_S.clone()
             return all_gather_single(full_N, source_S, group=self.group, async_op=async_op)
 
-        return self._launch("all_gather", full_N, issue, prepare=prepare, after=after)
+        return self._launch("all_gather", full_N, issue, prepare=prepare, after=after, is_recorded=is_recorded)
 
     def reduce_scatter(
         self,
@@ -202,6 +223,73 @@ class Lane(Carrier):
 
         self._launch("broadcast", tensor, issue).wait()
 
+    def tell(self, values: Sequence[int], what: str) -> list[list[int]]:
+        """Every rank's `values`, as many on each, in rank order; the host waits.
+
+        For what ranks agree upon beside the training: it is watched, but not recorded.
+
+        Args:
+            what: they are about, for the watch's line.
+        """
+        own = torch.tensor(values, dtype=torch.int64, device=self.device)
+        if self.world_size == 1 or self.muted or not values:
+            return [list(values) for _ in range(self.world_size)]
+        all_WC = own.new_empty(self.world_size * len(values))
+
+        def issue(async_op: bool) -> dist.Work | None:
+            return all_gather_single(all_WC, own, group=self.group, async_op=async_op)
+
+        if self.stream is not None:  # in order with all that the lane carries
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream), self.explaining("all_gather"):
+            self._watched("all_gather", all_WC, issue, what)(False)
+            rows: list[list[int]] = all_WC.view(self.world_size, -1).tolist()
+        return rows
+
+    def tell_texts(self, text: str, what: str) -> list[str]:
+        """Every rank's `text`, in rank order; the host waits. As `tell`."""
+        coded = text.encode()
+        lengths = [length for [length] in self.tell([len(coded)], what)]
+        rows = self.tell([*coded, *[0] * (max(lengths) - len(coded))], what)
+        return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def wait_on_host(self) -> None:
+        """Block the host until all that was launched has landed. Returns at once on the CPU, where each wait did.
+
+        Raises:
+            CollectiveTimeout: shortly before the group's timeout, at which the watchdog would end the process.
+        """
+        if self.stream is None or self.world_size == 1 or self.is_capturing:
+            return
+        landed, limit = self.stream.record_event(), timeout_of(self.group, self.device)
+        begun_s = time.monotonic()
+        while not landed.query():
+            age_s = time.monotonic() - begun_s
+            if limit is not None and age_s > NEAR * limit.total_seconds():
+                raise CollectiveTimeout(f"{self.describe('a collective')} did not complete in {age_s:.3g} s{_ASK}")
+            time.sleep(_POLL_S)
+        release_left()
+
+    def describe(self, kind: str) -> str:
+        """A collective of this lane in words."""
+        return f"{kind} of group {self.name}, on rank {dist.get_rank()},"
+
+    @contextmanager
+    def explaining(self, kind: str) -> Iterator[None]:
+        """Around what fails where a collective does not complete: says so in our words. A watch says more.
+
+        Raises:
+            CollectiveTimeout, PeerLost: from the backend's own error.
+        """
+        try:
+            yield
+        except RuntimeError as exc:
+            error = lost_or_late(str(exc))
+            if error is None:
+                raise
+            reason = _SOURCE_LINE.sub("", str(exc)).partition(". ")[0]
+            raise error(f"{self.describe(kind)} did not complete: {reason}{_ASK}") from exc
+
     def free_filled(self) -> None:
         """Let go of what fills have read."""
         if self._filled is not None:
@@ -234,33 +322,39 @@ class Lane(Carrier):
         then: Callable[[], None] | None = None,
         after: torch.cuda.Event | None = None,
         keep: Sequence[Tensor] = (),
+        is_recorded: bool = True,
     ) -> Flight:
         keep = (buffer, *keep)
         if self.stream is None:
             _call(prepare)
-            collective, work = self._issue(kind, buffer, issue, async_op=True)
-            return Flight(self, collective, work, None, then, keep)
+            with self.explaining(kind):
+                collective, work = self._issue(kind, buffer, issue, async_op=True, is_recorded=is_recorded)
+            return Flight(self, collective, work, None, then, keep, kind)
         after = after or self.mark()
         assert after is not None
         self.stream.wait_event(after)
         with torch.cuda.stream(self.stream):
             _call(prepare)
-            collective, _ = self._issue(kind, buffer, issue, async_op=False)
+            collective, _ = self._issue(kind, buffer, issue, async_op=False, is_recorded=is_recorded)
             _call(then)
-            return Flight(self, collective, None, self.stream.record_event(), None, keep)
+            return Flight(self, collective, None, self.stream.record_event(), None, keep, kind)
 
     def _issue(
-        self, kind: str, buffer: Tensor, issue: Issue, async_op: bool
+        self, kind: str, buffer: Tensor, issue: Issue, async_op: bool, is_recorded: bool = True
     ) -> tuple[Collective | None, dist.Work | None]:
         if self.world_size == 1 or self.muted or buffer.numel() == 0:
             return None, None
         issue = self._watched(kind, buffer, issue)
+        if not is_recorded:
+            return None, issue(async_op)
         with self.recording(self.name, kind, buffer.numel() * buffer.element_size()) as collective:
             return collective, issue(async_op)
 
-    def _watched(self, kind: str, buffer: Tensor, issue: Issue) -> Issue:
+    def _watched(self, kind: str, buffer: Tensor, issue: Issue, detail: str = "") -> Issue:
         track, num_bytes = self.track, buffer.numel() * buffer.element_size()
-        return issue if track is None else lambda async_op: track.issue(kind, num_bytes, lambda: issue(async_op))
+        return (
+            issue if track is None else lambda async_op: track.issue(kind, num_bytes, lambda: issue(async_op), detail)
+        )
 
     def _probe_gather(self) -> bool:
         """Whether the backend gathers in place; also sets the communicator up, before the first step is timed."""

@@ -2,18 +2,41 @@
 
 A stage exchanges activations and gradients with the stages before and behind it. Sent and received together, the slower
 of the two blocks both. Here each direction of each link has a communicator and a stream of its own, sends never block
-receives, and receives are posted ahead of their use, so that a computation waits for nothing but its own input:
+receives, and receives are posted ahead of their use, so that a computation waits for nothing but its own input. Two
+stages and two micro-batches, to be run by `torchrun --nproc-per-node 2 example.py`:
 
-    channel = PipelineChannel((tokens, hidden), torch.bfloat16, schedule.traffic(stage), group=pipeline, device=device)
-    channel.begin_step()
-    x = channel.receive(message)       # was posted while the one before it was in use
-    channel.send(message, y)           # returns at once; y may be dropped
-    channel.finish()
+    import torch
+    import torch.distributed as dist
+    from collectives import Message, PipelineChannel, Traffic
 
-`trainer.pipeline` drives a channel through a schedule. With `overlap=False` sends and receives go together and are
-waited for at once (`exchange`), as Megatron-LM does without overlap: the same numbers, for comparison.
+    dist.init_process_group("gloo")
+    stage, layer = dist.get_rank(), torch.nn.Linear(8, 8)
+    activations = tuple(Message("forward", micro_batch) for micro_batch in range(2))
+    gradients = tuple(Message("backward", micro_batch) for micro_batch in range(2))
+    traffic = Traffic(gradients, sends=activations) if stage == 0 else Traffic(activations, sends=gradients)
+    channel = PipelineChannel((4, 8), torch.float32, traffic)
+    for step in range(3):
+        channel.begin_step()  # posts the first receives
+        if stage == 0:
+            outputs = [layer(torch.randn(4, 8)) for _ in activations]
+            for message, y in zip(activations, outputs):
+                channel.send(message, y)  # returns at once
+            for message, y in zip(gradients, outputs):
+                y.backward(channel.receive(message))
+        else:
+            for activation, gradient in zip(activations, gradients):
+                x = channel.receive(activation).requires_grad_()  # was posted while the one before it was in use
+                layer(x).square().mean().backward()
+                channel.send(gradient, x.grad)
+        channel.finish()
+    dist.destroy_process_group()
 
-Left out: shapes that change from message to message, and recovery: after an error a channel is not used again.
+A `trainer.schedule` makes the traffic of many stages, and `trainer.pipeline` drives a channel through it. With
+`overlap=False` sends and receives go together and are waited for at once (`exchange`), as Megatron-LM does without
+overlap: the same numbers, for comparison.
+
+Left out: shapes that change from message to message, and recovery: after an error neither a channel nor its links are
+used again.
 
 [Note: hardware queues] A GPU feeds its streams from a few queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default), and what
 waits at the head of one holds up every stream behind it. A receive that is posted and runs holds up nothing, but a
@@ -41,6 +64,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.arguments import as_dtype
 from collectives.link import Link, Transfer
 from collectives.messages import DIRECTIONS, Direction, Message, Traffic
 from collectives.pipeline_links import PipelineLinks
@@ -55,7 +79,7 @@ class PipelineChannel:
 
     Args:
         shape: of every activation, and so of every gradient; the same on all stages.
-        dtype: likewise.
+        dtype: likewise; or its name.
         traffic: this stage's messages of a step, in order; see `trainer.schedule`.
         group: the ranks of the pipeline in the order of its stages; None: all ranks.
         device: of every tensor; where there are `links`, theirs.
@@ -67,12 +91,13 @@ class PipelineChannel:
 
     Raises:
         ValueError: stages disagree on shape, dtype or messages, or an argument is wrong.
+        RuntimeError: a step over these links was left unfinished, by this stage or another.
     """
 
     def __init__(
         self,
         shape: Sequence[int],
-        dtype: torch.dtype,
+        dtype: torch.dtype | str,
         traffic: Traffic,
         *,
         group: dist.ProcessGroup | None = None,
@@ -88,12 +113,12 @@ class PipelineChannel:
             raise ValueError(f"depth = {depth}: at least one receive must be posted ahead; use 1")
         if depth > 1 and on_cuda:
             raise ValueError(f"depth = {depth}: on CUDA one receive is posted ahead, or streams may deadlock; use 1")
-        self.shape, self.dtype, self.traffic = torch.Size(shape), dtype, traffic
+        self.shape, self.dtype, self.traffic = torch.Size(shape), as_dtype(dtype, "dtype"), traffic
         self.depth, self._overlap = depth, overlap
         self._is_warm = not on_cuda
         self.links = links or PipelineLinks(group, device, traffic.wraps)
         self.device, self.stage, self.num_stages = self.links.device, self.links.stage, self.links.num_stages
-        self.links.agree(self.shape, dtype, traffic)
+        self.links.agree(self.shape, self.dtype, traffic)
         self._into = {
             d: _Incoming(self, self.links.receiver(d, recorder, watch)) for d in DIRECTIONS if traffic.incoming(d)
         }
@@ -112,6 +137,7 @@ class PipelineChannel:
         Raises:
             RuntimeError: the last step was not finished.
         """
+        self.links.is_in_step = True
         for end in (*self._into.values(), *self._out.values()):
             end.begin_step()
 
@@ -157,7 +183,7 @@ class PipelineChannel:
         """
         for end in (*self._out.values(), *self._into.values()):
             end.finish_step()
-        self._is_warm = True
+        self._is_warm, self.links.is_in_step = True, False
 
     @property
     def muted(self) -> bool:

@@ -21,19 +21,22 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 
+from collectives.alike import first_difference
 from collectives.link import Kind, Link
 from collectives.messages import DIRECTIONS, Direction, Traffic, digest
 from collectives.peer_link import PeerLink, Slots
 from collectives.recorder import Recorder
 from collectives.symmetric import why_unusable
-from collectives.watch import Watch
+from collectives.watch import Watch, timeout_of
 from netlayer.errors import ConfigError, HardwareMissing
+from netlayer.layout import describe_ranks
 
+T = TypeVar("T")
 LinkGroups = Mapping[tuple[str, Direction], "dist.ProcessGroup"]
 """By colour of the link and direction."""
 
@@ -56,18 +59,24 @@ def open_link_groups(
 ) -> LinkGroups:
     """The process groups of all pipelines of a job; returns those of the one that this rank is in.
 
-    All ranks of the world call it with the same arguments. `PipelineLinks` does it by itself for a single pipeline, and
-    without the other ranks where torch allows that.
+    All ranks of the world call it with the same arguments, which are compared. `PipelineLinks` does it by itself for a
+    single pipeline, and without the other ranks where torch allows that.
 
     Args:
         pipelines: global ranks of each, in order of its stages: `layout.groups("pp")`.
         wraps: whether the last stage exchanges messages with the first.
         max_ctas: NCCL's limit for each of these communicators; None: as NCCL likes it.
-        timeout: of the groups; None: the backend's default.
+        timeout: of the groups; None: that of the world.
+
+    Raises:
+        ValueError: ranks differ in their arguments; on all of them.
     """
     own: LinkGroups = {}
-    for ranks in pipelines:
-        groups = _new_groups(list(ranks), torch.device(device), wraps, max_ctas, timeout, local=False)
+    members = [list(ranks) for ranks in pipelines]
+    arguments = {"pipelines": members, "wraps": wraps, "max_ctas": max_ctas, "device": torch.device(device).type}
+    _compare_arguments(arguments, dist.group.WORLD)
+    for ranks in members:
+        groups = _new_groups(ranks, torch.device(device), wraps, max_ctas, timeout, local=False)
         if dist.get_rank() in ranks:
             own = groups
     return own
@@ -75,6 +84,9 @@ def open_link_groups(
 
 class PipelineLinks:
     """The communicators of a stage with its neighbours. All stages open them together, with the same arguments.
+
+    Arguments are compared between the stages before anything is opened. After a step that raised, messages are still
+    under way: open new links then.
 
     Args:
         group: the ranks of the pipeline in the order of its stages; None: all ranks.
@@ -86,7 +98,7 @@ class PipelineLinks:
             (torch.distributed), or `auto`: peer where it can be.
 
     Raises:
-        ValueError: this rank is not in the group, or `groups` are needed.
+        ValueError: this rank is not in the group, `groups` are needed, or stages differ in an argument, on all of them.
         ConfigError: TORCH_NCCL_BLOCKING_WAIT is set: every posted receive would block the host.
         HardwareMissing: `peer` was asked for and cannot be.
     """
@@ -105,10 +117,16 @@ class PipelineLinks:
         self.device = torch.device(device)
         if self.device.type == "cuda" and os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
             raise ConfigError("TORCH_NCCL_BLOCKING_WAIT", 1, "lets every receive block the host", "unset it")
+        if path not in get_args(Path):
+            raise ValueError(f"path = {path!r}: must be one of {', '.join(get_args(Path))}")
         self.ranks = _ranks_of(group)
         self.num_stages = len(self.ranks)
         self.stage = self.ranks.index(dist.get_rank()) if self.num_stages > 1 else 0
         self.wraps = wraps and self.num_stages > 1
+        self._group_of_all = group or dist.group.WORLD
+        if self.num_stages > 1:
+            arguments = {"wraps": wraps, "path": path, "max_ctas": max_ctas, "device": self.device.type}
+            _compare_arguments({**arguments, "groups": "None" if groups is None else "given"}, self._group_of_all)
         if groups is None and self.num_stages > 1:
             local = self.num_stages < dist.get_world_size()
             if local and self.device.type == "cuda" and _is_bound_to_device():
@@ -122,8 +140,9 @@ class PipelineLinks:
         """Why messages do not go through the memory of peers; None where they do."""
         if path == "peer" and self.why_no_peers is not None:
             raise HardwareMissing(f"no peer memory in this pipeline: {self.why_no_peers}; take path='group'")
-        self._group_of_all = group or dist.group.WORLD
         self._slots: Slots | None = None
+        self.is_in_step = False
+        """Whether a channel over these links is inside a step, or has left one unfinished."""
 
     def sender(self, direction: Direction, recorder: Recorder | None = None, watch: Watch | None = None) -> Link:
         """This stage's end of the link on which it sends in `direction`."""
@@ -137,15 +156,39 @@ class PipelineLinks:
         """Compare with both neighbours what will be exchanged; this also sets the communicators up.
 
         Raises:
-            ValueError: on both sides of a link, if they differ; the message names both.
+            ValueError: on both sides of a link, if they differ, and through the memory of peers on all stages, for all
+                open their slots together; the message names both sides. Or a message has no elements.
+            RuntimeError: on all stages, if one has left a step unfinished.
         """
+        self._refuse_unfinished()
         own = [link for link in {self.stage, (self.stage - 1) % self.num_stages} if link in self._links()]
         # All links first, or a neighbour would wait for what this stage has no more to say.
         by_colour = sorted(own, key=lambda link: _COLOURS.index(_colour(link, self.num_stages)))
         found = [difference for link in by_colour for difference in self._compare(link, shape, dtype, traffic)]
+        if self.why_no_peers is None:
+            found = self._found_by_any(found)
         if found:
             raise ValueError(found[0])
+        if 0 in shape:
+            raise ValueError(f"shape = {list(shape)}: a message has at least one element; leave out what is empty")
         self._open_slots(math.prod(shape) * dtype.itemsize)
+
+    def close(self) -> None:
+        """Give back the memory of the peers, between steps. Every stage calls it; no channel uses the links then."""
+        if self._slots is not None:
+            self._slots.window.close()
+            self._slots = None
+
+    def _refuse_unfinished(self) -> None:
+        if self.num_stages == 1:
+            return
+        of_all = _tell_all(self.is_in_step, self._group_of_all)
+        unfinished = [rank for rank, is_in_step in zip(self.ranks, of_all, strict=True) if is_in_step]
+        if unfinished:
+            raise RuntimeError(
+                f"links: {describe_ranks(unfinished)} left a step unfinished, so messages of it are still under way "
+                "and would be taken for others; open new PipelineLinks after a step that raised"
+            )
 
     def _why_no_peers(self, group: dist.ProcessGroup | None) -> str | None:
         if self.num_stages == 1:
@@ -154,9 +197,13 @@ class PipelineLinks:
             return f"the device is {self.device.type}, not cuda"
         return why_unusable(group or dist.group.WORLD, self.device, kernels=False)
 
+    def _found_by_any(self, found: list[str]) -> list[str]:
+        """This stage's findings before those of others."""
+        return found + [one for theirs in _tell_all(found, self._group_of_all) for one in theirs]
+
     def _open_slots(self, num_bytes: int) -> None:
-        """Have slots for such messages; all stages come here with the same number, or have raised."""
-        if self.why_no_peers is None and num_bytes and (self._slots is None or self._slots.num_bytes != num_bytes):
+        """Have slots for such messages; all stages come here with the same number, or all have raised."""
+        if self.why_no_peers is None and (self._slots is None or self._slots.num_bytes != num_bytes):
             assert self._group_of_all is not None
             self._slots = Slots(self._group_of_all, num_bytes, self.device)
 
@@ -164,7 +211,7 @@ class PipelineLinks:
         """What the two ends of a link disagree on, in words."""
         upper = (link + 1) % self.num_stages
         peer = upper if self.stage == link else link
-        hello = {"shape": list(shape), "dtype": str(dtype)}
+        hello = {"shape": list(shape), "dtype": str(dtype), "wraps": traffic.wraps}
         for direction in DIRECTIONS:
             outward = (direction == "forward") == (self.stage == link)
             messages = traffic.outgoing(direction) if outward else traffic.incoming(direction)
@@ -234,6 +281,7 @@ def _new_groups(
     local: bool,
 ) -> LinkGroups:
     backend = "nccl" if device.type == "cuda" else "gloo"  # whatever the world is made of
+    timeout = timeout or timeout_of(None, device)
     used = {_colour(link, len(ranks)) for link in _links_of(len(ranks), wraps)}
     return {
         (colour, direction): dist.new_group(
@@ -248,6 +296,21 @@ def _new_groups(
         if colour in used
         for direction in DIRECTIONS
     }
+
+
+def _compare_arguments(arguments: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
+    """What ranks open differently they would wait for in vain."""
+    said = _tell_all({name: str(value) for name, value in arguments.items()}, group)
+    difference = first_difference(said, dist.get_process_group_ranks(group))
+    if difference is not None:
+        raise ValueError(f"stages differ in an argument of their links: {difference}; give every stage the same")
+
+
+def _tell_all(said: T, group: dist.ProcessGroup | None) -> list[T]:
+    """What every rank of the group says, in the order of its ranks."""
+    of_all: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_all, said, group=group)
+    return of_all
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from collectives.alike import first_difference
 from collectives.bucket import Bucket, BucketPlan, plan_buckets
 from collectives.lane import Lane
 from collectives.recorder import Recorder
-from collectives.watch import Watch
+from collectives.watch import Watch, timeout_of
 from collectives.windows import Windows
+from netlayer.errors import ConfigError
 
 
 def check_module(module: nn.Module) -> torch.device:
@@ -51,8 +55,16 @@ def open_groups(
 
     Raises:
         ValueError: this rank is not in `group`, or the group has no backend for the device.
+        ConfigError: WORLD_SIZE names other ranks, and there is no process group yet.
     """
     if group is None and not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                "WORLD_SIZE",
+                os.environ["WORLD_SIZE"],
+                "says that there are other ranks, and each would train alone",
+                "call torch.distributed.init_process_group before wrapping",
+            )
         return [None] * len(names)
     if not isinstance(group, dist.ProcessGroup | None):  # torch gives outsiders a number
         raise ValueError("this rank is not a member of the group")
@@ -61,6 +73,7 @@ def open_groups(
         return [None] * len(names)
     local = len(ranks) < dist.get_world_size()
     backend = _backend_of(group, device)
+    timeout = timeout or timeout_of(group, device)
     return [
         dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=local, group_desc=name)
         for name in names
@@ -114,15 +127,29 @@ def plan_module(
     return plan_buckets(layout, bucket_bytes, world_size, units_of, align)
 
 
-def check_same(lane: Lane, module: nn.Module, settings: object) -> None:
-    """Ranks that differ would hang or mix up parameters later: the same ValueError on all of them now."""
-    description = repr((settings, [(name, tensor.shape, tensor.dtype) for name, tensor in _replicated(module)]))
-    digest = int.from_bytes(hashlib.sha256(description.encode()).digest()[:7], "big")
-    extremes = torch.tensor([digest, -digest], device=lane.device)
-    lane.all_reduce(extremes, dist.ReduceOp.MAX)
-    highest, negative_lowest = extremes.tolist()
-    if highest != -negative_lowest:
-        raise ValueError("ranks differ in the module's parameters or buffers, or in the arguments of the wrapper")
+def check_same(lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], settings: Mapping[str, object]) -> None:
+    """Ranks that differ would hang or mix up parameters later: the same ValueError on all of them now.
+
+    Args:
+        settings: what else must be the same, by its name; it shows in the message.
+    """
+    described = {name: str(value) for name, value in settings.items()}
+    for plan in plans:
+        for slot in plan.slots:
+            described[f"parameter {slot.name}"] = f"{list(slot.shape)} {plan.dtype} in bucket {plan.index}"
+    for name, tensor in _replicated(module):
+        described[f"frozen parameter or buffer {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
+    # The order of the parameters counts, which a difference by name would not show.
+    described["order"] = ", ".join(slot.name for plan in plans for slot in plan.slots)
+    text = json.dumps(described)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    if len({said for [said] in lane.tell([digest], "arguments")}) == 1:
+        return
+    said = [json.loads(one) for one in lane.tell_texts(text, "arguments")]
+    raise ValueError(
+        "ranks differ in the module's parameters or buffers, or in the arguments of the wrapper: "
+        f"{first_difference(said, lane.ranks)}; give every rank the same"
+    )
 
 
 def open_parameter_windows(lane: Lane, plans: Sequence[BucketPlan]) -> Windows:

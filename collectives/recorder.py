@@ -215,6 +215,11 @@ class Recorder:
         """Launched since the last step began."""
         self._time_base: TimeBase | None = None
 
+    @property
+    def step(self) -> int | None:
+        """The step that is open; None between steps."""
+        return self._open.step if self._open else None
+
     def begin_step(self, step: int) -> None:
         """Open a step. One that is still open (it raised) is dropped. On CUDA waits for the device once a minute.
 
@@ -267,8 +272,7 @@ class Recorder:
 
         On CUDA it runs on `stream`; None: on the one that is current.
         """
-        step = self._open.step if self._open else None
-        collective = Collective(group, kind, num_bytes, step, lane=lane, labels=labels or {}, flow=flow)
+        collective = Collective(group, kind, num_bytes, self.step, lane=lane, labels=labels or {}, flow=flow)
         self._counts[group, kind] += 1
         self._latest.append(collective)
         if self._open:

@@ -43,7 +43,7 @@ class GradientReduce:
         in_flight: reduce-scatters that may be under way; their buffers are all the memory that reduction takes.
         overlap: False: each is waited for at once.
         stage: of ZeRO; 2: every backward pass is a round, 1: those outside `no_sync` are.
-        before_round: called before the first launch of a round.
+        before_round: called before the first launch of a round; what it raises, a backward pass raises.
         buffers: for the largest bucket whole and for its shard, `in_flight` + 1 pairs that take turns; empty: gradients
             travel in memory that is allocated for them, and land in `grad_S` where its dtype allows.
     """
@@ -85,6 +85,9 @@ class GradientReduce:
         self._num_rounds = 0
         self._unreduced = False
         self._finished = False
+        self.num_finished = self.num_left_out = 0
+        """Steps whose gradients were finished, and forward passes in training that no backward pass followed."""
+        self._num_forwards = 0
         self._reduced: set[int] = set()
         self._advised = False
 
@@ -92,6 +95,15 @@ class GradientReduce:
     def broken(self) -> bool:
         """Whether a backward pass raised before its end."""
         return self._in_backward and not inside_backward()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the pieces hold the gradients of this step."""
+        return self._finished
+
+    def note_forward(self) -> None:
+        """A forward pass has begun whose backward pass reduces: outside `no_sync`, with gradients, in training."""
+        self._num_forwards += self.is_last
 
     def hook(self, index: int) -> Callable[[Tensor], None]:
         """To be called when a parameter of bucket `index` has its gradient of this backward pass.
@@ -144,6 +156,7 @@ class GradientReduce:
             piece.parameter.grad = piece.grad
         self._reduced.clear()
         self._num_rounds, self._finished = 0, True
+        self.num_finished, self._num_forwards = self.num_finished + 1, 0
 
     def begin_step(self) -> None:
         """The shards are published again: the gradients to come belong to another step."""
@@ -187,6 +200,8 @@ class GradientReduce:
                 "step already; put all but the last one under no_sync(), and call optimizer.step() after it"
             )
         self._in_backward, self._finished = True, False
+        self.num_left_out += max(0, self._num_forwards - 1)
+        self._num_forwards = 0
         self._is_round = self.is_last or self.stage == 2
         self._follows = self.is_last and self.follower is not None
         self._missing = [len(bucket.parameters) for bucket in self.buckets]

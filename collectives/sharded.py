@@ -18,8 +18,27 @@ A parameter must be read inside the forward of the module that owns it (of its u
 that forward has begun; parameters whose module is not called in the first forward are waited for before every forward.
 A parameter without a gradient counts as one with zeros, also where no rank has one (plain torch would leave it out of
 weight decay and momentum). Sparse embeddings, complex or unmaterialised parameters, several devices, and moving or
-unfreezing parameters after wrapping raise. Ranks skip a step together or not at all: one that does so alone leaves the
-others waiting until the backend's timeout. Left out: ZeRO stage 3, optimisers that need whole matrices.
+unfreezing parameters after wrapping raise, and so does replacing or adding some. Clip by `clip_grad_norm_` of the
+wrapper: `torch.nn.utils.clip_grad_norm_` finds no gradients on the module's own parameters, and an optimiser built on
+these has nothing to do. Left out: ZeRO stage 3, optimisers that need whole matrices.
+
+[Note: a step left out] Ranks leave a step out together or not at all. Where one does so alone, the steps of all ranks
+are compared now and then (`collectives.step_check`), and CheckFailed names ranks and steps; say the step, by
+`start_step(step)` or a watch's or a recorder's `begin_step`, or a rank that left out its forward pass too goes
+unnoticed. A rank that leaves out `optimizer.step()` alone makes the others wait: a `watch` says for whom.
+
+[Note: states] `state_dict()` of the wrapper or its module, `full_state_dict()` and the `load_` of each are collective
+calls: every rank calls them, whoever keeps the result. `optimizer.state_dict()` is local, and holds the state of this
+rank's shard alone: save it on every rank, a file each, and load it on as many ranks, wrapped with the same arguments.
+
+[Note: writing into parameters] Between steps, after `wait_parameters()` and the same on every rank, parameters may be
+written in place under `torch.no_grad()`; masters of another dtype follow where a value has changed. What is written
+through `.data` autograd does not count: it is found before the first forward, and later where `adopt_parameters()` is
+called; the next step loses it else.
+
+[Note: GradScaler] torch's scaler looks for infinities before gradients are finished, and skips a step on the rank alone
+that finds one. Use `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler` on the group of these ranks, and call
+`finish_gradients()` before its `unscale_` or `step`. bfloat16 needs no scaler.
 
 [Note: torch.compile] Give `units`, and compile each of them (`unit.compile()`, or `unit.forward = torch.compile(...)`):
 the wait is then outside the compiled region, and does not break its graph. Modules outside the units wait for
@@ -32,6 +51,8 @@ themselves: a graph around one of these breaks there.
 from __future__ import annotations
 
 import functools
+import logging
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +63,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from collectives.arguments import as_dtype
 from collectives.backward_step import BackwardStep, balanced_share
 from collectives.bucket import Bucket, BucketPlan
 from collectives.gather import ParameterGather
@@ -58,10 +80,15 @@ from collectives.prepare import (
 )
 from collectives.recorder import Recorder
 from collectives.reduce import GradientReduce, inside_backward
-from collectives.state import attach_state_hooks, full_state_dict, load_full_state_dict
+from collectives.scaler import ScalerCheck
+from collectives.state import attach_state_hooks, calling_all, full_state_dict, load_full_state_dict
+from collectives.step_check import UNSAID, Place, StepCheck
 from collectives.watch import Watch
-from collectives.windows import ALIGNMENT_BYTES
+from collectives.windows import ALIGNMENT_BYTES, Windows
 
+logger = logging.getLogger(__name__)
+
+_FORWARDS_WITHOUT_OPTIMIZER = 4
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 GroupPair = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
@@ -81,8 +108,10 @@ class ShardedDataParallel(nn.Module):
             bucket a unit, or 32 MiB without units.
         prefetch: all-gathers launched ahead of the computation that waits for one.
         overlap: False: every collective is waited for at once; same numbers, for comparison.
-        reduce_dtype: of gradients on the wire. Gradients accumulate locally in float32 or wider.
-        param_dtype: of the computation; None: as the module is. Inputs and buffers are the caller's business.
+        reduce_dtype: of gradients on the wire, or its name (`"bfloat16"`). Gradients accumulate locally in float32 or
+            wider.
+        param_dtype: of the computation, or its name; None: as the module is. Inputs and buffers are the caller's
+            business.
         recorder: notes every collective.
         in_flight: reduce-scatters that may be under way: bounds the memory of gradients on their way.
         stage: of ZeRO. 1: gradients of passes under `no_sync` add up whole on every rank, and are reduced once a step.
@@ -90,14 +119,15 @@ class ShardedDataParallel(nn.Module):
         order: names of parameters in the order of their use (`execution_order`); None: order of registration.
         groups: the process groups for gathers and for reductions, made beforehand and used by nothing else. One group
             twice: one communicator and one order for all, so that neither direction takes bandwidth from the other.
-        timeout: of the groups made here; None: the backend's default.
+        timeout: of the groups made here; None: that of `group`.
         watch: says who is late where a collective does not complete.
         windows: parameters, and gradients on their way, lie in NCCL's symmetric windows (`collectives.windows`): more
             bandwidth where NCCL is held to a few blocks or has to share the memory, for `in_flight` + 1 buffers of the
             largest bucket.
 
     Raises:
-        ValueError: something here is not supported, or ranks differ in module or arguments.
+        ValueError: something here is not supported, or ranks differ in module or arguments; it names the first
+            difference, its values and their ranks.
         RuntimeError, TypeError: NCCL or torch has no windows.
     """
 
@@ -110,8 +140,8 @@ class ShardedDataParallel(nn.Module):
         bucket_bytes: int | None = None,
         prefetch: int = 2,
         overlap: bool = True,
-        reduce_dtype: torch.dtype = torch.float32,
-        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | str = torch.float32,
+        param_dtype: torch.dtype | str | None = None,
         recorder: Recorder | None = None,
         in_flight: int = 4,
         stage: Literal[1, 2] = 1,
@@ -126,6 +156,8 @@ class ShardedDataParallel(nn.Module):
             raise ValueError(f"prefetch and in_flight must be at least 1, got {prefetch} and {in_flight}")
         if stage not in (1, 2):
             raise ValueError(f"stage = {stage}: ZeRO stage 1 or 2 (stage 3 is not built)")
+        reduce_dtype = as_dtype(reduce_dtype, "reduce_dtype")
+        param_dtype = None if param_dtype is None else as_dtype(param_dtype, "param_dtype")
         device, parts = check_module(module), tuple(units or ())
         if bucket_bytes is None and not parts:
             bucket_bytes = DEFAULT_BUCKET_BYTES
@@ -134,32 +166,46 @@ class ShardedDataParallel(nn.Module):
         in_windows = windows and self.gather_lane.group is not None
         align = ALIGNMENT_BYTES if in_windows else 1  # in elements, so for every dtype
         plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts, align)
-        check_same(self.reduce_lane, module, (plans, reduce_dtype, stage, windows and in_flight))
+        settings: dict[str, object] = {"bucket_bytes": bucket_bytes, "prefetch": prefetch, "overlap": overlap}
+        settings |= {"reduce_dtype": reduce_dtype, "in_flight": in_flight, "stage": stage, "windows": windows}
+        check_same(self.reduce_lane, module, plans, settings)
         self.reduce_lane.can_reduce_scatter(reduce_dtype)
         room, buffers = None, list[tuple[Tensor, Tensor]]()
+        self._windows: tuple[Windows, ...] = ()
         if in_windows:
             room = open_parameter_windows(self.gather_lane, plans)
             travel, buffers = open_travel_windows(self.reduce_lane, plans, reduce_dtype, in_flight + 1)
             self._windows = room, travel  # kept as long as what lies in them
         self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, room)
+        self._wrapped = tuple(module.parameters())
+        self._asked_for_shards = False
+        self._num_forwards = 0
         self._frozen = same_start(module, self.reduce_lane, param_dtype)
         self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap)
         self._reduce = GradientReduce(
-            self.buckets, self.reduce_lane, reduce_dtype, in_flight, overlap, stage, self._gather.launch_all, buffers
+            self.buckets, self.reduce_lane, reduce_dtype, in_flight, overlap, stage, self._before_round, buffers
         )
+        self._step_check = StepCheck(self.reduce_lane, self._place)
+        self._step: int | None = None
         self._follower: BackwardStep | None = None
+        self._gather_share = 0.0
         self._called: set[nn.Module] = set()
         self._owners = find_owners(module, self.buckets, parts)
         self._upfront = list(range(len(self.buckets)))
         """Buckets to wait for before any forward; all of them until one has shown which modules it calls."""
         self._seen_forward = False
         self._attach_hooks()
-        attach_state_hooks(module, self.buckets, self.wait_parameters, self._gather.note_changed)
+        make_current = functools.partial(self._make_current, "state_dict() or load_state_dict()")
+        attach_state_hooks(module, self.buckets, make_current, self._gather.note_changed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; publishes the shards if `start_step` has not."""
         if not inside_backward():
             self._check_unchanged()
+            self._gather.adopt(unseen=not self._seen_forward)
+            self._warn_of_no_optimizer()
+            if torch.is_grad_enabled() and self.module.training:
+                self._reduce.note_forward()
             self.start_step()
             self._gather.wait_for(self._upfront)
         result = self.module(*args, **kwargs)
@@ -167,8 +213,13 @@ class ShardedDataParallel(nn.Module):
         self._learn_order()
         return result
 
-    def start_step(self) -> None:
-        """Launch the first all-gathers of changed shards: call it before loading data. A second call does nothing."""
+    def start_step(self, step: int | None = None) -> None:
+        """Launch the first all-gathers of changed shards: call it before loading data. A second call does nothing.
+
+        Args:
+            step: the training step that begins, by which ranks are compared; None: as a watch or a recorder says.
+        """
+        self._step = self._step if step is None else step
         if self._reduce.broken:
             self._reduce.abandon()
         if self._gather.stale:
@@ -195,6 +246,7 @@ class ShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: the last backward pass raised.
         """
+        self._gather.adopt()
         self._reduce.finish()
         if not self._reduce.stepped:
             self._gather.stale = True
@@ -230,6 +282,7 @@ class ShardedDataParallel(nn.Module):
 
         What is empty on this rank is left out. Tied parameters come once, by their first name.
         """
+        self._asked_for_shards = True
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 yield piece.name, piece.shape, piece.parameter
@@ -257,9 +310,12 @@ class ShardedDataParallel(nn.Module):
     ) -> OptimizerT:
         """An optimiser over the shards whose `step` also finishes gradients before and starts the gathers after.
 
+        Its `state_dict` is that of this rank's shard: see [Note: states].
+
         With `step_in_backward` a step's last backward pass (the one outside `no_sync`) steps bucket by bucket, with the
-        learning rate that is set then; `step()` stays in the loop and waits for the updates. A hook on the step then
-        runs once a bucket, and no step can be skipped, clipped or scaled after its backward pass.
+        learning rate that is set then; `step()` stays in the loop, waits for the updates, and drops the gradients, as
+        `zero_grad()` does else. A hook on the step then runs once a bucket, and no step can be skipped, clipped or
+        scaled after its backward pass.
 
         Args:
             kind: elementwise, such as torch.optim.AdamW, built as `kind(param_groups, **settings)`.
@@ -276,6 +332,7 @@ class ShardedDataParallel(nn.Module):
             raise ValueError(f"gather_in_backward = {gather_in_backward}: has no effect without step_in_backward=True")
         optimizer = kind(self._parameter_groups(options), **settings)
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        optimizer._step_supports_amp_scaling = ScalerCheck(self._reduce)  # type: ignore[attr-defined]
         self._reduce.follower = self._follower = None
         if step_in_backward:
             self._step_behind_reductions(optimizer, gather_in_backward)
@@ -316,22 +373,89 @@ class ShardedDataParallel(nn.Module):
         self._gather.prefetch = value
 
     def wait_parameters(self) -> None:
-        """Publish changed shards and have every parameter of the module current, to be read from outside a forward."""
+        """Publish changed shards and have every parameter of the module current, to be read from outside a forward.
+
+        Collective where shards have changed: every rank calls it.
+        """
         self.start_step()
         self._gather.wait_all()
 
+    def adopt_parameters(self) -> None:
+        """Take over into the masters what was written into parameters through `.data`, the same on every rank.
+
+        Not needed for what was written in place under `torch.no_grad()`, or before the first forward.
+
+        Raises:
+            RuntimeError: something was written without `wait_parameters()` before.
+        """
+        self._gather.adopt(unseen=True)
+
+    def close(self) -> None:
+        """End the training: parameters are current, and NCCL's windows given back. Every rank calls it; twice is once.
+
+        The module keeps its parameters. Without a call the windows go some time after the wrapper and its module.
+        """
+        self._make_current("close()")
+        for windows in self._windows:
+            windows.close()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, in the dtype of the computation, its names behind `module.`.
+
+        Collective where shards have changed since the last forward: call it on every rank, then save it on one.
+
+        Raises:
+            CollectiveTimeout, PeerLost: other ranks did not call it.
+        """
+        return super().state_dict(*args, **kwargs)
+
     def full_state_dict(self) -> dict[str, Any]:
-        """Parameters (of master precision) and buffers by the module's own names and shapes; every rank calls it."""
-        self.wait_parameters()
-        return full_state_dict(self.module, self.buckets, self.gather_lane)
+        """Parameters (of master precision) and buffers by the module's own names and shapes.
+
+        Collective: call it on every rank, then save it on one; errors as `state_dict`.
+        """
+        with calling_all("full_state_dict()"):
+            self._make_current("full_state_dict()")
+            state = full_state_dict(self.module, self.buckets, self.gather_lane)
+            self.gather_lane.wait_on_host()
+        return state
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `full_state_dict` gave, the same on every rank, into parameters and masters alike."""
+        """Take over what `full_state_dict` gave, the same on every rank, into parameters and masters alike.
+
+        Collective where shards have changed; errors as `state_dict`.
+        """
         load_full_state_dict(self.module, self.buckets, state)
         self._gather.note_changed()
 
     def _apply(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError("parameters are views of communication buffers: move or cast the module before wrapping it")
+
+    def _make_current(self, caller: str) -> None:
+        """For a state that the host will read: it waits, so that whoever is alone hears of it here."""
+        with calling_all(caller):
+            self.wait_parameters()
+            self.gather_lane.wait_on_host()
+
+    def _before_round(self) -> None:
+        self._gather.launch_all()
+        self._step_check.begin_round()
+
+    def _place(self) -> Place:
+        return Place(
+            said=self._said_step(),
+            counted=self._reduce.num_finished + 1 + self._reduce.num_left_out,
+            prefetch=self.prefetch,
+            overlap=self.overlap,
+            step_in_backward=self.step_in_backward,
+            gather_in_backward=round(self._gather_share * 1e6) if self.step_in_backward else 0,
+        )
+
+    def _said_step(self) -> int:
+        track, recorder = self.reduce_lane.track, self.reduce_lane.recorder
+        of_watch = None if track is None else track.watch.step
+        of_recorder = None if recorder is None else recorder.step
+        return next((step for step in (self._step, of_watch, of_recorder) if step is not None), UNSAID)
 
     def _attach_hooks(self) -> None:
         for module, indices in self._owners.items():
@@ -368,9 +492,25 @@ class ShardedDataParallel(nn.Module):
     def _check_unchanged(self) -> None:
         self._gather.check_unchanged()
         if not all(bucket.is_in_place() for bucket in self.buckets):
-            raise RuntimeError("the module was moved or cast after wrapping: do that before")
+            raise RuntimeError(
+                "the module was moved or cast, or a parameter's data replaced, after wrapping: do that before"
+            )
+        now = tuple(self.module.parameters())
+        if len(now) != len(self._wrapped) or any(map(operator.is_not, now, self._wrapped)):
+            raise RuntimeError(
+                "parameters of the module were replaced, added or removed after wrapping: do that before"
+            )
         if any(parameter.requires_grad for parameter in self._frozen):
             raise RuntimeError("a parameter that was frozen when the module was wrapped requires a gradient now")
+
+    def _warn_of_no_optimizer(self) -> None:
+        self._num_forwards += torch.is_grad_enabled()
+        if self._num_forwards == _FORWARDS_WITHOUT_OPTIMIZER and not self._asked_for_shards:
+            logger.warning(
+                "nobody has asked for the shards in %d forwards: take the optimiser from model.optimizer(kind, ...); "
+                "one that is built on model.parameters() finds no gradients and trains nothing",
+                self._num_forwards - 1,
+            )
 
     def _norm_dtype(self) -> torch.dtype:
         return functools.reduce(torch.promote_types, (b.grad_S.dtype for b in self.buckets), torch.float32)
@@ -390,6 +530,7 @@ class ShardedDataParallel(nn.Module):
     def _step_behind_reductions(self, optimizer: torch.optim.Optimizer, share: float | None) -> None:
         if share is None:
             share = balanced_share(self.plans[0].dtype, self._reduce.dtype)
+        self._gather_share = share
         on_device = self._reduce.stream is not None
         take_step = functools.partial(type(optimizer).step, optimizer)
         # The host does not wait for a device: one reduction in between covers an update. The CPU waits for a reduction.

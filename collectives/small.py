@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.arguments import as_device
 from collectives.recorder import Recorder
 from collectives.small_path import KINDS, Kind, Path, PathName, Plain
 from collectives.small_paths import open_paths
@@ -54,7 +55,7 @@ class SmallCollectives:
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        device: torch.device,
+        device: torch.device | str,
         max_bytes: int = DEFAULT_MAX_BYTES,
         table: TuningTable | None = None,
         *,
@@ -66,6 +67,7 @@ class SmallCollectives:
             raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
         chosen = dist.group.WORLD if group is None else group
         assert chosen is not None
+        device = as_device(device)
         self.group, self.device, self.max_bytes, self.name = chosen, device, max_bytes, name
         self.num_ranks = dist.get_world_size(chosen)
         self.table = DEFAULT_TABLE if table is None else table

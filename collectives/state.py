@@ -5,7 +5,8 @@ Left out: files, and a state that is too large for one rank's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,25 @@ from torch import Tensor, nn
 
 from collectives.bucket import Bucket
 from collectives.lane import Lane
+from netlayer.errors import CollectiveFailed
+
+_CALLED_ALONE = "called on every rank?"
+
+
+@contextmanager
+def calling_all(caller: str) -> Iterator[None]:
+    """Around what every rank must call: the error of one that is alone with it says so.
+
+    Raises:
+        CollectiveTimeout, PeerLost: other ranks did not call it.
+    """
+    try:
+        yield
+    except CollectiveFailed as exc:
+        if str(exc).startswith(_CALLED_ALONE):
+            raise
+        line = f"{_CALLED_ALONE} {caller} is collective, so all ranks call it, whoever keeps the result: {exc}"
+        raise type(exc)(line, exc.missing, exc.silent, exc.differing) from exc
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.leftovers import Leftover, release_left
 from collectives.nodes import host_id
 
 HEAD_BYTES = 4096
@@ -111,11 +112,13 @@ class Window:
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device, kernels: bool = True) -> None:
         from torch.distributed import _symmetric_memory as symm_mem
 
+        release_left()  # every rank waits for its device here anyway
         self.rank, self.num_ranks, self.device = dist.get_rank(group), dist.get_world_size(group), device
         self.memory = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
         self.memory.zero_()
         torch.cuda.synchronize(device)
         self._handle = symm_mem.rendezvous(self.memory, group)
+        self._leftover = Leftover(self, [self.memory, self._handle].clear)
         if kernels:
             self._module = compile_kernels(self.num_ranks)
         dist.barrier(group, device_ids=[torch.cuda.current_device()])  # nobody writes before all have zeroed
@@ -126,6 +129,16 @@ class Window:
         self.own = self.addresses[self.rank]
         self._functions: dict[str, ctypes.c_void_p] = {}
         self._packed: dict[tuple[str, tuple[int, ...]], Any] = {}
+
+    def close(self) -> None:
+        """Free the memory, once the device has come here; nothing uses the window afterwards. Twice does no harm.
+
+        Every rank closes its window at the same point of its program, behind what the others write to it.
+        """
+        if hasattr(self, "memory"):
+            torch.cuda.synchronize(self.device)
+            del self.memory, self._handle
+        self._leftover.release()
 
     def of(self, rank: int) -> Tensor:
         """The window of a rank, as bytes."""
@@ -193,6 +206,11 @@ class PeerRounds:
         self._open = False
         self._may_write = False
         self._sent: list[torch.cuda.Event] = []
+
+    def close(self) -> None:
+        """Free the window; no round is open. As `Window.close`."""
+        self._peers.clear()
+        self.window.close()
 
     def begin(self) -> None:
         """Start a round.

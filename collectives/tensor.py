@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from collectives.arguments import as_dtype
 from collectives.exchange import TensorExchange
 
 
@@ -39,11 +40,13 @@ class ColumnParallelLinear(nn.Module):
         out_features: N of the whole layer, or several that share one product: `forward` then gives one tensor each.
         exchange: of the tensor-parallel group (`collectives.open_exchange`).
         bias: whether there is one.
-        device, dtype: of the parameters.
+        device, dtype: of the parameters, or their names.
 
     Raises:
         ValueError: a number of features does not divide by the number of ranks.
     """
+
+    _was_called = False
 
     def __init__(
         self,
@@ -53,9 +56,10 @@ class ColumnParallelLinear(nn.Module):
         exchange: TensorExchange,
         bias: bool = True,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         super().__init__()
+        dtype = None if dtype is None else as_dtype(dtype, "dtype")
         self.exchange = exchange
         self.splits = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         self.is_joined = not isinstance(out_features, int)
@@ -70,10 +74,13 @@ class ColumnParallelLinear(nn.Module):
         """[s / W, ..., K] -> [s, ..., N / W], or one such tensor for each of several `out_features`.
 
         Raises:
-            ValueError: another shape or dtype of the input.
+            ValueError: another shape or dtype of the input, or ranks that give different numbers of rows: noticed on
+                the CPU always, on CUDA in the first call (`TensorExchange.agree_on_rows`).
         """
         _check_input(x, self.weight)
         rows = x.shape[:-1]
+        self.exchange.agree_on_rows(rows.numel(), is_first=not self._was_called)
+        self._was_called = True
         y_MN = _Column.apply(self.exchange, x.reshape(-1, x.shape[-1]), self.weight, self.bias)  # type: ignore[no-untyped-call]
         y = y_MN.view(rows[0] * self.exchange.world_size, *rows[1:], y_MN.shape[-1])
         if not self.is_joined:
@@ -117,6 +124,8 @@ class RowParallelLinear(nn.Module):
         ValueError: a number of features does not divide by the number of ranks.
     """
 
+    _was_called = False
+
     def __init__(
         self,
         in_features: int | Sequence[int],
@@ -125,9 +134,10 @@ class RowParallelLinear(nn.Module):
         exchange: TensorExchange,
         bias: bool = True,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         super().__init__()
+        dtype = None if dtype is None else as_dtype(dtype, "dtype")
         self.exchange = exchange
         splits = (in_features,) if isinstance(in_features, int) else tuple(in_features)
         for features in splits:
@@ -140,7 +150,8 @@ class RowParallelLinear(nn.Module):
         """[s, ..., K / W] each -> [s / W, ..., N].
 
         Raises:
-            ValueError: another number, shape or dtype of inputs, or rows that do not divide by the number of ranks.
+            ValueError: another number, shape or dtype of inputs, rows that do not divide by the number of ranks, or
+                other rows on other ranks, noticed as in `ColumnParallelLinear`.
         """
         if len(inputs) != len(self.weights):
             raise ValueError(f"the layer takes {len(self.weights)} inputs, got {len(inputs)}")
@@ -149,6 +160,8 @@ class RowParallelLinear(nn.Module):
         rows = inputs[0].shape[:-1]
         if any(x.shape[:-1] != rows for x in inputs):
             raise ValueError(f"inputs have other rows: {[tuple(x.shape[:-1]) for x in inputs]}")
+        self.exchange.agree_on_rows(rows.numel(), is_first=not self._was_called)
+        self._was_called = True
         _check_divides("the first dimension of the input", rows[0], self.exchange.world_size)
         flat = [x.reshape(-1, x.shape[-1]) for x in inputs]
         y_mN = _Row.apply(self.exchange, self.bias, *flat, *self.weights)  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from collectives.diagnosis import Entry, GroupProgress, Stuck
-from netlayer.errors import CollectiveFailed
+from netlayer.errors import CollectiveFailed, CollectiveTimeout, PeerLost
 
 if TYPE_CHECKING:
     from collectives.watch import Watch
@@ -172,9 +172,11 @@ class Track:
             yield operation
         operation.settle()
 
-    def issue(self, kind: str, num_bytes: int, call: Callable[[], dist.Work | None]) -> dist.Work | None:
+    def issue(
+        self, kind: str, num_bytes: int, call: Callable[[], dist.Work | None], detail: str = ""
+    ) -> dist.Work | None:
         """Launch a collective by `call`; of an asynchronous one, a handle to wait on (only that), which is watched."""
-        with self.around(kind, num_bytes) as operation:
+        with self.around(kind, num_bytes, detail) as operation:
             work = call()
             if work is None:
                 return None
@@ -214,9 +216,9 @@ class Track:
 
     def explain(self, operation: Operation, said: str) -> CollectiveFailed | None:
         """The error for what a backend said of this collective; None where that is about no timeout and no peer."""
-        lost, timed_out = _LOST.search(said), _TIMED_OUT.search(said)
-        if lost is None and timed_out is None:
+        if lost_or_late(said) is None:
             return None
+        lost, timed_out = _LOST.search(said), _TIMED_OUT.search(said)
         self.given_up = self.given_up or operation
         # A peer that times out closes its connections: one that breaks at the end of the time is no cause.
         early = lost is not None and timed_out is None and operation.age_s < NEAR * self.watch.timeout_s
@@ -240,3 +242,10 @@ class Track:
     def _first(self) -> Operation | None:
         with self._lock:
             return self._under_way[0] if self._under_way else None
+
+
+def lost_or_late(said: str) -> type[CollectiveFailed] | None:
+    """Which error a backend's message stands for; None where it is about no timeout and no peer."""
+    if _TIMED_OUT.search(said):
+        return CollectiveTimeout
+    return PeerLost if _LOST.search(said) else None

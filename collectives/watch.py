@@ -239,6 +239,16 @@ class Watch:
         return f"has given up on {what}" if given_up else f"waits in {what} since {operation.age_s:.3g} s"
 
 
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
+    """That of a group (None: of all ranks), which a new group would not have by itself; None where it does not tell."""
+    try:
+        backend = (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
+    except RuntimeError:  # it has none for such a device
+        return None
+    found = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found if isinstance(found, timedelta) else None
+
+
 def backend_of(group: dist.ProcessGroup) -> Any:
     """What can tell that a communicator of the group is broken; None where nothing can (gloo)."""
     if "cuda:nccl" not in dist.get_backend_config(group):

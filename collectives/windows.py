@@ -7,15 +7,22 @@ products where plain ones ran at 25, and reductions at 30 against 22.
 A part that a rank gives or gets must begin at a multiple of `ALIGNMENT_BYTES`: NCCL 2.28.9 gave wrong sums where it did
 not. NCCL's kernels find a peer's buffer at the place of the own one, so everything lies in one allocation, laid out
 alike on all ranks: where single ones came to lie would differ by rank. Left out: giving parts back.
+
+NCCL keeps a registration as long as its communicator, whoever made that: `close` ends it, and so does the garbage
+collector, later (`collectives.leftovers`).
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from collectives.leftovers import Leftover, release_left
 
 ALIGNMENT_BYTES = 16
 _STRIDE = 512  # of what is taken
@@ -38,12 +45,22 @@ class Windows:
         if device.type != "cuda" or "cuda:nccl" not in dist.get_backend_config(group):
             found = f"the device is {device.type} and the backend {dist.get_backend_config(group)}"
             raise ValueError(f"windows: only NCCL on CUDA has them, and {found}; leave them out")
+        release_left()
         backend: Any = group._get_backend(device)
         self._pool = torch.cuda.MemPool(backend.mem_allocator)
         with torch.cuda.use_mem_pool(self._pool):
             self.memory = torch.zeros(max(num_bytes, _STRIDE), dtype=torch.uint8, device=device)
         backend.register_mem_pool(self._pool, symm=True)
+        self._leftover = Leftover(self, functools.partial(_deregister, weakref.ref(group), backend, self._pool, device))
         self._taken = 0
+
+    def close(self) -> None:
+        """End the registration, once the device has come here. Twice does no harm.
+
+        Every rank does so at the same point of its program. What was taken is memory as any other afterwards: kept as
+        long as tensors lie in it, and no longer to be given to the group's collectives.
+        """
+        self._leftover.release()
 
     @staticmethod
     def room(numel: int, dtype: torch.dtype) -> int:
@@ -53,4 +70,14 @@ class Windows:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor [numel] in the memory, zeroed, of nobody else."""
         start, self._taken = self._taken, self._taken + self.room(numel, dtype)
+        if self._taken > max(self.memory.numel(), _STRIDE):
+            raise ValueError(f"windows of {self.memory.numel()} bytes have no room for {numel} of {dtype} more")
         return self.memory[start : start + numel * dtype.itemsize].view(dtype)
+
+
+def _deregister(group: weakref.ref[dist.ProcessGroup], backend: Any, pool: Any, device: torch.device) -> None:
+    """Of a group that was destroyed meanwhile, the communicator and what it knew are gone already."""
+    living = group()
+    if living is not None and living in dist.distributed_c10d._world.pg_map:
+        torch.cuda.synchronize(device)
+        backend.deregister_mem_pool(pool)

@@ -24,11 +24,11 @@ from collectives.link import Link
 from collectives.messages import Message, Traffic
 from collectives.nodes import virtual_node_environ
 from collectives.pipeline import PipelineChannel
-from collectives.pipeline_links import PipelineLinks, open_link_groups
+from collectives.pipeline_links import LinkGroups, PipelineLinks, open_link_groups
 from collectives.recorder import Recorder
 from collectives.symmetric import why_unusable
 from collectives.trace import align_clocks, chrome_trace, hidden_share, record_trace
-from collectives.watch import Watch
+from collectives.watch import Watch, timeout_of
 from netlayer.errors import CollectiveTimeout, HardwareMissing
 from netlayer.layout import ParallelLayout
 from tests.collectives.harness import Case
@@ -76,6 +76,11 @@ def channel_of(schedule: Schedule, **options: Any) -> PipelineChannel:
     stage = dist.get_rank(options.get("group"))
     options = {"device": device(), **options}
     return PipelineChannel((BATCH, WIDTH), torch.float32, schedule.traffic(stage), **options)
+
+
+def groups_of(num_stages: int) -> LinkGroups:
+    """For many channels one after the other: on NCCL a communicator takes a good part of a second to make."""
+    return open_link_groups([range(num_stages)], device(), wraps=True)
 
 
 def run_step(schedule: Schedule, channel: PipelineChannel, model: StageModel) -> None:
@@ -149,10 +154,12 @@ def delays(stage: int) -> Iterator[None]:
 
 @case
 def equals_one_process(stage: int, num_stages: int) -> None:
+    groups = groups_of(num_stages)
     for schedule in schedules(num_stages):
+        links = PipelineLinks(None, device(), schedule.wraps, groups=groups)
         for overlap in (True, False):
             model = model_of(schedule, stage)
-            run_step(schedule, channel_of(schedule, overlap=overlap), model)
+            run_step(schedule, channel_of(schedule, overlap=overlap, links=links), model)
             assert_equals_one_process(schedule, model, stage)
 
 
@@ -174,10 +181,11 @@ def settings_and_delays_do_not_change_a_bit(stage: int, num_stages: int) -> None
 @case
 def both_paths_give_the_same(stage: int, num_stages: int) -> None:
     # On the CPU both are the same path.
+    groups = groups_of(num_stages)
     for schedule in schedules(num_stages)[0 if device().type == "cuda" else -1 :]:
         results = []
         for path in ("auto", "group"):
-            links = PipelineLinks(None, device(), schedule.wraps, path=path)
+            links = PipelineLinks(None, device(), schedule.wraps, path=path, groups=groups)
             assert (links.why_no_peers is None) == (path == "auto" and device().type == "cuda")
             channel, model = channel_of(schedule, links=links), model_of(schedule, stage)
             for _ in range(4):  # messages go around the slots
@@ -207,8 +215,33 @@ def peers_are_on_one_host(stage: int, num_stages: int) -> None:
 
 
 @case
+def what_is_collected_in_a_step_does_not_hold_it_up(stage: int, num_stages: int) -> None:
+    """Peer memory of a channel that is gone, say: to free it is to wait for the device, and so for the peers."""
+    schedule = interleaved(num_stages, 2 * num_stages, 2)
+    model = model_of(schedule, stage)
+    forward = StageModel.forward
+
+    def collecting(*args: Any, **kwargs: Any) -> Any:
+        gc.collect()
+        return forward(*args, **kwargs)
+
+    gc.freeze()  # each collection looks at what was made since
+    old = [channel_of(schedule)]
+    run_step(schedule, old[0], model)
+    old.append(old)  # only the garbage collector finds it
+    channel = channel_of(schedule)
+    run_schedule(schedule, channel, model)
+    del old
+    model.zero_grad()
+    with mock.patch.object(StageModel, "forward", collecting):
+        run_schedule(schedule, channel, model)
+    gc.unfreeze()
+    assert_equals_one_process(schedule, model, stage)
+
+
+@case
 def any_schedule_equals_one_process(stage: int, num_stages: int) -> None:
-    chance = random.Random(num_stages)
+    chance, groups = random.Random(num_stages), groups_of(num_stages)
     for _ in range(6):
         v = chance.randint(1, 3)
         if chance.random() < 0.5:
@@ -217,7 +250,8 @@ def any_schedule_equals_one_process(stage: int, num_stages: int) -> None:
             schedule = one_forward_one_backward(num_stages, chance.randint(1, 6), eager=chance.random() < 0.5)
         depth = 1 if device().type == "cuda" else chance.randint(1, 3)
         model = model_of(schedule, stage)
-        run_step(schedule, channel_of(schedule, overlap=chance.random() < 0.7, depth=depth), model)
+        links = PipelineLinks(None, device(), schedule.wraps, groups=groups)
+        run_step(schedule, channel_of(schedule, overlap=chance.random() < 0.7, depth=depth, links=links), model)
         assert_equals_one_process(schedule, model, stage)
 
 
@@ -365,12 +399,99 @@ def stages_that_differ_are_told_both_sides(stage: int, num_stages: int) -> None:
         ("traffic", other.traffic(stage), r"messages = .* messages, order .* messages, order"),
     ):
         mine = {**alike, name: value} if stage == odd else alike
-        if abs(stage - odd) <= 1:
+        if abs(stage - odd) <= 1 or device().type == "cuda":  # there all stages open peer memory together
             with pytest.raises(ValueError, match=rf"{shown}.*stage \d \(rank \d\): both ends"):
                 PipelineChannel(**mine, device=device())
         else:
             PipelineChannel(**mine, device=device())
         meet()
+
+
+@case
+def links_that_differ_name_the_argument_and_both_stages(stage: int, num_stages: int) -> None:
+    odd = stage == num_stages - 1
+    for name, usual, other in (("wraps", False, True), ("path", "auto", "group"), ("max_ctas", 4, 8)):
+        says = rf"{name} = {usual} on rank.*, {other} on rank {num_stages - 1}; give every stage the same"
+        arguments: dict[str, Any] = {"wraps": False, name: other if odd else usual}
+        with pytest.raises(ValueError, match=says):
+            PipelineLinks(None, device(), **arguments)
+        if name != "path":
+            with pytest.raises(ValueError, match=says):
+                open_link_groups([range(num_stages)], device(), **arguments)
+    schedule = interleaved(num_stages, num_stages, 2)
+    traffic = schedule.traffic(stage)
+    links = PipelineLinks(None, device(), True)
+    mine = Traffic(traffic.receives, traffic.sends, wraps=not odd)
+    if device().type == "cuda" or num_stages == 2 or stage in (0, num_stages - 2, num_stages - 1):  # its neighbours
+        with pytest.raises(
+            ValueError, match=r"wraps = (True|False) on stage \d .*, (True|False) on stage \d .*both ends"
+        ):
+            PipelineChannel((BATCH, WIDTH), torch.float32, mine, links=links)
+    else:
+        PipelineChannel((BATCH, WIDTH), torch.float32, mine, links=links)
+
+
+@case
+def links_of_a_step_that_raised_are_refused(stage: int, num_stages: int) -> None:
+    schedule = one_forward_one_backward(num_stages, 2)
+    links = PipelineLinks(None, device(), False)
+    channel = channel_of(schedule, links=links)
+    run_schedule(schedule, channel, model_of(schedule, stage))
+    channel_of(schedule, links=links)  # behind a finished step they are used again
+    if stage == 0:
+        with pytest.raises(ZeroDivisionError), mock.patch.object(Link, "launch", side_effect=ZeroDivisionError):
+            run_schedule(schedule, channel, model_of(schedule, stage))
+    meet()
+    with pytest.raises(RuntimeError, match=r"links: rank 0 left a step unfinished, .*; open new PipelineLinks"):
+        channel_of(schedule, links=links)
+    model = model_of(schedule, stage)
+    run_schedule(schedule, channel_of(schedule), model)
+    assert_equals_one_process(schedule, model, stage)
+
+
+@case
+def a_message_has_elements_whatever_slots_there_are(stage: int, num_stages: int) -> None:
+    """On slots of fakes: of each size their own, and none for nothing."""
+    opened: list[int] = []
+
+    class Fake:
+        def __init__(self, _group: object, num_bytes: int, _device: object) -> None:
+            self.num_bytes = num_bytes
+            opened.append(num_bytes)
+
+    traffic = one_forward_one_backward(num_stages, 2).traffic(stage)
+    with (
+        mock.patch.object(PipelineLinks, "_why_no_peers", return_value=None),
+        mock.patch("collectives.pipeline_links.Slots", Fake),
+    ):
+        links = PipelineLinks(None, device(), False)
+        for shape in ((2, 3), (0, 3), (2, 3), (4,), (2, 0), ()):
+            if 0 in shape:
+                with pytest.raises(
+                    ValueError, match=rf"shape = \[{shape[0]}, {shape[1]}\]: a message has at least one"
+                ):
+                    links.agree(shape, torch.float32, traffic)
+            else:
+                links.agree(shape, torch.float32, traffic)
+    assert opened == [24, 16, 4]
+
+
+@case
+def what_one_stage_finds_all_hear_where_all_open_memory_together(stage: int, num_stages: int) -> None:
+    traffic = one_forward_one_backward(num_stages, 2).traffic(stage)
+    width = WIDTH + (stage == num_stages - 1)
+    with (
+        mock.patch.object(PipelineLinks, "_why_no_peers", return_value=None),
+        pytest.raises(ValueError, match=rf"shape = .*stage {num_stages - 1} \(rank {num_stages - 1}\).*: both ends"),
+    ):
+        PipelineChannel((BATCH, width), torch.float32, traffic, device=device())
+
+
+@case
+def links_have_the_timeout_of_the_world(stage: int, num_stages: int) -> None:
+    groups = open_link_groups([range(num_stages)], device(), wraps=False)
+    assert {timeout_of(group, device()) for group in groups.values()} == {timeout_of(None, device())}
+    assert timeout_of(None, device()) == timedelta(seconds=30)  # the harness'
 
 
 @case

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from collectives import health
 from collectives.lane import Flight, Lane
 from collectives.link import Link
 from collectives.recorder import Recorder
 from collectives.watch import Watch
+from netlayer.errors import CollectiveTimeout, PeerLost
 
 CPU = torch.device("cpu")
 
@@ -66,3 +69,44 @@ def test_a_link_tells_the_watch_whom_to_ask_for_a_broken_communicator(monkeypatc
         monkeypatch.setattr(dist, "get_backend_config", lambda _, config=config: config)
         Link("send", "forward", group, 1, 2, 5, CPU, watch=watch)
         watch.add_track.assert_called_with("pipeline forward 1-2", [3, 5], backend=backend)
+
+
+class LateStream:
+    """What was launched on it never lands."""
+
+    def record_event(self) -> mock.Mock:
+        return mock.Mock(query=lambda: False)
+
+
+def test_a_host_that_waits_for_a_device_gives_up_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = Lane("gather", None, CPU)
+    lane.stream, lane.world_size = LateStream(), 2  # type: ignore[assignment]
+    monkeypatch.setattr("collectives.lane.timeout_of", lambda *_: timedelta(seconds=0.01))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    says = r"a collective of group gather, on rank 3, did not complete in .* s; a rank is late, .* watch=Watch"
+    with pytest.raises(CollectiveTimeout, match=says):
+        lane.wait_on_host()
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ("[/a/b/pair.cc:537] Timed out waiting 500ms for recv operation to complete. Check", CollectiveTimeout),
+        ("Connection closed by peer [127.0.0.1]:1234", PeerLost),
+        ("out of memory", RuntimeError),
+    ],
+)
+def test_a_backends_words_become_ours(said: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    work = mock.Mock()
+    work.wait.side_effect = RuntimeError(said)
+    heart = said.removeprefix("[/a/b/pair.cc:537] ").partition(" [")[0].partition(". ")[0]
+    begin = "all_gather of group gather, on rank 3, did not complete: " if error is not RuntimeError else ""
+    with pytest.raises(error, match=f"^{begin}{heart}"):
+        Flight(Lane("gather", None, CPU), None, work, None, None, (), "all_gather").wait()
+
+
+def test_a_device_may_be_a_name() -> None:
+    assert Lane("gather", None, "cpu").device == CPU
+    assert [row["wrong"] for row in health.gemm("cpu", 16, repeats=1)] == [0]

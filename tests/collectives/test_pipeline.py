@@ -14,7 +14,7 @@ from collectives.pipeline import PipelineChannel
 from collectives.pipeline_links import PipelineLinks, _colour, _links_of
 from netlayer.errors import ConfigError
 from tests.collectives.conftest import RunCase
-from tests.collectives.harness import Case, Ranks, assert_passed, on_gpus
+from tests.collectives.harness import Case, Ranks, assert_passed, on_gpus, on_ranks
 from tests.collectives.pipeline_cases import CASES
 from trainer.pipeline import StageModel, run_schedule
 from trainer.schedule import one_forward_one_backward
@@ -27,8 +27,15 @@ RANKS = [
 ]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+AMONG_FOUR = [
+    "equals_one_process", "settings_and_delays_do_not_change_a_bit", "peers_are_on_one_host",
+    "any_schedule_equals_one_process", "a_send_does_not_wait_for_its_receive", "pipelines_lie_side_by_side",
+    "stages_that_differ_are_told_both_sides", "links_that_differ_name_the_argument_and_both_stages",
+    "what_one_stage_finds_all_hear_where_all_open_memory_together", "a_watch_says_who_is_late",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "ranks"), on_ranks(CASES, RANKS, AMONG_FOUR))
 def test_among_stages(case: Case, ranks: Ranks, run_case: RunCase) -> None:
     assert_passed(run_case(case, ranks))
 
@@ -61,6 +68,25 @@ def test_depth_is_one_or_on_the_cpu_more(depth: int, device: str) -> None:
         links = mock.Mock(device=torch.device(device))
         with pytest.raises(ValueError, match=f"depth = {depth}: .*; use 1"):
             PipelineChannel((1,), torch.float32, Traffic(), depth=depth, links=links)
+
+
+def test_an_unknown_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="path = 'pear': must be one of auto, peer, group"):
+        PipelineLinks(None, "cpu", False, path="pear")  # type: ignore[arg-type]
+
+
+def test_closed_links_give_their_slots_back() -> None:
+    links = PipelineLinks(None, "cpu", False)
+    links._slots = slots = mock.Mock()
+    links.close()
+    links.close()
+    slots.window.close.assert_called_once_with()
+
+
+def test_a_channel_takes_names_and_refuses_what_is_empty() -> None:
+    assert PipelineChannel((2,), "bfloat16", Traffic(), device="cpu").dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"shape = \[2, 0\]: a message has at least one element"):
+        PipelineChannel((2, 0), torch.float32, Traffic())
 
 
 def test_chunks_must_be_those_of_the_schedule() -> None:

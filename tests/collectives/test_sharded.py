@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+import tests.collectives.guard_cases  # noqa: F401 - adds its cases to CASES
 from tests.collectives.cases import CASES
 from tests.collectives.conftest import RunCase
-from tests.collectives.harness import Case, Ranks, assert_passed, on_gpus
+from tests.collectives.harness import Case, Ranks, assert_passed, on_gpus, on_ranks
 from tests.collectives.step_cases import GPU_CASES  # adds its other cases to CASES
 
 RANKS = [
@@ -16,8 +17,19 @@ RANKS = [
 ]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+AMONG_FOUR = [
+    "equals_one_process_in_float64", "settings_do_not_change_a_bit", "a_parameter_without_gradient_counts_as_zero",
+    "a_rank_without_a_backward_pass_takes_part", "any_shapes_and_bucket_sizes", "ranks_that_differ_are_told_so",
+    "float16_means_do_not_overflow_in_the_sum", "fewer_elements_than_ranks", "groups_of_the_world_train_apart",
+    "one_communicator_runs_the_same_order_on_every_rank", "the_share_asked_for_is_gathered_in_backward",
+    "an_exception_in_a_backward_that_steps_leaves_ranks_alike", "a_rank_that_leaves_a_step_out_alone_is_named",
+    "settings_that_differ_are_named",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"), on_ranks(CASES, RANKS, AMONG_FOUR, rare=["compiled_units_are_whole_graphs"])
+)
 def test_among_ranks(case: Case, ranks: Ranks, run_case: RunCase) -> None:
     assert_passed(run_case(case, ranks))
 

@@ -20,6 +20,7 @@ from torch import nn
 from collectives import Recorder, ShardedDataParallel, execution_order
 from collectives.backward_step import NUM_UNMOVED, balanced_share, choose_early
 from collectives.bucket import plan_buckets
+from netlayer.errors import ConfigError
 from tests.collectives.cases import adamw, assert_close, assert_same, batches, net, reference, train
 from tests.collectives.step_cases import (
     a_captured_step_equals_an_eager_one,
@@ -224,3 +225,70 @@ def test_the_balanced_share_makes_both_passes_as_long_as_their_communication() -
     share = balanced_share(torch.float32, torch.float32)
     assert 1.5 + share * 1.5 == pytest.approx(2.0)
     assert (1 - share) * 1.5 == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("change", ["replaced", "added", "data"])
+def test_parameters_that_are_others_after_wrapping_are_noticed(change: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    sharded = ShardedDataParallel(module)
+    sharded(torch.ones(1, 3))
+    if change == "replaced":
+        module[1] = nn.Linear(3, 3)
+    elif change == "added":
+        module.register_parameter("extra", nn.Parameter(torch.ones(1)))
+    else:
+        module[1].bias.data = torch.ones(3)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="after wrapping: do that before"):
+        sharded(torch.ones(1, 3))
+
+
+def test_an_optimizer_that_has_nothing_to_do_is_spoken_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    sharded = ShardedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    for _ in range(6):
+        sharded(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    [said] = [record for record in caplog.records if "trains nothing" in record.message]
+    assert said.levelno == logging.WARNING
+    caplog.clear()
+    served = ShardedDataParallel(nn.Linear(3, 1))
+    own = served.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(6):
+        served(torch.ones(1, 3)).sum().backward()
+        own.step()
+        own.zero_grad()
+    assert not caplog.records
+
+
+def test_ranks_that_would_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE = 2: .*; call torch\.distributed\.init_process_group"):
+        ShardedDataParallel(nn.Linear(3, 1))
+
+
+def test_dtypes_may_be_names() -> None:
+    sharded = ShardedDataParallel(nn.Linear(3, 1), param_dtype="bfloat16", reduce_dtype="torch.float64")
+    sharded(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    assert sharded.travel_buffers(sharded.buckets[0])[0].dtype == torch.float64
+    for field in ("param_dtype", "reduce_dtype"):
+        with pytest.raises(ValueError, match=f"{field} = 'bf16': is no dtype of torch; give torch.bfloat16"):
+            ShardedDataParallel(nn.Linear(3, 1), **{field: "bf16"})
+
+
+def test_a_scaler_and_steps_in_the_backward_pass_do_not_go_together() -> None:
+    sharded = ShardedDataParallel(nn.Linear(3, 1))
+    scaler, optimizer = torch.amp.GradScaler("cpu"), sharded.optimizer(torch.optim.SGD, lr=0.1, step_in_backward=True)
+    scaler.scale(sharded(torch.ones(1, 3)).sum()).backward()
+    with pytest.raises(RuntimeError, match="GradScaler: step_in_backward has taken the step unscaled"):
+        scaler.step(optimizer)
+
+
+def test_the_optimizers_state_is_local() -> None:
+    sharded = ShardedDataParallel(nn.Linear(3, 1))
+    optimizer = sharded.optimizer(adamw)
+    sharded(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    kept = copy.deepcopy(optimizer.state_dict())
+    again = ShardedDataParallel(nn.Linear(3, 1)).optimizer(adamw)
+    again.load_state_dict(kept)
+    torch.testing.assert_close(again.state_dict()["state"], kept["state"])

@@ -32,10 +32,9 @@ from collectives.lane import Lane
 from collectives.recorder import WAIT, Recorder
 from collectives.symmetric import PeerRounds
 from collectives.tensor import ColumnParallelLinear, RowParallelLinear, _multiply
-from netlayer.errors import HardwareMissing, RankFailed
-from netlayer.launch import RankContext, launch
-from netlayer.meeting import meeting_place, register_schemes
+from netlayer.errors import HardwareMissing
 from tests.collectives.harness import NUM_GPUS, Outcome, assert_passed, on_gpus, outcome_of
+from tests.collectives.ranks import run_ranks
 
 LIMIT_S = 60
 """Of one check."""
@@ -50,24 +49,20 @@ def check(function: Check) -> Check:
 
 @functools.cache
 def run_checks(world_size: int, device: str, path: str, folder: Path) -> list[dict[str, Outcome]]:
-    log_dir = folder / f"{device}{world_size}{path}"
-    with meeting_place() as place:
-        url = place.init_method("tensor")
-        try:
-            return launch(run_rank, world_size, args=(device, path, url), log_dir=log_dir)
-        except RankFailed as exc:  # once for all tests
-            return [dict.fromkeys(CHECKS, f"{exc}: {exc.traceback}")]
+    url = f"file://{folder}/{device}{world_size}{path}"
+    try:
+        return run_ranks(run_rank, world_size, (device, path, url), limit_s=len(CHECKS) * LIMIT_S)
+    except AssertionError as exc:  # once for all tests
+        return [dict.fromkeys(CHECKS, str(exc))]
 
 
-def run_rank(context: RankContext, device: str, path: str, url: str) -> dict[str, Outcome]:
+def run_rank(rank: int, world_size: int, device: str, path: str, url: str) -> dict[str, Outcome]:
     """Every check, on a group of its own; ranks tell each other their outcomes beside it, on gloo."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    rank, world_size = context.env.rank, context.env.world_size
     place = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(place)
-    register_schemes(url)
     # Who fails waits for peers that hang until their limit ends them.
     patience = timedelta(seconds=2 * LIMIT_S)
     dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size, timeout=patience)
@@ -118,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CHECKS_NAMES := [
     "column_agrees", "row_agrees", "block_agrees", "random_shapes_agree", "half_precision_agrees",
     "delays_change_nothing", "collectives_are_counted", "frozen_weights_need_no_gather", "graphs_replay",
-    "windows_grow",
+    "windows_grow", "rows_that_differ_are_named",
 ])  # fmt: skip
 def test_among_ranks(name: str, ranks: tuple[int, str, str], folder: Path) -> None:
     assert_passed([outcomes[name] for outcomes in run_checks(*ranks, folder)])
@@ -348,6 +343,25 @@ def windows_grow(exchange: TensorExchange, device: torch.device) -> None:
     assert slots == [dict.fromkeys(("gather", "scatter"), size) for size in (256, 1024, 8192, 8192)]
 
 
+@check
+def rows_that_differ_are_named(exchange: TensorExchange, device: torch.device) -> None:
+    ranks, odd = exchange.world_size, exchange.rank == exchange.world_size - 1
+    for kind, features, share in (
+        (ColumnParallelLinear, (16, 8 * ranks), 1),
+        (RowParallelLinear, (8 * ranks, 16), ranks),
+    ):
+        layer = kind(*features, exchange=exchange, device=device)
+        width = features[0] // share
+        if device.type == "cpu":  # on CUDA only the first call is compared
+            layer(torch.zeros(2 * ranks, 3, width, device=device))
+        # Neither number of rows of the row-parallel layer needs to divide: what differs is said first.
+        rows = 4 * ranks + (1 if odd else 0)
+        says = rf"rows = {3 * 4 * ranks} on rank.*, {3 * (4 * ranks + 1)} on rank {ranks - 1}: .*; pad the shorter ones"
+        with pytest.raises(ValueError, match=says):
+            layer(torch.zeros(rows, 3, width, device=device))
+        layer(torch.zeros(2 * ranks, 3, width, device=device))
+
+
 # ---- in this process alone ----
 
 
@@ -414,6 +428,33 @@ def test_rows_that_peers_cannot_carry_are_refused_first() -> None:
         _check_sendable(torch.zeros(1, 3))
     with pytest.raises(ValueError, match=r"got torch\.float64"):
         _check_sendable(torch.zeros(2, 2, dtype=torch.float64))
+
+
+def test_devices_and_dtypes_may_be_names() -> None:
+    layer = ColumnParallelLinear(4, 6, exchange=open_exchange(None, "cpu"), device="cpu", dtype="torch.bfloat16")
+    assert layer(torch.zeros(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert RowParallelLinear(4, 6, exchange=alone(), dtype="float64").weights[0].dtype == torch.float64
+    with pytest.raises(ValueError, match="dtype = 'bf16': is no dtype of torch"):
+        ColumnParallelLinear(4, 6, exchange=alone(), dtype="bf16")
+
+
+def test_an_exchange_that_is_closed_gives_its_windows_back() -> None:
+    exchange = between_two_peers(Recorder())
+    windows = list(exchange._rounds.values())
+    exchange.close()
+    for rounds in windows:
+        cast(mock.Mock, rounds).close.assert_called_once_with()
+    assert not exchange._rounds
+    alone().close()
+
+
+def test_a_window_that_was_too_small_is_given_back_once_there_is_another() -> None:
+    exchange, calls = between_two_peers(Recorder()), []
+    old = cast(mock.Mock, exchange._rounds["gather"])
+    old.close.side_effect = lambda: calls.append("closed")
+    with mock.patch("collectives.exchange.PeerRounds", side_effect=lambda *_: calls.append("opened")):
+        exchange._rounds_of("gather", 1 << 21)
+    assert calls == ["opened", "closed"]
 
 
 def test_a_round_that_was_left_open_is_noticed() -> None:

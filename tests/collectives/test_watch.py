@@ -68,7 +68,7 @@ def _tcp() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("kind", ["file", "tcp", "redis"])
+@pytest.mark.parametrize("kind", [pytest.param("file", marks=pytest.mark.slow), "tcp", "redis"])  # all others: file
 def test_a_rank_that_is_away_is_named_with_what_it_does(kind: str, meet: str) -> None:
     if kind == "redis" and find_redis_binary() is None:
         pytest.skip("needs a redis-server")
@@ -90,7 +90,10 @@ def test_a_rank_that_is_away_is_named_with_what_it_does(kind: str, meet: str) ->
     ("play", "says"),
     [
         (scenes.skips_a_training_step, r"of group (gather|reduce) ranks 0-2 .* at step 2: rank 2"),
-        (scenes.skips_a_product, r"all_gather #3 .* of group tensor ranks 0-2 .* at step 2: rank 2"),
+        (
+            scenes.skips_a_product,
+            r"all_gather #4 \(24 B, numbers of rows\) of group tensor ranks 0-2 .* at step 2: rank 2",
+        ),
     ],
     ids=["sharded", "tensor"],
 )

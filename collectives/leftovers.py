@@ -1,0 +1,41 @@
+"""What windows leave when they are gone: memory of the peers, registrations with NCCL. Given back where nobody waits.
+
+[Note: freeing] To free such memory is to wait for the device, and where a stream waits for a peer by then, for that
+peer: Python's garbage collector would do it in the midst of a step. So what a collected object leaves is kept until a
+quiet point: the next window that is opened, any `close`, a state that the host waits for (`state_dict`), or a call of
+`release_left` between steps. Whoever knows that it is done calls `close`, which gives back at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+_left: list[Callable[[], object]] = []
+
+
+class Leftover:
+    """What an object leaves: given back by `release`, or later where the garbage collector comes first.
+
+    Args:
+        owner: that is gone one day.
+        give_back: must not hold the owner.
+    """
+
+    def __init__(self, owner: object, give_back: Callable[[], object]) -> None:
+        self._finalizer = weakref.finalize(owner, _left.append, give_back)
+        self._finalizer.atexit = False
+        self._give_back: Callable[[], object] | None = give_back
+
+    def release(self) -> None:
+        """Give it back now, and what others have left. Twice does no harm."""
+        if self._finalizer.detach() is not None and self._give_back is not None:
+            self._give_back()
+        self._give_back = None
+        release_left()
+
+
+def release_left() -> None:
+    """Give back what collected windows have left. Waits for the device: call it between steps, on every rank."""
+    while _left:
+        _left.pop()()

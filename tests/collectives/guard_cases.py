@@ -1,0 +1,307 @@
+"""More of what ranks check together: steps that one leaves out, states of one rank alone, writes into parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from collectives import Recorder, ShardedDataParallel
+from collectives.bucket import Bucket
+from netlayer.errors import CheckFailed, CollectiveFailed
+from tests.collectives.cases import (
+    adamw,
+    assert_alike_on_ranks,
+    assert_close,
+    assert_raises,
+    assert_same,
+    batches,
+    case,
+    delays,
+    net,
+    train,
+    wrap,
+    wrap64,
+)
+
+STEPS = 12
+
+
+def small(**settings: object) -> ShardedDataParallel:
+    return wrap64(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double(), bucket_bytes=40, **settings)
+
+
+def train_small(sharded: ShardedDataParallel, is_left_out: Callable[[int], bool], num_steps: int = STEPS) -> None:
+    """A newcomer's loop, with an `if` that leaves a step out after its forward pass."""
+    optimizer = sharded.optimizer(torch.optim.SGD, lr=0.01)
+    for step in range(num_steps):
+        loss = sharded(torch.full((1, 3), float(step), dtype=torch.float64)).square().sum()
+        if is_left_out(step):
+            continue
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def names(rank: int, world_size: int) -> str:
+    """How a message names the ranks but for one: of world sizes 2 and 4."""
+    others = [other for other in range(world_size) if other != rank]
+    return f"rank {others[0]}" if len(others) == 1 else f"ranks {others[0]}-{others[-1]}"
+
+
+@case
+def a_rank_that_leaves_a_step_out_alone_is_named(rank: int, world_size: int) -> None:
+    culprit = world_size - 1
+    says = (
+        rf"different steps: step = 4 on {names(culprit, world_size)}, 5 on rank {culprit}; .*on every rank or on none"
+    )
+    for in_backward in (False, True):
+        sharded = small()
+        sharded.optimizer = functools.partial(sharded.optimizer, step_in_backward=in_backward)  # type: ignore[method-assign]
+        assert_raises(CheckFailed, says, lambda s=sharded: train_small(s, lambda step: rank == culprit and step == 2))
+
+
+@case
+def a_rank_that_leaves_a_step_out_before_its_forward_is_named_where_steps_are_said(rank: int, world_size: int) -> None:
+    culprit = world_size - 1
+    says = rf"different steps: step = 3 on {names(culprit, world_size)}, 4 on rank {culprit}; "
+    for how in ("start_step", "recorder"):
+        recorder = Recorder()
+        sharded = small(recorder=recorder)
+        say = recorder.begin_step if how == "recorder" else sharded.start_step
+        assert_raises(CheckFailed, says, lambda s=sharded, say=say: train_saying(s, say, rank == culprit))
+
+
+def train_saying(sharded: ShardedDataParallel, say: Callable[[int], None], leaves_out: bool) -> None:
+    optimizer = sharded.optimizer(torch.optim.SGD, lr=0.01)
+    for step in range(STEPS):
+        if leaves_out and step == 2:
+            continue
+        say(step)
+        sharded(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case
+def what_ranks_may_do_alone_is_no_step_left_out(rank: int, world_size: int) -> None:
+    sharded = small()
+    optimizer = sharded.optimizer(torch.optim.SGD, lr=0.01)
+    x = torch.ones(1, 3, dtype=torch.float64)
+    for step in range(9):
+        with sharded.no_sync():  # as many as a rank likes, and some of them without a backward pass
+            for _ in range(rank):
+                sharded(x).sum().backward()
+                sharded(x)
+        if rank == 0:
+            with torch.no_grad():
+                sharded(x)
+            sharded.eval()
+            sharded(x)
+            sharded.train()
+        if rank != 1 or step % 3:  # a rank may have nothing to add to a step
+            sharded(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    train_small(sharded, lambda step: step == 4)  # all together
+    assert_alike_on_ranks(sharded.full_state_dict(), world_size)
+
+
+@case
+def only_some_rounds_are_checked_and_no_record_tells_of_it(rank: int, world_size: int) -> None:
+    recorder = Recorder()
+    sharded = small(recorder=recorder)
+    with mock.patch.object(sharded._step_check, "_judge") as judge:
+        train_small(sharded, lambda _: False, 33)
+    assert judge.call_count == len([1, 2, 4, 8, 16, 32])
+    assert ("reduce", "all_gather") not in recorder.counts()
+
+
+@case
+def settings_that_differ_are_named(rank: int, world_size: int) -> None:
+    odd = rank == world_size - 1
+    for field, usual, other in (("prefetch", 2, 3), ("overlap", True, False), ("bucket_bytes", 40, 41)):
+        says = (
+            rf"ranks differ .*: {field} = {usual} on rank.*, {other} on rank {world_size - 1}; give every rank the same"
+        )
+        assert_raises(ValueError, says, lambda f=field, v=other if odd else usual: small_with(f, v))
+    says = rf"parameter weight = \[2, 4\] torch.float32 in bucket 0 on rank.*, \[2, 3\] .* on rank {world_size - 1};"
+    assert_raises(ValueError, says, lambda: wrap(nn.Linear(3 if odd else 4, 2)))
+
+
+def small_with(field: str, value: object) -> ShardedDataParallel:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
+    return ShardedDataParallel(model, **{"bucket_bytes": 40, field: value})  # type: ignore[arg-type]
+
+
+@case
+def settings_that_differ_later_are_named_at_the_first_reduction(rank: int, world_size: int) -> None:
+    odd = rank == world_size - 1
+    x = torch.ones(1, 3, dtype=torch.float64)
+    for settings, says in (
+        ({"step_in_backward": odd}, "step_in_backward = False on rank.*, True on rank"),
+        (
+            {"step_in_backward": True, "gather_in_backward": 0.5 if odd else 0.25},
+            r"gather_in_backward = 0\.25 on .*, 0\.5",
+        ),
+    ):
+        sharded = small()
+        sharded.optimizer(torch.optim.SGD, lr=0.01, **settings)
+        assert_raises(ValueError, f"ranks differ in their settings: {says}", lambda s=sharded: s(x).sum().backward())
+    sharded = small()
+    sharded.prefetch = 5 if odd else 2
+    assert_raises(ValueError, "settings: prefetch = 2 on .*, 5 on rank", lambda: sharded(x).sum().backward())
+
+
+@case
+def a_state_of_one_rank_alone_is_an_error_within_the_timeout(rank: int, world_size: int) -> None:
+    for name in ("state_dict", "full_state_dict"):
+        sharded = small(prefetch=1, timeout=timedelta(seconds=0.5))
+        assert len(sharded.plans) > 2
+        train_small(sharded, lambda _: False, 1)
+        if rank == 0:
+            says = (
+                rf"called on every rank\? {name}\(\).* is collective, .* all_gather of group gather, on rank 0, did not"
+            )
+            assert_raises(CollectiveFailed, says, getattr(sharded, name))
+        dist.barrier()
+
+
+@case
+def a_state_that_is_current_needs_no_other_rank(rank: int, world_size: int) -> None:
+    sharded = small(prefetch=1)
+    train_small(sharded, lambda _: False, 2)
+    sharded.wait_parameters()
+    if rank == 0:
+        assert len(sharded.state_dict()) == 4
+        assert len(sharded.full_state_dict()) == 4
+    dist.barrier()
+
+
+def low() -> ShardedDataParallel:
+    model = net(torch.float32)
+    model.offset = model.offset.bfloat16()
+    return wrap(model, param_dtype="bfloat16", reduce_dtype="torch.bfloat16")
+
+
+def parameters_of(sharded: ShardedDataParallel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: state[name].bfloat16() for name in sharded.shapes()}
+
+
+@case
+def what_is_written_into_parameters_is_kept_in_another_dtype(rank: int, world_size: int) -> None:
+    source = low()
+    written = train(source, 2, rank, world_size)
+    expected = parameters_of(source, written)
+    for how in ("in place", "data before the first forward", "data and adopt"):
+        target = low()
+        if how != "data before the first forward":
+            train(target, 1, rank, world_size)
+        target.wait_parameters()
+        with torch.no_grad():
+            for name, parameter in target.module.named_parameters():
+                (parameter if how == "in place" else parameter.data).copy_(written[name])
+        if how == "data and adopt":
+            target.adopt_parameters()
+        target(next(batches(1, 1)))
+        found = target.full_state_dict()
+        assert_same(parameters_of(target, found), expected)
+        train(target, 1, rank, world_size)  # is stepped from there
+        assert_alike_on_ranks(target.full_state_dict(), world_size)
+
+
+@case
+def what_is_written_before_the_first_step_is_stepped(rank: int, world_size: int) -> None:
+    """No forward in between: gradients are finished with what was written."""
+    sharded = low()
+    optimizer = sharded.optimizer(torch.optim.SGD, lr=0.0)
+    with torch.no_grad():
+        for parameter in sharded.module.parameters():
+            parameter.fill_(0.5)
+    optimizer.step()
+    state = sharded.full_state_dict()
+    assert all(torch.all(state[name] == 0.5) for name in sharded.shapes())
+
+
+@case
+def what_was_not_changed_keeps_the_precision_of_its_master(rank: int, world_size: int) -> None:
+    sharded = low()
+    before = train(sharded, 2, rank, world_size)
+    sharded.wait_parameters()
+    with torch.no_grad():  # an average is looked at, and put back
+        for parameter in sharded.module.parameters():
+            kept = parameter.clone()
+            parameter.zero_()
+            parameter.copy_(kept)
+        sharded.module.scale[0] = 3.0
+    sharded(next(batches(1, 1)))
+    after = sharded.full_state_dict()
+    assert after["scale"][0] == 3.0
+    assert torch.equal(after["scale"][1:], before["scale"][1:])
+    assert_same({n: t for n, t in after.items() if n != "scale"}, {n: t for n, t in before.items() if n != "scale"})
+
+
+@case
+def parameters_written_while_they_are_gathered_are_an_error(rank: int, world_size: int) -> None:
+    for model in (low(), wrap64(net())):
+        optimizer = model.optimizer(adamw)
+        model(next(batches(1, 1))).backward()
+        optimizer.step()  # the gathers are on their way
+        with torch.no_grad():
+            model.module.head.weight.zero_()
+        assert_raises(RuntimeError, r"were written in place .*: call wait_parameters\(\)", lambda m=model: m(0))
+        model.wait_parameters()
+
+
+@case
+def training_reads_no_shard_twice_where_nobody_writes(rank: int, world_size: int) -> None:
+    sharded = low()
+    train(sharded, 1, rank, world_size)
+    with mock.patch.object(Bucket, "adopt", side_effect=AssertionError("adopted")):
+        train(sharded, 2, rank, world_size)
+        with delays(rank):
+            train(sharded, 2, rank, world_size)
+
+
+@case
+def a_scaler_is_told_what_it_needs(rank: int, world_size: int) -> None:
+    device = torch.get_default_device().type
+    expected = train(wrap64(net()), 3, rank, world_size)
+    plain, sharded = torch.amp.GradScaler(device), wrap64(net())
+    optimizer = sharded.optimizer(adamw)
+    plain.scale(sharded(next(batches(1, 1)))).backward()
+    assert_raises(RuntimeError, r"GradScaler: .* call finish_gradients\(\)", lambda: plain.step(optimizer))
+    optimizer.zero_grad()
+    scaler = ShardedGradScaler(device, init_scale=4.0, process_group=dist.group.WORLD)
+    sharded = wrap64(net())
+    optimizer = sharded.optimizer(adamw)
+    for number, tokens in enumerate(batches(3, world_size)):
+        loss = sharded(tokens[rank::world_size])
+        if number == 1:  # an infinity in the gradients of one rank: all leave the step out
+            scaler.scale(loss * (torch.inf if rank == 0 else 1.0)).backward()
+            sharded.finish_gradients()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            loss = sharded(tokens[rank::world_size])
+        scaler.scale(loss).backward()
+        sharded.finish_gradients()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert_close(sharded.full_state_dict(), expected, rtol=1e-9, atol=1e-11)
+
+
+@case
+def closing_keeps_the_parameters(rank: int, world_size: int) -> None:
+    sharded = wrap64(net())
+    state = train(sharded, 1, rank, world_size)
+    sharded.close()
+    sharded.close()
+    assert_same(dict(sharded.module.state_dict()), state)

@@ -1,0 +1,151 @@
+"""What windows leave, on fakes: given back at once by `close`, else at a quiet point after they were collected."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives import leftovers
+from collectives.leftovers import Leftover, release_left
+from collectives.symmetric import PeerRounds, Window
+from collectives.windows import Windows
+
+CUDA = torch.device("cuda", 0)
+
+
+class Owner:
+    """Can be collected."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    leftovers._left.clear()
+
+
+def test_what_a_collected_owner_leaves_waits_for_a_quiet_point() -> None:
+    give_back = mock.Mock()
+    owner = Owner()
+    owner.leftover = Leftover(owner, give_back)  # type: ignore[attr-defined]
+    del owner
+    gc.collect()
+    give_back.assert_not_called()
+    release_left()
+    release_left()
+    give_back.assert_called_once_with()
+
+
+def test_release_is_at_once_and_once_and_takes_what_others_left() -> None:
+    give_back, other = mock.Mock(), mock.Mock()
+    owner = Owner()
+    leftover = Leftover(owner, give_back)
+    leftovers._left.append(other)
+    leftover.release()
+    leftover.release()
+    del owner
+    gc.collect()
+    release_left()
+    give_back.assert_called_once_with()
+    other.assert_called_once_with()
+
+
+class Nccl:
+    """A group on NCCL, on a machine that has none: its memory is the host's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.group, self.backend = Group(), mock.Mock()
+        self.group.backend = self.backend
+        self.calls = self.backend.method_calls
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *args, device, **more: zeros(*args, **more))
+        monkeypatch.setattr(torch.cuda, "MemPool", lambda _: "pool")
+        monkeypatch.setattr(torch.cuda, "use_mem_pool", mock.MagicMock())
+        monkeypatch.setattr(torch.cuda, "synchronize", self.backend.synchronize)
+        monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
+        monkeypatch.setitem(dist.distributed_c10d._world.pg_map, self.group, ("nccl", None))  # type: ignore[misc]
+
+    def open(self) -> Windows:
+        return Windows(self.group, CUDA, 4096)  # type: ignore[arg-type]
+
+    @property
+    def deregistered(self) -> int:
+        return int(self.backend.deregister_mem_pool.call_count)
+
+
+class Group:
+    """Of torch's, as far as windows look at it; can be referred to weakly."""
+
+    backend: Any
+
+    def _get_backend(self, _device: torch.device) -> Any:
+        return self.backend
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
+    return Nccl(monkeypatch)
+
+
+def test_closed_windows_are_registered_no_longer_though_their_group_lives_on(nccl: Nccl) -> None:
+    windows = nccl.open()
+    taken = windows.take(16, torch.float32)
+    windows.close()
+    windows.close()
+    assert nccl.calls[-2:] == [mock.call.synchronize(CUDA), mock.call.deregister_mem_pool("pool")]
+    assert nccl.deregistered == 1
+    assert taken.tolist() == [0.0] * 16, "what lies in the memory stays readable"
+
+
+@pytest.mark.parametrize("quiet_point", [release_left, None], ids=["release", "next window"])
+def test_collected_windows_are_registered_until_a_quiet_point(
+    nccl: Nccl, quiet_point: Callable[[], None] | None
+) -> None:
+    nccl.open()
+    gc.collect()
+    assert nccl.deregistered == 0
+    kept = nccl.open() if quiet_point is None else quiet_point()
+    assert nccl.deregistered == 1
+    del kept
+
+
+def test_a_group_that_is_gone_is_not_asked(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = nccl.open()
+    monkeypatch.delitem(dist.distributed_c10d._world.pg_map, nccl.group)  # type: ignore[misc]
+    windows.close()
+    assert nccl.deregistered == 0
+
+
+def peer_window(monkeypatch: pytest.MonkeyPatch) -> tuple[Window, list[Any]]:
+    """A window whose memory is a host's, and what it holds."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    window = Window.__new__(Window)
+    window.device, window.memory, window._handle = CUDA, torch.zeros(8), mock.Mock()
+    held: list[Any] = [window.memory, window._handle]
+    window._leftover = Leftover(window, held.clear)
+    return window, held
+
+
+def test_a_closed_window_frees_its_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    window, held = peer_window(monkeypatch)
+    rounds = PeerRounds.__new__(PeerRounds)
+    rounds.window, rounds._peers = window, [window.memory]
+    rounds.close()
+    rounds.close()
+    assert not held
+    assert not rounds._peers
+    assert not hasattr(window, "memory")
+
+
+def test_a_collected_window_keeps_its_memory_until_a_quiet_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    window, held = peer_window(monkeypatch)
+    del window
+    gc.collect()
+    assert len(held) == 2
+    release_left()
+    assert not held
