@@ -25,12 +25,15 @@ from netlayer.lazy_group import Lazy, LazyGroup
 from netlayer.rank import end_rank
 
 _COMMANDS = {
-    "accept": Lazy("bench.accept.cli:accept", "Acceptance: which node is bad, from logs that you have."),
+    "accept": Lazy("bench.accept.cli:accept", "Acceptance: which node, GPU or link is bad: measured, or from logs."),
     "arena": Lazy("congestion.arena_cli:arena", "Congestion: all control laws on a frozen suite, one table."),
+    "bench": Lazy("bench.group:bench", "Records of benches: compare two of them."),
+    "nic": Lazy("congestion.nic.cli:nic", "RDMA NICs: inventory, configuration, timers, packets, counters."),
     "observe": Lazy("netlayer.observe.command:observe", "A job that stands still: which rank is to blame."),
     "quickstart": Lazy("bench.quickstart:quickstart", "The main job: bench, fabric, training and one report."),
     "retransmit": Lazy("congestion.retransmit_cli:retransmit", "Which retransmit timers outlive which link flaps."),
     "simulate": Lazy("congestion.cli:simulate", "Congestion: flows over a fabric, packet by packet."),
+    "step": Lazy("congestion.step_cli:step", "Congestion: a whole training step, what repeats itself skipped."),
     "sweep": Lazy("congestion.sweep_cli:sweep", "Congestion: parameters x laws x seeds, or the best of them."),
     "topology": Lazy("topology.cli:topology", "The CLOS fabric: describe it, hash a job's flows over it."),
 }

@@ -9,6 +9,8 @@
     |-- CollectiveFailed          exit 1: a collective did not complete; names it, its group, the step and the culprits
     |   |-- CollectiveTimeout     exit 1: in time; a TimeoutError too
     |   |-- PeerLost              exit 1: because a connection broke; a ConnectionError too
+    |-- RanksMissing              exit 1: ranks of the run did not come in time; names them; a TimeoutError too
+    |-- GroupFailed               exit 1: a process group could not be made; names it and its ranks
     |-- StoreError                exit 1: the key-value store cannot be used any more
         |-- StoreUnreachable      exit 2: no server answers at the address given
         |-- StoreLost             exit 1: the server came back without our data
@@ -112,6 +114,26 @@ class CollectiveTimeout(CollectiveFailed, TimeoutError):
 
 class PeerLost(CollectiveFailed, ConnectionError):
     """A collective failed because the connection to a peer broke, or a peer gave up."""
+
+
+class RanksMissing(NetlayerError, TimeoutError):
+    """Not all ranks of the run came in time.
+
+    Args:
+        message: one line: who is missing, and how many have come.
+        missing: their ranks, in order.
+    """
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        self.missing = missing
+        super().__init__(_one_line(message))
+
+    def __reduce__(self) -> tuple[type[RanksMissing], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.missing)
+
+
+class GroupFailed(NetlayerError):
+    """A process group could not be made."""
 
 
 class StoreError(NetlayerError):

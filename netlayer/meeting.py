@@ -77,11 +77,11 @@ def meeting_place(url: str = "") -> Iterator[MeetingPlace]:
 def register_schemes(init_method: str) -> None:
     """Let `init_process_group` take this address where it is one of ours; other addresses need neither us nor redis."""
     if init_method.partition("://")[0] in SCHEMES:
-        import netlayer.rendezvous  # noqa: F401 - importing it registers the schemes
+        import netlayer.init_method  # noqa: F401 - importing it registers the schemes
 
 
 def with_run(url: str, run: str) -> str:
-    """The server's address with a run id, as `netlayer.rendezvous` reads it.
+    """The server's address with a run id, as `netlayer.init_method` reads it.
 
     `redis://host:port/DB` becomes `redis://host:port/RUN?db=DB`; `unix:///socket` becomes `unix:///socket?run=RUN`.
 

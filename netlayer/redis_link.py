@@ -9,6 +9,7 @@ out: Redis Cluster and Sentinel.
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401 - socket loads it for the first host name, under the user's clock
 import hashlib
 import itertools
 import logging
@@ -21,7 +22,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from inspect import signature
+from inspect import unwrap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,6 +140,10 @@ class RedisLinks:
             ) from exc
         if self.closed:
             raise StoreError(f"the store at {self.address} was closed under way; open a new RedisStore") from exc
+        if time.monotonic() >= deadline and "max number of clients" in str(exc):
+            rule = f"of the server at {self.address} is reached, and each rank needs a connection"
+            remedy = "raise it there (CONFIG SET maxclients, and the server's ulimit -n)"
+            raise ConfigError("maxclients", None, rule, remedy) from exc
         if time.monotonic() >= deadline:
             raise StoreUnreachable(
                 f"no store answers at {self.address} ({exc}); start a Redis server there or correct the store's URL"
@@ -267,7 +272,7 @@ def _parse(url: str, connect_timeout: float, on_connect: Callable[[Any], None]) 
         "protocol": 2,
         "redis_connect_func": on_connect,
     }
-    if "driver_info" in signature(AbstractConnection.__init__).parameters:
+    if "driver_info" in unwrap(AbstractConnection.__init__).__code__.co_varnames:
         options["driver_info"] = None  # saves two round trips on every connection; redis-py 7.2 and later
     if not url.startswith("unix:"):
         keepalive = {getattr(socket, name): value for name, value in _KEEPALIVE.items() if hasattr(socket, name)}

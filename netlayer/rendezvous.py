@@ -1,99 +1,268 @@
-"""`init_process_group(init_method="redis://host:port/RUN")`: ranks of plain torch.distributed meet on Redis.
+"""All process groups of a job: one wait until every rank has come, then each group made by its own members alone.
 
-Importing this module registers the schemes:
+[Note: no barrier but one] torch makes a group on all ranks of the world, one group after the other; the paper's
+baseline adds a barrier of all ranks to each, O(n^2) store operations (MegaScale, NSDI'24, 3.5). Here a rank makes only
+the groups that it is in, in one order of dimensions for all ranks (tp, dp, pp, then those asked for), so of any two
+groups that share ranks all members make the same one first, and nobody waits in a circle. The one wait of all ranks
+stands in front: what follows never waits for a rank that is not there, and who is missing is said by name.
 
-    redis://[user:password@]host:port/RUN[?db=N]                   rediss://... the same over TLS [&ssl_ca_certs=/path]
-    unix:///path/to/redis.sock?run=RUN[&db=N]
-
-Rank and world size come from the arguments of `init_process_group`, from the query (`?rank=0&world_size=2`), else from
-RANK and WORLD_SIZE, as torchrun sets them. Every attempt of a torchrun job, and every further process group that a
-process opens under the same RUN, gets keys of its own. Left out: a change of the world size under way.
+[Note: NCCL] Ranks of a group meet through one store entry, which torch's backend draws by itself when the group is
+made (`device` given) or first used; TORCH_NCCL_RANKS_PER_ROOT sets from which size on several roots share the work
+(`ncclCommInitRankScalable`). Where the world is bound to a device the groups of a dimension are split off it in one
+call without the store (`ncclCommSplit`). Left out: MPI; ids of several groups in one batch, for torch's backend draws
+and spreads each id itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import logging
 import os
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
-from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlsplit
 
-from torch.distributed.rendezvous import register_rendezvous_handler
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from netlayer.errors import ConfigError
-from netlayer.meeting import SCHEMES
-from netlayer.store import DEFAULT_TIMEOUT, RedisStore
+import netlayer
+from netlayer.arrivals import await_all
+from netlayer.errors import ConfigError, GroupFailed
+from netlayer.layout import DIMENSIONS, ParallelLayout, describe_ranks
+from netlayer.meeting import SCHEMES, register_schemes
 
-__all__ = ["SCHEMES"]
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+else:
+    from torch.distributed import PrefixStore, Store, TCPStore  # which torch's own types do not show
 
-_OURS = ("rank", "world_size", "run")  # what is left of the query is for the connection
-_opened: Counter[tuple[str, str]] = Counter()  # by server and run
+__all__ = ["Groups", "create_groups", "open_world"]
 
+logger = logging.getLogger(__name__)
 
-def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[RedisStore, int, int]]:
-    """The handler that torch calls: yields (store, rank, world size) once."""
-    parts = urlsplit(url)
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    world_size = _number(query, "world_size", 1)
-    rank = _number(query, "rank", 0)
-    if rank >= world_size:
-        raise ConfigError(
-            "rank", rank, f"must be below the world size {world_size}", "correct rank and world size of this process"
-        )
-    server, run = _server_url(parts, query), _run_name(parts, query)
-    repeat = f"+{_opened[server, run]}" if _opened[server, run] else ""
-    store = RedisStore(server, run + repeat, timeout, rank=rank, world_size=world_size)
-    _opened[server, run] += 1
-    yield store, rank, world_size
-    raise RuntimeError("a redis:// rendezvous cannot be repeated; start the process again")
+Groups = Mapping[str, "dist.ProcessGroup | None"]
+"""This rank's group by name: `tp`, `dp`, `pp` and those asked for; None where the rank is alone in it."""
 
+Partition = Iterable[Sequence[int]]
+"""Groups without a common rank, each its global ranks in order."""
 
-def _server_url(parts: SplitResult, query: dict[str, str]) -> str:
-    """The URL without what is ours, as RedisStore takes it."""
-    options = urlencode({name: value for name, value in query.items() if name not in _OURS})
-    # torch may hand on unix:///path as unix:/path. The path of the other schemes is the run.
-    path = parts.path if parts.scheme == "unix" else ""
-    return f"{parts.scheme}://{parts.netloc}{path}" + (f"?{options}" if options else "")
+DEFAULT_TIMEOUT = timedelta(seconds=300)  # torch's own for stores
+_FILE = "file"
+_ALIKE = "start every rank of the run alike"
+# The same on all ranks: each call has keys of its own.
+_worlds = _created = 0
 
 
-def _run_name(parts: SplitResult, query: dict[str, str]) -> str:
-    """The run id, made different for every attempt of torchrun."""
-    run = query.get("run", "") if parts.scheme == "unix" else unquote(parts.path).strip("/")
-    if not run:
-        raise ConfigError(
-            "init_method",
-            None,
-            "must name the run",
-            "write redis://host:port/RUN or unix:///path/to/redis.sock?run=RUN",
-        )
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        # Neither alone tells attempts apart: a lost node restarts the ranks without counting, a fixed port stays.
-        run += f".{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}.{os.environ.get('MASTER_PORT', 0)}"
-    return run
+def open_world(
+    layout: ParallelLayout,
+    *,
+    backend: str,
+    init_method: str = "env://",
+    rank: int = -1,
+    device: torch.device | None = None,
+    bound: bool = False,
+    more: Mapping[str, Partition] | None = None,
+    same: Mapping[str, object] | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> Groups:
+    """`init_process_group` and all groups of the layout, after every rank has come.
 
+    With gloo each rank asks the store for the address of every other one, n^2 operations over the world, unless
+    TORCH_GLOO_LAZY_INIT=1 is set; connections are then made when they are first used.
 
-def _number(query: dict[str, str], name: str, least: int) -> int:
-    """`name` of the query, else of the environment (in capitals)."""
-    variable = name.upper()
-    text = query.get(name, "-1")
-    if text == "-1":  # torch's own way to say "not given"
-        text = os.environ.get(variable, "")
-    if not text:
-        raise ConfigError(
-            name,
-            None,
-            f"is neither an argument, nor in the URL, nor in {variable} of the environment",
-            f"give init_process_group(..., {name}=N), start with torchrun, or set {variable}",
-        )
+    Args:
+        backend: of torch.distributed.
+        init_method: `env://`, `tcp://host:port`, `redis://host:port/RUN`, `rediss://...` or `unix://...`; also
+            `file://...`, in which ranks cannot name who is missing: torch's own timeout ends the wait there.
+        rank: of this process; -1: from the environment.
+        device: its GPU; communicators are then made at once, else when they are first used.
+        bound: bind the world to `device`, so that its groups are split off it (NCCL).
+        more, same, timeout: as in `create_groups`.
+
+    Raises:
+        As `create_groups`; ConfigError: the address or the environment cannot be used; StoreUnreachable: no store
+        answers.
+    """
+    global _worlds
+    _worlds += 1
+    wanted = _partitions(more)
+    world_size = layout.world_size
+    opened, rank, serves = _open_store(init_method, rank, world_size, timeout)
+    # A launcher's store outlives an attempt of its ranks.
+    store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}.{_worlds}", opened)
+    told = {"backend": backend, "bound": bound, **_told(layout, wanted), **(same or {})}
     try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        raise ConfigError(name, text, f"must be a whole number, {least} or more", f"correct {name} or {variable}")
-    return number
+        if urlsplit(init_method).scheme != _FILE:
+            await_all(PrefixStore("world", store), rank, world_size, same=told, timeout=timeout, serves=serves)
+        try:
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                device_id=device if bound else None,
+            )
+        except RuntimeError as exc:  # torch.distributed's errors are RuntimeErrors
+            raise GroupFailed(f"world of {world_size} ranks: {exc}") from exc
+        return _create(layout, wanted, None if bound else device, timeout)
+    except Exception:
+        _close(opened)
+        raise
 
 
-for _scheme in SCHEMES:
-    register_rendezvous_handler(_scheme, _rendezvous)  # type: ignore[no-untyped-call]
+def create_groups(
+    layout: ParallelLayout,
+    *,
+    device: torch.device | None = None,
+    more: Mapping[str, Partition] | None = None,
+    same: Mapping[str, object] | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> Groups:
+    """All groups of the layout that this rank is in. Every rank of the world calls it, after `init_process_group`.
+
+    Two store operations of ours a rank in all, and none a group (MegaScale, NSDI'24, 3.5).
+
+    Args:
+        device: this rank's GPU, to make communicators now; None: when they are first used.
+        more: further groups by name, each name a partition: `{"dp reduce": layout.groups("dp")}`, a communicator a
+            direction. Every rank gives the same.
+        same: what must agree on all ranks beside world size, layout, versions and `more`, by name.
+        timeout: of the wait for all ranks, and of the groups.
+
+    Raises:
+        ConfigError: the layout has another world size, or ranks came with other values.
+        RanksMissing: not all came in time.
+        GroupFailed: the backend could not make a group.
+        ValueError: a name is taken, a partition is none, or `device` is another one than the world's.
+    """
+    global _created
+    _created += 1
+    world_size, wanted = dist.get_world_size(), _partitions(more)
+    if layout.world_size != world_size:
+        degrees = f"tp {layout.tp} x dp {layout.dp} x pp {layout.pp}"
+        rule = f"is not {degrees} = {layout.world_size}"
+        raise ConfigError("world size", world_size, rule, "start as many ranks, or change degrees")
+    store = PrefixStore(f"groups/{_created}", dist.distributed_c10d._get_default_store())
+    # torch names a group by its ranks and by how many groups its members have made.
+    made = {"groups made before": len(dist.distributed_c10d._world.pg_names)}
+    told = {**_told(layout, wanted), **made, **(same or {})}
+    await_all(store, dist.get_rank(), world_size, same=told, timeout=timeout)
+    return _create(layout, wanted, device, timeout)
+
+
+def _create(
+    layout: ParallelLayout, more: Mapping[str, list[list[int]]], device: torch.device | None, timeout: timedelta
+) -> dict[str, dist.ProcessGroup | None]:
+    rank, splits = dist.get_rank(), _can_split()
+    groups: dict[str, dist.ProcessGroup | None] = {}
+    for dimension in DIMENSIONS:
+        degree = len(layout.group(dimension, 0))
+        if degree == 1:
+            groups[dimension] = None
+        elif degree == layout.world_size:
+            groups[dimension] = dist.group.WORLD
+        else:
+            partition = [list(ranks) for ranks in layout.groups(dimension)] if splits else []
+            groups[dimension] = _one(dimension, list(layout.group_of(dimension, rank)), partition, device, timeout)
+    for name, partition in more.items():
+        own = next((ranks for ranks in partition if rank in ranks), [rank])
+        groups[name] = _one(name, own, partition if splits else [], device, timeout)
+    return groups
+
+
+def _one(
+    name: str, own: list[int], partition: list[list[int]], device: torch.device | None, timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """The group of `own` ranks; split off the world, together with all others of its partition where that is given.
+
+    A rank that is alone makes its group too: torch names groups by how many a rank has made, so all make as many.
+    """
+    try:
+        if partition:
+            group = dist.split_group(split_ranks=partition, timeout=timeout, group_desc=name)
+        else:
+            group = dist.new_group(
+                own, timeout=timeout, use_local_synchronization=True, group_desc=name, device_id=device
+            )
+    except (RuntimeError, AssertionError) as exc:  # torch.distributed's errors are RuntimeErrors
+        raise GroupFailed(f"group {name} of {describe_ranks(own)}: {exc}") from exc
+    return group if len(own) > 1 else None
+
+
+def _can_split() -> bool:
+    """Whether groups come off the world without the store: it is bound to a device, and its backend can."""
+    world = dist.distributed_c10d._get_default_group()
+    return world.bound_device_id is not None and bool(world._get_backend(world.bound_device_id).supports_splitting)
+
+
+def _partitions(more: Mapping[str, Partition] | None) -> dict[str, list[list[int]]]:
+    """The further groups as lists; a rank that a partition leaves out is alone."""
+    found = {name: [list(ranks) for ranks in partition] for name, partition in (more or {}).items()}
+    for name, partition in found.items():
+        if name in DIMENSIONS:
+            raise ValueError(f"more: {name} is a dimension of the layout")
+        ranks = [rank for group in partition for rank in group]
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"more: {name} has a rank in two groups")
+    return found
+
+
+def _open_store(init_method: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, bool]:
+    """The store, this rank, and whether the store ends with this process."""
+    scheme = urlsplit(init_method).scheme
+    if scheme in (*SCHEMES, _FILE):
+        register_schemes(init_method)
+        store, rank, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+        return store, rank, False
+    if scheme not in ("env", "tcp"):
+        raise ConfigError(
+            "init_method", init_method, f"is no env, tcp, {_FILE}, {', '.join(SCHEMES)} address", "correct it"
+        )
+    host, port, rank = _tcp_place(init_method, rank)
+    if rank >= 0 and "WORLD_SIZE" in os.environ and scheme == "env" and os.environ["WORLD_SIZE"] != str(world_size):
+        raise ConfigError("WORLD_SIZE", os.environ["WORLD_SIZE"], f"is not the layout's {world_size}", _ALIKE)
+    of_launcher = scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not of_launcher
+    # torch's own rendezvous counts the ranks too, in the server's constructor: who is missing would stay unnamed.
+    store = TCPStore(host, port, None, serves, timeout, False, True, use_libuv=os.environ.get("USE_LIBUV", "1") == "1")
+    return store, rank, serves
+
+
+def _tcp_place(init_method: str, rank: int) -> tuple[str, int, int]:
+    """Host and port of the TCPStore, and this rank, from the address or the environment."""
+    parts = urlsplit(init_method)
+    query = dict(parse_qsl(parts.query))
+    told = {"RANK": query.get("rank", os.environ.get("RANK", "")) if rank < 0 else str(rank)}
+    told["MASTER_ADDR"] = parts.hostname or os.environ.get("MASTER_ADDR", "")
+    told["MASTER_PORT"] = str(parts.port or os.environ.get("MASTER_PORT", ""))
+    for name, text in told.items():
+        if not text or (name != "MASTER_ADDR" and not text.isdigit()):
+            raise ConfigError(name, text or None, "is not given as it must be", "start with torchrun, or set it")
+    return told["MASTER_ADDR"], int(told["MASTER_PORT"]), int(told["RANK"])
+
+
+def _close(store: Any) -> None:
+    """After a failure: no half-made world, and a RedisStore's member leaves."""
+    with contextlib.suppress(RuntimeError, AssertionError, ValueError):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if hasattr(store, "close"):
+        store.close()
+
+
+def _told(layout: ParallelLayout, more: Mapping[str, list[list[int]]]) -> dict[str, object]:
+    return {
+        "layout": f"tp {layout.tp}, dp {layout.dp}, pp {layout.pp}",
+        "torch": torch.__version__,
+        "netlayer": netlayer.__version__,
+        "further groups": ", ".join(f"{name} {_digest(partition)}" for name, partition in more.items()),
+        "TORCH_GLOO_LAZY_INIT": os.environ.get("TORCH_GLOO_LAZY_INIT", ""),
+    }
+
+
+def _digest(partition: list[list[int]]) -> str:
+    return hashlib.sha256(repr(partition).encode()).hexdigest()[:8]

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from netlayer.errors import HardwareMissing
-from netlayer.meeting import register_schemes
+from netlayer.layout import ParallelLayout
 from netlayer.rank import RankContext
+from netlayer.rendezvous import open_world
 from trainer.loop import Place, Row, Trainer, run
 from trainer.train import Outcome, Progress, Work
 
@@ -43,8 +44,8 @@ def meet(context: RankContext, work: Work) -> Place:
 
     Raises:
         HardwareMissing: nccl, and this machine has fewer GPUs than ranks.
+        RanksMissing: not all ranks came in time.
     """
-    register_schemes(work.init_method)
     env, device = context.env, torch.device("cpu")
     if work.backend == "nccl":
         if env.local_rank >= torch.cuda.device_count():
@@ -52,13 +53,14 @@ def meet(context: RankContext, work: Work) -> Place:
             raise HardwareMissing(f"backend nccl: {rule}; lower job.parallel.dp, or use gloo")
         device = torch.device("cuda", env.local_rank)
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        work.backend,
+    open_world(
+        ParallelLayout(dp=env.world_size),
+        backend=work.backend,
         init_method=work.init_method,
         rank=env.rank,
-        world_size=env.world_size,
+        device=device if device.type == "cuda" else None,
+        bound=device.type == "cuda",
         timeout=timedelta(seconds=work.job.store.timeout_s),
-        device_id=device if device.type == "cuda" else None,
     )
     return Place(env.rank, env.world_size, device)
 

@@ -215,8 +215,9 @@ def test_a_server_too_old_for_blocking_moves_is_passed_over(
     assert (find_redis_binary() == binary) is taken
 
 
-def test_forked_child_lets_go_of_the_guard(redis_binary: Path) -> None:
+def test_forked_child_lets_go_of_the_guard(redis_binary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with EmbeddedRedis(binary=redis_binary) as server:
+        monkeypatch.setattr(redis_server, "_started", {server})  # and not of the servers of other tests
         assert server._guard is not None
         assert server._guard.stdin is not None
         with Path(os.devnull).open("wb") as stand_in:

@@ -1,179 +1,102 @@
-"""`init_method="redis://..."` in plain torch.distributed: by arguments, environment and torchrun."""
+"""Every group of a layout, among real ranks on gloo."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.rendezvous import rendezvous
 
-from netlayer.errors import ConfigError, StoreUnreachable
-from netlayer.rendezvous import SCHEMES
-from netlayer.store import RedisStore
+from netlayer.errors import ConfigError
+from netlayer.launch import launch
+from netlayer.layout import DIMENSIONS
+from netlayer.meeting import with_run
+from netlayer.rendezvous import open_world
 
-from .conftest import keys_of
+from .group_ranks import LAYOUTS, every_layout, faults, on_tcp
 
-LONG = timedelta(seconds=60)
-
-RANK = """
-import datetime, json, sys
-import torch
-import torch.distributed as dist
-import netlayer.rendezvous
-
-method, arguments = sys.argv[1], json.loads(sys.argv[2])
-for _ in range(2):  # a process may open and close its groups again under the same run
-    dist.init_process_group("gloo", init_method=method, timeout=datetime.timedelta(seconds=120), **arguments)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    tensor = torch.full((3,), float(rank + 1))
-    dist.all_reduce(tensor)
-    group = dist.new_group([0, 1])
-    dist.barrier(group)
-    objects = [None] * size
-    dist.all_gather_object(objects, f"from {rank}", group)
-    dist.destroy_process_group()
-sys.stdout.write(f"rank {rank} of {size}: {tensor.tolist()} {objects}\\n")  # at once: the ranks share the pipe
-"""
-ANSWERS = [f"rank {rank} of 2: [3.0, 3.0, 3.0] ['from 0', 'from 1']" for rank in range(2)]
+NUM_RANKS = 8
+LAZY = {"TORCH_GLOO_LAZY_INIT": "1", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name in ("RANK", "WORLD_SIZE", "MASTER_PORT") or name.startswith("TORCHELASTIC"):
-            monkeypatch.delenv(name)
+@pytest.fixture(scope="module")
+def found(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    init_method = with_run(redis_url, "every-layout")
+    logs = tmp_path_factory.mktemp("groups")
+    return launch(every_layout, NUM_RANKS, args=(init_method,), log_dir=logs, env=LAZY)
 
 
-@pytest.fixture
-def meet(redis_url: str) -> Iterator[Callable[..., Any]]:
-    """Runs the handler as torch does, and closes the stores."""
-    stores: list[RedisStore] = []
-
-    def call(url: str, *numbers: int, timeout: timedelta = LONG) -> tuple[RedisStore, int, int]:
-        store, rank, world_size = next(rendezvous(url, *numbers, timeout=timeout))
-        stores.append(store)
-        return store, rank, world_size
-
-    yield call
-    for store in stores:
-        store.close()
+@pytest.mark.parametrize("dimension", DIMENSIONS)
+@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+def test_each_rank_is_in_its_own_groups(found, number, dimension):
+    layout = LAYOUTS[number]
+    for rank, sums in enumerate(found):
+        own = layout.group_of(dimension, rank)
+        assert sums[f"{number} {dimension}"] == (sum(own) if len(own) > 1 else None)
 
 
-def test_two_processes_meet(redis_binary: Path, start_redis: Callable[..., int]) -> None:
-    server = f"redis://:s3cret@127.0.0.1:{start_redis(redis_binary, '--requirepass', 's3cret')}"
-    command = [sys.executable, "-W", "error", "-c", RANK, f"{server}/team/run?db=3"]
-    by_arguments = start(*command, '{"rank": 0, "world_size": 2}')
-    by_environment = start(*command, "{}", RANK="1", WORLD_SIZE="2")
-    assert [answer(by_arguments), answer(by_environment)] == ANSWERS
-    assert keys_of(f"{server}/3", "") == []
+def test_a_group_asked_for_has_a_communicator_of_its_own(found):
+    assert [one["asked for"] for one in found] == [sum(LAYOUTS[0].group_of("dp", rank)) for rank in range(NUM_RANKS)]
+    assert all(one["another communicator"] for one in found)
 
 
-def test_torchrun(redis_url: str, short_dir: Path, run_id: str) -> None:
-    script = short_dir / "rank.py"
-    script.write_text(RANK)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    job = start(*torchrun, str(script), f"{redis_url}?run={run_id}", "{}")
-    assert sorted(answer(job).split("\n")) == ANSWERS
-    assert keys_of(redis_url, run_id) == []
+def test_partitions_may_be_uneven_and_leave_ranks_out(found):
+    assert [one["uneven"] for one in found[:4]] == [[1, 2], [1, None], [None, 2], [None, None]]
 
 
-def start(*command: str, **environment: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
+def test_a_process_may_open_its_world_again(found):
+    assert {one["again"] for one in found} == {sum(range(NUM_RANKS))}
 
 
-def answer(process: subprocess.Popen[str]) -> str:
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
-    return output.strip()
-
-
-def test_arguments_query_and_environment(
-    meet: Callable[..., Any], redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"{redis_url}?run={run_id}"
-    store, *numbers = meet(url, 0, 4)
-    assert numbers == [0, 4]
-    assert store.timeout == LONG
-    assert meet(f"{url}q&rank=1&world_size=4")[1:] == (1, 4)
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert meet(url + "e")[1:] == (2, 3)
-    assert meet(url + "f", 0)[1:] == (0, 3)
-
-
-def test_one_run_in_one_process_again(meet: Callable[..., Any], redis_url: str, run_id: str) -> None:
-    first, again = (meet(f"{redis_url}?run={run_id}", 0, 1)[0] for _ in range(2))
-    first.set("a", "v")
-    assert not again.check(["a"])
-
-
-def test_every_attempt_of_torchrun_has_its_own_keys(
-    meet: Callable[..., Any], redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    for count, port in [("0", "1000"), ("1", "1000"), ("1", "2000")]:
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        monkeypatch.setenv("MASTER_PORT", port)
-        store = meet(f"{redis_url}?run={run_id}", 0, 1)[0]
-        assert store.num_keys() == 0
-        store.set("a", "v")
-        assert keys_of(redis_url, f"{run_id}.{count}.{port}")
-
-
-@pytest.mark.parametrize("url", ["redis://localhost:6379", "redis://localhost:6379/", "rediss://h", "unix:///tmp/none"])
-def test_run_must_be_named(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"init_method: must name the run; write redis://host:port/RUN"):
-        next(rendezvous(url, 0, 1))
-
-
-def test_run_must_be_a_word(redis_url: str) -> None:
-    with pytest.raises(ConfigError, match="run id = a b"):
-        next(rendezvous(f"{redis_url}?run=a%20b", 0, 1))
-
-
-@pytest.mark.parametrize("name", ["rank", "world_size"])
-def test_numbers_must_be_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE" if name == "rank" else "RANK", "1")
-    with pytest.raises(ConfigError) as raised:
-        next(rendezvous("redis://localhost:1/run"))
-    assert str(raised.value) == (
-        f"{name}: is neither an argument, nor in the URL, nor in {name.upper()} of the environment; "
-        f"give init_process_group(..., {name}=N), start with torchrun, or set {name.upper()}"
-    )
+@pytest.mark.parametrize("address", ["env://", "tcp://"])
+def test_ranks_meet_at_a_store_of_rank_0_which_names_who_is_missing(address: str, tmp_path: Path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    init_method = address if address == "env://" else f"tcp://127.0.0.1:{port}"
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    found = launch(on_tcp, 2, args=(init_method,), log_dir=tmp_path, env={**LAZY, **place})
+    if address == "env://":
+        assert all("WORLD_SIZE = 2: is not the layout's 3" in one.pop("missing") for one in found)
+    else:
+        assert all(one.pop("missing") == "waiting for rank 2: 2 of 3 have come" for one in found)
+    assert found == [{"turn 0": 1, "turn 1": 1}] * 2
 
 
 @pytest.mark.parametrize(
-    ("query", "message"),
-    [
-        ("rank=x&world_size=2", "rank = x: must be a whole number, 0 or more"),
-        ("rank=-2&world_size=2", "rank = -2: must be a whole number, 0 or more"),
-        ("rank=0&world_size=0", "world_size = 0: must be a whole number, 1 or more"),
-        ("rank=2&world_size=2", "rank = 2: must be below the world size 2"),
-    ],
+    ("address", "message"),
+    [("etcd://host/x", "is no env, tcp, file, redis"), ("tcp://", "MASTER_ADDR"), ("tcp://127.0.0.1", "MASTER_PORT")],
 )
-def test_numbers_must_fit(query: str, message: str) -> None:
+def test_an_address_that_cannot_be_used_is_one_line(address, message, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=message):
-        next(rendezvous(f"redis://localhost:1/run?{query}"))
+        open_world(LAYOUTS[0], backend="gloo", init_method=address, rank=0)
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "unix"])
-def test_no_server(scheme: str) -> None:
-    with pytest.raises(StoreUnreachable, match=f"no store answers at {scheme}://127.0.0.1:1/2 ") as raised:
-        next(rendezvous(f"{scheme}://:s3cret@127.0.0.1:1/run?db=2", 0, 1, timeout=timedelta(milliseconds=50)))
-    assert "s3cret" not in str(raised.value)
+def test_a_partition_with_a_rank_twice_is_refused():
+    with pytest.raises(ValueError, match="odd has a rank in two groups"):
+        open_world(LAYOUTS[0], backend="gloo", rank=0, more={"odd": [[0, 1], [1, 2]]})
 
 
-def test_cannot_be_repeated(redis_url: str, run_id: str) -> None:
-    handler = rendezvous(f"{redis_url}?run={run_id}", 0, 1, timeout=LONG)
-    next(handler)[0].close()
-    with pytest.raises(RuntimeError, match="start the process again"):
-        next(handler)
+def test_a_group_of_all_is_the_world(found):
+    assert all(one["whole world"] for one in found)
+
+
+def test_ranks_that_ask_for_different_things_are_named(redis_url: str, tmp_path: Path):
+    said = launch(faults, 2, args=(with_run(redis_url, "faults"),), log_dir=tmp_path, env=LAZY)
+    assert said[0] == said[1]
+    degrees, layout, code = said[0]
+    assert degrees.startswith("world size = 2: is not tp 1 x dp 4 x pp 1 = 4")
+    assert "layout = tp 2, dp 1, pp 1: on rank 0, but tp 1, dp 2, pp 1 on rank 1" in layout
+    assert "code = version 0: on rank 0, but version 1 on rank 1" in code
+
+
+def test_a_world_of_another_size_than_the_layout_is_said_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
+    from netlayer.rendezvous import create_groups
+
+    with pytest.raises(ConfigError, match="start as many ranks"):
+        create_groups(LAYOUTS[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +21,9 @@ from netlayer.store import RedisStore
 from .conftest import keys_of
 
 SHORT, LONG = timedelta(milliseconds=50), timedelta(seconds=60)
-NUM_WAITERS = 64
+NUM_WAITERS, MANY = 64, 512
+# torch's server asks DNS for the name of every client that connects; files are enough here, and do not stall.
+ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
 
 
 @pytest.fixture(params=["RedisStore", "TCPStore"])
@@ -59,13 +62,13 @@ def is_up(store: Any) -> bool:
 
 
 @functools.cache
-def tcp_twins(store: Any) -> list[Any]:
-    return [store.clone() for _ in range(NUM_WAITERS)]
+def tcp_twins(store: Any, count: int) -> list[Any]:
+    return [store.clone() for _ in range(count)]
 
 
 def in_threads(store: Any, work: Callable[[Any, int], Any], count: int = NUM_WAITERS) -> list[Any]:
     """Run work(a clone of the store, n) in `count` threads at once."""
-    twins = tcp_twins(store) if isinstance(store, dist.TCPStore) else [store.clone() for _ in range(count)]
+    twins = tcp_twins(store, count) if isinstance(store, dist.TCPStore) else [store.clone() for _ in range(count)]
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(work, twins, range(count)))
 
@@ -272,6 +275,26 @@ class TestContract:
             return bytes(mine.get("late"))
 
         assert in_threads(store, wait_or_set) == [b"\x00value"] * NUM_WAITERS
+
+    def test_512_clients_at_once(self, store: Any) -> None:
+        names = [f"rank{n}" for n in range(MANY)]
+        ready = threading.Barrier(MANY)
+
+        def meet(mine: Any, n: int) -> tuple[int, bytes, bytes]:
+            ready.wait()
+            mine.append("text", "x")
+            count = mine.add("n", 1)
+            mine.set(names[n], str(n))
+            mine.wait([names[-1 - n]])
+            if count == MANY:
+                mine.set("all", "here")
+            return count, bytes(mine.get("all")), bytes(mine.get(names[(n + 7) % MANY]))
+
+        counts, last, others = zip(*in_threads(store, meet, MANY), strict=True)
+        assert sorted(counts) == list(range(1, MANY + 1))
+        assert set(last) == {b"here"}
+        assert [int(other) for other in others] == [(n + 7) % MANY for n in range(MANY)]
+        assert store.get("text") == b"x" * MANY
 
     def test_many_waiters_of_many_keys(self, store: Any) -> None:
         names = [f"rank{n}" for n in range(NUM_WAITERS)]

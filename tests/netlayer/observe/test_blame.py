@@ -27,6 +27,7 @@ dist.all_reduce(tensor)
 dist.broadcast(tensor, 0, group=group)
 if rank == 0:
     dist.all_reduce(tensor, group=group, async_op=True)
+    time.sleep(1)  # until it is in the record
 open(f"{folder}/trace_{rank}", "wb").write(_dump_fr_trace())
 open(f"{folder}/json_{rank}", "wb").write(_dump_fr_trace_json())
 store.set(f"written {rank}", "")
