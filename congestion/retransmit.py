@@ -9,11 +9,29 @@ Source of ConnectX: github.com/unionxic/rdma-fault-characterization, harness/ack
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from congestion.nic.env_variables import preset_of, read_release
+from congestion.retransmit_nics import NICS, Nic
+
+__all__ = [
+    "MOST_RETRY_CNT",
+    "MOST_TIMEOUT",
+    "NCCL_RETRY_CNT",
+    "NICS",
+    "Advice",
+    "Nic",
+    "Timers",
+    "advise",
+    "nccl_timeout",
+    "nominal_s",
+    "recovery_s",
+    "schedule",
+    "survives",
+]
 
 Floats = NDArray[np.float64]
 
@@ -24,59 +42,7 @@ _UNIT_S = 4.096e-6
 _STEPS_S = np.array([8.6, 16.6, 33.7, 67.1, 100.6, 201.4, 536.8, 805.3, 2147.8, 4294.8]) / 1e3
 _MEASURED_UP_TO = 20
 _RESOLUTION_S = 0.5e-3  # of the measurement
-# First release of NCCL with a default of NCCL_IB_TIMEOUT; NCCL_IB_RETRY_CNT has been 7 all the time.
-_NCCL_TIMEOUTS = (((2, 23), 20), ((2, 14), 18), ((0, 0), 14))
-NCCL_RETRY_CNT = 7
-
-
-@dataclass(frozen=True)
-class Nic:
-    """What a NIC makes of timeout and retry count.
-
-    Args:
-        measured: what its figures come from.
-        phase_from_s: when the steps of the adaptive phase begin; None: a NIC that keeps InfiniBand's product, with
-            neither floor nor adaptive phase.
-        units_at_zero: what retry_cnt 0 acts as while the adaptive phase is on.
-        free_first: the first timeout with the floor off, over 4.096 us * 2^T, by exponent.
-        free_spacing: the later ones, over the same.
-        free_silent: that first timeout sends nothing.
-        endless: retry_cnt 7 never gives up.
-    """
-
-    measured: str
-    phase_from_s: float | None = None
-    units_at_zero: int = 1
-    free_first: tuple[tuple[int, float], ...] = ()
-    free_spacing: float = 1.0
-    free_silent: bool = False
-    endless: bool = False
-
-    @property
-    def has_floor(self) -> bool:
-        """It has a floor and an adaptive phase, which both can be turned off."""
-        return self.phase_from_s is not None
-
-
-NICS = {
-    # Of the adaptive instants the first, second and third may be skipped: the first one that is sent varies.
-    "connectx-6": Nic(
-        "firmware 20.43, exponents 8 to 20",
-        phase_from_s=12.5e-3,
-        units_at_zero=4,
-        free_first=((8, 1.05), (10, 1.02), (12, 0.76), (14, 0.57), (16, 0.64), (17, 0.82), (18, 0.59), (20, 0.83)),
-        free_silent=True,
-    ),
-    # The instants inside its adaptive phase are inferred: ConnectX-6's steps from 0 add up to its 428 ms.
-    "connectx-5": Nic(
-        "time to the error only, exponents up to 16; with the floor off 8",
-        phase_from_s=0.0,
-        free_first=((8, 1.14),),
-        free_spacing=1.5,
-    ),
-    "rxe": Nic("Linux 6.1 in a virtual machine, exponents 14 to 18", endless=True),
-    "infiniband": Nic("nothing: the product as the specification has it, a lower bound"),
-}
+NCCL_RETRY_CNT = preset_of("NCCL_IB_RETRY_CNT", (2, 0, 0))  # of all releases
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,15 +194,15 @@ def advise(
 
 
 def nccl_timeout(version: str) -> int:
-    """NCCL_IB_TIMEOUT where nobody sets it, of a release such as 2.30.7: 20, 18 before 2.23, 14 before 2.14.
+    """NCCL_IB_TIMEOUT where nobody sets it, of a release such as 2.30.7, or the last of 2.30.
 
     Raises:
-        ValueError: the text is no version.
+        ValueError: the text is no release of NCCL 2.
     """
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None:
+    release = read_release(version)
+    if release is None:
         raise ValueError(f"version = {version!r}: a release of NCCL such as 2.30.7")
-    return next(timeout for since, timeout in _NCCL_TIMEOUTS if (int(match[1]), int(match[2])) >= since)
+    return preset_of("NCCL_IB_TIMEOUT", release)
 
 
 def _with_floor(nic: Nic, phase_from_s: float, timeout: int, retry_cnt: int, adaptive: bool) -> Floats:

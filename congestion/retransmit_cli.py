@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
+from congestion.retransmit_nics import NICS
 from netlayer.command import RunOptions, run_options_without_config
 
 if TYPE_CHECKING:  # `--help` needs no numpy
@@ -17,7 +18,7 @@ if TYPE_CHECKING:  # `--help` needs no numpy
     from netlayer.output import Output
     from netlayer.results import Source
 
-_NICS = ("connectx-6", "connectx-5", "rxe", "infiniband")
+_NICS = tuple(NICS)
 _SCALES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
 _FLAPS = ("10us", "100us", "1ms", "10ms", "100ms", "300ms", "1s", "3s", "5s", "10s")
 _TIMEOUTS = (14, 17, 18, 19, 20)
@@ -121,7 +122,7 @@ def retransmit(
       netlayer retransmit --nic connectx-6 --nic rxe --retry-cnt 6 --no-ring --json -
       netlayer retransmit --timeout 8 --timeout 14 --no-floor --flap 1ms --flap 100ms
     """
-    from congestion.retransmit import NCCL_RETRY_CNT, NICS, nccl_timeout
+    from congestion.retransmit import NCCL_RETRY_CNT, nccl_timeout
     from congestion.retransmit_page import Findings, build_page
     from congestion.retransmit_rows import advices, of_one_nic, recoveries, ring_rows
     from netlayer.errors import ConfigError
@@ -166,7 +167,6 @@ def _settings(
     nics: tuple[str, ...], timeouts: tuple[int, ...], retry_cnts: tuple[int, ...], adaptive: str, no_floor: bool
 ) -> list[Setting]:
     """All combinations that differ: a NIC without floor and adaptive phase comes once."""
-    from congestion.retransmit import NICS
     from congestion.retransmit_rows import Setting
 
     modes = [(chosen == "on", True) for chosen in ("on", "off") if adaptive in (chosen, "both")]

@@ -1,0 +1,275 @@
+"""NCCL's environment for RoCE: what a job asks for, checked against its release, and never over what the user set.
+
+A user's value may stand in the environment or in a file that NCCL reads itself (NCCL_CONF_FILE, ~/.nccl.conf,
+/etc/nccl.conf), which an exported variable would override: both are kept. Releases and defaults were read from NCCL's
+own tags, v2.3.7 to v2.30.7 (github.com/NVIDIA/nccl, src/transport/net_ib*, src/misc/param.cc). Left out: what picks an
+algorithm or a protocol.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
+
+from congestion.nic.env_variables import KNOWN, VARIABLES, Release, Variable, read_release
+from netlayer.config import Section
+from netlayer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from congestion.nic.profile import Profile
+
+logger = logging.getLogger(__name__)
+
+NEWEST = "2.30.7"
+PREFIX = "job.nccl"
+Action = Literal["set", "kept", "left out"]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class NcclSettings(Section):
+    """What a job wants of NCCL's InfiniBand transport; what is left out stays as NCCL has it."""
+
+    flap_s: float = Field(5.0, gt=0, le=300, description="longest link flap to outlive: chooses the timeout")
+    timeout: int | None = Field(None, ge=1, le=31, description="exponent T of 4.096 us * 2^T, in place of flap_s")
+    retry_cnt: int = Field(7, ge=0, le=7, description="retransmissions before a queue pair gives up")
+    traffic_class: int | None = Field(None, ge=0, le=255, description="the whole TOS byte: DSCP * 4 + ECN")
+    fifo_traffic_class: int | None = Field(None, ge=0, le=255, description="the same, of NCCL's control messages")
+    gid_index: int | None = Field(None, ge=-1, le=255, description="which GID; -1: NCCL looks for a RoCE v2 one")
+    hca: str | None = Field(None, pattern=r"^[=^]{0,2}[A-Za-z0-9_.:,-]+$", description="NICs to use: mlx5_0,mlx5_1")
+    qps_per_connection: int | None = Field(None, ge=1, le=128, description="queue pairs, so source ports, a connection")
+    split_data_on_qps: bool | None = Field(None, description="each message over all of them, not one after another")
+    adaptive_routing: bool | None = Field(None, description="the fabric reorders packets: completions apart from data")
+    pci_relaxed_ordering: int | None = Field(None, ge=0, le=2, description="0 off, 1 on, 2 where the NIC can")
+    merge_nics: bool | None = Field(None, description="two ports of one NIC as one device")
+    cross_nic: int | None = Field(
+        None, ge=0, le=2, description="rings over different NICs: 0 no, 1 yes, 2 where better"
+    )
+    port_failover: bool | None = Field(None, description="go on over another port where one fails")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One variable: what becomes of it, and why."""
+
+    name: str
+    value: str | None
+    action: Action
+    why: str
+
+
+def apply_to(
+    environ: MutableMapping[str, str],
+    settings: NcclSettings,
+    release: str | None = None,
+    conf_files: Iterable[Path] | None = None,
+) -> list[Choice]:
+    """Set what the job wants into `environ` (`os.environ` before NCCL starts), and log each choice.
+
+    Returns the choices, for a record: `as_record`.
+
+    Raises:
+        ConfigError: see `choose`.
+    """
+    choices = choose(environ, settings, release or installed_nccl() or NEWEST, conf_files)
+    for choice in choices:
+        if choice.action == "set" and choice.value is not None:
+            environ[choice.name] = choice.value
+        logger.info("%s %s: %s", choice.name, said(choice), choice.why)
+    return choices
+
+
+def choose(
+    environ: Mapping[str, str], settings: NcclSettings, release: str, conf_files: Iterable[Path] | None = None
+) -> list[Choice]:
+    """What becomes of each variable, without setting any.
+
+    Args:
+        release: of the NCCL that will run: a variable that it lacks is left out.
+        conf_files: NCCL's own files; those it would read, where None.
+
+    Raises:
+        ConfigError: a value of the user's that NCCL would misread, or a release that is none.
+    """
+    number = parse_release("--nccl", release)
+    users = {**_of_files(nccl_conf_files(environ) if conf_files is None else conf_files), **_of_environ(environ)}
+    choices = [_choice(variable, users, settings, release, number) for variable in VARIABLES]
+    return [choice for choice in choices if choice is not None]
+
+
+def as_record(choices: Iterable[Choice]) -> list[dict[str, str | None]]:
+    """The choices as rows."""
+    return [asdict(choice) for choice in choices]
+
+
+def said(choice: Choice) -> str:
+    """`= 18`, or what became of it in words."""
+    return f"= {choice.value}" if choice.action == "set" else choice.action
+
+
+def parse_release(field: str, text: str) -> Release:
+    """As `read_release`.
+
+    Raises:
+        ConfigError: it is no release of NCCL 2.
+    """
+    release = read_release(text)
+    if release is None:
+        raise ConfigError(field, text, "is no release of NCCL 2", "give one such as 2.30.7")
+    return release
+
+
+def installed_nccl() -> str | None:
+    """The release beside torch; None where torch is no CUDA build or is absent."""
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def nccl_conf_files(environ: Mapping[str, str]) -> list[Path]:
+    """The files that NCCL reads itself; a variable of the environment goes before them, the first before the second."""
+    own = environ.get("NCCL_CONF_FILE") or (f"{environ['HOME']}/.nccl.conf" if environ.get("HOME") else "")
+    return [*([Path(own)] if own else []), Path("/etc/nccl.conf")]
+
+
+def settings_of(tree: Mapping[str, Any], profile: Profile | None = None) -> NcclSettings:
+    """Settings from the table `job.nccl`; what a NIC profile says fills in where the table is silent.
+
+    Raises:
+        ConfigError: an unknown key, or a value that breaks a rule.
+    """
+    filled: dict[str, Any] = {}
+    if profile is not None:
+        own = profile.retransmission
+        filled = {name: getattr(own, name) for name in ("timeout", "retry_cnt") if name in own.model_fields_set}
+        if "traffic" in profile.model_fields_set:
+            filled["traffic_class"] = profile.traffic.tos
+    if "flap_s" in tree and "timeout" not in tree:
+        filled.pop("timeout", None)
+    return validated(NcclSettings, {**filled, **tree}, PREFIX)
+
+
+def validated(model: type[Model], tree: Mapping[str, Any], prefix: str) -> Model:
+    """`tree` as `model`; the first thing wrong with it in one line.
+
+    Raises:
+        ConfigError: an unknown key (the nearest is named), or a value that breaks a rule.
+    """
+    try:
+        return model.model_validate(dict(tree))
+    except ValidationError as exc:
+        error = exc.errors()[0]
+    name = ".".join([prefix, *map(str, error["loc"])])
+    if error["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(str(error["loc"][-1]), model.model_fields, n=1, cutoff=0.5)
+        remedy = f"did you mean {close[0]}?" if close else f"known: {', '.join(model.model_fields)}"
+        raise ConfigError(name, None, "unknown key", remedy)
+    rule = error["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should", "must", 1)
+    raise ConfigError(name, error["input"], rule, _remedy(str(error["loc"][-1])))
+
+
+def _remedy(field: str) -> str:
+    variable = next((one for one in VARIABLES if one.field == field), None)
+    return variable.rule if variable and variable.rule else "correct the value"
+
+
+def _choice(
+    variable: Variable, users: Mapping[str, tuple[str, str]], settings: NcclSettings, release: str, number: Release
+) -> Choice | None:
+    name, lacks = variable.name, number < variable.since
+    wanted, why = _wanted(variable, settings, release, number)
+    since = ".".join(map(str, variable.since))
+    if name in users:
+        text, where = users[name]
+        _check_users(variable, text, where, number)
+        if lacks:
+            return Choice(
+                name, text, "kept", f"set in {where}; without effect: NCCL {release} lacks it (since {since})"
+            )
+        other = f"; the job would set {wanted}" if wanted not in (None, text) else ""
+        return Choice(name, text, "kept", f"set in {where}{other}")
+    if wanted is None:
+        return None
+    if lacks:
+        return Choice(name, None, "left out", f"NCCL {release} lacks it (since {since}); the job wants {wanted}")
+    return Choice(name, wanted, "set", why)
+
+
+def _wanted(variable: Variable, settings: NcclSettings, release: str, number: Release) -> tuple[str | None, str]:
+    """The job's value as NCCL reads it, and the reason; None where the job says nothing."""
+    value = getattr(settings, variable.field)
+    preset = variable.preset(number)
+    beside = f"NCCL {release} by itself: {preset}" if preset is not None else "NCCL chooses by itself"
+    if variable.field == "timeout" and value is None:
+        if not settings.retry_cnt:
+            rule = "with retry_cnt = 0 nothing is sent again: no timeout outlives a flap"
+            raise ConfigError(f"{PREFIX}.timeout", None, rule, "give a timeout, or retry_cnt = 7")
+        return _solved(settings, beside)
+    if variable.field == "gid_index" and value == -1 and number < (2, 21, 5):
+        rule = f"NCCL {release} does not look for a GID (since 2.21.5)"
+        raise ConfigError(f"{PREFIX}.gid_index", value, rule, "give the index of the RoCE v2 GID: often 3")
+    if value is None:
+        return None, ""
+    return str(int(value)) if isinstance(value, bool | int) else value, f"{variable.meaning}; {beside}"
+
+
+def _solved(settings: NcclSettings, beside: str) -> tuple[str, str]:
+    from congestion.retransmit import advise  # numpy, which what only reads variables does without
+
+    try:
+        advice = advise(settings.flap_s, retry_cnt=settings.retry_cnt)
+    except ValueError as exc:
+        remedy = "give a shorter flap or more retries"
+        raise ConfigError(f"{PREFIX}.flap_s", settings.flap_s, f"no timeout outlives it ({exc})", remedy) from exc
+    reason = f"outlives a flap of {settings.flap_s:g} s, {advice.lower_s:.1f} s on any NIC"
+    return str(advice.timeout), f"{reason}; a ConnectX-6 finds a dead path after {advice.error_s:.1f} s; {beside}"
+
+
+def _check_users(variable: Variable, text: str, where: str, release: Release) -> None:
+    """A user's number as NCCL takes it; what follows a number it ignores in silence."""
+    if variable.low is None or variable.high is None:
+        return
+    value = _c_number(text)
+    if value is None:
+        rule = f"in {where} is no whole number, which NCCL would misread"
+        raise ConfigError(variable.name, text, rule, variable.rule)
+    if not variable.low <= value <= variable.high and not variable.takes_besides(value, release):
+        rule = f"in {where} is out of {variable.low}..{variable.high}: {variable.rule}"
+        raise ConfigError(variable.name, text, rule, "mend or unset it")
+
+
+def _c_number(text: str) -> int | None:
+    """What strtoll makes of the whole of a text: decimal, 0x, or octal after a 0; None where it would stop earlier."""
+    match = re.fullmatch(r"\s*([+-]?)(0[xX][0-9a-fA-F]{1,16}|0[0-7]{0,22}|[1-9]\d{0,18})\s*", text, re.ASCII)
+    if match is None:
+        return None
+    sign, digits = match.groups()
+    base = 16 if digits[:2] in ("0x", "0X") else 8 if digits[0] == "0" else 10
+    return int(sign + digits, base)
+
+
+def _of_environ(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    return {name: (environ[name], "the environment") for name in KNOWN if environ.get(name)}
+
+
+def _of_files(files: Iterable[Path]) -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    for path in files:
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:  # NCCL passes over a file that it cannot read, too
+            continue
+        for name, equals, value in (line.partition("=") for line in lines):
+            if equals and name in KNOWN and value:
+                found.setdefault(name, (value, str(path)))
+    return found

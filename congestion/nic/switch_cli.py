@@ -1,0 +1,166 @@
+"""`netlayer nic switch`: the switch side of a NIC profile, as SONiC tables or as commands of three other systems."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from congestion.nic.switch import FORMATS, MOST_SEED
+
+if TYPE_CHECKING:
+    from congestion.nic.switch import Format, SwitchPlan
+    from congestion.nic.switch_buffers import Headroom
+    from netlayer.output import Output
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@click.option("--profile", type=_PATH, required=True, help="The NIC profile; examples/profiles/ has some.")
+@click.option("--format", "form", type=click.Choice(FORMATS), required=True, help="What the switch speaks.")
+@click.option("--ports", help="With commas: Ethernet0,Ethernet8 (sonic), swp1-32 (nvue), Ethernet1-32, Ethernet1/1-32.")
+@click.option(
+    "--base", type=_PATH, help="sonic: the switch's config_db.json; all is merged into it, its ports are used."
+)
+@click.option("--rate", default="400G", show_default=True, help="Of a port.")
+@click.option("--cable-m", type=int, default=40, show_default=True, help="Longest cable of these ports, metres.")
+@click.option("--mtu", type=int, default=9216, show_default=True, help="Of a port, bytes.")
+@click.option("--hash-seed", type=click.IntRange(0, MOST_SEED), help="Of ECMP, one a switch [default: left alone].")
+@click.option("--hash-offset", type=click.IntRange(0, 255), help="Of ECMP, one a tier [default: left alone].")
+@click.option("--cell-bytes", type=click.IntRange(64, 1024), default=192, show_default=True, help="Buffer cell.")
+@click.option("--out", type=_PATH, help="Folder for the files [default: to stdout].")
+@click.option("--json", "json_file", type=_PATH, help="Also write plan and arithmetic here; - is stdout.")
+def switch(
+    profile: Path,
+    form: Format,
+    ports: str | None,
+    base: Path | None,
+    rate: str,
+    out: Path | None,
+    json_file: Path | None,
+    **asked: Any,
+) -> None:
+    """Write what a switch must be set to, so that it treats packets as the NICs of a profile mark them.
+
+    DSCP map, PFC, ECN, queues, hash; the headroom that PFC needs is shown term by term. Nothing is sent to a switch.
+    SONiC's tables are checked against a schema written from SONiC's models; the commands were tried on no switch.
+
+    \b
+    Examples:
+      netlayer nic switch --profile examples/profiles/lossless-dcqcn.toml --format sonic --base config_db.json --out sw
+      netlayer nic switch --profile examples/profiles/lossless-dcqcn.toml --format nvue --ports swp1-32 --hash-seed 7
+      netlayer nic switch --profile p.toml --format arista --ports Ethernet1-32 --rate 200G --cable-m 100
+      netlayer nic switch --profile p.toml --format cisco --ports Ethernet1/1-32 --hash-seed 7 --hash-offset 4
+    """
+    from congestion.nic.profile import load_profile
+    from congestion.nic.switch import check_ports, plan_switch
+    from congestion.nic.switch_buffers import Asic
+    from netlayer.errors import ConfigError
+    from netlayer.results import check_target, write_text
+    from netlayer.units import parse_rate
+
+    check_target("--json", json_file)
+    if base and form != "sonic":
+        raise ConfigError("--base", base, f"has no effect with --format {form}", "leave it out")
+    if out is None and str(json_file) == "-":
+        raise ConfigError("--json", "-", "stdout has the configuration already", "give --out too")
+    try:
+        rate_bps = parse_rate(rate)
+    except ValueError as exc:
+        raise ConfigError("--rate", rate, str(exc), "give one such as 400G") from exc
+    tree = _base(base)
+    names = [name.strip() for name in ports.split(",")] if ports else sorted(tree["PORT"], key=_natural) if tree else []
+    check_ports(names, form)
+    plan = plan_switch(
+        load_profile(profile),
+        names,
+        rate_bps=rate_bps,
+        cable_m=asked["cable_m"],
+        mtu_bytes=asked["mtu"],
+        hash_seed=asked["hash_seed"],
+        hash_offset=asked["hash_offset"],
+        asic=Asic(cell_bytes=asked["cell_bytes"]),
+    )
+    files = _files(plan, form, tree)
+    if json_file:
+        write_text(json_file, _json(plan, files))
+    if out is None:
+        for name, text in files.items():
+            click.echo(f"note: {name}", err=True)
+            click.echo(text, nl=False)
+    else:
+        from netlayer.output import open_output
+
+        with open_output(out, "nic-switch") as output:
+            _write(output, files)
+    _explain(plan, form, err=out is None or str(json_file) == "-")
+
+
+def _base(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    from congestion.nic.switch_sonic import read_base
+
+    return read_base(path)
+
+
+def _natural(name: str) -> tuple[int, str]:
+    digits = "".join(char for char in name if char.isdecimal())
+    return int(digits or 0), name
+
+
+def _files(plan: SwitchPlan, form: Format, tree: dict[str, Any]) -> dict[str, str]:
+    """What to write, by file name."""
+    from congestion.nic import switch_sonic, switch_text
+
+    if form != "sonic":
+        return {f"{form}.txt": getattr(switch_text, form)(plan)}
+    whole = switch_sonic.merge(tree, plan) if tree else switch_sonic.tables_of(plan)
+    files = {"config_db.json": json.dumps(whole, indent=4) + "\n"}
+    app = switch_sonic.switch_json(plan)
+    return {**files, "switch.json": json.dumps(app, indent=4) + "\n"} if app else files
+
+
+def _write(output: Output, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (output.part / name).write_text(text, encoding="utf-8")
+    output.publish()
+    for name in files:
+        click.echo(f"wrote {output.folder / name}", err=True)
+
+
+def _json(plan: SwitchPlan, files: dict[str, str]) -> str:
+    from dataclasses import asdict
+
+    from netlayer.environ import snapshot
+
+    return json.dumps({"plan": asdict(plan), "files": files, "environment": snapshot()}, indent=1) + "\n"
+
+
+def _explain(plan: SwitchPlan, form: Format, *, err: bool) -> None:
+    """The arithmetic, and what must be known."""
+    for note in plan.notes:
+        click.echo(f"note: {note}", err=True)
+    if plan.lossless_headroom:
+        for line in _arithmetic(plan, plan.lossless_headroom):
+            click.echo(line, err=err)
+        if form in ("arista", "cisco"):
+            click.echo("note: the chip above is a Spectrum-4: this switch's own figures differ", err=True)
+
+
+def _arithmetic(plan: SwitchPlan, room: Headroom) -> list[str]:
+    from netlayer.units import format_rate
+
+    rows = [(what, f"{value:,.0f} B" if value > 10 else f"x {value:.3f}", how) for what, value, how in room.terms]
+    whole = room.size_bytes * len(plan.lossless) * len(plan.ports)
+    return [
+        f"PFC headroom of a lossless priority on one port, {format_rate(plan.rate_bps)}, {plan.cable_m} m (predicted):",
+        *(f"  {what:<58} {value:>12}   {how}" for what, value, how in rows),
+        f"  {'xoff: lossless MTU + share * (the other four), whole KiB':<58} {room.xoff_bytes:>10,} B",
+        f"  {'xon: the pipeline of the chip':<58} {room.xon_bytes:>10,} B",
+        f"  {'reserved: xoff + xon':<58} {room.size_bytes:>10,} B",
+        f"  {f'{len(plan.lossless)} priorities x {len(plan.ports)} port entries':<58} {whole:>10,} B",
+    ]

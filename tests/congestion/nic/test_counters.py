@@ -1,0 +1,498 @@
+"""Reading counters, the schedule, the log on disk, what Prometheus gets, and the command as its user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from congestion.nic import counters_ethtool
+from congestion.nic.counters import MISSING, Reader, find_counters, find_ethtool, find_netdevs
+from congestion.nic.counters_detect import Detector
+from congestion.nic.counters_export import Exporter, parse_address
+from congestion.nic.counters_log import Log, LogWriter, load_log
+from congestion.nic.counters_page import _rates
+from congestion.nic.counters_sampler import Sampled, sample, slow_every
+from congestion.nic.counters_simulate import Fault, simulate_log
+from congestion.nic.tree import Tree
+from congestion.nic.watch_cli import watch
+from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
+from tests.browser import browse, drawn_plots, needs_chromium
+from tests.congestion.nic.counter_trees import counter, write_tree
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write_tree(tmp_path / "root")
+    return tmp_path / "root"
+
+
+def keep(log, folder: Path) -> Path:
+    writer = LogWriter(folder, log.columns, log.about)
+    for time_ns, values in zip(log.time_ns.tolist(), log.values.tolist(), strict=True):
+        writer.add(time_ns, values)
+    writer.close()
+    return folder
+
+
+def test_data_counters_are_in_bytes(root):
+    counter(root, 1, "port_xmit_data").write_text("250000000000\n")
+    with Reader(find_counters(root)) as reader:
+        values = dict(zip(reader.columns, reader.read(), strict=True))
+    assert values["mlx5_1/1/xmit_bytes"] == 10**12
+    assert values["mlx5_0/1/np_cnp_sent"] == 1000
+    assert not any("lifespan" in column for column in values)
+
+
+def test_a_reader_sees_each_new_value_without_opening_again(root):
+    with Reader(find_counters(root, ["mlx5_0"])) as reader:
+        place = reader.columns.index("mlx5_0/1/packet_seq_err")
+        seen = []
+        for value in (1000, 7, 2**63 - 1):
+            with counter(root, 0, "packet_seq_err").open("r+") as file:
+                file.write(f"{value}\n")
+                file.truncate()
+            seen.append(reader.read()[place])
+    assert seen == [1000, 7, 2**63 - 1]
+
+
+def test_slow_counters_are_read_when_asked_for_alone(root):
+    with Reader(find_counters(root)) as reader:
+        fast = dict(zip(reader.columns, reader.read(slow=False), strict=True))
+    assert fast["mlx5_0/1/rcv_bytes"] == 4000
+    assert fast["mlx5_0/1/packet_seq_err"] == MISSING
+
+
+def test_an_unreadable_counter_is_missing_and_no_more(root):
+    counter(root, 0, "packet_seq_err").write_text("N/A\n")
+    with Reader(find_counters(root)) as reader:
+        values = dict(zip(reader.columns, reader.read(), strict=True))
+    assert values["mlx5_0/1/packet_seq_err"] == MISSING
+    assert values["mlx5_1/1/packet_seq_err"] == 1000
+
+
+def test_all_counters_are_found_where_asked_for(root):
+    assert not any(one.column.endswith("port_xmit_packets") for one in find_counters(root))
+    assert any(one.column.endswith("port_xmit_packets") for one in find_counters(root, everything=True))
+
+
+@pytest.mark.parametrize(
+    ("folder", "devices", "said"), [("empty", [], "no RDMA device"), ("root", ["mlx5_9"], "there is none")]
+)
+def test_missing_hardware_is_said(tmp_path, root, folder, devices, said):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(HardwareMissing, match=said):
+        find_counters(tmp_path / folder, devices)
+
+
+def test_a_root_that_is_no_folder_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="is no folder"):
+        find_counters(tmp_path / "nowhere")
+
+
+def test_links_are_followed_below_the_root_alone(root, tmp_path):
+    real, outside = root / "sys/devices/pci0/infiniband/mlx5_0", tmp_path / "outside"
+    real.parent.mkdir(parents=True)
+    place = root / "sys/class/infiniband/mlx5_0"
+    place.rename(real)
+    place.symlink_to("../../devices/pci0/infiniband/mlx5_0")
+    assert any(one.column == "mlx5_0/1/rcv_bytes" for one in find_counters(root))
+    file = real / "ports/1/hw_counters/np_cnp_sent"
+    outside.write_text("7\n")
+    file.unlink()
+    file.symlink_to(outside)
+    with pytest.raises(ConfigError, match="leads out of the root"):
+        find_counters(root)
+
+
+def test_names_that_are_none_are_left_out(root, caplog):
+    infiniband = root / "sys/class/infiniband"
+    (infiniband / "mlx5_0/ports/1/hw_counters/a\nb").write_text("1\n")
+    (infiniband / "mlx5_0/ports/one").symlink_to("1")
+    (infiniband / "bad\x1bname").symlink_to("mlx5_0")
+    found = find_counters(root, everything=True)
+    assert {one.column.rpartition("/")[0] for one in found} == {"mlx5_0/1", "mlx5_1/1"}
+    assert all(one.column.isprintable() for one in found)
+    assert "is no name of a device" in caplog.text
+
+
+def test_a_counter_of_both_folders_comes_once(root):
+    counter(root, 0, "np_cnp_sent").with_name("link_downed").write_text("5\n")
+    columns = [one.column for one in find_counters(root)]
+    assert len(columns) == len(set(columns))
+
+
+def _interfaces(root: Path, own: list[str], named: dict[str, list[str]]) -> dict[str, str]:
+    """`find_netdevs` of mlx5_0 with these behind its PCI device, and these in the GID tables of its ports."""
+    device = root / "sys/class/infiniband/mlx5_0"
+    for name in own:
+        (device / "device/net" / name).mkdir(parents=True)
+    for port, names in named.items():
+        ndevs = device / "ports" / port / "gid_attrs/ndevs"
+        ndevs.mkdir(parents=True)
+        for index, name in enumerate(names):
+            (ndevs / str(index)).write_text(f"{name}\n")
+    return find_netdevs(Tree(root), ["mlx5_0"])
+
+
+@pytest.mark.parametrize(
+    ("own", "named", "found"),
+    [
+        (["eth5"], {}, {"mlx5_0/1": "eth5"}),
+        (["eth5"], {"1": ["bond0"]}, {"mlx5_0/1": "eth5"}),
+        (["eth5", "eth5_0", "eth5_1"], {"1": ["eth5"]}, {"mlx5_0/1": "eth5"}),
+        (["eth5_0", "eth6"], {"1": ["eth6.100", "eth6"]}, {"mlx5_0/1": "eth6"}),
+        (["eth5", "eth6"], {"1": ["eth5"], "2": ["eth6"]}, {"mlx5_0/1": "eth5", "mlx5_0/2": "eth6"}),
+        (["eth5", "eth6"], {"1": [], "2": ["eth5"]}, {"mlx5_0/1": "eth6", "mlx5_0/2": "eth5"}),
+        (["eth5", "eth6"], {}, {}),
+        ([], {"1": ["veth0"]}, {}),
+    ],
+)
+def test_a_port_has_the_interface_that_its_addresses_name(root, own, named, found):
+    assert _interfaces(root, own, named) == found
+
+
+def test_an_interface_that_cannot_be_told_is_said(root, caplog):
+    _interfaces(root, ["eth5", "eth6"], {})
+    assert "which of eth5, eth6 is its interface cannot be told" in caplog.text
+
+
+def test_another_roots_interfaces_are_not_this_kernels(root):
+    assert find_ethtool(root) == []
+
+
+def test_ethtools_layout_is_read(monkeypatch):
+    names = ["rx_packets", "rx_prio3_pause", "rx_prio3_pause_duration", "link_down_events_phy"]
+
+    def kernel(_sock, _netdev, request):
+        import struct
+
+        command = struct.unpack_from("=I", request)[0]
+        if command == 0x37:
+            return struct.pack("=IIQI", command, 0, 2, len(names))
+        if command == 0x1B:
+            return struct.pack("=III", command, 1, len(names)) + b"".join(
+                one.encode().ljust(32, b"\0") for one in names
+            )
+        return struct.pack(f"=II{len(names)}Q", command, len(names), 5, 6, 2**64 - 1, 8)
+
+    monkeypatch.setattr(counters_ethtool, "_ask", kernel)
+    found = counters_ethtool.Ethtool.open("eth7", "mlx5_0/1")
+    assert found is not None
+    assert found.columns == [f"mlx5_0/1/{name}" for name in names[1:]]
+    assert found.read() == [6, 2**63 - 1, 8]
+    found.close()
+
+
+def test_an_interface_without_statistics_is_none():
+    assert counters_ethtool.Ethtool.open("lo", "x/1") is None
+    assert counters_ethtool.Ethtool.open("there-is-none-of-so-long-a-name", "x/1") is None
+
+
+class _Clock:
+    """Time that passes by sleeping, and while a reader reads."""
+
+    def __init__(self, reading_ns: list[int]) -> None:
+        self.now, self.reading_ns = 10**9, reading_ns
+
+    def read(self, *, slow: bool = True) -> list[int]:
+        self.now += self.reading_ns.pop(0) if self.reading_ns else 0
+        return [int(slow)]
+
+    def sleep(self, seconds: float) -> None:
+        self.now += round(seconds * 1e9)
+
+    def run(self, num: int, period_ns: int) -> tuple[Sampled, list[int], list[int]]:
+        times: list[int] = []
+        slow: list[int] = []
+        done = sample(
+            self,
+            lambda time_ns, values: (times.append(time_ns), slow.append(values[0])),
+            period_ns,
+            num_samples=num,
+            clock=lambda: self.now,
+            sleep=self.sleep,
+        )
+        return done, times, slow
+
+
+@given(reading_us=st.lists(st.integers(0, 25_000), max_size=30))
+def test_the_schedule_does_not_drift(reading_us):
+    period_ns = 10_000_000
+    done, times, _ = _Clock([us * 1000 for us in reading_us]).run(40, period_ns)
+    since = np.array(times) - times[0]
+    assert np.all(since % period_ns == 0)  # each on the grid that the first one laid
+    assert np.all(np.diff(since) >= period_ns)
+    assert since[-1] == (len(times) - 1 + done.left_out - max(0, _passed(reading_us, times))) * period_ns
+
+
+def _passed(reading_us: list[int], times: list[int]) -> int:
+    """Samples left out after the last one that was taken."""
+    return reading_us[len(times) - 1] // 10_000 if len(reading_us) >= len(times) else 0
+
+
+def test_a_sample_that_came_too_late_is_left_out_and_counted():
+    done, times, _ = _Clock([0, 25_000_000]).run(4, 10_000_000)
+    assert [(one - times[0]) // 10**6 for one in times] == [0, 10, 40, 50]
+    assert done.left_out == 2
+
+
+def test_slow_counters_come_every_twentieth_sample_or_fifth_of_a_second():
+    assert [slow_every(ms * 10**6) for ms in (1, 10, 20, 100, 1000)] == [20, 20, 10, 2, 1]
+    _, _, slow = _Clock([]).run(41, 10_000_000)
+    assert [place for place, one in enumerate(slow) if one] == [0, 20, 40]
+
+
+def test_a_log_comes_back_as_it_was_written(tmp_path):
+    log = simulate_log(30, 10)
+    log.values[::3, 5] = MISSING
+    read = load_log(keep(log, tmp_path / "log"))
+    assert len(list((tmp_path / "log").glob("*.parquet"))) == 3
+    assert read.columns == log.columns
+    np.testing.assert_array_equal(read.time_ns, log.time_ns)
+    np.testing.assert_array_equal(read.values, log.values)
+    assert read.about["source"] == "simulated"
+
+
+@pytest.mark.parametrize(("most", "step"), [(100, 1), (100, 20), (2999, 1), (3001, 20), (7, 1)])
+def test_a_long_log_is_thinned_to_readings_of_the_slow_counters_and_its_end(tmp_path, most, step):
+    log = simulate_log(30, 10)
+    folder = keep(log, tmp_path / "log")
+    read = load_log(folder, most_rows=most, step=step)
+    kept = np.flatnonzero(np.isin(log.time_ns, read.time_ns))
+    every = int(kept[1] - kept[0])
+    assert len(read.time_ns) <= most + 1
+    assert every % step == 0 or every == 1
+    assert kept.tolist() == sorted({*range(0, len(log.time_ns), every), len(log.time_ns) - 1})
+    np.testing.assert_array_equal(read.values, log.values[kept])
+    assert read.num_samples == len(log.time_ns)
+
+
+def test_a_log_of_any_length_makes_a_page_from_few_samples_and_an_alarm_from_all(tmp_path, monkeypatch):
+    folder = keep(simulate_log(120, 100, faults=[Fault("flap", 80.0)]), tmp_path / "log")
+    lengths: list[int] = []
+
+    def build(log, *_):
+        lengths.append(len(log.time_ns))
+        return SimpleNamespace(write=lambda folder: folder / "report.html")
+
+    monkeypatch.setattr("congestion.nic.counters_page.build_page", build)
+    monkeypatch.setattr("congestion.nic.watch_cli._MOST_ROWS", 200)
+    file = tmp_path / "r.json"
+    asked = ["--replay", str(folder), "--out", str(tmp_path / "out"), "--json", str(file)]
+    result = CliRunner().invoke(watch, asked)
+    assert "flap on mlx5_2/1" in str(result.exception)
+    record = json.loads(file.read_text())
+    assert record["arguments"]["num_samples"] == len(load_log(folder).time_ns) > 1000
+    assert lengths[0] <= 201
+
+
+def test_a_page_of_few_samples_shows_the_same_rates():
+    log = simulate_log(120, 100)
+    edges = np.linspace(log.time_ns[0], log.time_ns[-1], 7)
+    place = log.columns.index("mlx5_0/1/rcv_bytes")
+    kept = np.union1d(np.arange(0, len(log.time_ns), 6), [len(log.time_ns) - 1])
+    thin = Log(log.columns, log.time_ns[kept], log.values[kept], log.about)
+    np.testing.assert_allclose(_rates(thin, place, edges), _rates(log, place, edges), rtol=0.05)
+
+
+def test_a_log_that_was_cut_off_has_all_whole_files(tmp_path):
+    folder = keep(simulate_log(30, 10), tmp_path / "log")
+    (folder / "part-00002.4711").write_bytes(b"half")
+    sorted(folder.glob("*.parquet"))[-1].unlink()
+    assert len(load_log(folder).time_ns) >= 2000
+
+
+def _damage(folder: Path, kind: str) -> None:
+    file = folder / "part-00000.parquet"
+    if kind == "bytes":
+        file.write_bytes(file.read_bytes()[:100])
+    elif kind == "other":
+        pq.write_table(pa.table({"a": [1]}), file)
+    elif kind == "words":
+        table = pq.read_table(file)
+        words = pa.array(["x"] * len(table))
+        pq.write_table(table.set_column(1, table.schema.names[1], words), file)
+    elif kind == "columns":
+        pq.write_table(pq.read_table(file).drop_columns(["mlx5_0/1/rcv_bytes"]), folder / "part-00001.parquet")
+    elif kind == "twice":
+        (folder / "part-00009.parquet").write_bytes(file.read_bytes())
+    else:
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("bytes", "is no whole parquet file"),
+        ("other", "is no log of NIC counters"),
+        ("words", "has no whole numbers"),
+        ("columns", "has other counters"),
+        ("twice", "goes back in time"),
+        ("none", "holds no *.parquet"),
+    ],
+)
+def test_a_damaged_log_is_one_clear_line(tmp_path, kind, said):
+    folder = keep(simulate_log(5, 10), tmp_path / "log")
+    _damage(folder, kind)
+    result = CliRunner().invoke(watch, ["--replay", str(folder)])
+    assert isinstance(result.exception, ConfigError)
+    assert said in str(result.exception)
+
+
+def test_two_logs_do_not_mix(tmp_path):
+    folder = keep(simulate_log(5, 10), tmp_path / "log")
+    with pytest.raises(ConfigError, match="holds an earlier log"):
+        LogWriter(folder, ["a/1/b"], {})
+
+
+def test_prometheus_gets_counters_rates_and_alarms():
+    log = simulate_log(60, 100, faults=[Fault("flap", 30.0)])
+    detector = Detector(log.columns)
+    exporter = Exporter(detector, log.columns)
+    port, stop = exporter.serve("127.0.0.1", 0)
+    try:
+        for time_ns, values in zip(log.time_ns.tolist(), log.values.tolist(), strict=True):
+            detector.update(time_ns, values)
+            exporter.update(values)
+        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    finally:
+        stop()
+    last = log.values[-1, log.columns.index("mlx5_3/1/rcv_bytes")]
+    line = next(line for line in text.splitlines() if 'counter="rcv_bytes",device="mlx5_3"' in line)
+    assert line.startswith("netlayer_nic_counter_total{")
+    assert float(line.split()[-1]) == pytest.approx(float(last))
+    assert 'netlayer_nic_alarms_total{kind="flap",port="mlx5_2/1"} 1.0' in text
+    assert 'netlayer_nic_pause_share{device="mlx5_0",port="1"}' in text
+    assert f"netlayer_nic_samples_total {len(log.time_ns)}.0" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "address"), [("9400", ("127.0.0.1", 9400)), ("0.0.0.0:1", ("0.0.0.0", 1)), ("[::1]:9", ("::1", 9))]
+)
+def test_the_address_is_loopback_unless_given(text, address):
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize("text", ["", "x", ":1", "1:x", "70000", "-1", "٣"])
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(ConfigError, match="ADDRESS"):
+        parse_address(text)
+
+
+def test_a_port_in_use_is_said(root, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        asked = ["--root", str(root), "--seconds", "1", "--prometheus", port, "--out", str(tmp_path / "out")]
+        result = CliRunner().invoke(watch, asked)
+    assert isinstance(result.exception, ConfigError)
+    assert "cannot be listened on" in str(result.exception)
+
+
+def test_watching_writes_log_record_and_report(root, tmp_path):
+    out = tmp_path / "out"
+    result = CliRunner().invoke(
+        watch, ["--root", str(root), "--period-ms", "10", "--seconds", "0.3", "--out", str(out), "--json", "-"]
+    )
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["source"] == "simulated"  # another root is no host
+    assert record["arguments"]["ports"] == ["mlx5_0/1", "mlx5_1/1"]
+    assert record["arguments"]["samples"] + record["arguments"]["left_out"] >= 31
+    assert len(load_log(out).time_ns) == record["arguments"]["samples"]
+    assert "PFC storms cannot be told" in result.stderr
+    assert (out / "report.html").is_file()
+    again = CliRunner().invoke(watch, ["--root", str(root), "--seconds", "1", "--out", str(out)])
+    assert "holds an earlier run" in str(again.exception)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_keeps_what_was_sampled(root, tmp_path, number):
+    out = tmp_path / "out"
+    code = "from netlayer.cli import run; from congestion.nic.watch_cli import watch; run(watch, 'watch')"
+    command = [sys.executable, "-c", code, "--root", str(root), "--period-ms", "20", "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "Ctrl-C ends it" in line:
+                break
+        time.sleep(0.5)
+        with counter(root, 0, "link_downed").open("r+") as file:
+            file.write("1001\n")
+        time.sleep(0.5)
+        os.kill(process.pid, number)
+        stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == 1, stderr
+    assert "flap" in stdout
+    assert "alarm: flap on mlx5_0/1" in stderr
+    assert len(load_log(out).time_ns) >= 2
+
+
+def test_a_replay_says_what_was_planted_and_fails(tmp_path):
+    folder = keep(simulate_log(120, 100, faults=[Fault("silent", 80.0, 10.0, nic=4)]), tmp_path / "log")
+    result = CliRunner().invoke(watch, ["--replay", str(folder), "--json", str(tmp_path / "r.json")])
+    assert isinstance(result.exception, CheckFailed)
+    assert "silent on mlx5_4/1" in str(result.exception)
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["source"] == "simulated"
+    silent = next(row for row in record["rows"] if row["kind"] == "silent")
+    assert silent["after_s"] == pytest.approx(80, abs=1.5)
+
+
+def test_a_healthy_replay_ends_well(tmp_path):
+    folder = keep(simulate_log(60, 100), tmp_path / "log")
+    result = CliRunner().invoke(watch, ["--replay", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "none" in result.stdout
+
+
+def test_a_limit_can_be_moved(tmp_path):
+    folder = keep(simulate_log(60, 100, faults=[Fault("pfc-storm", 30.0)]), tmp_path / "log")
+    result = CliRunner().invoke(watch, ["--replay", str(folder), "--set", "pause_share=0.7"])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--set", "pause_shore=1"], "did you mean pause_share?"),
+        (["--set", "pause_share=2"], "--set.pause_share = 2"),
+        (["--set", "pause_share"], "must read limit=value"),
+        (["--replay", "x", "--period-ms", "5"], "--period-ms: has no effect on a kept log"),
+        (["--replay", "/nowhere"], "holds no *.parquet"),
+    ],
+)
+def test_bad_options_are_one_clear_line(asked, said):
+    result = CliRunner().invoke(watch, asked)
+    assert isinstance(result.exception, ConfigError)
+    assert said in str(result.exception)
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_a_browser_draws_the_page(tmp_path):
+    faults = [Fault("pfc-storm", 80.0), Fault("retransmission", 90.0)]
+    folder = keep(simulate_log(120, 100, faults=faults), tmp_path / "log")
+    CliRunner().invoke(watch, ["--replay", str(folder), "--out", str(tmp_path / "out")])
+    document, console = browse(tmp_path / "out" / "report.html", tmp_path)
+    assert not console
+    drawn = drawn_plots(document)
+    assert set(drawn) == {"traffic", "marks", "pauses", "errors"}
+    assert all(drawn.values())
