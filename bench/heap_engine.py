@@ -70,7 +70,7 @@ def simulate_by_heap(s: State) -> Rows:
         ValueError: the state asks for what is left out.
     """
     run = s.run[0]
-    if run["pfc"] or run["loss_scaled"] or run["law"] not in (NONE, DCQCN) or run["cnp_gap"]:
+    if run["pfc"] or run["losses"] or run["law"] not in (NONE, DCQCN) or run["cnp_gap"]:
         raise ValueError("the heap engine has no PFC, no loss, no pause between notices, and no law but DCQCN")
     if s.node["num_flows"].max() > 1:
         raise ValueError("the heap engine has one flow a host")

@@ -216,11 +216,12 @@ def measure_on_gpu(k: int, case: Case, packets: int, repeats: int, seed: int, th
     """
     fabric, flows = scenario(k, packets, seed)
     cpu, gpu, cold = _Times(), _Times(), _Times()
-    right = digest(cpu.run(fabric, flows, case, seed, 1))
+    right = cpu.run(fabric, flows, case, seed, 1)
     for number in range(repeats + 1):
         outcome = (gpu if number else cold).run(fabric, flows, case, seed, 1, "gpu")
-        if digest(outcome) != right:
-            raise CheckFailed(f"{case}, k={k}: the GPU gave other bits than the CPU")
+        if digest(outcome) != digest(right):
+            found = ", ".join(differences(right, outcome)) or "bytes between fields"
+            raise CheckFailed(f"{case}, k={k}: the GPU gave other bits than the CPU: {found}")
     return {
         "table": "gpu",
         **_facts(case, outcome),
@@ -275,6 +276,19 @@ def digest(outcome: Outcome) -> bytes:
     """Of all that flows, ports and the law were at the end."""
     tables = outcome.state._asdict()
     return hashlib.sha256(b"".join(tables[name].tobytes() for name in _COMPARED)).digest()
+
+
+def differences(one: Outcome, other: Outcome) -> list[str]:
+    """Fields of what `digest` is of, with the first row in which two outcomes differ, and in how many they do."""
+    found = []
+    for name in _COMPARED:
+        mine, its = getattr(one.state, name), getattr(other.state, name)
+        for field in mine.dtype.names:
+            rows = np.flatnonzero(mine[field] != its[field])
+            if len(rows):
+                where = f"{name}.{field} in {len(rows):,} of {len(mine):,} rows"
+                found.append(f"{where} (row {rows[0]}: {mine[field][rows[0]]}, {its[field][rows[0]]})")
+    return found
 
 
 def missed_limits(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -117,7 +117,7 @@ def run_one(
         outcome = simulation.run(until_ps, look=samples.take, every_ps=_SAMPLE_PS)
     else:
         outcome = simulation.run(until_ps)
-    if not outcome.completed and outcome.time_ps < until_ps:
+    if outcome.interrupted:
         raise KeyboardInterrupt  # which the simulation took for a wish to see what there is
     fct_us = _fct_us(outcome, suite)
     return {

@@ -130,7 +130,7 @@ def simulate(
     if json_file is None and scenario is None and out is None:
         json_file = _STDOUT
     check_target("--json", json_file)
-    laws = [_law(name) for name in cc.split(",")]
+    laws = [read_law(name) for name in cc.split(",")]
     _check_how(laws, out, how)
     mine = tuple(one for one in overrides if one.split(".")[0] == _OURS)
     settings = settings_of(preset, mine)
@@ -147,7 +147,7 @@ def simulate(
                 if json_file:
                     asked = {"cc": law, "preset": preset, "seed": seed, "source": "simulated"}
                     runs.append({**asked, **outcome.to_json(case.fabric, case.flows)})
-                if not outcome.completed and not how["until_us"]:  # Ctrl-C
+                if outcome.interrupted:
                     break
         if json_file:
             write_text(json_file, json.dumps(runs[0] if len(runs) == 1 else {"runs": runs}, indent=1) + "\n")
@@ -178,12 +178,20 @@ def _check_how(laws: Sequence[str], out: Path | None, how: Mapping[str, Any]) ->
     for option in ("checkpoint", "resume"):
         if how[option] and len(laws) != 1:
             raise ConfigError(f"--{option}", how[option], f"is of one law, --cc names {len(laws)}", "give one law")
-    if how["backend"] == "gpu":
+    check_backend(how["backend"])
+    if how["checkpoint"] and not how["checkpoint"].absolute().parent.is_dir():
+        raise ConfigError("--checkpoint", how["checkpoint"], "is in no folder that exists", "make the folder first")
+
+
+def check_backend(backend: str) -> None:
+    """
+    Raises:
+        HardwareMissing: it is `gpu`, and there is none.
+    """
+    if backend == "gpu":
         from congestion.engine.gpu.runs import check_device
 
         check_device()
-    if how["checkpoint"] and not how["checkpoint"].absolute().parent.is_dir():
-        raise ConfigError("--checkpoint", how["checkpoint"], "is in no folder that exists", "make the folder first")
 
 
 def _simulate(
@@ -206,7 +214,7 @@ def _simulate(
     samples, every_us = Samples(), how["sample_us"]
     outcome = simulation.run(
         round(how["until_us"] * _PS_PER_US) if how["until_us"] else NEVER,
-        partial(_say, bar),
+        partial(say_progress, bar),
         samples.take if every_us else None,
         round(every_us * _PS_PER_US) if every_us else NEVER,
     )
@@ -216,7 +224,7 @@ def _simulate(
     return outcome, samples.frame() if every_us else None
 
 
-def _say(bar: Bar, progress: Progress) -> None:
+def say_progress(bar: Bar, progress: Progress) -> None:
     """What a person who waits sees: simulated time, speed, remaining time at the speed so far."""
     share, wall_s = progress.done_packets / progress.num_packets, max(progress.wall_s, 1e-9)
     left = f", {wall_s * (1 / share - 1):.0f} s left" if share else ""
@@ -326,7 +334,12 @@ def _print_list() -> None:
     )
 
 
-def _law(name: str) -> str:
+def read_law(name: str) -> str:
+    """A law by its name, or by its file.
+
+    Raises:
+        ConfigError: there is none.
+    """
     if name.endswith(".py"):
         from congestion.control.entered import enter
 

@@ -19,7 +19,11 @@ the clock that the pace `W / rtt` brings; without it (a rate as a rate) the loop
 for small h at every gain. With it and h = 0 the loop is stable for g < 0.547 (w cot w at w sin w = 1), and h moves the
 limit up. `rightmost` gives the real part of the slowest mode for any g and h. The law's gain is 0.25; where no mark
 confirms a delay its fall is slower still, so it switches between two stable loops.
-Left out: marks (one cut to the target, then a round trip without a further one, no loop), packets, limits of W.
+
+Few flows. A window ends where it fills an idle path (`line_window`), C base: where N base is below d*, all N windows
+are that, equal with no loop, and the round trip is N base. What is left is the clock, y' = -y by what was a round trip
+ago, which is stable (1 < pi / 2).
+Left out: marks (one cut to the target, then a round trip without a further one, no loop), packets, other limits of W.
 """
 
 from __future__ import annotations
@@ -49,6 +53,11 @@ class FluidModel:
     def delay_us(self) -> float:
         """Round trip at the fixed point."""
         return self.base_us + self.queue_us * (1 + math.log2(self.num_flows))
+
+    @property
+    def held_us(self) -> float:
+        """Round trip of windows that each fill an idle path; the flows have the shorter of this and `delay_us`."""
+        return self.num_flows * self.base_us
 
     @property
     def scaling(self) -> float:

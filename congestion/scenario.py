@@ -172,16 +172,7 @@ def flaps(fabric: Graph, p: Flap) -> tuple[tuple[int, int, int], ...]:
 def _cable(fabric: Graph, link: str) -> int:
     if not link:
         return int(np.argmax(fabric.is_switch[fabric.a] & fabric.is_switch[fabric.b]))
-    ends = [name.strip() for name in link.split(",")]
-    if len(ends) != 2:
-        raise ConfigError("scenario.link", link, "is no pair of names", "give A,B")
-    one, other = (fabric.find(name, "scenario.link") for name in ends)
-    found = ((fabric.a == one) & (fabric.b == other)) | ((fabric.a == other) & (fabric.b == one))
-    if not found.any():
-        near = np.unique(np.concatenate([fabric.b[fabric.a == one], fabric.a[fabric.b == one]]))
-        remedy = f"cables of {ends[0]} go to {', '.join(fabric.names[node] for node in near[:8].tolist())}"
-        raise ConfigError("scenario.link", link, "is no cable of this fabric", remedy)
-    return int(np.argmax(found))
+    return int(np.argmax(fabric.cables_between(link, "scenario.link")))
 
 
 def victim(fabric: Graph, p: Victim, seed: int) -> FlowSet:

@@ -75,6 +75,16 @@ def job_phases(fabric: Graph, p: JobPhases, seed: int, job: JobConfig, cluster: 
     return on_hosts(fabric, p, seed, made.flows(), fabric.hosts[nic])
 
 
+def num_flows(phases: str, p: JobPhases, job: JobConfig, cluster: ClusterConfig) -> int:
+    """Of phases at once, joined by +.
+
+    Raises:
+        ConfigError: a phase is unknown.
+    """
+    kind = traffic.job_flows(job, cluster, qps_per_connection=p.qps).kind
+    return sum(int((kind == one).sum()) * (p.ring_steps if one in _RINGS else 1) for one in _kinds(phases))
+
+
 def _kinds(phase: str) -> list[Kind]:
     """All that runs at once in a phase."""
     names = [name.strip() for name in phase.split("+")]

@@ -16,7 +16,7 @@ from netlayer.config import Section
 from netlayer.errors import ConfigError
 
 _PREFIX = "congestion."
-_OPEN = ("congestion.entered.", "congestion.classes.")  # sections whose names are the user's
+_OPEN = ("congestion.entered.", "congestion.classes.", "congestion.loss_rates.")  # sections whose names are the user's
 
 
 class DcqcnSettings(Section):
@@ -84,6 +84,8 @@ class HybridSettings(Section):
     flow_scaling: bool = Field(True, description="Part: slower flows aim at longer queues, which makes flows equal.")
     fast_increase: bool = Field(True, description="Part: rise by the room there is; off, by a packet a round trip.")
     limit_flight: bool = Field(True, description="Part: bound the bytes in flight, which a pace alone does not.")
+    line_window: bool = Field(False, description="On trial: no window above what fills an idle path, but for bursts.")
+    open_gaps: bool = Field(False, description="On trial: where routing is by flowlets, a gap to leave a queue by.")
     queue_us: float = Field(8.0, gt=0, description="Queueing delay that a flow at line rate aims at.")
     gain: float = Field(0.25, gt=0, le=1, description="Share of the way to the target that a round trip takes.")
     unconfirmed: float = Field(
@@ -92,6 +94,9 @@ class HybridSettings(Section):
     sure_targets: float = Field(4.0, ge=1, description="RTT, in targets, that is as good as a mark.")
     flight_windows: float = Field(1.25, ge=1, description="Bytes in flight, in windows.")
     min_rate_bps: int = Field(100_000_000, gt=0, description="Lowest rate of a flow.")
+
+
+_LAWS = ("dcqcn", "swift", "nscc", "hybrid")
 
 
 class ClassSettings(Section):
@@ -105,6 +110,11 @@ class ClassSettings(Section):
     pmax: float | None = Field(None, ge=0, le=1, description="Share of packets marked at kmax.")
     headroom_bdps: int | None = Field(None, ge=0, le=1_000, description="Headroom, in rate x propagation delay.")
     law: str = Field("", description="Control law of its flows; left out: the run's.")
+    dcqcn: dict[str, str] = Field(default_factory=dict, description="What differs from congestion.dcqcn.")
+    swift: dict[str, str] = Field(default_factory=dict, description="What differs from congestion.swift.")
+    nscc: dict[str, str] = Field(default_factory=dict, description="What differs from congestion.nscc.")
+    hybrid: dict[str, str] = Field(default_factory=dict, description="What differs from congestion.hybrid.")
+    entered: dict[str, float] = Field(default_factory=dict, description="What differs from congestion.entered.")
 
 
 class Settings(Section):
@@ -125,6 +135,9 @@ class Settings(Section):
     pmax: float = Field(0.2, ge=0, le=1, description="Share of packets marked at kmax.")
     loss_rate: float = Field(
         0.0, ge=0, lt=1, description="Share of packets lost on each link; rates in topo.txt are not read."
+    )
+    loss_rates: dict[str, Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default_factory=dict, description="The same of single cables, by the names of their ends A,B."
     )
     nack_interval_us: float = Field(500.0, gt=0, description="How long a receiver waits to repeat a NACK.")
     cnp_interval_us: float = Field(
@@ -167,6 +180,28 @@ class Settings(Section):
         }
         shared |= {"pmax": self.pmax, "headroom_bdps": self.headroom_bdps}
         return own.model_copy(update={name: value for name, value in shared.items() if getattr(own, name) is None})
+
+    def of_class(self, number: int) -> Settings:
+        """These settings with the laws' parameters as a class has them.
+
+        Raises:
+            ConfigError: a parameter is unknown or breaks its rule.
+        """
+        own = self.classes.get(number, ClassSettings())
+        laws: dict[str, Any] = {name: self._law_of(number, name, getattr(own, name)) for name in _LAWS}
+        return self.model_copy(update={**laws, "entered": {**self.entered, **own.entered}})
+
+    def _law_of(self, number: int, law: str, differs: dict[str, str]) -> Section:
+        section: Section = getattr(self, law)
+        if not differs:
+            return section
+        try:
+            shared = {name: str(value) for name, value in section.model_dump().items()}
+            return type(section).model_validate_strings({**shared, **differs})
+        except ValidationError as exc:
+            error = exc.errors()[0]
+            where = ".".join(map(str, (f"{_PREFIX}classes.{number}.{law}", *error["loc"])))
+            raise ConfigError(where, error["input"], error["msg"], "give a parameter of the law that fits") from exc
 
 
 PRESETS: dict[str, Settings] = {
@@ -217,6 +252,7 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
         raise ConfigError("congestion.ack_class", made.ack_class, rule, "set congestion.classes.N.weight for each")
     for number in made.classes:
         its, where = made.class_of(number), f"classes.{number}"
+        made.of_class(number)
         _ordered(f"{where}.kmin_bytes", its.kmin_bytes or 0, f"{where}.kmax_bytes", its.kmax_bytes or 0)
     _ordered("kmin_bytes", made.kmin_bytes, "kmax_bytes", made.kmax_bytes)
     _ordered("swift.fs_min_packets", made.swift.fs_min_packets, "swift.fs_max_packets", made.swift.fs_max_packets)
@@ -233,7 +269,9 @@ def _flat(tree: dict[str, Any], prefix: str = _PREFIX) -> dict[str, Any]:
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, value in values.items():
-        *sections, name = path.removeprefix(_PREFIX).split(".")
+        first, _, rest = path.removeprefix(_PREFIX).partition(".")
+        # Names of links may have dots.
+        *sections, name = (first, rest) if first == "loss_rates" else path.removeprefix(_PREFIX).split(".")
         inner = tree
         for section in sections:
             inner = inner.setdefault(section, {})

@@ -19,6 +19,7 @@ from congestion.engine.tables import NEVER, Ints, State
 from congestion.files import Flap, FlowSet
 from congestion.settings import Settings
 from netlayer.errors import ConfigError
+from netlayer.interrupt import held_interrupt
 from topology.graph import Graph
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Outcome:
         pause_ps: how long each port was stopped by PFC, the sum over its classes; shape (num_ports,).
         time_ps: how far the run came.
         completed: nothing was left to happen; False where it was stopped.
+        interrupted: a KeyboardInterrupt came, be it with the last event.
         deadlock: ports that wait for each other in a circle, in its order; see `congestion.deadlock`.
         state: all counters, as `tables` names them.
         wall_s, cpu_s: of the run alone.
@@ -64,6 +66,7 @@ class Outcome:
     pause_ps: Ints
     time_ps: int
     completed: bool
+    interrupted: bool
     deadlock: Ints
     state: State
     wall_s: float
@@ -168,13 +171,14 @@ class Simulation:
             flaps=flaps,
             timeouts_ps=timeouts_ps,
         )
-        self.time_ps, self.completed = 0, False
+        self.time_ps, self.completed, self.interrupted = 0, False, False
         self.wall_s = self.cpu_s = 0.0
         self._digest = _digest(self.state)
         self._window_ps = int(self.state.run["window"][0])
         self._gpu = self._on_gpu()
         began = time.perf_counter()
-        self._run(-1)  # nothing is due before 0: this compiles
+        with held_interrupt():  # numba swallows an interruption that lands in its compiler
+            self._run(-1)  # nothing is due before 0: this compiles
         self.compile_s = time.perf_counter() - began
 
     def advance(self, until_ps: int) -> None:
@@ -195,7 +199,7 @@ class Simulation:
     ) -> Outcome:
         """On to the end, or to `until_ps`. A KeyboardInterrupt stops it there.
 
-        Where it was stopped, the outcome is what was measured until then, and is not `completed`.
+        Where it was stopped, the outcome is what was measured until then, and is `interrupted`.
 
         Args:
             say: hears of the progress some times a second.
@@ -214,7 +218,7 @@ class Simulation:
                 if say:
                     say(self.progress())
         except KeyboardInterrupt:
-            pass
+            self.interrupted = True
         return self.outcome()
 
     def progress(self) -> Progress:
@@ -233,6 +237,7 @@ class Simulation:
             pause,
             self.time_ps,
             self.completed,
+            self.interrupted,
             deadlocked_ports(self._whole() if lane["paused"].any() else self.state, self.time_ps, self.completed),
             self.state,
             self.wall_s,

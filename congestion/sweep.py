@@ -80,7 +80,7 @@ def run_point(point: Point) -> Row:
     settings = settings_of(point.preset, mine)
     case = build_scenario(point.scenario, others, point.seed, fabric=point.fabric, config=point.config)
     outcome = simulate(case.fabric, case.flows, settings, point.law, seed=point.seed, flaps=case.flaps)
-    if not outcome.completed:
+    if outcome.interrupted:
         raise KeyboardInterrupt  # which the simulation took for a wish to see what there is
     found = measures.summary(
         measures.flow_frame(case.fabric, case.flows, outcome), measures.port_frame(case.fabric, outcome)

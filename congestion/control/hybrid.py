@@ -16,6 +16,14 @@ to the target, however many flows there are, in one round trip. DCQCN cuts by ho
 learn, and rises by a timer. Without a mark a long RTT is done only in part (`unconfirmed`): a flow whose ACKs wait in
 a queue gives little way. The mark stands for its round, so notices may be as rare as a NIC paces them.
 
+Two rules for a fabric of several paths, off until the whole arena has been run with them. (4) A window fills an idle
+path and no more (`line_window`), and what round trips of one round differ by on top: that is many paths or bursts, not
+a queue that stands. A flow that had its path alone would else keep, by a larger window, more than those that come
+later, until it ends and the last is left alone. (5) Switches that route by flowlets move a flow only behind a gap,
+which a paced flow does not have: it would stay on the path on which it collided. A flow that waits in a queue worth a
+gap makes one, at most every other round trip, a little longer than the switches' (`open_gaps`); it sends nothing
+meanwhile, the queue that it leaves does.
+
 All parts can be left out. No ECN: a Swift in rates. No RTT: DCQCN, by its own parameters. Starts at line rate.
 Limits: flows that get no marks while others do keep more than their share, up to the limit on their flight, and that
 needs a NIC that can bound it (`limit_flight`); with `flow_scaling` off and `fast_increase` on, only marks make flows
@@ -33,6 +41,10 @@ from congestion.jit import inlined, kernel
 from congestion.settings import HybridSettings, Settings
 
 _AI_PACKETS = 1.0  # Swift's
+_NEVER = 2**61
+_GAP = 1.2  # of the switches' own: bursts of others must not close it
+_WORTH = 0.6  # of a gap: a queue that is worth one
+_BETWEEN = 2.0  # round trips: the first one after a gap tells of the new path
 
 # Of a run: ours, and DCQCN's last, or numba would take these for a kind of those; times in ps, rates in bit/s.
 PARAMETERS = np.dtype(
@@ -42,7 +54,10 @@ PARAMETERS = np.dtype(
         ("flow_scaling", "i8"),
         ("fast_increase", "i8"),
         ("limit_flight", "i8"),
+        ("line_window", "i8"),
         ("mtu_bytes", "i8"),
+        ("wire_bytes", "i8"),
+        ("gap", "f8"),  # 0: none is made
         ("queue", "f8"),
         ("gain", "f8"),
         ("unconfirmed", "f8"),
@@ -62,6 +77,12 @@ STATE = np.dtype(
         ("marked", "u1"),  # in this round
         ("cut", "u1"),  # in this round
         ("settling", "u1"),  # what this round tells was sent while the cut was made
+        ("gap", "u1"),  # 1: the next packet is followed by one, 2: the next ends it
+        ("gap_at", "i8"),  # when the last one began
+        ("pace_bps", "i8"),  # but for gaps
+        ("mean_rtt", "f8"),  # over about a round
+        ("least_rtt", "i8"),  # of this round so far
+        ("floor_rtt", "i8"),  # the least of the last round
         *((name, dcqcn.STATE[name]) for name in dcqcn.STATE.names or ()),
     ],
     align=True,
@@ -71,6 +92,7 @@ STATE = np.dtype(
 def parameters(section: HybridSettings, host_bps: int, settings: Settings) -> Rows:
     """The law's numbers, with DCQCN's for NICs of `host_bps`; shape (1,)."""
     base = dcqcn.parameters(settings.dcqcn, host_bps, settings)
+    gaps = section.open_gaps and settings.routing == "flowlet"
     return row_of(
         PARAMETERS,
         **{name: base[name][0] for name in dcqcn.PARAMETERS.names or ()},
@@ -79,7 +101,10 @@ def parameters(section: HybridSettings, host_bps: int, settings: Settings) -> Ro
         flow_scaling=section.flow_scaling,
         fast_increase=section.fast_increase,
         limit_flight=section.limit_flight,
+        line_window=section.line_window,
         mtu_bytes=settings.mtu_bytes,
+        wire_bytes=settings.mtu_bytes + settings.header_bytes,
+        gap=_GAP * settings.flowlet_gap_us * PS_PER_US if gaps else 0.0,
         queue=section.queue_us * PS_PER_US,
         gain=section.gain,
         unconfirmed=section.unconfirmed,
@@ -94,6 +119,9 @@ def start(p, own, flow):  # type: ignore[no-untyped-def]
     dcqcn.start(p, own, flow)
     own.most_bytes = flow.window_bytes
     own.window = own.first_window = flow.line_rate_bps * flow.base_rtt_ps / BYTE_PS
+    own.mean_rtt = flow.base_rtt_ps
+    own.least_rtt = own.floor_rtt = _NEVER  # the first round has no round before it to differ from
+    own.gap_at = -_NEVER
     if p.use_rtt:
         _apply(p, own, flow, flow.base_rtt_ps)
 
@@ -101,6 +129,8 @@ def start(p, own, flow):  # type: ignore[no-untyped-def]
 @inlined
 def advance(p, own, flow, now):  # type: ignore[no-untyped-def]
     dcqcn.advance(p, own, flow, now)  # its timers rest where there is RTT
+    if own.gap:
+        _pass_gap(p, own, flow, now)
 
 
 @kernel
@@ -118,15 +148,20 @@ def on_ack(p, own, flow, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-u
     if acked_bytes == 0:
         return  # a duplicate's round trip is not that of the packet
     if flow.unacked > own.round_end:
-        _begin_round(own, flow)
+        _begin_round(own, flow, rtt_ps)
     marked = marked and p.use_ecn
     own.marked |= marked
     target = target_ps(p, own.window * BYTE_PS / rtt_ps, flow)
     share = min(acked_bytes / own.window, 1.0)
+    own.least_rtt = min(own.least_rtt, rtt_ps)
+    own.mean_rtt += share * (rtt_ps - own.mean_rtt)
     if rtt_ps > target:
         _fall(p, own, share, target / rtt_ps)
     elif not marked:
         own.window += _rise(p, own, share, (target - rtt_ps) / rtt_ps)
+    waits = rtt_ps - flow.base_rtt_ps > _WORTH * p.gap
+    if p.gap and waits and not own.gap and now - own.gap_at > _BETWEEN * rtt_ps:
+        own.gap = 1
     # A far longer queue slows the flow by its limit on the flight; its pace would lag when that queue has gone.
     _apply(p, own, flow, min(rtt_ps, p.flight_windows * target) if p.limit_flight else rtt_ps)
 
@@ -137,9 +172,11 @@ def on_loss(p, own, flow, now):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _begin_round(own, flow):  # type: ignore[no-untyped-def]
+def _begin_round(own, flow, rtt_ps):  # type: ignore[no-untyped-def]
     own.round_end = flow.next
     own.first_window = own.window
+    own.floor_rtt = own.least_rtt
+    own.least_rtt = rtt_ps
     own.settling = own.cut
     own.marked = 0
     own.cut = 0
@@ -165,10 +202,26 @@ def _rise(p, own, share, room):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def _pass_gap(p, own, flow, now):  # type: ignore[no-untyped-def]
+    """A packet has gone: the gap follows it, or has passed."""
+    if own.gap == 1:
+        own.gap = 2
+        own.gap_at = now
+        flow.rate_bps = np.int64(p.wire_bytes * BYTE_PS / p.gap)
+    else:
+        own.gap = 0
+        flow.rate_bps = own.pace_bps
+
+
+@inlined
 def _apply(p, own, flow, over_ps):  # type: ignore[no-untyped-def]
-    # The window that fills the line at the target of line rate, and the one that is the least rate on an idle path.
-    most = flow.line_rate_bps * (flow.base_rtt_ps + p.queue) / BYTE_PS
-    own.window = min(max(own.window, p.least_bps * flow.base_rtt_ps / BYTE_PS), most)
-    flow.rate_bps = min(max(np.int64(own.window * BYTE_PS / over_ps), p.least_bps), flow.line_rate_bps)
+    room = p.queue  # the window that fills the line at the target of line rate
+    if p.line_window:
+        room = min(max(own.mean_rtt - own.floor_rtt, 0.0), p.queue)
+    most = flow.line_rate_bps * (flow.base_rtt_ps + room) / BYTE_PS
+    least = p.least_bps * flow.base_rtt_ps / BYTE_PS  # the least rate on an idle path
+    own.window = min(max(own.window, least), most)
+    own.pace_bps = min(max(np.int64(own.window * BYTE_PS / over_ps), p.least_bps), flow.line_rate_bps)
+    flow.rate_bps = own.pace_bps
     if p.limit_flight:
         flow.window_bytes = min(np.int64(own.window * p.flight_windows), own.most_bytes)

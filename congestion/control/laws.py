@@ -1,8 +1,8 @@
 """Which law a flow is under: each call goes to the one that `flow.law` names.
 
-A law is a module of this package: PARAMETERS (a row a run), STATE (a row a flow), `parameters`, and the four calls that
-stand here, `on_ack` with an ACK's mark, round trip and newly acknowledged bytes. It sets a flow's `rate_bps` and
-`window_bytes`.
+A law is a module of this package: PARAMETERS (a row a class of traffic), STATE (a row a flow), `parameters`, and the
+four calls that stand here, `on_ack` with an ACK's mark, round trip and newly acknowledged bytes. It sets a flow's
+`rate_bps` and `window_bytes`.
 """
 
 from __future__ import annotations
@@ -45,18 +45,26 @@ def number_of(law: str) -> int:
 def tables(in_use: Sequence[str], num_flows: int, host_bps: int, settings: Settings) -> dict[str, Rows]:
     """Of each law its parameters, and its rows of flows: none but for the laws in use."""
     made = {}
+    by_class = [settings.of_class(number) for number in range(settings.num_classes)]
     for name, module in MODULES.items():
         if module is not None:
-            made[name] = module.parameters(getattr(settings, name), host_bps, settings)
+            made[name] = np.concatenate([module.parameters(getattr(its, name), host_bps, its) for its in by_class])
             made[f"{name}_flow"] = np.zeros(num_flows if name in in_use else 0, dtype=module.STATE)
-    its, its_state = np.zeros(1, dtype=_OF_NONE), _OF_NONE
+    its, its_state = np.zeros(settings.num_classes, dtype=_OF_NONE), _OF_NONE
     if entered.law is not None:
-        section = entered.law.Section(**settings.entered) if hasattr(entered.law, "Section") else None
-        its, its_state = entered.law.parameters(section, host_bps, settings), entered.law.STATE
+        its, its_state = np.concatenate([_entered(one, host_bps) for one in by_class]), entered.law.STATE
     made["entered"] = its
     made["entered_flow"] = np.zeros(
         num_flows if entered.name in in_use and entered.law is not None else 0, dtype=its_state
     )
+    return made
+
+
+def _entered(settings: Settings, host_bps: int) -> Rows:
+    law = entered.law
+    assert law is not None
+    section = law.Section(**settings.entered) if hasattr(law, "Section") else None
+    made: Rows = law.parameters(section, host_bps, settings)
     return made
 
 
@@ -92,15 +100,15 @@ def start(s, f):  # type: ignore[no-untyped-def]
     law = flow.law
     flow.window_bytes = s.run[0].most_window_bytes
     if law == DCQCN:
-        dcqcn.start(s.dcqcn[0], s.dcqcn_flow[f], flow)
+        dcqcn.start(s.dcqcn[flow.tuned], s.dcqcn_flow[f], flow)
     elif law == SWIFT:
-        swift.start(s.swift[0], s.swift_flow[f], flow)
+        swift.start(s.swift[flow.tuned], s.swift_flow[f], flow)
     elif law == NSCC:
-        nscc.start(s.nscc[0], s.nscc_flow[f], flow)
+        nscc.start(s.nscc[flow.tuned], s.nscc_flow[f], flow)
     elif law == HYBRID:
-        hybrid.start(s.hybrid[0], s.hybrid_flow[f], flow)
+        hybrid.start(s.hybrid[flow.tuned], s.hybrid_flow[f], flow)
     elif law == ENTERED:
-        _its_start(s.entered[0], s.entered_flow[f], flow)
+        _its_start(s.entered[flow.tuned], s.entered_flow[f], flow)
 
 
 @inlined
@@ -109,15 +117,15 @@ def advance(s, f, now):  # type: ignore[no-untyped-def]
     flow = s.flow[f]
     law = flow.law
     if law == DCQCN:
-        dcqcn.advance(s.dcqcn[0], s.dcqcn_flow[f], flow, now)
+        dcqcn.advance(s.dcqcn[flow.tuned], s.dcqcn_flow[f], flow, now)
     elif law == SWIFT:
-        swift.advance(s.swift[0], s.swift_flow[f], flow, now)
+        swift.advance(s.swift[flow.tuned], s.swift_flow[f], flow, now)
     elif law == NSCC:
-        nscc.advance(s.nscc[0], s.nscc_flow[f], flow, now)
+        nscc.advance(s.nscc[flow.tuned], s.nscc_flow[f], flow, now)
     elif law == HYBRID:
-        hybrid.advance(s.hybrid[0], s.hybrid_flow[f], flow, now)
+        hybrid.advance(s.hybrid[flow.tuned], s.hybrid_flow[f], flow, now)
     elif law == ENTERED:
-        _its_advance(s.entered[0], s.entered_flow[f], flow, now)
+        _its_advance(s.entered[flow.tuned], s.entered_flow[f], flow, now)
 
 
 @inlined
@@ -125,15 +133,15 @@ def on_ack(s, f, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-d
     flow = s.flow[f]
     law = flow.law
     if law == DCQCN:
-        dcqcn.on_ack(s.dcqcn[0], s.dcqcn_flow[f], flow, now, marked, rtt_ps, acked_bytes)
+        dcqcn.on_ack(s.dcqcn[flow.tuned], s.dcqcn_flow[f], flow, now, marked, rtt_ps, acked_bytes)
     elif law == SWIFT:
-        swift.on_ack(s.swift[0], s.swift_flow[f], flow, now, marked, rtt_ps, acked_bytes)
+        swift.on_ack(s.swift[flow.tuned], s.swift_flow[f], flow, now, marked, rtt_ps, acked_bytes)
     elif law == NSCC:
-        nscc.on_ack(s.nscc[0], s.nscc_flow[f], flow, now, marked, rtt_ps, acked_bytes)
+        nscc.on_ack(s.nscc[flow.tuned], s.nscc_flow[f], flow, now, marked, rtt_ps, acked_bytes)
     elif law == HYBRID:
-        hybrid.on_ack(s.hybrid[0], s.hybrid_flow[f], flow, now, marked, rtt_ps, acked_bytes)
+        hybrid.on_ack(s.hybrid[flow.tuned], s.hybrid_flow[f], flow, now, marked, rtt_ps, acked_bytes)
     elif law == ENTERED:
-        _its_on_ack(s.entered[0], s.entered_flow[f], flow, now, marked, rtt_ps, acked_bytes)
+        _its_on_ack(s.entered[flow.tuned], s.entered_flow[f], flow, now, marked, rtt_ps, acked_bytes)
 
 
 @inlined
@@ -142,12 +150,12 @@ def on_loss(s, f, now):  # type: ignore[no-untyped-def]
     flow = s.flow[f]
     law = flow.law
     if law == DCQCN:
-        dcqcn.on_loss(s.dcqcn[0], s.dcqcn_flow[f], flow, now)
+        dcqcn.on_loss(s.dcqcn[flow.tuned], s.dcqcn_flow[f], flow, now)
     elif law == SWIFT:
-        swift.on_loss(s.swift[0], s.swift_flow[f], flow, now)
+        swift.on_loss(s.swift[flow.tuned], s.swift_flow[f], flow, now)
     elif law == NSCC:
-        nscc.on_loss(s.nscc[0], s.nscc_flow[f], flow, now)
+        nscc.on_loss(s.nscc[flow.tuned], s.nscc_flow[f], flow, now)
     elif law == HYBRID:
-        hybrid.on_loss(s.hybrid[0], s.hybrid_flow[f], flow, now)
+        hybrid.on_loss(s.hybrid[flow.tuned], s.hybrid_flow[f], flow, now)
     elif law == ENTERED:
-        _its_on_loss(s.entered[0], s.entered_flow[f], flow, now)
+        _its_on_loss(s.entered[flow.tuned], s.entered_flow[f], flow, now)

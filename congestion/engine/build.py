@@ -69,11 +69,11 @@ def build(
     """
     _check(fabric, flows, settings)
     in_use = laws_by_class(settings, law)
-    wants_rtt = any(laws.wants_rtt(each, settings) for each in in_use)
+    wants_rtt = any(laws.wants_rtt(each, settings.of_class(number)) for number, each in enumerate(in_use))
     _check_memory(fabric, flows, settings, wants_rtt)
     run = _run(fabric, settings, law, seed, truncate_ns)
-    ends, port, rate, delay = port_rows(fabric, settings.num_classes)
-    kind = kind_rows(fabric, settings, run[0], rate, delay)
+    ends, port, like = port_rows(fabric, settings)
+    kind = kind_rows(fabric, settings, run[0], like)
     num_waits = np.zeros(len(flows), dtype=np.int64) if flows.waits_for is None else np.diff(flows.waits_for[0])
     node = node_rows(fabric, flows, num_waits == 0, settings, port, kind)
     by_host = np.lexsort((np.arange(len(flows)), flows.start_ps, num_waits > 0, flows.src)).astype(np.uint32)
@@ -222,7 +222,7 @@ def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bo
         "drop_tail": settings.drop_tail,
         "reserve_bytes": settings.reserve_bytes,
         "resume_offset_bytes": settings.resume_offset_bytes,
-        "loss_scaled": round(settings.loss_rate * 2**53),
+        "losses": bool(settings.loss_rate or settings.loss_rates),
     }
     for name, value in values.items():
         run[name] = value
@@ -240,6 +240,7 @@ def _wants_extras(settings: Settings) -> bool:
     """Whether a run needs what most runs do not: kernels for those are compiled without it."""
     return bool(
         settings.loss_rate
+        or settings.loss_rates
         or settings.routing != "ecmp"
         or settings.selective_repeat
         or settings.timeout_us

@@ -33,7 +33,8 @@ def flow_rows(
     flow["timeout_at"] = flow["window_bytes"] = NEVER
     flow["line_rate_bps"] = flow["rate_bps"] = kind["rate"][port["kind"][node["first_port"][flows.src]]]
     numbers = np.array([laws.number_of(each) for each in laws_by_class(settings, law)])
-    flow["law"] = numbers[flow_classes(settings, flows)]
+    flow["tuned"] = flow_classes(settings, flows)
+    flow["law"] = numbers[flow["tuned"]]
     return flow
 
 

@@ -26,9 +26,13 @@ def host_bps(fabric: Graph) -> int:
     return int(fabric.bps[cable])
 
 
-def port_rows(fabric: Graph, num_classes: int) -> tuple[Ints, Rows, Ints, Ints]:
+def port_rows(fabric: Graph, settings: Settings) -> tuple[Ints, Rows, Ints]:
     """The port of each end (2c, 2c + 1: cable c's a and b), the table, a node's ports together in cable order; and the
-    rate and delay of each kind of port."""
+    rate, delay and loss rate (of 2^53) of each kind of port, (num_kinds, 3).
+
+    Raises:
+        ConfigError: a cable that has a loss rate is not there.
+    """
     at_node = np.stack([fabric.a, fabric.b], axis=1).ravel()
     order = np.argsort(at_node, kind="stable")
     ends = np.empty_like(order)
@@ -37,10 +41,18 @@ def port_rows(fabric: Graph, num_classes: int) -> tuple[Ints, Rows, Ints, Ints]:
     port["peer"] = ends[order ^ 1]
     port["to"] = at_node[order ^ 1]
     port["busy"] = -1
-    pairs = np.stack([np.round(fabric.bps), np.round(fabric.latency_ns * 1000)], axis=1).astype(np.int64)
-    kinds, which = np.unique(pairs, axis=0, return_inverse=True)
-    port["kind"] = which[order // 2] * num_classes
-    return ends, port, kinds[:, 0], kinds[:, 1]
+    measures = [np.round(fabric.bps), np.round(fabric.latency_ns * 1000), _losses(fabric, settings)]
+    kinds, which = np.unique(np.stack(measures, axis=1).astype(np.int64), axis=0, return_inverse=True)
+    port["kind"] = which[order // 2] * settings.num_classes
+    return ends, port, kinds
+
+
+def _losses(fabric: Graph, settings: Settings) -> Ints:
+    """Of each cable, share of packets lost, of 2^53."""
+    found = np.full(fabric.num_cables, round(settings.loss_rate * 2**53))
+    for link, share in settings.loss_rates.items():
+        found[fabric.cables_between(link, f"congestion.loss_rates.{link}")] = round(share * 2**53)
+    return found
 
 
 def lane_rows(port: Rows, settings: Settings) -> Rows:
@@ -54,9 +66,11 @@ def lane_rows(port: Rows, settings: Settings) -> Rows:
     return lane
 
 
-def kind_rows(fabric: Graph, settings: Settings, run: Any, rate: Ints, delay: Ints) -> Rows:
-    kind = np.zeros(len(rate), dtype=tables.KIND)
-    kind["rate"], kind["delay"] = rate, delay
+def kind_rows(fabric: Graph, settings: Settings, run: Any, like: Ints) -> Rows:
+    """Of each row of `like` (rate, delay, loss rate), a row a class."""
+    kind = np.zeros(len(like), dtype=tables.KIND)
+    rate = kind["rate"] = like[:, 0]
+    kind["delay"], kind["loss_scaled"] = like[:, 1], like[:, 2]
     for column, size in (("tx_data", run["data_wire_bytes"]), ("tx_ack", run["ack_wire_bytes"])):
         took = int(size) * _BYTE_PS // rate
         kind[column] = took // 1000 * 1000 if run["truncate"] else took

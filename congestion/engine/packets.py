@@ -61,10 +61,10 @@ def is_lost(s, p, word, now):  # type: ignore[no-untyped-def]
     if s.run[0].flaps and word & 3 != PFC and _is_down(s, p, now):
         s.port[p].drops += 1
         return True
-    if s.run[0].loss_scaled and word & 3 != PFC:
+    if s.run[0].losses and word & 3 != PFC:
         port = s.port[p]
         port.received += 1
-        if drawn(s.run[0].seed, np.int64(p), port.received) < s.run[0].loss_scaled:
+        if drawn(s.run[0].seed, np.int64(p), port.received) < s.kind[port.kind].loss_scaled:
             port.drops += 1
             return True
     return False

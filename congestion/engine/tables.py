@@ -60,7 +60,8 @@ PORT = _record(
     paused_ps="i8",  # all pauses that are over
 )
 
-# What ports of a rate and a delay have in common; with classes of traffic a row each of them, one after another.
+# What ports of a rate, a delay and a loss rate have in common; with classes of traffic a row each of them, one after
+# another.
 KIND = _record(
     rate="i8",
     delay="i8",
@@ -72,6 +73,7 @@ KIND = _record(
     shift="i8",  # an ingress may take the free pool >> shift
     lossless="i8",
     pmax="f8",
+    loss_scaled="i8",  # share of packets lost on the link, of 2^53
 )
 
 # A node. A host has one port; a switch has the shared pool that PFC thresholds are a share of.
@@ -120,6 +122,7 @@ FLOW = _record(
     sent_to="i4",  # the first packet that was never sent
     failed="u1",  # its retries ran out
     law="u1",
+    tuned="u1",  # row of its law's parameters: its class
 )
 
 # A flow at its receiver.
@@ -179,7 +182,7 @@ RUN = _record(
     drop_tail="i8",
     reserve_bytes="i8",
     resume_offset_bytes="i8",
-    loss_scaled="i8",
+    losses="i8",  # 1: some link loses packets
     time="i8",  # the end of the window that was run last
     large="i8",  # the tables are larger than a core's cache: prefetching pays
     most_new_chunks="i8",  # that packets which hosts add in a window can fill
@@ -193,18 +196,19 @@ class State(NamedTuple):
     by a packet's kind; pace: (num_kinds, 8) serialisation by a packet's kind, then the delay; port: (num_ports,) PORT,
     a node's side by side; lane: (num_ports * num_classes,) PORT, a row a class of a port, empty for one class; weight:
     (num_classes,) of a class in its turn, 0: strictly before; class_of: (num_flows,); kind: (num_kinds,) KIND; node,
-    flow, receiver, and of a law: a row each; sent: (num_flows, most in flight) when packets were sent; timeouts: (most
-    retries + 1,) waits before each retry; acked, received: (num_flows, words) bits of packets, for selective repeat;
-    flap_from: (num_ports + 1,), flap: (num_flaps, 2) when what arrives at a port is lost; flowlet: (num_flows, 2) path,
-    and when its first switch last saw a packet; waiting: flows that wait for flow f, from waiting_from[f] to
-    waiting_from[f + 1]; path: (num_flows * num_paths, 16) ports that a packet leaves by, data then ACK; path_line: the
-    same as rows, for prefetch; by_host: flows a sender, by start; active: those under way, in the same places;
-    wire_head, wire_tail: (num_ports,), queue_head, queue_tail: (num_ports * num_classes,) where the lists begin and end
-    of what is on the way to a port and of what waits at it; came: (num_ports,) CAME; entry: (num_chunks * CHUNK,);
-    following: (num_chunks,) the next chunk; free: (num_workers, num_chunks) chunks; next_time: (num_nodes,) when
-    something happens there by itself; wake: (2, num_nodes) 1 where something was sent to; seen, order: (num_workers,
-    most) and counts, busy, due: (num_workers, most ports) room for a window at a switch; owned: (num_nodes,) nodes by
-    worker; said: (num_workers, 2, 8) what workers tell each other; arrived: (1,) workers that came to meet.
+    flow, receiver, and of a law: a row each, of its parameters a row a class; sent: (num_flows, most in flight) when
+    packets were sent; timeouts: (most retries + 1,) waits before each retry; acked, received: (num_flows, words)
+    bits of packets, for selective repeat; flap_from: (num_ports + 1,), flap: (num_flaps, 2) when what arrives at a
+    port is lost; flowlet: (num_flows, 2) path, and when its first switch last saw a packet; waiting: flows that
+    wait for flow f, from waiting_from[f] to waiting_from[f + 1]; path: (num_flows * num_paths, 16) ports that a
+    packet leaves by, data then ACK; path_line: the same as rows, for prefetch; by_host: flows a sender, by start;
+    active: those under way, in the same places; wire_head, wire_tail: (num_ports,), queue_head, queue_tail:
+    (num_ports * num_classes,) where the lists begin and end of what is on the way to a port and of what waits at
+    it; came: (num_ports,) CAME; entry: (num_chunks * CHUNK,); following: (num_chunks,) the next chunk; free:
+    (num_workers, num_chunks) chunks; next_time: (num_nodes,) when something happens there by itself; wake: (2,
+    num_nodes) 1 where something was sent to; seen, order: (num_workers, most) and counts, busy, due: (num_workers,
+    most ports) room for a window at a switch; owned: (num_nodes,) nodes by worker; said: (num_workers, 2, 8) what
+    workers tell each other; arrived: (1,) workers that came to meet.
     """
 
     features: Rows

@@ -92,9 +92,9 @@ class HeapEngine:
             self.ask(port, self.busy[port])
 
     def arrive(self, port: int, packet: tuple, now: int) -> None:
-        if self.run_of["loss_scaled"] and packet[0] != at.PFC:
+        if self.run_of["losses"] and packet[0] != at.PFC:
             self.received[port] += 1
-            if drawn(self.run_of["seed"], port, self.received[port]) < self.run_of["loss_scaled"]:
+            if drawn(self.run_of["seed"], port, self.received[port]) < self.port[port]["loss_scaled"]:
                 self.drops[port] += 1
                 return
         if packet[0] == at.PFC:

@@ -273,20 +273,25 @@ def test_the_template_is_a_law(tmp_path):
     assert rows[1]["completion_us"] < rows[0]["completion_us"]
 
 
+@pytest.mark.timeout(600)  # it may compile
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "netlayer", "arena", "--only", "permutation 64/200G-deep", "--out", str(out)]
+    command = [sys.executable, "-m", "netlayer", "arena", "--only", "200G-deep", "--out", str(out)]  # minutes
     with subprocess.Popen([*command, "--processes", "1"], stderr=subprocess.PIPE, text=True) as running:
-        until = time.monotonic() + 240
-        while not (out / ROWS).exists() and time.monotonic() < until:
+        until = time.monotonic() + 400
+        while _rows(out) < 10 and running.poll() is None and time.monotonic() < until:  # every law has run
             time.sleep(0.05)
         running.send_signal(signal.SIGINT)
-        _, said = running.communicate(timeout=60)
-    assert running.returncode == 130
+        _, said = running.communicate(timeout=120)
+    assert running.returncode == 130, said
     assert f"go on with --out {out}" in said
     text = (out / ROWS).read_text()
-    assert 0 < len(text.splitlines()) < 5 * 32
+    assert 10 <= len(text.splitlines()) < 9 * 5 * 32
     assert all(json.loads(line)["unfinished"] == 0 for line in text.splitlines())
+
+
+def _rows(out: Path) -> int:
+    return len((out / ROWS).read_bytes().splitlines()) if (out / ROWS).exists() else 0
 
 
 def _netlayer(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -233,3 +233,23 @@ def test_a_flow_of_no_class_is_named():
     unknown = settings_of("ns3", ("congestion.classes.0.law=bbr",))
     with pytest.raises(ConfigError, match="bbr"):
         build(_star(3), _flows([0], [1], [100], [0]), unknown, "none", seed=0)
+
+
+@pytest.mark.parametrize("law", ["dcqcn", "swift"])
+def test_a_class_has_its_own_parameters_of_a_law(law):
+    """As if all flows had them; and a class beside it keeps the run's."""
+    own = {"dcqcn": {"increase_us": "20", "g": "0.5"}, "swift": {"base_target_us": "9"}}[law]
+    flows = _flows([0, 1, 2], [3, 3, 3], [900_000] * 3, [1, 1, 1])
+    thresholds = {"kmin_bytes": 20_000, "kmax_bytes": 80_000}
+    by_class = Settings(classes={0: ClassSettings(), 1: ClassSettings(**{law: own})}, **thresholds)
+    for_all = Settings(
+        classes={0: ClassSettings(), 1: ClassSettings()}, **thresholds, **{law: getattr(by_class.of_class(1), law)}
+    )
+    found, expected = (simulate(_star(4), flows, each, law, seed=5) for each in (by_class, for_all))
+    _same(found.state, expected.state)
+    plain = simulate(_star(4), flows, for_all.model_copy(update={law: getattr(Settings(), law)}), law, seed=5)
+    assert not np.array_equal(found.finish_ps, plain.finish_ps)
+    rows = getattr(found.state, law)
+    assert rows.shape == (2,)
+    assert rows[0] != rows[1]
+    assert rows[0] == getattr(plain.state, law)[0]

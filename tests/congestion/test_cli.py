@@ -151,7 +151,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("congestion.cli._say", interrupted)
+    monkeypatch.setattr("congestion.cli.say_progress", interrupted)
     out = tmp_path / "result.json"
     result = CliRunner().invoke(simulate, ["incast", "--cc", "none,dcqcn", "--json", str(out)])
     assert isinstance(result.exception, CheckFailed)

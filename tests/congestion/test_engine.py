@@ -1,3 +1,6 @@
+import contextlib
+import signal
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -175,6 +178,28 @@ def test_what_was_measured_before_an_interruption_is_kept():
     assert (outcome.finish_ps == -1).all()
     assert 0 < seen[0].done_packets < seen[0].num_packets
     assert outcome.link_hops == seen[0].link_hops > 0
+    assert outcome.interrupted
+
+
+def test_an_interruption_with_the_last_event_is_told():
+    def interrupt(progress: Progress) -> None:
+        if progress.done_packets == progress.num_packets:
+            raise KeyboardInterrupt
+
+    outcome = simulate(*_crowd(), Settings(), "none", say=interrupt)
+    assert (outcome.finish_ps >= 0).all()
+    assert outcome.interrupted
+
+
+def test_an_interruption_that_the_compiler_swallows_is_told_after_it(monkeypatch):
+    def compiling(state, _until):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return state, 0
+
+    monkeypatch.setattr("congestion.simulate.run", compiling)
+    with pytest.raises(KeyboardInterrupt):
+        Simulation(*_crowd(), Settings(), "none")
 
 
 def test_flows_wait_for_data_and_for_acknowledgements():
@@ -293,3 +318,22 @@ def test_flowlets_take_the_emptiest_path():
     assert apart.finish_ps.max() < 0.6 * together.finish_ps.max()
     assert apart.state.flow["resent"].sum() == 0
     _same(apart.state, simulate(fabric, flows, Settings(routing="flowlet"), "none", threads=2).state)
+
+
+def test_one_cable_alone_loses_packets():
+    fabric, flows = _crowd()
+    cable = int(np.argmax(~fabric.is_switch[fabric.a]))
+    link = f"{fabric.names[fabric.b[cable]]}, {fabric.names[fabric.a[cable]]}"
+    lossy = Settings(loss_rates={link: 0.02}, timeout_us=100)
+    outcome = simulate(fabric, flows, lossy, "none", seed=3)
+    drops = outcome.state.port["drops"]
+    node_of = outcome.state.port["to"][outcome.state.port["peer"]]
+    assert drops.sum() > 0
+    assert set(node_of[drops > 0].tolist()) <= {int(fabric.a[cable]), int(fabric.b[cable])}
+    everywhere = Settings(loss_rates={link: 0.0}, loss_rate=0.02, timeout_us=100)
+    others = simulate(fabric, flows, everywhere, "none", seed=3).state.port["drops"]
+    assert others.sum() > 0
+    spared = outcome.state.port["peer"][drops > 0], np.flatnonzero(drops > 0)
+    assert not others[np.concatenate(spared)].any()
+    with pytest.raises(ConfigError, match=r"congestion.loss_rates.nobody,x = nobody: is no device"):
+        simulate(fabric, flows, Settings(loss_rates={"nobody,x": 0.1}), "none")

@@ -1,3 +1,6 @@
+from itertools import pairwise
+from typing import Literal
+
 import numpy as np
 import pytest
 
@@ -158,3 +161,66 @@ def test_notices_paced_by_the_nic_still_keep_the_queue():
     run = Bottleneck(hybrid, HybridSettings(), 16, cnp_interval_ps=50 * US, **MARKS).run(3_000 * US)
     assert run.queueing(1_500 * US).mean() < 1.3 * 8 * 5
     assert run.rates(1_500 * US).sum() > FULL
+
+
+def test_a_window_ends_where_it_fills_an_idle_path():
+    fills = LINE * 8 / 8e6  # bytes of 8 us
+    tight, free = (Bottleneck(hybrid, HybridSettings(line_window=on), 1).run(500 * US) for on in (True, False))
+    assert tight.own[0]["window"] == pytest.approx(fills, rel=0.02)
+    assert free.own[0]["window"] > 1.5 * fills
+    assert tight.rates(100 * US)[0] > FULL
+
+
+def test_who_comes_later_to_a_path_is_no_slower_than_who_had_it_alone():
+    """Between them they differ by little at once; without the limit it is by what the first one's window grew to."""
+    ratios = []
+    for on in (True, False):
+        run = Bottleneck(hybrid, HybridSettings(use_ecn=False, line_window=on), starts=(0, 300 * US)).run(400 * US)
+        first, second = run.rates(320 * US)
+        ratios.append(first / second)
+    assert ratios[0] < 1.15 < 1.4 < ratios[1]
+
+
+def test_round_trips_that_differ_within_a_round_leave_room_for_a_larger_window():
+    """As of packets that take several paths: 8 or 14 us, by turns."""
+    fills, run = LINE * 8 / 8e6, _one(line_window=True)
+    for _ in range(12):
+        _next_round(run)
+        for packet in range(40):
+            _ack(run, 8.0 if packet % 2 else 14.0, False)
+    assert 1.1 * fills < run.own[0]["window"] < 1.8 * fills
+
+
+def _gaps(queued_us: float, routing: Literal["ecmp", "flowlet"] = "flowlet", **changed: bool) -> list[float]:
+    """Times between a flow's packets, us, over 30 round trips with a queue of that length."""
+    settings = Settings(routing=routing, selective_repeat=True, timeout_us=10_000.0)
+    section = HybridSettings().model_copy(update={"open_gaps": True, **changed})
+    run = Bottleneck(hybrid, section, 1, settings=settings, base_rtt_ps=round((8 + queued_us) * US))
+    run.flow["base_rtt_ps"] = 8 * US  # idle; the rest is somebody else's queue
+    sent: list[int] = []
+    send = run._send
+
+    def noted(now: int, f: int, at: int) -> None:
+        before = int(run.flow[f]["next"])
+        send(now, f, at)
+        if run.flow[f]["next"] > before:
+            sent.append(now)
+
+    run._send = noted  # type: ignore[method-assign]
+    run.run(round(30 * (8 + queued_us) * US))
+    settled = [at for at in sent if at > 50 * US]  # behind the first window, which waits for its ACKs
+    return [(after - before) / US for before, after in pairwise(settled)]
+
+
+def test_a_flow_that_waits_opens_gaps_where_switches_route_by_flowlets():
+    gap_us = Settings().flowlet_gap_us
+    opened = [gap for gap in _gaps(10.0) if gap > gap_us]
+    assert 5 < len(opened) <= 15  # one in two round trips, of 30
+    assert opened == pytest.approx([1.2 * gap_us] * len(opened), rel=0.01)
+    for quiet in (_gaps(1.0), _gaps(10.0, "ecmp"), _gaps(10.0, open_gaps=False)):
+        assert max(quiet) < gap_us
+
+
+def test_after_a_gap_the_pace_is_what_it_was():
+    with_gaps, without = _gaps(10.0), _gaps(10.0, open_gaps=False)
+    assert np.median(with_gaps) == pytest.approx(np.median(without), rel=0.05)

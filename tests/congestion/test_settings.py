@@ -23,9 +23,26 @@ def test_presets_differ_where_their_simulators_do():
     assert settings_of("htsim-roce").header_bytes == 64
 
 
+def test_a_class_has_parameters_of_a_law_of_its_own():
+    made = settings_of("ns3", ("congestion.classes.1.dcqcn.increase_us=55", "congestion.dcqcn.alpha_us=9"))
+    first, second = made.of_class(0).dcqcn, made.of_class(1).dcqcn
+    assert (first.increase_us, first.alpha_us) == (300.0, 9.0)
+    assert (second.increase_us, second.alpha_us) == (55.0, 9.0)
+    assert second.g == first.g
+
+
+def test_a_link_has_a_loss_rate_of_its_own():
+    made = settings_of("ns3", ("congestion.loss_rates.tor.0,spine 1.b=1e-3", "congestion.loss_rate=1e-5"))
+    assert made.loss_rates == {"tor.0,spine 1.b": 1e-3}
+    assert made.loss_rate == 1e-5
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("congestion.classes.1.dcqcn.rai=3", "congestion.classes.1.dcqcn.rai = 3"),
+        ("congestion.classes.1.swift.beta=7", "congestion.classes.1.swift.beta = 7"),
+        ("congestion.loss_rates.a,b=1", "congestion.loss_rates.a,b = 1"),
         ("congestion.swift.base_target=3", "the nearest is congestion.swift.base_target_us"),
         ("congestion.alpha_us=3", "the nearest is congestion.dcqcn.alpha_us"),
         ("swift.beta=0.5", "sets nothing that is known"),

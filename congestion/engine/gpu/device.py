@@ -195,7 +195,7 @@ def _run_hosts(s, first, num_threads, end, parity):  # type: ignore[no-untyped-d
     return soonest
 
 
-@cuda.jit(max_registers=128)  # so that 16 warps a multiprocessor fit
+@cuda.jit(max_registers=128, lto=False)  # so that 16 warps a multiprocessor fit; the linker would fuse multiply-add
 def run_windows(s, until, reserve, room_size):  # type: ignore[no-untyped-def]
     """Window after window, until one would begin at `until` or later, or lacks free chunks; clock[GO] says which."""
     room, meeting = cuda.shared.array(0, np.int32), cuda.shared.array(2, np.int64)

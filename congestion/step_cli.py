@@ -1,0 +1,231 @@
+"""`netlayer step`: how long the network takes for a whole training step, by skipping what repeats itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from netlayer.command import RunOptions, run_options
+from netlayer.errors import CheckFailed, ConfigError
+
+if TYPE_CHECKING:
+    from congestion.settings import Settings
+    from congestion.simulate import Outcome
+    from congestion.step import Repeated, Segment
+    from netlayer.config import ClusterConfig, JobConfig
+    from netlayer.progress import Bar
+
+_COLUMNS = {
+    "phases": "phases",
+    "repeats": "in the step",
+    "simulated": "simulated",
+    "first_s": "first",
+    "each_s": "each from then on",
+    "least_s": "least",
+    "most_s": "most",
+    "total_s": "all of them",
+}
+_MOST_EXACT = 1_000
+
+
+@click.command()
+@click.option("--step", "text", metavar="PHASES*N,...", help="What follows what [as often as the job has it].")
+@click.option(
+    "--exact",
+    type=click.IntRange(2, _MOST_EXACT),
+    default=8,
+    show_default=True,
+    help="Repetitions that are simulated of each phase, at most.",
+)
+@click.option("--check", is_flag=True, help="Simulate all of it too, and say the error.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0),
+    default=0.02,
+    show_default=True,
+    help="By how much of itself the whole may leave the bounds: marks are drawn anew in another run.",
+)
+@click.option("--cc", "law", default="dcqcn", show_default=True, metavar="LAW", help="Control law, or its file.")
+@click.option("--preset", default="ns3", show_default=True, help="Switch, NIC and law: ns3, ns3-paper.")
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="They change the time alone."
+)
+@click.option("--backend", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True, help="Same results.")
+@run_options
+def step(
+    options: RunOptions,
+    text: str | None,
+    exact: int,
+    check: bool,
+    tolerance: float,
+    law: str,
+    preset: str,
+    **how: Any,
+) -> None:
+    """Predict the network's time of a training step, without what is computed between its phases.
+
+    Every phase is simulated packet by packet, and repeated --exact times, then half as often; the repetitions that are
+    left are taken to be like those, within the bounds that are printed. --check simulates them too: exit 1 where the
+    bounds do not hold.
+    PHASES are those of `netlayer simulate job-phases`; --set changes what it changes there.
+
+    \b
+    Examples:
+      netlayer step --set scenario.bucket_bytes=1MiB
+      netlayer step --config examples/megascale-12288.toml --backend gpu --out runs/step
+      netlayer step --step 'all-gather+pipeline*8,pipeline*24,reduce-scatter*8' --cc hybrid --exact 6
+      netlayer step --set scenario.bucket_bytes=256KiB --step 'reduce-scatter*20' --check --json -
+    """
+    from congestion.cli import check_backend, read_law
+    from congestion.settings import settings_of
+    from congestion.step import Repeated, took_ps
+    from netlayer.output import open_output
+    from netlayer.progress import Stages
+    from netlayer.results import utc_now
+
+    check_backend(how["backend"])
+    started, chosen = utc_now(), read_law(law)
+    mine = tuple(one for one in options.overrides if one.startswith("congestion."))
+    settings = settings_of(preset, mine)
+    plan = _plan(options, text, [one for one in options.overrides if one not in mine])
+    runs: dict[str, Outcome] = {}
+    took: dict[str, list[tuple[int, ...]]] = {}
+    with open_output(options.out, "step") as out:
+        with Stages() as stages:
+            for name, times in (("half", exact // 2), ("repeats", exact), ("whole", 0))[: 2 + check]:
+                with stages.open(name) as bar:
+                    runs[name] = _simulate(plan, times, settings, chosen, options.seed, bar, how)
+                took[name] = took_ps(plan.segments, times, runs[name].finish_ps, plan.num_flows)
+        parts = [Repeated(*each) for each in zip(plan.segments, took["repeats"], took["half"], strict=True)]
+        rows = [_total(parts, took.get("whole")), *({"table": "segment", **one.row()} for one in parts)]
+        rows[0]["engine"] = {name: _engine(outcome) for name, outcome in runs.items()}
+        asked = {"step": ",".join(map(str, plan.segments)), "exact": exact, "check": check, "cc": law, "preset": preset}
+        config = {**plan.config, "congestion": settings.model_dump(mode="json")}
+        _keep(options, out, rows, started, {**asked, **how}, config)
+    if str(options.json_file) != "-":
+        _print(rows)
+    if check and not _holds(rows[0], tolerance):
+        raise CheckFailed(f"the whole step took {rows[0]['whole_s'] * 1e3:.4g} ms, outside of the bounds")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the step consists of, and how to build as much of it as is wanted."""
+
+    segments: tuple[Segment, ...]
+    num_flows: list[int]
+    config: dict[str, Any]
+    overrides: tuple[str, ...]
+    options: RunOptions
+
+
+def _plan(options: RunOptions, text: str | None, overrides: Sequence[str]) -> _Plan:
+    from congestion.scenario_catalogue import build_scenario
+    from congestion.scenario_job import JobPhases
+    from congestion.step import read_step, step_of
+    from netlayer.config import ClusterConfig, JobConfig
+
+    for one in overrides:
+        if one.startswith(("scenario.phases=", "scenario.bytes_per_rank=")):
+            key, _, value = one.partition("=")
+            raise ConfigError(key, value, "has no effect on a step", "give --step, and scenario.bucket_bytes")
+    given = read_step(text) if text else ()
+    first = [*overrides, f"scenario.phases={given[0].phases if given else 'pipeline+all-gather'}"]
+    config = build_scenario("job-phases", first, options.seed, config=options.config_path).config
+    job, cluster = JobConfig.model_validate(config["job"]), ClusterConfig.model_validate(config["cluster"])
+    p = JobPhases.model_validate({key: value for key, value in config["scenario"].items() if key != "name"})
+    segments = given or step_of(job, p.bucket_bytes, p.micro_batches)
+    return _Plan(segments, _flows_of(segments, p, job, cluster), config, tuple(overrides), options)
+
+
+def _flows_of(segments: Sequence[Segment], p: Any, job: JobConfig, cluster: ClusterConfig) -> list[int]:
+    from congestion.scenario_job import num_flows
+
+    known = {one.phases: num_flows(one.phases, p, job, cluster) for one in segments}
+    return [known[one.phases] for one in segments]
+
+
+def _simulate(
+    plan: _Plan, times: int, settings: Settings, law: str, seed: int, bar: Bar, how: dict[str, Any]
+) -> Outcome:
+    from functools import partial
+
+    from congestion.cli import say_progress
+    from congestion.scenario_catalogue import build_scenario
+    from congestion.simulate import simulate
+    from congestion.step import phases_of
+
+    phases = f"scenario.phases={phases_of(plan.segments, times)}"
+    case = build_scenario("job-phases", [*plan.overrides, phases], seed, config=plan.options.config_path)
+    backend: Any = "gpu" if how["backend"] == "gpu" else "numba"
+    say = partial(say_progress, bar)
+    outcome = simulate(
+        case.fabric, case.flows, settings, law, seed=seed, threads=how["threads"], backend=backend, say=say
+    )
+    left = int((outcome.finish_ps < 0).sum())
+    if left:
+        cause = "interrupted" if outcome.interrupted else "packets were lost for good, or links wait for each other"
+        raise CheckFailed(f"{left} of {len(case.flows)} flows did not end: {cause}")
+    return outcome
+
+
+def _total(parts: Sequence[Repeated], whole: Sequence[Sequence[int]] | None) -> dict[str, Any]:
+    rows = [one.row() for one in parts]
+    found: dict[str, Any] = {"table": "step", **{key: sum(row[key] for row in rows) for key in _SUMS}}
+    if whole is not None:
+        found["whole_s"] = sum(map(sum, whole)) / 1e12
+        found["error_share"] = found["total_s"] / found["whole_s"] - 1
+    return found
+
+
+def _holds(total: dict[str, Any], tolerance: float) -> bool:
+    spare = tolerance * total["whole_s"]
+    return bool(total["low_s"] - spare <= total["whole_s"] <= total["high_s"] + spare)
+
+
+_SUMS = ("repeats", "simulated", "total_s", "low_s", "high_s")
+
+
+def _engine(outcome: Outcome) -> dict[str, Any]:
+    return {"link_hops": outcome.link_hops, "wall_s": outcome.wall_s, "backend": outcome.backend}
+
+
+def _keep(
+    options: RunOptions, out: Any, rows: list[dict[str, Any]], started: str, asked: dict[str, Any], config: Any
+) -> None:
+    from netlayer.environ import snapshot
+    from netlayer.results import RunRecord, utc_now, write_text
+
+    record = RunRecord(
+        name="congestion.step",
+        source="predicted",
+        rows=rows,
+        started_utc=started,
+        ended_utc=utc_now(),
+        arguments={**options.arguments(), **asked},
+        config=config,
+        environment=snapshot(options.seed),
+    )
+    record.save(out.part / "records")
+    for path in out.publish():
+        click.echo(f"record: {path}", err=True)
+    if options.json_file:
+        write_text(options.json_file, record.to_json())
+
+
+def _print(rows: Sequence[dict[str, Any]]) -> None:
+    from topology.commands.printing import cell, print_rows
+
+    total = rows[0]
+    print_rows("predicted: phases that repeat themselves, some simulated and the others skipped", rows[1:], _COLUMNS)
+    step_s, low, high = (cell(key, total[key]) for key in ("total_s", "low_s", "high_s"))
+    click.echo(
+        f"step: {step_s}, from {low} to {high}; {total['simulated']} of {total['repeats']} repetitions simulated"
+    )
+    if "whole_s" in total:
+        click.echo(
+            f"simulated whole: {cell('whole_s', total['whole_s'])}, the prediction is {total['error_share']:+.3%} off"
+        )
