@@ -18,9 +18,8 @@ class Buffers:
         self._rank, self._ranks = backend.rank, backend.ranks
         self._max_bytes, self._unalign = max_bytes, unalign
         num_bytes = max_bytes + _WIDEST_BYTES * unalign
-        # Zeroed: what lies in fresh memory may be subnormal floats, which are slow to add on a CPU.
-        self._send = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device)
-        self._recv = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device)
+        self._send = backend.allocate(num_bytes)
+        self._recv = backend.allocate(num_bytes)
 
     def calls(
         self, collective: Collective, count: int, case: tuple[str, str, int], in_place: bool, most: int
@@ -32,26 +31,27 @@ class Buffers:
             case: type, operator and root by name.
         """
         dtype, op, root = DTYPES[case[0]], case[1], case[2]
-        parts = collective.buffer_parts(self._ranks)
-        stride_bytes = max(parts) * count * dtype.itemsize
+        extents = collective.elements(count, dtype.itemsize, self._ranks)
+        stride_bytes = max(extents) * dtype.itemsize
         fitting = self._max_bytes // stride_bytes if stride_bytes else 1
         calls = []
         for number in range(min(fitting, most)):
             start = number * stride_bytes + self._unalign * dtype.itemsize
             if in_place:
-                send, recv = self._share(_view(self._recv, start, max(parts) * count, dtype), parts)
+                send, recv = self._share(_view(self._recv, start, max(extents), dtype), extents)
             else:
-                send = _view(self._send, start, parts[0] * count, dtype)
-                recv = _view(self._recv, start, parts[1] * count, dtype)
-            calls.append(Call(recv, send, op, root))
+                send = _view(self._send, start, extents[0], dtype)
+                recv = _view(self._recv, start, extents[1], dtype)
+            calls.append(Call(recv, send, op, root, count))
         return calls
 
-    def _share(self, whole: Tensor, parts: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _share(self, whole: Tensor, extents: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Send and receive buffer in place: the smaller one is this rank's part of the larger one."""
-        if parts[0] == parts[1]:
-            return whole, whole
-        own = whole.tensor_split(self._ranks)[self._rank]
-        return (own, whole) if parts[0] < parts[1] else (whole, own)
+        least = min(extents)
+        if least * self._ranks != max(extents) or self._ranks == 1:  # of one length, or as near to it as a vector is
+            return whole[: extents[0]], whole[: extents[1]]
+        own = whole[self._rank * least :][:least]
+        return (own, whole) if extents[0] < extents[1] else (whole, own)
 
 
 def _view(buffer: Tensor, start_bytes: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ import click
 from bench.backends import BACKENDS, choose_backend
 from bench.collective import Collective
 from bench.driver import list_cases
+from bench.junit import junit
 from bench.measure import join, measure
 from bench.options import MIN_BW_VARIABLE, Request
 from bench.table import (
@@ -96,12 +97,14 @@ def _save(record: RunRecord, request: Request, json_file: Path | None, stopped: 
     if request.csv_file is not None:
         flat = [{key: value for key, value in row.items() if key != "iterations_us"} for row in record.rows]
         replace(record, rows=flat).save_csv(request.csv_file)
+    if request.junit_file is not None:
+        write_text(request.junit_file, junit(record, stopped))
 
 
 def _save_partial(table: _Table, request: Request, json_file: Path | None, stopped: str) -> None:
     """Write what a run measured before it broke off; `-N 0` ends no other way."""
     record = table.so_far()
-    files = [str(file) for file in (json_file, request.csv_file) if file is not None]
+    files = [str(file) for file in (json_file, request.csv_file, request.junit_file) if file is not None]
     if record is None or not files:
         return
     _save(record, request, json_file, stopped)

@@ -1,8 +1,7 @@
 """The one driver behind every `*_perf`: what each rank does, size by size, and the rows that come out.
 
-A time is the host's clock over n calls in a row and the wait for the last one, over n, then averaged over ranks; each
-size is timed out of place and in place, and its row is reported once its data was checked (nccl-tests, src/common.cu).
-Leaves out: who starts the ranks (`measure`), and what a number should be.
+Each size is timed out of place and in place, and its row is reported once its data was checked (nccl-tests,
+src/common.cu). Leaves out: how a time is taken (`timing`), who starts the ranks (`measure`), what a number should be.
 """
 
 from __future__ import annotations
@@ -10,24 +9,23 @@ from __future__ import annotations
 import importlib
 import os
 import socket
-import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count, pairwise
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 
-from bench.backends import BACKENDS, DTYPES, OPS, Backend, Call
+from bench.backends import BACKENDS, DTYPES, Backend, Call, Launch
 from bench.buffers import Buffers
 from bench.checks import Data, poison
 from bench.collective import Collective, Place
 from bench.control import Control, meet
-from bench.options import PerfOptions
+from bench.options import OP_NAMES, PerfOptions, flag_name
+from bench.timing import Timer
+from bench.wire import wire_share
 from netlayer.errors import ConfigError, HardwareMissing, NetlayerError
-from netlayer.percentile import percentile
 from netlayer.rank import RankContext
 from netlayer.results import Row, utc_now
 
@@ -73,9 +71,12 @@ def list_cases(collective: Collective, options: PerfOptions, backend: str, ranks
     Raises:
         ConfigError: an operator, a root or a number of ranks that the collective or the backend cannot do.
     """
-    if options.cpu_time and not BACKENDS[backend].launches_ahead:
-        rule = f"{backend} returns from a call when it is done: there is no time to launch"
-        raise ConfigError("-C / --report_cputime", options.cpu_time, rule, "leave it out, or use --backend torch")
+    BACKENDS[backend].check(options)
+    if collective.check is not None:
+        collective.check(options, ranks)
+    if options.agg_iters > 1 and not collective.one_launch:
+        rule = f"{collective.name} is several calls, each in need of the one before"
+        raise ConfigError(flag_name("agg_iters"), options.agg_iters, rule, "leave it out")
     if ranks < collective.min_ranks:
         rule = f"{collective.name} needs at least {collective.min_ranks} ranks"
         raise ConfigError("-g / --ngpus", ranks, rule, f"give -g {collective.min_ranks}")
@@ -88,14 +89,15 @@ def list_cases(collective: Collective, options: PerfOptions, backend: str, ranks
     kept: list[Case] = []
     skipped: list[str] = []
     for dtype in DTYPES if options.dtype == "all" else [options.dtype]:
-        for op in [NO_OP] if not shows_op else OPS if options.op == "all" else [options.op]:
-            refusal = BACKENDS[backend].refusal(dtype, op) if collective.reduces else ""
+        for op in [NO_OP] if not shows_op else OP_NAMES if options.op == "all" else [options.op]:
+            refusal = BACKENDS[backend].refusal(dtype, op if collective.reduces else NO_OP)
             if refusal:
-                skipped.append(f"{op} of {dtype}: {refusal}")
+                skipped.append(f"{op} of {dtype}: {refusal}" if collective.reduces else refusal)
             else:
                 kept += [Case(dtype, op, root) for root in roots]
     if not kept:
-        raise ConfigError("-o / --op", options.op, "; ".join(skipped), "give another operator or type")
+        name = "op" if collective.reduces and options.op != "all" else "dtype"
+        raise ConfigError(flag_name(name), getattr(options, name), "; ".join(skipped), "give another operator or type")
     return kept, skipped
 
 
@@ -104,10 +106,11 @@ def run_rank(context: RankContext, plan: Plan) -> None:
     options = plan.options
     timeout = timedelta(seconds=options.timeout_s) if options.timeout_s else None
     with meet(context.env, plan.url, timeout) as control:
-        backend = BACKENDS[plan.backend](context.env, timeout)
         try:
+            backend = BACKENDS[plan.backend].open(context.env, timeout, options)
             _run_all(context, plan, backend, control)
-        except RuntimeError as exc:  # gloo's, and NCCL's by `TorchBackend.synchronise`
+            backend.close()
+        except RuntimeError as exc:  # gloo's, and NCCL's where a backend waits for it
             if timeout is None or "timed out" not in str(exc).lower():
                 raise
             found = f"rank {control.rank} had no answer from a peer within -T {options.timeout_s} s"
@@ -122,8 +125,11 @@ def run_first_rank(context: RankContext, plan: Plan) -> None:
 def _run_all(context: RankContext, plan: Plan, backend: Backend, control: Control) -> None:
     options = plan.options
     max_bytes = _affordable_bytes(backend, control, options)
+    facts = backend.facts()
     config = {
         "backend": plan.backend,
+        "library": facts.line,
+        "nvls": facts.nvls,
         "clock": "CPU clock" if backend.device.type == "cpu" else "CUDA event",
         "torch_version": torch.__version__,
         "nccl_version": backend.library_version,
@@ -172,6 +178,7 @@ class _Bench:
     ) -> None:
         self._collective, self._options, self._backend = collective, options, backend
         self._control, self._buffers = control, buffers
+        self._timer = Timer(backend, control, options)
         self._seed = 0
 
     def rows(self, sizes: Sequence[int]) -> Iterator[Row]:
@@ -188,8 +195,8 @@ class _Bench:
     def _warm_up(self, case: Case, sizes: Sequence[int]) -> None:
         size = sizes[0]
         while size <= sizes[-1]:
-            for call in self._calls(size, case, False, self._options.warmup_iters):
-                self._collective.launch(self._backend, call)
+            for launch in self._bind(self._calls(size, case, False, self._options.warmup_iters)):
+                launch()
             self._backend.synchronise()
             size *= 2
 
@@ -199,18 +206,29 @@ class _Bench:
         calls = self._buffers.calls(self._collective, elements, case, in_place, max(most, 1))
         return [calls[number % len(calls)] for number in range(most)]
 
+    def _bind(self, calls: Sequence[Call]) -> list[Launch]:
+        """A function for each call; calls on the same stretch share one."""
+        bound: dict[int, Launch] = {}
+        for call in calls:
+            if id(call) not in bound:
+                bound[id(call)] = self._backend.bind(self._collective, call)
+        return [bound[id(call)] for call in calls]
+
     def _row(self, size: int, case: Case, in_place: bool) -> dict[str, Any]:
         collective, backend = self._collective, self._backend
-        calls = self._calls(size, case, in_place, self._options.iters)
-        call = calls[0]
+        calls = self._calls(size, case, in_place, self._options.iters * self._options.agg_iters)
+        launches, call = self._bind(calls), calls[0]
         if self._options.check:
             self._prepare(call, case, _TIMED_SEED)
-        timing = self._time(calls)
+        with backend.listen() as heard:
+            launches[0]()
+        timing = self._timer.time(launches)
         size_bytes = max(call.send.nbytes, call.recv.nbytes)
         alg_bw, bus_bw = collective.bandwidth_gbs(size_bytes, timing["time_us"] / 1e6, backend.ranks)
+        share = wire_share(collective.name, heard.algorithm, heard.protocol, backend.ranks, one_host=backend.one_host)
         return {
             "size_bytes": size_bytes,
-            "count": call.send.numel() // collective.buffer_parts(backend.ranks)[0],
+            "count": call.part_count,
             **case._asdict(),
             "in_place": in_place,
             **timing,
@@ -218,28 +236,11 @@ class _Bench:
             "bus_bw_gbs": bus_bw,
             "wrong": self._count_wrong(call, case, in_place),
             "emulated": backend.emulation(collective.name, case.op, in_place),
+            "algorithm": heard.algorithm,
+            "protocol": heard.protocol,
+            "wire_bw_gbs": None if share is None else alg_bw * share,
             "at": utc_now(),
         }
-
-    def _time(self, calls: Sequence[Call]) -> dict[str, Any]:
-        """Time the calls; for single calls, the longest of the ranks."""
-        backend, control = self._backend, self._control
-        self._collective.launch(backend, calls[0])
-        backend.synchronise()
-        control.barrier()
-        begin_s = time.perf_counter()
-        marks = [backend.mark()]
-        for call in calls:
-            self._collective.launch(backend, call)
-            marks.append(backend.mark())
-        launched_s = time.perf_counter() - begin_s
-        backend.synchronise()
-        done_s = time.perf_counter() - begin_s
-        totals_s = control.average([done_s, launched_s], self._options.average)
-        each_s = control.average([backend.seconds(begin, end) for begin, end in pairwise(marks)], 3)
-        time_us, cpu_time_us = (1e6 * total / len(calls) for total in totals_s)
-        each_us = [1e6 * seconds for seconds in each_s]
-        return {"time_us": time_us, "cpu_time_us": cpu_time_us} | _statistics(each_us, self._options.per_iter_skip)
 
     def _prepare(self, call: Call, case: Case, seed: int) -> Data:
         """Poison what comes out, then write what goes in: in that order, for in place they overlap."""
@@ -255,32 +256,18 @@ class _Bench:
         if self._options.check == 0 or (in_place and not self._collective.checks_in_place):
             return None
         backend, ranks = self._backend, self._backend.ranks
-        elements = call.send.numel() // self._collective.buffer_parts(ranks)[0]
-        parts = self._collective.expect(Place(backend.rank, ranks, case.root, elements))
+        place = Place(backend.rank, ranks, case.root, call.part_count, call.send.itemsize)
+        parts = self._collective.expect(place)
+        launch = backend.bind(self._collective, call)
+        if self._options.cudagraph:
+            launch = backend.capture([launch])
         for _ in range(self._options.check):
             self._seed += 1
             data = self._prepare(call, case, self._seed)
             self._control.barrier()
-            self._collective.launch(backend, call)
+            launch()
             backend.synchronise()
             wrong = self._control.sum(data.count_wrong(call.recv, parts))
             if wrong:
                 return wrong
         return 0
-
-
-def _statistics(each_us: list[float], skip: int) -> dict[str, Any]:
-    """nccl-tests' statistics of single calls without the first `skip`; percentiles by nearest rank."""
-    kept = sorted(each_us[skip:])
-    mean, stdev = statistics.fmean(kept), statistics.pstdev(kept)
-    return {
-        "min_us": kept[0],
-        "max_us": kept[-1],
-        "avg_us": mean,
-        "p50_us": percentile(kept, 50),
-        "p95_us": percentile(kept, 95),
-        "p99_us": percentile(kept, 99),
-        "stdev_us": stdev,
-        "cv_pct": 100 * stdev / mean if mean > 0 else 0.0,
-        "iterations_us": each_us,
-    }

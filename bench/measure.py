@@ -42,8 +42,8 @@ def measure(
         names: collectives by module name, such as `all_gather`.
         options: sizes, types and so on, the same for all.
         log_dir: where the ranks' logs go.
-        backend: `gloo` or `torch`; None takes what the machine has.
-        init_method: where the ranks meet, a URL of torch.distributed or netlayer.rendezvous; None makes a place.
+        backend: `gloo`, `torch` or `nccl`; None takes what the machine has.
+        init_method: where the ranks meet, a URL of torch.distributed or netlayer.init_method; None makes a place.
         on_start: called with each record, without rows, when its collective begins.
         on_row: called with each row once its data was checked, and its record as in `on_start`.
 

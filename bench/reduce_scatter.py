@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bench.collective import Collective, Part
-from bench.options import perf_command
+from bench.perf import perf_command
 
 if TYPE_CHECKING:
     from bench.backends import Backend, Call

@@ -1,7 +1,7 @@
 """A record of a bench as nccl-tests writes it: the text table, line by line, and the JSON of `-J`.
 
 The layout is that of nccl-tests 2.19.6, so that programs which read its output read ours. Leaves out: nothing it prints
-for the flags that we honour; added is one `# Backend` line.
+for the flags that we honour; added are `#` lines on the backend, and on the algorithm and NVLS as NCCL tells of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import netlayer
+from bench.algorithms import algorithm_lines, nvls_used
 from netlayer.results import RunRecord
 
 Row = Mapping[str, Any]
@@ -22,6 +23,7 @@ _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 MIN_BW_SHARE = 0.9
 _TITLES = ("algbw", "busbw", "#wrong", "i_min", "i_max", "i_p99", "i_cv%")
 _UNITS = ("(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)", "(%)")
+_CALL_KEYS = ("size_bytes", "dtype", "op", "root", "in_place", "algorithm", "protocol", "wire_bw_gbs")
 _WIDTHS = (7, 6, 6, 6, 7, 7, 7, 7)
 
 
@@ -39,9 +41,10 @@ def format_head(record: RunRecord) -> str:
         f"# nccl-tests version netlayer-{netlayer.__version__} nccl-headers={version} nccl-library={version}",
         f"# Collective test starting: {_program(record)}",
         f"# nThread 1 nGpus {config['ngpus']} minBytes {arguments['min_bytes']} maxBytes {arguments['max_bytes']}"
-        f" step: {step} warmup iters: {arguments['warmup_iters']} iters: {arguments['iters']} agg iters: 1"
-        f" validation: {arguments['check']} graph: 0 unalign: {arguments['unalign']}",
-        f"# Backend: {config['backend']}, torch {config['torch_version']}",
+        f" step: {step} warmup iters: {arguments['warmup_iters']} iters: {arguments['iters']}"
+        f" agg iters: {arguments['agg_iters']} validation: {arguments['check']} graph: {arguments['cudagraph']}"
+        f" unalign: {arguments['unalign']}",
+        f"# Backend: {config['library']}",
     ]
     if arguments["per_iter"]:
         skipped = arguments["per_iter_skip"]
@@ -69,8 +72,9 @@ def format_foot(record: RunRecord) -> str:
     """The closing lines: what went wrong, and the mean bandwidth."""
     wrong, mean = num_failed(record), mean_bus_bw(record)
     verdict = {None: "", True: "OK", False: "FAILED"}[fast_enough(record)]
+    spoken = "".join(f"# {line}\n" for line in algorithm_lines(record))
     return (
-        f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}\n"
+        f"{spoken}# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}\n"
         f"# {'Avg bus bandwidth':<20} : {mean:g} {verdict}\n"
         f"#\n# Collective test concluded: {_program(record)}\n#\n\n"
     )
@@ -115,6 +119,8 @@ def nccl_tests_json(record: RunRecord, argv: list[str] | None = None) -> dict[st
             "source": record.source,
             "backend": record.config["backend"],
             "emulated": sorted({row["emulated"] for row in record.rows} - {""}),
+            "nvls": {"multicast": record.config["nvls"], "used": nvls_used(record)},
+            "calls": [{key: row[key] for key in _CALL_KEYS} for row in record.rows],
             "environment": record.environment,
         },
     }
@@ -187,10 +193,10 @@ def _json_config(record: RunRecord) -> dict[str, Any]:
         **step,
         "warmup_iters": arguments["warmup_iters"],
         "iterations": arguments["iters"],
-        "aggregated_iterations": 1,
+        "aggregated_iterations": arguments["agg_iters"],
         "validation": arguments["check"],
-        "graph": 0,
-        "blocking_collectives": "false",
+        "graph": arguments["cudagraph"],
+        "blocking_collectives": _word(arguments["blocking"]),
         "per_iter_timing": _word(arguments["per_iter"]),
         "per_iter_skip": arguments["per_iter_skip"],
         "parallel_init": "false",

@@ -17,7 +17,7 @@ from bench.accept.recognise import parse
 from netlayer.errors import ConfigError
 from netlayer.verdict import NO_EXPECTATION, Finding, Verdict, worst
 
-_SEVERITY: tuple[Verdict | None, ...] = ("FAIL", "WARN", None, "PASS")
+SEVERITY: tuple[Verdict | None, ...] = ("FAIL", "WARN", None, "PASS")
 _BELOW = "run it again on this node alone; where it stays below, read nvidia-smi -q and nvidia-smi nvlink -s of it"
 _SAY_NVLS = "the log does not say whether NVLS was on; judge it with"
 
@@ -62,12 +62,12 @@ def judge_files(paths: Sequence[Path], said: Facts | None = None, entries: Seque
     held_against_peers = list(judge_peers(measured))
     findings = [
         *(finding for log in logs.values() for finding in log.findings),
-        *(finding for file, log in logs.items() for finding in _held(file, log.figures, entries, said or {})),
+        *(finding for file, log in logs.items() for finding in held(file, log.figures, entries, said or {})),
         *held_against_peers,
         *judge_traits(logs),
     ]
     order = {file: at for at, file in enumerate(logs)}
-    findings.sort(key=lambda finding: (_SEVERITY.index(finding.verdict), order.get(finding.file, 0)))
+    findings.sort(key=lambda finding: (SEVERITY.index(finding.verdict), order.get(finding.file, 0)))
     return Judgement(
         tuple(_without_idle(findings, held_against_peers)),
         tuple(damaged),
@@ -75,7 +75,7 @@ def judge_files(paths: Sequence[Path], said: Facts | None = None, entries: Seque
     )
 
 
-def _held(file: str, figures: Sequence[Figure], entries: Sequence[Expectation], said: Facts) -> Iterator[Finding]:
+def held(file: str, figures: Sequence[Figure], entries: Sequence[Expectation], said: Facts) -> Iterator[Finding]:
     """One finding for each series and subject: the point that stands worst, or that nothing is known of any."""
     groups: dict[tuple[str, str], list[Figure]] = defaultdict(list)
     for figure in figures:

@@ -20,14 +20,15 @@ _HEADS = ("verdict", "subject", "check", "figure", "expected", "file")
 _WIDEST = 60
 
 
-def format_table(judgement: Judgement) -> Iterator[str]:
+def format_table(judgement: Judgement, where: str = "file") -> Iterator[str]:
     """The lines of the table, each next step below its row; then the damaged files, and the verdict."""
+    heads = (*_HEADS[:-1], where)
     rows = [_cells(finding) for finding in judgement.findings]
     widths = [
-        max(min(len(row[at]), _WIDEST) for row in [_HEADS, *rows]) for at in range(len(_HEADS) - 1)
+        max(min(len(row[at]), _WIDEST) for row in [heads, *rows]) for at in range(len(heads) - 1)
     ]  # what is wider than that juts out, so that it can still be copied whole
     if rows:
-        yield _line(_HEADS, widths)
+        yield _line(heads, widths)
     for finding, row in zip(judgement.findings, rows, strict=True):
         yield _line(row, widths)
         if finding.next_step:
@@ -56,19 +57,19 @@ def record(
     return RunRecord("bench.accept.judge", "measured", rows, started, ended, arguments, environment=environment)
 
 
-def junit(judgement: Judgement) -> str:
+def junit(judgement: Judgement, suite_name: str = "netlayer accept judge") -> str:
     """A test case for each finding: FAIL is a failure, what was not judged is skipped, a damaged file is an error."""
     findings, damaged = judgement.findings, judgement.damaged
     suite = ET.Element(
         "testsuite",
-        name="netlayer accept judge",
+        name=suite_name,
         tests=str(len(findings) + len(damaged)),
         failures=str(sum(finding.verdict == "FAIL" for finding in findings)),
         errors=str(len(damaged)),
         skipped=str(sum(finding.verdict is None for finding in findings)),
     )
     for finding in findings:
-        name = f"{finding.check}: {finding.subject} ({finding.file}:{finding.line})"
+        name = f"{finding.check}: {finding.subject}" + (f" ({finding.file}:{finding.line})" if finding.line else "")
         case = ET.SubElement(
             suite, "testcase", classname=printable(judgement.kinds.get(finding.file, "judge")), name=printable(name)
         )
@@ -98,14 +99,14 @@ def page(judgement: Judgement, commit: str) -> str:
     bad = [finding for finding in judgement.findings if finding.verdict in ("FAIL", "WARN")]
     if bad:
         lead = "What was found, what it was held against, and what to do next."
-        rows = [_told(finding) for finding in bad]
+        rows = [told(finding) for finding in bad]
         report.section("Faults and warnings", lead, source="measured").table(pd.DataFrame(rows), max_rows=500)
     if judgement.damaged:
         rows = [{"what could not be read, and what to do": line} for line in judgement.damaged]
         report.section("Files that were not judged").table(pd.DataFrame(rows), max_rows=500)
     good = [finding for finding in judgement.findings if finding.verdict not in ("FAIL", "WARN")]
     if good:
-        rows = [_shown(finding) for finding in good]
+        rows = [shown(finding) for finding in good]
         lead = "Without a verdict: no expectation is known for it, and too few peers did the same work."
         report.section("Passed, or without expectation", lead, source="measured").table(
             pd.DataFrame(rows), max_rows=500
@@ -116,9 +117,13 @@ def page(judgement: Judgement, commit: str) -> str:
     return report.html()
 
 
+def plain_row(finding: Finding) -> dict[str, Any]:
+    """Its fields, without control characters."""
+    return {key: printable(value) if isinstance(value, str) else value for key, value in asdict(finding).items()}
+
+
 def _row(finding: Finding, kinds: Mapping[str, str]) -> dict[str, Any]:
-    shown = {key: printable(value) if isinstance(value, str) else value for key, value in asdict(finding).items()}
-    return {**shown, "kind": kinds.get(finding.file, "")}
+    return {**plain_row(finding), "kind": kinds.get(finding.file, "")}
 
 
 def _cells(finding: Finding) -> tuple[str, ...]:
@@ -127,12 +132,13 @@ def _cells(finding: Finding) -> tuple[str, ...]:
     return tuple(printable(cell) for cell in cells)
 
 
-def _shown(finding: Finding) -> dict[str, str]:
+def shown(finding: Finding) -> dict[str, str]:
+    """Its cells by the heads of the table."""
     return dict(zip(_HEADS, _cells(finding), strict=True))
 
 
-def _told(finding: Finding) -> dict[str, str]:
-    """As `_shown`, with what to do beside what was found."""
+def told(finding: Finding) -> dict[str, str]:
+    """As `shown`, with what to do beside what was found."""
     verdict, subject, check, figure, expected, where = _cells(finding)
     found = {"verdict": verdict, "where": f"{subject}, {PurePath(where).name}", "found": f"{check}: {figure}"}
     return {**found, "next step": printable(finding.next_step), "expected": expected, "file": where}

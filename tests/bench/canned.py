@@ -36,6 +36,9 @@ def row(in_place: bool, **changes: Any) -> dict[str, Any]:
         "bus_bw_gbs": 122.219,
         "wrong": 0,
         "emulated": "",
+        "algorithm": "RING",
+        "protocol": "SIMPLE",
+        "wire_bw_gbs": 122.219,
         "at": "2026-01-02T03:04:05.678+00:00",
         "cycle": 0,
         **changes,
@@ -54,6 +57,8 @@ def record(rows: list[dict[str, Any]] | None = None, max_bytes: int | None = Non
         arguments=asdict(given),
         config={
             "backend": "torch",
+            "library": "torch, torch 2.13.0",
+            "nvls": "unknown",
             "clock": "CUDA event",
             "torch_version": "2.13.0",
             "nccl_version": 22705,

@@ -33,6 +33,23 @@ def corrupt(context: RankContext, plan: Plan) -> None:
     run_first_rank(context, plan)
 
 
+def corrupt_parts(context: RankContext, plan: Plan) -> None:
+    """Measure with an alltoallv that spoils its last element on rank 0, and exchanges that rank 1 does not take in."""
+    alltoallv, exchange = GlooBackend.alltoallv, GlooBackend.exchange
+
+    def spoilt(self: GlooBackend, recv: Tensor, *given: Any) -> None:
+        alltoallv(self, recv, *given)
+        if self.rank == 0:
+            recv[-1] += 1
+
+    def deaf(self: GlooBackend, recv: Tensor, *given: Any) -> None:
+        exchange(self, torch.empty_like(recv) if self.rank == 1 else recv, *given)
+
+    GlooBackend.alltoallv = spoilt  # type: ignore[method-assign]
+    GlooBackend.exchange = deaf  # type: ignore[method-assign]
+    run_first_rank(context, plan)
+
+
 def hang(context: RankContext, plan: Plan) -> None:
     """Measure with a rank 1 that never enters the collective."""
     if context.env.rank == 1:
@@ -48,15 +65,16 @@ def compare_with_reference(context: RankContext, url: str) -> tuple[list[str], s
         buffers = Buffers(backend, 4096, unalign=1)
         for name, reference in _REFERENCES.items():
             collective = load_collective(name)
-            for dtype in DTYPES:
+            if name == "hypercube" and backend.ranks & (backend.ranks - 1):
+                continue
+            for dtype in GlooBackend.dtypes:
                 for op in OPS if collective.reduces else ["none"]:
                     if collective.reduces and backend.refusal(dtype, op):
                         continue
                     for in_place in (False, True) if collective.checks_in_place else (False,):
                         root = backend.ranks - 1
                         call = buffers.calls(collective, COUNT, (dtype, op, root), in_place, 2)[-1]
-                        sent_parts = collective.buffer_parts(backend.ranks)[0]
-                        inputs = [_input(rank, sent_parts * COUNT, DTYPES[dtype]) for rank in range(backend.ranks)]
+                        inputs = [_input(rank, call.send.numel(), DTYPES[dtype]) for rank in range(backend.ranks)]
                         call.send.copy_(inputs[backend.rank])
                         collective.launch(backend, call)
                         wanted = reference(backend, call, inputs)
@@ -80,6 +98,19 @@ def _reduce(op: str, inputs: list[Tensor]) -> Tensor:
     }[op]
 
 
+def _by_distance(backend: Backend, call: Call, inputs: list[Tensor]) -> Tensor:
+    """What alltoallv brings: from each rank the stretch behind those for the ranks before this one."""
+    counts = [_distance_counts(rank, backend.ranks, call) for rank in range(backend.ranks)]
+    return torch.cat(
+        [sent[sum(row[: backend.rank]) :][: row[backend.rank]] for sent, row in zip(inputs, counts, strict=True)]
+    )
+
+
+def _distance_counts(rank: int, ranks: int, call: Call) -> list[int]:
+    total, whole = COUNT * ranks * call.send.itemsize, sum(range(ranks))
+    return [int((to - rank) % ranks * total / whole) // 16 * 16 // call.send.itemsize for to in range(ranks)]
+
+
 def _own(backend: Backend, whole: Tensor) -> Tensor:
     return whole[backend.rank * COUNT :][:COUNT]
 
@@ -90,6 +121,8 @@ _REFERENCES: dict[str, Callable[[Backend, Call, list[Tensor]], Any]] = {
     "reduce_scatter": lambda backend, call, inputs: _own(backend, _reduce(call.op, inputs)),
     "sendrecv": lambda backend, call, inputs: inputs[backend.rank - 1],
     "alltoall": lambda backend, call, inputs: torch.cat([_own(backend, sent) for sent in inputs]),
+    "alltoallv": _by_distance,
+    "hypercube": lambda _, call, inputs: torch.cat(inputs),
     "broadcast": lambda _, call, inputs: inputs[call.root],
     "reduce": lambda backend, call, inputs: _reduce(call.op, inputs) if backend.rank == call.root else None,
     "gather": lambda backend, call, inputs: torch.cat(inputs) if backend.rank == call.root else None,

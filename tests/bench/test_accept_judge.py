@@ -65,6 +65,9 @@ CASES = {
         [("CPU 0 -> GPU 6", "host_to_device", "GPU 6"), ("GPU 5", "device_to_device", "GPU 5")],
     ),
     "nvidia_smi_good.txt": ("nvidia-smi -q", "PASS", []),
+    # Printed by driver 580.159 on a host of H200; serial numbers and names of devices are taken out.
+    "nvidia_smi_h200_real.txt": ("nvidia-smi -q", "PASS", []),
+    "nvlink_h200x4_real.txt": ("nvidia-smi nvlink -s", "PASS", []),
     "nvlink_down.txt": ("nvidia-smi nvlink -s", "FAIL", [("GPU 1", "NVLink", "reset"), ("GPU 1", "NVLinks up", "")]),
     "kernel_xid.txt": (
         "kernel log",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.backends import DTYPES, OPS
-from bench.checks import PERIOD, Data, poison
+from bench.backends import DTYPES
+from bench.checks import PERIOD, Data, poison, premultiplier
 from bench.collective import Part
+from bench.options import OP_NAMES
 
 COUNT = 2 * PERIOD + 100
 
@@ -40,14 +41,49 @@ def test_more_ranks_than_the_type_counts_still_give_every_rank_a_say() -> None:
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_one_changed_element_is_one_wrong(dtype: str) -> None:
     data = Data(2, DTYPES[dtype], "sum", seed=3)
-    result = sum(inputs_of(data), start=torch.zeros(COUNT, dtype=DTYPES[dtype]))
+    exact = sum((each.double() for each in inputs_of(data)), start=torch.zeros(COUNT, dtype=torch.float64))
     for at in (0, PERIOD, COUNT - 1):
-        result[at] += 1
-    assert data.count_wrong(result, [Part(None, 0)]) == 3
+        exact[at] = 1 if exact[at] == 0 else 0
+    assert data.count_wrong(exact.to(DTYPES[dtype]), [Part(None, 0)]) == 3
+
+
+@pytest.mark.parametrize("dtype", ["f8e4m3", "f8e5m2", "uint32", "uint64"])
+@pytest.mark.parametrize("op", OP_NAMES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_types_that_torch_cannot_reduce_are_exact_too(dtype: str, op: str, ranks: int) -> None:
+    """After each step the partial result goes through the type, as it would on its way round a ring."""
+    data = Data(ranks, DTYPES[dtype], op, seed=5)
+    scale = {"mulsum": premultiplier, "avg": lambda _: 1 / ranks if dtype.startswith("f8") else 1}.get(op, lambda _: 1)
+    each = [buffer.double() * scale(rank) for rank, buffer in enumerate(inputs_of(data, 500))]
+    combine = {"prod": torch.mul, "max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
+    total = each[0]
+    for other in each[1:]:
+        total = combine(total, other).to(DTYPES[dtype]).double()
+    if op == "avg" and not dtype.startswith("f8"):
+        total = (total / ranks).floor()
+    assert data.count_wrong(total.to(DTYPES[dtype]), [Part(None, 0)]) == 0
+
+
+def test_mulsum_multiplies_the_ranks_by_different_numbers() -> None:
+    data = Data(2, torch.float32, "mulsum", seed=5)
+    first, second = inputs_of(data, 64)
+    assert data.count_wrong(first + 2 * second, [Part(None, 0)]) == 0
+    assert data.count_wrong(first + second, [Part(None, 0)]) > 32
+
+
+def test_parts_of_unequal_length_follow_each_other() -> None:
+    data = Data(2, torch.float32, "", seed=6)
+    first, second = inputs_of(data, 64)
+    result = torch.cat([first[4:10], second[20:50], torch.zeros(7)])
+    parts = [Part(0, 4, 6), Part(1, 20, 30)]
+    assert data.count_wrong(result, parts) == 0  # what lies behind the last part is nobody's
+    result[35] += 1
+    assert data.count_wrong(result, parts) == 1
+    assert data.count_wrong(result[1:], parts) > 20
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("op", ["", *OPS])
+@pytest.mark.parametrize("op", ["", *OP_NAMES])
 def test_what_was_never_written_is_wrong(dtype: str, op: str) -> None:
     data = Data(3, DTYPES[dtype], op, seed=2)
     result = torch.empty(COUNT, dtype=DTYPES[dtype])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from bench.buffers import Buffers
 from bench.collective import Part, Place
 from bench.driver import load_collective
 
-ALL = ("all_reduce", "all_gather", "reduce_scatter", "sendrecv", "alltoall", "broadcast", "reduce", "gather", "scatter")
+ALL = (
+    "all_reduce", "all_gather", "reduce_scatter", "sendrecv", "alltoall", "broadcast", "reduce", "gather", "scatter",
+    "alltoallv", "hypercube",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -23,6 +27,8 @@ ALL = ("all_reduce", "all_gather", "reduce_scatter", "sendrecv", "alltoall", "br
         ("sendrecv", {2: 1, 8: 1}),
         ("broadcast", {2: 1, 8: 1}),
         ("reduce", {2: 1, 8: 1}),
+        ("alltoallv", {2: 0.5, 8: 0.875}),
+        ("hypercube", {2: 1, 8: 1}),
     ],
 )
 def test_bus_factor(name: str, factors: dict[int, float]) -> None:
@@ -33,6 +39,9 @@ def test_bus_factor(name: str, factors: dict[int, float]) -> None:
 def test_bandwidth_counts_billions_of_bytes_a_second() -> None:
     assert load_collective("all_reduce").bandwidth_gbs(2 * 10**9, 0.5, 4) == pytest.approx((4.0, 6.0))
     assert load_collective("all_gather").bandwidth_gbs(0, 1e-6, 4) == (0.0, 0.0)
+    assert load_collective("hypercube").bandwidth_gbs(8 * 10**9, 1, 8) == pytest.approx(
+        (7.0, 7.0)
+    )  # its own is left out
 
 
 @pytest.mark.parametrize(
@@ -66,6 +75,8 @@ def test_parts_say_where_each_element_comes_from() -> None:
         "reduce": [],
         "gather": [],
         "scatter": [Part(2, 10)],
+        "alltoallv": [Part(0, 0, 0), Part(1, 16, 0), Part(2, 0, 16)],  # of 30 bytes 10 one ahead, 20 two: whole 16
+        "hypercube": [Part(0, 0), Part(1, 0), Part(2, 0)],
     }
     assert {name: list(load_collective(name).expect(place)) for name in ALL} == expected
 
@@ -79,7 +90,10 @@ def test_the_root_expects_what_others_do_not() -> None:
 class _OneOfThree:
     """As much of a backend as buffers need."""
 
-    rank, ranks, device = 1, 3, "cpu"
+    rank, ranks = 1, 3
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -88,7 +102,7 @@ def test_in_place_the_smaller_buffer_is_this_ranks_part_of_the_larger(name: str)
     [call] = Buffers(_OneOfThree(), 1024, 0).calls(collective, 8, ("float", "sum", 0), True, 1)  # type: ignore[arg-type]
     ahead = (call.send.data_ptr() - call.recv.data_ptr()) // 4
     assert ahead == {(1, 3): 8, (3, 1): -8}.get(collective.buffer_parts(3), 0)
-    assert (call.send.numel(), call.recv.numel()) == tuple(8 * parts for parts in collective.buffer_parts(3))
+    assert (call.send.numel(), call.recv.numel()) == collective.elements(8, 4, 3)
 
 
 def test_calls_use_stretches_of_their_own_as_far_as_buffers_reach() -> None:

@@ -54,6 +54,14 @@ def test_the_digest_sees_what_flows_did() -> None:
     assert digest(runs[0]) != digest(runs[1])
 
 
+def test_what_differs_is_named() -> None:
+    first, second = (simulate(*scenario(4, 60, seed=3), settings("dcqcn"), "dcqcn", seed=3) for _ in range(2))
+    assert sim_speed.differences(first, second) == []
+    second.state.dcqcn_flow["alpha"][5:7] += 0.5
+    [found] = sim_speed.differences(first, second)
+    assert found.startswith("dcqcn_flow.alpha in 2 of 16 rows (row 5: ")
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("case", sim_speed.CASES)
 def test_the_heap_agrees_to_the_picosecond(case: sim_speed.Case, seed: int) -> None:

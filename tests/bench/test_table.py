@@ -12,7 +12,8 @@ import netlayer
 from bench.table import format_foot, format_table, nccl_tests_json
 from tests.bench.canned import record, row
 
-# Written by hand after the printf formats of nccl-tests 2.19.6; only the version and the line `# Backend` are ours.
+# Written by hand after the printf formats of nccl-tests 2.19.6; ours are the version, and the lines `# Backend`,
+# `# NVLS` and `# Algorithm`.
 GOLDEN = f"""\
 # nccl-tests version netlayer-{netlayer.__version__} nccl-headers=22705 nccl-library=22705
 # Collective test starting: all_reduce_perf
@@ -28,6 +29,8 @@ graph: 0 unalign: 0
 #       size         count      type   redop    root     time   algbw   busbw  #wrong     time   algbw   busbw  #wrong 
 #        (B)    (elements)                               (us)  (GB/s)  (GB/s)             (us)  (GB/s)  (GB/s)         
      1048576        262144     float     sum      -1    15.01   69.84  122.22       0    15.01   69.84  122.22       0
+# NVLS used: no (multicast: unknown)
+# Algorithm 1048576 B: RING SIMPLE, wire bandwidth 1.750 x algbw
 # Out of bounds values : 0 OK
 # Avg bus bandwidth    : 122.219 
 #

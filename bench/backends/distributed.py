@@ -1,8 +1,6 @@
-"""The libraries that carry a bench's bytes: one object each, with its collectives, its clock and its limits.
+"""torch.distributed as a bench's library: `gloo` on CPUs, `torch` for NCCL as torch calls it.
 
-`gloo` runs on CPUs, `torch` is NCCL as torch.distributed calls it. Collectives are enqueued in order on one stream, as
-nccl-tests does: where there is no stream (gloo), a call returns once its data is there, so calls never overlap.
-What a library lacks and we make up from other calls is named by `emulation`. Leaves out: NCCL called directly.
+Leaves out: NCCL called directly (`nccl`), and with it the flags and types that torch.distributed does not pass on.
 """
 
 from __future__ import annotations
@@ -10,32 +8,20 @@ from __future__ import annotations
 import os
 import platform
 import time
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.backends.base import Backend, Device, Facts
 from collectives.torch_names import all_gather_single, reduce_scatter_single
-from netlayer.environ import usable_gpus
 from netlayer.errors import ConfigError, HardwareMissing
 from netlayer.rank import RankEnv
 
-# In the order of nccl-tests' `-d all` and `-o all`.
-DTYPES = {
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "half": torch.float16,
-    "float": torch.float32,
-    "double": torch.float64,
-    "bfloat16": torch.bfloat16,
-}
 OPS = {
     "sum": dist.ReduceOp.SUM,
     "prod": dist.ReduceOp.PRODUCT,
@@ -46,33 +32,14 @@ OPS = {
 _COPIES = ("all_reduce", "broadcast", "reduce")
 
 
-class Call(NamedTuple):
-    """The arguments of one collective; in place, `send` is `recv` or a view of it, or the other way round."""
+class DistributedBackend(Backend):
+    """The collectives of torch.distributed, whatever library is below."""
 
-    recv: Tensor
-    send: Tensor
-    op: str
-    root: int
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a rank runs on; `bus` is the PCI address as nccl-tests prints it."""
-
-    index: int
-    bus: str
-    name: str
-
-
-class Backend(ABC):
-    """One rank's access to a library. The default process group must exist."""
-
-    name: str
-    launches_ahead: bool  # a call returns before it is done
-    library_version: int  # NCCL's, as 22705 for 2.27.5; 0 where it is not NCCL
+    dtypes = ("int8", "uint8", "int32", "int64", "half", "float", "double", "bfloat16")
+    ops = tuple(OPS)
 
     def __init__(self, env: RankEnv, device: torch.device, timeout: timedelta | None) -> None:
-        self.rank, self.ranks, self.device = env.rank, env.world_size, device
+        super().__init__(env, device)
         self.group = self._make_group(timeout)
 
     @abstractmethod
@@ -80,7 +47,7 @@ class Backend(ABC):
         """A group of all ranks whose calls fail after `timeout`; None leaves that to the library."""
 
     def all_reduce(self, recv: Tensor, send: Tensor, op: str) -> None:
-        _copy(recv, send)
+        self.copy(recv, send)
         dist.all_reduce(recv, OPS[op], group=self.group)
 
     def all_gather(self, recv: Tensor, send: Tensor) -> None:
@@ -89,22 +56,29 @@ class Backend(ABC):
     def reduce_scatter(self, recv: Tensor, send: Tensor, op: str) -> None:
         reduce_scatter_single(recv, send, OPS[op], group=self.group)
 
-    def sendrecv(self, recv: Tensor, send: Tensor) -> None:
-        to, source = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+    def alltoall(self, recv: Tensor, send: Tensor) -> None:
+        dist.all_to_all_single(recv, send, group=self.group)
+
+    def alltoallv(self, recv: Tensor, send: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+        into, out_of = recv[: sum(received)], send[: sum(sent)]
+        dist.all_to_all_single(into, out_of, list(received), list(sent), group=self.group)
+
+    def exchange(self, recv: Tensor, source: int, send: Tensor, to: int) -> None:
         pair = [dist.P2POp(dist.isend, send, to, self.group), dist.P2POp(dist.irecv, recv, source, self.group)]
         for work in dist.batch_isend_irecv(pair):
             work.wait()
 
-    def alltoall(self, recv: Tensor, send: Tensor) -> None:
-        dist.all_to_all_single(recv, send, group=self.group)
+    def copy(self, recv: Tensor, send: Tensor) -> None:
+        if recv.data_ptr() != send.data_ptr():
+            recv.copy_(send)
 
     def broadcast(self, recv: Tensor, send: Tensor, root: int) -> None:
         if self.rank == root:
-            _copy(recv, send)
+            self.copy(recv, send)
         dist.broadcast(recv, root, group=self.group)
 
     def reduce(self, recv: Tensor, send: Tensor, op: str, root: int) -> None:
-        _copy(recv, send)
+        self.copy(recv, send)
         dist.reduce(recv, root, OPS[op], group=self.group)
 
     def gather(self, recv: Tensor, send: Tensor, root: int) -> None:
@@ -117,40 +91,16 @@ class Backend(ABC):
 
     @classmethod
     def emulation(cls, collective: str, op: str, in_place: bool) -> str:
-        """What the library lacks for this call and what runs instead; empty where it runs the call itself."""
         del op
         if collective in _COPIES and not in_place:
             return "copy, then in place: torch.distributed has no out-of-place call"
         return ""
 
-    @staticmethod
-    def refusal(dtype: str, op: str) -> str:
-        """Why the library cannot reduce this type with this operator; empty where it can."""
-        del dtype, op
-        return ""
-
-    @abstractmethod
-    def describe(self) -> Device:
-        """The device of this rank."""
-
-    @abstractmethod
-    def free_bytes(self) -> int | None:
-        """Memory that this rank may still take on its device; None where nobody knows."""
-
-    @abstractmethod
-    def mark(self) -> Any:
-        """A point in the order of calls, for `seconds`."""
-
-    @abstractmethod
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Time between two marks; only after `synchronise`."""
-
-    @abstractmethod
-    def synchronise(self) -> None:
-        """Wait until all that was launched is done."""
+    def facts(self) -> Facts:
+        return Facts(f"{self.name}, torch {torch.__version__}")
 
 
-class GlooBackend(Backend):
+class GlooBackend(DistributedBackend):
     """CPUs and sockets."""
 
     name = "gloo"
@@ -174,9 +124,11 @@ class GlooBackend(Backend):
             notes.append("sum, then a division: gloo has no average")
         return "; ".join(filter(None, notes))
 
-    @staticmethod
-    def refusal(dtype: str, op: str) -> str:
-        return "torch's gloo averages floating types only" if op == "avg" and "int" in dtype else ""
+    @classmethod
+    def refusal(cls, dtype: str, op: str) -> str:
+        if op == "avg" and "int" in dtype and dtype in cls.dtypes:
+            return "torch's gloo averages floating types only"
+        return super().refusal(dtype, op)
 
     def describe(self) -> Device:
         return Device(0, "0000:00:00", _proc_value("/proc/cpuinfo", "model name") or platform.processor() or "cpu")
@@ -195,16 +147,14 @@ class GlooBackend(Backend):
         """Nothing is under way: every call returned with its data there."""
 
 
-class TorchBackend(Backend):
+class TorchBackend(DistributedBackend):
     """One GPU a rank, NCCL through torch.distributed."""
 
     name = "torch"
     launches_ahead = True
 
     def __init__(self, env: RankEnv, timeout: timedelta | None) -> None:
-        index = first_gpu() + env.local_rank
-        if index >= torch.cuda.device_count():
-            raise HardwareMissing(f"rank {env.rank} needs GPU {index}, but {os.uname().nodename} has {_count_gpus()}")
+        index = local_gpu(env)
         torch.cuda.set_device(index)
         super().__init__(env, torch.device("cuda", index), timeout)
         self._timeout_s = timeout.total_seconds() if timeout else None
@@ -243,20 +193,17 @@ class TorchBackend(Backend):
                 raise RuntimeError(f"NCCL timed out after {self._timeout_s:g} s")
 
 
-BACKENDS: dict[str, type[GlooBackend] | type[TorchBackend]] = {"gloo": GlooBackend, "torch": TorchBackend}
-
-
-def choose_backend(name: str | None) -> str:
-    """The backend asked for, or the one that this machine has.
+def local_gpu(env: RankEnv) -> int:
+    """The GPU of this rank.
 
     Raises:
-        HardwareMissing: `torch` was asked for by name and there is no GPU.
+        HardwareMissing: there are fewer GPUs here than ranks.
     """
-    if name is None:
-        return "torch" if usable_gpus() else "gloo"
-    if name == "torch" and not usable_gpus():
-        raise HardwareMissing("--backend torch needs an NVIDIA GPU and a CUDA build of torch; here use --backend gloo")
-    return name
+    index, number = first_gpu() + env.local_rank, torch.cuda.device_count()
+    if index >= number:
+        found = f"{number} GPU" + "s" * (number != 1)
+        raise HardwareMissing(f"rank {env.rank} needs GPU {index}, but {os.uname().nodename} has {found}")
+    return index
 
 
 def first_gpu() -> int:
@@ -265,16 +212,6 @@ def first_gpu() -> int:
     if not text.isdigit():
         raise ConfigError("NCCL_TESTS_DEVICE", text, "must be the number of a GPU", "unset it or give 0")
     return int(text)
-
-
-def _copy(recv: Tensor, send: Tensor) -> None:
-    if recv is not send:
-        recv.copy_(send)
-
-
-def _count_gpus() -> str:
-    number = torch.cuda.device_count()
-    return f"{number} GPU" + "s" * (number != 1)
 
 
 def _proc_value(file: str, key: str) -> str:

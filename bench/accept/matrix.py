@@ -1,0 +1,66 @@
+"""Which node or which link of a matrix of pairs is slow: what is common to a node's pairs is the node's.
+
+Each value is held against the median of all, as a logarithm, so that one link may be slow by any factor; a node's score
+is the median over its links in the worse direction, a link's what remains of it without its nodes. From four nodes on.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
+
+from netlayer.verdict import MIN_PEERS, Peers, Verdict, peers_of
+
+Key = TypeVar("Key")
+Directed = Mapping[tuple[int, int], float]
+"""From one node to another: a value that should be high."""
+
+
+class Score(NamedTuple):
+    """How a node or link stands: `share` of what its peers reach."""
+
+    verdict: Verdict
+    share: float
+    peers: Peers
+
+
+class MatrixScores(NamedTuple):
+    nodes: dict[int, Score]
+    links: dict[tuple[int, int], Score]
+
+
+def judge_matrix(values: Directed, least_ratio: float = 1.0) -> MatrixScores | None:
+    """Scores of every node and every directed link; None where there are too few nodes.
+
+    Args:
+        values: from each node to each other.
+        least_ratio: times slower than its peers that one must be to be accused, whatever they scatter.
+    """
+    names = sorted({end for pair in values for end in pair})
+    known = {pair: value for pair, value in values.items() if value > 0}
+    if len(names) < MIN_PEERS or not known:
+        return None
+    middle = statistics.median(known.values())
+    logs = {pair: math.log(value / middle) for pair, value in known.items()}
+    sent = {name: _middle([log for (src, _), log in logs.items() if src == name]) for name in names}
+    received = {name: _middle([log for (_, dst), log in logs.items() if dst == name]) for name in names}
+    of_nodes = {name: min(sent[name], received[name]) for name in names}
+    rest = {(src, dst): log - min(sent[src], received[dst]) for (src, dst), log in logs.items()}
+    return MatrixScores(judge_logs(of_nodes, least_ratio), judge_logs(rest, least_ratio))
+
+
+def judge_logs(logs: Mapping[Key, float], least_ratio: float = 1.0) -> dict[Key, Score]:
+    """Each logarithm held against all of them."""
+    # Around one, where a share of the median is a share of the value.
+    peers = peers_of(1 + log for log in logs.values())
+    found = {}
+    for key, log in logs.items():
+        share = math.exp(log - (peers.median - 1))
+        found[key] = Score("PASS" if share * least_ratio > 1 else peers.judge(1 + log), share, peers)
+    return found
+
+
+def _middle(logs: list[float]) -> float:
+    return statistics.median(logs) if logs else 0.0

@@ -1,0 +1,119 @@
+"""`--runner nccl-tests`: the genuine binaries on every host, their own output judged as `judge` judges logs.
+
+Each host runs all its GPUs in one process; hosts are held against each other. Left out: runs over several hosts, for
+which nccl-tests needs MPI: start those with mpirun and give their logs to `netlayer accept judge`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.accept.expectations import load
+from bench.accept.fleet import Fleet
+from bench.accept.judge import held
+from bench.accept.links import Link
+from bench.accept.log import Log, Text
+from bench.accept.peers import Measured, judge_peers
+from bench.accept.recognise import parse
+from bench.accept.run import Result, Settings
+from bench.accept.trial import Trial
+from netlayer.errors import ConfigError, HardwareMissing
+from netlayer.progress import Stages
+from netlayer.verdict import Finding
+
+BINARIES = ("all_reduce_perf", "all_gather_perf", "reduce_scatter_perf", "alltoall_perf", "sendrecv_perf")
+_SIZES = ("-b", "64M", "-e", "1G", "-f", "4", "-n", "20")
+_LIMIT_S = 300.0
+
+
+def find_binaries(folder: Path | None) -> dict[str, Path]:
+    """Those of nccl-tests: compiled programs, for our own scripts have the same names.
+
+    Raises:
+        HardwareMissing: none is there.
+    """
+    found = {}
+    for name in BINARIES:
+        place = folder / name if folder else shutil.which(name)
+        if place is not None and _is_compiled(Path(place)):
+            found[name] = Path(place).absolute()
+    if not found:
+        where = f"in {folder}" if folder else "on the PATH"
+        raise HardwareMissing(
+            f"--runner nccl-tests: no compiled {BINARIES[0]} {where}; build github.com/NVIDIA/nccl-tests with make, "
+            "then give --nccl-tests its build folder"
+        )
+    return found
+
+
+def run_nccl_tests(settings: Settings, links: Sequence[Link], folder: Path | None) -> Result:
+    """Every binary on every host, one after the other; agents are ended by whoever started them."""
+    binaries = find_binaries(folder)
+    fleet = Fleet(links)
+    trial = Trial(fleet, settings.members, settings.work, [member.rank for member in settings.members])
+    result = Result(trial)
+    hosts = {link.host: sum(len(one.ranks) for one in links if one.host == link.host) for link in links}
+    with Stages() as stages:
+        try:
+            for name, binary in binaries.items():
+                with stages.open(name):
+                    _run_one(trial, name, binary, hosts)
+                result.done.append(name)
+        except KeyboardInterrupt:
+            result.stopped = "interrupted"
+    return result
+
+
+def run_binary(command: Sequence[str], limit_s: float) -> dict[str, Any]:
+    """In an agent: what the program printed, and how it ended."""
+    try:
+        done = subprocess.run(list(command), capture_output=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired as exc:
+        text = (exc.stdout or b"").decode(errors="replace")
+        return {"text": text, "code": None, "error": f"did not end within {limit_s:g} s"}
+    except OSError as exc:
+        return {"text": "", "code": None, "error": f"cannot be run ({exc.strerror})"}
+    error = " ".join(done.stderr.decode(errors="replace").split())[-300:]
+    return {"text": done.stdout.decode(errors="replace"), "code": done.returncode, "error": error}
+
+
+def _run_one(trial: Trial, name: str, binary: Path, hosts: dict[str, int]) -> None:
+    logs: dict[str, Log] = {}
+    for host, gpus in hosts.items():
+        said = trial.fleet.execute(host, [str(binary), *_SIZES, "-g", str(gpus)], _LIMIT_S)
+        if said is None or said["code"] is None or not said["text"]:
+            reason = said["error"] if said else "the host was lost"
+            trial.findings.append(Finding("FAIL", host, name, reason, "runs", f"run {binary} on {host} by hand", name))
+            continue
+        trial.rows.append({"phase": name, "host": host, "text": said["text"], "code": said["code"]})
+        try:
+            logs[host] = parse(Text(host, said["text"]))
+        except ConfigError as exc:
+            words = said["error"] or str(exc)
+            trial.findings.append(
+                Finding("FAIL", host, name, words, "a table", f"run {binary} on {host} by hand", name)
+            )
+    trial.findings += [replace(finding, file=name, line=0) for finding in _findings(logs)]
+
+
+def _findings(logs: dict[str, Log]) -> Iterator[Finding]:
+    for host, log in logs.items():
+        yield from (replace(finding, subject=host) for finding in log.findings)
+        yield from (replace(finding, subject=host) for finding in held(host, log.figures, load(), {}))
+    measured = [
+        Measured(host, log.kind, replace(figure, subject=host)) for host, log in logs.items() for figure in log.figures
+    ]
+    yield from judge_peers(measured)
+
+
+def _is_compiled(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"\x7fELF"
+    except OSError:
+        return False

@@ -1,0 +1,245 @@
+"""The phases of an acceptance run, in order: each measures, judges, and leaves whoever failed it behind.
+
+Device speeds and pairs have modules of their own (`speeds`, `pairing`). Left out: the preflight, which needs no rank.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from bench.accept.expectations import load
+from bench.accept.judge import held
+from bench.accept.log import Figure
+from bench.accept.matrix import judge_logs
+from bench.accept.speeds import measure_speeds
+from bench.accept.trial import Say, Trial
+from netlayer.verdict import MIN_PEERS, NO_EXPECTATION, Finding, Verdict
+
+Phase = Callable[[Trial, Say], None]
+_AGAIN = 3
+_GROUP = "run the pairs of {}: where one of them is slow, its node or link; where none is, the switch that they share"
+_LINK = "swap cable and transceiver between {}, then the switch port: the fault moves with the part"
+_NODE = "where GEMM and copy of {} are as fast as the others', its NIC or cable is slow; else its GPU or host"
+_JITTER = 50.0
+"""Times the median that the slowest call in a hundred may take, before a warning."""
+
+
+def gemm(trial: Trial, say: Say) -> None:
+    measure_speeds(trial, "gemm", say)
+
+
+def copy(trial: Trial, say: Say) -> None:
+    measure_speeds(trial, "copy", say)
+
+
+def all_to_all(trial: Trial, say: Say) -> None:
+    """Inside each node that has several ranks."""
+    groups = [group for group in _nodes(trial) if len(group) > 1]
+    if not groups:
+        trial.findings.append(_skipped(trial, "all_to_all", "every node has one rank"))
+        return
+    _compare(trial, "all_to_all", "all_to_all", groups, say)
+
+
+def neighbours(trial: Trial, say: Say, tor_nodes: int = 0) -> None:
+    """All-reduce among the nodes under one ToR; where nobody says how many those are, among neighbours in pairs.
+
+    Args:
+        tor_nodes: nodes under one ToR; 0 where it is not known.
+    """
+    nodes = _nodes(trial)
+    size = tor_nodes or max(2, len(nodes) // 8)
+    groups = [tuple(rank for node in nodes[at : at + size] for rank in node) for at in range(0, len(nodes), size)]
+    if len(nodes) > size and len(nodes) % size == 1:  # a node alone has nobody to meet
+        last = groups.pop()
+        groups[-1] = groups[-1] + last
+    _compare(trial, "neighbours", "all_reduce", [group for group in groups if len(group) > 1], say)
+
+
+def all_reduce(trial: Trial, say: Say) -> None:
+    """Among all ranks at once; held against what is expected of such hardware."""
+    rows = trial.together("all_reduce", "all_reduce", trial.work.all_reduce, [trial.alive], turns=False)
+    say(1, 1, "")
+    if not rows:
+        return
+    row = rows[0]
+    facts = {"quantity": "bus_bw_gbs", "collective": "all_reduce", "device": row["device"], "ranks": len(row["group"])}
+    figure = Figure(
+        "all_reduce bus bandwidth", f"{row['size_bytes']} bytes", f"{len(row['group'])} ranks", row["bus_bw_gbs"],
+        "GB/s", 0, facts={**facts, "bytes": row["size_bytes"]},
+    )  # fmt: skip
+    trial.findings += held("all_reduce", [figure], load(), {})
+    trial.findings.append(_good_data("all_reduce", len(row["group"])))
+
+
+def rails(trial: Trial, say: Say) -> None:
+    """The same rank of every node: what hangs under one rail of switches."""
+    by_local: dict[int, list[int]] = defaultdict(list)
+    for rank in trial.alive:
+        by_local[trial.members[rank].local].append(rank)
+    if len(by_local) < 2 or any(len(group) < 2 for group in by_local.values()):
+        trial.findings.append(_skipped(trial, "rails", "one rank a node: there is one rail"))
+        return
+    _compare(trial, "rails", "all_reduce", [tuple(group) for group in by_local.values()], say)
+
+
+def latency(trial: Trial, say: Say) -> None:
+    """Small all-reduces among all: how long, and how evenly."""
+    rows = trial.together("latency", "all_reduce", trial.work.latency, [trial.alive], turns=False)
+    say(1, 1, "")
+    if not rows:
+        return
+    row = max(rows, key=lambda row: row["p99_us"])
+    jitter = row["p99_us"] / row["p50_us"]
+    words = f"p50 {row['p50_us']:.1f} us, p99 {row['p99_us']:.1f} us ({jitter:.1f} times)"
+    who = f"{len(row['group'])} ranks"
+    if trial.work.shared:
+        finding = Finding(None, who, "latency and jitter", words, "ranks share cores: not judged", "", "latency")
+    else:
+        step = "look for what runs beside the ranks (nvidia-smi, top), and whether cores are pinned"
+        verdict: Verdict = "PASS" if jitter <= _JITTER else "WARN"
+        expected = f"p99 within {_JITTER:g} times p50"
+        finding = Finding(
+            verdict, who, "latency and jitter", words, expected, step if jitter > _JITTER else "", "latency"
+        )
+    trial.findings.append(finding)
+
+
+def train(trial: Trial, say: Say) -> None:
+    """Data-parallel training steps, whose weights must be those of one rank with the whole batch."""
+    rows = trial.together("train", "train", trial.work.train, [trial.alive], turns=False)
+    say(1, 1, "")
+    if not rows:
+        return
+    first, last = (statistics.fmean(row[key] for row in rows) for key in ("first_loss", "last_loss"))
+    words = f"loss {first:.4f} -> {last:.4f}, step {statistics.median(row['p50_us'] for row in rows) / 1e3:.2f} ms"
+    good = math.isfinite(last) and last < first
+    step = "" if good else "run it again; where the loss does not fall, see the ranks' logs"
+    expected = "falls, and weights as one rank alone computes them"
+    trial.findings.append(
+        Finding("PASS" if good else "FAIL", f"{len(rows)} ranks", "training step", words, expected, step, "train")
+    )
+
+
+PHASES: Mapping[str, Phase] = {
+    "gemm": gemm,
+    "copy": copy,
+    "all_to_all": all_to_all,
+    "neighbours": neighbours,
+    "all_reduce": all_reduce,
+    "rails": rails,
+    "latency": latency,
+    "train": train,
+}
+
+
+def _compare(trial: Trial, phase: str, name: str, groups: Sequence[tuple[int, ...]], say: Say) -> None:
+    """The same collective in groups that share no rank: the slow one is measured again, then searched."""
+    work = trial.work
+    args = {"all_to_all": work.all_to_all, "all_reduce": work.all_reduce}[name]
+    times: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    for batch in range(_AGAIN):
+        say(batch, _AGAIN, "" if batch == 0 else "again: some stand out")
+        rows = trial.together(phase, name, args, groups, turns=work.shared)
+        for group in {tuple(row["group"]) for row in rows}:
+            times[group].append(max(work.time_us(row) for row in rows if tuple(row["group"]) == group))
+        groups = [group for group in groups if set(group) <= set(trial.alive)]
+        slow = _slow(trial, times)
+        if not slow and batch:
+            break
+    slow = _slow(trial, times)
+    for group in slow:
+        _search_slow(trial, phase, name, args, group, times)
+    measured = [group for group in times if set(group) <= set(trial.alive)]
+    if measured and not slow:
+        trial.findings.append(_compared(trial, phase, name, measured, times))
+
+
+def _slow(trial: Trial, times: Mapping[tuple[int, ...], list[float]]) -> list[tuple[int, ...]]:
+    """Groups that stand out among those of their size."""
+    found = []
+    for size in {len(group) for group in times}:
+        alike = {group: trial.work.combined(each) for group, each in times.items() if len(group) == size}
+        if len(alike) < MIN_PEERS:
+            continue
+        middle = statistics.median(alike.values())
+        scores = judge_logs(
+            {group: math.log(middle / time_us) for group, time_us in alike.items()}, trial.work.least_ratio
+        )
+        found += [group for group, score in scores.items() if score.verdict != "PASS"]
+    return found
+
+
+def _search_slow(
+    trial: Trial, phase: str, name: str, args: Mapping[str, object], group: tuple[int, ...],
+    times: Mapping[tuple[int, ...], list[float]],
+) -> None:  # fmt: skip
+    """Smaller groups, each beside one of healthy ranks of the same size, until the slow member or link is found."""
+    from bench.accept.bisect import find_culprits
+
+    good = [rank for other in times if other != group for rank in other if rank in trial.alive and rank not in group]
+    middle = statistics.median(trial.work.combined(each) for each in times.values())
+    ratio = trial.work.combined(times[group]) / middle
+    least = max(1.05, 1 + (ratio - 1) / 2)
+
+    def is_slow(members: tuple[int, ...]) -> bool:
+        beside = tuple(rank for rank in good if rank not in members)[: len(members)]
+        each: dict[tuple[int, ...], list[float]] = defaultdict(list)
+        for _ in range(_AGAIN):
+            for row in trial.together(phase, name, args, [members, beside], turns=True):
+                each[tuple(row["group"])].append(trial.work.time_us(row))
+        if not each[members] or not each[beside]:
+            return False
+        return trial.work.combined(each[members]) > least * trial.work.combined(each[beside])
+
+    found = find_culprits(group, is_slow, good)
+    words = f"{ratio:.1f} times the time of its peers in {name} of {trial.label(group)}"
+    ranks, kind = (found.members, "node") if found.members else (found.link, "link")
+    if len(ranks) > 2 or not ranks or not is_slow(tuple(group)):
+        finding = Finding("WARN", trial.label(group), f"{phase}: {name}", words, "like the other groups",
+                          _GROUP.format(trial.label(group)), phase)  # fmt: skip
+        trial.findings.append(finding)
+        return
+    who = trial.label(ranks)
+    step = (_LINK if kind == "link" else _NODE).format(who)
+    finding = Finding("FAIL", who, f"{phase}: {name}, bisected", words, "like the other groups", step, phase)
+    trial.accuse(phase, kind, ranks, finding)
+
+
+def _compared(
+    trial: Trial, phase: str, name: str, groups: Sequence[tuple[int, ...]],
+    times: Mapping[tuple[int, ...], list[float]],
+) -> Finding:  # fmt: skip
+    """What is said where no group stands out."""
+    each = [trial.work.combined(times[group]) / 1e3 for group in groups]
+    words = f"{min(each):.3f} to {max(each):.3f} ms, 0 wrong"
+    who = f"{len(groups)} group{'s' * (len(groups) > 1)} of {len(groups[0])}"
+    if len(groups) < MIN_PEERS:
+        return Finding(
+            None, who, f"{phase}: {name}", words, f"{NO_EXPECTATION}; {MIN_PEERS} groups are peers", "", phase
+        )
+    return Finding("PASS", who, f"{phase}: {name}", words, "like each other", "", phase)
+
+
+def _nodes(trial: Trial) -> list[tuple[int, ...]]:
+    by_node: dict[int, list[int]] = defaultdict(list)
+    for rank in trial.alive:
+        by_node[trial.members[rank].node].append(rank)
+    return [tuple(ranks) for _, ranks in sorted(by_node.items())]
+
+
+def _skipped(trial: Trial, phase: str, reason: str) -> Finding:
+    return Finding(None, f"{len(trial.alive)} ranks", phase, "not run", reason, "", phase)
+
+
+def _good_data(phase: str, ranks: int) -> Finding:
+    return Finding("PASS", f"{ranks} ranks", f"{phase} data", "0 wrong elements", "0 wrong", "", phase)
+
+
+def names() -> Iterator[str]:
+    """Of all phases that can be chosen."""
+    yield "preflight"
+    yield from ("gemm", "copy", "all_to_all", "neighbours", "all_reduce", "pairs", "rails", "latency", "train")

@@ -1,0 +1,63 @@
+"""Faults that are planted on purpose, so that the verdict can be seen to name them: `--inject`.
+
+`slow:3:0.2` rank 3 does a fifth more work for every multiplication and copy; `hang:3` it stops before a collective;
+`corrupt:3` one byte of what it sends is wrong; `slowlink:2-3` messages between two ranks wait first. They are planted
+under the measurement, in the calls themselves (`watch`): what judges does not know of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from netlayer.errors import ConfigError
+
+PlantKind = Literal["slow", "hang", "corrupt", "slowlink"]
+# slow: share of the work that is done twice; hang: which of the rank's collectives; slowlink: milliseconds.
+_DEFAULTS: dict[str, float] = {"slow": 0.2, "hang": 3, "corrupt": 1, "slowlink": 10}
+_FORM = re.compile(r"(\w+):(\d{1,6})(?:-(\d{1,6}))?(?::(\d{1,6}(?:\.\d{1,6})?))?")
+_REMEDY = "write slow:RANK:SHARE, hang:RANK, corrupt:RANK or slowlink:RANK-RANK"
+
+
+@dataclass(frozen=True)
+class Plant:
+    """One fault.
+
+    Args:
+        kind: what is wrong.
+        ranks: with whom: one rank, or the two ends of a link.
+        amount: how much, as above.
+    """
+
+    kind: PlantKind
+    ranks: tuple[int, ...]
+    amount: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def parse_plants(texts: Sequence[str], num_ranks: int) -> list[Plant]:
+    """What `--inject` asks for.
+
+    Raises:
+        ConfigError: it is none of the forms, or names a rank that is not there.
+    """
+    return [_parse(text, num_ranks) for text in texts]
+
+
+def _parse(text: str, num_ranks: int) -> Plant:
+    match = _FORM.fullmatch(text)
+    kinds = get_args(PlantKind)
+    if match is None or match[1] not in kinds or (match[1] == "slowlink") != bool(match[3]):
+        raise ConfigError("--inject", text, f"must be one of {', '.join(kinds)} with its rank", _REMEDY)
+    kind: PlantKind = match[1]  # type: ignore[assignment]
+    ranks = tuple(int(rank) for rank in (match[2], match[3]) if rank)
+    if max(ranks) >= num_ranks or len(set(ranks)) != len(ranks):
+        raise ConfigError("--inject", text, f"must name ranks of 0..{num_ranks - 1}, each once", _REMEDY)
+    amount = float(match[4] or _DEFAULTS[kind])
+    if not 0 < amount <= 100_000:
+        raise ConfigError("--inject", text, "its amount must be above 0", _REMEDY)
+    return Plant(kind, ranks, amount)

@@ -1,0 +1,97 @@
+"""What a worker measures, by name: arguments in, rows out. `collectives.health` does it; the training step is here.
+
+Left out: what a figure means.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collectives import health
+from collectives.health_trial import device_name, gather, make_row
+
+Rows = list[dict[str, Any]]
+_WIDTH, _BATCH, _LEARNING_RATE = 64, 16, 0.05
+
+
+def run_probe(name: str, device: torch.device, args: Mapping[str, Any]) -> Rows:
+    """The rows of one probe; those of a group come the same on all of its ranks."""
+    return PROBES[name](device, args)
+
+
+def _gemm(device: torch.device, args: Mapping[str, Any]) -> Rows:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    rows = health.gemm(device, args["size"], dtype, args["repeats"], budget_s=args["budget_s"])
+    return [dict(row) for row in rows]
+
+
+def _copy(device: torch.device, args: Mapping[str, Any]) -> Rows:
+    return [dict(row) for row in health.copy(device, args["bytes"], args["repeats"], budget_s=args["budget_s"])]
+
+
+def _grouped(check: Callable[..., list[health.HealthRow]]) -> Callable[[torch.device, Mapping[str, Any]], Rows]:
+    def probe(_device: torch.device, args: Mapping[str, Any]) -> Rows:
+        rows = check(_world(), args["bytes"], args["repeats"], budget_s=args["budget_s"])
+        return [dict(row) for row in rows]
+
+    return probe
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _train(device: torch.device, args: Mapping[str, Any]) -> Rows:
+    """Data-parallel steps of a small perceptron; wrong where they differ from one rank's steps over the whole batch."""
+    rank, ranks, steps = dist.get_rank(), dist.get_world_size(), args["repeats"]
+    dice = torch.Generator("cpu").manual_seed(7)
+    x_BD = torch.randn(_BATCH * ranks, _WIDTH, generator=dice).to(device)
+    y_B1 = x_BD[:, :1].sin()
+    start = [(torch.randn(_WIDTH, width, generator=dice) / 8).to(device) for width in (_WIDTH, 1)]
+    ours, alone = ([weight.clone().requires_grad_() for weight in start] for _ in range(2))
+    part = slice(rank * _BATCH, (rank + 1) * _BATCH)
+    times_us, losses = [], []
+    for _ in range(steps):
+        began_s = time.perf_counter()
+        losses.append(_step(ours, x_BD[part], y_B1[part], ranks))
+        times_us.append(1e6 * (time.perf_counter() - began_s))
+        _step(alone, x_BD, y_B1, 1)
+    near = [torch.isclose(mine, one, rtol=1e-3, atol=1e-5) for mine, one in zip(ours, alone, strict=True)]
+    wrong = sum(int((~same).sum()) for same in near)
+    size_bytes = sum(weight.nbytes for weight in ours)
+    row = make_row("train", rank, device_name(device), size_bytes, times_us[1:], wrong)
+    return gather({**row, "first_loss": losses[0], "last_loss": losses[-1]}, _world())
+
+
+def _step(weights: list[Tensor], x_BD: Tensor, y_B1: Tensor, ranks: int) -> float:
+    """Forward, backward, the mean of the gradients over ranks in one bucket, update. Returns the loss."""
+    loss = ((x_BD @ weights[0]).tanh() @ weights[1] - y_B1).square().mean()
+    gradients = torch.autograd.grad(loss, weights)
+    bucket_N = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    if ranks > 1:
+        dist.all_reduce(bucket_N)
+        bucket_N /= ranks
+    with torch.no_grad():
+        at = 0
+        for weight in weights:
+            weight -= _LEARNING_RATE * bucket_N[at : at + weight.numel()].view_as(weight)
+            at += weight.numel()
+    return float(loss.detach())
+
+
+PROBES: Mapping[str, Callable[[torch.device, Mapping[str, Any]], Rows]] = {
+    "gemm": _gemm,
+    "copy": _copy,
+    "all_to_all": _grouped(health.all_to_all),
+    "all_reduce": _grouped(health.all_reduce),
+    "pairs": _grouped(health.pairs),
+    "train": _train,
+}

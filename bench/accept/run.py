@@ -1,0 +1,171 @@
+"""`netlayer accept`, from options to a finished run: the agents, the phases in order, and what they found.
+
+Ctrl-C ends the phases, never the judgement of what was measured until then. Left out: how it is shown (`run_output`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NoReturn
+
+from bench.accept import phases
+from bench.accept.fleet import Fleet
+from bench.accept.links import Link
+from bench.accept.pairing import measure_pairs
+from bench.accept.plant import Plant
+from bench.accept.trial import Member, Trial
+from bench.accept.work import Work
+from netlayer.progress import Stages
+from netlayer.verdict import Finding
+
+_AGENT_ENVIRON = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    # Nobody may initialise CUDA before the workers are forked: then none of them could.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is asked to do.
+
+    Args:
+        members: all ranks.
+        backend: `gloo` or `nccl`.
+        plants: faults to plant.
+        chosen: names of the phases, in order.
+        tor_nodes: nodes under one ToR; 0 where it is not known.
+        virtual_nodes: ranks of this host are taken for nodes by NCCL too.
+        soak_s: seconds to go on after the phases.
+    """
+
+    members: Sequence[Member]
+    backend: str
+    work: Work
+    plants: Sequence[Plant] = ()
+    chosen: Sequence[str] = ()
+    tor_nodes: int = 0
+    virtual_nodes: bool = False
+    soak_s: float = 0.0
+    cluster: Any = None
+
+
+@dataclass
+class Result:
+    """What came out, whole or broken off."""
+
+    trial: Trial
+    bandwidth: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    stopped: str = ""
+    done: list[str] = field(default_factory=list)
+
+
+def run(settings: Settings, links: Sequence[Link]) -> Result:
+    """All phases. The agents stay: whoever started them ends them.
+
+    Args:
+        links: one agent a host, or a rank under a launcher.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_terminated_as_interrupted())
+        fleet = Fleet(links, settings.work.form_s)
+        trial = Trial(fleet, settings.members, settings.work)
+        result = Result(trial)
+        stages = stack.enter_context(Stages())
+        try:
+            _run_phases(settings, result, fleet, stages)
+        except KeyboardInterrupt:
+            result.stopped = "interrupted"
+    return result
+
+
+def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages) -> None:
+    trial = result.trial
+    with stages.open("start"):
+        workers = {member.rank: _worker(settings, member) for member in settings.members}
+        late = fleet.begin(workers, _AGENT_ENVIRON, "preflight" in settings.chosen)
+    trial.alive = [member.rank for member in settings.members]
+    for host in late:
+        ranks = [member.rank for member in settings.members if member.host == host]
+        step = f"see whether ssh {host} works and netlayer is installed there at the same place"
+        finding = Finding("FAIL", host, "start", "its agent did not start", "an answer", step, "start")
+        trial.accuse("start", "node", ranks, finding, set_aside=ranks)
+    for name in settings.chosen:
+        with stages.open(name) as bar:
+            if name == "preflight":
+                from bench.accept.preflight_rules import judge_hosts
+
+                trial.findings += judge_hosts(fleet.preflight(20.0), settings.cluster, trial)
+            elif name == "pairs":
+                result.bandwidth = measure_pairs(trial, bar) if len(trial.alive) > 1 else {}
+            elif name == "neighbours":
+                phases.neighbours(trial, bar, settings.tor_nodes)
+            else:
+                phases.PHASES[name](trial, bar)
+        result.done.append(name)
+    if settings.soak_s:
+        from bench.accept.soak import soak
+
+        with stages.open("soak") as bar:
+            soak(trial, settings.soak_s, bar)
+        result.done.append("soak")
+
+
+def _worker(settings: Settings, member: Member) -> dict[str, Any]:
+    environ: dict[str, str] = {}
+    if settings.backend == "gloo":
+        if all(one.host == "localhost" for one in settings.members) and "GLOO_SOCKET_IFNAME" not in os.environ:
+            environ["GLOO_SOCKET_IFNAME"] = "lo"
+    else:
+        # Else torch ends a rank whose peer has died, and both would look dead.
+        environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        if settings.virtual_nodes:
+            from collectives.nodes import virtual_node_environ
+
+            environ |= virtual_node_environ(member.node, 4, 4)
+    return {
+        "device": "cpu" if settings.backend == "gloo" else f"cuda:{_gpu(settings, member)}",
+        "environ": environ,
+        "plants": [plant.to_json() for plant in settings.plants],
+    }
+
+
+def _gpu(settings: Settings, member: Member) -> int:
+    """Which GPU of its host a rank has: as many as ranks before it there."""
+    return sum(one.host == member.host and one.rank < member.rank for one in settings.members)
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does: with what was measured so far."""
+
+    def interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def members_of(hosts: Sequence[tuple[str, int]], ranks_per_node: int = 0) -> list[Member]:
+    """The ranks of some hosts.
+
+    Args:
+        hosts: each with its number of ranks.
+        ranks_per_node: of one host that stands for several nodes; 0: each host is a node.
+    """
+    found: list[Member] = []
+    for number, (host, count) in enumerate(hosts):
+        for at in range(count):
+            node, local = (at // ranks_per_node, at % ranks_per_node) if ranks_per_node else (number, at)
+            name = f"node{node}" if ranks_per_node else host
+            several = (ranks_per_node or count) > 1
+            found.append(Member(len(found), host, node, local, f"{name}/gpu{local}" if several else name))
+    return found

@@ -1,0 +1,195 @@
+"""An acceptance run as a table, a record, JUnit's XML and a page with the pair heat map; whom to drain; ticket texts.
+
+Left out: what was found; `trial` holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from bench.accept import output
+from bench.accept.judge import SEVERITY, Judgement
+from bench.accept.run import Result, Settings
+from bench.accept.trial import Trial, accused_rows
+from netlayer.results import RunRecord
+from netlayer.verdict import Finding, Verdict
+
+if TYPE_CHECKING:
+    from netlayer.report import Report
+
+
+def judgement_of(result: Result) -> Judgement:
+    """The findings, the worst first; the phases stand in for files."""
+    findings = sorted(result.trial.findings, key=lambda finding: SEVERITY.index(finding.verdict))
+    phases = {finding.file: finding.file for finding in findings}
+    return Judgement(tuple(findings), (), phases)
+
+
+def format_run(result: Result) -> Iterator[str]:
+    """The verdict table, the drain list, and the one line that says it all."""
+    judgement = judgement_of(result)
+    *table, _ = output.format_table(judgement, where="phase")
+    yield from table
+    for system, lines in drain_lists(result.trial).items():
+        yield ""
+        yield f"drain list for {system}:"
+        yield from (f"  {line}" for line in lines)
+    yield f"{judgement.verdict}: {sentence(result)}"
+
+
+def sentence(result: Result) -> str:
+    """`1 fault: node3 (gemm); 8 ranks, 9 phases`."""
+    trial = result.trial
+    named, warned = (_named(trial, word) for word in ("FAIL", "WARN"))
+    words = f"faulty: {named}; " if named else ""
+    words += f"to look at: {warned}; " if warned else ""
+    words += "" if named or warned else "nobody stands out; "
+    words += f"{len(trial.members)} ranks, {len(result.done)} phases"
+    return words + (f"; broken off ({result.stopped}): what was measured until then" if result.stopped else "")
+
+
+def _named(trial: Trial, verdict: Verdict) -> str:
+    """`node3 (gemm, copy), node5 (pairs)`."""
+    phases: dict[str, list[str]] = {}
+    for one in trial.accused:
+        if one.verdict == verdict:
+            phases.setdefault(trial.label(one.ranks), []).append(one.phase)
+    return ", ".join(f"{name} ({', '.join(dict.fromkeys(found))})" for name, found in phases.items())
+
+
+def drain_lists(trial: Trial) -> dict[str, list[str]]:
+    """Commands that take the nodes of faulty members out of service; a link drains nobody."""
+    reasons: dict[str, str] = {}
+    for one in trial.accused:
+        if one.verdict == "FAIL" and one.kind == "node":
+            for rank in one.ranks:
+                member = trial.members[rank]
+                name = member.host if member.host != "localhost" else member.label.partition("/")[0]
+                reasons.setdefault(name, f"netlayer accept: {one.phase} of {member.label}")
+    if not reasons:
+        return {}
+    slurm = [f'scontrol update nodename={name} state=drain reason="{why}"' for name, why in reasons.items()]
+    return {"Slurm": slurm, "Kubernetes": [f"kubectl cordon {name}  # {why}" for name, why in reasons.items()]}
+
+
+def tickets(result: Result) -> dict[str, str]:
+    """A text for each faulty part: what was found, beside what, and what was not done yet."""
+    found: dict[str, list[Finding]] = {}
+    for finding in result.trial.findings:
+        if finding.verdict == "FAIL":
+            found.setdefault(finding.subject, []).append(finding)
+    texts = {}
+    for subject, findings in found.items():
+        lines = [f"{subject}: failed acceptance in {', '.join(dict.fromkeys(one.file for one in findings))}", ""]
+        for one in findings:
+            lines += [f"Check:    {one.check}", f"Found:    {one.figure}", f"Expected: {one.expected}"]
+            lines += [f"Next:     {one.next_step}", ""]
+        lines.append(f"Measured by netlayer accept over {len(result.trial.members)} ranks; the record has every row.")
+        texts[subject] = "\n".join(lines) + "\n"
+    return texts
+
+
+def record(
+    result: Result, arguments: Mapping[str, Any], environment: Mapping[str, Any], started: str, ended: str
+) -> RunRecord:
+    """Verdict first, then findings, accused, drain list and tickets, then every row that was measured."""
+    trial, judgement = result.trial, judgement_of(result)
+    rows: list[dict[str, Any]] = [
+        {"table": "overall", "verdict": judgement.verdict, "summary": sentence(result), "stopped": result.stopped}
+    ]
+    rows += [{"table": "finding", "phase": one.file, **_plain(one)} for one in judgement.findings]
+    rows += accused_rows(trial)
+    rows += [{"table": "drain", "system": name, "lines": lines} for name, lines in drain_lists(trial).items()]
+    rows += [{"table": "ticket", "subject": name, "text": text} for name, text in tickets(result).items()]
+    rows += [{"table": "measured", **row} for row in trial.rows]
+    devices = sorted({row["device"] for row in trial.rows})
+    return RunRecord(
+        "bench.accept", "measured", rows, started, ended, arguments, environment=environment, devices=devices
+    )
+
+
+def page(result: Result, settings: Settings, commit: str) -> Report:
+    """What is wrong and what to do, the matrix of pairs, the devices, then all that was looked at."""
+    import pandas as pd
+
+    from netlayer.report import Report
+
+    judgement = judgement_of(result)
+    title = f"{len(settings.members)} ranks on {settings.backend}"
+    report: Report = Report("Acceptance", title, commit=commit)
+    report.verdict(judgement.verdict, f"{sentence(result)}.")
+    bad = [finding for finding in judgement.findings if finding.verdict in ("FAIL", "WARN")]
+    if bad:
+        section = report.section("Faults and warnings", "What was found, and what to do next.", source="measured")
+        section.table(pd.DataFrame([_without_file(output.told(one)) for one in bad]), max_rows=500)
+    if result.bandwidth:
+        _heat_map(report, result)
+    _device_speeds(report, result.trial)
+    for system, lines in drain_lists(result.trial).items():
+        report.section(f"Drain list for {system}").code("\n".join(lines))
+    for subject, text in tickets(result).items():
+        report.section(f"Ticket: {subject}").code(text)
+    good = [_without_file(output.shown(one)) for one in judgement.findings if one.verdict not in ("FAIL", "WARN")]
+    if good:
+        lead = "Without a verdict: nothing is known to hold it against, or it could not be read or run."
+        report.section("Passed, or without a verdict", lead, source="measured").table(pd.DataFrame(good), max_rows=500)
+    return report
+
+
+def _heat_map(report: Any, result: Result) -> None:
+    import pandas as pd
+
+    from netlayer.report import Axis, charts
+
+    trial, ranks = result.trial, sorted({rank for pair in result.bandwidth for rank in pair})
+    rows = [
+        {"from": trial.label([src]), "to": trial.label([dst]), "bw": result.bandwidth.get((src, dst))}
+        for src in reversed(ranks)  # the first row then holds the first column, and columns are in order
+        for dst in ranks
+    ]
+    axes = (Axis("to", title="To"), Axis("from", title="From"), Axis("bw", title="Bandwidth", unit="GB/s"))
+    frame = pd.DataFrame(rows).dropna()
+    slow = [one for one in trial.accused if one.kind == "link"]
+    names = dict.fromkeys(trial.label(one.ranks) for one in slow)
+    words = f" Accused: {', '.join(names)}." if slow else ""
+    section = report.section(
+        "Pairs", "Messages one way between every two ranks, in rounds of disjoint pairs.", source="measured"
+    )
+    section.chart(
+        charts.heatmap(frame, *axes, title="Bandwidth from each rank to each other"),
+        name="pairs",
+        caption=f"A slow node is a dark row and column, a slow link one dark pair of cells.{words}",
+    )
+
+
+def _device_speeds(report: Any, trial: Trial) -> None:
+    import pandas as pd
+
+    from netlayer.report import Axis, charts
+
+    work = trial.work
+    best: dict[str, list[float]] = {}
+    for row in trial.rows:
+        if row["check"] == "gemm" and row["phase"] == "gemm":
+            best.setdefault(trial.label([row["rank"]]), []).append(work.time_us(row))
+    if not best:
+        return
+    operations = 2 * work.gemm["size"] ** 3
+    rows = [{"rank": name, "tflops": operations / work.combined(each) / 1e6} for name, each in best.items()]
+    section = report.section("Devices", "Product of two matrices on every rank.", source="measured")
+    section.chart(
+        charts.bars(pd.DataFrame(rows), "rank", Axis("tflops", title="GEMM", unit="TFLOP/s")),
+        name="gemm",
+        caption="Each rank's GEMM rate; a slow device is a short bar.",
+    )
+
+
+def _without_file(row: dict[str, str]) -> dict[str, str]:
+    """Phases have no files."""
+    return {name: cell for name, cell in row.items() if name != "file"}
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    row = output.plain_row(finding)
+    return {key: value for key, value in row.items() if key not in ("file", "line", "kind")}

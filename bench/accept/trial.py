@@ -1,0 +1,205 @@
+"""One acceptance run as its phases see it: who takes part, what was measured, who was found guilty and set aside.
+
+A group that hangs, breaks or computes wrong data is searched until the member or link is named; then the rest goes on
+without it. Left out: what the phases are (`phases`), and the speed of things (`speeds`, `pairing`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bench.accept.bisect import Culprits, find_culprits
+from bench.accept.fleet import Fleet, Outcome, Rows
+from bench.accept.work import Work
+from netlayer.verdict import Finding, Verdict
+
+Say = Callable[[int, int, str], None]
+_LOST_PEER = re.compile(r"connection|closed by|reset|refused|broken pipe|timed? ?out|socket|ncclRemoteError", re.I)
+_AGAIN = "run it again; where it comes back, take {} out of service"
+_DRAIN = "drain {}; read its kernel log and the NIC's and GPU's error counters, then run this again with it alone"
+_CORRUPT = "drain {} at once: it spoils every job; test its GPU memory (dcgmi diag -r 3) and its NIC, then replace it"
+_LINK = "swap cable and transceiver between {}, then the switch port: the fault moves with the part"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank and where it is. `label` is how findings name it."""
+
+    rank: int
+    host: str
+    node: int
+    local: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Accused:
+    """Whom a finding names: one or more ranks, or the two ends of a link."""
+
+    verdict: Verdict
+    kind: str
+    ranks: tuple[int, ...]
+    phase: str
+
+
+@dataclass
+class Trial:
+    """The state of a run."""
+
+    fleet: Fleet
+    members: Sequence[Member]
+    work: Work
+    alive: list[int] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    accused: list[Accused] = field(default_factory=list)
+
+    def label(self, ranks: Iterable[int]) -> str:
+        """`node3`, or `node2 - node3` for a link."""
+        return " - ".join(self.members[rank].label for rank in ranks)
+
+    def alone(self, phase: str, name: str, args: Mapping[str, Any], ranks: Sequence[int], *, turns: bool) -> Rows:
+        """A probe of single ranks, in turn or all at once; its rows, with the ranks of this run."""
+        batches = [[(rank,)] for rank in ranks] if turns else [[(rank,) for rank in ranks]]
+        return self._run(phase, name, args, batches)
+
+    def together(
+        self, phase: str, name: str, args: Mapping[str, Any], groups: Sequence[Sequence[int]], *, turns: bool
+    ) -> Rows:
+        """A probe of groups; those with fewer than two members that are left are passed over."""
+        left = [group for one in groups if len(group := self.of_alive(one)) > 1]
+        return self._run(phase, name, args, [[group] for group in left] if turns else [left])
+
+    def of_alive(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        return tuple(rank for rank in ranks if rank in self.alive)
+
+    def accuse(
+        self, phase: str, kind: str, ranks: Sequence[int], finding: Finding, *, set_aside: Sequence[int] = ()
+    ) -> None:
+        """Note a finding about ranks or a link, and go on without some."""
+        self.findings.append(finding)
+        if finding.verdict in ("WARN", "FAIL"):
+            self.accused.append(Accused(finding.verdict, kind, tuple(ranks), phase))
+        self.alive = [rank for rank in self.alive if rank not in set_aside]
+
+    def _run(self, phase: str, name: str, args: Mapping[str, Any], batches: Sequence[Sequence[Sequence[int]]]) -> Rows:
+        found: Rows = []
+        for batch in batches:
+            for outcome in self.fleet.run(name, args, batch, self.work.limit_s) if batch else ():
+                found += self._judged(phase, name, args, outcome)
+        return found
+
+    def _judged(self, phase: str, name: str, args: Mapping[str, Any], outcome: Outcome) -> Rows:
+        """The rows of a group; where it failed, whoever spoilt it is named, and the rest tries once more."""
+        rows = [self._placed(phase, outcome, row) for row in outcome.rows or ()]
+        self.rows += rows
+        if not outcome.failed and (name == "pairs" or not any(row["wrong"] for row in rows)):
+            return rows
+        before = len(self.alive)
+        if outcome.failed:
+            self._name_failed(phase, name, args, outcome)
+        else:
+            self._name_wrong(phase, name, args, outcome.group, rows)
+        rest = self.of_alive(outcome.group)
+        if len(self.alive) == before or not rest or len(rest) < min(2, len(outcome.group)):
+            return []
+        return self._run(phase, name, args, [[rest]])
+
+    def _placed(self, phase: str, outcome: Outcome, row: Mapping[str, Any]) -> dict[str, Any]:
+        placed = {**row, "phase": phase, "group": list(outcome.group), "rank": outcome.group[row["rank"]]}
+        return {**placed, "peer": outcome.group[row["peer"]]} if "peer" in row else placed
+
+    def _name_failed(self, phase: str, name: str, args: Mapping[str, Any], outcome: Outcome) -> None:
+        """Name who hung, died or raised: by the evidence where it is clear, else by trying smaller groups."""
+        plain = next(iter(evidence(outcome)), None)
+        if plain is not None:
+            self._fail(phase, "node", plain[0], f"{phase}: answers", plain[1], "an answer from every rank", _DRAIN)
+            return
+
+        def fails(group: tuple[int, ...]) -> bool:
+            [tried] = self.fleet.run(name, args, [group], self.work.limit_s)
+            return tried.failed
+
+        what = next(iter(outcome.errors.values()), f"no answer within {self.work.limit_s:g} s")
+        suspects = self._suspects(outcome)
+        self._name_found(phase, find_culprits(suspects, fails, self._witnesses(suspects)), outcome.group, what, _DRAIN)
+
+    def _name_wrong(self, phase: str, name: str, args: Mapping[str, Any], group: tuple[int, ...], rows: Rows) -> None:
+        wrong = sum(row["wrong"] for row in rows)
+        what = f"{wrong} wrong elements"
+        if len(group) == 1:
+            self._fail(phase, "node", group, f"{name} data", what, "0 wrong", _CORRUPT)
+            return
+
+        def is_wrong(members: tuple[int, ...]) -> bool:
+            [tried] = self.fleet.run(name, args, [members], self.work.limit_s)
+            return tried.failed or any(row["wrong"] for row in tried.rows or ())
+
+        self._name_found(phase, find_culprits(group, is_wrong, self._witnesses(group)), group, what, _CORRUPT)
+
+    def _name_found(self, phase: str, found: Culprits, group: Sequence[int], what: str, step: str) -> None:
+        if found.members:
+            self._fail(phase, "node", found.members, f"{phase}: bisection", what, "no fault in any group", step)
+        elif len(found.link) == 2:
+            check, words = f"{phase}: bisection", f"{what}, only where both are in a group"
+            who = self.label(found.link)
+            finding = Finding("FAIL", who, check, words, "no fault in any group", _LINK.format(who), phase)
+            # One end goes, so that the rest can go on.
+            self.accuse(phase, "link", found.link, finding, set_aside=found.link[1:])
+        else:
+            who = self.label(found.link or group)
+            step = "it did not come again in smaller groups: " + _AGAIN.format(who)
+            finding = Finding("WARN", who, f"{phase}: bisection", what, "no fault in any group", step, phase)
+            self.accuse(phase, "group", found.link or group, finding, set_aside=found.link or group)
+
+    def _fail(
+        self, phase: str, kind: str, ranks: Sequence[int], check: str, what: str, expected: str, step: str
+    ) -> None:
+        for rank in ranks:
+            who = self.label([rank])
+            finding = Finding("FAIL", who, check, what, expected, step.format(who), phase)
+            self.accuse(phase, kind, [rank], finding, set_aside=[rank])
+
+    def _witnesses(self, group: Sequence[int]) -> list[int]:
+        return [rank for rank in self.alive if rank not in group]
+
+    def _suspects(self, outcome: Outcome) -> tuple[int, ...]:
+        """Those that had come least far, where that says something; else all."""
+        least = least_launched(outcome)
+        return least if 2 <= len(least) < len(outcome.group) else outcome.group
+
+
+def evidence(outcome: Outcome) -> Iterable[tuple[tuple[int, ...], str]]:
+    """Who is to blame for a failure, where it is plain: the first that applies."""
+    if outcome.dead:
+        yield tuple(sorted(outcome.dead)), next(iter(outcome.dead.values()))
+    own = {rank: error for rank, error in outcome.errors.items() if not _LOST_PEER.search(error)}
+    if own and len(own) < max(2, len(outcome.group)):
+        yield tuple(own), next(iter(own.values()))
+    states = {rank: where.state for rank, where in outcome.where.items() if where.state in ("T", "t", "X", "Z", "lost")}
+    if states:
+        words = {"T": "is stopped", "t": "is stopped", "lost": "its host does not answer"}
+        yield tuple(states), " and ".join(sorted({words.get(state, "has ended") for state in states.values()}))
+    least = least_launched(outcome)
+    if len(least) == 1 and len(outcome.group) > 1:
+        mine = outcome.where[least[0]].launched
+        most = max(where.launched for where in outcome.where.values())
+        yield least, f"hangs before its collective {mine + 1}; its peers wait in number {most}"
+    if len(outcome.group) == 1 and outcome.where:
+        yield outcome.group, "hangs by itself"
+
+
+def least_launched(outcome: Outcome) -> tuple[int, ...]:
+    """The ranks that have launched the fewest collectives; none where all have launched as many."""
+    counts = {rank: where.launched for rank, where in outcome.where.items()}
+    if len(set(counts.values())) < 2:
+        return ()
+    return tuple(rank for rank, count in counts.items() if count == min(counts.values()))
+
+
+def accused_rows(trial: Trial) -> list[dict[str, Any]]:
+    """For the record."""
+    return [{"table": "accused", **asdict(one), "label": trial.label(one.ranks)} for one in trial.accused]

@@ -1,0 +1,91 @@
+"""How much an acceptance run does on a kind of device, and what of the measured times counts there.
+
+On GPUs every rank has its own device, all work at once, and the median counts. Ranks that share cores (gloo) take turns
+where they can, and their fastest time counts: whatever else runs there only adds to it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Args = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Arguments of the probes, and how they are repeated.
+
+    Args:
+        shared: ranks share cores.
+        least_batches, most_batches: how often a probe of single devices is repeated: until nobody stands out and the
+            scatter is small, but so often at most.
+        least_speed_ratio: times as long as its peers a device must take to be accused.
+        least_ratio: times as long as its peers a link or group must take to be accused: where messages go through
+            cores that ranks share, less than that is chance.
+        limit_s: a task that takes longer hangs.
+        form_s: so long a group may take to form before that: NCCL and the devices are initialised in the first one.
+    """
+
+    shared: bool
+    gemm: Args
+    copy: Args
+    all_to_all: Args
+    all_reduce: Args
+    pairs: Args
+    latency: Args
+    train: Args
+    least_batches: int
+    most_batches: int
+    least_speed_ratio: float
+    least_ratio: float
+    limit_s: float
+    form_s: float
+
+    def time_us(self, row: Mapping[str, Any]) -> float:
+        """The time of a row that counts."""
+        return float(row["min_us"] if self.shared else row["p50_us"])
+
+    def combined(self, times_us: Sequence[float]) -> float:
+        """One time out of those of several batches."""
+        return min(times_us) if self.shared else statistics.median(times_us)
+
+
+def work_for(backend: str, limit_s: float | None, virtual_nodes: bool = False) -> Work:
+    """The work for `gloo` or `nccl`; virtual nodes exchange messages through sockets of one host."""
+    if backend == "gloo":
+        turn = {"repeats": 8, "budget_s": 0.1}
+        return Work(
+            shared=True,
+            gemm={"size": 384, **turn},
+            copy={"bytes": 2 << 20, **turn},
+            all_to_all={"bytes": 1 << 20, "repeats": 10, "budget_s": 0.5},
+            all_reduce={"bytes": 1 << 20, "repeats": 12, "budget_s": 0.5},
+            pairs={"bytes": 1 << 18, "repeats": 8, "budget_s": 4.0},
+            latency={"bytes": 8, "repeats": 50, "budget_s": 0.5},
+            train={"bytes": 0, "repeats": 8, "budget_s": 1.0},
+            least_batches=3,
+            most_batches=20,
+            least_speed_ratio=1.15,
+            least_ratio=4.0,
+            limit_s=limit_s or 10.0,
+            form_s=8.0,
+        )
+    return Work(
+        shared=False,
+        gemm={"size": 8192, "repeats": 30, "budget_s": 0.5},
+        copy={"bytes": 1 << 28, "repeats": 20, "budget_s": 0.5},
+        all_to_all={"bytes": 1 << 26, "repeats": 20, "budget_s": 0.5},
+        all_reduce={"bytes": 1 << 26, "repeats": 20, "budget_s": 0.5},
+        pairs={"bytes": 1 << 24, "repeats": 10, "budget_s": 6.0},
+        latency={"bytes": 8, "repeats": 200, "budget_s": 0.5},
+        train={"bytes": 0, "repeats": 20, "budget_s": 1.0},
+        least_batches=1,
+        most_batches=4,
+        least_speed_ratio=1.0,
+        least_ratio=2.0 if virtual_nodes else 1.0,
+        limit_s=limit_s or 30.0,
+        form_s=40.0,
+    )

@@ -1,0 +1,176 @@
+"""`python -m bench.accept_plantings`: random faults planted in real ranks, and whether they are named.
+
+Each run draws a fault (slow, hang, corrupt, slow link), its place and its size, and goes through the phases with fresh
+workers. Healthy runs go beside a process that takes a core in bursts. Left out: faults in hardware, and two at once.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from bench.accept.links import Link, start_local
+from bench.accept.plant import Plant, PlantKind
+from bench.accept.run import Settings, members_of, run
+from bench.accept.run_output import sentence
+from bench.accept.work import work_for
+from netlayer import environ
+from netlayer.command import RunOptions, run_options_without_config
+from netlayer.errors import CheckFailed
+from netlayer.results import RunRecord, utc_now, write_text
+
+_PHASES = ("gemm", "neighbours", "all_reduce", "pairs", "train")
+_KINDS: tuple[PlantKind, ...] = ("slow", "hang", "corrupt", "slowlink")
+_BURSTS = """
+import random, time
+while True:
+    end = time.perf_counter() + random.uniform(0.02, 0.2)
+    while time.perf_counter() < end: pass
+    time.sleep(random.uniform(0.05, 0.5))
+"""
+
+
+@click.command()
+@run_options_without_config
+@click.option("--runs", type=click.IntRange(0, 10_000), default=100, show_default=True, help="With a fault each.")
+@click.option("--healthy", type=click.IntRange(0, 10_000), default=20, show_default=True, help="Without one.")
+@click.option("--ranks", type=click.IntRange(4, 64), default=8, show_default=True)
+@click.option(
+    "--backend", type=click.Choice(["gloo", "nccl"]), default="gloo", show_default=True, help="nccl: a GPU a rank."
+)
+@click.option("--limit", "limit_s", type=click.FloatRange(1, 600), default=6.0, show_default=True, help="As of accept.")
+def command(options: RunOptions, runs: int, healthy: int, ranks: int, backend: str, limit_s: float) -> None:
+    """Plant faults, and count how often the culprit, and nobody else, is named.
+
+    Exit 0: every culprit was named, and nobody else accused of a fault; 1: not so.
+    """
+    started = utc_now()
+    rows: list[dict[str, Any]] = []
+    try:
+        for row in measure(options.seed, runs, healthy, ranks, backend, limit_s):
+            rows.append(row)
+            click.echo(_line(row), err=True)
+    except KeyboardInterrupt:
+        click.echo(f"interrupted after {len(rows)} runs", err=True)
+    record = RunRecord(
+        name="bench.accept_plantings",
+        source="measured",
+        rows=rows,
+        started_utc=started,
+        ended_utc=utc_now(),
+        arguments={
+            **options.arguments(),
+            "runs": runs,
+            "healthy": healthy,
+            "ranks": ranks,
+            "backend": backend,
+            "limit_s": limit_s,
+        },
+        environment=environ.snapshot(options.seed),
+    )
+    if options.json_file:
+        write_text(options.json_file, record.to_json())
+    if str(options.json_file) != "-":
+        click.echo(table(rows))
+    wrong = [row["run"] for row in rows if not row["right"]]
+    if wrong or len(rows) < runs + healthy:
+        raise CheckFailed(f"{len(rows) - len(wrong)} of {runs + healthy} runs judged right; wrong: runs {wrong[:20]}")
+
+
+def measure(seed: int, runs: int, healthy: int, ranks: int, backend: str, limit_s: float) -> Iterator[dict[str, Any]]:
+    """A row a run; kinds of fault take turns, healthy runs come between."""
+    total = runs + healthy
+    with tempfile.TemporaryFile() as log:
+        link = start_local(range(ranks), log)
+        try:
+            for number in range(total):
+                is_healthy = (number + 1) * healthy // total > number * healthy // total
+                draw = random.Random(f"{seed} {number}")
+                plant = None if is_healthy else draw_plant(_KINDS[number % len(_KINDS)], ranks, draw)
+                yield {"run": number, **_run_one(plant, ranks, backend, limit_s, link)}
+        finally:
+            link.close()
+
+
+def draw_plant(kind: PlantKind, ranks: int, draw: random.Random) -> Plant:
+    """A fault of this kind at a random place, of a random size that is worth finding."""
+    if kind == "slowlink":
+        first, second = sorted(draw.sample(range(ranks), 2))
+        return Plant(kind, (first, second), draw.uniform(5, 50))
+    amount = {"slow": draw.uniform(0.2, 1.0), "hang": float(draw.randint(1, 12)), "corrupt": 1.0}[kind]
+    return Plant(kind, (draw.randrange(ranks),), amount)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Counts by kind, as Markdown."""
+    lines = [
+        "| fault | runs | named, nobody else | named | others accused | median s | longest s |",
+        "|---|" + "---|" * 6,
+    ]
+    for kind in dict.fromkeys(row["fault"] for row in rows):
+        part = [row for row in rows if row["fault"] == kind]
+        times = sorted(row["seconds"] for row in part)
+        counts = [sum(row[key] for row in part) for key in ("right", "named", "others")]
+        cells = [kind, len(part), *counts, f"{times[len(times) // 2]:.1f}", f"{times[-1]:.1f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _run_one(plant: Plant | None, ranks: int, backend: str, limit_s: float, link: Link) -> dict[str, Any]:
+    members, work = members_of([("localhost", ranks)], 1), work_for(backend, limit_s, virtual_nodes=True)
+    settings = Settings(members, backend, work, [plant] if plant else [], _PHASES, virtual_nodes=True)
+    link.began = False
+    began = time.monotonic()
+    with _noise(plant is None):
+        result = run(settings, [link])
+    if result.stopped:
+        raise KeyboardInterrupt
+    accused = {tuple(sorted(one.ranks)) for one in result.trial.accused}
+    failed = {tuple(sorted(one.ranks)) for one in result.trial.accused if one.verdict == "FAIL"}
+    planted = plant.ranks if plant else ()
+    named = not plant or planted in accused
+    others = bool(failed - {planted})
+    return {
+        "fault": plant.kind if plant else "none",
+        "ranks": list(planted),
+        "amount": plant.amount if plant else 0.0,
+        "named": named,
+        "others": others,
+        "right": named and not others and (plant is not None or not accused),
+        "accused": sorted(map(list, accused)),
+        "summary": sentence(result),
+        "seconds": time.monotonic() - began,
+    }
+
+
+@contextmanager
+def _noise(wanted: bool) -> Iterator[None]:
+    """Beside healthy runs: a process that takes a core in bursts."""
+    if not wanted:
+        yield
+        return
+    with subprocess.Popen([sys.executable, "-c", _BURSTS], start_new_session=True) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def _line(row: dict[str, Any]) -> str:
+    word = "right" if row["right"] else "WRONG"
+    what = f"{row['fault']} {row['ranks']} {row['amount']:.2g}"
+    return f"run {row['run']}: {what}: {word}, {row['seconds']:.1f} s; {row['summary']}"
+
+
+if __name__ == "__main__":
+    from netlayer.cli import run as run_command
+
+    run_command(command, "python -m bench.accept_plantings")

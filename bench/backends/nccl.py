@@ -1,0 +1,263 @@
+"""NCCL called directly: CuPy for streams, events and graphs, ctypes for NCCL, and no torch while the clock runs.
+
+Each call is worked out beforehand into C functions and their arguments (`bind`), so that a timed call is one loop over
+them. Buffers come from ncclMemAlloc, as in nccl-tests, and the communicator is set as there. Leaves out: several GPUs
+in one process, and device kernels (`-D`), which are CUDA C++ compiled against NCCL's headers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bench.backends import libnccl, nccl_versions
+from bench.backends.base import DTYPES, Backend, Call, Device, Facts, Heard, Launch
+from bench.backends.communicator import Communicator
+from bench.backends.distributed import local_gpu
+from bench.backends.gpu import Gpu
+from bench.backends.libnccl import DATA_TYPES, RED_OPS, Libnccl, show_version
+from bench.backends.nccl_log import NcclLog, read_algorithm, read_nvls
+from bench.options import OP_NAMES, PerfOptions
+from netlayer.rank import RankEnv
+
+if TYPE_CHECKING:
+    from bench.collective import Collective
+
+Step = tuple[Callable[..., Any], tuple[Any, ...], str]  # a C function, its arguments, its name
+_TORCH_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class NcclBackend(Backend):
+    """One GPU a rank, NCCL through its C interface."""
+
+    name = "nccl"
+    launches_ahead = True
+    always_marks = False  # an event between two small calls is seen in their time
+    honours = frozenset({"agg_iters", "blocking", "stream_null", "cudagraph", "local_register", "cta_policy"})
+    dtypes = tuple(DTYPES)
+    ops = OP_NAMES
+
+    def __init__(
+        self,
+        env: RankEnv,
+        timeout: timedelta | None = None,
+        options: PerfOptions | None = None,
+        library: Libnccl | None = None,
+        gpu: Gpu | None = None,
+    ) -> None:
+        options = options or PerfOptions()
+        self._library = library or libnccl.load()
+        self._gpu = gpu or Gpu(local_gpu(env), null_stream=bool(options.stream_null))
+        super().__init__(env, self._gpu.device)
+        self.library_version = self._library.version
+        self._tape: list[Step] | None = None
+        self._log = NcclLog(self._library.reset_log)
+        with self._log.record("INIT") as lines:
+            self._communicator = Communicator(
+                self._library,
+                self._gpu,
+                env,
+                register=options.local_register,
+                cta_policy=options.cta_policy,
+                timeout_s=timeout.total_seconds() if timeout else None,
+            )
+        self._nvls = read_nvls(lines)
+        self._comm, self._stream = self._communicator.handle, ctypes.c_void_p(self._gpu.stream)
+
+    @classmethod
+    def open(cls, env: RankEnv, timeout: timedelta | None, options: PerfOptions) -> NcclBackend:
+        return cls(env, timeout, options)
+
+    def all_reduce(self, recv: Tensor, send: Tensor, op: str) -> None:
+        self._do("ncclAllReduce", *_both(send, recv, send.numel()), self._op(send, op), self._comm, self._stream)
+
+    def all_gather(self, recv: Tensor, send: Tensor) -> None:
+        self._do("ncclAllGather", *_both(send, recv, send.numel()), self._comm, self._stream)
+
+    def reduce_scatter(self, recv: Tensor, send: Tensor, op: str) -> None:
+        self._do("ncclReduceScatter", *_both(send, recv, recv.numel()), self._op(send, op), self._comm, self._stream)
+
+    def broadcast(self, recv: Tensor, send: Tensor, root: int) -> None:
+        self._do("ncclBroadcast", *_both(send, recv, send.numel()), root, self._comm, self._stream)
+
+    def reduce(self, recv: Tensor, send: Tensor, op: str, root: int) -> None:
+        self._do("ncclReduce", *_both(send, recv, send.numel()), self._op(send, op), root, self._comm, self._stream)
+
+    def gather(self, recv: Tensor, send: Tensor, root: int) -> None:
+        if self._library.has("ncclGather"):
+            self._do("ncclGather", *_both(send, recv, send.numel()), root, self._comm, self._stream)
+            return
+        with self._group():
+            self._send(send, root)
+            for peer, part in enumerate(recv.tensor_split(self.ranks) if self.rank == root else ()):
+                self._receive(part, peer)
+
+    def scatter(self, recv: Tensor, send: Tensor, root: int) -> None:
+        if self._library.has("ncclScatter"):
+            self._do("ncclScatter", *_both(send, recv, recv.numel()), root, self._comm, self._stream)
+            return
+        with self._group():
+            for peer, part in enumerate(send.tensor_split(self.ranks) if self.rank == root else ()):
+                self._send(part, peer)
+            self._receive(recv, root)
+
+    def alltoall(self, recv: Tensor, send: Tensor) -> None:
+        part = send.numel() // self.ranks
+        if self._library.has("ncclAlltoAll"):
+            self._do("ncclAlltoAll", *_both(send, recv, part), self._comm, self._stream)
+        else:
+            self.alltoallv(recv, send, [part] * self.ranks, [part] * self.ranks)
+
+    def alltoallv(self, recv: Tensor, send: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+        outgoing = torch.split(send[: sum(sent)], list(sent))
+        incoming = torch.split(recv[: sum(received)], list(received))
+        with self._group():
+            for peer in range(self.ranks):
+                if sent[peer]:
+                    self._send(outgoing[peer], peer)
+                if received[peer]:
+                    self._receive(incoming[peer], peer)
+
+    def exchange(self, recv: Tensor, source: int, send: Tensor, to: int) -> None:
+        with self._group():
+            self._send(send, to)
+            self._receive(recv, source)
+
+    def copy(self, recv: Tensor, send: Tensor) -> None:
+        if recv.data_ptr() != send.data_ptr() and send.nbytes:
+            self._play((*self._gpu.copier(recv.data_ptr(), send.data_ptr(), send.nbytes), "cudaMemcpyAsync"))
+
+    def bind(self, collective: Collective, call: Call) -> Launch:
+        steps: list[Step] = []
+        self._tape = steps
+        try:
+            collective.launch(self, call)
+        finally:
+            self._tape = None
+        return self._player(steps)
+
+    def batch(self, launches: Sequence[Launch]) -> Launch:
+        begin, end = self._library.function("ncclGroupStart"), self._library.function("ncclGroupEnd")
+        check = self._library.check
+
+        def launch() -> None:
+            check(begin(), "ncclGroupStart")
+            for each in launches:
+                each()
+            check(end(), "ncclGroupEnd")
+
+        return launch
+
+    def capture(self, launches: Sequence[Launch]) -> Launch:
+        return self._gpu.capture(launches)
+
+    @contextmanager
+    def listen(self) -> Iterator[Heard]:
+        heard = Heard()
+        with self._log.record("TUNING") as lines:
+            yield heard
+            self.synchronise()
+        found = read_algorithm(lines)
+        heard.algorithm, heard.protocol = found.algorithm, found.protocol
+
+    @classmethod
+    def refusal(cls, dtype: str, op: str) -> str:
+        return nccl_versions.refusal(dtype, op, libnccl.load().version) or super().refusal(dtype, op)
+
+    @classmethod
+    def check(cls, options: PerfOptions) -> None:
+        super().check(options)
+        nccl_versions.check(options, libnccl.load().version)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        if not self._library.has("ncclMemAlloc"):
+            return super().allocate(num_bytes)
+        return self._gpu.adopt(self._communicator.allocate(num_bytes), num_bytes)
+
+    def close(self) -> None:
+        self.synchronise()
+        self._communicator.close()
+
+    def facts(self) -> Facts:
+        line = f"nccl, NCCL {show_version(self.library_version)} called directly, {self._gpu.library}"
+        return Facts(line, nvls=self._nvls)
+
+    def describe(self) -> Device:
+        return self._gpu.describe()
+
+    def free_bytes(self) -> int | None:
+        return self._gpu.free_bytes()
+
+    def mark(self) -> Any:
+        return self._gpu.mark()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return self._gpu.seconds(begin, end)
+
+    def synchronise(self) -> None:
+        self._communicator.synchronise()
+
+    def _op(self, tensor: Tensor, op: str) -> int:
+        return self._communicator.mulsum(_TORCH_NAMES[tensor.dtype]) if op == "mulsum" else RED_OPS[op]
+
+    def _send(self, tensor: Tensor, peer: int) -> None:
+        self._do("ncclSend", *_one(tensor), peer, self._comm, self._stream)
+
+    def _receive(self, tensor: Tensor, peer: int) -> None:
+        self._do("ncclRecv", *_one(tensor), peer, self._comm, self._stream)
+
+    @contextmanager
+    def _group(self) -> Iterator[None]:
+        self._do("ncclGroupStart")
+        yield
+        self._do("ncclGroupEnd")
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        self._play((self._library.function(name), arguments, name))
+
+    def _play(self, step: Step) -> None:
+        """Make a call now, or note it while a call is bound."""
+        if self._tape is not None:
+            self._tape.append(step)
+        else:
+            self._player([step])()
+
+    def _player(self, steps: list[Step]) -> Launch:
+        check = self._library.check
+        if len(steps) == 1:
+            [(only, given, called)] = steps
+
+            def launch_one() -> None:
+                if status := only(*given):
+                    check(status, called)
+
+            return launch_one
+
+        def launch() -> None:
+            for function, arguments, name in steps:
+                if status := function(*arguments):
+                    check(status, name)
+
+        return launch
+
+
+def _both(send: Tensor, recv: Tensor, count: int) -> tuple[Any, ...]:
+    """The first four arguments of most collectives, as C values: made once, they cost no time in the loop."""
+    kind = ctypes.c_int(DATA_TYPES[_TORCH_NAMES[send.dtype]])
+    return ctypes.c_void_p(_address(send)), ctypes.c_void_p(_address(recv)), ctypes.c_size_t(count), kind
+
+
+def _one(tensor: Tensor) -> tuple[Any, ...]:
+    kind = ctypes.c_int(DATA_TYPES[_TORCH_NAMES[tensor.dtype]])
+    return ctypes.c_void_p(_address(tensor)), ctypes.c_size_t(tensor.numel()), kind
+
+
+def _address(tensor: Tensor) -> int:
+    """Where it begins, also where it has no elements: `data_ptr` is 0 then, which NCCL_CHECK_POINTERS refuses."""
+    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize

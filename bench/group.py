@@ -1,0 +1,14 @@
+"""`netlayer bench`: commands about records of benches; the benches themselves are commands of their own."""
+
+from __future__ import annotations
+
+import click
+
+from netlayer.lazy_group import Lazy, LazyGroup
+
+_COMMANDS = {"compare": Lazy("bench.compare:compare", "Two records row by row: ratio, spread, verdict.")}
+
+
+@click.group(cls=LazyGroup, lazy=_COMMANDS)
+def bench() -> None:
+    """What benches have measured."""

@@ -1,0 +1,242 @@
+"""`python -m bench.nccl_tests`: nccl-tests' own binaries and our `--backend nccl`, side by side on the same GPUs.
+
+In turn, for each way of registering (`-R`): nccl-tests collective by collective, with one thread a GPU (`-t`), which is
+as near to our process a GPU as it comes without MPI; then ours, its ranks started once. Both are read from the JSON
+that they write. From 64 MiB on bus bandwidth is held against the peer's, below it the time. Left out: several hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import click
+
+from bench.options import PerfOptions
+from netlayer import environ
+from netlayer.command import RunOptions, open_out, run_options_without_config
+from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
+from netlayer.results import RunRecord, utc_now
+from netlayer.units import format_size, parse_size
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+LARGE_BYTES = 64 << 20
+LIMIT = 0.02
+_RUN_LIMIT_S = 600
+Row = dict[str, Any]
+
+
+class Measured(NamedTuple):
+    """One side of a line of a table."""
+
+    time_us: float
+    bus_bw_gbs: float
+    wrong: float
+
+
+Table = Mapping[tuple[int, bool], Measured]  # by size and whether in place
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What both measure: a folder of nccl-tests' binaries, the GPUs of this machine, sizes and calls of each."""
+
+    binaries: Path
+    ngpus: int
+    collectives: tuple[str, ...]
+    registers: tuple[int, ...]
+    options: PerfOptions
+    one_thread: bool = False
+
+    def peer_command(self, collective: str, json_file: Path) -> list[str]:
+        """nccl-tests on one collective."""
+        given, threads = self.options, (1, self.ngpus) if self.one_thread else (self.ngpus, 1)
+        flags = {
+            "-t": threads[0], "-g": threads[1], "-b": given.min_bytes, "-e": given.max_bytes, "-f": given.step_factor,
+            "-n": given.iters, "-w": given.warmup_iters, "-c": given.check, "-R": given.local_register,
+            "-J": json_file,
+        }  # fmt: skip
+        return [str(self.binaries / f"{collective}_perf"), *(str(word) for pair in flags.items() for word in pair)]
+
+
+@click.command()
+@click.option("--binaries", type=click.Path(path_type=Path, file_okay=False), required=True, help="nccl-tests' build.")
+@click.option("-g", "--ngpus", type=click.IntRange(1), help="GPUs [default: all].")
+@click.option("--collective", "collectives", multiple=True, type=click.Choice(COLLECTIVES), help="[default: all three]")
+@click.option("-R", "registers", multiple=True, type=click.IntRange(0, 2), help="As nccl-tests [default: 0 and 2].")
+@click.option("-b", "--minbytes", "min_size", default="1K", show_default=True, help="First size.")
+@click.option("-e", "--maxbytes", "max_size", default="4G", show_default=True, help="Last size.")
+@click.option("-f", "--stepfactor", "step_factor", type=click.IntRange(2), default=4, show_default=True)
+@click.option("-n", "--iters", type=click.IntRange(1), default=20, show_default=True, help="Timed calls of a size.")
+@click.option(
+    "--one-thread", is_flag=True, help="nccl-tests launches all GPUs from one thread (-g), not one each (-t)."
+)
+@run_options_without_config
+def command(
+    options: RunOptions,
+    binaries: Path,
+    ngpus: int | None,
+    collectives: tuple[str, ...],
+    registers: tuple[int, ...],
+    min_size: str,
+    max_size: str,
+    step_factor: int,
+    iters: int,
+    one_thread: bool,
+) -> None:
+    """nccl-tests and ours in turn: ratio of bus bandwidth and of time, size by size.
+
+    \b
+    Exit 0: bandwidth within 2% from 64 MiB on and the time below it no more than 2% longer (median of the sizes).
+    Exit 1: not so, or wrong data; 2: usage; 3: no such hardware.
+    """
+    sizes = [_size(flag, text) for flag, text in (("-b", min_size), ("-e", max_size))]
+    perf = PerfOptions(min_bytes=sizes[0], max_bytes=sizes[1], step_factor=step_factor, iters=iters)
+    comparison = Comparison(
+        binaries, ngpus or _count_gpus(), collectives or COLLECTIVES, registers or (0, 2), perf, one_thread
+    )
+    _check(comparison)
+    out, started, rows = open_out(options.out, "nccl-tests"), utc_now(), []
+    for line in ("collective        R         size  place   nccl-tests         ours", _HEAD):
+        click.echo(line)
+    for register in comparison.registers:
+        for collective, theirs, ours in compare(comparison, register, out):
+            for row in join_tables(collective, register, theirs, ours):
+                rows.append(row)
+                click.echo(format_row(row))
+    asked = {**options.arguments(), "binaries": str(binaries), "one_thread": one_thread, "ngpus": comparison.ngpus}
+    record = RunRecord(
+        "bench.nccl_tests", "measured", rows, started, utc_now(), asked, environment=environ.snapshot(options.seed)
+    )
+    click.echo(f"record: {record.save(out / 'records')}", err=True)
+    judge(rows)
+
+
+def compare(comparison: Comparison, register: int, out: Path) -> Iterator[tuple[str, Table, Table]]:
+    """Measure with one way of registering: each collective with nccl-tests' table and ours, whose JSON lies in `out`.
+
+    Raises:
+        CheckFailed: nccl-tests ended with an error.
+    """
+    from bench.measure import measure
+    from bench.table import nccl_tests_json
+
+    here = replace(comparison, options=replace(comparison.options, local_register=register))
+    theirs = {}
+    for collective in here.collectives:
+        file = out / f"nccl-tests_{collective}_R{register}.json"
+        file.unlink(missing_ok=True)
+        _run_peer(here.peer_command(collective, file), out / f"nccl-tests_{collective}_R{register}.txt")
+        theirs[collective] = read_json(file)
+    logs = out / "logs" / f"R{register}"
+    records = measure(here.collectives, here.options, ranks=here.ngpus, log_dir=logs, backend="nccl")
+    for collective, record in zip(here.collectives, records, strict=True):
+        file = out / f"netlayer_{collective}_R{register}.json"
+        file.write_text(json.dumps(nccl_tests_json(record, [f"{collective}_perf"]), indent=1), encoding="utf-8")
+        yield collective, theirs[collective], read_json(file)
+
+
+def read_json(file: Path) -> Table:
+    """The JSON of `-J`, nccl-tests' or ours."""
+    table = {}
+    for result in json.loads(file.read_text(encoding="utf-8"))["results"]:
+        for place in ("out_of_place", "in_place"):
+            side = result[place]
+            key = (int(result["size"]), place == "in_place")
+            table[key] = Measured(float(side["time"]), float(side["bus_bw"]), float(side["nwrong"] or 0))
+    return table
+
+
+def join_tables(collective: str, register: int, theirs: Table, ours: Table) -> Iterator[Row]:
+    """What both measured, with ours over theirs."""
+    for key in sorted(theirs.keys() & ours.keys()):
+        peer, own = theirs[key], ours[key]
+        yield {
+            "collective": collective,
+            "register": register,
+            "size_bytes": key[0],
+            "in_place": key[1],
+            "peer_us": peer.time_us,
+            "our_us": own.time_us,
+            "peer_bus_bw_gbs": peer.bus_bw_gbs,
+            "our_bus_bw_gbs": own.bus_bw_gbs,
+            "time_ratio": own.time_us / peer.time_us if peer.time_us else None,
+            "bus_bw_ratio": own.bus_bw_gbs / peer.bus_bw_gbs if peer.bus_bw_gbs else None,
+            "wrong": peer.wrong + own.wrong,
+        }
+
+
+_HEAD = "                                        us     GB/s      us     GB/s   time   busbw   (ours / theirs)"
+
+
+def format_row(row: Row) -> str:
+    """One line of the table."""
+    place = "in" if row["in_place"] else "out"
+    figures = f"{row['peer_us']:10.2f} {row['peer_bus_bw_gbs']:7.2f} {row['our_us']:9.2f} {row['our_bus_bw_gbs']:7.2f}"
+    ratios = " ".join("      -" if row[key] is None else f"{row[key]:7.3f}" for key in ("time_ratio", "bus_bw_ratio"))
+    front = f"{row['collective']:<16} {row['register']:>2} {format_size(row['size_bytes']):>12}  {place:<3}"
+    return f"{front} {figures} {ratios}"
+
+
+def judge(rows: Sequence[Row]) -> None:
+    """Hold ours against nccl-tests.
+
+    Raises:
+        CheckFailed: data was wrong, bandwidth is lower than the limit allows, or small calls take longer.
+    """
+    wrong = [row for row in rows if row["wrong"]]
+    large = [row["bus_bw_ratio"] for row in rows if row["size_bytes"] >= LARGE_BYTES and row["bus_bw_ratio"]]
+    small = [row["time_ratio"] for row in rows if row["size_bytes"] < LARGE_BYTES and row["time_ratio"]]
+    least, middle = min(large, default=1.0), median(small) if small else 1.0
+    click.echo(
+        f"from 64 MiB: bus bandwidth at least {least:.3f} x nccl-tests'; below: time {middle:.3f} x, in the median"
+    )
+    if wrong:
+        raise CheckFailed(f"{len(wrong)} of {len(rows)} lines hold wrong data")
+    if least < 1 - LIMIT or middle > 1 + LIMIT:
+        raise CheckFailed(f"not within {LIMIT:.0%} of nccl-tests: bandwidth {least:.3f} x, time {middle:.3f} x")
+
+
+def _run_peer(line: Sequence[str], log: Path) -> None:
+    with log.open("w", encoding="utf-8") as file:
+        ended = subprocess.run(line, stdout=file, stderr=subprocess.STDOUT, timeout=_RUN_LIMIT_S, check=False)
+    if ended.returncode:
+        words = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        said = next((text for text in reversed(words) if text.strip()), "it said nothing")
+        raise CheckFailed(
+            f"{Path(line[0]).name} of nccl-tests ended with {ended.returncode}: {said.strip()}; see {log}"
+        )
+
+
+def _check(comparison: Comparison) -> None:
+    for collective in comparison.collectives:
+        binary = comparison.binaries / f"{collective}_perf"
+        if not os.access(binary, os.X_OK):
+            rule = f"has no program {binary.name}"
+            raise ConfigError("--binaries", comparison.binaries, rule, "give the build folder of NVIDIA/nccl-tests")
+    gpus = _count_gpus()
+    if comparison.ngpus > gpus or not gpus:
+        raise HardwareMissing(f"-g {comparison.ngpus} GPUs were asked for, and this machine has {gpus}")
+
+
+def _count_gpus() -> int:
+    return len(environ.usable_gpus())
+
+
+def _size(flag: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as exc:
+        raise ConfigError(flag, text, "is not a size such as 8, 64K or 16M", "give one") from exc
+
+
+if __name__ == "__main__":
+    from netlayer.cli import run
+
+    run(command, "python -m bench.nccl_tests")

@@ -1,0 +1,85 @@
+"""A rank of NCCL on a machine without a GPU: `fake_nccl.c` in NCCL's place, and CPU memory in the GPU's."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.backends import Device, Launch
+from bench.backends.libnccl import Libnccl
+
+SOURCE = Path(__file__).with_name("fake_nccl.c")
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc on the PATH")
+
+
+def build(folder: Path) -> Path:
+    """The compiled library; a warning is an error."""
+    library = folder / "libnccl-fake.so"
+    line = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o", str(library), str(SOURCE)]
+    subprocess.run(line, check=True, capture_output=True, text=True)
+    return library
+
+
+class FakeNccl(Libnccl):
+    """The library, and what it was told."""
+
+    def __init__(self, path: Path, version: int = 22809, fail_at: int = -1) -> None:
+        self._fake = ctypes.CDLL(str(path))
+        self._fake.fake_words.restype = ctypes.c_char_p
+        self._fake.fake_reset(version, fail_at)
+        super().__init__(str(path))
+
+    def calls(self) -> list[str]:
+        """All calls so far, one line each."""
+        return str(self._fake.fake_words().decode()).splitlines()
+
+    def break_off(self, status: int) -> None:
+        """From now on, report this error in the background."""
+        self._fake.fake_asynchronous_error(status)
+
+
+class FakeGpu:
+    """What `bench.backends.gpu.Gpu` does, on the CPU: all is done once it was launched."""
+
+    index, stream, device, library = 0, 0x57, torch.device("cpu"), "CuPy of the test"
+
+    def __init__(self) -> None:
+        self.graphs: list[int] = []  # calls in each
+        self.stuck = False
+
+    def use(self) -> None:
+        """There is one."""
+
+    def adopt(self, address: int, num_bytes: int) -> torch.Tensor:
+        memory = (ctypes.c_ubyte * num_bytes).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.uint8).zero_()
+
+    def copier(self, to: int, source: int, num_bytes: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return lambda *given: ctypes.memmove(*given) and None, (to, source, num_bytes)
+
+    def capture(self, launches: Sequence[Launch]) -> Launch:
+        self.graphs.append(len(launches))
+        return lambda: [launch() for launch in launches]
+
+    def done(self) -> bool:
+        return not self.stuck
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def free_bytes(self) -> int:
+        return 1 << 24
+
+    def describe(self) -> Device:
+        return Device(0, "0000:00:00", "Fake GPU")

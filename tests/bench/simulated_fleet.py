@@ -1,0 +1,88 @@
+"""A fleet of no processes: rows and evidence drawn from a world with one planted fault. For the judging logic alone.
+
+All of its times are simulated; nothing here measures anything.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bench.accept.fleet import Outcome, Where
+
+FaultKind = Literal["none", "slow", "hang", "stuck inside", "dead", "corrupt", "corrupt link", "slow node", "slow link"]
+_BASE_US = {"gemm": 500.0, "copy": 800.0, "all_reduce": 900.0, "all_to_all": 700.0, "train": 2000.0}
+
+
+@dataclass(frozen=True)
+class World:
+    """What is wrong, with whom, and how much times are scattered (standard deviation, share)."""
+
+    kind: FaultKind
+    ranks: tuple[int, ...]
+    factor: float
+    noise: float
+
+
+class SimulatedFleet:
+    """Stands in for `Fleet.run`."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self._draw, self.num_tasks = world, random.Random(seed), 0
+
+    def run(self, name: str, args: Mapping[str, Any], groups: Iterable[Sequence[int]], limit_s: float) -> list[Outcome]:
+        self.num_tasks += 1
+        return [self._outcome(name, tuple(group)) for group in groups]
+
+    def _outcome(self, name: str, group: tuple[int, ...]) -> Outcome:
+        world, outcome = self.world, Outcome(group)
+        met = set(world.ranks) <= set(group) and (len(group) > 1 or name in ("gemm", "copy"))
+        if met and world.kind == "dead":
+            outcome.dead = {world.ranks[0]: "was ended by SIGKILL"}
+        elif met and len(group) > 1 and world.kind == "stuck inside":
+            outcome.where = {rank: Where(7, 6, "S") for rank in group}
+        elif met and len(group) > 1 and world.kind == "hang":
+            outcome.where = {rank: Where(6 if rank in world.ranks else 7, 6, "S") for rank in group}
+        else:
+            outcome.rows = self._pairs(group) if name == "pairs" else self._rows(name, group)
+        return outcome
+
+    def _rows(self, name: str, group: tuple[int, ...]) -> list[dict[str, Any]]:
+        world = self.world
+        in_group = set(world.ranks) <= set(group)
+        grouped = name not in ("gemm", "copy")
+        factor = 1.0
+        if in_group and (grouped and world.kind in ("slow node", "slow link")):
+            factor = world.factor
+        if in_group and not grouped and world.kind == "slow":
+            factor = world.factor
+        wrong = int(in_group and grouped and len(group) > 1 and world.kind in ("corrupt", "corrupt link"))
+        rows = []
+        for at in range(len(group)):
+            for direction in ("device_to_device", "host_to_device") if name == "copy" else ("",):
+                row = self._row(name, at, _BASE_US[name] * factor, wrong)
+                rows.append({**row, "direction": direction} if direction else row)
+        return rows
+
+    def _row(self, name: str, rank: int, time_us: float, wrong: int) -> dict[str, Any]:
+        time_us *= max(0.5, self._draw.gauss(1, self.world.noise))
+        row: dict[str, Any] = {"check": name, "rank": rank, "device": "simulated", "size_bytes": 1 << 26}
+        row |= {"p50_us": time_us, "p99_us": time_us * 1.2, "min_us": time_us * 0.98, "wrong": wrong, "ok": not wrong}
+        return {**row, "bus_bw_gbs": 1e5 / time_us, "first_loss": 1.0, "last_loss": 0.5}
+
+    def _pairs(self, group: tuple[int, ...]) -> list[dict[str, Any]]:
+        world, rows = self.world, []
+        for low in range(len(group)):
+            for high in range(low + 1, len(group)):
+                ends = {group[low], group[high]}
+                factor = world.factor if set(world.ranks) <= ends and world.kind in ("slow node", "slow link") else 1.0
+                for direction in ("latency", "low_to_high", "high_to_low", "both"):
+                    sender = group[low] if direction == "low_to_high" else group[high]
+                    wrong = world.kind == "corrupt" and sender in world.ranks and direction.endswith(("high", "low"))
+                    wrong = wrong or (world.kind == "corrupt link" and ends == set(world.ranks))
+                    base = 20.0 if direction == "latency" else 1000.0
+                    row = self._row("pairs", low, base * factor, int(wrong and direction != "latency"))
+                    rows.append({**row, "peer": high, "round": 0, "direction": direction})
+        return rows

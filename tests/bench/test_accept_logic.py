@@ -1,0 +1,140 @@
+"""Who is named: bisection, the matrix of pairs, and whole runs over simulated rows (`simulated_fleet`)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, cast, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.accept import phases
+from bench.accept.bisect import Culprits, find_culprits
+from bench.accept.fleet import Fleet, Outcome, Where
+from bench.accept.matrix import judge_matrix
+from bench.accept.pairing import measure_pairs
+from bench.accept.run import members_of
+from bench.accept.trial import Trial, evidence
+from bench.accept.work import work_for
+from tests.bench.simulated_fleet import FaultKind, SimulatedFleet, World
+
+_CHOSEN = ("gemm", "copy", "all_to_all", "neighbours", "all_reduce", "pairs", "rails", "latency", "train")
+
+
+def silent(_done: int, _total: int, _words: str) -> None:
+    """Progress that nobody watches."""
+
+
+def try_world(world: World, num_ranks: int, seed: int) -> Trial:
+    """All phases over a world; one rank a node."""
+    fleet = SimulatedFleet(world, seed)
+    trial = Trial(cast(Fleet, fleet), members_of([("localhost", num_ranks)], 1), work_for("nccl", None))
+    trial.alive = list(range(num_ranks))
+    for name in _CHOSEN:
+        if name == "pairs":
+            measure_pairs(trial, silent)
+        else:
+            phases.PHASES[name](trial, silent)
+    return trial
+
+
+def draw_world(seed: int) -> tuple[World, int]:
+    draw = random.Random(seed)
+    kind: FaultKind = get_args(FaultKind)[1:][seed % 8]
+    num_ranks = draw.choice((4, 5, 8, 13, 16, 32))
+    ranks = tuple(sorted(draw.sample(range(num_ranks), 2 if kind.endswith("link") else 1)))
+    return World(kind, ranks, draw.uniform(1.3, 8), noise=0.01), num_ranks
+
+
+@pytest.mark.parametrize("seed", range(104))
+def test_the_planted_fault_is_named_and_nobody_else(seed: int) -> None:
+    world, num_ranks = draw_world(seed)
+    trial = try_world(world, num_ranks, seed)
+    assert {one.ranks for one in trial.accused if one.verdict == "FAIL"} == {world.ranks}, trial.findings
+    kind = "link" if world.kind.endswith("link") else "node"
+    assert {one.kind for one in trial.accused if one.verdict == "FAIL"} == {kind}
+    if world.kind in ("hang", "stuck inside", "dead", "corrupt"):
+        assert world.ranks[0] not in trial.alive
+        assert len(trial.alive) == num_ranks - 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_healthy_run_is_accused(seed: int) -> None:
+    draw = random.Random(seed)
+    world = World("none", (), 1.0, noise=draw.choice((0.0, 0.005, 0.02)))
+    trial = try_world(world, draw.choice((4, 8, 16, 24)), seed)
+    assert not trial.accused
+    assert not [finding for finding in trial.findings if finding.verdict in ("WARN", "FAIL")]
+
+
+@given(size=st.integers(2, 40), data=st.data())
+def test_bisection_finds_the_member_or_the_link(size: int, data: st.DataObject) -> None:
+    group = tuple(range(100, 100 + size))
+    bad = data.draw(st.sets(st.sampled_from(group), min_size=1, max_size=2))
+    trials: list[tuple[int, ...]] = []
+
+    def is_bad(members: tuple[int, ...]) -> bool:
+        assert len(set(members)) == len(members) >= 2
+        trials.append(members)
+        return bad <= set(members)
+
+    found = find_culprits(group, is_bad, witnesses=(1, 2))
+    if len(bad) == 1:
+        assert found == Culprits(members=tuple(bad))
+    else:
+        assert (found.members, set(found.link)) == ((), bad)
+    assert len(trials) <= 4 * size.bit_length() + 4
+
+
+def test_a_fault_that_no_smaller_group_shows_names_nobody() -> None:
+    everyone = tuple(range(8))
+    assert find_culprits(everyone, lambda members: len(members) == 8).members == ()
+
+
+def test_a_bad_witness_does_not_hide_the_culprit() -> None:
+    assert find_culprits((4, 5), lambda members: bool({4, 9} & set(members)), (9, 1)) == Culprits(members=(4,))
+
+
+@pytest.mark.parametrize("bad", [(2,), (1, 3)])
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_matrix_tells_a_node_from_a_link(bad: tuple[int, ...], size: int) -> None:
+    draw = random.Random(size)
+    values = {
+        (src, dst): draw.gauss(100, 1) * (0.5 if set(bad) <= {src, dst} else 1)
+        for src in range(size)
+        for dst in range(size)
+        if src != dst
+    }
+    scores = judge_matrix(values)
+    assert scores is not None
+    nodes = {node for node, score in scores.nodes.items() if score.verdict != "PASS"}
+    links = {frozenset(pair) for pair, score in scores.links.items() if score.verdict != "PASS"}
+    assert (nodes, links) == (({2}, set()) if len(bad) == 1 else (set(), {frozenset(bad)}))
+
+
+def test_three_nodes_are_too_few_for_a_matrix() -> None:
+    assert judge_matrix({(0, 1): 1.0, (1, 2): 1.0, (0, 2): 0.1}) is None
+
+
+def outcome(**given: Any) -> Outcome:
+    return Outcome((0, 1, 2, 3), **given)
+
+
+@pytest.mark.parametrize(
+    ("found", "culprits"),
+    [
+        (outcome(dead={2: "was ended by SIGKILL"}, errors={1: "RuntimeError: Connection closed by peer"}), (2,)),
+        (outcome(errors={1: "RuntimeError: Connection reset", 3: "RuntimeError: CUDA error: ECC"}), (3,)),
+        (outcome(where={rank: Where(5, 4, "T" if rank == 1 else "S") for rank in range(4)}), (1,)),
+        (outcome(where={rank: Where(4 if rank == 3 else 5, 4, "S") for rank in range(4)}), (3,)),
+        (outcome(where={rank: Where(0, 0, "lost") if rank == 0 else Where(5, 4, "S") for rank in range(4)}), (0,)),
+    ],
+)
+def test_plain_evidence_names_the_culprit(found: Outcome, culprits: tuple[int, ...]) -> None:
+    assert next(iter(evidence(found)))[0] == culprits
+
+
+def test_evidence_that_points_at_all_names_nobody() -> None:
+    assert not list(evidence(outcome(where={rank: Where(5, 4, "S") for rank in range(4)})))
+    assert not list(evidence(outcome(errors=dict.fromkeys(range(4), "RuntimeError: timed out"))))

@@ -1,0 +1,357 @@
+"""`netlayer accept` over real gloo ranks: planted faults, stopped and killed workers, hosts, outputs, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import CliRunner, Result
+
+from bench.accept.cli import accept
+from bench.accept.command import read_hosts
+from bench.accept.fleet import Fleet
+from bench.accept.judge import judge_files
+from bench.accept.links import Link, start_local
+from bench.accept.plant import Plant, parse_plants
+from bench.accept.run import Settings, members_of, run
+from bench.accept.run_output import drain_lists, tickets
+from bench.accept.work import work_for
+from netlayer.errors import ConfigError, HardwareMissing, NetlayerError
+
+RANKS = 4
+SLEEP = {"bytes": 1 << 20, "repeats": 3, "budget_s": 0.1}
+FAKE_SSH = """#!/bin/sh
+[ "$1" = nowhere ] && { echo "no route to $1" >&2; exit 255; }
+exec sh -c "$2"
+"""
+
+
+@pytest.fixture(scope="module")
+def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Link]:
+    with (tmp_path_factory.mktemp("accept") / "log").open("wb") as log:
+        link = start_local(range(RANKS), log)
+        yield link
+        link.close()
+
+
+def settings(plants: list[Plant], *chosen: str, limit_s: float = 4.0) -> Settings:
+    return Settings(members_of([("localhost", RANKS)], 1), "gloo", work_for("gloo", limit_s), plants, chosen)
+
+
+def begin(link: Link, *plants: Plant) -> Fleet:
+    fleet, link.began = Fleet([link]), False
+    worker = {"device": "cpu", "environ": {"GLOO_SOCKET_IFNAME": "lo"}, "plants": [one.to_json() for one in plants]}
+    assert fleet.begin(dict.fromkeys(range(RANKS), worker), {"OMP_NUM_THREADS": "1"}, False) == []
+    return fleet
+
+
+def worker_pids(link: Link, fleet: Fleet) -> list[int]:
+    """Of all ranks, by way of a task that takes too long for its limit."""
+    assert link.process is not None
+    fleet.run("all_reduce", {**SLEEP, "repeats": 100_000, "budget_s": 60}, [range(RANKS)], 0.3)
+    fleet.run("gemm", {"size": 8, "repeats": 1, "budget_s": 1}, [(RANKS - 1,)], 5.0)  # by then all are replaced
+    return sorted(child.pid for child in psutil.Process(link.process.pid).children())[-RANKS:]
+
+
+def command(*words: object) -> Result:
+    return CliRunner().invoke(accept, [str(word) for word in words])
+
+
+def error_of(*words: object) -> NetlayerError:
+    found = command(*words).exception
+    assert isinstance(found, NetlayerError)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plant", "chosen", "phase"),
+    [
+        (Plant("hang", (2,), 3), ("neighbours", "all_reduce"), "neighbours"),
+        pytest.param(Plant("hang", (1,), 5), ("pairs",), "pairs", marks=pytest.mark.slow),
+        (Plant("corrupt", (3,), 1), ("all_reduce", "train"), "all_reduce"),
+        (Plant("corrupt", (0,), 1), ("pairs",), "pairs"),
+        (Plant("corrupt", (1,), 1), ("train",), "train"),
+        pytest.param(Plant("slowlink", (0, 2), 30), ("pairs",), "pairs", marks=pytest.mark.slow),
+    ],
+)
+def test_a_planted_fault_is_named_and_the_rest_goes_on(
+    plant: Plant, chosen: tuple[str, ...], phase: str, link: Link
+) -> None:
+    link.began = False
+    result = run(settings([plant], *chosen), [link])
+    failed = {(one.ranks, one.phase) for one in result.trial.accused if one.verdict == "FAIL"}
+    assert failed == {(plant.ranks, phase)}, result.trial.findings
+    assert result.done == list(chosen)
+    if len(plant.ranks) == 1:
+        label = f"node{plant.ranks[0]}"
+        assert plant.ranks[0] not in result.trial.alive
+        assert label in drain_lists(result.trial)["Slurm"][0]
+        assert "Next:" in tickets(result)[label]
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_and_a_killed_one_are_seen_from_outside(link: Link) -> None:
+    fleet = begin(link)
+    everyone = tuple(range(RANKS))
+    os.kill(worker_pids(link, fleet)[1], signal.SIGSTOP)
+    [outcome] = fleet.run("all_reduce", SLEEP, [everyone], 2.0)
+    assert outcome.where[1].state == "T"
+    [outcome] = fleet.run("all_reduce", SLEEP, [everyone], 10.0)
+    assert not outcome.failed  # a fresh one has taken its place
+    os.kill(worker_pids(link, fleet)[3], signal.SIGKILL)
+    [outcome] = fleet.run("all_reduce", SLEEP, [everyone], 10.0)
+    assert list(outcome.dead) == [3]
+    [outcome] = fleet.run("all_reduce", SLEEP, [everyone], 10.0)
+    assert not outcome.failed
+
+
+def test_a_soak_goes_on_with_the_same_work_and_judges_drift(link: Link) -> None:
+    link.began = False
+    asked = replace(settings([], "all_reduce"), soak_s=4.0)
+    result = run(asked, [link])
+    soaked = [row for row in result.trial.rows if row["phase"] == "soak"]
+    assert {row["rank"] for row in soaked if row["check"] == "gemm"} == set(range(RANKS))
+    assert max(row["cycle"] for row in soaked) >= 1
+    [finding] = [finding for finding in result.trial.findings if finding.file == "soak" and "drift" in finding.check]
+    assert "cycles" in finding.figure
+
+
+def test_groups_that_share_no_rank_run_at_once_and_one_failure_leaves_the_other(link: Link) -> None:
+    fleet = begin(link, Plant("hang", (3,), 1))
+    good, bad = fleet.run("all_reduce", SLEEP, [(0, 1), (2, 3)], 2.0)
+    assert [row["rank"] for row in good.rows or []] == [0, 1]
+    assert {rank: where.launched for rank, where in bad.where.items()} == {2: 1, 3: 0}
+
+
+def test_an_error_of_a_probe_is_an_outcome(link: Link) -> None:
+    [outcome] = begin(link).run("gemm", {"size": -1, "repeats": 1, "budget_s": 1}, [(0,)], 5.0)
+    assert "must be above zero" in outcome.errors[0]
+
+
+def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        link = start_local(range(RANKS), log)
+        assert link.process is not None
+        begin(link)
+        workers = [child.pid for child in psutil.Process(link.process.pid).children()]
+        assert len(workers) == RANKS
+        link.process.kill()
+        link.close()
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
+    out = {option: tmp_path / f"run.{option}" for option in ("json", "junit")}
+    words = [word for option in out for word in (f"--{option}", out[option])]
+    phases = [word for name in ("gemm", "pairs") for word in ("--only", name)]
+    found = command("--ranks", 4, "--backend", "gloo", "--inject", "slow:2:1.5", *phases, *words, "--out", tmp_path)
+    assert found.exit_code == 1, found.output
+    assert "FAIL: faulty: node2 (gemm)" in found.stdout
+    rows = json.loads(out["json"].read_text())["rows"]
+    assert (rows[0]["table"], rows[0]["verdict"], rows[0]["stopped"]) == ("overall", "FAIL", "")
+    assert [row["ranks"] for row in rows if row["table"] == "accused"] == [[2]]
+    assert {row["phase"] for row in rows if row["table"] == "measured"} == {"gemm", "pairs"}
+    suite = ET.parse(out["junit"]).getroot()
+    assert suite.get("failures") == "1"
+    assert "node2" in (tmp_path / "drain-slurm.sh").read_text()
+    assert "node2" in (tmp_path / "ticket-node2.txt").read_text()
+
+
+@pytest.mark.slow
+def test_the_page_has_the_heat_map_and_its_pictures_beside_it(tmp_path: Path) -> None:
+    found = command("--ranks", 4, "--backend", "gloo", "--only", "pairs", "--html", tmp_path / "run.html")
+    assert found.exit_code == 0, found.output
+    assert '"pairs"' in (tmp_path / "run.html").read_text()
+    assert (tmp_path / "plots" / "pairs.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_hosts_are_reached_by_the_ssh_given_and_a_host_that_is_not_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(FAKE_SSH)
+    ssh.chmod(0o755)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 slots=2  # two ranks\nnowhere\nlocalhost\n")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    words = ("--hosts", hosts, "--ssh", ssh, "--backend", "gloo", "--only", "all_reduce", "--only", "all_to_all")
+    found = command(*words, "--json", "-")
+    assert found.exit_code == 1, found.output
+    rows = json.loads(found.stdout)["rows"]
+    assert [row["label"] for row in rows if row["table"] == "accused"] == ["nowhere"]
+    groups = {tuple(row["group"]) for row in rows if row["table"] == "measured"}
+    assert groups == {(0, 1), (0, 1, 3)}
+
+
+def start_command(path: Path) -> subprocess.Popen[bytes]:
+    words = ["-m", "netlayer", "accept", "--ranks", "4", "--backend", "gloo", "--json", str(path), "--soak", "1"]
+    return subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def wait_for(process: subprocess.Popen[bytes], words: bytes) -> list[psutil.Process]:
+    """Until stderr says so; everything that runs below the process."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if words in line:
+            return psutil.Process(process.pid).children(recursive=True)
+    raise AssertionError(f"never said {words!r}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "words"), [(signal.SIGINT, b"soak ..."), (signal.SIGTERM, b"copy ...")])
+def test_a_signal_ends_it_with_what_was_measured_and_leaves_no_process(
+    signum: int, words: bytes, tmp_path: Path
+) -> None:
+    process = start_command(tmp_path / "run.json")
+    below = wait_for(process, words)
+    time.sleep(1)
+    process.send_signal(signum)
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"broken off (interrupted)" in stdout
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert rows[0]["stopped"] == "interrupted"
+    assert any(row.get("check") == "gemm" for row in rows)
+    assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+def test_nothing_is_left_when_the_command_is_killed(tmp_path: Path) -> None:
+    process = start_command(tmp_path / "run.json")
+    below = wait_for(process, b"gemm ...")
+    process.kill()
+    process.communicate()
+    gone, alive = psutil.wait_procs(below, timeout=15)
+    assert not alive, gone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["slow:3:0.2", "hang:3", "corrupt:3", "slowlink:2-3", ""])
+def test_eight_ranks_with_all_phases(fault: str, tmp_path: Path) -> None:
+    words = ("--inject", fault) if fault else ()
+    found = command("--ranks", 8, "--backend", "gloo", *words, "--json", tmp_path / "run.json")
+    accused = [row for row in json.loads((tmp_path / "run.json").read_text())["rows"] if row["table"] == "accused"]
+    ranks = [[2, 3]] if fault.startswith("slowlink") else [[3]] if fault else []
+    assert [list(one) for one in {tuple(row["ranks"]) for row in accused}] == ranks, found.stdout
+    assert found.exit_code == (1 if any(row["verdict"] == "FAIL" for row in accused) else 0)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_join_the_run_of_the_first(tmp_path: Path) -> None:
+    """As torchrun starts them: the same command, a rank each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-m", "netlayer", "accept", "--backend", "gloo", "--inject", "corrupt:1"]
+    words += ["--only", "all_reduce", "--json", str(tmp_path / "run.json")]
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    ranks = [
+        subprocess.Popen(
+            words,
+            env={**os.environ, **places, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(3)
+    ]
+    printed = [rank.communicate(timeout=90)[0].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 0, 0], printed
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert [row["ranks"] for row in rows if row["table"] == "accused"] == [[1]]
+
+
+BAD_OPTIONS: list[tuple[tuple[object, ...], str]] = [
+    (("--inject", "slow"), "--inject = slow: must be one of slow, hang"),
+    (("--inject", "hang:3-4"), "--inject = hang:3-4: must be one of"),
+    (("--inject", "slowlink:3"), "must be one of"),
+    (("--inject", "slowlink:2-2"), "each once"),
+    (("--inject", "slow:9"), "must name ranks of 0..3"),
+    (("--inject", "slow:1:0"), "its amount must be above 0"),
+    (("--only", "gem"), "--only = gem: must be one of preflight, gemm"),
+    (("--ranks-per-node", "3"), "--ranks = 4: must be a multiple of --ranks-per-node = 3"),
+    (("--hosts", "/none"), "--hosts = /none: cannot be read"),
+    (("--json", "/none/x"), "--json = /none/x: cannot be written"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), BAD_OPTIONS)
+def test_a_bad_option_is_one_line_and_exit_2(words: tuple[object, ...], said: str) -> None:
+    error = error_of("--ranks", 4, "--backend", "gloo", *words)
+    assert isinstance(error, ConfigError)
+    assert said in str(error)
+
+
+@pytest.mark.parametrize("line", ["a b", "a slots=0", "a slots=x", "-oProxyCommand=x", "a\na", "", "a slots=2 c"])
+def test_a_bad_hosts_file_is_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"# hosts\n{line}\n")
+    with pytest.raises(ConfigError, match="--hosts"):
+        read_hosts(tmp_path / "hosts")
+
+
+def test_missing_hardware_is_exit_3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("bench.accept.command.usable_gpus", list)
+    for words in (
+        ("--backend", "nccl"),
+        ("--backend", "gloo", "--ranks", 2, "--runner", "nccl-tests", "--nccl-tests", tmp_path),
+    ):
+        error = error_of(*words)
+        assert isinstance(error, HardwareMissing)
+        assert error.exit_code == 3
+
+
+def test_options_of_the_run_before_a_sub_command_are_refused(tmp_path: Path) -> None:
+    found = command("--ranks", 4, "judge", tmp_path)
+    assert found.exit_code == 2
+    assert "--ranks" in found.output
+
+
+def test_amounts_have_defaults() -> None:
+    plants = parse_plants(["slow:3", "hang:1", "slowlink:0-2"], 4)
+    assert [plant.amount for plant in plants] == [0.2, 3, 10]
+
+
+def nccl_like(folder: Path, script: str) -> Path:
+    path = folder / "all_reduce_perf"
+    path.write_text(script)
+    path.chmod(0o755)
+    return path
+
+
+def test_our_own_scripts_are_not_taken_for_nccl_tests(tmp_path: Path) -> None:
+    from bench.accept.nccl_tests import find_binaries
+
+    nccl_like(tmp_path, "#!/usr/bin/env python\n")
+    with pytest.raises(HardwareMissing, match="no compiled all_reduce_perf"):
+        find_binaries(tmp_path)
+
+
+def test_the_genuine_runner_judges_the_tables(tmp_path: Path, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program that prints a table as nccl-tests does, for here is none."""
+    from bench.accept import nccl_tests
+
+    log = Path(__file__).parent / "logs" / "nccl_mpirun_nvls_off.txt"
+    path = nccl_like(tmp_path, f"#!/bin/sh\ncat {log}\n")
+    monkeypatch.setattr(nccl_tests, "find_binaries", lambda _folder: {"all_reduce_perf": path})
+    begin(link)
+    result = nccl_tests.run_nccl_tests(settings([]), [link], tmp_path)
+    assert {finding.subject for finding in result.trial.findings} == {"localhost"}
+    wanted = [finding.verdict for finding in judge_files([log]).findings]
+    assert sorted(map(str, (finding.verdict for finding in result.trial.findings))) == sorted(map(str, wanted))
+    said: dict[str, Any] = result.trial.rows[0]
+    assert said["code"] == 0
