@@ -7,7 +7,7 @@ ARGS ?=
 HARDWARE ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow check format bench reports claims clean
+.PHONY: help setup quickstart test test-slow check format bench reports claims rdma-lab clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,6 +60,10 @@ reports: setup  ## take the records under bench/reports/ anew on this machine, a
 
 claims: setup  ## write CLAIMS.md from the records under bench/reports/
 	@$(BIN)/python -m bench.claims
+
+rdma-lab: setup  ## tests on real verbs (Soft-RoCE), in a small virtual machine that is built once: no root, no NIC
+	@PYTHON=$(CURDIR)/$(BIN)/python lab/build.sh
+	@lab/run.sh $(ARGS)
 
 clean:  ## remove what the other targets made, but for tokenised text in ~/.cache/netlayer
 	rm -rf $(VENV) runs dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

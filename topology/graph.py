@@ -133,6 +133,23 @@ class Graph:
             raise ConfigError(field, name, rule, f"names look like {self.names[0]}, {self.names[-1]}")
         return node
 
+    def cables_between(self, link: str, field: str) -> NDArray[np.bool_]:
+        """Which cables join two devices, by their names as A,B; shape (num_cables,).
+
+        Raises:
+            ConfigError: there is none; `field` says where it was asked for.
+        """
+        ends = [name.strip() for name in link.split(",")]
+        if len(ends) != 2:
+            raise ConfigError(field, link, "is no pair of names", "give A,B")
+        one, other = (self.find(name, field) for name in ends)
+        found = ((self.a == one) & (self.b == other)) | ((self.a == other) & (self.b == one))
+        if not found.any():
+            near = np.unique(np.concatenate([self.b[self.a == one], self.a[self.b == one]]))
+            remedy = f"cables of {ends[0]} go to {', '.join(self.names[node] for node in near[:8].tolist())}"
+            raise ConfigError(field, link, "is no cable of this fabric", remedy)
+        return np.asarray(found)
+
 
 def checked(graph: Graph, source: object) -> Graph:
     """The graph, once it is certain that it can be wired; `source` is the file or folder that errors name.

