@@ -21,6 +21,7 @@ import click
 
 from netlayer import log
 from netlayer.errors import ConfigError
+from netlayer.interrupt import uninterrupted
 from netlayer.results import check_target, hide_passwords
 
 if TYPE_CHECKING:
@@ -121,13 +122,15 @@ def open_run(out: Path | None, command: str) -> Iterator[Path]:
         raise ConfigError("--out", out, rule, "give a new folder, or remove that one")
     wanted = out or Path("runs")
     made = [path for path in (wanted, *wanted.parents) if not path.exists()]
-    folder = open_out(out, command)
+    folder = None
     try:
+        with uninterrupted():  # a Ctrl-C between these would leave a folder that nobody knows of
+            folder = open_out(out, command)
         yield folder
     except BaseException:
-        if any(path.is_file() for path in folder.rglob("*")):
+        if folder and any(path.is_file() for path in folder.rglob("*")):
             click.echo(f"note: what was done until then is in {folder}", err=True)
-        else:
+        elif folder:
             _remove_empty([*(path for path in folder.rglob("*") if path.is_dir()), *({folder} - {out}), *made])
         raise
 

@@ -1,11 +1,13 @@
-"""Ctrl-C while modules load: noted, and delivered when they are loaded.
+"""Ctrl-C at a time when nothing may break off: noted, and delivered when that is over.
 
 numpy and torch swallow a KeyboardInterrupt that lands in the middle of their import, or turn it into an ImportError
-seconds later. Left out: the interpreter's own start, before any code of ours runs.
+seconds later; files that are moved together would be moved in part. Left out: the interpreter's own start, before any
+code of ours runs.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -19,17 +21,38 @@ def held_interrupt() -> Iterator[None]:
 
     A second Ctrl-C raises at once. Does nothing outside the main thread, and where SIGINT is ignored on purpose.
     """
+    with _noted(patience=1):
+        yield
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put this around what must happen whole: no Ctrl-C, however often, ends it, and KeyboardInterrupt comes after it.
+
+    Processes that begin inside never see one: they inherit the mask. The mask alone would not do: the kernel hands the
+    signal to any thread that takes it, and a library's threads do.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with _noted():
+            yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _noted(patience: float = math.inf) -> Iterator[None]:
     owner = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or owner is not signal.default_int_handler:
         yield
         return
-    seen = False
+    seen = 0
 
     def note(_signum: int, _frame: FrameType | None) -> None:
         nonlocal seen
-        if seen:
+        seen += 1
+        if seen > patience:
             raise KeyboardInterrupt
-        seen = True
 
     signal.signal(signal.SIGINT, note)
     try:

@@ -11,14 +11,14 @@ import errno
 import itertools
 import os
 import shutil
-import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from netlayer.command import open_out
 from netlayer.errors import ConfigError
+from netlayer.interrupt import uninterrupted
 
 _RECORDS = "records"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -61,31 +61,26 @@ def open_output(out: Path | None, command: str) -> Iterator[Output]:
     Raises:
         ConfigError: the folder cannot be made or written to.
     """
-    made = [] if out is None else [path for path in (out, *out.parents) if not path.exists()]
-    folder = open_out(out, command)
-    made = made if out else [folder, folder.parent]
-    part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
-    try:
-        yield Output(folder, part)
-    except OSError as exc:
-        if exc.errno in _NO_ROOM:
-            raise _unwritable(folder, exc) from exc
-        raise
-    finally:
+    with contextlib.ExitStack() as leftovers:
+        with uninterrupted():  # a Ctrl-C between these would leave folders that nobody knows of
+            made = [] if out is None else [path for path in (out, *out.parents) if not path.exists()]
+            folder = open_out(out, command)
+            part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
+            leftovers.callback(_take_away, part, (folder / _RECORDS, *(made if out else (folder, folder.parent))))
+        try:
+            yield Output(folder, part)
+        except OSError as exc:
+            if exc.errno in _NO_ROOM:
+                raise _unwritable(folder, exc) from exc
+            raise
+
+
+def _take_away(part: Path, folders: Iterable[Path]) -> None:
+    with uninterrupted():
         shutil.rmtree(part, ignore_errors=True)
-        for path in (folder / _RECORDS, *made):
+        for folder in folders:
             with contextlib.suppress(OSError):  # not empty: somebody's files
-                path.rmdir()
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the block ends. Processes that begin inside never see one: they inherit the mask."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                folder.rmdir()
 
 
 def _link_new(file: Path, target: Path) -> Path:

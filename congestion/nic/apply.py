@@ -18,7 +18,7 @@ from congestion.nic.steps import FileStep, Row, Step, ToolStep, TriggerStep, sam
 from congestion.nic.tools import ToolFailed, Tools
 from congestion.nic.tree import Tree
 from netlayer.errors import CheckFailed, ConfigError
-from netlayer.output import uninterrupted
+from netlayer.interrupt import uninterrupted
 
 _BOOT = "proc/sys/kernel/random/boot_id"
 _BY_HAND = "the journal stays open; look at the device, then run `netlayer nic rollback --apply` again"

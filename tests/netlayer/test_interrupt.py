@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from netlayer.interrupt import held_interrupt
+from netlayer.interrupt import held_interrupt, uninterrupted
 
 
 def load(num_interrupts: int, done: list[str]) -> None:
@@ -53,3 +53,47 @@ def test_other_threads_and_handlers_of_others_are_left_alone(monkeypatch: pytest
     thread.start()
     thread.join()
     assert seen == [signal.default_int_handler]
+
+
+@pytest.mark.parametrize("num_interrupts", [1, 3])
+def test_what_must_happen_whole_does(num_interrupts: int) -> None:
+    done: list[str] = []
+
+    def move() -> None:
+        with uninterrupted():
+            for _ in range(num_interrupts):
+                os.kill(os.getpid(), signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        move()
+    assert done == ["whole"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_a_signal_that_another_thread_takes_waits_too() -> None:
+    done: list[str] = []
+    begun, end = threading.Event(), threading.Event()
+
+    def idle() -> None:  # not masked: the kernel hands it the signal
+        begun.set()
+        end.wait()
+
+    thread = threading.Thread(target=idle)
+    thread.start()
+    begun.wait()
+
+    def move() -> None:
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(1000):
+                pass
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        move()
+    end.set()
+    thread.join()
+    assert done == ["whole"]

@@ -1,7 +1,13 @@
+import contextlib
+import signal
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from netlayer.command import open_run
 from netlayer.errors import ConfigError
 from netlayer.output import open_output
 
@@ -40,6 +46,22 @@ def test_without_a_folder_a_run_that_breaks_off_leaves_none(tmp_path: Path, monk
     with pytest.raises(KeyboardInterrupt), open_output(None, "x"):
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("opened", [open_output, open_run])
+def test_ctrl_c_while_the_folders_are_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Callable[..., contextlib.AbstractContextManager[Any]]
+) -> None:
+    make = tempfile.TemporaryFile  # the last thing that both of them do before their folder is theirs
+
+    def interrupted(**where: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return make(**where)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", interrupted)
+    with pytest.raises(KeyboardInterrupt), opened(tmp_path / "a" / "b", "x"):
+        raise AssertionError("unreachable: the block does not begin")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_record_is_never_overwritten_another_file_is(tmp_path: Path) -> None:
