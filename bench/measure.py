@@ -14,6 +14,7 @@ from pathlib import Path
 from bench.backends import choose_backend
 from bench.driver import Plan, Started, list_cases, load_collective, run_first_rank, run_rank
 from bench.options import PerfOptions
+from congestion.nic.env import Choice, as_record, exports, for_ranks
 from netlayer import environ
 from netlayer.errors import ConfigError
 from netlayer.launch import launch
@@ -51,20 +52,22 @@ def measure(
         One record a collective, in order; `bench.table.format_table` shows one as nccl-tests does.
 
     Raises:
-        ConfigError: something asked for cannot be done by this backend.
+        ConfigError: something asked for cannot be done by this backend, or a variable that NCCL would misread is set.
         HardwareMissing: there is no GPU, or there are too few.
         RankFailed: a rank failed; its log says why.
     """
     chosen = choose_backend(backend)
     for name in names:
         list_cases(load_collective(name), options, chosen, ranks)
-    collector = Collector(options, on_start, on_row)
+    nccl = for_ranks(chosen)
+    collector = Collector(options, on_start, on_row, nccl)
     with _meeting_url(init_method) as url:
         launch(
             run_first_rank,
             ranks,
             args=(Plan(tuple(names), options, chosen, url),),
             log_dir=log_dir,
+            env=exports(nccl),
             on_message=lambda _rank, message: collector.receive(message),
         )
     return collector.finish()
@@ -86,7 +89,9 @@ def join(
     """
     for name in names:
         list_cases(load_collective(name), options, backend, env.world_size)
-    collector = Collector(options, on_start, on_row)
+    nccl = for_ranks(backend)
+    os.environ.update(exports(nccl))  # NCCL reads it when the first communicator is made
+    collector = Collector(options, on_start, on_row, nccl)
     run_rank(RankContext(env, collector.receive), Plan(tuple(names), options, backend, _master_url(env)))
     return collector.finish()
 
@@ -99,9 +104,10 @@ class Collector:
         options: PerfOptions,
         on_start: Callable[[RunRecord], None] | None = None,
         on_row: OnRow | None = None,
+        nccl: Sequence[Choice] = (),
     ) -> None:
         self._options, self._on_start, self._on_row = options, on_start, on_row
-        self._environment = environ.snapshot()
+        self._environment = environ.snapshot() | ({"nccl_settings": as_record(nccl)} if nccl else {})
         self._records: list[RunRecord] = []
         self._begun: RunRecord | None = None
         self._rows: list[Row] = []

@@ -31,6 +31,7 @@ from bench.overlap_settings import (
     make_settings,
     on_gloo,
 )
+from congestion.nic.env import as_record, exports, for_ranks
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
 from netlayer.errors import ConfigError, NetlayerError
@@ -147,6 +148,8 @@ def command(
         logger.warning("--channels has no effect: gloo has none")
         channels = (0,)
     channels = channels or ((0, 2, 1) if full else (0,))
+    nccl = for_ranks(chosen)
+    os.environ.update(exports(nccl))  # this process is a rank, or starts them
     if env is not None:
         _check_joined(techniques, channels, env)
         if env.rank:
@@ -162,6 +165,7 @@ def command(
         options.arguments(),
         within_s=None if within is None else 60 * within,
         stdout_is_json=str(options.json_file) == "-",
+        nccl_settings=as_record(nccl),
     )
     rows: list[Row]
     wrong: list[NetlayerError] = []

@@ -44,6 +44,7 @@ class Run:
         asked: further arguments for the records.
         within_s: seconds for all legs; None: as long as it takes.
         stdout_is_json: the lines for a person go to stderr.
+        nccl_settings: what NCCL was told, and why, for the records.
     """
 
     settings: DpSettings
@@ -53,6 +54,7 @@ class Run:
     asked: Mapping[str, Any]
     within_s: float | None = None
     stdout_is_json: bool = False
+    nccl_settings: Sequence[Mapping[str, Any]] = ()
 
 
 def measure_techniques(
@@ -187,7 +189,8 @@ def make_record(
             "backend": run.backend,
             **run.settings.record(),
         },
-        environment=environ.snapshot(run.settings.seed),
+        environment=environ.snapshot(run.settings.seed)
+        | ({"nccl_settings": list(run.nccl_settings)} if run.nccl_settings else {}),
         devices=gpus if run.backend == "nccl" else ["CPU"] * run.ranks,
     )
 

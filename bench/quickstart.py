@@ -198,6 +198,9 @@ def _records(outcome: Outcome, seed: int, asked: Mapping[str, Any], started: str
         ours = functools.partial(
             record, source="measured", config=outcome.config.model_dump(mode="json"), devices=outcome.training.devices
         )
+        if outcome.training.nccl_settings:
+            settings = {"nccl_settings": outcome.training.nccl_settings}
+            ours = functools.partial(ours, environment=environ.snapshot(seed) | settings)
         records += [
             ours(name="quickstart.summary", rows=[summary(outcome)]),
             ours(name="quickstart.training", rows=outcome.training.steps),

@@ -11,7 +11,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self, TypeVar
 
 import tomlkit
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
@@ -22,6 +22,7 @@ from netlayer.layout import ParallelLayout
 from netlayer.results import hide_passwords
 from netlayer.units import parse_rate
 
+Model = TypeVar("Model", bound=BaseModel)
 BitsPerSecond = Annotated[int, BeforeValidator(parse_rate), Field(gt=0, le=10**15)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -205,6 +206,27 @@ class LaunchConfig(Section):
     grace_s: float = Field(5.0, gt=0, description="seconds between SIGTERM and SIGKILL when a rank failed")
 
 
+class NcclConfig(Section):
+    """What a job wants of NCCL's InfiniBand transport; what is left out stays as NCCL has it."""
+
+    flap_s: float = Field(5.0, gt=0, le=300, description="longest link flap to outlive, seconds: chooses the timeout")
+    timeout: int | None = Field(None, ge=1, le=31, description="exponent T of 4.096 us * 2^T, in place of flap_s")
+    retry_cnt: int = Field(7, ge=0, le=7, description="retransmissions before a queue pair gives up (three bits)")
+    traffic_class: int | None = Field(None, ge=0, le=255, description="the whole TOS byte: DSCP * 4 + ECN")
+    fifo_traffic_class: int | None = Field(None, ge=0, le=255, description="the same, of NCCL's control messages")
+    gid_index: int | None = Field(None, ge=-1, le=255, description="which GID; -1: NCCL looks for a RoCE v2 one")
+    hca: str | None = Field(None, pattern=r"^[=^]{0,2}[A-Za-z0-9_.:,-]+$", description="NICs to use: mlx5_0,mlx5_1")
+    qps_per_connection: int | None = Field(None, ge=1, le=128, description="queue pairs, so source ports, a connection")
+    split_data_on_qps: bool | None = Field(None, description="each message over all of them, not one after another")
+    adaptive_routing: bool | None = Field(None, description="the fabric reorders packets: completions apart from data")
+    pci_relaxed_ordering: int | None = Field(None, ge=0, le=2, description="0 off, 1 on, 2 where the NIC can")
+    merge_nics: bool | None = Field(None, description="two ports of one NIC as one device")
+    cross_nic: int | None = Field(
+        None, ge=0, le=2, description="rings over different NICs: 0 no, 1 yes, 2 where better"
+    )
+    port_failover: bool | None = Field(None, description="go on over another port where one fails")
+
+
 class JobConfig(Section):
     """The training run."""
 
@@ -219,6 +241,7 @@ class JobConfig(Section):
     overlap: OverlapConfig = Field(default_factory=OverlapConfig, description="communication under computation")
     store: StoreConfig = Field(default_factory=StoreConfig, description="where ranks meet")
     launch: LaunchConfig = Field(default_factory=LaunchConfig, description="how ranks are started")
+    nccl: NcclConfig = Field(default_factory=NcclConfig, description="what NCCL's InfiniBand transport is told")
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
@@ -273,13 +296,16 @@ class Config(Section):
             )
 
 
-def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Config:
+def load_config(path: Path | None = None, overrides: Iterable[str] = (), *, option: str = "--config") -> Config:
     """The resolved tree: defaults, then the TOML file, then each `a.b=value`.
+
+    Args:
+        option: what gave the path, for errors.
 
     Raises:
         ConfigError: the file is missing or no TOML, a key is unknown, a value breaks a rule.
     """
-    tree = _read_toml(path) if path else {}
+    tree = _read_toml(path, option) if path else {}
     for override in overrides:
         _apply_override(tree, override)
     return build_config(tree)
@@ -287,10 +313,27 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
 
 def build_config(tree: Mapping[str, Any]) -> Config:
     """The typed tree from plain nested dictionaries; errors as `load_config`."""
+    return build_section(Config, tree)
+
+
+def build_section(model: type[Model], tree: Mapping[str, Any], prefix: str = "") -> Model:
+    """One section from plain nested dictionaries; errors as `load_config`, each field's name behind `prefix`."""
     try:
-        return Config.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as exc:
-        raise _translate(exc) from exc
+        raise _translate(exc, model, prefix) from exc
+
+
+def read_override(override: str, example: str) -> tuple[str, object]:
+    """Key and value of `a.b=value`.
+
+    Raises:
+        ConfigError: it has no key or no equals sign.
+    """
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.strip().split(".")):
+        raise ConfigError("--set", override, "must read a.b=value", f"for example --set {example}")
+    return key.strip(), _parse_value(text.strip())
 
 
 def example(name: str) -> Path:
@@ -310,29 +353,26 @@ def to_toml(config: Config, *, describe: bool = False) -> str:
     return tomlkit.dumps(document)
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _read_toml(path: Path, option: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
-        raise ConfigError("--config", path, "there is no such file", "give a TOML file; examples/ has some") from exc
+        raise ConfigError(option, path, "there is no such file", "give a TOML file; examples/ has some") from exc
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError("--config", path, f"cannot be read ({exc})", "give a readable TOML file in UTF-8") from exc
+        raise ConfigError(option, path, f"cannot be read ({exc})", "give a readable TOML file in UTF-8") from exc
     except tomllib.TOMLDecodeError as exc:
-        raise ConfigError("--config", path, f"is not TOML ({exc})", "mend that line") from exc
+        raise ConfigError(option, path, f"is not TOML ({exc})", "mend that line") from exc
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    path = _resolve(key.strip().split("."))
-    if not equals or not all(path):
-        raise ConfigError("--set", override, "must read a.b=value", "for example --set job.optimizer.steps=50")
-    *parents, last = path
+    key, value = read_override(override, "job.optimizer.steps=50")
+    *parents, last = _resolve(key.split("."))
     for name in parents:
         below = tree.setdefault(name, {})
         if not isinstance(below, dict):
             raise ConfigError("--set", override, f"{name} is a value in the file, not a table", "mend the file")
         tree = below
-    tree[last] = _parse_value(text.strip())
+    tree[last] = value
 
 
 def _resolve(path: list[str]) -> list[str]:
@@ -370,11 +410,11 @@ def _fill(table: Any, section: Section, describe: bool) -> None:
             table[name] = item.comment(field.description or "") if describe else item
 
 
-def _translate(error: ValidationError) -> ConfigError:
+def _translate(error: ValidationError, root: type[BaseModel], prefix: str) -> ConfigError:
     """One line out of pydantic's report: the first error in full, the others by name and rule."""
-    first, *others = [_read_error(found) for found in error.errors()]
-    also = "".join(f"; also {field}: {rule}" for field, _, rule, _ in others)
-    return ConfigError(first.field, first.value, first.rule, first.remedy + also)
+    first, *others = [_read_error(found, root) for found in error.errors()]
+    also = "".join(f"; also {prefix}{field}: {rule}" for field, _, rule, _ in others)
+    return ConfigError(prefix + first.field, first.value, first.rule, first.remedy + also)
 
 
 class _Broken(NamedTuple):
@@ -384,12 +424,12 @@ class _Broken(NamedTuple):
     remedy: str
 
 
-def _read_error(error: ErrorDetails) -> _Broken:
+def _read_error(error: ErrorDetails, root: type[BaseModel]) -> _Broken:
     """One of pydantic's errors in our words."""
     names = [str(part) for part in error["loc"]]
     field = ".".join(names)
     if error["type"] == "extra_forbidden":
-        return _Broken(field, None, "unknown key", _nearest(names))
+        return _Broken(field, None, "unknown key", _nearest(names, root))
     words = _RULES.get(error["type"])
     rule = words.format(**error.get("ctx", {})) if words else error["msg"].removeprefix("Value error, ")
     return _Broken(field, error["input"], rule, "correct the value")
@@ -412,23 +452,23 @@ _RULES = {
 }
 
 
-def _nearest(names: list[str]) -> str:
+def _nearest(names: list[str], root: type[BaseModel]) -> str:
     """The key that was meant: the nearest one here, else where in the tree that name is a key."""
-    section: Any = Config
+    section: Any = root
     for name in names[:-1]:
         section = section.model_fields[name].annotation
     known = list(section.model_fields)
-    elsewhere = [path for path in _paths(Config) if path.rpartition(".")[2] == names[-1]]
+    elsewhere = [path for path in _paths(root) if path.rpartition(".")[2] == names[-1]]
     close = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere)}?"
     if not close and len(names) == 1:
-        leaves = {path.rpartition(".")[2]: path for path in _paths(Config)}
+        leaves = {path.rpartition(".")[2]: path for path in _paths(root)}
         close = [leaves[name] for name in difflib.get_close_matches(names[-1], leaves, n=1, cutoff=0.7)]
     return f"did you mean {close[0]}?" if close else f"known keys here: {', '.join(known)}"
 
 
-def _paths(section: type[Section], prefix: str = "") -> Iterator[str]:
+def _paths(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key below a section that holds a value, dotted."""
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):

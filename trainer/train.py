@@ -6,11 +6,12 @@ torch is imported in the ranks alone, so that this process starts fast. Left out
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from congestion.nic.env import as_record, exports, for_ranks
 from netlayer.config import JobConfig
 from netlayer.errors import ConfigError
 from netlayer.launch import launch
@@ -46,6 +47,7 @@ class TrainResult:
         corpus: what was trained on.
         num_parameters: of the whole model.
         devices: one name a rank.
+        nccl_settings: NCCL's variables as the ranks had them: value, what became of it and why; none on gloo.
     """
 
     steps: tuple[Row, ...]
@@ -53,6 +55,7 @@ class TrainResult:
     corpus: CorpusFacts
     num_parameters: int
     devices: tuple[str, ...]
+    nccl_settings: Sequence[Row] = ()
 
     @property
     def validation_fall(self) -> float:
@@ -128,30 +131,32 @@ def train(
         job: resolved configuration.
         corpus: what `prepare` gave for the same job.
         ranks: number of processes; equals job.parallel.dp.
-        init_method: where ranks meet, as torch.distributed takes it, or a redis:// address with a run.
+        init_method: where ranks meet, as `netlayer.rendezvous.open_world` takes it.
         backend: gloo computes on the CPU, nccl on one GPU a rank.
         out: a folder that exists.
         seed: of the initial parameters and of the samples.
         on_progress: called in this thread for every row.
 
     Raises:
-        ConfigError: a setting is not built yet.
+        ConfigError: a setting is not built yet, or a variable that NCCL would misread is set.
         CheckFailed: a loss or a gradient was not finite; names step and rank.
         HardwareMissing: nccl, and fewer GPUs than ranks.
         RankFailed: a rank died.
     """
     check_supported(job, ranks)
+    nccl = for_ranks(backend, job.nccl)
     outcomes = launch(
         _run_rank,
         ranks,
         args=(Work(job, corpus, init_method, backend, out, seed),),
         log_dir=out / "logs",
+        env=exports(nccl),
         on_message=lambda _rank, progress: on_progress(progress),
         grace_s=job.launch.grace_s,
     )
     first = outcomes[0]
     devices = tuple(outcome.device for outcome in outcomes)
-    return TrainResult(first.steps, first.evaluations, corpus.facts, first.num_parameters, devices)
+    return TrainResult(first.steps, first.evaluations, corpus.facts, first.num_parameters, devices, as_record(nccl))
 
 
 def check_supported(job: JobConfig, ranks: int) -> None:

@@ -8,19 +8,17 @@ algorithm or a protocol.
 
 from __future__ import annotations
 
-import difflib
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
-
-from pydantic import BaseModel, Field, ValidationError
+from typing import TYPE_CHECKING, Any, Literal
 
 from congestion.nic.env_variables import KNOWN, VARIABLES, Release, Variable, read_release
-from netlayer.config import Section
+from netlayer.config import NcclConfig
 from netlayer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,28 +29,6 @@ logger = logging.getLogger(__name__)
 NEWEST = "2.30.7"
 PREFIX = "job.nccl"
 Action = Literal["set", "kept", "left out"]
-Model = TypeVar("Model", bound=BaseModel)
-
-
-class NcclSettings(Section):
-    """What a job wants of NCCL's InfiniBand transport; what is left out stays as NCCL has it."""
-
-    flap_s: float = Field(5.0, gt=0, le=300, description="longest link flap to outlive: chooses the timeout")
-    timeout: int | None = Field(None, ge=1, le=31, description="exponent T of 4.096 us * 2^T, in place of flap_s")
-    retry_cnt: int = Field(7, ge=0, le=7, description="retransmissions before a queue pair gives up")
-    traffic_class: int | None = Field(None, ge=0, le=255, description="the whole TOS byte: DSCP * 4 + ECN")
-    fifo_traffic_class: int | None = Field(None, ge=0, le=255, description="the same, of NCCL's control messages")
-    gid_index: int | None = Field(None, ge=-1, le=255, description="which GID; -1: NCCL looks for a RoCE v2 one")
-    hca: str | None = Field(None, pattern=r"^[=^]{0,2}[A-Za-z0-9_.:,-]+$", description="NICs to use: mlx5_0,mlx5_1")
-    qps_per_connection: int | None = Field(None, ge=1, le=128, description="queue pairs, so source ports, a connection")
-    split_data_on_qps: bool | None = Field(None, description="each message over all of them, not one after another")
-    adaptive_routing: bool | None = Field(None, description="the fabric reorders packets: completions apart from data")
-    pci_relaxed_ordering: int | None = Field(None, ge=0, le=2, description="0 off, 1 on, 2 where the NIC can")
-    merge_nics: bool | None = Field(None, description="two ports of one NIC as one device")
-    cross_nic: int | None = Field(
-        None, ge=0, le=2, description="rings over different NICs: 0 no, 1 yes, 2 where better"
-    )
-    port_failover: bool | None = Field(None, description="go on over another port where one fails")
 
 
 @dataclass(frozen=True)
@@ -67,7 +43,7 @@ class Choice:
 
 def apply_to(
     environ: MutableMapping[str, str],
-    settings: NcclSettings,
+    settings: NcclConfig,
     release: str | None = None,
     conf_files: Iterable[Path] | None = None,
 ) -> list[Choice]:
@@ -79,15 +55,33 @@ def apply_to(
         ConfigError: see `choose`.
     """
     choices = choose(environ, settings, release or installed_nccl() or NEWEST, conf_files)
+    environ.update(exports(choices))
     for choice in choices:
-        if choice.action == "set" and choice.value is not None:
-            environ[choice.name] = choice.value
         logger.info("%s %s: %s", choice.name, said(choice), choice.why)
     return choices
 
 
+def for_ranks(
+    backend: str, settings: NcclConfig | None = None, environ: Mapping[str, str] | None = None
+) -> list[Choice]:
+    """What becomes of each variable of ranks that this process is about to start, or is; nothing on gloo.
+
+    Args:
+        backend: what carries their bytes.
+        settings: of the job; the defaults, where there is none.
+        environ: what they would inherit; this process's own.
+
+    Raises:
+        ConfigError: see `choose`.
+    """
+    if backend == "gloo":
+        return []
+    inherited = dict(os.environ if environ is None else environ)
+    return apply_to(inherited, settings or NcclConfig())
+
+
 def choose(
-    environ: Mapping[str, str], settings: NcclSettings, release: str, conf_files: Iterable[Path] | None = None
+    environ: Mapping[str, str], settings: NcclConfig, release: str, conf_files: Iterable[Path] | None = None
 ) -> list[Choice]:
     """What becomes of each variable, without setting any.
 
@@ -102,6 +96,11 @@ def choose(
     users = {**_of_files(nccl_conf_files(environ) if conf_files is None else conf_files), **_of_environ(environ)}
     choices = [_choice(variable, users, settings, release, number) for variable in VARIABLES]
     return [choice for choice in choices if choice is not None]
+
+
+def exports(choices: Iterable[Choice]) -> dict[str, str]:
+    """The variables to set, for the environment of ranks."""
+    return {choice.name: choice.value for choice in choices if choice.action == "set" and choice.value is not None}
 
 
 def as_record(choices: Iterable[Choice]) -> list[dict[str, str | None]]:
@@ -142,49 +141,21 @@ def nccl_conf_files(environ: Mapping[str, str]) -> list[Path]:
     return [*([Path(own)] if own else []), Path("/etc/nccl.conf")]
 
 
-def settings_of(tree: Mapping[str, Any], profile: Profile | None = None) -> NcclSettings:
-    """Settings from the table `job.nccl`; what a NIC profile says fills in where the table is silent.
-
-    Raises:
-        ConfigError: an unknown key, or a value that breaks a rule.
-    """
-    filled: dict[str, Any] = {}
-    if profile is not None:
-        own = profile.retransmission
-        filled = {name: getattr(own, name) for name in ("timeout", "retry_cnt") if name in own.model_fields_set}
-        if "traffic" in profile.model_fields_set:
-            filled["traffic_class"] = profile.traffic.tos
-    if "flap_s" in tree and "timeout" not in tree:
+def filled_from(profile: Profile, settings: NcclConfig) -> NcclConfig:
+    """What the job says, and where it is silent what a NIC's profile says."""
+    own, said = profile.retransmission, settings.model_fields_set
+    filled: dict[str, Any] = {
+        name: getattr(own, name) for name in ("timeout", "retry_cnt") if name in own.model_fields_set
+    }
+    if "traffic" in profile.model_fields_set:
+        filled["traffic_class"] = profile.traffic.tos
+    if "flap_s" in said:
         filled.pop("timeout", None)
-    return validated(NcclSettings, {**filled, **tree}, PREFIX)
-
-
-def validated(model: type[Model], tree: Mapping[str, Any], prefix: str) -> Model:
-    """`tree` as `model`; the first thing wrong with it in one line.
-
-    Raises:
-        ConfigError: an unknown key (the nearest is named), or a value that breaks a rule.
-    """
-    try:
-        return model.model_validate(dict(tree))
-    except ValidationError as exc:
-        error = exc.errors()[0]
-    name = ".".join([prefix, *map(str, error["loc"])])
-    if error["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(error["loc"][-1]), model.model_fields, n=1, cutoff=0.5)
-        remedy = f"did you mean {close[0]}?" if close else f"known: {', '.join(model.model_fields)}"
-        raise ConfigError(name, None, "unknown key", remedy)
-    rule = error["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should", "must", 1)
-    raise ConfigError(name, error["input"], rule, _remedy(str(error["loc"][-1])))
-
-
-def _remedy(field: str) -> str:
-    variable = next((one for one in VARIABLES if one.field == field), None)
-    return variable.rule if variable and variable.rule else "correct the value"
+    return settings.model_copy(update={name: value for name, value in filled.items() if name not in said})
 
 
 def _choice(
-    variable: Variable, users: Mapping[str, tuple[str, str]], settings: NcclSettings, release: str, number: Release
+    variable: Variable, users: Mapping[str, tuple[str, str]], settings: NcclConfig, release: str, number: Release
 ) -> Choice | None:
     name, lacks = variable.name, number < variable.since
     wanted, why = _wanted(variable, settings, release, number)
@@ -205,7 +176,7 @@ def _choice(
     return Choice(name, wanted, "set", why)
 
 
-def _wanted(variable: Variable, settings: NcclSettings, release: str, number: Release) -> tuple[str | None, str]:
+def _wanted(variable: Variable, settings: NcclConfig, release: str, number: Release) -> tuple[str | None, str]:
     """The job's value as NCCL reads it, and the reason; None where the job says nothing."""
     value = getattr(settings, variable.field)
     preset = variable.preset(number)
@@ -223,7 +194,7 @@ def _wanted(variable: Variable, settings: NcclSettings, release: str, number: Re
     return str(int(value)) if isinstance(value, bool | int) else value, f"{variable.meaning}; {beside}"
 
 
-def _solved(settings: NcclSettings, beside: str) -> tuple[str, str]:
+def _solved(settings: NcclConfig, beside: str) -> tuple[str, str]:
     from congestion.retransmit import advise  # numpy, which what only reads variables does without
 
     try:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
-    from congestion.nic.env import Choice, NcclSettings
+    from congestion.nic.env import Choice
+    from netlayer.config import NcclConfig
 
 _PATH = click.Path(path_type=Path)
+_SECTIONS = ("cluster.", "job.", "nccl.")
 
 
 @click.command()
@@ -72,56 +74,17 @@ def _one_line(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
-def _settings(job: Path | None, profile: Path | None, overrides: Sequence[str]) -> NcclSettings:
-    from congestion.nic.env import settings_of
+def _settings(job: Path | None, profile: Path | None, overrides: Sequence[str]) -> NcclConfig:
+    from congestion.nic.env import PREFIX, filled_from
     from congestion.nic.profile import load_profile
+    from netlayer.config import load_config
 
-    tree = dict(_job_table(job)) if job else {}
-    for override in overrides:
-        key, value = _parsed(override)
-        tree[key] = value
-    return settings_of(tree, load_profile(profile) if profile else None)
-
-
-def _job_table(path: Path) -> Mapping[str, Any]:
-    """The table `job.nccl` of a job's file, the rest of which is checked as any command would."""
-    import tomllib
-
-    from netlayer.config import build_config
-    from netlayer.errors import ConfigError
-
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise ConfigError(
-            "--job", path, f"cannot be read ({exc.strerror})", "give a TOML file; examples/ has some"
-        ) from exc
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
-        raise ConfigError("--job", path, f"is not TOML ({exc})", "mend that line") from exc
-    job = tree.get("job")
-    table = job.pop("nccl", {}) if isinstance(job, dict) else {}
-    build_config(tree)
-    if not isinstance(table, dict):
-        raise ConfigError("job.nccl", table, "must be a table of keys, not one value", "write [job.nccl]")
-    return table
+    words = [word if word.partition("=")[0].startswith(_SECTIONS) else f"{PREFIX}.{word}" for word in overrides]
+    settings = load_config(job, words, option="--job").job.nccl
+    return filled_from(load_profile(profile), settings) if profile else settings
 
 
-def _parsed(override: str) -> tuple[str, Any]:
-    import tomllib
-
-    from netlayer.errors import ConfigError
-
-    key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError("--set", override, "must read key=value", "for example --set flap_s=10")
-    try:
-        value: Any = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
-    return key.strip().removeprefix("job.nccl.").removeprefix("nccl."), value
-
-
-def _json(choices: Sequence[Choice], settings: NcclSettings, release: str) -> str:
+def _json(choices: Sequence[Choice], settings: NcclConfig, release: str) -> str:
     import json
 
     from congestion.nic.env import as_record

@@ -18,7 +18,7 @@ class Variable:
     """One variable.
 
     Args:
-        field: of `NcclSettings`.
+        field: of `NcclConfig`.
         since: first release that reads it.
         low, high: of its whole numbers; None where it is text.
         rule: why these, in words.

@@ -235,22 +235,10 @@ def _output(out: Path | None) -> Iterator[Path | None]:
 
 
 def _limits(overrides: Sequence[str]) -> Thresholds:
-    import tomllib
-
     from congestion.nic.counters_detect import Thresholds
-    from congestion.nic.env import validated
-    from netlayer.errors import ConfigError
+    from netlayer.config import build_section, read_override
 
-    tree: dict[str, Any] = {}
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        try:
-            tree[key.strip()] = tomllib.loads(f"value = {text.strip()}")["value"] if equals else None
-        except tomllib.TOMLDecodeError:
-            tree[key.strip()] = text.strip()
-        if not equals:
-            raise ConfigError("--set", override, "must read limit=value", "for example --set pause_share=0.3")
-    return validated(Thresholds, tree, "--set")
+    return build_section(Thresholds, dict(read_override(word, "pause_share=0.3") for word in overrides), "--set ")
 
 
 def _refuse_without_effect(asked: dict[str, Any]) -> None:

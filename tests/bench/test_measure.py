@@ -271,3 +271,22 @@ def test_a_collector_closes_a_record_when_the_next_begins() -> None:
     assert (first.name, first.rows, second.rows) == ("bench.all_reduce", [{"a": 1}], [])
     assert first.ended_utc >= first.started_utc
     assert ALL_REDUCE.name in first.name
+
+
+def test_ranks_of_nccl_are_told_its_settings_and_the_record_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_CONF_FILE", "/nowhere")
+    monkeypatch.setattr("bench.measure.choose_backend", lambda _name: "torch")
+    told: dict[str, Any] = {}
+
+    def launched(*_: object, on_message: Callable[[int, object], None], **options: Any) -> None:
+        told.update(options)
+        on_message(0, Started("all_reduce", {"devices": []}))
+
+    monkeypatch.setattr("bench.measure.launch", launched)
+    [record] = measure(["all_reduce"], SMALL, ranks=2, log_dir=tmp_path, init_method="env://")
+    assert set(told["env"]) == {"NCCL_IB_TIMEOUT", "NCCL_IB_RETRY_CNT"}
+    rows = {row["name"]: row for row in record.environment["nccl_settings"]}
+    assert {name: row["value"] for name, row in rows.items()} == told["env"]
+    assert "flap" in rows["NCCL_IB_TIMEOUT"]["why"]

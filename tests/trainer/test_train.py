@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from netlayer.config import EvaluationConfig, JobConfig, load_config
+from netlayer.config import EvaluationConfig, JobConfig, NcclConfig, load_config
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.launch import launch
+from netlayer.meeting import meeting_place
 from netlayer.rank import RankContext, RankEnv
 from trainer.data.prepare import Corpus
 from trainer.loop import Place, Row, Trainer, run
-from trainer.train import Progress, TrainResult, Work, prepare, train
+from trainer.train import Outcome, Progress, TrainResult, Work, prepare, train
 from trainer.worker import meet
 
 from . import targets
@@ -34,10 +35,17 @@ class Run:
 
 def run_ranks(job: JobConfig, corpus: Corpus, ranks: int, out: Path) -> Run:
     progress: list[Progress] = []
-    meeting = f"file://{out}/meeting"
-    result = train(
-        job, corpus, ranks=ranks, init_method=meeting, backend="gloo", out=out, seed=0, on_progress=progress.append
-    )
+    with meeting_place() as place:
+        result = train(
+            job,
+            corpus,
+            ranks=ranks,
+            init_method=place.init_method("training"),
+            backend="gloo",
+            out=out,
+            seed=0,
+            on_progress=progress.append,
+        )
     return Run(result, progress, out)
 
 
@@ -87,18 +95,40 @@ def test_result_says_what_was_trained(two_ranks: Run, corpus: Corpus) -> None:
 
 
 def test_a_loss_that_is_no_number_names_its_rank_alone(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
-    work = Work(tiny_job(text_folder, ranks=2), corpus, f"file://{tmp_path}/meeting", "gloo", tmp_path, 0)
-    with pytest.raises(CheckFailed, match=r"step 3: the loss is nan on rank 1;"):
-        launch(targets.poisoned_on_rank_1, 2, args=(work,), log_dir=tmp_path)
+    with meeting_place() as place:
+        work = Work(tiny_job(text_folder, ranks=2), corpus, place.init_method("poisoned"), "gloo", tmp_path, 0)
+        with pytest.raises(CheckFailed, match=r"step 3: the loss is nan on rank 1;"):
+            launch(targets.poisoned_on_rank_1, 2, args=(work,), log_dir=tmp_path)
 
 
 def test_nccl_without_a_gpu_for_every_rank_is_refused(
     text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    work = Work(tiny_job(text_folder, ranks=2), corpus, f"file://{tmp_path}/meeting", "nccl", tmp_path, 0)
+    work = Work(tiny_job(text_folder, ranks=2), corpus, "", "nccl", tmp_path, 0)
     with pytest.raises(HardwareMissing, match="2 ranks want a GPU each, 1 found"):
         meet(RankContext(RankEnv(rank=1, world_size=2, local_rank=1, local_world_size=2)), work)
+
+
+def test_ranks_of_nccl_are_told_what_the_job_wants_of_it(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"NCCL_CONF_FILE": "/nowhere", "NCCL_IB_RETRY_CNT": "6"}.items():
+        monkeypatch.setenv(name, value)
+    told: dict[str, object] = {}
+
+    def launched(*_: object, **options: object) -> list[Outcome]:
+        told.update(options)
+        return [Outcome((), (), 0, "a GPU")] * 2
+
+    monkeypatch.setattr("trainer.train.launch", launched)
+    job = tiny_job(text_folder, ranks=2).model_copy(update={"nccl": NcclConfig(timeout=20)})
+    result = train(job, corpus, ranks=2, init_method="", backend="nccl", out=tmp_path, seed=0)
+    assert told["env"] == {"NCCL_IB_TIMEOUT": "20"}
+    assert {row["name"]: row["action"] for row in result.nccl_settings} == {
+        "NCCL_IB_TIMEOUT": "set",
+        "NCCL_IB_RETRY_CNT": "kept",
+    }
 
 
 @pytest.mark.parametrize(

@@ -473,8 +473,8 @@ def test_a_limit_can_be_moved(tmp_path):
     ("asked", "said"),
     [
         (["--set", "pause_shore=1"], "did you mean pause_share?"),
-        (["--set", "pause_share=2"], "--set.pause_share = 2"),
-        (["--set", "pause_share"], "must read limit=value"),
+        (["--set", "pause_share=2"], "--set pause_share = 2"),
+        (["--set", "pause_share"], "must read a.b=value"),
         (["--replay", "x", "--period-ms", "5"], "--period-ms: has no effect on a kept log"),
         (["--replay", "/nowhere"], "holds no *.parquet"),
     ],

@@ -13,20 +13,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from congestion.nic import env_cli
-from congestion.nic.env import Choice, NcclSettings, apply_to, choose, nccl_conf_files, settings_of
+from congestion.nic.env import Choice, apply_to, choose, exports, filled_from, for_ranks, nccl_conf_files
 from congestion.nic.profile import build_profile
 from congestion.retransmit import nccl_timeout
+from netlayer.config import NcclConfig, build_config
 from netlayer.errors import ConfigError
 
 NONE: tuple = ()
 
 
-def chosen(settings: NcclSettings, release: str = "2.30.7", environ: dict[str, str] | None = None, files=NONE):
+def settings_of(table: dict[str, object]) -> NcclConfig:
+    return build_config({"job": {"nccl": table}}).job.nccl
+
+
+def chosen(settings: NcclConfig, release: str = "2.30.7", environ: dict[str, str] | None = None, files=NONE):
     return {choice.name: choice for choice in choose(environ or {}, settings, release, files)}
 
 
 def test_a_job_that_says_nothing_gets_timers_alone():
-    found = chosen(NcclSettings())
+    found = chosen(NcclConfig())
     assert {name: choice.value for name, choice in found.items()} == {
         "NCCL_IB_TIMEOUT": "18",
         "NCCL_IB_RETRY_CNT": "7",
@@ -89,12 +94,12 @@ def test_a_variable_that_the_release_lacks_is_left_out_and_said(field, value, si
 
 @pytest.mark.parametrize("release", ["2.13.4", "2.14", "2.14.3", "2.22.3", "2.23", "2.23.4", "2.30"])
 def test_the_timeout_of_a_release_is_the_same_wherever_it_is_told(release):
-    told = chosen(NcclSettings(), release)["NCCL_IB_TIMEOUT"].why
+    told = chosen(NcclConfig(), release)["NCCL_IB_TIMEOUT"].why
     assert told.endswith(f"NCCL {release} by itself: {nccl_timeout(release)}")
 
 
 def test_what_the_user_set_is_kept_and_said():
-    found = chosen(NcclSettings(), environ={"NCCL_IB_TIMEOUT": "22", "NCCL_IB_TC": "0x6a"})
+    found = chosen(NcclConfig(), environ={"NCCL_IB_TIMEOUT": "22", "NCCL_IB_TC": "0x6a"})
     assert found["NCCL_IB_TIMEOUT"] == Choice(
         "NCCL_IB_TIMEOUT", "22", "kept", "set in the environment; the job would set 18"
     )
@@ -102,14 +107,14 @@ def test_what_the_user_set_is_kept_and_said():
 
 
 def test_a_users_variable_without_effect_is_said():
-    found = chosen(NcclSettings(), "2.9.9", {"NCCL_IB_QPS_PER_CONNECTION": "4"})
+    found = chosen(NcclConfig(), "2.9.9", {"NCCL_IB_QPS_PER_CONNECTION": "4"})
     assert "without effect: NCCL 2.9.9 lacks it" in found["NCCL_IB_QPS_PER_CONNECTION"].why
 
 
 def test_a_file_of_nccls_own_is_kept_too(tmp_path):
     file = tmp_path / "nccl.conf"
     file.write_text("NCCL_IB_TIMEOUT=22\nNCCL_IB_TC = 106\nnonsense\n")
-    found = chosen(NcclSettings(traffic_class=104), files=[tmp_path / "missing", file])
+    found = chosen(NcclConfig(traffic_class=104), files=[tmp_path / "missing", file])
     assert (found["NCCL_IB_TIMEOUT"].action, found["NCCL_IB_TIMEOUT"].value) == ("kept", "22")
     assert str(file) in found["NCCL_IB_TIMEOUT"].why
     assert found["NCCL_IB_TC"].action == "set"  # NCCL takes `NCCL_IB_TC ` for another name
@@ -147,24 +152,24 @@ def test_nccl_reads_the_users_file_before_the_systems():
 )
 def test_a_users_value_that_nccl_would_misread_is_refused(name, value, said):
     if not said:
-        assert chosen(NcclSettings(), environ={name: value})[name].value == value
+        assert chosen(NcclConfig(), environ={name: value})[name].value == value
         return
     with pytest.raises(ConfigError, match=name) as caught:
-        chosen(NcclSettings(), environ={name: value})
+        chosen(NcclConfig(), environ={name: value})
     assert said in str(caught.value)
 
 
 def test_a_number_for_nccls_own_choice_is_refused_where_the_release_would_take_it_as_it_is():
     with pytest.raises(ConfigError, match=r"out of 0\.\.255"):
-        chosen(NcclSettings(), "2.25.1", {"NCCL_IB_TC": "-1"})
+        chosen(NcclConfig(), "2.25.1", {"NCCL_IB_TC": "-1"})
 
 
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"retry_cnt": 13}, "InfiniBand's field has three bits: 0..7"),
+        ({"retry_cnt": 13}, "must be at most 7"),
         ({"timeout": 32}, "job.nccl.timeout = 32"),
-        ({"qps_per_connection": 0}, "1..128"),
+        ({"qps_per_connection": 0}, "must be at least 1"),
         ({"gid_idx": 3}, "unknown key; did you mean gid_index?"),
         ({"hca": "mlx5_0; rm -rf /"}, "job.nccl.hca"),
         ({"flap_s": 1000.0}, "job.nccl.flap_s"),
@@ -190,15 +195,15 @@ def test_a_release_that_looks_for_no_gid_is_not_asked_to():
 
 def test_a_profile_fills_in_where_the_job_is_silent():
     profile = build_profile({"traffic": {"dscp": 26}, "retransmission": {"timeout": 19}})
-    assert settings_of({}, profile).model_dump(exclude_none=True) == {
+    assert filled_from(profile, settings_of({})).model_dump(exclude_none=True) == {
         "flap_s": 5.0,
         "timeout": 19,
         "retry_cnt": 7,
         "traffic_class": 106,
     }
-    over = settings_of({"traffic_class": 104, "flap_s": 10.0}, profile)
+    over = filled_from(profile, settings_of({"traffic_class": 104, "flap_s": 10.0}))
     assert (over.traffic_class, over.timeout) == (104, None)
-    assert settings_of({}, build_profile({})).traffic_class is None
+    assert filled_from(build_profile({}), settings_of({})).traffic_class is None
 
 
 def test_apply_sets_logs_and_keeps(caplog):
@@ -208,7 +213,14 @@ def test_apply_sets_logs_and_keeps(caplog):
     assert environ == {"NCCL_IB_RETRY_CNT": "6", "NCCL_IB_TIMEOUT": "18", "NCCL_IB_TC": "106"}
     assert {choice.name: choice.action for choice in choices}["NCCL_IB_RETRY_CNT"] == "kept"
     assert "NCCL_IB_RETRY_CNT kept" in caplog.text
-    assert apply_to(dict(environ), NcclSettings(), "2.30.7", ())  # a second time: all is the user's
+    assert apply_to(dict(environ), NcclConfig(), "2.30.7", ())  # a second time: all is the user's
+
+
+def test_ranks_of_gloo_are_told_nothing_and_those_of_nccl_the_jobs_settings():
+    assert for_ranks("gloo") == []
+    told = for_ranks("nccl", NcclConfig(timeout=20), {"NCCL_IB_RETRY_CNT": "6", "NCCL_CONF_FILE": "/nowhere"})
+    assert exports(told) == {"NCCL_IB_TIMEOUT": "20"}
+    assert {choice.name: choice.action for choice in told} == {"NCCL_IB_TIMEOUT": "set", "NCCL_IB_RETRY_CNT": "kept"}
 
 
 @given(text=st.text(max_size=40))
@@ -239,7 +251,7 @@ def test_json_on_stdout_is_alone_there():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[job.nccl]\nretry_cnt = 13\n", "three bits"),
+        ("[job.nccl]\nretry_cnt = 13\n", "job.nccl.retry_cnt = 13: must be at most 7"),
         ("[job]\nnccl = 3\n", "must be a table"),
         ("[job.paralel]\ndp = 2\n", "did you mean"),
         ("[job\n", "is not TOML"),
@@ -256,4 +268,4 @@ def test_a_damaged_job_is_one_clear_line(tmp_path, text, said):
 def test_a_job_that_is_not_there_is_said():
     result = CliRunner().invoke(env_cli.env, ["--job", "/nowhere/job.toml"])
     assert isinstance(result.exception, ConfigError)
-    assert "cannot be read" in str(result.exception)
+    assert "--job = /nowhere/job.toml: there is no such file" in str(result.exception)
