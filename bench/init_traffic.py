@@ -19,7 +19,7 @@ from netlayer.redis_run import namespace_of
 
 Method = Literal["baseline", "torch", "torch-lazy", "ours"]
 StoreName = Literal["tcp", "redis"]
-Backend = Literal["none", "nccl", "gloo", "gloo-lazy"]
+Backend = Literal["nccl", "gloo", "gloo-lazy"]
 
 RUN = "init-time"
 AFTERWARDS = ("LEAVE", "CLEAR")
@@ -92,8 +92,6 @@ def backend_operations(way: Way, layout: ParallelLayout) -> int:
     """
     gets = 2 if way.store == "tcp" else 1
     sizes = {name: (layout.num_groups(name), len(layout.group(name, 0))) for name in DIMENSIONS}
-    if way.backend == "none":
-        return 0
     if way.backend == "nccl":
         return sum(count * (1 + (degree - 1) * gets) for count, degree in sizes.values() if degree > 1)
     world = [(1, layout.world_size), *(sizes[name] for name in DIMENSIONS if _is_made(way, layout, name))]
@@ -137,9 +135,9 @@ def _is_made(way: Way, layout: ParallelLayout, name: Dimension) -> bool:
 
 
 def _groups(way: Way, layout: ParallelLayout, name: Dimension, rank: int, made: int) -> Iterator[Request]:
-    """All groups of a dimension, `made` groups having been made before."""
+    """All groups of a dimension, `made` groups having been made before; without barriers only the rank's own speaks."""
     own = layout.group_index(name, rank)
-    for index in range(layout.num_groups(name)):
+    for index in range(layout.num_groups(name)) if way.method == "baseline" else (own,):
         if index == own and way.backend.startswith("gloo"):
             ranks = layout.group(name, own)
             yield from _gloo(way, f"{name}{own}/{_HASH}", len(ranks), ranks.index(rank))

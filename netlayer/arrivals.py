@@ -102,9 +102,8 @@ class _Waiting:
     def __init__(
         self, store: Store, rank: int, world_size: int, values: dict[str, str], timeout_s: float, patience_s: float
     ) -> None:
-        self._store, self._world_size = store, world_size
+        self._store, self._rank, self._world_size, self._values = store, rank, world_size, values
         self._patience_s = min(patience_s, timeout_s / 2)
-        self._card = _Card(rank, socket.gethostname(), _local_world_size(), values)
         self._digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
         self._count, self._all_here = f"count/{self._digest}", f"all/{self._digest}"
         self._deadline_s = time.monotonic() + timeout_s
@@ -128,8 +127,9 @@ class _Waiting:
             time.sleep(_POLL_S)
 
     def _wait_long(self) -> None:
+        card = _Card(self._rank, socket.gethostname(), _local_world_size(), self._values)
         append: Any = self._store.append  # type: ignore[attr-defined] # not in torch's types
-        append(f"cards/{self._card.rank // _CHUNK}", json.dumps(self._card.__dict__) + "\n")
+        append(f"cards/{card.rank // _CHUNK}", json.dumps(card.__dict__) + "\n")
         if self._store.add(_READERS, 1) == 1:
             self._read_until_decided()
         elif not self._is_set(_VERDICT, self._deadline_s + 2 * self._patience_s + _SLICE_S - time.monotonic()):

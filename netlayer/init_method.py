@@ -25,18 +25,24 @@ from netlayer.errors import ConfigError
 from netlayer.meeting import SCHEMES
 from netlayer.store import DEFAULT_TIMEOUT, RedisStore
 
-__all__ = ["SCHEMES"]
+__all__ = ["SCHEMES", "open_store"]
 
 _OURS = ("rank", "world_size", "run")  # what is left of the query is for the connection
 _opened: Counter[tuple[str, str]] = Counter()  # by server and run
 
 
-def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[RedisStore, int, int]]:
-    """The handler that torch calls: yields (store, rank, world size) once."""
+def open_store(
+    url: str, timeout: timedelta = DEFAULT_TIMEOUT, rank: int = -1, world_size: int = -1
+) -> tuple[RedisStore, int, int]:
+    """The store at the address, rank and world size; those that are -1 from the address or the environment.
+
+    Raises:
+        ConfigError: the address or the environment cannot be used; and what RedisStore raises.
+    """
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    world_size = _number(query, "world_size", 1)
-    rank = _number(query, "rank", 0)
+    world_size = _number(query, "world_size", 1) if world_size < 0 else world_size
+    rank = _number(query, "rank", 0) if rank < 0 else rank
     if rank >= world_size:
         raise ConfigError(
             "rank", rank, f"must be below the world size {world_size}", "correct rank and world size of this process"
@@ -45,7 +51,12 @@ def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Ite
     repeat = f"+{_opened[server, run]}" if _opened[server, run] else ""
     store = RedisStore(server, run + repeat, timeout, rank=rank, world_size=world_size)
     _opened[server, run] += 1
-    yield store, rank, world_size
+    return store, rank, world_size
+
+
+def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[RedisStore, int, int]]:
+    """The handler that torch calls: rank and world size of `init_process_group` stand in the query."""
+    yield open_store(url, timeout)
     raise RuntimeError("a redis:// rendezvous cannot be repeated; start the process again")
 
 

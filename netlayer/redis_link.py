@@ -47,6 +47,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _SHORTEST_BLOCK_S = 0.01  # Redis 6.2 takes less than a millisecond for "forever"
 _LONGEST_BLOCK_S = 1e8  # three years; what is longer waits without end
 _TELL_EVERY_S = 10.0  # while no server answers
+_LAST_WORDS_BYTES = 1024
 _GRACE_S = 1.0  # the server's own timer ends a blocked command; the client gives up this much later
 _jitter = random.SystemRandom()  # the user's seed is neither used nor moved on
 _FILE_OPTIONS = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
@@ -73,11 +74,11 @@ class RedisLinks:
 
     def __init__(self, url: str, admit: Callable[[Callable[..., Reply]], None], timeout_s: float) -> None:
         self._admit = admit
-        self._pool = _parse(url, min(_CONNECT_TIMEOUT_S, timeout_s), self._on_connect)
+        self._pool, first = _parse(url, min(_CONNECT_TIMEOUT_S, timeout_s), self._on_connect)
         self.address = _address(url, self._pool.connection_kwargs)
         self.closed = False
         self._pid = os.getpid()
-        self._idle: deque[_Link] = deque()
+        self._idle = deque([_Link(first)])
         self._lent: set[_Link] = set()
 
     def ask(self, commands: Sequence[Command], deadline: float, *, patient: bool = True) -> list[Reply]:
@@ -112,7 +113,7 @@ class RedisLinks:
         link = link or self._borrow()
         told_s = -math.inf
         try:
-            for failures, pause in enumerate(_pauses()):
+            for failures in itertools.count():
                 try:
                     with link.dropped_on_error():
                         return attempt(link)
@@ -125,7 +126,7 @@ class RedisLinks:
                         logger.warning("no answer from the store at %s (%s); trying %s", self.address, exc, patience)
                 except RedisError as exc:
                     raise StoreError(f"the store at {self.address} refuses a command: {exc}") from exc
-                time.sleep(min(pause, max(deadline - time.monotonic(), 0)))
+                time.sleep(min(_pause(failures), max(deadline - time.monotonic(), 0)))
         finally:
             self._give_back(link)
         raise AssertionError("unreachable")
@@ -173,8 +174,9 @@ class RedisLinks:
             return connection.read_response()
 
         try:
-            connection.on_connect()
-            self._admit(ask)
+            with _last_words_heard(connection):
+                connection.on_connect()
+                self._admit(ask)
         except (AuthenticationError, ResponseError) as exc:
             rule = f"the server must let us in ({exc})"
             remedy = "correct user, password and database number in the store's URL"
@@ -252,19 +254,39 @@ class _Link:
             return exc
 
 
+@contextlib.contextmanager
+def _last_words_heard(connection: Any) -> Iterator[None]:
+    """Raise a broken connection with what the server said before it hung up, that it is full for one.
+
+    A write may meet the closed end first; redis-py then closes the socket with the server's words unread in it.
+    """
+    spare = os.dup(connection._sock.fileno())
+    try:
+        yield
+    except ConnectionBroken as exc:
+        said = b""
+        with contextlib.suppress(OSError):
+            said = os.read(spare, _LAST_WORDS_BYTES)  # at once: nothing more comes into a socket that was shut down
+        if said.startswith(b"-"):
+            raise ConnectionBroken(said[1:].decode(errors="replace").strip()) from exc
+        raise
+    finally:
+        os.close(spare)
+
+
 def _block_seconds(left: float) -> str:
     if left > _LONGEST_BLOCK_S:
         return "0"
     return f"{max(math.ceil(left * 1000) / 1000, _SHORTEST_BLOCK_S):.3f}"
 
 
-def _pauses() -> Iterator[float]:
-    for n in itertools.count():
-        # The jitter keeps thousands of ranks from coming back in the same instant.
-        yield min(_FIRST_PAUSE_S * 2 ** min(n, 16), _LONGEST_PAUSE_S) * _jitter.uniform(0.5, 1.0)
+def _pause(failures: int) -> float:
+    # The jitter keeps thousands of ranks from coming back in the same instant.
+    return min(_FIRST_PAUSE_S * 2.0 ** min(failures, 16), _LONGEST_PAUSE_S) * _jitter.uniform(0.5, 1.0)
 
 
-def _parse(url: str, connect_timeout: float, on_connect: Callable[[Any], None]) -> ConnectionPool:
+def _parse(url: str, connect_timeout: float, on_connect: Callable[[Any], None]) -> tuple[ConnectionPool, Any]:
+    """Class and options of connections, and a first one, which is not open yet: making it checks the options."""
     rule = "must be redis://[user:password@]host:port/db, rediss://... or unix:///path, with options of redis-py"
     options: dict[str, Any] = {
         "socket_connect_timeout": connect_timeout,
@@ -279,7 +301,7 @@ def _parse(url: str, connect_timeout: float, on_connect: Callable[[Any], None]) 
         options |= {"socket_keepalive": True, "socket_keepalive_options": keepalive}
     try:
         pool = ConnectionPool.from_url(url, **options)
-        pool.connection_class(**pool.connection_kwargs)
+        first = pool.connection_class(**pool.connection_kwargs)
     except (ValueError, TypeError, RedisError):
         # `from None`: what the parsers say may quote a part of the password.
         raise ConfigError("store url", None, rule, "correct the store's URL") from None
@@ -287,7 +309,7 @@ def _parse(url: str, connect_timeout: float, on_connect: Callable[[Any], None]) 
         path = pool.connection_kwargs.get(option)
         if path and not Path(path).exists():
             raise ConfigError(option, path, "the file must exist", "correct the option in the store's URL")
-    return pool
+    return pool, first
 
 
 def _address(url: str, options: dict[str, Any]) -> str:

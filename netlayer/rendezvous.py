@@ -26,13 +26,12 @@ from urllib.parse import parse_qsl, urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 import netlayer
 from netlayer.arrivals import await_all
 from netlayer.errors import ConfigError, GroupFailed
 from netlayer.layout import DIMENSIONS, ParallelLayout, describe_ranks
-from netlayer.meeting import SCHEMES, register_schemes
+from netlayer.meeting import SCHEMES
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -50,7 +49,6 @@ Partition = Iterable[Sequence[int]]
 """Groups without a common rank, each its global ranks in order."""
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)  # torch's own for stores
-_FILE = "file"
 _ALIKE = "start every rank of the run alike"
 # The same on all ranks: each call has keys of its own.
 _worlds = _created = 0
@@ -75,8 +73,7 @@ def open_world(
 
     Args:
         backend: of torch.distributed.
-        init_method: `env://`, `tcp://host:port`, `redis://host:port/RUN`, `rediss://...` or `unix://...`; also
-            `file://...`, in which ranks cannot name who is missing: torch's own timeout ends the wait there.
+        init_method: `env://`, `tcp://host:port`, `redis://host:port/RUN`, `rediss://...` or `unix://...`.
         rank: of this process; -1: from the environment.
         device: its GPU; communicators are then made at once, else when they are first used.
         bound: bind the world to `device`, so that its groups are split off it (NCCL).
@@ -95,8 +92,7 @@ def open_world(
     store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}.{_worlds}", opened)
     told = {"backend": backend, "bound": bound, **_told(layout, wanted), **(same or {})}
     try:
-        if urlsplit(init_method).scheme != _FILE:
-            await_all(PrefixStore("world", store), rank, world_size, same=told, timeout=timeout, serves=serves)
+        await_all(PrefixStore("world", store), rank, world_size, same=told, timeout=timeout, serves=serves)
         try:
             dist.init_process_group(
                 backend,
@@ -160,14 +156,14 @@ def _create(
     rank, splits = dist.get_rank(), _can_split()
     groups: dict[str, dist.ProcessGroup | None] = {}
     for dimension in DIMENSIONS:
-        degree = len(layout.group(dimension, 0))
-        if degree == 1:
+        own = list(layout.group_of(dimension, rank))
+        if len(own) == 1:
             groups[dimension] = None
-        elif degree == layout.world_size:
+        elif len(own) == layout.world_size:
             groups[dimension] = dist.group.WORLD
         else:
             partition = [list(ranks) for ranks in layout.groups(dimension)] if splits else []
-            groups[dimension] = _one(dimension, list(layout.group_of(dimension, rank)), partition, device, timeout)
+            groups[dimension] = _one(dimension, own, partition, device, timeout)
     for name, partition in more.items():
         own = next((ranks for ranks in partition if rank in ranks), [rank])
         groups[name] = _one(name, own, partition if splits else [], device, timeout)
@@ -214,14 +210,13 @@ def _partitions(more: Mapping[str, Partition] | None) -> dict[str, list[list[int
 def _open_store(init_method: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, bool]:
     """The store, this rank, and whether the store ends with this process."""
     scheme = urlsplit(init_method).scheme
-    if scheme in (*SCHEMES, _FILE):
-        register_schemes(init_method)
-        store, rank, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
-        return store, rank, False
+    if scheme in SCHEMES:
+        from netlayer.init_method import open_store  # here: other addresses need no redis
+
+        on_redis, rank, _ = open_store(init_method, timeout, rank, world_size)
+        return on_redis, rank, False
     if scheme not in ("env", "tcp"):
-        raise ConfigError(
-            "init_method", init_method, f"is no env, tcp, {_FILE}, {', '.join(SCHEMES)} address", "correct it"
-        )
+        raise ConfigError("init_method", init_method, f"is no env, tcp, {', '.join(SCHEMES)} address", "correct it")
     host, port, rank = _tcp_place(init_method, rank)
     if rank >= 0 and "WORLD_SIZE" in os.environ and scheme == "env" and os.environ["WORLD_SIZE"] != str(world_size):
         raise ConfigError("WORLD_SIZE", os.environ["WORLD_SIZE"], f"is not the layout's {world_size}", _ALIKE)

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from netlayer.arrivals import await_all
-from netlayer.errors import ConfigError, RanksMissing, StoreLost, StoreUnreachable
+from netlayer.errors import ConfigError, RanksMissing, StoreLost
 from netlayer.redis_server import EmbeddedRedis
 from netlayer.store import RedisStore
 
@@ -112,7 +112,6 @@ def test_too_few_connections_are_one_line(redis_binary: Path, start_redis: Calla
     url = f"redis://127.0.0.1:{port}/0"
     with RedisStore(url, "few", TIMEOUT), RedisStore(url, "few", TIMEOUT), RedisStore(url, "few", TIMEOUT):  # noqa: SIM117
         with pytest.raises(
-            (ConfigError, StoreUnreachable),
-            match=r"maxclients: of the server at redis://127\.0\.0\.1.*CONFIG SET maxclients|no store answers",
+            ConfigError, match=r"maxclients: of the server at redis://127\.0\.0\.1.*CONFIG SET maxclients"
         ):
             RedisStore(url, "few", timedelta(seconds=1))

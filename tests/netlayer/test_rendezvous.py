@@ -67,7 +67,7 @@ def test_ranks_meet_at_a_store_of_rank_0_which_names_who_is_missing(address: str
 
 @pytest.mark.parametrize(
     ("address", "message"),
-    [("etcd://host/x", "is no env, tcp, file, redis"), ("tcp://", "MASTER_ADDR"), ("tcp://127.0.0.1", "MASTER_PORT")],
+    [("file:///tmp/x", "is no env, tcp, redis"), ("tcp://", "MASTER_ADDR"), ("tcp://127.0.0.1", "MASTER_PORT")],
 )
 def test_an_address_that_cannot_be_used_is_one_line(address, message, monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):

@@ -21,6 +21,7 @@ import pytest
 import torch.distributed as dist
 
 from netlayer.errors import ConfigError, StoreError, StoreLost, StoreUnreachable
+from netlayer.redis_link import RedisLinks
 from netlayer.redis_server import EmbeddedRedis
 from netlayer.store import RedisStore, remove_run
 
@@ -360,10 +361,33 @@ class TestAddress:
     def test_server_that_is_full(self, redis_binary: Path, run_id: str) -> None:
         with EmbeddedRedis(binary=redis_binary) as server, connect_to(server.url) as client:
             client.config_set("maxclients", 1)
-            with pytest.raises((ConfigError, StoreUnreachable), match=r"maxclients: of the server at|no store answers"):
-                RedisStore(server.url, run_id, SHORT)
+            with pytest.raises(ConfigError, match=r"maxclients: of the server at unix:.*CONFIG SET maxclients"):
+                RedisStore(server.url, run_id, timedelta(seconds=1))
             client.config_set("maxclients", 100)
             RedisStore(server.url, run_id, LONG).close()
+
+    def test_server_that_hung_up_before_it_was_asked_is_heard(self, short_dir: Path) -> None:
+        hung_up = threading.Event()
+
+        def refuse(server: socket.socket) -> None:
+            with server.accept()[0] as opened:
+                opened.sendall(b"-ERR max number of clients reached\r\n")
+            hung_up.set()
+
+        def admit(ask: Callable[..., Any]) -> None:
+            assert hung_up.wait(30)
+            ask("PING")  # into a broken pipe
+
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(short_dir / "full.sock"))
+            server.listen()
+            refusal = threading.Thread(target=refuse, args=(server,))
+            refusal.start()
+            links = RedisLinks(f"unix://{short_dir}/full.sock", admit, 30.0)
+            with pytest.raises(ConfigError, match="maxclients: of the server at unix:") as raised:
+                links.ask([], 0.0)
+            refusal.join()
+        assert "Broken pipe" in str(raised.value.__cause__.__cause__)
 
     def test_answers_stay_in_step_after_an_error(self, redis_url: str, run_id: str, open_store: Open) -> None:
         store = open_store()
