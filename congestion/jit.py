@@ -43,7 +43,7 @@ def entry(function: Callable[..., Any]) -> Any:
 
 def are_kept() -> bool:
     """Whether the engine's kernels were compiled before, by this version and with this law."""
-    return any(_folder().glob("*/*.nbi"))
+    return any(_folder().glob("engine_*/*.nbi"))
 
 
 def _folder() -> Path:

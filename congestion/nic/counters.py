@@ -1,4 +1,4 @@
-"""Counters of RDMA NICs, opened once and read by pread: hw_counters and port counters of sysfs, statistics of ethtool.
+"""Which counters RDMA NICs have: hw_counters and port counters of sysfs, statistics of ethtool.
 
 A column is `<device>/<port>/<counter>`. `port_xmit_data` and `port_rcv_data`, which count four bytes at a time, become
 `xmit_bytes` and `rcv_bytes`. Fast counters are read at every sample, the others five times a second at most: a NIC
@@ -9,7 +9,6 @@ is none is left out. Left out, too: counters of single queue pairs.
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -107,54 +106,6 @@ def find_netdevs(tree: Tree, devices: Iterable[str] = ()) -> dict[str, str]:
             elif own:
                 logger.warning("%s/%s: which of %s is its interface cannot be told", device, port, ", ".join(own))
     return found
-
-
-class Reader:
-    """All counters, open. `read` gives a value a column; a context manager, which closes them."""
-
-    def __init__(self, counters: Sequence[Counter], ethtool: Sequence[Ethtool] = ()) -> None:
-        ordered = sorted(counters, key=lambda counter: not counter.is_fast)  # stable: fast ones first
-        self._num_fast = sum(counter.is_fast for counter in ordered)
-        self._ethtool = list(ethtool)
-        self._open: list[tuple[int, int]] = []
-        self.columns = [counter.column for counter in ordered]
-        self.columns += [column for statistics in self._ethtool for column in statistics.columns]
-        self._unread = [MISSING] * (len(self.columns) - self._num_fast)
-        try:
-            for counter in ordered:
-                self._open.append((os.open(counter.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), counter.scale))
-        except OSError as exc:
-            self.close()
-            raise HardwareMissing(f"{exc.filename}: cannot be opened ({exc.strerror}); read as root") from exc
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        for handle, _ in self._open:
-            os.close(handle)
-        for statistics in self._ethtool:
-            statistics.close()
-        self._open, self._ethtool = [], []
-
-    def read(self, *, slow: bool = True) -> list[int]:
-        """A value a column; MISSING for what cannot be read, and for slow ones where they are not asked for."""
-        if not slow:
-            return [_read(*one) for one in self._open[: self._num_fast]] + self._unread
-        values = [_read(*one) for one in self._open]
-        for statistics in self._ethtool:
-            values += statistics.read()
-        return values
-
-
-def _read(handle: int, scale: int) -> int:
-    try:
-        return int(os.pread(handle, 24, 0)) * scale
-    except (OSError, ValueError):  # the device went away, or a counter that it does not have
-        return MISSING
 
 
 def _devices(tree: Tree, wanted: Iterable[str]) -> list[str]:

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from congestion.jit import entry
 from congestion.nic.counters_pattern import Pattern
-from congestion.nic.counters_signals import Floats, Signals
+from congestion.nic.counters_signals import KINDS, Floats, Ints, Signals
 from netlayer.config import Section
 from netlayer.verdict import MIN_PEERS
 
@@ -29,6 +30,12 @@ _SLOW_CHECKS = 2
 _ALL_SLOW_CHECKS = 12  # three periods
 _UNKNOWN_PERIOD_S = 3.0
 _BIN_NS = 95_000_000  # what the rhythm is told by; a little less than ten samples of 10 ms
+
+
+_ALONE = ("pfc-storm", "pfc-frames", "ecn-storm", "flap", "timeout", "retransmission")  # told of a port by itself
+_ROWS = tuple(
+    map(KINDS.index, ("pause", "pause_frames", "packets", "marked", "link_downs", "timeouts", "resent"))
+)  # handed to the kernel: numba would keep them with it, and not see that they changed
 
 
 class Thresholds(Section):
@@ -151,6 +158,11 @@ class Detector:
         self._excused_ns = np.zeros(num, dtype=np.int64)
         self._period_s = _UNKNOWN_PERIOD_S
         self._frames_alone = self.signals.has("pause_frames") & ~self.signals.has("pause")
+        alone = self._limits_alone()
+        self._limits = np.array([alone[rule] for rule in _ALONE])
+        self._figures = np.zeros((len(_ALONE), num))
+        self._bad, self._fresh = np.zeros((2, len(_ALONE), num), dtype=bool)
+        self._look_at_each()  # compiles, which no sample should wait for
         self._rules = {
             "pfc-storm": _rule("pfc-storm", "share of the time paused", num),
             "pfc-frames": _rule("pfc-storm", "pause frames/s", num),
@@ -164,51 +176,50 @@ class Detector:
             "stalled": _rule("stalled", "s without traffic", 1, confirm=1),
         }
 
+    def _limits_alone(self) -> dict[str, float]:
+        limits = self.limits
+        return {
+            "pfc-storm": limits.pause_share,
+            "pfc-frames": limits.pause_frames_per_s,
+            "ecn-storm": limits.marked_share,
+            "flap": 1.0,
+            "timeout": float(limits.timeouts),
+            "retransmission": limits.resent_per_s,
+        }
+
     @property
     def step_s(self) -> float | None:
         """The length of a step, once it is known."""
         return self._period_s if self.pattern.period else None
 
-    def update(self, time_ns: int, values: Sequence[int]) -> list[Event]:
+    def update(self, time_ns: int, values: Sequence[int] | Ints) -> list[Event]:
         """One sample; what it makes certain."""
         self.signals.update(time_ns / 1e9, values)
         if self._last_ns is None:
             self._last_ns = self._bin_ns = time_ns
             return []
-        found = [*self._storms(time_ns), *self._losses(time_ns), *self._traffic(time_ns)]
+        found = [*self._each_alone(time_ns), *self._traffic(time_ns)]
         self._last_ns = time_ns
         self.events += found
         return found
 
-    def _storms(self, time_ns: int) -> list[Event]:
-        limits, signals = self.limits, self.signals
-        pause, frames = signals.get("pause"), signals.get("pause_frames")
-        packets, marked = signals.get("packets"), signals.get("marked")
-        paused = pause.rate / 1e6  # the counter is in microseconds
-        enough = packets.rate >= _LEAST_PACKETS_PER_S
-        share = np.divide(marked.rate, packets.rate, out=np.zeros(len(self.ports)), where=enough)
-        told = marked.fresh & enough  # between bursts there is nothing to mark
+    def _each_alone(self, time_ns: int) -> list[Event]:
+        """Storms and losses, which a port shows by itself: all at once, for nearly always there is none."""
+        if not self._look_at_each() and all(self._rules[rule].idle for rule in _ALONE):
+            return []
         return [
-            *self._told("pfc-storm", time_ns, paused >= limits.pause_share, pause.fresh, paused, limits.pause_share),
-            *self._told(
-                "pfc-frames",
-                time_ns,
-                self._frames_alone & (frames.rate >= limits.pause_frames_per_s),
-                frames.fresh,
-                frames.rate,
-                limits.pause_frames_per_s,
-            ),
-            *self._told("ecn-storm", time_ns, share >= limits.marked_share, told, share, limits.marked_share),
+            event
+            for place, rule in enumerate(_ALONE)
+            for event in self._told(
+                rule, time_ns, self._bad[place], self._fresh[place], self._figures[place], float(self._limits[place])
+            )
         ]
 
-    def _losses(self, time_ns: int) -> list[Event]:
-        downs, late, resent = (self.signals.get(kind) for kind in ("link_downs", "timeouts", "resent"))
-        most, rate = float(self.limits.timeouts), self.limits.resent_per_s
-        return [
-            *self._told("flap", time_ns, downs.count >= 1, downs.fresh, downs.count, 1.0),
-            *self._told("timeout", time_ns, late.count >= most, late.fresh, late.count, most),
-            *self._told("retransmission", time_ns, resent.rate >= rate, resent.fresh, resent.rate, rate),
-        ]
+    def _look_at_each(self) -> bool:
+        """Fill the figures of _ALONE; whether one is bad."""
+        signals, arrays = self.signals, (self._limits, self._figures, self._bad, self._fresh)
+        found: bool = _of_each(_ROWS, signals.rate, signals.count, signals.fresh, self._frames_alone, *arrays)
+        return found
 
     def _traffic(self, time_ns: int) -> list[Event]:
         """By the other ports at once, and by the step."""
@@ -272,6 +283,27 @@ class Detector:
             return []
         one = np.ones(1, dtype=bool)
         return state.update([ALL_PORTS], time_ns, one & bad, one, np.array([figure]), limit)
+
+
+@entry
+def _of_each(rows, rate, count, seen, frames_alone, limits, figures, bad, fresh):  # type: ignore[no-untyped-def]
+    """The figure of each rule of _ALONE, and where it is bad; shape (rules, ports). Whether it is anywhere."""
+    pause, frames, packets, marked, downs, timeouts, resent = rows
+    found = False
+    for port in range(frames_alone.size):
+        enough = rate[packets, port] >= _LEAST_PACKETS_PER_S
+        figures[0, port], fresh[0, port] = rate[pause, port] / 1e6, seen[pause, port]  # it counts microseconds
+        figures[1, port] = rate[frames, port] if frames_alone[port] else 0.0
+        fresh[1, port] = seen[frames, port]
+        figures[2, port] = rate[marked, port] / rate[packets, port] if enough else 0.0
+        fresh[2, port] = seen[marked, port] and enough  # between bursts there is nothing to mark
+        figures[3, port], fresh[3, port] = count[downs, port], seen[downs, port]
+        figures[4, port], fresh[4, port] = count[timeouts, port], seen[timeouts, port]
+        figures[5, port], fresh[5, port] = rate[resent, port], seen[resent, port]
+        for rule in range(limits.size):
+            bad[rule, port] = figures[rule, port] >= limits[rule]
+            found |= bad[rule, port]
+    return found
 
 
 def _middle(values: Floats) -> float:

@@ -7,7 +7,7 @@ Left out: pushing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -34,8 +34,8 @@ class Exporter(Collector):
         self._values: Sequence[int] = ()
         self._num_samples = 0
 
-    def update(self, values: Sequence[int]) -> None:
-        self._values = values
+    def update(self, values: Iterable[int]) -> None:
+        self._values = tuple(values)  # its own: another thread serves it
         self._num_samples += 1
 
     def serve(self, address: str, port: int) -> tuple[int, Stop]:

@@ -24,7 +24,7 @@ from netlayer.errors import ConfigError
 Ints = NDArray[np.int64]
 TIME = "time_ns"
 _KEY = b"netlayer.nic.counters"
-_FLUSH_ROWS = 1024
+_FLUSH_ROWS = 4096
 _FLUSH_NS = 30_000_000_000
 # Numbers that rise and never repeat: neither a dictionary nor their range saves a reader anything.
 _AS_THEY_ARE: dict[str, Any] = {"compression": "zstd", "use_dictionary": False, "write_statistics": False}
@@ -55,15 +55,16 @@ class Log:
 
 
 class LogWriter:
-    """Takes samples and writes them out, every thirty seconds or 1,024 of them; `close` writes the rest."""
+    """Takes samples and writes them out, every thirty seconds or 4,096 of them; `close` writes the rest."""
 
     def __init__(self, folder: Path, columns: Sequence[str], about: Mapping[str, Any]) -> None:
         self._folder, self._columns = folder, list(columns)
         self._schema = pa.schema([pa.field(name, pa.int64()) for name in (TIME, *columns)]).with_metadata(
             {_KEY: json.dumps(dict(about)).encode()}
         )
-        self._rows: list[list[int]] = []
-        self._times: list[int] = []
+        self._time_ns: Ints = np.full(_FLUSH_ROWS, MISSING, dtype=np.int64)  # the system gives the memory now
+        self._values: Ints = np.full((_FLUSH_ROWS, len(self._columns)), MISSING, dtype=np.int64)
+        self._num_rows = 0
         self._num_files = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -73,14 +74,19 @@ class LogWriter:
         if earlier:
             raise ConfigError("--out", folder, "holds an earlier log", "give a new folder, or remove that one")
         # The first table loads libraries for half a second, which no sample should wait for.
-        pq.write_table(self._table([[MISSING] * len(self._columns)], [0]), pa.BufferOutputStream(), **_AS_THEY_ARE)
+        pq.write_table(self._table(1), pa.BufferOutputStream(), **_AS_THEY_ARE)
 
-    def add(self, time_ns: int, values: Sequence[int]) -> None:
-        """One sample, a value a column."""
-        self._times.append(time_ns)
-        self._rows.append(list(values))
-        if len(self._rows) >= _FLUSH_ROWS or time_ns - self._times[0] >= _FLUSH_NS:
-            self.flush()
+    def add(self, time_ns: Ints, values: Ints) -> None:
+        """Samples in order; shapes (samples,) and (samples, columns)."""
+        while len(time_ns):
+            begin = self._num_rows
+            end = min(begin + len(time_ns), _FLUSH_ROWS)
+            num = end - begin
+            self._time_ns[begin:end], self._values[begin:end] = time_ns[:num], values[:num]
+            self._num_rows = end
+            if end == _FLUSH_ROWS or self._time_ns[end - 1] - self._time_ns[0] >= _FLUSH_NS:
+                self.flush()
+            time_ns, values = time_ns[num:], values[num:]
 
     def flush(self) -> None:
         """Write what was taken since the last time.
@@ -88,26 +94,25 @@ class LogWriter:
         Raises:
             ConfigError: the folder cannot be written any more.
         """
-        if not self._rows:
+        if not self._num_rows:
             return
         path = self._folder / f"part-{self._num_files:05d}.parquet"
         unfinished = path.with_suffix(f".{os.getpid()}")
         try:
-            pq.write_table(self._table(self._rows, self._times), unfinished, **_AS_THEY_ARE)
+            pq.write_table(self._table(self._num_rows), unfinished, **_AS_THEY_ARE)
             unfinished.replace(path)
         except OSError as exc:
             unfinished.unlink(missing_ok=True)
             raise _unwritable(self._folder, exc) from exc
-        self._rows, self._times = [], []
+        self._num_rows = 0
         self._num_files += 1
 
     def close(self) -> None:
         self.flush()
 
-    def _table(self, rows: list[list[int]], times: list[int]) -> pa.Table:
-        values = np.array(rows, dtype=np.int64)
-        arrays = [pa.array(np.array(times, dtype=np.int64))]
-        arrays += [pa.array(column, mask=column == MISSING) for column in values.T]
+    def _table(self, num_rows: int) -> pa.Table:
+        arrays = [pa.array(self._time_ns[:num_rows])]
+        arrays += [pa.array(column, mask=column == MISSING) for column in self._values[:num_rows].T]
         return pa.Table.from_arrays(arrays, schema=self._schema)
 
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from congestion.jit import entry
 from congestion.nic.counters import MISSING
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
 # Of which counters a port's signal is made; several add up, `pause` is the largest.
 _PATTERNS = {
     "traffic": r"xmit_bytes|rcv_bytes",
@@ -30,6 +32,7 @@ _PATTERNS = {
     "resent": r"packet_seq_err|implied_nak_seq_err|out_of_sequence",
     "drops": r"rx_prio\d_discards|rx_discards_phy|out_of_buffer",
 }
+KINDS = tuple(_PATTERNS)
 _LARGEST = {"pause", "pause_frames", "link_downs"}  # of the last, two counters count the same thing
 
 
@@ -49,7 +52,11 @@ class Signal:
 
 
 class Signals:
-    """Keeps what the last reading was; `update` takes the next."""
+    """Keeps what the last reading was; `update` takes the next.
+
+    Args:
+        rate, count, fresh: as in `Signal`, of all kinds; shape (kinds, ports), in the order of KINDS.
+    """
 
     def __init__(self, columns: Sequence[str]) -> None:
         names = [column.rpartition("/") for column in columns]
@@ -60,54 +67,91 @@ class Signals:
         padded = [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=nowhere) for part in places]
         self._places: NDArray[np.intp] = np.array(padded)  # (kinds, ports, most counters)
         self._has: Bools = np.any(self._places < nowhere, axis=2)
-        self._row = {kind: row for row, kind in enumerate(_PATTERNS)}
-        self._largest = np.array([kind in _LARGEST for kind in _PATTERNS])[:, None]
-        self._last = np.full(nowhere + 1, float(MISSING))
-        self._last_s = np.full(nowhere + 1, np.nan)
-        self._rate = np.zeros(nowhere + 1)
-        self._read = np.zeros(nowhere + 1, dtype=bool)
-        self._signals: tuple[Floats, Floats, Bools] | None = None
+        self._row = {kind: row for row, kind in enumerate(KINDS)}
+        self._largest = np.array([kind in _LARGEST for kind in _PATTERNS])
+        shape = self._has.shape
+        self._last: Ints = np.full(nowhere, MISSING, dtype=np.int64)
+        self._last_s = np.full(nowhere, np.nan)
+        self._column_rate, self._column_count = np.zeros(nowhere), np.zeros(nowhere)
+        self._column_fresh, self._column_read = np.zeros(nowhere, dtype=bool), np.zeros(nowhere, dtype=bool)
+        self.rate, self.count, self.fresh = np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=bool)
+        self._read = np.zeros(shape, dtype=bool)
+        self._num_samples = -1
+        self.update(0.0, self._last)  # compiles, which no sample should wait for; nothing was read
 
     def has(self, kind: str) -> Bools:
         """Which ports have counters of that signal; shape (ports,)."""
         found: Bools = self._has[self._row[kind]]
         return found
 
-    def update(self, time_s: float, values: Sequence[int]) -> None:
-        """The next sample; `get` tells what it holds."""
-        new = np.array([*values, MISSING], dtype=float)
-        self._read = new != MISSING
-        delta = new - self._last
-        fresh = self._read & (self._last != MISSING) & (delta >= 0)
-        np.divide(delta, time_s - self._last_s, out=self._rate, where=fresh)
-        count = np.where(fresh, delta, 0.0)
-        self._last = np.where(self._read, new, self._last)
-        self._last_s[self._read] = time_s
-        self._signals = self._gather(self._rate), self._gather(count), fresh[self._places].any(axis=2)
+    def update(self, time_s: float, values: Sequence[int] | Ints) -> None:
+        """The next sample; `get` tells what it holds.
+
+        Raises:
+            ValueError: not one value a column.
+        """
+        if len(values) != len(self._last):
+            raise ValueError(f"{len(values)} values of {len(self._last)} columns")
+        columns = self._last, self._last_s, self._column_rate, self._column_count, self._column_fresh, self._column_read
+        _of_columns(time_s, np.asarray(values, dtype=np.int64), *columns)
+        _of_ports(self._places, self._largest, *columns[2:], self.rate, self.count, self.fresh, self._read)
+        self._num_samples += 1
 
     def get(self, kind: str) -> Signal:
-        """A signal as of the last sample.
+        """A signal as of the last sample; the next one changes its arrays.
 
         Raises:
             ValueError: there was none yet.
         """
-        if self._signals is None:
+        if self._num_samples < 1:
             raise ValueError("no sample yet: call update first")
-        rate, count, fresh = self._signals
         row = self._row[kind]
-        return Signal(rate[row], count[row], fresh[row])
+        return Signal(self.rate[row], self.count[row], self.fresh[row])
 
     def unreadable(self, kind: str) -> Bools:
         """Ports that have the counters and gave none of them at this sample."""
         row = self._row[kind]
-        found: Bools = self._has[row] & ~self._read[self._places[row]].any(axis=1)
+        found: Bools = self._has[row] & ~self._read[row]
         return found
 
-    def _gather(self, of_columns: Floats) -> Floats:
-        """From columns to kinds and ports; shape (kinds, ports)."""
-        parts = of_columns[self._places]
-        found: Floats = np.where(self._largest, parts.max(axis=2), parts.sum(axis=2))
-        return found
+
+@entry
+def _of_columns(time_s, values, last, last_s, rate, count, fresh, read):  # type: ignore[no-untyped-def]
+    """What each counter did since it was read before."""
+    for place in range(values.size):
+        value, before = values[place], last[place]
+        read[place] = value != MISSING
+        fresh[place] = read[place] and before != MISSING and value >= before
+        count[place] = float(value - before) if fresh[place] else 0.0
+        if fresh[place]:
+            rate[place] = count[place] / (time_s - last_s[place])
+        if read[place]:
+            last[place], last_s[place] = value, time_s
+
+
+@entry
+def _of_ports(  # type: ignore[no-untyped-def]
+    places, largest, column_rate, column_count, column_fresh, column_read, rate, count, fresh, read
+):
+    """From columns to kinds and ports; each number is stored once, whole, for who reads it meanwhile."""
+    kinds, ports, width = places.shape
+    for kind in range(kinds):
+        for port in range(ports):
+            all_rate, all_count, any_fresh, any_read = 0.0, 0.0, False, False
+            for one in range(width):
+                place = places[kind, port, one]
+                if place == column_rate.size:  # it has no more
+                    break
+                if largest[kind]:
+                    all_rate = max(all_rate, column_rate[place])
+                    all_count = max(all_count, column_count[place])
+                else:
+                    all_rate += column_rate[place]
+                    all_count += column_count[place]
+                any_fresh |= column_fresh[place]
+                any_read |= column_read[place]
+            rate[kind, port], count[kind, port] = all_rate, all_count
+            fresh[kind, port], read[kind, port] = any_fresh, any_read
 
 
 def _places(ports: Sequence[str], names: Sequence[tuple[str, str]], pattern: str) -> NDArray[np.intp]:

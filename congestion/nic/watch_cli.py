@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from congestion.nic.counters import Reader
     from congestion.nic.counters_detect import Detector, Event, Thresholds
     from congestion.nic.counters_log import Log
+    from congestion.nic.counters_reader import Ints, Reader
 
 _MOST_ROWS = 20_000  # of a log, for its page: 33 a point of a curve
 _PATH = click.Path(path_type=Path)
@@ -94,7 +94,7 @@ def _replay(path: Path, limits: Thresholds) -> tuple[Log, Detector]:
             period_ms = part.about.get("period_ms")
             if isinstance(period_ms, int | float) and 0 < period_ms <= 60_000:
                 step = slow_every(max(1, round(period_ms * 1e6)))
-        for time_ns, values in zip(part.time_ns.tolist(), part.values.tolist(), strict=True):
+        for time_ns, values in zip(part.time_ns.tolist(), part.values, strict=True):
             detector.update(time_ns, values)
     assert detector is not None  # a log has a file
     return load_log(path, most_rows=_MOST_ROWS, step=step), detector
@@ -105,6 +105,7 @@ def _sample(asked: dict[str, Any], limits: Thresholds, folder: Path) -> tuple[Lo
     from congestion.nic import counters
     from congestion.nic.counters_detect import Detector
     from congestion.nic.counters_log import LogWriter, load_log
+    from congestion.nic.counters_reader import Reader
     from congestion.nic.counters_sampler import Sampled, sample, slow_every
 
     root, period_ms = asked["root"], asked["period_ms"]
@@ -114,7 +115,7 @@ def _sample(asked: dict[str, Any], limits: Thresholds, folder: Path) -> tuple[Lo
     num = None if asked["seconds"] is None else max(2, round(asked["seconds"] * 1e9 / period_ns) + 1)
     done = Sampled()
     with (
-        counters.Reader(found, counters.find_ethtool(root, asked["devices"])) as reader,
+        Reader(found, counters.find_ethtool(root, asked["devices"])) as reader,
         contextlib.ExitStack() as stack,
     ):
         detector = Detector(reader.columns, limits)
@@ -125,17 +126,18 @@ def _sample(asked: dict[str, Any], limits: Thresholds, folder: Path) -> tuple[Lo
         every = slow_every(period_ns)
         _say_begin(reader, detector, root)
 
-        def take(time_ns: int, values: Sequence[int]) -> None:
+        def take(time_ns: Ints, values: Ints, is_whole: bool) -> None:
             writer.add(time_ns, values)
-            if done.taken % every == 0:
-                for event in detector.update(time_ns, values):
+            if is_whole:
+                for event in detector.update(int(time_ns[-1]), values[-1]):
                     click.echo(_line(event), err=True)
-                serve(values)
+                serve(values[-1])
 
         stopped = stack.enter_context(_stopped())
-        sample(reader, take, period_ns, num_samples=num, sampled=done, sleep=stopped.wait, stopped=stopped.is_set)
+        sample(reader, take, period_ns, num_samples=num, sampled=done, stopped=stopped.is_set)
     log = load_log(folder / "log", most_rows=_MOST_ROWS, step=every)
-    figures = {"samples": done.taken, "left_out": done.left_out, "cpu_share": round(done.cpu_share, 5)}
+    late_s = {f"late_p{round(100 * share)}_s": done.late_at(share) for share in (0.5, 0.99)}
+    figures = {"samples": done.taken, "left_out": done.left_out, "cpu_share": round(done.cpu_share, 5), **late_s}
     said = f"{done.taken} samples, {done.left_out} left out, {done.cpu_share:.2%} of a core"
     click.echo(f"{said}; log: {folder / 'log'}", err=True)
     return log, detector, figures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,12 +23,13 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from congestion.nic import counters_ethtool
-from congestion.nic.counters import MISSING, Reader, find_counters, find_ethtool, find_netdevs
+from congestion.nic import counters_ethtool, counters_reader
+from congestion.nic.counters import MISSING, Counter, find_counters, find_ethtool, find_netdevs
 from congestion.nic.counters_detect import Detector
 from congestion.nic.counters_export import Exporter, parse_address
 from congestion.nic.counters_log import Log, LogWriter, load_log
 from congestion.nic.counters_page import _rates
+from congestion.nic.counters_reader import NUM_LATE, Reader, Samples, Schedule
 from congestion.nic.counters_sampler import Sampled, sample, slow_every
 from congestion.nic.counters_simulate import Fault, simulate_log
 from congestion.nic.tree import Tree
@@ -44,16 +47,37 @@ def root(tmp_path: Path) -> Path:
 
 def keep(log, folder: Path) -> Path:
     writer = LogWriter(folder, log.columns, log.about)
-    for time_ns, values in zip(log.time_ns.tolist(), log.values.tolist(), strict=True):
-        writer.add(time_ns, values)
+    for begin in range(0, len(log.time_ns), 700):
+        writer.add(log.time_ns[begin : begin + 700], log.values[begin : begin + 700])
     writer.close()
     return folder
+
+
+def _sampled(root: Path, num: int, **only: Any) -> tuple[list[str], np.ndarray, list[int]]:
+    """Columns, values and the places of whole samples, of so many each millisecond."""
+    values: list[np.ndarray] = []
+    ends: list[int] = []
+
+    def take(_time_ns: np.ndarray, new: np.ndarray, is_whole: bool) -> None:
+        values.extend(new.copy())
+        ends.extend([len(values) - 1] * is_whole)
+
+    with Reader(find_counters(root, **only)) as reader:
+        sample(reader, take, 1_000_000, num_samples=num)
+        return reader.columns, np.array(values), ends
+
+
+def _read(reader: Reader) -> dict[str, int]:
+    """Every counter, once."""
+    found: list[int] = []
+    sample(reader, lambda _, values, __: found.extend(values[-1].tolist()), 1_000_000, num_samples=1)
+    return dict(zip(reader.columns, found, strict=True))
 
 
 def test_data_counters_are_in_bytes(root):
     counter(root, 1, "port_xmit_data").write_text("250000000000\n")
     with Reader(find_counters(root)) as reader:
-        values = dict(zip(reader.columns, reader.read(), strict=True))
+        values = _read(reader)
     assert values["mlx5_1/1/xmit_bytes"] == 10**12
     assert values["mlx5_0/1/np_cnp_sent"] == 1000
     assert not any("lifespan" in column for column in values)
@@ -61,29 +85,53 @@ def test_data_counters_are_in_bytes(root):
 
 def test_a_reader_sees_each_new_value_without_opening_again(root):
     with Reader(find_counters(root, ["mlx5_0"])) as reader:
-        place = reader.columns.index("mlx5_0/1/packet_seq_err")
         seen = []
         for value in (1000, 7, 2**63 - 1):
             with counter(root, 0, "packet_seq_err").open("r+") as file:
                 file.write(f"{value}\n")
                 file.truncate()
-            seen.append(reader.read()[place])
+            seen.append(_read(reader)["mlx5_0/1/packet_seq_err"])
     assert seen == [1000, 7, 2**63 - 1]
 
 
 def test_slow_counters_are_read_when_asked_for_alone(root):
-    with Reader(find_counters(root)) as reader:
-        fast = dict(zip(reader.columns, reader.read(slow=False), strict=True))
+    columns, values, _ = _sampled(root, 3)
+    fast = dict(zip(columns, values[1].tolist(), strict=True))
     assert fast["mlx5_0/1/rcv_bytes"] == 4000
     assert fast["mlx5_0/1/packet_seq_err"] == MISSING
 
 
-def test_an_unreadable_counter_is_missing_and_no_more(root):
-    counter(root, 0, "packet_seq_err").write_text("N/A\n")
+@pytest.mark.parametrize("text", ["N/A\n", "", "\n", "-5\n", "5 kB\n", "0x5\n"])
+def test_an_unreadable_counter_is_missing_and_no_more(root, text):
+    counter(root, 0, "packet_seq_err").write_text(text)
     with Reader(find_counters(root)) as reader:
-        values = dict(zip(reader.columns, reader.read(), strict=True))
+        values = _read(reader)
     assert values["mlx5_0/1/packet_seq_err"] == MISSING
     assert values["mlx5_1/1/packet_seq_err"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0\n", 0), ("18446744073709551615\n", 2**63 - 1), ("9223372036854775808\n", 2**63 - 1), ("00012", 12)],
+)
+def test_a_number_of_any_size_is_read(root, text, value):
+    counter(root, 0, "packet_seq_err").write_text(text)
+    counter(root, 0, "port_rcv_data").write_text(text)
+    with Reader(find_counters(root)) as reader:
+        values = _read(reader)
+    assert values["mlx5_0/1/packet_seq_err"] == value
+    assert values["mlx5_0/1/rcv_bytes"] == min(4 * value, 2**63 - 1)
+
+
+@pytest.mark.skipif(not Path("/sys/class/net/lo/statistics").is_dir(), reason="needs a kernel's own sysfs")
+def test_a_file_of_sysfs_is_asked_again_at_each_sample():
+    files = [Path("/sys/class/net/lo/statistics", name) for name in ("tx_packets", "rx_packets")]
+    with Reader([Counter(f"lo/1/{file.name}", file) for file in files]) as reader:
+        before = _read(reader)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+            udp.sendto(b"x", ("127.0.0.1", 9))
+        after = _read(reader)
+    assert all(after[name] > before[name] >= 0 for name in reader.columns)
 
 
 def test_all_counters_are_found_where_asked_for(root):
@@ -205,40 +253,53 @@ def test_an_interface_without_statistics_is_none():
 
 
 class _Clock:
-    """Time that passes by sleeping, and while a reader reads."""
+    """Time that passes by sleeping, and while a counter is read; in place of the kernel's behind a reader's loop."""
 
-    def __init__(self, reading_ns: list[int]) -> None:
-        self.now, self.reading_ns = 10**9, reading_ns
+    def __init__(self, reading_ns: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.reading_ns = 10**9, list(reading_ns)
+        for name, fake in (("_gettime", self._gettime), ("_sleep", self._sleep), ("_pread", self._pread)):
+            monkeypatch.setattr(counters_reader, name, fake)
+        monkeypatch.setattr(counters_reader, "_take", counters_reader._take.py_func)
 
-    def read(self, *, slow: bool = True) -> list[int]:
+    def _gettime(self, _clock: int, address: int) -> int:
+        (ctypes.c_int64 * 2).from_address(address)[:] = divmod(self.now, 10**9)
+        return 0
+
+    def _sleep(self, _clock: int, _flags: int, address: int, _left: int) -> int:
+        seconds, ns = (ctypes.c_int64 * 2).from_address(address)
+        self.now = max(self.now, seconds * 10**9 + ns)
+        return 0
+
+    def _pread(self, _handle: int, address: int, _size: int, _at: int) -> int:
         self.now += self.reading_ns.pop(0) if self.reading_ns else 0
-        return [int(slow)]
+        ctypes.memmove(address, b"7\n", 2)
+        return 2
 
-    def sleep(self, seconds: float) -> None:
-        self.now += round(seconds * 1e9)
-
-    def run(self, num: int, period_ns: int) -> tuple[Sampled, list[int], list[int]]:
+    def run(self, root: Path, num: int, period_ns: int) -> tuple[Sampled, list[int]]:
         times: list[int] = []
-        slow: list[int] = []
-        done = sample(
-            self,
-            lambda time_ns, values: (times.append(time_ns), slow.append(values[0])),
-            period_ns,
-            num_samples=num,
-            clock=lambda: self.now,
-            sleep=self.sleep,
-        )
-        return done, times, slow
+        with Reader([Counter("a/1/rcv_bytes", counter(root, 0, "port_rcv_data"))]) as reader:
+            done = sample(
+                reader,
+                lambda time_ns, values, _: times.extend(time_ns.tolist()) or np.testing.assert_array_equal(values, 7),
+                period_ns,
+                num_samples=num,
+                clock=lambda: self.now,
+            )
+        return done, times
 
 
 @given(reading_us=st.lists(st.integers(0, 25_000), max_size=30))
-def test_the_schedule_does_not_drift(reading_us):
+def test_the_schedule_does_not_drift(reading_us, tmp_path_factory):
+    root = tmp_path_factory.mktemp("root")
+    write_tree(root)
     period_ns = 10_000_000
-    done, times, _ = _Clock([us * 1000 for us in reading_us]).run(40, period_ns)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        done, times = _Clock([us * 1000 for us in reading_us], monkeypatch).run(root, 40, period_ns)
     since = np.array(times) - times[0]
     assert np.all(since % period_ns == 0)  # each on the grid that the first one laid
     assert np.all(np.diff(since) >= period_ns)
     assert since[-1] == (len(times) - 1 + done.left_out - max(0, _passed(reading_us, times))) * period_ns
+    assert done.late_us[0] == len(times)
 
 
 def _passed(reading_us: list[int], times: list[int]) -> int:
@@ -246,19 +307,69 @@ def _passed(reading_us: list[int], times: list[int]) -> int:
     return reading_us[len(times) - 1] // 10_000 if len(reading_us) >= len(times) else 0
 
 
-def test_a_sample_that_came_too_late_is_left_out_and_counted():
-    done, times, _ = _Clock([0, 25_000_000]).run(4, 10_000_000)
+def test_a_sample_that_came_too_late_is_left_out_and_counted(root, monkeypatch):
+    done, times = _Clock([0, 25_000_000], monkeypatch).run(root, 4, 10_000_000)
     assert [(one - times[0]) // 10**6 for one in times] == [0, 10, 40, 50]
     assert done.left_out == 2
 
 
-def test_slow_counters_come_every_twentieth_sample_or_fifth_of_a_second():
+def test_real_samples_are_as_late_as_the_grid_says(root):
+    """The compiled loop, by the machine's clock: when it was due, and how late it was, make the time of a sample."""
+    period_ns, times = 2_000_000, []
+    schedule = Schedule(time.monotonic_ns(), period_ns)
+    with Reader(find_counters(root)) as reader:
+        samples = Samples(1, len(reader.columns), np.zeros(NUM_LATE, dtype=np.int64))
+        tick = 0
+        for _ in range(20):
+            samples.late_us[:] = 0
+            taken, after = reader.read(schedule, tick, 1, samples)
+            assert (taken, samples.late_us.sum()) == (1, 1)
+            late_us = int(samples.late_us.argmax())
+            since_ns = int(samples.time_ns[0]) - schedule.start_ns
+            assert late_us == min((since_ns - tick * period_ns) // 1000, NUM_LATE - 1)
+            assert after > tick
+            assert after * period_ns > since_ns
+            times.append(since_ns)
+            tick = after
+    assert sorted(times) == times
+
+
+def test_lateness_is_told_by_its_share():
+    done = Sampled()
+    done.late_us[[5, 80, NUM_LATE - 1]] = 98, 1, 1
+    assert [done.late_at(share) for share in (0.5, 0.98, 0.99, 1.0)] == [6e-6, 6e-6, 81e-6, NUM_LATE / 1e6]
+
+
+def test_slow_counters_come_every_twentieth_sample_or_fifth_of_a_second(root):
     assert [slow_every(ms * 10**6) for ms in (1, 10, 20, 100, 1000)] == [20, 20, 10, 2, 1]
-    _, _, slow = _Clock([]).run(41, 10_000_000)
-    assert [place for place, one in enumerate(slow) if one] == [0, 20, 40]
+    columns, values, ends = _sampled(root, 46)
+    slow = values[:, columns.index("mlx5_0/1/packet_seq_err")] != MISSING
+    assert np.flatnonzero(slow).tolist() == [0, 20, 40, 45]  # the last one is whole, too
+    assert ends == [0, 20, 40, 45]  # nothing that alarms look at waits for the next sample
+    assert np.all(values[:, columns.index("mlx5_0/1/rcv_bytes")] == 4000)
 
 
-def test_a_log_comes_back_as_it_was_written(tmp_path):
+def test_a_stretch_that_a_signal_ended_goes_on_where_it_was(root):
+    """Whatever is broken off: readings of all counters stay twenty samples apart."""
+    with Reader(find_counters(root)) as reader:
+        whole, broken = reader.read, iter([1, 7, 0, 5])
+        stretches: list[tuple[int, bool]] = []
+
+        def read(schedule: Schedule, tick: int, num: int, into: Samples) -> tuple[int, int]:
+            return whole(schedule, tick, min(num, next(broken, num)), into)
+
+        done = sample(
+            SimpleNamespace(columns=reader.columns, read=read),
+            lambda time_ns, _, is_whole: stretches.append((len(time_ns), is_whole)),
+            1_000_000,
+            num_samples=41,
+        )
+    assert stretches == [(1, True), (7, False), (5, False), (8, True), (20, True)]
+    assert done.taken == 41
+
+
+def test_a_log_comes_back_as_it_was_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("congestion.nic.counters_log._FLUSH_ROWS", 1024)
     log = simulate_log(30, 10)
     log.values[::3, 5] = MISSING
     read = load_log(keep(log, tmp_path / "log"))
@@ -311,7 +422,8 @@ def test_a_page_of_few_samples_shows_the_same_rates():
     np.testing.assert_allclose(_rates(thin, place, edges), _rates(log, place, edges), rtol=0.05)
 
 
-def test_a_log_that_was_cut_off_has_all_whole_files(tmp_path):
+def test_a_log_that_was_cut_off_has_all_whole_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("congestion.nic.counters_log._FLUSH_ROWS", 1024)
     folder = keep(simulate_log(30, 10), tmp_path / "log")
     (folder / "part-00002.4711").write_bytes(b"half")
     sorted(folder.glob("*.parquet"))[-1].unlink()

@@ -38,6 +38,12 @@ def test_a_fault_is_told_within_two_readings(kind, period_ms):
     assert late_s < (1.5 if busy else 2 * period_ms / 1e3 + 1e-3)
 
 
+def test_a_sample_of_other_columns_is_refused():
+    log = simulate_log(1, 100)
+    with pytest.raises(ValueError, match="values of"):
+        Detector(log.columns).update(0, log.values[0, :-1])
+
+
 def test_a_silent_nic_is_not_told_a_second_time_for_its_short_steps():
     log = simulate_log(180, 100, faults=[Fault("silent", 120.0, 20.0)])
     assert [event.kind for event in detect(log).events] == ["silent"]
