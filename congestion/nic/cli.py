@@ -12,6 +12,7 @@ _COMMANDS = {
         f"{_CHANGE}:apply", "Make a profile so on this host's NICs, journalled; prints the plan without --apply."
     ),
     "env": Lazy("congestion.nic.env_cli:env", "NCCL's environment for a job."),
+    "fabric": Lazy("congestion.nic.plan_cli:fabric", "A profile on all hosts and switches of a cluster file: scripts."),
     "inventory": Lazy(f"{_LOOK}:inventory", "RDMA devices of a host, where they sit, how they can be set."),
     "pcap": Lazy("congestion.nic.pcap_cli:pcap", "RoCE packets of a capture: streams, marks, losses, round trips."),
     "plan": Lazy(f"{_LOOK}:plan", "What a profile would change on each device; changes nothing."),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from congestion.nic.host_options import (
@@ -17,29 +21,65 @@ from congestion.nic.host_options import (
     summed,
 )
 
+if TYPE_CHECKING:  # `--help` needs no pydantic
+    from netlayer.config import ClusterConfig
+
 
 @click.command()
+@click.option(
+    "--cluster", type=click.Path(path_type=Path), help="Cluster file to compare with: number of NICs and their rate."
+)
 @of_host
-def inventory(options: HostOptions) -> None:
+def inventory(options: HostOptions, cluster: Path | None) -> None:
     """Say which RDMA devices a host has, where they sit, and how each of them can be set.
 
-    Exit 3: there are none.
+    Exit 3: there are none. Exit 1: with --cluster, a host has not the NICs that the file says.
 
     \b
     Examples:
       netlayer nic inventory
       netlayer nic inventory --json -
       netlayer nic inventory --ssh node1,node2
+      netlayer nic inventory --ssh hosts.txt --cluster examples/megascale-12288.toml --json inventory.json
       netlayer nic inventory --root /tmp/copy-of-a-host
     """
     from congestion.nic.shown import print_devices
+    from netlayer.errors import CheckFailed
 
-    if elsewhere(options, "inventory"):
+    wanted = None
+    if cluster is not None:
+        from netlayer.config import load_config
+
+        wanted = load_config(cluster, option="--cluster").cluster
+    if elsewhere(options, "inventory", _judge(wanted) if wanted else None):
         return
     _tree, _tools, devices = open_devices(options)
-    give(options, {"devices": [device.as_row() for device in devices], "summary": count(len(devices), "device")})
+    found = {"devices": [device.as_row() for device in devices], "summary": count(len(devices), "device")}
+    wrong = []
+    if wanted:
+        from congestion.nic.hosts_check import differences
+
+        wrong = differences(devices, wanted)
+        found["differs"] = wrong
+    give(options, found)
     if not alone(options):
         print_devices(devices)
+    if wrong:
+        raise CheckFailed(f"not as the cluster file says: {'; '.join(wrong)}")
+
+
+def _judge(wanted: ClusterConfig) -> Callable[[Any], list[str]]:
+    """What a host's inventory, as it came over ssh, differs in from the cluster file."""
+    from congestion.nic.hosts_check import differences
+    from congestion.nic.inventory_file import devices_of
+
+    def judge(result: Any) -> list[str]:
+        try:
+            return differences(devices_of(result), wanted)
+        except ValueError as exc:
+            return [f"its inventory {exc}: is the same release of netlayer there?"]
+
+    return judge
 
 
 @click.command()
@@ -49,7 +89,7 @@ def inventory(options: HostOptions) -> None:
 def plan(options: HostOptions, script: bool) -> None:
     """Say what a profile would change on each device: old and new value, by which way, and why. Changes nothing.
 
-    What a NIC cannot do is said with what comes nearest.
+    What a NIC cannot do is said with what comes nearest. For a whole cluster file, without a host: netlayer nic fabric.
 
     \b
     Examples:

@@ -139,8 +139,12 @@ def summed(plan: Plan) -> dict[str, Any]:
     return plan.as_tree() | {"summary": words}
 
 
-def elsewhere(options: HostOptions, command: str) -> bool:
-    """Run the command on the hosts of `--ssh` and print one table; False where it is for this host."""
+def elsewhere(options: HostOptions, command: str, judge: Callable[[Any], list[str]] | None = None) -> bool:
+    """Run the command on the hosts of `--ssh` and print one table; False where it is for this host.
+
+    Args:
+        judge: says what is wrong with a host's result; a host with which something is has failed.
+    """
     if options.ssh is None:
         return False
     from congestion.nic.hosts import read_hosts, run_on, worst
@@ -161,16 +165,23 @@ def elsewhere(options: HostOptions, command: str) -> bool:
     words += ["--apply"] * options.apply + ["--partial"] * options.partial
     words += ["--force"] * options.force
     outcomes = run_on(hosts, words, stdin, options.ssh_limit, options.ssh_command)
-    results = {one.host: {"exit_code": one.exit_code, "said": one.said, "result": one.result} for one in outcomes}
+    wrong = {one.host: judge(one.result) for one in outcomes if judge and not one.exit_code}
+    results = {
+        one.host: {"exit_code": one.exit_code, "said": one.said, "result": one.result}
+        | ({"differs": wrong.get(one.host, [])} if judge else {})
+        for one in outcomes
+    }
     give(options, {"hosts": results})
     if not alone(options):
         rows = [
-            [one.host, one.word, _summary(one.result) or "-", one.said if one.exit_code else "-"] for one in outcomes
-        ]
+            [one.host, "differs" if wrong.get(one.host) else one.word, _summary(one.result) or "-",
+             "; ".join(wrong.get(one.host, [])) or (one.said if one.exit_code else "-")]
+            for one in outcomes
+        ]  # fmt: skip
         print_table(f"netlayer nic {command}", ["host", "outcome", "result", "said"], rows)
-    code = worst(outcomes)
+    code = worst(outcomes) or int(any(wrong.values()))
     if code:
-        bad = [one.host for one in outcomes if one.exit_code]
+        bad = [one.host for one in outcomes if one.exit_code or wrong.get(one.host)]
         click.echo(f"error: {len(bad)} of {count(len(outcomes), 'host')} failed: {', '.join(bad[:8])}", err=True)
         sys.exit(code)
     return True

@@ -46,6 +46,11 @@ class Outcome:
         return words.get(self.exit_code, f"exit code {self.exit_code}")
 
 
+def is_host(text: str) -> bool:
+    """Whether a text may stand where ssh takes a host."""
+    return bool(_HOST.fullmatch(text))
+
+
 def read_hosts(text: str) -> list[str]:
     """Hosts of a list `a,b` or of a file with one a line, `#` begins a comment.
 
@@ -58,7 +63,7 @@ def read_hosts(text: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError("--ssh", text, f"cannot be read ({exc})", "give a,b,c or a file with a host a line") from exc
     hosts = list(dict.fromkeys(name for line in lines if (name := line.partition("#")[0].strip())))
-    wrong = next((name for name in hosts if not _HOST.fullmatch(name)), None)
+    wrong = next((name for name in hosts if not is_host(name)), None)
     if wrong is not None or not hosts:
         raise ConfigError("--ssh", wrong or text, "names no host", "give a,b,c or a file with a host a line")
     return hosts

@@ -24,12 +24,16 @@ IONIC_DEBUG = "sys/kernel/debug/ionic"
 CM_CONFIG = "sys/kernel/config/rdma_cm"
 _TOOLS = ("dcb", "ethtool")
 _NVIDIAS_TOOLS = ("mlnx_qos", "mlxreg", "mstreg", "mlxconfig", "mstconfig")
+TOOLS = (*_TOOLS, *_NVIDIAS_TOOLS)
+_FILES = ("rdma-cm", "mlx5-debugfs", "ofed-ecn", "bnxt-configfs", "bnxt-debugfs", "irdma-configfs", "ionic-dcqcn")
+SURFACES = frozenset((*_FILES, *TOOLS))
+"""All words that `Device.surfaces` may hold."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _PCI = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-_VENDORS = {"0x15b3": "nvidia", "0x14e4": "broadcom", "0x8086": "intel", "0x1dd8": "amd"}
+VENDORS = {"0x15b3": "nvidia", "0x14e4": "broadcom", "0x8086": "intel", "0x1dd8": "amd"}
 _DRIVERS = {"mlx5": "nvidia", "bnxt": "broadcom", "irdma": "intel", "ionic": "amd", "rxe": "soft", "siw": "soft"}
-_MODELS = {  # of pci.ids
+MODELS = {  # of pci.ids
     "0x1013": "ConnectX-4",
     "0x1015": "ConnectX-4 Lx",
     "0x1017": "ConnectX-5",
@@ -152,7 +156,7 @@ def _look_at(tree: Tree, tools: Tools, name: str, gpus: dict[str, tuple[str, ...
     return Device(
         name=name,
         vendor=vendor,
-        model=_MODELS.get(tree.text(f"{base}/device/device") or "", "") if vendor == "nvidia" else "",
+        model=MODELS.get(tree.text(f"{base}/device/device") or "", "") if vendor == "nvidia" else "",
         driver=driver,
         firmware=_plain(tree.text(f"{base}/fw_ver")),
         link_layer=_plain(tree.text(f"{port}/link_layer")),
@@ -175,7 +179,7 @@ def _plain(text: str | None) -> str:
 
 def _vendor(number: str, driver: str) -> str:
     by_driver = next((vendor for prefix, vendor in _DRIVERS.items() if driver.startswith(prefix)), "unknown")
-    return _VENDORS.get(number, by_driver)
+    return VENDORS.get(number, by_driver)
 
 
 def _rate(text: str) -> int:

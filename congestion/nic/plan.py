@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from congestion.nic import surface_nvidia, surface_others
+from congestion.nic import surface_nvidia, surface_nvidia_programmable, surface_others
 from congestion.nic.draft import Cannot, Draft, Said
 from congestion.nic.inventory import Device
 from congestion.nic.profile import Law, Profile
@@ -118,12 +118,14 @@ def make_plan(profile: Profile, devices: Sequence[Device], tree: Tree, tools: To
 def _draw(draft: Draft) -> None:
     draw_qos(draft)
     draw_tos(draft)
-    _draw_law(draft)
+    law = _draw_law(draft)
     wanted = draft.profile.retransmission
     if draft.device.vendor == "nvidia":
+        surface_nvidia_programmable.draw_programmable(draft, law)
         surface_nvidia.draw_retransmission(draft)
     else:
         asked = [name for name, value in wanted.model_dump().items() if isinstance(value, bool)]
+        asked += surface_nvidia_programmable.asked_switches(draft) + ["ppcc"] * bool(draft.profile.ppcc)
         if asked:
             draft.cannot(", ".join(asked), "only NVIDIA's firmware has these switches", "what the NIC does by itself")
     tos = draft.profile.traffic.tos
@@ -142,13 +144,13 @@ _WAYS: dict[str, tuple[_Refusal, Callable[[Draft, Law], None]]] = {
 }
 
 
-def _draw_law(draft: Draft) -> None:
+def _draw_law(draft: Draft) -> Law | None:
     """The first law of the profile that the device can run; where it can run none, that is said."""
     laws = draft.profile.laws
     if draft.device.vendor not in _WAYS:
         if laws[-1] != "none":
             draft.cannot(f"law = {laws[0]}", "it has no congestion control that can be set", "law = none")
-        return
+        return None
     refuse, draw = _WAYS[draft.device.vendor]
     refusals: list[tuple[str, str]] = []
     for law in laws:
@@ -157,10 +159,11 @@ def _draw_law(draft: Draft) -> None:
             if refusals:
                 draft.note(f"law = {law}, the profile's fallback: {laws[0]} cannot be had: {refusals[0][0]}")
             draw(draft, law)
-            return
+            return law
         refusals.append(refused)
     for law, (why, nearest) in zip(laws, refusals, strict=True):
         draft.cannot(f"law = {law}", why, nearest)
+    return None
 
 
 def _key(row: Row) -> object:

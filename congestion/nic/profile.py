@@ -12,7 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -75,6 +75,24 @@ class FirmwareSection(Section):
     """What survives a reset."""
 
     persist: bool = Field(False, description="also write DCQCN's parameters into the firmware's configuration")
+    user_programmable_cc: bool | None = Field(None, description="algorithms of one's own (USER_PROGRAMMABLE_CC)")
+    pcc_int: bool | None = Field(None, description="programmable control by telemetry (PCC_INT_EN)")
+    shaper: Literal["device", "destination", "queue-pair", "5-tuple"] | None = Field(
+        None, description="which flows share a rate limiter (ROCE_CC_SHAPER_COALESCE); device: its default"
+    )
+    cnp_dscp_mode: Literal["device", "fixed", "copied"] | None = Field(
+        None, description="DSCP of CNPs: cnp.dscp, or the marked packet's (CNP_DSCP_MODE)"
+    )
+    adaptive_routing: bool | None = Field(None, description="adaptive routing may be used (ROCE_ADAPTIVE_ROUTING_EN)")
+    selective_repeat: bool | None = Field(None, description="it may be used (RDMA_SELECTIVE_REPEAT_EN)")
+
+
+class PpccSection(Section):
+    """A parameter of an algorithm of NVIDIA's programmable congestion control; the NIC itself gives its range."""
+
+    slot: int = Field(ge=0, le=15, description="where the algorithm stands")
+    parameter: int = Field(ge=0, le=2**16 - 1, description="which of its parameters, from 0")
+    value: int = Field(ge=0, le=2**32 - 1, description="its value; outside of the NIC's range nothing is written")
 
 
 class SwitchSection(Section):
@@ -106,6 +124,7 @@ class Profile(Section):
     dcqcn: dict[str, int] = Field(default_factory=dict, description="DCQCN's parameters by their names on mlx5")
     retransmission: RetransmissionSection = Field(default_factory=RetransmissionSection, description="lost packets")
     firmware: FirmwareSection = Field(default_factory=FirmwareSection, description="what survives a reset")
+    ppcc: list[PpccSection] = Field(default_factory=list, description="parameters of programmable control (rttcc)")
     switch: SwitchSection = Field(default_factory=SwitchSection, description="where switches mark")
 
     @field_validator("dcqcn", mode="before")
@@ -129,6 +148,15 @@ class Profile(Section):
         if self.dcqcn and "dcqcn" not in (self.law, self.fallback):
             rule = f"has no effect under law = {self.law}"
             raise ConfigError("dcqcn", ", ".join(self.dcqcn), rule, "leave it out, or set law or fallback to dcqcn")
+        if self.ppcc and "rttcc" not in (self.law, self.fallback):
+            raise ConfigError("ppcc", None, f"has no effect under law = {self.law}", "leave it out, or set law = rttcc")
+        places = [(one.slot, one.parameter) for one in self.ppcc]
+        twice = next((one for one in places if places.count(one) > 1), None)
+        if twice:
+            raise ConfigError("ppcc", None, f"gives parameter {twice[1]} of slot {twice[0]} twice", "give it once")
+        if self.firmware.user_programmable_cc and "dcqcn" in self.laws:
+            rule = "has no effect under DCQCN, of which ROCE_CC_LEGACY_DCQCN allows no other beside"
+            raise ConfigError("firmware.user_programmable_cc", True, rule, "leave it out, or set law = rttcc alone")
         most, least = self.dcqcn.get("rp_max_rate", 0), self.dcqcn.get("rp_min_rate", 0)
         if most and least > most:
             raise ConfigError("dcqcn.rp_min_rate", least, f"is above rp_max_rate = {most}", "lower it")
@@ -200,10 +228,11 @@ def _translate(error: ErrorDetails) -> ConfigError:
     field = ".".join(names)
     if error["type"] == "extra_forbidden":
         section: type[BaseModel] = Profile
-        for name in names[:-1]:
+        for name in (name for name in names[:-1] if not name.isdigit()):  # a number is a place in a list
             below = section.model_fields[name].annotation
-            assert isinstance(below, type)
-            section = below
+            inner = next(iter(get_args(below)), below)
+            assert isinstance(inner, type)
+            section = inner
         return ConfigError(field, None, "unknown key", _nearest(names[-1], list(section.model_fields)))
     words = error["msg"].replace("Input should be ", "must be ").replace("String should ", "must ")
     words = words.replace("a valid dictionary or instance of", "a table of keys:").replace(

@@ -2,8 +2,8 @@
 
 Files: `drivers/infiniband/hw/mlx5/cong.c` of Linux; OFED's sysfs has the same values by mlxconfig's names. RTTCC:
 NVIDIA's post "Scaling Zero Touch RoCE Technology with Round Trip Time Congestion Control" (register 0x506e is PPCC;
-disabling its slot 15 forces RTTCC). ROCE_ACCL: mstflint's register table. Left out: one's own algorithms for DOCA PCC,
-PPCC's parameters.
+disabling its slot 15 forces RTTCC). ROCE_ACCL: mstflint's register table. Left out: parameters of programmable control
+(surface_nvidia_programmable).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from congestion.nic.profile import Law
 from congestion.nic.tool_settings import Algorithm, Firmware, Register
 
 _DEBUG, _OFED = "mlx5-debugfs", "ofed-ecn"
-_LOST = "lost at a reset of the NIC"
+LOST = "lost at a reset of the NIC"
 _RESET = "takes effect, and is undone, only by a firmware reset: mlxfwreset -d {pci} -y reset, which drops the link"
 _NO_RTTCC = ("ConnectX-4", "ConnectX-4 Lx", "ConnectX-5", "ConnectX-5 Ex", "ConnectX-6", "BlueField")
 _RTTCC = ("ConnectX-6 Dx", "ConnectX-6 Lx", "ConnectX-7", "ConnectX-8", "BlueField-2", "BlueField-3")
@@ -30,7 +30,7 @@ _ACCELERATIONS = {
     "ack_floor": ("min_ack_timeout_limit_disabled", "the floor of the ACK timer"),
     "selective_repeat": ("selective_repeat_forced_en", "selective repeat rather than go-back-N, for new queue pairs"),
 }
-_NO_TOOL = "install mstflint (mstreg, mstconfig) or NVIDIA's MFT"
+NO_TOOL = "install mstflint (mstreg, mstconfig) or NVIDIA's MFT"
 
 
 def refuse_law(draft: Draft, law: Law) -> tuple[str, str] | None:
@@ -47,7 +47,7 @@ def refuse_law(draft: Draft, law: Law) -> tuple[str, str] | None:
         verb = "has no" if model in _NO_RTTCC else "is not known to have"
         return f"{which} {verb} RTTCC, ConnectX-6 Dx and later do", "law = dcqcn"
     if law == "rttcc" and not draft.find_tool("mlxconfig", "mstconfig"):
-        return "neither mlxconfig nor mstconfig is installed", _NO_TOOL
+        return "neither mlxconfig nor mstconfig is installed", NO_TOOL
     return None
 
 
@@ -70,12 +70,12 @@ def draw_retransmission(draft: Draft) -> None:
         return
     tool = draft.find_tool("mlxreg", "mstreg")
     if not tool or not draft.device.pci:
-        draft.cannot(", ".join(asked), "neither mlxreg nor mstreg is installed", _NO_TOOL)
+        draft.cannot(", ".join(asked), "neither mlxreg nor mstreg is installed", NO_TOOL)
         return
     for name in asked:
         register, reason = _ACCELERATIONS[name]
         value = bool(getattr(wanted, name)) ^ (name == "ack_floor")  # the register disables the floor
-        draft.tool(Register(tool, draft.device.pci, register), str(int(value)), reason, name=register, warning=_LOST)
+        draft.tool(Register(tool, draft.device.pci, register), str(int(value)), reason, name=register, warning=LOST)
 
 
 def _enable(draft: Draft, on: bool) -> None:
@@ -85,7 +85,7 @@ def _enable(draft: Draft, on: bool) -> None:
     if device.has(_OFED):
         for point in ("roce_np", "roce_rp"):
             path = f"sys/class/net/{device.netdev}/ecn/{point}/enable/{priority}"
-            draft.file(_OFED, path, int(on), reason, warning=_LOST)
+            draft.file(_OFED, path, int(on), reason, warning=LOST)
         return
     tool = draft.find_tool("mlxconfig", "mstconfig")
     if draft.profile.firmware.persist and tool:
@@ -102,9 +102,10 @@ def _mask(draft: Draft, tool: str, on: bool, reason: str) -> None:
     key, bit = f"ROCE_CC_PRIO_MASK{draft.device.port_suffix}", 1 << draft.profile.traffic.priority
     present = draft.present(Firmware(tool, draft.device.pci, key))
     if present is not None:
-        _configure(draft, tool, key, int(present) | bit if on else int(present) & ~bit, reason, allowed=(0, 255))
+        configure(draft, tool, key, int(present) | bit if on else int(present) & ~bit, reason, allowed=(0, 255))
     elif draft.tools.runs:
-        draft.cannot(key, f"{tool} does not print it, and other priorities' bits must stay", _NO_TOOL)
+        why = f"{tool} does not print what it is now, and other priorities' bits must stay"
+        draft.cannot(key, why, "plan on the host itself, with mstflint's or MFT's mlxconfig")
     else:
         draft.note(f"{key}: not read under --root; on the host itself the profile's priority is set in it")
 
@@ -117,13 +118,13 @@ def _end_rttcc(draft: Draft) -> None:
     tool, register = draft.find_tool("mlxconfig", "mstconfig"), draft.find_tool("mlxreg", "mstreg")
     key = Firmware(tool, device.pci, _LEGACY) if tool and device.pci else None
     if key is not None and draft.present(key) is not None:
-        _configure(draft, tool, _LEGACY, 1, "the firmware runs DCQCN alone", allowed=(0, 1))
+        configure(draft, tool, _LEGACY, 1, "the firmware runs DCQCN alone", allowed=(0, 1))
     else:
         draft.note(f"{_UNSEEN}: {_LEGACY} cannot be read (mlxconfig)")
     slot = Algorithm(register, device.pci, _FORCING_SLOT) if register and device.pci else None
     if slot is not None and draft.present(slot) is not None:
         reason = "with this slot disabled every queue pair would run RTTCC"
-        draft.tool(slot, "1", reason, name=f"PPCC slot {_FORCING_SLOT}", warning=_LOST)
+        draft.tool(slot, "1", reason, name=f"PPCC slot {_FORCING_SLOT}", warning=LOST)
     else:
         draft.note(f"{_UNSEEN}: PPCC slot {_FORCING_SLOT} cannot be read (mlxreg)")
 
@@ -149,7 +150,7 @@ def _parameters(draft: Draft) -> None:
         if tool and device.pci:
             _by_firmware(draft, tool)
         else:
-            draft.cannot("firmware.persist", "neither mlxconfig nor mstconfig is installed", _NO_TOOL)
+            draft.cannot("firmware.persist", "neither mlxconfig nor mstconfig is installed", NO_TOOL)
 
 
 def _by_debugfs(draft: Draft) -> None:
@@ -158,15 +159,15 @@ def _by_debugfs(draft: Draft) -> None:
         known = PARAMETERS[name]
         draft.file(
             _DEBUG, f"{folder}/{name}", value, known.meaning, allowed=(known.low, known.high), unit=known.unit,
-            warning=_LOST,
+            warning=LOST,
         )  # fmt: skip
     cnp = draft.profile.cnp
-    draft.file(_DEBUG, f"{folder}/np_cnp_dscp", cnp.dscp, "DSCP of CNPs", allowed=(0, 63), warning=_LOST)
+    draft.file(_DEBUG, f"{folder}/np_cnp_dscp", cnp.dscp, "DSCP of CNPs", allowed=(0, 63), warning=LOST)
     draft.file(
-        _DEBUG, f"{folder}/np_cnp_prio", cnp.priority, "priority of CNPs", allowed=(0, 7), warning=_LOST,
+        _DEBUG, f"{folder}/np_cnp_prio", cnp.priority, "priority of CNPs", allowed=(0, 7), warning=LOST,
         touches=("np_cnp_prio_mode",),
     )  # fmt: skip
-    draft.file(_DEBUG, f"{folder}/np_cnp_prio_mode", 0, "CNPs take that priority, not the request's", warning=_LOST)
+    draft.file(_DEBUG, f"{folder}/np_cnp_prio_mode", 0, "CNPs take that priority, not the request's", warning=LOST)
 
 
 def _by_sysfs(draft: Draft) -> None:
@@ -174,11 +175,9 @@ def _by_sysfs(draft: Draft) -> None:
     for name, value in _in_order(draft):
         known = PARAMETERS[name]
         path = f"{folder}/roce_{name[:2]}/{known.key.lower()}"
-        draft.file(_OFED, path, value, known.meaning, allowed=(known.low, known.high), unit=known.unit, warning=_LOST)
-    draft.file(_OFED, f"{folder}/roce_np/cnp_dscp", cnp.dscp, "DSCP of CNPs", allowed=(0, 63), warning=_LOST)
-    draft.file(
-        _OFED, f"{folder}/roce_np/cnp_802p_prio", cnp.priority, "priority of CNPs", allowed=(0, 7), warning=_LOST
-    )
+        draft.file(_OFED, path, value, known.meaning, allowed=(known.low, known.high), unit=known.unit, warning=LOST)
+    draft.file(_OFED, f"{folder}/roce_np/cnp_dscp", cnp.dscp, "DSCP of CNPs", allowed=(0, 63), warning=LOST)
+    draft.file(_OFED, f"{folder}/roce_np/cnp_802p_prio", cnp.priority, "priority of CNPs", allowed=(0, 7), warning=LOST)
 
 
 def _by_firmware(draft: Draft, tool: str) -> None:
@@ -186,16 +185,16 @@ def _by_firmware(draft: Draft, tool: str) -> None:
     for name, value in _in_order(draft):
         known = PARAMETERS[name]
         allowed = (known.low, known.high)
-        _configure(draft, tool, f"{known.key}{suffix}", value, known.meaning, known.unit, allowed=allowed)
-    _configure(draft, tool, f"CNP_DSCP{suffix}", cnp.dscp, "DSCP of CNPs", allowed=(0, 63))
-    _configure(draft, tool, f"CNP_802P_PRIO{suffix}", cnp.priority, "priority of CNPs", allowed=(0, 7))
+        configure(draft, tool, f"{known.key}{suffix}", value, known.meaning, known.unit, allowed=allowed)
+    configure(draft, tool, f"CNP_DSCP{suffix}", cnp.dscp, "DSCP of CNPs", allowed=(0, 63))
+    configure(draft, tool, f"CNP_802P_PRIO{suffix}", cnp.priority, "priority of CNPs", allowed=(0, 7))
 
 
 def _rttcc(draft: Draft) -> None:
     device = draft.device
     draft.note("ZTR-RTTCC needs NICs that have it at both ends of a queue pair")
     tool = draft.find_tool("mlxconfig", "mstconfig")
-    _configure(draft, tool, _LEGACY, 0, "the firmware may run other laws than DCQCN", allowed=(0, 1))
+    configure(draft, tool, _LEGACY, 0, "the firmware may run other laws than DCQCN", allowed=(0, 1))
     if draft.rows[-1].differs:
         slot = f"PPCC slot {_FORCING_SLOT}"
         draft.note(f"RTTCC needs two turns: {_LEGACY} holds after a firmware reset, which loses {slot}: "
@@ -204,22 +203,23 @@ def _rttcc(draft: Draft) -> None:
     if register:
         setting = Algorithm(register, device.pci, _FORCING_SLOT)
         reason = "with this slot disabled every queue pair runs RTTCC"
-        draft.tool(setting, "0", reason, name=f"PPCC slot {_FORCING_SLOT}", warning=_LOST)
+        draft.tool(setting, "0", reason, name=f"PPCC slot {_FORCING_SLOT}", warning=LOST)
     else:
-        draft.cannot("PPCC", "neither mlxreg nor mstreg is installed", _NO_TOOL)
+        draft.cannot("PPCC", "neither mlxreg nor mstreg is installed", NO_TOOL)
     if draft.profile.rtt_response_dscp is not None:
         folder = f"{MLX5_DEBUG}/{device.pci}/cc_params"
         reason = "DSCP of answers to RTT probes"
         draft.file(
-            _DEBUG, f"{folder}/rtt_resp_dscp", draft.profile.rtt_response_dscp, reason, allowed=(0, 63), warning=_LOST,
+            _DEBUG, f"{folder}/rtt_resp_dscp", draft.profile.rtt_response_dscp, reason, allowed=(0, 63), warning=LOST,
             touches=("rtt_resp_dscp_valid",),
         )  # fmt: skip
-        draft.file(_DEBUG, f"{folder}/rtt_resp_dscp_valid", 1, "that DSCP is used", warning=_LOST)
+        draft.file(_DEBUG, f"{folder}/rtt_resp_dscp_valid", 1, "that DSCP is used", warning=LOST)
 
 
-def _configure(
+def configure(
     draft: Draft, tool: str, key: str, value: int, reason: str, unit: str = "", *, allowed: tuple[int, int]
 ) -> None:
+    """Add a key of the firmware's configuration."""
     warning, setting = _RESET.format(pci=draft.device.pci), Firmware(tool, draft.device.pci, key)
     draft.tool(setting, str(value), reason, name=key, unit=unit, warning=warning, allowed=allowed)
 

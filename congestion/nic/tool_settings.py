@@ -6,7 +6,16 @@ from collections.abc import Callable, Sequence
 
 from congestion.nic.tool_setting import NONE, ToolSetting
 from congestion.nic.tool_settings_dcb import DcbApp, DcbPfc, Pause
-from congestion.nic.tool_settings_nvidia import Algorithm, Firmware, MlnxDscp, MlnxPfc, MlnxTrust, Register
+from congestion.nic.tool_settings_nvidia import (
+    Algorithm,
+    Firmware,
+    MlnxDscp,
+    MlnxPfc,
+    MlnxTrust,
+    PpccParameter,
+    PpccRange,
+    Register,
+)
 
 __all__ = [
     "KINDS",
@@ -19,13 +28,16 @@ __all__ = [
     "MlnxPfc",
     "MlnxTrust",
     "Pause",
+    "PpccParameter",
+    "PpccRange",
     "Register",
     "ToolSetting",
     "restore",
 ]
 
 KINDS: dict[str, Callable[..., ToolSetting]] = {
-    one.kind: one for one in (DcbPfc, DcbApp, MlnxTrust, MlnxPfc, MlnxDscp, Pause, Register, Algorithm, Firmware)
+    one.kind: one
+    for one in (DcbPfc, DcbApp, MlnxTrust, MlnxPfc, MlnxDscp, Pause, Register, Algorithm, PpccParameter, Firmware)
 }
 """How a journal names them."""
 

@@ -1,7 +1,7 @@
 """NVIDIA's programs: `mlnx_qos`, `mlxreg` and `mlxconfig`, the last two as mstflint has them too (mstreg, mstconfig).
 
 Registers by mstflint's register table: ROCE_ACCL, and PPCC (0x506e) whose command 1 enables a slot, 2 disables it and 3
-asks. Output as their users print it.
+asks; 5, 6 and 8 ask for what a parameter may be, for its value, and set it. Output as their users print it.
 """
 
 from __future__ import annotations
@@ -110,15 +110,53 @@ class Algorithm(ToolSetting):
         return [self.tool, "-d", self.device, *self._register(), "--get", "--op", "cmd_type=3"]
 
     def parse(self, printed: str) -> str:
-        return str(int(self._search(r"^value\s*\|\s*(0x[0-9a-fA-F]{1,8})\s*$", printed), 16))
+        return str(_data(self, "value", printed))
 
     def change(self, _present: str, wanted: str) -> list[str]:
         verb = "1" if ranged(wanted, 1) == "1" else "2"
         return [self.tool, "-d", self.device, *self._register(), "--set", f"cmd_type={verb}", "--yes"]
 
     def _register(self) -> list[str]:
-        where = f"local_port=1,pnat=0,lp_msb=0,algo_slot={ranged(self.slot, 15)},algo_param_index=0"
-        return ["--reg_name", "PPCC", "--indexes", where]
+        return _ppcc(self.slot, "0")
+
+
+@dataclass(frozen=True)
+class PpccParameter(ToolSetting):
+    """A parameter of the algorithm in a slot. Lost at a reset. The register drops a value out of range in silence."""
+
+    kind: ClassVar[str] = "ppcc-parameter"
+    slot: str
+    parameter: str
+
+    def query(self) -> list[str]:
+        return [self.tool, "-d", self.device, *_ppcc(self.slot, self.parameter), "--get", "--op", "cmd_type=6"]
+
+    def parse(self, printed: str) -> str:
+        return str(_data(self, "value", printed))
+
+    def change(self, _present: str, wanted: str) -> list[str]:
+        value = f"cmd_type=8,value={ranged(wanted, 2**32 - 1)}"
+        return [self.tool, "-d", self.device, *_ppcc(self.slot, self.parameter), "--set", value, "--yes"]
+
+
+@dataclass(frozen=True)
+class PpccRange(ToolSetting):
+    """What the NIC says of such a parameter, as `least most default access`; nothing that can be set."""
+
+    kind: ClassVar[str] = "ppcc-range"
+    WRITABLE: ClassVar[int] = 1
+    slot: str
+    parameter: str
+
+    def query(self) -> list[str]:
+        return [self.tool, "-d", self.device, *_ppcc(self.slot, self.parameter), "--get", "--op", "cmd_type=5"]
+
+    def parse(self, printed: str) -> str:
+        fields = ("param_value2", "param_value3", "param_value1", "prm")
+        return " ".join(str(_data(self, name, printed)) for name in fields)
+
+    def change(self, _present: str, wanted: str) -> list[str]:
+        raise ValueError(f"{self.kind} {wanted!r}: it is read only")
 
 
 @dataclass(frozen=True)
@@ -140,3 +178,21 @@ class Firmware(ToolSetting):
 
     def change(self, _present: str, wanted: str) -> list[str]:
         return [self.tool, "-d", self.device, "-y", "set", f"{self.key}={ranged(wanted, 2**32 - 1)}"]
+
+
+def _ppcc(slot: str, parameter: str) -> list[str]:
+    index = ranged(parameter, 2**16 - 1)
+    where = f"local_port=1,pnat=0,lp_msb=0,algo_slot={ranged(slot, 15)},algo_param_index={index}"
+    return ["--reg_name", "PPCC", "--indexes", where]
+
+
+def _data(setting: ToolSetting, field: str, printed: str) -> int:
+    """A field of a register, as mlxreg prints it.
+
+    Raises:
+        ToolFailed: it is not there.
+    """
+    match = re.search(rf"^{field}\s*\|\s*(0x[0-9a-fA-F]{{1,8}})\s*$", printed, re.MULTILINE)
+    if match is None:
+        raise ToolFailed(f"{setting.tool}: prints no {setting.kind}")
+    return int(match[1], 16)

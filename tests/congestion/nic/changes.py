@@ -15,9 +15,9 @@ from congestion.nic.journal import State
 from congestion.nic.parameters import PARAMETERS
 from congestion.nic.plan import Plan, make_plan
 from congestion.nic.profile import Profile, build_profile, load_profile
-from congestion.nic.tool_settings import Algorithm, Firmware
+from congestion.nic.tool_settings import Algorithm, Firmware, PpccParameter
 from netlayer.config import example
-from tests.congestion.nic.programs import Programs
+from tests.congestion.nic.programs import PPCC_RANGE, Programs
 from tests.congestion.nic.simulated import Kernel, build_host, snapshot
 
 EXAMPLES = ("lossless-dcqcn", "tuned-dcqcn", "lossy-ztr")
@@ -52,6 +52,10 @@ _RANGES: dict[str, tuple[int, int]] = {
     "default_roce_tos": (0, 255),
     "roce_cc_prio_mask": (0, 255),
     "roce_cc_legacy_dcqcn": (0, 1),
+    **dict.fromkeys(("user_programmable_cc", "pcc_int_en", "roce_adaptive_routing_en"), (0, 1)),
+    "rdma_selective_repeat_en": (0, 1),
+    "roce_cc_shaper_coalesce": (0, 3),
+    "cnp_dscp_mode": (0, 2),
 }
 _DSCP = r"(?:[0-9]|[1-5][0-9]|6[0-3])"
 _PCI = r"-d 0000:[0-9a-f]{2}:00\.[01]"
@@ -59,6 +63,7 @@ _TOLD = (
     ("mlxconfig", rf"{_PCI} -y set (\w+)=(\d+)"),
     ("mlxreg", rf"{_PCI} --reg_name ROCE_ACCL --set (\w+)_field_select=1,\1(?:_en)?=[01] --yes"),
     ("mlxreg", rf"{_PCI} --reg_name PPCC --indexes [\w=,]*algo_slot=15[\w=,]* --set cmd_type=[12] --yes"),
+    ("mlxreg", rf"{_PCI} --reg_name PPCC --indexes [\w=,]*algo_param_index=[0-2] --set cmd_type=8,value=(\d+) --yes"),
     ("mlnx_qos", rf"-i eth\d --(?:trust=(?:pcp|dscp)|pfc=[01](?:,[01]){{7}}|dscp2prio=(?:set|del),{_DSCP},[0-7])"),
     ("dcb", r"pfc set dev eth\d prio-pfc" + "".join(rf" {priority}:(?:on|off)" for priority in range(8))),
     ("dcb", rf"app (?:replace|del) dev eth\d dscp-prio(?: {_DSCP}:[0-7])+"),
@@ -66,6 +71,8 @@ _TOLD = (
 )
 """All that programs may be told to change."""
 _KEYS = [f"{known.key}_P1" for known in PARAMETERS.values()]
+_KEYS += ["USER_PROGRAMMABLE_CC", "PCC_INT_EN", "ROCE_ADAPTIVE_ROUTING_EN", "RDMA_SELECTIVE_REPEAT_EN"]
+_KEYS += ["ROCE_CC_SHAPER_COALESCE_P1", "CNP_DSCP_MODE_P1"]
 _KEYS += ["CNP_DSCP_P1", "CNP_802P_PRIO_P1", "ROCE_CC_PRIO_MASK_P1", "ROCE_CC_LEGACY_DCQCN"]
 
 
@@ -103,7 +110,9 @@ class Host:
         said = {" ".join(words): self.programs.run(words) for words in shown}
         slot = Algorithm("mlxreg", "0000:42:00.0", "15").read(self.programs)
         keys = {key: Firmware("mlxconfig", "0000:42:00.0", key).read(self.programs) for key in _KEYS}
-        return snapshot(self.folder / "root") | said | keys | {"PPCC slot 15": slot}
+        own = {f"PPCC {one}": PpccParameter("mlxreg", "0000:42:00.0", "0", str(one)) for one in range(3)}
+        parameters = {name: setting.read(self.programs) for name, setting in own.items()}
+        return snapshot(self.folder / "root") | said | keys | parameters | {"PPCC slot 15": slot}
 
     def plan(self, profile: Profile) -> Plan:
         devices, faults = take_inventory(self.kernel, self.programs)
@@ -129,6 +138,8 @@ class Host:
             said = " ".join(words[1:])
             found = [match for name, shape in _TOLD if words[0] == name and (match := re.fullmatch(shape, said))]
             assert found, words
+            if "cmd_type=8" in said:
+                assert PPCC_RANGE[0] <= int(found[0][1]) <= PPCC_RANGE[1], words
             if words[0] == "mlxconfig":
                 low, high = _RANGES[re.sub(r"_P[12]$", "", found[0][1]).lower()]
                 assert low <= int(found[0][2]) <= high, words

@@ -18,6 +18,7 @@ _SWITCHES = {
     "selective_repeat_forced_en_field_select": "selective_repeat_forced_en",
 }
 """Of ROCE_ACCL: a value is taken only beside its select bit."""
+PPCC_RANGE = (10, 1000)
 
 
 class Programs(Tools):
@@ -107,6 +108,9 @@ class Programs(Tools):
         device, register = words[2], words[words.index("--reg_name") + 1]
         if register == "PPCC":
             slot = f"{device} {words[words.index('--indexes') + 1]}"
+            command = words[words.index("--set" if "--set" in words else "--op") + 1].removeprefix("cmd_type=")
+            if command[0] in "568":
+                return self._parameter(f"{slot} value", command, int(slot.rpartition("=")[2]), kept)
             if "--set" in words:
                 kept[slot] = words[words.index("--set") + 1] == "cmd_type=1"
             return f"Field Name | Data\n=====\nvalue      | 0x0000000{int(kept.get(slot, True))}\n"
@@ -118,6 +122,22 @@ class Programs(Tools):
         rows = [f"{name} | 0x00000001" for name in _SWITCHES]
         rows += [f"{name} | 0x0000000{fields[name]}" for name in _SWITCHES.values()]
         return "\n".join(["Sending access register...", "Field Name | Data", "=====", *rows, ""])
+
+    def _parameter(self, name: str, command: str, index: int, kept: dict[str, Any]) -> str:
+        """One of PPCC's four, the last read-only; what is out of range is dropped in silence."""
+        if index > 3:
+            raise ToolFailed("mlxreg: -E- Failed to send access register: Bad parameter")
+        low, high = PPCC_RANGE
+        if command == "5":
+            fields = {"value": 0, "param_value1": low, "param_value2": low, "param_value3": high, "prm": int(index < 3)}
+        else:
+            value = int(command.partition("value=")[2] or -1)
+            if command[0] == "8" and low <= value <= high and index < 3:
+                kept[name] = value
+            fields = {"value": kept.get(name, low)}
+        return "\n".join(
+            ["Field Name | Data", "=====", *(f"{key} | {value:#010x}" for key, value in fields.items()), ""]
+        )
 
 
 _SCRIPT = r"""#!/bin/bash
@@ -152,13 +172,13 @@ dcb)
   key="dcb-$1-$4"
   case "$1 $2" in
   "pfc set") shift 5; keep "$key" "$*" ;;
-  "app replace") keep "$key" "$6" ;;
-  "app del") rm -f "$state/$key" ;;
+  "app replace") keep "$key-${6%:*}" "$6" ;;
+  "app del") rm -f "$state/$key-${6%:*}" ;;
   esac
   if [ "${key:4:3}" = pfc ]; then
     echo "prio-pfc $(kept "$key" "0:off 1:off 2:off 3:off 4:off 5:off 6:off 7:off") "
   else
-    echo "dscp-prio $(kept "$key" "") "
+    echo "dscp-prio $(cat "$state/$key"-* 2> "$state/none" | tr '\n' ' ')"
   fi ;;
 mlxreg)
   for word; do case $word in *_field_select=1,*=*) word=${word#*,}; keep "$2-${word%=*}" "${word#*=}" ;; esac; done

@@ -38,6 +38,23 @@ def host_of(folder: Path, *vendors: str, groups: bool = True) -> Host:
 
 
 @st.composite
+def firmwares(draw: st.DrawFn, *, programmable: bool) -> dict[str, Any]:
+    """Some switches of the firmware."""
+    names = ("pcc_int", "adaptive_routing", "selective_repeat", *(("user_programmable_cc",) if programmable else ()))
+    words = {name: draw(st.booleans()) for name in draw(st.sets(st.sampled_from(names), max_size=2))}
+    shaper = draw(st.sampled_from([None, "device", "destination", "5-tuple"]))
+    mode = draw(st.sampled_from([None, "fixed", "copied"]))
+    return words | {name: word for name, word in (("shaper", shaper), ("cnp_dscp_mode", mode)) if word}
+
+
+@st.composite
+def parameters(draw: st.DrawFn) -> list[dict[str, int]]:
+    """Parameters of programmable control: in the NIC's range, out of it, read-only, and of none."""
+    values = draw(st.dictionaries(st.integers(0, 4), st.integers(0, 1100) | st.just(2**32 - 1), max_size=3))
+    return [{"slot": 0, "parameter": parameter, "value": value} for parameter, value in values.items()]
+
+
+@st.composite
 def profiles(draw: st.DrawFn) -> dict[str, Any]:
     """Any profile that may be loaded."""
     names = draw(st.sets(st.sampled_from(sorted(PARAMETERS)), max_size=8))
@@ -61,7 +78,8 @@ def profiles(draw: st.DrawFn) -> dict[str, Any]:
         "pfc": {"priorities": lossless},
         "retransmission": {name: value for name, value in retransmission.items() if value is not None},
         "link_pause": draw(st.sampled_from([False, None] if lossless else [False, None, True])),
-        "firmware": {"persist": draw(st.booleans())},
+        "firmware": {"persist": draw(st.booleans()), **draw(firmwares(programmable=(law, fallback) == ("rttcc", "")))},
+        "ppcc": draw(parameters()) if law == "rttcc" else None,
     }
     return {name: value for name, value in given.items() if value is not None or name == "link_pause"}
 

@@ -16,6 +16,8 @@ from congestion.nic.tool_settings import (
     MlnxPfc,
     MlnxTrust,
     Pause,
+    PpccParameter,
+    PpccRange,
     Register,
     ToolSetting,
     restore,
@@ -33,6 +35,7 @@ SETTINGS: list[tuple[ToolSetting, list[str]]] = [
     (Pause("ethtool", "eth0"), ["rx off tx off", "rx on tx off"]),
     (Register("mlxreg", "0000:42:00.0", "roce_adp_retrans_en"), ["1", "0"]),
     (Algorithm("mlxreg", "0000:42:00.0", "15"), ["0", "1"]),
+    (PpccParameter("mlxreg", "0000:42:00.0", "0", "1"), ["1000", "10", "77"]),
     (Firmware("mlxconfig", "0000:42:00.0", "RPG_AI_RATE_P1"), ["1000", "0"]),
 ]
 ACCL = """Sending access register...
@@ -194,3 +197,11 @@ def test_another_roots_host_runs_none_of_ours(tmp_path):
     assert Tools(host=False, folder=tmp_path).find("sh") == ""
     with pytest.raises(ConfigError, match=r"--tools .* is no folder"):
         Tools(host=True, folder=tmp_path / "none")
+
+
+def test_the_range_of_a_parameter_is_the_nics_and_cannot_be_set(tmp_path):
+    setting = PpccRange("mlxreg", "0000:42:00.0", "0", "3")
+    assert setting.read(Programs(tmp_path)) == "10 1000 10 0"
+    with pytest.raises(ValueError, match="it is read only"):
+        setting.change("0", "1")
+    assert setting.kind not in KINDS
