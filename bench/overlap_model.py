@@ -31,9 +31,9 @@ class Loss(nn.Module):
         super().__init__()
         self.head = head
 
-    def forward(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        logits_BTV = self.head(x_BTD).float()
-        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+    def forward(self, x_TBD: Tensor, targets_BT: Tensor) -> Tensor:
+        logits_TBV = self.head.logits(x_TBD).float()
+        return F.cross_entropy(logits_TBV.flatten(0, 1), targets_BT.t().flatten())
 
 
 class Stack(nn.Module):
@@ -41,13 +41,15 @@ class Stack(nn.Module):
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
-        self.embedding, self.blocks, self.loss = gpt.embedding, gpt.blocks, Loss(gpt.head)
+        assert gpt.embedding is not None
+        assert gpt.head is not None
+        self.embedding, self.blocks, self.loss = gpt.embedding, nn.ModuleList(gpt.blocks.values()), Loss(gpt.head)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        x_BTD = self.embedding(tokens_BT)
+        x_TBD = self.embedding(tokens_BT)
         for block in self.blocks:
-            x_BTD = block(x_BTD, None)
-        loss: Tensor = self.loss(x_BTD, targets_BT)
+            x_TBD = block(x_TBD)
+        loss: Tensor = self.loss(x_TBD, targets_BT)
         return loss
 
     @property

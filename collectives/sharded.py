@@ -238,6 +238,15 @@ class ShardedDataParallel(nn.Module):
         finally:
             self._reduce.is_last = before
 
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """Inside `no_sync`: the backward pass inside this is the step's last one after all (a pipeline's order)."""
+        before, self._reduce.is_last = self._reduce.is_last, True
+        try:
+            yield
+        finally:
+            self._reduce.is_last = before
+
     def finish_gradients(self) -> None:
         """Set `.grad` of every shard: the mean over ranks of the sum over this step's backward passes.
 

@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
+from netlayer.presets import MODELS
 from netlayer.results import hide_passwords
 from netlayer.units import parse_rate
 
@@ -99,20 +100,57 @@ class ClusterConfig(Section):
 class ModelConfig(Section):
     """A GPT: its shape."""
 
+    preset: str = Field("", description="a known shape, for all keys that are not given: 1m, 125m, 1.3b, 7b, 13b, ...")
     layers: Count = Field(4, description="transformer blocks")
     hidden: Count = Field(128, description="width of the residual stream")
     heads: Count = Field(4, description="attention heads")
+    kv_heads: int = Field(0, ge=0, description="key and value heads, each shared by heads / kv_heads; 0 = heads")
     ffn_hidden: Count = Field(512, description="width inside the MLP")
     vocab_size: Count = Field(2048, description="tokens of the vocabulary")
     seq_len: Count = Field(128, description="tokens of one sequence")
     parallel_block: bool = Field(False, description="y = x + MLP(LN(x)) + Attention(LN(x)), one LN (MegaScale 3.1)")
     attention_window: int = Field(0, ge=0, description="sliding-window attention: keys a query sees; 0 = all before it")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the computation")
+    window_pattern: str = Field(
+        "w", pattern="^[wf]+$", description="which layers have the window (w) and which none (f), over and over: wwwf"
+    )
+    positions: Literal["learned", "rotary"] = Field("learned", description="learned embedding, or rotary (RoFormer)")
+    rotary_base: float = Field(10_000.0, gt=1, description="rotary: longest wavelength over 2 pi, in tokens")
+    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="how the residual stream is normalised")
+    activation: Literal["gelu", "swiglu"] = Field("gelu", description="of the MLP; swiglu has a gate beside it")
+    bias: bool = Field(True, description="whether linears of the blocks add a bias")
+    tied_embeddings: bool = Field(False, description="the head's projection is the token embedding")
+    dtype: Literal["float64", "float32", "bfloat16"] = Field("float32", description="dtype of the computation")
+    compile: bool = Field(False, description="compile each block (torch.compile)")
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    def window(self, layer: int) -> int:
+        """Keys that a query of the layer sees; 0 = all before it."""
+        return self.attention_window if self.window_pattern[layer % len(self.window_pattern)] == "w" else 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, given: Any) -> Any:
+        name = given.get("preset") if isinstance(given, Mapping) else None
+        if not name or not isinstance(name, str):
+            return given
+        if name not in MODELS:
+            _fail("job.model.preset", name, f"must be one of {', '.join(MODELS)}", "or leave it out, and give a shape")
+        return {**MODELS[name], **given}
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
         if self.hidden % self.heads:
             _fail("job.model.heads", self.heads, f"must divide job.model.hidden = {self.hidden}", "change either")
+        if self.heads % self.num_kv_heads:
+            _fail("job.model.kv_heads", self.kv_heads, f"must divide job.model.heads = {self.heads}", "change either")
+        if self.positions == "rotary" and self.hidden // self.heads % 2:
+            rule = (
+                f"turns pairs, and a head has job.model.hidden / job.model.heads = {self.hidden // self.heads} values"
+            )
+            _fail("job.model.positions", self.positions, rule, "make it even")
         if self.attention_window > self.seq_len:
             _fail(
                 "job.model.attention_window",
@@ -141,6 +179,22 @@ class BatchConfig(Section):
 
     global_size: Count = Field(16, description="sequences of one optimiser step, over all ranks")
     micro_size: Count = Field(8, description="sequences a rank holds in one forward pass")
+    start_size: int = Field(0, ge=0, description="sequences of the first steps, ramped up to global_size; 0 = no ramp")
+    increment: int = Field(0, ge=0, description="sequences by which a ramp grows at a time")
+    increment_steps: Count = Field(1, description="steps between two increments of a ramp")
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if self.start_size > self.global_size:
+            rule = f"is above job.batch.global_size = {self.global_size}, at which the ramp ends"
+            _fail("job.batch.start_size", self.start_size, rule, "lower it, or set 0 for no ramp")
+        if 0 < self.start_size < self.global_size and not self.increment:
+            rule = f"takes no batch from job.batch.start_size = {self.start_size} to {self.global_size}"
+            _fail("job.batch.increment", self.increment, rule, "say by how many sequences the batch grows at a time")
+        if self.increment and not self.start_size:
+            rule = "has no effect: there is no ramp, for job.batch.start_size = 0"
+            _fail("job.batch.increment", self.increment, rule, "set start_size, or leave increment out")
+        return self
 
 
 class DataConfig(Section):
@@ -158,7 +212,11 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "lamb"] = Field("adamw", description="adamw, or lamb for large batches (MegaScale 3.1)")
     steps: Count = Field(300, description="optimiser steps")
     lr: float = Field(3e-3, gt=0, description="peak learning rate")
-    min_lr_share: Share = Field(0.1, description="last learning rate, as a share of the peak (cosine)")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        "cosine", description="how it falls after the warm-up; wsd: stable, then a line down over the last decay_share"
+    )
+    min_lr_share: Share = Field(0.1, description="last learning rate, as a share of the peak; constant has none")
+    decay_share: Share = Field(0.2, gt=0, description="wsd: share of the steps over which the learning rate falls")
     warmup_steps: int = Field(20, ge=0, description="steps of linear warm-up")
     beta1: Share = Field(0.9, description="decay of the first moment")
     beta2: Share = Field(0.95, description="decay of the second moment")
@@ -184,8 +242,11 @@ class OverlapConfig(Section):
     """Communication under computation; each technique is a switch, so that it can be measured."""
 
     dp: bool = Field(True, description="prefetch all-gathers and launch reduce-scatters as gradients complete")
+    tp: bool = Field(True, description="cut the products of tensor-parallel linears, and carry parts under them")
+    pp: bool = Field(True, description="send and receive apart, under the computation of a pipeline stage")
     prefetch: Count = Field(2, description="all-gathers launched ahead of the computation that waits for them")
-    bucket_mib: float = Field(1.0, gt=0, description="size of one all-gather or reduce-scatter bucket, MiB")
+    bucket_mib: float = Field(1.0, ge=0, description="largest all-gather or reduce-scatter, MiB; 0: one a block")
+    reduce_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of gradients on the wire")
 
 
 class StoreConfig(Section):
@@ -248,6 +309,14 @@ class JobConfig(Section):
         model, parallel, batch = self.model, self.parallel, self.batch
         if model.heads % parallel.tp:
             _fail("job.parallel.tp", parallel.tp, f"must divide job.model.heads = {model.heads}", "lower tp")
+        if model.num_kv_heads % parallel.tp:
+            _fail(
+                "job.parallel.tp", parallel.tp, f"must divide the {model.num_kv_heads} key and value heads", "lower tp"
+            )
+        for name in ("ffn_hidden", "seq_len"):
+            if getattr(model, name) % parallel.tp:
+                rule = f"must divide job.model.{name} = {getattr(model, name)}"
+                _fail("job.parallel.tp", parallel.tp, rule, "change either")
         if model.layers % (parallel.pp * parallel.vpp):
             _fail(
                 "job.parallel",
@@ -257,13 +326,13 @@ class JobConfig(Section):
             )
         if parallel.vpp > 1 and parallel.pp == 1:
             _fail("job.parallel.vpp", parallel.vpp, "needs a pipeline, but job.parallel.pp = 1", "set vpp to 1")
-        if batch.global_size % (batch.micro_size * parallel.dp):
-            _fail(
-                "job.batch.global_size",
-                batch.global_size,
-                f"must be a multiple of job.batch.micro_size x job.parallel.dp = {batch.micro_size} x {parallel.dp}",
-                f"set it to {batch.micro_size * parallel.dp} or a multiple",
-            )
+        for name in ("global_size", "start_size", "increment"):
+            size = getattr(batch, name)
+            if size % (batch.micro_size * parallel.dp):
+                rule = (
+                    f"must be a multiple of job.batch.micro_size x job.parallel.dp = {batch.micro_size} x {parallel.dp}"
+                )
+                _fail(f"job.batch.{name}", size, rule, f"set it to {batch.micro_size * parallel.dp} or a multiple")
         return self
 
 

@@ -1,8 +1,9 @@
 """Model FLOPs of a training step, the peak of a device, and MFU in both conventions.
 
-The formula is the paper's, 72 B L s h^2 (1 + s/(6h) + V/(12 L h)), written with the MLP's width f in place of 4h: only
-matrix products count, a multiply-add is 2, backward is twice forward. Left out: recomputation (no useful work), norms,
-GeLU, softmax. A sliding window is not subtracted: the paper leaves open how it counts one.
+The formula is the paper's, 72 B L s h^2 (1 + s/(6h) + V/(12 L h)), written with the MLP's width f in place of 4h, and
+the width g of keys and values in place of h where heads share them: only matrix products count, a multiply-add is 2,
+backward is twice forward. Left out: recomputation (no useful work), norms, GeLU, softmax. `full` and `causal` do not
+subtract a sliding window (the paper leaves open how it counts one); `done` counts the keys that each query sees.
 """
 
 from __future__ import annotations
@@ -24,19 +25,29 @@ _PEAKS_BF16 = (
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOPs of one optimiser step over all ranks, attention counted in full or, being causal, by half."""
+    """FLOPs of one optimiser step over all ranks, attention counted in full, being causal by half, or as it is done."""
 
     full: float
     causal: float
+    done: float
 
 
 def step_flops(model: ModelConfig, sequences: int) -> StepFlops:
     """Model FLOPs, forward and backward, of `sequences` sequences of `model.seq_len` tokens."""
     h, f, s = model.hidden, model.ffn_hidden, model.seq_len
-    linears = model.layers * (8 * h * h + 4 * h * f) + 2 * h * model.vocab_size
-    attention = model.layers * 4 * h * s
-    tokens = sequences * s
-    return StepFlops(full=3.0 * tokens * (linears + attention), causal=3.0 * tokens * (linears + attention / 2))
+    g = h * model.num_kv_heads // model.heads
+    mlp = 6 * h * f if model.activation == "swiglu" else 4 * h * f
+    linears = model.layers * (4 * h * h + 4 * h * g + mlp) + 2 * h * model.vocab_size
+    full = model.layers * 4 * h * s
+    done = sum(4 * h * _mean_keys(s, model.window(layer)) for layer in range(model.layers))
+    tokens = 3.0 * sequences * s
+    return StepFlops(tokens * (linears + full), tokens * (linears + full / 2), tokens * (linears + done))
+
+
+def _mean_keys(num_positions: int, window: int) -> float:
+    """Keys that a query sees, in the mean over positions."""
+    w = min(window or num_positions, num_positions)
+    return w - w * (w - 1) / 2 / num_positions
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

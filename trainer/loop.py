@@ -1,9 +1,9 @@
 """One rank's training loop: a step, an evaluation, and what is noted of each.
 
 A step launches its all-gathers before it loads data, reduces gradients under the last backward pass, and meets the host
-once, at its end, to read the losses of all ranks. Left out: tensor and pipeline parallelism, checkpoints, recovery.
+once, at its end, to read the losses of all ranks. Left out: how the model is spread (`trainer.parallel`), recovery.
 
-Shapes: B sequences, T positions, N samples of this rank, R ranks.
+Shapes: B sequences, T positions, N samples of this rank, R data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from collectives.recorder import Recorder
-from collectives.sharded import ShardedDataParallel
 from netlayer.config import EvaluationConfig, JobConfig
 from netlayer.errors import CheckFailed
+from netlayer.rendezvous import Groups
 from trainer.data.batches import even_starts, micro_batches, rank_slice, sample_starts
 from trainer.data.prepare import Corpus
 from trainer.flops import peak_flops, step_flops, utilisation
-from trainer.model import build_model
-from trainer.optim import build_optimizer, learning_rate, set_learning_rate
+from trainer.memory import num_parameters
+from trainer.optim import build_optimizer, learning_rate
+from trainer.parallel import MicroBatch, SplitModel
 
 logger = logging.getLogger(__name__)
 
@@ -59,28 +60,22 @@ class Trainer:
     """The model, its optimiser and its data on one rank. Every rank calls the same methods in the same order.
 
     Args:
-        job: resolved configuration; tp = pp = 1.
+        job: resolved configuration.
         corpus: tokens, the same on every rank.
         seed: of the initial parameters and of the samples.
-        place: this rank. A process group of all ranks exists already, unless there is one rank alone.
+        place: this rank.
+        groups: of `open_world`; None: one rank alone.
     """
 
-    def __init__(self, job: JobConfig, corpus: Corpus, seed: int, place: Place) -> None:
+    def __init__(self, job: JobConfig, corpus: Corpus, seed: int, place: Place, groups: Groups | None = None) -> None:
         self.job, self.seed, self.place = job, seed, place
-        self.slice = rank_slice(job.batch.global_size, job.batch.micro_size, place.rank, place.world_size)
         self.train_tokens, self.validation_tokens = corpus.train_tokens(), corpus.validation_tokens()
-        model = build_model(job.model, seed, place.device)
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.num_parameters = num_parameters(job.model)
         self.recorder = Recorder(place.device)
-        self.model = ShardedDataParallel(
-            model,
-            bucket_bytes=round(job.overlap.bucket_mib * 2**20),
-            prefetch=job.overlap.prefetch,
-            overlap=job.overlap.dp,
-            param_dtype=getattr(torch, job.model.dtype),
-            recorder=self.recorder,
-        )
-        self.optimizer = build_optimizer(job.optimizer, self.model)
+        self.model = SplitModel(job, seed, place.rank, place.device, groups, self.recorder)
+        self.dp = self.model.place.dp
+        self.slice = rank_slice(job.batch.global_size, job.batch.micro_size, self.dp, job.parallel.dp)
+        self.optimizer = self.model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
         self.flops = step_flops(job.model, job.batch.global_size)
         self.peak = peak_flops(place.device_name, job.model.dtype)
 
@@ -92,57 +87,53 @@ class Trainer:
         """
         start = time.perf_counter()
         self.recorder.begin_step(step)
-        self.model.start_step()
+        self.model.start_step(step)
         lr = learning_rate(self.job.optimizer, step)
-        set_learning_rate(self.optimizer, lr)
-        loss = self._accumulate_gradients(step)
+        self.optimizer.set_learning_rate(lr)
+        loss = self.model.accumulate(self._training_batches(step))
+        self.model.finish_gradients()
         grad_norm = self.model.clip_grad_norm_(self.job.optimizer.clip_norm or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad()
         losses, norm = self._losses_of_ranks(loss), float(grad_norm)
         comm = self.recorder.end_step()
         seconds = time.perf_counter() - start
-        _check_finite(step, losses, norm)
+        _check_finite(step, self._by_rank(losses), norm)
         return self._row(step, sum(losses) / len(losses), lr, norm, seconds, comm.exposed_comm)
 
-    @torch.no_grad()
     def evaluate(self, global_batches: int) -> float:
         """Mean loss of `global_batches * global_size` windows spread evenly over the held-out text: always the same."""
         share = self.slice.count * global_batches
-        count = share * self.place.world_size
-        starts = even_starts(len(self.validation_tokens), self.job.model.seq_len, count)
-        total = torch.zeros((), device=self.place.device)
-        own = starts[self.place.rank * share : (self.place.rank + 1) * share]
-        for tokens_BT, targets_BT in self._micro_batches(self.validation_tokens, own):
-            total += self.model(tokens_BT, targets_BT)
-        losses = self._losses_of_ranks(total / (share // self.slice.micro_size))
+        starts = even_starts(len(self.validation_tokens), self.job.model.seq_len, share * self.job.parallel.dp)
+        own = starts[self.dp * share : (self.dp + 1) * share]
+        losses = self._losses_of_ranks(self.model.evaluate(self._micro_batches(self.validation_tokens, own)))
         return sum(losses) / len(losses)
 
-    def _accumulate_gradients(self, step: int) -> Tensor:
-        """Forward and backward of this rank's share, a micro-batch at a time; the mean loss, still on the device."""
+    def _training_batches(self, step: int) -> list[MicroBatch]:
         samples = range(self.slice.first, self.slice.first + self.slice.count)
         starts = sample_starts(len(self.train_tokens), self.job.model.seq_len, self.seed, step, samples)
-        total = torch.zeros((), device=self.place.device)
-        last = self.slice.num_micro_batches - 1
-        for index, (tokens_BT, targets_BT) in enumerate(self._micro_batches(self.train_tokens, starts)):
-            with contextlib.nullcontext() if index == last else self.model.no_sync():
-                loss = self.model(tokens_BT, targets_BT) / self.slice.num_micro_batches
-                loss.backward()
-            total += loss.detach()
-        return total
+        return self._micro_batches(self.train_tokens, starts)
 
-    def _micro_batches(
-        self, tokens: NDArray[np.integer], starts_N: NDArray[np.int64]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        return micro_batches(tokens, starts_N, self.job.model.seq_len, self.slice.micro_size, self.place.device)
+    def _micro_batches(self, tokens: NDArray[np.integer], starts_N: NDArray[np.int64]) -> list[MicroBatch]:
+        sizes = self.job.model.seq_len, self.slice.micro_size
+        return list(micro_batches(tokens, starts_N, *sizes, self.place.device))
 
     def _losses_of_ranks(self, loss: Tensor) -> list[float]:
-        """The loss of every rank, in order of rank: their mean is the same on all, to the bit. Waits for the device."""
-        losses_R = torch.zeros(self.place.world_size, device=self.place.device)
-        losses_R[self.place.rank] = loss
-        self.model.reduce_lane.all_reduce(losses_R)
+        """The loss of every data-parallel rank, in order: their mean is the same on all, to the bit.
+
+        Waits for the device.
+        """
+        losses_R = torch.zeros(self.job.parallel.dp, dtype=loss.dtype, device=self.place.device)
+        if self.model.is_last and self.model.place.tp == 0:
+            losses_R[self.dp] = loss
+        self.model.world.all_reduce(losses_R)
         losses: list[float] = losses_R.tolist()
         return losses
+
+    def _by_rank(self, losses: list[float]) -> dict[int, float]:
+        """Each loss by the rank that computed it."""
+        layout = self.job.parallel.layout
+        return {layout.rank(pp=layout.pp - 1, dp=dp): loss for dp, loss in enumerate(losses)}
 
     def _row(self, step: int, loss: float, lr: float, grad_norm: float, seconds: float, exposed_comm: float) -> Row:
         """`step_ms` is wall time on this rank; `memory_gib` the peak on a GPU, what is resident on a CPU."""
@@ -196,8 +187,8 @@ def _collected_by_hand() -> Iterator[Callable[[], object]]:
             gc.enable()
 
 
-def _check_finite(step: int, losses: list[float], grad_norm: float) -> None:
-    lost = {rank: loss for rank, loss in enumerate(losses) if not math.isfinite(loss)}
+def _check_finite(step: int, losses: dict[int, float], grad_norm: float) -> None:
+    lost = {rank: loss for rank, loss in losses.items() if not math.isfinite(loss)}
     if lost:
         where = ", ".join(f"{loss} on rank {rank}" for rank, loss in lost.items())
         raise CheckFailed(f"step {step}: the loss is {where}; lower job.optimizer.lr, or look at this step's data")

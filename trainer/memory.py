@@ -12,29 +12,32 @@ from netlayer import environ
 from netlayer.config import JobConfig, ModelConfig
 from netlayer.errors import HardwareMissing
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _GRADIENT_BYTES = 4  # gradients add up in float32 (ZeRO stage 1: whole on every rank)
 _MOMENTS_BYTES = 8  # two moments of AdamW in float32
 _MASTER_BYTES = 4
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Parameters of `trainer.model.GPT`."""
+    """Parameters of `trainer.model.GPT`, without rows that pad its vocabulary."""
     hidden, ffn = model.hidden, model.ffn_hidden
-    norm = 2 * hidden
-    attention = 4 * hidden * hidden + 4 * hidden
-    mlp = 2 * hidden * ffn + ffn + hidden
-    block = attention + mlp + norm * (1 if model.parallel_block else 2)
-    return 2 * model.vocab_size * hidden + model.seq_len * hidden + model.layers * block + norm
+    shared = hidden * model.num_kv_heads // model.heads
+    norm = hidden * (2 if model.norm == "layernorm" else 1)
+    inner = hidden + 2 * shared + ffn * (2 if model.activation == "swiglu" else 1)
+    outputs = 1 if model.parallel_block else 2
+    linears = hidden * inner + (hidden + ffn) * hidden + ((inner + outputs * hidden) if model.bias else 0)
+    block = linears + norm * outputs
+    tables = model.vocab_size * hidden * (1 if model.tied_embeddings else 2)
+    positions = model.seq_len * hidden if model.positions == "learned" else 0
+    return tables + positions + model.layers * block + norm
 
 
 def rank_bytes(job: JobConfig) -> int:
-    """The least that one rank holds: whole parameters and gradients, and its share of masters and moments."""
+    """The least that the fullest rank holds: its part of parameters and gradients, its share of masters and moments."""
     width = _DTYPE_BYTES[job.model.dtype]
-    sharded = _MOMENTS_BYTES + (0 if width == _MASTER_BYTES else _MASTER_BYTES)
-    return (
-        num_parameters(job.model) * (width + _GRADIENT_BYTES) + num_parameters(job.model) * sharded // job.parallel.dp
-    )
+    sharded = _MOMENTS_BYTES + (0 if width >= _MASTER_BYTES else _MASTER_BYTES)
+    part = num_parameters(job.model) // (job.parallel.tp * job.parallel.pp)
+    return part * (width + _GRADIENT_BYTES) + part * sharded // job.parallel.dp
 
 
 def check_memory(job: JobConfig, ranks: int, backend: Literal["gloo", "nccl"]) -> None:

@@ -1,161 +1,252 @@
-"""A GPT: pre-LN blocks, standard or parallel (MegaScale 3.1), learned positions, causal or sliding-window attention.
+"""A GPT, or a run of its layers: pre-norm blocks, standard or parallel (MegaScale 3.1), whole or tensor-parallel.
 
-Input embedding and output head are untied: each parameter belongs to one module, so it is gathered once, where it is
-used, and a pipeline stage can own either. Left out: dropout, and a kernel that makes the window cheaper than full
-attention (here the window is a mask: right, at the cost of full attention).
+Activations are [T, B, D]; in a tensor-parallel group a rank holds T / W positions between the linears (sequence
+parallel), all of them inside. A parallel block makes queries, keys, values and the MLP's first half in one product, and
+adds both outputs in one more: one gather and one reduce-scatter. Left out: dropout.
 
-Shapes: B sequences, T positions, D hidden, H heads, K = D/H, F inside the MLP, V vocabulary.
+Shapes: B sequences, T positions, D hidden, H heads, G heads of keys and values, K = D / H, F inside the MLP, V
+vocabulary, W ranks of the tensor-parallel group.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from collectives.exchange import TensorExchange
 from netlayer.config import ModelConfig
+from trainer.linears import Part, TokenTable, column, parts, row
+from trainer.ops.attention import attention
+from trainer.ops.loss import gather_rows, linear_cross_entropy, scatter_sum
+from trainer.ops.rotary import rotate
 
 INIT_STD = 0.02
 
 
 class GPT(nn.Module):
-    """Tokens and targets in, mean cross entropy out; every parameter is read inside its own module's forward."""
+    """Layers in order, with the embedding before the first and the head with the loss behind the last.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Every parameter is read inside its own module's forward, or after it has begun.
+
+    Args:
+        config: of the whole model.
+        layers: those that are here; None: all.
+        exchange: of the tensor-parallel group; None: this rank computes alone.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: range | None = None, exchange: TensorExchange | None = None
+    ) -> None:
         super().__init__()
-        self.window = config.attention_window
-        self.embedding = Embedding(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.head = Head(config)
+        layers = range(config.layers) if layers is None else layers
+        self.config, self.exchange = config, exchange
+        self.embedding = Embedding(config, exchange) if layers.start == 0 else None
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer, exchange) for layer in layers})
+        self.head = Head(config, exchange) if layers.stop == config.layers else None
+        if config.tied_embeddings and self.embedding is not None and self.head is not None:
+            self.head.tokens = self.embedding.tokens
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean loss of the batch, nats a token, a scalar in float32 (or wider, where the model is).
+    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Token ids [B, T] where the embedding is here, else activations [T / W, B, D]; the loss where the head is.
 
         Args:
-            tokens_BT: token ids, int64; T at most `seq_len`.
-            targets_BT: the token that follows each of them.
+            x: T at most `seq_len`, and a multiple of W.
+            targets_BT: the token that follows each of them; needed where the head is.
+
+        Returns:
+            Mean loss, nats a token, a scalar in float32 (or wider, where the model is); else activations.
         """
-        mask_TT = window_mask(tokens_BT.shape[1], self.window, tokens_BT.device)
-        x_BTD = self.embedding(tokens_BT)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, mask_TT)
-        logits_BTV = self.head(x_BTD)
-        # bfloat16 has 8 bits of mantissa: a sum over the vocabulary needs float32.
-        logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(x, targets_BT)
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """The parts that are gathered and reduced as one each, in order of their use; norms and positions go alone.
+
+        A token table is one by itself, so that a tied one is cut alike on the first and the last pipeline stage.
+        """
+        tables = [end.tokens if end is not None else None for end in (self.embedding, self.head)]
+        ordered = [tables[0], *self.blocks.values(), tables[1]]
+        return list(dict.fromkeys(unit for unit in ordered if unit is not None))
 
 
 class Embedding(nn.Module):
-    """Token and learned position embedding."""
+    """Token embedding, and learned positions unless they are rotary."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, exchange: TensorExchange | None) -> None:
         super().__init__()
-        self.token = nn.Embedding(config.vocab_size, config.hidden)
-        self.position = nn.Parameter(torch.empty(config.seq_len, config.hidden))
+        self.exchange = exchange
+        self.tokens = TokenTable(config.vocab_size, config.hidden, exchange)
+        learned = config.positions == "learned"
+        self.position = nn.Parameter(torch.empty(config.seq_len, config.hidden)) if learned else None
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        embedded_BTD: Tensor = self.token(tokens_BT)
-        return embedded_BTD + self.position[: tokens_BT.shape[1]]
+        tokens_TB = tokens_BT.t()
+        weight_vD = self.tokens()
+        if self.exchange is None:
+            x_TBD = F.embedding(tokens_TB, weight_vD)
+        else:
+            x_TBD = _SpreadLookup.apply(weight_vD, tokens_TB, self.exchange)  # type: ignore[no-untyped-call]
+        if self.position is None:
+            return x_TBD
+        rank = 0 if self.exchange is None else self.exchange.rank
+        first = rank * len(x_TBD)
+        return x_TBD + self.position[first : first + len(x_TBD), None]
 
 
 class Block(nn.Module):
     """x + Attention(LN(x)), then + MLP(LN(.)); as a parallel block x + Attention(y) + MLP(y) with one y = LN(x)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int, exchange: TensorExchange | None) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.hidden)
-        self.attention = Attention(config)
-        self.mlp_norm = None if config.parallel_block else nn.LayerNorm(config.hidden)
-        self.mlp = MLP(config)
+        width, bias = config.hidden, config.bias
+        self.head_width, self.window = width // config.heads, config.window(layer)
+        self.rotary_base = config.rotary_base if config.positions == "rotary" else None
+        shared = config.num_kv_heads * self.head_width
+        qkv, up = (width, shared, shared), (config.ffn_hidden,) * (2 if config.activation == "swiglu" else 1)
+        self.norm = build_norm(config)
+        self.is_parallel = config.parallel_block
+        if self.is_parallel:
+            self.inner = column(width, (*qkv, *up), bias, exchange)
+            self.outer = row((width, config.ffn_hidden), width, bias, exchange)
+        else:
+            self.qkv = column(width, qkv, bias, exchange)
+            self.out = row((width,), width, bias, exchange)
+            self.mlp_norm = build_norm(config)
+            self.up = column(width, up, bias, exchange)
+            self.down = row((config.ffn_hidden,), width, bias, exchange)
 
-    def forward(self, x_BTD: Tensor, mask_TT: Tensor | None) -> Tensor:
-        y_BTD = self.attention_norm(x_BTD)
-        if self.mlp_norm is None:
-            parallel_BTD: Tensor = x_BTD + self.attention(y_BTD, mask_TT) + self.mlp(y_BTD)
-            return parallel_BTD
-        x_BTD = x_BTD + self.attention(y_BTD, mask_TT)
-        z_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
-        return z_BTD
+    def forward(self, x: Tensor) -> Tensor:
+        """[T / W, B, D] -> the same."""
+        if self.is_parallel:
+            q, k, v, *up = self.inner(self.norm(x))
+            y: Tensor = x + self.outer(self.attend(q, k, v), activate(up))
+            return y
+        x = x + self.out(self.attend(*self.qkv(self.norm(x))))
+        z: Tensor = x + self.down(activate(self.up(self.mlp_norm(x))))
+        return z
 
-
-class Attention(nn.Module):
-    """Causal multi-head attention; with a mask, exactly what the mask lets through."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
-        self.out = nn.Linear(config.hidden, config.hidden)
-
-    def forward(self, x_BTD: Tensor, mask_TT: Tensor | None) -> Tensor:
-        qkv_BT3HK = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1))
-        q_BHTK, k_BHTK, v_BHTK = qkv_BT3HK.permute(2, 0, 3, 1, 4)
-        y_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, attn_mask=mask_TT, is_causal=mask_TT is None)
-        y_BTD: Tensor = self.out(y_BHTK.transpose(1, 2).flatten(2))
-        return y_BTD
-
-
-class MLP(nn.Module):
-    """Two linears with a GeLU (its tanh form) between."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.hidden, config.ffn_hidden)
-        self.down = nn.Linear(config.ffn_hidden, config.hidden)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        h_BTF = F.gelu(self.up(x_BTD), approximate="tanh")
-        y_BTD: Tensor = self.down(h_BTF)
-        return y_BTD
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[T, B, heads of this rank * K] each -> the same shape as `q`."""
+        q, k, v = (each.view(*each.shape[:-1], -1, self.head_width) for each in (q, k, v))
+        if self.rotary_base is not None:
+            q, k = rotate(q, self.rotary_base), rotate(k, self.rotary_base)
+        y_BHTK = attention(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), self.window)
+        return y_BHTK.permute(2, 0, 1, 3).flatten(2)
 
 
 class Head(nn.Module):
-    """The last norm and the projection to the vocabulary."""
+    """The last norm, the projection to the vocabulary, and the loss."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, exchange: TensorExchange | None) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.hidden)
-        self.projection = nn.Linear(config.hidden, config.vocab_size, bias=False)
+        self.exchange = exchange
+        self.norm = build_norm(config)
+        self.tokens = TokenTable(config.vocab_size, config.hidden, exchange)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        logits_BTV: Tensor = self.projection(self.norm(x_BTD))
-        return logits_BTV
+    def forward(self, x: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean loss, nats a token: a scalar."""
+        y_mD = self.norm(x).flatten(0, 1)
+        targets_M = targets_BT.t().flatten()
+        vocab_size = self.tokens.vocab_size
+        return linear_cross_entropy(y_mD, self.tokens(), targets_M, vocab_size=vocab_size, exchange=self.exchange)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[T, B, D] -> [T, B, V]; not of a spread model."""
+        if self.exchange is not None:
+            raise ValueError("logits of a tensor-parallel model: load it whole")
+        return F.linear(self.norm(x), self.tokens()[: self.tokens.vocab_size])
 
 
-def window_mask(num_positions: int, window: int, device: torch.device) -> Tensor | None:
-    """True where a query (row) sees a key (column): itself and the `window - 1` before it; None = all before it."""
-    if not 0 < window < num_positions:
-        return None
-    position_T = torch.arange(num_positions, device=device)
-    distance_TT = position_T[:, None] - position_T[None, :]
-    return (distance_TT >= 0) & (distance_TT < window)
+def activate(up: Sequence[Tensor]) -> Tensor:
+    """GeLU (its tanh form) of one tensor; of two, silu(first) * second (SwiGLU)."""
+    if len(up) == 1:
+        return F.gelu(up[0], approximate="tanh")
+    return F.silu(up[0]) * up[1]
 
 
-def build_model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
-    """The model on `device`, initialised by `seed`: the same values on every rank, however many there are.
+def build_norm(config: ModelConfig) -> nn.Module:
+    return nn.LayerNorm(config.hidden) if config.norm == "layernorm" else nn.RMSNorm(config.hidden, eps=1e-5)
+
+
+class _SpreadLookup(torch.autograd.Function):
+    """Rows of a table that is cut by tokens: each rank looks up what it has; the sum is spread over positions."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_vD: Tensor, tokens_TB: Tensor, exchange: TensorExchange) -> Tensor:
+        local_M = tokens_TB.flatten() - exchange.rank * len(weight_vD)
+        is_own_M = (local_M >= 0) & (local_M < len(weight_vD))
+        row_M = torch.where(is_own_M, local_M, 0)
+        ctx.exchange, ctx.num_rows = exchange, len(weight_vD)
+        ctx.save_for_backward(row_M, is_own_M)
+        partial_MD = weight_vD[row_M] * is_own_M[:, None]
+        x_mD = scatter_sum(partial_MD, exchange)
+        return x_mD.view(-1, tokens_TB.shape[1], weight_vD.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        row_M, is_own_M = ctx.saved_tensors
+        dx_MD = gather_rows(dx.flatten(0, 1), ctx.exchange)
+        wide = torch.promote_types(dx.dtype, torch.float32)
+        dweight_vD = torch.zeros(ctx.num_rows, dx.shape[-1], dtype=wide, device=dx.device)
+        dweight_vD.index_add_(0, row_M, (dx_MD * is_own_M[:, None]).to(wide))
+        return dweight_vD.to(dx.dtype), None, None
+
+
+def build_model(
+    config: ModelConfig,
+    seed: int,
+    device: torch.device,
+    layers: range | None = None,
+    exchange: TensorExchange | None = None,
+) -> GPT:
+    """The model, or these layers of it, on `device`, initialised by `seed`: the same values however it is spread.
 
     Matrices are normal with std 0.02; those that end a residual branch are divided by sqrt(2 x layers), so that the
     stream's variance does not grow with depth (GPT-2's rule; the first loss is close to ln V). Values differ between
     kinds of device, whose generators differ.
     """
     with torch.device(device):
-        model = GPT(config)
+        model = GPT(config, layers, exchange)
+    if device.type == "meta":
+        return model
+    cuts = parts(model)
     branch_std = INIT_STD / math.sqrt(2 * config.layers)
     for name, parameter in model.named_parameters():
-        ends_branch = name.endswith(("attention.out.weight", "mlp.down.weight"))
-        _initialise(name, parameter, branch_std if ends_branch else INIT_STD, seed)
+        ends_branch = ".out." in name or ".down." in name or ".outer." in name
+        _initialise(name, parameter, branch_std if ends_branch else INIT_STD, seed, cuts.get(name), model)
     return model
 
 
 @torch.no_grad()
-def _initialise(name: str, parameter: nn.Parameter, std: float, seed: int) -> None:
+def _initialise(name: str, parameter: nn.Parameter, std: float, seed: int, part: Part | None, model: GPT) -> None:
     """Each parameter has a generator of its own name: its values do not depend on which others are built."""
     if parameter.ndim == 1:
         parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
         return
+    table = name.endswith("tokens.weight")
+    if table and model.config.tied_embeddings:
+        name = "embedding.tokens.weight"
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest) >> 1)
-    parameter.normal_(std=std, generator=generator)
+    exchange = model.exchange
+    shape = list(parameter.shape)
+    if part is not None:
+        shape[part.dim] = model.config.vocab_size if table else sum(part.sizes)
+    whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device).normal_(std=std, generator=generator)
+    if table and part is not None:
+        whole = F.pad(whole, (0, 0, 0, part.sizes[0] - len(whole)))
+    if part is not None and exchange is not None:
+        whole = part.local(whole, exchange.rank, exchange.world_size)
+    parameter.copy_(whole)

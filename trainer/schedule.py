@@ -152,18 +152,25 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Sch
             f"num_micro_batches = {num_micro_batches}: must be a multiple of the {num_stages} stages where chunks are "
             "interleaved; change the global or the micro-batch size"
         )
-    forwards = [
-        (first + index, chunk)
-        for first in range(0, num_micro_batches, num_stages)
-        for chunk in range(num_chunks)
-        for index in range(num_stages)
-    ]
+    forwards = _forwards(num_stages, num_micro_batches, num_chunks)
     backwards = [(micro_batch, num_chunks - 1 - chunk) for micro_batch, chunk in forwards]
     stages = tuple(
         _alternate(forwards, backwards, (num_stages - 1 - stage) * 2 + (num_chunks - 1) * num_stages)
         for stage in range(num_stages)
     )
     return Schedule("interleaved_1f1b", num_chunks, num_micro_batches, stages, paired_rounds=True)
+
+
+def forward_only(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
+    """Every micro-batch through all chunks once, without a backward: an evaluation.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+    _check(num_stages=num_stages, num_micro_batches=num_micro_batches, num_chunks=num_chunks)
+    order = _forwards(num_stages, num_micro_batches, num_chunks)
+    actions = tuple(Action("forward", *pair, "warm-up") for pair in order)
+    return Schedule("forward_only", num_chunks, num_micro_batches, (actions,) * num_stages)
 
 
 def bubble_fraction(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> float:
@@ -173,6 +180,16 @@ def bubble_fraction(num_stages: int, num_micro_batches: int, num_chunks: int = 1
     """
     _check(num_stages=num_stages, num_micro_batches=num_micro_batches, num_chunks=num_chunks)
     return (num_stages - 1) / (num_micro_batches * num_chunks)
+
+
+def _forwards(num_stages: int, num_micro_batches: int, num_chunks: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) in order: as many micro-batches as there are stages through each chunk in turn."""
+    return [
+        (micro_batch, chunk)
+        for first in range(0, num_micro_batches, num_stages)
+        for chunk in range(num_chunks)
+        for micro_batch in range(first, min(first + num_stages, num_micro_batches))
+    ]
 
 
 def _alternate(

@@ -130,7 +130,7 @@ def train(
     Args:
         job: resolved configuration.
         corpus: what `prepare` gave for the same job.
-        ranks: number of processes; equals job.parallel.dp.
+        ranks: number of processes; equals tp x pp x dp of job.parallel.
         init_method: where ranks meet, as `netlayer.rendezvous.open_world` takes it.
         backend: gloo computes on the CPU, nccl on one GPU a rank.
         out: a folder that exists.
@@ -161,13 +161,10 @@ def train(
 
 def check_supported(job: JobConfig, ranks: int) -> None:
     """Raise ConfigError for what this version does not do, before anything is started."""
-    for name in ("tp", "pp", "vpp"):
-        degree = getattr(job.parallel, name)
-        if degree > 1:
-            raise ConfigError(f"job.parallel.{name}", degree, "is not built yet in this version", "set it to 1")
-    if job.parallel.dp != ranks:
-        rule = f"must equal the number of ranks started, {ranks}"
-        raise ConfigError("job.parallel.dp", job.parallel.dp, rule, f"set it to {ranks}")
+    world_size = job.parallel.layout.world_size
+    if world_size != ranks:
+        degrees = "job.parallel.tp x pp x dp"
+        raise ConfigError(degrees, world_size, f"must equal the number of ranks started, {ranks}", "change a degree")
     if job.optimizer.name != "adamw":
         raise ConfigError("job.optimizer.name", job.optimizer.name, "is not built yet in this version", "set adamw")
     if job.checkpoint.every_steps:

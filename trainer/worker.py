@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from netlayer.errors import HardwareMissing
-from netlayer.layout import ParallelLayout
 from netlayer.rank import RankContext
-from netlayer.rendezvous import open_world
+from netlayer.rendezvous import Groups, open_world
 from trainer.loop import Place, Row, Trainer, run
+from trainer.parallel import further_groups
 from trainer.train import Outcome, Progress, Work
 
 logger = logging.getLogger(__name__)
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 def run_rank(context: RankContext, work: Work) -> Outcome:
     """From meeting the other ranks to the last evaluation."""
-    place = meet(context, work)
+    place, groups = meet(context, work)
     _be_deterministic(place, work.seed)
-    trainer = Trainer(work.job, work.corpus, work.seed, place)
+    trainer = Trainer(work.job, work.corpus, work.seed, place, groups)
     if place.rank == 0:
         logger.info("%d parameters, %d ranks on %s", trainer.num_parameters, place.world_size, place.device_name)
     with _Rows(context, work) as rows:
@@ -39,8 +39,8 @@ def run_rank(context: RankContext, work: Work) -> Outcome:
     return Outcome(tuple(rows.steps), tuple(rows.evaluations), trainer.num_parameters, place.device_name)
 
 
-def meet(context: RankContext, work: Work) -> Place:
-    """Choose this rank's device and make the process group of all ranks.
+def meet(context: RankContext, work: Work) -> tuple[Place, Groups]:
+    """Choose this rank's device and make the process groups of the layout.
 
     Raises:
         HardwareMissing: nccl, and this machine has fewer GPUs than ranks.
@@ -50,19 +50,20 @@ def meet(context: RankContext, work: Work) -> Place:
     if work.backend == "nccl":
         if env.local_rank >= torch.cuda.device_count():
             rule = f"{env.local_world_size} ranks want a GPU each, {torch.cuda.device_count()} found"
-            raise HardwareMissing(f"backend nccl: {rule}; lower job.parallel.dp, or use gloo")
+            raise HardwareMissing(f"backend nccl: {rule}; lower a degree of job.parallel, or use gloo")
         device = torch.device("cuda", env.local_rank)
         torch.cuda.set_device(device)
-    open_world(
-        ParallelLayout(dp=env.world_size),
+    groups = open_world(
+        work.job.parallel.layout,
         backend=work.backend,
         init_method=work.init_method,
         rank=env.rank,
         device=device if device.type == "cuda" else None,
         bound=device.type == "cuda",
+        more=further_groups(work.job),
         timeout=timedelta(seconds=work.job.store.timeout_s),
     )
-    return Place(env.rank, env.world_size, device)
+    return Place(env.rank, env.world_size, device), groups
 
 
 def _be_deterministic(place: Place, seed: int) -> None:

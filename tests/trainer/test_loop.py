@@ -115,7 +115,7 @@ def test_a_loss_that_is_no_number_stops_with_step_and_rank(text_folder: Path, co
 
 def test_a_gradient_that_is_no_number_stops_with_the_step(text_folder: Path, corpus: Corpus) -> None:
     trainer = Trainer(tiny_job(text_folder), corpus, 0, ALONE)
-    trainer.model.module.head.norm.bias.register_hook(lambda grad: grad * math.inf)
+    trainer.model.chunks[0].module.head.norm.bias.register_hook(lambda grad: grad * math.inf)
     with pytest.raises(CheckFailed, match=r"step 7: the gradient norm is"):
         trainer.step(7)
 

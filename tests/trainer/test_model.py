@@ -3,75 +3,116 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from netlayer.config import ModelConfig
-from trainer.model import GPT, build_model, window_mask
+from netlayer.config import ModelConfig, build_config
+from trainer.memory import num_parameters
+from trainer.model import GPT, build_model
+from trainer.ops.attention import window_mask
+from trainer.ops.loss import linear_cross_entropy
 
 CPU = torch.device("cpu")
 SHAPE = {"layers": 2, "hidden": 12, "heads": 3, "ffn_hidden": 20, "vocab_size": 31, "seq_len": 7}
 
 
 def naive_norm(x_TD: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
+    if f"{name}.bias" not in weights:  # RMSNorm
+        return x_TD * ((x_TD**2).mean(1, keepdim=True) + 1e-5) ** -0.5 * weights[f"{name}.weight"]
     centred = x_TD - x_TD.mean(1, keepdim=True)
     scale = ((centred**2).mean(1, keepdim=True) + 1e-5) ** -0.5
     return centred * scale * weights[f"{name}.weight"] + weights[f"{name}.bias"]
 
 
-def naive_linear(x_TD: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
-    return x_TD @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+def naive_linear(x_TD: Tensor, weights: dict[str, Tensor], name: str, part: str = "weight") -> Tensor:
+    y_TD = x_TD @ weights[f"{name}.{part}"].T
+    return y_TD + weights[f"{name}.bias"] if f"{name}.bias" in weights else y_TD
 
 
-def naive_attention(x_TD: Tensor, weights: dict[str, Tensor], name: str, config: ModelConfig) -> Tensor:
+def naive_rotation(x_K: Tensor, position: int, base: float) -> Tensor:
+    turned, half = x_K.clone(), len(x_K) // 2
+    for i in range(half):
+        angle = position * base ** (-i / half)
+        turned[i] = x_K[i] * math.cos(angle) - x_K[i + half] * math.sin(angle)
+        turned[i + half] = x_K[i + half] * math.cos(angle) + x_K[i] * math.sin(angle)
+    return turned
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, layer: int, config: ModelConfig) -> Tensor:
     """One query and one head at a time, over the very keys that it may see."""
-    qkv = naive_linear(x_TD, weights, f"{name}.qkv")
-    q, k, v = qkv.split(config.hidden, dim=1)
-    width = config.hidden // config.heads
+    width, window = config.hidden // config.heads, config.window(layer)
+    shared = config.heads // config.num_kv_heads
+    turn = config.positions == "rotary"
     rows = []
-    for t in range(len(x_TD)):
-        first = max(0, t - config.attention_window + 1) if config.attention_window else 0
+    for t in range(len(q)):
+        first = max(0, t - window + 1) if window else 0
         heads = []
         for head in range(config.heads):
             part = slice(head * width, (head + 1) * width)
-            scores = k[first : t + 1, part] @ q[t, part] / math.sqrt(width)
-            heads.append(torch.softmax(scores, 0) @ v[first : t + 1, part])
+            kept = slice(head // shared * width, (head // shared + 1) * width)
+            query = naive_rotation(q[t, part], t, config.rotary_base) if turn else q[t, part]
+            keys = [k[s, kept] for s in range(first, t + 1)]
+            if turn:
+                keys = [naive_rotation(key, first + s, config.rotary_base) for s, key in enumerate(keys)]
+            scores = torch.stack(keys) @ query / math.sqrt(width)
+            heads.append(torch.softmax(scores, 0) @ v[first : t + 1, kept])
         rows.append(torch.cat(heads))
-    return naive_linear(torch.stack(rows), weights, f"{name}.out")
+    return torch.stack(rows)
 
 
-def naive_mlp(x_TD: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
-    h = naive_linear(x_TD, weights, f"{name}.up")
-    gelu = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-    return naive_linear(gelu, weights, f"{name}.down")
+def naive_activation(h: Tensor, config: ModelConfig) -> Tensor:
+    if config.activation == "swiglu":
+        gate, value = h.split(config.ffn_hidden, dim=1)
+        return gate * torch.sigmoid(gate) * value
+    return 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
 
 
-def naive_block(x_TD: Tensor, weights: dict[str, Tensor], name: str, config: ModelConfig) -> Tensor:
-    y = naive_norm(x_TD, weights, f"{name}.attention_norm")
-    attended = naive_attention(y, weights, f"{name}.attention", config)
+def naive_block(x_TD: Tensor, weights: dict[str, Tensor], layer: int, config: ModelConfig) -> Tensor:
+    name, shared = f"blocks.{layer}", config.hidden * config.num_kv_heads // config.heads
+    widths = [config.hidden, shared, shared]
+    y = naive_norm(x_TD, weights, f"{name}.norm")
     if config.parallel_block:
-        return x_TD + naive_mlp(y, weights, f"{name}.mlp") + attended
-    x_TD = x_TD + attended
-    return x_TD + naive_mlp(naive_norm(x_TD, weights, f"{name}.mlp_norm"), weights, f"{name}.mlp")
+        inner = naive_linear(y, weights, f"{name}.inner")
+        q, k, v, up = inner.split([*widths, inner.shape[1] - sum(widths)], dim=1)
+        attended = naive_linear(naive_attention(q, k, v, layer, config), weights, f"{name}.outer", "weights.0")
+        return x_TD + attended + naive_activation(up, config) @ weights[f"{name}.outer.weights.1"].T
+    q, k, v = naive_linear(y, weights, f"{name}.qkv").split(widths, dim=1)
+    x_TD = x_TD + naive_linear(naive_attention(q, k, v, layer, config), weights, f"{name}.out", "weights.0")
+    up = naive_linear(naive_norm(x_TD, weights, f"{name}.mlp_norm"), weights, f"{name}.up")
+    return x_TD + naive_linear(naive_activation(up, config), weights, f"{name}.down", "weights.0")
 
 
 def naive_loss(weights: dict[str, Tensor], tokens_BT: Tensor, targets_BT: Tensor, config: ModelConfig) -> Tensor:
     losses = []
     for tokens_T, targets_T in zip(tokens_BT, targets_BT, strict=True):
-        x_TD = weights["embedding.token.weight"][tokens_T] + weights["embedding.position"][: len(tokens_T)]
+        x_TD = weights["embedding.tokens.weight"][tokens_T]
+        if config.positions == "learned":
+            x_TD = x_TD + weights["embedding.position"][: len(tokens_T)]
         for layer in range(config.layers):
-            x_TD = naive_block(x_TD, weights, f"blocks.{layer}", config)
-        logits_TV = naive_norm(x_TD, weights, "head.norm") @ weights["head.projection.weight"].T
+            x_TD = naive_block(x_TD, weights, layer, config)
+        table = weights["embedding.tokens.weight" if config.tied_embeddings else "head.tokens.weight"]
+        logits_TV = naive_norm(x_TD, weights, "head.norm") @ table.T
         losses.append(logits_TV.logsumexp(1) - logits_TV[torch.arange(len(targets_T)), targets_T])
     return torch.cat(losses).mean()
 
 
 @pytest.mark.parametrize("parallel_block", [False, True])
-@pytest.mark.parametrize("attention_window", [0, 1, 3, 7])
-def test_loss_and_gradients_are_those_of_a_plain_computation(parallel_block: bool, attention_window: int) -> None:
-    config = ModelConfig(**SHAPE, parallel_block=parallel_block, attention_window=attention_window)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"attention_window": 1},
+        {"attention_window": 3, "window_pattern": "wf"},
+        {"attention_window": 7, "tied_embeddings": True},
+        {"positions": "rotary", "norm": "rmsnorm", "bias": False},
+        {"activation": "swiglu", "kv_heads": 1, "positions": "rotary", "attention_window": 2},
+    ],
+)
+def test_loss_and_gradients_are_those_of_a_plain_computation(parallel_block: bool, options: dict[str, Any]) -> None:
+    config = ModelConfig(**SHAPE, parallel_block=parallel_block, **options)
     model = build_model(config, 0, CPU).double()
     spread(model)
     tokens_BT, targets_BT = torch.randint(31, (2, 3, 7), generator=torch.Generator().manual_seed(1))
@@ -95,14 +136,23 @@ def spread(model: GPT) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.3)
 
 
-def test_window_as_wide_as_the_sequence_is_full_attention() -> None:
-    assert window_mask(7, 7, CPU) is None
-    assert window_mask(7, 0, CPU) is None
+@pytest.mark.parametrize("chunk_rows", [1, 4, 21, 100])
+def test_loss_does_not_depend_on_how_many_rows_are_held_at_once(chunk_rows: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x_MD, weight_VD = (torch.randn(n, 6, generator=generator, dtype=torch.float64).requires_grad_() for n in (21, 40))
+    targets_M = torch.randint(37, (21,), generator=generator)
+    loss = linear_cross_entropy(x_MD, weight_VD, targets_M, vocab_size=37, chunk_rows=chunk_rows)
+    (3 * loss).backward()
+    got = [loss, x_MD.grad, weight_VD.grad]
+    x_MD.grad = weight_VD.grad = None
+    plain = torch.nn.functional.cross_entropy(x_MD @ weight_VD[:37].T, targets_M)
+    (3 * plain).backward()
+    for ours, expected in zip(got, (plain, x_MD.grad, weight_VD.grad), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_window_lets_a_query_see_itself_and_those_just_before() -> None:
     mask = window_mask(4, 2, CPU)
-    assert mask is not None
     assert mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
 
 
@@ -120,25 +170,35 @@ def test_same_seed_same_parameters_whatever_ran_before() -> None:
     torch.rand(5)
     second, other = build_model(config, 3, CPU).state_dict(), build_model(config, 4, CPU).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(first["blocks.0.mlp.up.weight"], other["blocks.0.mlp.up.weight"])
+    assert not torch.equal(first["blocks.0.up.weight"], other["blocks.0.up.weight"])
 
 
 def test_parameters_do_not_depend_on_which_others_are_built() -> None:
     shallow = build_model(ModelConfig(**SHAPE), 0, CPU).state_dict()
     deep = build_model(ModelConfig(**{**SHAPE, "layers": 4}), 0, CPU).state_dict()
-    assert torch.equal(shallow["blocks.1.mlp.up.weight"], deep["blocks.1.mlp.up.weight"])
-    assert not torch.equal(deep["blocks.0.mlp.up.weight"], deep["blocks.1.mlp.up.weight"])
+    assert torch.equal(shallow["blocks.1.up.weight"], deep["blocks.1.up.weight"])
+    assert not torch.equal(deep["blocks.0.up.weight"], deep["blocks.1.up.weight"])
 
 
 def test_no_token_sees_a_later_one() -> None:
     model = build_model(ModelConfig(**SHAPE), 0, CPU)
+    assert model.embedding is not None
     embedded = model.embedding(torch.arange(7)[None]).detach().requires_grad_()
-    model.blocks[1](model.blocks[0](embedded, None), None)[0, 3].sum().backward()
+    model.blocks["1"](model.blocks["0"](embedded))[3].sum().backward()
     assert embedded.grad is not None
-    touched = embedded.grad[0].abs().sum(1) > 0
+    touched = embedded.grad[:, 0].abs().sum(1) > 0
     assert touched.tolist() == [True] * 4 + [False] * 3
 
 
 def test_bfloat16_model_gives_its_loss_in_float32() -> None:
     model = build_model(ModelConfig(**SHAPE), 0, CPU).to(torch.bfloat16)
     assert model(torch.zeros(1, 7, dtype=torch.int64), torch.ones(1, 7, dtype=torch.int64)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("name", "billions"), [("7b", 6.9), ("13b", 13.1), ("175b", 175.6), ("530b", 531.4)])
+def test_presets_have_their_size_and_are_counted_without_memory(name: str, billions: float) -> None:
+    config = build_config({"job": {"model": {"preset": name}}, "cluster": {"gpus_per_server": 2}}).job.model
+    model = build_model(config, 0, torch.device("meta"))
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert counted == num_parameters(config)
+    assert counted / 1e9 == pytest.approx(billions, rel=0.01)

@@ -134,8 +134,6 @@ def test_ranks_of_nccl_are_told_what_the_job_wants_of_it(
 @pytest.mark.parametrize(
     ("field", "sections"),
     [
-        ("job.parallel.tp", {"parallel": {"dp": 1, "tp": 2}}),
-        ("job.parallel.pp", {"parallel": {"dp": 1, "pp": 2}}),
         ("job.optimizer.name", {"optimizer": {"name": "lamb"}}),
         ("job.checkpoint.every_steps", {"checkpoint": {"every_steps": 10}}),
     ],
@@ -150,7 +148,7 @@ def test_what_is_not_built_yet_is_refused_by_name(
 
 def test_another_number_of_ranks_is_refused(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
     job = tiny_job(text_folder, ranks=2)
-    with pytest.raises(ConfigError, match=r"job\.parallel\.dp = 2: must equal the number of ranks started, 3"):
+    with pytest.raises(ConfigError, match=r"tp x pp x dp = 2: must equal the number of ranks started, 3"):
         train(job, corpus, ranks=3, init_method="", backend="gloo", out=tmp_path, seed=0)
 
 

@@ -1,0 +1,105 @@
+"""What ranks do in the tests of layouts: the same steps in every layout, and what came out as one process has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from netlayer.config import JobConfig
+from netlayer.layout import ParallelLayout
+from netlayer.rank import RankContext
+from netlayer.rendezvous import create_groups, open_world
+from trainer.linears import parts
+from trainer.optim import build_optimizer
+from trainer.parallel import SplitModel, further_groups
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses and norms by step; gradients of the first and the last step and the parameters at the end, whole."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[State]
+    parameters: State
+    evaluation: float
+
+
+def run_rank(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str) -> list[Trained]:
+    """Every job one after the other, on all ranks of the world."""
+    torch.set_num_threads(1)
+    env = context.env
+    open_world(ParallelLayout(dp=env.world_size), backend="gloo", init_method=url, rank=env.rank)
+    try:
+        return [train(job, env.rank, steps) for job in jobs]
+    finally:
+        dist.destroy_process_group()
+
+
+def train(job: JobConfig, rank: int, steps: int) -> Trained:
+    """Some steps on made-up tokens, the same in every layout."""
+    layout = job.parallel.layout
+    groups = create_groups(layout, more=further_groups(job)) if layout.world_size > 1 else None
+    model = SplitModel(job, 3, rank, torch.device("cpu"), groups)
+    optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
+    losses, norms, gradients = [], [], []
+    for step in range(1, steps + 1):
+        model.start_step(step)
+        loss = model.accumulate(batches(job, step, model.place.dp))
+        model.finish_gradients()
+        if step in (1, steps):
+            gradients.append(whole(model, gradients=True))
+        norms.append(float(model.clip_grad_norm_(job.optimizer.clip_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_loss(model, loss))
+    evaluation = mean_loss(model, model.evaluate(batches(job, 0, model.place.dp)))
+    return Trained(losses, norms, gradients, whole(model), evaluation)
+
+
+def batches(job: JobConfig, step: int, dp: int) -> list[tuple[Tensor, Tensor]]:
+    """The micro-batches of a data-parallel rank."""
+    batch, generator = job.batch, torch.Generator().manual_seed(step)
+    tokens = torch.randint(job.model.vocab_size, (batch.global_size, job.model.seq_len + 1), generator=generator)
+    own = tokens.chunk(job.parallel.dp)[dp].split(batch.micro_size)
+    return [(part[:, :-1], part[:, 1:]) for part in own]
+
+
+def mean_loss(model: SplitModel, loss: Tensor) -> float:
+    total = loss.double() if model.is_last and model.place.tp == 0 else torch.zeros((), dtype=torch.float64)
+    model.world.all_reduce(total)
+    return float(total) / model.layout.dp
+
+
+def whole(model: SplitModel, *, gradients: bool = False) -> State:
+    """Every parameter as one process has it, or its gradient, from all ranks."""
+    kept = [slot.piece.detach().clone() for slot in model.slots]
+    if gradients:
+        for slot in model.slots:
+            assert slot.piece.grad is not None
+            slot.piece.data.copy_(slot.piece.grad)
+    own: dict[str, tuple[Any, Tensor]] = {}
+    for chunk in model.chunks:
+        cut = parts(chunk.module)
+        state: Mapping[str, Tensor] = chunk.full_state_dict()
+        own |= {name: (cut.get(name), tensor) for name, tensor in state.items()}
+    for slot, before in zip(model.slots, kept, strict=True):
+        slot.piece.data.copy_(before)
+    each: list[dict[str, tuple[Any, Tensor]]] = [own]
+    if model.layout.world_size > 1:
+        each = [{} for _ in range(model.layout.world_size)]
+        dist.all_gather_object(each, own)
+    found: State = {}
+    for stage in range(model.layout.pp):
+        ranks = [model.layout.rank(tp=tp, pp=stage) for tp in range(model.layout.tp)]
+        for name, (part, tensor) in each[ranks[0]].items():
+            joined = tensor if part is None else part.join([each[rank][name][1] for rank in ranks])
+            found[name] = joined[: model.job.model.vocab_size] if name.endswith("tokens.weight") else joined
+    return found

@@ -1,0 +1,99 @@
+"""Every layout trains as one process does: losses, gradients, norms, parameters, on gloo ranks.
+
+One launch for all layouts of a world: ranks import torch once. In CI a cover of pairs of degrees and of model options;
+under `slow` all layouts of 8 ranks, and float32 over 20 steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from netlayer.config import JobConfig, build_config
+from netlayer.launch import launch
+from netlayer.meeting import meeting_place
+from tests.trainer import layout_ranks
+from tests.trainer.layout_ranks import Trained
+
+MODEL = {"layers": 4, "hidden": 32, "heads": 4, "ffn_hidden": 64, "vocab_size": 301, "seq_len": 16, "dtype": "float64"}
+PLAIN: dict[str, Any] = {}
+PARALLEL = {"parallel_block": True, "attention_window": 5, "window_pattern": "wf"}
+LLAMA = {
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "positions": "rotary",
+    "kv_heads": 2,
+    "bias": False,
+    "tied_embeddings": True,
+}
+COVER = [
+    ({"tp": 2, "pp": 2}, PARALLEL, {}),
+    ({"pp": 2, "dp": 2, "vpp": 2}, LLAMA, {}),
+    ({"tp": 2, "dp": 2}, LLAMA, {}),
+    ({"tp": 4}, PARALLEL, {"tp": False}),
+    ({"pp": 4}, PLAIN, {"pp": False}),
+    ({"dp": 4}, PARALLEL, {"dp": False}),
+    ({"tp": 2, "pp": 2, "vpp": 2}, LLAMA, {}),
+]
+
+
+def job_of(degrees: dict[str, int], model: dict[str, Any], overlap: dict[str, Any]) -> JobConfig:
+    ranks = degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("dp", 1)
+    tree = {
+        "model": {**MODEL, **model},
+        "parallel": {"dp": 1, **degrees},
+        "batch": {"global_size": 16, "micro_size": 2},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 0, "clip_norm": 0.5},
+        "overlap": {"bucket_mib": 0.01, **overlap},
+    }
+    return build_config({"cluster": {"gpus_per_server": ranks}, "job": tree}).job
+
+
+def trained(jobs: Sequence[JobConfig], steps: int, folder: Path) -> list[Trained]:
+    ranks = jobs[0].parallel.layout.world_size
+    with meeting_place() as place:
+        url = place.init_method("layouts")
+        return launch(layout_ranks.run_rank, ranks, args=(jobs, steps, url), log_dir=folder)[0]
+
+
+def check(jobs: Sequence[JobConfig], found: Sequence[Trained], steps: int, tolerance: float) -> None:
+    """Each against one process: losses by difference, gradients and parameters by relative L2 norm."""
+    alone: dict[str, Trained] = {}
+    for job, got in zip(jobs, found, strict=True):
+        name = str(job.model)
+        if name not in alone:
+            single = job.model_copy(update={"parallel": job_of({}, {}, {}).parallel})
+            alone[name] = layout_ranks.train(single, 0, steps)
+        expected = alone[name]
+        where = f"{job.parallel}; {job.model}; {job.overlap}"
+        assert got.losses == pytest.approx(expected.losses, abs=tolerance), where
+        assert got.norms == pytest.approx(expected.norms, rel=tolerance), where
+        assert got.evaluation == pytest.approx(expected.evaluation, abs=tolerance), where
+        for ours, theirs in zip(
+            [*got.gradients, got.parameters], [*expected.gradients, expected.parameters], strict=True
+        ):
+            assert ours.keys() == theirs.keys(), where
+            for key, value in theirs.items():
+                assert float((ours[key] - value).norm()) <= tolerance * float(value.norm()), (key, where)
+
+
+def test_a_cover_of_layouts_trains_as_one_process_in_float64(tmp_path: Path) -> None:
+    jobs = [job_of(*case) for case in COVER]
+    check(jobs, trained(jobs, 2, tmp_path), 2, 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [PLAIN, PARALLEL, LLAMA], ids=["plain", "parallel", "llama"])
+def test_all_layouts_of_eight_ranks_train_as_one_process_in_float32(tmp_path: Path, options: dict[str, Any]) -> None:
+    degrees = [
+        {"tp": tp, "pp": pp, "dp": 8 // (tp * pp), "vpp": vpp}
+        for tp, pp, vpp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2))
+        if 8 % (tp * pp) == 0 and (pp > 1 or vpp == 1)
+    ]
+    model = {**options, "dtype": "float32", "layers": 16, "heads": 8, "kv_heads": 8 if "kv_heads" in options else 0}
+    jobs = [job_of(each, model, {}) for each in degrees]
+    check(jobs, trained(jobs, 20, tmp_path), 20, 1e-5)

@@ -1,0 +1,1 @@
+"""The operators of a GPT, forward and backward: attention, rotary positions, and the loss without whole logits."""

@@ -1,0 +1,361 @@
+"""One rank's part of a model that is spread over tensor, pipeline and data parallel ranks, and a step through it.
+
+The layers are cut into p * v runs (p stages, v chunks a stage); a chunk's linears are spread over the tensor-parallel
+group, its masters and optimiser state over the data-parallel one (`collectives.sharded`, a wrapper a chunk, so that a
+chunk's gradients are scattered while the next one computes). Whatever the layout, losses and gradients are those of one
+process, but for the order of sums.
+
+[Note: gradients that are not whole] Between the linears a tensor-parallel rank has some positions only, so gradients of
+norms and positions are sums over its own; they are added up over the group once a step, on the shards. A tied token
+table has a gradient on the first and on the last stage; these are added up likewise.
+
+Left out: context and expert parallelism, layers that do not divide by p * v.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from collectives.exchange import TensorExchange, open_exchange
+from collectives.lane import Flight, Lane
+from collectives.pipeline import PipelineChannel
+from collectives.pipeline_links import PipelineLinks
+from collectives.prepare import open_groups
+from collectives.recorder import Recorder
+from collectives.sharded import ShardedDataParallel
+from collectives.watch import Watch
+from netlayer.config import JobConfig
+from netlayer.layout import ParallelLayout
+from netlayer.rendezvous import Groups
+from trainer.linears import parts, whole_biases
+from trainer.model import GPT, build_model
+from trainer.pipeline import run_schedule
+from trainer.schedule import Action, Schedule, forward_only, interleaved, one_forward_one_backward
+
+MicroBatch = tuple[Tensor, Tensor]
+"""Token ids and the token that follows each, [B, T] each."""
+
+TIED = "tied"
+
+
+def tied_partition(layout: ParallelLayout) -> list[list[int]]:
+    """Ranks that hold the same token table: of the first and the last stage, one pair for each (tp, dp)."""
+    ends = (0, layout.pp - 1)
+    return [[layout.rank(tp=t, pp=p, dp=d) for p in ends] for d in range(layout.dp) for t in range(layout.tp)]
+
+
+def further_groups(job: JobConfig) -> Mapping[str, list[list[int]]]:
+    """Groups beside tp, dp and pp that the job needs: for `open_world`."""
+    layout = job.parallel.layout
+    return {TIED: tied_partition(layout)} if job.model.tied_embeddings and layout.pp > 1 else {}
+
+
+def layers_of(num_layers: int, layout: ParallelLayout, stage: int, chunk: int) -> range:
+    """Layers of a chunk: the run of virtual stage chunk * p + stage."""
+    each = num_layers // (layout.pp * layout.vpp)
+    first = (chunk * layout.pp + stage) * each
+    return range(first, first + each)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A piece of a parameter on this rank's shard, and how its gradient counts.
+
+    Args:
+        name: of the parameter in the whole model.
+        piece: 1-D master.
+        is_part: each tensor-parallel rank has another part of the parameter.
+        is_partial: its gradient is still to be added up over the tensor-parallel group.
+        counts: whether this rank counts it in a norm over all ranks: one of those that hold the same.
+    """
+
+    name: str
+    piece: nn.Parameter
+    is_part: bool
+    is_partial: bool
+    counts: bool
+
+
+class SplitModel:
+    """This rank's chunks. Every rank calls the same methods in the same order.
+
+    Args:
+        job: resolved configuration.
+        seed: of the initial values.
+        rank: of this process in the world.
+        device: that it computes on.
+        groups: of `open_world`; None: this rank is alone.
+        recorder: notes every collective and message.
+        watch: says who is late.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        seed: int,
+        rank: int,
+        device: torch.device,
+        groups: Groups | None = None,
+        recorder: Recorder | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.job, self.device, self.recorder = job, device, recorder
+        self.layout = layout = job.parallel.layout
+        self.place = layout.coordinates(rank)
+        self.groups = {"tp": None, "dp": None, "pp": None, **(groups or {})}
+        self.world = Lane("world", dist.group.WORLD if layout.world_size > 1 else None, device, recorder, watch)
+        self.tied = Lane(TIED, self.groups.get(TIED), device, recorder, watch)
+        self.exchange = self._open_exchange(recorder, watch)
+        self.is_first, self.is_last = self.place.pp == 0, self.place.pp == layout.pp - 1
+        modules = [
+            build_model(
+                job.model, seed, device, layers_of(job.model.layers, layout, self.place.pp, chunk), self.exchange
+            )
+            for chunk in range(layout.vpp)
+        ]
+        self._compile(modules)
+        self.chunks = [self._wrap(module, watch) for module in modules]
+        self.slots = [slot for chunk in self.chunks for slot in self._slots(chunk)]
+        self.pipeline = _Pipeline(self, watch) if layout.pp > 1 else None
+
+    def start_step(self, step: int) -> None:
+        """Launch the first all-gathers: before the data is loaded."""
+        for chunk in self.chunks:
+            chunk.start_step(step)
+
+    def accumulate(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Forward and backward of all micro-batches of this data-parallel rank.
+
+        Returns:
+            Their mean loss, on the device; zero on all but the last pipeline stage.
+        """
+        if self.pipeline is not None:
+            return self.pipeline.train(batches)
+        [chunk], total = self.chunks, self.zero()
+        for index, (tokens_BT, targets_BT) in enumerate(batches):
+            with contextlib.nullcontext() if index == len(batches) - 1 else chunk.no_sync():
+                loss = chunk(tokens_BT, targets_BT) / len(batches)
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Mean loss without gradients; zero on all but the last pipeline stage."""
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(batches)
+        [chunk] = self.chunks
+        losses = [chunk(tokens_BT, targets_BT) for tokens_BT, targets_BT in batches]
+        return torch.stack(losses).mean()
+
+    def finish_gradients(self) -> None:
+        """Have the mean gradient of the whole batch on every shard."""
+        for chunk in self.chunks:
+            chunk.finish_gradients()
+        if self.exchange is not None:
+            _add_up([slot for slot in self.slots if slot.is_partial], self.exchange.start_all_reduce)
+        if self.tied.group is not None:
+            tables = [slot for slot in self.slots if slot.name.endswith("tokens.weight")]
+            _add_up(tables, self.tied.start_all_reduce)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the finished gradients so that the norm of all of them is at most `max_norm`; the norm before."""
+        own = [slot.piece.grad for slot in self.slots if slot.counts and slot.piece.grad is not None]
+        squared = self.zero()
+        if own:
+            squared += torch.nn.utils.get_total_norm(own).square()
+        self.world.all_reduce(squared)
+        norm = squared.sqrt()
+        if math.isfinite(max_norm):
+            torch.nn.utils.clip_grads_with_norm_([slot.piece for slot in self.slots], max_norm, norm)
+        return norm
+
+    def optimizer(self, build: Callable[[ShardedDataParallel], torch.optim.Optimizer]) -> Optimizers:
+        """The optimisers of all chunks as one."""
+        return Optimizers([build(chunk) for chunk in self.chunks])
+
+    def wait_parameters(self) -> None:
+        for chunk in self.chunks:
+            chunk.wait_parameters()
+
+    def zero(self) -> Tensor:
+        """A scalar on the device, of the dtype of losses and norms."""
+        return torch.zeros((), dtype=torch.float64 if self._is_wide else torch.float32, device=self.device)
+
+    @property
+    def _is_wide(self) -> bool:
+        return self.job.model.dtype == "float64"
+
+    def _open_exchange(self, recorder: Recorder | None, watch: Watch | None) -> TensorExchange | None:
+        if self.layout.tp == 1:
+            return None
+        path = "auto" if self.job.overlap.tp else "lane"
+        chunks = {} if self.job.overlap.tp else {"chunks": 1}
+        return open_exchange(self.groups["tp"], self.device, path=path, recorder=recorder, watch=watch, **chunks)
+
+    def _compile(self, modules: Sequence[GPT]) -> None:
+        if not self.job.model.compile:
+            return
+        for block in (block for module in modules for block in module.blocks.values()):
+            block.compile(dynamic=False)
+
+    def _wrap(self, module: GPT, watch: Watch | None) -> ShardedDataParallel:
+        overlap = self.job.overlap
+        if self._is_wide:
+            module.double()
+        if not hasattr(self, "_dp_groups"):
+            alone = self.groups["dp"] is None
+            self._dp_groups = (
+                [None, None] if alone else open_groups(self.groups["dp"], self.device, ("gather", "reduce"))
+            )
+        dtype = getattr(torch, self.job.model.dtype)
+        return ShardedDataParallel(
+            module,
+            groups=(self._dp_groups[0], self._dp_groups[1]),
+            units=module.units,
+            bucket_bytes=round(overlap.bucket_mib * 2**20) if overlap.bucket_mib else None,
+            prefetch=overlap.prefetch,
+            overlap=overlap.dp,
+            param_dtype=dtype,
+            reduce_dtype=torch.float64 if self._is_wide else getattr(torch, overlap.reduce_dtype),
+            recorder=self.recorder,
+            watch=watch,
+        )
+
+    def _slots(self, chunk: ShardedDataParallel) -> Iterator[Slot]:
+        cut, biases, spread = parts(chunk.module), whole_biases(chunk.module), self.layout.tp > 1
+        doubled = self.tied.group is not None and self.is_last
+        for name, _, piece in chunk.named_shards():
+            is_part = name in cut
+            counts = (is_part or self.place.tp == 0) and not (doubled and name.endswith("tokens.weight"))
+            yield Slot(name, piece, is_part, spread and not is_part and name not in biases, counts)
+
+
+@torch.no_grad()
+def _add_up(slots: Sequence[Slot], start_all_reduce: Callable[[Tensor], Flight]) -> None:
+    """Gradients of these pieces, summed over the ranks that hold the same ones, in one message."""
+    grads = [slot.piece.grad for slot in slots if slot.piece.grad is not None]
+    if not grads:
+        return
+    flat = torch.cat(grads)
+    start_all_reduce(flat).wait()
+    for grad, total in zip(grads, torch.split(flat, [len(grad) for grad in grads]), strict=True):
+        grad.copy_(total)
+
+
+class Optimizers:
+    """One optimiser a chunk, used as one."""
+
+    def __init__(self, each: Sequence[torch.optim.Optimizer]) -> None:
+        self.each = each
+
+    def step(self) -> None:
+        for optimizer in self.each:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.each:
+            optimizer.zero_grad()
+
+    def set_learning_rate(self, lr: float) -> None:
+        for group in (group for optimizer in self.each for group in optimizer.param_groups):
+            group["lr"] = lr
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Of this rank's shards."""
+        return [optimizer.state_dict() for optimizer in self.each]
+
+
+class _Pipeline:
+    """The stage of this rank: its schedules, its channels, and the activations that wait for their backward."""
+
+    def __init__(self, model: SplitModel, watch: Watch | None) -> None:
+        self.model, self.watch = model, watch
+        self.links = PipelineLinks(model.groups["pp"], model.device, model.layout.vpp > 1)
+        self._ready: dict[tuple[str, int], tuple[Schedule, PipelineChannel]] = {}
+
+    def train(self, batches: Sequence[MicroBatch]) -> Tensor:
+        schedule, channel = self._channel("train", len(batches))
+        stage = _Stage(self.model, schedule, batches)
+        with contextlib.ExitStack() as unsynced:
+            for chunk in self.model.chunks:
+                unsynced.enter_context(chunk.no_sync())
+            run_schedule(schedule, channel, stage, self.model.recorder)
+        return stage.mean_loss
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
+        schedule, channel = self._channel("evaluate", len(batches))
+        stage = _Stage(self.model, schedule, batches)
+        run_schedule(schedule, channel, stage, self.model.recorder)
+        return stage.mean_loss
+
+    def _channel(self, kind: str, num_micro_batches: int) -> tuple[Schedule, PipelineChannel]:
+        key = kind, num_micro_batches
+        if key not in self._ready:
+            model, layout = self.model, self.model.layout
+            if kind == "evaluate":
+                schedule = forward_only(layout.pp, num_micro_batches, layout.vpp)
+            elif layout.vpp > 1:
+                schedule = interleaved(layout.pp, num_micro_batches, layout.vpp)
+            else:
+                schedule = one_forward_one_backward(layout.pp, num_micro_batches)
+            shape = model.job.model.seq_len // layout.tp, model.job.batch.micro_size, model.job.model.hidden
+            channel = PipelineChannel(
+                shape,
+                getattr(torch, model.job.model.dtype),
+                schedule.traffic(model.place.pp),
+                device=model.device,
+                overlap=model.job.overlap.pp,
+                recorder=model.recorder,
+                watch=self.watch,
+                links=self.links,
+            )
+            self._ready[key] = schedule, channel
+        return self._ready[key]
+
+
+class _Stage:
+    """The computation of one step: `trainer.pipeline.Stage`."""
+
+    def __init__(self, model: SplitModel, schedule: Schedule, batches: Sequence[MicroBatch]) -> None:
+        self.model, self.schedule, self.batches = model, schedule, batches
+        self.number = model.place.pp
+        self.mean_loss = model.zero()
+        self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        backwards = [action for action in schedule.stages[self.number] if action.kind == "backward"]
+        self._last = {action.chunk: action for action in backwards}
+
+    def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        tokens_BT, targets_BT = self.batches[action.micro_batch]
+        chunk = self.model.chunks[action.chunk]
+        is_last = self.schedule.outgoing(self.number, action) is None
+        trains = torch.is_grad_enabled()
+        x = tokens_BT if received is None else received.requires_grad_(trains)
+        output: Tensor = chunk(x, targets_BT) if is_last else chunk(x)
+        if is_last:
+            output = output / self.schedule.num_micro_batches
+            self.mean_loss += output.detach()
+        if trains:
+            self._held[action.micro_batch, action.chunk] = received, output
+        return None if is_last else output
+
+    def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
+        x, output = self._held.pop((action.micro_batch, action.chunk))
+        with self._synced(action):
+            torch.autograd.backward(output, received)
+        return None if x is None else x.grad
+
+    @contextlib.contextmanager
+    def _synced(self, action: Action) -> Iterator[None]:
+        """Reduce in a chunk's last backward pass of the step; all others are under `no_sync`."""
+        chunk = self.model.chunks[action.chunk]
+        with chunk.last_backward() if self._last[action.chunk] is action else contextlib.nullcontext():
+            yield
