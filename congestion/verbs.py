@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from congestion.verbs_device import devices, find_device
 from congestion.verbs_gpu import open_gpu_memory
-from congestion.verbs_qp import MOST_POSTED, Endpoint, QpError, QpSettings
+from congestion.verbs_qp import MOST_POSTED, Address, Endpoint, QpError, QpSettings
 from netlayer.errors import CheckFailed
 from netlayer.percentile import percentile
 
@@ -79,7 +79,7 @@ class Plan:
 
 @contextmanager
 def connected(
-    source: str | None, target: str | None, num_bytes: int, settings: QpSettings, *, gpu: int | None = None
+    source: str | None, target: str | None, num_bytes: int, settings: QpSettings, *, gpu: int | str | None = None
 ) -> Iterator[tuple[Endpoint, Endpoint]]:
     """Two queue pairs of this host, connected; the first one's buffer is a GPU's memory where `gpu` is given.
 
@@ -98,13 +98,13 @@ def connected(
 
 
 def measure_pair(
-    source: str | None = None, target: str | None = None, plan: Plan | None = None, *, gpu: int | None = None
+    source: str | None = None, target: str | None = None, plan: Plan | None = None, *, gpu: int | str | None = None
 ) -> list[dict[str, Any]]:
     """Rows of bandwidth and latency between two devices of this host; without `target` a device to itself.
 
     Args:
         source: the device that sends; the first active one where it is left out.
-        gpu: its data comes from this GPU's memory (GPUDirect).
+        gpu: its data comes from the memory of this GPU, by index or PCI address (GPUDirect).
 
     Raises:
         HardwareMissing: no device, no pyverbs, or no GPUDirect.
@@ -123,11 +123,13 @@ class Link:
 
     Args:
         sender: its endpoint, connected.
+        remote: the receiver's address.
         plan: what is measured.
     """
 
-    def __init__(self, sender: Endpoint, plan: Plan) -> None:
+    def __init__(self, sender: Endpoint, remote: Address, plan: Plan) -> None:
         self.sender, self.plan = sender, plan
+        self._remote = remote
 
     def expect(self, kind: Kind, size: int, count: int) -> None:
         """The receiver gets ready for `count` messages, at most a window, in the first slots."""
@@ -138,15 +140,19 @@ class Link:
         raise NotImplementedError
 
     def post(self, kind: Kind, size: int, slot: int) -> None:
-        raise NotImplementedError
+        """Send a slot into the receiver's."""
+        if kind == "write":
+            self.sender.write(self._remote, size, slot * size, slot * size)
+        else:
+            self.sender.send(size, slot * size)
 
 
 class _Local(Link):
     """Both ends in this process."""
 
     def __init__(self, sender: Endpoint, receiver: Endpoint, plan: Plan) -> None:
-        super().__init__(sender, plan)
-        self._receiver, self._remote = receiver, receiver.address
+        super().__init__(sender, receiver.address, plan)
+        self._receiver = receiver
 
     def expect(self, kind: Kind, size: int, count: int) -> None:
         self._receiver.memory.fill(bytes(size * count), 0)
@@ -158,12 +164,6 @@ class _Local(Link):
         if kind == "send":
             self._receiver.wait(count, self.plan.patience_s)
         return wrong_bytes(self._receiver.memory.read(size * count, 0), pattern(seed, size * count))
-
-    def post(self, kind: Kind, size: int, slot: int) -> None:
-        if kind == "write":
-            self.sender.write(self._remote, size, slot * size, slot * size)
-        else:
-            self.sender.send(size, slot * size)
 
 
 def measure(link: Link, plan: Plan, about: dict[str, Any]) -> list[dict[str, Any]]:

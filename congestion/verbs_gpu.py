@@ -26,16 +26,16 @@ _REMEDY = "leave the GPU out, or use a host with an NVIDIA GPU and driver"
 
 
 @contextmanager
-def open_gpu_memory(index: int | None, num_bytes: int) -> Iterator[GpuMemory | None]:
-    """Memory of the GPU of that index; None, and nothing is touched, where it is None.
+def open_gpu_memory(gpu: int | str | None, num_bytes: int) -> Iterator[GpuMemory | None]:
+    """Memory of the GPU of that index or PCI address; None, and nothing is touched, where it is None.
 
     Raises:
         HardwareMissing: no driver, no such GPU, or it is out of memory.
     """
-    if index is None:
+    if gpu is None:
         yield None
         return
-    memory = GpuMemory(index, num_bytes)
+    memory = GpuMemory(gpu, num_bytes)
     try:
         yield memory
     finally:
@@ -51,13 +51,16 @@ class GpuMemory:
 
     kind = "gpu"
 
-    def __init__(self, index: int, num_bytes: int) -> None:
+    def __init__(self, gpu: int | str, num_bytes: int) -> None:
         self._cuda = _load_cuda()
         self._num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
         self._pointer, self._descriptor = ctypes.c_uint64(), -1
         self._device, self._context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuInit", 0)
-        self._call("cuDeviceGet", ctypes.byref(self._device), index)
+        if isinstance(gpu, str):  # an index counts the visible ones, by speed: a NIC's neighbour goes by its address
+            self._call("cuDeviceGetByPCIBusId", ctypes.byref(self._device), gpu.encode())
+        else:
+            self._call("cuDeviceGet", ctypes.byref(self._device), gpu)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
         try:
             self._call("cuCtxSetCurrent", self._context)

@@ -145,8 +145,8 @@ class _Remote(Link):
     """The receiver is a server."""
 
     def __init__(self, sender: Endpoint, plan: Plan, wire: Wire, remote: Address) -> None:
-        super().__init__(sender, plan)
-        self._wire, self._remote = wire, remote
+        super().__init__(sender, remote, plan)
+        self._wire = wire
         if remote.num_bytes < plan.buffer_bytes:
             raise CheckFailed(f"the server lends {remote.num_bytes} bytes, {plan.buffer_bytes} were asked for")
         sender.connect(remote, plan.settings)
@@ -161,12 +161,6 @@ class _Remote(Link):
         if type(wrong) is not int:
             raise CheckFailed("the server did not say how many bytes were wrong")
         return wrong
-
-    def post(self, kind: Kind, size: int, slot: int) -> None:
-        if kind == "write":
-            self.sender.write(self._remote, size, slot * size, slot * size)
-        else:
-            self.sender.send(size, slot * size)
 
 
 def _serve_one(wire: Wire, device: str | None, most_bytes: int) -> None:

@@ -15,7 +15,7 @@ python=${PYTHON:-python3}
 kernel_packages=(linux-source-6.1 flex bison)
 root_packages=(python3 python3-pyverbs rdma-core ibverbs-providers ibverbs-utils iproute2 tcpdump libstdc++6 busybox-static bash coreutils)
 # In the order in which they are loaded, with what they need; rxe needs the first without saying so.
-qemu_modules=(crc32_generic crc32_pclmul rdma_rxe ib_uverbs rdma_ucm veth sch_netem sch_ingress cls_matchall act_gact 9p 9pnet_virtio virtio_pci af_packet)
+qemu_modules=(crc32_generic crc32_pclmul rdma_rxe ib_uverbs rdma_ucm veth bridge sch_netem sch_tbf sch_ingress cls_matchall act_gact 9p 9pnet_virtio virtio_pci af_packet)
 # Only a pyverbs for Python 3.11 is in Debian 12, so this release and no other.
 release=bookworm
 
@@ -47,7 +47,7 @@ fetch() {
 }
 
 build_kernel() {
-  [ -x "$lab/linux" ] && return
+  [ -x "$lab/linux" ] && cmp -s "$here/kernel.config" "$lab/kernel.config" && return
   need apt-get dpkg-deb gcc make bc xz
   echo "kernel: fetching its source" >&2
   local tools=$lab/tools source=$lab/source log=$lab/kernel.log
@@ -61,7 +61,7 @@ build_kernel() {
   export PATH=$tools/path:$PATH M4=$tools/usr/bin/m4 BISON_PKGDATADIR=$tools/usr/share/bison
   echo "kernel: compiling with $jobs jobs, about ten minutes; see $log" >&2
   compile "$source" > "$log" 2>&1 || fail "the kernel does not build ($(tail -n 1 "$log"))" "see $log" 1
-  strip -o "$lab/linux.part" "$source/linux" && mv "$lab/linux.part" "$lab/linux"
+  strip -o "$lab/linux.part" "$source/linux" && mv "$lab/linux.part" "$lab/linux" && cp "$here/kernel.config" "$lab/"
   rm -rf "$source" "$tools" "$lab/debs"
 }
 

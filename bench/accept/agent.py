@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import mmap
 import os
 import select
@@ -21,9 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bench.accept.wire import Message, Reader, write
+from bench.accept.wire import JOB, Message, Reader, write
 
 _POLL_S = 0.1
+_JOB_MODULE = "congestion.verbs_job"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -84,6 +86,10 @@ class Agent:
                 self._say({"rank": int(name), "where": self._where(name)})
             case "task":
                 self._hand_on(name, message)
+            case "job":
+                self._fork(message["name"], lambda requests, replies: _become_job(message["order"], requests, replies))
+            case "end":
+                self._kill(message["name"])
             case "exec":
                 self._fork("exec", lambda _requests, replies: write(replies, _run_command(message)))
 
@@ -148,7 +154,7 @@ class Agent:
             self._say({"from": name, **message})
         if messages is None:
             code = self._kill(name)
-            if name.isdigit():
+            if name.isdigit() or name.startswith(JOB):
                 self._say({"from": name, "died": _how(code)})
 
     def _kill(self, name: str) -> int:
@@ -226,6 +232,13 @@ def _run_command(message: Message) -> Message:
     from bench.accept.nccl_tests import run_binary
 
     return {"exec": run_binary(message["command"], message["limit_s"])}
+
+
+def _become_job(order: Message, requests: int, replies: int) -> NoReturn:
+    """Measure NICs as a program of its own, which ends with the agent as any child does."""
+    os.dup2(requests, 0)  # nobody writes there
+    os.dup2(replies, 1)
+    os.execv(sys.executable, [sys.executable, "-m", _JOB_MODULE, json.dumps(order)])
 
 
 def _state(pid: int) -> str:

@@ -22,6 +22,13 @@ _FILE = click.Path(path_type=Path)
 @click.option("--backend", type=click.Choice(["gloo", "nccl"]), help="[default: nccl where there are GPUs]")
 @click.option("--inject", multiple=True, metavar="FAULT", help="slow:3:0.2, hang:3, corrupt:3 or slowlink:2-3.")
 @click.option("--only", multiple=True, metavar="PHASE", help="This phase alone; repeatable. [default: all]")
+@click.option(
+    "--verbs",
+    type=click.Choice(["auto", "require", "off"]),
+    default="auto",
+    show_default=True,
+    help="RDMA NICs: auto says which hosts have none, require fails them.",
+)
 @click.option("--limit", "limit_s", type=click.FloatRange(1, 3600), help="Seconds after which a task hangs.")
 @click.option("--soak", "soak_hours", type=click.FloatRange(0, 1000), default=0.0, help="Go on for so many hours.")
 @click.option("--config", type=_FILE, help="TOML file with the cluster that the hosts should be.")
@@ -37,9 +44,9 @@ _FILE = click.Path(path_type=Path)
 def accept(context: click.Context, /, verbose: int, **given: Any) -> None:
     """Which node, GPU, NIC or link is bad: measured, judged, with the next step in words.
 
-    Every rank's GEMM and copies, all-reduce among neighbours, every pair in rounds, all of them, a training step. Who
-    hangs, computes wrong data or lags behind its peers is named; the rest goes on without whoever stops it. Also
-    under torchrun, srun or mpirun, one rank a GPU.
+    Every RDMA NIC to itself, inside its host and across hosts; every rank's GEMM and copies, all-reduce among
+    neighbours, every pair in rounds, all of them, a training step. Who hangs, computes wrong data or lags behind its
+    peers is named; the rest goes on without whoever stops it. Also under torchrun, srun or mpirun, one rank a GPU.
 
     Exit 0: PASS, or WARN; 1: FAIL; 2: options that cannot be used; 3: hardware or nccl-tests missing; 130: broken off,
     with the verdict on what was measured.
@@ -49,6 +56,7 @@ def accept(context: click.Context, /, verbose: int, **given: Any) -> None:
       netlayer accept                                       # all GPUs of this host, or 8 CPU ranks
       netlayer accept --ranks 8 --backend gloo --inject slow:3:0.2      # does it find a planted fault?
       netlayer accept --hosts hosts.txt --json run.json --html run.html --junit run.xml --out run/
+      netlayer accept --hosts hosts.txt --only verbs --verbs require    # the RDMA NICs alone; a host without one fails
       netlayer accept --soak 24 --json soak.json
       netlayer accept judge node*.log                       # from logs that are there already
     """

@@ -18,6 +18,8 @@ from bench.accept.links import Link, join_run, master_address, meet_agents, star
 from bench.accept.output import junit
 from bench.accept.plant import parse_plants
 from bench.accept.run import Result, Settings, members_of, run
+from bench.accept.verbs import PHASE as VERBS
+from bench.accept.verbs import Mode
 from bench.accept.work import work_for
 from netlayer import environ
 from netlayer.environ import usable_gpus
@@ -44,6 +46,7 @@ class Asked:
     backend: str | None = None
     inject: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    verbs: Mode = "auto"
     limit_s: float | None = None
     soak_hours: float = 0.0
     config: Path | None = None
@@ -66,6 +69,7 @@ def accept_run(asked: Asked) -> int:
         ConfigError: options that cannot be used.
         HardwareMissing: there are too few GPUs, or no nccl-tests.
     """
+    chosen = _chosen(asked)
     env = detect(os.environ)
     backend = _backend(asked)
     if env is not None and env.rank != 0:
@@ -75,7 +79,7 @@ def accept_run(asked: Asked) -> int:
     with ExitStack() as stack:
         log = stack.enter_context(_log(asked))
         links, hosts, per_node = stack.enter_context(_links(asked, env, backend, log))
-        settings = _settings(asked, hosts, per_node, backend)
+        settings = _settings(asked, hosts, per_node, backend, chosen)
         if asked.runner == "nccl-tests":
             from bench.accept.nccl_tests import run_nccl_tests
 
@@ -87,6 +91,23 @@ def accept_run(asked: Asked) -> int:
         return _INTERRUPTED
     verdict = run_output.judgement_of(result).verdict
     return EXIT_FAILED if verdict == "FAIL" or (asked.strict and verdict == "WARN") else EXIT_OK
+
+
+def _chosen(asked: Asked) -> list[str]:
+    """The phases, in order.
+
+    Raises:
+        ConfigError: verbs are asked for and shut out.
+    """
+    found = [name for name in phases.names() if not asked.only or name in asked.only]
+    if asked.verbs == "off":
+        if VERBS in asked.only:
+            raise ConfigError("--verbs", asked.verbs, f"contradicts --only {VERBS}", "leave one of them out")
+        found = [name for name in found if name != VERBS]
+    elif asked.verbs == "require" and (VERBS not in found or asked.runner != "netlayer"):
+        option = f"--runner {asked.runner}" if asked.runner != "netlayer" else f"--only {' '.join(asked.only)}"
+        raise ConfigError("--verbs", asked.verbs, f"contradicts {option}", "leave one of them out")
+    return found
 
 
 def _backend(asked: Asked) -> str:
@@ -192,7 +213,9 @@ def read_hosts(path: Path) -> list[tuple[str, int]]:
     return list(found.items())
 
 
-def _settings(asked: Asked, hosts: Sequence[tuple[str, int]], per_node: int, backend: str) -> Settings:
+def _settings(
+    asked: Asked, hosts: Sequence[tuple[str, int]], per_node: int, backend: str, chosen: Sequence[str]
+) -> Settings:
     members = members_of(hosts, per_node)
     cluster = None
     if asked.config is not None:
@@ -204,11 +227,12 @@ def _settings(asked: Asked, hosts: Sequence[tuple[str, int]], per_node: int, bac
         backend=backend,
         work=work_for(backend, asked.limit_s, bool(per_node)),
         plants=parse_plants(asked.inject, len(members)),
-        chosen=[name for name in phases.names() if not asked.only or name in asked.only],
+        chosen=chosen,
         tor_nodes=cluster.servers_per_tor_set if cluster else 0,
         virtual_nodes=bool(per_node),
         soak_s=3600 * asked.soak_hours,
         cluster=cluster,
+        verbs=asked.verbs,
     )
 
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 import itertools
 import select
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from bench.accept.links import Link
-from bench.accept.wire import Message
+from bench.accept.wire import JOB, Message
 
 _BEGIN_S = 120.0
 _ANSWER_S = 3.0
 _SETTLE_S = 1.0  # one failure makes others: their messages may arrive first
 Rows = list[dict[str, Any]]
+JobName = tuple[str, str]
+"""Of a measurement of NICs: its host, and which of that host's it is."""
 
 
 class Where(NamedTuple):
@@ -111,6 +113,31 @@ class Fleet:
         self._wait(lambda: "exec" in link.said or not link.alive, limit_s + _ANSWER_S)
         found: Message | None = link.said.get("exec")
         return found
+
+    def address(self, host: str) -> str:
+        """At which the others reach a host; empty where it is lost."""
+        link = self._link(host)
+        return link.address if link else ""
+
+    def start(self, job: JobName, order: Message) -> None:
+        """Start a measurement of NICs on a host; one of the same name that still runs there is ended."""
+        if link := self._link(job[0]):
+            link.said[f"{JOB}{job[1]}"] = []
+            link.say({"do": "job", "name": f"{JOB}{job[1]}", "order": order})
+
+    def answers(self, jobs: Collection[JobName], limit_s: float) -> dict[JobName, Message]:
+        """The next line of each; those that say nothing within the limit are missing."""
+        heard = {job: link.said.setdefault(f"{JOB}{job[1]}", []) for job in jobs if (link := self._link(job[0]))}
+        self._wait(lambda: all(heard[job] or not self._link(job[0]) for job in heard), limit_s)
+        return {job: lines.pop(0) for job, lines in heard.items() if lines}
+
+    def end(self, job: JobName) -> None:
+        """End it, whatever it does."""
+        if link := self._link(job[0]):
+            link.say({"do": "end", "name": f"{JOB}{job[1]}"})
+
+    def _link(self, host: str) -> Link | None:
+        return next((link for link in self._links if link.host == host and link.alive), None)
 
     def run(self, name: str, args: Mapping[str, Any], groups: Iterable[Sequence[int]], limit_s: float) -> list[Outcome]:
         """One task for each of several groups that share no rank, all at once; the limit begins once one is formed."""
@@ -208,6 +235,8 @@ class Fleet:
                 link.began = True
             elif "where" in message:
                 link.said[f"where{message['rank']}"] = message["where"]
+            elif name.startswith(JOB):
+                link.said.setdefault(name, []).append(message)
             elif not name.isdigit():
                 link.said |= {key: value for key, value in message.items() if key != "from"}
             else:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 from netlayer.verdict import MIN_PEERS, Peers, Verdict, peers_of
@@ -60,6 +61,25 @@ def judge_logs(logs: Mapping[Key, float], least_ratio: float = 1.0) -> dict[Key,
         share = math.exp(log - (peers.median - 1))
         found[key] = Score("PASS" if share * least_ratio > 1 else peers.judge(1 + log), share, peers)
     return found
+
+
+def find_ends(pairs: Collection[tuple[int, int]]) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
+    """Who is to blame where pairs failed: the end of most of them that failed with several others; else both ends.
+
+    Returns:
+        one node, or the two of a link, with the directed pairs that they explain.
+    """
+    left = set(pairs)
+    while left:
+        others: dict[int, set[int]] = defaultdict(set)
+        for src, dst in left:
+            others[src].add(dst)
+            others[dst].add(src)
+        worst = max(sorted(others), key=lambda end: len(others[end]))
+        link = {worst, *others[worst]}
+        explained = {pair for pair in left if worst in pair}
+        yield (worst,) if len(link) > 2 else tuple(sorted(link)), sorted(explained)
+        left -= explained
 
 
 def _middle(logs: list[float]) -> float:

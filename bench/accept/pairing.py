@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from bench.accept.matrix import MatrixScores, Score, judge_matrix
+from bench.accept.matrix import MatrixScores, Score, find_ends, judge_matrix
 from bench.accept.trial import Say, Trial
 from netlayer.verdict import MIN_PEERS, Finding
 
@@ -132,21 +132,12 @@ def _name_wrong(trial: Trial, rows: Sequence[Mapping[str, Any]]) -> bool:
         if row["wrong"] and row["direction"] in ("low_to_high", "high_to_low"):
             low, high = row["rank"], row["peer"]
             wrong[(low, high) if row["direction"] == "low_to_high" else (high, low)] = row["wrong"]
-    left = dict(wrong)
-    while left:
-        counts = Counter(end for pair in left for end in set(pair))
-        worst, count = counts.most_common(1)[0]
-        pairs = [pair for pair in left if worst in pair]
-        words = f"{sum(left[pair] for pair in pairs)} wrong bytes in {len(pairs)} directions"
-        ranks: tuple[int, ...]
-        if count >= 2:
-            who, kind, ranks, step = trial.label([worst]), "node", (worst,), _CORRUPT
-        else:
-            ranks = tuple(sorted(pairs[0]))
-            who, kind, step = trial.label(ranks), "link", _LINK
+    for ranks, pairs in find_ends(wrong):
+        words = f"{sum(wrong[pair] for pair in pairs)} wrong bytes in {len(pairs)} directions"
+        who, step = trial.label(ranks), _LINK if len(ranks) == 2 else _CORRUPT
         finding = Finding("FAIL", who, "pairs data", words, "0 wrong", step.format(who), PHASE)
-        trial.accuse(PHASE, kind, ranks, finding, set_aside=[worst])
-        left = {pair: number for pair, number in left.items() if pair not in pairs}
+        # Of a link one end goes, so that the rest can go on.
+        trial.accuse(PHASE, "link" if len(ranks) == 2 else "node", ranks, finding, set_aside=ranks[:1])
     return bool(wrong)
 
 

@@ -1,6 +1,7 @@
 """The phases of an acceptance run, in order: each measures, judges, and leaves whoever failed it behind.
 
-Device speeds and pairs have modules of their own (`speeds`, `pairing`). Left out: the preflight, which needs no rank.
+Device speeds, pairs and NICs have modules of their own (`speeds`, `pairing`, `verbs`). Left out: the preflight, which
+needs no rank.
 """
 
 from __future__ import annotations
@@ -241,5 +242,5 @@ def _good_data(phase: str, ranks: int) -> Finding:
 
 def names() -> Iterator[str]:
     """Of all phases that can be chosen."""
-    yield "preflight"
+    yield from ("preflight", "verbs")
     yield from ("gemm", "copy", "all_to_all", "neighbours", "all_reduce", "pairs", "rails", "latency", "train")

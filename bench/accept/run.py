@@ -16,9 +16,11 @@ from typing import Any, NoReturn
 from bench.accept import phases
 from bench.accept.fleet import Fleet
 from bench.accept.links import Link
+from bench.accept.nics import NicJobs
 from bench.accept.pairing import measure_pairs
 from bench.accept.plant import Plant
 from bench.accept.trial import Member, Trial
+from bench.accept.verbs import Mode, measure_verbs
 from bench.accept.work import Work
 from netlayer.progress import Stages
 from netlayer.verdict import Finding
@@ -42,6 +44,7 @@ class Settings:
         tor_nodes: nodes under one ToR; 0 where it is not known.
         virtual_nodes: ranks of this host are taken for nodes by NCCL too.
         soak_s: seconds to go on after the phases.
+        verbs: whether a host whose NICs cannot be measured fails.
     """
 
     members: Sequence[Member]
@@ -53,6 +56,7 @@ class Settings:
     virtual_nodes: bool = False
     soak_s: float = 0.0
     cluster: Any = None
+    verbs: Mode = "auto"
 
 
 @dataclass
@@ -101,6 +105,8 @@ def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages
                 from bench.accept.preflight_rules import judge_hosts
 
                 trial.findings += judge_hosts(fleet.preflight(20.0), settings.cluster, trial)
+            elif name == "verbs":
+                measure_verbs(trial, NicJobs(fleet), settings.verbs, bar)
             elif name == "pairs":
                 result.bandwidth = measure_pairs(trial, bar) if len(trial.alive) > 1 else {}
             elif name == "neighbours":

@@ -54,15 +54,17 @@ def _named(trial: Trial, verdict: Verdict) -> str:
     phases: dict[str, list[str]] = {}
     for one in trial.accused:
         if one.verdict == verdict:
-            phases.setdefault(trial.label(one.ranks), []).append(one.phase)
+            phases.setdefault(one.label, []).append(one.phase)
     return ", ".join(f"{name} ({', '.join(dict.fromkeys(found))})" for name, found in phases.items())
 
 
 def drain_lists(trial: Trial) -> dict[str, list[str]]:
-    """Commands that take the nodes of faulty members out of service; a link drains nobody."""
+    """Commands that take the nodes of faulty members and NICs out of service; a link drains nobody."""
     reasons: dict[str, str] = {}
     for one in trial.accused:
-        if one.verdict == "FAIL" and one.kind == "node":
+        if one.verdict == "FAIL" and one.kind == "NIC":
+            reasons.setdefault(trial.members[one.ranks[0]].host, f"netlayer accept: {one.phase} of {one.label}")
+        elif one.verdict == "FAIL" and one.kind == "node":
             for rank in one.ranks:
                 member = trial.members[rank]
                 name = member.host if member.host != "localhost" else member.label.partition("/")[0]
@@ -103,7 +105,7 @@ def record(
     rows += [{"table": "drain", "system": name, "lines": lines} for name, lines in drain_lists(trial).items()]
     rows += [{"table": "ticket", "subject": name, "text": text} for name, text in tickets(result).items()]
     rows += [{"table": "measured", **row} for row in trial.rows]
-    devices = sorted({row["device"] for row in trial.rows})
+    devices = sorted({row["device"] for row in trial.rows if "device" in row})
     return RunRecord(
         "bench.accept", "measured", rows, started, ended, arguments, environment=environment, devices=devices
     )
@@ -171,7 +173,7 @@ def _device_speeds(report: Any, trial: Trial) -> None:
     work = trial.work
     best: dict[str, list[float]] = {}
     for row in trial.rows:
-        if row["check"] == "gemm" and row["phase"] == "gemm":
+        if row["phase"] == "gemm":
             best.setdefault(trial.label([row["rank"]]), []).append(work.time_us(row))
     if not best:
         return

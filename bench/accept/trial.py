@@ -37,12 +37,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Accused:
-    """Whom a finding names: one or more ranks, or the two ends of a link."""
+    """Whom a finding names: one or more ranks, the two ends of a link, or a NIC or a link of NICs of their hosts."""
 
     verdict: Verdict
     kind: str
     ranks: tuple[int, ...]
     phase: str
+    label: str
 
 
 @dataclass
@@ -77,12 +78,20 @@ class Trial:
         return tuple(rank for rank in ranks if rank in self.alive)
 
     def accuse(
-        self, phase: str, kind: str, ranks: Sequence[int], finding: Finding, *, set_aside: Sequence[int] = ()
+        self,
+        phase: str,
+        kind: str,
+        ranks: Sequence[int],
+        finding: Finding,
+        *,
+        set_aside: Sequence[int] = (),
+        label: str = "",
     ) -> None:
-        """Note a finding about ranks or a link, and go on without some."""
+        """Note a finding about ranks, a link, or a part of theirs that has a `label` of its own; go on without some."""
         self.findings.append(finding)
         if finding.verdict in ("WARN", "FAIL"):
-            self.accused.append(Accused(finding.verdict, kind, tuple(ranks), phase))
+            label = label or self.label(ranks)
+            self.accused.append(Accused(finding.verdict, kind, tuple(ranks), phase, label))
         self.alive = [rank for rank in self.alive if rank not in set_aside]
 
     def _run(self, phase: str, name: str, args: Mapping[str, Any], batches: Sequence[Sequence[Sequence[int]]]) -> Rows:
@@ -202,4 +211,4 @@ def least_launched(outcome: Outcome) -> tuple[int, ...]:
 
 def accused_rows(trial: Trial) -> list[dict[str, Any]]:
     """For the record."""
-    return [{"table": "accused", **asdict(one), "label": trial.label(one.ranks)} for one in trial.accused]
+    return [{"table": "accused", **asdict(one)} for one in trial.accused]

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _CHUNK_BYTES = 1 << 16
+JOB = "job "
+"""With this begin the names of an agent's children that measure NICs."""
 Message = dict[str, Any]
 
 

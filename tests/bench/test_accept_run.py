@@ -283,7 +283,7 @@ BAD_OPTIONS: list[tuple[tuple[object, ...], str]] = [
     (("--inject", "slowlink:2-2"), "each once"),
     (("--inject", "slow:9"), "must name ranks of 0..3"),
     (("--inject", "slow:1:0"), "its amount must be above 0"),
-    (("--only", "gem"), "--only = gem: must be one of preflight, gemm"),
+    (("--only", "gem"), "--only = gem: must be one of preflight, verbs, gemm"),
     (("--ranks-per-node", "3"), "--ranks = 4: must be a multiple of --ranks-per-node = 3"),
     (("--hosts", "/none"), "--hosts = /none: cannot be read"),
     (("--json", "/none/x"), "--json = /none/x: cannot be written"),

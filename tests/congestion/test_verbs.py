@@ -14,10 +14,12 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from congestion import verbs_job
 from congestion.verbs import MOST_BYTES, Plan, pattern, wrong_bytes
 from congestion.verbs_cli import verbs
 from congestion.verbs_device import devices, find_device, load_pyverbs
 from congestion.verbs_gpu import open_gpu_memory
+from congestion.verbs_job import do, look
 from congestion.verbs_qp import Address, QpSettings
 from congestion.verbs_remote import PROTOCOL, Wire, measure_remote, serve
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
@@ -28,7 +30,7 @@ ADDRESS = {"qpn": 17, "psn": 5, "gid": "::ffff:10.0.0.1", "rkey": 1, "addr": 409
 @pytest.fixture
 def sysfs(tmp_path: Path) -> Path:
     """Two devices: rxe0 is down, mlx5_0 has four addresses in use."""
-    root = tmp_path / "infiniband"
+    root = tmp_path / "sys/class/infiniband"
     for name, state in (("rxe0", "1: DOWN"), ("mlx5_0", "4: ACTIVE")):
         port = root / name / "ports" / "1"
         for folder in ("gids", "gid_attrs/types", "gid_attrs/ndevs"):
@@ -285,3 +287,78 @@ def test_the_help_of_each_command_has_examples_that_it_takes(monkeypatch, name, 
 
 def _no_hardware(*_given: object, **_named: object) -> None:
     raise HardwareMissing("none here")
+
+
+def test_a_job_tells_devices_and_what_each_of_them_lacks(monkeypatch, sysfs, tmp_path):
+    monkeypatch.setattr("congestion.verbs_job.load_pyverbs", lambda _module: None)
+    card = tmp_path / "sys/devices/pci0000:00/0000:00:01.0"
+    for address, vendor, kind in (("0000:01:00.0", "0x15b3", "0x020700"), ("0000:02:00.0", "0x10de", "0x030200")):
+        (card / address).mkdir(parents=True)
+        (card / address / "vendor").write_text(f"{vendor}\n")
+        (card / address / "class").write_text(f"{kind}\n")
+        link = tmp_path / "sys/bus/pci/devices" / address
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(f"../../../devices/pci0000:00/0000:00:01.0/{address}")
+    (sysfs / "mlx5_0/device").symlink_to("../../../devices/pci0000:00/0000:00:01.0/0000:01:00.0")
+    found = {one["name"]: one for one in look(tmp_path)["devices"]}
+    about = {"name": "mlx5_0", "rate": "400 Gb/sec (4X NDR)", "soft": False, "lacks": ""}
+    assert found["mlx5_0"] == {**about, "gpus": ["0000:02:00.0"]}
+    assert (found["rxe0"]["soft"], found["rxe0"]["gpus"]) == (True, [])
+    assert found["rxe0"]["lacks"].partition("; ")[0] == "its port is DOWN"
+    port = sysfs / "mlx5_0/ports/1"
+    (port / "link_layer").write_text("InfiniBand\n")
+    assert "RoCE alone" in look(tmp_path)["devices"][0]["lacks"]
+    (port / "link_layer").write_text("Ethernet\n")
+    for gid in (port / "gids").iterdir():
+        gid.write_text("0000:0000:0000:0000:0000:0000:0000:0000\n")
+    assert "no RoCEv2 address" in look(tmp_path)["devices"][0]["lacks"]
+
+
+@pytest.mark.parametrize(
+    ("raised", "guilty"), [(CheckFailed("3 bytes wrong"), True), (HardwareMissing("none"), False), (OSError(), False)]
+)
+def test_a_job_says_whether_a_nic_is_to_blame(monkeypatch, raised, guilty):
+    def fail(*_given: object, **_named: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("congestion.verbs_job.measure_pair", fail)
+    order = {"do": "pair", "source": "mlx5_0", "target": "mlx5_0", "plan": {"sizes": [64], "settings": {"timeout": 9}}}
+    assert do(order) == {"error": str(raised), "guilty": guilty}
+
+
+class FakeCuda:
+    """A driver that says yes to all."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+    def __getattr__(self, name: str):
+        def call(*arguments: object) -> int:
+            self.calls.append((name, *arguments))
+            return 0
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("gpu", "asked"), [(1, ("cuDeviceGet", 1)), ("0000:1b:00.0", ("cuDeviceGetByPCIBusId", b"0000:1b:00.0"))]
+)
+def test_a_gpu_is_found_by_its_index_or_its_address(monkeypatch, gpu, asked):
+    cuda = FakeCuda()
+    monkeypatch.setattr("congestion.verbs_gpu._load_cuda", lambda: cuda)
+    with open_gpu_memory(gpu, 4096):
+        assert asked in [(name, *arguments[1:]) for name, *arguments in cuda.calls if name.startswith("cuDeviceGet")]
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_a_job_goes_on_in_the_systems_python_where_that_has_pyverbs(monkeypatch, tmp_path, able):
+    system = tmp_path / "python3"
+    system.write_text(f"#!/bin/sh\nexit {int(not able)}\n")
+    system.chmod(0o755)
+    moved: list[list[str]] = []
+    monkeypatch.setitem(sys.modules, "pyverbs", None)
+    monkeypatch.setattr(verbs_job, "_SYSTEM_PYTHON", str(system))
+    monkeypatch.setattr(verbs_job.os, "execve", lambda _path, words, _environ: moved.append(words))
+    verbs_job.move('{"do": "look"}')
+    wanted = [str(system), "-m", "congestion.verbs_job", '{"do": "look"}', "moved"]
+    assert moved == ([wanted] if able else [])
