@@ -26,9 +26,10 @@ from netlayer.interrupt import held_interrupt
 from netlayer.meeting import MeetingPlace, meeting_place
 from netlayer.progress import Stages
 from netlayer.results import Row, RunRecord, utc_now, write_text
+from trainer.cli import words_of
 from trainer.data.corpus import find_files
 from trainer.memory import check_memory
-from trainer.train import Backend, Progress, check_supported, prepare, train
+from trainer.train import Backend, check_supported, prepare, train
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ def _run(outcome: Outcome, options: RunOptions, out: Path, place: MeetingPlace, 
             backend=outcome.backend,
             out=out,
             seed=seed,
-            on_progress=lambda progress: bar(progress.done, progress.total, _training_words(progress)),
+            on_progress=lambda progress: bar(progress.done, progress.total, words_of(progress)),
         )
 
 
@@ -218,10 +219,3 @@ def _records(outcome: Outcome, seed: int, asked: Mapping[str, Any], started: str
 
 def _of_source(rows: Sequence[Row], source: str) -> list[Row]:
     return [row for row in rows if row["source"] == source]
-
-
-def _training_words(progress: Progress) -> str:
-    row = progress.row
-    if "loss" in row:
-        return f"loss {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s"
-    return f"validation loss {row['validation_loss']:.3f}" if "validation_loss" in row else progress.stage

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collectives.bucket import Bucket
+from collectives.bucket import Bucket, Piece
 from collectives.lane import Lane
 from netlayer.errors import CollectiveFailed
 
@@ -51,6 +51,30 @@ def full_state_dict(module: nn.Module, buckets: Sequence[Bucket], lane: Lane) ->
 
 
 @torch.no_grad()
+def gather_whole(buckets: Sequence[Bucket], lane: Lane, value: Callable[[Piece], Tensor]) -> dict[str, Tensor]:
+    """By name and in its whole shape, what `value` gives of every piece, such as a moment of its optimiser: 1-D.
+
+    Collective; of the dtype of the masters.
+    """
+    found: dict[str, Tensor] = {}
+    for bucket in buckets:
+        full_N = torch.zeros(bucket.plan.padded_numel, dtype=bucket.master_S.dtype, device=bucket.master_S.device)
+        own_S = bucket.plan.own(full_N, bucket.rank)
+        for piece, (_, start, end) in zip(bucket.pieces, bucket.plan.pieces(bucket.rank), strict=True):
+            own_S[start:end] = value(piece)
+        lane.all_gather(full_N).wait()
+        found |= {slot.name: view for slot, view in zip(bucket.plan.slots, bucket.plan.views(full_N), strict=True)}
+    return found
+
+
+def own_pieces(bucket: Bucket, whole: Callable[[str], Tensor]) -> Iterator[tuple[Piece, Tensor]]:
+    """Every piece of this rank beside its elements of the whole, which `whole` gives by name: the reverse."""
+    for piece, (index, start, end) in zip(bucket.pieces, bucket.plan.pieces(bucket.rank), strict=True):
+        first = bucket.rank * bucket.plan.shard_numel + start - bucket.plan.slots[index].offset
+        yield piece, whole(piece.name).flatten()[first : first + end - start]
+
+
+@torch.no_grad()
 def load_full_state_dict(module: nn.Module, buckets: Sequence[Bucket], state: Mapping[str, Any]) -> None:
     """The reverse; names must match. Parameters and masters are both set, so nothing is left to gather."""
     module.load_state_dict(state)  # fills the buffers, and the parameters rounded to the dtype of the computation
@@ -58,10 +82,12 @@ def load_full_state_dict(module: nn.Module, buckets: Sequence[Bucket], state: Ma
     for bucket in buckets:
         if bucket.shares_storage:
             continue
-        for piece, (index, start, end) in zip(bucket.pieces, bucket.plan.pieces(bucket.rank), strict=True):
-            first = bucket.rank * bucket.plan.shard_numel + start - bucket.plan.slots[index].offset
-            whole = values[id(bucket.parameters[index])].flatten()
-            piece.parameter.copy_(whole[first : first + end - start])
+        named = {
+            slot.name: values[id(parameter)]
+            for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True)
+        }
+        for piece, own in own_pieces(bucket, named.__getitem__):
+            piece.parameter.copy_(own)
 
 
 def attach_state_hooks(

@@ -36,6 +36,7 @@ _COMMANDS = {
     "step": Lazy("congestion.step_cli:step", "Congestion: a whole training step, what repeats itself skipped."),
     "sweep": Lazy("congestion.sweep_cli:sweep", "Congestion: parameters x laws x seeds, or the best of them."),
     "topology": Lazy("topology.cli:topology", "The CLOS fabric: describe it, hash a job's flows over it."),
+    "train": Lazy("trainer.cli:train", "Train a job: tensor, pipeline and data parallel over the layer."),
 }
 _PERF_SUFFIX = "_perf"
 

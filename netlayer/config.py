@@ -121,6 +121,9 @@ class ModelConfig(Section):
     tied_embeddings: bool = Field(False, description="the head's projection is the token embedding")
     dtype: Literal["float64", "float32", "bfloat16"] = Field("float32", description="dtype of the computation")
     compile: bool = Field(False, description="compile each block (torch.compile)")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="what backward computes again: nothing, attention and activation, or whole blocks"
+    )
 
     @property
     def num_kv_heads(self) -> int:
@@ -235,7 +238,8 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """When training is saved."""
 
-    every_steps: int = Field(0, ge=0, description="save each so many steps; 0 = never")
+    every_steps: int = Field(0, ge=0, description="save each so many steps, and after the last; 0 = never")
+    keep: Count = Field(2, description="checkpoints that stay: the newest ones")
 
 
 class OverlapConfig(Section):
@@ -326,13 +330,14 @@ class JobConfig(Section):
             )
         if parallel.vpp > 1 and parallel.pp == 1:
             _fail("job.parallel.vpp", parallel.vpp, "needs a pipeline, but job.parallel.pp = 1", "set vpp to 1")
+        # A pipeline that interleaves chunks would refuse other sizes, but not before the ramp comes to them.
+        stages = parallel.pp if batch.start_size and parallel.vpp > 1 else 1
+        unit = batch.micro_size * parallel.dp * stages
         for name in ("global_size", "start_size", "increment"):
-            size = getattr(batch, name)
-            if size % (batch.micro_size * parallel.dp):
-                rule = (
-                    f"must be a multiple of job.batch.micro_size x job.parallel.dp = {batch.micro_size} x {parallel.dp}"
-                )
-                _fail(f"job.batch.{name}", size, rule, f"set it to {batch.micro_size * parallel.dp} or a multiple")
+            if getattr(batch, name) % unit:
+                factors = f"job.batch.micro_size x job.parallel.dp = {batch.micro_size} x {parallel.dp}"
+                rule = f"must be a multiple of {factors}" + f" x {stages} interleaved stages" * (stages > 1)
+                _fail(f"job.batch.{name}", getattr(batch, name), rule, f"set it to {unit} or a multiple")
         return self
 
 

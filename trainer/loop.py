@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,13 @@ from collectives.recorder import Recorder
 from netlayer.config import EvaluationConfig, JobConfig
 from netlayer.errors import CheckFailed
 from netlayer.rendezvous import Groups
-from trainer.data.batches import even_starts, micro_batches, rank_slice, sample_starts
+from trainer import checkpoint
+from trainer.checkpoint_meta import Meta
+from trainer.data.batches import Slice, even_starts, micro_batches, rank_slice, sample_starts
 from trainer.data.prepare import Corpus
 from trainer.flops import peak_flops, step_flops, utilisation
 from trainer.memory import num_parameters
-from trainer.optim import build_optimizer, learning_rate
+from trainer.optim import batch_size, build_optimizer, learning_rate
 from trainer.parallel import MicroBatch, SplitModel
 
 logger = logging.getLogger(__name__)
@@ -74,10 +77,23 @@ class Trainer:
         self.recorder = Recorder(place.device)
         self.model = SplitModel(job, seed, place.rank, place.device, groups, self.recorder)
         self.dp = self.model.place.dp
-        self.slice = rank_slice(job.batch.global_size, job.batch.micro_size, self.dp, job.parallel.dp)
         self.optimizer = self.model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
-        self.flops = step_flops(job.model, job.batch.global_size)
+        self.steps_done = 0
         self.peak = peak_flops(place.device_name, job.model.dtype)
+
+    def resume(self, meta: Meta) -> None:
+        """Go on from a checkpoint: the next step is the one behind it, with the samples that it would have had.
+
+        Raises:
+            ConfigError: it is of another model, or damaged.
+        """
+        checkpoint.load(meta, self.model, self.optimizer)
+        self.seed, self.steps_done = meta.seed, meta.step
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of the steps taken so far; every rank calls it."""
+        path = checkpoint.save(self.model, self.optimizer, self.steps_done, self.seed, folder)
+        logger.info("checkpoint: %s", path)
 
     def step(self, step: int) -> Row:
         """One optimiser step, counted from 1; what `_row` says of it.
@@ -99,23 +115,28 @@ class Trainer:
         comm = self.recorder.end_step()
         seconds = time.perf_counter() - start
         _check_finite(step, self._by_rank(losses), norm)
+        self.steps_done = step
         return self._row(step, sum(losses) / len(losses), lr, norm, seconds, comm.exposed_comm)
 
     def evaluate(self, global_batches: int) -> float:
         """Mean loss of `global_batches * global_size` windows spread evenly over the held-out text: always the same."""
-        share = self.slice.count * global_batches
+        share = self._slice(self.job.batch.global_size).count * global_batches
         starts = even_starts(len(self.validation_tokens), self.job.model.seq_len, share * self.job.parallel.dp)
         own = starts[self.dp * share : (self.dp + 1) * share]
         losses = self._losses_of_ranks(self.model.evaluate(self._micro_batches(self.validation_tokens, own)))
         return sum(losses) / len(losses)
 
     def _training_batches(self, step: int) -> list[MicroBatch]:
-        samples = range(self.slice.first, self.slice.first + self.slice.count)
+        own = self._slice(batch_size(self.job.batch, step))
+        samples = range(own.first, own.first + own.count)
         starts = sample_starts(len(self.train_tokens), self.job.model.seq_len, self.seed, step, samples)
         return self._micro_batches(self.train_tokens, starts)
 
+    def _slice(self, sequences: int) -> Slice:
+        return rank_slice(sequences, self.job.batch.micro_size, self.dp, self.job.parallel.dp)
+
     def _micro_batches(self, tokens: NDArray[np.integer], starts_N: NDArray[np.int64]) -> list[MicroBatch]:
-        sizes = self.job.model.seq_len, self.slice.micro_size
+        sizes = self.job.model.seq_len, self.job.batch.micro_size
         return list(micro_batches(tokens, starts_N, *sizes, self.place.device))
 
     def _losses_of_ranks(self, loss: Tensor) -> list[float]:
@@ -137,34 +158,46 @@ class Trainer:
 
     def _row(self, step: int, loss: float, lr: float, grad_norm: float, seconds: float, exposed_comm: float) -> Row:
         """`step_ms` is wall time on this rank; `memory_gib` the peak on a GPU, what is resident on a CPU."""
-        ranks = self.place.world_size
+        ranks, sequences = self.place.world_size, batch_size(self.job.batch, step)
+        flops = step_flops(self.job.model, sequences)
         return {
             "step": step,
             "loss": loss,
             "lr": lr,
             "grad_norm": grad_norm,
             "step_ms": seconds * 1e3,
-            "tokens_per_s": self.job.batch.global_size * self.job.model.seq_len / seconds,
+            "tokens_per_s": sequences * self.job.model.seq_len / seconds,
             "exposed_comm": exposed_comm,
             "memory_gib": _memory_bytes(self.place.device) / 2**30,
-            "mfu_full": utilisation(self.flops.full, seconds, self.peak, ranks),
-            "mfu_causal": utilisation(self.flops.causal, seconds, self.peak, ranks),
+            "mfu_full": utilisation(flops.full, seconds, self.peak, ranks),
+            "mfu_causal": utilisation(flops.causal, seconds, self.peak, ranks),
         }
 
 
 def run(
-    trainer: Trainer, evaluation: EvaluationConfig, on_step: Callable[[Row], None], on_evaluation: Callable[[Row], None]
+    trainer: Trainer,
+    evaluation: EvaluationConfig,
+    on_step: Callable[[Row], None],
+    on_evaluation: Callable[[Row], None],
+    checkpoints: Path | None = None,
 ) -> None:
-    """Train to the end of the job; each row is handed over as soon as it is known."""
+    """Train to the end of the job; each row is handed over as soon as it is known.
+
+    Args:
+        checkpoints: folder for those that the job asks for.
+    """
+    save_every = trainer.job.checkpoint.every_steps if checkpoints else 0
 
     def evaluate(step: int) -> None:
         on_evaluation({"step": step, "validation_loss": trainer.evaluate(evaluation.global_batches)})
 
     steps = trainer.job.optimizer.steps
     with _collected_by_hand() as collect:
-        evaluate(0)
-        for step in range(1, steps + 1):
+        evaluate(trainer.steps_done)
+        for step in range(trainer.steps_done + 1, steps + 1):
             on_step(trainer.step(step))
+            if checkpoints and save_every and (step % save_every == 0 or step == steps):
+                trainer.save(checkpoints)
             if step % evaluation.every_steps == 0 or step == steps:
                 evaluate(step)
             if step % COLLECT_EVERY_STEPS == 0:

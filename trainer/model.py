@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from collectives.exchange import TensorExchange
 from netlayer.config import ModelConfig
@@ -66,8 +67,14 @@ class GPT(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x)
         for block in self.blocks.values():
-            x = block(x)
+            x = self._again(block, x)
         return x if self.head is None else self.head(x, targets_BT)
+
+    def _again(self, block: nn.Module, x: Tensor) -> Tensor:
+        """A block, which with full recomputation keeps its input alone for the backward pass."""
+        if self.config.recompute != "full" or not torch.is_grad_enabled():
+            return block(x)  # type: ignore[no-any-return]
+        return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
 
     @property
     def units(self) -> list[nn.Module]:
@@ -115,6 +122,7 @@ class Block(nn.Module):
         shared = config.num_kv_heads * self.head_width
         qkv, up = (width, shared, shared), (config.ffn_hidden,) * (2 if config.activation == "swiglu" else 1)
         self.norm = build_norm(config)
+        self.keeps_inputs_alone = config.recompute == "selective"
         self.is_parallel = config.parallel_block
         if self.is_parallel:
             self.inner = column(width, (*qkv, *up), bias, exchange)
@@ -130,11 +138,17 @@ class Block(nn.Module):
         """[T / W, B, D] -> the same."""
         if self.is_parallel:
             q, k, v, *up = self.inner(self.norm(x))
-            y: Tensor = x + self.outer(self.attend(q, k, v), activate(up))
+            y: Tensor = x + self.outer(self._again(self.attend, q, k, v), self._again(activate, *up))
             return y
-        x = x + self.out(self.attend(*self.qkv(self.norm(x))))
-        z: Tensor = x + self.down(activate(self.up(self.mlp_norm(x))))
+        x = x + self.out(self._again(self.attend, *self.qkv(self.norm(x))))
+        z: Tensor = x + self.down(self._again(activate, *self.up(self.mlp_norm(x))))
         return z
+
+    def _again(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """A cheap part of the block whose results selective recomputation does not keep (Korthikanti et al., 2022)."""
+        if not self.keeps_inputs_alone or not torch.is_grad_enabled():
+            return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[T, B, heads of this rank * K] each -> the same shape as `q`."""
@@ -168,11 +182,9 @@ class Head(nn.Module):
         return F.linear(self.norm(x), self.tokens()[: self.tokens.vocab_size])
 
 
-def activate(up: Sequence[Tensor]) -> Tensor:
+def activate(up: Tensor, value: Tensor | None = None) -> Tensor:
     """GeLU (its tanh form) of one tensor; of two, silu(first) * second (SwiGLU)."""
-    if len(up) == 1:
-        return F.gelu(up[0], approximate="tanh")
-    return F.silu(up[0]) * up[1]
+    return F.gelu(up, approximate="tanh") if value is None else F.silu(up) * value
 
 
 def build_norm(config: ModelConfig) -> nn.Module:

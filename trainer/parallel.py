@@ -186,6 +186,11 @@ class SplitModel:
         for chunk in self.chunks:
             chunk.wait_parameters()
 
+    def wait_for_all(self) -> None:
+        """Until every rank has come here."""
+        self.world.all_reduce(self.zero())
+        self.world.wait_on_host()
+
     def zero(self) -> Tensor:
         """A scalar on the device, of the dtype of losses and norms."""
         return torch.zeros((), dtype=torch.float64 if self._is_wide else torch.float32, device=self.device)

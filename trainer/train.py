@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 Backend = Literal["gloo", "nccl"]
 Row = Mapping[str, Any]
+CHECKPOINTS = "checkpoints"
+"""Folder of them in the output of a run."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Work:
     backend: Backend
     out: Path
     seed: int
+    resume: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ def train(
     out: Path,
     seed: int,
     on_progress: OnProgress = lambda _progress: None,
+    resume: Path | None = None,
 ) -> TrainResult:
     """Train `job` on `ranks` processes of this machine.
 
@@ -136,6 +140,7 @@ def train(
         out: a folder that exists.
         seed: of the initial parameters and of the samples.
         on_progress: called in this thread for every row.
+        resume: a checkpoint to go on from; its seed goes before `seed`.
 
     Raises:
         ConfigError: a setting is not built yet, or a variable that NCCL would misread is set.
@@ -148,7 +153,7 @@ def train(
     outcomes = launch(
         _run_rank,
         ranks,
-        args=(Work(job, corpus, init_method, backend, out, seed),),
+        args=(Work(job, corpus, init_method, backend, out, seed, resume),),
         log_dir=out / "logs",
         env=exports(nccl),
         on_message=lambda _rank, progress: on_progress(progress),
@@ -165,11 +170,6 @@ def check_supported(job: JobConfig, ranks: int) -> None:
     if world_size != ranks:
         degrees = "job.parallel.tp x pp x dp"
         raise ConfigError(degrees, world_size, f"must equal the number of ranks started, {ranks}", "change a degree")
-    if job.optimizer.name != "adamw":
-        raise ConfigError("job.optimizer.name", job.optimizer.name, "is not built yet in this version", "set adamw")
-    if job.checkpoint.every_steps:
-        rule = "checkpoints are not built yet in this version"
-        raise ConfigError("job.checkpoint.every_steps", job.checkpoint.every_steps, rule, "set it to 0")
 
 
 def _run_rank(context: RankContext, work: Work) -> Outcome:

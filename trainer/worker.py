@@ -18,9 +18,10 @@ import torch.distributed as dist
 from netlayer.errors import HardwareMissing
 from netlayer.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
+from trainer.checkpoint_meta import find
 from trainer.loop import Place, Row, Trainer, run
 from trainer.parallel import further_groups
-from trainer.train import Outcome, Progress, Work
+from trainer.train import CHECKPOINTS, Outcome, Progress, Work
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,12 @@ def run_rank(context: RankContext, work: Work) -> Outcome:
     place, groups = meet(context, work)
     _be_deterministic(place, work.seed)
     trainer = Trainer(work.job, work.corpus, work.seed, place, groups)
+    if work.resume is not None:
+        trainer.resume(find(work.resume))
     if place.rank == 0:
         logger.info("%d parameters, %d ranks on %s", trainer.num_parameters, place.world_size, place.device_name)
     with _Rows(context, work) as rows:
-        run(trainer, work.job.evaluation, rows.add_step, rows.add_evaluation)
+        run(trainer, work.job.evaluation, rows.add_step, rows.add_evaluation, work.out / CHECKPOINTS)
     # Only here: after a failure it could wait for peers that are gone, and hold back the report of the cause.
     dist.destroy_process_group()
     return Outcome(tuple(rows.steps), tuple(rows.evaluations), trainer.num_parameters, place.device_name)

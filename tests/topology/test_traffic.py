@@ -24,9 +24,9 @@ from topology.traffic import (
 )
 
 
-def _job(*, tp: int = 1, pp: int = 1, dp: int = 1, vpp: int = 1, **fabric: Any) -> Config:
+def _job(*, tp: int = 1, pp: int = 1, dp: int = 1, vpp: int = 1, seq_len: int = 10, **fabric: Any) -> Config:
     """A small job on servers of two GPUs and one NIC."""
-    model = {"layers": 12, "hidden": 64, "heads": 4, "ffn_hidden": 256, "vocab_size": 100, "seq_len": 10}
+    model = {"layers": 12, "hidden": 64, "heads": 4, "ffn_hidden": 256, "vocab_size": 100, "seq_len": seq_len}
     parallel = {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp}
     tree = {
         "cluster": {"servers": tp * pp * dp // 2, "gpus_per_server": 2, **fabric},
@@ -177,7 +177,7 @@ def test_gpus_share_nics_in_order() -> None:
 
 
 def test_a_tensor_group_that_leaves_its_server_is_refused() -> None:
-    tree = _job(tp=4, dp=2)
+    tree = _job(tp=4, dp=2, seq_len=12)
     with pytest.raises(ConfigError, match=r"job\.parallel\.tp = 4: must divide"):
         job_flows(tree.job, tree.cluster)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from netlayer.config import JobConfig
 from netlayer.layout import ParallelLayout
 from netlayer.rank import RankContext
 from netlayer.rendezvous import create_groups, open_world
+from trainer import checkpoint
+from trainer.checkpoint_meta import find
 from trainer.linears import parts
 from trainer.optim import build_optimizer
 from trainer.parallel import SplitModel, further_groups
@@ -43,14 +46,33 @@ def run_rank(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: s
         dist.destroy_process_group()
 
 
-def train(job: JobConfig, rank: int, steps: int) -> Trained:
+def go_on(
+    context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str, folders: Sequence[tuple[Path, Path]]
+) -> list[Trained]:
+    """Each job from a checkpoint of the first folder to one in the second; one step each."""
+    env = context.env
+    open_world(ParallelLayout(dp=env.world_size), backend="gloo", init_method=url, rank=env.rank)
+    try:
+        return [
+            train(job, env.rank, steps + index, resume=before, save=after)
+            for index, (job, (before, after)) in enumerate(zip(jobs, folders, strict=True))
+        ]
+    finally:
+        dist.destroy_process_group()
+
+
+def train(job: JobConfig, rank: int, steps: int, *, resume: Path | None = None, save: Path | None = None) -> Trained:
     """Some steps on made-up tokens, the same in every layout."""
     layout = job.parallel.layout
     groups = create_groups(layout, more=further_groups(job)) if layout.world_size > 1 else None
     model = SplitModel(job, 3, rank, torch.device("cpu"), groups)
     optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
-    losses, norms, gradients = [], [], []
-    for step in range(1, steps + 1):
+    losses, norms, gradients, done = [], [], [], 0
+    if resume:
+        meta = find(resume)
+        checkpoint.load(meta, model, optimizer)
+        done = meta.step
+    for step in range(done + 1, steps + 1):
         model.start_step(step)
         loss = model.accumulate(batches(job, step, model.place.dp))
         model.finish_gradients()
@@ -61,6 +83,8 @@ def train(job: JobConfig, rank: int, steps: int) -> Trained:
         optimizer.zero_grad()
         losses.append(mean_loss(model, loss))
     evaluation = mean_loss(model, model.evaluate(batches(job, 0, model.place.dp)))
+    if save:
+        checkpoint.save(model, optimizer, steps, 0, save)
     return Trained(losses, norms, gradients, whole(model), evaluation)
 
 

@@ -102,6 +102,14 @@ def test_a_row_says_what_was_promised(text_folder: Path, corpus: Corpus) -> None
     assert row["mfu_full"] is row["mfu_causal"] is None
 
 
+def test_batches_ramp_up_as_the_job_says(text_folder: Path, corpus: Corpus) -> None:
+    ramp = {"start_size": 4, "increment": 2, "increment_steps": 2}
+    trainer = Trainer(tiny_job(text_folder, batch=ramp, optimizer={"name": "lamb"}), corpus, 0, ALONE)
+    rows = [trainer.step(step) for step in range(1, 7)]
+    sequences = [row["tokens_per_s"] * row["step_ms"] / 1e3 / 16 for row in rows]
+    assert sequences == pytest.approx([4, 4, 6, 6, 8, 8])
+
+
 def test_parallel_block_window_and_bfloat16_train(text_folder: Path, corpus: Corpus) -> None:
     model = {"parallel_block": True, "attention_window": 4, "dtype": "bfloat16"}
     got, _ = losses(tiny_job(text_folder, model=model, optimizer={"steps": 12}), corpus)

@@ -131,21 +131,6 @@ def test_ranks_of_nccl_are_told_what_the_job_wants_of_it(
     }
 
 
-@pytest.mark.parametrize(
-    ("field", "sections"),
-    [
-        ("job.optimizer.name", {"optimizer": {"name": "lamb"}}),
-        ("job.checkpoint.every_steps", {"checkpoint": {"every_steps": 10}}),
-    ],
-)
-def test_what_is_not_built_yet_is_refused_by_name(
-    text_folder: Path, tmp_path: Path, field: str, sections: dict[str, dict[str, object]]
-) -> None:
-    with pytest.raises(ConfigError, match=rf"{field} = .* not built yet in this version; set") as caught:
-        prepare(tiny_job(text_folder, 2, **sections), 2, 0, tmp_path)
-    assert caught.value.field == field
-
-
 def test_another_number_of_ranks_is_refused(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
     job = tiny_job(text_folder, ranks=2)
     with pytest.raises(ConfigError, match=r"tp x pp x dp = 2: must equal the number of ranks started, 3"):

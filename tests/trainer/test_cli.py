@@ -1,0 +1,109 @@
+"""`netlayer train` as its user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from netlayer.config import Config, to_toml
+from netlayer.errors import ConfigError
+from trainer.cli import train, words_of
+from trainer.train import Progress
+
+from .conftest import tiny_job
+
+
+@pytest.fixture
+def job_file(text_folder: Path, tmp_path: Path) -> Path:
+    config = Config.model_validate(
+        {
+            "cluster": {"gpus_per_server": 2},
+            "job": tiny_job(text_folder, 2, optimizer={"steps": 6}, checkpoint={"every_steps": 4}).model_dump(),
+        }
+    )
+    file = tmp_path / "job.toml"
+    file.write_text(to_toml(config))
+    return file
+
+
+def netlayer(*words: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [*launcher, "-m", "netlayer", "train", *map(str, words)]
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200, check=False)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_job_trains_and_is_gone_on_with_in_another_layout(job_file: Path, tmp_path: Path) -> None:
+    first = netlayer(job_file, "--out", tmp_path / "a", "--json", "-")
+    assert first.returncode == 0, first.stderr
+    record = json.loads(first.stdout)
+    assert [row["step"] for row in record["rows"] if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows(tmp_path / "a")] == [1, 2, 3, 4, 5, 6]
+    spread = ("--set", "parallel.tp=2", "--set", "parallel.dp=1", "--out", tmp_path / "b")
+    second = netlayer(job_file, "--resume", tmp_path / "a" / "checkpoints" / "step-000004", *spread)
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.startswith("2 steps, loss ")
+    again = [row["loss"] for row in rows(tmp_path / "b")]
+    assert again == pytest.approx([row["loss"] for row in rows(tmp_path / "a")[4:]], abs=1e-4)
+
+
+def test_processes_of_a_launcher_train_together(job_file: Path, tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    done = netlayer(job_file, "--set", "checkpoint.every_steps=0", "--out", tmp_path / "a", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("6 steps, loss ")
+    assert len(rows(tmp_path / "a")) == 6
+
+
+def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(job_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a"
+    words = [str(job_file), "--set", "optimizer.steps=100000", "--out", str(out)]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "netlayer", "train", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    until = time.monotonic() + 120
+    while not ((out / "metrics.jsonl").is_file() and rows(out)) and run.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)
+    _, stderr = run.communicate(timeout=100)
+    assert run.returncode == 130
+    assert f"what was done until then is in {out}" in stderr
+    assert rows(out)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--set", "parallel.tp=3"], "must divide job.model.heads"),
+        (["--set", "parallel.tp=2"], "must equal cluster.servers x cluster.gpus_per_server"),
+        (["--config", "other.toml"], "give one of them"),
+        (["--resume", "/nowhere"], "holds no checkpoint"),
+        (["--set", "cluster.servers=2", "--set", "parallel.dp=4", "--set", "batch.global_size=16"], "torchrun"),
+    ],
+)
+def test_what_cannot_be_is_one_line_before_anything_starts(
+    job_file: Path, tmp_path: Path, words: list[str], said: str
+) -> None:
+    result = CliRunner().invoke(train, [str(job_file), *words, "--out", str(tmp_path / "out")])
+    assert isinstance(result.exception, ConfigError)
+    assert said in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_progress_says_what_a_person_looks_for() -> None:
+    row = {"loss": 2.5, "tokens_per_s": 12_345.6, "mfu_full": 0.61, "mfu_causal": 0.58, "exposed_comm": 0.012}
+    words = words_of(Progress("training", 3, 10, {**row, "memory_gib": 40.25}))
+    assert words == "loss 2.500, 12,346 tokens/s, MFU 0.610 full, 0.580 causal, exposed 1.2%, 40.2 GiB"
+    assert words_of(Progress("validating", 3, 10, {"validation_loss": 1.25})) == "held-out loss 1.250"

@@ -1,0 +1,164 @@
+"""`netlayer train`: a job from its file to its metrics, on the GPUs of this machine, its CPUs, or under a launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from netlayer.command import RunOptions, open_run, run_options
+
+if TYPE_CHECKING:
+    from netlayer.config import Config
+    from netlayer.rank import RankEnv
+    from netlayer.results import RunRecord
+    from trainer.train import Backend, Progress, TrainResult
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@run_options
+@click.option("--resume", type=click.Path(path_type=Path), help="Go on from a checkpoint, or the newest of a run.")
+def train(options: RunOptions, file: Path | None, resume: Path | None) -> None:
+    """Train the job of FILE: tensor, pipeline and data parallel as job.parallel says.
+
+    Each step's loss, tokens/s, MFU and exposed communication go to DIR/metrics.jsonl, held-out losses to
+    DIR/validation.jsonl, checkpoints (job.checkpoint.every_steps) to DIR/checkpoints, a record to DIR/records.
+    On one machine it starts the ranks itself; under torchrun, srun or mpirun each process is one.
+
+    \b
+    Examples:
+      netlayer train examples/laptop.toml
+      netlayer train examples/laptop.toml --set parallel.tp=2 --set parallel.dp=1 --out runs/tp2
+      netlayer train examples/laptop.toml --set checkpoint.every_steps=50 --out runs/a
+      netlayer train examples/laptop.toml --resume runs/a --out runs/b
+      torchrun --nproc-per-node 2 -m netlayer train examples/laptop.toml
+    """
+    from netlayer import environ
+    from netlayer.errors import ConfigError
+    from netlayer.rank import detect
+    from netlayer.results import write_text
+    from trainer.checkpoint_meta import find
+    from trainer.memory import check_memory
+    from trainer.train import check_supported
+
+    if file and options.config_path:
+        raise ConfigError("--config", options.config_path, f"is given beside {file}", "give one of them")
+    config, env = options.load_config(file), detect(os.environ)
+    here = config.cluster.num_gpus if env is None else env.local_world_size
+    if env is None and config.cluster.servers > 1:
+        rule = "only ranks of one machine are started from here"
+        raise ConfigError("cluster.servers", config.cluster.servers, rule, "start with torchrun, srun or mpirun")
+    backend = environ.choose_backend(config.job.launch.backend, here)
+    check_supported(config.job, here if env is None else env.world_size)
+    check_memory(config.job, here, backend)
+    checkpoint = find(resume).path if resume else None
+    if env is not None and env.rank:
+        _join(config, options, backend, checkpoint, env, options.out or Path())
+        return
+    with open_run(options.out, "train") as out:
+        train_it = _start if env is None else functools.partial(_join, env=env)
+        record = _recorded(config, options, out, lambda: train_it(config, options, backend, checkpoint, out=out))
+    click.echo(_last_line(record, out), err=str(options.json_file) == "-")
+    if options.json_file:
+        write_text(options.json_file, record.to_json())
+
+
+def _start(config: Config, options: RunOptions, backend: Backend, resume: Path | None, out: Path) -> TrainResult:
+    """On ranks of this machine, which are started here."""
+    from netlayer.meeting import meeting_place
+    from netlayer.progress import Stages
+    from trainer import train as training
+
+    job, ranks = config.job, config.cluster.num_gpus
+    with Stages() as stages, meeting_place(job.store.url) as place:
+        with stages.open("text") as bar:
+            corpus = training.prepare(job, ranks, options.seed, out, lambda _stage, done, total: bar(done, total))
+        with stages.open("training") as bar:
+            return training.train(
+                job,
+                corpus,
+                ranks=ranks,
+                init_method=place.init_method("training"),
+                backend=backend,
+                out=out,
+                seed=options.seed,
+                on_progress=lambda progress: bar(progress.done, progress.total, words_of(progress)),
+                resume=resume,
+            )
+
+
+def _join(
+    config: Config, options: RunOptions, backend: Backend, resume: Path | None, env: RankEnv, out: Path
+) -> TrainResult:
+    """As one of the ranks that a launcher has started; rank 0 alone writes and shows."""
+    from congestion.nic.env import as_record, exports, for_ranks
+    from netlayer.interrupt import held_interrupt
+    from netlayer.progress import Stages
+    from netlayer.rank import RankContext
+    from trainer import train as training
+
+    job, nccl = config.job, for_ranks(backend, config.job.nccl)
+    os.environ.update(exports(nccl))  # NCCL reads it when the first communicator is made
+    with held_interrupt():  # torch takes two seconds to load
+        from trainer.worker import run_rank
+    with contextlib.ExitStack() as stack:
+        report: Callable[[Any], None] = lambda _progress: None  # noqa: E731
+        corpus = training.prepare(job, env.world_size, options.seed, out)
+        if env.rank == 0:
+            bar = stack.enter_context(stack.enter_context(Stages()).open("training"))
+            report = lambda progress: bar(progress.done, progress.total, words_of(progress))  # noqa: E731
+        work = training.Work(job, corpus, "env://", backend, out, options.seed, resume)
+        outcome = run_rank(RankContext(env, report), work)
+    devices = (outcome.device,) * env.world_size
+    return training.TrainResult(
+        outcome.steps, outcome.evaluations, corpus.facts, outcome.num_parameters, devices, as_record(nccl)
+    )
+
+
+def _recorded(config: Config, options: RunOptions, out: Path, run: Callable[[], TrainResult]) -> RunRecord:
+    """The record of a run, which is saved."""
+    from netlayer import environ
+    from netlayer.results import RunRecord, utc_now
+
+    started = utc_now()
+    result = run()
+    told = {"nccl_settings": list(result.nccl_settings)} if result.nccl_settings else {}
+    record = RunRecord(
+        name="train",
+        source="measured",
+        rows=[*result.steps, *result.evaluations],
+        started_utc=started,
+        ended_utc=utc_now(),
+        arguments=options.arguments(),
+        config=config.model_dump(mode="json"),
+        environment=environ.snapshot(options.seed) | told,
+        devices=result.devices,
+    )
+    record.save(out / "records")
+    return record
+
+
+def words_of(progress: Progress) -> str:
+    """A row for the progress line."""
+    row = progress.row
+    if "validation_loss" in row:
+        return f"held-out loss {row['validation_loss']:.3f}"
+    if "loss" not in row:
+        return progress.stage
+    words = [f"loss {row['loss']:.3f}", f"{row['tokens_per_s']:,.0f} tokens/s"]
+    if row["mfu_full"] is not None:
+        words.append(f"MFU {row['mfu_full']:.3f} full, {row['mfu_causal']:.3f} causal")
+    return ", ".join([*words, f"exposed {row['exposed_comm']:.1%}", f"{row['memory_gib']:.1f} GiB"])
+
+
+def _last_line(record: RunRecord, out: Path) -> str:
+    held_out = [row["validation_loss"] for row in record.rows if "validation_loss" in row]
+    losses = [row["loss"] for row in record.rows if "loss" in row]
+    trained = f"{len(losses)} steps" + (f", loss {losses[0]:.3f} to {losses[-1]:.3f}" if losses else "")
+    return f"{trained}; held-out loss {held_out[0]:.3f} to {held_out[-1]:.3f}; {out}"

@@ -1,0 +1,64 @@
+"""Learning rate and batch size of every step: functions of the job and the step alone, the same on every rank.
+
+Steps count from 1. Left out: schedules over tokens in place of steps.
+"""
+
+from __future__ import annotations
+
+import math
+
+from netlayer.config import BatchConfig, OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """Learning rate of step 1..steps: a linear rise over the warm-up to `lr`, then what `schedule` says.
+
+    cosine: half a cosine down to `min_lr_share` at the last step (SGDR, arXiv 1608.03983, without restarts). linear: a
+    line down to the same. wsd: `lr` up to the last `decay_share` of the steps, then a line down to the same (MiniCPM,
+    arXiv 2404.06395; the line as in arXiv 2405.18392). constant: `lr`.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    return config.lr * _share_of_peak(config, step)
+
+
+def batch_size(config: BatchConfig, step: int) -> int:
+    """Sequences of one step, over all ranks: `start_size`, and `increment` more every `increment_steps` steps.
+
+    It ends at `global_size`. A job's rules make each of these sizes whole micro-batches for every data-parallel rank.
+    """
+    if config.start_size == 0:
+        return config.global_size
+    grown = (step - 1) // config.increment_steps * config.increment
+    return min(config.global_size, config.start_size + grown)
+
+
+def sequences_through(config: BatchConfig, step: int) -> int:
+    """Sequences of steps 1..step together, over all ranks; 0 for step 0."""
+    if config.start_size in (0, config.global_size):
+        return step * config.global_size
+    num_short = -(-(config.global_size - config.start_size) // config.increment)  # sizes below `global_size`
+    ramp = min(step, num_short * config.increment_steps)
+    full, rest = divmod(ramp, config.increment_steps)
+    # `full` sizes in whole, each an increment above the one before, and `rest` steps of the next one.
+    grown = config.increment * (config.increment_steps * full * (full - 1) // 2 + rest * full)
+    return ramp * config.start_size + grown + (step - ramp) * config.global_size
+
+
+def tokens_through(config: BatchConfig, seq_len: int, step: int) -> int:
+    """Tokens trained on in steps 1..step, over all ranks."""
+    return sequences_through(config, step) * seq_len
+
+
+def _share_of_peak(config: OptimizerConfig, step: int) -> float:
+    """After the warm-up."""
+    lost = 1 - config.min_lr_share
+    begin, end = config.warmup_steps, config.steps
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule == "wsd":
+        begin = max(begin, end - max(1, round(config.decay_share * end)))
+    progress = max(0, step - begin) / max(1, end - begin)
+    if config.schedule == "cosine":
+        return config.min_lr_share + lost * (1 + math.cos(math.pi * progress)) / 2
+    return 1 - lost * progress
