@@ -40,7 +40,7 @@ def apply(options: HostOptions) -> None:
       netlayer nic apply --profile examples/profiles/tuned-dcqcn.toml --apply --ssh hosts.txt
     """
     from congestion.nic.apply import apply_plan
-    from congestion.nic.shown import print_note, print_plan
+    from congestion.nic.shown import print_left, print_note, print_plan
 
     if elsewhere(options, "apply"):
         return
@@ -63,14 +63,9 @@ def apply(options: HostOptions) -> None:
     give(options, {"profile": found.profile.name, "applied": True, "changed": changed, "summary": words})
     if not alone(options):
         for row in done.rows:
-            click.echo(
-                f"{row.step.device} {row.step.name}: {row.old or '-'} -> {row.step.new} {row.step.unit}".rstrip()
-            )
+            click.echo(f"{row.step.device} {row.step.name}: {row.old or '-'} -> {row.step.value}")
         click.echo(words)
-    for one in found.cannots:
-        print_note(f"left: {one.device} {one.what}: {one.why}")
-    for row in left:
-        print_note(f"left: {row.step.device} {row.step.name}: {row.unknown or row.action}")
+    print_left("left", found.cannots, left)
     if done.rows:
         print_note("undo it with: netlayer nic rollback --apply")
 

@@ -71,13 +71,13 @@ def inventory(options: HostOptions, cluster: Path | None) -> None:
 def _judge(wanted: ClusterConfig) -> Callable[[Any], list[str]]:
     """What a host's inventory, as it came over ssh, differs in from the cluster file."""
     from congestion.nic.hosts_check import differences
-    from congestion.nic.inventory_file import devices_of
+    from congestion.nic.inventory_file import RELEASE, devices_of
 
     def judge(result: Any) -> list[str]:
         try:
             return differences(devices_of(result), wanted)
         except ValueError as exc:
-            return [f"its inventory {exc}: is the same release of netlayer there?"]
+            return [f"its inventory {exc}: {RELEASE}"]
 
     return judge
 
@@ -125,7 +125,7 @@ def verify(options: HostOptions) -> None:
       netlayer nic verify --profile examples/profiles/lossless-dcqcn.toml
       netlayer nic verify --profile examples/profiles/lossless-dcqcn.toml --ssh hosts.txt --json verified.json
     """
-    from congestion.nic.shown import print_differences, print_note
+    from congestion.nic.shown import print_differences, print_left
     from netlayer.errors import CheckFailed
 
     if elsewhere(options, "verify"):
@@ -140,10 +140,7 @@ def verify(options: HostOptions) -> None:
     give(options, summed(found) | {"summary": words})
     if not alone(options):
         print_differences(wrong)
-    for row in skipped:
-        print_note(f"not checked: {row.step.device} {row.step.name}: {row.unknown or row.action}")
-    for one in found.cannots:
-        print_note(f"not checked: {one.device} {one.what}: {one.why}")
+    print_left("not checked", found.cannots, skipped)
     if wrong:
         first = wrong[0]
         raise CheckFailed(

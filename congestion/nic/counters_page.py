@@ -54,7 +54,10 @@ def build_page(log: Log, events: Sequence[Event], limits: Thresholds, step_s: fl
     _curve(congestion, log, "pauses", r"rx_prio\d_pause_duration", 1e-6, Axis("value", "Time paused", "share"))
     _curve(congestion, log, "errors", r"packet_seq_err|out_of_sequence", 1.0, Axis("value", "Sequence errors", "1/s"))
     definitions = report.section("Definitions and limits")
-    definitions.keyvalues({f"from {name} on": value for name, value in limits.model_dump().items()})
+    fields = Thresholds.model_fields
+    definitions.keyvalues(
+        {name: f"{value:g}; {fields[name].description}" for name, value in limits.model_dump().items()}
+    )
     definitions.text(
         "`silent` needs four ports with traffic, `slow` of one port two. `slow` and `stalled` are told by the step, "
         "all else within two readings of the counters. A point of a curve is the mean of a stretch."

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from netlayer.config import NcclConfig
 
 _PATH = click.Path(path_type=Path)
-_SECTIONS = ("cluster.", "job.", "nccl.")
+_SECTIONS = ("job.nccl.", "nccl.")
 
 
 @click.command()
@@ -78,8 +78,14 @@ def _settings(job: Path | None, profile: Path | None, overrides: Sequence[str]) 
     from congestion.nic.env import PREFIX, filled_from
     from congestion.nic.profile import load_profile
     from netlayer.config import load_config
+    from netlayer.errors import ConfigError
 
-    words = [word if word.partition("=")[0].startswith(_SECTIONS) else f"{PREFIX}.{word}" for word in overrides]
+    words = []
+    for word in overrides:
+        name = word.partition("=")[0]
+        if "." in name and not name.startswith(_SECTIONS):
+            raise ConfigError("--set", word, f"has no effect here: only {PREFIX} is read", "leave it out")
+        words.append(word if "." in name else f"{PREFIX}.{word}")
     settings = load_config(job, words, option="--job").job.nccl
     return filled_from(load_profile(profile), settings) if profile else settings
 

@@ -12,10 +12,16 @@ from typing import Any
 
 from congestion.nic.hosts import is_host
 from congestion.nic.inventory import MODELS, SURFACES, VENDORS, Device, Gid, is_name, is_pci
+from congestion.nic.tools import printable
 from netlayer.errors import ConfigError
 
 _REMEDY = "write it anew: netlayer nic inventory --ssh HOSTS --json FILE"
+RELEASE = "is the same release of netlayer there?"
 _WORDS = ("driver", "firmware", "link_layer", "state")
+
+
+class NoInventory(ValueError):
+    """An answer that is no inventory: of another release of ours, for example."""
 
 
 def read_inventory(path: Path) -> dict[str, list[Device] | str]:
@@ -31,7 +37,8 @@ def read_inventory(path: Path) -> dict[str, list[Device] | str]:
     except (OSError, ValueError, RecursionError) as exc:
         raise ConfigError("--inventory", path, f"cannot be read ({exc})", _REMEDY) from exc
     hosts = tree.get("hosts") if isinstance(tree, dict) else None
-    if hosts is None:
+    one_host = hosts is None
+    if one_host:
         hosts = {path.stem: {"result": tree}}
     if not isinstance(hosts, dict) or not hosts or not all(isinstance(one, dict) for one in hosts.values()):
         raise ConfigError("--inventory", path, "has no hosts", _REMEDY)
@@ -41,8 +48,14 @@ def read_inventory(path: Path) -> dict[str, list[Device] | str]:
             if not is_host(host):
                 raise ValueError("is no host's name")
             found[host] = (
-                str(row.get("said") or "no answer") if row.get("result") is None else devices_of(row["result"])
+                printable(str(row.get("said") or "no answer"))
+                if row.get("result") is None
+                else devices_of(row["result"])
             )
+        except NoInventory as exc:
+            if one_host:
+                raise ConfigError("--inventory", path, str(exc), _REMEDY) from exc
+            found[host] = f"its answer {exc}: {RELEASE}"
         except ValueError as exc:
             raise ConfigError("--inventory", path, f"host {host!r}: {exc}", _REMEDY) from exc
     return found
@@ -52,18 +65,19 @@ def devices_of(result: Any) -> list[Device]:
     """The devices of one host, out of what the command printed as JSON.
 
     Raises:
-        ValueError: it is none.
+        NoInventory: it is none.
+        ValueError: it has something in it that no inventory has.
     """
     rows = result.get("devices") if isinstance(result, dict) else None
     if not isinstance(rows, list):
-        raise ValueError("has no devices")
+        raise NoInventory("has no devices")
     return [_device(row) for row in rows]
 
 
 def _device(row: Any) -> Device:
     names = {field.name for field in fields(Device)}
     if not isinstance(row, dict) or set(row) != names:
-        raise ValueError("has a device whose keys are not those of an inventory")
+        raise NoInventory("has a device whose keys are not those of an inventory")
     try:
         device = Device(
             **{
@@ -82,10 +96,15 @@ def _device(row: Any) -> Device:
             and (not device.pci or is_pci(device.pci))
             and {*device.surfaces, *device.closed} <= SURFACES
             and type(device.rate_mbps) is int
-            and all(isinstance(getattr(device, word), str) for word in _WORDS)
+            and all(_is_plain(getattr(device, word)) for word in _WORDS)
         )
     except (TypeError, ValueError) as exc:
-        raise ValueError(f"has a device that is none ({exc})") from exc
+        raise ValueError(f"has a device that is none ({printable(str(exc))})") from exc
     if not right:
         raise ValueError(f"has a device that is none: {str(device.name)[:64]!r}")
     return device
+
+
+def _is_plain(value: object) -> bool:
+    """Words that a terminal may be given as they are."""
+    return isinstance(value, str) and value.isprintable()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # `--help` needs no pydantic
 
 _CABLE_M = 40
 _WRITES = "writes.csv"
+_FEW = 3  # names that are all given
 _PATH = click.Path(path_type=Path)
 
 
@@ -110,7 +111,7 @@ def fabric(
         write_text(json_file, json.dumps(tree, indent=1) + "\n")
     if str(json_file) != "-":
         _print(groups, {name: one for name, (one, _) in configured.items()}, wrong)
-    _say(groups, bool(form), out)
+    _say(groups, switches, wanted, out)
     if wrong:
         first = next(iter(wrong))
         rule = f"{count(len(wrong), 'host')} not as the cluster file says; first: {first}: {'; '.join(wrong[first])}"
@@ -148,7 +149,7 @@ def _hosts(
         click.echo(
             f"note: the inventory has {count(len(found), 'host')}, cluster.servers = {cluster.servers}", err=True
         )
-    return {host: of_fabric(devices, cluster) for host, devices in answers.items()}, wrong
+    return {host: own for host, devices in answers.items() if (own := of_fabric(devices, cluster))}, wrong
 
 
 def _script(group: HostGroup, number: int, profile: Profile) -> str:
@@ -240,10 +241,11 @@ def _print(groups: Sequence[HostGroup], switches: dict[str, SwitchGroup], wrong:
         print_table("Not as the cluster file says", ["host", "what"], lines)
 
 
-def _say(groups: Sequence[HostGroup], switches: bool, out: Path | None) -> None:
+def _say(groups: Sequence[HostGroup], switches: Sequence[SwitchGroup], profile: Profile, out: Path | None) -> None:
     """What to know, once."""
     from congestion.nic.plan_fabric import DEVICE
     from congestion.nic.plan_script import comment
+    from netlayer.units import format_rate
 
     notes = [note for group in groups for one in group.nics for note in one.plan.notes]
     notes = [comment(note.removeprefix(f"{DEVICE}: ")) for note in notes]
@@ -254,6 +256,9 @@ def _say(groups: Sequence[HostGroup], switches: bool, out: Path | None) -> None:
         notes.append(
             "ECMP's hash is left alone: netlayer topology cure, and netlayer nic switch --hash-seed --hash-offset"
         )
+    rates = sorted({bps for one in switches for _, bps in one.ports})
+    if len(rates) > 1 and profile.switch.kmin_bytes is not None:
+        notes.append(f"ports of {', '.join(map(format_rate, rates))} mark at the same thresholds, the profile's")
     if out is None:
         notes.append("nothing was written: give --out for the scripts")
     for note in dict.fromkeys(notes):
@@ -261,4 +266,4 @@ def _say(groups: Sequence[HostGroup], switches: bool, out: Path | None) -> None:
 
 
 def _span(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names):,})" if names else "-"
+    return ", ".join(names) or "-" if len(names) <= _FEW else f"{names[0]} ... {names[-1]} ({len(names):,})"

@@ -13,6 +13,7 @@ from typing import Any
 
 from congestion.nic.inventory import MODELS, VENDORS
 from congestion.nic.plan_fabric import DEVICE, NETDEV, PCI, Alike, HostGroup
+from congestion.nic.script_functions import FUNCTIONS
 from congestion.nic.steps import FileStep, ToolStep, TriggerStep
 from congestion.nic.tool_settings import ToolSetting
 from congestion.nic.tools import printable
@@ -23,53 +24,42 @@ _HEAD = """\
 # Run it as root on each of these hosts, and keep what it prints: the values that were there before. It looks at every
 # NIC before the first write and stops at the first value that does not hold. It does not undo: `netlayer nic apply`
 # keeps a journal and does.
-set -euo pipefail
-fail() {{ echo "error: $*" >&2; exit 1; }}
-look() {{  # device, vendor, model or -, rate, parity of the PCI function or -: sets dev, pci and netdev
+"""
+_LOOK = """\
+look() {  # device, vendor, model or -, rate, parity of the PCI function or -: sets dev, pci and netdev
   local base=/sys/class/infiniband/$1 file
   dev=$1 pci='' netdev=''
   [ -d "$base" ] || fail "$dev is not there"
   [ "$(cat "$base/device/vendor")" = "$2" ] || fail "$dev is of vendor $(cat "$base/device/vendor"), not $2"
   [ "$3" = - ] || [ "$(cat "$base/device/device")" = "$3" ] || fail "$dev is not of model $3"
+  [ "$(cat "$base/ports/1/link_layer")" = Ethernet ] || fail "$dev is $(cat "$base/ports/1/link_layer"), no RoCE"
   [[ $(cat "$base/ports/1/state") == *ACTIVE* ]] || fail "$dev is not up"
   [[ $(cat "$base/ports/1/rate") == "$4 Gb/sec"* ]] || fail "$dev has $(cat "$base/ports/1/rate"), not $4 Gb/sec"
-  pci=$(readlink -f "$base/device"); pci=${{pci##*/}}
-  [[ $pci =~ ^[0-9a-f]{{4,8}}:[0-9a-f]{{2}}:[0-9a-f]{{2}}\\.[0-7]$ ]] || fail "$dev has no PCI address"
-  [ "$5" = - ] || [ "$((${{pci##*.}} % 2))" -eq "$5" ] || fail "$dev is $pci, another port of its NIC than planned for"
+  pci=$(readlink -f "$base/device"); pci=${pci##*/}
+  [[ $pci =~ ^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\\.[0-7]$ ]] || fail "$dev has no PCI address"
+  [ "$5" = - ] || [ "$((${pci##*.} % 2))" -eq "$5" ] || fail "$dev is $pci, another port of its NIC than planned for"
   for file in "$base"/ports/1/gid_attrs/ndevs/*; do
     [ -n "$netdev" ] || netdev=$(cat "$file" 2> /dev/null) || true
   done
-  for file in "$base"/device/net/*; do [ -n "$netdev" ] || netdev=${{file##*/}}; done
+  for file in "$base"/device/net/*; do [ -n "$netdev" ] || netdev=${file##*/}; done
   [[ $netdev =~ ^[A-Za-z0-9][A-Za-z0-9_.-]*$ ]] || fail "$dev has no network device"
-}}
-put() {{
-  [ -f "$1" ] || fail "$1 is not there: this driver has no such setting"
-  echo "$1: $(cat -- "$1") -> $2"
-  printf '%s\\n' "$2" > "$1"
-  [ "$(($(cat -- "$1")))" -eq "$2" ] || fail "$1 does not hold $2"
-}}
-before() {{ echo "before: $*"; "$@" < /dev/null || echo 'not to be read'; }}
-run() {{
-  local code=0
-  echo "run: $*"
-  "$@" < /dev/null || code=$?
-  [ "$code" -eq 0 ] || [ "$1 $code" = "ethtool 78" ] || fail "exit code $code of: $*"  # 78: it was so already
-}}
+}
+before() { echo "before: $*"; "$@" < /dev/null || echo 'not to be read'; }
 """
 
 
 def host_script(group: HostGroup, title: str) -> str:
-    """The script of a group of hosts."""
+    """The script of a group of hosts: nothing of it runs before all of it has arrived."""
     programs = sorted({setting.tool for nics in group.nics for setting in _settings(nics)})
-    lines = [_HEAD.format(title=printable(title))]
-    lines += [f"command -v {shlex.quote(one)} > /dev/null || fail '{one} is not installed'" for one in programs]
+    lines = [f"command -v {shlex.quote(one)} > /dev/null || fail '{one} is not installed'" for one in programs]
     loops = [(nics, list(_writes(nics))) for nics in group.nics]
     for nics, _ in loops:
         lines.append(f"for name in {shlex.join(nics.names)}; do {_look(nics)}; done")
     for nics, writes in loops:
-        lines += ["", f"for name in {shlex.join(nics.names)}; do", f"  {_look(nics)}", *(f"  {one}" for one in writes)]
+        lines += [f"for name in {shlex.join(nics.names)}; do", f"  {_look(nics)}", *(f"  {one}" for one in writes)]
         lines.append("done")
-    return "\n".join(lines) + "\n"
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"{_HEAD.format(title=printable(title))}{FUNCTIONS}{_LOOK}main() {{\n{body}\n}}\nmain\n"
 
 
 def _settings(nics: Alike) -> list[ToolSetting]:
@@ -90,7 +80,7 @@ def _writes(nics: Alike) -> Iterator[str]:
     asked, made = set[str](), set[str]()
     for row in nics.plan.changes:
         step = row.step
-        yield f"# {comment(f'{step.name} = {step.new} {step.unit}: {step.reason}')}"
+        yield f"# {comment(f'{step.name} = {step.value}: {step.reason}')}"
         if step.warning:
             yield f"#   {comment(step.warning)}"
         if isinstance(step, ToolStep):

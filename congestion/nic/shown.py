@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import click
 
+from congestion.nic.draft import Cannot
 from congestion.nic.inventory import Device
 from congestion.nic.plan import Plan
+from congestion.nic.script_functions import FUNCTIONS
 from congestion.nic.steps import FileStep, Row, ToolStep, TriggerStep
 from congestion.nic.tools import printable
 from netlayer.units import format_rate
@@ -19,11 +21,6 @@ _SCRIPT_HEAD = """\
 # {title}
 # Run it as root on the host itself. It stops at the first value that does not hold; it does not undo by itself:
 # the lines to undo it stand at its end.
-set -euo pipefail
-put() {{
-  printf '%s\\n' "$2" > "$1"
-  [ "$(($(cat -- "$1")))" -eq "$2" ] || {{ echo "error: $1 does not hold $2" >&2; exit 1; }}
-}}
 """
 
 
@@ -81,16 +78,30 @@ def print_note(text: str) -> None:
     click.echo(f"note: {text}", err=True)
 
 
+def print_left(verb: str, cannots: Sequence[Cannot], rows: Sequence[Row]) -> None:
+    """What was not done or looked at, and why: one line for what several devices have alike."""
+    why: dict[tuple[str, str], list[str]] = {}
+    for cannot in cannots:
+        why.setdefault((cannot.device, cannot.why), []).append(cannot.what)
+    for row in rows:
+        why.setdefault((row.step.device, row.unknown or row.action), []).append(row.step.name)
+    devices: dict[tuple[str, str], list[str]] = {}
+    for (device, reason), names in why.items():
+        devices.setdefault((", ".join(names), reason), []).append(device)
+    for (what, reason), alike in devices.items():
+        print_note(f"{verb}: {', '.join(alike)}: {what}: {reason}")
+
+
 def to_script(plan: Plan, title: str) -> str:
     """The plan's changes as a script for bash, with the lines that undo it as comments at the end.
 
     Undone is as `rollback` does it: the last change first, then what drivers must be told, then folders that were made.
     """
-    lines, undo, told = [_SCRIPT_HEAD.format(title=printable(title))], list[list[str]](), list[str]()
+    lines, undo, told = [_SCRIPT_HEAD.format(title=printable(title)) + FUNCTIONS], list[list[str]](), list[str]()
     made: list[str] = []
     for row in plan.changes_there:
         step = row.step
-        words = f"{step.device} {step.name}: {row.old or '?'} -> {step.new} {step.unit}: {step.reason}"
+        words = f"{step.device} {step.name}: {row.old or '?'} -> {step.value}: {step.reason}"
         lines.append(f"# {printable(words)}")
         if step.warning:
             lines.append(f"#   {printable(step.warning)}")
@@ -104,7 +115,7 @@ def to_script(plan: Plan, title: str) -> str:
             lines.append(f"printf '1\\n' > {shlex.quote('/' + step.path)}")
             told += [] if step.group in made else [f"printf '1\\n' > {shlex.quote('/' + step.path)}"]
         elif isinstance(step, ToolStep) and step.setting is not None:
-            lines.append(shlex.join(step.setting.change(row.old or "0", step.new)))
+            lines.append(f"run {shlex.join(step.setting.change(row.old or '0', step.new))}")
             undo.append([shlex.join(step.setting.change(step.new, row.old)) if row.old else f"UNKNOWN {step.name}"])
     back = [line for together in reversed(undo) for line in together]
     back += [*told, *(f"rmdir {shlex.quote('/' + group)}" for group in reversed(made))]

@@ -30,6 +30,11 @@ class Step:
     reason: str
     warning: str = ""
 
+    @property
+    def value(self) -> str:
+        """The value wanted, with its unit where it has one."""
+        return f"{self.new} {self.unit}".rstrip()
+
     def check(self) -> None:
         """
         Raises:

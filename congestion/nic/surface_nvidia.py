@@ -74,6 +74,10 @@ def draw_retransmission(draft: Draft) -> None:
         return
     for name in asked:
         register, reason = _ACCELERATIONS[name]
+        if name == "selective_repeat" and draft.device.model in _NO_RTTCC:
+            why = f"{draft.device.model} does not have it, ConnectX-6 Dx and later do"
+            draft.cannot(register, why, "leave it out of the profile")
+            continue
         value = bool(getattr(wanted, name)) ^ (name == "ack_floor")  # the register disables the floor
         draft.tool(Register(tool, draft.device.pci, register), str(int(value)), reason, name=register, warning=LOST)
 

@@ -162,5 +162,5 @@ def _arithmetic(plan: SwitchPlan, room: Headroom) -> list[str]:
         f"  {'xoff: lossless MTU + share * (the other four), whole KiB':<58} {room.xoff_bytes:>10,} B",
         f"  {'xon: the pipeline of the chip':<58} {room.xon_bytes:>10,} B",
         f"  {'reserved: xoff + xon':<58} {room.size_bytes:>10,} B",
-        f"  {f'{len(plan.lossless)} priorities x {len(plan.ports)} port entries':<58} {whole:>10,} B",
+        f"  {f'priorities: {len(plan.lossless)}, port entries: {len(plan.ports)}; in all':<58} {whole:>10,} B",
     ]

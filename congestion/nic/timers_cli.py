@@ -110,7 +110,7 @@ def _print(solution: Solution, rows: Sequence[Row]) -> None:
     click.echo(f"after: {found}. As {solution.nic} was measured, T = {advice.nic_timeout} is enough.")
     verdict = "is enough too, and slower to find a dead path" if solution.preset > advice.timeout else "is the same"
     if solution.preset < advice.timeout:
-        verdict = "does not outlive it on any NIC with that margin"
+        verdict = "is not enough on every NIC with that margin"
     click.echo(f"NCCL {solution.nccl} by itself: T = {solution.preset}, which {verdict}.\n")
     click.echo(f"export NCCL_IB_TIMEOUT={advice.timeout}")
     click.echo(f"export NCCL_IB_RETRY_CNT={advice.retry_cnt}")

@@ -81,23 +81,40 @@ def watch(**asked: Any) -> None:
 
 
 def _replay(path: Path, limits: Thresholds) -> tuple[Log, Detector]:
-    """Every sample through the detector, file by file."""
+    """What alarms look at, through the detector, file by file."""
     from congestion.nic.counters_detect import Detector
     from congestion.nic.counters_log import load_log, log_parts
     from congestion.nic.counters_sampler import slow_every
 
     detector: Detector | None = None
-    step = 1
+    step, before = 1, 0
     for part in log_parts(path):
         if detector is None:
             detector = Detector(part.columns, limits)
             period_ms = part.about.get("period_ms")
             if isinstance(period_ms, int | float) and 0 < period_ms <= 60_000:
                 step = slow_every(max(1, round(period_ms * 1e6)))
-        for time_ns, values in zip(part.time_ns.tolist(), part.values, strict=True):
+        places = _looked_at(part, before, step)
+        for time_ns, values in zip(part.time_ns[places].tolist(), part.values[places], strict=True):
             detector.update(time_ns, values)
+        before += len(part.time_ns)
     assert detector is not None  # a log has a file
     return load_log(path, most_rows=_MOST_ROWS, step=step), detector
+
+
+def _looked_at(part: Log, before: int, step: int) -> Ints:
+    """The samples of a part of a log at which the slow counters were due or read, as alarms look at them live.
+
+    Args:
+        before: samples of the parts before it.
+    """
+    import numpy as np
+
+    from congestion.nic.counters import FAST, MISSING
+
+    slow = [column.rpartition("/")[2] not in FAST for column in part.columns]
+    due = (np.arange(len(part.time_ns)) + before) % step == 0
+    return np.flatnonzero(due | (part.values[:, slow] != MISSING).any(axis=1))
 
 
 def _sample(asked: dict[str, Any], limits: Thresholds, folder: Path) -> tuple[Log, Detector, dict[str, Any]]:

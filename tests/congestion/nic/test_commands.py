@@ -119,10 +119,17 @@ def test_without_programs_they_are_said_not_to_have_run(tmp_path):
     shared = ["--profile", PROFILE, "--root", str(root)]
     done = CliRunner().invoke(nic, ["apply", *shared, "--state", str(tmp_path / "state"), "--apply"])
     assert done.exit_code == 0, done.exception
-    assert "left: mlx5_0 pfc: not run under --root" in done.stderr
+    assert "left: mlx5_0: pfc, dscp 26, dscp 48, pause, " in done.stderr
     checked = CliRunner().invoke(nic, ["verify", *shared])
     assert checked.exit_code == 0
-    assert "not checked: mlx5_0 pfc: not run under --root" in checked.stderr
+    assert "not checked: mlx5_0: pfc, dscp 26, dscp 48, pause, " in checked.stderr
+
+
+def test_what_several_devices_lack_alike_is_one_line(tmp_path):
+    root = build_host(tmp_path / "root", "mlx5", "mlx5", "bnxt")
+    done = CliRunner().invoke(nic, ["verify", "--profile", PROFILE, "--root", str(root), "--partial"])
+    lines = [line for line in done.stderr.splitlines() if "not run under --root" in line]
+    assert [line.split(": ")[2] for line in lines] == ["bnxt_re2", "mlx5_0, mlx5_1"]
 
 
 def test_another_roots_journal_needs_a_folder(tmp_path):
@@ -144,6 +151,14 @@ def test_a_script_does_what_the_plan_says_and_holds_its_undoing(place):
     subprocess.run(["bash", "-ec", undo], check=True, env=environ, capture_output=True)
     assert isinstance(place.run("verify").exception, CheckFailed)
     assert (place.root / CC / "rp_ai_rate").read_text() == "5\n"
+
+
+def test_a_script_takes_a_program_s_word_that_it_was_so_already(place):
+    program = place.tools / "ethtool"
+    program.write_text(program.read_text().replace("exit 0\n", '[ "$1" != -A ] || exit 78\n'))
+    text = place.good("plan", "--script").stdout.replace("/sys/", f"{place.root}/sys/")
+    environ = os.environ | {"PATH": f"{place.tools}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", text], check=True, env=environ, capture_output=True)
 
 
 def test_a_script_and_json_do_not_share_stdout(place):

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -566,6 +567,33 @@ def test_a_replay_says_what_was_planted_and_fails(tmp_path):
     assert record["source"] == "simulated"
     silent = next(row for row in record["rows"] if row["kind"] == "silent")
     assert silent["after_s"] == pytest.approx(80, abs=1.5)
+
+
+def test_a_kept_log_tells_what_was_told_live(root, tmp_path, monkeypatch):
+    page = SimpleNamespace(write=lambda folder: folder / "report.html")
+    monkeypatch.setattr("congestion.nic.counters_page.build_page", lambda *_: page)
+    ended = threading.Event()
+
+    def trouble() -> None:
+        number = 1000
+        while not ended.wait(0.02):
+            number += 100_000
+            for name in ("link_downed", "port_rcv_packets", "np_ecn_marked_roce_packets"):
+                with counter(root, 0, name).open("r+") as file:
+                    file.write(f"{number}\n")
+
+    thread = threading.Thread(target=trouble)
+    thread.start()
+    asked = ["--root", str(root), "--period-ms", "20", "--seconds", "1.5", "--out", str(tmp_path / "w"), "--json", "-"]
+    try:
+        live = CliRunner().invoke(watch, asked)
+    finally:
+        ended.set()
+        thread.join()
+    again = CliRunner().invoke(watch, ["--replay", str(tmp_path / "w"), "--json", "-"])
+    told = json.loads(live.stdout)["rows"]
+    assert "flap" in {row["kind"] for row in told}
+    assert json.loads(again.stdout)["rows"] == told
 
 
 def test_a_healthy_replay_ends_well(tmp_path):

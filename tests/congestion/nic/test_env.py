@@ -265,6 +265,19 @@ def test_a_damaged_job_is_one_clear_line(tmp_path, text, said):
     assert said in str(result.exception)
 
 
+@pytest.mark.parametrize("word", ["cluster.servers=5", "job.batch.micro_size=2", "job.nccl=3"])
+def test_what_is_not_nccls_has_no_effect_and_is_refused(word):
+    result = CliRunner().invoke(env_cli.env, ["--set", word])
+    assert isinstance(result.exception, ConfigError)
+    assert "has no effect here: only job.nccl is read" in str(result.exception)
+
+
+@pytest.mark.parametrize("word", ["flap_s=10", "nccl.flap_s=10", "job.nccl.flap_s=10"])
+def test_a_key_may_be_said_short_or_in_full(word):
+    result = CliRunner().invoke(env_cli.env, ["--set", word, "--nccl", "2.30.7"], env={"NCCL_IB_TIMEOUT": None})
+    assert "export NCCL_IB_TIMEOUT=19\n" in result.stdout
+
+
 def test_a_job_that_is_not_there_is_said():
     result = CliRunner().invoke(env_cli.env, ["--job", "/nowhere/job.toml"])
     assert isinstance(result.exception, ConfigError)

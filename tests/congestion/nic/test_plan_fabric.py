@@ -68,6 +68,7 @@ def test_the_paper_s_fabric_is_one_script_and_a_file_a_level(tmp_path):
     result = good("--cluster", BIG, "--nic", "ConnectX-6", "--switches", "sonic", "--out", str(out))
     assert "331,776" not in result.stdout  # that is the other profile's
     assert "srv0000 ... srv1535 (1,536)" in result.stdout
+    assert "ports of 200 Gb/s, 400 Gb/s mark at the same thresholds" in result.stderr
     files = sorted(path.name for path in out.iterdir())
     assert files == ["nics-1.hosts", "nics-1.sh", "sonic-core.json", "sonic-spine.json", "sonic-tor.json", "writes.csv"]
     rows = list(csv.DictReader((out / "writes.csv").read_text().splitlines()))
@@ -114,6 +115,7 @@ def test_a_script_says_what_was_there_before(tmp_path):
     [
         ("ports/1/rate", "100 Gb/sec (2X HDR)", "mlx5_1 has 100 Gb/sec (2X HDR), not 400 Gb/sec"),
         ("ports/1/state", "1: DOWN", "mlx5_1 is not up"),
+        ("ports/1/link_layer", "InfiniBand", "mlx5_1 is InfiniBand, no RoCE"),
         ("device/device", "0x101d", "mlx5_1 is not of model 0x1021"),
         ("device/vendor", "0x14e4", "mlx5_1 is of vendor 0x14e4, not 0x15b3"),
         ("ports/1/gid_attrs/ndevs/0", "$(touch owned)", "mlx5_1 has no network device"),
@@ -162,6 +164,28 @@ def test_a_script_may_come_on_stdin(tmp_path):
     assert "roce_slow_restart_en=0" in done.stdout
 
 
+def test_a_script_of_which_a_part_arrived_does_nothing(tmp_path):
+    root, tools, out = build_host(tmp_path / "root", "mlx5"), install_programs(tmp_path / "tools"), tmp_path / "out"
+    good("--cluster", cluster_file(tmp_path), "--nic", "ConnectX-7", "--out", str(out))
+    text = (out / "nics-1.sh").read_text().replace("/sys/", f"{root}/sys/")
+    environ = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    most = text.rpartition("run mlxreg")[0]
+    done = subprocess.run(["bash", "-s"], input=most, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (root / f"sys/kernel/debug/mlx5/{pci_of(0)}/cc_params/rp_ai_rate").read_text() == "5\n"
+
+
+def test_what_a_file_says_is_a_number_or_a_fault_and_never_run(tmp_path):
+    root, tools, out = build_host(tmp_path / "root", "mlx5"), install_programs(tmp_path / "tools"), tmp_path / "out"
+    good("--cluster", cluster_file(tmp_path), "--nic", "ConnectX-7", "--out", str(out))
+    answer = f"a[$(touch {tmp_path}/owned)]"
+    script = (out / "nics-1.sh").read_text().replace("now=$(cat", f"now='{answer}' #")
+    (out / "nics-1.sh").write_text(script)
+    done = run_script(out / "nics-1.sh", root, tools)
+    assert "does not hold" in done.stderr
+    assert not (tmp_path / "owned").exists()
+
+
 def test_an_earlier_plan_is_not_mixed_with(tmp_path):
     words = ["--cluster", cluster_file(tmp_path), "--nic", "ConnectX-7", "--out", str(tmp_path / "out")]
     good(*words)
@@ -206,6 +230,41 @@ def test_hosts_are_grouped_and_those_that_differ_are_named(tmp_path):
     assert "mlx5_1" not in (out / "nics-2.sh").read_text()
 
 
+def test_a_host_without_the_fabrics_nics_gets_no_script(tmp_path):
+    root, out = build_host(tmp_path / "root", "mlx5"), tmp_path / "out"
+    (root / "sys/class/infiniband/mlx5_0/ports/1/state").write_text("1: DOWN\n")
+    result = run(
+        "--cluster", cluster_file(tmp_path), "--inventory", inventory(tmp_path, a=look(root)), "--out", str(out)
+    )
+    assert isinstance(result.exception, CheckFailed)
+    assert [path.name for path in out.iterdir()] == ["writes.csv"]
+
+
+def test_a_nic_too_old_for_selective_repeat_is_not_told_of_it(tmp_path):
+    words = ["--cluster", cluster_file(tmp_path), "--json", "-", "--nic"]
+    tree = json.loads(good(*words, "ConnectX-5", profile=str(example("profiles/lossy-ztr"))).stdout)
+    nics = tree["hosts"][0]["nics"][0]
+    assert "ConnectX-5 does not have it, ConnectX-6 Dx and later do" in [one["why"] for one in nics["cannot"]]
+    assert "selective_repeat_forced_en" not in [step["name"] for step in nics["steps"]]
+    tree = json.loads(good(*words, "ConnectX-7", profile=str(example("profiles/lossy-ztr"))).stdout)
+    assert "selective_repeat_forced_en" in [step["name"] for step in tree["hosts"][0]["nics"][0]["steps"]]
+
+
+def test_an_answer_of_another_release_keeps_no_other_host_from_its_plan(tmp_path):
+    whole = look(build_host(tmp_path / "root", "mlx5"))
+    other = {"devices": [{key: value for key, value in whole["devices"][0].items() if key != "closed"}]}
+    place = inventory(tmp_path, a=whole, b=other, c={"devices": None})
+    result = run("--cluster", cluster_file(tmp_path, 3), "--inventory", place, "--json", "-")
+    assert isinstance(result.exception, CheckFailed)
+    tree = json.loads(result.stdout)
+    assert [group["hosts"] for group in tree["hosts"]] == [["a"]]
+    said = "no inventory: its answer has {}: is the same release of netlayer there?"
+    assert tree["differs"] == {
+        "b": [said.format("a device whose keys are not those of an inventory")],
+        "c": [said.format("no devices")],
+    }
+
+
 def test_what_cannot_be_had_is_said_for_all_at_once(tmp_path):
     result = good(
         "--cluster", cluster_file(tmp_path, 3), "--nic", "broadcom", profile=str(example("profiles/lossy-ztr"))
@@ -238,7 +297,7 @@ def test_what_cannot_be_is_one_clear_line(tmp_path, words, said):
 @pytest.mark.parametrize(
     ("key", "value"),
     [("name", "a; id"), ("vendor", "acme"), ("model", "$(id)"), ("pci", "x"), ("netdev", "`id`"), ("surfaces", ["rm"]),
-     ("rate_mbps", "1; id"), ("state", 4), ("gids", [{}]), ("gpus", 1), ("driver", None)],
+     ("rate_mbps", "1; id"), ("state", 4), ("gids", [{}]), ("gpus", 1), ("driver", None), ("firmware", "\x1b[2J")],
 )  # fmt: skip
 def test_a_hostile_inventory_is_refused(tmp_path, key, value):
     result = look(build_host(tmp_path / "root", "mlx5"))

@@ -55,7 +55,7 @@ def test_the_command_prints_exports_and_the_bounds():
     assert result.exit_code == 0, result.output
     assert "export NCCL_IB_TIMEOUT=19\nexport NCCL_IB_RETRY_CNT=7\n" in result.stdout
     assert "outlives 15.03 s on any NIC" in result.stdout
-    assert "T = 18, which does not outlive it on any NIC with that margin" in result.stdout
+    assert "T = 18, which is not enough on every NIC with that margin" in result.stdout
 
 
 def test_json_on_stdout_is_a_predicted_record():
