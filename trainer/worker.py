@@ -15,6 +15,7 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from netlayer.config import JobConfig
 from netlayer.errors import HardwareMissing
 from netlayer.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
@@ -43,6 +44,11 @@ def run_rank(context: RankContext, work: Work) -> Outcome:
 
 
 def meet(context: RankContext, work: Work) -> tuple[Place, Groups]:
+    """`meet_at` where the job says."""
+    return meet_at(context, work.job, work.init_method, work.backend)
+
+
+def meet_at(context: RankContext, job: JobConfig, init_method: str, backend: str) -> tuple[Place, Groups]:
     """Choose this rank's device and make the process groups of the layout.
 
     Raises:
@@ -50,21 +56,21 @@ def meet(context: RankContext, work: Work) -> tuple[Place, Groups]:
         RanksMissing: not all ranks came in time.
     """
     env, device = context.env, torch.device("cpu")
-    if work.backend == "nccl":
+    if backend == "nccl":
         if env.local_rank >= torch.cuda.device_count():
             rule = f"{env.local_world_size} ranks want a GPU each, {torch.cuda.device_count()} found"
             raise HardwareMissing(f"backend nccl: {rule}; lower a degree of job.parallel, or use gloo")
         device = torch.device("cuda", env.local_rank)
         torch.cuda.set_device(device)
     groups = open_world(
-        work.job.parallel.layout,
-        backend=work.backend,
-        init_method=work.init_method,
+        job.parallel.layout,
+        backend=backend,
+        init_method=init_method,
         rank=env.rank,
         device=device if device.type == "cuda" else None,
         bound=device.type == "cuda",
-        more=further_groups(work.job),
-        timeout=timedelta(seconds=work.job.store.timeout_s),
+        more=further_groups(job),
+        timeout=timedelta(seconds=job.store.timeout_s),
     )
     return Place(env.rank, env.world_size, device), groups
 

@@ -21,7 +21,9 @@ from bench.accept.run import Result, Settings, members_of, run
 from bench.accept.verbs import PHASE as VERBS
 from bench.accept.verbs import Mode
 from bench.accept.work import work_for
+from congestion.nic.env import as_record, for_ranks
 from netlayer import environ
+from netlayer.config import NcclConfig, load_config
 from netlayer.environ import usable_gpus
 from netlayer.errors import EXIT_FAILED, EXIT_OK, ConfigError, HardwareMissing
 from netlayer.rank import RankEnv, detect
@@ -217,11 +219,10 @@ def _settings(
     asked: Asked, hosts: Sequence[tuple[str, int]], per_node: int, backend: str, chosen: Sequence[str]
 ) -> Settings:
     members = members_of(hosts, per_node)
-    cluster = None
+    cluster, nccl = None, NcclConfig()
     if asked.config is not None:
-        from netlayer.config import load_config
-
-        cluster = load_config(asked.config, ()).cluster
+        config = load_config(asked.config, ())
+        cluster, nccl = config.cluster, config.job.nccl
     return Settings(
         members=members,
         backend=backend,
@@ -233,6 +234,7 @@ def _settings(
         soak_s=3600 * asked.soak_hours,
         cluster=cluster,
         verbs=asked.verbs,
+        nccl=nccl,
     )
 
 
@@ -241,7 +243,8 @@ def _show(asked: Asked, settings: Settings, result: Result, started: str) -> Non
     files = {"json": asked.json_file, "html": asked.html_file, "junit": asked.junit_file}
     if "-" not in map(str, files.values()):
         click.echo("\n".join(run_output.format_run(result)))
-    snapshot: Mapping[str, Any] = environ.snapshot()
+    nccl = for_ranks(settings.backend, settings.nccl)  # as on this host; each host keeps what it has set itself
+    snapshot: Mapping[str, Any] = environ.snapshot() | ({"nccl_settings": as_record(nccl)} if nccl else {})
     record = run_output.record(result, asked.to_json(), snapshot, started, utc_now())
     if asked.json_file:
         write_text(asked.json_file, record.to_json())

@@ -22,6 +22,7 @@ from bench.accept.plant import Plant
 from bench.accept.trial import Member, Trial
 from bench.accept.verbs import Mode, measure_verbs
 from bench.accept.work import Work
+from netlayer.config import NcclConfig
 from netlayer.progress import Stages
 from netlayer.verdict import Finding
 
@@ -45,6 +46,7 @@ class Settings:
         virtual_nodes: ranks of this host are taken for nodes by NCCL too.
         soak_s: seconds to go on after the phases.
         verbs: whether a host whose NICs cannot be measured fails.
+        nccl: what NCCL's transport is told on every host.
     """
 
     members: Sequence[Member]
@@ -57,6 +59,7 @@ class Settings:
     soak_s: float = 0.0
     cluster: Any = None
     verbs: Mode = "auto"
+    nccl: NcclConfig = field(default_factory=NcclConfig)
 
 
 @dataclass
@@ -138,6 +141,7 @@ def _worker(settings: Settings, member: Member) -> dict[str, Any]:
         "device": "cpu" if settings.backend == "gloo" else f"cuda:{_gpu(settings, member)}",
         "environ": environ,
         "plants": [plant.to_json() for plant in settings.plants],
+        "nccl": settings.nccl.model_dump(exclude_unset=True),
     }
 
 

@@ -21,6 +21,8 @@ from bench.accept.plant import Plant
 from bench.accept.probes import run_probe
 from bench.accept.watch import Watch, warm_up
 from bench.accept.wire import Message, Reader, write
+from congestion.nic.env import exports, for_ranks
+from netlayer.config import NcclConfig
 from netlayer.rank import reason_of
 
 # The run ends a task long before: a rank must not leave a collective on its own and seem to be the culprit.
@@ -32,7 +34,7 @@ class Worker:
 
     Args:
         rank: of this run.
-        config: as the agent was given: `device`, `environ` of this rank, `plants`.
+        config: as the agent was given: `device`, `environ` of this rank, `plants`, `nccl`.
         slots, slot: shared memory of the counts, and this rank's place.
     """
 
@@ -42,6 +44,7 @@ class Worker:
         self._plants = [Plant(one["kind"], tuple(one["ranks"]), one["amount"]) for one in config["plants"]]
         self._device = torch.device(config["device"])
         if self._device.type == "cuda":
+            os.environ.update(exports(for_ranks("nccl", NcclConfig(**config["nccl"]))))
             torch.cuda.set_device(self._device)
             warm_up()
         else:
