@@ -122,7 +122,7 @@ class ModelConfig(Section):
     dtype: Literal["float64", "float32", "bfloat16"] = Field("float32", description="dtype of the computation")
     compile: bool = Field(False, description="compile each block (torch.compile)")
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="what backward computes again: nothing, attention and activation, or whole blocks"
+        "none", description="what backward computes again: nothing, what no product made, or whole blocks"
     )
 
     @property
@@ -330,8 +330,11 @@ class JobConfig(Section):
             )
         if parallel.vpp > 1 and parallel.pp == 1:
             _fail("job.parallel.vpp", parallel.vpp, "needs a pipeline, but job.parallel.pp = 1", "set vpp to 1")
-        # A pipeline that interleaves chunks would refuse other sizes, but not before the ramp comes to them.
-        stages = parallel.pp if batch.start_size and parallel.vpp > 1 else 1
+        if model.compile and parallel.tp > 1:
+            _fail(
+                "job.model.compile", True, f"is not supported with job.parallel.tp = {parallel.tp}", "set it to false"
+            )
+        stages = parallel.pp if parallel.vpp > 1 else 1  # interleaved, micro-batches go in rounds of as many as stages
         unit = batch.micro_size * parallel.dp * stages
         for name in ("global_size", "start_size", "increment"):
             if getattr(batch, name) % unit:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from collectives.sharded import ShardedDataParallel
 from collectives.state import gather_whole, own_pieces
-from netlayer.errors import ConfigError
+from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import write_text
 from trainer.checkpoint_meta import FORMAT, META, Meta, checkpoints_in, file_name
 from trainer.linears import Part, parts
@@ -35,7 +35,7 @@ def save(model: SplitModel, optimizers: Optimizers, step: int, seed: int, folder
     """Write `folder/step-NNNNNN` after `step` steps; every rank calls it. The newest `checkpoint.keep` stay."""
     path, place = folder / f"step-{step:06d}", model.place
     aside = folder / f".{path.name}.part"
-    content = _content(model, optimizers, step)
+    content = _content(model, optimizers, step)  # collective, whoever writes
     if place.dp == 0:
         aside.mkdir(parents=True, exist_ok=True)
         with (aside / file_name(place.tp, place.pp)).open("wb") as file:
@@ -44,12 +44,16 @@ def save(model: SplitModel, optimizers: Optimizers, step: int, seed: int, folder
             os.fsync(file.fileno())
     model.wait_for_all()
     if place == (0, 0, 0):
+        for tp, pp in itertools.product(range(model.layout.tp), range(model.layout.pp)):
+            if not (aside / file_name(tp, pp)).is_file():
+                raise CheckFailed(f"{aside / file_name(tp, pp)} is not there: ranks write to one folder that all see")
         meta = {"format": FORMAT, "step": step, "seed": seed, "tp": model.layout.tp, "pp": model.layout.pp}
         write_text(aside / META, json.dumps({**meta, "job": model.job.model_dump(mode="json")}, indent=1) + "\n")
         shutil.rmtree(path, ignore_errors=True)
         aside.replace(path)
         for old in checkpoints_in(folder)[: -model.job.checkpoint.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            if old != path:
+                shutil.rmtree(old, ignore_errors=True)
     model.wait_for_all()
     return path
 
@@ -118,13 +122,15 @@ def _content(model: SplitModel, optimizers: Optimizers, step: int) -> dict[str, 
     spread: dict[str, tuple[int, tuple[int, ...]]] = {}
     for chunk, optimizer in zip(model.chunks, optimizers.each, strict=True):
         for kind, found in tensors.items():
-            found |= _whole(kind, chunk, optimizer)
+            found |= _whole(kind, chunk, optimizer, keeps=model.place.dp == 0)
         spread |= {name: (part.dim, part.sizes) for name, part in parts(chunk.module).items()}
     return {"step": step, "tensors": tensors, "parts": spread}
 
 
-def _whole(kind: str, chunk: ShardedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Of one chunk, on the CPU; collective over the data-parallel group."""
+def _whole(
+    kind: str, chunk: ShardedDataParallel, optimizer: torch.optim.Optimizer, *, keeps: bool
+) -> dict[str, Tensor]:
+    """Of one chunk, on the CPU of the rank that writes; collective over the data-parallel group."""
 
     def value(piece: Any) -> Tensor:
         if kind == "parameter":
@@ -132,9 +138,8 @@ def _whole(kind: str, chunk: ShardedDataParallel, optimizer: torch.optim.Optimiz
         moment: Tensor = optimizer.state[piece.parameter][kind]
         return moment
 
-    return {
-        name: tensor.cpu().clone() for name, tensor in gather_whole(chunk.buckets, chunk.gather_lane, value).items()
-    }
+    found = gather_whole(chunk.buckets, chunk.gather_lane, value)
+    return {name: tensor.to("cpu", copy=True) for name, tensor in found.items()} if keeps else {}
 
 
 def _check_model(meta: Meta, model: SplitModel) -> None:

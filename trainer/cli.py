@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @run_options
-@click.option("--resume", type=click.Path(path_type=Path), help="Go on from a checkpoint, or the newest of a run.")
+@click.option(
+    "--resume", type=click.Path(path_type=Path), help="Go on from a checkpoint, or a run's newest, with its seed."
+)
 def train(options: RunOptions, file: Path | None, resume: Path | None) -> None:
     """Train the job of FILE: tensor, pipeline and data parallel as job.parallel says.
 
@@ -57,7 +60,16 @@ def train(options: RunOptions, file: Path | None, resume: Path | None) -> None:
     backend = environ.choose_backend(config.job.launch.backend, here)
     check_supported(config.job, here if env is None else env.world_size)
     check_memory(config.job, here, backend)
-    checkpoint = find(resume).path if resume else None
+    checkpoint = None
+    if resume:
+        meta = find(resume)
+        checkpoint, options = meta.path, dataclasses.replace(options, seed=meta.seed)
+        if meta.step >= config.job.optimizer.steps:
+            rule = f"has taken {meta.step} steps, and job.optimizer.steps is {config.job.optimizer.steps}"
+            raise ConfigError("--resume", meta.path, rule, "raise job.optimizer.steps")
+    if env is not None and config.job.checkpoint.every_steps and options.out is None:
+        rule = f"is needed for checkpoints: {env.launcher} started ranks that write to one folder"
+        raise ConfigError("--out", None, rule, "give a folder that all of them see")
     if env is not None and env.rank:
         _join(config, options, backend, checkpoint, env, options.out or Path())
         return

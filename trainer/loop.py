@@ -33,6 +33,7 @@ from trainer.checkpoint_meta import Meta
 from trainer.data.batches import Slice, even_starts, micro_batches, rank_slice, sample_starts
 from trainer.data.prepare import Corpus
 from trainer.flops import peak_flops, step_flops, utilisation
+from trainer.linears import padded
 from trainer.memory import num_parameters
 from trainer.optim import batch_size, build_optimizer, learning_rate
 from trainer.parallel import MicroBatch, SplitModel
@@ -77,6 +78,9 @@ class Trainer:
         self.recorder = Recorder(place.device)
         self.model = SplitModel(job, seed, place.rank, place.device, groups, self.recorder)
         self.dp = self.model.place.dp
+        if place.rank == 0 and job.model.vocab_size % job.parallel.tp:
+            rows = padded(job.model.vocab_size, job.parallel.tp)
+            logger.info("the vocabulary of %d is padded to %d, a multiple of tp", job.model.vocab_size, rows)
         self.optimizer = self.model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
         self.steps_done = 0
         self.peak = peak_flops(place.device_name, job.model.dtype)

@@ -33,11 +33,15 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def rank_bytes(job: JobConfig) -> int:
-    """The least that the fullest rank holds: its part of parameters and gradients, its share of masters and moments."""
+    """The least that a rank holds, its parts in the mean: parameters, and its share of gradients, masters and moments.
+
+    Gradients are whole where they add up over several micro-batches; of one they leave bucket by bucket.
+    """
     width = _DTYPE_BYTES[job.model.dtype]
-    sharded = _MOMENTS_BYTES + (0 if width >= _MASTER_BYTES else _MASTER_BYTES)
+    sharded = _GRADIENT_BYTES + _MOMENTS_BYTES + (0 if width >= _MASTER_BYTES else _MASTER_BYTES)
     part = num_parameters(job.model) // (job.parallel.tp * job.parallel.pp)
-    return part * (width + _GRADIENT_BYTES) + part * sharded // job.parallel.dp
+    whole = width + (_GRADIENT_BYTES if job.batch.global_size > job.batch.micro_size * job.parallel.dp else 0)
+    return part * whole + part * sharded // job.parallel.dp
 
 
 def check_memory(job: JobConfig, ranks: int, backend: Literal["gloo", "nccl"]) -> None:

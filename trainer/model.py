@@ -137,15 +137,24 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T / W, B, D] -> the same."""
         if self.is_parallel:
-            q, k, v, *up = self.inner(self.norm(x))
-            y: Tensor = x + self.outer(self._again(self.attend, q, k, v), self._again(activate, *up))
-            return y
-        x = x + self.out(self._again(self.attend, *self.qkv(self.norm(x))))
-        z: Tensor = x + self.down(self._again(activate, *self.up(self.mlp_norm(x))))
-        return z
+            return x + self._again(self._outer_of, *self.inner(self.norm(x)))
+        x = x + self.out(self.attend(*self.qkv(self.norm(x))))
+        return x + self._again(self._down_of, *self.up(self.mlp_norm(x)))
+
+    def _outer_of(self, q: Tensor, k: Tensor, v: Tensor, *up: Tensor) -> Tensor:
+        y: Tensor = self.outer(self.attend(q, k, v), activate(*up))
+        return y
+
+    def _down_of(self, *up: Tensor) -> Tensor:
+        y: Tensor = self.down(activate(*up))
+        return y
 
     def _again(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """A cheap part of the block whose results selective recomputation does not keep (Korthikanti et al., 2022)."""
+        """With selective recomputation, keep `inputs` alone, and not what the linear inside reads.
+
+        Backward computes that again, and stops before the linear's own product, which nobody needs. In a
+        tensor-parallel group the linear is one operation with its reduce-scatter: it runs again there.
+        """
         if not self.keeps_inputs_alone or not torch.is_grad_enabled():
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=False)  # type: ignore[no-any-return]

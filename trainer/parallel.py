@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from collectives.exchange import TensorExchange, open_exchange
 from collectives.lane import Flight, Lane
 from collectives.pipeline import PipelineChannel
-from collectives.pipeline_links import PipelineLinks
+from collectives.pipeline_links import PipelineLinks, open_link_groups
 from collectives.prepare import open_groups
 from collectives.recorder import Recorder
 from collectives.sharded import ShardedDataParallel
@@ -122,6 +122,8 @@ class SplitModel:
             for chunk in range(layout.vpp)
         ]
         self._compile(modules)
+        alone = self.groups["dp"] is None
+        self._dp_groups = [None, None] if alone else open_groups(self.groups["dp"], device, ("gather", "reduce"))
         self.chunks = [self._wrap(module, watch) for module in modules]
         self.slots = [slot for chunk in self.chunks for slot in self._slots(chunk)]
         self.pipeline = _Pipeline(self, watch) if layout.pp > 1 else None
@@ -202,7 +204,8 @@ class SplitModel:
     def _open_exchange(self, recorder: Recorder | None, watch: Watch | None) -> TensorExchange | None:
         if self.layout.tp == 1:
             return None
-        path = "auto" if self.job.overlap.tp else "lane"
+        # The memory of the peers carries no float64.
+        path = "auto" if self.job.overlap.tp and not self._is_wide else "lane"
         chunks = {} if self.job.overlap.tp else {"chunks": 1}
         return open_exchange(self.groups["tp"], self.device, path=path, recorder=recorder, watch=watch, **chunks)
 
@@ -216,11 +219,6 @@ class SplitModel:
         overlap = self.job.overlap
         if self._is_wide:
             module.double()
-        if not hasattr(self, "_dp_groups"):
-            alone = self.groups["dp"] is None
-            self._dp_groups = (
-                [None, None] if alone else open_groups(self.groups["dp"], self.device, ("gather", "reduce"))
-            )
         dtype = getattr(torch, self.job.model.dtype)
         return ShardedDataParallel(
             module,
@@ -284,7 +282,11 @@ class _Pipeline:
 
     def __init__(self, model: SplitModel, watch: Watch | None) -> None:
         self.model, self.watch = model, watch
-        self.links = PipelineLinks(model.groups["pp"], model.device, model.layout.vpp > 1)
+        layout, wraps = model.layout, model.layout.vpp > 1
+        # All ranks make the groups of all pipelines: where NCCL's world is bound to a device, some alone cannot.
+        several = layout.pp < layout.world_size
+        groups = open_link_groups(list(layout.groups("pp")), model.device, wraps) if several else None
+        self.links = PipelineLinks(model.groups["pp"], model.device, wraps, groups=groups)
         self._ready: dict[tuple[str, int], tuple[Schedule, PipelineChannel]] = {}
 
     def train(self, batches: Sequence[MicroBatch]) -> Tensor:

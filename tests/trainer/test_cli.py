@@ -55,6 +55,8 @@ def test_a_job_trains_and_is_gone_on_with_in_another_layout(job_file: Path, tmp_
     assert second.returncode == 0, second.stderr
     assert second.stdout.startswith("2 steps, loss ")
     again = [row["loss"] for row in rows(tmp_path / "b")]
+    over = CliRunner().invoke(train, [str(job_file), "--resume", str(tmp_path / "a"), "--out", str(tmp_path / "c")])
+    assert "has taken 6 steps, and job.optimizer.steps is 6" in str(over.exception)
     assert again == pytest.approx([row["loss"] for row in rows(tmp_path / "a")[4:]], abs=1e-4)
 
 
@@ -64,6 +66,15 @@ def test_processes_of_a_launcher_train_together(job_file: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("6 steps, loss ")
     assert len(rows(tmp_path / "a")) == 6
+
+
+def test_ranks_of_a_launcher_need_one_folder_for_checkpoints(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    with pytest.raises(ConfigError, match="--out: is needed for checkpoints"):
+        CliRunner().invoke(train, [str(job_file)], catch_exceptions=False)
 
 
 def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(job_file: Path, tmp_path: Path) -> None:
@@ -90,6 +101,7 @@ def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(job_file: Path, tmp_pa
         (["--set", "parallel.tp=2"], "must equal cluster.servers x cluster.gpus_per_server"),
         (["--config", "other.toml"], "give one of them"),
         (["--resume", "/nowhere"], "holds no checkpoint"),
+        (["--set", "model.compile=true", "--set", "parallel.tp=2", "--set", "parallel.dp=1"], "is not supported with"),
         (["--set", "cluster.servers=2", "--set", "parallel.dp=4", "--set", "batch.global_size=16"], "torchrun"),
     ],
 )

@@ -28,7 +28,9 @@ def test_parameters_are_those_of_the_model(parallel_block: bool) -> None:
 def test_a_rank_holds_whole_parameters_and_its_share_of_the_optimiser() -> None:
     job = load_config(Path("examples/h200x8.toml")).job
     parameters = num_parameters(job.model)
-    assert rank_bytes(job) == pytest.approx(parameters * (2 + 4 + 12 / 8), rel=1e-6)
+    assert rank_bytes(job) == pytest.approx(parameters * (2 + 16 / 8), rel=1e-6)
+    twice = job.model_copy(update={"batch": job.batch.model_copy(update={"global_size": 64})})
+    assert rank_bytes(twice) == pytest.approx(parameters * (2 + 4 + 16 / 8), rel=1e-6)
 
 
 def job_of(name: str) -> JobConfig:
@@ -40,7 +42,7 @@ def test_a_7b_model_on_the_cpus_of_a_small_machine_is_refused_in_one_line(monkey
     check_memory(job_of("laptop"), 2, "gloo")
     with pytest.raises(HardwareMissing) as caught:
         check_memory(job_of("h200x8"), 8, "gloo")
-    assert "8 ranks 383.6 GiB; free here are 24.0 GiB; lower job.model.layers" in str(caught.value)
+    assert "8 ranks 204.6 GiB; free here are 24.0 GiB; lower job.model.layers" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 3
 

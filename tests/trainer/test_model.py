@@ -151,6 +151,28 @@ def test_loss_does_not_depend_on_how_many_rows_are_held_at_once(chunk_rows: int)
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
 
 
+def test_loss_without_gradients_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise AssertionError("a gradient")
+
+    monkeypatch.setattr("trainer.ops.loss._add_product", refused)
+    x_MD, weight_VD = torch.randn(5, 6), torch.randn(9, 6, requires_grad=True)
+    with torch.no_grad():
+        linear_cross_entropy(x_MD, weight_VD, torch.zeros(5, dtype=torch.int64), vocab_size=9)
+
+
+def test_selective_recomputation_keeps_less_for_the_backward_pass() -> None:
+    kept = {}
+    for recompute in ("none", "selective", "full"):
+        model = build_model(ModelConfig(**SHAPE, recompute=recompute), 0, CPU)
+        tokens_BT = torch.zeros(2, 7, dtype=torch.int64)
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=sizes: to.append(t.nbytes) or t, lambda t: t):
+            model(tokens_BT, tokens_BT)
+        kept[recompute] = sum(sizes)
+    assert kept["full"] < kept["selective"] < 0.95 * kept["none"]
+
+
 def test_window_lets_a_query_see_itself_and_those_just_before() -> None:
     mask = window_mask(4, 2, CPU)
     assert mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
