@@ -165,7 +165,7 @@ def test_without_a_redis_server_ranks_meet_through_tcpstore_and_it_is_said(
         (["--config", "missing.toml"], "there is no such file"),
         (["--set", "job.modl=3"], "did you mean model?"),
         (["--set", "job.parallel.tp=2"], "must equal cluster.servers x cluster.gpus_per_server"),
-        (["--set", "cluster.gpus_per_server=4", "--set", "job.parallel.tp=2"], "not built yet"),
+        (["--set", "cluster.gpus_per_server=6", "--set", "job.parallel.tp=3"], "must divide job.model.heads"),
         (["--set", "data.folder=EMPTY"], "job.data.folder"),
         (["--set", "job.store.url=redis://127.0.0.1:1", "--set", "job.store.timeout_s=2"], "127.0.0.1:1"),
         (
