@@ -100,7 +100,7 @@ def prepare(job: JobConfig, ranks: int, seed: int, out: Path, on_stage: OnStage 
         on_stage: told of progress.
 
     Raises:
-        ConfigError: a setting is not built yet, or the text cannot be used.
+        ConfigError: the job does not fit the ranks, or the text cannot be used.
     """
     check_supported(job, ranks)
     text = (job.data, job.model.vocab_size, seed)
@@ -143,7 +143,7 @@ def train(
         resume: a checkpoint to go on from; its seed goes before `seed`.
 
     Raises:
-        ConfigError: a setting is not built yet, or a variable that NCCL would misread is set.
+        ConfigError: the job does not fit the ranks, or a variable that NCCL would misread is set.
         CheckFailed: a loss or a gradient was not finite; names step and rank.
         HardwareMissing: nccl, and fewer GPUs than ranks.
         RankFailed: a rank died.
@@ -165,7 +165,7 @@ def train(
 
 
 def check_supported(job: JobConfig, ranks: int) -> None:
-    """Raise ConfigError for what this version does not do, before anything is started."""
+    """Raise ConfigError where the job does not fit the ranks, before anything is started."""
     world_size = job.parallel.layout.world_size
     if world_size != ranks:
         degrees = "job.parallel.tp x pp x dp"
