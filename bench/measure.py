@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.backends import choose_backend
 from bench.driver import Plan, Started, list_cases, load_collective, run_first_rank, run_rank
 from bench.options import PerfOptions
-from congestion.nic.env import Choice, as_record, exports, for_ranks
+from congestion.nic.env import Choice, as_record, exported, exports, for_ranks
 from netlayer import environ
 from netlayer.errors import ConfigError
 from netlayer.launch import launch
@@ -90,9 +90,9 @@ def join(
     for name in names:
         list_cases(load_collective(name), options, backend, env.world_size)
     nccl = for_ranks(backend)
-    os.environ.update(exports(nccl))  # NCCL reads it when the first communicator is made
     collector = Collector(options, on_start, on_row, nccl)
-    run_rank(RankContext(env, collector.receive), Plan(tuple(names), options, backend, _master_url(env)))
+    with exported(nccl):
+        run_rank(RankContext(env, collector.receive), Plan(tuple(names), options, backend, _master_url(env)))
     return collector.finish()
 
 

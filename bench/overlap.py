@@ -31,7 +31,7 @@ from bench.overlap_settings import (
     make_settings,
     on_gloo,
 )
-from congestion.nic.env import as_record, exports, for_ranks
+from congestion.nic.env import as_record, exported, for_ranks
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
 from netlayer.errors import ConfigError, NetlayerError
@@ -149,7 +149,7 @@ def command(
         channels = (0,)
     channels = channels or ((0, 2, 1) if full else (0,))
     nccl = for_ranks(chosen)
-    os.environ.update(exports(nccl))  # this process is a rank, or starts them
+    click.get_current_context().with_resource(exported(nccl))
     if env is not None:
         _check_joined(techniques, channels, env)
         if env.rank:

@@ -6,6 +6,7 @@ This module alone names packages above its own, as strings that are loaded on us
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -129,6 +130,15 @@ def perf() -> None:
 
 def run(command: click.Command | Callable[[], click.Command], name: str) -> None:
     """Run a command to its exit code: one line on stderr for what the user can mend, a traceback for our own faults."""
+    try:
+        _run(command, name)
+    finally:
+        # All is done and said: while the interpreter ends, a Ctrl-C would only break its clearing away, with a
+        # traceback. What is registered last is called first.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+
+
+def _run(command: click.Command | Callable[[], click.Command], name: str) -> NoReturn:
     stdout = sys.stdout
     try:
         loaded = command if isinstance(command, click.Command) else command()

@@ -109,17 +109,16 @@ def _join(
     config: Config, options: RunOptions, backend: Backend, resume: Path | None, env: RankEnv, out: Path
 ) -> TrainResult:
     """As one of the ranks that a launcher has started; rank 0 alone writes and shows."""
-    from congestion.nic.env import as_record, exports, for_ranks
+    from congestion.nic.env import as_record, exported, for_ranks
     from netlayer.interrupt import held_interrupt
     from netlayer.progress import Stages
     from netlayer.rank import RankContext
     from trainer import train as training
 
     job, nccl = config.job, for_ranks(backend, config.job.nccl)
-    os.environ.update(exports(nccl))  # NCCL reads it when the first communicator is made
     with held_interrupt():  # torch takes two seconds to load
         from trainer.worker import run_rank
-    with contextlib.ExitStack() as stack:
+    with exported(nccl), contextlib.ExitStack() as stack:
         report: Callable[[Any], None] = lambda _progress: None  # noqa: E731
         corpus = training.prepare(job, env.world_size, options.seed, out)
         if env.rank == 0:

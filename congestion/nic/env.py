@@ -8,10 +8,11 @@ algorithm or a protocol.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -101,6 +102,18 @@ def choose(
 def exports(choices: Iterable[Choice]) -> dict[str, str]:
     """The variables to set, for the environment of ranks."""
     return {choice.name: choice.value for choice in choices if choice.action == "set" and choice.value is not None}
+
+
+@contextlib.contextmanager
+def exported(choices: Iterable[Choice]) -> Iterator[None]:
+    """With the variables set in this process, a rank or what starts some; NCCL reads them when it first connects."""
+    added = exports(choices)
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:  # none of them was set before
+            os.environ.pop(name, None)
 
 
 def as_record(choices: Iterable[Choice]) -> list[dict[str, str | None]]:

@@ -163,6 +163,18 @@ def test_a_usage_error_of_all_ranks_is_said_by_the_first() -> None:
     assert second.communicate(timeout=60)[1] == ""
 
 
+def test_ctrl_c_while_the_interpreter_ends_is_too_late() -> None:
+    code = (
+        "import click, os, signal, weakref\nfrom netlayer.cli import run\n"
+        "class Tool: pass\ntool = Tool()\n"
+        "weakref.finalize(tool, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(3)])\n"
+        "@click.command()\ndef command(): click.echo('done')\n"
+        "run(command, 'x')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
 def test_a_line_that_ends_a_rank_reaches_torchrun_s_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import subprocess
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from congestion.nic import env_cli
-from congestion.nic.env import Choice, apply_to, choose, exports, filled_from, for_ranks, nccl_conf_files
+from congestion.nic.env import Choice, apply_to, choose, exported, exports, filled_from, for_ranks, nccl_conf_files
 from congestion.nic.profile import build_profile
 from congestion.retransmit import nccl_timeout
 from netlayer.config import NcclConfig, build_config
@@ -221,6 +222,15 @@ def test_ranks_of_gloo_are_told_nothing_and_those_of_nccl_the_jobs_settings():
     told = for_ranks("nccl", NcclConfig(timeout=20), {"NCCL_IB_RETRY_CNT": "6", "NCCL_CONF_FILE": "/nowhere"})
     assert exports(told) == {"NCCL_IB_TIMEOUT": "20"}
     assert {choice.name: choice.action for choice in told} == {"NCCL_IB_TIMEOUT": "set", "NCCL_IB_RETRY_CNT": "kept"}
+
+
+def test_what_is_exported_is_taken_back(monkeypatch):
+    for name in ("NCCL_IB_TIMEOUT", "NCCL_IB_RETRY_CNT"):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    with exported(for_ranks("nccl")):
+        assert os.environ["NCCL_IB_TIMEOUT"] == "18"
+    assert dict(os.environ) == before
 
 
 @given(text=st.text(max_size=40))
