@@ -142,7 +142,7 @@ def test_what_the_engine_lacks_is_said_and_not_counted(monkeypatch):
         plan_of(LAWS, only=["200G-spray"], suite=suite)
 
 
-@pytest.mark.parametrize("routing", ["spray", "flowlet"])
+@pytest.mark.parametrize("routing", [pytest.param("spray", marks=pytest.mark.slow), "flowlet"])  # a compilation each
 def test_packets_may_take_several_paths(routing):
     workload = Workload("permutation 16", "permutation", {"ranks": 16, "num_bytes": MIB})
     times = []
