@@ -32,8 +32,9 @@ class Loss(nn.Module):
         self.head = head
 
     def forward(self, x_TBD: Tensor, targets_BT: Tensor) -> Tensor:
-        logits_TBV = self.head.logits(x_TBD).float()
-        return F.cross_entropy(logits_TBV.flatten(0, 1), targets_BT.t().flatten())
+        logits_TBV = self.head.logits(x_TBD)
+        wide = torch.promote_types(logits_TBV.dtype, torch.float32)
+        return F.cross_entropy(logits_TBV.to(wide).flatten(0, 1), targets_BT.t().flatten())
 
 
 class Stack(nn.Module):

@@ -3,7 +3,7 @@
 Parameters stay gathered between forward and backward; embedding, blocks and head are units of their own, as in
 torchtitan. Left out: tensor and pipeline parallelism.
 
-Shapes: B sequences, T positions, D hidden.
+Shapes: B sequences, T positions.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.overlap_model import Stack
 from netlayer.config import JobConfig
-from trainer.model import GPT, Head, build_model
+from trainer.model import build_model
 from trainer.parallel import MicroBatch
 
 
@@ -28,7 +28,7 @@ class Fsdp2:
         gpt = build_model(job.model, seed, device)
         dtypes = getattr(torch, job.model.dtype), getattr(torch, job.overlap.reduce_dtype)
         policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
-        self.job, self.model = job, _Stack(gpt)
+        self.job, self.model = job, Stack(gpt)
         for unit in self.model.units:
             if job.model.compile and unit is not self.model.embedding:
                 nn.Module.compile(unit, dynamic=False)
@@ -55,40 +55,6 @@ class Fsdp2:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total
-
-
-class _Stack(nn.Module):
-    """Embedding, blocks, head with loss, as units."""
-
-    def __init__(self, gpt: GPT) -> None:
-        super().__init__()
-        assert gpt.embedding is not None
-        assert gpt.head is not None
-        self.embedding, self.blocks, self.loss = gpt.embedding, nn.ModuleList(gpt.blocks.values()), _Loss(gpt.head)
-
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        x_TBD = self.embedding(tokens_BT)
-        for block in self.blocks:
-            x_TBD = block(x_TBD)
-        loss: Tensor = self.loss(x_TBD, targets_BT)
-        return loss
-
-    @property
-    def units(self) -> list[nn.Module]:
-        return [self.embedding, *self.blocks, self.loss]
-
-
-class _Loss(nn.Module):
-    """Whole logits and torch's cross entropy in one unit, so that the compiler fuses what lies between."""
-
-    def __init__(self, head: Head) -> None:
-        super().__init__()
-        self.head = head
-
-    def forward(self, x_TBD: Tensor, targets_BT: Tensor) -> Tensor:
-        logits_TBV = self.head.logits(x_TBD)
-        wide = torch.promote_types(logits_TBV.dtype, torch.float32)
-        return F.cross_entropy(logits_TBV.to(wide).flatten(0, 1), targets_BT.t().flatten())
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
