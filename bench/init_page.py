@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import altair as alt
 import numpy as np
 import pandas as pd
 
 from netlayer.report import Axis, Report, charts
+from netlayer.report.theme import INK
 
-Row = dict[str, Any]
+Row = Mapping[str, Any]
 
 LABEL = "store share, simulated ranks"
 REAL = "real ranks"
 RECORDED = "recorded"
-PARTS = ("start_s", "groups_s", "backend_s", "first_s", "checkpoint_s", "step_s")
-_NAMES = {"baseline": "paper's baseline", "torch": "torch", "torch-lazy": "torch, lazy gloo", "ours": "ours"}
+BROKEN_OFF = "broken off"
+"""The table of a row that says why no more rows follow."""
 
-
+BEHIND_GATE = {
+    "groups_s": "groups",
+    "backend_s": "backend",
+    "first_s": "first use",
+    "checkpoint_s": "checkpoint",
+    "step_s": "step",
+}
+PARTS = {"start_s": "start", "gate_s": "gate", **BEHIND_GATE}
+WHOLES = {"launched_s": "from launch", "whole_s": "behind gate"}
+_NAMES = {"baseline": "baseline", "torch": "torch", "torch-lazy": "lazy torch", "ours": "ours"}
 _COMPARED = {
-    "groups_cpu_s": "processor time outside the backend, over ours",
-    "groups_s": "time outside the backend, waits among it, over ours",
-    "standing_s": "time until the groups stand, over ours",
-    "used_s": "time until each was used once, over ours",
-    "whole_s": "time to the end of the first step, over ours",
+    "groups_cpu_s": "processor time outside the backend",
+    "groups_s": "time outside the backend, waits among it",
+    "standing_s": "time until the groups stand",
+    "used_s": "time until each was used once",
+    "whole_s": "time from the gate to the end of the first step",
+    "launched_s": "time from launch to the end of the first step",
 }
 
 
@@ -38,15 +50,16 @@ def line(row: Row) -> str:
     """A row in words, while others are still to come."""
     who = f"{row['ranks']:,} ranks, {way_name(row)}"
     if row["table"] == REAL:
-        parts = ", ".join(f"{name.removesuffix('_s').replace('_', ' ')} {row[name]:.3f}" for name in PARTS)
-        return f"{who}: {row['whole_s']:.3f} s behind the gate ({parts})"
+        parts = ", ".join(f"{words} {row[name]:.3f}" for name, words in PARTS.items())
+        return f"{who}: {row['launched_s']:.3f} s from launch, {row['whole_s']:.3f} behind the gate ({parts})"
     if row["table"] == RECORDED:
         agrees = (
             "as modelled" if agrees_with_model(row) else f"modelled {row['modelled']:,}, {row['backend_modelled']:,}"
         )
         backend = f"{row['backend_operations']:,} of {row['backend']}"
         return f"{who}: {row['operations']:,} store operations and {backend} recorded, {agrees}"
-    return f"{who}: {row['seconds']:.3f} s, {row['operations']:,} operations ({LABEL}, {row['source']})"
+    thinking = f", {row['think_s']:g} s of it thinking" if row["think_s"] else ""
+    return f"{who}: {row['seconds']:.3f} s{thinking}, {row['operations']:,} operations ({LABEL}, {row['source']})"
 
 
 def agrees_with_model(row: Row) -> bool:
@@ -55,47 +68,62 @@ def agrees_with_model(row: Row) -> bool:
 
 
 def exponents(rows: Iterable[Row]) -> dict[str, float]:
-    """By way: slope of log seconds over log ranks where it was measured, least squares; two sizes or more."""
+    """By way: slope of log seconds, but what was thought, over log ranks where it was measured; two sizes or more."""
     frame = pd.DataFrame([{**row, "way": way_name(row)} for row in rows if row["table"] == LABEL])
     found: dict[str, float] = {}
     if len(frame):
         for way, mine in frame[frame["source"] == "measured"].groupby("way", sort=False):
-            if len(mine) > 1:
-                found[str(way)] = float(np.polyfit(np.log(mine["ranks"]), np.log(mine["seconds"]), 1)[0])
+            if mine["ranks"].nunique() > 1:
+                found[str(way)] = _slope(mine["ranks"], mine["seconds"] - mine["think_s"])
     return found
+
+
+def _slope(x: pd.Series[Any], y: pd.Series[Any]) -> float:
+    """Of the least squares of their logarithms."""
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
     """What the whole comes to: growth, and torch's ways over ours by seconds and operations."""
-    lines = [f"{way}: time grows with the ranks to the power {slope:.2f}" for way, slope in exponents(rows).items()]
+    grows = "time but thinking" if any(row.get("think_s") for row in rows) else "time"
+    lines = [f"{way}: {grows} grows with the ranks to the power {slope:.2f}" for way, slope in exponents(rows).items()]
     for part, words in _COMPARED.items():
-        medians = _medians(rows, part)
-        for ours in (way for way in medians if way.startswith("ours")):
-            ratios = [f"{medians[way] / medians[ours]:.2f} of {way}" for way in medians if not way.startswith("ours")]
-            lines.append(f"{ours}, {words}: {', '.join(ratios)}")
+        lines += _compared(_medians(rows, part), words, ".4f", " s")
     largest = max((row["ranks"] for row in rows if row["table"] == LABEL), default=0)
     asked = {way_name(row): row["operations"] for row in rows if row["table"] == LABEL and row["ranks"] == largest}
-    for ours in (way for way in asked if way.startswith("ours")):
-        ratios = [f"{asked[way] / asked[ours]:,.2f} of {way}" for way in asked if not way.startswith("ours")]
-        lines.append(f"{ours}, operations of {largest:,} ranks, over ours: {', '.join(ratios)}")
+    return lines + _compared(asked, f"operations of {largest:,} ranks", ",", "")
+
+
+def _compared(figures: dict[str, Any], words: str, spec: str, unit: str) -> list[str]:
+    """A line for each way of ours: the others' over its own, or its own where it is alone."""
+    others = {way: value for way, value in figures.items() if not way.startswith("ours")}
+    lines = []
+    for way, own in figures.items():
+        if way.startswith("ours"):
+            ratios = ", ".join(f"{value / own:,.2f} of {other}" for other, value in others.items())
+            lines.append(f"{way}, {words}" + (f", over ours: {ratios}" if ratios else f": {own:{spec}}{unit}"))
     return lines
 
 
 def build_page(rows: Sequence[Row]) -> Report:
     """The report; `Report.write` puts it into a folder."""
     report = Report("Group initialisation", "paper's baseline, today's torch, and netlayer.rendezvous")
+    for row in rows:
+        if row["table"] == BROKEN_OFF:
+            report.verdict("FAIL", f"Broken off: {row['reason']}; what was measured until then is below")
     _real(report, rows)
     _share(report, rows)
     section = report.section("What is what")
     section.text(
-        "Real ranks import everything, wait at a gate, and then open the store, make all groups of the layout, use "
-        "each once, load a checkpoint and take one step. `backend` is what torch spends in the constructors of its "
-        "communicators; `groups` is all else until the groups stand."
+        "Real ranks start and import everything (`start`), wait at a gate until all are ready, and then open the "
+        "store, make all groups of the layout, use each once, load a checkpoint and take one step. `backend` is what "
+        "torch spends in the constructors of its communicators; `groups` is all else until the groups stand."
     )
     section.text(
-        "The store share replays what such ranks said: one process holds all connections and stands for all ranks, "
-        "which think for no time; the server is another process. It is no initialisation. Cells marked predicted "
-        "would have taken over five minutes: operations in closed form over the speed of the next smaller cell."
+        "The store share replays what such ranks said: one process holds all connections and stands for all ranks; the "
+        "server is another process. It is no initialisation. Cells marked predicted would have taken over five "
+        "minutes: operations and bytes in closed form, over the speed of the next smaller cell, or over the cell's own "
+        "until five minutes had passed."
     )
     return report
 
@@ -105,44 +133,91 @@ def _real(report: Report, rows: Sequence[Row]) -> None:
     if not len(mine):
         return
     section = report.section("Real ranks", f"{mine['ranks'].iloc[0]} ranks on this machine.", source="measured")
-    parts = mine.groupby("way", sort=False)[[*PARTS, "whole_s"]].median().reset_index()
-    table = parts.rename(
-        columns={name: f"{name.removesuffix('_s').replace('_', ' ')} / s" for name in parts.columns[1:]}
+    medians = mine.groupby("way", sort=False)[[*WHOLES, *PARTS]].median().reset_index()
+    launch = {"start_s": "start", "gate_s": "gate", "whole_s": "behind the gate"}
+    section.table(
+        _named(medians, {"way": "way", "launched_s": "from launch", **launch}),
+        caption="Seconds to the end of the first step, medians over turns: start and gate medians over ranks, the two "
+        "wholes those of the last rank. Every way starts alike. The gate holds each rank until the last "
+        "one is ready.",
     )
-    section.table(table, caption="Medians over ranks and turns; start is before the gate and not part of the whole.")
-    long = parts.melt("way", list(PARTS[1:]), "part", "seconds")
-    long["part"] = long["part"].str.removesuffix("_s").str.replace("_", " ")
-    section.chart(
-        charts.bars(long, "way", Axis("seconds", "seconds"), colour="part"), name="parts", caption="Behind the gate."
+    section.chart(_stacked(medians, launch), name="launch", caption="From launch to the end of the first step.")
+    section.table(
+        _named(medians, {"way": "way", "whole_s": "behind the gate", **BEHIND_GATE}),
+        caption="Seconds, medians over turns: the whole of the last rank, parts as medians over ranks.",
     )
+    section.chart(_stacked(medians, BEHIND_GATE), name="parts", caption="What is behind the gate, by its parts.")
     recorded = [row for row in rows if row["table"] == RECORDED]
     if recorded:
-        columns = ("operations", "modelled", "backend", "backend_operations", "backend_modelled", "bytes")
-        frame = pd.DataFrame([{"way": way_name(row), **{name: row[name] for name in columns}} for row in recorded])
-        section.table(frame, caption="Store operations of all ranks, recorded by a relay, beside the closed form.")
+        columns = {
+            "way": "way",
+            "operations": "operations",
+            "modelled": "modelled",
+            "backend": "backend",
+            "backend_operations": "its own",
+            "backend_modelled": "its own, modelled",
+            "bytes": "bytes",
+        }
+        frame = pd.DataFrame([{**row, "way": way_name(row)} for row in recorded])
+        section.table(
+            _named(frame, columns),
+            caption="Store operations of all ranks, recorded by a relay, beside the closed form.",
+        )
+
+
+def _named(frame: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
+    """These columns, under the names that a reader sees."""
+    return frame.reindex(columns=list(columns)).rename(columns=columns)
+
+
+def _stacked(frame: pd.DataFrame, parts: dict[str, str]) -> alt.Chart | alt.LayerChart:
+    long = frame.rename(columns=parts).melt("way", list(parts.values()), "part", "seconds")
+    return charts.bars(long, "way", Axis("seconds", "seconds", "s"), colour="part", stacked=True)
 
 
 def _share(report: Report, rows: Sequence[Row]) -> None:
     mine = pd.DataFrame([{**row, "way": way_name(row)} for row in rows if row["table"] == LABEL])
     if not len(mine):
         return
-    sources = sorted(mine["source"].unique())
-    section = report.section("Store share, simulated ranks", source=sources)
-    section.chart(
-        charts.line(
-            mine,
-            Axis("ranks", "simulated ranks", log=True),
-            Axis("seconds", "seconds", log=True),
-            colour="way",
-        ),
-        name="share",
-        caption="Best of the repeats; cells marked predicted in the table are from the closed form.",
+    think_s = mine["think_s"].max()
+    thinking = (
+        f"Each rank thinks for {think_s:g} s between joining and its groups; the exponents leave it out."
+        if think_s
+        else ""
     )
-    names = ["way", "ranks", "source", "seconds", "operations", "backend_operations", "bytes", "server_cpu_s"]
-    section.table(mine.reindex(columns=names).rename(columns={"server_cpu_s": "server CPU / s"}))
+    section = report.section("Store share, simulated ranks", thinking, source=sorted(mine["source"].unique()))
+    ringed = " Ringed: predicted." if "predicted" in set(mine["source"]) else ""
+    section.chart(_growth(mine), name="share", caption=f"Best of the repeats.{ringed}")
+    columns = {
+        "way": "way",
+        "ranks": "ranks",
+        "source": "source",
+        "seconds": "seconds",
+        "operations": "operations",
+        "megabytes": "MB",
+        "server_cpu_s": "server CPU / s",
+    }
+    section.table(
+        _named(mine.assign(megabytes=mine["bytes"] / 1e6), columns),
+        caption="Of all ranks together, the exchange of NCCL's ids among it; bytes of requests and answers.",
+        formats={"seconds": ",.3f", "MB": ",.2f", "server CPU / s": ",.2f"},
+    )
     slopes = exponents(rows)
     if slopes:
         section.text("; ".join(f"{way}: exponent {slope:.2f}" for way, slope in slopes.items()))
+
+
+def _growth(mine: pd.DataFrame) -> alt.Chart | alt.LayerChart:
+    x, y = Axis("ranks", "simulated ranks", log=True), Axis("seconds", "seconds", "s", log=True)
+    drawn = charts.line(mine, x, y, colour="way")
+    predicted = mine[mine["source"] == "predicted"]
+    if not len(predicted):
+        return drawn
+    rings = alt.Chart(predicted[["ranks", "seconds"]]).encode(x="ranks:Q", y="seconds:Q")
+    ring = rings.mark_point(shape="diamond", filled=False, size=260, strokeWidth=2, color=INK)
+    words = rings.mark_text(align="right", dx=-14, color=INK).encode(text=alt.value("predicted"))
+    marked: alt.LayerChart = drawn + ring + words
+    return marked
 
 
 def _medians(rows: Iterable[Row], part: str) -> dict[str, float]:

@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.init_traffic import LAZY, Method
+from collectives.nodes import virtual_node_environ
 from netlayer.errors import CheckFailed, HardwareMissing
 from netlayer.layout import DIMENSIONS, ParallelLayout
 from netlayer.meeting import register_schemes
@@ -66,9 +67,23 @@ class Order:
 
 @dataclass
 class Parts:
-    """Seconds of one rank. `groups_s` is store and groups without `backend_s`; `groups_cpu_s` its processor time."""
+    """Seconds of one rank.
+
+    Args:
+        start_s: from the launch until it is ready: the process, imports, what torch and a GPU load on first use.
+        gate_s: until the last rank is ready.
+        groups_s: store and groups without `backend_s`.
+        backend_s: in the constructors of torch's communicators, and in splits.
+        groups_cpu_s, backend_cpu_s: processor time of both.
+        first_s: every group used once.
+        checkpoint_s: one file loaded.
+        step_s: one step.
+        whole_s: from the gate to the end of the step.
+        launched_s: from the launch to the end of the step, the gate among it.
+    """
 
     start_s: float = 0.0
+    gate_s: float = 0.0
     groups_s: float = 0.0
     groups_cpu_s: float = 0.0
     backend_s: float = 0.0
@@ -77,6 +92,7 @@ class Parts:
     checkpoint_s: float = 0.0
     step_s: float = 0.0
     whole_s: float = 0.0
+    launched_s: float = 0.0
 
 
 def start(context: RankContext, order: Order) -> dict[str, float]:
@@ -88,18 +104,20 @@ def start(context: RankContext, order: Order) -> dict[str, float]:
     rank, parts = context.env.rank, Parts()
     device = torch.device("cpu")
     if order.backend == "nccl":
-        if context.env.local_rank >= torch.cuda.device_count():
-            raise HardwareMissing(
-                f"backend nccl: a GPU a rank is needed, {torch.cuda.device_count()} found; lower --real"
-            )
-        device = torch.device("cuda", context.env.local_rank)
+        gpus = torch.cuda.device_count()
+        if not gpus:
+            raise HardwareMissing("backend nccl: needs an NVIDIA GPU, and there is none; --backend gloo runs on CPUs")
+        if gpus < order.layout.world_size:  # each a host to NCCL, which else refuses two ranks of one GPU
+            os.environ.update(virtual_node_environ(rank))
+        device = torch.device("cuda", context.env.local_rank % gpus)
         torch.cuda.set_device(device)
     register_schemes(order.init_method)
     _step(None, device)  # what torch loads for its first step, and a GPU's context, are part of the start
     parts.start_s = time.time() - order.started_s
     context.report(READY)
-    while not order.gate.exists():
-        time.sleep(_POLL_S)
+    with _timed(parts, "gate"):
+        while not order.gate.exists():
+            time.sleep(_POLL_S)
     began = time.perf_counter()
     groups = _make_groups(order, rank, device, parts)
     if order.is_recorded:
@@ -111,7 +129,7 @@ def start(context: RankContext, order: Order) -> dict[str, float]:
             torch.load(order.checkpoint, map_location=device, weights_only=True)
     with _timed(parts, "step"):
         _step(groups["dp"], device)
-    parts.whole_s = time.perf_counter() - began
+    parts.whole_s, parts.launched_s = time.perf_counter() - began, time.time() - order.started_s
     dist.destroy_process_group()
     return asdict(parts)
 

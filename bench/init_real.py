@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 
-from bench import init_ranks, init_replay
+from bench import init_ranks
+from bench.init_page import REAL, RECORDED, WHOLES
 from bench.init_ranks import Order
 from bench.init_record import Relay, Talk
+from bench.init_server import server
 from bench.init_traffic import AFTERWARDS, LAST_WORKER, LAZY, Backend, Way, backend_operations, num_groups, operations
 from netlayer.launch import launch
 from netlayer.layout import ParallelLayout
 from netlayer.meeting import with_run
 
-PARTS = ("start_s", "groups_s", "groups_cpu_s", "backend_s", "first_s", "checkpoint_s", "step_s", "whole_s")
 _TIMEOUT_S = 120.0
 _CHECKPOINT_VALUES = 1 << 20
 
@@ -55,7 +56,7 @@ class Real:
 
 
 def timed(real: Real, ways: Sequence[Way], repeats: int) -> Iterator[dict[str, Any]]:
-    """Rows of each way, in turn, `repeats` times: of each part the median over the ranks, of the whole the most.
+    """Rows of each way, in turn, `repeats` times: of each part the median over the ranks, of `WHOLES` the most.
 
     One run before the first is discarded, and every turn begins with another way.
     """
@@ -63,15 +64,15 @@ def timed(real: Real, ways: Sequence[Way], repeats: int) -> Iterator[dict[str, A
     for turn in range(repeats):
         for way in [*ways[turn % len(ways) :], *ways[: turn % len(ways)]]:
             rows = _run(real, way, f"{way.method}-{way.store}-{turn}", None)
-            parts = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
             yield {
-                "table": "real ranks",
+                "table": REAL,
+                "source": "measured",
                 "ranks": real.layout.world_size,
                 "method": way.method,
                 "store": way.store,
                 "turn": turn,
-                **{name: parts[name] for name in PARTS},
-                "whole_s": max(row["whole_s"] for row in rows),
+                **{name: statistics.median(row[name] for row in rows) for name in rows[0]},
+                **{name: max(row[name] for row in rows) for name in WHOLES},
             }
 
 
@@ -86,7 +87,8 @@ def recorded(real: Real, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
         backends = [one for one in said if is_backend(one.key)]
         kinds = Counter(one.kind for one in said)
         yield {
-            "table": "recorded",
+            "table": RECORDED,
+            "source": "measured",
             "ranks": real.layout.world_size,
             "method": way.method,
             "store": way.store,
@@ -111,7 +113,7 @@ def _run(real: Real, way: Way, name: str, talks: list[Talk] | None) -> list[dict
     environ = init_ranks.environ(way.method, real.backend)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nl-init-")))
-        port, _ = stack.enter_context(init_replay.server(way, real.layout.world_size))
+        port, _ = stack.enter_context(server(way, real.layout.world_size))
         if talks is not None:
             relay = stack.enter_context(Relay(port))
             port = relay.port

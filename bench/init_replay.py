@@ -1,52 +1,54 @@
 """A store under the traffic of thousands of simulated ranks: real servers, real sockets, no rank behind them.
 
 One process holds every connection in one epoll loop; the server is another. A simulated rank sends a request, waits
-for its answer, thinks for no time, sends the next. What comes out is the store's share of an initialisation and
-nothing else: no process starts, no communicator is made. Left out: TLS, several servers.
+for its answer, sends the next at once; only between joining and its groups it may think, for as long as the bootstrap
+of a communicator took elsewhere. What comes out is the store's share of an initialisation and nothing else: no process
+starts, no communicator is made. Left out: TLS, several servers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import itertools
-import resource
+import os
 import select
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from bench import init_traffic
+from bench.init_server import check_files, server
 from bench.init_traffic import Request, Way
-from netlayer import redis_scripts
-from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
+from netlayer.errors import CheckFailed
 from netlayer.layout import ParallelLayout
-from netlayer.redis_server import find_redis_binary
 
-_SPARE_FILES = 64
 _MOST_CONNECTING = 256  # at once: what a server's backlog takes
 _POLL_S = 0.02
-_START_S = 30.0
-# torch's server asks for the name of every client that connects, a DNS query each: here it may look into files alone,
-# or the machine's name server would be measured.
-_TCP_SERVER = """
-import ctypes, sys
-ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
-from datetime import timedelta
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=600), False, use_libuv=sys.argv[1] == "1")
-print(store.port, flush=True)
-sys.stdin.read()
-"""
+_SAY_EVERY_S = 0.2
+_SILENCE_S = 30.0  # in which no rank hears or thinks anything: then no time would be enough
+_THINK = Request("THINK")
+
+
+class TimeUp(CheckFailed):
+    """A replay that was still going on when its time was up.
+
+    Args:
+        operations: that the server had been asked for until then.
+        seconds: that they took, without what each rank thinks.
+    """
+
+    def __init__(self, message: str, operations: int, seconds: float) -> None:
+        self.operations, self.seconds = operations, seconds
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[TimeUp], tuple[str, int, float]]:
+        return type(self), (str(self), self.operations, self.seconds)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Replayed:
     """What a replay took.
 
     Args:
-        seconds: from the first connection to the last rank's last answer.
+        seconds: from the first connection to the last rank's last answer, thinking among it.
         operations: that the server was asked for, the backend's among them.
         backend_operations: those alone.
         num_bytes: on the wire, both ways.
@@ -69,59 +71,30 @@ class Replayed:
     generator_cpu_s: float
 
 
-def replay(way: Way, layout: ParallelLayout, limit_s: float, say: Callable[[int], None] = lambda _: None) -> Replayed:
+def replay(
+    way: Way,
+    layout: ParallelLayout,
+    limit_s: float,
+    say: Callable[[int], None] = lambda _: None,
+    *,
+    think_s: float = 0.0,
+) -> Replayed:
     """Let all simulated ranks of the layout meet in a server of this machine.
 
     Args:
         limit_s: the longest that it may take.
-        say: hears how many ranks are done.
+        say: hears now and then how many operations the server was asked for.
+        think_s: what each rank waits between joining and its groups.
 
     Raises:
         ConfigError: this process may not open so many files.
         HardwareMissing: there is no Redis server here.
-        CheckFailed: not all ranks were done in time, or the server closed a connection.
+        TimeUp: not all ranks were done in time, though they went on.
+        CheckFailed: the server refused or closed a connection, refused a request, or was silent for 30 s.
     """
     check_files(layout.world_size)
     with server(way, layout.world_size) as (port, process), _no_collection():
-        return _Load(way, layout, port).run(process, limit_s, say)
-
-
-def check_files(num_ranks: int) -> None:
-    """Raise this process's limit of open files to what so many connections need.
-
-    Raises:
-        ConfigError: the system does not allow it.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = num_ranks + _SPARE_FILES
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        rule = f"allows {hard:,} open files, and {num_ranks:,} connections need {needed:,}"
-        raise ConfigError("ulimit -n", None, rule, "raise the hard limit (LimitNOFILE, limits.conf), or lower --ranks")
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-@contextlib.contextmanager
-def server(way: Way, num_ranks: int) -> Iterator[tuple[int, psutil.Process]]:
-    """A fresh server of the kind; its port and process."""
-    with contextlib.ExitStack() as stack:
-        if way.store == "redis":
-            folder = Path(tempfile.mkdtemp(prefix="nl-init-"))
-            stack.callback(shutil.rmtree, folder)
-            port, process = _start_redis(folder, num_ranks)
-            stack.callback(_end, process)
-        else:
-            libuv = "0" if way.method == "baseline" else "1"
-            process = subprocess.Popen(
-                [sys.executable, "-c", _TCP_SERVER, libuv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            stack.callback(_end, process)
-            assert process.stdout is not None
-            said = process.stdout.readline()
-            if not said.strip().isdigit():
-                raise CheckFailed("torch's TCPStore server did not start")
-            port = int(said)
-        yield port, psutil.Process(process.pid)
+        return _Load(way, layout, port, think_s).run(process, limit_s, say)
 
 
 @contextlib.contextmanager
@@ -132,37 +105,6 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _start_redis(folder: Path, num_ranks: int) -> tuple[int, subprocess.Popen[str]]:
-    binary = find_redis_binary()
-    if binary is None:
-        raise HardwareMissing("no redis-server or valkey-server here; install redis-server, or give --store tcp")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    options = {"bind": "127.0.0.1", "port": port, "save": "", "dir": folder, "maxclients": num_ranks + _SPARE_FILES}
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([binary, *words, "--tcp-backlog", "4096"], stdout=log, stderr=log, text=True)
-    until = time.monotonic() + _START_S
-    while time.monotonic() < until and process.poll() is None:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0) as first:
-            for script in (redis_scripts.SET, redis_scripts.ADD, redis_scripts.COMPARE_SET):
-                first.sendall(init_traffic.command(b"SCRIPT", b"LOAD", script.text.encode()))
-                first.recv(4096)
-            return port, process
-        time.sleep(_POLL_S)
-    process.kill()
-    raise CheckFailed(f"redis-server did not start: {(folder / 'log').read_text().strip()[-300:]}")
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        if pipe:
-            pipe.close()
-    process.terminate()
-    process.wait()
 
 
 class _Rank:
@@ -178,69 +120,93 @@ class _Rank:
 
 
 class _Load:
-    def __init__(self, way: Way, layout: ParallelLayout, port: int) -> None:
-        self._way, self._layout, self._address = way, layout, ("127.0.0.1", port)
+    def __init__(self, way: Way, layout: ParallelLayout, port: int, think_s: float) -> None:
+        self._way, self._layout, self._address, self._think_s = way, layout, ("127.0.0.1", port), think_s
         self._ranks: dict[int, _Rank] = {}
         self._epoll = select.epoll()
         self._come: Counter[str] = Counter()
+        self._thinking: deque[tuple[float, _Rank]] = deque()  # all think equally long: who began first ends first
         self._operations = self._backend = self._bytes = self._done = 0
         self._take = _tcp_answer if way.store == "tcp" else _redis_answer
 
     def run(self, process: psutil.Process, limit_s: float, say: Callable[[int], None]) -> Replayed:
-        ranks = self._layout.world_size
         cpu_before = sum(process.cpu_times()[:2])
         began, own_before = time.perf_counter(), time.process_time()
-        waiting = deque(range(ranks))
-        connecting: set[int] = set()
         try:
-            while self._done < ranks:
-                while waiting and len(connecting) < _MOST_CONNECTING:
-                    connecting.add(self._connect(waiting.popleft()))
-                for fd, _ in self._epoll.poll(_POLL_S):
-                    if fd in connecting:
-                        connecting.discard(fd)
-                        self._go_on(self._ranks[fd])
-                        self._epoll.modify(fd, select.EPOLLIN)
-                    else:
-                        self._hear(self._ranks[fd])
-                if time.perf_counter() - began > limit_s:
-                    raise CheckFailed(f"{ranks - self._done:,} of {ranks:,} ranks not done after {limit_s:.0f} s")
-                say(self._done)
-            seconds = time.perf_counter() - began
+            self._meet(began, limit_s, say)
+            seconds, own_cpu_s = time.perf_counter() - began, time.process_time() - own_before
+            server_cpu_s = sum(process.cpu_times()[:2]) - cpu_before
+        except psutil.Error as exc:
+            raise CheckFailed("the server ended under way") from exc
         finally:
             for rank in self._ranks.values():
                 rank.socket.close()
             self._epoll.close()
-        return Replayed(
-            seconds,
-            self._operations,
-            self._backend,
-            self._bytes,
-            sum(process.cpu_times()[:2]) - cpu_before,
-            time.process_time() - own_before,
-        )
+        return Replayed(seconds, self._operations, self._backend, self._bytes, server_cpu_s, own_cpu_s)
+
+    def _meet(self, began: float, limit_s: float, say: Callable[[int], None]) -> None:
+        ranks = self._layout.world_size
+        waiting = deque(range(ranks))
+        connecting: set[int] = set()
+        heard = said = began
+        while self._done < ranks:
+            while waiting and len(connecting) < _MOST_CONNECTING:
+                connecting.add(self._connect(waiting.popleft()))
+            events = self._epoll.poll(self._patience_s())
+            for fd, _ in events:
+                if fd in connecting:
+                    connecting.discard(fd)
+                    _check_connected(self._ranks[fd].socket)
+                    self._go_on(self._ranks[fd])
+                    self._epoll.modify(fd, select.EPOLLIN)
+                else:
+                    self._hear(self._ranks[fd])
+            now = time.perf_counter()
+            if events or self._thinking:
+                heard = now
+            while self._thinking and self._thinking[0][0] <= now:
+                self._go_on(self._thinking.popleft()[1])
+            if now - began > limit_s:
+                words = f"{ranks - self._done:,} of {ranks:,} ranks not done after {limit_s:.0f} s"
+                raise TimeUp(words, self._operations, now - began - self._think_s)
+            if now - heard > _SILENCE_S:
+                words = f"{ranks - self._done:,} of {ranks:,} ranks not done"
+                raise CheckFailed(f"{words}, and no word from the server for {_SILENCE_S:.0f} s")
+            if now - said > _SAY_EVERY_S:
+                said = now
+                say(self._operations)
+
+    def _patience_s(self) -> float:
+        if not self._thinking:
+            return _POLL_S
+        return min(_POLL_S, max(0.0, self._thinking[0][0] - time.perf_counter()))
 
     def _connect(self, number: int) -> int:
         opened = socket.socket()
         opened.setblocking(False)
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        opened.connect_ex(self._address)
         fd = opened.fileno()
-        todo = init_traffic.requests(self._way, self._layout, number)
+        joining = init_traffic.joining(self._way)
+        thinking = (_THINK,) if self._think_s else ()
+        todo = itertools.chain(joining, thinking, init_traffic.grouping(self._way, self._layout, number))
         self._ranks[fd] = _Rank(opened, b"%016x" % number, todo)
+        _check_begun(opened.connect_ex(self._address))
         self._epoll.register(fd, select.EPOLLOUT)
         return fd
 
     def _go_on(self, rank: _Rank) -> None:
-        """Say everything up to the next request that is answered."""
+        """Say everything up to the next request that is answered, or until the rank has to think."""
         words = b""
+        rank.due = None
         for request in rank.todo:
+            if request is _THINK:
+                self._thinking.append((time.perf_counter() + self._think_s, rank))
+                break
             words += self._say(rank, request)
             if self._way.store == "redis" or request.kind not in ("VALIDATE", "SET"):
                 rank.due = request
                 break
         else:
-            rank.due = None
             self._done += 1
         if words:
             self._send(rank, words)
@@ -254,13 +220,19 @@ class _Load:
 
     def _send(self, rank: _Rank, words: bytes) -> None:
         self._bytes += len(words)
-        if rank.socket.send(words) != len(words):
+        try:
+            num_sent = rank.socket.send(words)
+        except BlockingIOError:
+            num_sent = 0
+        except OSError as exc:
+            raise CheckFailed(f"the server closed a connection under way ({exc.strerror})") from exc
+        if num_sent != len(words):
             raise CheckFailed("a request did not fit into an empty socket")
 
     def _hear(self, rank: _Rank) -> None:
         try:
             chunk = rank.socket.recv(65536)
-        except ConnectionError:
+        except OSError:
             chunk = b""
         if not chunk:
             raise CheckFailed("the server closed a connection under way")
@@ -284,6 +256,17 @@ class _Load:
             next(rank.todo)  # the last one to come does not wait
         rank.todo = itertools.chain(init_traffic.last_words(self._way, request), rank.todo)
         self._go_on(rank)
+
+
+def _check_begun(code: int) -> None:
+    """What `connect_ex` said of a socket that does not block."""
+    if code not in (0, errno.EINPROGRESS):
+        raise CheckFailed(f"the server cannot be connected to ({os.strerror(code)})")
+
+
+def _check_connected(opened: socket.socket) -> None:
+    if code := opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        raise CheckFailed(f"the server refuses a connection ({os.strerror(code)})")
 
 
 def _tcp_answer(request: Request, buffer: bytes) -> int:

@@ -4,33 +4,34 @@ Two measurements. *Real ranks* (`--real N`) run on this machine from their start
 paper's baseline (a barrier of all ranks after each group, MegaScale, NSDI'24, 3.5), by today's torch, and by
 `netlayer.rendezvous` on TCPStore and on Redis. The *store share* (`--ranks`) replays what those ranks said, for
 thousands of simulated ranks, against real servers on this machine: no process starts there and no communicator is made.
+What was measured is kept, whatever ends the run.
 """
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Iterator, Sequence
-from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 import click
 
-from bench import init_page, init_real
-from bench.init_replay import Replayed, replay
-from bench.init_traffic import StoreName, Way, backend_operations, operations
+from bench import init_page, init_real, init_share
+from bench.init_server import check_files, check_redis
+from bench.init_share import MOST_S, Share
+from bench.init_traffic import StoreName, Way
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options_without_config
-from netlayer.errors import CheckFailed, ConfigError
+from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
-from netlayer.progress import Bar, Stages
+from netlayer.progress import Stages
 from netlayer.results import RunRecord, utc_now, write_text
 
 Row = dict[str, Any]
 
-_MOST_S = 300.0  # what would take longer comes from the closed form
 _WAYS = (Way("baseline", "tcp"), Way("torch", "tcp"), Way("ours", "tcp"), Way("ours", "redis"))
-_SPEED = 20_000.0  # operations a second, before any was measured
 _DEFAULT_RANKS = "128,2048,12288"
+_MOST_THINKING_S = MOST_S / 3
 
 
 @click.command()
@@ -39,11 +40,26 @@ _DEFAULT_RANKS = "128,2048,12288"
 @click.option("--store", "stores", default="tcp,redis", show_default=True, help="Stores, with commas.")
 @click.option("--real", type=click.IntRange(min=0), default=0, show_default=True, help="Real ranks on this machine.")
 @click.option(
-    "--backend", type=click.Choice(["gloo", "nccl"]), default="gloo", show_default=True, help="Of real ranks."
+    "--backend",
+    type=click.Choice(["gloo", "nccl"]),
+    default="gloo",
+    show_default=True,
+    help="Of real ranks; fewer GPUs than ranks are shared by virtual nodes.",
 )
 @click.option("--eager", is_flag=True, help="Real ranks make NCCL's communicators at once.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Turns of each way.")
-def command(options: RunOptions, ranks: str, stores: str, real: int, backend: str, eager: bool, repeats: int) -> None:
+@click.option(
+    "--think",
+    "think_s",
+    type=click.FloatRange(0, _MOST_THINKING_S),
+    default=0.0,
+    show_default=True,
+    help="Seconds that a simulated rank waits between joining and its groups, as for a bootstrap of NCCL: backend_s of "
+    "a run with --real N --backend nccl --eager.",
+)
+def command(
+    options: RunOptions, ranks: str, stores: str, real: int, backend: str, eager: bool, repeats: int, think_s: float
+) -> None:
     """Time and count how the groups of a job are made: paper's baseline, today's torch, ours on TCPStore and Redis.
 
     \b
@@ -51,38 +67,43 @@ def command(options: RunOptions, ranks: str, stores: str, real: int, backend: st
       python -m bench.init_time --ranks 128,2048,12288 --store tcp,redis --json init.json
       python -m bench.init_time --ranks 0 --real 8             # 8 gloo ranks, timed and recorded
       python -m bench.init_time --ranks 0 --real 8 --backend nccl --eager
+      python -m bench.init_time --ranks 2048 --think 1.7       # with the time of a bootstrap that was measured
     """
-    sizes, ways = _sizes(ranks), _ways(stores)
+    layouts, ways, layout = _layouts(ranks), _ways(stores), layout_of(real, "--real") if real else None
+    _check(layouts, ways, layout, think_s)
     out, started = open_out(options.out, "init_time"), utc_now()
     asked = {"ranks": ranks, "store": stores, "real": real, "backend": backend, "eager": eager, "repeats": repeats}
     rows: list[Row] = []
-    with Stages() as stages:
-        if real:
-            setting = init_real.Real(layout_of(real, "--real"), backend, eager, out / "logs")
-            lazy = [Way("torch-lazy", "tcp")] if backend == "gloo" and "tcp" in stores.split(",") else []
-            for row in init_real.timed(setting, [*ways, *lazy], repeats):
-                rows.append(_said(row, stages))
-            for row in init_real.recorded(setting, [*ways, *lazy]):
-                rows.append(_said(row, stages))
-        for row in _store_share(sizes, ways, repeats, stages):
-            rows.append(_said(row, stages))
-    record = RunRecord(
-        name="bench.init_time",
-        source="measured",
-        rows=rows,
-        started_utc=started,
-        ended_utc=utc_now(),
-        arguments={**options.arguments(), **asked},
-        config={},
-        environment=environ.snapshot(options.seed),
-        devices=[f"{gpu.name}" for gpu in environ.list_gpus()] or ["CPU"],
-    )
-    click.echo(f"record: {record.save(out / 'records')}", err=True)
-    click.echo(f"report: {init_page.build_page(rows).write(out)}", err=True)
-    if options.json_file:
-        write_text(options.json_file, record.to_json())
+
+    def keep() -> None:
+        record = RunRecord(
+            name="bench.init_time",
+            source="predicted" if any(row.get("source") == "predicted" for row in rows) else "measured",
+            rows=rows,
+            started_utc=started,
+            ended_utc=utc_now(),
+            arguments={**options.arguments(), **asked, "think_s": think_s},
+            config={},
+            environment=environ.snapshot(options.seed),
+            devices=[f"{gpu.name}" for gpu in environ.list_gpus()] or ["CPU"],
+        )
+        _write(record, out, options.json_file)
+
+    try:
+        with Stages() as stages:
+            setting = init_real.Real(layout, backend, eager, out / "logs") if layout else None
+            for row in _measured(setting, Share(repeats, think_s), layouts, ways, stages):
+                rows.append(row)
+                stages.say(init_page.line(row))
+    except BaseException as exc:
+        if rows:
+            rows.append({"table": init_page.BROKEN_OFF, "reason": str(exc) or "interrupted"})
+            click.echo("what was measured until then is kept:", err=True)
+            keep()
+        raise
+    keep()
     for line in init_page.summary(rows):
-        click.echo(line)
+        click.echo(line, err=str(options.json_file) == "-")
 
 
 def layout_of(ranks: int, field: str = "--ranks") -> ParallelLayout:
@@ -98,70 +119,57 @@ def layout_of(ranks: int, field: str = "--ranks") -> ParallelLayout:
     return ParallelLayout(tp=degree, pp=degree, dp=ranks // degree**2)
 
 
-def _store_share(sizes: Sequence[int], ways: Sequence[Way], repeats: int, stages: Stages) -> Iterator[Row]:
-    speeds: dict[Way, float] = {}
-    for ranks in sizes:
-        layout = layout_of(ranks)
-        for way in ways:
-            total = operations(way, layout) + backend_operations(way, layout)
-            common = {
-                "table": init_page.LABEL,
-                "ranks": ranks,
-                "method": way.method,
-                "store": way.store,
-                "operations": total,
-                "backend_operations": backend_operations(way, layout),
-            }
-            if total / speeds.get(way, _SPEED) > _MOST_S:
-                yield {**common, "source": "predicted", "seconds": total / speeds.get(way, _SPEED)}
-                continue
-            try:
-                runs = _replayed(way, layout, repeats, stages)
-            except CheckFailed as exc:  # what was measured until then is kept
-                stages.say(f"predicted instead: {exc}")
-                yield {**common, "source": "predicted", "seconds": total / speeds.get(way, _SPEED)}
-                continue
-            best = min(runs, key=lambda one: one.seconds)
-            speeds[way] = best.operations / best.seconds
-            yield {
-                **common,
-                "source": "measured",
-                "seconds": best.seconds,
-                "seconds_median": statistics.median(one.seconds for one in runs),
-                "seconds_all": [one.seconds for one in runs],
-                "operations": best.operations,
-                "bytes": best.num_bytes,
-                "server_cpu_s": best.server_cpu_s,
-                "generator_cpu_s": best.generator_cpu_s,
-            }
+def _measured(
+    real: init_real.Real | None, share: Share, layouts: Sequence[ParallelLayout], ways: Sequence[Way], stages: Stages
+) -> Iterator[Row]:
+    if real:
+        has_lazy = real.backend == "gloo" and any(way.store == "tcp" for way in ways)
+        really = [*ways, *([Way("torch-lazy", "tcp")] if has_lazy else [])]
+        yield from init_real.timed(real, really, share.repeats)
+        yield from init_real.recorded(real, really)
+    yield from init_share.rows(share, layouts, ways, stages)
 
 
-def _replayed(way: Way, layout: ParallelLayout, repeats: int, stages: Stages) -> list[Replayed]:
-    ranks = layout.world_size
-    with stages.open(f"{way.method} on {way.store}, {ranks:,} simulated ranks") as bar:
-        return [replay(way, layout, _MOST_S, partial(_tell, bar, ranks)) for _ in range(repeats)]
+def _write(record: RunRecord, out: Path, json_file: Path | None) -> None:
+    click.echo(f"record: {record.save(out / 'records')}", err=True)
+    if json_file:
+        write_text(json_file, record.to_json())
+    click.echo(f"report: {init_page.build_page(record.rows).write(out)}", err=True)
 
 
-def _tell(bar: Bar, total: int, done: int) -> None:
-    bar(done, total)
+def _check(
+    layouts: Sequence[ParallelLayout], ways: Sequence[Way], layout: ParallelLayout | None, think_s: float
+) -> None:
+    """Refuse before the first cell what would fail at the last.
+
+    Raises:
+        ConfigError: nothing was asked for, or this process may not open so many files.
+        HardwareMissing: there is no Redis server here.
+    """
+    if not math.isfinite(think_s):
+        raise ConfigError("--think", think_s, "is no length of time", "give seconds")
+    if not layouts and layout is None:
+        raise ConfigError("--ranks", 0, "leaves nothing to measure", "give sizes, or real ranks: --real 8")
+    if think_s and not layouts:
+        raise ConfigError("--think", think_s, "has no effect on real ranks", "give simulated ones too: --ranks 128")
+    if any(way.store == "redis" for way in ways):
+        check_redis()
+    if layouts:
+        check_files(max(layout.world_size for layout in layouts))
 
 
-def _said(row: Row, stages: Stages) -> Row:
-    stages.say(init_page.line(row))
-    return row
-
-
-def _sizes(text: str) -> list[int]:
-    sizes = []
+def _layouts(text: str) -> list[ParallelLayout]:
+    """Of the sizes, each once, the smallest first: a cell is predicted from a smaller one."""
+    sizes = set()
     for word in text.split(","):
-        if not word.strip().isdigit():
+        if not word.strip().isdecimal():
             raise ConfigError("--ranks", word, "is no whole number", "give numbers with commas, as 128,2048")
-        sizes.append(int(word))
-    return [size for size in sizes if size and layout_of(size)]
+        sizes.add(int(word))
+    return [layout_of(size) for size in sorted(sizes - {0})]
 
 
 def _ways(text: str) -> list[Way]:
-    names = text.split(",")
+    names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in get_args(StoreName):
             raise ConfigError("--store", name, "is no store", f"give {' or '.join(get_args(StoreName))}, or both")

@@ -101,7 +101,13 @@ def backend_operations(way: Way, layout: ParallelLayout) -> int:
 
 
 def requests(way: Way, layout: ParallelLayout, rank: int) -> Iterator[Request]:
-    """What one rank says, in order; NCCL's part follows when all groups are made, as when they are first used.
+    """What one rank says, in order: `joining`, then `grouping`."""
+    yield from joining(way)
+    yield from grouping(way, layout, rank)
+
+
+def joining(way: Way) -> Iterator[Request]:
+    """What every rank says until it may make groups.
 
     The last rank of a barrier is whoever comes last: here every rank waits, and who replays it puts in `last_words`.
     """
@@ -114,10 +120,14 @@ def requests(way: Way, layout: ParallelLayout, rank: int) -> Iterator[Request]:
         yield Request("WAIT", f"{_WORLD}/all/{_DIGEST}")
     else:
         yield Request("ADD", "init/")
+
+
+def grouping(way: Way, layout: ParallelLayout, rank: int) -> Iterator[Request]:
+    """What one rank says while its groups are made; NCCL's part follows them, as when they are first used."""
     if way.backend.startswith("gloo"):
         yield from _gloo(way, "default_pg/0", layout.world_size, rank)
     if way.method == "baseline":
-        yield from _barrier(0)
+        yield from barrier(0)
     made = 0
     for name in DIMENSIONS:
         if _is_made(way, layout, name):
@@ -142,11 +152,11 @@ def _groups(way: Way, layout: ParallelLayout, name: Dimension, rank: int, made: 
             ranks = layout.group(name, own)
             yield from _gloo(way, f"{name}{own}/{_HASH}", len(ranks), ranks.index(rank))
         if way.method == "baseline":
-            yield from _barrier(made + index + 1)
+            yield from barrier(made + index + 1)
 
 
-def _barrier(number: int) -> Iterator[Request]:
-    """torch's `_store_based_barrier`."""
+def barrier(number: int) -> Iterator[Request]:
+    """What a rank says in torch's `_store_based_barrier`, the how-manieth of the run."""
     key = f"store_based_barrier_key:{number}"
     yield Request("ARRIVE", key)
     yield Request("ADD", key)

@@ -33,6 +33,7 @@ _COMMANDS = {
     "observe": Lazy("netlayer.observe.command:observe", "A job that stands still: which rank is to blame."),
     "quickstart": Lazy("bench.quickstart:quickstart", "The main job: bench, fabric, training and one report."),
     "retransmit": Lazy("congestion.retransmit_cli:retransmit", "Which retransmit timers outlive which link flaps."),
+    "sample": Lazy("trainer.sample_cli:sample", "Text from a checkpoint of any layout."),
     "simulate": Lazy("congestion.cli:simulate", "Congestion: flows over a fabric, packet by packet."),
     "step": Lazy("congestion.step_cli:step", "Congestion: a whole training step, what repeats itself skipped."),
     "sweep": Lazy("congestion.sweep_cli:sweep", "Congestion: parameters x laws x seeds, or the best of them."),

@@ -121,6 +121,9 @@ class ModelConfig(Section):
     tied_embeddings: bool = Field(False, description="the head's projection is the token embedding")
     dtype: Literal["float64", "float32", "bfloat16"] = Field("float32", description="dtype of the computation")
     compile: bool = Field(False, description="compile each block (torch.compile)")
+    operators: Literal["auto", "torch", "triton"] = Field(
+        "auto", description="norms, activations, loss: our Triton kernels, or torch's; auto: ours on GPUs, uncompiled"
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="what backward computes again: nothing, what no product made, or whole blocks"
     )
@@ -165,12 +168,15 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Degrees of parallelism; their product is the number of ranks."""
+    """Degrees of parallelism, whose product is the number of ranks, and how long ranks wait for each other."""
 
     tp: Count = Field(1, description="tensor-parallel degree, inside a server")
     pp: Count = Field(1, description="pipeline stages")
     dp: Count = Field(2, description="data-parallel degree")
     vpp: Count = Field(1, description="model chunks a pipeline rank holds (interleaved 1F1B)")
+    distributed_timeout_s: float = Field(
+        600.0, gt=0, description="longest wait in a collective, seconds: for ranks that compile or save meanwhile"
+    )
 
     @property
     def layout(self) -> ParallelLayout:
@@ -240,6 +246,25 @@ class CheckpointConfig(Section):
 
     every_steps: int = Field(0, ge=0, description="save each so many steps, and after the last; 0 = never")
     keep: Count = Field(2, description="checkpoints that stay: the newest ones")
+    other_text: bool = Field(
+        False, description="go on from a checkpoint with other text, seed or (rotary) seq_len, in its own tokens"
+    )
+
+
+class LoopConfig(Section):
+    """What a training loop does beside its steps."""
+
+    collect_every_steps: int = Field(
+        50, ge=0, description="steps between two garbage collections, of all ranks at once; 0: whenever Python will"
+    )
+
+
+class MetricsConfig(Section):
+    """Where else each step's row goes, beside metrics.jsonl; from rank 0."""
+
+    tensorboard: bool = Field(False, description="events for TensorBoard in the folder tensorboard/ of the output")
+    prometheus_port: int = Field(0, ge=0, le=65535, description="serve the last row as gauges on this port; 0: nowhere")
+    prometheus_address: str = Field("127.0.0.1", min_length=1, description="to listen on; 0.0.0.0: for all hosts")
 
 
 class OverlapConfig(Section):
@@ -257,7 +282,9 @@ class StoreConfig(Section):
     """Where ranks meet."""
 
     url: str = Field("", description="redis://, rediss:// or unix:// address; empty: an embedded Redis of this run")
-    timeout_s: float = Field(60.0, gt=0, description="longest wait for another rank, seconds")
+    timeout_s: float = Field(
+        60.0, gt=0, description="longest wait for other ranks to come, seconds; then job.parallel.distributed_timeout_s"
+    )
 
     @field_serializer("url", when_used="json")
     def _without_password(self, url: str) -> str:
@@ -303,6 +330,8 @@ class JobConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="how parameters move")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="when held-out loss is taken")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="when training is saved")
+    loop: LoopConfig = Field(default_factory=LoopConfig, description="garbage collection")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="TensorBoard, Prometheus")
     overlap: OverlapConfig = Field(default_factory=OverlapConfig, description="communication under computation")
     store: StoreConfig = Field(default_factory=StoreConfig, description="where ranks meet")
     launch: LaunchConfig = Field(default_factory=LaunchConfig, description="how ranks are started")
@@ -330,10 +359,6 @@ class JobConfig(Section):
             )
         if parallel.vpp > 1 and parallel.pp == 1:
             _fail("job.parallel.vpp", parallel.vpp, "needs a pipeline, but job.parallel.pp = 1", "set vpp to 1")
-        if model.compile and parallel.tp > 1:
-            _fail(
-                "job.model.compile", True, f"is not supported with job.parallel.tp = {parallel.tp}", "set it to false"
-            )
         stages = parallel.pp if parallel.vpp > 1 else 1  # interleaved, micro-batches go in rounds of as many as stages
         unit = batch.micro_size * parallel.dp * stages
         for name in ("global_size", "start_size", "increment"):

@@ -25,7 +25,7 @@ from netlayer.errors import ConfigError
 from netlayer.meeting import SCHEMES
 from netlayer.store import DEFAULT_TIMEOUT, RedisStore
 
-__all__ = ["SCHEMES", "open_store"]
+__all__ = ["SCHEMES", "open_store", "take_back"]
 
 _OURS = ("rank", "world_size", "run")  # what is left of the query is for the connection
 _opened: Counter[tuple[str, str]] = Counter()  # by server and run
@@ -47,17 +47,32 @@ def open_store(
         raise ConfigError(
             "rank", rank, f"must be below the world size {world_size}", "correct rank and world size of this process"
         )
-    server, run = _server_url(parts, query), _run_name(parts, query)
+    server, run = _place(url)
     repeat = f"+{_opened[server, run]}" if _opened[server, run] else ""
     store = RedisStore(server, run + repeat, timeout, rank=rank, world_size=world_size)
     _opened[server, run] += 1
     return store, rank, world_size
 
 
+def take_back(url: str) -> None:
+    """The store that was opened last at the address met nobody: the next one takes its name.
+
+    A rank that never reached the server has not counted, so those that did must not have counted either.
+    """
+    _opened[_place(url)] -= 1
+
+
 def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[RedisStore, int, int]]:
     """The handler that torch calls: rank and world size of `init_process_group` stand in the query."""
     yield open_store(url, timeout)
     raise RuntimeError("a redis:// rendezvous cannot be repeated; start the process again")
+
+
+def _place(url: str) -> tuple[str, str]:
+    """The server and the run of an address."""
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    return _server_url(parts, query), _run_name(parts, query)
 
 
 def _server_url(parts: SplitResult, query: dict[str, str]) -> str:

@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Concatenate, NoReturn, TypeVar
 
@@ -48,7 +48,10 @@ from netlayer.rank import (
     run_rank,
 )
 
-__all__ = ["RankContext", "RankEnv", "detect", "launch"]
+__all__ = ["PASSED_ON", "RankContext", "RankEnv", "detect", "launch"]
+
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
+"""What a launch that `asks_first` passes on."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ def launch(
     on_message: Callable[[int, Any], None] | None = None,
     grace_s: float = 5.0,
     verbosity: int = 1,
+    asks_first: bool = False,
 ) -> list[T]:
     """Run `target(context, *args)` in `num_ranks` fresh processes and return what each returned, in rank order.
 
@@ -92,6 +96,9 @@ def launch(
             quick, for signals and failures wait for it.
         grace_s: seconds between SIGTERM and SIGKILL.
         verbosity: of the ranks' logs, as in `log.configure`.
+        asks_first: the first SIGTERM or SIGUSR1 is passed on to the ranks, which end by themselves, however long that
+            takes; after it SIGTERM, SIGUSR1 and SIGINT end them as said above, by SIGUSR2 in place of SIGTERM. Ranks
+            begin with both signals of `PASSED_ON` blocked: the target unblocks them once it has handlers.
 
     Raises:
         RankFailed: a rank raised, died or ended without a result. A NetlayerError of a rank is raised itself instead,
@@ -105,7 +112,8 @@ def launch(
     refuse_while_importing_main()
     order = _pickle_order(target, tuple(args), verbosity)
     environ = _rank_environ(num_ranks, env)
-    with _StopSignals() as stop, _Crew(num_ranks, _make_log_dir(Path(log_dir)), grace_s, stop) as crew:
+    passed_on = PASSED_ON if asks_first else ()
+    with _StopSignals(passed_on) as stop, _Crew(num_ranks, _make_log_dir(Path(log_dir)), grace_s, stop) as crew:
         crew.start(order, environ)
         logger.info("%d ranks started, logs in %s", num_ranks, log_dir)
         failure = crew.watch(on_message or (lambda _rank, _message: None))
@@ -119,15 +127,20 @@ class _StopSignals:
 
     Raising at once could hit between starting a rank and noting that it exists. Handlers belong to the main thread;
     in any other thread nothing is installed.
+
+    Args:
+        passed_on: the first of these is for the ranks: `to_pass_on`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, passed_on: Sequence[signal.Signals] = ()) -> None:
         self.seen: list[int] = []
+        self.passed_on = passed_on
+        self.to_pass_on: list[int] = []
         self._owners: dict[int, Any] = {}
 
     def __enter__(self) -> _StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
+            for signum in {signal.SIGINT, signal.SIGTERM, *self.passed_on}:
                 owner = signal.getsignal(signum)
                 if owner not in (signal.SIG_IGN, None):  # ignored on purpose (nohup, `&`), or not Python's to restore
                     self._owners[signum] = owner
@@ -141,7 +154,8 @@ class _StopSignals:
             self._deliver(self.seen[0])
 
     def _note(self, signum: int, _frame: types.FrameType | None) -> None:
-        self.seen.append(signum)
+        first = signum in self.passed_on and not self.to_pass_on
+        (self.to_pass_on if first else self.seen).append(signum)
 
     def _deliver(self, signum: int) -> NoReturn:
         owner = self._owners[signum]
@@ -234,13 +248,14 @@ class _Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
+        end = signal.SIGUSR2 if self._stop.passed_on else signal.SIGTERM
         for rank in self.ranks:
             if rank.alive:
-                rank.process.terminate()
+                rank.process.send_signal(end)
         self._wait_ended(self._grace_s, until_stop=True)
         for rank in self.ranks:
             if rank.alive:
-                logger.warning("rank %d did not end %.3g s after SIGTERM: killed", rank.rank, self._grace_s)
+                logger.warning("rank %d did not end %.3g s after %s: killed", rank.rank, self._grace_s, end.name)
                 rank.kill_group()
         self._wait_ended(_KILLED_WAIT_S)
         _kill_strays(self._launch_id)
@@ -269,7 +284,8 @@ class _Crew:
             with order_file.open("rb") as stdin, log_file.open("ab") as stdout:
                 log_start = stdout.tell()
                 arguments = [str(report_fd), str(os.getpid())]
-                process = _start(run_rank, arguments, stdin, stdout, environ, pass_fds=(report_fd,))
+                with _blocked(self._stop.passed_on):
+                    process = _start(run_rank, arguments, stdin, stdout, environ, pass_fds=(report_fd,))
         except BaseException:
             os.close(inbox)
             raise
@@ -286,7 +302,11 @@ class _Crew:
 
     def watch(self, on_message: Callable[[int, Any], None]) -> Failure | None:
         """Wait until a rank has failed (its failure), or all have ended well or a stop signal came (None)."""
+        is_passed_on = False
         while not self._stop.seen:
+            if self._stop.to_pass_on and not is_passed_on:
+                is_passed_on = True
+                self._pass_on(self._stop.to_pass_on[0])
             failures = [rank.failure for rank in self.ranks if rank.failure is not None]
             if failures and self._settled(failures):
                 return min(failures, key=Failure.precedence)
@@ -295,6 +315,12 @@ class _Crew:
             for rank, message in self._turn():
                 on_message(rank.rank, _unpickle(message, rank, "a message of it"))
         return None
+
+    def _pass_on(self, signum: int) -> None:
+        logger.info("%s: passed on to the ranks; a second one ends them at once", signal.Signals(signum).name)
+        for rank in self.ranks:
+            if rank.alive:
+                rank.process.send_signal(signum)
 
     def _settled(self, failures: list[Failure]) -> bool:
         self._first_sign_s = self._first_sign_s or time.monotonic()
@@ -415,6 +441,16 @@ def _start(
         start_new_session=True,
         pass_fds=pass_fds,
     )
+
+
+@contextlib.contextmanager
+def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """A process that begins inside gets these once it unblocks them: before that it would die of one."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _path_line() -> bytes:

@@ -233,7 +233,8 @@ def run_rank() -> None:
     _flush_every_line()
     faulthandler.enable(file=2)
     # Where was it when its peer failed? Written by C code even inside a collective; then the default action ends it.
-    faulthandler.register(signal.SIGTERM, file=2, chain=True)
+    for signum in (signal.SIGTERM, signal.SIGUSR2):  # the second where the launcher `asks_first`
+        faulthandler.register(signum, file=2, chain=True)
     os.set_inheritable(report_fd, False)
     sys.argv, main, verbosity, work = pickle.load(sys.stdin.buffer)
     null = os.open(os.devnull, os.O_RDONLY)

@@ -43,6 +43,7 @@ Reply = Any  # what the Redis protocol can say: None, int, bytes or a list of th
 T = TypeVar("T")
 
 _CONNECT_TIMEOUT_S = 5.0
+_LEAST_CONNECT_S = 0.5  # a socket takes zero for "do not wait at all"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _SHORTEST_BLOCK_S = 0.01  # Redis 6.2 takes less than a millisecond for "forever"
 _LONGEST_BLOCK_S = 1e8  # three years; what is longer waits without end
@@ -74,23 +75,50 @@ class RedisLinks:
 
     def __init__(self, url: str, admit: Callable[[Callable[..., Reply]], None], timeout_s: float) -> None:
         self._admit = admit
-        self._pool, first = _parse(url, min(_CONNECT_TIMEOUT_S, timeout_s), self._on_connect)
+        self._pool, first = _parse(url, max(min(_CONNECT_TIMEOUT_S, timeout_s), _LEAST_CONNECT_S), self._on_connect)
         self.address = _address(url, self._pool.connection_kwargs)
         self.closed = False
         self._pid = os.getpid()
         self._idle = deque([_Link(first)])
         self._lent: set[_Link] = set()
 
-    def ask(self, commands: Sequence[Command], deadline: float, *, patient: bool = True) -> list[Reply]:
-        """Send commands that may be repeated in one round trip; their answers. Not patient: try only once."""
-        return self._persist(deadline, lambda link: link.exchange(commands, deadline), patient=patient)
+    def ask(
+        self,
+        commands: Sequence[Command],
+        deadline: float,
+        *,
+        patient: bool = True,
+        reconnect_until: float = math.inf,
+    ) -> list[Reply]:
+        """Send commands that may be repeated in one round trip; their answers.
 
-    def run(self, script: Script, namespace: bytes, arguments: Sequence[str | bytes | int], deadline: float) -> Reply:
+        Args:
+            deadline: of the answers.
+            patient: else try only once.
+            reconnect_until: a broken connection is opened again once, and until then.
+        """
+        return self._persist(
+            deadline, lambda link: link.exchange(commands, deadline), patient=patient, reconnect_until=reconnect_until
+        )
+
+    def run(
+        self,
+        script: Script,
+        namespace: bytes,
+        arguments: Sequence[str | bytes | int],
+        deadline: float,
+        reconnect_until: float = math.inf,
+    ) -> Reply:
         """Run a writing script once: it gets the connection's name and a serial number before `arguments`."""
         link = self._borrow()
         link.serial += 1
         command = (1, namespace, link.name, link.serial, *arguments)
-        return self._persist(deadline, lambda link: link.evaluate(script, command, deadline), link=link)
+        return self._persist(
+            deadline,
+            lambda link: link.evaluate(script, command, deadline),
+            link=link,
+            reconnect_until=reconnect_until,
+        )
 
     def block(self, commands: Callable[[str], list[Command]], deadline: float) -> list[Reply] | None:
         """Send commands that the server answers when there is something to answer; None at the deadline.
@@ -108,7 +136,13 @@ class RedisLinks:
             self._idle.pop().connection.disconnect()
 
     def _persist(
-        self, deadline: float, attempt: Callable[[_Link], T], *, link: _Link | None = None, patient: bool = True
+        self,
+        deadline: float,
+        attempt: Callable[[_Link], T],
+        *,
+        link: _Link | None = None,
+        patient: bool = True,
+        reconnect_until: float = math.inf,
     ) -> T:
         link = link or self._borrow()
         told_s = -math.inf
@@ -118,10 +152,13 @@ class RedisLinks:
                     with link.dropped_on_error():
                         return attempt(link)
                 except (ConnectionBroken, AnswerLate) as exc:
-                    self._raise_if_hopeless(exc, deadline if patient else 0.0)
+                    until = (
+                        min(deadline, reconnect_until) if failures and isinstance(exc, ConnectionBroken) else deadline
+                    )
+                    self._raise_if_hopeless(exc, until if patient else 0.0)
                     # One may be a server that closes idle connections.
                     if failures >= 1 and time.monotonic() >= told_s + _TELL_EVERY_S:
-                        told_s, left_s = time.monotonic(), deadline - time.monotonic()
+                        told_s, left_s = time.monotonic(), until - time.monotonic()
                         patience = f"for another {left_s:.0f} s" if math.isfinite(left_s) else "without end"
                         logger.warning("no answer from the store at %s (%s); trying %s", self.address, exc, patience)
                 except RedisError as exc:

@@ -24,6 +24,7 @@ __all__ = ["Membership", "clear", "namespace_of", "remove_run"]
 logger = logging.getLogger(__name__)
 
 _LEAVE_S = 5.0
+_POLL_S = 0.05
 _RUN_ID = re.compile(r"[^\s{}\x00-\x1f]{1,200}")
 
 
@@ -76,40 +77,62 @@ class Membership:
         self._pid = os.getpid()
 
     def join(self, deadline: float) -> None:
-        """Connect for the first time."""
-        self.links.ask([], deadline)
+        """Connect for the first time; where this member has left before, when the others have too."""
+        until_s = min(deadline, time.monotonic() + _LEAVE_S)
+        while True:
+            try:
+                self.links.ask([], deadline)
+                return
+            except _HasLeft:
+                if time.monotonic() >= until_s:
+                    raise self._is_taken() from None
+                time.sleep(_POLL_S)
 
-    def leave(self) -> None:
-        """Say goodbye, remove the keys where nobody is left, and close the connections."""
+    def leave(self, *, is_off: bool = False) -> None:
+        """Say goodbye, remove the keys where nobody is left, and close the connections.
+
+        Args:
+            is_off: the run never came together: nobody is left when all who joined have gone.
+        """
         if self.links.closed:
             return
         deadline = time.monotonic() + _LEAVE_S
         try:
-            if os.getpid() == self._pid and self._is_last(deadline):  # a forked child is no member
+            if os.getpid() == self._pid and self._is_last(deadline, is_off):  # a forked child is no member
                 clear(self.links, self.namespace, deadline, patient=False)
         except NetlayerError as exc:
             logger.debug("left run %s without a word: %s", self.run_id, exc)
         finally:
             self.links.close()
 
-    def _is_last(self, deadline: float) -> bool:
-        words = (self._member, self._epoch or b"", self._world_size)
+    def _is_last(self, deadline: float, is_off: bool) -> bool:
+        words = (self._member, self._epoch or b"", 0 if is_off else self._world_size)
         goodbye = ("EVAL", scripts.LEAVE.text, 1, self.namespace, *words)
         return self.links.ask([goodbye], deadline, patient=False) == [1]
 
     def _admit(self, ask: Callable[..., Any]) -> None:
         if self._epoch is None:
             words = (self._member, self._token, secrets.token_hex(8))
-            self._epoch = ask("EVAL", scripts.JOIN.text, 1, self.namespace, *words)
-            if self._epoch is None:
-                raise ConfigError(
-                    "run id",
-                    self.run_id,
-                    f"{self._member} of this run is already there, or a killed run left it",
-                    "give the run another id, or remove the old one: netlayer.store.remove_run(url, run_id)",
-                )
+            epoch = ask("EVAL", scripts.JOIN.text, 1, self.namespace, *words)
+            if epoch == scripts.HAS_LEFT:
+                raise _HasLeft
+            if epoch is None:
+                raise self._is_taken()
+            self._epoch = epoch
         elif ask("GET", self.namespace + b"epoch") != self._epoch:
             raise StoreLost(
                 f"store lost its data: the server at {self.links.address} has no keys of run {self.run_id} any more; "
                 "start the run again (a server with appendonly yes keeps them over a restart)"
             )
+
+    def _is_taken(self) -> ConfigError:
+        return ConfigError(
+            "run id",
+            self.run_id,
+            f"{self._member} of this run is already there, or a killed run left it",
+            "give the run another id, or remove the old one: netlayer.store.remove_run(url, run_id)",
+        )
+
+
+class _HasLeft(Exception):
+    """This member was there, and has gone; others of its run have not yet."""

@@ -21,6 +21,7 @@ __all__ = [
     "CLEAR",
     "COMPARE_SET",
     "DELETE",
+    "HAS_LEFT",
     "JOIN",
     "LEAVE",
     "POP",
@@ -149,11 +150,15 @@ tidy(ARGV[1])
 return 1
 """)
 
-# ARGV: member, token, new epoch. The epoch of the run, or nil where another process is that member.
+# ARGV: member, token, new epoch. The epoch of the run, or nil where another process is that member; HAS_LEFT where it
+# was, and the others of its run are yet to leave.
+HAS_LEFT = b"left"
 JOIN = Script("""
 local ns = KEYS[1]
 if redis.call('HSETNX', ns .. 'ranks', ARGV[1], ARGV[2]) == 0
-    and redis.call('HGET', ns .. 'ranks', ARGV[1]) ~= ARGV[2] then return nil end
+    and redis.call('HGET', ns .. 'ranks', ARGV[1]) ~= ARGV[2] then
+  return redis.call('SISMEMBER', ns .. 'left', ARGV[1]) == 1 and 'left' or nil
+end
 redis.call('SET', ns .. 'epoch', ARGV[3], 'NX')
 return redis.call('GET', ns .. 'epoch')
 """)

@@ -19,6 +19,8 @@ import contextlib
 import hashlib
 import logging
 import os
+import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -32,11 +34,12 @@ from netlayer.arrivals import await_all
 from netlayer.errors import ConfigError, GroupFailed
 from netlayer.layout import DIMENSIONS, ParallelLayout, describe_ranks
 from netlayer.meeting import SCHEMES
+from netlayer.tcp_store import first_line, open_tcp_store
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+    from torch._C._distributed_c10d import PrefixStore, Store
 else:
-    from torch.distributed import PrefixStore, Store, TCPStore  # which torch's own types do not show
+    from torch.distributed import PrefixStore, Store  # which torch's own types do not show
 
 __all__ = ["Groups", "create_groups", "open_world"]
 
@@ -49,6 +52,7 @@ Partition = Iterable[Sequence[int]]
 """Groups without a common rank, each its global ranks in order."""
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)  # torch's own for stores
+_PORTS = range(1, 1 << 16)
 _ALIKE = "start every rank of the run alike"
 # The same on all ranks: each call has keys of its own.
 _worlds = _created = 0
@@ -65,6 +69,7 @@ def open_world(
     more: Mapping[str, Partition] | None = None,
     same: Mapping[str, object] | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
+    collective_timeout: timedelta | None = None,
 ) -> Groups:
     """`init_process_group` and all groups of the layout, after every rank has come.
 
@@ -77,36 +82,45 @@ def open_world(
         rank: of this process; -1: from the environment.
         device: its GPU; communicators are then made at once, else when they are first used.
         bound: bind the world to `device`, so that its groups are split off it (NCCL).
-        more, same, timeout: as in `create_groups`.
+        more, same: as in `create_groups`.
+        timeout: of the wait for all ranks.
+        collective_timeout: of the groups, and of what their communicators ask the store for; None: `timeout`.
 
     Raises:
         As `create_groups`; ConfigError: the address or the environment cannot be used; StoreUnreachable: no store
         answers.
     """
     global _worlds
-    _worlds += 1
-    wanted = _partitions(more)
-    world_size = layout.world_size
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    world_size, lasting = layout.world_size, collective_timeout or timeout
+    wanted = _partitions(more, world_size)
     opened, rank, serves = _open_store(init_method, rank, world_size, timeout)
-    # A launcher's store outlives an attempt of its ranks.
-    store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}.{_worlds}", opened)
+    # A launcher's store outlives an attempt of its ranks, and a failed meeting in it: the next has keys of its own.
+    # Every other store goes with a failed meeting, and who never reached it has not counted either.
+    store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}.{_worlds + 1}", opened)
+    outlives, met = _is_of_launcher(init_method), False
+    _worlds += outlives
     told = {"backend": backend, "bound": bound, **_told(layout, wanted), **(same or {})}
     try:
-        await_all(PrefixStore("world", store), rank, world_size, same=told, timeout=timeout, serves=serves)
+        left = timedelta(seconds=max(deadline_s - time.monotonic(), 0))
+        await_all(PrefixStore("world", store), rank, world_size, same=told, timeout=left, serves=serves)
+        met = True
+        _worlds += not outlives
+        opened.set_timeout(lasting)
         try:
             dist.init_process_group(
                 backend,
                 store=store,
                 rank=rank,
                 world_size=world_size,
-                timeout=timeout,
+                timeout=lasting,
                 device_id=device if bound else None,
             )
         except RuntimeError as exc:  # torch.distributed's errors are RuntimeErrors
-            raise GroupFailed(f"world of {world_size} ranks: {exc}") from exc
-        return _create(layout, wanted, None if bound else device, timeout)
-    except Exception:
-        _close(opened)
+            raise GroupFailed(f"world of {world_size} ranks: {first_line(exc)}") from exc
+        return _create(layout, wanted, None if bound else device, lasting)
+    except BaseException:  # Ctrl-C too: the run may be started again under its name
+        _close(opened, init_method, met)
         raise
 
 
@@ -136,12 +150,13 @@ def create_groups(
         ValueError: a name is taken, a partition is none, or `device` is another one than the world's.
     """
     global _created
-    _created += 1
-    world_size, wanted = dist.get_world_size(), _partitions(more)
+    world_size = dist.get_world_size()
+    wanted = _partitions(more, world_size)
     if layout.world_size != world_size:
         degrees = f"tp {layout.tp} x dp {layout.dp} x pp {layout.pp}"
         rule = f"is not {degrees} = {layout.world_size}"
         raise ConfigError("world size", world_size, rule, "start as many ranks, or change degrees")
+    _created += 1  # here: a rank whose arguments were refused can still come
     store = PrefixStore(f"groups/{_created}", dist.distributed_c10d._get_default_store())
     # torch names a group by its ranks and by how many groups its members have made.
     made = {"groups made before": len(dist.distributed_c10d._world.pg_names)}
@@ -185,7 +200,7 @@ def _one(
                 own, timeout=timeout, use_local_synchronization=True, group_desc=name, device_id=device
             )
     except (RuntimeError, AssertionError) as exc:  # torch.distributed's errors are RuntimeErrors
-        raise GroupFailed(f"group {name} of {describe_ranks(own)}: {exc}") from exc
+        raise GroupFailed(f"group {name} of {describe_ranks(own)}: {first_line(exc)}") from exc
     return group if len(own) > 1 else None
 
 
@@ -195,7 +210,7 @@ def _can_split() -> bool:
     return world.bound_device_id is not None and bool(world._get_backend(world.bound_device_id).supports_splitting)
 
 
-def _partitions(more: Mapping[str, Partition] | None) -> dict[str, list[list[int]]]:
+def _partitions(more: Mapping[str, Partition] | None, world_size: int) -> dict[str, list[list[int]]]:
     """The further groups as lists; a rank that a partition leaves out is alone."""
     found = {name: [list(ranks) for ranks in partition] for name, partition in (more or {}).items()}
     for name, partition in found.items():
@@ -204,49 +219,82 @@ def _partitions(more: Mapping[str, Partition] | None) -> dict[str, list[list[int
         ranks = [rank for group in partition for rank in group]
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"more: {name} has a rank in two groups")
+        beyond = [rank for rank in ranks if not 0 <= rank < world_size]
+        if beyond:
+            raise ValueError(f"more: {name} has rank {beyond[0]}, and the world has ranks 0 to {world_size - 1}")
     return found
 
 
 def _open_store(init_method: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, bool]:
     """The store, this rank, and whether the store ends with this process."""
     scheme = urlsplit(init_method).scheme
+    if scheme not in ("env", "tcp", *SCHEMES):
+        raise ConfigError("init_method", init_method, f"is no env, tcp, {', '.join(SCHEMES)} address", "correct it")
+    _check_world_size(init_method, rank, world_size)
     if scheme in SCHEMES:
         from netlayer.init_method import open_store  # here: other addresses need no redis
 
         on_redis, rank, _ = open_store(init_method, timeout, rank, world_size)
         return on_redis, rank, False
-    if scheme not in ("env", "tcp"):
-        raise ConfigError("init_method", init_method, f"is no env, tcp, {', '.join(SCHEMES)} address", "correct it")
     host, port, rank = _tcp_place(init_method, rank)
-    if rank >= 0 and "WORLD_SIZE" in os.environ and scheme == "env" and os.environ["WORLD_SIZE"] != str(world_size):
-        raise ConfigError("WORLD_SIZE", os.environ["WORLD_SIZE"], f"is not the layout's {world_size}", _ALIKE)
-    of_launcher = scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    of_launcher = _is_of_launcher(init_method)
     serves = rank == 0 and not of_launcher
     # torch's own rendezvous counts the ranks too, in the server's constructor: who is missing would stay unnamed.
-    store = TCPStore(host, port, None, serves, timeout, False, True, use_libuv=os.environ.get("USE_LIBUV", "1") == "1")
+    store = open_tcp_store(host, port, timeout, serves=serves, server="the launcher" if of_launcher else "rank 0")
     return store, rank, serves
+
+
+def _is_of_launcher(init_method: str) -> bool:
+    """Whether torchrun's own store is the one that ranks meet in."""
+    return urlsplit(init_method).scheme == "env" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _check_world_size(init_method: str, rank: int, world_size: int) -> None:
+    """The environment's counts where the address says env, and where this rank's own number is read from it."""
+    parts = urlsplit(init_method)
+    query = dict(parse_qsl(parts.query))
+    from_environment = parts.scheme == "env" or (rank < 0 and "rank" not in query)
+    stated = query.get("world_size", os.environ.get("WORLD_SIZE") if from_environment else None)
+    if stated is not None and stated != str(world_size):
+        raise ConfigError("WORLD_SIZE", stated, f"is not the layout's {world_size}", _ALIKE)
 
 
 def _tcp_place(init_method: str, rank: int) -> tuple[str, int, int]:
     """Host and port of the TCPStore, and this rank, from the address or the environment."""
     parts = urlsplit(init_method)
     query = dict(parse_qsl(parts.query))
-    told = {"RANK": query.get("rank", os.environ.get("RANK", "")) if rank < 0 else str(rank)}
-    told["MASTER_ADDR"] = parts.hostname or os.environ.get("MASTER_ADDR", "")
-    told["MASTER_PORT"] = str(parts.port or os.environ.get("MASTER_PORT", ""))
-    for name, text in told.items():
-        if not text or (name != "MASTER_ADDR" and not text.isdigit()):
-            raise ConfigError(name, text or None, "is not given as it must be", "start with torchrun, or set it")
-    return told["MASTER_ADDR"], int(told["MASTER_PORT"]), int(told["RANK"])
+    host = parts.hostname or os.environ.get("MASTER_ADDR", "")
+    if not host:
+        rule = "is neither in the environment nor a host in init_method"
+        raise ConfigError("MASTER_ADDR", None, rule, "start with torchrun, or set it to the host of rank 0")
+    # By hand: parts.port raises where it is none.
+    port = parts.netloc.rpartition("]")[2].partition(":")[2] or os.environ.get("MASTER_PORT")
+    own = str(rank) if rank >= 0 else query.get("rank", os.environ.get("RANK"))
+    return host, _number("MASTER_PORT", port, _PORTS), _number("RANK", own, range(sys.maxsize))
 
 
-def _close(store: Any) -> None:
-    """After a failure: no half-made world, and a RedisStore's member leaves."""
+def _number(name: str, text: str | None, allowed: range) -> int:
+    """A number that was given in the address or the environment, under the name that it has there."""
+    if not text:
+        rule = "is neither in the environment nor in init_method"
+        raise ConfigError(name, None, rule, "start with torchrun, or set it")
+    if not text.isascii() or not text.isdigit() or int(text) not in allowed:
+        upto = f" to {allowed.stop - 1}" if allowed.stop < sys.maxsize else " or more"
+        raise ConfigError(name, text, f"must be a whole number, {allowed.start}{upto}", "correct it")
+    return int(text)
+
+
+def _close(store: Any, init_method: str, met: bool) -> None:
+    """After a failure: no half-made world, and a RedisStore's member leaves; before all had `met`, its run too."""
     with contextlib.suppress(RuntimeError, AssertionError, ValueError):
         if dist.is_initialized():
             dist.destroy_process_group()
     if hasattr(store, "close"):
-        store.close()
+        store.close(is_off=not met)
+        if not met:
+            from netlayer.init_method import take_back
+
+            take_back(init_method)
 
 
 def _told(layout: ParallelLayout, more: Mapping[str, list[list[int]]]) -> dict[str, object]:

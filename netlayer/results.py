@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 Source = Literal["measured", "simulated", "predicted"]
 Row = Mapping[str, Any]
+_OURS = "give a file that netlayer wrote"
 
 
 @dataclass(frozen=True)
@@ -163,19 +164,43 @@ def load_record(path: Path) -> RunRecord:
     Raises:
         ConfigError: the file is missing, is no record, or was written by a later schema.
     """
+    return record_of(read_json(path), path)
+
+
+def read_json(path: Path) -> Any:
+    """The JSON of a file.
+
+    Raises:
+        ConfigError: it is missing, no JSON, or nested too deep.
+    """
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError("record", path, f"cannot be read ({exc.strerror})", "give a file under records/") from exc
+    except RecursionError as exc:
+        raise ConfigError("record", path, "is nested too deep", _OURS) from exc
     except ValueError as exc:
-        raise ConfigError("record", path, f"is not JSON ({exc})", "give a file that netlayer wrote") from exc
-    version = tree.get("schema_version") if isinstance(tree, dict) else None
+        raise ConfigError("record", path, f"is not JSON ({exc})", _OURS) from exc
+
+
+def record_of(tree: Any, path: Path) -> RunRecord:
+    """The record that JSON holds; `path` names it in errors.
+
+    Raises:
+        ConfigError: it is no record, or was written by a later schema.
+    """
+    if not isinstance(tree, dict) or "schema_version" not in tree:
+        raise ConfigError("record", path, "is no record: it has no schema_version", _OURS)
+    version = tree["schema_version"]
     if version != SCHEMA_VERSION:
         raise ConfigError("record", path, f"has schema {version}, known is {SCHEMA_VERSION}", "use a matching netlayer")
     try:
-        return RunRecord(**tree)
+        record = RunRecord(**tree)
     except (TypeError, ValueError) as exc:
-        raise ConfigError("record", path, f"is no record ({exc})", "give a file that netlayer wrote") from exc
+        raise ConfigError("record", path, f"is no record ({exc})", _OURS) from exc
+    if not isinstance(record.rows, list) or not all(isinstance(row, dict) for row in record.rows):
+        raise ConfigError("record", path, "is no record (rows must be a list of objects)", _OURS)
+    return record
 
 
 def load_frame(paths: Path | Iterable[Path], source: Source | None = None) -> pd.DataFrame:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from netlayer import redis_scripts as scripts
-from netlayer.redis_link import Script
+from netlayer.redis_link import Command, Script
 from netlayer.redis_run import Membership, remove_run
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ else:
 __all__ = ["RedisStore", "remove_run"]
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)  # torch's own for stores
-_ANSWER_S = 10.0  # what waits for nobody gets at least this long, however short the store's timeout is
+_ANSWER_S = 10.0  # a server that is there gets at least this long to answer, however short the store's timeout is
 _MOST_NAMES = 8  # of keys in an error message
 _INT64 = range(-(2**63), 2**63)
 
@@ -41,7 +41,8 @@ class RedisStore(Store):
     """A `torch.distributed.Store` on Redis 6.2 or later or Valkey, for `init_process_group(store=...)` and by itself.
 
     The keys lie under the name of the run. They are removed when the last member leaves: when all who opened the run,
-    and at least `world_size` of them, have closed it; a process closes its stores when it exits. A run that was killed
+    and at least `world_size` of them, have closed it (`is_off`: however few came); a process closes its stores when it
+    exits, and who comes back while the others are leaving waits for them. A run that was killed
     leaves its keys behind; `remove_run` removes them, and a rank that finds itself there already says so.
 
     A store lives until `close()`, also where only torch holds it. torch's PrefixStore forwards neither `queue_push`,
@@ -169,12 +170,15 @@ class RedisStore(Store):
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
-    def close(self) -> None:
+    def close(self, *, is_off: bool = False) -> None:
         """Leave the run; the last to leave removes its keys. Safe to call twice; clones are closed too.
 
         A wait that another thread is in fails with StoreError.
+
+        Args:
+            is_off: the run never came together; its keys go with the last of those who have joined it.
         """
-        self._run.leave()
+        self._run.leave(is_off=is_off)
         _open.pop(self._run, None)
 
     def __enter__(self) -> RedisStore:
@@ -199,7 +203,9 @@ class RedisStore(Store):
         if not slots:
             return []
         if not timeout:  # the server takes zero for "without end"
-            values = self._links.ask([("LINDEX", slot, 0) for slot in slots], self._answer_deadline())
+            until = _deadline(timeout)
+            commands: list[Command] = [("LINDEX", slot, 0) for slot in slots]
+            values = self._links.ask(commands, _answer_deadline(until), reconnect_until=until)
         else:
             # A list moved onto itself is its value, for every client that waits for it.
             values = self._links.block(
@@ -213,13 +219,12 @@ class RedisStore(Store):
         return self._write(script, _bytes(key), *arguments)
 
     def _write(self, script: Script, *arguments: bytes | int) -> bytes:
-        return bytes(self._links.run(script, self._namespace, arguments, self._answer_deadline()))
+        until = _deadline(self.timeout)
+        return bytes(self._links.run(script, self._namespace, arguments, _answer_deadline(until), until))
 
     def _ask(self, *command: str | bytes | int) -> Any:
-        return self._links.ask([command], self._answer_deadline())[0]
-
-    def _answer_deadline(self) -> float:
-        return max(_deadline(self.timeout), time.monotonic() + _ANSWER_S)
+        until = _deadline(self.timeout)
+        return self._links.ask([command], _answer_deadline(until), reconnect_until=until)[0]
 
 
 # torch's C++ keeps only its own half of a store written in Python alive; this keeps the other, until close().
@@ -258,6 +263,10 @@ def _seconds(timeout: timedelta) -> float:
 
 def _deadline(timeout: timedelta) -> float:
     return time.monotonic() + _seconds(timeout)
+
+
+def _answer_deadline(until: float) -> float:
+    return max(until, time.monotonic() + _ANSWER_S)
 
 
 def _wait_timeout(timeout: timedelta, names: list[bytes]) -> dist.DistStoreError:

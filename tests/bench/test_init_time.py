@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import init_replay, init_time
-from bench.init_page import LABEL, agrees_with_model
+from bench import init_server, init_share, init_time
+from bench.init_bytes import num_bytes
+from bench.init_page import BROKEN_OFF, LABEL, agrees_with_model
 from bench.init_real import Real, recorded, timed
 from bench.init_record import Talk
-from bench.init_replay import check_files, replay
+from bench.init_replay import Replayed, replay
 from bench.init_traffic import Request, Way, backend_operations, encode, last_words, operations, requests
-from netlayer.errors import CheckFailed, ConfigError
+from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.layout import ParallelLayout
 from netlayer.redis_server import find_redis_binary
 
@@ -45,23 +47,7 @@ def test_simulated_ranks_meet_in_a_real_server(way):
     found = replay(way, layout, 60.0)
     assert found.operations - found.backend_operations == operations(way, layout)
     assert found.backend_operations == backend_operations(way, layout)
-    assert found.num_bytes > 0
-
-
-def test_a_rank_that_never_comes_ends_a_replay(monkeypatch):
-    layout = ParallelLayout(dp=4)
-    kept = init_replay.init_traffic.requests
-    monkeypatch.setattr(
-        init_replay.init_traffic, "requests", lambda way, its, rank: iter(()) if rank == 2 else kept(way, its, rank)
-    )
-    with pytest.raises(CheckFailed, match="3 of 4 ranks not done"):
-        replay(Way("ours", "tcp"), layout, 1.0)
-
-
-def test_too_few_files_are_one_line(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    with pytest.raises(ConfigError, match="allows 4,096 open files, and 12,288 connections need 12,352"):
-        check_files(12288)
+    assert found.num_bytes == num_bytes(way, layout)
 
 
 @pytest.mark.parametrize("way", [*TCP, REDIS], ids=lambda way: f"{way.method}-{way.store}")
@@ -92,29 +78,80 @@ def test_every_way_says_what_is_modelled_and_its_groups_sum_right(tmp_path):
     assert all(agrees_with_model(row) for row in recorded(real, ways))
     rows = list(timed(real, ways, 1))  # each rank checks its groups' sums
     assert len(rows) == len(ways)
-    assert all(row["whole_s"] > 0 for row in rows)
+    for row in rows:
+        assert row["source"] == "measured"
+        assert row["launched_s"] > row["start_s"] + row["whole_s"] - row["gate_s"] > 0
 
 
-def test_rows_and_what_is_predicted(tmp_path, monkeypatch):
-    monkeypatch.setattr(init_time, "_MOST_S", 0.05)
-    monkeypatch.setattr(init_time, "_SPEED", 1e5)
-    file = tmp_path / "rows.json"
-    asked = ["--ranks", "64,12288", "--store", "tcp", "--repeats", "1", "--json", str(file), "--out", str(tmp_path)]
-    monkeypatch.setattr(init_time, "replay", _instant)
-    ran = CliRunner().invoke(init_time.command, asked, standalone_mode=False)
-    assert ran.exception is None
-    rows = json.loads(file.read_text())["rows"]
-    assert {row["table"] for row in rows} == {LABEL}
-    small = {row["method"]: row["source"] for row in rows if row["ranks"] == 64}
-    large = {row["method"]: row["source"] for row in rows if row["ranks"] == 12288}
-    assert small["torch"] == "measured"
-    assert large["baseline"] == "predicted"
-    assert (tmp_path / "report.html").exists()
-
-
-def _instant(way: Way, layout: ParallelLayout, *_: object) -> init_replay.Replayed:
+def replayed(way: Way, layout: ParallelLayout, *_: object, **__: object) -> Replayed:
+    """As if the server answered a million requests a second."""
     total = operations(way, layout) + backend_operations(way, layout)
-    return init_replay.Replayed(total / 1e6, total, backend_operations(way, layout), 1, 0.1, 0.1)
+    return Replayed(total / 1e6, total, backend_operations(way, layout), 1, 0.1, 0.1)
+
+
+def run(tmp_path: Path, *asked: str) -> Result:
+    words = [*asked, "--repeats", "1", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path / "out")]
+    return CliRunner().invoke(init_time.command, words, standalone_mode=False)
+
+
+def record(tmp_path: Path) -> dict[str, Any]:
+    kept: dict[str, Any] = json.loads((tmp_path / "rows.json").read_text())
+    return kept
+
+
+def test_one_record_and_a_page_each_row_with_its_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(init_share, "MOST_S", 0.05)
+    monkeypatch.setattr(init_share, "replay", replayed)
+    ran = run(tmp_path, "--ranks", "12288,64,64", "--store", "tcp")
+    assert ran.exception is None
+    kept = record(tmp_path)
+    sources = {(row["ranks"], row["method"]): row["source"] for row in kept["rows"]}
+    assert list(sources) == [(ranks, name) for ranks in (64, 12288) for name in ("baseline", "torch", "ours")]
+    assert sources[64, "torch"] == "measured"
+    assert sources[12288, "baseline"] == "predicted"
+    assert kept["source"] == "predicted"  # no predicted figure may enter as a measured one
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_what_was_measured_is_kept_whatever_ends_the_run(tmp_path, monkeypatch):
+    def ends_at_torch(way: Way, *rest: object, **more: object) -> Replayed:
+        if way.method == "torch":
+            raise CheckFailed("the server refuses a connection")
+        return replayed(way, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(init_share, "replay", ends_at_torch)
+    ran = run(tmp_path, "--ranks", "64", "--store", "tcp")
+    assert isinstance(ran.exception, CheckFailed)
+    kept = record(tmp_path)
+    assert kept["source"] == "measured"
+    assert [(row["table"], row.get("method")) for row in kept["rows"]] == [(LABEL, "baseline"), (BROKEN_OFF, None)]
+    assert kept["rows"][-1]["reason"] == "the server refuses a connection"
+    assert "Broken off" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_what_the_last_cell_needs_is_checked_before_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(init_share, "replay", replayed)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    ran = run(tmp_path, "--ranks", "128,2048", "--store", "tcp")
+    assert isinstance(ran.exception, ConfigError)
+    assert "allows 1,024 open files, and 2,048 connections need 2,112" in str(ran.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_redis_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(init_share, "replay", replayed)
+    monkeypatch.setattr(init_server, "find_redis_binary", lambda: None)
+    ran = run(tmp_path, "--ranks", "128")
+    assert isinstance(ran.exception, HardwareMissing)
+    assert not (tmp_path / "out").exists()
+
+
+@NEEDS_REDIS
+def test_ours_alone_is_compared_with_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(init_share, "replay", replayed)
+    ran = run(tmp_path, "--ranks", "128", "--store", "redis", "--think", "1.5")
+    assert ran.stdout == "ours on Redis, operations of 128 ranks: 769\n"
+    assert record(tmp_path)["arguments"]["think_s"] == 1.5
 
 
 @pytest.mark.parametrize(
@@ -122,10 +159,14 @@ def _instant(way: Way, layout: ParallelLayout, *_: object) -> init_replay.Replay
     [
         (["--ranks", "many"], "--ranks = many: is no whole number"),
         (["--ranks", "100"], "--ranks = 100: must be a multiple of tp 8 x pp 8; give 64"),
+        (["--ranks", "0"], "--ranks = 0: leaves nothing to measure; give sizes, or real ranks: --real 8"),
+        (["--ranks", "0", "--real", "2", "--think", "1"], "--think = 1.0: has no effect on real ranks"),
+        (["--think", "nan"], "--think = nan: is no length of time"),
         (["--store", "etcd"], "--store = etcd: is no store"),
     ],
 )
 def test_bad_input(asked: list[str], message: str, tmp_path: Path):
-    ran = CliRunner().invoke(init_time.command, [*asked, "--out", str(tmp_path)], standalone_mode=False)
+    ran = run(tmp_path, *asked)
     assert isinstance(ran.exception, ConfigError)
     assert message in str(ran.exception)
+    assert not (tmp_path / "out").exists()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,8 +40,19 @@ def every_layout(context: RankContext, init_method: str) -> dict[str, object]:
     found["uneven"] = [_sum(odd[name]) for name in uneven]
     found["whole world"] = groups["pp"] is None and create_groups(LAYOUTS[2], timeout=TIMEOUT)["tp"] is dist.group.WORLD
     dist.destroy_process_group()
-    again = open_world(ParallelLayout(dp=8), backend="gloo", init_method=init_method, rank=rank, timeout=TIMEOUT)
-    found["again"] = _sum(again["dp"])
+    again = open_world(
+        LAYOUTS[0],
+        backend="gloo",
+        init_method=init_method,
+        rank=rank,
+        timeout=TIMEOUT,
+        collective_timeout=timedelta(seconds=77),
+    )
+    found["again"] = _sum(dist.group.WORLD)
+    found["timeouts of collectives"] = {
+        "store": dist.distributed_c10d._get_default_store().timeout.total_seconds(),
+        **{name: _timeout_s(again[name]) for name in DIMENSIONS},
+    }
     dist.destroy_process_group()
     return found
 
@@ -57,6 +70,24 @@ def on_tcp(context: RankContext, init_method: str) -> dict[str, object]:
         )
     except NetlayerError as exc:
         found["missing"] = str(exc)
+    return found
+
+
+def retried(context: RankContext, init_method: str, failed: Path) -> dict[str, object]:
+    """Rank 1 comes alone, gives up, and comes again; rank 0 comes when it has given up."""
+    rank, layout, found = context.env.rank, ParallelLayout(tp=2), {}
+    if rank:
+        try:
+            open_world(layout, backend="gloo", init_method=init_method, rank=rank, timeout=timedelta(seconds=0.5))
+        except NetlayerError as exc:
+            found["failed"] = type(exc).__name__
+        failed.touch()
+    while not failed.exists():
+        time.sleep(0.01)
+    for turn in range(2):
+        groups = open_world(layout, backend="gloo", init_method=init_method, rank=rank, timeout=TIMEOUT)
+        found[f"turn {turn}"] = _sum(groups["tp"])
+        dist.destroy_process_group()
     return found
 
 
@@ -85,3 +116,8 @@ def _sum(group: dist.ProcessGroup | None) -> int | None:
     total = torch.tensor([dist.get_rank()])
     dist.all_reduce(total, group=group)
     return int(total)
+
+
+def _timeout_s(group: dist.ProcessGroup | None) -> float:
+    assert group is not None
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

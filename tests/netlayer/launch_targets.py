@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from netlayer.errors import ConfigError
-from netlayer.launch import RankContext
+from netlayer.launch import PASSED_ON, RankContext
 
 FOREVER_S = 600
 
@@ -188,3 +188,14 @@ def leave_a_pool(context: RankContext) -> int:
     """Idle workers of an executor that nobody shuts down, as a compiler leaves them."""
     _pools.append(ThreadPoolExecutor(2))
     return _pools[0].submit(lambda: context.env.rank).result()
+
+
+def wait_to_be_asked(context: RankContext) -> int:
+    """Of a launcher that `asks_first`: which signal came; it was blocked since the process began."""
+    context.report("ready")
+    return signal.sigwait(PASSED_ON)
+
+
+def never_end(context: RankContext) -> None:
+    context.report("ready")
+    time.sleep(FOREVER_S)

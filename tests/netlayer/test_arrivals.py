@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -15,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from netlayer.arrivals import await_all
-from netlayer.errors import ConfigError, RanksMissing
+from netlayer.errors import ConfigError, RanksMissing, StoreUnreachable
 from netlayer.store import RedisStore
 
 PATIENCE_S = 0.2
@@ -122,6 +126,31 @@ def test_who_comes_after_the_verdict_hears_it(size):
     assert isinstance(_come([2], 3, store=store, sizes={2: size})[0], RanksMissing)
 
 
+def test_a_rank_that_comes_after_the_verdict_is_told_that_the_others_gave_up():
+    store = dist.HashStore()
+    _come([0, 1], 3, store=store, timeout_s=0.5)
+    [late] = _come([2], 3, store=store)
+    told = "rank 2 came after the others had given up (waiting for rank 2: 2 of 3 have come)"
+    assert str(late) == told
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 1, 2], [0, 1, 1]])
+def test_a_rank_that_comes_twice_is_named_to_all_as_is_who_is_missing(ranks):
+    """Also where as many came as the world has."""
+    found = _come(ranks, 4)
+    assert [type(error) for error in found] == [ConfigError] * len(ranks)
+    assert all("RANK = 1: is the rank of 2 processes" in str(error) for error in found)
+    assert all(("and none is rank" in str(error)) and (str(error).partition(";")[0].endswith("3")) for error in found)
+
+
+def test_who_comes_with_another_version_of_the_code_may_say_more_and_less():
+    store = dist.HashStore()
+    store.append("cards/0", json.dumps({"rank": 1, "values": {"torch": "3"}, "mood": "fine"}) + "\n")
+    [found] = _come([0], 3, store=store)
+    assert isinstance(found, ConfigError)
+    assert "on rank" in str(found)
+
+
 def test_a_world_that_ranks_of_another_kind_filled_is_refused():
     store = dist.HashStore()
     assert _come([0], 1, store=store) == [None]
@@ -174,6 +203,57 @@ def test_on_a_tcp_store():
         said = set(pool.map(one, range(3)))
     assert len(said) == 1
     assert "waiting for rank 3" in said.pop()
+
+
+def test_a_long_wait_at_a_tcp_store_makes_torch_log_one_wait_at_the_most(capfd):
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    [found] = _come([0], 2, store=server, timeout_s=2.0)
+    assert "waiting for rank 1" in str(found)
+    assert capfd.readouterr().err.count("timed out after") <= 1
+
+
+def test_where_the_store_of_rank_0_ends_the_others_are_told_in_one_line():
+    servers = [dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
+    client = dist.TCPStore("127.0.0.1", servers[0].port, None, False, wait_for_workers=False)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(_come, [1], 3, store=client)
+        while not servers[0].check(["cards/0"]):
+            time.sleep(0.01)
+        servers.clear()
+        [found] = waiting.result(timeout=60)
+    assert isinstance(found, StoreUnreachable)
+    assert str(found).startswith("the store broke off while ranks were awaited (")
+    assert "rank 0" in str(found)
+    assert "\n" not in str(found)
+
+
+LONG_WAIT = """
+import logging, sys
+from datetime import timedelta
+import torch.distributed as dist
+from netlayer.arrivals import await_all
+logging.basicConfig()
+server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+server.add("readers", int(sys.argv[1]))
+print("up", flush=True)
+await_all(server, 0, 2, timeout=timedelta(hours=1), patience_s=0.1)
+"""
+
+
+@pytest.mark.parametrize("num_readers", [0, 1])
+def test_ctrl_c_ends_a_long_wait_at_a_tcp_store(num_readers):
+    """Of the one that reads, and of one that waits for it."""
+    command = [sys.executable, "-c", LONG_WAIT, str(num_readers)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        time.sleep(1.0)  # into the long wait; a moment earlier would do as well
+        process.send_signal(signal.SIGINT)
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
 def test_who_serves_the_store_stays_until_the_others_have_heard():

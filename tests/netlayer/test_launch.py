@@ -314,6 +314,29 @@ def test_a_handler_of_the_caller_is_called_and_restored(tmp_path: Path) -> None:
     assert no_children()
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_that_are_asked_first_end_by_themselves(tmp_path: Path, signum: signal.Signals) -> None:
+    def ask(rank: int, message: object) -> None:
+        if rank == 0:  # the other one may not even have begun
+            signal.raise_signal(signum)
+
+    assert launch(targets.wait_to_be_asked, 2, log_dir=tmp_path, on_message=ask, asks_first=True) == [signum] * 2
+    assert signal.getsignal(signum) is signal.SIG_DFL
+    assert no_children()
+
+
+def test_a_second_signal_ends_ranks_that_were_asked(tmp_path: Path) -> None:
+    def ask_twice(rank: int, message: object) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as caught:
+        launch(targets.never_end, 1, log_dir=tmp_path, on_message=ask_twice, asks_first=True)
+    assert caught.value.code == 143
+    assert "in never_end" in (tmp_path / "rank0000.log").read_text()  # where it was
+    assert no_children()
+
+
 def test_launch_works_outside_the_main_thread(tmp_path: Path) -> None:
     results: list[int] = []
 

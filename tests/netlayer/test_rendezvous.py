@@ -14,7 +14,8 @@ from netlayer.layout import DIMENSIONS
 from netlayer.meeting import with_run
 from netlayer.rendezvous import open_world
 
-from .group_ranks import LAYOUTS, every_layout, faults, on_tcp
+from .conftest import keys_of
+from .group_ranks import LAYOUTS, every_layout, faults, on_tcp, retried
 
 NUM_RANKS = 8
 LAZY = {"TORCH_GLOO_LAZY_INIT": "1", "OMP_NUM_THREADS": "1"}
@@ -50,6 +51,11 @@ def test_a_process_may_open_its_world_again(found):
     assert {one["again"] for one in found} == {sum(range(NUM_RANKS))}
 
 
+def test_collectives_may_have_a_longer_timeout_than_the_meeting(found):
+    for one in found:
+        assert one["timeouts of collectives"] == dict.fromkeys(("store", *DIMENSIONS), 77.0)
+
+
 @pytest.mark.parametrize("address", ["env://", "tcp://"])
 def test_ranks_meet_at_a_store_of_rank_0_which_names_who_is_missing(address: str, tmp_path: Path):
     with socket.socket() as probe:
@@ -65,9 +71,30 @@ def test_ranks_meet_at_a_store_of_rank_0_which_names_who_is_missing(address: str
     assert found == [{"turn 0": 1, "turn 1": 1}] * 2
 
 
+@pytest.mark.parametrize("store", ["tcp", "redis"])
+def test_a_rank_that_gave_up_may_come_again(store: str, redis_url: str, tmp_path: Path):
+    """What it is called then does not depend on how often it has tried."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        init_method = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    if store == "redis":
+        init_method = with_run(redis_url, "came-again")
+    found = launch(retried, 2, args=(init_method, tmp_path / "failed"), log_dir=tmp_path / "logs", env=LAZY)
+    assert found[1].pop("failed") == {"tcp": "StoreUnreachable", "redis": "RanksMissing"}[store]
+    assert found == [{"turn 0": 1, "turn 1": 1}] * 2
+    if store == "redis":
+        assert keys_of(redis_url, "came-again") == []
+
+
 @pytest.mark.parametrize(
     ("address", "message"),
-    [("file:///tmp/x", "is no env, tcp, redis"), ("tcp://", "MASTER_ADDR"), ("tcp://127.0.0.1", "MASTER_PORT")],
+    [
+        ("file:///tmp/x", "is no env, tcp, redis"),
+        ("tcp://", "MASTER_ADDR: is neither in the environment nor a host in init_method"),
+        ("tcp://127.0.0.1", "MASTER_PORT: is neither in the environment nor in init_method"),
+        ("tcp://127.0.0.1:99999", "MASTER_PORT = 99999: must be a whole number, 1 to 65535"),
+        ("tcp://127.0.0.1:many", "MASTER_PORT = many: must be a whole number, 1 to 65535"),
+    ],
 )
 def test_an_address_that_cannot_be_used_is_one_line(address, message, monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -79,6 +106,20 @@ def test_an_address_that_cannot_be_used_is_one_line(address, message, monkeypatc
 def test_a_partition_with_a_rank_twice_is_refused():
     with pytest.raises(ValueError, match="odd has a rank in two groups"):
         open_world(LAYOUTS[0], backend="gloo", rank=0, more={"odd": [[0, 1], [1, 2]]})
+
+
+@pytest.mark.parametrize("rank", [-1, 8])
+def test_a_partition_with_a_rank_beyond_the_world_is_refused(rank: int):
+    with pytest.raises(ValueError, match=f"odd has rank {rank}, and the world has ranks 0 to 7"):
+        open_world(LAYOUTS[0], backend="gloo", rank=0, more={"odd": [[0, rank]]})
+
+
+@pytest.mark.parametrize("address", ["env://", "tcp://127.0.0.1:1", "redis://127.0.0.1:1/run"])
+def test_a_world_size_in_the_environment_that_is_not_the_layouts_is_refused(address: str, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    with pytest.raises(ConfigError, match="WORLD_SIZE = 7: is not the layout's 8"):
+        open_world(LAYOUTS[0], backend="gloo", init_method=address)
 
 
 def test_a_group_of_all_is_the_world(found):

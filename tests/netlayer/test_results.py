@@ -58,9 +58,13 @@ def test_an_unknown_source_or_a_nan_is_refused(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{", "is not JSON"),
-        ("[1]", "has schema None"),
+        ("[1]", "has no schema_version"),
+        ('{"results": []}', "has no schema_version"),
+        ("[" * 100_000, "is nested too deep"),
         (json.dumps({"schema_version": 99}), "has schema 99"),
         (json.dumps({"schema_version": 1}), "is no record"),
+        (record(rows=5).to_json(), "rows must be a list of objects"),
+        (record(rows=[5]).to_json(), "rows must be a list of objects"),
     ],
 )
 def test_a_damaged_record_gets_one_clear_line(tmp_path: Path, text: str, words: str) -> None:

@@ -184,6 +184,17 @@ class TestRestart:
         with pytest.raises(StoreUnreachable, match=r"^no store answers at unix://"):
             store.wait(["late"], SHORT)
 
+    def test_a_server_that_stays_away_is_tried_for_the_timeout_and_not_for_that_of_an_answer(
+        self, redis_binary: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("netlayer.store._ANSWER_S", 600.0)
+        with EmbeddedRedis(binary=redis_binary) as server:
+            store = open_store(server.url, timeout=timedelta(seconds=1))
+        for call in (lambda: store.set("a", "v"), lambda: store.check(["a"])):
+            with pytest.raises(StoreUnreachable, match=r"^no store answers at unix://"):
+                call()
+        assert "trying for another 1 s" in caplog.text
+
     def test_a_write_whose_answer_was_lost_happens_once(
         self, redis_url: str, open_store: Open, short_dir: Path
     ) -> None:
@@ -265,6 +276,34 @@ class TestMembership:
         assert second.get("a") == b"v"
         second.close()
         assert keys_of(redis_url, run_id + "}") == []
+
+    def test_keys_of_a_run_that_is_off_go_with_the_last_who_joined(
+        self, redis_url: str, run_id: str, open_store: Open
+    ) -> None:
+        first, second = (open_store(rank=rank, world_size=3) for rank in range(2))
+        first.set("a", "v")
+        first.close(is_off=True)
+        assert second.get("a") == b"v"
+        second.close(is_off=True)
+        assert keys_of(redis_url, run_id + "}") == []
+
+    def test_who_comes_back_waits_until_the_others_have_left(self, run_id: str, open_store: Open) -> None:
+        first, second = (open_store(rank=rank, world_size=3) for rank in range(2))
+        first.set("a", "stale")
+        first.close(is_off=True)
+        with ThreadPoolExecutor(1) as pool:
+            again = pool.submit(open_store, rank=0, world_size=3)
+            second.close(is_off=True)
+            assert not again.result(timeout=60).check(["a"])
+
+    def test_who_comes_back_is_refused_where_the_others_stay(
+        self, run_id: str, open_store: Open, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("netlayer.redis_run._LEAVE_S", 0.2)
+        first, _ = (open_store(rank=rank, world_size=2) for rank in range(2))
+        first.close()
+        with pytest.raises(ConfigError, match="rank 0 of this run is already there"):
+            open_store(rank=0, world_size=2)
 
     def test_many_keys_go(self, redis_url: str, run_id: str, open_store: Open) -> None:
         store = open_store()
@@ -440,6 +479,12 @@ def test_close_ends_a_wait_that_another_thread_is_in(redis_url: str) -> None:
 )
 def test_timeout_is_a_timedelta_or_seconds(open_store: Open, given: float | timedelta, stored: timedelta) -> None:
     assert open_store(timeout=given).timeout == stored
+
+
+def test_a_timeout_of_zero_still_connects(redis_binary: Path, run_id: str, start_redis: Callable[..., int]) -> None:
+    with RedisStore(f"redis://127.0.0.1:{start_redis(redis_binary)}/0", run_id, 0) as store:
+        store.set("a", "v")
+        assert store.get("a") == b"v"
 
 
 @pytest.mark.parametrize("given", ["5", None, True, float("nan")])
