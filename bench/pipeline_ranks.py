@@ -108,7 +108,8 @@ class StageBench:
         self.inputs = [self._data(index) for index in range(schedule.num_micro_batches)]
         p = schedule.num_stages
         chunks = [self._chunk(chunk * p + self.stage) for chunk in range(schedule.num_chunks)]
-        self.model = StageModel(chunks, schedule, self.stage, lambda index: self.inputs[index], _loss)
+        inputs, loss = self.inputs, lambda index, chunk, x_TH: _loss(index, chunk(x_TH))
+        self.model = StageModel(chunks, schedule, self.stage, lambda index: inputs[index], loss)
 
     def check(self) -> None:
         """Compare the gradients of both systems, and with one process that runs the whole model."""

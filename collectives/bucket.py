@@ -12,11 +12,13 @@ Shapes: N padded elements of a bucket, W ranks, S = N / W elements of a rank's s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from collectives.slot import GradientSlot
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,8 @@ class Bucket:
         self.master_S = own_S.data if self.shares_storage else own_S.clone()
         self.grad_S = torch.zeros_like(self.master_S)
         self.local_N: Tensor | None = None
-        """Gradients of this rank that are not reduced yet (gradient accumulation)."""
+        """Where gradients of this rank add up that are not reduced yet: of those in `_written`, the rest is nothing."""
+        self._written: set[int] = set()
         for parameter, view in zip(self.parameters, plan.views(self.full_N), strict=True):
             parameter.data = view
             parameter.grad = None
@@ -216,15 +219,39 @@ class Bucket:
         """Whether the module still computes with this buffer (`module.to()` would have moved it away)."""
         return tuple(parameter.data_ptr() for parameter in self.parameters) == self._addresses
 
+    def open(self, flat_N: Tensor, holds_all: bool = False) -> None:
+        """Let gradients add up in `flat_N` from now on.
+
+        Args:
+            holds_all: whether it holds a gradient of every parameter already.
+        """
+        self.local_N = flat_N
+        self._written = set(range(len(self.parameters))) if holds_all else set()
+
+    def open_new(self, dtype: torch.dtype) -> None:
+        """The same in memory that is allocated here."""
+        self.open(torch.empty(self.plan.padded_numel, dtype=dtype, device=self.full_N.device))
+
+    def slot(self, position: int) -> GradientSlot | None:
+        """Where the gradient of a parameter may be written; None: nothing is open, or it would lose digits there."""
+        wide_enough = self.local_N is not None and self.local_N.dtype == torch.promote_types(
+            self.local_N.dtype, self.plan.dtype
+        )
+        if self.local_N is None or not wide_enough:
+            return None
+        place, adds = self.plan.slots[position], position in self._written
+        self._written.add(position)
+        return GradientSlot(self.local_N[place.offset : place.end].view(place.shape), adds)
+
     @torch.no_grad()
     def fold_gradients(self, dtype: torch.dtype) -> None:
-        """Move the parameters' gradients into `local_N` (added to what is there, else in `dtype`); no gradient is 0."""
-        grads = self._grads()
+        """Move the parameters' gradients into `local_N` (added to what is there, else in `dtype`)."""
         if self.local_N is None:
-            self.local_N = self._empty(dtype)
-            self._copy(self.local_N, grads)
-        else:
-            self._add(self.local_N, grads)
+            self.open_new(dtype)
+        grads = self._grads()
+        assert self.local_N is not None
+        self._put(self.local_N, grads, self._written)
+        self._written.update(position for position, grad in enumerate(grads) if grad is not None)
         self.drop_gradients()
 
     def hand_over(self, dtype: torch.dtype, divisor: int = 1, buffer_N: Tensor | None = None) -> Handover:
@@ -233,29 +260,36 @@ class Bucket:
         Args:
             buffer_N: to travel in, of `dtype`; None: what holds them already, or as allocated here.
         """
-        grads, local_N = self._grads(), self.local_N
-        self.drop_gradients()
-        self.local_N = None
+        if self.local_N is None and buffer_N is not None:
+            self.open(buffer_N)
+        elif self.local_N is None:
+            self.open_new(dtype)
+        local_N, written, grads = self.local_N, self._written, self._grads()
+        assert local_N is not None
+        self.forget()
         flat_N = buffer_N
         if flat_N is None:
-            flat_N = local_N if local_N is not None and local_N.dtype == dtype else self._empty(dtype)
+            flat_N = local_N if local_N.dtype == dtype else torch.empty_like(local_N, dtype=dtype)
 
         @torch.no_grad()
         def fill() -> None:
-            if local_N is None:
-                self._copy(flat_N, grads)
-            else:
-                self._add(local_N, grads)
+            self._put(local_N, grads, written)
+            self._clear_rest(local_N, grads, written)
             if divisor > 1:
-                torch.div(flat_N if local_N is None else local_N, divisor, out=flat_N)
-            elif local_N is not None and flat_N is not local_N:
+                torch.div(local_N, divisor, out=flat_N)
+            elif flat_N is not local_N:
                 flat_N.copy_(local_N)
 
-        read = [grad for grad in (*grads, local_N) if grad is not None]
-        return Handover(flat_N, fill, read)
+        apart = [] if local_N is flat_N else [local_N]
+        return Handover(flat_N, fill, [*apart, *(grad for grad in grads if grad is not None)])
+
+    def forget(self) -> None:
+        """All gradients that are not reduced yet."""
+        self.local_N, self._written = None, set()
+        self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients on the parameters; what is folded stays."""
+        """Forget the gradients on the parameters; what has added up stays."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -288,22 +322,24 @@ class Bucket:
     def _grads(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self.parameters]
 
-    def _empty(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self.plan.padded_numel, dtype=dtype, device=self.full_N.device)
+    def _put(self, flat_N: Tensor, grads: Sequence[Tensor | None], written: Set[int]) -> None:
+        """Gradients into their places, added where something is."""
+        places = list(zip(self.plan.views(flat_N), grads, strict=True))
+        kept = [places[position] for position in written]
+        fresh = [place for position, place in enumerate(places) if position not in written]
+        _foreach(torch._foreach_copy_, fresh)
+        _foreach(torch._foreach_add_, kept)
 
-    def _copy(self, flat_N: Tensor, grads: Sequence[Tensor | None]) -> None:
+    def _clear_rest(self, flat_N: Tensor, grads: Sequence[Tensor | None], written: Set[int]) -> None:
+        """Zeros where no gradient came, and behind the last."""
         flat_N[self.plan.numel :].zero_()
-        for view, grad in zip(self.plan.views(flat_N), grads, strict=True):
-            if grad is None:
+        for position, view in enumerate(self.plan.views(flat_N)):
+            if grads[position] is None and position not in written:
                 view.zero_()
-        _foreach(torch._foreach_copy_, self.plan.views(flat_N), grads)
-
-    def _add(self, flat_N: Tensor, grads: Sequence[Tensor | None]) -> None:
-        _foreach(torch._foreach_add_, self.plan.views(flat_N), grads)
 
 
-def _foreach(combine: Callable[..., object], views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+def _foreach(combine: Callable[..., object], places: Iterable[tuple[Tensor, Tensor | None]]) -> None:
     """`combine` over those that have a gradient."""
-    present = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
+    present = [(view, grad) for view, grad in places if grad is not None]
     if present:
         combine(*zip(*present, strict=True))

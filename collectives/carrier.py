@@ -1,5 +1,10 @@
 """What lanes and links have in common: on CUDA a stream of their own, and who hears of what they carry.
 
+[Note: streams are few] torch hands out streams from a pool of 32 a priority, round robin: the 33rd is the first again,
+and NCCL's process groups draw from the same pools. Where a receive that spins and what its peer waits for lie on one
+stream, a pipeline stands still. So a stream is opened when it is first needed, shared where the order of launches
+allows it, and not opened where nothing travels.
+
 The recorder times collectives, the watch counts them. Neither hears of a CUDA graph's capture: nothing runs then, and
 its events cannot be asked. Left out: launching anything (`collectives.lane`, `collectives.link`).
 """
@@ -23,6 +28,7 @@ class Carrier:
         device: of every tensor.
         recorder: notes each collective.
         track: of the watch, which says who is late where a collective does not complete.
+        stream: which they run on; None: on the CPU, or where nothing travels.
 
     `muted` (for measurements) leaves out every collective and does all else: what is computed is then wrong, but takes
     the time that a step with its communication removed takes.
@@ -30,14 +36,19 @@ class Carrier:
 
     muted = False
 
-    def __init__(self, device: torch.device | str, recorder: Recorder | None, track: Track | None) -> None:
-        self.device, self.recorder, self.track = as_device(device), recorder, track
-        self.stream = new_stream(self.device)
+    def __init__(
+        self,
+        device: torch.device | str,
+        recorder: Recorder | None,
+        track: Track | None,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self.device, self.recorder, self.track, self.stream = as_device(device), recorder, track, stream
 
     @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is captured now."""
-        return self.stream is not None and torch.cuda.is_current_stream_capturing()
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def recording(
         self, group: str, kind: str, num_bytes: int, **more: Any
@@ -66,9 +77,14 @@ class Carrier:
         return self.track.launch(kind, num_bytes, detail)
 
 
-def new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """One for transfers and what they wait for; None on the CPU.
+def new_stream(device: torch.device, priority: int = -1) -> torch.cuda.Stream | None:
+    """One for transfers and what they wait for; None on the CPU. See [Note: streams are few].
 
     The GPU shall prefer the few blocks of a transfer to the many of a matrix product that they compete with.
+
+    Args:
+        priority: 0 for what follows a transfer, and competes with the computation as its equal.
     """
-    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]

@@ -201,7 +201,7 @@ class PeerTensorExchange(TensorExchange):
             # A new window's start waits for all ranks and their devices: nobody uses the old one any longer, and
             # nothing else runs on the group.
             slot_bytes = max(_LEAST_SLOT_BYTES, 1 << (num_bytes - 1).bit_length())
-            old, rounds = rounds, PeerRounds(self.group, slot_bytes, self.device)
+            old, rounds = rounds, PeerRounds(self.group, slot_bytes, self.device, rounds)
             self._rounds[kind] = rounds
             if old is not None:
                 old.close()
@@ -336,7 +336,7 @@ class _LaneScattering(Scattering):
             part_WiC = self._out_mC.new_empty(shape)
             yield (slice(None), rows), part_WiC
             out = self._out_mC[rows].view(-1)
-            self._flights.append(self._exchange.lane.reduce_scatter(out, part_WiC.view(-1), _nothing))
+            self._flights.append(self._exchange.lane.reduce_scatter(out, part_WiC.view(-1)))
 
     def result(self) -> Tensor:
         for flight in self._flights:
@@ -362,7 +362,3 @@ def _settle(counted: Operation | None) -> None:
     """The round is over, once the current stream comes here."""
     if counted is not None:
         counted.settle()
-
-
-def _nothing() -> None:
-    """Nothing follows a sum."""

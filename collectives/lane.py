@@ -9,7 +9,8 @@ stream without blocking the host. What it reads was written on the compute strea
 that stream first; what it writes is read there, so `Flight.wait` makes the compute stream wait for the lane. Tensors
 that were allocated on the compute stream are kept until then: freed earlier, their memory could be handed out again.
 What fills a buffer that will travel runs on a stream beside the lane: neither the computation nor the transfers before
-it wait for that copy.
+it wait for that copy. A lane of one rank has no streams: its copies are part of the computation. Several wrappers may
+share a lane, where all ranks use them in one order (`collectives.carrier`, [Note: streams are few]).
 
 [Note: CUDA graphs] Everything here is events and streams, never a question to the device, so a step can be captured.
 All streams fork from the capturing one by events and join it again where their flights are waited for. Times cannot be
@@ -20,6 +21,7 @@ Shapes: N elements of a padded bucket, W ranks, S = N / W.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import time
@@ -30,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.arguments import as_device
 from collectives.carrier import Carrier, new_stream
 from collectives.leftovers import release_left
 from collectives.recorder import Collective, Recorder
@@ -121,17 +124,28 @@ class Lane(Carrier):
         recorder: Recorder | None = None,
         watch: Watch | None = None,
     ) -> None:
-        super().__init__(device, recorder, None if watch is None or group is None else watch.track(name, group))
         self.name, self.group = name, group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
+        track = None if watch is None or group is None else watch.track(name, group)
+        stream = None if self.world_size == 1 else new_stream(as_device(device))
+        super().__init__(device, recorder, track, stream)
         self.ranks = [self.rank] if group is None else dist.get_process_group_ranks(group)
         """Of the group, by their numbers in the world."""
-        self._fill_stream = new_stream(self.device)
         self._filled: tuple[torch.cuda.Event, Sequence[Tensor]] | None = None
         """What the last fill reads, and the event after which that may be freed."""
         self._emulated: dict[torch.dtype, bool] = {}
         self._gathers_in_place = self.world_size == 1 or self._probe_gather()
+
+    @functools.cached_property
+    def behind(self) -> torch.cuda.Stream | None:
+        """For what follows flights: the next transfer does not wait for that. None where the lane has no stream."""
+        return None if self.world_size == 1 else new_stream(self.device, priority=0)
+
+    @functools.cached_property
+    def _beside(self) -> torch.cuda.Stream | None:
+        """For fills."""
+        return None if self.world_size == 1 else new_stream(self.device)
 
     def mark(self) -> torch.cuda.Event | None:
         """An event at this point of the compute stream; None on the CPU, where work is done when it returns."""
@@ -298,14 +312,14 @@ class Lane(Carrier):
 
     def _fill(self, fill: Callable[[], None] | None, read: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Run `fill` behind the computation so far; the event after it, None on the CPU or where there is nothing."""
-        if self._fill_stream is None or fill is None:
+        if fill is None or self._beside is None:
             _call(fill)
             return None
         self.free_filled()  # one fill behind: done long ago, so nobody waits
-        self._fill_stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._fill_stream):
+        self._beside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._beside):
             fill()
-        event: torch.cuda.Event = self._fill_stream.record_event()
+        event: torch.cuda.Event = self._beside.record_event()
         self._filled = event, read
         return event
 

@@ -59,6 +59,7 @@ class Link(Carrier):
         device: of every tensor.
         recorder: notes every message.
         watch: says who is late where a message does not come.
+        stream: that nothing else runs on meanwhile; None: on the CPU.
 
     Where it is `muted`, noise comes in place of messages: a GPU draws less power, and so runs faster, on zeros or NaN.
     """
@@ -74,6 +75,7 @@ class Link(Carrier):
         device: torch.device,
         recorder: Recorder | None = None,
         watch: Watch | None = None,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.kind, self.direction, self.group = kind, direction, group
         self.stage, self.peer_stage, self.peer = stage, peer_stage, peer
@@ -81,9 +83,11 @@ class Link(Carrier):
         if watch is not None:
             pair = sorted((dist.get_rank(), peer))
             track = watch.add_track(f"pipeline {self.route}", pair, backend=backend_of(group))
-        super().__init__(device, recorder, track)
+        super().__init__(device, recorder, track, stream)
         self._flying: deque[Transfer] = deque()
         self._watched: queue.SimpleQueue[_Watched | None] | None = None
+        self._thread: threading.Thread | None = None
+        self._end_thread: Callable[[], object] = lambda: None
 
     def launch(self, tensor: Tensor, message: Message) -> Transfer:
         """Send `tensor`, or receive into it; contiguous. Returns at once."""
@@ -103,6 +107,13 @@ class Link(Carrier):
         """Make the computation wait for every message launched so far."""
         while self._flying:
             self._flying.popleft().wait()
+
+    def close(self) -> None:
+        """End the link's thread, between steps. Twice does no harm."""
+        self._end_thread()
+        if self._thread is not None and not self._flying:  # else a step was broken off, and it may wait for long
+            self._thread.join()
+        self._thread = self._watched = None
 
     def describe(self, message: Message) -> str:
         """A message of this link in words."""
@@ -173,8 +184,9 @@ class Link(Carrier):
         if self._watched is None:
             self._watched = queue.SimpleQueue()
             name = f"{self.kind} {self.direction}"
-            threading.Thread(target=_watch, args=(self._watched,), name=name, daemon=True).start()
-            weakref.finalize(self, self._watched.put, None)
+            self._thread = threading.Thread(target=_watch, args=(self._watched,), name=name, daemon=True)
+            self._thread.start()
+            self._end_thread = weakref.finalize(self, self._watched.put, None)
         return self._watched
 
 

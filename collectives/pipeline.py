@@ -87,7 +87,8 @@ class PipelineChannel:
         overlap: False: see `exchange`.
         recorder: notes every message.
         watch: says who is late where a message does not come.
-        links: made beforehand with `PipelineLinks`; several channels may use them one after the other.
+        links: made beforehand with `PipelineLinks`; several channels may use them one after the other, and share
+            their streams.
 
     Raises:
         ValueError: stages disagree on shape, dtype or messages, or an argument is wrong.
@@ -187,7 +188,7 @@ class PipelineChannel:
 
     @property
     def muted(self) -> bool:
-        """Whether messages are left out, for measurements: see `Link`."""
+        """Whether messages are left out, for measurements: see `Link`. Channels that share links share this."""
         return any(end.link.muted for end in (*self._into.values(), *self._out.values()))
 
     @muted.setter

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from collectives.alike import first_difference
+from collectives.carrier import new_stream
 from collectives.link import Kind, Link
 from collectives.messages import DIRECTIONS, Direction, Traffic, digest
 from collectives.peer_link import PeerLink, Slots
@@ -85,6 +86,9 @@ def open_link_groups(
 class PipelineLinks:
     """The communicators of a stage with its neighbours. All stages open them together, with the same arguments.
 
+    Channels over the same links share one end, and on CUDA one stream, for each direction sent or received in: one
+    channel after the other uses them (`collectives.carrier`, [Note: streams are few]).
+
     Arguments are compared between the stages before anything is opened. After a step that raised, messages are still
     under way: open new links then.
 
@@ -141,16 +145,18 @@ class PipelineLinks:
         if path == "peer" and self.why_no_peers is not None:
             raise HardwareMissing(f"no peer memory in this pipeline: {self.why_no_peers}; take path='group'")
         self._slots: Slots | None = None
+        self._streams: dict[tuple[Kind, Direction], torch.cuda.Stream | None] = {}
+        self._ends: dict[tuple[Kind, Direction, Recorder | None, Watch | None], Link] = {}
         self.is_in_step = False
         """Whether a channel over these links is inside a step, or has left one unfinished."""
 
     def sender(self, direction: Direction, recorder: Recorder | None = None, watch: Watch | None = None) -> Link:
-        """This stage's end of the link on which it sends in `direction`."""
-        return self._link("send", direction, recorder, watch)
+        """This stage's end of the link on which it sends in `direction`: one for each recorder and watch."""
+        return self._end("send", direction, recorder, watch)
 
     def receiver(self, direction: Direction, recorder: Recorder | None = None, watch: Watch | None = None) -> Link:
-        """This stage's end of the link on which messages come in `direction`."""
-        return self._link("recv", direction, recorder, watch)
+        """This stage's end of the link on which messages come in `direction`; as `sender`."""
+        return self._end("recv", direction, recorder, watch)
 
     def agree(self, shape: Sequence[int], dtype: torch.dtype, traffic: Traffic) -> None:
         """Compare with both neighbours what will be exchanged; this also sets the communicators up.
@@ -174,7 +180,12 @@ class PipelineLinks:
         self._open_slots(math.prod(shape) * dtype.itemsize)
 
     def close(self) -> None:
-        """Give back the memory of the peers, between steps. Every stage calls it; no channel uses the links then."""
+        """Give back threads and the memory of the peers, between steps. Every stage calls it.
+
+        No channel uses the links afterwards.
+        """
+        while self._ends:
+            self._ends.popitem()[1].close()
         if self._slots is not None:
             self._slots.window.close()
             self._slots = None
@@ -206,6 +217,7 @@ class PipelineLinks:
         if self.why_no_peers is None and (self._slots is None or self._slots.num_bytes != num_bytes):
             assert self._group_of_all is not None
             self._slots = Slots(self._group_of_all, num_bytes, self.device)
+            self._ends.clear()  # channels that were made before keep theirs, and the slots behind them
 
     def _compare(self, link: int, shape: Sequence[int], dtype: torch.dtype, traffic: Traffic) -> list[str]:
         """What the two ends of a link disagree on, in words."""
@@ -242,7 +254,13 @@ class PipelineLinks:
         answer: dict[str, Any] = json.loads(bytes(page.tolist()))
         return answer
 
-    def _link(self, kind: Kind, direction: Direction, recorder: Recorder | None, watch: Watch | None) -> Link:
+    def _end(self, kind: Kind, direction: Direction, recorder: Recorder | None, watch: Watch | None) -> Link:
+        key = kind, direction, recorder, watch
+        if key not in self._ends:
+            self._ends[key] = self._open_end(*key)
+        return self._ends[key]
+
+    def _open_end(self, kind: Kind, direction: Direction, recorder: Recorder | None, watch: Watch | None) -> Link:
         down = (kind == "send") == (direction == "forward")  # towards the next stage
         link = self.stage if down else (self.stage - 1) % self.num_stages
         peer = (self.stage + (1 if down else -1)) % self.num_stages
@@ -252,10 +270,11 @@ class PipelineLinks:
                 "traffic wraps is the last stage joined to the first"
             )
         group = self._group(link, direction)
-        place = (self.stage, peer, self.ranks[peer], self.device)
-        if self._slots is None:
-            return Link(kind, direction, group, *place, recorder, watch)
-        return PeerLink(self._slots, kind, direction, group, *place, recorder, watch)
+        if (kind, direction) not in self._streams:
+            self._streams[kind, direction] = new_stream(self.device)
+        stream = self._streams[kind, direction]
+        arguments = kind, direction, group, self.stage, peer, self.ranks[peer], self.device, recorder, watch, stream
+        return Link(*arguments) if self._slots is None else PeerLink(self._slots, *arguments)
 
     def _group(self, link: int, direction: Direction) -> dist.ProcessGroup:
         return self._groups[_colour(link, self.num_stages), direction]

@@ -15,8 +15,10 @@ that only bounds the memory of gradients on their way counts like any other.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from collectives.clock import TimeBase, has_happened, seconds_between, shared_ns, take_mark, union
+from collectives.clock import TimeBase, has_happened, seconds_between, take_mark, union
 
 if TYPE_CHECKING:
     import torch
@@ -145,6 +147,10 @@ class StepComm:
         start, end = self._marks
         return seconds_between(start, end)
 
+    def seconds_after(self, earlier: StepComm) -> float:
+        """Seconds from the end of an earlier step to the end of this one, on the compute stream."""
+        return seconds_between(earlier._marks[1], self._marks[1])
+
     @cached_property
     def exposed_s(self) -> float:
         """Seconds in which the compute stream waited for a communication: [Note: what is exposed]."""
@@ -184,10 +190,10 @@ class StepComm:
         begun_ns = end_ns if wait.collective.start is None else min(ns(wait.collective.start), end_ns)
         if begun_ns <= start_ns:
             return 0.0
-        return (begun_ns - start_ns - shared_ns([(start_ns, begun_ns)], self._under_way)) * 1e-9
+        return (begun_ns - start_ns - self._under_way.within(start_ns, begun_ns)) * 1e-9
 
     @cached_property
-    def _under_way(self) -> list[tuple[int, int]]:
+    def _under_way(self) -> _Busy:
         """When any collective was; asks of none that goes on after the step, and so waits for none."""
         assert self._time_base is not None
         ns, times = self._time_base.ns, []
@@ -195,7 +201,28 @@ class StepComm:
             if one.start is not None and has_happened(one.start):
                 end = one.ended
                 times.append((ns(one.start), sys.maxsize if end is None or not has_happened(end) else ns(end)))
-        return union(times)
+        return _Busy(times)
+
+
+class _Busy:
+    """How much of any span of time lies in some intervals: sorted once, then two look-ups a question."""
+
+    def __init__(self, intervals: Iterable[tuple[int, int]]) -> None:
+        self._merged = union(intervals)
+        self._starts = [start for start, _ in self._merged]
+        lengths = (end - start for start, end in self._merged)
+        self._before = list(itertools.accumulate(lengths, initial=0))
+
+    def within(self, start_ns: int, end_ns: int) -> int:
+        """Nanoseconds of start..end that lie in the intervals."""
+        return self._until(end_ns) - self._until(start_ns)
+
+    def _until(self, time_ns: int) -> int:
+        last = bisect_right(self._starts, time_ns) - 1
+        if last < 0:
+            return 0
+        start, end = self._merged[last]
+        return self._before[last] + min(time_ns, end) - start
 
 
 class Recorder:

@@ -10,6 +10,11 @@ buckets in any order, and in another one on another rank (branches, unused param
 from the last to the first, about the order in which gradients come; one that is ready early waits for its turn. Gathers
 may share the communicator: all that were begun are launched before a round, and those inside it at its fixed points.
 
+[Note: slots] Operators may write gradients straight to where they leave from (`collectives.slot`). In a round that is
+what will travel, in the dtype of the reduction, for the bucket alone that is launched next: its memory is then the one
+that is free, on every rank the same; what comes for others is copied at their launch. Where gradients add up over
+passes it is the wide sum on this rank. One rank alone has but one place: what the optimiser reads.
+
 [Note: float16] It ends at 65,504, which a sum over ranks soon passes where their mean does not. So gradients are
 divided before the sum, by a power of two no less than the number of ranks (it rounds nothing but what is subnormal),
 and the rest of the mean's factor comes after it. Other dtypes have room, and are divided once, after the sum.
@@ -24,11 +29,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from collectives.backward_step import BackwardStep
 from collectives.bucket import Bucket, Handover
 from collectives.lane import Flight, Lane
+from collectives.slot import GradientSlot, set_slot_source
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +74,17 @@ class GradientReduce:
         """Whether the follower has taken the step that these gradients are for."""
         self._before_round = before_round
         self._buffers = deque(buffers)
+        self._claimed: tuple[Tensor, Tensor] | None = None
+        """Of the buffers, the pair that the next bucket to be launched fills already."""
+        self._writers: set[torch.cuda.Stream] = set()
+        """Streams in which slots were given."""
         self._divisor = 1 << (lane.world_size - 1).bit_length() if dtype == torch.float16 else 1  # [Note: float16]
         self._scales = {
             wide: torch.full((1,), self._divisor / lane.world_size, dtype=wide, device=lane.device)
             for wide in {bucket.grad_S.dtype for bucket in buckets}
         }
-        # What makes the mean of a sum, and a step: beside the lane, so that the next transfer does not wait for it.
-        self.stream = torch.cuda.Stream(lane.device) if lane.stream is not None else None  # type: ignore[no-untyped-call]
+        self.stream = lane.behind
+        """What makes the mean of a sum, and a step, runs there."""
         self._local_dtype = torch.promote_types(dtype, torch.float32)
         self._flights: deque[Flight] = deque()
         self._in_backward = False
@@ -105,19 +115,76 @@ class GradientReduce:
         """A forward pass has begun whose backward pass reduces: outside `no_sync`, with gradients, in training."""
         self._num_forwards += self.is_last
 
-    def hook(self, index: int) -> Callable[[Tensor], None]:
-        """To be called when a parameter of bucket `index` has its gradient of this backward pass.
+    def watch(self, parameter: nn.Parameter, index: int, position: int) -> None:
+        """Hear of the gradients of a parameter, at `position` in bucket `index`, and let operators write them there.
 
-        It holds this object weakly: the garbage collector does not see what a tensor's hook holds, so a cycle through
+        Autograd calls a hook on a tensor once a backward pass, when all that leads to it was computed: with None where
+        the gradient was written into its slot, or none came. (The hook behind the accumulation is not called then
+        by every torch.)
+
+        Hooks hold this object weakly: the garbage collector does not see what a tensor's hook holds, so a cycle through
         one (hook, reducer, bucket, parameter, hook) would keep the buffers for ever.
         """
         owner = weakref.ref(self)
 
-        def on_gradient(_parameter: Tensor) -> None:
-            if (reduce := owner()) is not None:
+        def before(gradient: Tensor | None) -> None:
+            if gradient is None and (reduce := owner()) is not None:
                 reduce._on_gradient(index)
 
-        return on_gradient
+        def after(parameter: Tensor) -> None:
+            if parameter.grad is not None and (reduce := owner()) is not None:
+                reduce._on_gradient(index)
+
+        def give() -> GradientSlot | None:
+            reduce = owner()
+            return None if reduce is None else reduce._slot(index, position)
+
+        parameter.register_hook(before)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+        set_slot_source(parameter, give)
+
+    def _slot(self, index: int, position: int) -> GradientSlot | None:
+        if not self._in_backward:
+            self._begin_backward()
+        self._open(index)
+        slot = self.buckets[index].slot(position)
+        if slot is not None and self.lane.device.type == "cuda":
+            self._writers.add(torch.cuda.current_stream(self.lane.device))
+        return slot
+
+    def _open(self, index: int) -> None:
+        """Have a place where gradients of this bucket add up, if one is free; see [Note: slots]."""
+        bucket = self.buckets[index]
+        if bucket.local_N is not None:
+            return
+        if self._stays(bucket):
+            bucket.open(bucket.grad_S, holds_all=index in self._reduced or bucket.keep_reduced())
+        elif not self._is_round:
+            bucket.open_new(self._local_dtype)
+        elif index == self._next and self._buffers:
+            self._claimed = self.buffers_for(bucket)
+            bucket.open(self._claimed[0])
+        elif index == self._next:
+            bucket.open_new(self.dtype)
+
+    def _stays(self, bucket: Bucket) -> bool:
+        """Whether gradients travel nowhere, and lose nothing where the optimiser reads them."""
+        wide = bucket.grad_S.dtype
+        return self.lane.world_size == 1 and torch.promote_types(wide, self.dtype) == wide
+
+    def _fold(self, index: int) -> None:
+        self._join_writers()
+        if self._stays(self.buckets[index]):
+            self._open(index)
+        self.buckets[index].fold_gradients(self._local_dtype)
+
+    def _join_writers(self) -> None:
+        """What was written into slots is there, once the current stream comes here."""
+        if self._writers:
+            here = torch.cuda.current_stream(self.lane.device)
+            for stream in self._writers - {here}:
+                here.wait_stream(stream)
+            self._writers.clear()
 
     def _on_gradient(self, index: int) -> None:
         if not self._in_backward:
@@ -133,7 +200,7 @@ class GradientReduce:
         if self._is_round:
             self._launch_while_ready()
         else:
-            self.buckets[index].fold_gradients(self._local_dtype)
+            self._fold(index)
 
     def finish(self) -> None:
         """Wait for every reduction and hand the gradients to the pieces; a second call does nothing.
@@ -168,8 +235,7 @@ class GradientReduce:
             self.abandon()
         self._wait_all()
         for bucket in self.buckets:
-            bucket.local_N = None
-            bucket.drop_gradients()
+            bucket.forget()
             for piece in bucket.pieces:
                 if set_to_none:
                     piece.parameter.grad = None
@@ -218,9 +284,10 @@ class GradientReduce:
             self._advise()
         else:
             self._unreduced = True
-            for bucket in self.buckets:
+            for index, bucket in enumerate(self.buckets):
                 if any(parameter.grad is not None for parameter in bucket.parameters):
-                    bucket.fold_gradients(self._local_dtype)
+                    self._fold(index)
+            self._join_writers()
         self._in_backward = self._follows = False
 
     def _begin_round(self) -> None:
@@ -243,17 +310,29 @@ class GradientReduce:
     def _launch_next(self) -> None:
         index, bucket = self._next, self.buckets[self._next]
         self._next -= 1
-        add = index in self._reduced or bucket.keep_reduced()
+        self._join_writers()
+        flight = self._stay(index) if self._stays(bucket) else self._leave(index)
         self._reduced.add(index)
-        leaving, output_S = self._prepare(bucket, add)
-        scale = self._scales[bucket.grad_S.dtype]
-        flight = self.lane.reduce_scatter(output_S, leaving.buffer, leaving.fill, leaving.read)
-        flight.follow(functools.partial(bucket.store_reduced, output_S, scale, add), self.stream)
         self._flights.append(flight)
         if self._follows and self.follower is not None:
             self.follower.reduced(index, flight)
         while len(self._flights) > (self.in_flight if self.overlap else 0):
             self._flights.popleft().wait()
+
+    def _stay(self, index: int) -> Flight:
+        """One rank alone: the gradients are where the optimiser reads them, or are put there."""
+        self._open(index)
+        self.buckets[index].hand_over(self.buckets[index].grad_S.dtype).fill()
+        return Flight(self.lane, None, None, None, None, ())
+
+    def _leave(self, index: int) -> Flight:
+        bucket = self.buckets[index]
+        add = index in self._reduced or bucket.keep_reduced()
+        leaving, output_S = self._prepare(bucket, add)
+        scale = self._scales[bucket.grad_S.dtype]
+        flight = self.lane.reduce_scatter(output_S, leaving.buffer, leaving.fill, leaving.read)
+        flight.follow(functools.partial(bucket.store_reduced, output_S, scale, add), self.stream)
+        return flight
 
     def buffers_for(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Memory for the gradients of a bucket on their way, and for their sum: that nothing under way uses."""
@@ -268,7 +347,8 @@ class GradientReduce:
     def _prepare(self, bucket: Bucket, add: bool) -> tuple[Handover, Tensor]:
         """The gradients to send, and where their sum goes."""
         if self._buffers:
-            whole_N, shard_S = self.buffers_for(bucket)
+            whole_N, shard_S = self._claimed or self.buffers_for(bucket)
+            self._claimed = None
             return bucket.hand_over(self.dtype, self._divisor, whole_N), shard_S
         leaving = bucket.hand_over(self.dtype, self._divisor)
         # Nothing to add to, and no cast: the sum lands where the optimiser reads it.

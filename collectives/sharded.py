@@ -44,6 +44,9 @@ that finds one. Use `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScale
 the wait is then outside the compiled region, and does not break its graph. Modules outside the units wait for
 themselves: a graph around one of these breaks there.
 
+[Note: gradients without copies] An operator may write a parameter's gradient straight to where it travels from, or
+where the optimiser reads it, and keep it wide (`collectives.slot`); what comes by autograd is copied there.
+
 [Note: CUDA graphs] A step can be captured: warm up, `wait_parameters()`, then capture forward, backward, `step()` (of a
 `capturable` optimiser), `zero_grad()`, and `wait_parameters()` as the last call, which joins every stream.
 """
@@ -67,6 +70,7 @@ from collectives.arguments import as_dtype
 from collectives.backward_step import BackwardStep, balanced_share
 from collectives.bucket import Bucket, BucketPlan
 from collectives.gather import ParameterGather
+from collectives.lane import Lane
 from collectives.prepare import (
     build_buckets,
     check_module,
@@ -81,7 +85,13 @@ from collectives.prepare import (
 from collectives.recorder import Recorder
 from collectives.reduce import GradientReduce, inside_backward
 from collectives.scaler import ScalerCheck
-from collectives.state import attach_state_hooks, calling_all, full_state_dict, load_full_state_dict
+from collectives.state import (
+    attach_state_hooks,
+    calling_all,
+    full_state_dict,
+    load_full_state_dict,
+    load_parameters,
+)
 from collectives.step_check import UNSAID, Place, StepCheck
 from collectives.watch import Watch
 from collectives.windows import ALIGNMENT_BYTES, Windows
@@ -92,6 +102,7 @@ _FORWARDS_WITHOUT_OPTIMIZER = 4
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 GroupPair = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
+LanePair = tuple[Lane, Lane]
 
 
 class ShardedDataParallel(nn.Module):
@@ -109,7 +120,7 @@ class ShardedDataParallel(nn.Module):
         prefetch: all-gathers launched ahead of the computation that waits for one.
         overlap: False: every collective is waited for at once; same numbers, for comparison.
         reduce_dtype: of gradients on the wire, or its name (`"bfloat16"`). Gradients accumulate locally in float32 or
-            wider.
+            wider; one rank alone rounds none.
         param_dtype: of the computation, or its name; None: as the module is. Inputs and buffers are the caller's
             business.
         recorder: notes every collective.
@@ -124,6 +135,8 @@ class ShardedDataParallel(nn.Module):
         windows: parameters, and gradients on their way, lie in NCCL's symmetric windows (`collectives.windows`): more
             bandwidth where NCCL is held to a few blocks or has to share the memory, for `in_flight` + 1 buffers of the
             largest bucket.
+        lanes: for gathers and for reductions, of `collectives.prepare.open_lanes`, with their groups, recorder and
+            watch. Several wrappers, chunks of one model, may share them where every rank uses these in one order.
 
     Raises:
         ValueError: something here is not supported, or ranks differ in module or arguments; it names the first
@@ -150,6 +163,7 @@ class ShardedDataParallel(nn.Module):
         timeout: timedelta | None = None,
         watch: Watch | None = None,
         windows: bool = False,
+        lanes: LanePair | None = None,
     ) -> None:
         super().__init__()
         if prefetch < 1 or in_flight < 1:
@@ -162,7 +176,9 @@ class ShardedDataParallel(nn.Module):
         if bucket_bytes is None and not parts:
             bucket_bytes = DEFAULT_BUCKET_BYTES
         self.module = module
-        self.gather_lane, self.reduce_lane = open_lanes(group, groups, device, timeout, recorder, watch)
+        if lanes is not None and any(given is not None for given in (group, groups, timeout, recorder, watch)):
+            raise ValueError("lanes have their groups, timeout, recorder and watch: give these where lanes are opened")
+        self.gather_lane, self.reduce_lane = lanes or open_lanes(group, groups, device, timeout, recorder, watch)
         in_windows = windows and self.gather_lane.group is not None
         align = ALIGNMENT_BYTES if in_windows else 1  # in elements, so for every dtype
         plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts, align)
@@ -437,6 +453,15 @@ class ShardedDataParallel(nn.Module):
         load_full_state_dict(self.module, self.buckets, state)
         self._gather.note_changed()
 
+    def load_parameters(self, whole: Callable[[str], Tensor]) -> None:
+        """Set parameters and masters, one after the other, to what `whole` gives by name: the same on every rank.
+
+        Collective where shards have changed.
+        """
+        self.wait_parameters()
+        load_parameters(self.buckets, whole)
+        self._gather.note_changed()
+
     def _apply(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError("parameters are views of communication buffers: move or cast the module before wrapping it")
 
@@ -472,9 +497,8 @@ class ShardedDataParallel(nn.Module):
             hook = torch.compiler.disable(functools.partial(self._before_module, indices))  # type: ignore[no-untyped-call]
             module.register_forward_pre_hook(hook, prepend=True)
         for bucket in self.buckets:
-            on_gradient = self._reduce.hook(bucket.plan.index)
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+            for position, parameter in enumerate(bucket.parameters):
+                self._reduce.watch(parameter, bucket.plan.index, position)
 
     def _before_module(self, indices: Sequence[int], module: nn.Module, _args: object) -> None:
         if not self._seen_forward:

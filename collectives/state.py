@@ -1,6 +1,6 @@
 """Whole parameters in and out of shards, by the module's own names: for checkpoints, and for tests.
 
-Left out: files, and a state that is too large for one rank's memory.
+Left out: files.
 """
 
 from __future__ import annotations
@@ -51,27 +51,46 @@ def full_state_dict(module: nn.Module, buckets: Sequence[Bucket], lane: Lane) ->
 
 
 @torch.no_grad()
-def gather_whole(buckets: Sequence[Bucket], lane: Lane, value: Callable[[Piece], Tensor]) -> dict[str, Tensor]:
-    """By name and in its whole shape, what `value` gives of every piece, such as a moment of its optimiser: 1-D.
+def gather_whole(
+    buckets: Sequence[Bucket], lane: Lane, value: Callable[[Piece], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Name by name and in its whole shape, what `value` gives of every piece, such as a moment of its optimiser: 1-D.
 
-    Collective; of the dtype of the masters.
+    Collective: every rank goes through all of it, whoever keeps what comes. Of the dtype of the masters, in the order
+    of the buckets. All of them take turns in the memory of one, so a tensor is good until the next one is asked for.
     """
-    found: dict[str, Tensor] = {}
+    room: dict[torch.dtype, Tensor] = {}
     for bucket in buckets:
-        full_N = torch.zeros(bucket.plan.padded_numel, dtype=bucket.master_S.dtype, device=bucket.master_S.device)
+        full_N = _room_for(bucket, buckets, room)
         own_S = bucket.plan.own(full_N, bucket.rank)
+        own_S.zero_()
         for piece, (_, start, end) in zip(bucket.pieces, bucket.plan.pieces(bucket.rank), strict=True):
             own_S[start:end] = value(piece)
         lane.all_gather(full_N).wait()
-        found |= {slot.name: view for slot, view in zip(bucket.plan.slots, bucket.plan.views(full_N), strict=True)}
-    return found
+        for slot, view in zip(bucket.plan.slots, bucket.plan.views(full_N), strict=True):
+            yield slot.name, view
+
+
+@torch.no_grad()
+def load_parameters(buckets: Sequence[Bucket], whole: Callable[[str], Tensor]) -> None:
+    """Set parameters and masters, one parameter after the other, to what `whole` gives by name: the same on all ranks.
+
+    Parameters must be current.
+    """
+    for bucket in buckets:
+        owned = {piece.name: (piece, place) for piece, place in _own_places(bucket)}
+        for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True):
+            values = whole(slot.name)
+            parameter.copy_(values)
+            if slot.name in owned and not bucket.shares_storage:
+                piece, place = owned[slot.name]
+                piece.parameter.copy_(values.flatten()[place])
 
 
 def own_pieces(bucket: Bucket, whole: Callable[[str], Tensor]) -> Iterator[tuple[Piece, Tensor]]:
     """Every piece of this rank beside its elements of the whole, which `whole` gives by name: the reverse."""
-    for piece, (index, start, end) in zip(bucket.pieces, bucket.plan.pieces(bucket.rank), strict=True):
-        first = bucket.rank * bucket.plan.shard_numel + start - bucket.plan.slots[index].offset
-        yield piece, whole(piece.name).flatten()[first : first + end - start]
+    for piece, place in _own_places(bucket):
+        yield piece, whole(piece.name).flatten()[place]
 
 
 @torch.no_grad()
@@ -124,3 +143,19 @@ def _gather_masters(bucket: Bucket, lane: Lane) -> Tensor:
     bucket.plan.own(full_N, bucket.rank).copy_(bucket.master_S)
     lane.all_gather(full_N).wait()
     return full_N
+
+
+def _own_places(bucket: Bucket) -> Iterator[tuple[Piece, slice]]:
+    """Every piece of this rank, and which elements of the whole parameter it has."""
+    for piece, (index, start, end) in zip(bucket.pieces, bucket.plan.pieces(bucket.rank), strict=True):
+        first = bucket.rank * bucket.plan.shard_numel + start - bucket.plan.slots[index].offset
+        yield piece, slice(first, first + end - start)
+
+
+def _room_for(bucket: Bucket, buckets: Sequence[Bucket], room: dict[torch.dtype, Tensor]) -> Tensor:
+    """Memory for the whole of a bucket, [N]: part of what the largest one takes."""
+    dtype = bucket.master_S.dtype
+    if dtype not in room:
+        largest = max(each.plan.padded_numel for each in buckets if each.master_S.dtype == dtype)
+        room[dtype] = torch.empty(largest, dtype=dtype, device=bucket.master_S.device)
+    return room[dtype][: bucket.plan.padded_numel]

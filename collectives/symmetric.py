@@ -192,16 +192,22 @@ class PeerRounds:
         group: of 2 to 8 ranks on one host.
         slot_bytes: most that one rank sends to another in a round.
         device: of this rank.
+        before: rounds that are over, whose streams these go on with (`collectives.carrier`, [Note: streams are few]).
     """
 
-    def __init__(self, group: dist.ProcessGroup, slot_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, slot_bytes: int, device: torch.device, before: PeerRounds | None = None
+    ) -> None:
         self.slot_bytes = -(-slot_bytes // 256) * 256
         self.window = Window(group, HEAD_BYTES + dist.get_world_size(group) * self.slot_bytes, device)
         self.rank, self.num_ranks, self.device = self.window.rank, self.window.num_ranks, device
         self._peers = [self.window.of(rank) for rank in range(self.num_ranks)]
         # Copies follow each other without a gap; what tells the peers of them runs beside, or it would open gaps.
-        self.copy_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._flag_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        if before is None:
+            self.copy_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            self._flag_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        else:
+            self.copy_stream, self._flag_stream = before.copy_stream, before._flag_stream
         self._sum_grid = 4 * torch.cuda.get_device_properties(device).multi_processor_count
         self._open = False
         self._may_write = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from collectives import Recorder, ShardedDataParallel
 from collectives.bucket import Bucket
+from collectives.prepare import open_lanes
+from collectives.sharded import LanePair
 from netlayer.errors import CheckFailed, CollectiveFailed
 from tests.collectives.cases import (
     adamw,
@@ -87,6 +90,44 @@ def train_saying(sharded: ShardedDataParallel, say: Callable[[int], None], leave
         sharded(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@case
+def chunks_that_share_lanes_train_as_those_with_lanes_of_their_own(rank: int, world_size: int) -> None:
+    with delays(rank):
+        states = [train_chunks(lanes, 4, rank, leaves_out=False) for lanes in (shared_lanes(), None)]
+    assert_same(*states)
+    assert_alike_on_ranks(states[0], world_size)
+    culprit = world_size - 1
+    says = rf"different steps: step = 4 on {names(culprit, world_size)}, 5 on rank {culprit}; "
+    assert_raises(CheckFailed, says, lambda: train_chunks(shared_lanes(), STEPS, rank, leaves_out=rank == culprit))
+
+
+def shared_lanes() -> LanePair:
+    return open_lanes(None, None, torch.get_default_device(), None)
+
+
+def train_chunks(lanes: LanePair | None, num_steps: int, rank: int, *, leaves_out: bool) -> dict[str, Tensor]:
+    """As a pipeline's stage: each chunk has a backward pass of its own, the last one first."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        modules = [nn.Linear(3, 3).double(), nn.Linear(3, 2).double()]
+    settings: dict[str, Any] = {"bucket_bytes": 40, "reduce_dtype": torch.float64, "lanes": lanes}
+    first, last = (ShardedDataParallel(module, **settings) for module in modules)
+    assert (first.reduce_lane is last.reduce_lane) == (lanes is not None)
+    optimizers = [chunk.optimizer(torch.optim.SGD, lr=0.1) for chunk in (first, last)]
+    for step in range(num_steps):
+        between = first(torch.full((1, 3), float(step + rank), dtype=torch.float64))
+        x = between.detach().requires_grad_()
+        loss = last(x).square().sum()
+        if leaves_out and step == 2:
+            continue
+        loss.backward()
+        between.backward(x.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {f"{number} {name}": v for number, c in enumerate((first, last)) for name, v in c.full_state_dict().items()}
 
 
 @case

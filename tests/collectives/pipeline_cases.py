@@ -69,7 +69,7 @@ def loss_of(micro_batch: int, output: Tensor) -> Tensor:
 def model_of(schedule: Schedule, stage: int) -> StageModel:
     p = schedule.num_stages
     chunks = [chunk(index * p + stage) for index in range(schedule.num_chunks)]
-    return StageModel(chunks, schedule, stage, tokens, loss_of)
+    return StageModel(chunks, schedule, stage, tokens, lambda index, last, x: loss_of(index, last(x)))
 
 
 def channel_of(schedule: Schedule, **options: Any) -> PipelineChannel:
@@ -447,6 +447,29 @@ def links_of_a_step_that_raised_are_refused(stage: int, num_stages: int) -> None
     model = model_of(schedule, stage)
     run_schedule(schedule, channel_of(schedule), model)
     assert_equals_one_process(schedule, model, stage)
+
+
+@case
+def channels_share_the_ends_of_their_links(stage: int, num_stages: int) -> None:
+    made = mock.Mock(side_effect=lambda device: None if device.type == "cpu" else torch.cuda.Stream(device))
+    recorder = Recorder(device())
+    with mock.patch("collectives.pipeline_links.new_stream", made):
+        links = PipelineLinks(None, device(), True)
+        first, second = (channel_of(interleaved(num_stages, num_stages * n, 2), links=links) for n in (1, 2))
+        told = channel_of(interleaved(num_stages, num_stages, 2), links=links, recorder=recorder)
+        assert made.call_count == 4
+    for ends, others, apart in ((first._into, second._into, told._into), (first._out, second._out, told._out)):
+        for direction, end in ends.items():
+            assert end.link is others[direction].link
+            assert end.link is not apart[direction].link
+            assert end.link.stream is apart[direction].link.stream
+    for channel, rounds in ((first, 1), (told, 1), (second, 2), (first, 1)):
+        schedule = interleaved(num_stages, num_stages * rounds, 2)
+        model = model_of(schedule, stage)
+        run_schedule(schedule, channel, model)
+        assert_equals_one_process(schedule, model, stage)
+    assert recorder.counts().total() == 2 * len(told.traffic.sends)
+    links.close()
 
 
 @case

@@ -71,6 +71,33 @@ def test_a_link_tells_the_watch_whom_to_ask_for_a_broken_communicator(monkeypatc
         watch.add_track.assert_called_with("pipeline forward 1-2", [3, 5], backend=backend)
 
 
+def test_one_rank_alone_has_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collectives.lane.new_stream", mock.Mock(side_effect=AssertionError))
+    lane = Lane("reduce", None, CPU)
+    total_S = torch.empty(3)
+    lane.reduce_scatter(total_S, given_N := torch.zeros(3), lambda: given_N.fill_(2.0)).wait()
+    assert total_S.tolist() == [2.0, 2.0, 2.0]
+    assert (lane.stream, lane.behind, lane.mark()) == (None, None, None)
+
+
+def test_a_lane_opens_a_stream_beside_it_when_it_is_first_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = mock.Mock(return_value=None)
+    monkeypatch.setattr("collectives.lane.new_stream", made)
+    monkeypatch.setattr(Lane, "_probe_gather", lambda _: True)
+    for name, given in (("get_rank", 0), ("get_world_size", 2), ("get_process_group_ranks", [0, 1])):
+        monkeypatch.setattr(dist, name, lambda *_, given=given: given)
+    lane = Lane("reduce", mock.Mock(spec=dist.ProcessGroup), CPU)
+    assert made.call_args_list == [mock.call(CPU)]
+    for _ in range(2):
+        lane._fill(None, ())
+        assert made.call_count == 1
+    for _ in range(2):
+        lane._fill(lambda: None, ())
+        assert made.call_args_list[1:] == [mock.call(CPU)]
+    assert lane.behind is lane.behind
+    assert made.call_args_list[2:] == [mock.call(CPU, priority=0)]
+
+
 class LateStream:
     """What was launched on it never lands."""
 

@@ -121,6 +121,18 @@ def test_a_group_that_is_gone_is_not_asked(nccl: Nccl, monkeypatch: pytest.Monke
     assert nccl.deregistered == 0
 
 
+def test_a_larger_window_goes_on_with_the_streams_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = mock.Mock(side_effect=[object(), object()])
+    monkeypatch.setattr(torch.cuda, "Stream", made)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: mock.Mock(multi_processor_count=132))
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr("collectives.symmetric.Window", mock.Mock(return_value=mock.Mock(num_ranks=2)))
+    first = PeerRounds(mock.Mock(), 256, CUDA)
+    second = PeerRounds(mock.Mock(), 512, CUDA, first)
+    assert made.call_count == 2
+    assert (second.copy_stream, second._flag_stream) == (first.copy_stream, first._flag_stream)
+
+
 def peer_window(monkeypatch: pytest.MonkeyPatch) -> tuple[Window, list[Any]]:
     """A window whose memory is a host's, and what it holds."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)

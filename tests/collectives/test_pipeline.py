@@ -7,8 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from collectives.link import Link
 from collectives.messages import Message, Traffic
 from collectives.pipeline import PipelineChannel
 from collectives.pipeline_links import PipelineLinks, _colour, _links_of
@@ -44,7 +46,7 @@ def test_one_stage_needs_no_channel_to_anybody() -> None:
     schedule = one_forward_one_backward(1, 3)
     layer = nn.Linear(2, 2)
     batches = [torch.randn(4, 2) for _ in range(3)]
-    model = StageModel([layer], schedule, 0, lambda index: batches[index], lambda _, output: output.square().mean())
+    model = StageModel([layer], schedule, 0, lambda index: batches[index], lambda _, last, x: last(x).square().mean())
     for overlap in (True, False):
         layer.zero_grad()
         run_schedule(schedule, PipelineChannel((4, 2), torch.float32, schedule.traffic(0), overlap=overlap), model)
@@ -73,6 +75,21 @@ def test_depth_is_one_or_on_the_cpu_more(depth: int, device: str) -> None:
 def test_an_unknown_path_is_refused() -> None:
     with pytest.raises(ValueError, match="path = 'pear': must be one of auto, peer, group"):
         PipelineLinks(None, "cpu", False, path="pear")  # type: ignore[arg-type]
+
+
+def test_a_closed_link_has_no_thread_and_opens_another_for_the_next_message() -> None:
+    link = Link("send", "forward", mock.Mock(spec=dist.ProcessGroup), 0, 1, 1, torch.device("cpu"))
+    link.close()
+    with mock.patch.object(dist, "isend"):
+        for _ in range(2):
+            link.launch(torch.zeros(2), Message("forward", 0)).wait()
+            link.wait_all()
+            thread = link._thread
+            assert thread is not None
+            assert thread.is_alive()
+            link.close()
+            link.close()
+            assert not thread.is_alive()
 
 
 def test_closed_links_give_their_slots_back() -> None:

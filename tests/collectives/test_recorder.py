@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import time
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from collectives import Recorder, StepComm
 from collectives.clock import TimeBase, take_mark
+from collectives.recorder import _Busy
 
 
 def recorded(recorder: Recorder, step: int, num_gathers: int) -> StepComm:
@@ -93,6 +96,27 @@ def test_a_wait_for_what_is_under_way_is_exposed_whole(clock: list[int]) -> None
     with recorder.waiting(gather):
         clock.append(1100)
     assert recorder.end_step().exposed_s == pytest.approx(90e-9)
+
+
+def test_time_within_intervals_is_that_of_a_count_by_hand() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        intervals = [(start, start + draw.randrange(6)) for start in draw.choices(range(30), k=draw.randrange(8))]
+        busy, start, length = _Busy([*intervals, (35, sys.maxsize)]), draw.randrange(40), draw.randrange(10)
+        covered = {ns for begin, end in intervals for ns in range(begin, end)} | set(range(35, 60))
+        assert busy.within(start, start + length) == len(covered & set(range(start, start + length)))
+    assert _Busy([]).within(3, 9) == 0
+
+
+def test_a_step_counts_from_the_end_of_the_one_before(clock: list[int]) -> None:
+    recorder = Recorder()
+    first = recorded(recorder, 1, 0)
+    clock.append(1500)
+    recorder.begin_step(2)
+    clock.append(3000)
+    second = recorder.end_step()
+    assert second.seconds_after(first) == pytest.approx(2000e-9)
+    assert second.step_s == pytest.approx(1500e-9)
 
 
 def test_a_collective_that_was_waited_for_is_not_under_way_in_later_steps() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import tests.collectives.guard_cases  # noqa: F401 - adds its cases to CASES
+import tests.collectives.guard_cases
+import tests.collectives.slot_cases  # noqa: F401 - they add their cases to CASES
 from tests.collectives.cases import CASES
 from tests.collectives.conftest import RunCase
 from tests.collectives.harness import Case, Ranks, assert_passed, on_gpus, on_ranks

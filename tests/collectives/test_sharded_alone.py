@@ -20,8 +20,11 @@ from torch import nn
 from collectives import Recorder, ShardedDataParallel, execution_order
 from collectives.backward_step import NUM_UNMOVED, balanced_share, choose_early
 from collectives.bucket import plan_buckets
+from collectives.prepare import open_lanes
 from netlayer.errors import ConfigError
 from tests.collectives.cases import adamw, assert_close, assert_same, batches, net, reference, train
+from tests.collectives.harness import Case
+from tests.collectives.slot_cases import ALONE, a_captured_step_with_slots_equals_an_eager_one
 from tests.collectives.step_cases import (
     a_captured_step_equals_an_eager_one,
     compile_forward,
@@ -161,6 +164,12 @@ def test_one_gpu_equals_plain_torch(overlap: bool) -> None:
 def test_a_step_can_be_captured() -> None:
     with torch.device("cuda"):
         a_captured_step_equals_an_eager_one(0, 1)
+        a_captured_step_with_slots_equals_an_eager_one(0, 1)
+
+
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.__name__)
+def test_slots_of_one_rank(case: Case) -> None:
+    case(0, 1)
 
 
 @pytest.mark.parametrize("compile_unit", [compile_forward, compile_module])
@@ -292,3 +301,11 @@ def test_the_optimizers_state_is_local() -> None:
     again = ShardedDataParallel(nn.Linear(3, 1)).optimizer(adamw)
     again.load_state_dict(kept)
     torch.testing.assert_close(again.state_dict()["state"], kept["state"])
+
+
+def test_lanes_have_their_groups_already() -> None:
+    lanes = open_lanes(None, None, torch.device("cpu"), None)
+    shared = [ShardedDataParallel(nn.Linear(2, 2), lanes=lanes) for _ in range(2)]
+    assert all((chunk.gather_lane, chunk.reduce_lane) == lanes for chunk in shared)
+    with pytest.raises(ValueError, match="lanes have their groups, timeout, recorder and watch"):
+        ShardedDataParallel(nn.Linear(2, 2), lanes=lanes, recorder=Recorder())

@@ -1,0 +1,71 @@
+"""Where an operator may write a parameter's gradient itself, in place of handing it to autograd.
+
+A `ShardedDataParallel` lets gradients travel in one flat buffer a bucket, mostly in another dtype than they are
+computed in. A product that writes there spares a copy, a cast and the memory between, and what it adds up stays in the
+wide dtype (Megatron-LM's gradient accumulation fusion, for buckets). In its backward pass an operator asks for a slot,
+writes there, and returns None for the parameter; without a slot it returns the gradient, as ever. Either way the bucket
+learns from autograd when a parameter has all of its gradients: it may be used several times, in either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+@dataclass(frozen=True)
+class GradientSlot:
+    """A place that must be written, in the current stream, before the backward function returns.
+
+    Args:
+        view: contiguous, of the parameter's shape, and of its dtype or a wider one.
+        adds: whether it holds gradients already, to be added to; else what it holds is nothing.
+    """
+
+    view: Tensor
+    adds: bool
+
+
+class SlotSource:
+    """Where slots of one parameter come from.
+
+    Args:
+        give: a slot, to be written at once; None where none is free.
+    """
+
+    def __init__(self, give: Callable[[], GradientSlot | None]) -> None:
+        self._give = give
+
+    def slot(self, accumulator: object) -> GradientSlot | None:
+        """To be called in a backward pass; None: there is no place, return the gradient.
+
+        Args:
+            accumulator: autograd's node of the parameter, one of the function's `next_functions`.
+        """
+        return self._give() if _will_accumulate(accumulator) else None
+
+
+# Beside the parameters, and not an attribute of theirs: that would be saved with them.
+_sources: MutableMapping[Tensor, SlotSource] = WeakTensorKeyDictionary()
+
+
+def set_slot_source(parameter: Tensor, give: Callable[[], GradientSlot | None]) -> None:
+    """From now on slots of this parameter come from there; `give` must not hold the parameter."""
+    _sources[parameter] = SlotSource(give)
+
+
+def slot_source(parameter: Tensor) -> SlotSource | None:
+    """None: of a parameter that is in no bucket."""
+    return _sources.get(parameter)
+
+
+def _will_accumulate(accumulator: object) -> bool:
+    """Whether this pass is to leave a gradient on the parameter; `torch.autograd.grad` hands it to its caller."""
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulator))  # type: ignore[arg-type]
+    except RuntimeError:  # so it refuses to say of a leaf that the caller of `grad` asks for
+        return False
