@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from netlayer.command import RunOptions, open_run, run_options
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from netlayer.config import Config
     from netlayer.rank import RankEnv
     from netlayer.results import RunRecord
-    from trainer.train import Backend, Progress, TrainResult
+    from trainer.train import Backend, Progress, Stop, TrainResult
 
 
 @click.command()
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 @click.option(
     "--resume", type=click.Path(path_type=Path), help="Go on from a checkpoint, or a run's newest, with its seed."
 )
-def train(options: RunOptions, file: Path | None, resume: Path | None) -> None:
+@click.option("--trace", metavar="STEPS", help="Write DIR/trace.json of a step, a range such as 3-5, or of the last.")
+def train(options: RunOptions, file: Path | None, resume: Path | None, trace: str | None) -> None:
     """Train the job of FILE: tensor, pipeline and data parallel as job.parallel says.
 
     Each step's loss, tokens/s, MFU and exposed communication go to DIR/metrics.jsonl, held-out losses to
     DIR/validation.jsonl, checkpoints (job.checkpoint.every_steps) to DIR/checkpoints, a record to DIR/records.
-    On one machine it starts the ranks itself; under torchrun, srun or mpirun each process is one.
+    On one machine it starts the ranks itself; under torchrun, srun or mpirun each process is one. SIGTERM, or SIGUSR1
+    as Slurm sends it ahead of a limit, ends it behind a step, with a checkpoint, as a good run; a second one at once.
 
     \b
     Examples:
@@ -40,14 +43,19 @@ def train(options: RunOptions, file: Path | None, resume: Path | None) -> None:
       netlayer train examples/laptop.toml --set parallel.tp=2 --set parallel.dp=1 --out runs/tp2
       netlayer train examples/laptop.toml --set checkpoint.every_steps=50 --out runs/a
       netlayer train examples/laptop.toml --resume runs/a --out runs/b
+      netlayer train examples/laptop.toml --trace 10-12                  # for ui.perfetto.dev
+      netlayer train examples/laptop.toml --set metrics.tensorboard=true --set metrics.prometheus_port=9400
+      netlayer train examples/laptop.toml --set loop.collect_every_steps=0   # garbage whenever Python will
       torchrun --nproc-per-node 2 -m netlayer train examples/laptop.toml
     """
     from netlayer import environ
     from netlayer.errors import ConfigError
     from netlayer.rank import detect
     from netlayer.results import write_text
-    from trainer.checkpoint_meta import find
+    from trainer.checkpoint_meta import check_model, find, seed_of
     from trainer.memory import check_memory
+    from trainer.metrics import check_metrics
+    from trainer.trace import parse_steps
     from trainer.train import check_supported
 
     if file and options.config_path:
@@ -59,29 +67,47 @@ def train(options: RunOptions, file: Path | None, resume: Path | None) -> None:
         raise ConfigError("cluster.servers", config.cluster.servers, rule, "start with torchrun, srun or mpirun")
     backend = environ.choose_backend(config.job.launch.backend, here)
     check_supported(config.job, here if env is None else env.world_size)
-    check_memory(config.job, here, backend)
-    checkpoint = None
+    memory = check_memory(config.job, here, backend)
+    if env is None or env.rank == 0:
+        click.echo(f"memory (estimate): {memory}", err=True)
+    check_metrics(config.job.metrics)
+    checkpoint, steps_done = None, 0
     if resume:
         meta = find(resume)
-        checkpoint, options = meta.path, dataclasses.replace(options, seed=meta.seed)
+        is_given = click.get_current_context().get_parameter_source("seed") is not ParameterSource.DEFAULT
+        seed = seed_of(meta, options.seed if is_given else None, config.job)
+        steps_done = meta.step
+        checkpoint, options = meta.path, dataclasses.replace(options, seed=seed)
+        check_model(meta, config.job)
         if meta.step >= config.job.optimizer.steps:
             rule = f"has taken {meta.step} steps, and job.optimizer.steps is {config.job.optimizer.steps}"
             raise ConfigError("--resume", meta.path, rule, "raise job.optimizer.steps")
+    asked = _Asked(checkpoint, parse_steps(trace, steps_done + 1, config.job.optimizer.steps) if trace else range(0))
     if env is not None and config.job.checkpoint.every_steps and options.out is None:
         rule = f"is needed for checkpoints: {env.launcher} started ranks that write to one folder"
         raise ConfigError("--out", None, rule, "give a folder that all of them see")
     if env is not None and env.rank:
-        _join(config, options, backend, checkpoint, env, options.out or Path())
+        _join(config, options, backend, asked, env, options.out or Path())
         return
     with open_run(options.out, "train") as out:
         train_it = _start if env is None else functools.partial(_join, env=env)
-        record = _recorded(config, options, out, lambda: train_it(config, options, backend, checkpoint, out=out))
-    click.echo(_last_line(record, out), err=str(options.json_file) == "-")
+        result, record = _recorded(config, options, out, lambda: train_it(config, options, backend, asked, out=out))
+    click.echo(_last_line(result, out), err=str(options.json_file) == "-")
+    if result.stop:
+        click.echo(_how_to_go_on(result.stop, out), err=True)
     if options.json_file:
         write_text(options.json_file, record.to_json())
 
 
-def _start(config: Config, options: RunOptions, backend: Backend, resume: Path | None, out: Path) -> TrainResult:
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What a call asks for beside its configuration: a checkpoint to go on from, and steps to trace."""
+
+    resume: Path | None
+    trace: range
+
+
+def _start(config: Config, options: RunOptions, backend: Backend, asked: _Asked, out: Path) -> TrainResult:
     """On ranks of this machine, which are started here."""
     from netlayer.meeting import meeting_place
     from netlayer.progress import Stages
@@ -90,7 +116,9 @@ def _start(config: Config, options: RunOptions, backend: Backend, resume: Path |
     job, ranks = config.job, config.cluster.num_gpus
     with Stages() as stages, meeting_place(job.store.url) as place:
         with stages.open("text") as bar:
-            corpus = training.prepare(job, ranks, options.seed, out, lambda _stage, done, total: bar(done, total))
+            corpus = training.prepare(
+                job, ranks, options.seed, out, lambda stage, done, total: bar(done, total, stage), asked.resume
+            )
         with stages.open("training") as bar:
             return training.train(
                 job,
@@ -101,13 +129,13 @@ def _start(config: Config, options: RunOptions, backend: Backend, resume: Path |
                 out=out,
                 seed=options.seed,
                 on_progress=lambda progress: bar(progress.done, progress.total, words_of(progress)),
-                resume=resume,
+                resume=asked.resume,
+                trace=asked.trace,
+                stops_gently=True,
             )
 
 
-def _join(
-    config: Config, options: RunOptions, backend: Backend, resume: Path | None, env: RankEnv, out: Path
-) -> TrainResult:
+def _join(config: Config, options: RunOptions, backend: Backend, asked: _Asked, env: RankEnv, out: Path) -> TrainResult:
     """As one of the ranks that a launcher has started; rank 0 alone writes and shows."""
     from congestion.nic.env import as_record, exported, for_ranks
     from netlayer.interrupt import held_interrupt
@@ -120,20 +148,25 @@ def _join(
         from trainer.worker import run_rank
     with exported(nccl), contextlib.ExitStack() as stack:
         report: Callable[[Any], None] = lambda _progress: None  # noqa: E731
-        corpus = training.prepare(job, env.world_size, options.seed, out)
+        corpus = training.prepare(job, env.world_size, options.seed, out, resume=asked.resume)
         if env.rank == 0:
             bar = stack.enter_context(stack.enter_context(Stages()).open("training"))
             report = lambda progress: bar(progress.done, progress.total, words_of(progress))  # noqa: E731
-        work = training.Work(job, corpus, "env://", backend, out, options.seed, resume)
+        is_shared = options.out is not None
+        told = (asked.resume, asked.trace, is_shared)
+        work = training.Work(job, corpus, "env://", backend, out, options.seed, *told, stops_gently=True)
         outcome = run_rank(RankContext(env, report), work)
     devices = (outcome.device,) * env.world_size
+    settings = as_record(nccl)
     return training.TrainResult(
-        outcome.steps, outcome.evaluations, corpus.facts, outcome.num_parameters, devices, as_record(nccl)
+        outcome.steps, outcome.evaluations, corpus.facts, outcome.num_parameters, devices, settings, outcome.stop
     )
 
 
-def _recorded(config: Config, options: RunOptions, out: Path, run: Callable[[], TrainResult]) -> RunRecord:
-    """The record of a run, which is saved."""
+def _recorded(
+    config: Config, options: RunOptions, out: Path, run: Callable[[], TrainResult]
+) -> tuple[TrainResult, RunRecord]:
+    """What a run gave, and its record, which is saved."""
     from netlayer import environ
     from netlayer.results import RunRecord, utc_now
 
@@ -152,24 +185,44 @@ def _recorded(config: Config, options: RunOptions, out: Path, run: Callable[[], 
         devices=result.devices,
     )
     record.save(out / "records")
-    return record
+    return result, record
 
 
 def words_of(progress: Progress) -> str:
     """A row for the progress line."""
     row = progress.row
+    left = "" if progress.left_s is None else f", {short_time(progress.left_s)} left"
     if "validation_loss" in row:
-        return f"held-out loss {row['validation_loss']:.3f}"
+        return f"held-out loss {row['validation_loss']:.3f}{left}"
     if "loss" not in row:
         return progress.stage
     words = [f"loss {row['loss']:.3f}", f"{row['tokens_per_s']:,.0f} tokens/s"]
     if row["mfu_full"] is not None:
         words.append(f"MFU {row['mfu_full']:.3f} full, {row['mfu_causal']:.3f} causal")
-    return ", ".join([*words, f"exposed {row['exposed_comm']:.1%}", f"{row['memory_gib']:.1f} GiB"])
+    return ", ".join([*words, f"exposed {row['exposed_comm']:.1%}", f"{row['memory_gib']:.1f} GiB"]) + left
 
 
-def _last_line(record: RunRecord, out: Path) -> str:
-    held_out = [row["validation_loss"] for row in record.rows if "validation_loss" in row]
-    losses = [row["loss"] for row in record.rows if "loss" in row]
+def short_time(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 20 min`, `5 d 4 h`: two words at most."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    hours, minutes_left = divmod(minutes, 60)
+    if hours < 1:
+        return f"{minutes} min"
+    days, hours_left = divmod(hours, 24)
+    return f"{days} d {hours_left} h" if days else f"{hours} h {minutes_left} min"
+
+
+def _last_line(result: TrainResult, out: Path) -> str:
+    held_out = [row["validation_loss"] for row in result.evaluations]
+    losses = [row["loss"] for row in result.steps]
     trained = f"{len(losses)} steps" + (f", loss {losses[0]:.3f} to {losses[-1]:.3f}" if losses else "")
     return f"{trained}; held-out loss {held_out[0]:.3f} to {held_out[-1]:.3f}; {out}"
+
+
+def _how_to_go_on(stop: Stop, out: Path) -> str:
+    said = f"stopped behind step {stop.step}, as asked"
+    if stop.checkpoint is None:
+        return f"{said}; no checkpoint, for ranks of a launcher need --out: a folder that all of them see"
+    return f"{said}; go on with the same command and --resume {out}, and a new --out"

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from collectives.exchange import TensorExchange
 from collectives.tensor import ColumnParallelLinear, RowParallelLinear
+from trainer.ops.linear import summed_linear
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,23 @@ class Part:
 
 
 class JoinedLinear(nn.Module):
-    """y = x W^T + b, cut into one tensor for each of `splits`."""
+    """y = x W^T + b, cut into one tensor for each of `splits`.
 
-    def __init__(self, in_features: int, splits: Sequence[int], bias: bool) -> None:
+    Args:
+        adds_bias: False: what reads the output adds the bias, which is here.
+    """
+
+    def __init__(self, in_features: int, splits: Sequence[int], bias: bool, adds_bias: bool = True) -> None:
         super().__init__()
+        self.adds_bias = adds_bias
         self.splits = tuple(splits)
         self.weight = nn.Parameter(torch.empty(sum(splits), in_features))
         self.bias = nn.Parameter(torch.empty(sum(splits))) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., K] -> [..., N] for each N."""
-        return torch.split(F.linear(x, self.weight, self.bias), list(self.splits), dim=-1)
+        y = summed_linear((x,), (self.weight,), self.bias if self.adds_bias else None)
+        return torch.split(y, list(self.splits), dim=-1)
 
 
 class SummedLinear(nn.Module):
@@ -68,18 +74,19 @@ class SummedLinear(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """[..., K] for each K -> [..., N]."""
-        y = F.linear(inputs[0], self.weights[0], self.bias)
-        for x, weight in zip(inputs[1:], list(self.weights)[1:], strict=True):
-            y = torch.addmm(y.flatten(0, -2), x.flatten(0, -2), weight.t()).view_as(y)
-        return y
+        return summed_linear(inputs, tuple(self.weights), self.bias)
 
 
 def column(
-    in_features: int, splits: Sequence[int], bias: bool, exchange: TensorExchange | None
+    in_features: int, splits: Sequence[int], bias: bool, exchange: TensorExchange | None, adds_bias: bool = True
 ) -> JoinedLinear | ColumnParallelLinear:
-    """A linear with one output for each of `splits`; its parameters are still to be initialised."""
+    """A linear with one output for each of `splits`; its parameters are still to be initialised.
+
+    Args:
+        adds_bias: False, without an exchange alone: the bias is there, and left to what reads the output.
+    """
     if exchange is None:
-        return JoinedLinear(in_features, splits, bias)
+        return JoinedLinear(in_features, splits, bias, adds_bias)
     return ColumnParallelLinear(in_features, tuple(splits), exchange=exchange, bias=bias)
 
 

@@ -1,9 +1,14 @@
 """One rank's training loop: a step, an evaluation, and what is noted of each.
 
-A step launches its all-gathers before it loads data, reduces gradients under the last backward pass, and meets the host
-once, at its end, to read the losses of all ranks. Left out: how the model is spread (`trainer.parallel`), recovery.
+A step launches its all-gathers before it loads data, and reduces gradients under the last backward pass. The host reads
+a step's numbers when it has launched the next one, so that the device never runs dry for them. Left out: how the model
+is spread (`trainer.parallel`), recovery.
 
-Shapes: B sequences, T positions, N samples of this rank, R data-parallel ranks.
+Shapes: B sequences, T positions, N samples of this rank, D data-parallel ranks.
+
+[Note: one step late] What a step's numbers say comes when the next step is under way: a loss that is no number, or a
+request to stop. Before a checkpoint, an evaluation and the end the loop waits for them, so nothing bad is written. All
+ranks read the same numbers, so all of them stop at the same step.
 """
 
 from __future__ import annotations
@@ -12,7 +17,6 @@ import contextlib
 import gc
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +26,8 @@ import numpy as np
 import psutil
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from collectives.recorder import Recorder
+from collectives.recorder import Recorder, StepComm
 from netlayer.config import EvaluationConfig, JobConfig
 from netlayer.errors import CheckFailed
 from netlayer.rendezvous import Groups
@@ -35,13 +38,15 @@ from trainer.data.prepare import Corpus
 from trainer.flops import peak_flops, step_flops, utilisation
 from trainer.linears import padded
 from trainer.memory import num_parameters
+from trainer.notes import Notes, NotesInFlight, spread_losses, squares_of_ranks
 from trainer.optim import batch_size, build_optimizer, learning_rate
 from trainer.parallel import MicroBatch, SplitModel
+from trainer.stop import StopRequest
+from trainer.train import Stop
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-COLLECT_EVERY_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,24 @@ class Place:
         return f"CPU, {threads} thread{'s' * (threads > 1)}"
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A step that the device may still be working on.
+
+    Args:
+        comm: what the recorder has of it.
+        before: the step that it follows at once; None where something else came between.
+        memory_bytes: peak on a GPU, what is resident on a CPU.
+    """
+
+    step: int
+    lr: float
+    notes: NotesInFlight
+    comm: StepComm
+    before: StepComm | None
+    memory_bytes: int
+
+
 class Trainer:
     """The model, its optimiser and its data on one rank. Every rank calls the same methods in the same order.
 
@@ -69,13 +92,23 @@ class Trainer:
         seed: of the initial parameters and of the samples.
         place: this rank.
         groups: of `open_world`; None: one rank alone.
+        stop: says when somebody wants the training to end; None: nobody will.
     """
 
-    def __init__(self, job: JobConfig, corpus: Corpus, seed: int, place: Place, groups: Groups | None = None) -> None:
-        self.job, self.seed, self.place = job, seed, place
+    def __init__(
+        self,
+        job: JobConfig,
+        corpus: Corpus,
+        seed: int,
+        place: Place,
+        groups: Groups | None = None,
+        stop: StopRequest | None = None,
+    ) -> None:
+        self.job, self.seed, self.place, self.stop = job, seed, place, stop or StopRequest()
+        self.corpus = corpus
         self.train_tokens, self.validation_tokens = corpus.train_tokens(), corpus.validation_tokens()
         self.num_parameters = num_parameters(job.model)
-        self.recorder = Recorder(place.device)
+        self.recorder = Recorder(place.device, num_kept=1)
         self.model = SplitModel(job, seed, place.rank, place.device, groups, self.recorder)
         self.dp = self.model.place.dp
         if place.rank == 0 and job.model.vocab_size % job.parallel.tp:
@@ -83,6 +116,7 @@ class Trainer:
             logger.info("the vocabulary of %d is padded to %d, a multiple of tp", job.model.vocab_size, rows)
         self.optimizer = self.model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
         self.steps_done = 0
+        self._before: StepComm | None = None
         self.peak = peak_flops(place.device_name, job.model.dtype)
 
     def resume(self, meta: Meta) -> None:
@@ -92,42 +126,63 @@ class Trainer:
             ConfigError: it is of another model, or damaged.
         """
         checkpoint.load(meta, self.model, self.optimizer)
-        self.seed, self.steps_done = meta.seed, meta.step
+        self.steps_done = meta.step
+        self.seed = self.seed if self.job.checkpoint.other_text else meta.seed
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint of the steps taken so far; every rank calls it."""
-        path = checkpoint.save(self.model, self.optimizer, self.steps_done, self.seed, folder)
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint of the steps that were read so far; every rank calls it, with no step under way."""
+        self._before = None
+        path = checkpoint.save(self.model, self.optimizer, self.steps_done, self.seed, folder, self.corpus)
         logger.info("checkpoint: %s", path)
+        return path
 
     def step(self, step: int) -> Row:
-        """One optimiser step, counted from 1; what `_row` says of it.
+        """One optimiser step, counted from 1, launched and waited for; what `_row` says of it.
 
         Raises:
-            CheckFailed: the loss of a rank, or the gradient, is not finite.
+            CheckFailed: as `read`.
         """
-        start = time.perf_counter()
+        return self.read(self.launch(step))[0]
+
+    def launch(self, step: int) -> Launched:
+        """One optimiser step, counted from 1. On CUDA the host does not wait for it."""
         self.recorder.begin_step(step)
         self.model.start_step(step)
         lr = learning_rate(self.job.optimizer, step)
         self.optimizer.set_learning_rate(lr)
-        loss = self.model.accumulate(self._training_batches(step))
+        batches = self._training_batches(step)
+        with self._computing("forward and backward") if self.model.pipeline is None else contextlib.nullcontext():
+            loss = self.model.accumulate(batches)
         self.model.finish_gradients()
         grad_norm = self.model.clip_grad_norm_(self.job.optimizer.clip_norm or math.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        losses, norm = self._losses_of_ranks(loss), float(grad_norm)
-        comm = self.recorder.end_step()
-        seconds = time.perf_counter() - start
-        _check_finite(step, self._by_rank(losses), norm)
-        self.steps_done = step
-        return self._row(step, sum(losses) / len(losses), lr, norm, seconds, comm.exposed_comm)
+        with self._computing("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        notes = NotesInFlight(self.model, loss, grad_norm, self.stop.is_asked)
+        comm, before = self.recorder.end_step(), self._before
+        self._before = comm
+        return Launched(step, lr, notes, comm, before, _memory_bytes(self.place.device))
+
+    def read(self, launched: Launched) -> tuple[Row, bool]:
+        """What `_row` says of a step, and whether a rank was asked to stop; waits for the step, and for it alone.
+
+        Raises:
+            CheckFailed: the loss of a rank, or the gradient, is not finite; on all ranks alike.
+        """
+        notes = launched.notes.read()
+        self._check_finite(launched.step, notes)
+        self.steps_done = launched.step
+        return self._row(launched, notes), notes.asked > 0
 
     def evaluate(self, global_batches: int) -> float:
         """Mean loss of `global_batches * global_size` windows spread evenly over the held-out text: always the same."""
+        self._before = None
         share = self._slice(self.job.batch.global_size).count * global_batches
         starts = even_starts(len(self.validation_tokens), self.job.model.seq_len, share * self.job.parallel.dp)
         own = starts[self.dp * share : (self.dp + 1) * share]
-        losses = self._losses_of_ranks(self.model.evaluate(self._micro_batches(self.validation_tokens, own)))
+        losses_D = spread_losses(self.model, self.model.evaluate(self._micro_batches(self.validation_tokens, own)))
+        self.model.world.all_reduce(losses_D)
+        losses: list[float] = losses_D.tolist()
         return sum(losses) / len(losses)
 
     def _training_batches(self, step: int) -> list[MicroBatch]:
@@ -143,36 +198,44 @@ class Trainer:
         sizes = self.job.model.seq_len, self.job.batch.micro_size
         return list(micro_batches(tokens, starts_N, *sizes, self.place.device))
 
-    def _losses_of_ranks(self, loss: Tensor) -> list[float]:
-        """The loss of every data-parallel rank, in order: their mean is the same on all, to the bit.
+    def _computing(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return self.recorder.computing(name)
 
-        Waits for the device.
-        """
-        losses_R = torch.zeros(self.job.parallel.dp, dtype=loss.dtype, device=self.place.device)
-        if self.model.is_last and self.model.place.tp == 0:
-            losses_R[self.dp] = loss
-        self.model.world.all_reduce(losses_R)
-        losses: list[float] = losses_R.tolist()
-        return losses
-
-    def _by_rank(self, losses: list[float]) -> dict[int, float]:
-        """Each loss by the rank that computed it."""
+    def _check_finite(self, step: int, notes: Notes) -> None:
         layout = self.job.parallel.layout
-        return {layout.rank(pp=layout.pp - 1, dp=dp): loss for dp, loss in enumerate(losses)}
+        ranks = [layout.rank(pp=layout.pp - 1, dp=dp) for dp in range(layout.dp)]
+        lost = [pair for pair in zip(ranks, notes.losses, strict=True) if not math.isfinite(pair[1])]
+        if lost:
+            where = ", ".join(f"{loss} on {self._words(rank)}" for rank, loss in lost)
+            raise CheckFailed(f"step {step}: the loss is {where}; lower job.optimizer.lr, or look at this step's data")
+        if not math.isfinite(notes.grad_norm):
+            squares = squares_of_ranks(self.model, notes.own_square)
+            lost = [pair for pair in enumerate(squares) if not math.isfinite(pair[1])]
+            where = ", ".join(self._words(rank) for rank, _ in lost)
+            where = f"in the shard of {where}" if lost else "as a sum, and finite on each rank"
+            if lost and layout.dp > 1:
+                where += " (a shard is the mean over the data-parallel ranks)"
+            remedy = "lower job.optimizer.lr, or look at this step's data"
+            raise CheckFailed(f"step {step}: the gradient norm is {notes.grad_norm}, {where}; {remedy}")
 
-    def _row(self, step: int, loss: float, lr: float, grad_norm: float, seconds: float, exposed_comm: float) -> Row:
-        """`step_ms` is wall time on this rank; `memory_gib` the peak on a GPU, what is resident on a CPU."""
-        ranks, sequences = self.place.world_size, batch_size(self.job.batch, step)
+    def _words(self, rank: int) -> str:
+        return f"rank {rank} ({self.job.parallel.layout.describe([rank])})"
+
+    def _row(self, launched: Launched, notes: Notes) -> Row:
+        """`step_ms` is from the end of the step before, or from this one's begin where something else came between."""
+        comm, before = launched.comm, launched.before
+        seconds = comm.step_s if before is None else comm.seconds_after(before)
+        ranks, sequences = self.place.world_size, batch_size(self.job.batch, launched.step)
         flops = step_flops(self.job.model, sequences)
         return {
-            "step": step,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": grad_norm,
+            "step": launched.step,
+            "loss": notes.loss,
+            "lr": launched.lr,
+            "grad_norm": notes.grad_norm,
             "step_ms": seconds * 1e3,
             "tokens_per_s": sequences * self.job.model.seq_len / seconds,
-            "exposed_comm": exposed_comm,
-            "memory_gib": _memory_bytes(self.place.device) / 2**30,
+            "exposed_comm": comm.exposed_comm,
+            "memory_gib": launched.memory_bytes / 2**30,
             "mfu_full": utilisation(flops.full, seconds, self.peak, ranks),
             "mfu_causal": utilisation(flops.causal, seconds, self.peak, ranks),
         }
@@ -184,53 +247,77 @@ def run(
     on_step: Callable[[Row], None],
     on_evaluation: Callable[[Row], None],
     checkpoints: Path | None = None,
-) -> None:
-    """Train to the end of the job; each row is handed over as soon as it is known.
+    on_comm: Callable[[StepComm], None] = lambda _comm: None,
+) -> Stop | None:
+    """Train to the end of the job, or until it is asked to stop; each row is handed over as soon as it is known.
 
     Args:
-        checkpoints: folder for those that the job asks for.
+        checkpoints: folder for those that the job asks for, and for one where the training is asked to stop.
+        on_comm: gets what the recorder has of each step, with its row.
+
+    Returns:
+        None at the end of the job.
     """
     save_every = trainer.job.checkpoint.every_steps if checkpoints else 0
+    under_way: list[Launched] = []
+
+    def read_one() -> bool:
+        launched = under_way.pop(0)
+        row, is_asked = trainer.read(launched)
+        on_step(row)
+        on_comm(launched.comm)
+        return is_asked
 
     def evaluate(step: int) -> None:
         on_evaluation({"step": step, "validation_loss": trainer.evaluate(evaluation.global_batches)})
 
-    steps = trainer.job.optimizer.steps
-    with _collected_by_hand() as collect:
+    steps, stopped = trainer.job.optimizer.steps, None
+    with _collected(trainer.job.loop.collect_every_steps) as collect:
         evaluate(trainer.steps_done)
         for step in range(trainer.steps_done + 1, steps + 1):
-            on_step(trainer.step(step))
-            if checkpoints and save_every and (step % save_every == 0 or step == steps):
-                trainer.save(checkpoints)
-            if step % evaluation.every_steps == 0 or step == steps:
+            under_way.append(trainer.launch(step))
+            collect(step)  # the device has a step to do meanwhile
+            is_asked = len(under_way) > 1 and read_one()
+            is_last = step == steps
+            saves = save_every > 0 and (step % save_every == 0 or is_last)
+            evaluates = step % evaluation.every_steps == 0 or is_last
+            if is_asked or saves or evaluates:
+                is_asked |= read_one()
+            stops = is_asked and not is_last
+            path = trainer.save(checkpoints) if checkpoints and (saves or stops) else None
+            if stops:
+                stopped = Stop(step, path)
+                break
+            if evaluates:
                 evaluate(step)
-            if step % COLLECT_EVERY_STEPS == 0:
-                collect()
     trainer.model.wait_parameters()  # the last step has launched gathers: let none be under way when ranks part
+    return stopped
 
 
 @contextlib.contextmanager
-def _collected_by_hand() -> Iterator[Callable[[], object]]:
-    """Garbage is collected where every rank does so at once, not when a rank's own counters say (MegaScale 6.3)."""
+def _collected(every_steps: int) -> Iterator[Callable[[int], None]]:
+    """Garbage is collected where every rank does so at once, not when a rank's own counters say (MegaScale 6.3).
+
+    The block calls what it gets with each step. 0 leaves all to Python.
+    """
+    if not every_steps:
+        yield lambda _step: None
+        return
+
+    def collect(step: int) -> None:
+        if step % every_steps == 0:
+            gc.collect()
+
     was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
-        yield gc.collect
+        yield collect
     finally:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
-
-
-def _check_finite(step: int, losses: dict[int, float], grad_norm: float) -> None:
-    lost = {rank: loss for rank, loss in losses.items() if not math.isfinite(loss)}
-    if lost:
-        where = ", ".join(f"{loss} on rank {rank}" for rank, loss in lost.items())
-        raise CheckFailed(f"step {step}: the loss is {where}; lower job.optimizer.lr, or look at this step's data")
-    if not math.isfinite(grad_norm):
-        raise CheckFailed(f"step {step}: the gradient norm is {grad_norm}; lower job.optimizer.lr")
 
 
 def _memory_bytes(device: torch.device) -> int:

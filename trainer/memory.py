@@ -1,73 +1,305 @@
-"""What a job's parameters, gradients and optimiser state take, and whether this machine has that much.
+"""What a rank of a job will hold, part by part, before any of it is allocated; and whether this machine has that much.
 
-A lower bound: a job that it refuses cannot run, one that it lets pass may still run out. Left out: activations, buckets
-under way, and torch itself (a few hundred MiB a rank).
+Parameters, masters, gradients and optimiser state are counted exactly (but for less than `dp` elements of padding a
+bucket). Activations are what the blocks of `trainer.model` save for their backward, operator by operator, as
+Korthikanti et al. count them (arXiv 2205.05198, section 4: their 34 s b h bytes a layer, here 32 s b h for a GPT in
+bfloat16, for there are no dropout masks, and attention keeps no scores; all of it over t), times the micro-batches that
+the schedule has in flight (Narayanan et al., SC'21, section 2.2). Work space is what the largest operators hold for a
+moment: an upper estimate. Left out: torch, CUDA and NCCL themselves (some hundred MiB a rank), fragmentation,
+evaluation, masks of sliding windows.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from netlayer import environ
 from netlayer.config import JobConfig, ModelConfig
-from netlayer.errors import HardwareMissing
+from netlayer.errors import ConfigError
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-_GRADIENT_BYTES = 4  # gradients add up in float32 (ZeRO stage 1: whole on every rank)
-_MOMENTS_BYTES = 8  # two moments of AdamW in float32
-_MASTER_BYTES = 4
+_TOKEN_BYTES = 8
+_LOGITS_ROWS = 2048  # trainer.ops.loss.CHUNK_ROWS, not imported: it would load torch
+_REDUCTIONS_AT_ONCE = 5  # of collectives.sharded: `in_flight`, and the one that is being filled
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that one rank holds.
+
+    Args:
+        parameters: whole, in the dtype of the computation.
+        masters: this rank's share in float32; none where the computation has that dtype already.
+        gradients: this rank's share of the reduced ones, and whole ones where several micro-batches add up.
+        optimizer: moments of this rank's share.
+        activations: of all micro-batches in flight.
+        logits: of the rows that the loss works on at once, and the table's gradient.
+        buckets: gradients on their way to other ranks.
+        work: what one block's backward pass holds beside that.
+        step: what the optimiser holds while it steps, when activations are gone.
+    """
+
+    parameters: int
+    masters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    buckets: int
+    work: int
+    step: int
+
+    @property
+    def total(self) -> int:
+        """At the peak: in the loss, in a block's backward pass, or in the optimiser's step."""
+        always = self.parameters + self.masters + self.gradients + self.optimizer
+        return always + max(self.activations + self.buckets + max(self.logits, self.work), self.step)
+
+    def parts(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {_gib(num_bytes)}" for name, num_bytes in self.parts().items() if num_bytes)
+        return f"{_gib(self.total)} ({parts})"
 
 
 def num_parameters(model: ModelConfig) -> int:
     """Parameters of `trainer.model.GPT`, without rows that pad its vocabulary."""
-    hidden, ffn = model.hidden, model.ffn_hidden
-    shared = hidden * model.num_kv_heads // model.heads
-    norm = hidden * (2 if model.norm == "layernorm" else 1)
-    inner = hidden + 2 * shared + ffn * (2 if model.activation == "swiglu" else 1)
-    outputs = 1 if model.parallel_block else 2
-    linears = hidden * inner + (hidden + ffn) * hidden + ((inner + outputs * hidden) if model.bias else 0)
-    block = linears + norm * outputs
-    tables = model.vocab_size * hidden * (1 if model.tied_embeddings else 2)
-    positions = model.seq_len * hidden if model.positions == "learned" else 0
-    return tables + positions + model.layers * block + norm
+    blocks = model.layers * _block_elements(model, 1)
+    tables = model.vocab_size * model.hidden * (1 if model.tied_embeddings else 2)
+    return tables + _position_elements(model) + blocks + _norm_elements(model)
 
 
-def rank_bytes(job: JobConfig) -> int:
-    """The least that a rank holds, its parts in the mean: parameters, and its share of gradients, masters and moments.
-
-    Gradients are whole where they add up over several micro-batches; of one they leave bucket by bucket.
-    """
-    width = _DTYPE_BYTES[job.model.dtype]
-    sharded = _GRADIENT_BYTES + _MOMENTS_BYTES + (0 if width >= _MASTER_BYTES else _MASTER_BYTES)
-    part = num_parameters(job.model) // (job.parallel.tp * job.parallel.pp)
-    whole = width + (_GRADIENT_BYTES if job.batch.global_size > job.batch.micro_size * job.parallel.dp else 0)
-    return part * whole + part * sharded // job.parallel.dp
+def estimate(job: JobConfig) -> Estimate:
+    """Of the rank that holds most: the pipeline stage with the largest total."""
+    return max((estimate_stage(job, stage) for stage in range(job.parallel.pp)), key=lambda each: each.total)
 
 
-def check_memory(job: JobConfig, ranks: int, backend: Literal["gloo", "nccl"]) -> None:
-    """Refuse a job that cannot fit, before any rank starts.
+def estimate_stage(job: JobConfig, stage: int) -> Estimate:
+    """Of a rank of one pipeline stage."""
+    model, parallel = job.model, job.parallel
+    width = _DTYPE_BYTES[model.dtype]
+    wide = max(4, width)
+    elements = stage_elements(job, stage)
+    share = -(-elements // parallel.dp)
+    adds_up = micro_batches(job) > 1
+    reduced = 8 if width == 8 else _DTYPE_BYTES[job.overlap.reduce_dtype]
+    travels_apart = not adds_up or reduced < wide  # else what has added up travels itself
+    tokens = job.batch.micro_size * model.seq_len
+    rows, table = min(_LOGITS_ROWS, tokens), _table_elements(job)
+    has_head = stage == parallel.pp - 1
+    return Estimate(
+        parameters=elements * width,
+        masters=share * wide if width < wide else 0,
+        gradients=share * wide + (elements * wide if adds_up else 0),
+        optimizer=2 * share * wide,
+        activations=_activation_bytes(job, stage),
+        logits=(rows * table // model.hidden * (2 * wide + width) + table * wide) if has_head else 0,
+        buckets=min(_travelling_elements(job), elements) * reduced if travels_apart else 0,
+        work=_block_work_bytes(job),
+        step=share * wide if job.optimizer.name == "lamb" else 0,
+    )
+
+
+def stage_elements(job: JobConfig, stage: int) -> int:
+    """Elements of the parameters that a rank of a pipeline stage has, rows that pad the vocabulary among them."""
+    model, parallel = job.model, job.parallel
+    is_first, is_last = stage == 0, stage == parallel.pp - 1
+    tables = is_first + is_last - (model.tied_embeddings and parallel.pp == 1)
+    blocks = model.layers // parallel.pp * _block_elements(model, parallel.tp)
+    ends = (_position_elements(model) if is_first else 0) + (_norm_elements(model) if is_last else 0)
+    return tables * _table_elements(job) + blocks + ends
+
+
+def micro_batches(job: JobConfig) -> int:
+    """Of a data-parallel rank, in a step of the full batch."""
+    return job.batch.global_size // (job.batch.micro_size * job.parallel.dp)
+
+
+def in_flight(job: JobConfig, stage: int) -> int:
+    """(micro-batch, chunk) pairs that wait for their backward at once: `trainer.schedule.Schedule.peak_in_flight`."""
+    pp, vpp, count = job.parallel.pp, job.parallel.vpp, micro_batches(job)
+    behind = pp - 1 - stage
+    warm_up = behind if vpp == 1 else 2 * behind + (vpp - 1) * pp
+    return min(warm_up + 1, count * vpp)
+
+
+def block_bytes(model: ModelConfig, tp: int) -> tuple[float, float]:
+    """What a block saves for one token on one rank: its input, and all beside that, without recomputation."""
+    kept, dropped = _kept_and_dropped(model)
+    return model.hidden * _DTYPE_BYTES[model.dtype] / tp, (kept + dropped) / tp
+
+
+def check_memory(job: JobConfig, ranks: int, backend: Literal["gloo", "nccl"]) -> str:
+    """Refuse a job that does not fit, before any rank starts; one line that says what it will take.
 
     Raises:
-        HardwareMissing: the ranks together need more than this machine has free, or one more than its GPU has.
+        ConfigError: the ranks together need more than this machine has free, or one more than its GPU has.
     """
-    each = rank_bytes(job)
-    words = f"a rank holds at least {_gib(each)} of parameters, gradients and optimiser state"
-    if backend == "nccl":
-        needed, there = (
-            each,
-            min((gpu.memory_mib for gpu in environ.usable_gpus() if gpu.memory_mib), default=0) * 2**20,
+    found, there, where = estimate(job), *_room(backend)
+    sharing = 1 if backend == "nccl" else ranks
+    line = f"a rank will hold about {found}"
+    if sharing > 1:
+        line += f"; {ranks} ranks {_gib(found.total * ranks)}"
+    if not there:
+        return line
+    line += f"; {where} {_gib(there)}"
+    if found.total * sharing > there:
+        raise ConfigError(
+            "job", job.name, f"{num_parameters(job.model):,} parameters: {line}", _remedy(job, there, sharing)
         )
-        where = "the GPU has"
-    else:
-        needed, there = each * ranks, environ.available_memory_bytes()
-        words += f", {ranks} ranks {_gib(needed)}" if ranks > 1 else ""
-        where = "free here are"
-    if there and needed > there:
-        raise HardwareMissing(
-            f"job.model = {num_parameters(job.model):,} parameters: {words}; {where} {_gib(there)}; lower "
-            "job.model.layers or job.model.hidden" + (", or start fewer ranks" if ranks > 1 else "")
-        )
+    return line
+
+
+def _remedy(job: JobConfig, there: int, sharing: int) -> str:
+    """The smallest change that fits, in words."""
+    for words, other in _smaller(job):
+        total = estimate(other).total
+        if total * sharing <= there:
+            return f"set {words}: then a rank holds about {_gib(total)}"
+    ranks = job.parallel.layout.world_size
+    return (
+        f"no recompute, micro_size, tp or pp fits it on {ranks} rank{'s' * (ranks > 1)}: lower job.model.layers or "
+        "job.model.hidden" + (", or take more GPUs" if sharing == 1 else ", or start fewer ranks" * (ranks > 1))
+    )
+
+
+def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
+    """Jobs that take less, the least change first: what is computed again, the micro-batch, tp, and last pp."""
+    model, batch, parallel = job.model, job.batch, job.parallel
+    levels = ("none", "selective", "full")
+    recomputes = levels[levels.index(model.recompute) :]
+    micro_sizes = [size for size in range(batch.micro_size, 0, -1) if batch.micro_size % size == 0]
+    degrees = [factor for factor in range(1, parallel.dp + 1) if parallel.dp % factor == 0]
+    spreads = sorted(itertools.product(degrees, degrees), key=lambda pair: (pair[0] * pair[1], pair[1]))
+    for (tp, pp), micro_size, recompute in itertools.product(spreads, micro_sizes, recomputes):
+        if parallel.dp % (tp * pp):
+            continue
+        changes: dict[str, dict[str, Any]] = {
+            "model": {"recompute": recompute},
+            "batch": {"micro_size": micro_size},
+            "parallel": {"tp": parallel.tp * tp, "pp": parallel.pp * pp, "dp": parallel.dp // (tp * pp)},
+        }
+        changed = _changed(job, changes)
+        if changed:
+            yield changed
+
+
+def _changed(job: JobConfig, changes: Mapping[str, Mapping[str, Any]]) -> tuple[str, JobConfig] | None:
+    tree = job.model_dump()
+    words = [
+        f"job.{section}.{name} = {value}"
+        for section, keys in changes.items()
+        for name, value in keys.items()
+        if tree[section][name] != value
+    ]
+    for section, keys in changes.items():
+        tree[section] |= keys
+    try:
+        return (" and ".join(words), JobConfig.model_validate(tree)) if words else None
+    except (ValidationError, ConfigError):  # degrees that this model cannot have
+        return None
+
+
+def _room(backend: Literal["gloo", "nccl"]) -> tuple[int, str]:
+    """Bytes that ranks can take: of the smallest GPU, or of this machine; 0 where nobody says."""
+    if backend == "gloo":
+        return environ.available_memory_bytes(), "free here are"
+    sizes = [gpu.memory_mib for gpu in environ.usable_gpus() if gpu.memory_mib]
+    return min(sizes, default=0) * 2**20, "the GPU has"
+
+
+def _activation_bytes(job: JobConfig, stage: int) -> int:
+    model, parallel = job.model, job.parallel
+    tokens, width = job.batch.micro_size * model.seq_len, _DTYPE_BYTES[model.dtype]
+    stream = model.hidden * width / parallel.tp
+    kept, dropped = _kept_and_dropped(model)
+    layer = stream + {"none": kept + dropped, "selective": kept, "full": 0.0}[model.recompute] / parallel.tp
+    layers = model.layers // (parallel.pp * parallel.vpp)
+    pair = layers * layer + (stream if parallel.pp > 1 else 0.0)  # what was sent is held until its gradient comes
+    each = pair * in_flight(job, stage)
+    if stage == 0:
+        each += _TOKEN_BYTES * in_flight(job, stage)
+    if stage == parallel.pp - 1:  # the last norm's input, and the loss' gradient; one micro-batch at a time
+        each += 2 * stream + _norm_saved_bytes(model) / parallel.tp
+    gradient = _table_elements(job) * width if stage == parallel.pp - 1 else 0
+    return round(each * tokens) + gradient
+
+
+def _block_work_bytes(job: JobConfig) -> int:
+    """Of one block's backward pass: the gradients of its widest activations, and what is computed again."""
+    model, tp = job.model, job.parallel.tp
+    tokens, width = job.batch.micro_size * model.seq_len, _DTYPE_BYTES[model.dtype]
+    kept, dropped = _kept_and_dropped(model)
+    again = {"none": 0.0, "selective": dropped, "full": kept + dropped}[model.recompute] / tp
+    widest = (2 * _up_width(model) + 2 * model.hidden) * width / tp
+    gathered = 2 * model.hidden * width if tp > 1 else 0  # rows of all ranks, in and out of a linear
+    return round(tokens * (again + widest + gathered))
+
+
+def _kept_and_dropped(model: ModelConfig) -> tuple[float, float]:
+    """Bytes a token that a block saves beside its input: with any recomputation but full, and without it only.
+
+    Norm outputs are what the linears read; queries, keys and values what attention reads (turned ones beside the plain
+    ones, of which the values are a part); its output and the activation what the last linears read.
+    """
+    hidden, width = model.hidden, _DTYPE_BYTES[model.dtype]
+    shared = hidden * model.num_kv_heads // model.heads
+    norms = 1 if model.parallel_block else 2
+    qkv = hidden + 2 * shared
+    turned = hidden + shared if model.positions == "rotary" else 0
+    attention = (turned + hidden) * width + model.heads * 4  # one logarithm a head, float32
+    residual = 0 if model.parallel_block else hidden
+    activated = model.ffn_hidden * width
+    kept = (norms * hidden + qkv + residual + _up_width(model)) * width + norms * _norm_saved_bytes(model)
+    # A parallel block computes attention again too; a standard one only what its activation gave.
+    return (kept, attention + activated) if model.parallel_block else (kept + attention, activated)
+
+
+def _norm_saved_bytes(model: ModelConfig) -> int:
+    """Of one token: mean and reciprocal deviation in float32, or the latter alone."""
+    return 8 if model.norm == "layernorm" else 4
+
+
+def _up_width(model: ModelConfig) -> int:
+    return model.ffn_hidden * (2 if model.activation == "swiglu" else 1)
+
+
+def _block_elements(model: ModelConfig, tp: int) -> int:
+    """Parameters of a block on one rank: linears are cut, what they add behind a sum and norms are whole."""
+    hidden, outputs = model.hidden, 1 if model.parallel_block else 2
+    inner = hidden + 2 * (hidden * model.num_kv_heads // model.heads) + _up_width(model)
+    cut = hidden * inner + (hidden + model.ffn_hidden) * hidden + (inner if model.bias else 0)
+    return cut // tp + outputs * ((hidden if model.bias else 0) + _norm_elements(model))
+
+
+def _norm_elements(model: ModelConfig) -> int:
+    return model.hidden * (2 if model.norm == "layernorm" else 1)
+
+
+def _position_elements(model: ModelConfig) -> int:
+    return model.seq_len * model.hidden if model.positions == "learned" else 0
+
+
+def _table_elements(job: JobConfig) -> int:
+    """This rank's rows of a token table."""
+    return -(-job.model.vocab_size // job.parallel.tp) * job.model.hidden
+
+
+def _travelling_elements(job: JobConfig) -> int:
+    """Of gradients on their way while activations are still held: the largest bucket, and others behind it."""
+    model, tp, bucket_mib = job.model, job.parallel.tp, job.overlap.bucket_mib
+    block = _block_elements(model, tp)
+    asked = round(bucket_mib * 2**20) // _DTYPE_BYTES[model.dtype] if bucket_mib else block
+    usual = min(max(asked, model.hidden * _up_width(model) // tp), block)  # a bucket ends with its block
+    return max(usual, _table_elements(job)) + (_REDUCTIONS_AT_ONCE - 1) * usual
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB"
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:,.1f} MiB"

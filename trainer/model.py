@@ -24,8 +24,11 @@ from torch.utils.checkpoint import checkpoint
 from collectives.exchange import TensorExchange
 from netlayer.config import ModelConfig
 from trainer.linears import Part, TokenTable, column, parts, row
+from trainer.ops.activation import bias_gelu, swiglu
 from trainer.ops.attention import attention
+from trainer.ops.backend import check_operators
 from trainer.ops.loss import gather_rows, linear_cross_entropy, scatter_sum
+from trainer.ops.norm import Norm
 from trainer.ops.rotary import rotate
 
 INIT_STD = 0.02
@@ -123,7 +126,9 @@ class Block(nn.Module):
         qkv, up = (width, shared, shared), (config.ffn_hidden,) * (2 if config.activation == "swiglu" else 1)
         self.norm = build_norm(config)
         self.keeps_inputs_alone = config.recompute == "selective"
-        self.is_parallel = config.parallel_block
+        self.is_parallel, self.operators = config.parallel_block, config.operators
+        # GeLU adds the bias of the product before it, and sums its gradient in the same pass.
+        self.adds_bias = bias and not self.is_parallel and config.activation == "gelu" and exchange is None
         if self.is_parallel:
             self.inner = column(width, (*qkv, *up), bias, exchange)
             self.outer = row((width, config.ffn_hidden), width, bias, exchange)
@@ -131,25 +136,34 @@ class Block(nn.Module):
             self.qkv = column(width, qkv, bias, exchange)
             self.out = row((width,), width, bias, exchange)
             self.mlp_norm = build_norm(config)
-            self.up = column(width, up, bias, exchange)
+            self.up = column(width, up, bias, exchange, adds_bias=not self.adds_bias)
             self.down = row((config.ffn_hidden,), width, bias, exchange)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T / W, B, D] -> the same."""
         if self.is_parallel:
-            return x + self._again(self._outer_of, *self.inner(self.norm(x)))
-        x = x + self.out(self.attend(*self.qkv(self.norm(x))))
-        return x + self._again(self._down_of, *self.up(self.mlp_norm(x)))
+            y, x = self.norm(x)
+            return x + self._again(self._outer_of, *self.inner(y))
+        y, x = self.norm(x)
+        y, x = self.mlp_norm(x, self.out(self.attend(*self.qkv(y))))
+        up = self.up(y)
+        return x + self._again(self._down_of, self.up.bias if self.adds_bias else None, *up)
 
     def _outer_of(self, q: Tensor, k: Tensor, v: Tensor, *up: Tensor) -> Tensor:
-        y: Tensor = self.outer(self.attend(q, k, v), activate(*up))
+        y: Tensor = self.outer(self.attend(q, k, v), self._activate(None, *up))
         return y
 
-    def _down_of(self, *up: Tensor) -> Tensor:
-        y: Tensor = self.down(activate(*up))
+    def _down_of(self, bias_F: Tensor | None, *up: Tensor) -> Tensor:
+        y: Tensor = self.down(self._activate(bias_F, *up))
         return y
 
-    def _again(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def _activate(self, bias_F: Tensor | None, up: Tensor, value: Tensor | None = None) -> Tensor:
+        """GeLU (its tanh form) of one tensor and its bias; of two, silu(first) * second (SwiGLU)."""
+        if value is None:
+            return bias_gelu(up, bias_F, self.operators)
+        return swiglu(up, value, self.operators)
+
+    def _again(self, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
         """With selective recomputation, keep `inputs` alone, and not what the linear inside reads.
 
         Backward computes that again, and stops before the linear's own product, which nobody needs. In a
@@ -173,31 +187,30 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig, exchange: TensorExchange | None) -> None:
         super().__init__()
-        self.exchange = exchange
+        self.exchange, self.operators = exchange, config.operators
         self.norm = build_norm(config)
         self.tokens = TokenTable(config.vocab_size, config.hidden, exchange)
 
     def forward(self, x: Tensor, targets_BT: Tensor) -> Tensor:
         """Mean loss, nats a token: a scalar."""
-        y_mD = self.norm(x).flatten(0, 1)
-        targets_M = targets_BT.t().flatten()
-        vocab_size = self.tokens.vocab_size
-        return linear_cross_entropy(y_mD, self.tokens(), targets_M, vocab_size=vocab_size, exchange=self.exchange)
+        return linear_cross_entropy(
+            self.norm(x)[0].flatten(0, 1),
+            self.tokens(),
+            targets_BT.t().flatten(),
+            vocab_size=self.tokens.vocab_size,
+            exchange=self.exchange,
+            operators=self.operators,
+        )
 
     def logits(self, x: Tensor) -> Tensor:
         """[T, B, D] -> [T, B, V]; not of a spread model."""
         if self.exchange is not None:
             raise ValueError("logits of a tensor-parallel model: load it whole")
-        return F.linear(self.norm(x), self.tokens()[: self.tokens.vocab_size])
+        return F.linear(self.norm(x)[0], self.tokens()[: self.tokens.vocab_size])
 
 
-def activate(up: Tensor, value: Tensor | None = None) -> Tensor:
-    """GeLU (its tanh form) of one tensor; of two, silu(first) * second (SwiGLU)."""
-    return F.gelu(up, approximate="tanh") if value is None else F.silu(up) * value
-
-
-def build_norm(config: ModelConfig) -> nn.Module:
-    return nn.LayerNorm(config.hidden) if config.norm == "layernorm" else nn.RMSNorm(config.hidden, eps=1e-5)
+def build_norm(config: ModelConfig) -> Norm:
+    return Norm(config.hidden, bias=config.norm == "layernorm", operators=config.operators)
 
 
 class _SpreadLookup(torch.autograd.Function):
@@ -237,7 +250,11 @@ def build_model(
     Matrices are normal with std 0.02; those that end a residual branch are divided by sqrt(2 x layers), so that the
     stream's variance does not grow with depth (GPT-2's rule; the first loss is close to ln V). Values differ between
     kinds of device, whose generators differ.
+
+    Raises:
+        ConfigError: the model wants kernels, and there is no Triton or no GPU.
     """
+    check_operators(config.operators, device)
     with torch.device(device):
         model = GPT(config, layers, exchange)
     if device.type == "meta":

@@ -28,17 +28,18 @@ from collectives.exchange import TensorExchange, open_exchange
 from collectives.lane import Flight, Lane
 from collectives.pipeline import PipelineChannel
 from collectives.pipeline_links import PipelineLinks, open_link_groups
-from collectives.prepare import open_groups
+from collectives.prepare import open_groups, open_lanes
 from collectives.recorder import Recorder
-from collectives.sharded import ShardedDataParallel
+from collectives.sharded import LanePair, ShardedDataParallel
+from collectives.tensor import ColumnParallelLinear, RowParallelLinear
 from collectives.watch import Watch
 from netlayer.config import JobConfig
 from netlayer.layout import ParallelLayout
 from netlayer.rendezvous import Groups
 from trainer.linears import parts, whole_biases
 from trainer.model import GPT, build_model
-from trainer.pipeline import run_schedule
-from trainer.schedule import Action, Schedule, forward_only, interleaved, one_forward_one_backward
+from trainer.pipeline import StageModel, run_schedule
+from trainer.schedule import Schedule, forward_only, interleaved, one_forward_one_backward
 
 MicroBatch = tuple[Tensor, Tensor]
 """Token ids and the token that follows each, [B, T] each."""
@@ -122,9 +123,8 @@ class SplitModel:
             for chunk in range(layout.vpp)
         ]
         self._compile(modules)
-        alone = self.groups["dp"] is None
-        self._dp_groups = [None, None] if alone else open_groups(self.groups["dp"], device, ("gather", "reduce"))
-        self.chunks = [self._wrap(module, watch) for module in modules]
+        self._data_lanes = self._open_data_lanes(recorder, watch)
+        self.chunks = [self._wrap(module) for module in modules]
         self.slots = [slot for chunk in self.chunks for slot in self._slots(chunk)]
         self.pipeline = _Pipeline(self, watch) if layout.pp > 1 else None
 
@@ -174,6 +174,7 @@ class SplitModel:
         squared = self.zero()
         if own:
             squared += torch.nn.utils.get_total_norm(own).square()
+        self.own_square = squared.clone()  # where the norm is not finite, this says on which rank
         self.world.all_reduce(squared)
         norm = squared.sqrt()
         if math.isfinite(max_norm):
@@ -193,6 +194,18 @@ class SplitModel:
         self.world.all_reduce(self.zero())
         self.world.wait_on_host()
 
+    def close(self) -> None:
+        """End the training: parameters are current; windows, peer memory and threads are given back. Twice is once.
+
+        Every rank calls it. Process groups stay until `destroy_process_group`.
+        """
+        for chunk in self.chunks:
+            chunk.close()
+        if self.pipeline is not None:
+            self.pipeline.close()
+        if self.exchange is not None:
+            self.exchange.close()
+
     def zero(self) -> Tensor:
         """A scalar on the device, of the dtype of losses and norms."""
         return torch.zeros((), dtype=torch.float64 if self._is_wide else torch.float32, device=self.device)
@@ -209,28 +222,36 @@ class SplitModel:
         chunks = {} if self.job.overlap.tp else {"chunks": 1}
         return open_exchange(self.groups["tp"], self.device, path=path, recorder=recorder, watch=watch, **chunks)
 
+    def _open_data_lanes(self, recorder: Recorder | None, watch: Watch | None) -> LanePair:
+        """One pair for all chunks: every rank of the group runs them in one order, that of its stage's schedule."""
+        group = self.groups["dp"]
+        gather, reduce = [None, None] if group is None else open_groups(group, self.device, ("gather", "reduce"))
+        return open_lanes(None, (gather, reduce), self.device, None, recorder, watch)
+
     def _compile(self, modules: Sequence[GPT]) -> None:
         if not self.job.model.compile:
             return
         for block in (block for module in modules for block in module.blocks.values()):
+            for linear in block.modules():
+                if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+                    # The compiler cannot follow streams and collectives: a block is compiled up to them and behind.
+                    linear.forward = torch.compiler.disable(linear.forward)  # type: ignore[method-assign, no-untyped-call]
             block.compile(dynamic=False)
 
-    def _wrap(self, module: GPT, watch: Watch | None) -> ShardedDataParallel:
+    def _wrap(self, module: GPT) -> ShardedDataParallel:
         overlap = self.job.overlap
         if self._is_wide:
             module.double()
         dtype = getattr(torch, self.job.model.dtype)
         return ShardedDataParallel(
             module,
-            groups=(self._dp_groups[0], self._dp_groups[1]),
+            lanes=self._data_lanes,
             units=module.units,
             bucket_bytes=round(overlap.bucket_mib * 2**20) if overlap.bucket_mib else None,
             prefetch=overlap.prefetch,
             overlap=overlap.dp,
             param_dtype=dtype,
             reduce_dtype=torch.float64 if self._is_wide else getattr(torch, overlap.reduce_dtype),
-            recorder=self.recorder,
-            watch=watch,
         )
 
     def _slots(self, chunk: ShardedDataParallel) -> Iterator[Slot]:
@@ -278,7 +299,7 @@ class Optimizers:
 
 
 class _Pipeline:
-    """The stage of this rank: its schedules, its channels, and the activations that wait for their backward."""
+    """The stage of this rank: its schedules and its channels."""
 
     def __init__(self, model: SplitModel, watch: Watch | None) -> None:
         self.model, self.watch = model, watch
@@ -290,19 +311,30 @@ class _Pipeline:
         self._ready: dict[tuple[str, int], tuple[Schedule, PipelineChannel]] = {}
 
     def train(self, batches: Sequence[MicroBatch]) -> Tensor:
-        schedule, channel = self._channel("train", len(batches))
-        stage = _Stage(self.model, schedule, batches)
         with contextlib.ExitStack() as unsynced:
             for chunk in self.model.chunks:
-                unsynced.enter_context(chunk.no_sync())
-            run_schedule(schedule, channel, stage, self.model.recorder)
-        return stage.mean_loss
+                unsynced.enter_context(chunk.no_sync())  # but for its last backward pass of the step
+            return self._run("train", batches)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
-        schedule, channel = self._channel("evaluate", len(batches))
-        stage = _Stage(self.model, schedule, batches)
+        return self._run("evaluate", batches)
+
+    def close(self) -> None:
+        self._ready.clear()
+        self.links.close()
+
+    def _run(self, kind: str, batches: Sequence[MicroBatch]) -> Tensor:
+        schedule, channel = self._channel(kind, len(batches))
+        stage = StageModel(
+            self.model.chunks,
+            schedule,
+            self.model.place.pp,
+            inputs=lambda index: batches[index][0],
+            loss=lambda index, chunk, x: chunk(x, batches[index][1]),
+            last_backward=ShardedDataParallel.last_backward,
+        )
         run_schedule(schedule, channel, stage, self.model.recorder)
-        return stage.mean_loss
+        return sum((loss / len(batches) for loss in stage.losses.values()), self.model.zero())
 
     def _channel(self, kind: str, num_micro_batches: int) -> tuple[Schedule, PipelineChannel]:
         key = kind, num_micro_batches
@@ -327,42 +359,3 @@ class _Pipeline:
             )
             self._ready[key] = schedule, channel
         return self._ready[key]
-
-
-class _Stage:
-    """The computation of one step: `trainer.pipeline.Stage`."""
-
-    def __init__(self, model: SplitModel, schedule: Schedule, batches: Sequence[MicroBatch]) -> None:
-        self.model, self.schedule, self.batches = model, schedule, batches
-        self.number = model.place.pp
-        self.mean_loss = model.zero()
-        self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        backwards = [action for action in schedule.stages[self.number] if action.kind == "backward"]
-        self._last = {action.chunk: action for action in backwards}
-
-    def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        tokens_BT, targets_BT = self.batches[action.micro_batch]
-        chunk = self.model.chunks[action.chunk]
-        is_last = self.schedule.outgoing(self.number, action) is None
-        trains = torch.is_grad_enabled()
-        x = tokens_BT if received is None else received.requires_grad_(trains)
-        output: Tensor = chunk(x, targets_BT) if is_last else chunk(x)
-        if is_last:
-            output = output / self.schedule.num_micro_batches
-            self.mean_loss += output.detach()
-        if trains:
-            self._held[action.micro_batch, action.chunk] = received, output
-        return None if is_last else output
-
-    def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        x, output = self._held.pop((action.micro_batch, action.chunk))
-        with self._synced(action):
-            torch.autograd.backward(output, received)
-        return None if x is None else x.grad
-
-    @contextlib.contextmanager
-    def _synced(self, action: Action) -> Iterator[None]:
-        """Reduce in a chunk's last backward pass of the step; all others are under `no_sync`."""
-        chunk = self.model.chunks[action.chunk]
-        with chunk.last_backward() if self._last[action.chunk] is action else contextlib.nullcontext():
-            yield

@@ -1,14 +1,14 @@
 """Drives one pipeline stage through its schedule: receive, compute, send.
 
 `run_schedule` knows order and messages and nothing of models; `StageModel` is the autograd of a stage whose chunks are
-modules. Left out: data parallelism of the stages, and parameters that several stages share.
+modules. Left out: parameters that several stages share.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ def run_schedule(schedule: Schedule, channel: PipelineChannel, stage: Stage, rec
 
 
 class StageModel:
-    """Chunks of a model on one stage, and the activations that wait for their backward.
+    """Chunks of a model on one stage, and the activations that wait for their backward; without gradients, none.
 
     Gradients add up in the parameters; the loss of a micro-batch is divided by their number.
 
@@ -60,7 +60,9 @@ class StageModel:
         schedule: what it will be driven through.
         stage: which one this is.
         inputs: the model's input of a micro-batch; called on the first stage only.
-        loss: the loss of a micro-batch and the model's output; called on the last stage only.
+        loss: runs the model's last chunk on its input, and gives the loss of the micro-batch: `loss(micro_batch, chunk,
+            x)`; called on the last stage only.
+        last_backward: around the last backward pass of each chunk in a step: `last_backward(chunk)`.
     """
 
     def __init__(
@@ -69,13 +71,17 @@ class StageModel:
         schedule: Schedule,
         stage: int,
         inputs: Callable[[int], Tensor],
-        loss: Callable[[int, Tensor], Tensor],
+        loss: Callable[[int, Any, Tensor], Tensor],
+        last_backward: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         if len(chunks) != schedule.num_chunks:
             raise ValueError(
                 f"chunks: {len(chunks)} given, the schedule has {schedule.num_chunks} a stage; give as many"
             )
         self.chunks, self.schedule, self.stage, self.inputs, self.loss = chunks, schedule, stage, inputs, loss
+        self._last_backward = last_backward
+        backwards = [action for action in schedule.stages[stage] if action.kind == "backward"]
+        self._last = {action.chunk: action for action in backwards}
         self.losses: dict[int, Tensor] = {}
         """Of this step so far, by micro-batch, before the division; empty on all but the last stage."""
         self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
@@ -87,19 +93,24 @@ class StageModel:
             chunk.zero_grad()
 
     def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        x = self.inputs(action.micro_batch) if received is None else received.requires_grad_()
-        output = self.chunks[action.chunk](x)
+        trains, chunk = torch.is_grad_enabled(), self.chunks[action.chunk]
+        x = self.inputs(action.micro_batch) if received is None else received.requires_grad_(trains)
         is_last = self.schedule.outgoing(self.stage, action) is None
         if is_last:
-            loss = self.loss(action.micro_batch, output)
+            loss = self.loss(action.micro_batch, chunk, x)
             self.losses[action.micro_batch] = loss.detach()
             output = loss / self.schedule.num_micro_batches
-        self._held[action.micro_batch, action.chunk] = received, output
+        else:
+            output = chunk(x)
+        if trains:
+            self._held[action.micro_batch, action.chunk] = received, output
         return None if is_last else output
 
     def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
         x, output = self._held.pop((action.micro_batch, action.chunk))
-        torch.autograd.backward(output, received)
+        is_last = self._last[action.chunk] is action
+        with self._last_backward(self.chunks[action.chunk]) if is_last else contextlib.nullcontext():
+            torch.autograd.backward(output, received)
         return None if x is None else x.grad
 
 

@@ -16,7 +16,9 @@ from netlayer.config import JobConfig
 from netlayer.errors import ConfigError
 from netlayer.launch import launch
 from netlayer.rank import RankContext
+from trainer.checkpoint_meta import check_same_text, find
 from trainer.data.prepare import Corpus, CorpusFacts, OnStage, check_enough, default_cache_folder, prepare_corpus
+from trainer.metrics import check_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +30,35 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training is: `stage` in a word, `done` of `total` steps, and the row that was just added."""
+    """How far training is.
+
+    Args:
+        stage: in a word.
+        done: steps, of `total`.
+        row: that was just added.
+        left_s: seconds to the end at the pace of this run so far, evaluations and checkpoints too; None: not known yet.
+    """
 
     stage: str
     done: int
     total: int
     row: Row
+    left_s: float | None = None
 
 
 OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A run that was asked to stop, and did so behind `step`.
+
+    Args:
+        checkpoint: written then; None where the ranks have no folder that all of them see.
+    """
+
+    step: int
+    checkpoint: Path | None
 
 
 @dataclass(frozen=True)
@@ -50,6 +72,7 @@ class TrainResult:
         num_parameters: of the whole model.
         devices: one name a rank.
         nccl_settings: NCCL's variables as the ranks had them: value, what became of it and why; none on gloo.
+        stop: where it ended ahead of its last step, because it was asked to.
     """
 
     steps: tuple[Row, ...]
@@ -58,6 +81,7 @@ class TrainResult:
     num_parameters: int
     devices: tuple[str, ...]
     nccl_settings: Sequence[Row] = ()
+    stop: Stop | None = None
 
     @property
     def validation_fall(self) -> float:
@@ -68,7 +92,13 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class Work:
-    """What every rank is told."""
+    """What every rank is told.
+
+    Args:
+        trace: steps for `trace.json`.
+        is_shared: whether all ranks see `out`; without that there are no checkpoints.
+        stops_gently: as in `train`.
+    """
 
     job: JobConfig
     corpus: Corpus
@@ -77,6 +107,9 @@ class Work:
     out: Path
     seed: int
     resume: Path | None = None
+    trace: range = range(0)
+    is_shared: bool = True
+    stops_gently: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,9 +120,12 @@ class Outcome:
     evaluations: tuple[Row, ...]
     num_parameters: int
     device: str
+    stop: Stop | None = None
 
 
-def prepare(job: JobConfig, ranks: int, seed: int, out: Path, on_stage: OnStage | None = None) -> Corpus:
+def prepare(
+    job: JobConfig, ranks: int, seed: int, out: Path, on_stage: OnStage | None = None, resume: Path | None = None
+) -> Corpus:
     """Refuse early what `train` cannot do, then tokenise the text of `job`, or find it in the cache.
 
     Args:
@@ -98,18 +134,23 @@ def prepare(job: JobConfig, ranks: int, seed: int, out: Path, on_stage: OnStage 
         seed: draws the files where there is more text than job.data.max_mib.
         out: a folder that exists; holds the tokens where the cache folder cannot be written.
         on_stage: told of progress.
+        resume: a checkpoint to go on from; it must be of this text, or give its tokenizer for another.
 
     Raises:
-        ConfigError: the job does not fit the ranks, or the text cannot be used.
+        ConfigError: the job does not fit the ranks, the text cannot be used, or is another than the checkpoint's.
     """
     check_supported(job, ranks)
     text = (job.data, job.model.vocab_size, seed)
+    before = find(resume) if resume else None
+    tokenizer_file = before.tokenizer_file if before and job.checkpoint.other_text else None
     cache_folder = default_cache_folder()
     try:
-        corpus = prepare_corpus(*text, cache_folder, on_stage)
+        corpus = prepare_corpus(*text, cache_folder, on_stage, tokenizer_file)
     except OSError as exc:
         logger.warning("%s cannot be used as a cache (%s); this run's tokens go to %s", cache_folder, exc, out)
-        corpus = prepare_corpus(*text, out, on_stage)
+        corpus = prepare_corpus(*text, out, on_stage, tokenizer_file)
+    if before:
+        check_same_text(before, corpus.identity, job)
     check_enough(corpus.facts, job.data.folder, job.batch.global_size, job.model.seq_len)
     return corpus
 
@@ -125,6 +166,8 @@ def train(
     seed: int,
     on_progress: OnProgress = lambda _progress: None,
     resume: Path | None = None,
+    trace: range = range(0),
+    stops_gently: bool = False,
 ) -> TrainResult:
     """Train `job` on `ranks` processes of this machine.
 
@@ -141,6 +184,9 @@ def train(
         seed: of the initial parameters and of the samples.
         on_progress: called in this thread for every row.
         resume: a checkpoint to go on from; its seed goes before `seed`.
+        trace: steps for `out/trace.json`.
+        stops_gently: the first SIGTERM or SIGUSR1 ends the run behind a step, with a checkpoint, as a good one; a
+            second one ends it at once. False: the first one does.
 
     Raises:
         ConfigError: the job does not fit the ranks, or a variable that NCCL would misread is set.
@@ -149,19 +195,24 @@ def train(
         RankFailed: a rank died.
     """
     check_supported(job, ranks)
+    check_metrics(job.metrics)
     nccl = for_ranks(backend, job.nccl)
     outcomes = launch(
         _run_rank,
         ranks,
-        args=(Work(job, corpus, init_method, backend, out, seed, resume),),
+        args=(Work(job, corpus, init_method, backend, out, seed, resume, trace, stops_gently=stops_gently),),
         log_dir=out / "logs",
         env=exports(nccl),
         on_message=lambda _rank, progress: on_progress(progress),
         grace_s=job.launch.grace_s,
+        asks_first=stops_gently,
     )
     first = outcomes[0]
     devices = tuple(outcome.device for outcome in outcomes)
-    return TrainResult(first.steps, first.evaluations, corpus.facts, first.num_parameters, devices, as_record(nccl))
+    settings = as_record(nccl)
+    return TrainResult(
+        first.steps, first.evaluations, corpus.facts, first.num_parameters, devices, settings, first.stop
+    )
 
 
 def check_supported(job: JobConfig, ranks: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from datetime import timedelta
 from typing import IO
 
@@ -21,26 +22,40 @@ from netlayer.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
 from trainer.checkpoint_meta import find
 from trainer.loop import Place, Row, Trainer, run
+from trainer.metrics import Sink, open_sinks
 from trainer.parallel import further_groups
+from trainer.stop import StopRequest, listening
+from trainer.trace import TRACE, StepTracer
 from trainer.train import CHECKPOINTS, Outcome, Progress, Work
 
 logger = logging.getLogger(__name__)
 
 
 def run_rank(context: RankContext, work: Work) -> Outcome:
-    """From meeting the other ranks to the last evaluation."""
+    """From meeting the other ranks to the last evaluation, or to where it was asked to stop."""
+    if not work.stops_gently:
+        return _train(context, work, StopRequest())
+    with listening(counts=context.env.launcher != "netlayer") as stop:
+        return _train(context, work, stop)
+
+
+def _train(context: RankContext, work: Work, stop: StopRequest) -> Outcome:
     place, groups = meet(context, work)
     _be_deterministic(place, work.seed)
-    trainer = Trainer(work.job, work.corpus, work.seed, place, groups)
+    trainer = Trainer(work.job, work.corpus, work.seed, place, groups, stop)
     if work.resume is not None:
         trainer.resume(find(work.resume))
     if place.rank == 0:
         logger.info("%d parameters, %d ranks on %s", trainer.num_parameters, place.world_size, place.device_name)
+    tracer = StepTracer(work.trace, work.out / TRACE, work.job.parallel.layout, place.rank)
+    checkpoints = work.out / CHECKPOINTS if work.is_shared else None
     with _Rows(context, work) as rows:
-        run(trainer, work.job.evaluation, rows.add_step, rows.add_evaluation, work.out / CHECKPOINTS)
-    # Only here: after a failure it could wait for peers that are gone, and hold back the report of the cause.
+        ended = run(trainer, work.job.evaluation, rows.add_step, rows.add_evaluation, checkpoints, tracer.add)
+        tracer.write()
+    # Only here: after a failure they could wait for peers that are gone, and hold back the report of the cause.
+    trainer.model.close()
     dist.destroy_process_group()
-    return Outcome(tuple(rows.steps), tuple(rows.evaluations), trainer.num_parameters, place.device_name)
+    return Outcome(tuple(rows.steps), tuple(rows.evaluations), trainer.num_parameters, place.device_name, ended)
 
 
 def meet(context: RankContext, work: Work) -> tuple[Place, Groups]:
@@ -71,6 +86,7 @@ def meet_at(context: RankContext, job: JobConfig, init_method: str, backend: str
         bound=device.type == "cuda",
         more=further_groups(job),
         timeout=timedelta(seconds=job.store.timeout_s),
+        collective_timeout=timedelta(seconds=job.parallel.distributed_timeout_s),
     )
     return Place(env.rank, env.world_size, device), groups
 
@@ -84,7 +100,7 @@ def _be_deterministic(place: Place, seed: int) -> None:
 
 
 class _Rows:
-    """Rank 0's rows: kept, written line by line, and reported; other ranks keep none."""
+    """Rank 0's rows: kept, written line by line, shown where the job says, and reported; other ranks keep none."""
 
     def __init__(self, context: RankContext, work: Work) -> None:
         self.steps: list[Row] = []
@@ -92,12 +108,17 @@ class _Rows:
         self._context, self._work = context, work
         self._is_first = context.env.rank == 0
         self._files = contextlib.ExitStack()
+        self._sinks: list[Sink] = []
+        self._first_s: float | None = None
 
     def __enter__(self) -> _Rows:
         if self._is_first:
-            out = self._work.out
-            self._metrics = self._files.enter_context((out / "metrics.jsonl").open("w", encoding="utf-8"))
-            self._validation = self._files.enter_context((out / "validation.jsonl").open("w", encoding="utf-8"))
+            job, out = self._work.job, self._work.out
+            with contextlib.ExitStack() as files:
+                self._sinks = files.enter_context(open_sinks(job.metrics, job.name, out))
+                self._metrics = files.enter_context((out / "metrics.jsonl").open("w", encoding="utf-8"))
+                self._validation = files.enter_context((out / "validation.jsonl").open("w", encoding="utf-8"))
+                self._files = files.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,6 +126,7 @@ class _Rows:
 
     def add_step(self, row: Row) -> None:
         if self._is_first:
+            self._first_s = self._first_s or time.monotonic()
             self.steps.append(row)
             self._tell(self._metrics, "training", row)
 
@@ -117,4 +139,12 @@ class _Rows:
     def _tell(self, file: IO[str], stage: str, row: Row) -> None:
         file.write(json.dumps(row) + "\n")
         file.flush()
-        self._context.report(Progress(stage, row["step"], self._work.job.optimizer.steps, row))
+        for sink in self._sinks:
+            sink.add(row)
+        total = self._work.job.optimizer.steps
+        self._context.report(Progress(stage, row["step"], total, row, self._left_s(total - row["step"])))
+
+    def _left_s(self, num_steps: int) -> float | None:
+        if self._first_s is None or len(self.steps) < 2:
+            return None
+        return (time.monotonic() - self._first_s) / (len(self.steps) - 1) * num_steps

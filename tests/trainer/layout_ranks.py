@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from netlayer.config import JobConfig
 from netlayer.layout import ParallelLayout
@@ -18,6 +22,7 @@ from netlayer.rendezvous import create_groups, open_world
 from trainer import checkpoint
 from trainer.checkpoint_meta import find
 from trainer.linears import parts
+from trainer.model import Block
 from trainer.optim import build_optimizer
 from trainer.parallel import SplitModel, further_groups
 
@@ -35,6 +40,15 @@ class Trained:
     evaluation: float
 
 
+@dataclass(frozen=True)
+class Opened:
+    """Streams asked for; threads of links while they were used, and the names of those left after `close`."""
+
+    num_streams: int
+    num_threads: int
+    left: list[str]
+
+
 def run_rank(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str) -> list[Trained]:
     """Every job one after the other, on all ranks of the world."""
     torch.set_num_threads(1)
@@ -44,6 +58,53 @@ def run_rank(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: s
         return [train(job, env.rank, steps) for job in jobs]
     finally:
         dist.destroy_process_group()
+
+
+def opened(context: RankContext, jobs: Sequence[JobConfig], url: str) -> list[Opened]:
+    """What each job opens: trained with two numbers of micro-batches, and evaluated, so with three channels."""
+    torch.set_num_threads(1)
+    env = context.env
+    open_world(ParallelLayout(dp=env.world_size), backend="gloo", init_method=url, rank=env.rank)
+    try:
+        return [_opened(job, env.rank) for job in jobs]
+    finally:
+        dist.destroy_process_group()
+
+
+def _opened(job: JobConfig, rank: int) -> Opened:
+    counted = mock.Mock(return_value=None)  # as on the CPU
+    before = _threads()
+    with (
+        mock.patch("collectives.lane.new_stream", counted),
+        mock.patch("collectives.pipeline_links.new_stream", counted),
+    ):
+        model = SplitModel(job, 3, rank, torch.device("cpu"), create_groups(job.parallel.layout))
+        optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
+        own = batches(job, 1, model.place.dp)
+        for step, part in enumerate((own, own[: len(own) // 2])):
+            model.start_step(step)
+            model.accumulate(part)
+            model.finish_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.evaluate(own)
+    under_way = _threads() - before
+    for _ in range(2):
+        model.close()
+    return Opened(counted.call_count, len(under_way), sorted(_threads() - before))
+
+
+def _threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+def compiled(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str) -> list[Trained]:
+    """As `run_rank`, its graphs run by torch: a C++ compiler would take most of the time."""
+    with mock.patch.object(Block, "compile", functools.partialmethod(nn.Module.compile, backend="eager")):
+        found = run_rank(context, jobs, steps, url)
+    assert counters["stats"]["unique_graphs"] > 0
+    assert counters["frames"]["total"] == counters["frames"]["ok"]
+    return found
 
 
 def go_on(

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from collectives.state import gather_whole
 from netlayer.config import EvaluationConfig, JobConfig
 from netlayer.errors import ConfigError
 from netlayer.launch import launch
 from netlayer.meeting import meeting_place
 from tests.trainer import layout_ranks
 from tests.trainer.test_layouts import LLAMA, job_of
-from trainer.checkpoint_meta import find
+from trainer.checkpoint_meta import check_model, find, seed_of
 from trainer.data.prepare import Corpus
 from trainer.loop import Place, Trainer, run
+from trainer.parallel import SplitModel
+from trainer.train import prepare
 
 from .conftest import tiny_job
 
@@ -66,14 +73,14 @@ def test_what_is_no_checkpoint_or_is_damaged_is_one_line(text_folder: Path, corp
     other = job_for(text_folder, steps=3, hidden=64)
     with pytest.raises(ConfigError, match="is of a model with hidden = 32, and the job has 64"):
         train(other, corpus, tmp_path, tmp_path)
-    file = tmp_path / "step-000003" / "tp0-pp0.pt"
+    file = tmp_path / "step-000003" / "tp0-pp0.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(ConfigError, match=r"tp0-pp0\.pt: is damaged"):
+    with pytest.raises(ConfigError, match=r"tp0-pp0\.safetensors: is damaged"):
         train(job, corpus, tmp_path, tmp_path)
     file.unlink()
-    with pytest.raises(ConfigError, match=r"lacks tp0-pp0\.pt"):
+    with pytest.raises(ConfigError, match=r"lacks tp0-pp0\.safetensors"):
         find(tmp_path)
-    (tmp_path / "step-000003" / "meta.json").write_text(json.dumps({"format": 1}))
+    (tmp_path / "step-000003" / "meta.json").write_text(json.dumps({"format": 2}))
     with pytest.raises(ConfigError, match=r"is damaged .* in meta\.json"):
         find(tmp_path)
 
@@ -96,3 +103,101 @@ def test_any_layout_goes_on_from_any_other(tmp_path: Path, model: dict[str, obje
     assert last.losses == pytest.approx(expected.losses[3:], abs=1e-10)
     for name, value in expected.parameters.items():
         torch.testing.assert_close(last.parameters[name], value, rtol=1e-8, atol=1e-11)
+
+
+def test_a_save_that_is_killed_anywhere_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """SIGKILL at each file operation in turn: the newest checkpoint can be loaded, and so can all others."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.trainer.killed_saves", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 10
+    assert [path.name for path in tmp_path.iterdir()] == [find(tmp_path).path.name]  # no halves are left
+
+
+def test_all_is_durable_before_it_has_its_name(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[tuple[str, str]] = []
+    sync, replace = os.fsync, Path.replace
+
+    def note_sync(opened: int) -> None:
+        happened.append(("sync", Path(f"/proc/self/fd/{opened}").readlink().name))
+        sync(opened)
+
+    def note_replace(path: Path, target: Path) -> Path:
+        happened.append(("rename", path.name))
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    train(job_for(text_folder, steps=1), corpus, tmp_path)
+    aside = ".step-000001.part"
+    named = happened.index(("rename", aside))
+    before, after = happened[:named], happened[named + 1 :]
+    files = {path.name for path in (tmp_path / "step-000001").iterdir()}
+    assert {("sync", name) for name in files} <= set(before)
+    assert before[-1] == ("sync", aside)
+    assert after[0] == ("sync", tmp_path.name)
+
+
+def test_a_save_gathers_one_bucket_at_a_time(text_folder: Path) -> None:
+    """No more whole state is alive than the largest bucket, whatever the number of buckets."""
+    job = tiny_job(text_folder, model={"layers": 6})
+    [chunk] = SplitModel(job, 0, 0, ALONE.device).chunks
+    wholes: list[int] = []
+
+    class Lane:
+        def all_gather(self, full_N: torch.Tensor) -> Lane:
+            wholes.append(full_N.untyped_storage().data_ptr())
+            largest = max(bucket.plan.padded_numel for bucket in chunk.buckets)
+            assert full_N.untyped_storage().nbytes() == largest * full_N.itemsize
+            return self
+
+        def wait(self) -> None:
+            pass
+
+    lane: Any = Lane()
+    expected = chunk.full_state_dict()
+    names = []
+    for name, whole in gather_whole(chunk.buckets, lane, lambda piece: piece.parameter.detach()):
+        assert torch.equal(whole, expected[name])
+        names.append(name)
+    assert names == list(chunk.shapes())
+    assert len(wholes) == len(chunk.buckets) > 6
+    assert len(set(wholes)) == 1  # one memory, in which they take turns
+
+
+def test_other_text_is_refused_unless_it_is_meant(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    job = job_for(text_folder, steps=3)
+    train(job, corpus, tmp_path / "checkpoints")
+    other_folder = tmp_path / "other"
+    other_folder.mkdir()
+    for path in text_folder.iterdir():
+        (other_folder / path.name).write_text(path.read_text() + "one line more\n")
+    assert prepare(job, 1, 0, tmp_path, resume=tmp_path).facts.train_tokens == corpus.facts.train_tokens
+    other = job_for(other_folder, steps=6)
+    with pytest.raises(ConfigError, match=r"job\.data\.folder = .*gives another text than .*other_text to true"):
+        prepare(other, 1, 0, tmp_path, resume=tmp_path)
+    meant = other.model_copy(update={"checkpoint": other.checkpoint.model_copy(update={"other_text": True})})
+    continued = prepare(meant, 1, 0, tmp_path, resume=tmp_path)
+    # Other text in the same tokens: ids mean what they meant.
+    assert continued.tokenizer_file.read_text() == corpus.tokenizer_file.read_text()
+    assert continued.identity["text"] != corpus.identity["text"]
+    assert len(train(meant, continued, tmp_path / "again", tmp_path)) == 3
+
+
+def test_another_seed_or_length_is_refused_unless_it_is_meant(
+    text_folder: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    job = job_for(text_folder, steps=1, positions="rotary")
+    train(job, corpus, tmp_path)
+    meta = find(tmp_path)
+    meant = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"other_text": True})})
+    assert (seed_of(meta, None, job), seed_of(meta, 0, job), seed_of(meta, 7, meant)) == (0, 0, 7)
+    with pytest.raises(ConfigError, match=r"--seed = 7: is another than the 0 that .* leave it out, or set"):
+        seed_of(meta, 7, job)
+    longer = {"model": job.model.model_copy(update={"seq_len": 32})}
+    with pytest.raises(ConfigError, match=r"seq_len = 16, and the job has 32; set job\.model\.seq_len to that, or"):
+        check_model(meta, job.model_copy(update=longer))
+    check_model(meta, meant.model_copy(update=longer))

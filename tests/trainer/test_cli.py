@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from netlayer.config import Config, to_toml
 from netlayer.errors import ConfigError
-from trainer.cli import train, words_of
+from trainer.cli import short_time, train, words_of
 from trainer.train import Progress
 
 from .conftest import tiny_job
@@ -101,7 +101,8 @@ def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(job_file: Path, tmp_pa
         (["--set", "parallel.tp=2"], "must equal cluster.servers x cluster.gpus_per_server"),
         (["--config", "other.toml"], "give one of them"),
         (["--resume", "/nowhere"], "holds no checkpoint"),
-        (["--set", "model.compile=true", "--set", "parallel.tp=2", "--set", "parallel.dp=1"], "is not supported with"),
+        (["--trace", "5-7"], "--trace = 5-7: must lie in the steps of this run, 1-6"),
+        (["--set", "metrics.prometheus_port=70000"], "must be at most 65535"),
         (["--set", "cluster.servers=2", "--set", "parallel.dp=4", "--set", "batch.global_size=16"], "torchrun"),
     ],
 )
@@ -119,3 +120,11 @@ def test_progress_says_what_a_person_looks_for() -> None:
     words = words_of(Progress("training", 3, 10, {**row, "memory_gib": 40.25}))
     assert words == "loss 2.500, 12,346 tokens/s, MFU 0.610 full, 0.580 causal, exposed 1.2%, 40.2 GiB"
     assert words_of(Progress("validating", 3, 10, {"validation_loss": 1.25})) == "held-out loss 1.250"
+    assert words_of(Progress("validating", 3, 10, {"validation_loss": 1.25}, 90)) == "held-out loss 1.250, 2 min left"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(8.4, "8 s"), (600, "10 min"), (3600 * 3 + 1200, "3 h 20 min"), (3600 * 100, "4 d 4 h")]
+)
+def test_the_time_that_is_left_is_two_words_at_most(seconds: float, said: str) -> None:
+    assert short_time(seconds) == said

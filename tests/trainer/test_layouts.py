@@ -87,6 +87,27 @@ def test_a_cover_of_layouts_trains_as_one_process_in_float64(tmp_path: Path) -> 
     check(jobs, trained(jobs, 2, tmp_path), 2, 1e-10)
 
 
+def test_streams_and_threads_do_not_grow_with_chunks_and_channels_and_none_is_left(tmp_path: Path) -> None:
+    degrees = {"pp": 2, "dp": 2}
+    jobs = [job_of({**degrees, "vpp": vpp}, {"layers": 8}, {}) for vpp in (2, 4)]
+    with meeting_place() as place:
+        url = place.init_method("opened")
+        for rank, found in enumerate(launch(layout_ranks.opened, 4, args=(jobs, url), log_dir=tmp_path)):
+            # The world's, the gathers', the reductions' and two beside these; four ends of links.
+            assert [each.num_streams for each in found] == [9, 9], rank
+            assert [each.num_threads for each in found] == [4, 4], rank
+            assert [each.left for each in found] == [[], []], rank
+
+
+def test_compiled_blocks_of_a_tensor_parallel_group_train_as_one_process(tmp_path: Path) -> None:
+    model = {**PARALLEL, "layers": 1}
+    jobs = [job_of({"tp": 2}, {**model, "compile": True}, {})]
+    with meeting_place() as place:
+        url = place.init_method("compiled")
+        found = launch(layout_ranks.compiled, 2, args=(jobs, 1, url), log_dir=tmp_path)[0]
+    check([job_of({"tp": 2}, model, {})], found, 1, 1e-10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [PLAIN, PARALLEL, LLAMA], ids=["plain", "parallel", "llama"])
 def test_all_layouts_of_eight_ranks_train_as_one_process_in_float32(tmp_path: Path, options: dict[str, Any]) -> None:

@@ -11,8 +11,11 @@ import torch
 
 from netlayer.config import EvaluationConfig, JobConfig
 from netlayer.errors import CheckFailed
+from trainer.checkpoint_meta import find
 from trainer.data.prepare import Corpus
 from trainer.loop import Place, Row, Trainer, run
+from trainer.stop import StopRequest
+from trainer.train import Stop
 
 from .conftest import tiny_job
 
@@ -117,21 +120,116 @@ def test_parallel_block_window_and_bfloat16_train(text_folder: Path, corpus: Cor
 
 
 def test_a_loss_that_is_no_number_stops_with_step_and_rank(text_folder: Path, corpus: Corpus) -> None:
-    with pytest.raises(CheckFailed, match=r"step 2: the loss is nan on rank 0"):
+    with pytest.raises(CheckFailed, match=r"step 2: the loss is nan on rank 0 \(tp=0, pp=0, dp=0\); lower"):
         losses(tiny_job(text_folder, optimizer={"lr": 1e30, "warmup_steps": 0}), corpus)
 
 
-def test_a_gradient_that_is_no_number_stops_with_the_step(text_folder: Path, corpus: Corpus) -> None:
+def test_a_gradient_that_is_no_number_stops_with_step_and_rank(text_folder: Path, corpus: Corpus) -> None:
     trainer = Trainer(tiny_job(text_folder), corpus, 0, ALONE)
     trainer.model.chunks[0].module.head.norm.bias.register_hook(lambda grad: grad * math.inf)
-    with pytest.raises(CheckFailed, match=r"step 7: the gradient norm is"):
+    with pytest.raises(
+        CheckFailed, match=r"step 7: the gradient norm is .*, in the shard of rank 0 \(tp=0, pp=0, dp=0\);"
+    ):
         trainer.step(7)
 
 
-def test_garbage_is_collected_by_hand_while_training_alone(text_folder: Path, corpus: Corpus) -> None:
-    enabled = []
-    trainer = Trainer(tiny_job(text_folder, optimizer={"steps": 2}), corpus, 0, ALONE)
-    run(trainer, EvaluationConfig(), lambda _row: enabled.append(gc.isenabled()), lambda _row: None)
-    assert enabled == [False, False]
+def test_a_norm_that_is_no_number_as_a_sum_alone_says_so(text_folder: Path, corpus: Corpus) -> None:
+    trainer = Trainer(tiny_job(text_folder), corpus, 0, ALONE)
+    launched = trainer.launch(3)
+    launched.notes._numbers[-2] = math.inf
+    with pytest.raises(CheckFailed, match=r"step 3: the gradient norm is inf, as a sum, and finite on each rank;"):
+        trainer.read(launched)
+
+
+def test_no_checkpoint_is_written_with_a_loss_that_is_no_number(
+    text_folder: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    job = tiny_job(text_folder, checkpoint={"every_steps": 2})
+    trainer, rows = Trainer(job, corpus, 0, ALONE), list[Row]()
+
+    def poison(row: Row) -> None:
+        rows.append(row)
+        if row["step"] == 4:  # which is saved; step 5 is bad, read while 6 is under way, and 6 would be saved
+            chunk = trainer.model.chunks[0].module
+            chunk.register_forward_hook(lambda _module, _args, loss: loss * torch.nan)
+
+    with pytest.raises(CheckFailed, match=r"step 5: the loss is nan on rank 0"):
+        run(trainer, EvaluationConfig(every_steps=100), poison, lambda _row: None, tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-000002", "step-000004"]
+
+
+def test_a_step_is_read_when_the_next_one_is_launched(
+    text_folder: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(tiny_job(text_folder, optimizer={"steps": 6}), corpus, 0, ALONE)
+    order: list[str] = []
+    launch, read = trainer.launch, trainer.read
+    monkeypatch.setattr(trainer, "launch", lambda step: order.append(f"launch {step}") or launch(step))
+    monkeypatch.setattr(trainer, "read", lambda launched: order.append(f"read {launched.step}") or read(launched))
+    run(trainer, EvaluationConfig(every_steps=4), lambda _row: None, lambda _row: order.append("evaluate"))
+    first = ["launch 1", "launch 2", "read 1", "launch 3", "read 2", "launch 4", "read 3", "read 4", "evaluate"]
+    assert order == ["evaluate", *first, "launch 5", "launch 6", "read 5", "read 6", "evaluate"]
+
+
+def test_steps_are_timed_from_end_to_end_but_not_across_an_evaluation(text_folder: Path, corpus: Corpus) -> None:
+    trainer = Trainer(tiny_job(text_folder), corpus, 0, ALONE)
+    first, second = trainer.launch(1), trainer.launch(2)
+    trainer.evaluate(1)
+    third = trainer.launch(3)
+    assert (first.before, second.before, third.before) == (None, first.comm, None)
+    row, _ = trainer.read(second)
+    assert row["step_ms"] == second.comm.seconds_after(first.comm) * 1e3
+    assert trainer.read(third)[0]["step_ms"] == third.comm.step_s * 1e3
+
+
+@pytest.mark.parametrize("every_steps", [3, 0])
+def test_garbage_is_collected_by_hand_while_training_alone(
+    text_folder: Path, corpus: Corpus, every_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enabled, collected = [], list[int]()
+    job = tiny_job(text_folder, optimizer={"steps": 7}, loop={"collect_every_steps": every_steps})
+    trainer = Trainer(job, corpus, 0, ALONE)
+    rows: list[Row] = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(len(rows)))
+
+    def note(row: Row) -> None:
+        rows.append(row)
+        enabled.append(gc.isenabled())
+
+    run(trainer, EvaluationConfig(), note, lambda _row: None)
+    assert enabled == [every_steps == 0] * 7
+    assert collected == ([0, 1, 4] if every_steps else [])  # at first, then behind the launch of steps 3 and 6
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+def test_a_request_to_stop_ends_it_with_a_checkpoint_to_go_on_from(
+    text_folder: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    job = tiny_job(text_folder, optimizer={"steps": 12})
+    whole, _ = losses(job, corpus)
+    stop, got = StopRequest(), list[float]()
+
+    def note(row: Row) -> None:
+        got.append(row["loss"])
+        if row["step"] == 3:
+            stop.ask()
+
+    first = Trainer(job, corpus, 0, ALONE, stop=stop)
+    stopped = run(first, EvaluationConfig(), note, lambda _row: None, tmp_path)
+    # Asked while step 4 is under way: step 5 carries it, and is read when step 6 is launched.
+    assert stopped == Stop(6, tmp_path / "step-000006")
+    second = Trainer(job, corpus, 5, ALONE)
+    second.resume(find(tmp_path))
+    assert run(second, EvaluationConfig(), lambda row: got.append(row["loss"]), lambda _row: None) is None
+    assert got == whole
+
+
+def test_a_request_in_the_last_steps_lets_the_run_end(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    stop, rows, evaluations = StopRequest(), list[Row](), list[Row]()
+    stop.ask()
+    trainer = Trainer(tiny_job(text_folder, optimizer={"steps": 2}), corpus, 0, ALONE, stop=stop)
+    assert run(trainer, EvaluationConfig(), rows.append, evaluations.append, tmp_path) is None
+    assert ([row["step"] for row in rows], [row["step"] for row in evaluations]) == ([1, 2], [0, 2])
+    assert not list(tmp_path.iterdir())

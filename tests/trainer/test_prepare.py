@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
 import logging
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -137,3 +141,57 @@ def test_the_cache_is_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", "/home/someone")
     assert default_cache_folder() == Path("/home/someone/.cache/netlayer")
+
+
+_PREPARE = """
+import sys
+from pathlib import Path
+from netlayer.config import DataConfig
+from trainer.data.prepare import prepare_corpus
+sys.stdin.readline()
+found = prepare_corpus(DataConfig(folder=sys.argv[1], pattern="*.txt"), 300, 0, Path(sys.argv[2]))
+print(found.facts.cache_hit, found.facts.train_tokens)
+"""
+
+
+def test_of_several_processes_one_builds_and_the_others_wait(text_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _PREPARE, str(text_folder), str(tmp_path / "cache")]
+    pipe = subprocess.PIPE
+    ranks = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
+    for rank in ranks:  # both have loaded all that they need, or soon will
+        assert rank.stdin is not None
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+    said = [rank.communicate(timeout=100)[0].split() for rank in ranks]
+    assert sorted(hit for hit, _ in said) == ["False", "True"]
+    assert said[0][1] == said[1][1]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_who_waits_for_another_process_says_so(text_folder: Path, tmp_path: Path) -> None:
+    """And builds the text itself, where the other one has ended without."""
+    opened = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(opened, fcntl.LOCK_EX)
+    stages: list[str] = []
+
+    def on_stage(stage: str, _done: int, _total: int) -> None:
+        stages.append(stage)
+        if stage.startswith("waiting") and stages.count(stage) == 2:
+            os.close(opened)
+
+    job = tiny_job(text_folder)
+    found = prepare_corpus(job.data, job.model.vocab_size, 0, tmp_path, on_stage)
+    assert stages[:3] == ["reading", "waiting for the process that tokenises", "waiting for the process that tokenises"]
+    assert stages[3] == "training the tokenizer"
+    assert not found.facts.cache_hit
+
+
+def test_a_folder_that_cannot_be_locked_is_used_all_the_same(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EBADF, "no locks on this file system")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert prepare(text_folder, tmp_path).facts.train_tokens
+    assert "cannot be locked" in caplog.text

@@ -97,7 +97,7 @@ def test_result_says_what_was_trained(two_ranks: Run, corpus: Corpus) -> None:
 def test_a_loss_that_is_no_number_names_its_rank_alone(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
     with meeting_place() as place:
         work = Work(tiny_job(text_folder, ranks=2), corpus, place.init_method("poisoned"), "gloo", tmp_path, 0)
-        with pytest.raises(CheckFailed, match=r"step 3: the loss is nan on rank 1;"):
+        with pytest.raises(CheckFailed, match=r"step 3: the loss is nan on rank 1 \(tp=0, pp=0, dp=1\);"):
             launch(targets.poisoned_on_rank_1, 2, args=(work,), log_dir=tmp_path)
 
 

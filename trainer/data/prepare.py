@@ -1,13 +1,15 @@
 """A corpus made ready: tokenised once, kept in a cache folder, and shared by all ranks as memory-mapped files.
 
 The cache is keyed by what the text says, not by when it was written, so a touched file costs nothing and a changed one
-is never missed. A folder appears there whole or not at all; one that is damaged is built again. The few used last stay,
-older ones go when a new one is built.
+is never missed. A folder appears there whole or not at all; one that is damaged is built again. Of several processes
+that want it at once (the ranks of a launcher), one builds it, and the others wait. The few used last stay, older ones
+go when a new one is built.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -17,7 +19,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +32,11 @@ from trainer.data.corpus import FOLDER_FIELD, Documents, read_documents
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _KEPT = 4  # corpora in a cache folder
 _IN_USE_S = 3600.0  # a run that has found its corpus opens it within this time
+_ASK_EVERY_S = 0.1
+_SAY_EVERY_S = 30.0
 _FACTS_FILE = "facts.json"
 _TOKENIZER_FILE = "tokenizer.json"
 _TRAIN_FILE = "train.npy"
@@ -74,6 +78,12 @@ class Corpus:
         """As the `tokenizers` library reads it."""
         return self.folder / _TOKENIZER_FILE
 
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Digests of the `text`, with its split, and of the `tokenizer`."""
+        record = json.loads((self.folder / _FACTS_FILE).read_text(encoding="utf-8"))
+        return {"text": record["text"], "tokenizer": record["digests"][_TOKENIZER_FILE]}
+
 
 def default_cache_folder() -> Path:
     """`$XDG_CACHE_HOME/netlayer`, or `~/.cache/netlayer`."""
@@ -82,7 +92,12 @@ def default_cache_folder() -> Path:
 
 
 def prepare_corpus(
-    config: DataConfig, vocab_size: int, seed: int, cache_folder: Path, on_stage: OnStage | None = None
+    config: DataConfig,
+    vocab_size: int,
+    seed: int,
+    cache_folder: Path,
+    on_stage: OnStage | None = None,
+    tokenizer_file: Path | None = None,
 ) -> Corpus:
     """Read, split and tokenise the text, or find it done in `cache_folder`.
 
@@ -92,6 +107,7 @@ def prepare_corpus(
         seed: draws the files where there is more than `max_mib`.
         cache_folder: made if missing.
         on_stage: told of progress.
+        tokenizer_file: to tokenise with; None: one is trained on the text.
 
     Raises:
         ConfigError: the text or the vocabulary cannot be used.
@@ -100,18 +116,19 @@ def prepare_corpus(
     told = on_stage or (lambda _stage, _done, _total: None)
     told("reading", 0, 1)
     documents = read_documents(config, seed)
-    folder = cache_folder / f"corpus-{_key(documents, vocab_size)}"
-    if folder.exists():
-        try:
-            facts = _load_facts(folder, documents.skipped)
-            with contextlib.suppress(OSError):  # a cache that is only readable has no order of use
-                os.utime(folder)
-            return Corpus(folder, facts)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
-            logger.warning("the cached corpus %s is damaged (%s); it is built again", folder, exc)
-            shutil.rmtree(folder)
-    counts = _build(folder, documents, vocab_size, told)
-    _remove_old(cache_folder, time.time())
+    text = _text_digest(documents)
+    folder = cache_folder / f"corpus-{_key(text, vocab_size, tokenizer_file)}"
+    found = _find(folder, documents.skipped, logging.DEBUG)
+    if found:
+        return found
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    with _alone(cache_folder, told):
+        found = _find(folder, documents.skipped, logging.WARNING)  # another process may have built it meanwhile
+        if found:
+            return found
+        shutil.rmtree(folder, ignore_errors=True)
+        counts = _build(folder, documents, text, vocab_size, tokenizer_file, told)
+        _remove_old(cache_folder, time.time())
     return Corpus(folder, CorpusFacts(**counts, skipped_files=documents.skipped, cache_hit=False))
 
 
@@ -128,9 +145,55 @@ def check_enough(facts: CorpusFacts, folder: str, batch_size: int, seq_len: int)
         raise ConfigError(FOLDER_FIELD, value, rule, remedy + ", or raise job.data.validation_share")
 
 
-def _key(documents: Documents, vocab_size: int) -> str:
-    version = importlib.metadata.version("tokenizers")
-    digest = hashlib.blake2b(f"{_FORMAT} {version} {vocab_size}".encode(), digest_size=16)
+def _find(folder: Path, skipped_files: int, level: int) -> Corpus | None:
+    """The corpus, where it is there and whole."""
+    if not folder.exists():
+        return None
+    try:
+        facts = _load_facts(folder, skipped_files)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+        logger.log(level, "the cached corpus %s is damaged (%s); it is built again", folder, exc)
+        return None
+    with contextlib.suppress(OSError):  # a cache that is only readable has no order of use
+        os.utime(folder)
+    return Corpus(folder, facts)
+
+
+@contextlib.contextmanager
+def _alone(cache_folder: Path, told: OnStage) -> Iterator[None]:
+    """One process at a time: the kernel's lock on the folder, which goes with its holder, however that ends.
+
+    Between machines that share the folder a lock may not hold; then each builds, and the first one's folder stays.
+    """
+    opened = os.open(cache_folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(opened, cache_folder, told)
+        yield
+    finally:
+        os.close(opened)
+
+
+def _lock(opened: int, cache_folder: Path, told: OnStage) -> None:
+    start = said = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            now = time.monotonic()
+            told("waiting for the process that tokenises", 0, 1)
+            if said == start or now - said > _SAY_EVERY_S:
+                said = now
+                logger.info("another process prepares text in %s: waiting since %.0f s", cache_folder, now - start)
+            time.sleep(_ASK_EVERY_S)
+        except OSError as exc:
+            logger.warning("%s cannot be locked (%s): several processes may tokenise the same text", cache_folder, exc)
+            return
+        else:
+            return
+
+
+def _text_digest(documents: Documents) -> str:
+    digest = hashlib.blake2b(digest_size=16)
     for side in (documents.train, documents.validation):
         digest.update(f"\n{len(side)}".encode())
         for document in side:
@@ -139,23 +202,39 @@ def _key(documents: Documents, vocab_size: int) -> str:
     return digest.hexdigest()
 
 
+def _key(text: str, vocab_size: int, tokenizer_file: Path | None) -> str:
+    tokenizer = importlib.metadata.version("tokenizers") if tokenizer_file is None else _digest(tokenizer_file)
+    return hashlib.blake2b(f"{_FORMAT} {tokenizer} {vocab_size} {text}".encode(), digest_size=16).hexdigest()
+
+
 def _load_facts(folder: Path, skipped_files: int) -> CorpusFacts:
     """What the folder's own record says, once every file was found as it was written; any error means damage."""
     record = json.loads((folder / _FACTS_FILE).read_text(encoding="utf-8"))
     for name in (_TOKENIZER_FILE, _TRAIN_FILE, _VALIDATION_FILE):
         if _digest(folder / name) != record["digests"][name]:
             raise ValueError(f"{name} is not as it was written")
+    if not isinstance(record["text"], str):
+        raise TypeError("no digest of the text")
     return CorpusFacts(**record["facts"], skipped_files=skipped_files, cache_hit=True)
 
 
-def _build(folder: Path, documents: Documents, vocab_size: int, on_stage: OnStage) -> dict[str, int]:
+def _build(
+    folder: Path,
+    documents: Documents,
+    text: str,
+    vocab_size: int,
+    tokenizer_file: Path | None,
+    on_stage: OnStage,
+) -> dict[str, int]:
     # Here, for a hit needs no tokenizer: the library costs a tenth of a second to load.
-    from trainer.data.tokenizer import encode, train_tokenizer
+    from trainer.data.tokenizer import encode, load_tokenizer, train_tokenizer
 
     total = len(documents.train) + len(documents.validation)
     on_stage("training the tokenizer", 0, total)
-    tokenizer = train_tokenizer(documents.train, vocab_size)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    if tokenizer_file is None:
+        tokenizer = train_tokenizer(documents.train, vocab_size)
+    else:
+        tokenizer = load_tokenizer(tokenizer_file, vocab_size)
     scratch = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
     try:
         tokenizer.save(str(scratch / _TOKENIZER_FILE))
@@ -172,7 +251,7 @@ def _build(folder: Path, documents: Documents, vocab_size: int, on_stage: OnStag
             "vocab_size": tokenizer.get_vocab_size(),
         }
         digests = {name: _digest(scratch / name) for name in (_TOKENIZER_FILE, _TRAIN_FILE, _VALIDATION_FILE)}
-        record = json.dumps({"facts": counts, "digests": digests}, indent=1)
+        record = json.dumps({"facts": counts, "digests": digests, "text": text}, indent=1)
         (scratch / _FACTS_FILE).write_text(record, encoding="utf-8")
         _publish(scratch, folder)
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,22 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer
             reached,
             vocab_size,
         )
+    return tokenizer
+
+
+def load_tokenizer(file: Path, vocab_size: int) -> Tokenizer:
+    """One that `train_tokenizer` gave, as it was saved.
+
+    Raises:
+        ConfigError: it cannot be read, or has more tokens than the model.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as exc:  # the library raises nothing narrower
+        raise ConfigError("tokenizer", file, f"cannot be read ({exc})", "give another checkpoint") from exc
+    if tokenizer.get_vocab_size() > vocab_size:
+        rule = f"is below the {tokenizer.get_vocab_size()} tokens of {file}"
+        raise ConfigError("job.model.vocab_size", vocab_size, rule, "set it to the checkpoint's")
     return tokenizer
 
 

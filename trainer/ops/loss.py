@@ -4,11 +4,16 @@ Rows are taken some at a time: their logits, loss, and gradients of input and we
 and the logits of the next rows take the place of these. Where the vocabulary is spread over the ranks of a
 tensor-parallel group, each computes with its own columns; per row they exchange two numbers.
 
+On a GPU the softmax is two kernels (`loss_kernels`): one reads the logits in the dtype of the product, the other puts
+their gradient in their place. In bfloat16 a logit is rounded to 8 bits either way, by the product, as where the head is
+a plain linear before `F.cross_entropy`; all that follows, and every sum, is in float32.
+
 Shapes: W ranks of the tensor-parallel group, m rows of a rank, M = W * m, D hidden, V vocabulary (padded), v = V / W.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +21,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from collectives.exchange import TensorExchange
+from collectives.slot import slot_source
+from trainer.ops.backend import HAS_TRITON, Operators, uses_triton
+from trainer.ops.product import add_product
+
+if HAS_TRITON:
+    from trainer.ops.loss_kernels import put_gradient, softmax_statistics
 
 CHUNK_ROWS = 2048
+"""Whose logits torch's operators hold, three times over in float32."""
+KERNEL_CHUNK_ROWS = 4096
+"""The kernels hold them once: half the passes over the weight's gradient for less memory."""
 
 
 def linear_cross_entropy(
@@ -27,7 +41,8 @@ def linear_cross_entropy(
     *,
     vocab_size: int,
     exchange: TensorExchange | None = None,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int | None = None,
+    operators: Operators = "auto",
 ) -> Tensor:
     """Mean of -log softmax(x weight^T)[target] over all M rows, nats, in float32 or wider; the same on all ranks.
 
@@ -37,10 +52,15 @@ def linear_cross_entropy(
         targets_M: ids, of all rows.
         vocab_size: tokens; what is above pads the weight and is no class.
         exchange: of the tensor-parallel group.
-        chunk_rows: whose logits are held at once.
+        chunk_rows: whose logits are held at once; None: what suits the operators.
+        operators: for the softmax.
     """
+    kernels = uses_triton(operators, x_mD)
+    chunk_rows = chunk_rows or (KERNEL_CHUNK_ROWS if kernels else CHUNK_ROWS)
     trains = torch.is_grad_enabled() and (x_mD.requires_grad or weight_vD.requires_grad)
-    loss: Tensor = _LinearCrossEntropy.apply(x_mD, weight_vD, targets_M, vocab_size, exchange, chunk_rows, trains)  # type: ignore[no-untyped-call]
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        x_mD, weight_vD, targets_M, vocab_size, exchange, chunk_rows, trains, _softmax if kernels else _plain_softmax
+    )
     return loss
 
 
@@ -55,42 +75,87 @@ class _LinearCrossEntropy(torch.autograd.Function):
         exchange: TensorExchange | None,
         chunk_rows: int,
         trains: bool,
+        softmax: Callable[..., Tensor],
     ) -> Tensor:
+        ctx.source = slot_source(weight_vD) if weight_vD.requires_grad else None
         gathering = None if exchange is None else exchange.gather(x_mD)
         x_MD = x_mD if gathering is None else _whole(gathering)
         first = 0 if exchange is None else exchange.rank * weight_vD.shape[0]
-        wide = torch.promote_types(x_mD.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=x_mD.device)
+        loss = x_mD.new_zeros((), dtype=torch.promote_types(x_mD.dtype, torch.float32))
         dx_MD = torch.empty_like(x_MD) if trains else None
-        dweight_vD = torch.zeros_like(weight_vD, dtype=wide) if trains else None
+        dweight_vD = torch.empty_like(weight_vD, dtype=loss.dtype) if trains else None
         for begin in range(0, len(x_MD), chunk_rows):
             x_cD, targets_c = x_MD[begin : begin + chunk_rows], targets_M[begin : begin + chunk_rows]
-            logits_cv = (x_cD @ weight_vD.t()).to(wide)
-            if vocab_size < first + weight_vD.shape[0]:
-                logits_cv[:, max(0, vocab_size - first) :] = -torch.inf
-            place_c1, is_own_c1 = _place(targets_c - first, weight_vD.shape[0])
-            target_c = torch.where(is_own_c1, logits_cv.gather(1, place_c1), 0).squeeze(1)
-            lse_c, target_c = _over_ranks(logits_cv.logsumexp(1), target_c, exchange)
-            loss += (lse_c - target_c).sum()
+            logits_cv, num_known = x_cD @ weight_vD.t(), max(0, min(weight_vD.shape[0], vocab_size - first))
+            dlogits_cv = softmax(logits_cv, targets_c - first, num_known, exchange, loss, 1 / len(x_MD), trains)
             if dx_MD is None or dweight_vD is None:
                 continue
-            probability_cv = logits_cv.sub_(lse_c[:, None]).exp_()
-            dlogits_cv = probability_cv.scatter_add_(1, place_c1, -is_own_c1.to(wide)).div_(len(x_MD)).to(x_mD.dtype)
             torch.mm(dlogits_cv, weight_vD, out=dx_MD[begin : begin + chunk_rows])
-            _add_product(dweight_vD, dlogits_cv.t(), x_cD)
+            add_product(dweight_vD, dlogits_cv.t(), x_cD, is_first=begin == 0)
         if gathering is not None:
             gathering.close()
         if dx_MD is not None and dweight_vD is not None:
             dx_mD = dx_MD if exchange is None else scatter_sum(dx_MD, exchange)
-            ctx.save_for_backward(dx_mD, dweight_vD.to(weight_vD.dtype))
+            ctx.save_for_backward(dx_mD, dweight_vD)
         return loss / len(x_MD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dx_mD, dweight_vD = ctx.saved_tensors
+        slot = ctx.source.slot(ctx.next_functions[1][0]) if ctx.source is not None else None
         # A scalar on the device, in its own dtype: rounded to bfloat16 first, 1/3 would be 0.2% too large.
-        return dx_mD * dloss, dweight_vD * dloss, None, None, None, None, None
+        # The weight's gradient is rounded once, as it is scaled, in the one pass over it.
+        if slot is not None and slot.adds:
+            slot.view.addcmul_(dweight_vD, dloss)
+            return dx_mD * dloss, *[None] * 7
+        place = torch.empty_like(dweight_vD, dtype=dx_mD.dtype) if slot is None else slot.view
+        torch.mul(dweight_vD, dloss, out=place)
+        return dx_mD * dloss, place if slot is None else None, *[None] * 6
+
+
+def _softmax(
+    logits_cv: Tensor,
+    local_c: Tensor,
+    num_known: int,
+    exchange: TensorExchange | None,
+    loss: Tensor,
+    scale: float,
+    trains: bool,
+) -> Tensor:
+    """By the kernels: adds the rows' losses to `loss`, and puts the logits' gradient times `scale` in their place.
+
+    Args:
+        local_c: column of each row's target, outside 0 .. v - 1 where another rank has it.
+        num_known: columns that are tokens; those behind pad.
+    """
+    lse_c, target_c = _over_ranks(*softmax_statistics(logits_cv, local_c, num_known), exchange)
+    loss += (lse_c - target_c).sum()
+    if trains:
+        put_gradient(logits_cv, local_c, lse_c, num_known, scale)
+    return logits_cv
+
+
+def _plain_softmax(
+    logits_cv: Tensor,
+    local_c: Tensor,
+    num_known: int,
+    exchange: TensorExchange | None,
+    loss: Tensor,
+    scale: float,
+    trains: bool,
+) -> Tensor:
+    """The same by torch's operators: the reference."""
+    wide_cv = logits_cv.to(loss.dtype)
+    wide_cv[:, num_known:] = -torch.inf
+    place_c1, is_own_c1 = _place(local_c, logits_cv.shape[1])
+    target_c = torch.where(is_own_c1, wide_cv.gather(1, place_c1), 0).squeeze(1)
+    lse_c, target_c = _over_ranks(wide_cv.logsumexp(1), target_c, exchange)
+    loss += (lse_c - target_c).sum()
+    if not trains:
+        return logits_cv
+    probability_cv = wide_cv.sub_(lse_c[:, None]).exp_()
+    return probability_cv.scatter_add_(1, place_c1, -is_own_c1.to(loss.dtype)).mul_(scale).to(logits_cv.dtype)
 
 
 def scatter_sum(partial_MC: Tensor, exchange: TensorExchange) -> Tensor:
@@ -131,13 +196,3 @@ def _over_ranks(lse_c: Tensor, target_c: Tensor, exchange: TensorExchange | None
     each_W2c[exchange.rank] = torch.stack((lse_c, target_c))
     exchange.start_all_reduce(each_W2c).wait()
     return each_W2c[:, 0].logsumexp(0), each_W2c[:, 1].sum(0)
-
-
-def _add_product(sum_vD: Tensor, a_vc: Tensor, b_cD: Tensor) -> None:
-    """sum += a b, added up in the sum's dtype."""
-    if a_vc.dtype == sum_vD.dtype:
-        sum_vD.addmm_(a_vc, b_cD)
-    elif a_vc.is_cuda:
-        sum_vD += torch.mm(a_vc, b_cD, out_dtype=sum_vD.dtype)
-    else:
-        sum_vD += a_vc @ b_cD

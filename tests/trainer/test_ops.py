@@ -1,0 +1,202 @@
+"""Norms and activations, Triton's and torch's, against float64; without a GPU Triton's run in its interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from netlayer.config import ModelConfig
+from netlayer.errors import ConfigError
+from trainer.model import build_model
+from trainer.ops.activation import bias_gelu, swiglu
+from trainer.ops.backend import HAS_TRITON, Operators, check_operators, uses_triton
+from trainer.ops.norm import add_norm
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KERNELS = HAS_TRITON and (IS_INTERPRETED or DEVICE.type == "cuda")
+WHICH = ["torch", pytest.param("triton", marks=pytest.mark.skipif(not KERNELS, reason="no Triton with a GPU here"))]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+DTYPES = list(TOLERANCE)
+SHAPES = {"rows": st.integers(1, 9), "width": st.integers(1, 150), "seed": st.integers(0, 99)}
+
+
+def inputs(seed: int, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+
+
+def check(ours: Callable[..., Any], plain: Callable[..., Any], given_: list[Tensor], num_outputs: int) -> None:
+    """Outputs, and gradients of a random combination of them, within the tolerance of the dtype."""
+    narrow = [tensor.clone().requires_grad_() for tensor in given_]
+    wide = [tensor.double().requires_grad_() for tensor in given_]
+    outputs, expected = ours(*narrow), plain(*wide)
+    outputs, expected = ((each,) if isinstance(each, Tensor) else each for each in (outputs, expected))
+    assert len(outputs) == len(expected) == num_outputs
+    slopes = inputs(5, given_[0].dtype, *(tuple(each.shape) for each in expected))
+    torch.autograd.backward(outputs, slopes)
+    torch.autograd.backward(expected, [slope.double() for slope in slopes])
+    found = [*outputs, *(tensor.grad for tensor in narrow)]
+    for got, right in zip(found, [*expected, *(tensor.grad for tensor in wide)], strict=True):
+        assert got is not None
+        assert right is not None
+        assert got.dtype == given_[0].dtype
+        scale = right.abs().max().item() + 1
+        torch.testing.assert_close(got.double(), right, rtol=0, atol=TOLERANCE[given_[0].dtype] * scale)
+
+
+def plain_norm(total: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return total * (total.square().mean(-1, keepdim=True) + 1e-5) ** -0.5 * weight
+    centred = total - total.mean(-1, keepdim=True)
+    return centred * (centred.square().mean(-1, keepdim=True) + 1e-5) ** -0.5 * weight + bias
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operators", WHICH)
+@settings(max_examples=5, deadline=None)
+@given(**SHAPES, is_rms=st.booleans(), has_branch=st.booleans())
+def test_norm_of_a_sum(
+    operators: Operators, dtype: torch.dtype, rows: int, width: int, seed: int, is_rms: bool, has_branch: bool
+) -> None:
+    width += 4  # of one or two values, the deviation is near eps, and bfloat16's rounding is all there is to see
+    tensors = inputs(seed, dtype, (rows, 2, width), (rows, 2, width), (width,), (width,))
+    stream, branch, weight, bias = tensors
+    # What is normalised is the sum as it is stored.
+    given_ = [(stream + branch).detach() if not has_branch else stream, weight]
+    given_ += [branch] * has_branch + [bias] * (not is_rms)
+
+    def parts(x: Tensor, w: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        return x, rest[0] if has_branch else None, w, None if is_rms else rest[-1]
+
+    def plain(*given_: Tensor) -> tuple[Tensor, Tensor]:
+        x, b, w, shift = parts(*given_)
+        total = x if b is None else x + b
+        return plain_norm(total, w, shift), total * 1
+
+    check(lambda *given_: add_norm(*parts(*given_), operators=operators), plain, given_, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operators", WHICH)
+@settings(max_examples=5, deadline=None)
+@given(**SHAPES, has_bias=st.booleans())
+def test_gelu_with_and_without_bias(
+    operators: Operators, dtype: torch.dtype, rows: int, width: int, seed: int, has_bias: bool
+) -> None:
+    given_ = inputs(seed, dtype, (rows, 2, width), (width,))[: 1 + has_bias]
+    constant = (2 / torch.pi) ** 0.5
+
+    def plain(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        h = x if bias is None else x + bias
+        return 0.5 * h * (1 + torch.tanh(constant * (h + 0.044715 * h**3)))
+
+    check(lambda x, bias=None: bias_gelu(x, bias, operators), plain, given_, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operators", WHICH)
+@settings(max_examples=5, deadline=None)
+@given(**SHAPES)
+def test_swiglu_of_two_slices_of_one_product(
+    operators: Operators, dtype: torch.dtype, rows: int, width: int, seed: int
+) -> None:
+    given_ = inputs(seed, dtype, (rows, 3, 2 * width + 1))
+
+    def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[..., 1 : width + 1], x[..., width + 1 :]
+
+    def plain(x: Tensor) -> Tensor:
+        gate, value = halves(x)
+        return gate * torch.sigmoid(gate) * value
+
+    check(lambda x: swiglu(*halves(x), operators), plain, given_, 1)
+
+
+@pytest.mark.parametrize("operators", WHICH)
+def test_stream_alone_brings_its_gradient(operators: Operators) -> None:
+    """The norm's output may go unused, and the stream's."""
+    x, weight = (tensor.requires_grad_() for tensor in inputs(0, torch.float32, (3, 8), (8,)))
+    add_norm(x, None, weight, None, operators=operators)[1].sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones_like(x))
+    x.grad = None
+    add_norm(x, x, weight, None, operators=operators)[0].sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler imports and makes what torch deprecates
+@pytest.mark.parametrize("operators", WHICH)
+def test_one_graph_when_compiled(operators: Operators) -> None:
+    def block(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y, x = add_norm(x, branch, weight, bias, operators=operators)
+        z, x = add_norm(x, None, weight, None, operators=operators)
+        return x + bias_gelu(y, bias, operators) * swiglu(z, y, operators)
+
+    given_ = inputs(1, torch.float32, (6, 40), (6, 40), (40,), (40,))
+    eager, compiled = ([tensor.clone().requires_grad_() for tensor in given_] for _ in range(2))
+    expected = block(*eager)
+    found = torch.compile(block, fullgraph=True)(*compiled)
+    expected.sum().backward()
+    found.sum().backward()
+    torch.testing.assert_close(found, expected)
+    for ours, right in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(ours.grad, right.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_torchs_own_where_there_is_no_kernel() -> None:
+    assert not uses_triton("triton", torch.zeros(1, dtype=torch.float64, device=DEVICE))
+    assert not uses_triton("torch", torch.zeros(1, device=DEVICE))
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter runs on CPUs")
+def test_kernels_asked_for_where_there_is_no_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"job\.model\.operators = triton.*set auto"):
+        check_operators("triton", torch.device("cpu"))
+    check_operators("auto", torch.device("cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON or IS_INTERPRETED or DEVICE.type == "cuda", reason="no Triton, or it is under test")
+def test_kernels_in_the_interpreter() -> None:
+    """All of the above and of `test_ops_loss`, by Triton's interpreter: it is chosen before Triton is imported."""
+    files = [__file__, __file__.replace("test_ops.py", "test_ops_loss.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "triton", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+@pytest.mark.skipif(not KERNELS, reason="no Triton with a GPU here")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"parallel_block": True},
+        {"activation": "swiglu", "norm": "rmsnorm", "bias": False, "recompute": "selective"},
+    ],
+    ids=["triton", "triton-parallel", "triton-swiglu"],
+)
+def test_model_has_the_same_loss_and_gradients_with_kernels(options: dict[str, Any]) -> None:
+    found: list[list[Tensor]] = []
+    tokens_BT, targets_BT = torch.randint(29, (2, 2, 6), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    choices: tuple[Operators, ...] = ("torch", "triton")
+    for operators in choices:
+        shape = {"layers": 1, "hidden": 12, "heads": 2, "ffn_hidden": 20, "vocab_size": 29, "seq_len": 6}
+        model = build_model(ModelConfig(**shape, operators=operators, **options), 0, DEVICE)
+        loss = model(tokens_BT, targets_BT)
+        loss.backward()
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert all(grad is not None for grad in grads.values())
+        found.append([loss.detach(), *(grad for grad in grads.values() if grad is not None)])
+    for ours, plain in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-6)

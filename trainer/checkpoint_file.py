@@ -1,0 +1,128 @@
+"""Named tensors in one file, written one after the other and read where they are asked for: the safetensors format.
+
+Eight bytes with the length of a header, the header (JSON: dtype, shape and place of each tensor), the elements. Nothing
+in it is code, other tools read it, and neither side holds more of it than one tensor. Left out: dtypes that no master
+has.
+
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DTYPES = {"F32": torch.float32, "F64": torch.float64}
+_METADATA = "__metadata__"
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100 << 20  # as the safetensors library has it
+
+
+class TensorWriter:
+    """Writes a file whose tensors are known by name and shape before; the file is on the disk when the block ends.
+
+    Args:
+        path: of the file; replaced if it is there.
+        tensors: (name, shape), in the order in which they will be added.
+        dtype: of all of them.
+        metadata: text to keep beside them.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Sequence[tuple[str, Sequence[int]]],
+        dtype: torch.dtype,
+        metadata: Mapping[str, str],
+    ) -> None:
+        self._names, self._dtype = iter([name for name, _ in tensors]), dtype
+        self._header = _header(tensors, dtype, metadata)
+        self._file = path.open("wb")
+
+    def __enter__(self) -> TensorWriter:
+        self._file.write(len(self._header).to_bytes(_LENGTH_BYTES, "little") + self._header)
+        return self
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """The next tensor, from any device.
+
+        Raises:
+            ValueError: it is not the next, or of another dtype.
+        """
+        expected = next(self._names, None)
+        if name != expected or tensor.dtype != self._dtype:
+            raise ValueError(f"{name} of {tensor.dtype}: the next is {expected} of {self._dtype}")
+        self._file.write(tensor.detach().cpu().contiguous().numpy().data)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _exc: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is not None:
+                return
+            if (missing := next(self._names, None)) is not None:
+                raise ValueError(f"{missing} was not added")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
+class TensorFile:
+    """A file of tensors, mapped: an element comes into memory when it is read, and may go again.
+
+    Raises:
+        ValueError: it is no such file, or is cut short.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+                raise ValueError(f"no header of a file of tensors in its {size} bytes")
+            header: dict[str, Any] = json.loads(file.read(length))
+            # Copy on write: torch wants memory that it may write to, and the file stays as it is.
+            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.metadata: Mapping[str, str] = header.pop(_METADATA, {})
+        self._entries, self._first = header, _LENGTH_BYTES + length
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            if end - begin != math.prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize or begin < 0:
+                raise ValueError(f"{name} has {end - begin} bytes, which is not its shape")
+            if self._first + end > size:
+                raise ValueError(f"{name} ends at byte {self._first + end} of {size}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A view of the file: what is written into it stays in this process."""
+        entry = self._entries[name]
+        shape, offset = entry["shape"], self._first + entry["data_offsets"][0]
+        if not math.prod(shape):
+            return torch.empty(shape, dtype=_DTYPES[entry["dtype"]])
+        flat = torch.frombuffer(self._memory, dtype=_DTYPES[entry["dtype"]], count=math.prod(shape), offset=offset)
+        return flat.view(shape)
+
+
+def _header(tensors: Sequence[tuple[str, Sequence[int]]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
+    code = next((code for code, known in _DTYPES.items() if known == dtype), None)
+    if code is None:
+        raise ValueError(f"dtype = {dtype}: must be one of {', '.join(map(str, _DTYPES.values()))}")
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    begin = 0
+    for name, shape in tensors:
+        end = begin + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    return text + b" " * (-len(text) % 8)  # elements begin where their dtype wants them

@@ -1,0 +1,88 @@
+"""The numbers of a step on their way from the device to the host, which reads them while the next step runs.
+
+One all-reduce carries the losses and whether a rank was asked to stop; one copy into pinned memory brings all of it.
+Left out: what is made of the numbers (`trainer.loop`).
+
+Shapes: D data-parallel ranks, W ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.parallel import SplitModel
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What the ranks know of a step; all of it but `own_square` is the same on all of them, to the bit.
+
+    Args:
+        losses: of each data-parallel rank.
+        asked: how many ranks had been asked to stop when they launched the step's end.
+        grad_norm: of all gradients, before clipping.
+        own_square: this rank's part of its square.
+    """
+
+    losses: list[float]
+    asked: int
+    grad_norm: float
+    own_square: float
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses) / len(self.losses)
+
+
+class NotesInFlight:
+    """Notes that the device may still be working on.
+
+    Args:
+        model: whose step it was.
+        loss: of this data-parallel rank, on the device; zero but on the last stage.
+        grad_norm: as `SplitModel.clip_grad_norm_` gave it.
+        asked: whether this rank was asked to stop.
+    """
+
+    def __init__(self, model: SplitModel, loss: Tensor, grad_norm: Tensor, asked: bool) -> None:
+        shared = torch.cat([spread_losses(model, loss), loss.new_full((1,), float(asked))])
+        model.world.all_reduce(shared)
+        own = torch.stack([grad_norm, model.own_square]).to(shared)
+        self._numbers, self._arrived = _to_host(torch.cat([shared, own]))
+
+    def read(self) -> Notes:
+        """Waits for the device where it is not there yet."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        *losses, asked, grad_norm, own_square = self._numbers.tolist()
+        return Notes(losses, round(asked), grad_norm, own_square)
+
+
+def spread_losses(model: SplitModel, loss: Tensor) -> Tensor:
+    """Zeros of shape (D,) with the loss of this rank in its place, on one rank of each D: to be added up."""
+    losses_D = loss.new_zeros(model.layout.dp)
+    if model.is_last and model.place.tp == 0:
+        losses_D[model.place.dp] = loss
+    return losses_D
+
+
+def squares_of_ranks(model: SplitModel, own_square: float) -> list[float]:
+    """`Notes.own_square` of every rank, in order; every rank calls it, and the host waits."""
+    squares_W = model.zero().new_zeros(model.layout.world_size)
+    squares_W[model.layout.rank(**model.place._asdict())] = own_square
+    model.world.all_reduce(squares_W)
+    squares: list[float] = squares_W.tolist()
+    return squares
+
+
+def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """The copy, and the event after which it is whole; None: at once."""
+    if numbers.device.type != "cuda":
+        return numbers, None
+    copy = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return copy, event

@@ -1,0 +1,218 @@
+"""Triton kernels of bias + GeLU (its tanh form) and SwiGLU, as operators that torch.compile knows.
+
+They read rows that may lie apart (slices of one wide product). Backward computes the activation again from its input,
+so that nothing else is kept. The bias's gradient is added up in float32 by each program over its own rows, and by torch
+over the programs.
+
+Shapes: M rows, F columns, P programs a column of tiles.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, unused-ignore"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainer.ops.backend import num_programs
+
+_ROWS, _COLUMNS, _WARPS = 4, 1024, 8
+_PROGRAMS_EACH = 4
+
+
+@torch.library.custom_op("netlayer::gelu_forward", mutates_args=())
+def gelu_forward(x_MF: Tensor, bias_F: Tensor | None) -> Tensor:
+    """gelu(x + bias), dense."""
+    y_MF = x_MF.new_empty(x_MF.shape)
+    _gelu_forward[_tiles(x_MF)](
+        x_MF, bias_F, y_MF, *x_MF.shape, x_MF.stride(0), bias_F is not None, _ROWS, _COLUMNS, num_warps=_WARPS
+    )
+    return y_MF
+
+
+@gelu_forward.register_fake
+def _gelu_shape(x_MF: Tensor, _bias_F: Tensor | None) -> Tensor:
+    return x_MF.new_empty(x_MF.shape)
+
+
+@torch.library.custom_op("netlayer::gelu_backward", mutates_args=())
+def gelu_backward(dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the bias (empty without one)."""
+    dx_MF = x_MF.new_empty(x_MF.shape)
+    columns = triton.cdiv(x_MF.shape[1], _COLUMNS)
+    programs = -(-num_programs(x_MF, x_MF.shape[0], _PROGRAMS_EACH) // columns)
+    partial_PF = x_MF.new_empty(0 if bias_F is None else programs, x_MF.shape[1], dtype=torch.float32)
+    _gelu_backward[(columns, programs)](
+        dy_MF,
+        x_MF,
+        bias_F,
+        dx_MF,
+        partial_PF,
+        *x_MF.shape,
+        dy_MF.stride(0),
+        x_MF.stride(0),
+        triton.cdiv(x_MF.shape[0], programs * _ROWS),
+        bias_F is not None,
+        _ROWS,
+        _COLUMNS,
+        num_warps=_WARPS,
+    )
+    return dx_MF, x_MF.new_empty(0) if bias_F is None else partial_PF.sum(0).to(bias_F.dtype)
+
+
+@gelu_backward.register_fake
+def _gelu_gradient_shapes(_dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor | None) -> tuple[Tensor, Tensor]:
+    return x_MF.new_empty(x_MF.shape), x_MF.new_empty(0) if bias_F is None else torch.empty_like(bias_F)
+
+
+@torch.library.custom_op("netlayer::swiglu_forward", mutates_args=())
+def swiglu_forward(gate_MF: Tensor, value_MF: Tensor) -> Tensor:
+    """silu(gate) * value, dense."""
+    y_MF = gate_MF.new_empty(gate_MF.shape)
+    _swiglu_forward[_tiles(gate_MF)](
+        gate_MF,
+        value_MF,
+        y_MF,
+        *gate_MF.shape,
+        gate_MF.stride(0),
+        value_MF.stride(0),
+        _ROWS,
+        _COLUMNS,
+        num_warps=_WARPS,
+    )
+    return y_MF
+
+
+@swiglu_forward.register_fake
+def _swiglu_shape(gate_MF: Tensor, _value_MF: Tensor) -> Tensor:
+    return gate_MF.new_empty(gate_MF.shape)
+
+
+@torch.library.custom_op("netlayer::swiglu_backward", mutates_args=())
+def swiglu_backward(dy_MF: Tensor, gate_MF: Tensor, value_MF: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and value."""
+    dgate_MF, dvalue_MF = (gate_MF.new_empty(gate_MF.shape) for _ in range(2))
+    _swiglu_backward[_tiles(gate_MF)](
+        dy_MF,
+        gate_MF,
+        value_MF,
+        dgate_MF,
+        dvalue_MF,
+        *gate_MF.shape,
+        dy_MF.stride(0),
+        gate_MF.stride(0),
+        value_MF.stride(0),
+        _ROWS,
+        _COLUMNS,
+        num_warps=_WARPS,
+    )
+    return dgate_MF, dvalue_MF
+
+
+@swiglu_backward.register_fake
+def _swiglu_gradient_shapes(_dy_MF: Tensor, gate_MF: Tensor, _value_MF: Tensor) -> tuple[Tensor, Tensor]:
+    return gate_MF.new_empty(gate_MF.shape), gate_MF.new_empty(gate_MF.shape)
+
+
+def _tiles(x_MF: Tensor) -> tuple[int, int]:
+    return triton.cdiv(x_MF.shape[1], _COLUMNS), triton.cdiv(x_MF.shape[0], _ROWS)
+
+
+@triton.jit
+def _gelu_gate(x):
+    """gelu(x) = x * gate: (1 + tanh(u)) / 2 = sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def _gelu_forward(
+    x, bias, y, num_rows, width, x_stride, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < num_rows) & (column < width)
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32)
+    if HAS_BIAS:
+        value += tl.load(bias + column, mask=column < width, other=0).to(tl.float32)
+    result = value * _gelu_gate(value)
+    tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gelu_backward(
+    dy,
+    x,
+    bias,
+    dx,
+    partial,
+    num_rows,
+    width,
+    dy_stride,
+    x_stride,
+    STEPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    program, programs = tl.program_id(1), tl.num_programs(1)
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    known = column < width
+    shift = tl.zeros((1, COLUMNS), tl.float32)
+    if HAS_BIAS:
+        shift = tl.load(bias + column, mask=known, other=0).to(tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(STEPS):
+        row = ((program + step * programs) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        inside = (row < num_rows) & known
+        value = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32) + shift
+        slope = tl.load(dy + row * dy_stride + column, mask=inside, other=0).to(tl.float32)
+        gate = _gelu_gate(value)
+        rate = 1.5957691216057308 * (1.0 + 0.134145 * value * value)
+        result = slope * (gate + value * gate * (1.0 - gate) * rate)
+        tl.store(dx + row * width + column, result.to(dx.dtype.element_ty), mask=inside)
+        if HAS_BIAS:
+            total += result
+    if HAS_BIAS:
+        whole = tl.sum(total, 0)[None, :]
+        tl.store(partial + program.to(tl.int64) * width + column, whole, mask=known)
+
+
+@triton.jit
+def _swiglu_forward(
+    gate, value, y, num_rows, width, gate_stride, value_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < num_rows) & (column < width)
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0).to(tl.float32)
+    v = tl.load(value + row * value_stride + column, mask=inside, other=0).to(tl.float32)
+    result = g * tl.sigmoid(g) * v
+    tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(
+    dy,
+    gate,
+    value,
+    dgate,
+    dvalue,
+    num_rows,
+    width,
+    dy_stride,
+    gate_stride,
+    value_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < num_rows) & (column < width)
+    slope = tl.load(dy + row * dy_stride + column, mask=inside, other=0).to(tl.float32)
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0).to(tl.float32)
+    v = tl.load(value + row * value_stride + column, mask=inside, other=0).to(tl.float32)
+    s = tl.sigmoid(g)
+    at = row * width + column
+    tl.store(dgate + at, (slope * v * s * (1.0 + g * (1.0 - s))).to(dgate.dtype.element_ty), mask=inside)
+    tl.store(dvalue + at, (slope * g * s).to(dvalue.dtype.element_ty), mask=inside)

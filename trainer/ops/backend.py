@@ -1,0 +1,60 @@
+"""Which operators a tensor gets: Triton's kernels, or torch's own, which torch.compile fuses by itself.
+
+Left out: what the kernels compute (`norm`, `activation`, `loss`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from netlayer.errors import ConfigError
+
+Operators = Literal["auto", "torch", "triton"]
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def uses_triton(operators: Operators, tensor: Tensor) -> bool:
+    """Whether the kernels compute on `tensor`.
+
+    `auto` leaves what torch.compile sees to the compiler, which fuses norms and activations with what is around them;
+    a kernel of ours would be a wall to it. float64 has no kernel.
+    """
+    if operators == "torch" or not HAS_TRITON or tensor.dtype not in _DTYPES:
+        return False
+    if operators == "auto" and torch.compiler.is_compiling():
+        return False
+    return tensor.is_cuda or (_IS_INTERPRETED and tensor.device.type == "cpu")
+
+
+def check_operators(operators: Operators, device: torch.device) -> None:
+    """Refuse kernels that were asked for by name where they cannot run.
+
+    Raises:
+        ConfigError: no Triton, or no GPU.
+    """
+    if operators != "triton" or device.type == "meta":
+        return
+    rule = "is not installed" if not HAS_TRITON else f"does not run on {device.type}"
+    if not HAS_TRITON or (device.type != "cuda" and not _IS_INTERPRETED):
+        raise ConfigError("job.model.operators", operators, rule, "set auto, or give a GPU and a CUDA build of torch")
+
+
+def num_programs(tensor: Tensor, num_rows: int, each: int) -> int:
+    """Programs of a kernel that loops over rows: `each` a multiprocessor, and no more than there are rows."""
+    if not tensor.is_cuda:
+        return min(num_rows, 3)  # interpreted: more than one, and fewer than the rows
+    return min(num_rows, each * torch.cuda.get_device_properties(tensor.device).multi_processor_count)
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """[M, N] with the last dimension dense: a view where there is one (a slice of a wider product has one)."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()

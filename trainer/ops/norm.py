@@ -1,0 +1,92 @@
+"""LayerNorm and RMSNorm with the residual sum before them: forward and backward one pass over memory each.
+
+On a GPU, outside torch.compile, the kernels of `norm_kernels`; elsewhere torch's own operators, the reference. Besides
+the sum, the kernels save the addition of two gradients: that of the stream arrives in the norm's backward.
+
+Ba et al., Layer Normalization (arXiv 1607.06450); Zhang and Sennrich, RMSNorm (arXiv 1910.07467).
+
+Shapes: [..., D] activations, M rows of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from trainer.ops.backend import HAS_TRITON, Operators, uses_triton
+
+if HAS_TRITON:
+    from trainer.ops.norm_kernels import norm_backward, norm_forward
+
+EPS = 1e-5
+
+
+class Norm(nn.Module):
+    """LayerNorm, or RMSNorm where there is no bias, of a stream to which a branch may be added first."""
+
+    def __init__(self, width: int, bias: bool, operators: Operators = "auto") -> None:
+        super().__init__()
+        self.operators = operators
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, stream: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `add_norm`."""
+        return add_norm(stream, branch, self.weight, self.bias, operators=self.operators)
+
+
+def add_norm(
+    stream: Tensor,
+    branch: Tensor | None,
+    weight_D: Tensor,
+    bias_D: Tensor | None,
+    eps: float = EPS,
+    operators: Operators = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Normalised stream + branch, and the sum itself, which goes on as the stream; [..., D] each.
+
+    Use the returned stream and not the given one: its gradient is then added where the norm's is made.
+
+    Args:
+        branch: None: nothing is added.
+        bias_D: None: RMSNorm.
+    """
+    if uses_triton(operators, stream):
+        if branch is None and torch.compiler.is_compiling():  # a compiled graph has no output that is its input
+            return _Norm.apply(stream, None, weight_D, bias_D, eps)[0], stream  # type: ignore[no-untyped-call]
+        y, total = _Norm.apply(stream, branch, weight_D, bias_D, eps)  # type: ignore[no-untyped-call]
+        return y, total
+    total = stream if branch is None else stream + branch
+    if bias_D is None:
+        return F.rms_norm(total, weight_D.shape, weight_D, eps), total
+    return F.layer_norm(total, weight_D.shape, weight_D, bias_D, eps), total
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, stream: Tensor, branch: Tensor | None, weight_D: Tensor, bias_D: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x_MD = stream.reshape(-1, stream.shape[-1]).contiguous()
+        branch_MD = None if branch is None else branch.reshape(x_MD.shape).contiguous()
+        y_MD, total_MD, mean_M, scale_M = norm_forward(x_MD, branch_MD, weight_D, bias_D, eps)
+        ctx.set_materialize_grads(False)
+        ctx.has_branch = branch is not None
+        ctx.save_for_backward(x_MD if branch is None else total_MD, weight_D, mean_M, scale_M)
+        return y_MD.view(stream.shape), stream if branch is None else total_MD.view(stream.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        total_MD, weight_D, mean_M, scale_M = ctx.saved_tensors
+        if dy is None:
+            return dtotal, dtotal if ctx.has_branch else None, None, None, None
+        dtotal_MD = None if dtotal is None else dtotal.reshape(total_MD.shape).contiguous()
+        dy_MD = dy.reshape(total_MD.shape).contiguous()
+        dx_MD, dweight_D, dbias_D = norm_backward(dy_MD, dtotal_MD, total_MD, weight_D, mean_M, scale_M)
+        dx = dx_MD.view(dy.shape)
+        return dx, dx if ctx.has_branch else None, dweight_D, dbias_D if mean_M.numel() else None, None

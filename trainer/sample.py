@@ -1,0 +1,148 @@
+"""Text from a checkpoint of any layout: one process, on a CPU or one GPU, token by token.
+
+Every token computes its whole context again, the last `seq_len` tokens (as many as the model has positions for). Left
+out: keys and values kept between tokens, several texts at once, models that do not fit one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from netlayer import environ
+from netlayer.config import ModelConfig, build_section
+from netlayer.errors import ConfigError, HardwareMissing
+from trainer.checkpoint import PARAMETER, Files
+from trainer.checkpoint_meta import Meta
+from trainer.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
+from trainer.linears import parts
+from trainer.memory import num_parameters
+from trainer.model import GPT, build_model
+
+_UNFINISHED = "\ufffd"  # what a character shows as whose last bytes are still to come
+
+
+class Sampler:
+    """A model and its tokenizer, loaded from a checkpoint.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or too large for the device.
+    """
+
+    def __init__(self, meta: Meta, device: torch.device) -> None:
+        config = model_of(meta)
+        _check_room(meta, config, device)
+        self.tokenizer = load_tokenizer(meta.tokenizer_file, config.vocab_size)
+        self.device, self.config, self.model = device, config, _load(meta, config, device)
+
+    def text(self, prompt: str, count: int, temperature: float, top_k: int, seed: int) -> Iterator[str]:
+        """The prompt, then what follows it, in parts as they come; ends early where the model ends the document.
+
+        Args:
+            prompt: nothing: a new document.
+            count: most tokens to add.
+            temperature: of the softmax; 0: always the likeliest token.
+            top_k: draw among so many of the likeliest; 0: among all.
+            seed: the same gives the same text on the same kind of device.
+        """
+        end = self.tokenizer.token_to_id(END_OF_DOCUMENT)
+        if end is None:
+            raise ValueError(f"the tokenizer has no {END_OF_DOCUMENT}")
+        given = [end, *self.tokenizer.encode(prompt, add_special_tokens=False).ids]
+        yield prompt
+        drawn: list[int] = []
+        shown = ""
+        for token in self.tokens(given, count, temperature, top_k, seed):
+            if token == end:
+                break
+            drawn.append(token)
+            text = self.tokenizer.decode(drawn)
+            if not text.endswith(_UNFINISHED):
+                yield text[len(shown) :]
+                shown = text
+        yield self.tokenizer.decode(drawn)[len(shown) :]
+
+    @torch.no_grad()
+    def tokens(self, given: Sequence[int], count: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:
+        """`count` tokens behind `given`, as `text` says."""
+        generator, context = torch.Generator().manual_seed(seed), list(given)
+        for _ in range(count):
+            logits_V = next_logits(self.model, context, self.device)[: self.tokenizer.get_vocab_size()]
+            token = draw(logits_V, temperature, top_k, generator)
+            context.append(token)
+            yield token
+
+
+@torch.no_grad()
+def next_logits(model: GPT, context: Sequence[int], device: torch.device) -> Tensor:
+    """Of the token behind `context`, [V] in float64 on the CPU; it sees the last `seq_len` tokens."""
+    if model.embedding is None or model.head is None:
+        raise ValueError("a run of layers gives no logits: load the whole model")
+    seen = list(context[-model.config.seq_len :])
+    last = len(seen) - 1
+    if device.type == "cuda" and model.config.attention_window:  # that kernel is compiled for one length
+        seen += [0] * (model.config.seq_len - len(seen))  # behind: nobody who matters sees them
+    x_TBD: Tensor = model.embedding(torch.tensor([seen], device=device))
+    for block in model.blocks.values():
+        x_TBD = block(x_TBD)
+    return model.head.logits(x_TBD[last : last + 1])[0, 0].double().cpu()
+
+
+def draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """A token: the likeliest at temperature 0, else one by chance among the `top_k` likeliest (0: all)."""
+    if not temperature:
+        return int(logits_V.argmax())
+    if 0 < top_k < len(logits_V):
+        least = logits_V.topk(top_k).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < least, -torch.inf)
+    probability_V = ((logits_V - logits_V.max()) / temperature).softmax(0)
+    return int(torch.multinomial(probability_V, 1, generator=generator))
+
+
+def choose_device(asked: str) -> torch.device:
+    """`cpu`, `cuda`, or `auto`: a GPU where there is one.
+
+    Raises:
+        HardwareMissing: cuda, and there is none.
+    """
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise HardwareMissing("--device cuda: torch finds no GPU here; use --device cpu")
+    return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def model_of(meta: Meta) -> ModelConfig:
+    """The shape of a checkpoint's model, without what only training needs."""
+    return build_section(
+        ModelConfig, {**meta.model, "recompute": "none", "compile": False, "operators": "auto"}, "job.model."
+    )
+
+
+def needed_bytes(config: ModelConfig) -> int:
+    """Parameters, the activations of one block and the float64 logits of one position, about."""
+    width: int = getattr(torch, config.dtype).itemsize
+    up = config.ffn_hidden * (2 if config.activation == "swiglu" else 1)
+    context = config.seq_len * width * (6 * config.hidden + 3 * up)
+    return num_parameters(config) * width + context + 8 * config.vocab_size
+
+
+def _load(meta: Meta, config: ModelConfig, device: torch.device) -> GPT:
+    """One parameter after the other: no two copies of the model at any time."""
+    dtype = getattr(torch, config.dtype)
+    model = build_model(config, 0, torch.device("meta")).to(dtype).to_empty(device=device)
+    whole = Files(meta, None).by_name(PARAMETER, parts(model))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(whole(name))
+    return model.eval()
+
+
+def _check_room(meta: Meta, config: ModelConfig, device: torch.device) -> None:
+    needed = needed_bytes(config)
+    there = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else environ.available_memory_bytes()
+    if needed > there:
+        rule = f"{num_parameters(config):,} parameters take about {needed / 2**30:,.1f} GiB"
+        where = "the GPU" if device.type == "cuda" else "this machine"
+        remedy = "give --device cpu" if device.type == "cuda" else "take a machine with more memory"
+        raise ConfigError(meta.field, meta.path, f"{rule}, and {where} has {there / 2**30:,.1f} GiB free", remedy)
