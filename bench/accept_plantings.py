@@ -24,6 +24,7 @@ from bench.accept.run_output import sentence
 from bench.accept.work import work_for
 from netlayer import environ
 from netlayer.command import RunOptions, run_options_without_config
+from netlayer.environ import usable_gpus
 from netlayer.errors import CheckFailed
 from netlayer.results import RunRecord, utc_now, write_text
 
@@ -44,7 +45,11 @@ while True:
 @click.option("--healthy", type=click.IntRange(0, 10_000), default=20, show_default=True, help="Without one.")
 @click.option("--ranks", type=click.IntRange(4, 64), default=8, show_default=True)
 @click.option(
-    "--backend", type=click.Choice(["gloo", "nccl"]), default="gloo", show_default=True, help="nccl: a GPU a rank."
+    "--backend",
+    type=click.Choice(["gloo", "nccl"]),
+    default="gloo",
+    show_default=True,
+    help="nccl: on virtual nodes; ranks share GPUs where these are fewer.",
 )
 @click.option("--limit", "limit_s", type=click.FloatRange(1, 600), default=6.0, show_default=True, help="As of accept.")
 def command(options: RunOptions, runs: int, healthy: int, ranks: int, backend: str, limit_s: float) -> None:
@@ -125,8 +130,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _run_one(plant: Plant | None, ranks: int, backend: str, limit_s: float, link: Link) -> dict[str, Any]:
-    members, work = members_of([("localhost", ranks)], 1), work_for(backend, limit_s, virtual_nodes=True)
-    settings = Settings(members, backend, work, [plant] if plant else [], _PHASES, virtual_nodes=True)
+    gpus = len(usable_gpus()) if backend == "nccl" else 0
+    shared_gpus = gpus if gpus < ranks else 0
+    members = members_of([("localhost", ranks)], 1)
+    work = work_for(backend, limit_s, virtual_nodes=True, shares_gpus=bool(shared_gpus))
+    settings = Settings(
+        members, backend, work, [plant] if plant else [], _PHASES, virtual_nodes=True, shared_gpus=shared_gpus
+    )
     link.began = False
     began = time.monotonic()
     with _noise(plant is None):

@@ -16,7 +16,11 @@ _FILE = click.Path(path_type=Path)
 
 @click.group(invoke_without_command=True)
 @click.option("--ranks", type=click.IntRange(2, 4096), help="Ranks of this host [default: one a GPU; without any, 8].")
-@click.option("--ranks-per-node", type=click.IntRange(1, 64), default=1, show_default=True, help="With --ranks.")
+@click.option(
+    "--ranks-per-node",
+    type=click.IntRange(1, 64),
+    help="Take this host for virtual nodes, a drill without NVLink [default: a host is a node; CPU ranks: one a node]",
+)
 @click.option("--hosts", type=_FILE, help="Hosts to run on, one a line, `slots=N` behind each that has several GPUs.")
 @click.option("--ssh", default="ssh", show_default=True, help="The command that reaches a host, with its options.")
 @click.option("--backend", type=click.Choice(["gloo", "nccl"]), help="[default: nccl where there are GPUs]")

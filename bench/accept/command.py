@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import click
 
 from bench.accept import phases, run_output
-from bench.accept.links import Link, join_run, master_address, meet_agents, start_local, start_ssh
-from bench.accept.output import junit
+from bench.accept.links import Link, close_all, join_run, master_address, meet_agents, start_local, start_ssh
 from bench.accept.plant import parse_plants
-from bench.accept.run import Result, Settings, members_of, run
+from bench.accept.run import Result, Settings, interruptible, members_of, run
 from bench.accept.verbs import PHASE as VERBS
 from bench.accept.verbs import Mode
 from bench.accept.work import work_for
@@ -29,12 +32,15 @@ from netlayer.errors import EXIT_FAILED, EXIT_OK, ConfigError, HardwareMissing
 from netlayer.rank import RankEnv, detect
 from netlayer.results import utc_now, write_text
 
-if TYPE_CHECKING:
-    from netlayer.report import Report
+logger = logging.getLogger(__name__)
 
 _DEFAULT_RANKS = 8
 _MOST_RANKS = 4096
 _INTERRUPTED = 130
+
+
+Logs = Callable[[str], IO[bytes]]
+"""Opens the log of a host; of this one where it is empty."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Asked:
     """The options as they were given."""
 
     ranks: int | None = None
-    ranks_per_node: int = 1
+    ranks_per_node: int | None = None
     hosts: Path | None = None
     ssh: str = "ssh"
     backend: str | None = None
@@ -73,22 +79,28 @@ def accept_run(asked: Asked) -> int:
     """
     chosen = _chosen(asked)
     env = detect(os.environ)
+    _refuse_ignored(asked, env)
     backend = _backend(asked)
     if env is not None and env.rank != 0:
         join_run(env, *master_address())
         return EXIT_OK
     started = utc_now()
-    with ExitStack() as stack:
-        log = stack.enter_context(_log(asked))
-        links, hosts, per_node = stack.enter_context(_links(asked, env, backend, log))
-        settings = _settings(asked, hosts, per_node, backend, chosen)
-        if asked.runner == "nccl-tests":
-            from bench.accept.nccl_tests import run_nccl_tests
+    with interruptible():
+        with ExitStack() as stack:
+            logs = stack.enter_context(_logs(asked))
+            links, hosts, per_node = stack.enter_context(_links(asked, env, backend, logs))
+            settings = _settings(asked, hosts, per_node, backend, chosen)
+            if asked.runner == "nccl-tests":
+                from bench.accept.nccl_tests import run_nccl_tests
 
-            result = run_nccl_tests(settings, links, asked.nccl_tests)
-        else:
-            result = run(settings, links)
-    _show(asked, settings, result, started)
+                result = run_nccl_tests(settings, links, asked.nccl_tests)
+            else:
+                result = run(settings, links)
+            commit = _show(asked, settings, result, started)  # before all that takes time
+        if asked.html_file:
+            _write_page(asked.html_file, result, settings, commit)
+        if asked.out:
+            _write_folder(asked.out, result)
     if result.stopped:
         return _INTERRUPTED
     verdict = run_output.judgement_of(result).verdict
@@ -112,6 +124,43 @@ def _chosen(asked: Asked) -> list[str]:
     return found
 
 
+def _refuse_ignored(asked: Asked, env: RankEnv | None) -> None:
+    """Refuse options that would have no effect, and times that are none.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for option, time in (("--limit", asked.limit_s), ("--soak", asked.soak_hours)):
+        if time is not None and not math.isfinite(time):
+            raise ConfigError(option, time, "must be a number", "give seconds, or of a soak hours")
+    lacks_effect: dict[str, list[str]] = {}
+    if asked.hosts is not None:
+        lacks_effect["with --hosts, whose file says it"] = ["--ranks", "--ranks-per-node"]
+    else:
+        lacks_effect["without --hosts"] = ["--ssh"]
+    if env is not None:
+        lacks_effect[f"under {env.launcher}, which has started the ranks"] = ["--ranks", "--hosts"]
+    if asked.runner == "nccl-tests":
+        lacks_effect["with --runner nccl-tests"] = ["--inject", "--soak", "--only", "--limit", "--ranks-per-node"]
+    else:
+        lacks_effect["without --runner nccl-tests"] = ["--nccl-tests"]
+    given = {
+        "--ranks": asked.ranks,
+        "--ranks-per-node": asked.ranks_per_node,
+        "--hosts": asked.hosts,
+        "--ssh": asked.ssh if asked.ssh != "ssh" else None,
+        "--inject": " ".join(asked.inject) or None,
+        "--soak": asked.soak_hours or None,
+        "--only": " ".join(asked.only) or None,
+        "--limit": asked.limit_s,
+        "--nccl-tests": asked.nccl_tests,
+    }
+    for where, options in lacks_effect.items():
+        for option in options:
+            if given[option] is not None:
+                raise ConfigError(option, given[option], f"has no effect {where}", "leave it out")
+
+
 def _backend(asked: Asked) -> str:
     gpus = [] if asked.backend == "gloo" else usable_gpus()
     if asked.backend == "nccl" and not gpus and asked.hosts is None:
@@ -120,72 +169,94 @@ def _backend(asked: Asked) -> str:
 
 
 @contextmanager
-def _log(asked: Asked) -> Iterator[IO[bytes]]:
-    """Where agents and workers write: kept with --out, else gone with the run."""
-    if asked.out is not None:
-        try:
-            asked.out.mkdir(parents=True, exist_ok=True)
-            file = (asked.out / "agents.log").open("wb")
-        except OSError as exc:
-            rule = f"cannot be written ({exc.strerror})"
-            raise ConfigError("--out", asked.out, rule, "give a folder of yours") from exc
-        with file:
-            yield file
-    else:
-        with tempfile.TemporaryFile() as unnamed:
-            yield unnamed
+def _logs(asked: Asked) -> Iterator[Logs]:
+    """Where agents and workers write, a file for each host: kept with --out, else gone with the run."""
+    with ExitStack() as stack:
+
+        def open_log(host: str) -> IO[bytes]:
+            if asked.out is None:
+                return stack.enter_context(tempfile.TemporaryFile())
+            name = "-".join(["agents", *filter(None, [re.sub(r"[^\w.@-]+", "-", host)])])
+            try:
+                asked.out.mkdir(parents=True, exist_ok=True)
+                return stack.enter_context((asked.out / f"{name}.log").open("w+b"))
+            except OSError as exc:
+                rule = f"cannot be written ({exc.strerror})"
+                raise ConfigError("--out", asked.out, rule, "give a folder of yours") from exc
+
+        yield open_log
 
 
 @contextmanager
 def _links(
-    asked: Asked, env: RankEnv | None, backend: str, log: IO[bytes]
+    asked: Asked, env: RankEnv | None, backend: str, logs: Logs
 ) -> Iterator[tuple[list[Link], list[tuple[str, int]], int]]:
-    """The agents, their hosts with the number of ranks, and the ranks of a node of one host that plays several."""
+    """The agents, their hosts with the number of ranks, and the ranks of a virtual node: 0 where nodes are hosts."""
     links: list[Link] = []
     try:
         if env is not None:
-            links = [start_local([0], log), *meet_agents(env, master_address()[1])]
+            links = [start_local([0], logs("")), *meet_agents(env, *master_address())]
             links[0].address = master_address()[0]  # at which the others reach this host
-            yield (links, *_of_launcher(links))
+            yield (links, *_of_launcher(asked, backend, links))
         elif asked.hosts is not None:
             hosts = read_hosts(asked.hosts)
             first = 0
             for host, count in hosts:
-                links.append(start_ssh(host, range(first, first + count), asked.ssh, log))
+                links.append(start_ssh(host, range(first, first + count), asked.ssh, logs(host)))
                 first += count
             yield links, hosts, 0
         else:
             ranks = _num_ranks(asked, backend)
             parse_plants(asked.inject, ranks)
-            links = [start_local(range(ranks), log)]
-            yield links, [("localhost", ranks)], asked.ranks_per_node
+            per_node = _ranks_per_node(asked, backend, ranks)
+            links = [start_local(range(ranks), logs(""))]
+            if not per_node:  # ranks of a real node bear its name
+                links[0].host = os.uname().nodename
+            yield links, [(links[0].host, ranks)], per_node
     finally:
-        for link in links:
-            link.close()
+        close_all(links)
 
 
-def _of_launcher(links: list[Link]) -> tuple[list[tuple[str, int]], int]:
-    """Ranks of one host stand together, as launchers number them; on one host alone each is a node."""
+def _of_launcher(asked: Asked, backend: str, links: list[Link]) -> tuple[list[tuple[str, int]], int]:
+    """Ranks of one host stand together, as launchers number them.
+
+    Raises:
+        ConfigError: several hosts, and ranks for each virtual node of one.
+    """
     local = os.uname().nodename
-    names = [local if link.host == "localhost" else link.host for link in links]
-    if len(set(names)) == 1:
-        for link in links:
-            link.host = f"{names[0]}"
-        return [(names[0], len(links))], 1
-    for link, name in zip(links, names, strict=True):
-        link.host = name
-    counts = {name: names.count(name) for name in names}
+    for link in links:
+        link.host = local if link.host == "localhost" else link.host
+    counts = Counter(link.host for link in links)
+    if len(counts) == 1:
+        return list(counts.items()), _ranks_per_node(asked, backend, len(links))
+    if asked.ranks_per_node is not None:
+        rule = f"divides one host into virtual nodes, and there are {len(counts)} hosts"
+        raise ConfigError("--ranks-per-node", asked.ranks_per_node, rule, "leave it out")
     return list(counts.items()), 0
+
+
+def _ranks_per_node(asked: Asked, backend: str, ranks: int) -> int:
+    """Of the virtual nodes that one host stands for; 0 where it is one real node, as with a GPU a rank.
+
+    CPU ranks are nodes of one rank each. NCCL refuses two ranks on one GPU, unless it takes them for two nodes.
+
+    Raises:
+        ConfigError: the ranks are no multiple of what is asked for.
+    """
+    per_node = asked.ranks_per_node
+    if per_node is None:
+        return 0 if backend == "nccl" and ranks <= len(usable_gpus()) else 1
+    if ranks % per_node:
+        raise ConfigError("--ranks", ranks, f"must be a multiple of --ranks-per-node = {per_node}", "change either")
+    return per_node
 
 
 def _num_ranks(asked: Asked, backend: str) -> int:
     gpus = len(usable_gpus()) if backend == "nccl" else 0
     ranks = asked.ranks or gpus or _DEFAULT_RANKS
-    if gpus and ranks > gpus:
-        raise HardwareMissing(f"--ranks = {ranks}: needs a GPU a rank, and there are {gpus}; give --ranks {gpus}")
-    if ranks % asked.ranks_per_node:
-        rule = f"must be a multiple of --ranks-per-node = {asked.ranks_per_node}"
-        raise ConfigError("--ranks", ranks, rule, "change either")
+    if gpus and ranks % gpus and ranks > gpus:
+        remedy = f"give --ranks {gpus}, or a multiple: virtual nodes that share them"
+        raise HardwareMissing(f"--ranks = {ranks}: needs a GPU a rank, and there are {gpus}; {remedy}")
     return ranks
 
 
@@ -219,6 +290,10 @@ def _settings(
     asked: Asked, hosts: Sequence[tuple[str, int]], per_node: int, backend: str, chosen: Sequence[str]
 ) -> Settings:
     members = members_of(hosts, per_node)
+    gpus = len(usable_gpus()) if backend == "nccl" and per_node else 0
+    shared_gpus = gpus if gpus < len(members) else 0
+    if shared_gpus:
+        logger.warning("%d ranks share %d GPUs: a drill on virtual nodes, no acceptance", len(members), gpus)
     cluster, nccl = None, NcclConfig()
     if asked.config is not None:
         config = load_config(asked.config, ())
@@ -226,11 +301,12 @@ def _settings(
     return Settings(
         members=members,
         backend=backend,
-        work=work_for(backend, asked.limit_s, bool(per_node)),
+        work=work_for(backend, asked.limit_s, bool(per_node), bool(shared_gpus)),
         plants=parse_plants(asked.inject, len(members)),
         chosen=chosen,
         tor_nodes=cluster.servers_per_tor_set if cluster else 0,
         virtual_nodes=bool(per_node),
+        shared_gpus=shared_gpus,
         soak_s=3600 * asked.soak_hours,
         cluster=cluster,
         verbs=asked.verbs,
@@ -238,8 +314,8 @@ def _settings(
     )
 
 
-def _show(asked: Asked, settings: Settings, result: Result, started: str) -> None:
-    """The table on stdout, unless a file is; then the files."""
+def _show(asked: Asked, settings: Settings, result: Result, started: str) -> str:
+    """The table on stdout, unless a file is; the record and JUnit's XML. Returns the commit."""
     files = {"json": asked.json_file, "html": asked.html_file, "junit": asked.junit_file}
     if "-" not in map(str, files.values()):
         click.echo("\n".join(run_output.format_run(result)))
@@ -249,17 +325,13 @@ def _show(asked: Asked, settings: Settings, result: Result, started: str) -> Non
     if asked.json_file:
         write_text(asked.json_file, record.to_json())
     if asked.junit_file:
-        write_text(asked.junit_file, junit(run_output.judgement_of(result), "netlayer accept"))
-    if asked.html_file:
-        _write_page(asked.html_file, run_output.page(result, settings, str(snapshot["commit"])))
-    if asked.out:
-        _write_folder(asked.out, result)
-    if result.stopped:
-        click.echo("interrupted: what was measured until then was judged", err=True)
+        write_text(asked.junit_file, run_output.junit(result))
+    return str(snapshot["commit"])
 
 
-def _write_page(path: Path, page: Report) -> None:
-    """The page, and beside it its charts as pictures, to which it links."""
+def _write_page(path: Path, result: Result, settings: Settings, commit: str) -> None:
+    """The page, and in `plots` beside it its charts as pictures, to which it links and which bear its name."""
+    page = run_output.page(result, settings, commit, re.sub(r"[^\w-]+", "-", path.stem) or "run")
     with tempfile.TemporaryDirectory() as folder:
         page.write(folder)
         write_text(path, (Path(folder) / "report.html").read_text(encoding="utf-8"))

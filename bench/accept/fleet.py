@@ -1,7 +1,8 @@
 """The ranks of a run: tasks go out to groups of them, rows or evidence come back, whoever hangs is replaced.
 
-A task that is not done within its limit is evidence, not an error: how far each rank had come, and whether it still
-runs. Its workers are killed and forked anew, so that the rest can go on. Left out: naming the culprit.
+A task that is not done within its limit, and in which nobody gets on any more, is evidence, not an error: how far each
+rank had come, and whether it still runs. One that gets on has its limit again, some times. In the end its workers are
+killed and forked anew, so that the rest can go on. Left out: naming the culprit.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from bench.accept.wire import JOB, Message
 _BEGIN_S = 120.0
 _ANSWER_S = 3.0
 _SETTLE_S = 1.0  # one failure makes others: their messages may arrive first
+_LOOK_AGAIN_S = (0.1, 0.3, 0.6, 1.0)  # who is late is looked at again after so long each, until it is seen to get on
+# So often a group that gets on has its limit again; and one that does not, but whose hindmost rank runs: it may wait
+# for a core, or for ever.
+_MOST_MOVING, _MOST_RUNNING = 5, 2
 Rows = list[dict[str, Any]]
 JobName = tuple[str, str]
 """Of a measurement of NICs: its host, and which of that host's it is."""
@@ -42,9 +47,11 @@ class Outcome:
         rows: of its first rank, ranks numbered in the group; None where it did not end well.
         errors: what ranks raised, the earliest first.
         dead: ranks that ended, and how.
-        where: of every rank where the limit passed.
+        where: of every rank where the limit passed and nobody gets on.
+        slow_s: so long it was given, where it gets on and yet was not done.
         formed: ranks that have joined the group.
-        until: when its limit passes.
+        began, until: when it was sent out, and when its limit passes.
+        longer: how often it had its limit again.
     """
 
     group: tuple[int, ...]
@@ -52,13 +59,23 @@ class Outcome:
     errors: dict[int, str] = field(default_factory=dict)
     dead: dict[int, str] = field(default_factory=dict)
     where: dict[int, Where] = field(default_factory=dict)
+    slow_s: float = 0.0
     formed: set[int] = field(default_factory=set)
     answered: set[int] = field(default_factory=set)
+    began: float = 0.0
     until: float = 0.0
+    longer: int = 0
 
     @property
     def failed(self) -> bool:
-        return bool(self.errors or self.dead or self.where)
+        return bool(self.errors or self.dead or self.where or self.slow_s)
+
+
+def hindmost(where: Mapping[int, Where]) -> tuple[int, ...]:
+    """The ranks that have launched the fewest collectives; none where all have launched as many."""
+    least = min((one.launched for one in where.values()), default=0)
+    found = tuple(rank for rank, one in where.items() if one.launched == least)
+    return found if len(found) < len(where) else ()
 
 
 class Fleet:
@@ -79,8 +96,10 @@ class Fleet:
         self._running: dict[int, Outcome] = {}
         self._limit_s, self._form_s = 0.0, form_s
 
-    def begin(self, workers: Mapping[int, Mapping[str, Any]], environ: Mapping[str, str], preflight: bool) -> list[str]:
-        """Start all workers. Returns the hosts that did not."""
+    def begin(
+        self, workers: Mapping[int, Mapping[str, Any]], environ: Mapping[str, str], preflight: bool
+    ) -> list[Link]:
+        """Start all workers. Returns the agents that did not."""
         looked: set[str] = set()
         for link in self._links:
             link.say(
@@ -97,7 +116,7 @@ class Fleet:
         late = [link for link in self._links if not link.began]
         for link in late:
             link.alive = False
-        return [link.host for link in late]
+        return late
 
     def preflight(self, limit_s: float) -> dict[str, Any]:
         """What each host says of itself; hosts that say nothing within the limit are missing."""
@@ -146,23 +165,63 @@ class Fleet:
         for number, outcome in tasks.items():
             self._send(number, outcome, name, args)
         self._limit_s = limit_s
-        self._wait(
-            lambda: all(self._settled(one) or self._is_late(one) for one in tasks.values()), limit_s + self._form_s
-        )
+        while late := self._late(tasks.values()):
+            self._look_at(late)
         if any(outcome.failed for outcome in tasks.values()):
             self._wait(lambda: False, _SETTLE_S)
         for outcome in tasks.values():
-            if outcome.failed or not self._settled(outcome):
+            if outcome.failed:
                 self._clear(outcome)
         self._running = {}
         return list(tasks.values())
 
-    def _is_late(self, outcome: Outcome) -> bool:
-        return time.monotonic() > outcome.until
+    def _late(self, outcomes: Collection[Outcome]) -> list[Outcome]:
+        """Those that have not ended when the limit of each has passed."""
+        limit_s = self._limit_s + self._form_s
+        self._wait(lambda: all(self._settled(one) or time.monotonic() > one.until for one in outcomes), limit_s)
+        return [one for one in outcomes if not self._settled(one)]
+
+    def _look_at(self, late: Sequence[Outcome]) -> None:
+        """More time for those that get on, or may; the others are settled: with where their ranks are, or as slow."""
+        formed = {one.group: len(one.formed) for one in late}
+        before = now = self._where(late)
+        moving: set[tuple[int, ...]] = set()
+        for pause_s in _LOOK_AGAIN_S:
+            self._wait(lambda: all(self._settled(one) for one in late), pause_s)
+            now = self._where(late)
+            moving |= {one.group for one in late if len(one.formed) > formed[one.group]}
+            moving |= {one.group for one in late if any(now[rank][:2] != before[rank][:2] for rank in one.group)}
+            if len(moving) == len(late):
+                break
+        for one in late:
+            if self._settled(one):
+                continue
+            where = {rank: now[rank] for rank in one.group}
+            moves = one.group in moving
+            runs = {rank for seen in (before, now) for rank in one.group if seen[rank].state == "R"}
+            if one.longer < (_MOST_MOVING if moves else _MOST_RUNNING if runs & _awaited(one, where) else 0):
+                one.longer += 1
+                one.until = time.monotonic() + (self._limit_s if len(one.formed) == len(one.group) else self._form_s)
+            elif moves:
+                one.slow_s = time.monotonic() - one.began
+            else:
+                one.where = where
+
+    def _where(self, outcomes: Iterable[Outcome]) -> dict[int, Where]:
+        """How far the ranks have come, as their agents see it."""
+        ranks = [rank for one in outcomes for rank in one.group]
+        for rank in ranks:
+            self._by_rank[rank].said.pop(f"where{rank}", None)
+            self._by_rank[rank].say({"do": "where", "rank": rank})
+        known = [(self._by_rank[rank], f"where{rank}") for rank in ranks]
+        self._wait(lambda: all(key in link.said or not link.alive for link, key in known), _ANSWER_S)
+        said = {rank: self._by_rank[rank].said.get(f"where{rank}") for rank in ranks}
+        return {rank: Where(**one) if one else Where(0, 0, "lost") for rank, one in said.items()}
 
     def _send(self, number: int, outcome: Outcome, name: str, args: Mapping[str, Any]) -> None:
         store = self._find_store(outcome.group) if len(outcome.group) > 1 else ""
-        outcome.until = time.monotonic() + self._form_s
+        outcome.began = time.monotonic()
+        outcome.until = outcome.began + self._form_s
         formed = {self._formed.get(rank, "") for rank in outcome.group}
         group = formed.pop() if len(formed) == 1 else ""
         if group.partition(":")[2] != _members(outcome.group):
@@ -196,17 +255,8 @@ class Fleet:
         return outcome.failed or len(outcome.answered) == len(outcome.group)
 
     def _clear(self, outcome: Outcome) -> None:
-        """Ask where its ranks are, then replace them."""
+        """Replace its ranks."""
         outcome.rows = None
-        if not outcome.errors and not outcome.dead:
-            for rank in outcome.group:
-                self._by_rank[rank].said.pop(f"where{rank}", None)
-                self._by_rank[rank].say({"do": "where", "rank": rank})
-            known = [(self._by_rank[rank], f"where{rank}") for rank in outcome.group]
-            self._wait(lambda: all(key in link.said or not link.alive for link, key in known), _ANSWER_S)
-            for rank in outcome.group:
-                said = self._by_rank[rank].said.get(f"where{rank}")
-                outcome.where[rank] = Where(**said) if said else Where(0, 0, "lost")
         for rank in outcome.group:
             self._formed.pop(rank, None)
             self._by_rank[rank].say({"do": "kill", "rank": rank})
@@ -261,6 +311,12 @@ class Fleet:
             current.errors[rank] = str(message["error"])
         elif rank == current.group[0]:
             current.rows = message["rows"]
+
+
+def _awaited(outcome: Outcome, where: Mapping[int, Where]) -> set[int]:
+    """For whom the others seem to wait: who has not joined the group yet, or has launched the fewest collectives."""
+    alone = outcome.group if len(outcome.group) == 1 else ()
+    return set(outcome.group) - outcome.formed or set(hindmost(where) or alone)
 
 
 def _members(group: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ from netlayer.verdict import NO_EXPECTATION, Finding, Verdict, worst
 
 SEVERITY: tuple[Verdict | None, ...] = ("FAIL", "WARN", None, "PASS")
 _BELOW = "run it again on this node alone; where it stays below, read nvidia-smi -q and nvidia-smi nvlink -s of it"
+_SAY_NAME = "the log does not name its collective: run the binary under its own name, such as all_reduce_perf"
 _SAY_NVLS = "the log does not say whether NVLS was on; judge it with"
 
 
@@ -86,7 +87,7 @@ def held(file: str, figures: Sequence[Figure], entries: Sequence[Expectation], s
         if not known:
             last = group[-1]
             states = " or ".join(f"--nvls {'on' if state else 'off'}" for state in lacking_nvls(group, about))
-            step = f"{_SAY_NVLS} {states}, if it was" if states else ""
+            step = f"{_SAY_NVLS} {states}, if it was" if states else _lacking_name(last)
             yield Finding(
                 None,
                 last.subject,
@@ -105,6 +106,12 @@ def held(file: str, figures: Sequence[Figure], entries: Sequence[Expectation], s
         words = figure.text
         wanted = f"{entry.value:g} ({figure.value / entry.value:.2f} of it, worst of {len(known)}): {entry.source}"
         yield Finding(word, figure.subject, series, words, wanted, "" if word == "PASS" else _BELOW, file, figure.line)
+
+
+def _lacking_name(figure: Figure) -> str:
+    """Why nothing can be known of a collective's bandwidth whose log does not say which it was."""
+    unnamed = figure.facts.get("quantity") == "bus_bw_gbs" and "collective" not in figure.facts
+    return _SAY_NAME if unnamed else ""
 
 
 def _without_idle(findings: Sequence[Finding], held: Sequence[Finding]) -> Iterator[Finding]:

@@ -6,17 +6,21 @@ An agent that was started ends with its pipe: nothing is left of it, however the
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import json
 import os
+import select
 import shlex
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from bench.accept.log import printable
 from bench.accept.wire import Message, Reader, write
 from netlayer.errors import ConfigError
 from netlayer.rank import RankEnv
@@ -24,6 +28,8 @@ from netlayer.rank import RankEnv
 _MODULE = ("-m", "bench.accept.agent")
 _END_S = 3.0
 _MEET_S = 120.0
+_HELLO_BYTES = 4096
+_TAIL_BYTES = 2000
 
 
 @dataclass
@@ -36,6 +42,7 @@ class Link:
         ranks: whose workers it forks.
         reader, sink: its messages, and the descriptor of ours.
         process: what carries it, where we have started it.
+        log: what it, and ssh, write on stderr then.
     """
 
     host: str
@@ -44,6 +51,7 @@ class Link:
     reader: Reader
     sink: int
     process: subprocess.Popen[bytes] | None = None
+    log: IO[bytes] | None = None
     alive: bool = True
     began: bool = False
     said: dict[str, Any] = field(default_factory=dict)
@@ -59,21 +67,37 @@ class Link:
             self.alive = False
         return found
 
+    def last_words(self) -> str:
+        """The last line of its log."""
+        if self.log is None:
+            return ""
+        size = os.fstat(self.log.fileno()).st_size
+        lines = os.pread(self.log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).split(b"\n")
+        return printable(next((line.decode(errors="replace").strip() for line in reversed(lines) if line.strip()), ""))
+
     def close(self) -> None:
         """End the agent and wait for it."""
-        self.alive = False
-        if self.process is None:
+        close_all([self])
+
+
+def close_all(links: Sequence[Link]) -> None:
+    """End all agents at once and wait for them."""
+    for link in links:
+        link.alive = False
+        if link.process is None:
             with contextlib.suppress(OSError):
-                os.close(self.sink)
-        else:
-            for pipe in (self.process.stdin, self.process.stdout):
-                assert pipe is not None
-                pipe.close()
-            try:
-                self.process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+                os.close(link.sink)
+            continue
+        for pipe in (link.process.stdin, link.process.stdout):
+            assert pipe is not None
+            pipe.close()
+    deadline = time.monotonic() + _END_S
+    for process in (link.process for link in links if link.process is not None):
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def start_local(ranks: Sequence[int], log: IO[bytes]) -> Link:
@@ -103,33 +127,83 @@ def _start(host: str, address: str, ranks: Sequence[int], command: Sequence[str]
         raise ConfigError("--ssh", command[0], f"cannot be run ({exc.strerror})", "give the ssh command") from exc
     assert process.stdin is not None
     assert process.stdout is not None
-    return Link(host, address, tuple(ranks), Reader(process.stdout.fileno()), process.stdin.fileno(), process)
+    return Link(host, address, tuple(ranks), Reader(process.stdout.fileno()), process.stdin.fileno(), process, log)
 
 
-def meet_agents(env: RankEnv, port: int) -> list[Link]:
+def meet_agents(env: RankEnv, address: str, port: int, limit_s: float = _MEET_S) -> list[Link]:
     """Rank 0 of a launcher: the agents of the other ranks, which `join_run` has made.
 
+    Args:
+        address: at which the others look for this rank.
+
     Raises:
-        ConfigError: not all of them came.
+        ConfigError: not all of them came, or the port is taken.
     """
     found: dict[int, Link] = {}
-    with socket.create_server(("", port)) as server:
-        deadline = time.monotonic() + _MEET_S
-        while len(found) < env.world_size - 1:
-            server.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, (address, *_) = server.accept()
-            except TimeoutError as exc:
-                missing = sorted(set(range(1, env.world_size)) - set(found))
-                rule = f"ranks {', '.join(map(str, missing))} did not come within {_MEET_S:g} s"
-                raise ConfigError("launcher", env.launcher, rule, "see their output") from exc
-            connection.settimeout(None)
-            fd = connection.detach()
-            reader = Reader(fd)
-            for hello in reader.read() or ():
-                rank = int(hello["rank"])
-                found[rank] = Link(str(hello["host"]), str(address), (rank,), reader, fd)
+    deadline = time.monotonic() + limit_s
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(_listen(env, address, port))
+        said: dict[socket.socket, bytes] = {}  # by those who have not said who they are
+        while missing := set(range(1, env.world_size)) - set(found):
+            left_s = deadline - time.monotonic()
+            ready = select.select([server, *said], [], [], left_s)[0] if left_s > 0 else []
+            if not ready:
+                ranks = ", ".join(map(str, sorted(missing)))
+                rule = f"ranks {ranks} did not come within {limit_s:g} s"
+                raise ConfigError("launcher", env.launcher, rule, "see their output")
+            for one in ready:
+                if one is server:
+                    with contextlib.suppress(OSError):  # gone again
+                        said[stack.enter_context(server.accept()[0])] = b""
+                elif link := _greeted(one, said, missing - set(found)):
+                    found[link.ranks[0]] = link
     return [found[rank] for rank in sorted(found)]
+
+
+def _listen(env: RankEnv, address: str, port: int) -> socket.socket:
+    """At that address; at all where it is not this host's own, or is its loopback while others are elsewhere."""
+    with contextlib.suppress(OSError):
+        family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        local = ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback
+        if not local or env.local_world_size == env.world_size:
+            server = socket.create_server((str(place[0]), port), family=family)
+            server.setblocking(False)
+            return server
+    try:
+        server = socket.create_server(("", port))
+    except OSError as exc:
+        raise ConfigError("MASTER_PORT", port, f"cannot be listened at ({exc.strerror})", "choose another") from exc
+    server.setblocking(False)
+    return server
+
+
+def _greeted(one: socket.socket, said: dict[socket.socket, bytes], missing: Collection[int]) -> Link | None:
+    """The agent, once its hello is whole; whoever says anything else is hung up on."""
+    try:
+        chunk, address = one.recv(_HELLO_BYTES), str(one.getpeername()[0])
+    except OSError:
+        chunk, address = b"", ""
+    text = said.pop(one) + chunk
+    if chunk and b"\n" not in text and len(text) < _HELLO_BYTES:
+        said[one] = text
+        return None
+    rank, host = _hello(text)
+    if rank not in missing:
+        one.close()
+        return None
+    fd = one.detach()
+    return Link(host, address, (rank,), Reader(fd), fd)
+
+
+def _hello(text: bytes) -> tuple[int, str]:
+    """A rank and its host; rank 0, whom nobody waits for, where it is nothing of the kind."""
+    try:
+        match json.loads(text):
+            case {"rank": int(rank), "host": str(host)}:
+                return rank, printable(host)
+    except (ValueError, RecursionError):
+        pass
+    return 0, ""
 
 
 def join_run(env: RankEnv, address: str, port: int) -> None:

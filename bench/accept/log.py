@@ -94,11 +94,11 @@ class Text:
 
     @property
     def stem(self) -> str:
-        return printable(Path(self.file).stem)
+        return one_line(Path(self.file).stem)
 
     def damaged(self, line: int, expected: str, remedy: str = _AGAIN) -> ConfigError:
         """The error that says where the file cannot be read on."""
-        return ConfigError(f"{printable(self.file)}:{line}" if line else printable(self.file), None, expected, remedy)
+        return ConfigError(f"{one_line(self.file)}:{line}" if line else one_line(self.file), None, expected, remedy)
 
     def check_rows(self, num_rows: int, most: int = MAX_ROWS) -> None:
         """Refuse what no tool writes, before time is spent on it.
@@ -177,6 +177,11 @@ def read_text(path: Path) -> Text:
 def printable(text: str) -> str:
     """Text without what a terminal, an XML reader or a bidirectional display would act on."""
     return _CONTROL.sub("?", text)
+
+
+def one_line(text: str) -> str:
+    """The same without line feeds and tabs, which the name of a file may hold."""
+    return printable(text).replace("\n", "?").replace("\t", "?")
 
 
 def number(cell: object) -> float | None:

@@ -21,8 +21,17 @@ _RANK = re.compile(r"^#\s+Rank\s+\d+\s+(?:Group\s+\d+\s+)?Pid\s+\d+ on\s+(\S+) d
 _PROGRAM = re.compile(r"(\w{1,40}?)_perf(?:_mpi)?\b")
 _LIBRARY = re.compile(r"nccl-library=(\d{1,9})|NCCL version (\d{1,4})\.(\d{1,4})\.(\d{1,4})")
 _GRAPH = re.compile(r"\bgraph: (\d{1,9})")
+_STARTED = re.compile(r"^# nThread ")
+_BOUNDS = re.compile(r"^# Out of bounds values\s*:\s*(\d{1,18})\s+(OK|FAILED)")
+# Ours says which algorithms ran; NCCL_DEBUG says whether NCCL was let and whether it could.
+_NVLS_USED = re.compile(r"# NVLS used: (yes|no)\b")
+_NVLS_OFF = re.compile(r"NCCL_NVLS_ENABLE set by environment to 0\b")
+_MULTICAST = re.compile(
+    r"NVLS multicast support is (not )?available|# NVLS used: unknown \(multicast: (not )?available\)"
+)
 _FAILURE = re.compile(r"Test (?:NCCL|CUDA) failure|Test failure|Segmentation fault|Aborted \(core dumped\)")
 _ALONE = "run netlayer accept --hosts with this node alone, then with one neighbour"
+_CORRUPT = "drain the node; run each of its GPUs and NICs alone with -c 1 to find the one that corrupts"
 _AGAIN = f"take it again; where it hangs, {_ALONE}"
 
 
@@ -44,6 +53,8 @@ class _Run(NamedTuple):
     hosts: list[str]
     facts: dict[str, str | int | bool]
     sides: list[_Side]
+    # What nccl-tests itself counts as wrong at the end, as (count, line), where it counts any.
+    out_of_bounds: tuple[str, int] | None
     # Mean bandwidth under what was asked for by NCCL_TESTS_MIN_BW, as (figure, line).
     too_slow: tuple[str, int] | None
 
@@ -102,7 +113,7 @@ def parse_json(text: Text, tree: Mapping[str, Any]) -> Log:
 def _log(text: Text, run: _Run) -> Log:
     who = _who(run.hosts, text)
     name = run.collective or "collective of unknown name"
-    findings = [_data_finding(text, who, name, run.sides)]
+    findings = [_data_finding(text, who, name, run)]
     if run.too_slow:
         figure, line = run.too_slow
         findings.append(
@@ -134,7 +145,8 @@ def _log(text: Text, run: _Run) -> Log:
     return Log(KIND, tuple(findings), figures)
 
 
-def _data_finding(text: Text, who: str, name: str, sides: list[_Side]) -> Finding:
+def _data_finding(text: Text, who: str, name: str, run: _Run) -> Finding:
+    sides = run.sides
     bad = [side for side in sides if side.wrong]
     unchecked = sum(side.wrong is None for side in sides)
     check = f"{name} data"
@@ -142,8 +154,11 @@ def _data_finding(text: Text, who: str, name: str, sides: list[_Side]) -> Findin
         first = bad[0]
         figure = f"{sum(side.wrong or 0 for side in bad):g} wrong elements in {len(bad)} of {len(sides)} measurements"
         figure += f", first at {format_size(first.size)} {first.place}"
-        step = "drain the node; run each of its GPUs and NICs alone with -c 1 to find the one that corrupts"
-        return Finding("FAIL", who, check, figure, "#wrong = 0", step, text.file, first.line)
+        return Finding("FAIL", who, check, figure, "#wrong = 0", _CORRUPT, text.file, first.line)
+    if run.out_of_bounds:
+        count, line = run.out_of_bounds
+        figure = f"{count} out-of-bounds values, though no row tells of a wrong element"
+        return Finding("FAIL", who, check, figure, "out of bounds values: 0 OK", _CORRUPT, text.file, line)
     if unchecked == len(sides):
         step = "run again with -c 1: a bandwidth counts only where the data was right"
         return Finding("WARN", who, check, "not checked (-c 0)", "#wrong = 0", step, text.file, sides[0].line)
@@ -170,15 +185,20 @@ def _who(hosts: list[str], text: Text) -> str:
 
 def _read_text(text: Text) -> _Run:
     ranks = [match for words in text.lines if (match := _RANK.match(words))]
-    sides, collective, too_slow, ended = list(_rows(text)), "", None, False
+    sides, collective, too_slow, out_of_bounds = list(_rows(text)), "", None, None
+    num_started = num_ended = 0
     for line, words in enumerate(text.lines, 1):
         if words.startswith("# Collective test starting") and (named := _PROGRAM.search(words)):
             collective = named[1]
+        num_started += bool(_STARTED.match(words))
+        bounds = _BOUNDS.match(words)
+        if bounds and (bounds[2] == "FAILED" or bounds[1].strip("0")):
+            out_of_bounds = out_of_bounds or (bounds[1], line)
         if words.startswith("# Avg bus bandwidth"):
-            ended = True
+            num_ended += 1
             if words.rstrip().endswith("FAILED"):
                 too_slow = (words.partition(":")[2].strip(), line)
-    if not ended:
+    if num_ended < max(1, num_started):
         rule = "ends before '# Avg bus bandwidth': the run hung, or the log was cut"
         raise text.damaged(len(text.lines), rule, _AGAIN)
     if not sides:
@@ -187,10 +207,19 @@ def _read_text(text: Text) -> _Run:
     graph = _GRAPH.search(text.content)
     if graph:
         facts["graph"] = int(graph[1]) > 0
-    available = re.search(r"NVLS multicast support is (not )?available", text.content)
-    if available:
-        facts["nvls"] = available[1] is None
-    return _Run(collective, [match[1] for match in ranks], facts, sides, too_slow)
+    nvls = _nvls(text.content)
+    if nvls is not None:
+        facts["nvls"] = nvls
+    return _Run(collective, [match[1] for match in ranks], facts, sides, out_of_bounds, too_slow)
+
+
+def _nvls(content: str) -> bool | None:
+    """Whether NVLS was there; None where the text does not say it, or says both of several runs."""
+    said = {match[1] == "yes" for match in _NVLS_USED.finditer(content)}
+    if not said and _NVLS_OFF.search(content):
+        return False
+    said = said or {match[1] is None and match[2] is None for match in _MULTICAST.finditer(content)}
+    return said.pop() if len(said) == 1 else None
 
 
 def _rows(text: Text) -> Iterator[_Side]:
@@ -238,14 +267,17 @@ def _read_json(text: Text, tree: Mapping[str, Any]) -> _Run:
     )
     if isinstance(config.get("graph"), int):
         facts["graph"] = config["graph"] > 0
-    if "NCCL_NVLS_ENABLE=0" in sequence(tree.get("env")):
-        facts["nvls"] = False
+    nvls = _json_nvls(tree)
+    if nvls is not None:
+        facts["nvls"] = nvls
     if "end_time" not in tree and "average_bus_bandwidth" not in tree:
         raise text.damaged(len(text.lines), "has no 'end_time': the run did not end", _AGAIN)
     text.check_rows(len(sequence(tree.get("results"))))
     sides = [side for result in sequence(tree.get("results")) for side in _json_sides(text, mapping(result))]
     if not sides:
         raise text.damaged(text.line_of('"results"'), "'results' must hold at least one measurement")
+    bounds = mapping(tree.get("out_of_bounds"))
+    out_of_bounds = bounds.get("okay") in ("false", False) or (number(bounds.get("count")) or 0) > 0
     average = mapping(tree.get("average_bus_bandwidth"))
     slow = (f"{word(average.get('bandwidth'))} GB/s", text.line_of('"average_bus_bandwidth"'))
     hosts = [word(device.get("hostname")) for device in devices]
@@ -254,8 +286,19 @@ def _read_json(text: Text, tree: Mapping[str, Any]) -> _Run:
         [host for host in hosts if host],
         facts,
         sides,
+        (word(bounds.get("count")) or "unknown", text.line_of('"out_of_bounds"')) if out_of_bounds else None,
         slow if average.get("okay") in ("false", False) else None,
     )
+
+
+def _json_nvls(tree: Mapping[str, Any]) -> bool | None:
+    """What our own tree tells of the algorithms; else what the variable and NCCL's look at multicast leave."""
+    ours = mapping(mapping(tree.get("netlayer")).get("nvls"))
+    if isinstance(ours.get("used"), bool):
+        return bool(ours["used"])
+    if "NCCL_NVLS_ENABLE=0" in sequence(tree.get("env")):
+        return False
+    return {"available": True, "not available": False}.get(word(ours.get("multicast")))
 
 
 def _json_sides(text: Text, result: Mapping[str, Any]) -> Iterator[_Side]:

@@ -6,7 +6,7 @@ Format: the manual nvidia-smi(1) (docs.nvidia.com/deploy/nvidia-smi). XML (`-x`)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from bench.accept.log import Log, Text
@@ -16,6 +16,7 @@ from netlayer.verdict import Finding
 KIND = "nvidia-smi -q"
 _GPU = re.compile(r"^GPU ([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.\d)\s*$")
 _LOST = re.compile(r"GPU is lost|Unable to determine the device handle|has fallen off the bus|No devices were found")
+_CUT = "the log was cut: take it again"
 _TRAITS = (
     "Driver Version",
     "CUDA Version",
@@ -64,10 +65,13 @@ def parse_text(text: Text) -> Log:
     if not gpus and not findings:
         raise text.damaged(len(text.lines), "must hold a line 'GPU 00000000:1B:00.0' and its fields")
     _check_whole(text, gpus)
+    lost = bool(findings)
     names = _names(gpus)
     for bus, fields in gpus.items():
         found = list(_judge(text, names[bus], fields))
-        checked = sum(any(re.match(rule.field, path) for rule in RULES[:-1]) for path in fields)
+        checked = _num_checked(fields)
+        if not lost and not any(finding.check == "query" for finding in found):
+            _check_sections(text, bus, fields, found)
         findings += found or [
             Finding(
                 "PASS",
@@ -113,7 +117,25 @@ def _check_whole(text: Text, gpus: Mapping[str, _Fields]) -> None:
     lacking = {path.partition("/")[0] for path in first} - {path.partition("/")[0] for path in last}
     if lacking and first.get("Product Name", _Field("", 0)).value == last.get("Product Name", _Field("", 0)).value:
         rule = f"GPU {list(gpus)[-1]} ends before its section {sorted(lacking)[0]!r}"
-        raise text.damaged(len(text.lines), rule, "the log was cut: take it again")
+        raise text.damaged(len(text.lines), rule, _CUT)
+
+
+def _num_checked(fields: _Fields) -> int:
+    """How many fields the rules know; the last rule fits every field."""
+    return sum(any(re.match(rule.field, path) for rule in RULES[:-1]) for path in fields)
+
+
+def _check_sections(text: Text, bus: str, fields: _Fields, found: Sequence[Finding]) -> None:
+    """A GPU of a whole query reaches its last section, and one of a part of it (`-d`) has something to judge."""
+    have = {path.partition("/")[0] for path in fields}
+    # The names that drivers gave it; a query with -d does not name the product.
+    wanted = (("Clocks Event Reasons", "Clocks Throttle Reasons"), ("ECC Errors", "ECC Mode"), ("Processes",))
+    lacking = [names[0] for names in wanted if have.isdisjoint(names)] if "Product Name" in have else []
+    if lacking:
+        raise text.damaged(len(text.lines), f"GPU {bus} ends before its section {lacking[0]!r}", _CUT)
+    if not found and not _num_checked(fields):
+        rule = f"GPU {bus} has no field that tells of its health"
+        raise text.damaged(len(text.lines), rule, "give the whole output of nvidia-smi -q")
 
 
 def _names(gpus: Mapping[str, _Fields]) -> dict[str, str]:

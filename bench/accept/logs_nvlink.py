@@ -6,6 +6,7 @@ Format: the manual nvidia-smi(1), nvlink: a line a GPU, below it a line a link w
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from bench.accept.log import Figure, Log, Text
 from netlayer.verdict import Finding
@@ -13,6 +14,7 @@ from netlayer.verdict import Finding
 KIND = "nvidia-smi nvlink -s"
 _GPU = re.compile(r"^GPU (\d{1,4}): (.{1,80}?)(?: \(UUID: .{0,60}\))?$")
 _LINK = re.compile(r"^\s+Link (\d{1,4}):\s*(\S.{0,60})$")
+_CUT = "the log was cut: take it again"
 _ACTIVE = re.compile(r"\d{1,6}(?:\.\d{1,6})? GB/s")
 
 
@@ -42,9 +44,12 @@ def parse_text(text: Text) -> Log:
                 up[gpu] += 1
             else:
                 raise text.damaged(line, f"link {link[1]} must have a speed such as '26.562 GB/s', or <inactive>")
+    if not up:
+        raise text.damaged(1, "must hold a line 'GPU 0: NAME (UUID: ...)' above its links")
     bare = next((gpu for gpu in up if not up[gpu] and not down[gpu]), None)
     if bare:
-        raise text.damaged(bare[2], f"{bare[0]} has no line 'Link 0: ...'", "the log was cut: take it again")
+        raise text.damaged(bare[2], f"{bare[0]} has no line 'Link 0: ...'", _CUT)
+    _check_whole(text, {gpu: up[gpu] + len(down[gpu]) for gpu in up})
     findings = [_finding(text, gpu, up[gpu], down[gpu]) for gpu in up]
     figures = [
         Figure(
@@ -60,6 +65,15 @@ def parse_text(text: Text) -> Log:
         if up[who, name, line]
     ]
     return Log(KIND, tuple(findings), tuple(figures))
+
+
+def _check_whole(text: Text, links: Mapping[tuple[str, str, int], int]) -> None:
+    """A log that was cut has fewer lines of its last GPU than of each other one of that product."""
+    *others, last = links
+    alike = [links[gpu] for gpu in others if gpu[1] == last[1]]
+    if alike and links[last] < min(alike):
+        rule = f"{last[0]} has {links[last]} lines of links, where each GPU before it has {min(alike)} or more"
+        raise text.damaged(len(text.lines), rule, _CUT)
 
 
 def _finding(text: Text, gpu: tuple[str, str, int], up: int, down: list[str]) -> Finding:

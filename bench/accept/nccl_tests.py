@@ -20,8 +20,9 @@ from bench.accept.links import Link
 from bench.accept.log import Log, Text
 from bench.accept.peers import Measured, judge_peers
 from bench.accept.recognise import parse
-from bench.accept.run import Result, Settings
+from bench.accept.run import Result, Settings, break_off
 from bench.accept.trial import Trial
+from bench.accept.wire import Message
 from netlayer.errors import ConfigError, HardwareMissing
 from netlayer.progress import Stages
 from netlayer.verdict import Finding
@@ -65,7 +66,7 @@ def run_nccl_tests(settings: Settings, links: Sequence[Link], folder: Path | Non
                     _run_one(trial, name, binary, hosts)
                 result.done.append(name)
         except KeyboardInterrupt:
-            result.stopped = "interrupted"
+            break_off(result, stages)
     return result
 
 
@@ -87,28 +88,39 @@ def _run_one(trial: Trial, name: str, binary: Path, hosts: dict[str, int]) -> No
     for host, gpus in hosts.items():
         said = trial.fleet.execute(host, [str(binary), *_SIZES, "-g", str(gpus)], _LIMIT_S)
         if said is None or said["code"] is None or not said["text"]:
-            reason = said["error"] if said else "the host was lost"
-            trial.findings.append(Finding("FAIL", host, name, reason, "runs", f"run {binary} on {host} by hand", name))
+            _fail(trial, name, binary, host, _reason(said), "runs")
             continue
         trial.rows.append({"phase": name, "host": host, "text": said["text"], "code": said["code"]})
         try:
             logs[host] = parse(Text(host, said["text"]))
         except ConfigError as exc:
-            words = said["error"] or str(exc)
-            trial.findings.append(
-                Finding("FAIL", host, name, words, "a table", f"run {binary} on {host} by hand", name)
-            )
-    trial.findings += [replace(finding, file=name, line=0) for finding in _findings(logs)]
+            _fail(trial, name, binary, host, said["error"] or str(exc), "a table")
+    for host, finding in _findings(logs):
+        trial.accuse(name, "part", trial.ranks_of([host]), replace(finding, file=name, line=0), label=host)
 
 
-def _findings(logs: dict[str, Log]) -> Iterator[Finding]:
+def _fail(trial: Trial, name: str, binary: Path, host: str, words: str, expected: str) -> None:
+    finding = Finding("FAIL", host, name, words, expected, f"run {binary} on {host} by hand", name)
+    trial.accuse(name, "part", trial.ranks_of([host]), finding, label=host)
+
+
+def _reason(said: Message | None) -> str:
+    """Why there is no output."""
+    if said is None:
+        return "the host was lost"
+    ended = "" if said["code"] is None else f"ended with code {said['code']}, no output"
+    return ": ".join(words for words in (ended, said["error"]) if words)
+
+
+def _findings(logs: dict[str, Log]) -> Iterator[tuple[str, Finding]]:
+    """Each with its host, of whose GPUs it speaks."""
     for host, log in logs.items():
-        yield from (replace(finding, subject=host) for finding in log.findings)
-        yield from (replace(finding, subject=host) for finding in held(host, log.figures, load(), {}))
+        for finding in (*log.findings, *held(host, log.figures, load(), {})):
+            yield host, replace(finding, subject=host)
     measured = [
         Measured(host, log.kind, replace(figure, subject=host)) for host, log in logs.items() for figure in log.figures
     ]
-    yield from judge_peers(measured)
+    yield from ((finding.file, finding) for finding in judge_peers(measured))
 
 
 def _is_compiled(path: Path) -> bool:

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from bench.accept.judge import Judgement
-from bench.accept.log import printable
+from bench.accept.log import one_line, printable
 from netlayer.results import RunRecord
 from netlayer.verdict import Finding
 
@@ -32,7 +32,7 @@ def format_table(judgement: Judgement, where: str = "file") -> Iterator[str]:
     for finding, row in zip(judgement.findings, rows, strict=True):
         yield _line(row, widths)
         if finding.next_step:
-            yield f"{'':<{widths[0]}}  next: {finding.next_step}"
+            yield f"{'':<{widths[0]}}  next: {one_line(finding.next_step)}"
     yield from (f"not judged: {line}" for line in judgement.damaged)
     yield f"{judgement.verdict}: {summary(judgement)}"
 
@@ -129,7 +129,7 @@ def _row(finding: Finding, kinds: Mapping[str, str]) -> dict[str, Any]:
 def _cells(finding: Finding) -> tuple[str, ...]:
     where = f"{finding.file}:{finding.line}" if finding.line else finding.file
     cells = (finding.verdict or "-", finding.subject, finding.check, finding.figure, finding.expected, where)
-    return tuple(printable(cell) for cell in cells)
+    return tuple(one_line(cell) for cell in cells)
 
 
 def shown(finding: Finding) -> dict[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from bench.accept.matrix import MatrixScores, Score, find_ends, judge_matrix
-from bench.accept.trial import Say, Trial
+from bench.accept.trial import CORRUPT, Say, Trial
 from netlayer.verdict import MIN_PEERS, Finding
 
 PHASE = "pairs"
@@ -22,8 +22,7 @@ _MOST_AGAIN = 24
 _ROUNDS_AGAIN = 4
 _NUM_REFERENCES = 5
 _NODE = "run the pairs of {} over another port or NIC: where they stay slow, drain it; GEMM and copy tell of its GPU"
-_LINK = "swap cable and transceiver between {}, then the switch port: the fault moves with the part"
-_CORRUPT = "drain {} at once: it spoils every job; test its GPU memory (dcgmi diag -r 3) and its NIC, then replace it"
+_INSIDE = "read nvidia-smi nvlink -s and -e, and nvidia-smi -q (PCIe width) of {}; its GEMM and copy tell of itself"
 Times = dict[str, dict[tuple[int, int], list[float]]]
 """By series, and by who sends to whom: microseconds."""
 
@@ -134,8 +133,9 @@ def _name_wrong(trial: Trial, rows: Sequence[Mapping[str, Any]]) -> bool:
             wrong[(low, high) if row["direction"] == "low_to_high" else (high, low)] = row["wrong"]
     for ranks, pairs in find_ends(wrong):
         words = f"{sum(wrong[pair] for pair in pairs)} wrong bytes in {len(pairs)} directions"
-        who, step = trial.label(ranks), _LINK if len(ranks) == 2 else _CORRUPT
-        finding = Finding("FAIL", who, "pairs data", words, "0 wrong", step.format(who), PHASE)
+        who = trial.label(ranks)
+        step = trial.link_step(ranks) if len(ranks) == 2 else CORRUPT.format(who)
+        finding = Finding("FAIL", who, "pairs data", words, "0 wrong", step, PHASE)
         # Of a link one end goes, so that the rest can go on.
         trial.accuse(PHASE, "link" if len(ranks) == 2 else "node", ranks, finding, set_aside=ranks[:1])
     return bool(wrong)
@@ -171,6 +171,8 @@ def _suspects(trial: Trial, scores: Mapping[str, MatrixScores]) -> list[tuple[in
 
 def _conclude(trial: Trial, scores: Mapping[str, MatrixScores]) -> None:
     if not scores:
+        if not any(row["phase"] == PHASE for row in trial.rows):  # why there are none is a finding already
+            return
         words = f"{MIN_PEERS} nodes are needed to tell the odd one"
         trial.findings.append(Finding(None, trial.label(trial.alive), "pairs", "measured", words, "", PHASE))
         return
@@ -179,13 +181,13 @@ def _conclude(trial: Trial, scores: Mapping[str, MatrixScores]) -> None:
         for node, score in sorted(matrix.nodes.items(), key=lambda item: item[1].share):
             if score.verdict != "PASS" and (node,) not in named:
                 named.add((node,))
-                _accuse(trial, series, "node", (node,), score, _NODE)
+                _accuse(trial, series, "node", (node,), score)
     for series, matrix in scores.items():
         for (src, dst), score in sorted(matrix.links.items(), key=lambda item: item[1].share):
             ends = (min(src, dst), max(src, dst))
             if score.verdict != "PASS" and ends not in named and not {(src,), (dst,)} & named:
                 named.add(ends)
-                _accuse(trial, series, "link", ends, score, _LINK)
+                _accuse(trial, series, "link", ends, score)
     if not named:
         series, matrix = next(iter(scores.items()))
         pair, least = min(matrix.links.items(), key=lambda item: item[1].share)
@@ -195,9 +197,11 @@ def _conclude(trial: Trial, scores: Mapping[str, MatrixScores]) -> None:
         trial.findings.append(Finding("PASS", who, "pairs", words, expected, "", PHASE))
 
 
-def _accuse(trial: Trial, series: str, kind: str, ranks: tuple[int, ...], score: Score, step: str) -> None:
+def _accuse(trial: Trial, series: str, kind: str, ranks: tuple[int, ...], score: Score) -> None:
     who = trial.label(ranks)
+    inside = len({member.node for member in trial.members}) == 1
+    step = trial.link_step(ranks) if kind == "link" else (_INSIDE if inside else _NODE).format(who)
     words = f"{score.share:.3f} of the speed of its peers ({1 / max(score.share, 1e-9):.1f} times their time)"
     expected = f"peers: {score.peers.num_peers}, MAD {score.peers.mad:.3f}"
-    finding = Finding(score.verdict, who, f"pairs {series}", words, expected, step.format(who), PHASE)
+    finding = Finding(score.verdict, who, f"pairs {series}", words, expected, step, PHASE)
     trial.accuse(PHASE, kind, ranks, finding)

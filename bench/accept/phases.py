@@ -22,7 +22,6 @@ from netlayer.verdict import MIN_PEERS, NO_EXPECTATION, Finding, Verdict
 Phase = Callable[[Trial, Say], None]
 _AGAIN = 3
 _GROUP = "run the pairs of {}: where one of them is slow, its node or link; where none is, the switch that they share"
-_LINK = "swap cable and transceiver between {}, then the switch port: the fault moves with the part"
 _NODE = "where GEMM and copy of {} are as fast as the others', its NIC or cable is slow; else its GPU or host"
 _JITTER = 50.0
 """Times the median that the slowest call in a hundred may take, before a warning."""
@@ -46,12 +45,15 @@ def all_to_all(trial: Trial, say: Say) -> None:
 
 
 def neighbours(trial: Trial, say: Say, tor_nodes: int = 0) -> None:
-    """All-reduce among the nodes under one ToR; where nobody says how many those are, among neighbours in pairs.
+    """All-reduce among the nodes under one ToR; where nobody says how many those are, among a few neighbours.
 
     Args:
         tor_nodes: nodes under one ToR; 0 where it is not known.
     """
     nodes = _nodes(trial)
+    if len(nodes) < 2:
+        trial.findings.append(_skipped(trial, "neighbours", "one node has none"))
+        return
     size = tor_nodes or max(2, len(nodes) // 8)
     groups = [tuple(rank for node in nodes[at : at + size] for rank in node) for at in range(0, len(nodes), size)]
     if len(nodes) > size and len(nodes) % size == 1:  # a node alone has nobody to meet
@@ -72,7 +74,8 @@ def all_reduce(trial: Trial, say: Say) -> None:
         "all_reduce bus bandwidth", f"{row['size_bytes']} bytes", f"{len(row['group'])} ranks", row["bus_bw_gbs"],
         "GB/s", 0, facts={**facts, "bytes": row["size_bytes"]},
     )  # fmt: skip
-    trial.findings += held("all_reduce", [figure], load(), {})
+    for finding in held("all_reduce", [figure], load(), {}):
+        trial.accuse("all_reduce", "group", row["group"], finding, label=finding.subject)
     trial.findings.append(_good_data("all_reduce", len(row["group"])))
 
 
@@ -81,6 +84,9 @@ def rails(trial: Trial, say: Say) -> None:
     by_local: dict[int, list[int]] = defaultdict(list)
     for rank in trial.alive:
         by_local[trial.members[rank].local].append(rank)
+    if len(_nodes(trial)) < 2:
+        trial.findings.append(_skipped(trial, "rails", "they join nodes, and there is one"))
+        return
     if len(by_local) < 2 or any(len(group) < 2 for group in by_local.values()):
         trial.findings.append(_skipped(trial, "rails", "one rank a node: there is one rail"))
         return
@@ -106,7 +112,7 @@ def latency(trial: Trial, say: Say) -> None:
         finding = Finding(
             verdict, who, "latency and jitter", words, expected, step if jitter > _JITTER else "", "latency"
         )
-    trial.findings.append(finding)
+    trial.accuse("latency", "group", row["group"], finding, label=who)
 
 
 def train(trial: Trial, say: Say) -> None:
@@ -120,9 +126,9 @@ def train(trial: Trial, say: Say) -> None:
     good = math.isfinite(last) and last < first
     step = "" if good else "run it again; where the loss does not fall, see the ranks' logs"
     expected = "falls, and weights as one rank alone computes them"
-    trial.findings.append(
-        Finding("PASS" if good else "FAIL", f"{len(rows)} ranks", "training step", words, expected, step, "train")
-    )
+    who = f"{len(rows)} ranks"
+    finding = Finding("PASS" if good else "FAIL", who, "training step", words, expected, step, "train")
+    trial.accuse("train", "group", rows[0]["group"], finding, label=who)
 
 
 PHASES: Mapping[str, Phase] = {
@@ -202,10 +208,10 @@ def _search_slow(
     if len(ranks) > 2 or not ranks or not is_slow(tuple(group)):
         finding = Finding("WARN", trial.label(group), f"{phase}: {name}", words, "like the other groups",
                           _GROUP.format(trial.label(group)), phase)  # fmt: skip
-        trial.findings.append(finding)
+        trial.accuse(phase, "group", group, finding)
         return
     who = trial.label(ranks)
-    step = (_LINK if kind == "link" else _NODE).format(who)
+    step = trial.link_step(ranks) if kind == "link" else _NODE.format(who)
     finding = Finding("FAIL", who, f"{phase}: {name}, bisected", words, "like the other groups", step, phase)
     trial.accuse(phase, kind, ranks, finding)
 

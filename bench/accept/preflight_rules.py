@@ -24,14 +24,24 @@ _RATE = re.compile(r"([\d.]{1,12}) ?Gb/sec")
 
 
 def judge_hosts(looked: Mapping[str, Any], cluster: ClusterConfig | None, trial: Trial) -> list[Finding]:
-    """Findings on every host; one that said nothing is a finding too."""
-    hosts = {member.host for member in trial.members}
+    """Findings on every host that has ranks left; one that said nothing is a finding too. Whoever failed is accused."""
+    found = [replace(finding, file=PHASE, line=0) for finding in _findings(looked, cluster, trial)]
+    for finding in found:
+        hosts = [host for host in looked if finding.subject == host or finding.subject.startswith(f"{host}: ")]
+        trial.accuse(PHASE, "part", trial.ranks_of(hosts or [finding.subject]), finding, label=finding.subject)
+    return found
+
+
+def _findings(looked: Mapping[str, Any], cluster: ClusterConfig | None, trial: Trial) -> list[Finding]:
+    hosts = {trial.members[rank].host for rank in trial.alive}
     found = [_silent(host) for host in sorted(hosts - set(looked))]
     logs: dict[str, Log] = {}
+    host_of: dict[str, str] = {}
     for host, facts in looked.items():
         before = len(found)
         logs[host] = Log("preflight", traits=_traits(host, facts))
         found += _of_texts(host, facts["texts"], logs)
+        host_of |= dict.fromkeys(logs.keys() - host_of.keys(), host)
         for nic in facts["nics"]:
             found += _of_nic(host, nic, cluster)
         found += _of_cluster(host, facts, cluster)
@@ -41,13 +51,11 @@ def judge_hosts(looked: Mapping[str, Any], cluster: ClusterConfig | None, trial:
         if facts["unread"]:
             reasons = sorted(set(facts["unread"].values()))
             found.append(Finding(None, host, "not read", ", ".join(facts["unread"]), "; ".join(reasons), "", PHASE))
-    found += [_placed(finding) for finding in judge_traits(logs)]
-    return [replace(finding, file=PHASE, line=0) for finding in found]
+    return found + [_placed(finding, host_of[finding.file]) for finding in judge_traits(logs)]
 
 
-def _placed(finding: Finding) -> Finding:
+def _placed(finding: Finding, host: str) -> Finding:
     """A difference with its host in front, where it is about a part of it."""
-    host = finding.file
     return finding if finding.subject == host else replace(finding, subject=f"{host}: {finding.subject}")
 
 

@@ -31,7 +31,7 @@ _TEXT: tuple[tuple[Callable[[str], bool], Callable[[Text], Log]], ...] = (
 )
 KNOWN = (
     "nccl-tests (text, -J), perftest, dcgmi diag -j, nvbandwidth (text, -j), nvidia-smi -q, nvidia-smi nvlink -s, "
-    "the kernel's log with XIDs"
+    "the kernel's log"
 )
 # The names that the JSON of a known tool holds; a tool may print warnings above its JSON.
 _JSON_MARKS = ('"nccl_version"', '"DCGM Diagnostic"', '"DCGM GPU Diagnostic"', '"nvbandwidth"')

@@ -32,6 +32,8 @@ _AGENT_ENVIRON = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -43,7 +45,8 @@ class Settings:
         plants: faults to plant.
         chosen: names of the phases, in order.
         tor_nodes: nodes under one ToR; 0 where it is not known.
-        virtual_nodes: ranks of this host are taken for nodes by NCCL too.
+        virtual_nodes: this host stands for several nodes, and NCCL takes it for these too: no NVLink, no shared memory.
+        shared_gpus: GPUs that the ranks of this host, being virtual nodes, have in turn; 0: each has one of its own.
         soak_s: seconds to go on after the phases.
         verbs: whether a host whose NICs cannot be measured fails.
         nccl: what NCCL's transport is told on every host.
@@ -56,10 +59,16 @@ class Settings:
     chosen: Sequence[str] = ()
     tor_nodes: int = 0
     virtual_nodes: bool = False
+    shared_gpus: int = 0
     soak_s: float = 0.0
     cluster: Any = None
     verbs: Mode = "auto"
     nccl: NcclConfig = field(default_factory=NcclConfig)
+
+    @property
+    def drill(self) -> bool:
+        """Whether its verdict is about no real node."""
+        return self.virtual_nodes or bool(self.plants)
 
 
 @dataclass
@@ -78,36 +87,58 @@ def run(settings: Settings, links: Sequence[Link]) -> Result:
     Args:
         links: one agent a host, or a rank under a launcher.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_terminated_as_interrupted())
+    with Stages() as stages:
         fleet = Fleet(links, settings.work.form_s)
-        trial = Trial(fleet, settings.members, settings.work)
+        trial = Trial(fleet, settings.members, settings.work, drill=settings.drill)
         result = Result(trial)
-        stages = stack.enter_context(Stages())
         try:
             _run_phases(settings, result, fleet, stages)
         except KeyboardInterrupt:
-            result.stopped = "interrupted"
+            break_off(result, stages)
     return result
+
+
+def break_off(result: Result, stages: Stages) -> None:
+    """After Ctrl-C: what follows is the verdict, which another one shall not end; `interruptible` gives them back."""
+    for signum in _SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    result.stopped = "interrupted"
+    stages.say("interrupted: judging what was measured until now ...")
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Put it around a run and its verdict: SIGTERM ends the run as Ctrl-C does, with what was measured so far."""
+
+    def interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        for signum, owner in before.items():
+            signal.signal(signum, owner)
 
 
 def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages) -> None:
     trial = result.trial
     with stages.open("start"):
-        workers = {member.rank: _worker(settings, member) for member in settings.members}
+        workers = {member.rank: worker_config(settings, member) for member in settings.members}
         late = fleet.begin(workers, _AGENT_ENVIRON, "preflight" in settings.chosen)
     trial.alive = [member.rank for member in settings.members]
-    for host in late:
-        ranks = [member.rank for member in settings.members if member.host == host]
-        step = f"see whether ssh {host} works and netlayer is installed there at the same place"
-        finding = Finding("FAIL", host, "start", "its agent did not start", "an answer", step, "start")
-        trial.accuse("start", "node", ranks, finding, set_aside=ranks)
+    for link in late:
+        step = f"see whether ssh {link.host} works and netlayer is installed there at the same place"
+        words = ": ".join(words for words in ("its agent did not start", link.last_words()) if words)
+        finding = Finding("FAIL", link.host, "start", words, "an answer", step, "start")
+        trial.accuse("start", "part", link.ranks, finding, set_aside=link.ranks, label=link.host)
     for name in settings.chosen:
         with stages.open(name) as bar:
             if name == "preflight":
                 from bench.accept.preflight_rules import judge_hosts
 
-                trial.findings += judge_hosts(fleet.preflight(20.0), settings.cluster, trial)
+                judge_hosts(fleet.preflight(20.0), settings.cluster, trial)
             elif name == "verbs":
                 measure_verbs(trial, NicJobs(fleet), settings.verbs, bar)
             elif name == "pairs":
@@ -125,7 +156,8 @@ def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages
         result.done.append("soak")
 
 
-def _worker(settings: Settings, member: Member) -> dict[str, Any]:
+def worker_config(settings: Settings, member: Member) -> dict[str, Any]:
+    """What a rank is told: its device, its environment, the faults planted, and how NCCL is to go."""
     environ: dict[str, str] = {}
     if settings.backend == "gloo":
         if all(one.host == "localhost" for one in settings.members) and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -147,21 +179,8 @@ def _worker(settings: Settings, member: Member) -> dict[str, Any]:
 
 def _gpu(settings: Settings, member: Member) -> int:
     """Which GPU of its host a rank has: as many as ranks before it there."""
-    return sum(one.host == member.host and one.rank < member.rank for one in settings.members)
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does: with what was measured so far."""
-
-    def interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    before = sum(one.host == member.host and one.rank < member.rank for one in settings.members)
+    return before % settings.shared_gpus if settings.shared_gpus else before
 
 
 def members_of(hosts: Sequence[tuple[str, int]], ranks_per_node: int = 0) -> list[Member]:
@@ -169,7 +188,7 @@ def members_of(hosts: Sequence[tuple[str, int]], ranks_per_node: int = 0) -> lis
 
     Args:
         hosts: each with its number of ranks.
-        ranks_per_node: of one host that stands for several nodes; 0: each host is a node.
+        ranks_per_node: of one host that stands for several virtual nodes; 0: each host is a node.
     """
     found: list[Member] = []
     for number, (host, count) in enumerate(hosts):

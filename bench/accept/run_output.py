@@ -5,7 +5,9 @@ Left out: what was found; `trial` holds it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bench.accept import output
@@ -20,10 +22,24 @@ if TYPE_CHECKING:
 
 
 def judgement_of(result: Result) -> Judgement:
-    """The findings, the worst first; the phases stand in for files."""
-    findings = sorted(result.trial.findings, key=lambda finding: SEVERITY.index(finding.verdict))
+    """The findings, the worst first; the phases stand in for files. A run that was broken off is no PASS."""
+    found = [*result.trial.findings, *_broken_off(result)]
+    findings = sorted(found, key=lambda finding: SEVERITY.index(finding.verdict))
     phases = {finding.file: finding.file for finding in findings}
     return Judgement(tuple(findings), (), phases)
+
+
+def _broken_off(result: Result) -> list[Finding]:
+    if not result.stopped:
+        return []
+    who, words = f"{len(result.trial.members)} ranks", f"{result.stopped} after {', '.join(result.done) or 'no phase'}"
+    return [Finding("WARN", who, "whole run", words, "all phases", "run it again, to its end", "run")]
+
+
+def junit(result: Result) -> str:
+    """JUnit's XML of it; a run that was broken off is an error there."""
+    lines = tuple(f"{one.check}: {one.figure}; {one.next_step}" for one in _broken_off(result))
+    return output.junit(replace(judgement_of(result), damaged=lines), "netlayer accept")
 
 
 def format_run(result: Result) -> Iterator[str]:
@@ -35,6 +51,9 @@ def format_run(result: Result) -> Iterator[str]:
         yield ""
         yield f"drain list for {system}:"
         yield from (f"  {line}" for line in lines)
+    if result.trial.drill and any(one.verdict == "FAIL" and one.kind == "node" for one in result.trial.accused):
+        yield ""
+        yield "no drain list for ranks: this was a drill, with virtual nodes or planted faults"
     yield f"{judgement.verdict}: {sentence(result)}"
 
 
@@ -44,35 +63,47 @@ def sentence(result: Result) -> str:
     named, warned = (_named(trial, word) for word in ("FAIL", "WARN"))
     words = f"faulty: {named}; " if named else ""
     words += f"to look at: {warned}; " if warned else ""
-    words += "" if named or warned else "nobody stands out; "
-    words += f"{len(trial.members)} ranks, {len(result.done)} phases"
+    if not words and not result.stopped:
+        judged = judgement_of(result).verdict == "PASS"
+        words = "nobody stands out; " if judged else "nothing could be judged; "
+    phases = len(result.done)
+    words += f"{len(trial.members)} ranks, {phases} phase{'s' * (phases != 1)}"
     return words + (f"; broken off ({result.stopped}): what was measured until then" if result.stopped else "")
 
 
 def _named(trial: Trial, verdict: Verdict) -> str:
-    """`node3 (gemm, copy), node5 (pairs)`."""
+    """`node3 (gemm, copy), node5 (pairs)`; whoever is faulty is not named again for a warning."""
+    faulty = {one.label for one in trial.accused if one.verdict == "FAIL"} if verdict == "WARN" else set()
     phases: dict[str, list[str]] = {}
     for one in trial.accused:
-        if one.verdict == verdict:
+        if one.verdict == verdict and one.label not in faulty:
             phases.setdefault(one.label, []).append(one.phase)
     return ", ".join(f"{name} ({', '.join(dict.fromkeys(found))})" for name, found in phases.items())
 
 
 def drain_lists(trial: Trial) -> dict[str, list[str]]:
-    """Commands that take the nodes of faulty members and NICs out of service; a link drains nobody."""
+    """Commands that take hosts with faulty ranks, NICs or other parts out of service.
+
+    A link drains nobody, nor does a rank in a drill: no host has the name of a virtual node, or the planted fault.
+    """
+    kinds = ("NIC", "part") if trial.drill else ("NIC", "part", "node")
     reasons: dict[str, str] = {}
     for one in trial.accused:
-        if one.verdict == "FAIL" and one.kind == "NIC":
-            reasons.setdefault(trial.members[one.ranks[0]].host, f"netlayer accept: {one.phase} of {one.label}")
-        elif one.verdict == "FAIL" and one.kind == "node":
+        if one.verdict == "FAIL" and one.kind in kinds:
             for rank in one.ranks:
                 member = trial.members[rank]
-                name = member.host if member.host != "localhost" else member.label.partition("/")[0]
-                reasons.setdefault(name, f"netlayer accept: {one.phase} of {member.label}")
+                label = member.label if one.kind == "node" else one.label
+                reasons.setdefault(_node_name(member.host), f"netlayer accept: {one.phase} of {label}")
     if not reasons:
         return {}
     slurm = [f'scontrol update nodename={name} state=drain reason="{why}"' for name, why in reasons.items()]
     return {"Slurm": slurm, "Kubernetes": [f"kubectl cordon {name}  # {why}" for name, why in reasons.items()]}
+
+
+def _node_name(host: str) -> str:
+    """As Slurm and Kubernetes know it: without the user of ssh."""
+    name = host.rpartition("@")[2]
+    return os.uname().nodename if name in ("localhost", "127.0.0.1", "::1") else name
 
 
 def tickets(result: Result) -> dict[str, str]:
@@ -111,8 +142,12 @@ def record(
     )
 
 
-def page(result: Result, settings: Settings, commit: str) -> Report:
-    """What is wrong and what to do, the matrix of pairs, the devices, then all that was looked at."""
+def page(result: Result, settings: Settings, commit: str, name: str) -> Report:
+    """What is wrong and what to do, the matrix of pairs, the devices, then all that was looked at.
+
+    Args:
+        name: with which the files of its pictures begin.
+    """
     import pandas as pd
 
     from netlayer.report import Report
@@ -126,8 +161,8 @@ def page(result: Result, settings: Settings, commit: str) -> Report:
         section = report.section("Faults and warnings", "What was found, and what to do next.", source="measured")
         section.table(pd.DataFrame([_without_file(output.told(one)) for one in bad]), max_rows=500)
     if result.bandwidth:
-        _heat_map(report, result)
-    _device_speeds(report, result.trial)
+        _heat_map(report, result, name)
+    _device_speeds(report, result.trial, name)
     for system, lines in drain_lists(result.trial).items():
         report.section(f"Drain list for {system}").code("\n".join(lines))
     for subject, text in tickets(result).items():
@@ -139,7 +174,7 @@ def page(result: Result, settings: Settings, commit: str) -> Report:
     return report
 
 
-def _heat_map(report: Any, result: Result) -> None:
+def _heat_map(report: Any, result: Result, prefix: str) -> None:
     import pandas as pd
 
     from netlayer.report import Axis, charts
@@ -160,12 +195,12 @@ def _heat_map(report: Any, result: Result) -> None:
     )
     section.chart(
         charts.heatmap(frame, *axes, title="Bandwidth from each rank to each other"),
-        name="pairs",
+        name=f"{prefix}-pairs",
         caption=f"A slow node is a dark row and column, a slow link one dark pair of cells.{words}",
     )
 
 
-def _device_speeds(report: Any, trial: Trial) -> None:
+def _device_speeds(report: Any, trial: Trial, prefix: str) -> None:
     import pandas as pd
 
     from netlayer.report import Axis, charts
@@ -182,7 +217,7 @@ def _device_speeds(report: Any, trial: Trial) -> None:
     section = report.section("Devices", "Product of two matrices on every rank.", source="measured")
     section.chart(
         charts.bars(pd.DataFrame(rows), "rank", Axis("tflops", title="GEMM", unit="TFLOP/s")),
-        name="gemm",
+        name=f"{prefix}-gemm",
         caption="Each rank's GEMM rate; a slow device is a short bar.",
     )
 

@@ -7,12 +7,12 @@ without it. Left out: what the phases are (`phases`), and the speed of things (`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bench.accept.bisect import Culprits, find_culprits
-from bench.accept.fleet import Fleet, Outcome, Rows
+from bench.accept.fleet import Fleet, Outcome, Rows, hindmost
 from bench.accept.work import Work
 from netlayer.verdict import Finding, Verdict
 
@@ -20,8 +20,10 @@ Say = Callable[[int, int, str], None]
 _LOST_PEER = re.compile(r"connection|closed by|reset|refused|broken pipe|timed? ?out|socket|ncclRemoteError", re.I)
 _AGAIN = "run it again; where it comes back, take {} out of service"
 _DRAIN = "drain {}; read its kernel log and the NIC's and GPU's error counters, then run this again with it alone"
-_CORRUPT = "drain {} at once: it spoils every job; test its GPU memory (dcgmi diag -r 3) and its NIC, then replace it"
+_SLOW = "it gets on: see what else runs there (top), or give a longer --limit"
+CORRUPT = "drain {} at once: it spoils every job; test its GPU memory (dcgmi diag -r 3) and its NIC, then replace it"
 _LINK = "swap cable and transceiver between {}, then the switch port: the fault moves with the part"
+_NVLINK = "read nvidia-smi nvlink -s and -e at both ends of {}, then swap the GPU whose links are down or count errors"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,12 @@ class Accused:
 
 @dataclass
 class Trial:
-    """The state of a run."""
+    """The state of a run.
+
+    Args:
+        alive: ranks that take part still.
+        drill: nodes are virtual or faults are planted: no host is to be drained for what ranks do.
+    """
 
     fleet: Fleet
     members: Sequence[Member]
@@ -57,10 +64,20 @@ class Trial:
     rows: list[dict[str, Any]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     accused: list[Accused] = field(default_factory=list)
+    drill: bool = False
 
     def label(self, ranks: Iterable[int]) -> str:
         """`node3`, or `node2 - node3` for a link."""
         return " - ".join(self.members[rank].label for rank in ranks)
+
+    def link_step(self, ranks: Sequence[int]) -> str:
+        """What to do about a link between ranks: inside a node it is no cable."""
+        inside = len({self.members[rank].node for rank in ranks}) == 1
+        return (_NVLINK if inside else _LINK).format(self.label(ranks))
+
+    def ranks_of(self, hosts: Collection[str]) -> list[int]:
+        """All ranks of some hosts."""
+        return [member.rank for member in self.members if member.host in hosts]
 
     def alone(self, phase: str, name: str, args: Mapping[str, Any], ranks: Sequence[int], *, turns: bool) -> Rows:
         """A probe of single ranks, in turn or all at once; its rows, with the ranks of this run."""
@@ -123,6 +140,11 @@ class Trial:
 
     def _name_failed(self, phase: str, name: str, args: Mapping[str, Any], outcome: Outcome) -> None:
         """Name who hung, died or raised: by the evidence where it is clear, else by trying smaller groups."""
+        if outcome.slow_s:
+            words, who = f"too slow: not done within {outcome.slow_s:.0f} s", self.label(outcome.group)
+            finding = Finding("WARN", who, f"{phase}: answers", words, "an answer from every rank", _SLOW, phase)
+            self.accuse(phase, "group", outcome.group, finding)
+            return
         plain = next(iter(evidence(outcome)), None)
         if plain is not None:
             self._fail(phase, "node", plain[0], f"{phase}: answers", plain[1], "an answer from every rank", _DRAIN)
@@ -130,7 +152,7 @@ class Trial:
 
         def fails(group: tuple[int, ...]) -> bool:
             [tried] = self.fleet.run(name, args, [group], self.work.limit_s)
-            return tried.failed
+            return tried.failed and not tried.slow_s
 
         what = next(iter(outcome.errors.values()), f"no answer within {self.work.limit_s:g} s")
         suspects = self._suspects(outcome)
@@ -140,14 +162,14 @@ class Trial:
         wrong = sum(row["wrong"] for row in rows)
         what = f"{wrong} wrong elements"
         if len(group) == 1:
-            self._fail(phase, "node", group, f"{name} data", what, "0 wrong", _CORRUPT)
+            self._fail(phase, "node", group, f"{name} data", what, "0 wrong", CORRUPT)
             return
 
         def is_wrong(members: tuple[int, ...]) -> bool:
             [tried] = self.fleet.run(name, args, [members], self.work.limit_s)
-            return tried.failed or any(row["wrong"] for row in tried.rows or ())
+            return any(row["wrong"] for row in tried.rows or ()) or (tried.failed and not tried.slow_s)
 
-        self._name_found(phase, find_culprits(group, is_wrong, self._witnesses(group)), group, what, _CORRUPT)
+        self._name_found(phase, find_culprits(group, is_wrong, self._witnesses(group)), group, what, CORRUPT)
 
     def _name_found(self, phase: str, found: Culprits, group: Sequence[int], what: str, step: str) -> None:
         if found.members:
@@ -155,7 +177,7 @@ class Trial:
         elif len(found.link) == 2:
             check, words = f"{phase}: bisection", f"{what}, only where both are in a group"
             who = self.label(found.link)
-            finding = Finding("FAIL", who, check, words, "no fault in any group", _LINK.format(who), phase)
+            finding = Finding("FAIL", who, check, words, "no fault in any group", self.link_step(found.link), phase)
             # One end goes, so that the rest can go on.
             self.accuse(phase, "link", found.link, finding, set_aside=found.link[1:])
         else:
@@ -176,8 +198,8 @@ class Trial:
         return [rank for rank in self.alive if rank not in group]
 
     def _suspects(self, outcome: Outcome) -> tuple[int, ...]:
-        """Those that had come least far, where that says something; else all."""
-        least = least_launched(outcome)
+        """Those that had come least far, where they are several but not all; else all."""
+        least = hindmost(outcome.where)
         return least if 2 <= len(least) < len(outcome.group) else outcome.group
 
 
@@ -192,21 +214,13 @@ def evidence(outcome: Outcome) -> Iterable[tuple[tuple[int, ...], str]]:
     if states:
         words = {"T": "is stopped", "t": "is stopped", "lost": "its host does not answer"}
         yield tuple(states), " and ".join(sorted({words.get(state, "has ended") for state in states.values()}))
-    least = least_launched(outcome)
+    least = hindmost(outcome.where)
     if len(least) == 1 and len(outcome.group) > 1:
         mine = outcome.where[least[0]].launched
         most = max(where.launched for where in outcome.where.values())
         yield least, f"hangs before its collective {mine + 1}; its peers wait in number {most}"
     if len(outcome.group) == 1 and outcome.where:
         yield outcome.group, "hangs by itself"
-
-
-def least_launched(outcome: Outcome) -> tuple[int, ...]:
-    """The ranks that have launched the fewest collectives; none where all have launched as many."""
-    counts = {rank: where.launched for rank, where in outcome.where.items()}
-    if len(set(counts.values())) < 2:
-        return ()
-    return tuple(rank for rank, count in counts.items() if count == min(counts.values()))
 
 
 def accused_rows(trial: Trial) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ class Work:
     """Arguments of the probes, and how they are repeated.
 
     Args:
-        shared: ranks share cores.
+        shared: ranks share cores, or GPUs.
         least_batches, most_batches: how often a probe of single devices is repeated: until nobody stands out and the
             scatter is small, but so often at most.
         least_speed_ratio: times as long as its peers a device must take to be accused.
@@ -53,8 +53,11 @@ class Work:
         return min(times_us) if self.shared else statistics.median(times_us)
 
 
-def work_for(backend: str, limit_s: float | None, virtual_nodes: bool = False) -> Work:
-    """The work for `gloo` or `nccl`; virtual nodes exchange messages through sockets of one host."""
+def work_for(backend: str, limit_s: float | None, virtual_nodes: bool = False, shares_gpus: bool = False) -> Work:
+    """The work for `gloo` or `nccl`; virtual nodes exchange messages through sockets of one host.
+
+    Ranks that share a GPU disturb each other as ranks that share cores do, and are judged as these.
+    """
     if backend == "gloo":
         turn = {"repeats": 8, "budget_s": 0.1}
         return Work(
@@ -73,19 +76,23 @@ def work_for(backend: str, limit_s: float | None, virtual_nodes: bool = False) -
             limit_s=limit_s or 10.0,
             form_s=8.0,
         )
+    if shares_gpus:  # one after the other, and virtual nodes' bytes go through loopback: less of each
+        sizes = {"gemm": 4096, "copy": 1 << 26, "group": 1 << 22, "pair": 1 << 20}
+    else:
+        sizes = {"gemm": 8192, "copy": 1 << 28, "group": 1 << 26, "pair": 1 << 24}
     return Work(
-        shared=False,
-        gemm={"size": 8192, "repeats": 30, "budget_s": 0.5},
-        copy={"bytes": 1 << 28, "repeats": 20, "budget_s": 0.5},
-        all_to_all={"bytes": 1 << 26, "repeats": 20, "budget_s": 0.5},
-        all_reduce={"bytes": 1 << 26, "repeats": 20, "budget_s": 0.5},
-        pairs={"bytes": 1 << 24, "repeats": 10, "budget_s": 6.0},
+        shared=shares_gpus,
+        gemm={"size": sizes["gemm"], "repeats": 30, "budget_s": 0.5},
+        copy={"bytes": sizes["copy"], "repeats": 20, "budget_s": 0.5},
+        all_to_all={"bytes": sizes["group"], "repeats": 20, "budget_s": 0.5},
+        all_reduce={"bytes": sizes["group"], "repeats": 20, "budget_s": 0.5},
+        pairs={"bytes": sizes["pair"], "repeats": 10, "budget_s": 6.0},
         latency={"bytes": 8, "repeats": 200, "budget_s": 0.5},
         train={"bytes": 0, "repeats": 20, "budget_s": 1.0},
-        least_batches=1,
-        most_batches=4,
-        least_speed_ratio=1.0,
-        least_ratio=2.0 if virtual_nodes else 1.0,
+        least_batches=3 if shares_gpus else 1,
+        most_batches=20 if shares_gpus else 4,
+        least_speed_ratio=1.15 if shares_gpus else 1.0,
+        least_ratio=4.0 if shares_gpus else 2.0 if virtual_nodes else 1.0,
         limit_s=limit_s or 30.0,
         form_s=40.0,
     )

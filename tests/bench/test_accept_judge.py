@@ -223,6 +223,113 @@ def test_unchecked_data_warns_and_a_missed_minimum_fails(tmp_path: Path) -> None
     assert (finding.verdict, "NCCL_TESTS_MIN_BW" in finding.expected) == ("FAIL", True)
 
 
+def test_values_that_nccl_tests_itself_counts_out_of_bounds_fail(tmp_path: Path) -> None:
+    text = (LOGS / "nccl_own_gloo.txt").read_text()
+    (tmp_path / "text").write_text(text.replace("values : 0 OK", "values : 7 FAILED"))
+    tree = json.loads((LOGS / "nccl_h200x8.json").read_text())
+    (tmp_path / "json").write_text(json.dumps(tree | {"out_of_bounds": {"count": 5, "okay": "false"}}))
+    for name, count in (("text", "7"), ("json", "5")):
+        [finding] = bad(judge_files([tmp_path / name]))
+        assert (finding.verdict, finding.figure.split()[0]) == ("FAIL", count)
+        assert finding.line > 0
+
+
+def test_a_second_table_that_breaks_off_is_not_taken_for_whole(tmp_path: Path) -> None:
+    whole = (LOGS / "nccl_own_gloo.txt").read_text()
+    (tmp_path / "log").write_text(whole + whole.partition("# Out")[0])
+    [line] = judge_files([tmp_path / "log"]).damaged
+    assert "ends before '# Avg bus bandwidth'" in line
+    (tmp_path / "log").write_text(whole * 2)
+    assert judge_files([tmp_path / "log"]).verdict == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("line", "state"),
+    [
+        ("# NVLS used: no (multicast: available)", False),
+        ("# NVLS used: yes (multicast: available)", True),
+        ("# NVLS used: unknown (multicast: unknown)", None),
+        ("# NVLS used: unknown (multicast: not available)", False),
+        ("node0:1:1 [0] NCCL INFO NCCL_NVLS_ENABLE set by environment to 0.", False),
+        ("node0:1:1 [0] NCCL INFO NCCL_NVLS_ENABLE set by environment to 1.", None),
+        ("node0:1:1 [0] NCCL INFO NVLS multicast support is available on dev 0", True),
+        ("# NVLS used: no (x)\n# NVLS used: yes (x)", None),
+    ],
+)
+def test_what_the_log_says_of_nvls_is_not_asked_for(line: str, state: bool | None, tmp_path: Path) -> None:
+    text = (LOGS / "nccl_node0.txt").read_text()
+    (tmp_path / "log").write_text(text.replace("# Avg", f"{line}\n# Avg"))
+    judgement = judge_files([tmp_path / "log"])
+    asked = any("--nvls" in finding.next_step for finding in judgement.findings)
+    assert asked == (state is None)
+    known = any("8 x NVIDIA H200" in finding.expected for finding in judgement.findings)
+    assert known == (state is False)  # nobody has measured NVLS on
+
+
+@pytest.mark.parametrize(
+    ("nvls", "known"),
+    [({"used": False, "multicast": "available"}, True), ({"used": True}, False),
+     ({"used": None, "multicast": "not available"}, True), ({"used": None, "multicast": "unknown"}, False), (7, False)],
+)  # fmt: skip
+def test_our_json_tells_of_nvls(nvls: object, known: bool, tmp_path: Path) -> None:
+    tree = json.loads((LOGS / "nccl_h200x8.json").read_text())
+    (tmp_path / "log").write_text(json.dumps(tree | {"env": [], "netlayer": {"nvls": nvls}}))
+    found = judge_files([tmp_path / "log"]).findings
+    assert any("8 x NVIDIA H200" in finding.expected for finding in found) == known
+
+
+def test_a_log_without_the_name_of_its_collective_says_so(tmp_path: Path) -> None:
+    tree = json.loads((LOGS / "nccl_h200x8.json").read_text())
+    (tmp_path / "log").write_text(json.dumps(tree | {"args": ["./a.out"]}))
+    [finding] = [finding for finding in judge_files([tmp_path / "log"]).findings if finding.verdict is None]
+    assert "does not name its collective" in finding.next_step
+
+
+BOOT = {
+    "dmesg": "[    0.000000] Linux version 6.8.0\n[   12.345678] nvidia: module license 'NVIDIA' taints kernel.\n",
+    "dmesg -x": "kern  :info  : [    0.000000] Linux version 6.8.0\nkern  :warn  : [    1.000000] NVRM: loading\n",
+    "dmesg -T": "[Sun Nov 22 06:20:22 2026] Linux version 6.8.0\n[Sun Nov  1 06:20:22 2026] NVRM: loading\n",
+    "journalctl -k": "Nov 22 06:20:22 node7 kernel: Linux version 6.8.0\nNov  2 06:20:22 node7 kernel: NVRM: loading\n",
+    "iso": "2026-11-22T06:20:22+00:00 node7 kernel: Linux\n2026-11-22T06:20:22.123456+00:00 n kernel: NVRM: loading\n",
+}
+
+
+@pytest.mark.parametrize("what", BOOT)
+def test_a_kernel_log_without_xid_passes(what: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(BOOT[what])
+    judgement = judge_files([tmp_path / "log"])
+    [finding] = judgement.findings
+    assert (judgement.verdict, finding.figure) == ("PASS", "no XID in 2 lines")
+    (tmp_path / "log").write_text(BOOT[what].replace("NVRM", "eth0").replace("nvidia: module license 'NVIDIA'", "md"))
+    [finding] = judge_files([tmp_path / "log"]).findings
+    assert finding.figure == "no XID in 2 lines, none of them from NVIDIA's driver"
+
+
+def test_a_fatal_switch_and_a_gpu_that_does_not_start_are_no_healthy_kernel_log(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(
+        "[    1.000000] nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 46 LTSSM Fault Up\n"
+        "[    2.000000] nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 28006, Non-fatal, Link 46 MC TS crumbstore MCTO\n"
+        "[    3.000000] NVRM: GPU 0000:1b:00.0: RmInitAdapter failed! (0x26:0x56:1474)\n"
+    )
+    found = [(finding.verdict, finding.subject, finding.check) for finding in bad(judge_files([tmp_path / "log"]))]
+    assert found == [
+        ("FAIL", "NVSwitch 3", "SXid 20034"),
+        ("FAIL", "GPU 0000:1b:00.0", "driver"),
+        ("WARN", "NVSwitch 3", "SXid 28006"),
+    ]
+
+
+def test_a_part_of_nvidia_smi_is_judged_where_it_tells_of_health(tmp_path: Path) -> None:
+    """As `-d ECC` and `-d UTILIZATION` print it: without the product's name."""
+    head = "==============NVSMI LOG==============\n\nAttached GPUs : 1\nGPU 00000000:1B:00.0\n"
+    for section, kinds in (
+        ("    ECC Mode\n        Current : Enabled\n", 1),
+        ("    Utilization\n        GPU : 0 %\n", 0),
+    ):
+        (tmp_path / "log").write_text(head + section)
+        assert len(judge_files([tmp_path / "log"]).kinds) == kinds
+
+
 def test_errors_that_the_json_lists_fail(tmp_path: Path) -> None:
     tree = json.loads((LOGS / "nccl_h200x8.json").read_text())
     (tmp_path / "log").write_text(json.dumps(tree | {"errors": ["remote process exited"]}))
@@ -268,12 +375,16 @@ DAMAGE = {
     "no gpu": (b"=====NVSMI LOG=====\n\nAttached GPUs   : 8\n", "GPU 00000000:1B:00.0"),
     "no row": (b"    RDMA_Write BW Test\n #bytes #iterations BW average[Gb/sec]\n", ":1: the table"),
     "bad link": (b"GPU 0: H200 (UUID: x)\n\t Link 0: 26.\n", ":2: link 0"),
+    "no name": (b"GPU 0: " + b"x" * 200 + b"\n\t Link 0:\n", ":1: must hold a line 'GPU 0"),
     "no gpu line": (
         b"\xffPU 0: H200\n\t Link 0: 26.562 GB/s\nGPU 1: H200\n\t Link 0: 26.562 GB/s\n",
         ":2: a line 'GPU 0",
     ),
     "hung": ((LOGS / "nccl_hung.txt").read_bytes(), ":19: a row ends"),
     "cut smi": ((LOGS / "nvidia_smi_good.txt").read_bytes()[:16000], "was cut"),
+    "cut alone": ((LOGS / "nvidia_smi_h200_real.txt").read_bytes()[:1500], "ends before its section 'Clocks"),
+    "cut late": ((LOGS / "nvidia_smi_h200_real.txt").read_bytes().partition(b"    Fabric")[0], "section 'Processes'"),
+    "cut links": (b"".join((LOGS / "nvlink_h200x4_real.txt").read_bytes().splitlines(True)[:30]), "has 10 lines"),
     "cut row": ((LOGS / "nvbandwidth_good.txt").read_bytes()[:1500], "ends inside a row"),
     "cut matrix": ((LOGS / "nvbandwidth_good.txt").read_bytes().rpartition(b"         7")[0], "breaks off"),
     "cut case": ((LOGS / "nvbandwidth_good.txt").read_bytes().partition(b"memcpy CE GPU")[0], "has no matrix"),

@@ -55,11 +55,15 @@ def root(tmp_path: Path) -> Path:
 
 def judged(facts: dict[str, Any], **changed: dict[str, Any]) -> list[Finding]:
     """Four hosts with these facts, some of them changed; what is bad."""
-    trial = Trial(cast(Fleet, None), members_of([(node, 1) for node in NODES]), work_for("gloo", None))
+    members = members_of([(node, 1) for node in NODES])
+    trial = Trial(cast(Fleet, None), members, work_for("gloo", None), list(range(len(NODES))))
     looked = {node: changed.get(node, facts) for node in NODES if changed.get(node, facts)}
     cluster = ClusterConfig(servers=4, gpus_per_server=1, nic_bps=400_000_000_000)
     found = judge_hosts(looked, cluster, trial)
-    return [finding for finding in found if finding.verdict in ("WARN", "FAIL")]
+    bad = [finding for finding in found if finding.verdict in ("WARN", "FAIL")]
+    assert [(one.label, one.verdict) for one in trial.accused] == [(one.subject, one.verdict) for one in bad]
+    assert all(one.label.startswith(trial.members[one.ranks[0]].host) for one in trial.accused)
+    return bad
 
 
 def changed(facts: dict[str, Any], **nic: Any) -> dict[str, Any]:
@@ -117,6 +121,15 @@ def test_the_tools_output_goes_through_the_parsers_of_judge(root: Path) -> None:
     assert finding.subject.startswith("n3: GPU")
     other["texts"] = {"nvidia-smi -q": "garbage"}
     assert {finding.check for finding in judged(facts, n3=other)} == {"nvidia-smi -q"}
+
+
+def test_a_gpu_has_one_name_whoever_says_what_is_wrong_with_it(root: Path) -> None:
+    facts = preflight.look(root)
+    facts["texts"] = {"nvidia-smi -q": (LOGS / "nvidia_smi_bad.txt").read_text()}
+    subjects = {
+        finding.subject for finding in judged(facts) if finding.subject.startswith("n1") and "GPU 2" in finding.subject
+    }
+    assert subjects == {"n1: GPU 2 (00000000:52:00.0)"}
 
 
 def test_a_host_that_says_nothing_is_a_finding(root: Path) -> None:

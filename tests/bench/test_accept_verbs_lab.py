@@ -85,6 +85,6 @@ def test_good_nics_pass(nics: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)  # over the slowed NIC everything takes long
 def test_a_slow_nic_of_a_host_is_named(nics: list[str], tmp_path: Path) -> None:
-    with impaired(nics[2], "tbf", "rate", "50mbit", "burst", "64k", "limit", "4m"):
+    with impaired(nics[2], "tbf", "rate", "200mbit", "burst", "64k", "limit", "4m"):
         trial = accept({"lab": nics}, tmp_path)
     assert accused(trial) == [("FAIL", f"lab: {nics[2]}")]

@@ -1,0 +1,83 @@
+"""What an acceptance run says at its end."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from typing import cast
+
+import pytest
+
+from bench.accept import phases, run_output
+from bench.accept.fleet import Fleet
+from bench.accept.judge import Judgement
+from bench.accept.output import format_table
+from bench.accept.run import Result, members_of
+from bench.accept.trial import Trial
+from bench.accept.work import work_for
+from netlayer.verdict import Finding, Verdict
+from tests.bench.simulated_fleet import SimulatedFleet, World
+
+
+def trial_of(num_ranks: int = 4) -> Trial:
+    fleet = cast(Fleet, SimulatedFleet(World("none", (), 1.0, 0.0), 0))
+    return Trial(fleet, members_of([("h", num_ranks)]), work_for("nccl", None), list(range(num_ranks)))
+
+
+def result_of(*verdicts: Verdict | None, stopped: str = "") -> Result:
+    trial = trial_of()
+    for verdict in verdicts:
+        trial.accuse("gemm", "node", [1], Finding(verdict, "h/gpu1", "gemm", "1 us", file="gemm"))
+    return Result(trial, done=["gemm"], stopped=stopped)
+
+
+@pytest.mark.parametrize(
+    ("result", "verdict", "words"),
+    [
+        (result_of("PASS"), "PASS", "nobody stands out; 4 ranks, 1 phase"),
+        (result_of(None), "WARN", "nothing could be judged; 4 ranks, 1 phase"),
+        (result_of("WARN", "FAIL"), "FAIL", "faulty: h/gpu1 (gemm); 4 ranks, 1 phase"),
+        (result_of("WARN"), "WARN", "to look at: h/gpu1 (gemm); 4 ranks, 1 phase"),
+        (
+            result_of("PASS", stopped="interrupted"),
+            "WARN",
+            "4 ranks, 1 phase; broken off (interrupted): what was measured until then",
+        ),
+    ],
+)
+def test_the_last_line_agrees_with_the_verdict(result: Result, verdict: str, words: str) -> None:
+    assert list(run_output.format_run(result))[-1] == f"{verdict}: {words}"
+
+
+def test_a_run_that_was_broken_off_is_an_error_of_junit_and_no_pass() -> None:
+    for result in (result_of("PASS", stopped="interrupted"), Result(trial_of(), stopped="interrupted")):
+        suite = ET.fromstring(run_output.junit(result))
+        assert (suite.get("errors"), len(suite.findall(".//error"))) == ("1", 1)
+        assert run_output.record(result, {}, {}, "", "").rows[0]["verdict"] == "WARN"
+    assert ET.fromstring(run_output.junit(result_of("PASS"))).get("errors") == "0"
+
+
+def test_training_that_does_not_learn_accuses_those_who_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = trial_of()
+    rows = [{"first_loss": 1.0, "last_loss": 2.0, "p50_us": 1.0, "wrong": 0, "group": [0, 1, 2, 3]}]
+    monkeypatch.setattr(trial, "together", lambda *_, **__: rows)
+    phases.train(trial, lambda *_: None)
+    [one] = trial.accused
+    assert (one.verdict, one.ranks, one.phase) == ("FAIL", (0, 1, 2, 3), "train")
+    assert run_output.sentence(Result(trial)).startswith("faulty: 1 ranks (train); ")
+
+
+def test_one_node_has_no_neighbours_and_no_rails() -> None:
+    trial = trial_of()
+    phases.neighbours(trial, lambda *_: None)
+    phases.rails(trial, lambda *_: None)
+    assert [(one.verdict, one.figure) for one in trial.findings] == [(None, "not run")] * 2
+    phases.all_to_all(trial, lambda *_: None)
+    assert {tuple(row["group"]) for row in trial.rows} == {(0, 1, 2, 3)}
+
+
+def test_the_name_of_a_file_forges_no_line_of_the_table() -> None:
+    name = "a\nPASS: all is well\tand good"
+    finding = Finding("FAIL", name, "gemm", name, name, name, name)
+    lines = list(format_table(Judgement((finding,), (), {name: "x"})))
+    assert len(lines) == 4
+    assert not any("\n" in line for line in lines)
