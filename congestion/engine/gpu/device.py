@@ -195,8 +195,7 @@ def _run_hosts(s, first, num_threads, end, parity):  # type: ignore[no-untyped-d
     return soonest
 
 
-@cuda.jit(max_registers=128, lto=False)  # so that 16 warps a multiprocessor fit; the linker would fuse multiply-add
-def run_windows(s, until, reserve, room_size):  # type: ignore[no-untyped-def]
+def _run_windows(s, until, reserve, room_size):  # type: ignore[no-untyped-def]
     """Window after window, until one would begin at `until` or later, or lacks free chunks; clock[GO] says which."""
     room, meeting = cuda.shared.array(0, np.int32), cuda.shared.array(2, np.int64)
     lane, warp = cuda.threadIdx.x % _LANES, cuda.threadIdx.x // _LANES
@@ -218,3 +217,8 @@ def run_windows(s, until, reserve, room_size):  # type: ignore[no-untyped-def]
         hosts_from = lane * num_warps + (num_warps - 1 - me)
         soonest = min(soonest, _run_hosts(s, hosts_from, _LANES * num_warps, end, parity))
         parity = 1 - parity
+
+
+# 128 registers, so that 16 warps a multiprocessor fit. Without LTO, whose linker would fuse multiply-add. Not as a
+# decorator with options: numba-cuda 0.30 loses `lto` on that way.
+run_windows = cuda.jit(_run_windows, max_registers=128, lto=False)
