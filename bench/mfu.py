@@ -17,11 +17,13 @@ from typing import Any
 
 import click
 
+from bench.mfu_profile import floors
+from bench.mfu_profile import table as profile_table
 from congestion.nic.env import as_record, exports, for_ranks
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
 from netlayer.config import JobConfig, build_config
-from netlayer.errors import CheckFailed, ConfigError
+from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.launch import launch
 from netlayer.meeting import meeting_place
 from netlayer.results import RunRecord, utc_now, write_text
@@ -46,6 +48,7 @@ _POWER_EVERY_S = 1.0
 @click.option(
     "--warmup", type=click.IntRange(1), default=3, show_default=True, help="Steps before, whose losses count."
 )
+@click.option("--profile", is_flag=True, help="Also where the time goes, by kind of kernel; traces into --out.")
 @click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True)
 def command(
     options: RunOptions,
@@ -57,6 +60,7 @@ def command(
     runs: int,
     steps: int,
     warmup: int,
+    profile: bool,
     backend: str,
 ) -> None:
     """Measure MFU; exit 1 where systems did not do the same work.
@@ -74,13 +78,18 @@ def command(
     asked = _systems(systems, job)
     ranks = job.parallel.layout.world_size
     chosen = environ.choose_backend(backend, ranks)  # type: ignore[arg-type]
+    if profile and chosen != "nccl":
+        raise HardwareMissing("--profile: tells kernels of a GPU, and this runs on the CPU; leave it out")
     out, started = open_out(options.out, "mfu"), utc_now()
-    order = Order(job, asked, runs, steps, warmup, options.seed)
+    order = Order(job, asked, runs, steps, warmup, options.seed, out if profile else None)
     nccl = for_ranks(chosen, job.nccl)
     found: list[Row] = []
+    profiles: list[Row] = []
 
     def hear(rank: int, message: object) -> None:
-        if rank == 0 and isinstance(message, dict):
+        if rank == 0 and isinstance(message, dict) and message["run"] == "profile":
+            profiles.append(message)
+        elif rank == 0 and isinstance(message, dict):
             found.append(message)
             click.echo(f"  {message['system']}: {message['step_ms']:.1f} ms", err=True)
         elif rank == 0:
@@ -90,7 +99,9 @@ def command(
         url = place.init_method("mfu")
         launch(run_rank, ranks, args=(order, url, chosen), log_dir=out / "logs", env=exports(nccl), on_message=hear)
     device = next((gpu.name for gpu in environ.list_gpus()), "CPU") if chosen == "nccl" else "CPU"
+    least = floors(job)
     rows = [*(_with_figures(row, job, device) for row in found), *summarise(found, job, device)]
+    rows += [{**row, "least_ms": least} for row in profiles]
     record = RunRecord(
         name="bench.mfu",
         source="measured",
@@ -102,7 +113,10 @@ def command(
         environment=environ.snapshot(options.seed) | ({"nccl_settings": as_record(nccl)} if nccl else {}),
         devices=[device] * ranks,
     )
-    click.echo("".join(f"{line}\n" for line in table(rows)), nl=False, err=str(options.json_file) == "-")
+    shown = list(table(rows))
+    for row in profiles:
+        shown += ["", f"{row['system']}:", *profile_table(row["kinds"], least)]
+    click.echo("".join(f"{line}\n" for line in shown), nl=False, err=str(options.json_file) == "-")
     click.echo(f"record: {record.save(out / 'records')}", err=True)
     if options.json_file:
         write_text(options.json_file, record.to_json())

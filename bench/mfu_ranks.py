@@ -7,18 +7,19 @@ A run of a system is its warm-up and `steps` steps with one synchronisation at e
 from __future__ import annotations
 
 import gc
-import itertools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench import mfu_profile
 from bench.control import Control
+from bench.overlap_steps import StepTimer
 from bench.peers.fsdp2 import Fsdp2
 from netlayer.config import JobConfig
 from netlayer.rank import RankContext
@@ -29,11 +30,17 @@ from trainer.worker import meet_at
 
 Row = dict[str, Any]
 _TIMEOUT = timedelta(minutes=10)
+PROFILED = 3
+"""Steps of a profile."""
+_NAMED = 40
 
 
 class System(Protocol):
     def step(self, batches: Sequence[MicroBatch]) -> Tensor:
         """One optimiser step over this rank's micro-batches; its part of the mean loss, on the device."""
+
+    def close(self) -> None:
+        """Give back what it holds beside memory."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class Order:
         systems: in turn.
         runs: of each.
         steps: timed in a run, after `warmup` others.
+        profiles: folder for a trace of each system's last run on rank 0, whose kernels are told; None: none.
     """
 
     job: JobConfig
@@ -53,6 +61,7 @@ class Order:
     steps: int
     warmup: int
     seed: int
+    profiles: Path | None = None
 
 
 class Ours:
@@ -75,6 +84,9 @@ class Ours:
         self.optimizer.zero_grad()
         return loss
 
+    def close(self) -> None:
+        self.model.close()
+
 
 def run_rank(context: RankContext, order: Order, init_method: str, backend: str) -> list[Row]:
     """All runs; rank 0's rows say what the slowest rank took."""
@@ -85,8 +97,12 @@ def run_rank(context: RankContext, order: Order, init_method: str, backend: str)
         for name in order.systems:
             context.report(f"run {turn + 1} of {order.runs}: {name}")
             build = _builder(name, order, place.rank, place.device, groups)
-            rows.append({"system": name, "run": turn + 1, **_measure(build, order, place.device, control)})
+            is_last = turn == order.runs - 1 and order.profiles is not None
+            row, kernels = _measure(name, build, order, place.device, control, profiles=is_last)
+            rows.append({"system": name, "run": turn + 1, **row})
             context.report(rows[-1])
+            if kernels:
+                context.report({"system": name, "run": "profile", **kernels})
     dist.destroy_process_group()
     return rows
 
@@ -97,31 +113,50 @@ def _builder(name: str, order: Order, rank: int, device: torch.device, groups: G
     return lambda: Ours(order.job, order.seed, rank, device, groups)
 
 
-def _measure(build: Callable[[], System], order: Order, device: torch.device, control: Control) -> Row:
+def _measure(
+    name: str, build: Callable[[], System], order: Order, device: torch.device, control: Control, *, profiles: bool
+) -> tuple[Row, Row]:
+    """What a run took, and with `profiles` what ran in it on rank 0."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    system = build()
-    batches = _batches(order.job, order.seed, device)
-    losses = [float(system.step(batches)) for _ in range(order.warmup)]
-    _synchronise(device, control)
-    begun, marks = time.perf_counter(), [_mark(device)]
-    for _ in range(order.steps):
-        system.step(batches)
-        marks.append(_mark(device))
-    _synchronise(device, control)
-    seconds = (time.perf_counter() - begun) / order.steps
-    each = [_between(before, after) for before, after in itertools.pairwise(marks)]
+    each, losses, kernels = _run(name, build(), order, device, control, profiles=profiles)
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    del system
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    [slowest], [most] = control.average([seconds], 3), control.average([float(memory)], 3)
-    return {
+    mean_s = sum(each) / len(each)
+    [slowest], [most] = control.average([mean_s], 3), control.average([float(memory)], 3)
+    row = {
         "step_ms": slowest * 1e3,
-        "each_ms": each,
+        "each_ms": [seconds * 1e3 for seconds in each],
         "memory_gib": most / 2**30,
         "losses": _mean_losses(losses, order.job, control),
+    }
+    return row, kernels
+
+
+def _run(
+    name: str, system: System, order: Order, device: torch.device, control: Control, *, profiles: bool
+) -> tuple[list[float], list[float], Row]:
+    """Seconds of each timed step, the losses before them, and the profile."""
+    batches = _batches(order.job, order.seed, device)
+    losses = [float(system.step(batches)) for _ in range(order.warmup)]
+    each = StepTimer(device, control).measure(lambda _: system.step(batches), order.steps).seconds
+    kernels = _profile(name, system, batches, order) if profiles else {}
+    system.close()
+    return each, losses, kernels
+
+
+def _profile(name: str, system: System, batches: Sequence[MicroBatch], order: Order) -> Row:
+    """Every rank takes the steps; rank 0 tells."""
+    is_first = dist.get_rank() == 0
+    trace = order.profiles / f"{name}.trace.json.gz" if is_first and order.profiles is not None else None
+    kernels = mfu_profile.profile(lambda: system.step(batches), PROFILED, trace)
+    if not is_first:
+        return {}
+    return {
+        "kinds": mfu_profile.shares(kernels, PROFILED),
+        "most_time": mfu_profile.most_time(kernels, PROFILED, _NAMED),
     }
 
 
@@ -141,22 +176,3 @@ def _batches(job: JobConfig, seed: int, device: torch.device) -> list[MicroBatch
     tokens = torch.randint(job.model.vocab_size, shape, generator=generator)
     own = tokens.chunk(layout.dp)[dp].to(device)
     return [(part[:, :-1], part[:, 1:]) for part in torch.split(own, job.batch.micro_size)]
-
-
-def _synchronise(device: torch.device, control: Control) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    control.barrier()
-
-
-def _mark(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _between(before: Any, after: Any) -> float:
-    """Milliseconds."""
-    return (after - before) * 1e3 if isinstance(before, float) else float(before.elapsed_time(after))

@@ -56,6 +56,9 @@ class Fsdp2:
         self.optimizer.zero_grad()
         return total
 
+    def close(self) -> None:
+        """Nothing: all of it is memory."""
+
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Vectors (norms, biases) are not decayed."""

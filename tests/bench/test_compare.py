@@ -11,8 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench.compare import compare
+from bench.table import nccl_tests_json
 from netlayer.errors import ConfigError
 from netlayer.results import RunRecord, Source
+from tests.bench import canned
 
 
 def write(path: Path, rows: list[dict[str, Any]], source: Source = "measured") -> Path:
@@ -36,7 +38,7 @@ def test_each_row_is_judged_by_ratio_and_spread(tmp_path: Path) -> None:
     found = command(a, b, "--json", "-")
     assert found.exit_code == 1
     rows = json.loads(found.stdout)["rows"]
-    assert [one["verdict"] for one in rows] == ["worse", "better", "same", "same"]
+    assert [one["verdict"] for one in rows] == ["worse", "better", "same", "same", "only in A", "only in B"]
     assert rows[0]["ratio"] == pytest.approx(0.8)
     assert rows[3]["spread"] > 0.07
 
@@ -63,10 +65,97 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     for words, said in (
         ((a, simulated), "compare records of one source"),
         ((a, nothing), "measures nothing that A does"),
-        ((a, same), "no row of both records has it"),
+        ((a, same), "has no row that A has"),
         ((a, a, "--by", "nope"), "no row of both records has it; both measure bus_bw_gbs, time_us"),
         ((a, tmp_path / "none"), "cannot be read"),
     ):
         error = command(*words).exception
         assert isinstance(error, ConfigError)
+        assert said in str(error)
+
+
+def test_a_row_that_b_lacks_is_a_loss_and_one_more_is_none(tmp_path: Path) -> None:
+    both, one = write(tmp_path / "both", [row(8, 1), row(16, 1)]), write(tmp_path / "one", [row(8, 1)])
+    lacking = command(both, one)
+    assert lacking.exit_code == 1
+    assert lacking.stdout.splitlines()[-1] == "0 worse, 0 better, 1 same, 1 row only in A"
+    more = command(one, both)
+    assert more.exit_code == 0
+    assert more.stdout.splitlines()[-1] == "0 worse, 0 better, 1 same, 1 row only in B"
+
+
+def test_one_slow_rank_among_many_shows(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", [row(8, 100) | {"rank": rank} for rank in range(8)])
+    b = write(tmp_path / "b", [row(8, 50 if rank == 3 else 100) | {"rank": rank} for rank in range(8)])
+    found = command(a, b)
+    assert found.exit_code == 1
+    [line] = [line for line in found.stdout.splitlines() if line.endswith("worse")]
+    assert "rank=3" in line
+
+
+def test_rows_of_several_kinds_are_compared_each_by_its_own_figure(tmp_path: Path) -> None:
+    def rows(share: float) -> list[dict[str, Any]]:
+        return [
+            {"check": "gemm", "p50_us": 1.0, "tflops": 100.0},
+            {"check": "copy", "p50_us": 1.0, "bw_gbs": 100.0 * share},
+            {"check": "latency", "p50_us": 1.0 / share},
+        ]
+
+    found = command(write(tmp_path / "a", rows(1)), write(tmp_path / "b", rows(0.5)), "--json", "-")
+    assert found.exit_code == 1
+    kept = {(one["metric"], one["verdict"]) for one in json.loads(found.stdout)["rows"]}
+    assert kept == {("tflops", "same"), ("bw_gbs", "worse"), ("p50_us", "worse")}
+
+
+def test_when_and_with_what_algorithm_a_row_was_measured_tells_no_rows_apart(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", [row(8, 1) | {"at": "2026-01-01", "algorithm": "RING", "cycle": 0}])
+    b = write(tmp_path / "b", [row(8, 1) | {"at": "2026-01-02", "algorithm": "TREE", "cycle": 1}])
+    assert command(a, b).stdout.splitlines()[-1] == "0 worse, 0 better, 1 same"
+
+
+def test_a_figure_of_zero_gives_a_verdict_without_a_ratio(tmp_path: Path) -> None:
+    for before, after, verdict, ratio in (
+        (0.0, 1.0, "better", None),
+        (1.0, 0.0, "worse", 0.0),
+        (0.0, 0.0, "same", None),
+    ):
+        a, b = (write(tmp_path / str(value), [{"size": 8, "bus_bw_gbs": value}]) for value in (before, after))
+        [one] = json.loads(command(a, b, "--json", "-").stdout)["rows"]
+        assert (one["verdict"], one["ratio"]) == (verdict, ratio)
+        assert f" {verdict}" in command(a, b).stdout
+
+
+def test_numbers_that_are_no_measurement_are_passed_over(tmp_path: Path) -> None:
+    odd = [row(8, 1) | {"iterations_us": 5}, {"size": 9, "bus_bw_gbs": 10**400}, {"size": 10, "bus_bw_gbs": -1.0}]
+    path = write(tmp_path / "odd", odd)
+    path.write_text(path.read_text().replace("-1.0", "1e999"))
+    assert command(path, path).stdout.splitlines()[-1] == "0 worse, 0 better, 1 same"
+
+
+def test_the_json_of_nccl_tests_and_of_ours_is_read(tmp_path: Path) -> None:
+    logs = Path(__file__).parent / "logs"
+    theirs = logs / "nccl_h200x8.json"
+    slow = json.loads(theirs.read_text())
+    for result in slow["results"]:
+        result["in_place"]["bus_bw"] *= 0.5
+    (tmp_path / "slow").write_text(json.dumps(slow))
+    found = command(theirs, tmp_path / "slow", "--by", "bus_bw_gbs")
+    assert found.exit_code == 1
+    assert found.stdout.splitlines()[-1] == "3 worse, 0 better, 3 same"
+    assert "collective=all_reduce" in found.stdout
+    (tmp_path / "ours").write_text(json.dumps(nccl_tests_json(canned.record())))
+    assert command(tmp_path / "ours", tmp_path / "ours").exit_code == 0
+
+
+def test_broken_files_get_one_line(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole", [row(8, 1)])
+    for content, said in (
+        ("[" * 100_000, "is nested too deep"),
+        ('{"results": []}', "has no schema_version"),
+        ('{"results": [], "nccl_version": 1}', "broken off or of another shape"),
+        ('{"results": [5], "nccl_version": 1, "args": ["x"]}', "broken off or of another shape"),
+    ):
+        (tmp_path / "broken").write_text(content)
+        error = command(tmp_path / "broken", whole).exception
+        assert isinstance(error, ConfigError), content[:40]
         assert said in str(error)

@@ -32,7 +32,7 @@ def quickstart(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--config", str(example("h200x8")), "--set", "model.hidden=65536"], 3, "error: job.model = "),
+        (["--config", str(example("h200x8")), "--set", "model.hidden=65536"], 2, "error: job = "),
         (["--set", "data.folder=/no/such"], 2, "error: job.data.folder = /no/such: there is no such folder"),
         (["--set", "data.pattern=*.nothing"], 2, "error: job.data.folder = "),
     ],

@@ -1,0 +1,278 @@
+"""`python -m bench.operators`: each operator of a GPT beside its other ways, on 7B's shapes, in turn, on one device.
+
+A time is the device's, by events around one call with the host ahead; a row counts only after its outputs and gradients
+were held against float64. The share is of the memory's bandwidth or of the peak of products, by the least bytes or
+operations that the operator needs (`operator_cases`). Leaves out: more than one rank.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from netlayer import environ
+from netlayer.command import RunOptions, open_out, run_options_without_config
+from netlayer.errors import CheckFailed, HardwareMissing
+from netlayer.percentile import percentile
+from netlayer.results import RunRecord, utc_now, write_text
+from trainer.flops import peak_flops
+
+if TYPE_CHECKING:
+    import torch
+
+    from bench.operator_cases import Case
+
+Row = dict[str, Any]
+
+_BANDWIDTH = ((r"\bH200$", 4.8e12), (r"\bH100 80GB HBM3\b", 3.35e12))  # bytes/s, NVIDIA's data sheets
+_TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
+_SLEEP_CYCLES = 10_000_000  # about 5 ms: the host launches all calls of a round meanwhile
+_WARM_UPS = 2
+
+
+@click.command()
+@run_options_without_config
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--only", default="", help="Cases whose name holds this: norm, gelu, swiglu, head, attention.")
+@click.option("--compile/--no-compile", "compiles", default=None, help="torch.compile beside [on GPUs].")
+@click.option("--repeats", type=click.IntRange(1), default=10, show_default=True, help="Calls in a round.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Turns of each system.")
+def command(options: RunOptions, device: str, only: str, compiles: bool | None, repeats: int, rounds: int) -> None:
+    """Compare operators; exit 1 where one computes something else.
+
+    \b
+    Examples:
+      python -m bench.operators --json operators.json         # 7B's shapes on a GPU, tiny ones on a CPU
+      python -m bench.operators --only attention --no-compile
+    """
+    import torch
+
+    from bench.operator_cases import TINY, Sizes, build_cases
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise HardwareMissing("no CUDA device: leave --device out, or give cpu")
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    place, sizes = torch.device("cuda" if on_gpu else "cpu"), Sizes() if on_gpu else TINY
+    compiles = on_gpu if compiles is None else compiles
+    out, started = open_out(options.out, "operators"), utc_now()
+    name = torch.cuda.get_device_name() if on_gpu else "CPU"
+    rows: list[Row] = []
+    for case in build_cases(sizes, place, compiles, options.seed):
+        if only in case.name:
+            for row in measure(case, place, name, repeats, rounds):
+                rows.append(row)
+                click.echo(_line(row), err=str(options.json_file) == "-")
+        del case
+        gc.collect()
+    if not rows:
+        raise click.BadParameter(f"{only!r} is in no case's name", param_hint="--only")
+    shape = {**asdict(sizes), "dtype": str(sizes.dtype).removeprefix("torch.")}
+    record = RunRecord(
+        name="bench.operators",
+        source="measured",
+        rows=rows,
+        started_utc=started,
+        ended_utc=utc_now(),
+        arguments={**options.arguments(), "device": device, "only": only, "repeats": repeats, "rounds": rounds},
+        config={"sizes": shape, "compile": compiles},
+        environment=environ.snapshot(options.seed),
+        devices=[name],
+    )
+    click.echo(f"record: {record.save(out / 'records')}", err=True)
+    if options.json_file:
+        write_text(options.json_file, record.to_json())
+    check(rows, _TOLERANCE[shape["dtype"]])
+
+
+def measure(case: Case, device: torch.device, name: str, repeats: int, rounds: int) -> list[Row]:
+    """A row a system and direction. A system that raises has a row with `failed`, and no time."""
+    import torch
+
+    slopes = None
+    rows: list[Row] = []
+    expected: list[torch.Tensor] = []
+    calls: dict[tuple[str, str], Callable[[], Sequence[torch.Tensor]]] = {}
+    wide = [tensor.detach().double() for tensor in case.inputs]
+    for system, way in [("float64", case.plain), *case.ways.items()]:
+        inputs = wide if system == "float64" else case.inputs
+        if slopes is None:
+            with torch.no_grad():
+                slopes = _slopes(_several(way(*inputs)), case.inputs[0].dtype)
+        given = slopes if system != "float64" else [slope.double() for slope in slopes]
+        forward, both = _calls(way, inputs, given)
+        try:
+            found = [*both()]
+        except Exception as exc:  # noqa: BLE001 -- one system of several: its row says it, and the exit code
+            rows.append({"operator": case.name, "system": system, "failed": f"{type(exc).__name__}: {exc}"[:300]})
+            continue
+        if system == "float64":
+            expected = found
+            continue
+        calls[system, "forward"], calls[system, "forward+backward"] = forward, both
+        error = max(_error(got, right) for got, right in zip(found, expected, strict=True))
+        rows += [{"operator": case.name, "system": system, "direction": d, "error": error} for d in _DIRECTIONS]
+    del expected, wide
+    times = _time_in_turn(calls, device, repeats, rounds)
+    for row in rows:
+        if "failed" not in row:
+            key = row["system"], row["direction"]
+            row |= _figures(case, row["direction"], times[key], name) | _seen(calls[key], device)
+    return rows
+
+
+_DIRECTIONS = ("forward", "forward+backward")
+
+
+def check(rows: Sequence[Row], tolerance: float) -> None:
+    """Refuse figures of what computes something else.
+
+    Raises:
+        CheckFailed: an error above the tolerance, or a system that did not run.
+    """
+    for row in rows:
+        what = f"{row['operator']}, {row['system']}"
+        if "failed" in row:
+            raise CheckFailed(f"{what}: did not run: {row['failed']}")
+        if not row["error"] < tolerance:
+            raise CheckFailed(f"{what}: off by {row['error']:.2g} (relative), above {tolerance:g}")
+
+
+def _calls(
+    way: Callable[..., Any], inputs: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor]
+) -> tuple[Callable[[], Sequence[torch.Tensor]], Callable[[], Sequence[torch.Tensor]]]:
+    import torch
+
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]  # of the same memory, and strides
+
+    def forward() -> Sequence[torch.Tensor]:
+        with torch.no_grad():
+            return _several(way(*inputs))
+
+    def both() -> Sequence[torch.Tensor]:
+        outputs = _several(way(*leaves))
+        return *(output.detach() for output in outputs), *torch.autograd.grad(outputs, leaves, slopes)
+
+    return forward, both
+
+
+def _several(outputs: Any) -> tuple[torch.Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _slopes(outputs: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The gradient that comes back: 1 to a loss; else random, in the strides of [T, B, .] seen as heads."""
+    import torch
+
+    found = []
+    for output in outputs:
+        if output.dim() == 0:
+            found.append(torch.ones_like(output, dtype=torch.promote_types(dtype, torch.float32)))
+        elif output.dim() == 4:
+            rows = torch.randn_like(output.permute(2, 0, 1, 3).contiguous(), dtype=dtype)
+            found.append(rows.permute(1, 2, 0, 3))
+        else:
+            found.append(torch.randn_like(output, dtype=dtype))
+    return found
+
+
+def _error(got: torch.Tensor, right: torch.Tensor) -> float:
+    error = ((got.double() - right).norm() / right.norm().clamp(min=1e-30)).item()
+    return math.inf if math.isnan(error) else error
+
+
+def _time_in_turn(
+    calls: Mapping[tuple[str, str], Callable[[], object]], device: torch.device, repeats: int, rounds: int
+) -> dict[tuple[str, str], list[float]]:
+    """Microseconds of each call."""
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+    for _ in range(rounds):
+        for key, call in calls.items():
+            for _ in range(_WARM_UPS):
+                call()
+            times[key] += _time_on_gpu(call, repeats) if device.type == "cuda" else _time_on_host(call, repeats)
+    return times
+
+
+def _time_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:
+    import torch
+
+    marks: list[tuple[Any, Any]] = [
+        tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[misc, no-untyped-call]
+        for _ in range(repeats)
+    ]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+    for begin, end in marks:
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [1e3 * begin.elapsed_time(end) for begin, end in marks]
+
+
+def _time_on_host(call: Callable[[], object], repeats: int) -> list[float]:
+    found = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        found.append(1e6 * (time.perf_counter() - begin))
+    return found
+
+
+def _figures(case: Case, direction: str, each_us: list[float], name: str) -> Row:
+    index = _DIRECTIONS.index(direction)
+    median_us = statistics.median(each_us)
+    row: Row = {"time_us": median_us, "p99_us": percentile(each_us, 99), "each_us": each_us}
+    row |= {"bytes_moved": case.bytes_moved[index], "flops": case.flops[index], "share": None}
+    bandwidth = next((peak for pattern, peak in _BANDWIDTH if re.search(pattern, name)), None)
+    todo, peak = (row["flops"], peak_flops(name, "bfloat16")) if row["flops"] else (row["bytes_moved"], bandwidth)
+    if peak:
+        row["share"] = todo / peak / (median_us * 1e-6)
+    return row
+
+
+def _seen(call: Callable[[], object], device: torch.device) -> Row:
+    """Kernels of one call, those of them that copy alone, and the most memory that it takes; null on a CPU."""
+    import torch
+
+    if device.type != "cuda":
+        return {"kernels": None, "copies": None, "memory_gib": None}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() or () if event.device_type.name == "CUDA"]
+    return {
+        "kernels": len(names),
+        "copies": sum("copy" in each.lower() or "CatArray" in each for each in names),
+        "memory_gib": (torch.cuda.max_memory_allocated() - before) / 2**30,
+        "kernel_names": names,
+    }
+
+
+def _line(row: Row) -> str:
+    if "failed" in row:
+        return f"{row['operator']:22} {row['system']:24} failed: {row['failed']}"
+    share = "" if row["share"] is None else f"  {row['share']:5.1%} of the {'FLOPs' if row['flops'] else 'bandwidth'}"
+    seen = "" if row["kernels"] is None else f"  {row['kernels']} kernels, {row['copies']} copies"
+    memory = "" if row["memory_gib"] is None else f", {row['memory_gib']:.2f} GiB"
+    return (
+        f"{row['operator']:22} {row['system']:24} {row['direction']:17} {row['time_us']:10.1f} us"
+        f"  error {row['error']:.1e}{share}{seen}{memory}"
+    )
+
+
+if __name__ == "__main__":
+    from netlayer.cli import run as run_command
+
+    run_command(command, "python -m bench.operators")

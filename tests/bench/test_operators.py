@@ -1,0 +1,51 @@
+"""`python -m bench.operators` on a CPU: rows, their check, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from bench.operators import check, command
+from netlayer.errors import CheckFailed
+
+
+def run(tmp_path: Path, *arguments: str) -> Any:
+    fixed = ["--device", "cpu", "--repeats", "1", "--rounds", "1", "--out", str(tmp_path), "--json", "-"]
+    return CliRunner().invoke(command, [*fixed, *arguments])
+
+
+def test_every_operator_has_rows_that_were_checked(tmp_path: Path) -> None:
+    result = run(tmp_path)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["source"] == "measured"
+    kinds = {row["operator"].split(",")[0] for row in record["rows"]}
+    assert kinds == {"layer_norm + add", "rms_norm + add", "bias + gelu", "swiglu", "head + cross entropy", "attention"}
+    for row in record["rows"]:
+        assert row["error"] < 1e-4
+        assert row["time_us"] > 0
+        assert row["share"] is None  # no peak is known of a CPU
+        assert bool(row["bytes_moved"]) != bool(row["flops"])
+
+
+def test_a_case_that_is_not_there(tmp_path: Path) -> None:
+    result = run(tmp_path, "--only", "dropout")
+    assert result.exit_code == 2
+    assert "dropout" in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu() -> None:
+    result = CliRunner().invoke(command, ["--device", "cuda"])
+    assert "no CUDA device" in str(result.exception)
+
+
+@pytest.mark.parametrize("row", [{"error": 0.1}, {"error": float("nan")}, {"failed": "RuntimeError: no"}])
+def test_wrong_or_missing_results_are_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(CheckFailed, match="gelu, triton"):
+        check([{"operator": "gelu", "system": "triton", **row}], 1e-2)
