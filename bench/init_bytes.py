@@ -1,8 +1,8 @@
 """Bytes on the wire, both ways, while a layout's groups are made: summed from the traffic model without a replay.
 
 What all ranks say alike (joining, barriers) is summed once and taken times the ranks: the cost grows with ranks plus
-groups, not with their product. Exact for the ways that `bench.init_time` replays. Elsewhere on Redis a number of more
-than one digit may differ by its digits: serial numbers, and the count that a barrier's second look finds. Left out: the
+groups, not with their product. What `bench.init_time` replays, byte by byte. Real ranks on Redis may differ by the
+digits of a number: the mark of a rank, serial numbers, and the count that a barrier's second look finds. Left out: the
 headers of TCP and IP.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from bench.init_traffic import Request, Way, barrier, encode, grouping, joining, last_words, num_groups
+from bench.init_traffic import Request, Way, amount, barrier, encode, grouping, joining, last_words, num_groups
 from netlayer.layout import ParallelLayout
 
 _EPOCH_BYTES = 16  # of RedisStore's answer to who joins
@@ -40,7 +40,7 @@ def num_bytes(way: Way, layout: ParallelLayout) -> int:
     if way.method == "ours":  # the last one to come does not wait
         total -= both_ways(alike[-1], len(alike))
     if way.store == "redis":
-        total += sum(_count_bytes(one, ranks) for one in alike if one.kind in _COUNTERS)
+        total += sum(_count_bytes(way, one, ranks) for one in alike if one.kind in _COUNTERS)
     return total
 
 
@@ -53,10 +53,10 @@ def _answer_bytes(way: Way, request: Request, value_bytes: int) -> int:
     return _bulk_bytes({"JOIN": _EPOCH_BYTES, "SET": 0}.get(request.kind, value_bytes))
 
 
-def _count_bytes(request: Request, ranks: int) -> int:
-    """Redis' answers to all ranks: `=1`, `=2` and so on where each counts itself, or `=ranks` to each."""
-    counts_itself = request.kind == "ARRIVE" or request.key == "init/"
-    return sum(_bulk_bytes(len(f"={count if counts_itself else ranks}")) for count in range(1, ranks + 1))
+def _count_bytes(way: Way, request: Request, ranks: int) -> int:
+    """Redis' answers to all ranks: the sum so far where each adds something, or `=ranks` to each."""
+    added = amount(way, request)
+    return sum(_bulk_bytes(len(f"={count * added or ranks}")) for count in range(1, ranks + 1))
 
 
 def _bulk_bytes(size: int) -> int:

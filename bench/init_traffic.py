@@ -33,6 +33,7 @@ _GLOO_ADDRESS_BYTES = 154  # of a rank of a group of one; each further rank of t
 _GLOO_PEER_BYTES = 8
 _WORLD, _DIGEST = "0.1/world", "0" * 12
 _HASH = "0" * 40  # as torch names a group that only its members make
+_MARKED = 1 + (1 << 43)  # one, and above it the mean of the marks by which `netlayer.arrivals` knows ranks apart
 
 
 class Request(NamedTuple):
@@ -190,11 +191,18 @@ def _get(way: Way, key: str) -> Iterator[Request]:
     yield Request("GET", key, is_backend=True)
 
 
+def amount(way: Way, request: Request) -> int:
+    """What an ADD or an ARRIVE adds: nothing where a barrier looks a second time."""
+    if request.kind == "ARRIVE" and way.method == "ours":
+        return _MARKED
+    return int(request.kind == "ARRIVE" or request.key == "init/")
+
+
 def encode(way: Way, request: Request, connection: bytes, serial: int) -> bytes:
     """The bytes of a request on the wire."""
     if way.store == "tcp":
-        return _encode_tcp(request)
-    return _encode_redis(request, connection, serial)
+        return _encode_tcp(way, request)
+    return _encode_redis(way, request, connection, serial)
 
 
 def last_words(way: Way, request: Request) -> tuple[Request, ...]:
@@ -209,13 +217,13 @@ _TCP_KIND = {"VALIDATE": 0, "SET": 1, "COMPARE_SET": 2, "GET": 3, "ADD": 4, "ARR
 _TCP_MAGIC = 0x3C85F7CE
 
 
-def _encode_tcp(request: Request) -> bytes:
+def _encode_tcp(way: Way, request: Request) -> bytes:
     kind = bytes([_TCP_KIND[request.kind]])
     key = _counted(b"/" + request.key.encode())
     if request.kind in ("VALIDATE", "PING"):
         return kind + _TCP_MAGIC.to_bytes(4, "little")
     if request.kind in ("ADD", "ARRIVE"):
-        return kind + key + int(request.kind == "ARRIVE" or request.key == "init/").to_bytes(8, "little")
+        return kind + key + amount(way, request).to_bytes(8, "little")
     if request.kind == "SET":
         return kind + key + _counted(request.value)
     if request.kind == "COMPARE_SET":
@@ -227,7 +235,7 @@ def _counted(text: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _encode_redis(request: Request, connection: bytes, serial: int) -> bytes:
+def _encode_redis(way: Way, request: Request, connection: bytes, serial: int) -> bytes:
     namespace, key = _NAMESPACE, request.key.encode()
     number = str(serial).encode()
     if request.kind == "JOIN":
@@ -239,7 +247,7 @@ def _encode_redis(request: Request, connection: bytes, serial: int) -> bytes:
     script, arguments = {
         "SET": (redis_scripts.SET, (request.value,)),
         "COMPARE_SET": (redis_scripts.COMPARE_SET, (b"", request.value)),
-    }.get(request.kind, (redis_scripts.ADD, (b"1",)))
+    }.get(request.kind, (redis_scripts.ADD, (b"%d" % amount(way, request),)))
     return command(b"EVALSHA", script.sha.encode(), b"1", namespace, connection, number, key, *arguments)
 
 
