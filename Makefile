@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 HARDWARE ?= cpu
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-slow check format bench reports claims rdma-lab clean
@@ -27,9 +28,9 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: setup  ## the main job: bench, fabric, training and one report (ARGS="--steps 50 --out DIR")
 	@$(BIN)/netlayer quickstart $(ARGS)
 
-test: setup  ## all tests that CI runs, with the coverage of netlayer/
+test: setup  ## all tests that CI runs, with the coverage of netlayer/ (WORKERS=2)
 	@$(BIN)/coverage erase
-	$(BIN)/python -m pytest --cov --cov-report= $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report= $(ARGS)
 	@rm -f .coverage.*  # halves that ranks left when a test killed them
 	@$(BIN)/coverage report --skip-covered
 

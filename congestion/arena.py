@@ -97,7 +97,9 @@ def run_arena(plan: Plan, out: Path, stages: Stages, processes: int | None = Non
     """
     file = out / ROWS
     rows = {_key(row): row for row in kept_rows(file, plan.contenders, plan.suite)}
-    compile_first(plan.contenders[0], plan.cases, stages, plan.suite)
+    order = [(one.name, *_place(case), seed) for case in plan.cases for seed in plan.seeds for one in plan.contenders]
+    if not rows.keys() >= set(order):
+        compile_first(plan.contenders[0], plan.cases, stages, plan.suite)
     buffers = tight_buffers(plan.cases, out, stages, processes, plan.suite)
     tasks = [
         _Task(lacks, case, seed, _buffer(case, buffers, plan.suite), _is_drawn(case, seed, plan), plan.suite)
@@ -111,7 +113,6 @@ def run_arena(plan: Plan, out: Path, stages: Stages, processes: int | None = Non
     for made in each(_run_task, tasks, lambda task: task.link_hops, stages, "runs", processes):
         append(file, made)
         rows |= {_key(row): row for row in made}
-    order = [(one.name, *_place(case), seed) for case in plan.cases for seed in plan.seeds for one in plan.contenders]
     return Found(plan, [rows[key] for key in order], list(buffers.values()))
 
 

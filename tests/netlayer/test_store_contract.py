@@ -39,6 +39,14 @@ def store(request: pytest.FixtureRequest) -> Iterator[Any]:
 tcp_stores: list[Any] = []
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _closed_tcp_stores() -> Iterator[None]:
+    """Their thousand sockets must not stay: who calls select() after these tests may have none above 1,023."""
+    yield
+    tcp_stores.clear()
+    tcp_twins.cache_clear()
+
+
 def emptied_tcp_store() -> Any:
     """One for all tests: torch looks up a name for every connection, and some name servers answer only so many."""
     if not tcp_stores or not is_up(tcp_stores[-1]):
