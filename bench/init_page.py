@@ -18,6 +18,7 @@ Row = Mapping[str, Any]
 LABEL = "store share, simulated ranks"
 REAL = "real ranks"
 RECORDED = "recorded"
+ALONE = "one rank's own work"
 BROKEN_OFF = "broken off"
 """The table of a row that says why no more rows follow."""
 
@@ -48,6 +49,8 @@ def way_name(row: Row) -> str:
 
 def line(row: Row) -> str:
     """A row in words, while others are still to come."""
+    if row["table"] == ALONE:
+        return f"a rank of {row['ranks']:,}, {row['method']}: {row['cpu_s'] * 1e3:.2f} ms of processor for its groups"
     who = f"{row['ranks']:,} ranks, {way_name(row)}"
     if row["table"] == REAL:
         parts = ", ".join(f"{words} {row[name]:.3f}" for name, words in PARTS.items())
@@ -89,6 +92,10 @@ def summary(rows: Sequence[Row]) -> list[str]:
     lines = [f"{way}: {grows} grows with the ranks to the power {slope:.2f}" for way, slope in exponents(rows).items()]
     for part, words in _COMPARED.items():
         lines += _compared(_medians(rows, part), words, ".4f", " s")
+    alone = [row for row in rows if row["table"] == ALONE]
+    for torchs, ours in zip(alone[::2], alone[1::2], strict=True):
+        ratio = torchs["cpu_s"] / ours["cpu_s"]
+        lines.append(f"a rank of {ours['ranks']:,}, its own work: {ratio:,.2f} of torch's time over ours")
     largest = max((row["ranks"] for row in rows if row["table"] == LABEL), default=0)
     asked = {way_name(row): row["operations"] for row in rows if row["table"] == LABEL and row["ranks"] == largest}
     return lines + _compared(asked, f"operations of {largest:,} ranks", ",", "")
@@ -112,6 +119,7 @@ def build_page(rows: Sequence[Row]) -> Report:
         if row["table"] == BROKEN_OFF:
             report.verdict("FAIL", f"Broken off: {row['reason']}; what was measured until then is below")
     _real(report, rows)
+    _alone(report, rows)
     _share(report, rows)
     section = report.section("What is what")
     section.text(
@@ -163,6 +171,23 @@ def _real(report: Report, rows: Sequence[Row]) -> None:
             _named(frame, columns),
             caption="Store operations of all ranks, recorded by a relay, beside the closed form.",
         )
+
+
+def _alone(report: Report, rows: Sequence[Row]) -> None:
+    mine = pd.DataFrame([row for row in rows if row["table"] == ALONE])
+    if not len(mine):
+        return
+    words = (
+        "Processor time until the groups of one rank stand, with torch's fake backend and a store that answers at once."
+    )
+    section = report.section("One rank's own work", words, source="measured")
+    mine = mine.assign(milliseconds=mine["cpu_s"] * 1e3)
+    axes = Axis("ranks", "ranks of the world", log=True), Axis("milliseconds", "processor time", "ms", log=True)
+    section.chart(charts.line(mine, *axes, colour="method"), name="alone", caption="Medians of the repeats.")
+    wide = mine.pivot(index="ranks", columns="method", values="milliseconds").reset_index()
+    wide["torch over ours"] = wide["torch"] / wide["ours"]
+    named = {"ranks": "ranks", "torch": "torch / ms", "ours": "ours / ms", "torch over ours": "torch over ours"}
+    section.table(_named(wide, named), formats=dict.fromkeys(list(named.values())[1:], ",.2f"))
 
 
 def _named(frame: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:

@@ -1,14 +1,16 @@
 """`python -m bench.init_time`: how long it takes until all process groups of a job stand, and what of it is the store.
 
-Two measurements. *Real ranks* (`--real N`) run on this machine from their start to the end of a first step, by the
+Three measurements. *Real ranks* (`--real N`) run on this machine from their start to the end of a first step, by the
 paper's baseline (a barrier of all ranks after each group, MegaScale, NSDI'24, 3.5), by today's torch, and by
 `netlayer.rendezvous` on TCPStore and on Redis. The *store share* (`--ranks`) replays what those ranks said, for
 thousands of simulated ranks, against real servers on this machine: no process starts there and no communicator is made.
-What was measured is kept, whatever ends the run.
+*One rank's own work* (`--alone`) is what each rank of a large world computes by itself, store and backend faked. What
+was measured is kept, whatever ends the run.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any, get_args
 
 import click
 
-from bench import init_page, init_real, init_share
+from bench import init_alone, init_page, init_real, init_share
 from bench.init_server import check_files, check_redis
 from bench.init_share import MOST_S, Share
 from bench.init_traffic import StoreName, Way
@@ -47,6 +49,7 @@ _MOST_THINKING_S = MOST_S / 3
     help="Of real ranks; fewer GPUs than ranks are shared by virtual nodes.",
 )
 @click.option("--eager", is_flag=True, help="Real ranks make NCCL's communicators at once.")
+@click.option("--alone", default="0", show_default=True, help="Worlds, with commas, of which one rank runs alone.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Turns of each way.")
 @click.option(
     "--think",
@@ -58,7 +61,15 @@ _MOST_THINKING_S = MOST_S / 3
     "a run with --real N --backend nccl --eager.",
 )
 def command(
-    options: RunOptions, ranks: str, stores: str, real: int, backend: str, eager: bool, repeats: int, think_s: float
+    options: RunOptions,
+    ranks: str,
+    stores: str,
+    real: int,
+    backend: str,
+    eager: bool,
+    alone: str,
+    repeats: int,
+    think_s: float,
 ) -> None:
     """Time and count how the groups of a job are made: paper's baseline, today's torch, ours on TCPStore and Redis.
 
@@ -67,12 +78,14 @@ def command(
       python -m bench.init_time --ranks 128,2048,12288 --store tcp,redis --json init.json
       python -m bench.init_time --ranks 0 --real 8             # 8 gloo ranks, timed and recorded
       python -m bench.init_time --ranks 0 --real 8 --backend nccl --eager
+      python -m bench.init_time --ranks 0 --alone 32,2048,12288    # what a rank computes, by size of the world
       python -m bench.init_time --ranks 2048 --think 1.7       # with the time of a bootstrap that was measured
     """
     layouts, ways, layout = _layouts(ranks), _ways(stores), layout_of(real, "--real") if real else None
-    _check(layouts, ways, layout, think_s)
+    alones = _layouts(alone, "--alone")
+    _check(layouts, ways, layout, alones, think_s)
     out, started = open_out(options.out, "init_time"), utc_now()
-    asked = {"ranks": ranks, "store": stores, "real": real, "backend": backend, "eager": eager, "repeats": repeats}
+    asked = {"ranks": ranks, "store": stores, "real": real, "backend": backend, "eager": eager, "alone": alone}
     rows: list[Row] = []
 
     def keep() -> None:
@@ -82,7 +95,7 @@ def command(
             rows=rows,
             started_utc=started,
             ended_utc=utc_now(),
-            arguments={**options.arguments(), **asked, "think_s": think_s},
+            arguments={**options.arguments(), **asked, "repeats": repeats, "think_s": think_s},
             config={},
             environment=environ.snapshot(options.seed),
             devices=[f"{gpu.name}" for gpu in environ.list_gpus()] or ["CPU"],
@@ -92,7 +105,9 @@ def command(
     try:
         with Stages() as stages:
             setting = init_real.Real(layout, backend, eager, out / "logs") if layout else None
-            for row in _measured(setting, Share(repeats, think_s), layouts, ways, stages):
+            alone_rows = init_alone.rows(alones, repeats, out / "logs")
+            share_rows = init_share.rows(Share(repeats, think_s), layouts, ways, stages)
+            for row in itertools.chain(_of_real(setting, ways, repeats), alone_rows, share_rows):
                 rows.append(row)
                 stages.say(init_page.line(row))
     except BaseException as exc:
@@ -119,15 +134,12 @@ def layout_of(ranks: int, field: str = "--ranks") -> ParallelLayout:
     return ParallelLayout(tp=degree, pp=degree, dp=ranks // degree**2)
 
 
-def _measured(
-    real: init_real.Real | None, share: Share, layouts: Sequence[ParallelLayout], ways: Sequence[Way], stages: Stages
-) -> Iterator[Row]:
+def _of_real(real: init_real.Real | None, ways: Sequence[Way], repeats: int) -> Iterator[Row]:
     if real:
         has_lazy = real.backend == "gloo" and any(way.store == "tcp" for way in ways)
         really = [*ways, *([Way("torch-lazy", "tcp")] if has_lazy else [])]
-        yield from init_real.timed(real, really, share.repeats)
+        yield from init_real.timed(real, really, repeats)
         yield from init_real.recorded(real, really)
-    yield from init_share.rows(share, layouts, ways, stages)
 
 
 def _write(record: RunRecord, out: Path, json_file: Path | None) -> None:
@@ -138,7 +150,11 @@ def _write(record: RunRecord, out: Path, json_file: Path | None) -> None:
 
 
 def _check(
-    layouts: Sequence[ParallelLayout], ways: Sequence[Way], layout: ParallelLayout | None, think_s: float
+    layouts: Sequence[ParallelLayout],
+    ways: Sequence[Way],
+    layout: ParallelLayout | None,
+    alones: Sequence[ParallelLayout],
+    think_s: float,
 ) -> None:
     """Refuse before the first cell what would fail at the last.
 
@@ -148,7 +164,7 @@ def _check(
     """
     if not math.isfinite(think_s):
         raise ConfigError("--think", think_s, "is no length of time", "give seconds")
-    if not layouts and layout is None:
+    if not layouts and layout is None and not alones:
         raise ConfigError("--ranks", 0, "leaves nothing to measure", "give sizes, or real ranks: --real 8")
     if think_s and not layouts:
         raise ConfigError("--think", think_s, "has no effect on real ranks", "give simulated ones too: --ranks 128")
@@ -158,14 +174,14 @@ def _check(
         check_files(max(layout.world_size for layout in layouts))
 
 
-def _layouts(text: str) -> list[ParallelLayout]:
+def _layouts(text: str, field: str = "--ranks") -> list[ParallelLayout]:
     """Of the sizes, each once, the smallest first: a cell is predicted from a smaller one."""
     sizes = set()
     for word in text.split(","):
         if not word.strip().isdecimal():
-            raise ConfigError("--ranks", word, "is no whole number", "give numbers with commas, as 128,2048")
+            raise ConfigError(field, word, "is no whole number", "give numbers with commas, as 128,2048")
         sizes.add(int(word))
-    return [layout_of(size) for size in sorted(sizes - {0})]
+    return [layout_of(size, field) for size in sorted(sizes - {0})]
 
 
 def _ways(text: str) -> list[Way]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bench import init_server, init_share, init_time
 from bench.init_bytes import num_bytes
-from bench.init_page import BROKEN_OFF, LABEL, agrees_with_model
+from bench.init_page import ALONE, BROKEN_OFF, LABEL, agrees_with_model
 from bench.init_real import Real, recorded, timed
 from bench.init_record import Talk
 from bench.init_replay import Replayed, replay
@@ -113,6 +113,18 @@ def test_one_record_and_a_page_each_row_with_its_source(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "report.html").exists()
 
 
+def test_one_rank_alone_makes_its_groups_by_both_ways(tmp_path):
+    ran = run(tmp_path, "--ranks", "0", "--alone", "8,4")
+    assert ran.exception is None
+    rows = record(tmp_path)["rows"]
+    assert [(row["table"], row["ranks"], row["method"]) for row in rows] == [
+        (ALONE, ranks, method) for ranks in (4, 8) for method in ("torch", "ours")
+    ]
+    assert all(row["source"] == "measured" and row["cpu_s"] > 0 for row in rows)
+    assert ALONE.capitalize() in (tmp_path / "out" / "report.html").read_text().replace("&#39;", "'")
+    assert "of torch's time over ours" in ran.output
+
+
 def test_what_was_measured_is_kept_whatever_ends_the_run(tmp_path, monkeypatch):
     def ends_at_torch(way: Way, *rest: object, **more: object) -> Replayed:
         if way.method == "torch":
@@ -159,6 +171,7 @@ def test_ours_alone_is_compared_with_nothing(tmp_path, monkeypatch):
     [
         (["--ranks", "many"], "--ranks = many: is no whole number"),
         (["--ranks", "100"], "--ranks = 100: must be a multiple of tp 8 x pp 8; give 64"),
+        (["--alone", "2,x"], "--alone = x: is no whole number"),
         (["--ranks", "0"], "--ranks = 0: leaves nothing to measure; give sizes, or real ranks: --real 8"),
         (["--ranks", "0", "--real", "2", "--think", "1"], "--think = 1.0: has no effect on real ranks"),
         (["--think", "nan"], "--think = nan: is no length of time"),
