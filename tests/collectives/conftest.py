@@ -7,12 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from netlayer.meeting import meeting_place
-from tests.collectives.harness import Call, Case, Outcome, Ranks, run_cases
-from tests.collectives.ranks import run_ranks
+from tests.collectives.harness import Case, Outcome, Ranks, play
 
-LIMIT_S = 1200.0
-"""Of all cases of one world size together."""
 RunCase = Callable[[Case, Ranks], list[Outcome]]
 
 
@@ -20,23 +16,12 @@ RunCase = Callable[[Case, Ranks], list[Outcome]]
 def run_case(request: pytest.FixtureRequest) -> RunCase:
     """`run_case(case, ranks)`: what each rank has to say, in rank order; tests give both by parameters so named."""
     asked = [item.callspec.params for item in request.session.items if "run_case" in getattr(item, "fixturenames", ())]
+    config = request.config
+    # All cases run inside the first test: below its limit there is time left to say what has run, and what hung where.
+    limit_s = 0.9 * float(config.getoption("timeout") or config.getini("timeout") or 1200.0)
 
     @functools.cache
-    def run_all(ranks: Ranks) -> dict[Case, list[Outcome]] | AssertionError:
-        world_size, device = ranks
-        cases = list(dict.fromkeys(params["case"] for params in asked if params["ranks"] == ranks))
-        try:
-            with meeting_place() as place:
-                calls = [Call(case.__module__, case.__name__, place.init_method(case.__name__)) for case in cases]
-                by_rank = run_ranks(run_cases, world_size, (calls, device), limit_s=LIMIT_S)
-        except AssertionError as exc:  # the ranks died: the other cases need not try again
-            return exc
-        return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
+    def run_all(ranks: Ranks) -> dict[Case, list[Outcome]]:
+        return play(list(dict.fromkeys(params["case"] for params in asked if params["ranks"] == ranks)), ranks, limit_s)
 
-    def run(case: Case, ranks: Ranks) -> list[Outcome]:
-        outcomes = run_all(ranks)
-        if isinstance(outcomes, AssertionError):
-            raise outcomes
-        return outcomes[case]
-
-    return run
+    return lambda case, ranks: run_all(ranks)[case]

@@ -16,7 +16,7 @@ from collectives import ShardedDataParallel
 from collectives.reduce import GradientReduce
 from collectives.slot import GradientSlot, slot_source
 from tests.collectives.cases import CASES, accumulate, adamw, assert_close, assert_raises, batches, case, train
-from tests.collectives.harness import Case
+from tests.collectives.harness import Case, opens_groups
 from tests.collectives.step_cases import GPU_CASES, Nowhere, pair_of_one, train_in_backward
 
 WIDTH = 12
@@ -188,6 +188,7 @@ def _interrupt(*_: object) -> None:
     raise InterruptedError("enough")
 
 
+@opens_groups
 def a_captured_step_with_slots_equals_an_eager_one(rank: int, world_size: int) -> None:
     """On CUDA alone."""
     tokens = [part[rank::world_size] for part in batches(8, world_size)]

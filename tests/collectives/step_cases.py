@@ -34,7 +34,7 @@ from tests.collectives.cases import (
     wrap,
     wrap64,
 )
-from tests.collectives.harness import Case
+from tests.collectives.harness import Case, opens_groups
 
 
 def train_in_backward(
@@ -384,6 +384,7 @@ def windows_need_nccl(rank: int, world_size: int) -> None:
         wrap(net(), windows=True)
 
 
+@opens_groups
 def windows_change_nothing(rank: int, world_size: int) -> None:
     """On CUDA alone: NCCL's symmetric kernels in place of its rings."""
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
@@ -393,6 +394,7 @@ def windows_change_nothing(rank: int, world_size: int) -> None:
             assert_close(train(sharded, 3, rank, world_size), expected, rtol=tolerance, atol=tolerance)
 
 
+@opens_groups
 def a_captured_step_equals_an_eager_one(rank: int, world_size: int) -> None:
     """On CUDA alone: the whole step, collectives and all, replayed on new data."""
     for in_backward, groups in ((False, False), (True, False), (True, True)):
