@@ -8,7 +8,7 @@ HARDWARE ?= cpu
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow check format bench reports claims rdma-lab clean
+.PHONY: help setup quickstart test test-slow test-gpu check format bench reports claims rdma-lab clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,9 @@ test: setup  ## all tests that CI runs, with the coverage of netlayer/ (WORKERS=
 
 test-slow: setup  ## the tests that are too long for CI
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-gpu: setup  ## the tests that need one GPU or two, one after the other
+	$(BIN)/python -m pytest -m "(gpu or multi_gpu) and not slow" $(ARGS)
 
 check: setup  ## format, lint, types, import chain, claims
 	$(BIN)/ruff format --check .
