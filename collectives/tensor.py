@@ -3,7 +3,7 @@
 Activations outside are spread over the ranks by rows (sequence parallel); inside, the features are. A column-parallel
 linear gathers the rows and multiplies them as they arrive; a row-parallel linear multiplies and sends the partial sums
 away as they are computed. Their backward passes are each other's: the gradient of a gather is a reduce-scatter. The
-weight's gradient is computed last, so that it hides the end of both.
+weight's gradient is computed last, so that it hides the end of both, and straight into its slot (`collectives.slot`).
 
 For the parallel block (MegaScale 3.1) one column-parallel linear makes the queries, keys, values and the first half of
 the MLP out of one gather, and one row-parallel linear adds the attention's and the MLP's output in one reduce-scatter.
@@ -30,6 +30,8 @@ from torch.autograd.function import once_differentiable
 
 from collectives.arguments import as_dtype
 from collectives.exchange import TensorExchange
+from collectives.product import weight_gradient
+from collectives.slot import SlotSource, slot_source
 
 
 class ColumnParallelLinear(nn.Module):
@@ -196,6 +198,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: TensorExchange, x_mK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         ctx.exchange, ctx.has_bias = exchange, bias_N is not None
+        ctx.source = _source(weight_NK)
         ctx.save_for_backward(x_mK, weight_NK)
         y_MN = x_mK.new_empty(exchange.world_size * x_mK.shape[0], weight_NK.shape[0])
         gathering = exchange.gather(x_mK)
@@ -219,7 +222,8 @@ class _Column(torch.autograd.Function):
                 _multiply(_view(dy_MN, exchange)[rows], weight_NK, part)
         dweight_NK = None
         if gathering is not None:
-            dweight_NK = dy_MN.t() @ gathering.whole()
+            accumulator, _ = ctx.next_functions[1]  # behind the input's
+            dweight_NK = weight_gradient(dy_MN, gathering.whole(), ctx.source, accumulator)
             gathering.close()
         dx_mK = None if scattering is None else scattering.result()
         return None, dx_mK, dweight_NK, dy_MN.sum(0) if needs_bias and ctx.has_bias else None
@@ -230,6 +234,7 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, exchange: TensorExchange, bias_N: Tensor | None, *tensors: Tensor) -> Tensor:
         inputs, weights = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
         ctx.exchange, ctx.has_bias = exchange, bias_N is not None
+        ctx.sources = [_source(weight_NK) for weight_NK in weights]
         ctx.save_for_backward(*tensors)
         num_rows = inputs[0].shape[0] // exchange.world_size
         scattering = exchange.scatter(num_rows, weights[0].shape[0], inputs[0])
@@ -258,9 +263,10 @@ class _Row(torch.autograd.Function):
         dbias_N = dy_mN.sum(0) if needs_bias and ctx.has_bias else None
         summing = None if dbias_N is None else exchange.start_all_reduce(dbias_N)
         dy_MN = gathering.whole() if any(needs[len(inputs) :]) else None
+        of_weights = zip(inputs, needs[len(inputs) :], ctx.sources, ctx.next_functions[-len(weights) :], strict=True)
         dweights = [
-            dy_MN.t() @ x_MK if need and dy_MN is not None else None
-            for x_MK, need in zip(inputs, needs[len(inputs) :], strict=True)
+            weight_gradient(dy_MN, x_MK, source, accumulator) if need and dy_MN is not None else None
+            for x_MK, need, source, (accumulator, _) in of_weights
         ]
         gathering.close()
         if summing is not None:
@@ -280,6 +286,10 @@ def _multiply(a: Tensor, b_KN: Tensor, out: Tensor, bias_N: Tensor | None = None
         torch.mm(a_iK, b_KN, out=out_iN)
     if not out.is_contiguous():
         out.copy_(out_iN.view_as(out))
+
+
+def _source(weight_NK: Tensor) -> SlotSource | None:
+    return slot_source(weight_NK) if weight_NK.requires_grad else None
 
 
 def _view(matrix_MC: Tensor, exchange: TensorExchange) -> Tensor:

@@ -6,7 +6,11 @@ Korthikanti et al. count them (arXiv 2205.05198, section 4: their 34 s b h bytes
 bfloat16, for there are no dropout masks, and attention keeps no scores; all of it over t), times the micro-batches that
 the schedule has in flight (Narayanan et al., SC'21, section 2.2). Work space is what the largest operators hold for a
 moment: an upper estimate. Left out: torch, CUDA and NCCL themselves (some hundred MiB a rank), fragmentation,
-evaluation, masks of sliding windows.
+evaluation, masks of sliding windows, gradients of vectors until their bucket takes them.
+
+[Note: where gradients are] Products write weights' gradients into their bucket (`collectives.slot`). Without other
+data-parallel ranks that is what the optimiser reads, in any number of micro-batches: there is nothing beside it. Among
+ranks it is what travels, or, where micro-batches add up, whole wide sums, which travel themselves or as narrow copies.
 """
 
 from __future__ import annotations
@@ -36,11 +40,11 @@ class Estimate:
     Args:
         parameters: whole, in the dtype of the computation.
         masters: this rank's share in float32; none where the computation has that dtype already.
-        gradients: this rank's share of the reduced ones, and whole ones where several micro-batches add up.
+        gradients: this rank's share of the reduced ones, and among ranks whole ones where several micro-batches add up.
         optimizer: moments of this rank's share.
         activations: of all micro-batches in flight.
         logits: of the rows that the loss works on at once, and the table's gradient.
-        buckets: gradients on their way to other ranks.
+        buckets: gradients on their way to other ranks, and sums on theirs to the share.
         work: what one block's backward pass holds beside that.
         step: what the optimiser holds while it steps, when activations are gone.
     """
@@ -88,9 +92,7 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
     wide = max(4, width)
     elements = stage_elements(job, stage)
     share = -(-elements // parallel.dp)
-    adds_up = micro_batches(job) > 1
-    reduced = 8 if width == 8 else _DTYPE_BYTES[job.overlap.reduce_dtype]
-    travels_apart = not adds_up or reduced < wide  # else what has added up travels itself
+    adds_up = micro_batches(job) > 1 and parallel.dp > 1
     tokens = job.batch.micro_size * model.seq_len
     rows, table = min(_LOGITS_ROWS, tokens), _table_elements(job)
     has_head = stage == parallel.pp - 1
@@ -101,7 +103,7 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
         optimizer=2 * share * wide,
         activations=_activation_bytes(job, stage),
         logits=(rows * table // model.hidden * (2 * wide + width) + table * wide) if has_head else 0,
-        buckets=min(_travelling_elements(job), elements) * reduced if travels_apart else 0,
+        buckets=_travelling_bytes(job, elements, wide, adds_up) if parallel.dp > 1 else 0,
         work=_block_work_bytes(job),
         step=share * wide if job.optimizer.name == "lamb" else 0,
     )
@@ -228,19 +230,22 @@ def _activation_bytes(job: JobConfig, stage: int) -> int:
         each += _TOKEN_BYTES * in_flight(job, stage)
     if stage == parallel.pp - 1:  # the last norm's input, and the loss' gradient; one micro-batch at a time
         each += 2 * stream + _norm_saved_bytes(model) / parallel.tp
-    gradient = _table_elements(job) * width if stage == parallel.pp - 1 else 0
-    return round(each * tokens) + gradient
+    return round(each * tokens)
 
 
 def _block_work_bytes(job: JobConfig) -> int:
-    """Of one block's backward pass: the gradients of its widest activations, and what is computed again."""
+    """Of one block's backward pass: the gradients of its widest activations, and what is computed again.
+
+    A compiled block hands its weights' gradients over at its end.
+    """
     model, tp = job.model, job.parallel.tp
     tokens, width = job.batch.micro_size * model.seq_len, _DTYPE_BYTES[model.dtype]
     kept, dropped = _kept_and_dropped(model)
     again = {"none": 0.0, "selective": dropped, "full": kept + dropped}[model.recompute] / tp
     widest = (2 * _up_width(model) + 2 * model.hidden) * width / tp
     gathered = 2 * model.hidden * width if tp > 1 else 0  # rows of all ranks, in and out of a linear
-    return round(tokens * (again + widest + gathered))
+    handed = _block_elements(model, tp) * width if model.compile else 0
+    return round(tokens * (again + widest + gathered)) + handed
 
 
 def _kept_and_dropped(model: ModelConfig) -> tuple[float, float]:
@@ -292,8 +297,17 @@ def _table_elements(job: JobConfig) -> int:
     return -(-job.model.vocab_size // job.parallel.tp) * job.model.hidden
 
 
+def _travelling_bytes(job: JobConfig, elements: int, wide: int, adds_up: bool) -> int:
+    """Of gradients on their way while activations are still held, and of their sums where these land apart."""
+    reduced = wide if wide == 8 else _DTYPE_BYTES[job.overlap.reduce_dtype]
+    travelling = min(_travelling_elements(job), elements) * reduced
+    if reduced < wide:
+        return travelling + -(-travelling // job.parallel.dp)
+    return 0 if adds_up else travelling  # what has added up travels itself
+
+
 def _travelling_elements(job: JobConfig) -> int:
-    """Of gradients on their way while activations are still held: the largest bucket, and others behind it."""
+    """The largest bucket, and others behind it."""
     model, tp, bucket_mib = job.model, job.parallel.tp, job.overlap.bucket_mib
     block = _block_elements(model, tp)
     asked = round(bucket_mib * 2**20) // _DTYPE_BYTES[model.dtype] if bucket_mib else block

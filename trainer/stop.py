@@ -5,21 +5,34 @@ SIGTERM is what launchers, Slurm (scancel, preemption) and Kubernetes send; SIGU
 
 [Note: who counts] Under torchrun or srun this process counts the signals. Ranks of `netlayer.launch` leave that to
 their launcher, which passes the first one on: a Slurm step's signal reaches it and them alike, and would count twice.
+torchrun passes SIGTERM on as well, so there what comes within moments of the first is taken for the same request.
+
+[Note: torchrun] It waits 30 s for its ranks, then it kills them: a checkpoint takes less, or newer ones are given more
+(`--shutdown-timeout`). It dies of SIGUSR1 unless TORCHELASTIC_SIGNALS_TO_HANDLE names it. Where torchrun itself is
+gone, nobody else would tell its ranks, which have sessions of their own: the kernel sends them SIGTERM, and they stop
+in order too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
+import math
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
 from netlayer.launch import PASSED_ON
+
+ECHO_S = 2.0
+"""A signal that comes so soon after the first is the same request: [Note: who counts]."""
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class StopRequest:
@@ -37,11 +50,13 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def listening(*, counts: bool) -> Iterator[StopRequest]:
+def listening(*, counts: bool, follows: bool = False) -> Iterator[StopRequest]:
     """Note SIGTERM and SIGUSR1 in the block, and let through those that were held back since the process began.
 
     Args:
-        counts: the second one ends the process at once, with exit code 128 + its number: [Note: who counts].
+        counts: a second one, `ECHO_S` behind the first or later, ends the process at once, with exit code 128 + its
+            number: [Note: who counts].
+        follows: from now on the end of the process that started this one is a SIGTERM too, where the kernel is Linux.
 
     Outside the main thread, where no handler can be set, it notes nothing.
     """
@@ -56,6 +71,8 @@ def listening(*, counts: bool) -> Iterator[StopRequest]:
     thread = threading.Thread(target=_note, args=(ours, stop, counts), name="stop signals", daemon=True)
     thread.start()
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    if follows and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         yield stop
     finally:
@@ -63,6 +80,7 @@ def listening(*, counts: bool) -> Iterator[StopRequest]:
         signal.set_wakeup_fd(woken)
         for signum, owner in before.items():
             signal.signal(signum, owner)
+        theirs.shutdown(socket.SHUT_RDWR)  # closing alone would leave the copy that a forked process has
         theirs.close()
         thread.join()
         ours.close()
@@ -74,9 +92,11 @@ def _leave_to_the_thread(_signum: int, _frame: FrameType | None) -> None:
 
 def _note(numbers: socket.socket, stop: StopRequest, counts: bool) -> None:
     """In a thread of its own: the main one may be inside a collective that never ends."""
+    first_s = math.inf
     while received := numbers.recv(64):
         for signum in (number for number in received if number in PASSED_ON):
-            if stop.is_asked and counts:
+            if counts and time.monotonic() - first_s >= ECHO_S:
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
                 os._exit(128 + signum)
+            first_s = min(first_s, time.monotonic())
             stop.ask()

@@ -7,6 +7,7 @@ agree to rounding. Left out: what a step does (`trainer.loop`), and starting pro
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import time
@@ -35,8 +36,13 @@ def run_rank(context: RankContext, work: Work) -> Outcome:
     """From meeting the other ranks to the last evaluation, or to where it was asked to stop."""
     if not work.stops_gently:
         return _train(context, work, StopRequest())
-    with listening(counts=context.env.launcher != "netlayer") as stop:
-        return _train(context, work, stop)
+    launcher = context.env.launcher
+    with listening(counts=launcher != "netlayer", follows=launcher == "torchrun") as stop:
+        outcome = _train(context, work, stop)
+        # With the last references gloo's threads end. One that lets go of finished work while the interpreter is torn
+        # down, as it is under other launchers than ours, would abort a process that has ended well.
+        gc.collect()
+    return outcome
 
 
 def _train(context: RankContext, work: Work, stop: StopRequest) -> Outcome:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from collectives import product
 from netlayer.config import JobConfig
 from netlayer.layout import ParallelLayout
 from netlayer.rank import RankContext
@@ -105,6 +106,35 @@ def compiled(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: s
     assert counters["stats"]["unique_graphs"] > 0
     assert counters["frames"]["total"] == counters["frames"]["ok"]
     return found
+
+
+@dataclass(frozen=True)
+class Slotted:
+    """The same training with weights' gradients written into their slots, how many were, and with none of them."""
+
+    written: Trained
+    num_written: int
+    handed: Trained
+
+
+def slotted(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str) -> list[Slotted]:
+    """Of tensor-parallel linears: as it is, and with every gradient handed to autograd."""
+    torch.set_num_threads(1)
+    env = context.env
+    open_world(ParallelLayout(dp=env.world_size), backend="gloo", init_method=url, rank=env.rank)
+    try:
+        return [_slotted(job, env.rank, steps) for job in jobs]
+    finally:
+        dist.destroy_process_group()
+
+
+def _slotted(job: JobConfig, rank: int, steps: int) -> Slotted:
+    with mock.patch.object(product, "add_product", wraps=product.add_product) as added:
+        written, num_written = train(job, rank, steps), added.call_count
+        with mock.patch("collectives.tensor.slot_source", return_value=None):
+            handed = train(job, rank, steps)
+        assert added.call_count == num_written
+    return Slotted(written, num_written, handed)
 
 
 def go_on(

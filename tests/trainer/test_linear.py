@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from collectives import ShardedDataParallel
+from collectives import ShardedDataParallel, product
 from collectives.reduce import GradientReduce
 from collectives.slot import slot_source
 from trainer.linears import JoinedLinear, SummedLinear, TokenTable
@@ -85,19 +85,19 @@ def test_recomputation_leaves_the_product_out() -> None:
     sharded = ShardedDataParallel(Stack(3, [(2, 2)], True, False))
     module: Any = sharded.module
     x = torch.randn(2, 4, 3)
-    with mock.patch.object(linear, "_sum", wraps=linear._sum) as product:
+    with mock.patch.object(linear, "_sum", wraps=linear._sum) as forward:
         sharded(x).sum().backward()
         expected = gradients(sharded)
         expected = {name: grad.clone() for name, grad in expected.items()}
         sharded.zero_grad()
-        product.reset_mock()
+        forward.reset_mock()
 
         def down(value: Tensor) -> Tensor:
             return module.summed[0](value.tanh(), value.tanh())
 
         sharded.start_step()
         checkpoint(down, torch.randn(2, 4, 2, requires_grad=True), use_reentrant=False).sum().backward()
-        assert product.call_count == 1
+        assert forward.call_count == 1
         sharded.zero_grad()
     y = x + module.summed[0](*module.joined[0](x)).tanh()
     y.sum().backward()
@@ -163,14 +163,14 @@ def test_on_a_gpu_gradients_of_weights_are_not_rounded(num_passes: int, again: b
             parameter.copy_(parameter.bfloat16())
     sharded = ShardedDataParallel(copy.deepcopy(plain), param_dtype=torch.bfloat16)
     seen: list[tuple[Tensor, Tensor]] = []
-    add_product = linear.add_product
+    add_product = product.add_product
 
     def noted(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool) -> None:
         before = torch.zeros_like(sum_NK).double() if is_first else sum_NK.double()
         add_product(sum_NK, a_NM, b_MK, is_first)
         seen.append((sum_NK.double(), before + a_NM.double() @ b_MK.double()))
 
-    with mock.patch.object(linear, "add_product", noted):
+    with mock.patch.object(product, "add_product", noted):
         for index in range(num_passes):
             x = torch.randn(8, 32, 64, device="cuda", dtype=torch.bfloat16)
             with sharded.no_sync() if index < num_passes - 1 else sharded.last_backward():

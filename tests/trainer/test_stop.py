@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +23,54 @@ from .conftest import tiny_job
 
 ALONE = """
 import os, signal, sys, time
-from trainer.stop import listening
+from trainer.stop import ECHO_S, listening
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 os.kill(os.getpid(), signal.SIGTERM)  # held back until somebody listens
-with listening(counts=sys.argv[1] == "counts") as stop:
+with listening(counts=sys.argv[1] != "not") as stop:
     while not stop.is_asked:
         time.sleep(0.01)
+    time.sleep(0 if sys.argv[1] == "echo" else ECHO_S)
     os.kill(os.getpid(), signal.SIGUSR1)
-    time.sleep(1 if sys.argv[1] == "not" else 60)
+    time.sleep(60 if sys.argv[1] == "counts" else 1)
 assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 print("went on")
 """
 FOREVER = 10**9
 
 
-@pytest.mark.parametrize(("counts", "code", "said"), [("counts", 128 + signal.SIGUSR1, ""), ("not", 0, "went on\n")])
+@pytest.mark.parametrize(
+    ("counts", "code", "said"),
+    [("counts", 128 + signal.SIGUSR1, ""), ("echo", 0, "went on\n"), ("not", 0, "went on\n")],
+)
 def test_the_first_signal_is_noted_and_the_second_ends_who_counts(counts: str, code: int, said: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ALONE, counts], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (code, said), done.stderr
+
+
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+child.stdout.readline()
+os._exit(0)
+"""
+CHILD = """
+import os, time
+from trainer.stop import listening
+with listening(counts=True, follows=True) as stop:
+    parent = os.getppid()
+    os.write(1, b"listens\\n")
+    while not stop.is_asked:
+        time.sleep(0.01)
+os.write(2, b"asked")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's end on Linux alone")
+def test_the_end_of_a_launcher_that_it_follows_is_a_request() -> None:
+    done = subprocess.run([sys.executable, "-c", PARENT, CHILD], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == "asked"
 
 
 @pytest.fixture
@@ -62,21 +92,46 @@ def rows(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-def started(words: list[str], out: Path) -> subprocess.Popen[str]:
-    """A run that has taken a step."""
-    run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 200
-    while not rows(out) and run.poll() is None and time.monotonic() < until:
-        time.sleep(0.05)
-    return run
+Start = Callable[[list[str], Path], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def started() -> Iterator[Start]:
+    """A run that has taken a step; whatever comes of it, nothing of it is left behind the test."""
+    family: list[psutil.Process] = []
+
+    def start(words: list[str], out: Path) -> subprocess.Popen[str]:
+        run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        until = time.monotonic() + 120
+        while not rows(out) and run.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        family.extend(family_of(run))
+        assert rows(out), run.communicate()[1] if run.poll() is not None else "no step in 120 s"
+        return run
+
+    yield start
+    for each in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
+def family_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The process and what it has started, also in sessions of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        top = psutil.Process(run.pid)
+        return [top, *top.children(recursive=True)]
+    return []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stopped_run_is_gone_on_with_to_the_bit(job_file: Path, tmp_path: Path, signum: signal.Signals) -> None:
+@pytest.mark.timeout(900)
+def test_a_stopped_run_is_gone_on_with_to_the_bit(
+    started: Start, job_file: Path, tmp_path: Path, signum: signal.Signals
+) -> None:
     run = started(command(job_file, "--out", tmp_path / "a"), tmp_path / "a")
     run.send_signal(signum)
-    stdout, stderr = run.communicate(timeout=200)
+    stdout, stderr = run.communicate(timeout=120)
     assert run.returncode == 0, stderr
     before = rows(tmp_path / "a")
     step = before[-1]["step"]
@@ -94,12 +149,20 @@ def test_a_stopped_run_is_gone_on_with_to_the_bit(job_file: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_one_rank_of_a_launcher_that_is_asked_stops_them_all(job_file: Path, tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+@pytest.mark.parametrize("asked", ["a rank", "torchrun", "nobody, torchrun is killed"])
+def test_ranks_of_torchrun_stop_together_in_order(started: Start, job_file: Path, tmp_path: Path, asked: str) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     run = started(command(job_file, "--out", tmp_path / "a", launcher=launcher), tmp_path / "a")
-    ranks = [each for each in psutil.Process(run.pid).children() if each.environ().get("RANK") == "1"]
-    os.kill(ranks[0].pid, signal.SIGUSR1)
-    _, stderr = run.communicate(timeout=200)
-    assert run.returncode == 0, stderr
+    ranks = {each.environ().get("RANK"): each for each in family_of(run)[1:]}
+    if asked == "a rank":
+        os.kill(ranks["1"].pid, signal.SIGUSR1)
+    else:
+        run.send_signal(signal.SIGTERM if asked == "torchrun" else signal.SIGKILL)
+    _, stderr = run.communicate(timeout=120)  # to the end of the last process that has its stderr
+    assert not psutil.wait_procs(list(ranks.values()), timeout=10)[1]
+    # torchrun says of every signal that it got that it failed.
+    assert run.returncode == {"a rank": 0, "torchrun": 1}.get(asked, -signal.SIGKILL), stderr
     assert find(tmp_path / "a").step == rows(tmp_path / "a")[-1]["step"]
     assert "as asked; go on with" in stderr
+    assert "forcefully" not in stderr
+    assert len(list((tmp_path / "a" / "records").iterdir())) == 1

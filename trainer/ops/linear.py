@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from collectives.product import weight_gradient
 from collectives.slot import SlotSource, slot_source
-from trainer.ops.product import add_product
 
 
 def summed_linear(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None) -> Tensor:
@@ -69,17 +69,8 @@ class _SummedLinear(torch.autograd.Function):
         for index, (keeper, source) in enumerate(zip(ctx.keepers, ctx.sources, strict=True)):
             x, weight_NK = keeper.saved_tensors
             dinputs.append((dy_MN @ weight_NK).view(x.shape) if needs[index] else None)
-            dweights.append(_weight_gradient(dy_MN, x.flatten(0, -2), source, accumulators[index]))
+            dweights.append(weight_gradient(dy_MN, x.flatten(0, -2), source, accumulators[index]))
         return None, None, dy_MN.sum(0) if needs_bias else None, *dinputs, *dweights
-
-
-def _weight_gradient(dy_MN: Tensor, x_MK: Tensor, source: SlotSource | None, accumulator: object) -> Tensor | None:
-    """dy^T x; None: it is in its slot."""
-    slot = None if source is None else source.slot(accumulator)
-    if slot is None:
-        return dy_MN.t() @ x_MK
-    add_product(slot.view, dy_MN.t(), x_MK, is_first=not slot.adds)
-    return None
 
 
 def _sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None) -> Tensor:

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from collectives.exchange import TensorExchange
+from collectives.product import add_product
 from collectives.slot import slot_source
 from trainer.ops.backend import HAS_TRITON, Operators, uses_triton
-from trainer.ops.product import add_product
 
 if HAS_TRITON:
     from trainer.ops.loss_kernels import put_gradient, softmax_statistics

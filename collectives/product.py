@@ -1,6 +1,8 @@
 """Products of narrow matrices that add up in a wide one, as gradients of weights do over rows and micro-batches.
 
 Left out: the products themselves, which are the vendor's.
+
+Shapes: M rows, K features in, N features out.
 """
 
 from __future__ import annotations
@@ -11,7 +13,22 @@ import logging
 import torch
 from torch import Tensor
 
+from collectives.slot import SlotSource
+
 logger = logging.getLogger(__name__)
+
+
+def weight_gradient(dy_MN: Tensor, x_MK: Tensor, source: SlotSource | None, accumulator: object) -> Tensor | None:
+    """dy^T x, in the slot of a linear's weight (then None), else to be handed to autograd.
+
+    Args:
+        source, accumulator: as `collectives.slot` has them; no source: of a weight that is in no bucket.
+    """
+    slot = None if source is None else source.slot(accumulator)
+    if slot is None:
+        return dy_MN.t() @ x_MK
+    add_product(slot.view, dy_MN.t(), x_MK, is_first=not slot.adds)
+    return None
 
 
 def add_product(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool) -> None:
@@ -26,7 +43,7 @@ def add_product(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool) -> N
     wide = sum_NK.dtype
     if a_NM.dtype == wide:
         sum_NK.addmm_(a_NM, b_MK, beta=0 if is_first else 1)
-    elif not a_NM.is_cuda:
+    elif not a_NM.is_cuda or wide != torch.float32 or a_NM.dtype.itemsize > 2:  # CUDA widens halves to float32 alone
         torch.add(0 if is_first else sum_NK, a_NM @ b_MK, out=sum_NK)
     elif is_first:
         torch.mm(a_NM, b_MK, out_dtype=wide, out=sum_NK)
