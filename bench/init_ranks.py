@@ -31,7 +31,7 @@ from netlayer.meeting import register_schemes
 from netlayer.rank import RankContext
 from netlayer.rendezvous import open_world
 
-READY = "ready"
+READY, STANDS = "ready", "stands"
 _POLL_S = 0.002
 _WIDTH = 256  # of the model of the first step
 
@@ -48,6 +48,7 @@ class Order:
         eager: make NCCL's communicators at once.
         started_s: when the ranks were launched, of `time.time`.
         gate: a file; ranks that are ready wait until it is there.
+        end: a file; with `is_recorded` ranks whose groups stand wait for it: gloo's connections end with a process.
         checkpoint: a file that each rank loads; None: none.
         timeout_s: of store and groups.
         is_recorded: end when the groups stand: what follows is no part of the recording.
@@ -60,6 +61,7 @@ class Order:
     eager: bool
     started_s: float
     gate: Path
+    end: Path
     checkpoint: Path | None
     timeout_s: float
     is_recorded: bool = False
@@ -116,11 +118,12 @@ def start(context: RankContext, order: Order) -> dict[str, float]:
     parts.start_s = time.time() - order.started_s
     context.report(READY)
     with _timed(parts, "gate"):
-        while not order.gate.exists():
-            time.sleep(_POLL_S)
+        _await(order.gate)
     began = time.perf_counter()
     groups = _make_groups(order, rank, device, parts)
     if order.is_recorded:
+        context.report(STANDS)
+        _await(order.end)
         return {}
     with _timed(parts, "first"):
         _use(groups, order.layout, rank, device)
@@ -132,6 +135,11 @@ def start(context: RankContext, order: Order) -> dict[str, float]:
     parts.whole_s, parts.launched_s = time.perf_counter() - began, time.time() - order.started_s
     dist.destroy_process_group()
     return asdict(parts)
+
+
+def _await(file: Path) -> None:
+    while not file.exists():
+        time.sleep(_POLL_S)
 
 
 def _make_groups(order: Order, rank: int, device: torch.device, parts: Parts) -> dict[str, Any]:

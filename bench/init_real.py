@@ -122,14 +122,15 @@ def _run(real: Real, way: Way, name: str, talks: list[Talk] | None) -> list[dict
         else:
             init_method = "env://"
             environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        gate, checkpoint = folder / "gate", folder / "checkpoint.pt"
+        gate, end, checkpoint = folder / "gate", folder / "end", folder / "checkpoint.pt"
         torch.save({"weight": torch.zeros(_CHECKPOINT_VALUES)}, checkpoint)
-        ready: set[int] = set()
+        opens = {init_ranks.READY: gate, init_ranks.STANDS: end}
+        said: Counter[str] = Counter()
 
-        def arrived(rank: int, _: object) -> None:
-            ready.add(rank)
-            if len(ready) == real.layout.world_size:
-                gate.touch()
+        def arrived(_: int, word: str) -> None:
+            said[word] += 1
+            if said[word] == real.layout.world_size:
+                opens[word].touch()
 
         order = Order(
             layout=real.layout,
@@ -139,6 +140,7 @@ def _run(real: Real, way: Way, name: str, talks: list[Talk] | None) -> list[dict
             eager=real.eager,
             started_s=time.time(),
             gate=gate,
+            end=end,
             checkpoint=checkpoint,
             timeout_s=_TIMEOUT_S,
             is_recorded=talks is not None,
