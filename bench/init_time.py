@@ -165,10 +165,12 @@ def _check(
     if not math.isfinite(think_s):
         raise ConfigError("--think", think_s, "is no length of time", "give seconds")
     if not layouts and layout is None and not alones:
-        raise ConfigError("--ranks", 0, "leaves nothing to measure", "give sizes, or real ranks: --real 8")
+        raise ConfigError(
+            "--ranks", 0, "leaves nothing to measure", "give sizes, or real ranks: --real 8, or --alone 32"
+        )
     if think_s and not layouts:
         raise ConfigError("--think", think_s, "has no effect on real ranks", "give simulated ones too: --ranks 128")
-    if any(way.store == "redis" for way in ways):
+    if (layouts or layout is not None) and any(way.store == "redis" for way in ways):
         check_redis()
     if layouts:
         check_files(max(layout.world_size for layout in layouts))

@@ -34,7 +34,7 @@ def weight_gradient(dy_MN: Tensor, x_MK: Tensor, source: SlotSource | None, accu
 def add_product(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool) -> None:
     """sum = a b where it is the first, else sum += a b; added up in the sum's dtype, which is no narrower.
 
-    On a GPU nothing narrow is rounded to in between, and there is one pass over the sum, inside the product.
+    Halves into float32 on a GPU are rounded to nothing narrow in between, in one pass over the sum, inside the product.
 
     Args:
         sum_NK: contiguous; what it holds is not read where the product is the first.

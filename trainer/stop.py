@@ -5,12 +5,12 @@ SIGTERM is what launchers, Slurm (scancel, preemption) and Kubernetes send; SIGU
 
 [Note: who counts] Under torchrun or srun this process counts the signals. Ranks of `netlayer.launch` leave that to
 their launcher, which passes the first one on: a Slurm step's signal reaches it and them alike, and would count twice.
-torchrun passes SIGTERM on as well, so there what comes within moments of the first is taken for the same request.
+Other launchers pass it on as well, so where ranks count what comes within moments of the first is the same request.
 
 [Note: torchrun] It waits 30 s for its ranks, then it kills them: a checkpoint takes less, or newer ones are given more
 (`--shutdown-timeout`). It dies of SIGUSR1 unless TORCHELASTIC_SIGNALS_TO_HANDLE names it. Where torchrun itself is
 gone, nobody else would tell its ranks, which have sessions of their own: the kernel sends them SIGTERM, and they stop
-in order too.
+in order too, those inside a collective when it ends or times out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import logging
 import math
 import os
 import signal
@@ -30,9 +31,12 @@ from types import FrameType
 
 from netlayer.launch import PASSED_ON
 
+logger = logging.getLogger(__name__)
+
 ECHO_S = 2.0
 """A signal that comes so soon after the first is the same request: [Note: who counts]."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_STARTED_BY = os.getppid()
 
 
 class StopRequest:
@@ -72,7 +76,7 @@ def listening(*, counts: bool, follows: bool = False) -> Iterator[StopRequest]:
     thread.start()
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     if follows and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _follow_parent(stop)
     try:
         yield stop
     finally:
@@ -84,6 +88,13 @@ def listening(*, counts: bool, follows: bool = False) -> Iterator[StopRequest]:
         theirs.close()
         thread.join()
         ours.close()
+
+
+def _follow_parent(stop: StopRequest) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM):
+        logger.warning("the end of the launcher will not be noticed: %s", os.strerror(ctypes.get_errno()))
+    if os.getppid() != _STARTED_BY:  # it had gone before
+        stop.ask()
 
 
 def _leave_to_the_thread(_signum: int, _frame: FrameType | None) -> None:

@@ -172,7 +172,10 @@ def test_ours_alone_is_compared_with_nothing(tmp_path, monkeypatch):
         (["--ranks", "many"], "--ranks = many: is no whole number"),
         (["--ranks", "100"], "--ranks = 100: must be a multiple of tp 8 x pp 8; give 64"),
         (["--alone", "2,x"], "--alone = x: is no whole number"),
-        (["--ranks", "0"], "--ranks = 0: leaves nothing to measure; give sizes, or real ranks: --real 8"),
+        (
+            ["--ranks", "0"],
+            "--ranks = 0: leaves nothing to measure; give sizes, or real ranks: --real 8, or --alone 32",
+        ),
         (["--ranks", "0", "--real", "2", "--think", "1"], "--think = 1.0: has no effect on real ranks"),
         (["--think", "nan"], "--think = nan: is no length of time"),
         (["--store", "etcd"], "--store = etcd: is no store"),

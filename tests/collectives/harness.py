@@ -106,7 +106,8 @@ def _play_once(cases: Sequence[Case], ranks: Ranks, limit_s: float) -> list[list
             trouble = str(exc)
         by_rank = [_read(folder, rank) for rank in range(world_size)]
     found = [list(row) for row in zip(*by_rank, strict=False)]
-    if trouble and not (found and any(found[-1])):  # else the last one says itself what has ended the ranks
+    says_itself = device == "cuda" and bool(found) and any(found[-1])  # a case that fails there ends the ranks
+    if trouble and not says_itself:
         last = min(len(found), len(cases) - 1)
         said = [outcomes[last] if last < len(outcomes) else "" for outcomes in by_rank]
         found[last:] = [[outcome or trouble for outcome in said]]

@@ -64,8 +64,9 @@ def run_ranks(
             for rank in range(world_size):
                 here, there = _CONTEXT.Pipe(duplex=False)
                 given = (target, rank, world_size, args, limit_s, there, str(logs[rank]))
-                processes.append(_CONTEXT.Process(target=_be, args=given))
-                processes[-1].start()
+                process = _CONTEXT.Process(target=_be, args=given)
+                process.start()
+                processes.append(process)
                 there.close()
                 pipes[here] = rank
             results = _listen({pipe: rank for pipe, rank in pipes.items() if rank not in mute}, limit_s)

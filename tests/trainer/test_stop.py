@@ -50,16 +50,16 @@ def test_the_first_signal_is_noted_and_the_second_ends_who_counts(counts: str, c
 
 
 PARENT = """
-import os, subprocess, sys, time
+import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
 child.stdout.readline()
 os._exit(0)
 """
 CHILD = """
-import os, time
+import os, signal, time
 from trainer.stop import listening
+signal.alarm(50)
 with listening(counts=True, follows=True) as stop:
-    parent = os.getppid()
     os.write(1, b"listens\\n")
     while not stop.is_asked:
         time.sleep(0.01)
@@ -103,9 +103,11 @@ def started() -> Iterator[Start]:
     def start(words: list[str], out: Path) -> subprocess.Popen[str]:
         run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         until = time.monotonic() + 120
-        while not rows(out) and run.poll() is None and time.monotonic() < until:
-            time.sleep(0.05)
-        family.extend(family_of(run))
+        try:
+            while not rows(out) and run.poll() is None and time.monotonic() < until:
+                time.sleep(0.05)
+        finally:
+            family.extend(family_of(run))
         assert rows(out), run.communicate()[1] if run.poll() is not None else "no step in 120 s"
         return run
 
