@@ -35,8 +35,8 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     Each step's loss, tokens/s, MFU and exposed communication go to DIR/metrics.jsonl, held-out losses to
     DIR/validation.jsonl, checkpoints (job.checkpoint.every_steps) to DIR/checkpoints, a record to DIR/records.
     On one machine it starts the ranks itself; under torchrun, srun or mpirun each process is one. SIGTERM, or SIGUSR1
-    as Slurm sends it ahead of a limit, ends it behind a step, with a checkpoint, as a good run; a second one, two seconds later or more, at
-    once.
+    as Slurm sends it ahead of a limit, ends it behind a step, with a checkpoint, as a good run; a second one, two
+    seconds later or more, at once.
 
     \b
     Examples:
