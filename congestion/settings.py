@@ -84,8 +84,8 @@ class HybridSettings(Section):
     flow_scaling: bool = Field(True, description="Part: slower flows aim at longer queues, which makes flows equal.")
     fast_increase: bool = Field(True, description="Part: rise by the room there is; off, by a packet a round trip.")
     limit_flight: bool = Field(True, description="Part: bound the bytes in flight, which a pace alone does not.")
-    line_window: bool = Field(False, description="On trial: no window above what fills an idle path, but for bursts.")
-    open_gaps: bool = Field(False, description="On trial: where routing is by flowlets, a gap to leave a queue by.")
+    line_window: bool = Field(True, description="Part: no window above what fills an idle path, but for bursts.")
+    open_gaps: bool = Field(True, description="Part: where routing is by flowlets, a gap to leave a queue by.")
     queue_us: float = Field(8.0, gt=0, description="Queueing delay that a flow at line rate aims at.")
     gain: float = Field(0.25, gt=0, le=1, description="Share of the way to the target that a round trip takes.")
     unconfirmed: float = Field(

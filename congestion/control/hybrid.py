@@ -16,13 +16,13 @@ to the target, however many flows there are, in one round trip. DCQCN cuts by ho
 learn, and rises by a timer. Without a mark a long RTT is done only in part (`unconfirmed`): a flow whose ACKs wait in
 a queue gives little way. The mark stands for its round, so notices may be as rare as a NIC paces them.
 
-Two rules for a fabric of several paths, off until the whole arena has been run with them. (4) A window fills an idle
-path and no more (`line_window`), and what round trips of one round differ by on top: that is many paths or bursts, not
-a queue that stands. A flow that had its path alone would else keep, by a larger window, more than those that come
-later, until it ends and the last is left alone. (5) Switches that route by flowlets move a flow only behind a gap,
-which a paced flow does not have: it would stay on the path on which it collided. A flow that waits in a queue worth a
-gap makes one, at most every other round trip, a little longer than the switches' (`open_gaps`); it sends nothing
-meanwhile, the queue that it leaves does.
+Two rules for a fabric of several paths. (4) A window fills an idle path and no more (`line_window`), and what round
+trips of one round differ by on top: that is many paths or bursts, not a queue that stands. A flow that had its path
+alone would else keep, by a larger window, more than those that come later, until it ends and the last is left alone.
+(5) Switches that route by flowlets move a flow only behind a gap, which a paced flow does not have: it would stay on
+the path on which it collided. A flow that waits in a queue worth a gap makes one, at most every other round trip, a
+little longer than the switches' (`open_gaps`); it sends nothing meanwhile, the queue that it leaves does. What it may
+gain is that the rest of its bytes goes sooner: with less than two windows left it stays, for the gap's cost is sure.
 
 All parts can be left out. No ECN: a Swift in rates. No RTT: DCQCN, by its own parameters. Starts at line rate.
 Limits: flows that get no marks while others do keep more than their share, up to the limit on their flight, and that
@@ -45,6 +45,7 @@ _NEVER = 2**61
 _GAP = 1.2  # of the switches' own: bursts of others must not close it
 _WORTH = 0.6  # of a gap: a queue that is worth one
 _BETWEEN = 2.0  # round trips: the first one after a gap tells of the new path
+_LEFT = 2.0  # windows yet to be sent: the new path tells of itself with one, and is of use for the rest
 
 # Of a run: ours, and DCQCN's last, or numba would take these for a kind of those; times in ps, rates in bit/s.
 PARAMETERS = np.dtype(
@@ -159,8 +160,7 @@ def on_ack(p, own, flow, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-u
         _fall(p, own, share, target / rtt_ps)
     elif not marked:
         own.window += _rise(p, own, share, (target - rtt_ps) / rtt_ps)
-    waits = rtt_ps - flow.base_rtt_ps > _WORTH * p.gap
-    if p.gap and waits and not own.gap and now - own.gap_at > _BETWEEN * rtt_ps:
+    if p.gap and not own.gap and _wants_gap(p, own, flow, now, rtt_ps):
         own.gap = 1
     # A far longer queue slows the flow by its limit on the flight; its pace would lag when that queue has gone.
     _apply(p, own, flow, min(rtt_ps, p.flight_windows * target) if p.limit_flight else rtt_ps)
@@ -199,6 +199,14 @@ def _rise(p, own, share, room):  # type: ignore[no-untyped-def]
     if not p.fast_increase:
         return _AI_PACKETS * p.mtu_bytes * share
     return p.gain * share * min(room, 1.0) * own.window
+
+
+@inlined
+def _wants_gap(p, own, flow, now, rtt_ps):  # type: ignore[no-untyped-def]
+    """Whether the flow waits in a queue worth a gap, is not just behind one, and has enough left to gain by it."""
+    waits = rtt_ps - flow.base_rtt_ps > _WORTH * p.gap
+    left_bytes = (flow.num_packets - flow.next) * p.mtu_bytes
+    return waits and now - own.gap_at > _BETWEEN * rtt_ps and left_bytes > _LEFT * own.window
 
 
 @inlined

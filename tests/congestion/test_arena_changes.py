@@ -29,18 +29,16 @@ def test_a_change_that_settings_refuse_is_said():
 
 
 def test_the_hybrid_without_its_parts(tmp_path):
+    its = ("use_rtt", "use_ecn", "flow_scaling", "fast_increase", "limit_flight", "line_window", "open_gaps")
     plan = parts(published("hybrid"), SMALL)
     assert [one.name for one in plan.contenders] == [
         "hybrid",
-        *(
-            f"hybrid: hybrid.{part}=false"
-            for part in ("use_rtt", "use_ecn", "flow_scaling", "fast_increase", "limit_flight")
-        ),
+        *(f"hybrid: hybrid.{part}=false" for part in its),
     ]
     with Stages() as stages:
         found = run_arena(plan, tmp_path, stages, 1)
     rows = {row["change"]: row for row in compare_changes(found)}
-    assert len(rows) == 5
+    assert len(rows) == len(its)
     for row in rows.values():
         assert row["low"] <= row["completion"] <= row["high"]
     paused = {row["law"]: 0.0 for row in found.rows}

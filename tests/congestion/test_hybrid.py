@@ -191,12 +191,15 @@ def test_round_trips_that_differ_within_a_round_leave_room_for_a_larger_window()
     assert 1.1 * fills < run.own[0]["window"] < 1.8 * fills
 
 
-def _gaps(queued_us: float, routing: Literal["ecmp", "flowlet"] = "flowlet", **changed: bool) -> list[float]:
+def _gaps(
+    queued_us: float, routing: Literal["ecmp", "flowlet"] = "flowlet", num_packets: int = 2**31 - 1, **changed: bool
+) -> list[float]:
     """Times between a flow's packets, us, over 30 round trips with a queue of that length."""
     settings = Settings(routing=routing, selective_repeat=True, timeout_us=10_000.0)
-    section = HybridSettings().model_copy(update={"open_gaps": True, **changed})
+    section = HybridSettings().model_copy(update=changed)
     run = Bottleneck(hybrid, section, 1, settings=settings, base_rtt_ps=round((8 + queued_us) * US))
     run.flow["base_rtt_ps"] = 8 * US  # idle; the rest is somebody else's queue
+    run.flow["num_packets"] = num_packets  # what the law is told; the data here has no end
     sent: list[int] = []
     send = run._send
 
@@ -219,6 +222,14 @@ def test_a_flow_that_waits_opens_gaps_where_switches_route_by_flowlets():
     assert opened == pytest.approx([1.2 * gap_us] * len(opened), rel=0.01)
     for quiet in (_gaps(1.0), _gaps(10.0, "ecmp"), _gaps(10.0, open_gaps=False)):
         assert max(quiet) < gap_us
+
+
+def test_a_flow_that_is_about_to_end_opens_no_gaps():
+    """Two windows are some 100 packets here: what is left of them no other path would carry sooner."""
+    gap_us = Settings().flowlet_gap_us
+    assert max(_gaps(10.0, num_packets=90)) < gap_us
+    some = [gap for gap in _gaps(10.0, num_packets=400) if gap > gap_us]
+    assert 0 < len(some) < len([gap for gap in _gaps(10.0) if gap > gap_us])
 
 
 def test_after_a_gap_the_pace_is_what_it_was():
