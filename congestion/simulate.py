@@ -215,6 +215,7 @@ class Simulation:
                     look(self)
                 took = self.wall_s - before
                 step = max(int(step * min(max(_SLICE_S / max(took, 1e-6), 0.5), 2.0)), self._window_ps)
+                step = min(step, every_ps)  # it would double without end while timers alone are left
                 if say:
                     say(self.progress())
         except KeyboardInterrupt:

@@ -278,6 +278,16 @@ def test_packets_on_many_paths_arrive_once_each():
     assert 0 < lossy.state.flow["resent"].sum() <= 40 * lost
 
 
+def test_looks_go_on_while_timers_alone_are_left():
+    """A selective receiver's sender keeps its timer behind the last ACK: nothing happens for thousands of looks."""
+    fabric = _fabric(1, 2, 1, [100], [1000])
+    one = FlowSet(*(np.array([value]) for value in (0, 1, 40_000, 0, 100)))
+    simulation = Simulation(fabric, one, Settings(selective_repeat=True, timeout_us=4_000), "none")
+    looks = []
+    simulation.run(look=lambda now: looks.append(now.time_ps), every_ps=1_000_000)
+    assert len(looks) > 2_000
+
+
 def test_without_pfc_a_full_queue_drops_and_timers_repair():
     fabric = _fabric(1, 9, 1, [100], [1000])
     src = np.arange(8, dtype=np.int64)
