@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: setup  ## the main job: bench, fabric, training and one report (ARGS="--steps 50 --out DIR")
 	@$(BIN)/netlayer quickstart $(ARGS)
 
-test: setup  ## all tests that CI runs, with the coverage of netlayer/ (WORKERS=2: in half the time)
+test: setup  ## all tests that CI runs, with the coverage of netlayer/ (WORKERS=2: sooner, but what judges by time may fail)
 	@$(BIN)/coverage erase
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report= $(ARGS)
 	@rm -f .coverage.*  # halves that ranks left when a test killed them

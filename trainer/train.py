@@ -186,7 +186,7 @@ def train(
         resume: a checkpoint to go on from; its seed goes before `seed`.
         trace: steps for `out/trace.json`.
         stops_gently: the first SIGTERM or SIGUSR1 ends the run behind a step, with a checkpoint, as a good one; a
-            second one ends it at once. False: the first one does.
+            second one, two seconds later or more, ends it at once. False: the first one does.
 
     Raises:
         ConfigError: the job does not fit the ranks, or a variable that NCCL would misread is set.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,24 +53,25 @@ class Opened:
 
 def run_rank(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str) -> list[Trained]:
     """Every job one after the other, on all ranks of the world."""
+    with _world(context, url):
+        return [train(job, context.env.rank, steps) for job in jobs]
+
+
+@contextlib.contextmanager
+def _world(context: RankContext, url: str) -> Iterator[None]:
     torch.set_num_threads(1)
     env = context.env
     open_world(ParallelLayout(dp=env.world_size), backend="gloo", init_method=url, rank=env.rank)
     try:
-        return [train(job, env.rank, steps) for job in jobs]
+        yield
     finally:
         dist.destroy_process_group()
 
 
 def opened(context: RankContext, jobs: Sequence[JobConfig], url: str) -> list[Opened]:
     """What each job opens: trained with two numbers of micro-batches, and evaluated, so with three channels."""
-    torch.set_num_threads(1)
-    env = context.env
-    open_world(ParallelLayout(dp=env.world_size), backend="gloo", init_method=url, rank=env.rank)
-    try:
-        return [_opened(job, env.rank) for job in jobs]
-    finally:
-        dist.destroy_process_group()
+    with _world(context, url):
+        return [_opened(job, context.env.rank) for job in jobs]
 
 
 def _opened(job: JobConfig, rank: int) -> Opened:
@@ -119,13 +121,8 @@ class Slotted:
 
 def slotted(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str) -> list[Slotted]:
     """Of tensor-parallel linears: as it is, and with every gradient handed to autograd."""
-    torch.set_num_threads(1)
-    env = context.env
-    open_world(ParallelLayout(dp=env.world_size), backend="gloo", init_method=url, rank=env.rank)
-    try:
-        return [_slotted(job, env.rank, steps) for job in jobs]
-    finally:
-        dist.destroy_process_group()
+    with _world(context, url):
+        return [_slotted(job, context.env.rank, steps) for job in jobs]
 
 
 def _slotted(job: JobConfig, rank: int, steps: int) -> Slotted:
@@ -141,15 +138,11 @@ def go_on(
     context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str, folders: Sequence[tuple[Path, Path]]
 ) -> list[Trained]:
     """Each job from a checkpoint of the first folder to one in the second; one step each."""
-    env = context.env
-    open_world(ParallelLayout(dp=env.world_size), backend="gloo", init_method=url, rank=env.rank)
-    try:
+    with _world(context, url):
         return [
-            train(job, env.rank, steps + index, resume=before, save=after)
+            train(job, context.env.rank, steps + index, resume=before, save=after)
             for index, (job, (before, after)) in enumerate(zip(jobs, folders, strict=True))
         ]
-    finally:
-        dist.destroy_process_group()
 
 
 def train(job: JobConfig, rank: int, steps: int, *, resume: Path | None = None, save: Path | None = None) -> Trained:
