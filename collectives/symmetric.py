@@ -145,10 +145,15 @@ class Window:
         window: Tensor = self._handle.get_buffer(rank, (self.memory.numel(),), torch.uint8, 0)
         return window
 
-    def launch(self, name: str, grid: int, block: int, *arguments: int) -> None:
-        """Run a kernel of `peer.cu` on the current stream; the addresses of the windows are added where it takes them.
+    def launch(
+        self, name: str, grid: int, block: int, *arguments: int, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Run a kernel of `peer.cu`; the addresses of the windows are added where it takes them.
 
         Goes past CuPy's own call, which costs the host several times as much as this one.
+
+        Args:
+            stream: None: the current one.
         """
         function = self._functions.get(name)
         if function is None:
@@ -159,10 +164,22 @@ class Window:
             packed = self._pack(name, arguments)
             if len(self._packed) < 4096:  # addresses of tensors come and go
                 self._packed[key] = packed
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-        error = driver().cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, packed[0], None)
+        stream = torch.cuda.current_stream(self.device) if stream is None else stream
+        handle = ctypes.c_void_p(stream.cuda_stream)
+        error = driver().cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, handle, packed[0], None)
         if error:
             raise RuntimeError(f"kernel {name} was not launched: CUDA driver error {error}")
+
+    def copy(self, source: Tensor, rank: int, start: int, stream: torch.cuda.Stream) -> None:
+        """`source` (contiguous) to `start` bytes behind the beginning of a rank's window, by the copy engine."""
+        error = driver().cuMemcpyAsync(
+            ctypes.c_uint64(self.addresses[rank] + start),
+            ctypes.c_uint64(source.data_ptr()),
+            ctypes.c_size_t(source.nbytes),
+            ctypes.c_void_p(stream.cuda_stream),
+        )
+        if error:
+            raise RuntimeError(f"a copy to rank {rank} was not launched: CUDA driver error {error}")
 
     def _pack(self, name: str, arguments: tuple[int, ...]) -> tuple[Any, list[Any]]:
         """The kernel's parameters as the driver takes them, and what they point to."""
@@ -201,7 +218,6 @@ class PeerRounds:
         self.slot_bytes = -(-slot_bytes // 256) * 256
         self.window = Window(group, HEAD_BYTES + dist.get_world_size(group) * self.slot_bytes, device)
         self.rank, self.num_ranks, self.device = self.window.rank, self.window.num_ranks, device
-        self._peers = [self.window.of(rank) for rank in range(self.num_ranks)]
         # Copies follow each other without a gap; what tells the peers of them runs beside, or it would open gaps.
         if before is None:
             self.copy_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -211,11 +227,13 @@ class PeerRounds:
         self._sum_grid = 4 * torch.cuda.get_device_properties(device).multi_processor_count
         self._open = False
         self._may_write = False
+        # Of the peers that were sent to in this round; events are used again, for to make them costs the host.
         self._sent: list[torch.cuda.Event] = []
+        self._events = [torch.cuda.Event() for _ in range(self.num_ranks - 1)]  # type: ignore[no-untyped-call]
+        self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Free the window; no round is open. As `Window.close`."""
-        self._peers.clear()
         self.window.close()
 
     def begin(self) -> None:
@@ -234,7 +252,7 @@ class PeerRounds:
 
     def follow(self) -> None:
         """What is sent from now on leaves behind what the current stream does by now."""
-        self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._make_wait(self.copy_stream, torch.cuda.current_stream(self.device))
 
     def send(self, source: Tensor, ahead: int) -> None:
         """Fill this rank's slot at the peer `ahead` places after it, once the current stream comes here.
@@ -242,22 +260,22 @@ class PeerRounds:
         Peers come in the order 1, 2, ...; 0, this rank itself, at any time. `source` is contiguous, of the same size on
         every rank and in every call of a round, and lives until `finish`.
         """
-        flat = source.view(-1).view(torch.uint8)
-        if flat.numel() > self.slot_bytes:
-            raise ValueError(f"{flat.numel()} bytes do not fit into a slot of {self.slot_bytes}")
+        if source.nbytes > self.slot_bytes:
+            raise ValueError(f"{source.nbytes} bytes do not fit into a slot of {self.slot_bytes}")
+        if not source.is_contiguous():
+            raise ValueError(f"what is sent must be contiguous, got strides {source.stride()} of {tuple(source.shape)}")
         self.follow()
+        if not self._may_write:
+            self.window.launch("await_ready", 1, 32, self.window.own, self.rank, stream=self.copy_stream)
+            self._may_write = True
         peer = (self.rank + ahead) % self.num_ranks
-        start = HEAD_BYTES + self.rank * flat.numel()
-        with torch.cuda.stream(self.copy_stream):
-            if not self._may_write:
-                self.window.launch("await_ready", 1, 32, self.window.own, self.rank)
-                self._may_write = True
-            self._peers[peer][start : start + flat.numel()].copy_(flat, non_blocking=True)
-        self._flag_stream.wait_stream(self.copy_stream)
+        self.window.copy(source, peer, HEAD_BYTES + self.rank * source.nbytes, self.copy_stream)
+        self._make_wait(self._flag_stream, self.copy_stream)
         if ahead:
-            with torch.cuda.stream(self._flag_stream):
-                self.window.launch("signal", 1, 1, self.rank, ahead)
-                self._sent.append(self._flag_stream.record_event())
+            self.window.launch("signal", 1, 1, self.rank, ahead, stream=self._flag_stream)
+            event = self._events[len(self._sent)]
+            event.record(self._flag_stream)
+            self._sent.append(event)
 
     def wait(self, behind: int, count: int = 1) -> None:
         """Make the current stream wait for the ranks that come `behind` places and more before this one.
@@ -288,7 +306,7 @@ class PeerRounds:
 
     def join(self) -> None:
         """Make the current stream wait for this rank's own sends."""
-        torch.cuda.current_stream(self.device).wait_stream(self._flag_stream)
+        self._make_wait(torch.cuda.current_stream(self.device), self._flag_stream)
 
     def finish(self) -> None:
         """End the round: what was sent and what was staged is no longer needed once the current stream comes here."""
@@ -296,3 +314,8 @@ class PeerRounds:
         self.window.launch("release", 1, 32, self.rank)
         self._open = False
         self._sent.clear()
+
+    def _make_wait(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
+        """As `wait_stream`, by one event for all."""
+        self._mark.record(earlier)
+        later.wait_event(self._mark)
