@@ -201,6 +201,13 @@ def _run_windows(s, until, reserve, room_size):  # type: ignore[no-untyped-def]
     lane, warp = cuda.threadIdx.x % _LANES, cuda.threadIdx.x // _LANES
     me = warp * cuda.gridDim.x + cuda.blockIdx.x  # neighbours work on different multiprocessors
     num_warps = cuda.blockDim.x // _LANES * cuda.gridDim.x
+    # Warps without a switch run the hosts, beside the switches; thinly, one lane of each first: lanes of a warp that do
+    # different things take turns. All of them do where most have a switch.
+    for_hosts = num_warps - len(s.switches)
+    if for_hosts < num_warps // 4:
+        for_hosts = num_warps
+    from_behind = num_warps - 1 - me
+    hosts_from = lane * for_hosts + from_behind if from_behind < for_hosts else len(s.hosts)
     window, parity, soonest = s.run[0].window, 0, NEVER
     if cuda.threadIdx.x == 0:
         meeting[0] = NEVER
@@ -213,9 +220,7 @@ def _run_windows(s, until, reserve, room_size):  # type: ignore[no-untyped-def]
             break
         end = begin + window
         soonest = _run_switches(s, me, num_warps, room, warp * room_size, lane, end, parity)
-        # Hosts are spread thinly: one lane of each warp first.
-        hosts_from = lane * num_warps + (num_warps - 1 - me)
-        soonest = min(soonest, _run_hosts(s, hosts_from, _LANES * num_warps, end, parity))
+        soonest = min(soonest, _run_hosts(s, hosts_from, _LANES * for_hosts, end, parity))
         parity = 1 - parity
 
 

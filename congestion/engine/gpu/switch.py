@@ -147,14 +147,15 @@ def look(s, room, base, n, lane, lanes, num_bytes, frames):  # type: ignore[no-u
     near = np.int64(frames) + node.num_paused + node.num_frames
     if not run.pfc:
         near += np.int64(held >= free >> node.max_shift)
+    if run.pfc:
+        for place in range(lane, many, lanes):
+            ingress = s.port[node.first_port + place]
+            worst = max(ingress.in_bytes - run.reserve_bytes, 0) + room[base + 3 * many + place]
+            near += np.int64(worst >= free >> s.kind[ingress.kind].shift)
     begin = 0
-    for place in range(many):
+    for place in range(many):  # nothing but `room`: lanes that read memory here would wait for each other's turn
         if place % lanes == lane:
             room[base + many + place] = begin
-            if run.pfc:
-                ingress = s.port[node.first_port + place]
-                worst = max(ingress.in_bytes - run.reserve_bytes, 0) + room[base + 3 * many + place]
-                near += np.int64(worst >= free >> s.kind[ingress.kind].shift)
         begin += room[base + place]
     if has(s.features, "classes"):
         return True
