@@ -86,6 +86,26 @@ def test_norm_of_a_sum(
     check(lambda *given_: add_norm(*parts(*given_), operators=operators), plain, given_, 2)
 
 
+@pytest.mark.skipif(not KERNELS, reason="no Triton with a GPU here")
+@pytest.mark.parametrize("is_rms", [False, True])
+@pytest.mark.parametrize("plan", [(1, 1, 1, 1), (2, 2, 1, 3), (2, 1, 4, 2)], ids=str)
+def test_norm_backward_by_any_plan(plan: tuple[int, int, int, int], is_rms: bool) -> None:
+    """Rows that no plan divides, and a width that is no power of two."""
+    from trainer.ops.norm_kernels import BackwardPlan, launch_backward, norm_forward
+
+    x, dy, dtotal, weight, bias = inputs(3, torch.float32, *[(11 if IS_INTERPRETED else 1021, 37)] * 3, (37,), (37,))
+    mean, scale = norm_forward(x, None, weight, None if is_rms else bias, 1e-5)[2:]
+    found = launch_backward(dy, dtotal, x, weight, mean, scale, BackwardPlan(*plan))
+    wide = [tensor.double().requires_grad_() for tensor in (x, weight, bias)]
+    torch.autograd.backward([plain_norm(wide[0], wide[1], None if is_rms else wide[2])], [dy.double()])
+    expected = [tensor.grad for tensor in wide[: 3 - is_rms]]
+    assert expected[0] is not None
+    expected[0] += dtotal.double()
+    assert found[2].numel() == (0 if is_rms else 37)
+    for got, right in zip(found[: 3 - is_rms], expected, strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("operators", WHICH)
 @settings(max_examples=5, deadline=None)

@@ -1,13 +1,16 @@
 """Triton kernels of LayerNorm and RMSNorm with the residual sum before them, as operators that torch.compile knows.
 
 A program has whole rows in registers. Sums are in float32. Backward, each of a few hundred programs adds up the
-weight's gradient over its own rows, and torch adds up the programs: in a fixed order, so that a run can be repeated.
+weight's gradient over its own rows, and a second kernel adds up the programs: in a fixed order, so that a run can be
+repeated. Left out: rows of more than 8192 values without registers spilled.
 
 Shapes: M rows, D columns, P programs.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, unused-ignore"
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from trainer.ops.backend import num_programs
 
-_PROGRAMS_EACH = 2  # of a multiprocessor, backward: more would write more partial sums than they hide latency
+_SUM_ROWS, _SUM_COLUMNS = 64, 32  # a tile of the programs' sums: lines of 128 bytes
 
 
 @torch.library.custom_op("netlayer::norm_forward", mutates_args=())
@@ -65,11 +68,58 @@ def norm_backward(
     dy_MD: Tensor, dtotal_MD: Tensor | None, total_MD: Tensor, weight_D: Tensor, mean_M: Tensor, scale_M: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the sum (with `dtotal_MD`, which came to it from elsewhere), weight, and bias (empty: RMSNorm)."""
+    return launch_backward(dy_MD, dtotal_MD, total_MD, weight_D, mean_M, scale_M, plan_backward(dy_MD))
+
+
+@norm_backward.register_fake
+def _backward_shapes(
+    _dy_MD: Tensor, _dtotal_MD: Tensor | None, total_MD: Tensor, weight_D: Tensor, mean_M: Tensor, _scale_M: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    dbias = weight_D.new_empty(0) if mean_M.numel() == 0 else torch.empty_like(weight_D)
+    return torch.empty_like(total_MD), torch.empty_like(weight_D), dbias
+
+
+class BackwardPlan(NamedTuple):
+    """How rows are spread over a GPU: what it changes is the time, and the order in which gradients are summed.
+
+    Args:
+        num_warps: of a program.
+        each: programs of a multiprocessor.
+        rows: that a program has at once.
+        stages: steps whose loads are under way together, through shared memory; 1: a step loads when it begins.
+    """
+
+    num_warps: int
+    each: int
+    rows: int
+    stages: int
+
+
+def plan_backward(dy_MD: Tensor) -> BackwardPlan:
+    """By the width: as many programs as hold all registers at 16 values a thread, each with loads of two rows ahead."""
+    block = triton.next_power_of_2(dy_MD.shape[1])
+    num_warps = _num_warps(block)
+    row_bytes = block * dy_MD.element_size()  # of three inputs; what is ahead of all of them is to fit in 96 KiB
+    stages = 3 if row_bytes <= 16 * 1024 else 2 if row_bytes <= 32 * 1024 else 1
+    return BackwardPlan(num_warps, each=max(1, 16 // num_warps), rows=1, stages=stages)
+
+
+def launch_backward(
+    dy_MD: Tensor,
+    dtotal_MD: Tensor | None,
+    total_MD: Tensor,
+    weight_D: Tensor,
+    mean_M: Tensor,
+    scale_M: Tensor,
+    plan: BackwardPlan,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`norm_backward` by a plan."""
     num_rows, width = dy_MD.shape
     is_rms = mean_M.numel() == 0
-    dx_MD = torch.empty_like(total_MD)
-    programs, block = num_programs(dy_MD, num_rows, _PROGRAMS_EACH), triton.next_power_of_2(width)
-    partial_2PD = dy_MD.new_empty(1 if is_rms else 2, programs, width, dtype=torch.float32)
+    dx_MD, dweight_D = torch.empty_like(total_MD), torch.empty_like(weight_D)
+    dbias_D = weight_D.new_empty(0) if is_rms else torch.empty_like(weight_D)
+    programs = num_programs(dy_MD, triton.cdiv(num_rows, plan.rows), plan.each)
+    partial_2PD = scale_M.new_empty(1 if is_rms else 2, programs, width)
     _backward[(programs,)](
         dy_MD,
         dtotal_MD,
@@ -81,22 +131,26 @@ def norm_backward(
         partial_2PD,
         num_rows,
         width,
-        STEPS=triton.cdiv(num_rows, programs),
         HAS_TOTAL=dtotal_MD is not None,
         IS_RMS=is_rms,
-        BLOCK=block,
-        num_warps=_num_warps(block),
+        STEPS=triton.cdiv(num_rows, programs * plan.rows),
+        ROWS=plan.rows,
+        BLOCK=triton.next_power_of_2(width),
+        STAGES=plan.stages,
+        num_warps=plan.num_warps,
     )
-    sums = partial_2PD.sum(1).to(weight_D.dtype)
-    return dx_MD, sums[0].clone(), weight_D.new_empty(0) if is_rms else sums[1].clone()
-
-
-@norm_backward.register_fake
-def _backward_shapes(
-    _dy_MD: Tensor, _dtotal_MD: Tensor | None, total_MD: Tensor, weight_D: Tensor, mean_M: Tensor, _scale_M: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    dbias = weight_D.new_empty(0) if mean_M.numel() == 0 else torch.empty_like(weight_D)
-    return torch.empty_like(total_MD), torch.empty_like(weight_D), dbias
+    _sum_partial[(triton.cdiv(width, _SUM_COLUMNS), partial_2PD.shape[0])](
+        partial_2PD,
+        dweight_D,
+        dbias_D,
+        programs,
+        width,
+        STEPS=triton.cdiv(programs, _SUM_ROWS),
+        ROWS=_SUM_ROWS,
+        COLUMNS=_SUM_COLUMNS,
+        num_warps=4,
+    )
+    return dx_MD, dweight_D, dbias_D
 
 
 def _num_warps(block: int) -> int:
@@ -153,10 +207,12 @@ def _backward(
     partial,
     num_rows,
     width,
-    STEPS: tl.constexpr,
     HAS_TOTAL: tl.constexpr,
     IS_RMS: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
@@ -164,28 +220,65 @@ def _backward(
     gain = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
     dgain = tl.zeros((BLOCK,), tl.float32)
     dshift = tl.zeros((BLOCK,), tl.float32)
-    for step in range(STEPS):
-        row = program + step * programs
-        here = inside & (row < num_rows)
-        at = row.to(tl.int64) * width + column
+    for step in tl.range(STEPS, num_stages=STAGES):
+        row = (program + step * programs) * ROWS + tl.arange(0, ROWS)[:, None]
+        exists = row < num_rows
+        here = inside[None, :] & exists
+        at = row.to(tl.int64) * width + column[None, :]
+        # All loads come before the sums over a row: no load is moved over the barrier that is in them.
         value = tl.load(total + at, mask=here, other=0).to(tl.float32)
         slope = tl.load(dy + at, mask=here, other=0).to(tl.float32)
-        inverse = tl.load(scale + row, mask=row < num_rows, other=0)
-        if not IS_RMS:
-            value = tl.where(here, value - tl.load(mean + row, mask=row < num_rows, other=0), 0.0)
-        unit = value * inverse
-        scaled = slope * gain
-        along = tl.sum(scaled * unit, 0) / width
-        result = scaled - unit * along
-        if not IS_RMS:
-            result -= tl.sum(scaled, 0) / width
-            dshift += slope
-        result = result * inverse
-        dgain += slope * unit
         if HAS_TOTAL:
-            result += tl.load(dtotal + at, mask=here, other=0).to(tl.float32)
+            beside = tl.load(dtotal + at, mask=here, other=0)
+        inverse = tl.load(scale + row, mask=exists, other=0)
+        if not IS_RMS:
+            value = tl.where(here, value - tl.load(mean + row, mask=exists, other=0), 0.0)
+        unit = value * inverse
+        scaled = slope * gain[None, :]
+        if IS_RMS:
+            result = scaled - unit * (tl.sum(scaled * unit, 1, keep_dims=True) / width)
+        else:
+            along, level = tl.reduce((scaled * unit, scaled), 1, _add_pairs, keep_dims=True)
+            result = scaled - unit * (along / width) - level / width
+            dshift += tl.sum(slope, 0)
+        dgain += tl.sum(slope * unit, 0)
+        result = result * inverse
+        if HAS_TOTAL:
+            result += beside.to(tl.float32)
         tl.store(dx + at, result.to(dx.dtype.element_ty), mask=here)
     at = program.to(tl.int64) * width + column
     tl.store(partial + at, dgain, mask=inside)
     if not IS_RMS:
         tl.store(partial + programs.to(tl.int64) * width + at, dshift, mask=inside)
+
+
+@triton.jit
+def _add_pairs(left_a, left_b, right_a, right_b):
+    return left_a + right_a, left_b + right_b
+
+
+@triton.jit
+def _sum_partial(
+    partial,
+    dweight,
+    dbias,
+    programs,
+    width,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The weight's gradient in grid row 0, the bias's in row 1."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    partial += tl.program_id(1).to(tl.int64) * programs * width
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(STEPS):
+        row = step * ROWS + tl.arange(0, ROWS)[:, None]
+        at = row.to(tl.int64) * width + column[None, :]
+        total += tl.load(partial + at, mask=(row < programs) & inside[None, :], other=0)
+    result = tl.sum(total, 0)
+    if tl.program_id(1) == 0:
+        tl.store(dweight + column, result.to(dweight.dtype.element_ty), mask=inside)
+    else:
+        tl.store(dbias + column, result.to(dbias.dtype.element_ty), mask=inside)
