@@ -1,17 +1,16 @@
 """Every pair of ranks, in rounds of disjoint pairs: data that came out wrong, nodes and links that are slow.
 
-What stands out is measured again before anybody is accused; where ranks share cores, pair by pair. Left out: what
-pairs of a round share (switches, uplinks).
+What stands out is measured again before anybody is accused; where ranks share cores, pair by pair in turn with good
+ones (`confirm`). Left out: what pairs of a round share (switches, uplinks).
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any
 
+from bench.accept.confirm import MOST_CONTROLS, Evidence, confirm, inconclusive, open_of, state_of
 from bench.accept.matrix import MatrixScores, Score, find_ends, judge_matrix
 from bench.accept.trial import CORRUPT, Say, Trial
 from netlayer.verdict import MIN_PEERS, Finding
@@ -19,12 +18,14 @@ from netlayer.verdict import MIN_PEERS, Finding
 PHASE = "pairs"
 _SERIES = ("latency", "one way", "both ways")
 _MOST_AGAIN = 24
-_ROUNDS_AGAIN = 4
-_NUM_REFERENCES = 5
+_LEAST_GOOD = 3
 _NODE = "run the pairs of {} over another port or NIC: where they stay slow, drain it; GEMM and copy tell of its GPU"
 _INSIDE = "read nvidia-smi nvlink -s and -e, and nvidia-smi -q (PCIe width) of {}; its GEMM and copy tell of itself"
-Times = dict[str, dict[tuple[int, int], list[float]]]
+Pair = tuple[int, int]
+Times = dict[str, dict[Pair, list[float]]]
 """By series, and by who sends to whom: microseconds."""
+Proof = Mapping[tuple[Pair, str], Evidence]
+"""Of pairs that were tried again: by pair, the lower rank first, and direction."""
 
 
 def measure_pairs(trial: Trial, say: Say) -> Mapping[tuple[int, int], float]:
@@ -40,47 +41,30 @@ def measure_pairs(trial: Trial, say: Say) -> Mapping[tuple[int, int], float]:
     say(3, 4, "again: what stands out")
     scores = _scores(trial, times)
     suspects = _suspects(trial, scores)
+    proof: Proof = {}
     if suspects and work.shared:
-        scores = _confirmed(trial, scores, suspects)
+        proof = _confirm(trial, scores, suspects)
+        scores = {series: _proven(series, matrix, proof) for series, matrix in scores.items()}
     elif suspects:  # groups of their own would cost more than all pairs once more
         _take(trial.together(PHASE, "pairs", work.pairs, [trial.alive], turns=False), times, work.time_us)
         scores = _scores(trial, times)
-    _conclude(trial, scores)
+    _conclude(trial, scores, proof)
     return {pair: work.pairs["bytes"] / work.combined(each) / 1e3 for pair, each in times["one way"].items()}
 
 
-def _confirmed(
-    trial: Trial, scores: Mapping[str, MatrixScores], suspects: Sequence[tuple[int, int]]
-) -> dict[str, MatrixScores]:
-    """The scores, but good for what is not slow beside a few good pairs when each runs alone.
+def _confirm(trial: Trial, scores: Mapping[str, MatrixScores], suspects: Sequence[Pair]) -> Proof:
+    """The suspects in turns with the pairs that stand best; of these a few, though there be no others."""
+    best = _best(scores)
+    good = [pair for pair in best if pair not in suspects][:MOST_CONTROLS]
+    good = good if len(good) >= _LEAST_GOOD else best[:_LEAST_GOOD]
+    suspects = [pair for pair in suspects if pair not in good]
+    args = {**trial.work.pairs, "budget_s": 0.4}
 
-    Only pairs measured alike are compared: alone they are faster than among others that use the same cores.
-    """
-    work = trial.work
-    good = [pair for pair in _best(scores) if pair not in suspects][:_NUM_REFERENCES]
-    left, slow = list(suspects), set[tuple[str, tuple[int, int]]]()
-    times: Times = {series: defaultdict(list) for series in _SERIES}
-    for _ in range(_ROUNDS_AGAIN):
-        rows = trial.together(PHASE, "pairs", {**work.pairs, "budget_s": 0.4}, [*left, *good], turns=True)
-        _take(rows, times, work.time_us)
-        slow = {
-            (series, pair)
-            for series, by_pair in times.items()
-            for pair, each in by_pair.items()
-            if work.combined(each) > work.least_ratio * _usual(trial, by_pair, good)
-        }
-        left = [pair for pair in left if {(series, ends) for series in _SERIES for ends in (pair, pair[::-1])} & slow]
-        if not left:
-            break
-    return {
-        series: _cleared(matrix, {pair for name, pair in slow if name == series}) for series, matrix in scores.items()
-    }
+    def measure(pair: Pair) -> dict[str, float]:
+        rows = trial.together(PHASE, "pairs", args, [pair], turns=True)
+        return {row["direction"]: trial.work.time_us(row) for row in rows}
 
-
-def _usual(trial: Trial, by_pair: Mapping[tuple[int, int], Sequence[float]], good: Sequence[tuple[int, int]]) -> float:
-    """The median of the good pairs; of all, where none of them is good."""
-    known = [trial.work.combined(by_pair[pair]) for pair in good if pair in by_pair]
-    return statistics.median(known or [trial.work.combined(each) for each in by_pair.values()])
+    return confirm(suspects, good, measure, trial.work.least_ratio, trial.work.turn_s)
 
 
 def _best(scores: Mapping[str, MatrixScores]) -> list[tuple[int, int]]:
@@ -94,34 +78,47 @@ def _best(scores: Mapping[str, MatrixScores]) -> list[tuple[int, int]]:
     return sorted(worst, key=lambda pair: -worst[pair])
 
 
-def _cleared(matrix: MatrixScores, slow: AbstractSet[tuple[int, int]]) -> MatrixScores:
-    """What stood out is faulty where it was slow again, a node where most of its links were; else it was chance."""
+def _proven(series: str, matrix: MatrixScores, proof: Proof) -> MatrixScores:
+    """Faulty is a link that was slow again, and a node that stood out and most of whose links were; else it was chance.
 
-    def judged(score: Score, again: bool) -> Score:
-        return score._replace(verdict="FAIL" if again and score.verdict != "PASS" else "PASS")
-
-    links = {pair: judged(score, pair in slow) for pair, score in matrix.links.items()}
+    Pairs are faster alone than among others that use the same cores: the share of a link is that of the turns.
+    """
+    shares = {
+        ends: 1 / evidence.ratio
+        for (pair, direction), evidence in proof.items()
+        if evidence.state == "slow"
+        for name, ends in _places(direction, *pair)
+        if name == series
+    }
+    slow = {pair for pair, _ in proof if state_of(proof, pair) == "slow"}
+    links = {
+        ends: score._replace(verdict="FAIL" if ends in shares else "PASS", share=shares.get(ends, score.share))
+        for ends, score in matrix.links.items()
+    }
     nodes = {}
     for node, score in matrix.nodes.items():
-        others = {end for pair in slow if node in pair for end in pair} - {node}
-        nodes[node] = judged(score, 2 * len(others) > len(matrix.nodes) - 1)
+        again = score.verdict != "PASS" and 2 * sum(node in pair for pair in slow) > len(matrix.nodes) - 1
+        nodes[node] = score._replace(verdict="FAIL" if again else "PASS")
     return MatrixScores(nodes, links)
 
 
 def _take(rows: Sequence[Mapping[str, Any]], times: Times, time_us: Callable[[Mapping[str, Any]], float]) -> None:
     for row in rows:
-        low, high = row["rank"], row["peer"]
-        match row["direction"]:
-            case "low_to_high":
-                places = [("one way", (low, high))]
-            case "high_to_low":
-                places = [("one way", (high, low))]
-            case "latency":
-                places = [("latency", (low, high)), ("latency", (high, low))]
-            case _:
-                places = [("both ways", (low, high)), ("both ways", (high, low))]
-        for series, pair in places:
+        for series, pair in _places(row["direction"], row["rank"], row["peer"]):
             times[series][pair].append(time_us(row))
+
+
+def _places(direction: str, low: int, high: int) -> list[tuple[str, Pair]]:
+    """Where a row of a pair stands: by series, and who sends to whom."""
+    match direction:
+        case "low_to_high":
+            return [("one way", (low, high))]
+        case "high_to_low":
+            return [("one way", (high, low))]
+        case "latency":
+            return [("latency", (low, high)), ("latency", (high, low))]
+        case _:
+            return [("both ways", (low, high)), ("both ways", (high, low))]
 
 
 def _name_wrong(trial: Trial, rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -156,7 +153,7 @@ def _scores(trial: Trial, times: Times) -> dict[str, MatrixScores]:
 
 
 def _suspects(trial: Trial, scores: Mapping[str, MatrixScores]) -> list[tuple[int, int]]:
-    """Pairs that stand out, three of every node that does, and a few good ones beside them."""
+    """Pairs that stand out, and all of every node that does: those first that do so in most series."""
     found: Counter[tuple[int, int]] = Counter()
     for matrix in scores.values():
         for (src, dst), score in matrix.links.items():
@@ -169,7 +166,7 @@ def _suspects(trial: Trial, scores: Mapping[str, MatrixScores]) -> list[tuple[in
     return [pair for pair, _ in found.most_common(_MOST_AGAIN)]
 
 
-def _conclude(trial: Trial, scores: Mapping[str, MatrixScores]) -> None:
+def _conclude(trial: Trial, scores: Mapping[str, MatrixScores], proof: Proof) -> None:
     if not scores:
         if not any(row["phase"] == PHASE for row in trial.rows):  # why there are none is a finding already
             return
@@ -181,27 +178,42 @@ def _conclude(trial: Trial, scores: Mapping[str, MatrixScores]) -> None:
         for node, score in sorted(matrix.nodes.items(), key=lambda item: item[1].share):
             if score.verdict != "PASS" and (node,) not in named:
                 named.add((node,))
-                _accuse(trial, series, "node", (node,), score)
+                _accuse(trial, series, "node", (node,), score, proof)
     for series, matrix in scores.items():
         for (src, dst), score in sorted(matrix.links.items(), key=lambda item: item[1].share):
             ends = (min(src, dst), max(src, dst))
             if score.verdict != "PASS" and ends not in named and not {(src,), (dst,)} & named:
                 named.add(ends)
-                _accuse(trial, series, "link", ends, score)
-    if not named:
-        series, matrix = next(iter(scores.items()))
-        pair, least = min(matrix.links.items(), key=lambda item: item[1].share)
-        words = f"worst {least.share:.2f} of the median ({trial.label(pair)}, {series})"
-        expected = f"like the others: MAD {least.peers.mad:.3f}"
-        who = f"{len(matrix.links) // 2} pairs of {len(matrix.nodes)}"
-        trial.findings.append(Finding("PASS", who, "pairs", words, expected, "", PHASE))
+                _accuse(trial, series, "link", ends, score, proof)
+    trial.findings += _of_the_rest(trial, scores, proof, named)
 
 
-def _accuse(trial: Trial, series: str, kind: str, ranks: tuple[int, ...], score: Score) -> None:
+def _of_the_rest(
+    trial: Trial, scores: Mapping[str, MatrixScores], proof: Proof, named: set[tuple[int, ...]]
+) -> list[Finding]:  # fmt: skip
+    """One finding where pairs stay open, or where nothing stands out."""
+    unsure = [pair for pair in open_of(proof) if not {pair, pair[:1], pair[1:]} & named]
+    if unsure:
+        return [inconclusive(trial.alive, PHASE, "pairs", [*map(trial.label, unsure)])]
+    if named:
+        return []
+    series, matrix = next(iter(scores.items()))
+    pair, least = min(matrix.links.items(), key=lambda item: item[1].share)
+    words = f"worst {least.share:.2f} of the median ({trial.label(pair)}, {series})"
+    expected = f"like the others: MAD {least.peers.mad:.3f}"
+    who = f"{len(matrix.links) // 2} pairs of {len(matrix.nodes)}"
+    return [Finding("PASS", who, "pairs", words, expected, "", PHASE)]
+
+
+def _accuse(
+    trial: Trial, series: str, kind: str, ranks: tuple[int, ...], score: Score, proof: Proof
+) -> None:  # fmt: skip
     who = trial.label(ranks)
     inside = len({member.node for member in trial.members}) == 1
     step = trial.link_step(ranks) if kind == "link" else (_INSIDE if inside else _NODE).format(who)
     words = f"{score.share:.3f} of the speed of its peers ({1 / max(score.share, 1e-9):.1f} times their time)"
+    again = [one for (pair, _), one in proof.items() if one.state == "slow" and set(ranks) <= set(pair)]
     expected = f"peers: {score.peers.num_peers}, MAD {score.peers.mad:.3f}"
+    expected += f"; tried again: {max(again, key=lambda one: one.ratio).words}" if again else ""
     finding = Finding(score.verdict, who, f"pairs {series}", words, expected, step, PHASE)
     trial.accuse(PHASE, kind, ranks, finding)

@@ -11,6 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from bench.accept.confirm import LEAST_CONTROLS, confirm, inconclusive, open_of, state_of
 from bench.accept.expectations import load
 from bench.accept.judge import held
 from bench.accept.log import Figure
@@ -157,27 +158,57 @@ def _compare(trial: Trial, phase: str, name: str, groups: Sequence[tuple[int, ..
         slow = _slow(trial, times)
         if not slow and batch:
             break
-    slow = _slow(trial, times)
+    slow, unsure = _slow(trial, times), list[tuple[int, ...]]()
+    if slow and work.shared:
+        slow, unsure = _confirmed(trial, phase, name, args, slow, times)
     for group in slow:
         _search_slow(trial, phase, name, args, group, times)
     measured = [group for group in times if set(group) <= set(trial.alive)]
-    if measured and not slow:
+    if unsure:
+        trial.findings.append(inconclusive(trial.alive, phase, f"{phase}: {name}", [*map(trial.label, unsure)]))
+    elif measured and not slow:
         trial.findings.append(_compared(trial, phase, name, measured, times))
 
 
 def _slow(trial: Trial, times: Mapping[tuple[int, ...], list[float]]) -> list[tuple[int, ...]]:
-    """Groups that stand out among those of their size."""
+    """Groups that stand out among those of their size; on shared cores, where all scatter, by the ratio alone."""
+    work = trial.work
     found = []
     for size in {len(group) for group in times}:
         alike = {group: trial.work.combined(each) for group, each in times.items() if len(group) == size}
         if len(alike) < MIN_PEERS:
             continue
         middle = statistics.median(alike.values())
-        scores = judge_logs(
-            {group: math.log(middle / time_us) for group, time_us in alike.items()}, trial.work.least_ratio
-        )
+        if work.shared:
+            found += [group for group, time_us in alike.items() if time_us > work.least_ratio * middle]
+            continue
+        scores = judge_logs({group: math.log(middle / time_us) for group, time_us in alike.items()}, work.least_ratio)
         found += [group for group, score in scores.items() if score.verdict != "PASS"]
     return found
+
+
+def _confirmed(
+    trial: Trial, phase: str, name: str, args: Mapping[str, object], suspects: Sequence[tuple[int, ...]],
+    times: Mapping[tuple[int, ...], list[float]],
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:  # fmt: skip
+    """Of groups that stand out on shared cores: those that are slow in turn with the others of their size; the open."""
+    work = trial.work
+
+    def measure(group: tuple[int, ...]) -> dict[str, float]:
+        whole = trial.of_alive(group) == group  # what is left of a group is not like the others
+        rows = trial.together(phase, name, args, [group], turns=True) if whole else []
+        return {name: max(map(work.time_us, rows))} if rows else {}
+
+    slow: list[tuple[int, ...]] = []
+    unsure: list[tuple[int, ...]] = []
+    for size in sorted({len(group) for group in suspects}):
+        alike = [group for group in suspects if len(group) == size]
+        controls = [group for group in times if len(group) == size and group not in suspects]
+        controls.sort(key=lambda group: work.combined(times[group]))
+        found = confirm(alike, controls, measure, work.least_ratio, work.turn_s)
+        slow += [group for group in alike if state_of(found, group) == "slow"]
+        unsure += open_of(found) if len(controls) >= LEAST_CONTROLS else alike
+    return slow, unsure
 
 
 def _search_slow(
@@ -195,12 +226,19 @@ def _search_slow(
     def is_slow(members: tuple[int, ...]) -> bool:
         beside = tuple(rank for rank in good if rank not in members)[: len(members)]
         each: dict[tuple[int, ...], list[float]] = defaultdict(list)
-        for _ in range(_AGAIN):
-            for row in trial.together(phase, name, args, [members, beside], turns=True):
-                each[tuple(row["group"])].append(trial.work.time_us(row))
+        turns = []
+        for turn in range(_AGAIN):
+            order = [members, beside] if turn % 2 else [beside, members]
+            now: dict[tuple[int, ...], list[float]] = defaultdict(list)
+            for row in trial.together(phase, name, args, order, turns=True):
+                now[tuple(row["group"])].append(trial.work.time_us(row))
+            for one, times_us in now.items():
+                each[one] += times_us
+            turns.append(bool(now[members] and now[beside]) and max(now[members]) > max(now[beside]))
         if not each[members] or not each[beside]:
             return False
-        return trial.work.combined(each[members]) > least * trial.work.combined(each[beside])
+        slower = trial.work.combined(each[members]) > least * trial.work.combined(each[beside])
+        return slower and (all(turns) or not trial.work.shared)
 
     found = find_culprits(group, is_slow, good)
     words = f"{ratio:.1f} times the time of its peers in {name} of {trial.label(group)}"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.accept.log import Log, Text
+from bench.accept.logs_kernel import parse_text as parse_kernel
 from bench.accept.peers import judge_traits
 from bench.accept.recognise import parse
 from bench.accept.trial import Trial
@@ -71,17 +72,18 @@ def _traits(host: str, facts: Mapping[str, Any]) -> dict[tuple[str, str], str]:
 def _of_texts(host: str, texts: Mapping[str, str], logs: dict[str, Log]) -> Iterator[Finding]:
     """What the parsers of logs say of the tools' output."""
     for name, content in texts.items():
-        if name == "dmesg" and "NVRM: Xid" not in content:
-            continue
+        text = Text(f"{host} {name}", content)
         try:
-            log = parse(Text(f"{host} {name}", content))
+            # What dmesg prints is the kernel's log, though the lines may have no times, or none be from the driver.
+            log = parse_kernel(text) if name == "dmesg" else parse(text)
         except ConfigError as exc:
             step = f"run {name} on {host} by hand"
             yield Finding("WARN", host, name, "cannot be read", str(exc), step, PHASE)
             continue
         logs[f"{host} {name}"] = Log(log.kind, traits=log.traits)
         for finding in log.findings:
-            yield replace(finding, subject=f"{host}: {finding.subject}")
+            whole = finding.subject == text.stem
+            yield replace(finding, subject=host if whole else f"{host}: {finding.subject}")
 
 
 def _of_nic(host: str, nic: Mapping[str, Any], cluster: ClusterConfig | None) -> Iterator[Finding]:

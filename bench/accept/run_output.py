@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bench.accept import output
+from bench.accept.confirm import NOT_QUIET
 from bench.accept.judge import SEVERITY, Judgement
 from bench.accept.run import Result, Settings
 from bench.accept.trial import Trial, accused_rows
@@ -65,7 +66,8 @@ def sentence(result: Result) -> str:
     words += f"to look at: {warned}; " if warned else ""
     if not words and not result.stopped:
         judged = judgement_of(result).verdict == "PASS"
-        words = "nobody stands out; " if judged else "nothing could be judged; "
+        noisy = any(finding.figure.startswith(NOT_QUIET) for finding in trial.findings)
+        words = "nobody stands out; " if judged else f"{NOT_QUIET}; " if noisy else "nothing could be judged; "
     phases = len(result.done)
     words += f"{len(trial.members)} ranks, {phases} phase{'s' * (phases != 1)}"
     return words + (f"; broken off ({result.stopped}): what was measured until then" if result.stopped else "")

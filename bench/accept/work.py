@@ -25,6 +25,7 @@ class Work:
         least_speed_ratio: times as long as its peers a device must take to be accused.
         least_ratio: times as long as its peers a link or group must take to be accused: where messages go through
             cores that ranks share, less than that is chance.
+        turn_s: of what stands out on shared cores, which is tried again in turns: from one turn to the next.
         limit_s: a task that takes longer hangs.
         form_s: so long a group may take to form before that: NCCL and the devices are initialised in the first one.
     """
@@ -41,6 +42,7 @@ class Work:
     most_batches: int
     least_speed_ratio: float
     least_ratio: float
+    turn_s: float
     limit_s: float
     form_s: float
 
@@ -73,6 +75,7 @@ def work_for(backend: str, limit_s: float | None, virtual_nodes: bool = False, s
             most_batches=20,
             least_speed_ratio=1.15,
             least_ratio=4.0,
+            turn_s=1.0,
             limit_s=limit_s or 10.0,
             form_s=8.0,
         )
@@ -93,6 +96,7 @@ def work_for(backend: str, limit_s: float | None, virtual_nodes: bool = False, s
         most_batches=20 if shares_gpus else 4,
         least_speed_ratio=1.15 if shares_gpus else 1.0,
         least_ratio=4.0 if shares_gpus else 2.0 if virtual_nodes else 1.0,
+        turn_s=1.0 if shares_gpus else 0.0,
         limit_s=limit_s or 30.0,
         form_s=40.0,
     )

@@ -26,14 +26,26 @@ class World:
     noise: float
 
 
+@dataclass(frozen=True)
+class Bursts:
+    """Other work on the machine: it comes and goes after so many tasks on average; in it, times are up to so long."""
+
+    mean_tasks: float = 8.0
+    most_us: float = 4000.0
+
+
 class SimulatedFleet:
     """Stands in for `Fleet.run`."""
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world: World, seed: int, bursts: Bursts | None = None) -> None:
         self.world, self._draw, self.num_tasks = world, random.Random(seed), 0
+        self._bursts, self._busy, self._until = bursts, False, 0.0
 
     def run(self, name: str, args: Mapping[str, Any], groups: Iterable[Sequence[int]], limit_s: float) -> list[Outcome]:
         self.num_tasks += 1
+        while self._bursts and self.num_tasks > self._until:
+            self._busy = not self._busy
+            self._until += self._draw.expovariate(1 / self._bursts.mean_tasks)
         return [self._outcome(name, tuple(group)) for group in groups]
 
     def _outcome(self, name: str, group: tuple[int, ...]) -> Outcome:
@@ -68,6 +80,8 @@ class SimulatedFleet:
 
     def _row(self, name: str, rank: int, time_us: float, wrong: int) -> dict[str, Any]:
         time_us *= max(0.5, self._draw.gauss(1, self.world.noise))
+        if self._bursts and self._busy:  # in half of all rows some call finds the cores free
+            time_us += max(0.0, self._draw.uniform(-self._bursts.most_us, self._bursts.most_us))
         row: dict[str, Any] = {"check": name, "rank": rank, "device": "simulated", "size_bytes": 1 << 26}
         row |= {"p50_us": time_us, "p99_us": time_us * 1.2, "min_us": time_us * 0.98, "wrong": wrong, "ok": not wrong}
         return {**row, "bus_bw_gbs": 1e5 / time_us, "first_loss": 1.0, "last_loss": 0.5}

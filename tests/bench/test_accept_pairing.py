@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -38,7 +39,8 @@ def test_chance_is_cleared_and_a_fault_is_not(planted: tuple[int, ...]) -> None:
     kind: Any = {0: "none", 1: "slow node", 2: "slow link"}[len(planted)]
     unlucky = {frozenset(pair) for pair in ((0, 1), (0, 4), (6, 7), (1, 7))}
     fleet = Crowded(World(kind, planted, 30.0, noise=0.02), unlucky)
-    trial = Trial(cast(Fleet, fleet), members_of([("localhost", NODES)], 1), work_for("gloo", None), list(range(NODES)))
+    work = replace(work_for("gloo", None), turn_s=0.0)
+    trial = Trial(cast(Fleet, fleet), members_of([("localhost", NODES)], 1), work, list(range(NODES)))
     measure_pairs(trial, lambda _done, _total, _words: None)
     assert [(one.ranks, one.verdict) for one in trial.accused] == ([(planted, "FAIL")] if planted else [])
     assert fleet.num_tasks > 3  # the unlucky ones were measured again

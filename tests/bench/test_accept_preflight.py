@@ -123,6 +123,28 @@ def test_the_tools_output_goes_through_the_parsers_of_judge(root: Path) -> None:
     assert {finding.check for finding in judged(facts, n3=other)} == {"nvidia-smi -q"}
 
 
+@pytest.mark.parametrize(
+    ("line", "subject", "verdict"),
+    [
+        ("nvidia-nvswitch2: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 30 LTSSM Fault Up", "n3: NVSwitch 2", "FAIL"),
+        ("nvidia-nvswitch0: SXid (PCI:0000:c0:00.0): 12028, Non-fatal, Link 32 egress", "n3: NVSwitch 0", "WARN"),
+        ("NVRM: GPU 0000:1b:00.0: RmInitAdapter failed! (0x26:0x56:1474)", "n3: GPU 0000:1b:00.0", "FAIL"),
+        ("NVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU has fallen off the bus.", "n3: GPU 0000:1b:00", "FAIL"),
+    ],
+)
+@pytest.mark.parametrize("stamp", ["[    1.000000] ", ""])
+def test_what_the_driver_says_in_the_kernel_log_is_a_finding(
+    root: Path, line: str, subject: str, verdict: str, stamp: str
+) -> None:
+    facts = preflight.look(root)
+    facts["texts"] = {"dmesg": f"{stamp}Linux version 6.8.0\n{stamp}eth0: link up\n"}
+    assert judged(facts) == []
+    other = copy.deepcopy(facts)
+    other["texts"]["dmesg"] += f"{stamp}{line}\n"
+    [finding] = judged(facts, n3=other)
+    assert (finding.subject, finding.verdict) == (subject, verdict)
+
+
 def test_a_gpu_has_one_name_whoever_says_what_is_wrong_with_it(root: Path) -> None:
     facts = preflight.look(root)
     facts["texts"] = {"nvidia-smi -q": (LOGS / "nvidia_smi_bad.txt").read_text()}

@@ -1,0 +1,161 @@
+"""Nobody is accused for the noise of a machine, and what is slow is named all the same. All times are simulated."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from bench.accept import phases
+from bench.accept.confirm import NOT_QUIET, Evidence, confirm, inconclusive, open_of, state_of, tail
+from bench.accept.fleet import Fleet
+from bench.accept.pairing import measure_pairs
+from bench.accept.run import Result, members_of
+from bench.accept.run_output import sentence
+from bench.accept.trial import Trial
+from bench.accept.work import work_for
+from tests.bench.simulated_fleet import Bursts, SimulatedFleet, World
+
+SUSPECT, CONTROLS = "suspect", ("a", "b", "c", "d", "e")
+Noise = Callable[[random.Random], float]
+
+
+def silent(_done: int, _total: int, _words: str) -> None:
+    """Progress that nobody watches."""
+
+
+def tried(seed: int, noise: Noise, factor: float = 1.0, added_us: float = 0.0) -> Evidence:
+    """A suspect beside five controls, all of 100 us times the noise."""
+    draw = random.Random(seed)
+
+    def measure(subject: str) -> Mapping[str, float]:
+        slower = (factor, added_us) if subject == SUSPECT else (1.0, 0.0)
+        return {"one way": 100 * noise(draw) * slower[0] + slower[1]}
+
+    return confirm([SUSPECT], CONTROLS, measure, 4.0, 0.0)[SUSPECT, "one way"]
+
+
+def wild(draw: random.Random) -> float:
+    """From one to fifty times, of any size in between."""
+    return math.exp(draw.uniform(0, math.log(50)))
+
+
+def two_states(draw: random.Random) -> float:
+    """A core is free, or somebody else has its slice."""
+    return draw.choice((1.0, 40.0))
+
+
+@pytest.mark.parametrize("noise", [wild, two_states])
+def test_noise_far_above_the_least_ratio_calls_nobody_slow(noise: Noise) -> None:
+    states = [tried(seed, noise).state for seed in range(500)]
+    assert "slow" not in states
+    assert states.count("cleared") > 400
+
+
+def test_on_a_quiet_machine_what_is_slow_is_so_at_once_and_what_is_not_is_cleared() -> None:
+    quiet: Noise = lambda draw: draw.uniform(1, 1.3)  # noqa: E731
+    slow, good = tried(0, quiet, factor=5), tried(0, quiet, factor=3)
+    assert (slow.state, slow.lost, len(slow.ours)) == ("slow", 6, 6)
+    assert (good.state, len(good.ours)) == ("cleared", 3)
+    assert 3.5 < slow.ratio < 6.5
+    assert slow.words == "slower than 5 controls in 6 of 6 turns"
+
+
+def test_a_slow_link_shows_through_noise() -> None:
+    states = [tried(seed, two_states, added_us=10_000.0).state for seed in range(200)]
+    assert states == ["slow"] * 200
+
+
+def test_where_the_noise_is_larger_than_the_effect_it_may_stay_open() -> None:
+    states = [tried(seed, wild, factor=8).state for seed in range(200)]
+    assert states.count("open") > 40
+
+
+def test_a_series_that_stays_open_accuses_the_machine() -> None:
+    found = {("x", "one way"): Evidence([9.0], {"a": [1.0]}), ("y", "one way"): Evidence(state="cleared")}
+    assert open_of(found) == ["x"]
+    assert state_of(found, "y") == "cleared"
+    said = inconclusive([0, 1, 2], "pairs", "pairs", ["node0 - node1"])
+    assert (said.verdict, said.subject) == ("WARN", "3 ranks")
+    assert said.figure.startswith(NOT_QUIET)
+    assert "node0 - node1" in said.figure
+
+
+def test_who_gives_no_times_any_more_is_left_out() -> None:
+    calls = itertools.count()
+
+    def measure(subject: str) -> Mapping[str, float]:
+        gone = next(calls) > 6 and subject in (SUSPECT, "a")
+        return {} if gone else {"both": 10.0 if subject == SUSPECT else 1.0}
+
+    found = confirm([SUSPECT], CONTROLS, measure, 4.0, 0.0)
+    assert state_of(found, SUSPECT) == "open"
+    assert confirm([SUSPECT], ["a"], measure, 4.0, 0.0) == {}
+
+
+def test_the_tail_of_the_binomial_distribution() -> None:
+    assert tail(0, 5, 0.3) == pytest.approx(1)
+    assert tail(5, 5, 0.5) == 1 / 32
+    assert tail(4, 5, 0.5) == 6 / 32
+
+
+def loaded_trial(world: World, seed: int, num_ranks: int) -> Trial:
+    fleet = SimulatedFleet(world, seed, Bursts())
+    work = replace(work_for("gloo", None), turn_s=0.0)
+    return Trial(cast(Fleet, fleet), members_of([("localhost", num_ranks)], 1), work, list(range(num_ranks)))
+
+
+def accused(world: World, seeds: Sequence[int], num_ranks: int, measure: Callable[[Trial], Any]) -> list[Any]:
+    """By seed: whom a phase accuses beside bursts of other work, and of what."""
+    found = []
+    for seed in seeds:
+        trial = loaded_trial(world, seed, num_ranks)
+        measure(trial)
+        found.append([(one.verdict, one.kind, one.ranks) for one in trial.accused])
+    return found
+
+
+class Restless(SimulatedFleet):
+    """Link 0 - 1 takes ten times as long as others; alone, half of the others take a hundred times as long at times."""
+
+    def _pairs(self, group: tuple[int, ...]) -> list[dict[str, Any]]:
+        rows = super()._pairs(group)
+        for row in rows:
+            alone = len(group) == 2 and self._draw.random() < 0.5
+            factor = 10.0 if {group[row["rank"]], group[row["peer"]]} == {0, 1} else 100.0 if alone else 1.0
+            row["min_us"] *= factor
+        return rows
+
+
+def test_a_pair_that_stays_open_warns_of_the_machine_and_accuses_nobody() -> None:
+    trial = loaded_trial(World("none", (), 1.0, 0.01), 0, 4)
+    trial.fleet = cast(Fleet, Restless(World("none", (), 1.0, 0.01), 0))
+    measure_pairs(trial, silent)
+    assert trial.accused == []
+    [finding] = trial.findings
+    assert (finding.verdict, finding.subject) == ("WARN", "4 ranks")
+    assert finding.figure == f"{NOT_QUIET} (1 neither cleared nor slow: node0 - node1)"
+    assert sentence(Result(trial, done=["pairs"])) == f"{NOT_QUIET}; 4 ranks, 1 phase"
+
+
+PHASES: dict[str, Callable[[Trial], Any]] = {
+    "pairs": lambda trial: measure_pairs(trial, silent),
+    "neighbours": lambda trial: phases.neighbours(trial, silent),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_bursts_that_meet_some_pairs_at_some_times_accuse_nobody(num_ranks: int, phase: str) -> None:
+    assert accused(World("none", (), 1.0, 0.05), range(150), num_ranks, PHASES[phase]) == [[]] * 150
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_beside_bursts_a_slow_link_is_the_only_one_accused(phase: str) -> None:
+    found = accused(World("slow link", (2, 3), 100.0, 0.05), range(40), 8, PHASES[phase])
+    assert found == [[("FAIL", "link", (2, 3))]] * 40
