@@ -79,14 +79,16 @@ def work_for(backend: str, limit_s: float | None, virtual_nodes: bool = False, s
             limit_s=limit_s or 10.0,
             form_s=8.0,
         )
+    alone_s = 0.5
     if shares_gpus:  # one after the other, and virtual nodes' bytes go through loopback: less of each
+        alone_s = 0.15
         sizes = {"gemm": 4096, "copy": 1 << 26, "group": 1 << 22, "pair": 1 << 20}
     else:
         sizes = {"gemm": 8192, "copy": 1 << 28, "group": 1 << 26, "pair": 1 << 24}
     return Work(
         shared=shares_gpus,
-        gemm={"size": sizes["gemm"], "repeats": 30, "budget_s": 0.5},
-        copy={"bytes": sizes["copy"], "repeats": 20, "budget_s": 0.5},
+        gemm={"size": sizes["gemm"], "repeats": 30, "budget_s": alone_s},
+        copy={"bytes": sizes["copy"], "repeats": 20, "budget_s": alone_s},
         all_to_all={"bytes": sizes["group"], "repeats": 20, "budget_s": 0.5},
         all_reduce={"bytes": sizes["group"], "repeats": 20, "budget_s": 0.5},
         pairs={"bytes": sizes["pair"], "repeats": 10, "budget_s": 6.0},
