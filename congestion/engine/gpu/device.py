@@ -36,8 +36,6 @@ from congestion.engine.tables import NEVER
 
 cuda: Any = _untyped
 _LANES = 32
-_LANES_BESIDE = 1
-"""Of a warp that may have a switch, those that run hosts."""
 _ALL = 0xFFFFFFFF  # lanes
 
 
@@ -203,19 +201,13 @@ def _run_windows(s, until, reserve, room_size):  # type: ignore[no-untyped-def]
     lane, warp = cuda.threadIdx.x % _LANES, cuda.threadIdx.x // _LANES
     me = warp * cuda.gridDim.x + cuda.blockIdx.x  # neighbours work on different multiprocessors
     num_warps = cuda.blockDim.x // _LANES * cuda.gridDim.x
-    # Lanes of a warp that do different things take turns, so hosts are spread thinly: one to a warp that may have a
-    # switch too, more to the others, which run beside it. All warps are alike where most have a switch.
-    num_free = num_warps - len(s.switches)
-    if num_free < num_warps // 4:
-        num_free = num_warps
-    from_behind, beyond = num_warps - 1 - me, len(s.hosts)
-    if lane < _LANES_BESIDE:
-        hosts_from = lane * num_warps + from_behind
-    else:
-        hosts_from = _LANES_BESIDE * num_warps + (lane - _LANES_BESIDE) * num_free + from_behind
-        if from_behind >= num_free:
-            hosts_from = beyond
-    host_lanes = _LANES_BESIDE * num_warps + (_LANES - _LANES_BESIDE) * num_free
+    # Warps without a switch run the hosts, beside the switches; thinly, one lane of each first: lanes of a warp that do
+    # different things take turns. All of them do where most have a switch.
+    for_hosts = num_warps - len(s.switches)
+    if for_hosts < num_warps // 4:
+        for_hosts = num_warps
+    from_behind = num_warps - 1 - me
+    hosts_from = lane * for_hosts + from_behind if from_behind < for_hosts else len(s.hosts)
     window, parity, soonest = s.run[0].window, 0, NEVER
     if cuda.threadIdx.x == 0:
         meeting[0] = NEVER
@@ -228,7 +220,7 @@ def _run_windows(s, until, reserve, room_size):  # type: ignore[no-untyped-def]
             break
         end = begin + window
         soonest = _run_switches(s, me, num_warps, room, warp * room_size, lane, end, parity)
-        soonest = min(soonest, _run_hosts(s, hosts_from, host_lanes, end, parity))
+        soonest = min(soonest, _run_hosts(s, hosts_from, _LANES * for_hosts, end, parity))
         parity = 1 - parity
 
 
