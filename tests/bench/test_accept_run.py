@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from bench.accept.cli import accept
@@ -98,6 +99,30 @@ def test_a_planted_fault_is_named_and_the_rest_goes_on(
         assert plant.ranks[0] not in result.trial.alive
         assert "Next:" in tickets(result)[f"node{plant.ranks[0]}"]
     assert not drain_lists(result.trial)  # of a drill
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+@pytest.mark.parametrize(
+    ("plant", "chosen"),
+    [
+        (Plant("hang", (2,), 3), ("neighbours", "all_reduce")),
+        (Plant("corrupt", (3,), 1), ("neighbours", "all_reduce")),
+        (Plant("slowlink", (0, 2), 30), ("pairs",)),
+    ],
+    ids=["hang", "corrupt", "slow link"],
+)
+def test_a_planted_fault_is_named_on_nccl_and_the_rest_goes_on(
+    plant: Plant, chosen: tuple[str, ...], link: Link
+) -> None:
+    link.began = False
+    members, work = members_of([("localhost", RANKS)], 1), work_for("nccl", 6.0, virtual_nodes=True, shares_gpus=True)
+    result = run(Settings(members, "nccl", work, [plant], chosen, virtual_nodes=True, shared_gpus=2), [link])
+    assert {one.ranks for one in result.trial.accused if one.verdict == "FAIL"} == {plant.ranks}, result.trial.findings
+    assert result.done == list(chosen)
+    if len(plant.ranks) == 1:
+        alive = [rank for rank in range(RANKS) if rank not in plant.ranks]
+        assert {row["rank"] for row in result.trial.rows if row["phase"] == "all_reduce"} >= set(alive)
 
 
 @pytest.mark.slow
