@@ -165,8 +165,8 @@ def worker_config(settings: Settings, member: Member) -> dict[str, Any]:
     else:
         # Else torch ends a rank whose peer has died, and both would look dead.
         environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        # Else the first group that breaks leaves a mark in the store, at which every rank of every later group dumps its
-        # record, sleeps for minutes in a thread that leaving the group joins, and ends.
+        # Else the first group that breaks leaves a mark in the store, at which each rank of every later group dumps its
+        # record and sleeps for minutes, in a thread that is joined where the rank leaves the group.
         environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
         if settings.virtual_nodes:
             from collectives.nodes import virtual_node_environ
