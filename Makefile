@@ -5,7 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 HARDWARE ?= cpu
-WORKERS ?= 0
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --cov --cov-report=
+# pytest ends so where ARGS leave it no test.
+NONE := 5
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-slow test-gpu check format bench reports claims rdma-lab clean
@@ -28,11 +31,13 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: setup  ## the main job: bench, fabric, training and one report (ARGS="--steps 50 --out DIR")
 	@$(BIN)/netlayer quickstart $(ARGS)
 
-test: setup  ## all tests that CI runs, with the coverage of netlayer/ (WORKERS=2: sooner, but what judges by time may fail)
-	@$(BIN)/coverage erase
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report= $(ARGS)
-	@rm -f .coverage.*  # halves that ranks left when a test killed them
-	@$(BIN)/coverage report --skip-covered
+test: setup  ## all tests that CI runs, with the coverage of netlayer/; those that judge by time alone, behind the others
+	@trap 'exit 130' INT; $(BIN)/coverage erase; failed=; \
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not quiet" $(ARGS) || [ $$? -eq $(NONE) ] || failed=1; \
+	$(PYTEST) -n 0 --cov-append -m "quiet and not slow" $(ARGS) || [ $$? -eq $(NONE) ] || failed=1; \
+	rm -f .coverage.*; `# halves that ranks left when a test killed them` \
+	$(BIN)/coverage report --skip-covered || failed=1; \
+	test -z "$$failed"
 
 test-slow: setup  ## the tests that are too long for CI
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -31,6 +31,8 @@ from bench.accept.run_output import drain_lists, sentence, tickets
 from bench.accept.work import work_for
 from netlayer.errors import ConfigError, HardwareMissing, NetlayerError
 
+pytestmark = pytest.mark.quiet
+
 RANKS = 4
 SLEEP = {"bytes": 1 << 20, "repeats": 3, "budget_s": 0.1}
 FAKE_SSH = """#!/bin/sh

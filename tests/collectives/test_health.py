@@ -20,6 +20,8 @@ from collectives import health, pairs
 from collectives.health_trial import HealthRow, pattern
 from tests.collectives.ranks import on_gloo, run_ranks
 
+pytestmark = pytest.mark.quiet
+
 CPU = torch.device("cpu")
 NUM_GPUS = torch.cuda.device_count()
 Rows = list[HealthRow]

@@ -27,6 +27,8 @@ from netlayer.redis_server import find_redis_binary
 from tests.collectives import scenes
 from tests.collectives.scenes import Told, perform
 
+pytestmark = pytest.mark.quiet
+
 LAYOUT = ParallelLayout(tp=8, dp=4)
 
 

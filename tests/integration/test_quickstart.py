@@ -14,6 +14,8 @@ import pytest
 from netlayer.results import load_frame
 from tests.browser import browse, drawn_plots, needs_chromium
 
+pytestmark = pytest.mark.quiet
+
 TINY = ("model.layers=1", "model.hidden=32", "model.heads=2", "model.ffn_hidden=64", "model.seq_len=32")
 
 

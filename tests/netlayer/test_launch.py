@@ -18,6 +18,8 @@ from netlayer.errors import ConfigError, RankFailed
 from netlayer.launch import RankContext, RankEnv, detect, launch
 from tests.netlayer import launch_targets as targets
 
+pytestmark = pytest.mark.quiet
+
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -24,6 +24,8 @@ from .conftest import tiny_job
 ALONE = """
 import os, signal, sys, time
 from trainer.stop import ECHO_S, listening
+
+pytestmark = pytest.mark.quiet
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 os.kill(os.getpid(), signal.SIGTERM)  # held back until somebody listens
 with listening(counts=sys.argv[1] != "not") as stop:
