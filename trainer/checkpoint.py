@@ -27,6 +27,7 @@ from collectives.bucket import Piece
 from collectives.exchange import TensorExchange
 from collectives.state import gather_whole, own_pieces
 from netlayer.errors import CheckFailed, ConfigError
+from netlayer.results import sync_folder
 from trainer.checkpoint_file import TensorFile, TensorWriter
 from trainer.checkpoint_meta import FORMAT, META, TOKENIZER, Meta, check_model, checkpoints_in, file_name
 from trainer.data.prepare import Corpus
@@ -71,11 +72,11 @@ def save(
         if corpus is not None:
             _write_durably(aside / TOKENIZER, corpus.tokenizer_file.read_bytes())
         _write_durably(aside / META, (json.dumps(meta, indent=1) + "\n").encode())
-        _sync(aside)
+        sync_folder(aside)
         if path.exists():
             path.replace(folder / f".{path.name}.old")
         aside.replace(path)
-        _sync(folder)
+        sync_folder(folder)
         for old in checkpoints_in(folder)[: -model.job.checkpoint.keep]:
             if old != path:
                 old.replace(folder / f".{old.name}.old")
@@ -173,7 +174,7 @@ def _write(model: SplitModel, optimizers: Optimizers, path: Path) -> None:
     with TensorWriter(path, names, dtype, {_PARTS: spread}) as writer:
         for name, whole in states:
             writer.add(name, whole)
-    _sync(path.parent)
+    sync_folder(path.parent)
 
 
 def _states(model: SplitModel, optimizers: Optimizers) -> Iterator[tuple[str, Tensor]]:
@@ -201,15 +202,6 @@ def _write_durably(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _clear(folder: Path) -> None:

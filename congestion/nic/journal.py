@@ -20,7 +20,7 @@ from typing import Any
 
 from congestion.nic.tool_settings import ToolSetting, restore
 from netlayer.errors import ConfigError
-from netlayer.results import utc_now
+from netlayer.results import sync_folder, utc_now
 
 VERSION = 1
 _OPEN = "open.json"
@@ -178,10 +178,10 @@ class State:
         folder = self.folder.absolute()
         for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
             missing.mkdir(mode=0o700, exist_ok=True)
-            _sync(missing.parent)
+            sync_folder(missing.parent)
 
     def _sync(self) -> None:
-        _sync(self.folder)
+        sync_folder(self.folder)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -196,14 +196,6 @@ class State:
 def new_journal(root: Path, profile: str, entries: list[Entry], boot: str = "") -> Journal:
     """A journal that begins now."""
     return Journal(str(root), profile, utc_now(), entries, boot=boot)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _refuse_others(path: Path, found: os.stat_result) -> None:
