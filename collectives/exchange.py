@@ -188,9 +188,8 @@ class PeerTensorExchange(TensorExchange):
         return _PeerScattering(self, self._rounds_of("scatter", partial_WmC[0].nbytes), partial_WmC)
 
     def sending(self, rounds: PeerRounds, kind: str, num_bytes: int) -> AbstractContextManager[Collective | None]:
-        """Around sends of one collective: recorded from the point of the current stream at which they could start."""
-        if self.lane.recorder is not None:
-            rounds.follow()
+        """Around sends of one collective: they start, and are recorded, from this point of the current stream on."""
+        rounds.follow()
         return self.lane.recording("tensor", kind, num_bytes, lane=f"tensor {kind}", stream=rounds.copy_stream)
 
     def _rounds_of(self, kind: str, num_bytes: int) -> PeerRounds:
@@ -198,6 +197,10 @@ class PeerTensorExchange(TensorExchange):
         if rounds is None or rounds.slot_bytes < num_bytes:
             if self.lane.is_capturing:
                 raise RuntimeError(f"no window for {num_bytes} bytes yet: call reserve({num_bytes}) before capturing")
+            if rounds is not None and rounds.is_open:
+                raise RuntimeError(
+                    f"no window for {num_bytes} bytes while a {kind} is under way: call reserve({num_bytes})"
+                )
             # A new window's start waits for all ranks and their devices: nobody uses the old one any longer, and
             # nothing else runs on the group.
             slot_bytes = max(_LEAST_SLOT_BYTES, 1 << (num_bytes - 1).bit_length())

@@ -105,13 +105,18 @@ class Window:
     Args:
         group: of 2 to 8 ranks on one host; every rank makes its window at the same point of its program.
         num_bytes: the same on every rank.
-        device: of this rank.
+        device: of this rank, and this process' current one: kernels are launched in the driver's current context.
         kernels: whether `launch` will be called.
+
+    Raises:
+        ValueError: another device is the current one.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device, kernels: bool = True) -> None:
         from torch.distributed import _symmetric_memory as symm_mem
 
+        if device.index not in (None, torch.cuda.current_device()):
+            raise ValueError(f"{device} is not the current device: call torch.cuda.set_device({device.index}) first")
         release_left()  # every rank waits for its device here anyway
         self.rank, self.num_ranks, self.device = dist.get_rank(group), dist.get_world_size(group), device
         self.memory = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -138,6 +143,9 @@ class Window:
         if hasattr(self, "memory"):
             torch.cuda.synchronize(self.device)
             del self.memory, self._handle
+            # What would be written there from now on would be written to whoever has that memory then.
+            self.addresses.clear()
+            self._packed.clear()
         self._leftover.release()
 
     def of(self, rank: int) -> Tensor:
@@ -202,8 +210,9 @@ def driver() -> ctypes.CDLL:
 class PeerRounds:
     """Sends matrices to peers by the copy engines, round after round, beside the computation.
 
-    One round: `begin`, `send` to any peers, `wait` for any, read `staged` or `reduce` it, `finish`. A rank may skip its
-    sends to a peer only if that peer does not wait for them. Kernels wait for a peer without a limit of time.
+    One round: `begin`, `follow` and `send` to any peers, `wait` for any, read `staged` or `reduce` it, `finish`. A rank
+    may skip its sends to a peer only if that peer does not wait for them. Kernels wait for a peer without a limit of
+    time. One thread at a time.
 
     Args:
         group: of 2 to 8 ranks on one host.
@@ -225,7 +234,7 @@ class PeerRounds:
         else:
             self.copy_stream, self._flag_stream = before.copy_stream, before._flag_stream
         self._sum_grid = 4 * torch.cuda.get_device_properties(device).multi_processor_count
-        self._open = False
+        self.is_open = False
         self._may_write = False
         # Of the peers that were sent to in this round; events are used again, for to make them costs the host.
         self._sent: list[torch.cuda.Event] = []
@@ -242,9 +251,9 @@ class PeerRounds:
         Raises:
             RuntimeError: something raised inside the round before, so that flags of peers say what is not so any more.
         """
-        if self._open:
+        if self.is_open:
             raise RuntimeError("an exchange raised before its end, and its peers cannot know: open a new exchange")
-        self._open, self._may_write = True, False
+        self.is_open, self._may_write = True, False
 
     def staged(self, num_bytes: int) -> Tensor:
         """The slots as bytes, [W, num_bytes], where every rank sends `num_bytes` in this round."""
@@ -255,16 +264,15 @@ class PeerRounds:
         self._make_wait(self.copy_stream, torch.cuda.current_stream(self.device))
 
     def send(self, source: Tensor, ahead: int) -> None:
-        """Fill this rank's slot at the peer `ahead` places after it, once the current stream comes here.
+        """Fill this rank's slot at the peer `ahead` places after it.
 
-        Peers come in the order 1, 2, ...; 0, this rank itself, at any time. `source` is contiguous, of the same size on
-        every rank and in every call of a round, and lives until `finish`.
+        Peers come in the order 1, 2, ..., each once; 0, this rank itself, at any time. `source` is contiguous, of the
+        same size on every rank and in every call of a round, ready since the last `follow`, and lives until `finish`.
         """
         if source.nbytes > self.slot_bytes:
             raise ValueError(f"{source.nbytes} bytes do not fit into a slot of {self.slot_bytes}")
         if not source.is_contiguous():
             raise ValueError(f"what is sent must be contiguous, got strides {source.stride()} of {tuple(source.shape)}")
-        self.follow()
         if not self._may_write:
             self.window.launch("await_ready", 1, 32, self.window.own, self.rank, stream=self.copy_stream)
             self._may_write = True
@@ -312,7 +320,7 @@ class PeerRounds:
         """End the round: what was sent and what was staged is no longer needed once the current stream comes here."""
         self.join()
         self.window.launch("release", 1, 32, self.rank)
-        self._open = False
+        self.is_open = False
         self._sent.clear()
 
     def _make_wait(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:

@@ -139,6 +139,7 @@ def peer_window(monkeypatch: pytest.MonkeyPatch) -> tuple[Window, list[Any]]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     window = Window.__new__(Window)
     window.device, window.memory, window._handle = CUDA, torch.zeros(8), mock.Mock()
+    window.addresses, window._packed = [4096, 8192], {}
     held: list[Any] = [window.memory, window._handle]
     window._leftover = Leftover(window, held.clear)
     return window, held
@@ -152,6 +153,7 @@ def test_a_closed_window_frees_its_memory_at_once(monkeypatch: pytest.MonkeyPatc
     rounds.close()
     assert not held
     assert not hasattr(window, "memory")
+    assert not window.addresses, "nobody writes there any more"
 
 
 def test_a_collected_window_keeps_its_memory_until_a_quiet_point(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -457,9 +457,16 @@ def test_a_window_that_was_too_small_is_given_back_once_there_is_another() -> No
     assert calls == ["opened", "closed"]
 
 
+def test_no_window_is_exchanged_for_a_larger_one_in_the_midst_of_a_round() -> None:
+    exchange = between_two_peers(Recorder())
+    cast(mock.Mock, exchange._rounds["gather"]).is_open = True
+    with pytest.raises(RuntimeError, match="while a gather is under way"):
+        exchange._rounds_of("gather", 1 << 21)
+
+
 def test_a_round_that_was_left_open_is_noticed() -> None:
     rounds = PeerRounds.__new__(PeerRounds)
-    rounds._open = rounds._may_write = False
+    rounds.is_open = rounds._may_write = False
     rounds.begin()
     with pytest.raises(RuntimeError, match="open a new exchange"):
         rounds.begin()
@@ -487,7 +494,7 @@ def test_the_sum_of_the_bias_runs_under_the_product_of_the_weight() -> None:
 
 
 def fake_rounds(num_bytes: int) -> mock.Mock:
-    rounds = mock.Mock(spec=PeerRounds, slot_bytes=1 << 20, copy_stream="copies")
+    rounds = mock.Mock(spec=PeerRounds, slot_bytes=1 << 20, copy_stream="copies", is_open=False)
     rounds.staged.return_value = torch.zeros(2, num_bytes, dtype=torch.uint8)
     return rounds
 
