@@ -12,6 +12,10 @@ What fills a buffer that will travel runs on a stream beside the lane: neither t
 it wait for that copy. A lane of one rank has no streams: its copies are part of the computation. Several wrappers may
 share a lane, where all ranks use them in one order (`collectives.carrier`, [Note: streams are few]).
 
+[Note: works that ended] A thread of gloo's lets go of a collective's tensors after `wait` has returned, and takes
+Python's lock for it where it is the last that holds them. In a program that ends at that moment it is aborted (SIGABRT,
+"terminate called without an active exception"; torch 2.13, also without us). So a lane holds the last few handles.
+
 [Note: CUDA graphs] Everything here is events and streams, never a question to the device, so a step can be captured.
 All streams fork from the capturing one by events and join it again where their flights are waited for. Times cannot be
 captured: a recorder hears nothing of a capture.
@@ -25,6 +29,7 @@ import functools
 import logging
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -47,6 +52,7 @@ Issue = Callable[[bool], "dist.Work | None"]
 """Starts a collective; told whether it shall return a handle to wait on."""
 
 _POLL_S = 0.001
+_KEPT = 8  # several times as many as gloo has threads
 _SOURCE_LINE = re.compile(r"^\[[^]]*\] ")  # of the backend, before what it says
 _ASK = "; a rank is late, skipped a step, or was left to call alone what all must call: a watch=Watch(...) names it"
 _all_reduce: Collect = dist.all_reduce
@@ -100,6 +106,8 @@ class Flight:
             torch.cuda.current_stream(self._lane.device).wait_event(self._landed)
         for function in self._then:
             function()
+        if self._work is not None:
+            self._lane.ended.append(self._work)
         self._done, self._work, self._then, self._keep = True, None, [], ()
 
 
@@ -132,6 +140,8 @@ class Lane(Carrier):
         super().__init__(device, recorder, track, stream)
         self.ranks = [self.rank] if group is None else dist.get_process_group_ranks(group)
         """Of the group, by their numbers in the world."""
+        self.ended: deque[dist.Work] = deque(maxlen=_KEPT)
+        """[Note: works that ended]"""
         self._filled: tuple[torch.cuda.Event, Sequence[Tensor]] | None = None
         """What the last fill reads, and the event after which that may be freed."""
         self._emulated: dict[torch.dtype, bool] = {}

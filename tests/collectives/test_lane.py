@@ -137,3 +137,12 @@ def test_a_backends_words_become_ours(said: str, error: type[Exception], monkeyp
 def test_a_device_may_be_a_name() -> None:
     assert Lane("gather", None, "cpu").device == CPU
     assert [row["wrong"] for row in health.gemm("cpu", 16, repeats=1)] == [0]
+
+
+def test_the_last_handles_are_held_by_the_lane_and_not_by_the_backend_alone() -> None:
+    lane, works = Lane("dp", None, "cpu"), [mock.Mock() for _ in range(20)]
+    for work in works:
+        Flight(lane, None, work, None, None, ()).wait()
+    held = list(lane.ended)
+    assert held == works[-len(held) :]
+    assert 2 < len(held) < 20

