@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import altair as alt
 
+from netlayer.errors import HardwareMissing
 from netlayer.report.theme import PNG_WIDTH, png_config
 from netlayer.results import Source
 
@@ -37,9 +39,7 @@ class Plot:
         if spec.get("width") == "container":
             spec["width"] = PNG_WIDTH
         spec["title"] = _stamped(spec.get("title", ""), stamp)
-        import vl_convert  # a whole JavaScript engine, which only what is drawn or written needs
-
-        return vl_convert.vegalite_to_png(
+        return _vl_convert().vegalite_to_png(  # type: ignore[no-any-return]
             spec, vl_version=_VEGA_LITE, scale=2, config=png_config(), allowed_base_urls=[]
         )
 
@@ -85,10 +85,21 @@ def script_json(value: Any) -> str:
 @cache
 def vega_bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script that may stand inside a <script> element."""
-    import vl_convert
-
-    bundle = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=_VEGA_LITE)
+    bundle = _vl_convert().javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=_VEGA_LITE)
     return re.sub(r"</(?=script)", r"<\\/", bundle, flags=re.IGNORECASE)
+
+
+def _vl_convert() -> Any:
+    """A whole JavaScript engine, which only what is drawn or written needs.
+
+    Raises:
+        HardwareMissing: it is not installed: some GPU hosts get the packages of a bench alone.
+    """
+    try:
+        return importlib.import_module("vl_convert")
+    except ImportError as exc:
+        reason = "a page needs vl-convert: pip install vl-convert-python; what was measured is in the record"
+        raise HardwareMissing(reason) from exc
 
 
 def _stamped(title: Any, stamp: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import sys
 import zlib
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ import pandas as pd
 import pytest
 
 import netlayer
-from netlayer.errors import ConfigError
+from netlayer.errors import ConfigError, HardwareMissing
 from netlayer.report import Axis, Chart, Figure, Report, charts
 from netlayer.report.plots import Plot
 from netlayer.report.tables import MISSING, columns_of, number_text
@@ -197,6 +198,13 @@ def test_a_picture_says_where_its_numbers_come_from(monkeypatch: pytest.MonkeyPa
     stamp = "simulated · quickstart · 2026-01-02 03:04 UTC"
     assert titles[1] == {"text": "Collisions", "subtitle": [stamp]}
     assert titles[2]["text"] == stamp
+
+
+def test_a_machine_that_cannot_draw_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(HardwareMissing, match="pip install vl-convert-python"):
+        example().write(tmp_path / "page")
+    assert not list(tmp_path.rglob("*.html"))
 
 
 def test_numbers_are_tagged_with_their_source_wherever_they_stand() -> None:
