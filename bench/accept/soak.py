@@ -1,6 +1,7 @@
 """`--soak HOURS`: the same work over and over, and who becomes slower as time passes.
 
-Each rank's and group's last third is held against its own first third. Left out: faults that stop a group, which the
+Each rank's and group's last third is held against its own first third, a rank's besides against what its peers have in
+common: load that came to all of them meanwhile accuses none. Left out: faults that stop a group, which the
 trial itself names.
 """
 
@@ -9,15 +10,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 
 from bench.accept.trial import Say, Trial
-from netlayer.verdict import Finding, Verdict
+from netlayer.verdict import MIN_PEERS, Finding, Verdict
 
 PHASE = "soak"
 _LEAST_CYCLES = 6
 _LIMITS: tuple[tuple[Verdict, float], ...] = (("FAIL", 1.15), ("WARN", 1.08))
 _SHARED_LIMITS: tuple[tuple[Verdict, float], ...] = (("FAIL", 1.5), ("WARN", 1.3))
 _STEP = "read temperature, clocks and throttle reasons of {} over time (nvidia-smi dmon), and its NIC's error counters"
+_ALONE = "run it again while nothing else runs on this machine (top)"
 
 
 def soak(trial: Trial, seconds: float, say: Say) -> None:
@@ -49,23 +52,42 @@ def _cycle(trial: Trial, cycle: int, times: dict[tuple[str, tuple[int, ...]], li
 
 
 def _conclude(trial: Trial, times: dict[tuple[str, tuple[int, ...]], list[float]], cycles: int) -> None:
-    limits = _SHARED_LIMITS if trial.work.shared else _LIMITS
-    drifted = False
+    before = len(trial.findings)
+    by_check: dict[str, dict[tuple[int, ...], float]] = defaultdict(dict)
     for (check, group), each in times.items():
-        if len(each) < _LEAST_CYCLES:
-            continue
-        third = len(each) // 3
-        ratio = statistics.median(each[-third:]) / statistics.median(each[:third])
-        verdict = next((word for word, limit in limits if ratio > limit), None)
-        if verdict is None:
-            continue
-        drifted = True
-        who = trial.label(group) if len(group) == 1 else f"{len(group)} ranks"
-        words = f"{ratio:.2f} times its time at the start, after {len(each)} cycles"
-        finding = Finding(verdict, who, f"{check} drift", words, "as at the start", _STEP.format(who), PHASE)
-        trial.accuse(PHASE, "node" if len(group) == 1 else "group", group, finding)
-    if not drifted:
+        if len(each) >= _LEAST_CYCLES:
+            third = len(each) // 3
+            by_check[check][group] = statistics.median(each[-third:]) / statistics.median(each[:third])
+    for check, ratios in by_check.items():
+        _judge(trial, check, ratios, cycles)
+    if len(trial.findings) == before:
         word: Verdict | None = "PASS" if cycles >= _LEAST_CYCLES else None
         expected = "no drift" if word else f"{_LEAST_CYCLES} cycles are needed to tell a drift"
         who = f"{len(trial.alive)} ranks"
         trial.findings.append(Finding(word, who, "drift", f"none in {cycles} cycles", expected, "", PHASE))
+
+
+def _judge(trial: Trial, check: str, ratios: Mapping[tuple[int, ...], float], cycles: int) -> None:
+    """What all of a check have in common is the room's or the machine's; what one has beyond that is its own."""
+    shared = trial.work.shared
+    common = statistics.median(ratios.values()) if len(ratios) >= MIN_PEERS or len(next(iter(ratios))) > 1 else 1.0
+    for group, ratio in ratios.items():
+        verdict = _verdict(ratio / common, shared)
+        if verdict is not None:
+            who = trial.label(group) if len(group) == 1 else f"{len(group)} ranks"
+            words = f"{ratio:.2f} times its time at the start (all: {common:.2f}), after {cycles} cycles"
+            finding = Finding(verdict, who, f"{check} drift", words, "as at the start", _STEP.format(who), PHASE)
+            trial.accuse(PHASE, "node" if len(group) == 1 else "group", group, finding)
+    verdict = _verdict(common, shared)
+    if verdict is not None:
+        who = f"{len(trial.alive)} ranks"
+        words = f"all of them {common:.2f} times their time at the start, after {cycles} cycles"
+        if shared:  # whatever else began to run there is the likelier cause
+            verdict, step = "WARN", _ALONE
+        else:
+            step = _STEP.format("all of them")
+        trial.findings.append(Finding(verdict, who, f"{check} drift", words, "as at the start", step, PHASE))
+
+
+def _verdict(ratio: float, shared: bool) -> Verdict | None:
+    return next((word for word, limit in (_SHARED_LIMITS if shared else _LIMITS) if ratio > limit), None)
