@@ -21,11 +21,11 @@ from trainer.checkpoint_meta import find
 
 from .conftest import tiny_job
 
+pytestmark = pytest.mark.quiet
+
 ALONE = """
 import os, signal, sys, time
 from trainer.stop import ECHO_S, listening
-
-pytestmark = pytest.mark.quiet
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 os.kill(os.getpid(), signal.SIGTERM)  # held back until somebody listens
 with listening(counts=sys.argv[1] != "not") as stop:
