@@ -37,7 +37,7 @@ _PS_PER_US = 1_000_000
 _BYTE_PS = 8 * 10**12  # a byte at 1 bit/s
 _CACHED_PORTS = 1 << 14  # whose tables a core's cache holds
 _ROOM = 16  # chunks at first, in those that can be needed at first: what is not used is not there
-_STRETCHES = 16  # of nodes, a worker
+_MOST_WORK = 1.1  # of a worker in a tier, in even shares
 _HOST_WORK = 2  # of a host beyond its port's, in ports of a switch
 
 
@@ -85,7 +85,7 @@ def build(
     num_chunks = _ROOM * num_workers * (num_lists + int(run["most_new_chunks"][0]))
     first_entry = np.arange(0, num_lists * CHUNK, CHUNK, dtype=np.uint32)
     first_wire, first_queue = first_entry[:num_ports], first_entry[num_ports:].copy()
-    worker, owned, free = _workers(node, num_workers, num_chunks, num_lists)
+    worker, owned, free = _workers(_owners(node, port, num_workers), num_workers, num_chunks, num_lists)
     path, num_links = all_paths(fabric, flows, ends, _num_paths(settings))
     flow = flow_rows(flows, num_waits, settings, law, port, kind, node)
     flow["num_links"] = num_links
@@ -251,16 +251,40 @@ def _wants_extras(settings: Settings) -> bool:
     )
 
 
-def _workers(
-    node: Rows, num_workers: int, num_chunks: int, taken: int
-) -> tuple[Rows, NDArray[np.uint32], NDArray[np.uint32]]:
-    """The workers, their nodes one after another, and their free chunks: all but the first `taken`, lowest first.
+def _owners(node: Rows, port: Rows, num_workers: int) -> Ints:
+    """The worker of each node.
 
-    Hosts and switches of a fabric are busy at different times, so each worker has stretches of both.
+    Hosts in stretches of as much work each, then each switch with most of those that it is cabled to and that have a
+    worker already, tier by tier from the hosts up: few packets pass from one worker's cache to another's. Hosts and
+    tiers are busy at different times, so each worker has about as much of each of them.
     """
-    work = np.cumsum(node["num_ports"] + _HOST_WORK * (node["is_switch"] == 0))
-    stretch = work * (_STRETCHES * num_workers) // (work[-1] + 1) if len(work) else work
-    owner = stretch % num_workers
+    work = node["num_ports"] + _HOST_WORK * (node["is_switch"] == 0)
+    if num_workers == 1:
+        return np.zeros(len(node), dtype=np.int64)
+    owner = np.full(len(node), -1)
+    hosts = np.flatnonzero(node["is_switch"] == 0)
+    shares = np.cumsum(work[hosts])
+    owner[hosts] = shares * num_workers // (shares[-1] + 1) if len(hosts) else 0
+    here, there = port["to"][port["peer"]], port["to"]
+    while (owner < 0).any():
+        votes = np.zeros((len(node), num_workers), dtype=np.int64)
+        told = (owner[here] < 0) & (owner[there] >= 0)
+        np.add.at(votes, (here[told], owner[there[told]]), 1)
+        tier = np.flatnonzero(votes.any(axis=1))
+        if not len(tier):  # cabled to nothing that leads to a host
+            tier = np.flatnonzero(owner < 0)
+        load, most = np.zeros(num_workers), _MOST_WORK * work[tier].sum() / num_workers
+        for n in tier:
+            best = min(range(num_workers), key=lambda k: (load[k] + work[n] > most, -votes[n, k], load[k]))
+            owner[n] = best
+            load[best] += work[n]
+    return owner
+
+
+def _workers(
+    owner: Ints, num_workers: int, num_chunks: int, taken: int
+) -> tuple[Rows, NDArray[np.uint32], NDArray[np.uint32]]:
+    """The workers, their nodes one after another, and their free chunks: all but the first `taken`, lowest first."""
     worker = aligned(num_workers, tables.WORKER)
     worker["soonest"] = NEVER
     worker["stop"] = np.cumsum(np.bincount(owner, minlength=num_workers))

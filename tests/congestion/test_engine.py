@@ -157,6 +157,27 @@ def test_threads_and_stops_change_nothing(law, tmp_path):
     _same(whole.state, stopped.run().state)
 
 
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize(("leaves", "hosts", "spines"), [(12, 8, 6), (1, 24, 2), (3, 2, 1)])
+def test_neighbours_share_a_worker_and_workers_share_each_tier(workers, leaves, hosts, spines):
+    fabric = _fabric(leaves, hosts, spines, [100], [1000])
+    flows = FlowSet(np.array([0]), np.array([1]), np.array([1000]), np.array([0]), np.array([100]))
+    state = build(fabric, flows, Settings(), "none", seed=1, num_workers=workers)
+    ranges = zip(state.worker["first"], state.worker["stop"], strict=True)
+    owner = np.full(len(state.node), -1)
+    for worker, (first, stop) in enumerate(ranges):
+        owner[state.owned[first:stop]] = worker
+    assert owner.min() >= 0  # each node has one: as many as there are
+    assert len(state.owned) == len(owner)
+    num_hosts = leaves * hosts
+    shares = np.bincount(owner[:num_hosts], minlength=workers)
+    assert shares.max() - shares.min() <= 2
+    if leaves % workers == 0:  # whole leaves a worker: no cable between a host and its leaf passes between workers
+        assert (owner[:num_hosts] == np.repeat(owner[num_hosts : num_hosts + leaves], hosts)).all()
+        assert np.ptp(np.bincount(owner[num_hosts : num_hosts + leaves], minlength=workers)) == 0
+        assert np.ptp(np.bincount(owner[num_hosts + leaves :], minlength=workers)) <= 1
+
+
 def test_a_kept_run_of_other_inputs_is_refused(tmp_path):
     fabric, flows = _crowd()
     Simulation(fabric, flows, Settings(), "none", seed=3).save(tmp_path / "kept.npz")
