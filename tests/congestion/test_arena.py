@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from congestion import arena_run
 from congestion.arena import BUFFERS, ROWS, Found, Plan, plan_of, run_arena
-from congestion.arena_cli import arena
+from congestion.arena_cli import _kept, arena
 from congestion.arena_output import frame_of, not_run_words, page_of, print_table, record_of
 from congestion.arena_protocol import Case, Condition, Workload
 from congestion.arena_run import Contender, published, run_one
@@ -288,6 +288,20 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
     text = (out / ROWS).read_text()
     assert 10 <= len(text.splitlines()) < 9 * 5 * 32
     assert all(json.loads(line)["unfinished"] == 0 for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("raised", "cause", "ends"),
+    [
+        (KeyboardInterrupt(), None, KeyboardInterrupt),
+        (SystemError("returned a result with an exception set"), KeyboardInterrupt(), KeyboardInterrupt),
+        (SystemError("something else"), None, SystemError),
+    ],
+)
+def test_an_interruption_that_a_kernel_wraps_is_one(raised, cause, ends, tmp_path, capsys):
+    with pytest.raises(ends), _kept(tmp_path):
+        raise raised from cause
+    assert ("go on with --out" in capsys.readouterr().err) == (ends is KeyboardInterrupt)
 
 
 def _rows(out: Path) -> int:
