@@ -36,7 +36,7 @@ LAWS: tuple[Law, ...] = get_args(Law)
 _PS_PER_US = 1_000_000
 _BYTE_PS = 8 * 10**12  # a byte at 1 bit/s
 _CACHED_PORTS = 1 << 14  # whose tables a core's cache holds
-_ROOM = 16  # chunks at first, in those that can be needed at first: what is not used is not there
+_ROOM = 32  # chunks at first, in those that can be needed at first: what is not used is not there
 _MOST_WORK = 1.1  # of a worker in a tier, in even shares
 _HOST_WORK = 2  # of a host beyond its port's, in ports of a switch
 

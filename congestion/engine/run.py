@@ -46,9 +46,10 @@ def _with_room(s: State) -> State:
     entry_, following = s.entry, s.following
     if len(free) < workers * (3 * (many - len(free)) + int(s.run["most_new_chunks"][0])) + workers:
         entry_ = aligned(2 * many * CHUNK, s.entry.dtype)
-        entry_[: many * CHUNK] = s.entry
         following = np.empty(2 * many, dtype=s.following.dtype)
-        following[:many] = s.following
+        used = np.delete(np.arange(many), free)  # the rest, mostly never written, would be pages to make
+        entry_.reshape(-1, CHUNK)[used] = s.entry.reshape(-1, CHUNK)[used]
+        following[used] = s.following[used]
         free = np.concatenate([np.arange(2 * many - 1, many - 1, -1, dtype=np.uint32), free])
     shared = np.empty((workers, len(following)), dtype=np.uint32)
     for k in range(workers):
