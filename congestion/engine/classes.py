@@ -14,7 +14,7 @@ import numpy as np
 from congestion.engine.buffer import has_no_room, hold, is_full, is_lossless, marked, may_go_on, release
 from congestion.engine.lists import after, put
 from congestion.engine.packets import flow_of, pause, send, size_of
-from congestion.engine.switch import collect, sort
+from congestion.engine.switch import collect, in_order
 from congestion.engine.tables import HOP_SHIFT, MARK_BIT, NEVER, PFC, SEQ_MASK, SEQ_SHIFT
 from congestion.jit import inlined, kernel
 
@@ -26,25 +26,7 @@ def run_switch(s, k, n, end):  # type: ignore[no-untyped-def]
     """All that happens at switch `n` before `end`, by worker `k`."""
     node = s.node[n]
     count, _, _, soonest = collect(s, k, node, end)
-    due = s.due[k]
-    for i in range(count):
-        s.order[k, i] = i
-    sort(s, k, 0, count)
-    for place in range(node.num_ports):
-        due[place] = _next_start(s, node.first_port + place)
-    for i in range(count + 1):
-        until = s.seen[k, s.order[k, i]].time if i < count else end
-        while True:
-            first, chosen = NEVER, 0
-            for place in range(node.num_ports):
-                if due[place] < first:
-                    first, chosen = due[place], place
-            if first >= until:
-                break
-            _serve(s, k, node, node.first_port + np.uint32(chosen), first)
-        if i < count:
-            _arrive(s, k, node, s.seen[k, s.order[k, i]])
-    s.next_time[n] = min(soonest, first)
+    s.next_time[n] = min(soonest, in_order(s, k, node, count, end, _next_start, _serve, _arrive))
 
 
 @inlined

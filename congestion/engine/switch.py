@@ -248,13 +248,18 @@ def _next_start(s, p):  # type: ignore[no-untyped-def]
 
 @kernel
 def _run_in_order(s, k, node, count, end):  # type: ignore[no-untyped-def]
+    return in_order(s, k, node, count, end, _next_start, _serve, _arrive)
+
+
+@inlined
+def in_order(s, k, node, count, end, next_start, serve, arrive):  # type: ignore[no-untyped-def]
     """The events of the whole switch, one after another; when the next one will be. `due`: each port's next start."""
     due = s.due[k]
     for i in range(count):
         s.order[k, i] = i
     sort(s, k, 0, count)
     for place in range(node.num_ports):
-        due[place] = _next_start(s, node.first_port + place)
+        due[place] = next_start(s, node.first_port + place)
     for i in range(count + 1):
         until = s.seen[k, s.order[k, i]].time if i < count else end
         while True:
@@ -264,9 +269,9 @@ def _run_in_order(s, k, node, count, end):  # type: ignore[no-untyped-def]
                     soonest, chosen = due[place], place
             if soonest >= until:
                 break
-            _serve(s, k, node, node.first_port + np.uint32(chosen), soonest)
+            serve(s, k, node, node.first_port + np.uint32(chosen), soonest)
         if i < count:
-            _arrive(s, k, node, s.seen[k, s.order[k, i]])
+            arrive(s, k, node, s.seen[k, s.order[k, i]])
     return soonest
 
 
