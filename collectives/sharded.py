@@ -48,7 +48,10 @@ themselves: a graph around one of these breaks there.
 where the optimiser reads it, and keep it wide (`collectives.slot`); what comes by autograd is copied there.
 
 [Note: CUDA graphs] A step can be captured: warm up, `wait_parameters()`, then capture forward, backward, `step()` (of a
-`capturable` optimiser), `zero_grad()`, and `wait_parameters()` as the last call, which joins every stream.
+`capturable` optimiser), `zero_grad()`, and `wait_parameters()` as the last call, which joins every stream. Gathers then
+run at the graph's end, with nothing to hide them. They run under the forward pass where the capture follows
+`note_shards_changed()` and stands in `no_gathers_after_step()`, without `wait_parameters()` at its end; every replay is
+followed by `note_shards_changed()`.
 """
 
 from __future__ import annotations
@@ -201,6 +204,7 @@ class ShardedDataParallel(nn.Module):
         self._reduce = GradientReduce(
             self.buckets, self.reduce_lane, reduce_dtype, in_flight, overlap, stage, self._before_round, buffers
         )
+        self._gathers_after_step = True
         self._step_check = StepCheck(self.reduce_lane, self._place)
         self._step: int | None = None
         self._follower: BackwardStep | None = None
@@ -262,6 +266,22 @@ class ShardedDataParallel(nn.Module):
             yield
         finally:
             self._reduce.is_last = before
+
+    @contextmanager
+    def no_gathers_after_step(self) -> Iterator[None]:
+        """An optimiser's `step` inside does not start the gathers: a CUDA graph would have to wait for them."""
+        before, self._gathers_after_step = self._gathers_after_step, False
+        try:
+            yield
+        finally:
+            self._gathers_after_step = before
+
+    def note_shards_changed(self) -> None:
+        """Shards were changed where nothing here could see it, on every rank alike: by a replayed CUDA graph.
+
+        The next `start_step` or forward gathers them.
+        """
+        self._gather.stale = True
 
     def finish_gradients(self) -> None:
         """Set `.grad` of every shard: the mean over ranks of the sum over this step's backward passes.
@@ -363,7 +383,7 @@ class ShardedDataParallel(nn.Module):
             self._step_behind_reductions(optimizer, gather_in_backward)
         else:
             optimizer.register_step_pre_hook(self._before_optimizer)
-            optimizer.register_step_post_hook(lambda *_: self.start_step())
+            optimizer.register_step_post_hook(lambda *_: self.start_step() if self._gathers_after_step else None)
         return optimizer
 
     @property

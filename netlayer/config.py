@@ -257,6 +257,9 @@ class LoopConfig(Section):
     collect_every_steps: int = Field(
         50, ge=0, description="steps between two garbage collections, of all ranks at once; 0: whenever Python will"
     )
+    cuda_graph: bool = Field(
+        False, description="replay whole steps as CUDA graphs, where the host bounds them; no pipeline stages, no LAMB"
+    )
 
 
 class MetricsConfig(Section):
@@ -330,7 +333,7 @@ class JobConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="how parameters move")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="when held-out loss is taken")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="when training is saved")
-    loop: LoopConfig = Field(default_factory=LoopConfig, description="garbage collection")
+    loop: LoopConfig = Field(default_factory=LoopConfig, description="garbage collection, CUDA graphs")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="TensorBoard, Prometheus")
     overlap: OverlapConfig = Field(default_factory=OverlapConfig, description="communication under computation")
     store: StoreConfig = Field(default_factory=StoreConfig, description="where ranks meet")
@@ -359,6 +362,9 @@ class JobConfig(Section):
             )
         if parallel.vpp > 1 and parallel.pp == 1:
             _fail("job.parallel.vpp", parallel.vpp, "needs a pipeline, but job.parallel.pp = 1", "set vpp to 1")
+        if self.loop.cuda_graph and (parallel.pp > 1 or self.optimizer.name == "lamb"):
+            what = f"job.parallel.pp = {parallel.pp}" if parallel.pp > 1 else "job.optimizer.name = lamb"
+            _fail("job.loop.cuda_graph", True, f"cannot be had with {what}", "leave it out, or change that")
         stages = parallel.pp if parallel.vpp > 1 else 1  # interleaved, micro-batches go in rounds of as many as stages
         unit = batch.micro_size * parallel.dp * stages
         for name in ("global_size", "start_size", "increment"):

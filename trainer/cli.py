@@ -200,7 +200,9 @@ def words_of(progress: Progress) -> str:
     words = [f"loss {row['loss']:.3f}", f"{row['tokens_per_s']:,.0f} tokens/s"]
     if row["mfu_full"] is not None:
         words.append(f"MFU {row['mfu_full']:.3f} full, {row['mfu_causal']:.3f} causal")
-    return ", ".join([*words, f"exposed {row['exposed_comm']:.1%}", f"{row['memory_gib']:.1f} GiB"]) + left
+    if row["exposed_comm"] is not None:
+        words.append(f"exposed {row['exposed_comm']:.1%}")
+    return ", ".join([*words, f"{row['memory_gib']:.1f} GiB"]) + left
 
 
 def short_time(seconds: float) -> str:

@@ -41,6 +41,7 @@ from trainer.memory import num_parameters
 from trainer.notes import Notes, NotesInFlight, spread_losses, squares_of_ranks
 from trainer.optim import batch_size, build_optimizer, learning_rate
 from trainer.parallel import MicroBatch, SplitModel
+from trainer.step import GraphedSteps, Steps
 from trainer.stop import StopRequest
 from trainer.train import Stop
 
@@ -73,6 +74,7 @@ class Launched:
         comm: what the recorder has of it.
         before: the step that it follows at once; None where something else came between.
         memory_bytes: peak on a GPU, what is resident on a CPU.
+        is_replayed: as a CUDA graph, of whose collectives the recorder knows nothing.
     """
 
     step: int
@@ -81,6 +83,7 @@ class Launched:
     comm: StepComm
     before: StepComm | None
     memory_bytes: int
+    is_replayed: bool
 
 
 class Trainer:
@@ -115,6 +118,7 @@ class Trainer:
             rows = padded(job.model.vocab_size, job.parallel.tp)
             logger.info("the vocabulary of %d is padded to %d, a multiple of tp", job.model.vocab_size, rows)
         self.optimizer = self.model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
+        self.steps = self._steps()
         self.steps_done = 0
         self._before: StepComm | None = None
         self.peak = peak_flops(place.device_name, job.model.dtype)
@@ -147,21 +151,13 @@ class Trainer:
     def launch(self, step: int) -> Launched:
         """One optimiser step, counted from 1. On CUDA the host does not wait for it."""
         self.recorder.begin_step(step)
-        self.model.start_step(step)
+        self.steps.begin(step)
         lr = learning_rate(self.job.optimizer, step)
-        self.optimizer.set_learning_rate(lr)
-        batches = self._training_batches(step)
-        with self._computing("forward and backward") if self.model.pipeline is None else contextlib.nullcontext():
-            loss = self.model.accumulate(batches)
-        self.model.finish_gradients()
-        grad_norm = self.model.clip_grad_norm_(self.job.optimizer.clip_norm or math.inf)
-        with self._computing("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        notes = NotesInFlight(self.model, loss, grad_norm, self.stop.is_asked)
+        stepped = self.steps.run(step, self._training_batches(step), lr)
+        notes = NotesInFlight(self.model, stepped.loss, stepped.grad_norm, self.stop.is_asked)
         comm, before = self.recorder.end_step(), self._before
         self._before = comm
-        return Launched(step, lr, notes, comm, before, _memory_bytes(self.place.device))
+        return Launched(step, lr, notes, comm, before, _memory_bytes(self.place.device), stepped.is_replayed)
 
     def read(self, launched: Launched) -> tuple[Row, bool]:
         """What `_row` says of a step, and whether a rank was asked to stop; waits for the step, and for it alone.
@@ -198,8 +194,15 @@ class Trainer:
         sizes = self.job.model.seq_len, self.job.batch.micro_size
         return list(micro_batches(tokens, starts_N, *sizes, self.place.device))
 
-    def _computing(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return self.recorder.computing(name)
+    def _steps(self) -> Steps:
+        config = self.job.optimizer
+        if not self.job.loop.cuda_graph:
+            return Steps(self.model, self.optimizer, config.clip_norm)
+        if self.place.device.type != "cuda":
+            if self.place.rank == 0:
+                logger.warning("job.loop.cuda_graph has no effect on a CPU")
+            return Steps(self.model, self.optimizer, config.clip_norm)
+        return GraphedSteps(self.model, self.optimizer, config.clip_norm)
 
     def _check_finite(self, step: int, notes: Notes) -> None:
         layout = self.job.parallel.layout
@@ -234,7 +237,7 @@ class Trainer:
             "grad_norm": notes.grad_norm,
             "step_ms": seconds * 1e3,
             "tokens_per_s": sequences * self.job.model.seq_len / seconds,
-            "exposed_comm": comm.exposed_comm,
+            "exposed_comm": None if launched.is_replayed else comm.exposed_comm,
             "memory_gib": launched.memory_bytes / 2**30,
             "mfu_full": utilisation(flops.full, seconds, self.peak, ranks),
             "mfu_causal": utilisation(flops.causal, seconds, self.peak, ranks),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ from trainer.checkpoint_meta import find
 from trainer.linears import parts
 from trainer.model import Block
 from trainer.optim import build_optimizer
-from trainer.parallel import SplitModel, further_groups
+from trainer.parallel import Optimizers, SplitModel, further_groups
+from trainer.step import GraphedSteps, Steps
 
 State = dict[str, Tensor]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,25 @@ class Opened:
     left: list[str]
 
 
-def run_rank(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str) -> list[Trained]:
+def run_rank(
+    context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str, backend: str = "gloo"
+) -> list[Trained]:
     """Every job one after the other, on all ranks of the world."""
-    with _world(context, url):
-        return [train(job, context.env.rank, steps) for job in jobs]
+    with _world(context, url, backend) as device:
+        return [train(job, context.env.rank, steps, device=device) for job in jobs]
 
 
 @contextlib.contextmanager
-def _world(context: RankContext, url: str) -> Iterator[None]:
+def _world(context: RankContext, url: str, backend: str = "gloo") -> Iterator[torch.device]:
     torch.set_num_threads(1)
-    env = context.env
-    open_world(ParallelLayout(dp=env.world_size), backend="gloo", init_method=url, rank=env.rank)
+    env, device = context.env, torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", env.local_rank)
+        torch.cuda.set_device(device)
+    bound = device if backend == "nccl" else None
+    open_world(ParallelLayout(dp=env.world_size), backend=backend, init_method=url, rank=env.rank, device=bound)
     try:
-        yield
+        yield device
     finally:
         dist.destroy_process_group()
 
@@ -145,11 +153,19 @@ def go_on(
         ]
 
 
-def train(job: JobConfig, rank: int, steps: int, *, resume: Path | None = None, save: Path | None = None) -> Trained:
+def train(
+    job: JobConfig,
+    rank: int,
+    steps: int,
+    *,
+    resume: Path | None = None,
+    save: Path | None = None,
+    device: torch.device = CPU,
+) -> Trained:
     """Some steps on made-up tokens, the same in every layout."""
     layout = job.parallel.layout
     groups = create_groups(layout, more=further_groups(job)) if layout.world_size > 1 else None
-    model = SplitModel(job, 3, rank, torch.device("cpu"), groups)
+    model = SplitModel(job, 3, rank, device, groups)
     optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
     losses, norms, gradients, done = [], [], [], 0
     if resume:
@@ -158,7 +174,7 @@ def train(job: JobConfig, rank: int, steps: int, *, resume: Path | None = None, 
         done = meta.step
     for step in range(done + 1, steps + 1):
         model.start_step(step)
-        loss = model.accumulate(batches(job, step, model.place.dp))
+        loss = model.accumulate(batches(job, step, model.place.dp, device))
         model.finish_gradients()
         if step in (1, steps):
             gradients.append(whole(model, gradients=True))
@@ -166,22 +182,51 @@ def train(job: JobConfig, rank: int, steps: int, *, resume: Path | None = None, 
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean_loss(model, loss))
-    evaluation = mean_loss(model, model.evaluate(batches(job, 0, model.place.dp)))
+    evaluation = mean_loss(model, model.evaluate(batches(job, 0, model.place.dp, device)))
     if save:
         checkpoint.save(model, optimizer, steps, 0, save)
     return Trained(losses, norms, gradients, whole(model), evaluation)
 
 
-def batches(job: JobConfig, step: int, dp: int) -> list[tuple[Tensor, Tensor]]:
+def run_graphs(context: RankContext, jobs: Sequence[JobConfig], url: str, backend: str) -> list[tuple[Trained, ...]]:
+    """Each job by operation and as graphs."""
+    with _world(context, url, backend) as device:
+        return [
+            tuple(take_steps(job, context.env.rank, device, kind) for kind in (Steps, GraphedSteps)) for job in jobs
+        ]
+
+
+def take_steps(
+    job: JobConfig, rank: int, device: torch.device, kind: Callable[[SplitModel, Optimizers, float], Steps]
+) -> Trained:
+    """Six steps of all micro-batches, an evaluation between them, and six of half as many."""
+    layout = job.parallel.layout
+    groups = create_groups(layout, more=further_groups(job)) if layout.world_size > 1 else None
+    model = SplitModel(job, 3, rank, device, groups)
+    optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
+    steps = kind(model, optimizer, job.optimizer.clip_norm)
+    losses, norms = [], []
+    for step in range(1, 13):
+        steps.begin(step)
+        own = batches(job, step, model.place.dp, device)
+        stepped = steps.run(step, own if step < 7 else own[: len(own) // 2], 1e-3 * (1 + step % 4))
+        losses.append(mean_loss(model, stepped.loss))
+        norms.append(float(stepped.grad_norm))
+        if step in (5, 12):
+            losses.append(mean_loss(model, model.evaluate(batches(job, 0, model.place.dp, device))))
+    return Trained(losses, norms, [], whole(model), losses[-1])
+
+
+def batches(job: JobConfig, step: int, dp: int, device: torch.device = CPU) -> list[tuple[Tensor, Tensor]]:
     """The micro-batches of a data-parallel rank."""
     batch, generator = job.batch, torch.Generator().manual_seed(step)
     tokens = torch.randint(job.model.vocab_size, (batch.global_size, job.model.seq_len + 1), generator=generator)
-    own = tokens.chunk(job.parallel.dp)[dp].split(batch.micro_size)
+    own = tokens.chunk(job.parallel.dp)[dp].to(device).split(batch.micro_size)
     return [(part[:, :-1], part[:, 1:]) for part in own]
 
 
 def mean_loss(model: SplitModel, loss: Tensor) -> float:
-    total = loss.double() if model.is_last and model.place.tp == 0 else torch.zeros((), dtype=torch.float64)
+    total = loss.double() if model.is_last and model.place.tp == 0 else loss.new_zeros((), dtype=torch.float64)
     model.world.all_reduce(total)
     return float(total) / model.layout.dp
 
@@ -197,7 +242,7 @@ def whole(model: SplitModel, *, gradients: bool = False) -> State:
     for chunk in model.chunks:
         cut = parts(chunk.module)
         state: Mapping[str, Tensor] = chunk.full_state_dict()
-        own |= {name: (cut.get(name), tensor) for name, tensor in state.items()}
+        own |= {name: (cut.get(name), tensor.cpu()) for name, tensor in state.items()}
     for slot, before in zip(model.slots, kept, strict=True):
         slot.piece.data.copy_(before)
     each: list[dict[str, tuple[Any, Tensor]]] = [own]

@@ -1,0 +1,93 @@
+"""Steps as graphs: what they compute is what steps by operation do. Capturing itself is CUDA's, and needs it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from netlayer.config import JobConfig
+from netlayer.errors import ConfigError
+from netlayer.launch import launch
+from netlayer.meeting import meeting_place
+from tests.trainer import layout_ranks
+from tests.trainer.layout_ranks import CPU, Trained
+from tests.trainer.test_layouts import PARALLEL, job_of
+from trainer.optim import build_optimizer
+from trainer.parallel import SplitModel
+from trainer.step import GraphedSteps, Replay, Steps
+
+NUM_GPUS = torch.cuda.device_count()
+EPS = 1e-5  # keeps AdamW from dividing rounding by itself, where a gradient is zero
+
+
+def capture_later(launched: list[int], launch: Callable[[], None]) -> Replay:
+    """In place of CUDA's: what is captured runs with every replay, and not before."""
+    launched.append(0)
+
+    def replay() -> None:
+        launched[-1] += 1
+        launch()
+
+    return replay
+
+
+def close(got: Trained, expected: Trained, tolerance: float) -> None:
+    assert got.losses == pytest.approx(expected.losses, abs=tolerance)
+    assert got.norms == pytest.approx(expected.norms, rel=tolerance)
+    for name, value in expected.parameters.items():
+        assert float((got.parameters[name] - value).norm()) <= tolerance * float(value.norm()), name
+
+
+def test_a_graph_computes_with_the_data_and_the_learning_rate_of_its_step() -> None:
+    job = job_of({}, {"dtype": "float32", "layers": 1}, {}, EPS)
+    launched: list[int] = []
+    graphed = functools.partial(GraphedSteps, capture=functools.partial(capture_later, launched))
+    expected = layout_ranks.take_steps(job, 0, CPU, Steps)
+    close(layout_ranks.take_steps(job, 0, CPU, graphed), expected, 1e-6)
+    assert launched == [3, 3]  # each number of micro-batches has a graph, behind three steps by operation
+
+
+def test_what_cannot_be_captured_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"job\.loop\.cuda_graph = True: cannot be had with job\.parallel\.pp = 2"):
+        _with_graph(job_of({"pp": 2}, {}, {}))
+    job = job_of({}, {"layers": 1}, {})
+    model = SplitModel(job, 3, 0, CPU)
+    lamb = job.optimizer.model_copy(update={"name": "lamb"})
+    with pytest.raises(ValueError, match="give AdamW"):
+        GraphedSteps(model, model.optimizer(lambda chunk: build_optimizer(lamb, chunk)), 0.0)
+
+
+def _with_graph(job: JobConfig) -> JobConfig:
+    tree = job.model_dump(exclude_unset=True)
+    return JobConfig.model_validate({**tree, "loop": {"cuda_graph": True}})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NUM_GPUS < 1, reason="needs a GPU with CUDA")
+@pytest.mark.parametrize("model", [{}, {**PARALLEL, "compile": True}], ids=["serial", "parallel block, compiled"])
+def test_on_a_gpu_a_graph_trains_as_steps_by_operation_do(model: dict[str, Any]) -> None:
+    job, device = job_of({}, {"dtype": "bfloat16", "hidden": 128, **model}, {}, EPS), torch.device("cuda", 0)
+    eager, graphed = (layout_ranks.take_steps(job, 0, device, kind) for kind in (Steps, GraphedSteps))
+    close(graphed, eager, 2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs with CUDA")
+def test_on_gpus_a_graph_of_a_layout_trains_as_steps_by_operation_do(tmp_path: Path) -> None:
+    ranks = 4 if NUM_GPUS >= 4 else 2
+    layouts = [{"tp": 2, "dp": 2}, {"tp": 4}, {"dp": 4}] if ranks == 4 else [{"tp": 2}, {"dp": 2}]
+    models: list[dict[str, Any]] = [{}, PARALLEL]
+    jobs = [
+        job_of(each, {"dtype": "bfloat16", "hidden": 128, **model}, {}, EPS) for each in layouts for model in models
+    ]
+    with meeting_place() as place:
+        url = place.init_method("graphs")
+        found = launch(layout_ranks.run_graphs, ranks, args=(jobs, url, "nccl"), log_dir=tmp_path)[0]
+    for eager, graphed in found:
+        close(graphed, eager, 2e-3)

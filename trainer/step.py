@@ -1,0 +1,164 @@
+"""One optimiser step of a rank, launched operation by operation, or replayed as one CUDA graph.
+
+A step is thousands of kernels, each launched by the host in some microseconds: where the device has less to do than
+that, as in tensor-parallel layouts, the host bounds the step. A graph is launched in one call. Left out: graphs of
+pipeline stages (their messages count their rounds on the host), and of LAMB.
+
+[Note: what a graph holds] Gathers of the parameters, forward, backward, reduction, clipping and the optimiser, in this
+order: gathers behind the optimiser would have to end in the same graph, with nothing to hide them. Tokens and learning
+rate are copied to where the graph reads them. The steps before a capture are launched by operation, WARM_UP for each
+number of micro-batches: windows grow then, and kernels are compiled and chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from collectives.recorder import Recorder
+from trainer.parallel import MicroBatch, Optimizers, SplitModel
+
+WARM_UP = 3
+"""Steps launched by operation before one is captured."""
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], None]], Replay]
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a step left on the device; the next one may overwrite it.
+
+    Args:
+        loss: mean of this data-parallel rank, zero but on the last stage.
+        grad_norm: of all gradients, before clipping.
+        is_replayed: whether it was a graph's, of whose collectives nothing is recorded.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    is_replayed: bool = False
+
+
+class Steps:
+    """The steps of a model. Every rank calls the same methods in the same order.
+
+    Args:
+        model: this rank's part.
+        optimizer: over its shards.
+        clip_norm: largest norm of all gradients; 0: they are only measured.
+    """
+
+    def __init__(self, model: SplitModel, optimizer: Optimizers, clip_norm: float) -> None:
+        self.model, self.optimizer, self.max_norm = model, optimizer, clip_norm or math.inf
+
+    def begin(self, step: int) -> None:
+        """Launch what needs no data: call it before the data is loaded."""
+        self.model.start_step(step)
+
+    def run(self, step: int, batches: Sequence[MicroBatch], lr: float) -> Stepped:  # noqa: ARG002  (as GraphedSteps)
+        """Step `step`, counted from 1, over this rank's micro-batches. The host does not wait for it."""
+        self.optimizer.set_learning_rate(lr)
+        return self._launch(batches)
+
+    def _launch(self, batches: Sequence[MicroBatch]) -> Stepped:
+        with self._computing("forward and backward") if self.model.pipeline is None else contextlib.nullcontext():
+            loss = self.model.accumulate(batches)
+        self.model.finish_gradients()
+        grad_norm = self.model.clip_grad_norm_(self.max_norm)
+        with self._computing("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return Stepped(loss, grad_norm)
+
+    def _computing(self, name: str) -> contextlib.AbstractContextManager[None]:
+        recorder: Recorder | None = self.model.recorder
+        return contextlib.nullcontext() if recorder is None else recorder.computing(name)
+
+
+class GraphedSteps(Steps):
+    """The same, one launch a step; see [Note: what a graph holds].
+
+    Args:
+        model: without pipeline stages.
+        optimizer: torch's fused AdamW, whose counters are on the device.
+        clip_norm: as in `Steps`.
+        capture: gives a call that repeats the one which it was given.
+
+    Raises:
+        ValueError: the model is a pipeline's stage, or the optimiser has no capturable step.
+    """
+
+    def __init__(
+        self, model: SplitModel, optimizer: Optimizers, clip_norm: float, capture: Capture | None = None
+    ) -> None:
+        super().__init__(model, optimizer, clip_norm)
+        if model.pipeline is not None:
+            raise ValueError("a pipeline's stage cannot be captured: its messages count their rounds on the host")
+        groups = [group for each in optimizer.each for group in each.param_groups]
+        if not all("capturable" in group for group in groups):
+            raise ValueError("the optimiser cannot be captured: give AdamW")
+        self._capture = capture or capture_on_cuda
+        self._lr = torch.zeros((), device=model.device)
+        for group in groups:
+            group["capturable"], group["lr"] = True, self._lr
+        self._num_launched = 0
+        self._inputs: list[MicroBatch] = []
+        self._replay: Replay | None = None
+        self._captured: list[Stepped] = []
+
+    def begin(self, step: int) -> None:
+        if self._replay is None:
+            super().begin(step)
+
+    def run(self, step: int, batches: Sequence[MicroBatch], lr: float) -> Stepped:
+        self._lr.fill_(lr)
+        if len(batches) != len(self._inputs):  # the graph before goes, and its memory, before a new one is made
+            self._replay, self._num_launched = None, 0
+            self._captured.clear()
+            self._inputs = [(tokens_BT.clone(), targets_BT.clone()) for tokens_BT, targets_BT in batches]
+        if self._num_launched < WARM_UP:
+            self._num_launched += 1
+            self.model.start_step(step)
+            return self._launch(batches)
+        for inputs, batch in zip(self._inputs, batches, strict=True):
+            for place_BT, values_BT in zip(inputs, batch, strict=True):
+                place_BT.copy_(values_BT)
+        if self._replay is None:
+            self._replay = self._captured_step(step)
+        self._replay()
+        for chunk in self.model.chunks:
+            chunk.note_shards_changed()
+        [stepped] = self._captured
+        return Stepped(stepped.loss, stepped.grad_norm, is_replayed=True)
+
+    def _captured_step(self, step: int) -> Replay:
+        """A capture runs nothing; the host is left as after a step, and the first replay is that step."""
+        self.model.wait_parameters()  # no stream has anything under way
+        for chunk in self.model.chunks:
+            chunk.note_shards_changed()  # so that the graph begins with their gathers
+        with contextlib.ExitStack() as apart:
+            for chunk in self.model.chunks:
+                apart.enter_context(chunk.no_gathers_after_step())
+            return self._capture(lambda: self._capture_one(step))
+
+    def _capture_one(self, step: int) -> None:
+        self._captured.clear()
+        self.model.start_step(step)
+        self._captured.append(self._launch(self._inputs))
+
+
+def capture_on_cuda(launch: Callable[[], None]) -> Replay:
+    """What `launch` launches, as a CUDA graph: nothing runs yet.
+
+    Other threads (NCCL's watchdog, a collective watch) go on to ask the device for events meanwhile.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        launch()
+    return graph.replay
