@@ -1,8 +1,9 @@
 """`python -m bench.nccl_tests`: nccl-tests' own binaries and our `--backend nccl`, side by side on the same GPUs.
 
 In turn, for each way of registering (`-R`): nccl-tests collective by collective, with one thread a GPU (`-t`), which is
-as near to our process a GPU as it comes without MPI; then ours, its ranks started once. Both are read from the JSON
-that they write. From 64 MiB on bus bandwidth is held against the peer's, below it the time. Left out: several hosts.
+as near to our process a GPU as it comes without MPI; then ours, its ranks started once; as often as `--runs` says. Both
+are read from the JSON that they write. A ratio is that of two runs next to each other, and a line's the median of its
+runs. From 64 MiB on bus bandwidth is held against the peer's, below it the time. Left out: several hosts.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Comparison:
 @click.option("-e", "--maxbytes", "max_size", default="4G", show_default=True, help="Last size.")
 @click.option("-f", "--stepfactor", "step_factor", type=click.IntRange(2), default=4, show_default=True)
 @click.option("-n", "--iters", type=click.IntRange(1), default=20, show_default=True, help="Timed calls of a size.")
+@click.option("--runs", type=click.IntRange(1), default=3, show_default=True, help="Of both, in turn.")
 @click.option(
     "--one-thread", is_flag=True, help="nccl-tests launches all GPUs from one thread (-g), not one each (-t)."
 )
@@ -88,6 +90,7 @@ def command(
     max_size: str,
     step_factor: int,
     iters: int,
+    runs: int,
     one_thread: bool,
 ) -> None:
     """nccl-tests and ours in turn: ratio of bus bandwidth and of time, size by size.
@@ -106,11 +109,17 @@ def command(
     for line in ("collective        R         size  place   nccl-tests         ours", _HEAD):
         click.echo(line)
     for register in comparison.registers:
-        for collective, theirs, ours in compare(comparison, register, out):
-            for row in join_tables(collective, register, theirs, ours):
+        tables: dict[str, list[tuple[Table, Table]]] = {name: [] for name in comparison.collectives}
+        for run in range(runs):
+            click.echo(f"  -R {register}: run {run + 1} of {runs}", err=True)
+            for collective, theirs, ours in compare(comparison, register, out / f"run{run + 1}"):
+                tables[collective].append((theirs, ours))
+        for collective, measured in tables.items():
+            for row in join_tables(collective, register, measured):
                 rows.append(row)
                 click.echo(format_row(row))
     asked = {**options.arguments(), "binaries": str(binaries), "one_thread": one_thread, "ngpus": comparison.ngpus}
+    asked["runs"] = runs
     record = RunRecord(
         "bench.nccl_tests", "measured", rows, started, utc_now(), asked, environment=environ.snapshot(options.seed)
     )
@@ -128,6 +137,7 @@ def compare(comparison: Comparison, register: int, out: Path) -> Iterator[tuple[
     from bench.table import nccl_tests_json
 
     here = replace(comparison, options=replace(comparison.options, local_register=register))
+    out.mkdir(exist_ok=True)
     theirs = {}
     for collective in here.collectives:
         file = out / f"nccl-tests_{collective}_R{register}.json"
@@ -153,26 +163,32 @@ def read_json(file: Path) -> Table:
     return table
 
 
-def join_tables(collective: str, register: int, theirs: Table, ours: Table) -> Iterator[Row]:
-    """What both measured, with ours over theirs."""
-    for key in sorted(theirs.keys() & ours.keys()):
-        peer, own = theirs[key], ours[key]
+def join_tables(collective: str, register: int, runs: Sequence[tuple[Table, Table]]) -> Iterator[Row]:
+    """What both measured, theirs and ours of each run: medians, and those of ours over theirs."""
+    for key in sorted(set.intersection(*(theirs.keys() & ours.keys() for theirs, ours in runs))):
+        pairs = [(theirs[key], ours[key]) for theirs, ours in runs]
+        times = [own.time_us / peer.time_us for peer, own in pairs if peer.time_us]
+        bandwidths = [own.bus_bw_gbs / peer.bus_bw_gbs for peer, own in pairs if peer.bus_bw_gbs]
         yield {
             "collective": collective,
             "register": register,
             "size_bytes": key[0],
             "in_place": key[1],
-            "peer_us": peer.time_us,
-            "our_us": own.time_us,
-            "peer_bus_bw_gbs": peer.bus_bw_gbs,
-            "our_bus_bw_gbs": own.bus_bw_gbs,
-            "time_ratio": own.time_us / peer.time_us if peer.time_us else None,
-            "bus_bw_ratio": own.bus_bw_gbs / peer.bus_bw_gbs if peer.bus_bw_gbs else None,
-            "wrong": peer.wrong + own.wrong,
+            "peer_us": median(peer.time_us for peer, _ in pairs),
+            "our_us": median(own.time_us for _, own in pairs),
+            "peer_bus_bw_gbs": median(peer.bus_bw_gbs for peer, _ in pairs),
+            "our_bus_bw_gbs": median(own.bus_bw_gbs for _, own in pairs),
+            "time_ratio": median(times) if times else None,
+            "bus_bw_ratio": median(bandwidths) if bandwidths else None,
+            "time_ratios": times,
+            "bus_bw_ratios": bandwidths,
+            "wrong": sum(peer.wrong + own.wrong for peer, own in pairs),
         }
 
 
-_HEAD = "                                        us     GB/s      us     GB/s   time   busbw   (ours / theirs)"
+_HEAD = (
+    "                                        us     GB/s      us     GB/s   time   busbw   (ours / theirs; time's runs)"
+)
 
 
 def format_row(row: Row) -> str:
@@ -181,7 +197,8 @@ def format_row(row: Row) -> str:
     figures = f"{row['peer_us']:10.2f} {row['peer_bus_bw_gbs']:7.2f} {row['our_us']:9.2f} {row['our_bus_bw_gbs']:7.2f}"
     ratios = " ".join("      -" if row[key] is None else f"{row[key]:7.3f}" for key in ("time_ratio", "bus_bw_ratio"))
     front = f"{row['collective']:<16} {row['register']:>2} {format_size(row['size_bytes']):>12}  {place:<3}"
-    return f"{front} {figures} {ratios}"
+    spread = f"   {min(row['time_ratios']):.3f}-{max(row['time_ratios']):.3f}" if len(row["time_ratios"]) > 1 else ""
+    return f"{front} {figures} {ratios}{spread}"
 
 
 def judge(rows: Sequence[Row]) -> None:

@@ -71,10 +71,10 @@ def test_both_run_the_same_sizes_in_turn_and_are_held_against_each_other(
     binaries: Path, ours: Callable[..., list[PerfOptions]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ours(time_us=10.1, bus_bw_gbs=149.0)
-    call(binaries, tmp_path / "out", "-b 1K -e 64M -f 65536 -n 7")
+    call(binaries, tmp_path / "out", "-b 1K -e 64M -f 65536 -n 7 --runs 2")
     said = (binaries / "all_gather_perf.arguments").read_text()
     assert said.startswith("-t 4 -g 1 -b 1024 -e 67108864 -f 65536 -n 7 -w 1 -c 1 -R 2 -J ")
-    assert [(given.local_register, given.iters) for given in asked] == [(0, 7), (2, 7)]
+    assert [(given.local_register, given.iters) for given in asked] == [(0, 7), (0, 7), (2, 7), (2, 7)]
     out = capsys.readouterr().out
     assert "from 64 MiB: bus bandwidth at least 0.993 x nccl-tests'; below: time 1.010 x" in out
     assert out.count("all_reduce ") == 8
@@ -118,8 +118,10 @@ def test_our_json_is_read_as_theirs(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(nccl_tests_json(canned.record())))
     table = read_json(tmp_path / "a.json")
     assert table[1048576, True] == (15.0149, 122.219, 0.0)
-    assert [row["time_ratio"] for row in join_tables("all_reduce", 0, table, table)] == [1.0, 1.0]
-    judge(list(join_tables("all_reduce", 0, table, table)))
+    slower = {key: side._replace(time_us=2 * side.time_us) for key, side in table.items()}
+    rows = list(join_tables("all_reduce", 0, [(table, table), (table, slower), (table, table)]))
+    assert [(row["time_ratio"], row["time_ratios"]) for row in rows] == 2 * [(1.0, [1.0, 2.0, 1.0])]
+    judge(rows)
 
 
 def test_bad_arguments_are_one_line(binaries: Path, tmp_path: Path) -> None:
