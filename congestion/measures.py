@@ -13,7 +13,7 @@ import numpy as np
 
 from congestion.engine.tables import ACK_PATH, Ints, State
 from congestion.files import FlowSet
-from congestion.simulate import Outcome, link_of_port
+from congestion.simulate import Outcome
 from congestion.statistics import jain
 from netlayer.percentile import percentile
 from topology.graph import Graph
@@ -89,7 +89,7 @@ def port_frame(fabric: Graph, outcome: Outcome) -> pd.DataFrame:
     import pandas as pd
 
     port, wires = outcome.state.port, Wires.of_graph(fabric)
-    link, span = link_of_port(fabric), span_ps(outcome)
+    link, span = outcome.link, span_ps(outcome)
     deadlock = np.zeros(len(port), dtype=np.int64)
     deadlock[outcome.deadlock] = np.arange(1, len(outcome.deadlock) + 1)
     return pd.DataFrame(

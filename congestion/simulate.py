@@ -14,6 +14,7 @@ import numpy as np
 
 from congestion.deadlock import deadlocked_ports
 from congestion.engine.build import build
+from congestion.engine.build_ports import port_order
 from congestion.engine.run import run
 from congestion.engine.tables import NEVER, Ints, State
 from congestion.files import Flap, FlowSet
@@ -55,6 +56,7 @@ class Outcome:
         completed: nothing was left to happen; False where it was stopped.
         interrupted: a KeyboardInterrupt came, be it with the last event.
         deadlock: ports that wait for each other in a circle, in its order; see `congestion.deadlock`.
+        link: the directed link that leaves at each port; shape (num_ports,).
         state: all counters, as `tables` names them.
         wall_s, cpu_s: of the run alone.
         compile_s: of the kernels, before it; about 0 but for a process's first run.
@@ -68,6 +70,7 @@ class Outcome:
     completed: bool
     interrupted: bool
     deadlock: Ints
+    link: Ints
     state: State
     wall_s: float
     cpu_s: float
@@ -112,13 +115,15 @@ class Outcome:
         by_port: list[dict[str, float]] = []
         for switch in np.flatnonzero(fabric.is_switch).tolist():
             first, many = (int(self.state.node[name][switch]) for name in ("first_port", "num_ports"))
-            for number, port in enumerate(self.state.port[first : first + many], 1):
+            cables = self.link[first : first + many] % fabric.num_cables
+            for number, index in enumerate((first + np.argsort(cables)).tolist(), 1):
+                port = self.state.port[index]
                 counted = {
                     "pauses": int(port["pauses"]),
                     "ecn_marked": int(port["marks"]),
                     "drops": int(port["drops"]),
                     "max_queue_bytes": int(port["max_queue_bytes"]),
-                    "paused_ns": int(self.pause_ps[first + number - 1]) / 1000,
+                    "paused_ns": int(self.pause_ps[index]) / 1000,
                     "tx_bytes": int(port["tx_bytes"]),
                 }
                 by_port.append({"switch": switch, "port": number, **counted})
@@ -129,15 +134,9 @@ class Outcome:
             "drops": int(self.state.port["drops"].sum()),
             "retransmissions": int(self.state.flow["resent"].sum()),
             "max_queue_bytes": max((row["max_queue_bytes"] for row in by_port), default=0),
-            "deadlock": [fabric.link_name(link_of_port(fabric)[port]) for port in self.deadlock],
+            "deadlock": [fabric.link_name(self.link[port]) for port in self.deadlock],
             "by_port": by_port,
         }
-
-
-def link_of_port(fabric: Graph) -> Ints:
-    """The directed link that leaves at each port, in the engine's order: node by node, its cables by number."""
-    end = np.argsort(np.stack([fabric.a, fabric.b], axis=1).ravel(), kind="stable")
-    return np.asarray(end // 2 + end % 2 * fabric.num_cables)
 
 
 class Simulation:
@@ -171,6 +170,8 @@ class Simulation:
             flaps=flaps,
             timeouts_ps=timeouts_ps,
         )
+        end = port_order(fabric, flows)
+        self.link: Ints = end // 2 + end % 2 * fabric.num_cables  # that leaves at each port
         self.time_ps, self.completed, self.interrupted = 0, False, False
         self.wall_s = self.cpu_s = 0.0
         self._digest = _digest(self.state)
@@ -240,6 +241,7 @@ class Simulation:
             self.completed,
             self.interrupted,
             deadlocked_ports(self._whole() if lane["paused"].any() else self.state, self.time_ps, self.completed),
+            self.link,
             self.state,
             self.wall_s,
             self.cpu_s,

@@ -82,10 +82,12 @@ class Graph:
 
     @cached_property
     def out_links(self) -> tuple[Ints, Ints]:
-        """(start, links): the links out of node n are links[start[n]:start[n + 1]], in order of link id."""
+        """(start, links): the links out of node n are links[start[n]:start[n + 1]], in order of the node at their other
+        end, then of link id: what a switch takes does not hang on the order of a file's lines.
+        """
         start = np.zeros(self.num_nodes + 1, dtype=np.int64)
         np.cumsum(np.bincount(self.link_src, minlength=self.num_nodes), out=start[1:])
-        return start, np.argsort(self.link_src, kind="stable")
+        return start, np.lexsort((self.link_dst, self.link_src))
 
     @cached_property
     def level(self) -> Ints:

@@ -23,7 +23,15 @@ from congestion.engine.build_flows import (
     waiting_flows,
 )
 from congestion.engine.build_paths import all_paths
-from congestion.engine.build_ports import host_bps, kind_rows, lane_rows, node_rows, pace_rows, port_rows
+from congestion.engine.build_ports import (
+    host_bps,
+    kind_rows,
+    lane_rows,
+    node_rows,
+    pace_rows,
+    port_order,
+    port_rows,
+)
 from congestion.engine.tables import CHUNK, NEVER, Ints, Rows, State, aligned
 from congestion.files import Flap, FlowSet
 from congestion.settings import Settings
@@ -72,7 +80,7 @@ def build(
     wants_rtt = any(laws.wants_rtt(each, settings.of_class(number)) for number, each in enumerate(in_use))
     _check_memory(fabric, flows, settings, wants_rtt)
     run = _run(fabric, settings, law, seed, truncate_ns)
-    ends, port, like = port_rows(fabric, settings)
+    ends, port, like = port_rows(fabric, port_order(fabric, flows), settings)
     kind = kind_rows(fabric, settings, run[0], like)
     num_waits = np.zeros(len(flows), dtype=np.int64) if flows.waits_for is None else np.diff(flows.waits_for[0])
     node = node_rows(fabric, flows, num_waits == 0, settings, port, kind)

@@ -26,15 +26,43 @@ def host_bps(fabric: Graph) -> int:
     return int(fabric.bps[cable])
 
 
-def port_rows(fabric: Graph, settings: Settings) -> tuple[Ints, Rows, Ints]:
-    """The port of each end (2c, 2c + 1: cable c's a and b), the table, a node's ports together in cable order; and the
-    rate, delay and loss rate (of 2^53) of each kind of port, (num_kinds, 3).
+def port_order(fabric: Graph, flows: FlowSet) -> Ints:
+    """The cable's end at each port, (2 * num_cables,): 2c for cable c's a, 2c + 1 for its b. A node's are together.
+
+    Of what comes at one moment, all else alike, a switch takes the port with the lowest number first. So a node's ports
+    stand in the order in which those behind them begin: ns-3 runs events of one moment in the order in which they were
+    scheduled, and its flows in the order of their file. Then by node id, then by cable.
+    """
+    at_node = np.stack([fabric.a, fabric.b], axis=1).ravel()
+    peer = np.stack([fabric.b, fabric.a], axis=1).ravel()
+    return np.lexsort((np.arange(len(at_node)), peer, _first_flows(fabric, flows)[peer], at_node))
+
+
+def _first_flows(fabric: Graph, flows: FlowSet) -> Ints:
+    """By node, the place of the first flow that begins there, or else ends; of a switch that of any host below."""
+    place = np.empty(len(flows), dtype=np.int64)
+    place[np.lexsort((np.arange(len(flows)), flows.start_ps))] = np.arange(len(flows))
+    first, ends = (np.full(fabric.num_nodes, len(flows)) for _ in range(2))
+    np.minimum.at(first, flows.src, place)
+    np.minimum.at(ends, flows.dst, place)
+    first = np.where(first < len(flows), first, ends)
+    level = fabric.level
+    for height in range(int(level.max())):
+        up = (level[fabric.link_src] == height) & (level[fabric.link_dst] == height + 1)
+        np.minimum.at(first, fabric.link_dst[up], first[fabric.link_src[up]])
+    return first
+
+
+def port_rows(fabric: Graph, order: Ints, settings: Settings) -> tuple[Ints, Rows, Ints]:
+    """The port of each end, the table, and of each kind of port rate, delay and loss rate (of 2^53): (num_kinds, 3).
+
+    Args:
+        order: of `port_order`.
 
     Raises:
         ConfigError: a cable that has a loss rate is not there.
     """
     at_node = np.stack([fabric.a, fabric.b], axis=1).ravel()
-    order = np.argsort(at_node, kind="stable")
     ends = np.empty_like(order)
     ends[order] = np.arange(len(order))
     port = aligned(len(order), tables.PORT)

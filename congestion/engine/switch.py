@@ -1,10 +1,11 @@
 """A switch in one window: FIFO ports, ECN at dequeue, a shared buffer with PFC by dynamic thresholds.
 
-Order of events: time, then arrivals, the one first whose sender began to send later, then by port; then ports that
-become free, by port. An arrival at a port that has been free starts at once. Where no threshold can be reached in the
-window, ports do not know of each other and each is run on its own (`_run_ports`); else all of the switch's events are
-run in their order (`_run_in_order`). Both give the same. A PFC frame passes the queue, not the packet under way.
-Several classes of traffic are in `classes`. The rules and their figures are those of ns-3's HPCC switch.
+Order of events: time, then arrivals, the one first whose sender began to send later, then by port (`port_order`); then
+ports that become free, by port. An arrival at a port that has been free starts at once. Where no threshold can be
+reached in the window, ports do not know of each other and each is run on its own (`_run_ports`); else all of the
+switch's events are run in their order (`_run_in_order`). Both give the same. A PFC frame passes the queue, not the
+packet under way. Several classes of traffic are in `classes`. The rules and their figures are those of ns-3's HPCC
+switch.
 """
 
 from __future__ import annotations

@@ -72,6 +72,23 @@ def test_every_flow_of_the_incast_within_a_thousandth():
     np.testing.assert_allclose(_fct_ns(flows, outcome), _golden_ns("g2_incast16_none", fabric, flows), rtol=1e-3)
 
 
+@pytest.mark.parametrize(("name", "equal_hosts"), [("g2_incast16_none", True), ("g4_clos_perm_none", False)])
+def test_the_order_of_lines_changes_no_path_and_says_who_is_first(name: str, equal_hosts: bool, tmp_path: Path) -> None:
+    """Next hops stand in order of node ids; of equal hosts that begin at once the first in the file goes first."""
+    for file, num_first in (("topo.txt", 2), ("flow.txt", 1)):
+        lines = [line for line in (GOLDEN / name / file).read_text().splitlines() if line.strip()]
+        mixed = np.random.default_rng(0).permutation(lines[num_first:]).tolist()
+        (tmp_path / file).write_text("\n".join([*lines[:num_first], *mixed]) + "\n")
+    fabric = read_fabric([tmp_path / "topo.txt"])
+    flows = read_flows(tmp_path / "flow.txt", fabric)
+    outcome = simulate(fabric, flows, settings_of("ns3", ()), "none", truncate_ns=True)
+    expected = _golden_ns(name, fabric, flows)
+    if equal_hosts:
+        plain = read_fabric([GOLDEN / name / "topo.txt"])
+        expected = _golden_ns(name, plain, read_flows(GOLDEN / name / "flow.txt", plain))
+    np.testing.assert_allclose(_fct_ns(flows, outcome), expected, rtol=1e-4)
+
+
 _BY_ACKS = "two flows take 1.05% and 1.08% longer: ACKs share their ports, and ns-3 cuts an ACK's 2.4 ns to 2"
 
 

@@ -17,7 +17,7 @@ def test_a_cable_is_two_links() -> None:
     assert one.num_links == 2 * one.num_cables == 16
     assert np.array_equal(one.link_src[:8], one.link_dst[8:])
     start, links = one.out_links
-    assert one.link_dst[links[start[3] : start[4]]].tolist() == [4, 5, 5, 0, 1]
+    assert one.link_dst[links[start[3] : start[4]]].tolist() == [0, 1, 4, 5, 5]
 
 
 def test_levels_count_up_from_the_nearest_host() -> None:
