@@ -1,47 +1,62 @@
-"""`python -m bench.mfu`: model FLOPs utilisation of our trainer beside others, on the same work, in turn.
+"""`python -m bench.mfu`: model FLOPs utilisation of our trainer beside its peers, on the same work, in turn.
 
 Same model, initial values, tokens, optimiser, clipping and dtype of reduction; a run is timed over N steps with one
-synchronisation at each end, systems take turns, and each row says how its losses differ from ours. MFU is given with
-full and with causal attention (`trainer.flops`). Left out so far: Megatron-core and torch's native 3D as peers.
+synchronisation at each end, systems take turns, and losses must agree. First the identical model in all systems; then,
+by `--also`, ours with changes, each a row of its own. MFU is given with full and with causal attention, and where there
+is a window with the keys that queries see (`trainer.flops`). Left out: the best settings of a peer beside its
+micro-batch (`--micro-of`), which its module says.
 """
 
 from __future__ import annotations
 
-import re
-import statistics
+import itertools
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
 
+from bench.mfu_jobs import Jobs, read_entries, read_layout
 from bench.mfu_profile import floors
 from bench.mfu_profile import table as profile_table
+from bench.mfu_rows import FORMULA, check_losses, summarise, table, with_figures
+from bench.mfu_systems import PEERS, Entry
 from congestion.nic.env import as_record, exports, for_ranks
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
-from netlayer.config import JobConfig, build_config
-from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
+from netlayer.errors import ConfigError, HardwareMissing
 from netlayer.launch import launch
 from netlayer.meeting import meeting_place
 from netlayer.results import RunRecord, utc_now, write_text
-from trainer.flops import peak_flops, step_flops, utilisation
+from trainer.flops import peak_flops
+from trainer.step import WARM_UP
 
 Row = dict[str, Any]
-SYSTEMS = ("ours", "fsdp2")
-_LAYOUT = re.compile(r"(tp|pp|dp|vp)(\d+)")
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 5e-2}
 _POWER_EVERY_S = 1.0
 
 
 @click.command()
 @run_options
-@click.option("--model", default="1m", show_default=True, help="Preset of job.model: 1m, 125m, 1.3b, 7b, 13b.")
+@click.option("--model", help="Preset of job.model: 1m, 125m, 1.3b, 7b, 13b [default: the file's, else 1m].")
 @click.option("--layout", default="dp2", show_default=True, help="Degrees: dp8, tp2pp2vp2, tp4.")
-@click.option("--systems", default="ours,fsdp2", show_default=True, help="In turn; fsdp2 is data parallel alone.")
+@click.option(
+    "--peers", help=f"Of {', '.join(PEERS)}; none: ours alone [default: fsdp2 where the layout is dp alone, else none]."
+)
+@click.option(
+    "--also",
+    multiple=True,
+    metavar="A.B=VALUE,...",
+    help="One more row of ours, with these changes: model.parallel_block=true; repeatable.",
+)
+@click.option("--cumulative", is_flag=True, help="Each --also on top of those before it: an ablation.")
 @click.option("--micro", type=click.IntRange(1), default=4, show_default=True, help="Sequences of a micro-batch.")
+@click.option(
+    "--micro-of", multiple=True, metavar="SYSTEM=N", help="Another one for a system, its best; same batch; repeatable."
+)
 @click.option("--micro-batches", type=click.IntRange(1), help="Of a step and rank [default: 1; 4 a stage with pp].")
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Of each system, in turn.")
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Timed in a run.")
@@ -52,10 +67,13 @@ _POWER_EVERY_S = 1.0
 @click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True)
 def command(
     options: RunOptions,
-    model: str,
+    model: str | None,
     layout: str,
-    systems: str,
+    peers: str | None,
+    also: tuple[str, ...],
+    cumulative: bool,
     micro: int,
+    micro_of: tuple[str, ...],
     micro_batches: int | None,
     runs: int,
     steps: int,
@@ -68,180 +86,115 @@ def command(
     \b
     Examples:
       python -m bench.mfu                                              # two CPU ranks: does it run
-      python -m bench.mfu --model 7b --layout dp4 --set model.dtype=bfloat16 --set model.compile=true
-      python -m bench.mfu --model 7b --layout tp2pp2vp2 --systems ours --set model.dtype=bfloat16
+      python -m bench.mfu --model 7b --layout dp8 --peers fsdp2,mcore,native3d --set model.dtype=bfloat16
+          --set model.compile=true --also model.parallel_block=true --also model.attention_window=1024
+      python -m bench.mfu --model 7b --layout tp2pp2vp2 --peers native3d,native3d_async --micro-of native3d=2
+          --set model.dtype=bfloat16 --set model.compile=true
+      python -m bench.mfu --model 7b --layout tp2pp2vp2 --peers none --cumulative --set model.dtype=bfloat16
+          --set overlap.tp=false --set overlap.pp=false --also model.parallel_block=true --also overlap.tp=true
+          --also overlap.pp=true
     """
-    from bench.mfu_ranks import Order, run_rank
-
-    degrees = read_layout(layout)
-    job = _job(options, model, degrees, micro, micro_batches)
-    asked = _systems(systems, job)
+    build = Jobs(options, model, read_layout(layout), micro, micro_batches)
+    entries = read_entries(build, peers, also, micro_of, cumulative=cumulative)
+    if warmup <= WARM_UP and any(entry.job.loop.cuda_graph for entry in entries):
+        rule = f"leaves step {WARM_UP + 1}, in which a CUDA graph is captured, among the timed ones"
+        raise ConfigError("--warmup", warmup, rule, f"give {WARM_UP + 1} or more")
+    job = entries[0].job
     ranks = job.parallel.layout.world_size
     chosen = environ.choose_backend(backend, ranks)  # type: ignore[arg-type]
+    for entry in entries:
+        if entry.system in PEERS:
+            PEERS[entry.system].check(entry.job, chosen)
     if profile and chosen != "nccl":
         raise HardwareMissing("--profile: tells kernels of a GPU, and this runs on the CPU; leave it out")
     out, started = open_out(options.out, "mfu"), utc_now()
-    order = Order(job, asked, runs, steps, warmup, options.seed, out if profile else None)
     nccl = for_ranks(chosen, job.nccl)
-    found: list[Row] = []
-    profiles: list[Row] = []
-
-    def hear(rank: int, message: object) -> None:
-        if rank == 0 and isinstance(message, dict) and message["run"] == "profile":
-            profiles.append(message)
-        elif rank == 0 and isinstance(message, dict):
-            found.append(message)
-            click.echo(f"  {message['system']}: {message['step_ms']:.1f} ms", err=True)
-        elif rank == 0:
-            click.echo(str(message), err=True)
-
-    with meeting_place(job.store.url) as place, _watched_gpus(chosen) as gpus:
-        url = place.init_method("mfu")
-        launch(run_rank, ranks, args=(order, url, chosen), log_dir=out / "logs", env=exports(nccl), on_message=hear)
+    heard = _Heard()
+    work = [(run, entry) for run in range(1, runs + 1) for entry in entries]
+    with _watched_gpus(chosen) as gpus:
+        for shared in _by_processes(work):
+            _launch(shared, options.seed, steps, warmup, runs, out, profile, chosen, exports(nccl), heard)
     device = next((gpu.name for gpu in environ.list_gpus()), "CPU") if chosen == "nccl" else "CPU"
-    least = floors(job)
-    rows = [*(_with_figures(row, job, device) for row in found), *summarise(found, job, device)]
-    rows += [{**row, "least_ms": least} for row in profiles]
+    jobs = {entry.name: entry.job for entry in entries}
+    rows = [*(with_figures(row, jobs[row["system"]], device) for row in heard.runs)]
+    rows += summarise(heard.runs, jobs, device)
+    rows += [{**row, "least_ms": floors(jobs[row["system"]])} for row in heard.profiles]
     record = RunRecord(
         name="bench.mfu",
         source="measured",
         rows=rows,
         started_utc=started,
         ended_utc=utc_now(),
-        arguments={**options.arguments(), "model": model, "layout": layout, "micro": micro, "systems": systems},
-        config={"job": job.model_dump(mode="json"), "peak_flops": peak_flops(device, job.model.dtype), "gpus": gpus},
+        arguments={
+            **options.arguments(),
+            "model": model or "",
+            "layout": layout,
+            "micro": micro,
+            "micro_of": list(micro_of),
+            "systems": list(jobs),
+        },
+        config={
+            "job": job.model_dump(mode="json"),
+            "peak_flops": peak_flops(device, job.model.dtype),
+            "mfu_formula": FORMULA,
+            "gpus": gpus,
+        },
         environment=environ.snapshot(options.seed) | ({"nccl_settings": as_record(nccl)} if nccl else {}),
         devices=[device] * ranks,
     )
     shown = list(table(rows))
-    for row in profiles:
-        shown += ["", f"{row['system']}:", *profile_table(row["kinds"], least)]
+    for row in heard.profiles:
+        shown += ["", f"{row['system']}:", *profile_table(row["kinds"], floors(jobs[row["system"]]))]
     click.echo("".join(f"{line}\n" for line in shown), nl=False, err=str(options.json_file) == "-")
     click.echo(f"record: {record.save(out / 'records')}", err=True)
     if options.json_file:
         write_text(options.json_file, record.to_json())
-    check_losses(found, _TOLERANCE[job.model.dtype])
+    check_losses(heard.runs, _TOLERANCE[job.model.dtype])
 
 
-def read_layout(text: str) -> dict[str, int]:
-    """Degrees of `tp2pp2vp2dp1`.
-
-    Raises:
-        ConfigError: it says something else.
-    """
-    found = _LAYOUT.findall(text)
-    if not found or "".join(name + number for name, number in found) != text or len(dict(found)) < len(found):
-        raise ConfigError("--layout", text, "must be degrees such as tp2pp2vp2", "name each of tp, pp, vp, dp once")
-    named = {name: int(number) for name, number in found}
-    return {"tp": named.get("tp", 1), "pp": named.get("pp", 1), "dp": named.get("dp", 1), "vpp": named.get("vp", 1)}
+def _by_processes(work: Sequence[tuple[int, Entry]]) -> Iterator[tuple[tuple[int, Entry], ...]]:
+    """Work in order, cut where the next system cannot run in the processes of the one before."""
+    return (tuple(shared) for _, shared in itertools.groupby(work, key=lambda pair: pair[1].processes))
 
 
-def summarise(rows: Sequence[Row], job: JobConfig, device: str) -> list[Row]:
-    """One row a system: the median run, the spread (largest - least over median), and the ratio to ours."""
-    medians: dict[str, float] = {}
-    found = []
-    for system in dict.fromkeys(row["system"] for row in rows):
-        times = [row["step_ms"] for row in rows if row["system"] == system]
-        medians[system] = statistics.median(times)
-        each = sorted(value for row in rows if row["system"] == system for value in row["each_ms"])
-        found.append(
-            {
-                "system": system,
-                "run": "median",
-                "spread": (max(times) - min(times)) / medians[system],
-                "p99_over_median": each[min(len(each) - 1, int(0.99 * len(each)))] / statistics.median(each),
-                "memory_gib": max(row["memory_gib"] for row in rows if row["system"] == system),
-                **_figures(medians[system], job, device),
-            }
-        )
-    for row in found:
-        row["over_ours"] = medians[row["system"]] / medians["ours"] if "ours" in medians else None
-    return found
+class _Heard:
+    """What rank 0 reports: rows of runs, and of profiles."""
+
+    def __init__(self) -> None:
+        self.runs: list[Row] = []
+        self.profiles: list[Row] = []
+
+    def __call__(self, rank: int, message: object) -> None:
+        if rank == 0 and isinstance(message, dict) and message["run"] == "profile":
+            self.profiles.append(message)
+        elif rank == 0 and isinstance(message, dict):
+            self.runs.append(message)
+            click.echo(f"  {message['system']}: {message['step_ms']:.1f} ms", err=True)
+        elif rank == 0:
+            click.echo(str(message), err=True)
 
 
-def check_losses(rows: Sequence[Row], tolerance: float) -> None:
-    """Refuse a comparison of systems that did not do the same work.
+def _launch(
+    work: tuple[tuple[int, Entry], ...],
+    seed: int,
+    steps: int,
+    warmup: int,
+    runs: int,
+    out: Path,
+    profile: bool,
+    backend: str,
+    env: Mapping[str, str],
+    heard: _Heard,
+) -> None:
+    """One set of processes for systems that can share them."""
+    from bench.mfu_ranks import Order, run_rank
 
-    Raises:
-        CheckFailed: a loss differs from the first row's by more.
-    """
-    first = rows[0]
-    for row in rows[1:]:
-        differences = [abs(a - b) for a, b in zip(first["losses"], row["losses"], strict=True)]
-        apart = next((each for each in differences if not each <= tolerance), None)  # a NaN too
-        if apart is not None:
-            raise CheckFailed(
-                f"losses of {row['system']}, run {row['run']}, differ by {apart:.3g} from {first['system']}'s, above "
-                f"{tolerance:g}: they did not do the same work"
-            )
-
-
-def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The summary for a person."""
-    heads = (
-        ("system", 8),
-        ("step ms", 9),
-        ("spread", 7),
-        ("tokens/s/GPU", 13),
-        ("MFU full", 9),
-        ("causal", 7),
-        ("GiB", 6),
-    )
-    yield " ".join(f"{head:>{width}}" for head, width in (*heads, ("over ours", 10)))
-    for row in (row for row in rows if row["run"] == "median"):
-        full, causal = (f"{row[name]:.3f}" if row[name] is not None else "-" for name in ("mfu_full", "mfu_causal"))
-        ratio = "-" if row["over_ours"] is None else f"{row['over_ours']:.3f}"
-        yield (
-            f"{row['system']:>8} {row['step_ms']:9.1f} {row['spread']:7.1%} {row['tokens_per_s_gpu']:13,.0f} {full:>9} "
-            f"{causal:>7} {row['memory_gib']:6.1f} {ratio:>10}"
-        )
-
-
-def _job(
-    options: RunOptions, model: str, degrees: Mapping[str, int], micro: int, micro_batches: int | None
-) -> JobConfig:
-    """The job that every system does: no clipping, no warm-up of the learning rate, one bucket a block."""
-    count = micro_batches or (4 * degrees["pp"] if degrees["pp"] > 1 else 1)
-    ranks = degrees["tp"] * degrees["pp"] * degrees["dp"]
-    given = options.load_config().job if options.config_path or options.overrides else None
-    tree: dict[str, Any] = {
-        "model": {"preset": model},
-        "parallel": dict(degrees),
-        "batch": {"micro_size": micro, "global_size": micro * count * degrees["dp"]},
-        "optimizer": {"lr": 1e-4, "clip_norm": 0.0, "warmup_steps": 0},
-        "overlap": {"bucket_mib": 0.0},
-    }
-    if given is not None:
-        for name in ("model", "optimizer", "overlap", "nccl", "store"):
-            section = getattr(given, name)
-            tree[name] = {**tree.get(name, {}), **section.model_dump(include=section.model_fields_set)}
-    return build_config({"cluster": {"gpus_per_server": ranks}, "job": tree}).job
-
-
-def _systems(text: str, job: JobConfig) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in SYSTEMS:
-            raise ConfigError("--systems", name, f"must be among {', '.join(SYSTEMS)}", "correct it")
-    if "fsdp2" in names and job.parallel.tp * job.parallel.pp > 1:
-        raise ConfigError("--systems", "fsdp2", "is data parallel alone", "give a layout such as dp4, or ours alone")
-    return names
-
-
-def _with_figures(row: Row, job: JobConfig, device: str) -> Row:
-    return {**row, **_figures(row["step_ms"], job, device)}
-
-
-def _figures(step_ms: float, job: JobConfig, device: str) -> Row:
-    ranks, seconds = job.parallel.layout.world_size, step_ms / 1e3
-    flops, peak = step_flops(job.model, job.batch.global_size), peak_flops(device, job.model.dtype)
-    return {
-        "step_ms": step_ms,
-        "tokens_per_s_gpu": job.batch.global_size * job.model.seq_len / seconds / ranks,
-        "mfu_full": utilisation(flops.full, seconds, peak, ranks),
-        "mfu_causal": utilisation(flops.causal, seconds, peak, ranks),
-        "mfu_done": utilisation(flops.done, seconds, peak, ranks),
-    }
+    first = work[0][1]
+    order = Order(work, steps, warmup, seed, runs, out if profile else None)
+    with meeting_place(first.job.store.url) as place:
+        arguments = order, place.init_method("mfu"), backend
+        ranks = first.job.parallel.layout.world_size
+        launch(run_rank, ranks, args=arguments, log_dir=out / "logs", env={**env, **first.env}, on_message=heard)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from trainer.memory import num_parameters
 from trainer.notes import Notes, NotesInFlight, spread_losses, squares_of_ranks
 from trainer.optim import batch_size, build_optimizer, learning_rate
 from trainer.parallel import MicroBatch, SplitModel
-from trainer.step import GraphedSteps, Steps
+from trainer.step import open_steps
 from trainer.stop import StopRequest
 from trainer.train import Stop
 
@@ -118,7 +118,7 @@ class Trainer:
             rows = padded(job.model.vocab_size, job.parallel.tp)
             logger.info("the vocabulary of %d is padded to %d, a multiple of tp", job.model.vocab_size, rows)
         self.optimizer = self.model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
-        self.steps = self._steps()
+        self.steps = open_steps(self.model, self.optimizer, job.optimizer.clip_norm or math.inf)
         self.steps_done = 0
         self._before: StepComm | None = None
         self.peak = peak_flops(place.device_name, job.model.dtype)
@@ -154,6 +154,7 @@ class Trainer:
         self.steps.begin(step)
         lr = learning_rate(self.job.optimizer, step)
         stepped = self.steps.run(step, self._training_batches(step), lr)
+        assert stepped.grad_norm is not None
         notes = NotesInFlight(self.model, stepped.loss, stepped.grad_norm, self.stop.is_asked)
         comm, before = self.recorder.end_step(), self._before
         self._before = comm
@@ -193,16 +194,6 @@ class Trainer:
     def _micro_batches(self, tokens: NDArray[np.integer], starts_N: NDArray[np.int64]) -> list[MicroBatch]:
         sizes = self.job.model.seq_len, self.job.batch.micro_size
         return list(micro_batches(tokens, starts_N, *sizes, self.place.device))
-
-    def _steps(self) -> Steps:
-        config = self.job.optimizer
-        if not self.job.loop.cuda_graph:
-            return Steps(self.model, self.optimizer, config.clip_norm)
-        if self.place.device.type != "cuda":
-            if self.place.rank == 0:
-                logger.warning("job.loop.cuda_graph has no effect on a CPU")
-            return Steps(self.model, self.optimizer, config.clip_norm)
-        return GraphedSteps(self.model, self.optimizer, config.clip_norm)
 
     def _check_finite(self, step: int, notes: Notes) -> None:
         layout = self.job.parallel.layout

@@ -13,7 +13,7 @@ number of micro-batches: windows grow then, and kernels are compiled and chosen.
 from __future__ import annotations
 
 import contextlib
-import math
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from collectives.recorder import Recorder
 from trainer.parallel import MicroBatch, Optimizers, SplitModel
+
+logger = logging.getLogger(__name__)
 
 WARM_UP = 3
 """Steps launched by operation before one is captured."""
@@ -36,12 +38,12 @@ class Stepped:
 
     Args:
         loss: mean of this data-parallel rank, zero but on the last stage.
-        grad_norm: of all gradients, before clipping.
+        grad_norm: of all gradients, before clipping; None where it is not taken.
         is_replayed: whether it was a graph's, of whose collectives nothing is recorded.
     """
 
     loss: Tensor
-    grad_norm: Tensor
+    grad_norm: Tensor | None
     is_replayed: bool = False
 
 
@@ -51,11 +53,11 @@ class Steps:
     Args:
         model: this rank's part.
         optimizer: over its shards.
-        clip_norm: largest norm of all gradients; 0: they are only measured.
+        max_norm: of all gradients; infinity: it is only taken; None: nor that.
     """
 
-    def __init__(self, model: SplitModel, optimizer: Optimizers, clip_norm: float) -> None:
-        self.model, self.optimizer, self.max_norm = model, optimizer, clip_norm or math.inf
+    def __init__(self, model: SplitModel, optimizer: Optimizers, max_norm: float | None = None) -> None:
+        self.model, self.optimizer, self.max_norm = model, optimizer, max_norm
 
     def begin(self, step: int) -> None:
         """Launch what needs no data: call it before the data is loaded."""
@@ -70,7 +72,7 @@ class Steps:
         with self._computing("forward and backward") if self.model.pipeline is None else contextlib.nullcontext():
             loss = self.model.accumulate(batches)
         self.model.finish_gradients()
-        grad_norm = self.model.clip_grad_norm_(self.max_norm)
+        grad_norm = None if self.max_norm is None else self.model.clip_grad_norm_(self.max_norm)
         with self._computing("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -87,7 +89,7 @@ class GraphedSteps(Steps):
     Args:
         model: without pipeline stages.
         optimizer: torch's fused AdamW, whose counters are on the device.
-        clip_norm: as in `Steps`.
+        max_norm: as in `Steps`.
         capture: gives a call that repeats the one which it was given.
 
     Raises:
@@ -95,9 +97,13 @@ class GraphedSteps(Steps):
     """
 
     def __init__(
-        self, model: SplitModel, optimizer: Optimizers, clip_norm: float, capture: Capture | None = None
+        self,
+        model: SplitModel,
+        optimizer: Optimizers,
+        max_norm: float | None = None,
+        capture: Capture | None = None,
     ) -> None:
-        super().__init__(model, optimizer, clip_norm)
+        super().__init__(model, optimizer, max_norm)
         if model.pipeline is not None:
             raise ValueError("a pipeline's stage cannot be captured: its messages count their rounds on the host")
         groups = [group for each in optimizer.each for group in each.param_groups]
@@ -151,6 +157,17 @@ class GraphedSteps(Steps):
         self._captured.clear()
         self.model.start_step(step)
         self._captured.append(self._launch(self._inputs))
+
+
+def open_steps(model: SplitModel, optimizer: Optimizers, max_norm: float | None) -> Steps:
+    """As job.loop.cuda_graph says, where there is CUDA."""
+    if not model.job.loop.cuda_graph:
+        return Steps(model, optimizer, max_norm)
+    if model.device.type != "cuda":
+        if model.world.rank == 0:
+            logger.warning("job.loop.cuda_graph has no effect on a CPU")
+        return Steps(model, optimizer, max_norm)
+    return GraphedSteps(model, optimizer, max_norm)
 
 
 def capture_on_cuda(launch: Callable[[], None]) -> Replay:

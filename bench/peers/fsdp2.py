@@ -14,9 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from bench.overlap_model import Stack
+from bench.peers.decay import decay_groups
 from netlayer.config import JobConfig
+from netlayer.errors import ConfigError
 from trainer.model import build_model
 from trainer.parallel import MicroBatch
+
+
+def check(job: JobConfig, _backend: str) -> None:
+    """Refuse what it cannot do: it has every model, and no layout but one.
+
+    Raises:
+        ConfigError: the layout is not data parallel alone, or the optimiser is not AdamW.
+    """
+    if job.parallel.tp * job.parallel.pp > 1:
+        rule = "is data parallel alone"
+        raise ConfigError("--peers", "fsdp2", rule, "give a layout such as dp4, another peer, or none")
+    if job.optimizer.name != "adamw":
+        rule = "steps with adamw for --peers fsdp2"
+        raise ConfigError("job.optimizer.name", job.optimizer.name, rule, "measure lamb of ours by --also")
 
 
 class Fsdp2:
@@ -35,7 +51,7 @@ class Fsdp2:
             fully_shard(unit, mp_policy=policy, reshard_after_forward=False)
         self._sharded = fully_shard(self.model, mp_policy=policy, reshard_after_forward=False)
         self.optimizer = torch.optim.AdamW(
-            _groups(self.model, job.optimizer.weight_decay),
+            decay_groups(self.model.parameters(), job.optimizer.weight_decay),
             lr=job.optimizer.lr,
             betas=(job.optimizer.beta1, job.optimizer.beta2),
             eps=job.optimizer.eps,
@@ -46,7 +62,9 @@ class Fsdp2:
         """The mean loss of this rank, on the device."""
         total = torch.zeros((), device=batches[0][0].device)
         for index, (tokens_BT, targets_BT) in enumerate(batches):
-            self._sharded.set_requires_gradient_sync(index == len(batches) - 1)
+            is_last = index == len(batches) - 1
+            self._sharded.set_requires_gradient_sync(is_last)
+            self._sharded.set_reshard_after_backward(is_last)
             loss: Tensor = self.model(tokens_BT, targets_BT) / len(batches)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
@@ -58,11 +76,3 @@ class Fsdp2:
 
     def close(self) -> None:
         """Nothing: all of it is memory."""
-
-
-def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Vectors (norms, biases) are not decayed."""
-    by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for parameter in model.parameters():
-        by_kind[parameter.ndim > 1].append(parameter)
-    return [{"params": by_kind[kind], "weight_decay": weight_decay * kind} for kind in (True, False)]

@@ -11,25 +11,30 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench.mfu import check_losses, command, read_layout, summarise, table
-from netlayer.config import build_config
-from netlayer.errors import CheckFailed, ConfigError
+from bench.mfu import command
+from bench.mfu_jobs import Jobs, read_entries, read_layout
+from bench.mfu_rows import check_losses, summarise, table
+from netlayer.command import RunOptions
+from netlayer.config import JobConfig, build_config
+from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 
-JOB = build_config(
-    {
-        "cluster": {"gpus_per_server": 4},
-        "job": {
-            "model": {"preset": "7b", "dtype": "bfloat16"},
-            "parallel": {"dp": 4},
-            "batch": {"micro_size": 4, "global_size": 16},
-        },
+
+def seven_b(**changes: object) -> JobConfig:
+    """Four ranks of it."""
+    job = {
+        "model": {"preset": "7b", "dtype": "bfloat16", **changes},
+        "parallel": {"dp": 4},
+        "batch": {"micro_size": 4, "global_size": 16},
     }
-).job
+    return build_config({"cluster": {"gpus_per_server": 4}, "job": job}).job
 
 
-def row(system: str, run: int, step_ms: float, losses: tuple[float, ...] = (11.0, 10.9)) -> dict[str, Any]:
+def row(
+    system: str, run: int, step_ms: float, losses: tuple[float, ...] = (11.0, 10.9), change: str = ""
+) -> dict[str, Any]:
     return {
         "system": system,
+        "change": change,
         "run": run,
         "step_ms": step_ms,
         "each_ms": [step_ms] * 9 + [step_ms + 10],
@@ -53,7 +58,7 @@ def test_figures_are_those_of_the_peers_table() -> None:
     """FSDP2 on 8 GPUs at 659.8 ms has MFU 0.541 full and 0.521 causal; on 4 the step's work is half."""
     rows = [row("ours", 1, 650.0), row("fsdp2", 1, 659.8), row("ours", 2, 640.0), row("fsdp2", 2, 669.8)]
     rows += [row("ours", 3, 645.0), row("fsdp2", 3, 649.8)]
-    ours, fsdp2 = summarise(rows, JOB, "NVIDIA H200")
+    ours, fsdp2 = summarise(rows, {"ours": seven_b(), "fsdp2": seven_b()}, "NVIDIA H200")
     assert fsdp2["mfu_full"] == pytest.approx(0.541, abs=0.002)
     assert fsdp2["mfu_causal"] == pytest.approx(0.521, abs=0.002)
     assert fsdp2["mfu_done"] == pytest.approx(fsdp2["mfu_causal"], rel=1e-3)
@@ -66,10 +71,16 @@ def test_figures_are_those_of_the_peers_table() -> None:
     assert len(head) == len(first) == len(second)
 
 
-def test_without_ours_there_is_no_ratio() -> None:
-    [only] = summarise([row("fsdp2", 1, 650.0)], JOB, "CPU")
-    assert only["over_ours"] is only["mfu_full"] is None
-    assert list(table([only]))[1].endswith(" -")
+def test_a_row_with_a_window_also_gives_what_was_done() -> None:
+    """Of 2,048 keys a query sees 1,024 in the mean, of a window of 512 some 448: less was done in the same time."""
+    name = "ours: model.attention_window=512"
+    rows = [row("ours", 1, 650.0), row(name, 1, 600.0, change=name)]
+    plain, windowed = summarise(rows, {"ours": seven_b(), name: seven_b(attention_window=512)}, "NVIDIA H200")
+    assert windowed["mfu_full"] == pytest.approx(plain["mfu_full"] * 650 / 600)
+    assert windowed["mfu_done"] < windowed["mfu_causal"] < windowed["mfu_full"]
+    head, first, second = table([plain, windowed])
+    assert first.split()[head.split().index("done") - 2] == "-"
+    assert second.split()[-3] == f"{windowed['mfu_done']:.3f}"
 
 
 def test_other_losses_are_other_work() -> None:
@@ -79,32 +90,100 @@ def test_other_losses_are_other_work() -> None:
             check_losses([row("ours", 1, 1.0), row("fsdp2", 1, 1.0, losses)], 0.05)
 
 
-def test_two_ranks_compare_ours_with_fsdp2(tmp_path: Path) -> None:
-    words = ["--runs", "1", "--steps", "2", "--warmup", "2", "--set", "model.layers=1", "--backend", "gloo"]
+def test_a_changed_model_is_held_against_itself_alone() -> None:
+    name = "ours: model.parallel_block=true"
+    same = [row("ours", 1, 1.0), row(name, 1, 1.0, (12.0, 11.9), name)]
+    check_losses([*same, row(name, 2, 1.0, (12.0, 11.9), name)], 0.05)
+    with pytest.raises(CheckFailed, match="parallel_block=true, run 2, differ"):
+        check_losses([*same, row(name, 2, 1.0, (11.0, 10.9), name)], 0.05)
+
+
+SMALL = [
+    *("--runs", "1", "--steps", "2", "--warmup", "3", "--backend", "gloo", "--micro", "1"),
+    *("--set", "model.seq_len=32", "--set", "model.hidden=64", "--set", "model.ffn_hidden=128"),
+    *("--set", "model.vocab_size=256", "--set", "optimizer.lr=0.01", "--set", "optimizer.clip_norm=0.5"),
+]
+"""Steps so large that a gradient of the wrong size shows in the third loss."""
+
+
+def compare(out: Path, *words: str) -> list[dict[str, Any]]:
+    """Rows of one comparison of small models on CPU ranks, by a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "bench.mfu", *words, "--out", str(tmp_path), "--json", "-"],
-        capture_output=True, text=True, timeout=200, check=False,
+        [sys.executable, "-m", "bench.mfu", *SMALL, *words, "--out", str(out), "--json", "-"],
+        capture_output=True, text=True, timeout=580, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["rows"]
-    assert [(each["system"], each["run"]) for each in rows] == [
-        ("ours", 1),
-        ("fsdp2", 1),
-        ("ours", "median"),
-        ("fsdp2", "median"),
-    ]
-    assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], abs=1e-4)
+    rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+    return rows
+
+
+@pytest.mark.timeout(600)
+def test_peers_and_a_changed_model_take_turns(tmp_path: Path) -> None:
+    change = "model.parallel_block=true,model.attention_window=8"
+    rows = compare(
+        tmp_path, "--set", "model.layers=1", "--micro-batches", "2", "--micro-of", "fsdp2=2", "--also", change
+    )
+    names = ["ours", "fsdp2", f"ours: {change}"]
+    assert [(each["system"], each["run"]) for each in rows] == [(name, run) for run in (1, "median") for name in names]
+    ours, fsdp2, changed = rows[:3]
+    assert fsdp2["losses"] == pytest.approx(ours["losses"], abs=1e-4)
+    assert changed["losses"] != pytest.approx(ours["losses"], abs=1e-4)
+    assert [each["micro_size"] for each in rows[3:]] == [1, 2, 1]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp2",
+        "pp2vp2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "pp2", "tp2pp2", "tp2dp2", "tp2pp2vp2")),
+    ],
+)
+def test_the_native_peer_has_our_losses_in_every_layout(tmp_path: Path, layout: str) -> None:
+    ours, native = compare(tmp_path, "--layout", layout, "--peers", "native3d")[:2]
+    assert native["system"] == "native3d"
+    assert native["losses"] == pytest.approx(ours["losses"], abs=1e-4)
+    assert ours["losses"][2] < ours["losses"][0]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--systems", "deepspeed"], "must be among ours, fsdp2"),
-        (["--layout", "tp2"], "is data parallel alone"),
+        (["--peers", "deepspeed"], "must be among fsdp2, native3d"),
+        (["--peers", "fsdp2,fsdp2"], "is there twice"),
+        (["--peers", "fsdp2", "--layout", "tp2"], "is data parallel alone"),
+        (["--peers", "native3d", "--set", "model.activation=swiglu"], "is not what --peers native3d can train (gelu)"),
+        (["--peers", "native3d", "--layout", "pp2", "--micro-batches", "1"], "are fewer than the 2 stages"),
+        (["--peers", "native3d_async", "--layout", "tp2"], "needs GPUs, job.model.compile and tp above 1"),
+        (["--peers", "mcore", "--set", "model.parallel_block=true"], "is not what --peers mcore can train (false)"),
+        (["--peers", "mcore_no_overlap", "--layout", "pp2vp2"], "wrong values in an interleaved pipeline of two"),
+        (["--also", "batch.global_size=8"], "changes none of model, optimizer, overlap"),
+        (["--also", "model.parallel_blok=true"], "did you mean parallel_block?"),
+        (["--micro-of", "mcore=2"], "is none of ours, fsdp2"),
+        (["--micro-of", "ours=many"], "must read SYSTEM=N"),
+        (["--also", "loop.cuda_graph=true"], "leaves step 4, in which a CUDA graph is captured, among the timed ones"),
         (["--model", "8b"], "must be one of 1m"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(tmp_path: Path, words: list[str], said: str) -> None:
-    result = CliRunner().invoke(command, [*words, "--out", str(tmp_path / "out")])
+    result = CliRunner().invoke(command, [*words, "--backend", "gloo", "--out", str(tmp_path / "out")])
     assert isinstance(result.exception, ConfigError)
     assert said in str(result.exception)
+
+
+def test_changes_add_up_where_they_are_asked_to() -> None:
+    options = RunOptions(config_path=None, overrides=(), seed=0, out=None, json_file=None)
+    build = Jobs(options, "1m", read_layout("dp2"), 4, None)
+    changes = ("model.parallel_block=true", "overlap.dp=false,model.layers=2")
+    last = read_entries(build, "none", changes, (), cumulative=True)[-1]
+    assert last.name == "ours: + overlap.dp=false,model.layers=2"
+    assert (last.job.model.parallel_block, last.job.model.layers, last.job.overlap.dp) == (True, 2, False)
+    assert not read_entries(build, "none", changes, ())[-1].job.model.parallel_block
+
+
+def test_a_window_is_held_against_the_preset(tmp_path: Path) -> None:
+    """1,024 keys are more than the 128 tokens of the default model, and fewer than the 2,048 of 7B: the GPUs lack."""
+    words = ["--model", "7b", "--peers", "mcore", "--also", "model.attention_window=1024", "--backend", "gloo"]
+    result = CliRunner().invoke(command, [*words, "--out", str(tmp_path / "out")])
+    assert isinstance(result.exception, HardwareMissing)

@@ -211,6 +211,7 @@ def take_steps(
         own = batches(job, step, model.place.dp, device)
         stepped = steps.run(step, own if step < 7 else own[: len(own) // 2], 1e-3 * (1 + step % 4))
         losses.append(mean_loss(model, stepped.loss))
+        assert stepped.grad_norm is not None
         norms.append(float(stepped.grad_norm))
         if step in (5, 12):
             losses.append(mean_loss(model, model.evaluate(batches(job, 0, model.place.dp, device))))

@@ -1,0 +1,97 @@
+"""The jobs that `bench.mfu` compares, from its options: one for all systems, and ours with changes.
+
+Left out: what systems there are (`bench.mfu_systems`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.mfu_systems import OURS, Entry, read_peers
+from netlayer.command import RunOptions
+from netlayer.config import JobConfig, build_config
+from netlayer.errors import ConfigError
+
+_LAYOUT = re.compile(r"(tp|pp|dp|vp)(\d+)")
+_CHANGED = ("model", "optimizer", "overlap", "loop")
+
+
+def read_layout(text: str) -> dict[str, int]:
+    """Degrees of `tp2pp2vp2dp1`.
+
+    Raises:
+        ConfigError: it says something else.
+    """
+    found = _LAYOUT.findall(text)
+    if not found or "".join(name + number for name, number in found) != text or len(dict(found)) < len(found):
+        raise ConfigError("--layout", text, "must be degrees such as tp2pp2vp2", "name each of tp, pp, vp, dp once")
+    named = {name: int(number) for name, number in found}
+    return {"tp": named.get("tp", 1), "pp": named.get("pp", 1), "dp": named.get("dp", 1), "vpp": named.get("vp", 1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Jobs:
+    """Makes the job that every system does: no clipping, no warm-up of the learning rate, one bucket a block."""
+
+    options: RunOptions
+    model: str | None
+    degrees: Mapping[str, int]
+    micro: int
+    micro_batches: int | None
+
+    def __call__(self, changes: Sequence[str] = (), micro: int | None = None) -> JobConfig:
+        """The job with further overrides, or with the same sequences a step in micro-batches of another size."""
+        degrees, ranks = self.degrees, self.degrees["tp"] * self.degrees["pp"] * self.degrees["dp"]
+        count = self.micro_batches or (4 * degrees["pp"] if degrees["pp"] > 1 else 1)
+        tree: dict[str, Any] = {
+            "parallel": dict(degrees),
+            "batch": {"micro_size": micro or self.micro, "global_size": self.micro * count * degrees["dp"]},
+            "optimizer": {"lr": 1e-4, "clip_norm": 0.0, "warmup_steps": 0},
+            "overlap": {"bucket_mib": 0.0},
+        }
+        given = self._given(changes)
+        for name in (*_CHANGED, "nccl", "store"):
+            section = getattr(given, name)
+            tree[name] = {**tree.get(name, {}), **section.model_dump(include=section.model_fields_set)}
+        return build_config({"cluster": {"gpus_per_server": ranks}, "job": tree}).job
+
+    def _given(self, changes: Sequence[str]) -> JobConfig:
+        # First, so that what is given beside it is held against the preset's shape.
+        named = self.model or ("" if self.options.config_path else "1m")
+        overrides = (*([f"job.model.preset={named}"] if named else []), *self.options.overrides, *changes)
+        return dataclasses.replace(self.options, overrides=overrides).load_config().job
+
+
+def read_entries(
+    build: Jobs, peers: str | None, also: Sequence[str], micro_of: Sequence[str], *, cumulative: bool = False
+) -> tuple[Entry, ...]:
+    """Ours and the peers with the identical model, then ours with changes; each with those before it, as asked."""
+    micros = _read_micros(micro_of)
+    names = (OURS, *read_peers(peers, build()))
+    unknown = next((name for name in micros if name not in names), None)
+    if unknown is not None:
+        raise ConfigError("--micro-of", unknown, f"is none of {', '.join(names)}", "name a system that runs")
+    entries = [Entry(name, build(micro=micros.get(name))) for name in names]
+    changes: list[str] = []
+    for text in dict.fromkeys(also):
+        changes = [*(changes if cumulative else []), *text.split(",")]
+        for change in changes:
+            if change.removeprefix("job.").partition(".")[0] not in _CHANGED:
+                rule = f"changes none of {', '.join(_CHANGED)}"
+                raise ConfigError("--also", change, rule, "for example --also model.parallel_block=true")
+        entries.append(Entry(OURS, build(changes, micros.get(OURS)), f"+ {text}" if cumulative else text))
+    return tuple(entries)
+
+
+def _read_micros(texts: Sequence[str]) -> dict[str, int]:
+    """Sizes of micro-batches by system."""
+    found: dict[str, int] = {}
+    for text in texts:
+        system, equals, number = text.partition("=")
+        if not equals or not number.isdigit() or int(number) < 1:
+            raise ConfigError("--micro-of", text, "must read SYSTEM=N", "for example --micro-of mcore=2")
+        found[system] = int(number)
+    return found
