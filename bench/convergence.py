@@ -1,0 +1,444 @@
+"""`python -m bench.convergence`: does it learn as well? Held-out loss over tokens and over time, on real text.
+
+MegaScale's two changes to training that touch what is learned (3.1), each beside what it replaces, on this machine's
+Python sources and documentation or a folder of text: the parallel block with a sliding window beside the standard one,
+and LAMB at four times the batch beside AdamW. Left out: what the model is good for beside its loss; several seeds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.convergence_join import RUNS, check_alike, left_to_do, read_joined, read_runs
+from bench.convergence_rows import BROKEN_OFF, RUN, Curve, Row, rows_of, table
+from bench.convergence_run import (
+    KINDS,
+    Asked,
+    Plan,
+    check_overrides,
+    device_name,
+    plans,
+    run,
+    sizes_of,
+    tokens_in,
+)
+from bench.convergence_text import PATTERNS, Chosen, Root, choose, folder_root, machine_roots
+from netlayer import environ
+from netlayer.command import RunOptions, open_run, run_options
+from netlayer.config import read_override
+from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
+from netlayer.meeting import MeetingPlace, meeting_place
+from netlayer.presets import MODELS
+from netlayer.progress import Stages
+from netlayer.results import RunRecord, check_target, utc_now, write_text
+from trainer.cli import short_time, words_of
+from trainer.data.prepare import Corpus
+from trainer.memory import check_memory
+from trainer.train import Progress, prepare
+
+logger = logging.getLogger(__name__)
+
+_BYTES_A_TOKEN = 5
+_LEAST_MIB, _MOST_MIB = 4.0, 4096.0
+_UNPLANNED_TOKENS = 10**15  # any number: with --minutes it is only known when the text is there
+_PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
+_PATH = click.Path(path_type=Path)
+
+
+def _read_tokens(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    """`300M`, `200000`, `1.5G`."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGbB]?)", text.strip())
+    if not found:
+        raise click.BadParameter(f"{text} is no number of tokens such as 300M or 200000")
+    return round(float(found[1]) * _PREFIXES[found[2].upper()])
+
+
+def _read_rates(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        rates = tuple(float(word) for word in text.split(","))
+    except ValueError as exc:
+        raise click.BadParameter(f"{text} is no learning rate, or several with commas between") from exc
+    if not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
+        raise click.BadParameter(f"{text}: learning rates are above 0, and each stands there once")
+    return rates
+
+
+def _read_kinds(_context: click.Context, _option: click.Parameter, text: str) -> tuple[str, ...]:
+    names = tuple(word.strip() for word in text.split(","))
+    odd = [name for name in names if name not in KINDS]
+    if odd or len(set(names)) < len(names):
+        raise click.BadParameter(f"{odd[0] if odd else text}: give {', '.join(KINDS)}, each once, with commas between")
+    return tuple(kind for kind in KINDS if kind in names)
+
+
+def _number(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
+    """NaN passes every range."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no number")
+    return value
+
+
+@click.command()
+@run_options
+@click.option("--html", "html_file", type=_PATH, help="Also write the page here, its pictures into plots/ beside it.")
+@click.option("--model", type=click.Choice(list(MODELS)), default="125m", show_default=True, help="Preset of the size.")
+@click.option(
+    "--runs", "kinds", default=",".join(KINDS), show_default=True, callback=_read_kinds, help="Which, in turn."
+)
+@click.option("--tokens", callback=_read_tokens, help="Of each run: 300M, 200000 [of the model: 125m 300M, 1m 2M].")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, min_open=True),
+    callback=_number,
+    help="In place of --tokens: as many as the standard run takes in so many minutes, measured first.",
+)
+@click.option("--text", type=_PATH, help="Folder of text [this machine's Python sources and documentation].")
+@click.option("--patterns", default=",".join(PATTERNS), show_default=True, help="Of file names, with commas.")
+@click.option(
+    "--mib",
+    type=click.FloatRange(0, min_open=True),
+    callback=_number,
+    help="Most text, MiB [5 bytes for each token of a run; at least 4].",
+)
+@click.option("--ranks", type=click.IntRange(1), help="Processes that share each run [all GPUs, or one].")
+@click.option("--batch", type=click.IntRange(1), help="Sequences of a step of AdamW [125m 64, 1m 16].")
+@click.option("--micro", type=click.IntRange(1), help="Sequences that a rank holds at once [125m 16, 1m 8].")
+@click.option(
+    "--lr", callback=_read_rates, help="Of AdamW's runs; several with commas are a run each [125m 6e-4, 1m 3e-3]."
+)
+@click.option("--lamb-lr", callback=_read_rates, help="Of LAMB's; likewise [125m 2e-2, 1m 5e-2].")
+@click.option("--lamb-times", type=click.IntRange(1), default=4, show_default=True, help="LAMB's batch over AdamW's.")
+@click.option(
+    "--warmup", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Of AdamW, share of steps."
+)
+@click.option("--lamb-warmup", type=click.FloatRange(0, 1), default=0.1, show_default=True, help="Of LAMB, likewise.")
+@click.option("--window", type=click.IntRange(1), help="Keys that a query of the parallel run sees [sequence / 4].")
+@click.option("--evaluations", type=click.IntRange(1), default=20, show_default=True, help="Of held-out loss, a run.")
+@click.option(
+    "--validation-tokens",
+    callback=_read_tokens,
+    help="Of one evaluation, to a whole step of LAMB [125m 500k, 1m 16k].",
+)
+@click.option(
+    "--join", type=_PATH, multiple=True, help="Output folder of an earlier call: what it has done is not run."
+)
+def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
+    """Compare how well and how fast runs learn; rows go to DIR/runs/NAME as they come, a table to stdout.
+
+    All runs see the same number of tokens of one text; held-out loss is taken on the same windows at the same numbers
+    of tokens. --set and --config change what all runs share: model.compile, optimizer.schedule, overlap, nccl, ...
+
+    Exit 0; 1 where a run diverged; 2 options that cannot be used; 3 hardware missing; 130 broken off: what was measured
+    is shown and kept, and --join goes on from it.
+
+    \b
+    Examples:
+      python -m bench.convergence --model 1m --tokens 200k               # a minute or two on a laptop
+      python -m bench.convergence --minutes 8 --set model.compile=true   # a GPU
+      python -m bench.convergence --runs lamb --lamb-lr 1e-2,2e-2,4e-2 --tokens 30M    # tune first, on fewer tokens
+      python -m bench.convergence --runs standard --tokens 300M --out a  # one run a call,
+      python -m bench.convergence --runs lamb --join a --out b           # laid beside each other
+      python -m bench.convergence --model 1m --text ~/books --patterns '*.txt'
+    """
+    check_target("--html", html_file)
+    asked, earlier = _asked(options, given), read_joined(given["join"])
+    tokens = _tokens(given, earlier)
+    found = _plans(asked, given["kinds"], tokens or _UNPLANNED_TOKENS, earlier if tokens else ())
+    for plan in found:
+        logger.info("%s: %s", plan.name, check_memory(plan.job, asked.ranks, asked.backend))
+    roots, patterns = _roots(given["text"]), tuple(given["patterns"].split(","))
+    bench = _Bench(options, given, asked, earlier)
+    with open_run(options.out, "convergence") as out:
+        try:
+            if found:
+                _train_all(bench, roots, patterns, tokens, out)
+        except BaseException as exc:
+            if bench.own(out):
+                click.echo("what was measured until then is kept:", err=True)
+                _finish(bench, out, html_file, broken_off=str(exc) or "interrupted")
+            raise
+        rows = _finish(bench, out, html_file)
+    diverged = [f"{row['run']}: {row['stopped']}" for row in rows if row["table"] == RUN and row["stopped"]]
+    if diverged:
+        raise CheckFailed("; ".join(diverged))
+
+
+class _Bench:
+    """One call: what was asked, and which runs there are: earlier ones, and those under its output folder."""
+
+    def __init__(self, options: RunOptions, given: Mapping[str, Any], asked: Asked, earlier: Sequence[Curve]) -> None:
+        self.options, self.given, self.asked, self.earlier = options, given, asked, earlier
+        self.started = utc_now()
+
+    def own(self, out: Path) -> list[Curve]:
+        """Those of this call that have rows."""
+        return [curve for curve in read_runs(out) if curve.evaluations]
+
+    def curves(self, out: Path) -> list[Curve]:
+        """All of them, standard first."""
+        return sorted([*self.earlier, *self.own(out)], key=lambda curve: KINDS.index(curve.facts["kind"]))
+
+    def record(self, rows: Sequence[Row], curves: Sequence[Curve]) -> RunRecord:
+        shown = {name: str(value) if isinstance(value, Path) else value for name, value in self.given.items()}
+        settings = {curve.name: curve.facts["nccl_settings"] for curve in curves if curve.facts.get("nccl_settings")}
+        return RunRecord(
+            name="bench.convergence",
+            source="measured",
+            rows=rows,
+            started_utc=min([self.started, *(str(curve.facts["started_utc"]) for curve in curves)]),
+            ended_utc=utc_now(),
+            arguments={**self.options.arguments(), **shown, "join": [str(path) for path in self.given["join"]]},
+            config={
+                "jobs": {curve.name: curve.facts["job"] for curve in curves},
+                "text": curves[0].facts["text"],
+                "corpus": curves[0].facts["corpus"],
+            },
+            environment=environ.snapshot(self.options.seed) | ({"nccl_settings": settings} if settings else {}),
+            devices=[str(curves[0].facts["device"])] * curves[0].facts["ranks"],
+        )
+
+
+def _train_all(bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], tokens: int | None, out: Path) -> None:
+    """The text, then every run in turn; one that diverges does not hold up the others."""
+    asked = bench.asked
+    url = str(asked.overrides.get("store", {}).get("url", ""))
+    with Stages() as stages, meeting_place(url) as place:
+        corpus, facts = _text(bench, roots, patterns, tokens, out, stages)
+        if tokens is None:
+            with stages.open("speed"):
+                tokens = tokens_in(bench.given["minutes"], asked, corpus, place, out / "speed")
+        found = _plans(asked, bench.given["kinds"], tokens, bench.earlier)
+        known = [(curve.name, curve.job, curve.facts) for curve in bench.earlier]
+        check_alike([*known, *((plan.name, plan.job, facts) for plan in found)])
+        epochs = found[0].tokens / corpus.facts.train_tokens
+        stages.say(f"each run: {found[0].tokens:,} tokens, {epochs:.2f} epochs; {asked.ranks} ranks on {asked.backend}")
+        pace = _Pace(len(found))
+        for plan in found:
+            _train_one(plan, corpus, place, out, facts, stages, pace)
+
+
+def _train_one(
+    plan: Plan,
+    corpus: Corpus,
+    place: MeetingPlace,
+    out: Path,
+    facts: Mapping[str, Any],
+    stages: Stages,
+    pace: _Pace,
+) -> None:
+    with stages.open(plan.name) as bar:
+
+        def hear(progress: Progress) -> None:
+            bar(progress.done, progress.total, words_of(progress) + pace.words(progress.left_s))
+
+        stopped = run(plan, corpus, place, out / RUNS / plan.folder_name, {**facts, "started_utc": utc_now()}, hear)
+    pace.next()
+    if stopped:
+        stages.say(f"{plan.name}: {stopped}")
+
+
+class _Pace:
+    """How long all runs will still take: each as long as those that are done, or else as the one under way."""
+
+    def __init__(self, num_runs: int) -> None:
+        self._num_runs = num_runs
+        self._took_s: list[float] = []
+        self._began = time.monotonic()
+
+    def words(self, left_s: float | None) -> str:
+        """`; run 2 of 3, 12 min left in all`, where this run will take `left_s` more."""
+        done = len(self._took_s)
+        said = f"; run {done + 1} of {self._num_runs}"
+        if left_s is None:
+            return said
+        this_s = time.monotonic() - self._began + left_s
+        each_s = (sum(self._took_s) + this_s) / (done + 1)
+        return f"{said}, {short_time(left_s + each_s * (self._num_runs - done - 1))} left in all"
+
+    def next(self) -> None:
+        now = time.monotonic()
+        self._took_s.append(now - self._began)
+        self._began = now
+
+
+def _text(
+    bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], tokens: int | None, out: Path, stages: Stages
+) -> tuple[Corpus, dict[str, Any]]:
+    """Choose the files, tokenise them, and say what all runs' records will say of it."""
+    asked, most_mib = bench.asked, _most_mib(bench.given["mib"], tokens)
+    with stages.open("text") as bar, tempfile.TemporaryDirectory(prefix="text-", dir=out) as links:
+        chosen = choose(roots, patterns, round(most_mib * 2**20), asked.seed, bar)
+        chosen.link_into(Path(links))
+        write_text(out / "text.txt", "".join(f"{name}\n" for name in _printable(chosen)))
+        job = plans(replace(asked, lamb_lr=asked.lamb_lr[:1]), ["lamb"], tokens or _UNPLANNED_TOKENS)[0].job
+        share = max(0.01, min(0.1, 4 * 2**20 / chosen.text_bytes))
+        data = {"folder": links, "pattern": "*", "validation_share": share, "max_mib": chosen.text_bytes / 2**20 + 1}
+        job = job.model_copy(update={"data": job.data.model_copy(update=data)})
+        corpus = prepare(job, asked.ranks, asked.seed, out, lambda stage, done, total: bar(done, total, stage))
+    found = corpus.facts
+    stages.say(
+        f"text: {chosen.text_bytes / 2**20:,.1f} MiB of {len(chosen.files):,} files, {found.train_tokens:,} tokens to "
+        f"train on and {found.validation_tokens:,} held out, a vocabulary of {found.vocab_size:,}"
+    )
+    facts = {
+        "seed": asked.seed,
+        "ranks": asked.ranks,
+        "backend": asked.backend,
+        "device": device_name(asked.backend),
+        "text": {**chosen.as_record(), "roots": {root.name: str(root.folder) for root in roots}},
+        "corpus": {**asdict(found), "identity": dict(corpus.identity)},
+    }
+    return corpus, facts
+
+
+def _printable(chosen: Chosen) -> list[str]:
+    return [name.encode("utf-8", "backslashreplace").decode() for name in chosen.files]
+
+
+def _most_mib(given: float | None, tokens: int | None) -> float:
+    """No more than one epoch needs, for a run's tokens are drawn from all of it; an unknown number: all there is."""
+    if given is not None:
+        return given
+    return _MOST_MIB if tokens is None else max(_LEAST_MIB, tokens * _BYTES_A_TOKEN / 2**20)
+
+
+def _asked(options: RunOptions, given: Mapping[str, Any]) -> Asked:
+    """What all runs share, out of options and configuration.
+
+    Raises:
+        ConfigError: an option or a setting has no effect, or does not fit the others.
+        HardwareMissing: there are fewer GPUs than ranks.
+    """
+    if given["tokens"] is not None and given["minutes"] is not None:
+        raise ConfigError("--minutes", given["minutes"], "is given beside --tokens", "give one of them")
+    if not all(given["patterns"].split(",")):
+        raise ConfigError("--patterns", given["patterns"], "has an empty pattern", "give some such as '*.md,*.txt'")
+    check_overrides(_keys(options.overrides))  # before a rule between two of them says something else
+    job = options.load_config().job
+    overrides = {
+        name: section.model_dump(include=section.model_fields_set)
+        for name in job.model_fields_set
+        if name != "name" and (section := getattr(job, name)).model_fields_set
+    }
+    check_overrides(overrides)
+    ranks = given["ranks"] or len(environ.usable_gpus()) or 1
+    sizes = sizes_of(given["model"])
+    return Asked(
+        model=given["model"],
+        ranks=ranks,
+        backend=environ.choose_backend(job.launch.backend, ranks),
+        seed=options.seed,
+        batch=given["batch"] or sizes.batch,
+        micro=given["micro"],
+        lr=given["lr"] or (sizes.lr,),
+        lamb_lr=given["lamb_lr"] or (sizes.lamb_lr,),
+        lamb_times=given["lamb_times"],
+        warmup=given["warmup"],
+        lamb_warmup=given["lamb_warmup"],
+        window=given["window"] or 0,
+        evaluations=given["evaluations"],
+        validation_tokens=given["validation_tokens"] or sizes.validation_tokens,
+        overrides=overrides,
+    )
+
+
+def _keys(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What `--set` names, by section of the job."""
+    found: dict[str, dict[str, Any]] = {}
+    for override in overrides:
+        key, value = read_override(override, "model.compile=true")
+        section, _, name = key.removeprefix("job.").partition(".")
+        found.setdefault(section, {})[name] = value
+    return found
+
+
+def _tokens(given: Mapping[str, Any], earlier: Sequence[Curve]) -> int | None:
+    """Of a run; None: as many as fit into --minutes."""
+    if earlier and given["minutes"] is not None:
+        rule = "is given beside --join, whose runs say how many tokens"
+        raise ConfigError("--minutes", given["minutes"], rule, "leave it out")
+    if given["minutes"] is not None:
+        return None
+    if given["tokens"] is not None:
+        return int(given["tokens"])
+    if earlier:
+        return earlier[0].job.optimizer.steps * earlier[0].tokens_per_step
+    return sizes_of(given["model"]).tokens
+
+
+def _plans(asked: Asked, kinds: Sequence[str], tokens: int, earlier: Sequence[Curve]) -> list[Plan]:
+    check_alike([(curve.name, curve.job, curve.facts) for curve in earlier])
+    return left_to_do(plans(asked, kinds, tokens), earlier)
+
+
+def _roots(text: Path | None) -> tuple[Root, ...]:
+    return machine_roots() if text is None else (folder_root(text),)
+
+
+def _finish(bench: _Bench, out: Path, html_file: Path | None, broken_off: str = "") -> list[Row]:
+    """The record, the table and the page, each as far as there is anything for it."""
+    curves = bench.curves(out)
+    rows = rows_of(curves)
+    if broken_off:
+        rows.append({"table": BROKEN_OFF, "reason": broken_off})
+    record = bench.record(rows, curves)
+    click.echo(f"record: {record.save(out / 'records')}", err=True)
+    if bench.options.json_file:
+        write_text(bench.options.json_file, record.to_json())
+    for line in table(rows):
+        click.echo(line, err=str(bench.options.json_file) == "-")
+    _page(record, out, html_file)
+    return rows
+
+
+def _page(record: RunRecord, out: Path, html_file: Path | None) -> None:
+    """The page; where what draws it is not installed, a line that says so, and exit 3 only if it was asked for.
+
+    Raises:
+        HardwareMissing: --html was given, and the page cannot be drawn here.
+    """
+    try:
+        page = _write_page(record, out)
+    except (HardwareMissing, ModuleNotFoundError) as exc:
+        if html_file:
+            raise HardwareMissing(f"--html: {exc}") from exc
+        click.echo(f"no page: {exc}; --join {out} writes it elsewhere", err=True)
+        return
+    click.echo(f"report: {page}", err=True)
+    if html_file:
+        write_text(html_file, page.read_text(encoding="utf-8"))
+        if str(html_file) != "-":
+            _copy_pictures(page.parent / "plots", html_file.resolve().parent / "plots")
+
+
+def _write_page(record: RunRecord, out: Path) -> Path:
+    from bench.convergence_page import build_page  # the plots' libraries take a second to load
+
+    return build_page(record).write(out)
+
+
+def _copy_pictures(source: Path, target: Path) -> None:
+    target.mkdir(exist_ok=True)
+    for picture in source.glob("convergence_*.png"):
+        if picture.resolve() != (target / picture.name).resolve():
+            (target / picture.name).write_bytes(picture.read_bytes())
+
+
+if __name__ == "__main__":
+    from netlayer.cli import run as run_command
+
+    run_command(command, "python -m bench.convergence")

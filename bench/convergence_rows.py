@@ -1,0 +1,264 @@
+"""The arithmetic of `bench.convergence`: curves of runs, and when each was as good as the baseline in the end.
+
+Tokens are the common measure: every run is evaluated on the same held-out windows at the same numbers of them. Time is
+that of the training steps alone, evaluations left out; a run's first step, which compiles and warms up, counts as the
+median of the others, and what it really took stands beside. Left out: the spread over seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from netlayer.config import JobConfig
+from netlayer.errors import ConfigError
+from trainer.flops import peak_flops, step_flops, utilisation
+
+Row = dict[str, Any]
+RUN, EVALUATION, TRAINING, BROKEN_OFF = "run", "evaluation", "training", "broken off"
+"""Tables of a record's rows."""
+STANDARD = "standard"
+FACTS_FILE = "run.json"
+_TRAINING_POINTS = 200
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What there is of one run.
+
+    Args:
+        facts: what was asked of it, as `bench.convergence_run` writes it before the run begins.
+        job: resolved configuration.
+        steps: the trainer's rows, one a step.
+        evaluations: the trainer's rows of held-out losses, the first before any step.
+    """
+
+    facts: Mapping[str, Any]
+    job: JobConfig
+    steps: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return str(self.facts["run"])
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.job.batch.global_size * self.job.model.seq_len
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it came to its last evaluation."""
+        return bool(self.evaluations) and self.evaluations[-1]["step"] == self.job.optimizer.steps
+
+    @property
+    def last_loss(self) -> float | None:
+        return self.evaluations[-1]["validation_loss"] if self.evaluations else None
+
+    def seconds(self) -> list[float]:
+        """Of training until each step has ended, from 0 before the first."""
+        each = [row["step_ms"] / 1e3 for row in self.steps]
+        if len(each) > 1:
+            each[0] = statistics.median(each[1:])
+        total = [0.0]
+        for step in each:
+            total.append(total[-1] + step)
+        return total
+
+    def points(self) -> list[Row]:
+        """Each evaluation: `step`, `tokens`, `epochs`, `seconds` of training until then, `held_out_loss`."""
+        seconds, epoch = self.seconds(), self.facts["corpus"]["train_tokens"]
+        found = []
+        for row in self.evaluations:
+            tokens = row["step"] * self.tokens_per_step
+            at = seconds[min(row["step"], len(seconds) - 1)]
+            place = {"step": row["step"], "tokens": tokens, "epochs": tokens / epoch, "seconds": at}
+            found.append({**place, "held_out_loss": row["validation_loss"]})
+        return found
+
+
+def read_curve(folder: Path) -> Curve:
+    """What a run's folder holds; a last line that was cut off is left out.
+
+    Raises:
+        ConfigError: it holds no run of this bench.
+    """
+    try:
+        facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
+        job = JobConfig.model_validate(facts["job"])
+        return Curve(facts, job, _rows(folder / "metrics.jsonl"), _rows(folder / "validation.jsonl"))
+    except (OSError, ValueError, LookupError, TypeError) as exc:
+        rule = f"holds no run of this bench ({exc})"
+        raise ConfigError("--join", folder, rule, "give the output folder of an earlier call") from exc
+
+
+def rows_of(curves: Sequence[Curve]) -> list[Row]:
+    """The record's rows: a summary a run, then its evaluations, then its training loss as means of stretches."""
+    baseline = baseline_of(curves)
+    rows = [summary(curve, baseline) for curve in curves]
+    for curve in curves:
+        rows += [{"table": EVALUATION, "run": curve.name, **point} for point in curve.points()]
+    for curve in curves:
+        rows += [{"table": TRAINING, "run": curve.name, **point} for point in smoothed(curve)]
+    return rows
+
+
+def baseline_of(curves: Sequence[Curve]) -> Curve | None:
+    """The standard run that ended lowest, of those that came to their end; several differ in their learning rate."""
+    whole = [curve for curve in curves if curve.facts["kind"] == STANDARD and curve.is_whole]
+    return min(whole, key=lambda curve: curve.last_loss or 0.0, default=None)
+
+
+def summary(curve: Curve, baseline: Curve | None) -> Row:
+    """One run in one row; what is compared with the baseline is None where that did not come to its end."""
+    model, batch, optimizer = curve.job.model, curve.job.batch, curve.job.optimizer
+    steps, seconds, ranks = len(curve.steps), curve.seconds()[-1], curve.facts["ranks"]
+    tokens, flops = steps * curve.tokens_per_step, step_flops(model, batch.global_size)
+    peak = peak_flops(curve.facts["device"], model.dtype)
+    rates = {
+        f"mfu_{name}": utilisation(getattr(flops, name) * steps, seconds, peak, ranks) if seconds else None
+        for name in ("full", "causal", "done")
+    }
+    return {
+        "table": RUN,
+        "run": curve.name,
+        "kind": curve.facts["kind"],
+        "optimizer": optimizer.name,
+        "lr": optimizer.lr,
+        "parallel_block": model.parallel_block,
+        "attention_window": model.attention_window,
+        "window_pattern": model.window_pattern,
+        "tokens": tokens,
+        "tokens_asked": optimizer.steps * curve.tokens_per_step,
+        "epochs": tokens / curve.facts["corpus"]["train_tokens"],
+        "steps": steps,
+        "batch_sequences": batch.global_size,
+        "batch_tokens": curve.tokens_per_step,
+        "held_out_loss": curve.last_loss,
+        "is_whole": curve.is_whole,
+        "stopped": curve.facts.get("stopped", "" if curve.is_whole else "interrupted"),
+        "minutes": seconds / 60,
+        "first_step_s": curve.steps[0]["step_ms"] / 1e3 if curve.steps else None,
+        "wall_minutes": curve.facts.get("wall_minutes"),
+        "tokens_per_s": tokens / seconds if seconds else None,
+        **rates,
+        "memory_gib": max((row["memory_gib"] for row in curve.steps), default=None),
+        **_compared(curve, baseline),
+    }
+
+
+def first_reached(points: Sequence[Mapping[str, Any]], along: str, loss: float) -> float | None:
+    """Where on `along` (tokens, seconds) the held-out loss first was `loss` or less, on the straight line between two
+    evaluations; None: nowhere."""
+    before: Mapping[str, Any] | None = None
+    for point in points:
+        if point["held_out_loss"] <= loss:
+            if before is None:
+                return float(point[along])
+            share = (before["held_out_loss"] - loss) / (before["held_out_loss"] - point["held_out_loss"])
+            return float(before[along] + share * (point[along] - before[along]))
+        before = point
+    return None
+
+
+def smoothed(curve: Curve, most: int = _TRAINING_POINTS) -> list[Row]:
+    """The training loss as means over at most `most` stretches of equally many steps, each at its middle."""
+    seconds, width = curve.seconds(), math.ceil(len(curve.steps) / most)
+    found = []
+    for first in range(0, len(curve.steps), max(1, width)):
+        stretch = curve.steps[first : first + width]
+        middle = first + len(stretch) / 2
+        found.append(
+            {
+                "tokens": middle * curve.tokens_per_step,
+                "seconds": (seconds[first] + seconds[first + len(stretch)]) / 2,
+                "loss": sum(row["loss"] for row in stretch) / len(stretch),
+            }
+        )
+    return found
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The summary for a person: what each run took and came to, then each beside the baseline."""
+    runs = [row for row in rows if row["table"] == RUN]
+    width = max([len(row["run"]) for row in runs] + [len(RUN)])
+    heads = f"{'tokens':>13} {'epochs':>7} {'steps':>7} {'batch':>6} {'held-out':>9} {'minutes':>8} {'tokens/s':>10}"
+    yield f"{RUN:>{width}} {heads} {'MFU full':>9} {'causal':>7}"
+    for row in runs:
+        rate = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}"
+        loss = "-" if row["held_out_loss"] is None else f"{row['held_out_loss']:.4f}"
+        full, causal = ("-" if row[name] is None else f"{row[name]:.3f}" for name in ("mfu_full", "mfu_causal"))
+        yield (
+            f"{row['run']:>{width}} {row['tokens']:13,} {row['epochs']:7.2f} {row['steps']:7,} "
+            f"{row['batch_sequences']:6,} {loss:>9} {row['minutes']:8.2f} {rate:>10} {full:>9} {causal:>7}"
+        )
+    for row in runs:
+        if row["stopped"]:
+            yield f"{row['run']}: broken off after {row['tokens']:,} tokens ({row['stopped']})"
+    yield from (line for row in runs if (line := comparison(row)))
+
+
+def comparison(row: Mapping[str, Any]) -> str:
+    """A run beside the baseline, in words; nothing for the baseline itself, or where there is none."""
+    target, name = row["baseline_loss"], row["baseline"]
+    if name is None or name == row["run"]:
+        return ""
+    said = f"{row['run']}, to the {target:.4f} that {name} ended with: "
+    if row["tokens_to_baseline_loss"] is None:
+        said += "not reached"
+        if row["baseline_tokens_to_this_loss"] is not None:
+            of_tokens = row["baseline_tokens_to_this_loss"] / row["baseline_tokens"]
+            of_time = row["baseline_seconds_to_this_loss"] / row["baseline_seconds"]
+            said += f"; {name} had its {row['held_out_loss']:.4f} after {of_tokens:.1%} of its tokens and {of_time:.1%}"
+            said += " of its time"
+        return said
+    return said + (
+        f"{row['tokens_to_baseline_loss']:,.0f} tokens ({row['tokens_over_baseline']:.1%} of {name}'s), "
+        f"{row['seconds_to_baseline_loss'] / 60:.2f} minutes ({row['seconds_over_baseline']:.1%})"
+    )
+
+
+def _compared(curve: Curve, baseline: Curve | None) -> Row:
+    found: Row = dict.fromkeys(
+        (
+            "baseline",
+            "baseline_loss",
+            "baseline_tokens",
+            "baseline_seconds",
+            "tokens_to_baseline_loss",
+            "seconds_to_baseline_loss",
+            "tokens_over_baseline",
+            "seconds_over_baseline",
+            "baseline_tokens_to_this_loss",
+            "baseline_seconds_to_this_loss",
+        )
+    )
+    if baseline is None:
+        return found
+    points, theirs = curve.points(), baseline.points()
+    last = theirs[-1]
+    found |= {"baseline": baseline.name, "baseline_loss": last["held_out_loss"]}
+    for along in ("tokens", "seconds"):
+        reached = first_reached(points, along, last["held_out_loss"])
+        found[f"baseline_{along}"] = last[along]
+        found[f"{along}_to_baseline_loss"] = reached
+        found[f"{along}_over_baseline"] = None if reached is None else reached / last[along]
+        if curve.last_loss is not None:
+            found[f"baseline_{along}_to_this_loss"] = first_reached(theirs, along, curve.last_loss)
+    return found
+
+
+def _rows(file: Path) -> list[Row]:
+    """One JSON object a line; nothing where the run has not come so far."""
+    if not file.exists():
+        return []
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            found.append(json.loads(line))
+    return found

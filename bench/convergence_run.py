@@ -1,0 +1,267 @@
+"""The runs of `bench.convergence`: what each is, as a job of the trainer, and its training into a folder of its own.
+
+All have the same model size, text, seed, number of tokens and held-out windows, and are evaluated at the same numbers
+of tokens. `standard` has the standard block and AdamW, `parallel` the parallel block and a sliding window (MegaScale
+3.1), `lamb` the standard block and LAMB at a larger batch, so fewer steps. Left out: other machines, checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.convergence_rows import FACTS_FILE, STANDARD
+from netlayer import environ
+from netlayer.config import JobConfig, ModelConfig, build_config, build_section
+from netlayer.errors import CheckFailed, ConfigError
+from netlayer.meeting import MeetingPlace
+from netlayer.results import write_text
+from trainer.data.prepare import Corpus
+from trainer.train import Backend, OnProgress, train
+
+KINDS = (STANDARD, "parallel", "lamb")
+LAMB_EPS = 1e-6
+"""Of LAMB's authors (You et al., arXiv 1904.00962), where the user sets none."""
+_LEAST_LAMB_STEPS = 4
+_CALIBRATION_STEPS, _WARM_UP_STEPS = 16, 6
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Defaults of a model: batch and micro-batch in sequences, peak learning rates, tokens of a run and an evaluation.
+
+    AdamW's rates are GPT-3's (Brown et al., arXiv 2005.14165, table 2.1), but for 1m, whose rate is quickstart's.
+    LAMB's are places to begin a sweep (`--runs lamb --lamb-lr 1e-2,2e-2,4e-2`), not tuned ones.
+    """
+
+    batch: int
+    micro: int
+    lr: float
+    lamb_lr: float
+    tokens: int
+    validation_tokens: int
+
+
+SIZES: Mapping[str, Sizes] = {
+    "1m": Sizes(batch=16, micro=8, lr=3e-3, lamb_lr=5e-2, tokens=2_000_000, validation_tokens=16_000),
+    "125m": Sizes(batch=64, micro=16, lr=6e-4, lamb_lr=2e-2, tokens=300_000_000, validation_tokens=500_000),
+    "1.3b": Sizes(batch=128, micro=4, lr=2e-4, lamb_lr=1e-2, tokens=1_000_000_000, validation_tokens=1_000_000),
+    "7b": Sizes(batch=256, micro=1, lr=1.2e-4, lamb_lr=1e-2, tokens=1_000_000_000, validation_tokens=1_000_000),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What all runs share.
+
+    Args:
+        batch: sequences of a step of AdamW; LAMB takes `lamb_times` as many.
+        micro: sequences that a rank holds at once; None: as many as fit into the batch, up to the model's default.
+        window: keys that a query of `parallel` sees; 0: a quarter of the sequence.
+        evaluations: of held-out loss, about so many a run, beside the one before the first step.
+        overrides: keys of `job` that the user has set, by section.
+    """
+
+    model: str
+    ranks: int
+    backend: Backend
+    seed: int
+    batch: int
+    micro: int | None
+    lr: tuple[float, ...]
+    lamb_lr: tuple[float, ...]
+    lamb_times: int
+    warmup: float
+    lamb_warmup: float
+    window: int
+    evaluations: int
+    validation_tokens: int
+    overrides: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run; `name` says its learning rate too where there are several of its kind."""
+
+    name: str
+    kind: str
+    job: JobConfig
+
+    @property
+    def folder_name(self) -> str:
+        return re.sub(r"[^\w.-]+", "-", self.name)
+
+    @property
+    def tokens(self) -> int:
+        return self.job.optimizer.steps * self.job.batch.global_size * self.job.model.seq_len
+
+
+def plans(asked: Asked, kinds: Sequence[str], tokens: int) -> list[Plan]:
+    """The runs of at least so many tokens each: as many as is a whole number of LAMB's steps.
+
+    Raises:
+        ConfigError: there are too few tokens, or a job breaks a rule of the configuration.
+    """
+    found = []
+    for kind in kinds:
+        rates = asked.lamb_lr if kind == "lamb" else asked.lr
+        for lr in rates:
+            name = kind if len(rates) == 1 else f"{kind} lr {lr:g}"
+            found.append(Plan(name, kind, _job(asked, kind, lr, tokens)))
+    return found
+
+
+def run(
+    plan: Plan, corpus: Corpus, place: MeetingPlace, folder: Path, facts: Mapping[str, Any], heard: OnProgress
+) -> str:
+    """Train one run into `folder`, its facts first, its rows as they come. Returns why it broke off; empty: it did not.
+
+    Args:
+        facts: what the record says of it beside its job: seed, ranks, backend, device, text.
+
+    Raises:
+        NetlayerError: as `train`, but for a loss that is no number, which is a result: the run diverged.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    known = {"run": plan.name, "kind": plan.kind, **facts, "job": plan.job.model_dump(mode="json")}
+    known["job"]["data"] = {}  # the text is that of `facts`
+    write_text(folder / FACTS_FILE, json.dumps(known, indent=1) + "\n")
+    began, stopped = time.monotonic(), ""
+    try:
+        result = train(
+            plan.job,
+            corpus,
+            ranks=facts["ranks"],
+            init_method=place.init_method(plan.folder_name),
+            backend=facts["backend"],
+            out=folder,
+            seed=facts["seed"],
+            on_progress=heard,
+        )
+        known |= {"parameters": result.num_parameters, "devices": result.devices}
+        known |= {"nccl_settings": list(result.nccl_settings)}
+    except CheckFailed as exc:
+        stopped = f"{exc}"
+    known |= {"stopped": stopped, "wall_minutes": (time.monotonic() - began) / 60}
+    write_text(folder / FACTS_FILE, json.dumps(known, indent=1) + "\n")
+    return stopped
+
+
+def tokens_in(minutes: float, asked: Asked, corpus: Corpus, place: MeetingPlace, folder: Path) -> int:
+    """Tokens that the standard run trains on in so many minutes, measured over a few of its steps."""
+    job = _job(asked, STANDARD, asked.lr[0], 10**18)
+    optimizer = job.optimizer.model_copy(update={"steps": _CALIBRATION_STEPS, "warmup_steps": 0})
+    evaluation = job.evaluation.model_copy(update={"every_steps": _CALIBRATION_STEPS, "global_batches": 1})
+    job = job.model_copy(update={"optimizer": optimizer, "evaluation": evaluation})
+    folder.mkdir(parents=True, exist_ok=True)
+    result = train(
+        job,
+        corpus,
+        ranks=asked.ranks,
+        init_method=place.init_method("calibration"),
+        backend=asked.backend,
+        out=folder,
+        seed=asked.seed,
+    )
+    each_s = sum(row["step_ms"] for row in result.steps[_WARM_UP_STEPS:]) / 1e3 / (_CALIBRATION_STEPS - _WARM_UP_STEPS)
+    tokens: int = round(60 * minutes / each_s * job.batch.global_size * job.model.seq_len)
+    return tokens
+
+
+def device_name(backend: Backend) -> str:
+    """What the ranks compute on, as `trainer.flops` knows it."""
+    return next((gpu.name for gpu in environ.list_gpus()), "GPU") if backend == "nccl" else "CPU"
+
+
+def check_overrides(given: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse settings that the comparison makes itself.
+
+    Raises:
+        ConfigError: names the setting, and the option for it.
+    """
+    for section, keys in given.items():
+        for key in keys:
+            remedy = _OWN.get((section, key)) or _OWN.get((section, ""))
+            if remedy:
+                raise ConfigError("--set", f"job.{section}.{key}", "has no effect: the comparison sets it", remedy)
+
+
+_OWN = {
+    ("model", "preset"): "give --model",
+    ("model", "parallel_block"): "choose with --runs",
+    ("model", "attention_window"): "give --window",
+    ("optimizer", "name"): "choose with --runs",
+    ("optimizer", "steps"): "give --tokens or --minutes",
+    ("optimizer", "lr"): "give --lr or --lamb-lr",
+    ("optimizer", "warmup_steps"): "give --warmup or --lamb-warmup",
+    ("batch", ""): "give --batch, --micro or --lamb-times",
+    ("parallel", ""): "runs are data-parallel alone: give --ranks",
+    ("data", ""): "give --text, --patterns or --mib",
+    ("evaluation", ""): "give --evaluations or --validation-tokens",
+    ("checkpoint", ""): "leave it out: runs of a comparison are not saved",
+}
+
+
+def _job(asked: Asked, kind: str, lr: float, tokens: int) -> JobConfig:
+    """A step of LAMB is `lamb_times` of AdamW: what is counted in steps is so many times as much for AdamW."""
+    model = _model(asked)
+    of_lamb = asked.batch * asked.lamb_times * model.seq_len
+    lamb_steps = math.ceil(tokens / of_lamb)
+    if lamb_steps < _LEAST_LAMB_STEPS:
+        rule = (
+            f"are fewer than {_LEAST_LAMB_STEPS} steps of {asked.batch} x {asked.lamb_times} x {model.seq_len} tokens"
+        )
+        raise ConfigError("--tokens", tokens, rule, f"give at least {_LEAST_LAMB_STEPS * of_lamb}, or lower --batch")
+    is_lamb = kind == "lamb"
+    scale, batch = (1, asked.batch * asked.lamb_times) if is_lamb else (asked.lamb_times, asked.batch)
+    steps, evaluations = lamb_steps * scale, max(1, round(asked.validation_tokens / of_lamb)) * scale
+    warmup_steps = round(steps * (asked.lamb_warmup if is_lamb else asked.warmup))
+    is_parallel = kind == "parallel"
+    window = (asked.window or max(1, model.seq_len // 4)) if is_parallel else 0
+    sections = {name: dict(keys) for name, keys in asked.overrides.items()}
+    eps = {"eps": LAMB_EPS} if is_lamb else {}
+    name = "lamb" if is_lamb else "adamw"
+    ours = {"name": name, "steps": steps, "lr": lr, "warmup_steps": warmup_steps}
+    blocks = {"parallel_block": is_parallel, "attention_window": window}
+    tree = {
+        **sections,
+        "name": f"convergence-{kind}",
+        "model": {**model.model_dump(), **blocks},
+        "optimizer": {**eps, **sections.get("optimizer", {}), **ours},
+        "parallel": {"dp": asked.ranks},
+        "batch": {"global_size": batch, "micro_size": _micro(asked)},
+        "evaluation": {
+            "every_steps": math.ceil(lamb_steps / asked.evaluations) * scale,
+            "global_batches": evaluations,
+        },
+    }
+    return build_config({"cluster": {"gpus_per_server": asked.ranks}, "job": tree}).job
+
+
+def _model(asked: Asked) -> ModelConfig:
+    dtype = "bfloat16" if asked.backend == "nccl" else "float32"
+    tree = {"preset": asked.model, "dtype": dtype, **asked.overrides.get("model", {})}
+    return build_section(ModelConfig, tree, "job.model.")
+
+
+def _micro(asked: Asked) -> int:
+    """What was asked for, else the largest number up to the model's default that divides a rank's part of the batch."""
+    if asked.micro:
+        return asked.micro
+    part, rest = divmod(asked.batch, asked.ranks)
+    if rest or not part:
+        rule = f"cannot be dealt to {asked.ranks} ranks"
+        raise ConfigError("--batch", asked.batch, rule, f"give a multiple of {asked.ranks}")
+    most = sizes_of(asked.model).micro
+    return max(size for size in range(1, most + 1) if part % size == 0)
+
+
+def sizes_of(model: str) -> Sizes:
+    """Defaults of a model; the largest known one's for what is larger."""
+    return SIZES.get(model, SIZES["7b"])
