@@ -134,12 +134,14 @@ class Settings(Section):
     kmax_bytes: int = Field(3_200_000, ge=0, description="Queue above which every packet is marked, at 200G.")
     pmax: float = Field(0.2, ge=0, le=1, description="Share of packets marked at kmax.")
     loss_rate: float = Field(
-        0.0, ge=0, lt=1, description="Share of packets lost on each link; rates in topo.txt are not read."
+        0.0, ge=0, lt=1, description="Share of packets lost on each link; not where topo.txt gives a rate above 0."
     )
     loss_rates: dict[str, Annotated[float, Field(ge=0, lt=1)]] = Field(
         default_factory=dict, description="The same of single cables, by the names of their ends A,B."
     )
-    nack_interval_us: float = Field(500.0, gt=0, description="How long a receiver waits to repeat a NACK.")
+    nack_interval_us: float = Field(
+        500.0, ge=0, description="How long a receiver waits to repeat a NACK; 0: one a packet out of order."
+    )
     cnp_interval_us: float = Field(
         0.0, ge=0, description="At most one mark is echoed to a flow in this time; 0: all of them."
     )
@@ -154,6 +156,7 @@ class Settings(Section):
     selective_repeat: bool = Field(False, description="Receivers keep what comes out of order; off: go-back-N.")
     drop_tail: bool = Field(False, description="Without PFC: a queue above its share of the free buffer drops.")
     rtt_noise_us: float = Field(0.0, ge=0, description="Most that noise adds to a measured round trip, evenly drawn.")
+    measure_rtt: bool = Field(False, description="Keep each flow's mean and longest round trip.")
     deaf_share: float = Field(0.0, ge=0, le=1, description="Share of flows whose receiver echoes no mark.")
     dcqcn: DcqcnSettings = Field(default_factory=DcqcnSettings, description="DCQCN's own.")
     swift: SwiftSettings = Field(default_factory=SwiftSettings, description="Swift's own.")
@@ -207,7 +210,7 @@ class Settings(Section):
 PRESETS: dict[str, Settings] = {
     "ns3": Settings(),
     "ns3-paper": Settings(dcqcn=DcqcnSettings(alpha_us=50.0, decrease_us=50.0, increase_us=55.0)),
-    "htsim-roce": Settings(mtu_bytes=4_000, header_bytes=64, ack_bytes=64, ecn=False),
+    "htsim-roce": Settings(mtu_bytes=4_000, header_bytes=64, ack_bytes=64, ecn=False, nack_interval_us=0.0),
     "htsim-swift": Settings(
         mtu_bytes=4_000,
         header_bytes=0,

@@ -43,6 +43,7 @@ LAWS: tuple[Law, ...] = get_args(Law)
 
 _PS_PER_US = 1_000_000
 _BYTE_PS = 8 * 10**12  # a byte at 1 bit/s
+_PS_PER_DAY = 86_400 * 10**12
 _CACHED_PORTS = 1 << 14  # whose tables a core's cache holds
 _ROOM = 32  # chunks at first, in those that can be needed at first: what is not used is not there
 _MOST_WORK = 1.1  # of a worker in a tier, in even shares
@@ -77,7 +78,8 @@ def build(
     """
     _check(fabric, flows, settings)
     in_use = laws_by_class(settings, law)
-    wants_rtt = any(laws.wants_rtt(each, settings.of_class(number)) for number, each in enumerate(in_use))
+    by_law = [laws.wants_rtt(each, settings.of_class(number)) for number, each in enumerate(in_use)]
+    wants_rtt = settings.measure_rtt or any(by_law)
     _check_memory(fabric, flows, settings, wants_rtt)
     run = _run(fabric, settings, law, seed, truncate_ns)
     ends, port, like = port_rows(fabric, port_order(fabric, flows), settings)
@@ -85,8 +87,9 @@ def build(
     num_waits = np.zeros(len(flows), dtype=np.int64) if flows.waits_for is None else np.diff(flows.waits_for[0])
     node = node_rows(fabric, flows, num_waits == 0, settings, port, kind)
     by_host = np.lexsort((np.arange(len(flows)), flows.start_ps, num_waits > 0, flows.src)).astype(np.uint32)
-    most_seen = int(np.bincount(port["to"], _most_packets(settings, kind[port["kind"]], run[0])).max())
-    run["most_new_chunks"] = _most_new(flows, settings, port, node, kind, run[0]) // CHUNK + 1
+    _check_times(fabric, flows, port, node, kind, run[0])
+    most_seen = int(np.bincount(port["to"], _most_packets(flows, kind[port["kind"]], run[0])).max())
+    run["most_new_chunks"] = _most_new(flows, port, node, kind, run[0]) // CHUNK + 1
     num_ports = len(port)
     run["large"] = num_ports > _CACHED_PORTS
     num_lists = num_ports * (1 + settings.num_classes)
@@ -124,6 +127,8 @@ def build(
         receiver=receiver,
         **laws.tables(in_use, len(flows), host_bps(fabric), settings),
         sent=sent,
+        rtt=np.zeros(len(flows) if settings.measure_rtt else 1, dtype=tables.RTT),
+        cause=np.zeros((num_ports, 2), dtype=np.int64),
         timeouts=timeouts,
         acked=np.zeros((len(flows), words), dtype=np.uint64),
         received=np.zeros((len(flows), words), dtype=np.uint64),
@@ -181,7 +186,7 @@ def _check(fabric: Graph, flows: FlowSet, settings: Settings) -> None:
     longest = int(-(-flows.num_bytes.max() // settings.mtu_bytes))
     if longest > tables.MOST_PACKETS:
         rule = f"is {longest} packets, a flow has at most {tables.MOST_PACKETS}"
-        raise ConfigError("--flows", int(flows.num_bytes.max()), rule, "split it, or raise congestion.mtu_bytes")
+        raise ConfigError("flows", f"{int(flows.num_bytes.max())} B", rule, "split it, or raise congestion.mtu_bytes")
 
 
 def _check_memory(fabric: Graph, flows: FlowSet, settings: Settings, wants_rtt: bool) -> None:
@@ -222,6 +227,7 @@ def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bo
         "most_window_bytes": settings.window_bytes or NEVER,
         "sent_mask": -1,
         "rtt_noise": round(settings.rtt_noise_us * _PS_PER_US),
+        "measure_rtt": settings.measure_rtt,
         "deaf_scaled": round(settings.deaf_share * 2**53),
         "routing": ("ecmp", "spray", "flowlet").index(settings.routing),
         "num_paths": _num_paths(settings),
@@ -254,6 +260,7 @@ def _wants_extras(settings: Settings) -> bool:
         or settings.timeout_us
         or settings.deaf_share
         or settings.rtt_noise_us
+        or settings.measure_rtt
         or settings.cnp_interval_us
         or settings.drop_tail
     )
@@ -305,18 +312,44 @@ def _workers(
     return worker, np.argsort(owner, kind="stable").astype(np.uint32), free
 
 
-def _most_packets(settings: Settings, kind: Rows, run: Any) -> Ints:
-    """Of any size, that ports of these kinds can send in a window, and their wires deliver in one."""
-    shortest_ps = np.maximum(min(settings.ack_bytes, settings.header_bytes + 1) * _BYTE_PS // kind["rate"], 1)
-    return np.asarray((run["window"] + kind["tx_data"]) // shortest_ps + 64)
+def _most_packets(flows: FlowSet, kind: Rows, run: Any) -> Ints:
+    """Of any size, that ports of these kinds can send in a window, and their wires deliver in one.
+
+    The last packet of a flow may be so short that it takes no time, once that is cut to whole ns.
+    """
+    span, header = run["window"] + kind["tx_data"], int(run["data_wire_bytes"]) - int(run["mtu_bytes"])
+    short = (header + 1) * _BYTE_PS // kind["rate"]
+    short = short // 1000 * 1000 if run["truncate"] else short
+    by_time = span // np.minimum(kind["tx_ack"], np.maximum(short, 1))
+    at_once = span // kind["tx_ack"] + np.minimum(len(flows), span)
+    return np.asarray(np.where(short > 0, by_time, at_once) + 64)
 
 
-def _most_new(flows: FlowSet, settings: Settings, port: Rows, node: Rows, kind: Rows, run: Any) -> int:
+def _check_times(fabric: Graph, flows: FlowSet, port: Rows, node: Rows, kind: Rows, run: Any) -> None:
+    """Each packet takes time, and all of them end before time does."""
+    for name, size in (("tx_data", "data_wire_bytes"), ("tx_ack", "ack_wire_bytes")):
+        if not kind[name].min():
+            rate = float(kind["rate"][kind[name].argmin()])
+            rule = f"takes no time at {rate / 1e9:g} Gbit/s" + ", cut to whole ns" * bool(run["truncate"])
+            remedy = "leave --truncate-ns out" if run["truncate"] else "give slower links or larger packets"
+            raise ConfigError("packet", f"{run[size]} B", rule, remedy)
+    for name, host in (("leaves", flows.src), ("goes to", flows.dst)):
+        rate = kind["rate"][port["kind"][np.minimum(node["first_port"], len(port) - 1)]]
+        took = np.bincount(host, flows.num_bytes, fabric.num_nodes) * _BYTE_PS / rate
+        if took.max() + float(flows.start_ps.min()) > NEVER:
+            busiest = int(took.argmax())
+            days = f"takes {took[busiest] / _PS_PER_DAY:.0f} days, and the clock ends after {NEVER / _PS_PER_DAY:.0f}"
+            rule = f"is what {name} {fabric.names[busiest]} and {days}"
+            total = f"{int(flows.num_bytes[host == busiest].sum())} B"
+            raise ConfigError("flows", total, rule, "give fewer bytes or faster links")
+
+
+def _most_new(flows: FlowSet, port: Rows, node: Rows, kind: Rows, run: Any) -> int:
     """Data packets that all hosts can send in a window: full ones, and one a flow that may be short."""
     first = node["first_port"][np.unique(flows.src)]
     nic = kind[port["kind"][first]]
     full = int((run["window"] // nic["tx_data"] + 1).sum()) + len(flows)
-    return min(full, int(_most_packets(settings, nic, run).sum()))
+    return min(full, int(_most_packets(flows, nic, run).sum()))
 
 
 def _num_paths(settings: Settings) -> int:

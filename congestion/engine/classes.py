@@ -110,6 +110,7 @@ def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
     if is_lossless(s, ingress) and not ingress.pause_sent and is_full(s, node, ingress):
         ingress.pauses += 1
         s.port[seen.port].pauses += 1
+        s.cause[out, queue.paused] += 1
         node.num_paused += 1
         _signal(s, k, node, seen.port, its_class, 1, now)
     queue.queue_bytes += size

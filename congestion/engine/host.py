@@ -306,6 +306,7 @@ def _echo(s, f, row, word, now):  # type: ignore[no-untyped-def]
     """The mark that goes back with an answer: one an interval where notices are that rare."""
     mark = word & MARK_BIT
     if not has(s.features, "extras"):
+        row.cnps += mark != 0
         return mark
     if mark and s.run[0].deaf_scaled and drawn(s.run[0].seed, np.int64(f), -2) < s.run[0].deaf_scaled:
         return np.int64(0)
@@ -313,6 +314,7 @@ def _echo(s, f, row, word, now):  # type: ignore[no-untyped-def]
         if now < row.cnp_after:
             return np.int64(0)
         row.cnp_after = now + s.run[0].cnp_gap
+    row.cnps += mark != 0
     return mark
 
 
@@ -332,6 +334,11 @@ def _acknowledge(s, node, f, kind, sequence, mark, now):  # type: ignore[no-unty
         _release_waiting(s, node, f, flow.src, now)
         return
     rtt = now - s.sent[f, (sequence - 1) & run.sent_mask] if run.sent_mask >= 0 else np.int64(0)
+    if has(s.features, "extras") and run.measure_rtt and acked > 0:
+        seen = s.rtt[f]
+        seen.count += 1
+        seen.total += rtt
+        seen.most = max(seen.most, rtt)
     if has(s.features, "extras") and run.rtt_noise:
         rtt += np.int64(drawn(run.seed, -1 - np.int64(f), sequence) * (run.rtt_noise / _ONE))
     if kind == NACK:

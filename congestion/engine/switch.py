@@ -290,6 +290,7 @@ def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
     hold(s, node, ingress, size)
     if s.run[0].pfc and not ingress.pause_sent and is_full(s, node, ingress):
         ingress.pauses += 1
+        s.cause[seen.out, s.port[seen.out].paused] += 1
         node.num_paused += 1
         _signal(s, k, node, seen.port, 1, now)
     port.max_queue_bytes = max(port.max_queue_bytes, port.queue_bytes + size)

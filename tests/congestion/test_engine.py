@@ -368,3 +368,51 @@ def test_one_cable_alone_loses_packets():
     assert not others[np.concatenate(spared)].any()
     with pytest.raises(ConfigError, match=r"congestion.loss_rates.nobody,x = nobody: is no device"):
         simulate(fabric, flows, Settings(loss_rates={"nobody,x": 0.1}), "none")
+
+
+def test_a_notice_goes_back_for_each_marked_packet():
+    fabric = _fabric(1, 9, 1, [100], [1000])
+    outcome = simulate(fabric, _to_one([*range(1, 9)], 400_000), Settings(kmin_bytes=20_000, kmax_bytes=100_000), "dcqcn")
+    assert outcome.state.receiver["cnps"].sum() == outcome.state.port["marks"].sum() > 0
+
+
+def test_pauses_are_laid_to_the_port_that_packets_were_bound_for():
+    """All of an incast to its last link; behind it, at links that are stopped themselves, they spread."""
+    fabric = _fabric(3, 4, 1, [100] * 12 + [400] * 3, [1000])
+    flows = _to_one([1, 4, 8], 2_000_000)
+    outcome = simulate(fabric, flows, Settings(buffer_bytes=1 << 20, mtu_bytes=1000), "none")
+    last = int(outcome.state.port["peer"][outcome.state.node["first_port"][flows.dst[0]]])
+    began, spread = outcome.state.cause.T
+    assert began.sum() + spread.sum() == outcome.state.port["pauses"].sum()
+    assert np.flatnonzero(began).tolist() == [last]
+    assert spread.sum() > 0
+    assert spread[last] == 0
+
+
+def test_round_trips_are_measured_where_asked():
+    fabric = _fabric(1, 2, 1, [100], [1000])
+    flows = FlowSet(np.array([0]), np.array([1]), np.array([409_600]), np.array([0]), np.array([100]))
+    state = simulate(fabric, flows, Settings(measure_rtt=True), "none").state
+    [seen] = state.rtt
+    assert (seen["count"], seen["most"]) == (99, state.flow["base_rtt_ps"][0])  # the last ACK ends the flow
+    assert seen["total"] == 99 * seen["most"]
+
+
+def _to_one(senders: list[int], num_bytes: int) -> FlowSet:
+    """A flow of each to the first host."""
+    same = np.zeros(len(senders), dtype=np.int64)
+    return FlowSet(np.array(senders), same, np.full(len(same), num_bytes), same, np.full(len(same), 100))
+
+
+@pytest.mark.parametrize(
+    ("gbps", "num_bytes", "more", "says"),
+    [
+        (800, 4096, {"mtu_bytes": 8, "header_bytes": 1}, "packet = 9 B: takes no time at 800 Gbit/s, cut to whole ns"),
+        (1e-6, 10**9, {"mtu_bytes": 65_536}, "leaves n0 and takes 93 days, and the clock ends after 53"),
+    ],
+)
+def test_times_that_cannot_be_told_are_refused(gbps, num_bytes, more, says):
+    fabric = _fabric(1, 2, 1, [gbps], [1000])
+    flows = FlowSet(np.array([0]), np.array([1]), np.array([num_bytes]), np.array([0]), np.array([100]))
+    with pytest.raises(ConfigError, match=says):
+        simulate(fabric, flows, Settings(**more), "none", truncate_ns=True)

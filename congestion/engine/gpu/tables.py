@@ -65,6 +65,8 @@ class Tables(NamedTuple):
     entered: Rows
     entered_flow: Rows
     sent: NDArray[np.int64]
+    rtt: Rows
+    cause: Ints
     timeouts: Ints
     acked: NDArray[np.uint64]
     received: NDArray[np.uint64]
