@@ -372,7 +372,8 @@ def test_one_cable_alone_loses_packets():
 
 def test_a_notice_goes_back_for_each_marked_packet():
     fabric = _fabric(1, 9, 1, [100], [1000])
-    outcome = simulate(fabric, _to_one([*range(1, 9)], 400_000), Settings(kmin_bytes=20_000, kmax_bytes=100_000), "dcqcn")
+    flows = _to_one([*range(1, 9)], 400_000)
+    outcome = simulate(fabric, flows, Settings(kmin_bytes=20_000, kmax_bytes=100_000), "dcqcn")
     assert outcome.state.receiver["cnps"].sum() == outcome.state.port["marks"].sum() > 0
 
 
