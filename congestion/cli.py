@@ -4,40 +4,48 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from congestion.simulate_report import SAMPLED, links_note, write_page
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import check_target, write_text
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from congestion.samples import Samples
     from congestion.scenario_catalogue import Case
     from congestion.settings import Settings
-    from congestion.simulate import Outcome, Progress
+    from congestion.simulate import Outcome, Progress, Simulation
     from netlayer.output import Output
-    from netlayer.progress import Bar
+    from netlayer.progress import Bar, Stages
 
 _PATH = click.Path(path_type=Path)
 _OURS = "congestion"
+_TOLD = ("flow_bytes", "until_us", "until_flows", "warmup_us", "sample_us", "truncate_ns")  # in the record
 _STDOUT = Path("-")
 _PS_PER_US = 1_000_000
+_ONE_PACKET_MORE = "htsim-swift"  # as htsim's Swift sends a flow: a packet more than it is told to
 _COLUMNS = {
     "cc": "law",
     "flows": "flows",
     "ended": "ended",
+    "measured": "measured",
     "completion_s": "completion",
+    "fct_min_s": "FCT min",
     "fct_median_s": "FCT median",
     "fct_p99_s": "p99",
     "fct_p999_s": "p99.9",
     "fct_max_s": "max",
-    "slowdown_median": "slowdown median",
+    "slowdown_min": "slowdown min",
+    "slowdown_median": "median",
     "slowdown_p99": "p99",
     "goodput_bps": "goodput",
     "jain": "Jain",
@@ -55,11 +63,15 @@ _COLUMNS = {
 @click.option("--topo", type=_PATH, help="The fabric: HPCC's topo.txt, or what `topology import` reads in one file.")
 @click.option("--flows", "flow_file", type=_PATH, help="The flows on it: HPCC's flow.txt.")
 @click.option("--cm", "cm_file", type=_PATH, help="htsim's connection matrix, on its fat tree: 100G, 1 us a link.")
+@click.option("--flow-bytes", metavar="SIZE", help="Size of each flow of --flows or --cm in place of the file's.")
 @click.option("--fabric", help="star | dumbbell | clos | fat-tree [default: the one that suits the scenario].")
 @click.option("--config", type=_PATH, help="TOML file of the cluster and job of job-phases; see examples/.")
 @click.option("--cc", default="dcqcn", show_default=True, metavar="LAW[,LAW...]", help="Control laws, or one's file.")
 @click.option(
-    "--preset", default="ns3", show_default=True, help="Switch, NIC and law: ns3, ns3-paper, htsim-roce, htsim-swift."
+    "--preset",
+    default="ns3",
+    show_default=True,
+    help="Switch, NIC and law: ns3, ns3-paper, htsim-roce, htsim-swift, which sends a packet more of a file's flows.",
 )
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of all randomness.")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable.")
@@ -74,10 +86,19 @@ _COLUMNS = {
     help="Where; results are the same.",
 )
 @click.option("--truncate-ns", is_flag=True, help="Cut serialisation times to whole ns, as ns-3 does.")
-@click.option("--out", type=_PATH, help="Folder for flows and ports as CSV and parquet, and the record.")
-@click.option("--until-us", type=click.FloatRange(0, min_open=True), help="Stop at this simulated time.")
+@click.option("--out", type=_PATH, help="Folder for report.html, flows and ports as CSV and parquet, the record.")
+@click.option("--html", type=_PATH, help="A page with the laws side by side; its pictures into plots/ beside it.")
+@click.option("--until-us", type=click.FloatRange(0, min_open=True), help="Stop so long after the first flow's start.")
+@click.option("--until-flows", metavar="N|SHARE%", help="Stop when so many flows have ended, such as 100 or 95%.")
 @click.option(
-    "--sample-us", type=click.FloatRange(0, min_open=True), help="With --out: rates and queues over time, samples.csv."
+    "--warmup-us",
+    type=click.FloatRange(0, min_open=True),
+    help="From the first start: counters begin then, largest queues apart; flows from before are not in FCTs.",
+)
+@click.option(
+    "--sample-us",
+    type=click.FloatRange(0, min_open=True),
+    help="Interval, from the first start, of samples.csv, links.csv, tiers.csv and the page [default: no files].",
 )
 @click.option("--checkpoint", type=_PATH, help="Where a run that is stopped before its end is kept; of one law.")
 @click.option("--resume", type=_PATH, help="Go on with a run that --checkpoint kept; all else as then.")
@@ -117,11 +138,16 @@ def simulate(
       netlayer simulate flap --set scenario.link=leaf0,spine1 --set congestion.timeout_us=200
       netlayer simulate victim --set congestion.classes.1.weight=2 --set scenario.victim_pg=1
       netlayer simulate --topo topo.txt --flows flow.txt --cc none,dcqcn --seed 3 --json result.json
+      netlayer simulate --cm tor1.cm --flow-bytes 10MB --preset htsim-swift --cc swift
+      netlayer simulate poisson --warmup-us 500 --until-flows 95% --cc none
       netlayer simulate incast --sample-us 10 --out runs/incast --cc dcqcn,hybrid
+      netlayer simulate all-to-all --cc none,dcqcn,hybrid --html rounds.html
       netlayer simulate permutation --cc my_law.py --until-us 500 --checkpoint half.npz
       netlayer simulate --list
     """
+    from congestion.bound import completion_bound_us
     from congestion.settings import settings_of
+    from congestion.simulate_inputs import read_case, with_losses
     from netlayer.progress import Stages
 
     if listed:
@@ -130,19 +156,26 @@ def simulate(
     if json_file is None and scenario is None and out is None:
         json_file = _STDOUT
     check_target("--json", json_file)
+    _check_page(how["html"], json_file)
     laws = [read_law(name) for name in cc.split(",")]
     _check_how(laws, out, how)
+    drawn = out is not None or how["html"] is not None
     mine = tuple(one for one in overrides if one.split(".")[0] == _OURS)
     settings = settings_of(preset, mine)
     others = tuple(one for one in overrides if one not in mine)
-    case = _case(scenario, topo, flow_file, cm_file, fabric, config, others, seed)
+    sizes = how["flow_bytes"], settings.mtu_bytes * (preset == _ONE_PACKET_MORE)
+    case = read_case(scenario, topo, flow_file, cm_file, fabric, config, others, seed, *sizes)
+    settings, notes = with_losses(settings, topo, case)
     with contextlib.ExitStack() as stack:
-        kept = _Kept(stack, out)
+        kept = _Kept(stack, out, how)
+        bound_us = completion_bound_us(case.fabric, case.flows, settings) if drawn else None
         runs: list[dict[str, Any]] = []
         with Stages() as stages:
             for law in laws:
+                simulation = _built(case, settings, law, seed, stages, how)
+                _say_once(stages, notes)  # now, for where the input is bad, that alone is said
                 with stages.open(law) as bar:
-                    outcome, samples = _simulate(case, settings, law, seed, bar, how)
+                    outcome, samples = _simulate(case, simulation, bar, how, bound_us)
                 kept.add(law, case, outcome, samples)
                 if json_file:
                     asked = {"cc": law, "preset": preset, "seed": seed, "source": "simulated"}
@@ -150,15 +183,24 @@ def simulate(
                 if outcome.interrupted:
                     break
         if json_file:
-            write_text(json_file, json.dumps(runs[0] if len(runs) == 1 else {"runs": runs}, indent=1) + "\n")
+            write_text(json_file, json.dumps(runs[0] if len(laws) == 1 else {"runs": runs}, indent=1) + "\n")
         arguments = {"scenario": scenario or "", "preset": preset, "seed": seed, "set": list(overrides), "cc": cc}
+        arguments |= {name: how[name] for name in _TOLD if how[name] is not None}
+        told = {"preset": preset, **case.config, "set": ", ".join(overrides) or "nothing"}
+        name = scenario or f"flows of {(flow_file or Path(str(cm_file))).name}"
+        kept.draw({"name": name, "bound_us": bound_us, "seed": seed, "config": told})
         kept.publish(arguments, {**case.config, _OURS: settings.model_dump(mode="json")}, seed)
-    with contextlib.redirect_stdout(sys.stderr if json_file == _STDOUT else sys.stdout):
+    with contextlib.redirect_stdout(sys.stderr if _STDOUT in (json_file, how["html"]) else sys.stdout):
         _print_rows(kept.rows)
     for row in kept.rows:
-        if row["ended"] < row["flows"] and (row["completed"] or not how["until_us"]):
+        if row["ended"] < row["flows"] and (row["completed"] or row["interrupted"]):
             left = f"{row['flows'] - row['ended']} of {row['flows']} flows did not end"
             raise CheckFailed(f"{row['cc']}: {left}: {_cause(row)}")
+
+
+def _say_once(stages: Stages, notes: list[str]) -> None:
+    while notes:
+        stages.say(f"note: {notes.pop(0)}")
 
 
 def _cause(row: Mapping[str, Any]) -> str:
@@ -170,11 +212,18 @@ def _cause(row: Mapping[str, Any]) -> str:
     return "their last packets were lost (congestion.timeout_us is 0), or their retries ran out"
 
 
+def _check_page(html: Path | None, json_file: Path | None) -> None:
+    check_target("--html", html)
+    if html == json_file == _STDOUT:
+        raise ConfigError("--html", "-", "is where the JSON goes, too", "give --json a file, or --html one")
+
+
 def _check_how(laws: Sequence[str], out: Path | None, how: Mapping[str, Any]) -> None:
-    if how["sample_us"] and not out:
-        raise ConfigError(
-            "--sample-us", how["sample_us"], "has no effect without --out", "give a folder for samples.csv"
-        )
+    if how["sample_us"] and not out and not how["html"]:
+        remedy = "give a folder for samples.csv, or --html a file"
+        raise ConfigError("--sample-us", how["sample_us"], "has no effect without --out or --html", remedy)
+    if how["warmup_us"] and how["until_us"] and how["until_us"] <= how["warmup_us"]:
+        raise ConfigError("--warmup-us", how["warmup_us"], f"is not below --until-us = {how['until_us']:g}", "lower it")
     for option in ("checkpoint", "resume"):
         if how[option] and len(laws) != 1:
             raise ConfigError(f"--{option}", how[option], f"is of one law, --cc names {len(laws)}", "give one law")
@@ -194,34 +243,72 @@ def check_backend(backend: str) -> None:
         check_device()
 
 
-def _simulate(
-    case: Case, settings: Settings, law: str, seed: int, bar: Bar, how: Mapping[str, Any]
-) -> tuple[Outcome, pd.DataFrame | None]:
-    from congestion.engine.tables import NEVER
-    from congestion.jit import are_kept
-    from congestion.samples import Samples
+def _built(case: Case, settings: Settings, law: str, seed: int, stages: Stages, how: Mapping[str, Any]) -> Simulation:
+    """Before its first event, or as it was kept; its kernels are compiled."""
     from congestion.simulate import Simulation
+    from congestion.simulate_inputs import ended_of
 
-    if how["backend"] == "gpu":
-        click.echo("compiling the simulator's kernels for the GPU: about a minute", err=True)
-    elif not are_kept():
-        click.echo("compiling the simulator's kernels: about a minute, once for this version", err=True)
-    backend = "gpu" if how["backend"] == "gpu" else "numba"
-    shared = {"truncate_ns": how["truncate_ns"], "threads": how["threads"], "backend": backend}
-    simulation = Simulation(case.fabric, case.flows, settings, law, seed=seed, flaps=case.flaps, **shared)
+    gpu, threads = how["backend"] == "gpu", how["threads"]
+    what = "for the GPU" if gpu else "once for this version"
+    simulation = Simulation(
+        case.fabric,
+        case.flows,
+        settings,
+        law,
+        seed=seed,
+        flaps=case.flaps,
+        truncate_ns=how["truncate_ns"],
+        threads=threads,
+        backend="gpu" if gpu else "numba",
+        warmup_ps=round((how["warmup_us"] or 0) * _PS_PER_US),
+        until_flows=ended_of(how["until_flows"], len(case.flows)),
+        compiling=partial(stages.wait, f"compiling kernels {what}, a minute where a core is idle"),
+    )
     if how["resume"]:
         simulation.restore(how["resume"])
-    samples, every_us = Samples(), how["sample_us"]
-    outcome = simulation.run(
-        round(how["until_us"] * _PS_PER_US) if how["until_us"] else NEVER,
-        partial(say_progress, bar),
-        samples.take if every_us else None,
-        round(every_us * _PS_PER_US) if every_us else NEVER,
-    )
+    return simulation
+
+
+def _simulate(
+    case: Case, simulation: Simulation, bar: Bar, how: Mapping[str, Any], bound_us: float | None
+) -> tuple[Outcome, Samples | None]:
+    """Sampled where the bound is given, for then it is drawn."""
+    from congestion.engine.tables import NEVER
+
+    until_ps = simulation.first_ps + round(how["until_us"] * _PS_PER_US) if how["until_us"] else NEVER
+    say = partial(say_progress, bar)
+    if bound_us is None:
+        outcome, samples = simulation.run(until_ps, say), None
+    else:
+        outcome, samples = _sampled(case, simulation, until_ps, say, how["sample_us"], bound_us)
     if how["checkpoint"] and not outcome.completed:
         simulation.save(how["checkpoint"])
         click.echo(f"kept: {how['checkpoint']}; go on with --resume {how['checkpoint']}", err=True)
-    return outcome, samples.frame() if every_us else None
+    if how["warmup_us"] and not outcome.warmup_ps and not outcome.interrupted:
+        took_us = (outcome.time_ps - outcome.first_ps) / _PS_PER_US
+        raise ConfigError("--warmup-us", how["warmup_us"], f"is not below what was run, {took_us:g} us", "lower it")
+    return outcome, samples
+
+
+def _sampled(
+    case: Case,
+    simulation: Simulation,
+    until_ps: int,
+    say: Callable[[Progress], None],
+    every_us: float | None,
+    bound_us: float,
+) -> tuple[Outcome, Samples]:
+    """Run with samples each `every_us`, or at an interval that suits a run no shorter than the bound."""
+    from congestion.link_samples import LinkSamples
+    from congestion.samples import Samples, interval_ps, run_sampled
+
+    samples = Samples(LinkSamples(case.fabric, simulation.link))
+    first_ps = simulation.first_ps
+    least_us = min(bound_us, (until_ps - first_ps) / _PS_PER_US)
+    every_ps = round(every_us * _PS_PER_US) if every_us else interval_ps(least_us, simulation.state)
+    return run_sampled(
+        simulation, samples, every_ps, first_ps=first_ps, until_ps=until_ps, say=say, grows=not every_us
+    ), samples
 
 
 def say_progress(bar: Bar, progress: Progress) -> None:
@@ -233,29 +320,44 @@ def say_progress(bar: Bar, progress: Progress) -> None:
 
 
 class _Kept:
-    """Rows of each law for the table, and their frames for `--out`."""
+    """Rows of each law for the table, and their frames for `--out` and the page."""
 
-    def __init__(self, stack: contextlib.ExitStack, out: Path | None) -> None:
+    def __init__(self, stack: contextlib.ExitStack, out: Path | None, how: Mapping[str, Any]) -> None:
         from netlayer.output import open_output
         from netlayer.results import utc_now
 
         self.rows: list[dict[str, Any]] = []
         self._started = utc_now()
         self._out: Output | None = stack.enter_context(open_output(out, "simulate")) if out else None
-        self._frames: dict[str, list[pd.DataFrame]] = {"flows": [], "ports": [], "samples": []}
+        self._html: Path | None = how["html"]
+        self._sampled = bool(how["sample_us"])  # else what was sampled is for the page alone
+        self._frames: dict[str, list[pd.DataFrame]] = {}
+        self._notes: list[str] = []
 
-    def add(self, law: str, case: Case, outcome: Outcome, samples: pd.DataFrame | None) -> None:
+    def add(self, law: str, case: Case, outcome: Outcome, samples: Samples | None) -> None:
         from congestion import measures
 
         flows = measures.flow_frame(case.fabric, case.flows, outcome)
         ports = measures.port_frame(case.fabric, outcome)
-        own = {"completed": outcome.completed, "wall_s": outcome.wall_s}
-        self.rows.append({"cc": law, **measures.summary(flows, ports), **own})
-        if self._out:
-            for name, frame in (("flows", flows), ("ports", ports), ("samples", samples)):
-                if frame is not None:
-                    frame.insert(0, "cc", law)
-                    self._frames[name].append(frame)
+        own = {"completed": outcome.completed, "interrupted": outcome.interrupted, "wall_s": outcome.wall_s}
+        since_us = outcome.since_ps / _PS_PER_US if outcome.warmup_ps else None
+        self.rows.append({"cc": law, **measures.summary(flows, ports, since_us), **own})
+        if samples:
+            for name, frame in {"flows": flows, "ports": ports, **samples.frames()}.items():
+                frame.insert(0, "cc", law)
+                self._frames.setdefault(name, []).append(frame)
+            self._notes.append(links_note(law, samples))
+
+    def draw(self, about: Mapping[str, Any]) -> None:
+        """The page into the folder that `publish` fills, and to `--html`; `about`: of `simulate_findings.Findings`."""
+        if not self._frames:
+            return
+        import pandas as pd
+
+        frames = {name: pd.concat(frames, ignore_index=True) for name, frames in self._frames.items()}
+        command, note = shlex.join(["netlayer", *sys.argv[1:]]), " ".join(filter(None, self._notes))
+        part = self._out.part if self._out else None
+        write_page(self.rows, frames, {**about, "command": command, "note": note}, part=part, html=self._html)
 
     def publish(self, arguments: Mapping[str, Any], config: Mapping[str, Any], seed: int) -> None:
         if not self._out:
@@ -266,7 +368,7 @@ class _Kept:
         from netlayer.results import RunRecord, utc_now
 
         for name, frames in self._frames.items():
-            if not frames:
+            if name in SAMPLED and not self._sampled:
                 continue
             whole = pd.concat(frames, ignore_index=True)
             whole.to_csv(self._out.part / f"{name}.csv", index=False)
@@ -284,37 +386,8 @@ class _Kept:
         record.save(self._out.part / "records")
         for path in self._out.publish():
             click.echo(f"record: {path}", err=True)
-
-
-def _case(
-    scenario: str | None,
-    topo: Path | None,
-    flow_file: Path | None,
-    cm_file: Path | None,
-    fabric: str | None,
-    config: Path | None,
-    overrides: Sequence[str],
-    seed: int,
-) -> Case:
-    """What runs: a scenario or a file's flows, on a named fabric or a file's."""
-    from congestion.scenario_catalogue import build_scenario, case_of_cm, case_of_flows
-    from topology.importers import read_fabric
-
-    if [scenario, flow_file, cm_file].count(None) != 2:
-        remedy = "name a scenario of --list, or give --topo and --flows, or --cm"
-        raise ConfigError("SCENARIO", scenario, "or --flows or --cm: exactly one says what flows there are", remedy)
-    if topo and fabric:
-        raise ConfigError("--fabric", fabric, "has no effect where --topo gives the fabric", "leave one out")
-    if config and not scenario:
-        raise ConfigError("--config", config, "has no effect on flows of a file", "leave it out")
-    given = read_fabric([topo]) if topo else fabric or ""
-    if scenario:
-        return build_scenario(scenario, overrides, seed, fabric=given, config=config)
-    if cm_file:
-        return case_of_cm(cm_file, overrides, fabric=given)
-    if not given:
-        raise ConfigError("--topo", None, "is missing", "give the fabric of --flows, or --fabric NAME")
-    return case_of_flows(Path(str(flow_file)), overrides, fabric=given)
+        if (self._out.folder / "report.html").is_file():
+            click.echo(f"report: {self._out.folder / 'report.html'}", err=True)
 
 
 def _print_rows(rows: Sequence[Mapping[str, Any]]) -> None:

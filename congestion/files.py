@@ -29,7 +29,7 @@ _SPORTS = _LAST_PORT + 1 - _FIRST_PORT
 _MOST_NODES = 4_000_000
 MOST_CLASSES = 8
 _ROCE_PORT = 4_791
-_MOST_BYTES = 2**50
+MOST_BYTES = 2**50
 _MOST_SECONDS = 10**6
 _REMEDY = "mend that line"
 
@@ -77,6 +77,13 @@ class FlowSet:
 
     def __len__(self) -> int:
         return len(self.src)
+
+    @property
+    def first_ps(self) -> int:
+        """When the first flow starts; a flow that waits for others starts after them."""
+        if self.waits_for is None:
+            return int(self.start_ps.min())
+        return int(self.start_ps[np.diff(self.waits_for[0]) == 0].min())
 
 
 def nth_of_pair(src: Ints, dst: Ints) -> Ints:
@@ -175,7 +182,7 @@ def _connection(path: Path, number: int, words: list[str], fabric: Graph) -> tup
     if ends[0] == ends[1]:
         raise _wrong(path, number, text, f"host {ends[0]} sends to itself", "leave such a flow out", "--cm")
     start = _whole(path, number, values.get("start", "0"), "start", _MOST_SECONDS * _PS, "--cm", least=0)
-    num_bytes = _whole(path, number, values["size"], "size", _MOST_BYTES, "--cm")
+    num_bytes = _whole(path, number, values["size"], "size", MOST_BYTES, "--cm")
     return int(hosts[int(ends[0])]), int(hosts[int(ends[1])]), num_bytes, start, _ROCE_PORT
 
 
@@ -187,7 +194,7 @@ def _flow(path: Path, number: int, text: str, fabric: Graph) -> tuple[int, int, 
     if src == dst:
         raise _wrong(path, number, text, f"host {src} sends to itself", "leave such a flow out")
     dport = _whole(path, number, words[3], "dport", _LAST_PORT)
-    num_bytes = _whole(path, number, words[4], "bytes", _MOST_BYTES)
+    num_bytes = _whole(path, number, words[4], "bytes", MOST_BYTES)
     pg = _whole(path, number, words[2], "priority", MOST_CLASSES - 1, least=0)
     return src, dst, num_bytes, _start(path, number, words[5]), dport, pg
 

@@ -23,6 +23,7 @@ confirms a delay its fall is slower still, so it switches between two stable loo
 Few flows. A window ends where it fills an idle path (`line_window`), C base: where N base is below d*, all N windows
 are that, equal with no loop, and the round trip is N base. What is left is the clock, y' = -y by what was a round trip
 ago, which is stable (1 < pi / 2).
+Drawn by `python -m congestion.fluid_page --out FILE.html`: phase plots from many starts.
 Left out: marks (one cut to the target, then a round trip without a further one, no loop), packets, other limits of W.
 """
 
@@ -121,6 +122,7 @@ def trajectory(
             break
         old = np.minimum(window[ago] / (delay * model.capacity), 1)
         target = model.base_us + model.queue_us * (1 - np.log2(old))
-        window[i + 1] = window[i] + step_us * model.gain * window[ago] * (target - delay) / delay**2
+        moved = window[i] + step_us * model.gain * window[ago] * (target - delay) / delay**2
+        window[i + 1] = np.maximum(moved, 1.0)  # a byte: what a round trip ago asks for can be more than there is
         queue[i + 1] = max(queue[i] + step_us * (rates[i].sum() - 1), 0)
     return rates, queue

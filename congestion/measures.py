@@ -1,7 +1,8 @@
 """What a run is judged by: completion times against the ideal, goodput, fairness, queues, pauses, link by link.
 
 The ideal of a flow is its time on its own path with nobody else there, at line rate, to the ACK of its last packet. A
-port is one direction of a cable, counted where it leaves. Left out: series over time.
+port is one direction of a cable, counted where it leaves. Counters, and spans of time, begin at the end of a run's
+warm-up where it has one, and at the first start else. Left out: series over time.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
             "bytes": flows.num_bytes,
             "start_us": start / 1e6,
             "fct_us": fct / 1e6,
+            "acked_bytes": outcome.acked_bytes,
             "ideal_us": ideal / 1e6,
             "slowdown": fct / ideal,
             "goodput_bps": flows.num_bytes * float(_BYTE_PS) / fct,
@@ -84,7 +86,8 @@ def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
 
 def port_frame(fabric: Graph, outcome: Outcome) -> pd.DataFrame:
     """A row a port, node by node. `pauses` are those that it sent, `paused_us` how long it was stopped itself;
-    `deadlock` is its place, from 1, in a circle of ports that wait for each other.
+    `deadlock` is its place, from 1, in a circle of ports that wait for each other; `max_queue_bytes` is of the whole
+    run, warm-up or not.
     """
     import pandas as pd
 
@@ -113,28 +116,37 @@ def port_frame(fabric: Graph, outcome: Outcome) -> pd.DataFrame:
 
 
 def span_ps(outcome: Outcome) -> int:
-    """From the first start to the last end, or to where the run came if flows were left; at least 1."""
+    """From where counters begin to the last end, or to where the run came if flows were left; at least 1."""
     ended = outcome.time_ps if (outcome.finish_ps < 0).any() else outcome.finish_ps.max()
-    return max(int(ended - outcome.start_ps.min()), 1)
+    return max(int(ended) - outcome.since_ps, 1)
 
 
-def summary(flows: pd.DataFrame, ports: pd.DataFrame) -> dict[str, Any]:
+def summary(flows: pd.DataFrame, ports: pd.DataFrame, since_us: float | None = None) -> dict[str, Any]:
     """One row of a run from its two frames; None where no flow ended.
 
-    `completion_us` is from the first start to the last end, `goodput_bps` all payload that arrived over that time,
-    `jain` of the flows' goodputs (0 for one that did not end), `pause_share` the mean over ports; `deadlock` names the
-    links of a circle of ports that wait for each other, empty where there is none.
+    `completion_us` is from the first start to the last end, `goodput_bps` all payload of flows that ended over that
+    time, `jain` of the flows' goodputs (0 for one that did not end), `pause_share` the mean over ports; `deadlock`
+    names the links of a circle of ports that wait for each other, empty where there is none.
+
+    Args:
+        since_us: the warm-up's end, where the run has one: times and counters begin there, and flows that started
+            before count in `flows`, `ended` and what was sent, but not in FCTs, slowdowns and `jain`; `measured` is of
+            how many flows those are.
     """
     done = flows.dropna(subset="fct_us")
     circle = ports[ports["deadlock"] > 0].sort_values("deadlock")
     row: dict[str, Any] = {"flows": len(flows), "ended": len(done)}
-    if len(done):
-        completion_us = float((done["start_us"] + done["fct_us"]).max() - flows["start_us"].min())
-        row["completion_us"] = completion_us
-        row["goodput_bps"] = float(done["bytes"].sum()) * 8e6 / completion_us
-        row["jain"] = jain(flows["goodput_bps"].fillna(0.0))
-    else:
-        row |= dict.fromkeys(("completion_us", "goodput_bps", "jain"))
+    resent = int(flows["retransmissions"].sum())
+    begin_us = flows["start_us"].min() if since_us is None else since_us
+    completion_us = float((done["start_us"] + done["fct_us"]).max() - begin_us) if len(done) else 0.0
+    over = completion_us > 0
+    row["completion_us"] = completion_us if over else None
+    row["goodput_bps"] = float(done["acked_bytes"].sum()) * 8e6 / completion_us if over else None
+    if since_us is not None:
+        flows = flows[flows["start_us"] >= since_us]
+        done = flows.dropna(subset="fct_us")
+        row["measured"] = len(done)
+    row["jain"] = jain(flows["goodput_bps"].fillna(0.0)) if len(done) else None
     for name, key in (("fct_us", "fct_{}_us"), ("slowdown", "slowdown_{}")):
         row |= {key.format(word): value for word, value in _spread(done[name].tolist()).items()}
     return row | {
@@ -142,7 +154,7 @@ def summary(flows: pd.DataFrame, ports: pd.DataFrame) -> dict[str, Any]:
         "pause_share": float(ports["pause_share"].mean()),
         "ecn_marked": int(ports["ecn_marked"].sum()),
         "drops": int(ports["drops"].sum()),
-        "retransmissions": int(flows["retransmissions"].sum()),
+        "retransmissions": resent,
         "max_queue_bytes": int(ports["max_queue_bytes"].max()),
         "utilisation_max": float(ports["utilisation"].max()),
         "deadlock": ", ".join(circle["src"] + " -> " + circle["dst"]),

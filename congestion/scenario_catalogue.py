@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import psutil
 from pydantic import ValidationError
 
@@ -135,19 +137,37 @@ def check_room(name: str, num_flows: int) -> None:
     raise ConfigError("SCENARIO", name, rule, "lower its ranks, senders, packets, copies or channels")
 
 
-def case_of_flows(path: Path, overrides: Sequence[str] = (), *, fabric: str | Graph) -> Case:
-    """The flows of HPCC's flow.txt on a fabric; errors as `build_scenario`, and `read_flows`."""
+def case_of_flows(
+    path: Path, overrides: Sequence[str] = (), *, fabric: str | Graph, num_bytes: int = 0, more_bytes: int = 0
+) -> Case:
+    """The flows of HPCC's flow.txt on a fabric; errors as `build_scenario`, and `read_flows`.
+
+    Args:
+        num_bytes: of each flow, in place of the file's; 0: the file's.
+        more_bytes: that each flow sends beyond that.
+    """
     graph, resolved = _fabric(fabric, _split(overrides, ("fabric",))["fabric"], 0)
-    return Case(graph, read_flows(path, graph), {"fabric": resolved})
+    return Case(graph, _sized(read_flows(path, graph), num_bytes, more_bytes), {"fabric": resolved})
 
 
-def case_of_cm(path: Path, overrides: Sequence[str] = (), *, fabric: str | Graph = "") -> Case:
-    """The flows of htsim's .cm, by default on its own fabric: the least fat tree for its nodes, 100G, 1 us a link."""
+def case_of_cm(
+    path: Path, overrides: Sequence[str] = (), *, fabric: str | Graph = "", num_bytes: int = 0, more_bytes: int = 0
+) -> Case:
+    """The flows of htsim's .cm, by default on its own fabric: the least fat tree for its nodes, 100G, 1 us a link.
+
+    Args:
+        num_bytes, more_bytes: as for `case_of_flows`; htsim's -flowsize, and the packet that its Swift sends beyond it.
+    """
     values = _split(overrides, ("fabric",))["fabric"]
     if not fabric:
         values = {"bps": "100G", **values}
     graph, resolved = _fabric(fabric or "fat-tree", values, cm_nodes(path))
-    return Case(graph, read_cm(path, graph), {"fabric": resolved})
+    return Case(graph, _sized(read_cm(path, graph), num_bytes, more_bytes), {"fabric": resolved})
+
+
+def _sized(flows: FlowSet, num_bytes: int, more_bytes: int) -> FlowSet:
+    sizes = np.full_like(flows.num_bytes, num_bytes) if num_bytes else flows.num_bytes
+    return replace(flows, num_bytes=sizes + more_bytes)
 
 
 def section_of(kind: type[_S], prefix: str, values: Mapping[str, str]) -> _S:

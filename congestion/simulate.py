@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -16,7 +18,7 @@ from congestion.deadlock import deadlocked_ports
 from congestion.engine.build import build
 from congestion.engine.build_ports import port_order
 from congestion.engine.run import run
-from congestion.engine.tables import NEVER, Ints, State
+from congestion.engine.tables import NEVER, Ints, Rows, State
 from congestion.files import Flap, FlowSet
 from congestion.settings import Settings
 from netlayer.errors import ConfigError
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
 Backend = Literal["numba", "gpu"]
 
 _SLICE_S = 0.25  # between two looks at the clock, and at Ctrl-C
+_PS_PER_US = 1_000_000
+_AT_HOSTS = ("pauses", "ecn_marked", "drops", "retransmissions", "paused_ns")
+_BEFORE = "before_"  # of a baseline's columns in a kept run
+_COUNTED = ("tx_bytes", "tx_packets", "marks", "pauses", "drops")  # of a port, from the warm-up's end
 # Room that is empty before the first event, and may be large: it tells nothing of a run's inputs.
 _EMPTY = ("entry", "following", "seen", "order", "counts", "busy", "due", "free", "sent", "acked", "received")
 
@@ -44,6 +50,16 @@ class Progress:
     wall_s: float
 
 
+class Baseline(NamedTuple):
+    """What counters showed at a warm-up's end: port (num_ports,) PORT, pause_ps likewise; resent, unacked of flows."""
+
+    time_ps: int
+    port: Rows
+    pause_ps: Ints
+    resent: Ints
+    unacked: Ints
+
+
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """What came out.
@@ -57,7 +73,13 @@ class Outcome:
         interrupted: a KeyboardInterrupt came, be it with the last event.
         deadlock: ports that wait for each other in a circle, in its order; see `congestion.deadlock`.
         link: the directed link that leaves at each port; shape (num_ports,).
-        state: all counters, as `tables` names them.
+        first_ps: when the first flow began.
+        since_ps: from when counters count: the first start, or the warm-up's end, to within a link's delay.
+        acked_bytes: payload of each flow that was acknowledged since then; shape (num_flows,).
+        link_hops: packets, data or ACK, times links that they passed, in all of the run.
+        state: all tables, as `tables` names them. After a warm-up `tx_bytes`, `tx_packets`, `marks`, `pauses` and
+            `drops` of ports and `resent` of flows, as `pause_ps`, are since its end; the largest queues, and what
+            classes of a port (`lane`) counted, are of the whole run: they cannot be told apart.
         wall_s, cpu_s: of the run alone.
         compile_s: of the kernels, before it; about 0 but for a process's first run.
         backend: what ran it.
@@ -71,6 +93,10 @@ class Outcome:
     interrupted: bool
     deadlock: Ints
     link: Ints
+    first_ps: int
+    since_ps: int
+    acked_bytes: Ints
+    link_hops: int
     state: State
     wall_s: float
     cpu_s: float
@@ -78,14 +104,15 @@ class Outcome:
     backend: Backend
 
     @property
-    def link_hops(self) -> int:
-        """Packets, data or ACK, times links that they passed."""
-        return int(self.state.port["tx_packets"].sum())
+    def warmup_ps(self) -> int:
+        """From the first start to where counters begin; 0 without a warm-up, or where the run did not get so far."""
+        return self.since_ps - self.first_ps
 
     def to_json(self, fabric: Graph, flows: FlowSet) -> dict[str, Any]:
-        """`flows` in file order, `counters` in total and by switch port (1-based, in the file's order), `engine`.
+        """`flows` in file order, `warmup_us`, `counters` since then in total and by port, `engine`.
 
-        `fct_ns` of a flow that did not end is None.
+        `fct_ns` of a flow that did not end is None. Ports are 1-based, in the file's order: all of switches, and of
+        hosts those that counted anything; retransmissions are counted where they leave. Sums by port are the totals.
         """
         start, finish = self.start_ps.tolist(), self.finish_ps.tolist()
         ends = zip(flows.src.tolist(), flows.dst.tolist(), flows.num_bytes.tolist(), start, finish, strict=True)
@@ -100,6 +127,7 @@ class Outcome:
                 }
                 for src, dst, num_bytes, begun, ended in ends
             ],
+            "warmup_us": self.warmup_ps / _PS_PER_US,
             "counters": self._counters(fabric),
             "engine": {
                 "link_hops": self.link_hops,
@@ -112,31 +140,45 @@ class Outcome:
         }
 
     def _counters(self, fabric: Graph) -> dict[str, Any]:
-        by_port: list[dict[str, float]] = []
-        for switch in np.flatnonzero(fabric.is_switch).tolist():
-            first, many = (int(self.state.node[name][switch]) for name in ("first_port", "num_ports"))
-            cables = self.link[first : first + many] % fabric.num_cables
-            for number, index in enumerate((first + np.argsort(cables)).tolist(), 1):
-                port = self.state.port[index]
-                counted = {
-                    "pauses": int(port["pauses"]),
-                    "ecn_marked": int(port["marks"]),
-                    "drops": int(port["drops"]),
-                    "max_queue_bytes": int(port["max_queue_bytes"]),
-                    "paused_ns": int(self.pause_ps[index]) / 1000,
-                    "tx_bytes": int(port["tx_bytes"]),
-                }
-                by_port.append({"switch": switch, "port": number, **counted})
+        rows = [self._port_row(fabric, node, number, port) for node, number, port in self._ports(fabric)]
+        by_port = [row for row in rows if "switch" in row or any(row[name] for name in _AT_HOSTS)]
         return {
-            "pauses": sum(row["pauses"] for row in by_port),
-            "paused_ns": float(self.pause_ps.sum()) / 1000,
-            "ecn_marked": sum(row["ecn_marked"] for row in by_port),
-            "drops": int(self.state.port["drops"].sum()),
+            **{name: sum(row[name] for row in by_port) for name in ("pauses", "ecn_marked", "drops")},
             "retransmissions": int(self.state.flow["resent"].sum()),
-            "max_queue_bytes": max((row["max_queue_bytes"] for row in by_port), default=0),
+            "paused_ns": float(self.pause_ps.sum()) / 1000,
+            "max_queue_bytes": max((row["max_queue_bytes"] for row in by_port if "switch" in row), default=0),
             "deadlock": [fabric.link_name(self.link[port]) for port in self.deadlock],
             "by_port": by_port,
         }
+
+    def _ports(self, fabric: Graph) -> Iterator[tuple[int, int, int]]:
+        """Node, number there from 1 in the order of its cables, and row of each port: switches', then hosts'."""
+        for node in (*np.flatnonzero(fabric.is_switch).tolist(), *fabric.hosts.tolist()):
+            first, many = (int(self.state.node[name][node]) for name in ("first_port", "num_ports"))
+            cables = self.link[first : first + many] % fabric.num_cables
+            for number, port in enumerate((first + np.argsort(cables)).tolist(), 1):
+                yield node, number, port
+
+    def _port_row(self, fabric: Graph, node: int, number: int, index: int) -> dict[str, Any]:
+        port, is_switch = self.state.port[index], bool(fabric.is_switch[node])
+        return {
+            "switch" if is_switch else "host": node,
+            "port": number,
+            "pauses": int(port["pauses"]),
+            "ecn_marked": int(port["marks"]),
+            "drops": int(port["drops"]),
+            "retransmissions": 0 if is_switch else int(self._resent[node]),
+            "max_queue_bytes": int(port["max_queue_bytes"]),
+            "paused_ns": int(self.pause_ps[index]) / 1000,
+            "tx_bytes": int(port["tx_bytes"]),
+        }
+
+    @cached_property
+    def _resent(self) -> Ints:
+        """Packets that each node sent again; a host that sends has one port."""
+        resent = np.zeros(len(self.state.node), dtype=np.int64)
+        np.add.at(resent, self.state.flow["src"], self.state.flow["resent"])
+        return resent
 
 
 class Simulation:
@@ -155,7 +197,16 @@ class Simulation:
         flaps: Sequence[Flap] = (),
         timeouts_ps: Sequence[int] = (),
         backend: Backend = "numba",
+        warmup_ps: int = 0,
+        until_flows: int = 0,
+        compiling: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        """
+        Args:
+            warmup_ps: from the first start; what counters show before is not counted.
+            until_flows: the run is over once so many have ended; 0: all of them.
+            compiling: its block is open while kernels are compiled, or loaded.
+        """
         if backend == "gpu" and threads > 1:
             raise ConfigError("--threads", threads, "has no effect with --backend gpu", "leave one of them out")
         self._backend: Backend = backend
@@ -172,13 +223,17 @@ class Simulation:
         )
         end = port_order(fabric, flows)
         self.link: Ints = end // 2 + end % 2 * fabric.num_cables  # that leaves at each port
+        self.first_ps, self._num_bytes = flows.first_ps, flows.num_bytes
+        self._warm_ps = flows.first_ps + warmup_ps if warmup_ps else None
+        self._before: Baseline | None = None
+        self._until_flows = until_flows
         self.time_ps, self.completed, self.interrupted = 0, False, False
         self.wall_s = self.cpu_s = 0.0
         self._digest = _digest(self.state)
         self._window_ps = int(self.state.run["window"][0])
         self._gpu = self._on_gpu()
         began = time.perf_counter()
-        with held_interrupt():  # numba swallows an interruption that lands in its compiler
+        with compiling(), held_interrupt():  # numba swallows an interruption that lands in its compiler
             self._run(-1)  # nothing is due before 0: this compiles
         self.compile_s = time.perf_counter() - began
 
@@ -197,21 +252,24 @@ class Simulation:
         say: Callable[[Progress], None] | None = None,
         look: Callable[[Simulation], None] | None = None,
         every_ps: int = NEVER,
+        from_ps: int = 0,
     ) -> Outcome:
-        """On to the end, or to `until_ps`. A KeyboardInterrupt stops it there.
+        """On to the end, to `until_ps`, or until there are `enough`. A KeyboardInterrupt stops it there.
 
         Where it was stopped, the outcome is what was measured until then, and is `interrupted`.
 
         Args:
             say: hears of the progress some times a second.
-            look: is called each `every_ps` of simulated time.
+            look: is called each `every_ps` of simulated time, counted from `from_ps`.
         """
         step = 1_000 * self._window_ps
         try:
-            while not self.completed and self.time_ps < until_ps:
+            while not self.completed and self.time_ps < until_ps and not self.enough:
                 before = self.wall_s
-                stop = (self.time_ps // every_ps + 1) * every_ps
-                self.advance(min(self._next_ps() + step, stop, until_ps))
+                stop = from_ps + ((self.time_ps - from_ps) // every_ps + 1) * every_ps
+                self.advance(min(self._next_ps() + step, stop, until_ps, self._warm_up_ps(), self._enough_ps()))
+                if self.time_ps == self._warm_up_ps():
+                    self._before = self._counters()
                 if look and self.time_ps >= stop:
                     look(self)
                 took = self.wall_s - before
@@ -223,30 +281,40 @@ class Simulation:
             self.interrupted = True
         return self.outcome()
 
+    @property
+    def enough(self) -> bool:
+        """Whether `until_flows` have ended."""
+        return bool(self._until_flows and np.count_nonzero(self.state.flow["finish"] >= 0) >= self._until_flows)
+
     def progress(self) -> Progress:
         flow, port = self.state.flow, self.state.port
         done, many = int(flow["unacked"].sum()), int(flow["num_packets"].sum())
         return Progress(self.time_ps, done, many, int(port["tx_packets"].sum()), self.wall_s)
 
     def outcome(self) -> Outcome:
-        port, flow = self.state.port, self.state.flow
-        lane = self.state.lane if len(self.state.lane) else port
-        pause = lane["paused_ps"] + np.where(lane["paused"], self.time_ps - lane["paused_at"], 0)
-        pause = pause.reshape(len(port), -1).sum(axis=1)
+        flow, stopped = self.state.flow, self.state.lane if len(self.state.lane) else self.state.port
+        before, now, mtu = self._before, self._counters(), int(self.state.run["mtu_bytes"][0])
+        acked = np.minimum(now.unacked * mtu, self._num_bytes)
         return Outcome(
-            flow["start"].copy(),
-            flow["finish"].copy(),
-            pause,
-            self.time_ps,
-            self.completed,
-            self.interrupted,
-            deadlocked_ports(self._whole() if lane["paused"].any() else self.state, self.time_ps, self.completed),
-            self.link,
-            self.state,
-            self.wall_s,
-            self.cpu_s,
-            self.compile_s,
-            self._backend,
+            start_ps=flow["start"].copy(),
+            finish_ps=flow["finish"].copy(),
+            pause_ps=now.pause_ps - before.pause_ps if before else now.pause_ps,
+            time_ps=self.time_ps,
+            completed=self.completed,
+            interrupted=self.interrupted,
+            deadlock=deadlocked_ports(
+                self._whole() if stopped["paused"].any() else self.state, self.time_ps, self.completed
+            ),
+            link=self.link,
+            first_ps=self.first_ps,
+            since_ps=before.time_ps if before else self.first_ps,
+            acked_bytes=acked - np.minimum(before.unacked * mtu, self._num_bytes) if before else acked,
+            link_hops=int(self.state.port["tx_packets"].sum()),
+            state=_since(self.state, before) if before else self.state,
+            wall_s=self.wall_s,
+            cpu_s=self.cpu_s,
+            compile_s=self.compile_s,
+            backend=self._backend,
         )
 
     def save(self, path: Path) -> None:
@@ -255,18 +323,20 @@ class Simulation:
         state = self._whole()
         part = path.with_name(path.name + ".part")
         with part.open("wb") as file:
-            np.savez(file, **state._asdict(), clock=clock, digest=np.array(self._digest))
+            before = {_BEFORE + name: value for name, value in self._before._asdict().items()} if self._before else {}
+            np.savez(file, **state._asdict(), **before, clock=clock, digest=np.array(self._digest))
         part.replace(path)
 
     def restore(self, path: Path) -> None:
         """Go on where `save` left off, bit for bit.
 
         Raises:
-            ConfigError: the file cannot be read, or is of a run of other inputs.
+            ConfigError: the file cannot be read, or is of a run of other inputs or another warm-up.
         """
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as kept:
                 tables = {name: kept[name] for name in (*State._fields, "clock", "digest")}
+                before = {name: kept[_BEFORE + name] for name in Baseline._fields if _BEFORE + name in kept}
         except (OSError, ValueError, KeyError, BadZipFile) as exc:
             raise ConfigError(
                 "--resume", path, f"is no kept run ({exc})", "give a file that --checkpoint wrote"
@@ -277,7 +347,42 @@ class Simulation:
         self.time_ps, completed = (int(value) for value in tables.pop("clock"))
         self.completed = bool(completed)
         self.state = State(**tables)
+        self._before = Baseline(**{**before, "time_ps": int(before["time_ps"])}) if before else None
+        self._check_warm_up(path)
         self._gpu = self._on_gpu()
+
+    def _check_warm_up(self, path: Path) -> None:
+        kept = self._before.time_ps if self._before else None
+        if kept != self._warm_ps and (kept or self.time_ps > (self._warm_ps or 0)):
+            rule = f"was kept {'after another' if kept else 'without a'} warm-up"
+            raise ConfigError("--resume", path, rule, "give the same --warmup-us, or leave it out if none was given")
+
+    def _counters(self) -> Baseline:
+        """As they stand, from the run's beginning."""
+        port, flow = self.state.port, self.state.flow
+        lane = self.state.lane if len(self.state.lane) else port
+        pause = lane["paused_ps"] + np.where(lane["paused"], self.time_ps - lane["paused_at"], 0)
+        pause = pause.reshape(len(port), -1).sum(axis=1)
+        return Baseline(self.time_ps, port.copy(), pause, flow["resent"].copy(), flow["unacked"].astype(np.int64))
+
+    def _warm_up_ps(self) -> int:
+        """When the warm-up ends; NEVER where it has ended, or there is none."""
+        return NEVER if self._warm_ps is None or self._before else self._warm_ps
+
+    def _enough_ps(self) -> int:
+        """A time before which `until_flows` cannot have ended, for each must send what it never sent at line rate.
+
+        So a run stops within a link's delay, or a microsecond, of the flow's end that it waits for, whatever its speed.
+        """
+        if not self._until_flows:
+            return NEVER
+        flow, port, node = self.state.flow, self.state.port, self.state.node
+        full_ps = self.state.kind["tx_data"][port["kind"][node["first_port"][flow["src"]]]]
+        begin = np.where(flow["num_waits"] > 0, self.time_ps, np.maximum(flow["start"], self.time_ps))
+        unsent = np.maximum(flow["num_packets"].astype(np.int64) - flow["sent_to"] - 1, 0)
+        ends = np.where(flow["finish"] >= 0, 0, begin + unsent * full_ps)
+        soonest = int(np.partition(ends, self._until_flows - 1)[self._until_flows - 1])
+        return max(soonest, self.time_ps + max(self._window_ps, _PS_PER_US))
 
     def _on_gpu(self) -> GpuRun | None:
         if self._backend != "gpu":
@@ -346,6 +451,15 @@ def simulate(
         backend=backend,
     )
     return simulation.run(until_ps, say)
+
+
+def _since(state: State, before: Baseline) -> State:
+    """The state with counters less what they showed before."""
+    port, flow = state.port.copy(), state.flow.copy()
+    for name in _COUNTED:
+        port[name] -= before.port[name]
+    flow["resent"] -= before.resent
+    return state._replace(port=port, flow=flow)
 
 
 def _digest(state: State) -> str:

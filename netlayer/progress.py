@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +15,14 @@ from netlayer import log
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-_LINE_EVERY_S = 60.0
+_LINE_S, _SLOWEST_LINE_S = 10.0, 60.0  # between two lines at first, and in the end
+_MOMENT_S, _TICK_S = 2.0, 1.0
 
 
 class Stages:
-    """Progress on stderr: a bar a stage where a person watches; where nobody does, a line a stage, and one a minute."""
+    """Progress on stderr: a bar a stage where a person watches; where nobody does, lines: as a stage begins, each ten
+    seconds of it, each minute when it has been long, and as it ends.
+    """
 
     def __enter__(self) -> Stages:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -61,9 +65,29 @@ class Stages:
         if not self._console.is_terminal:
             self.say(f"{name} done in {time.monotonic() - start:.1f} s")
 
+    @contextmanager
+    def wait(self, name: str) -> Iterator[None]:
+        """A stage of which nothing is heard until it is over: its seconds are counted. A short one is not shown."""
+        over, began = threading.Event(), time.monotonic()
+
+        def count() -> None:
+            if over.wait(_MOMENT_S):
+                return
+            with self.open(name) as bar:
+                while not over.wait(_TICK_S):
+                    bar(0, 0, f"{time.monotonic() - began:.0f} s so far")
+
+        counter = threading.Thread(target=count, daemon=True)
+        counter.start()
+        try:
+            yield
+        finally:
+            over.set()
+            counter.join()
+
 
 class Bar:
-    """One stage's bar: call it with what is done, of how much, and a few words.
+    """One stage's bar: call it with what is done, of how much (0: nobody knows), and a few words.
 
     Args:
         say: where lines go that stand for the bar where nobody watches.
@@ -71,10 +95,11 @@ class Bar:
 
     def __init__(self, bars: Progress, task: TaskID, say: Callable[[str], None] | None = None) -> None:
         self._bars, self._task, self._say = bars, task, say
-        self._said = time.monotonic()
+        self._began = self._said = time.monotonic()
 
     def __call__(self, done: int, total: int, words: str = "") -> None:
-        self._bars.update(self._task, completed=done, total=total, words=words)
-        if self._say and time.monotonic() - self._said > _LINE_EVERY_S:
-            self._said = time.monotonic()
-            self._say(f"{done / total:.0%}" + (f", {words}" if words else ""))
+        self._bars.update(self._task, completed=done, total=total or None, words=words)
+        now = time.monotonic()
+        if self._say and now - self._said >= min(max((now - self._began) / 10, _LINE_S), _SLOWEST_LINE_S):
+            self._said = now
+            self._say(", ".join(filter(None, (f"{done / total:.0%}" if total else "", words))))

@@ -130,8 +130,12 @@ def test_the_list_names_what_can_be_set():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "exactly one says what flows there are"),
-        (("incast", "--flows", "x"), "exactly one says what flows there are"),
+        ((), "SCENARIO: is missing, and so are --flows and --cm; name"),
+        (("incast", "--flows", "x"), "--flows = x: says what flows there are, and so does SCENARIO = incast"),
+        (("incast", "--flow-bytes", "1MB"), "has no effect on a scenario; set scenario.num_bytes"),
+        ((*FILES, "--flow-bytes", "0"), "--flow-bytes = 0: is not within"),
+        (("incast", "--topo", "/nowhere"), "--topo = /nowhere: is no file"),
+        (("incast", "--topo", FILES[3]), "--topo"),
         (("--flows", FILES[3]), "--topo: is missing"),
         (("incast", "--topo", FILES[1], "--fabric", "star"), "has no effect where --topo"),
         ((*FILES, "--config", "x.toml"), "has no effect on flows of a file"),
@@ -157,8 +161,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
     assert isinstance(result.exception, CheckFailed)
     assert "none: 16 of 16 flows did not end: interrupted" in str(result.exception)
     tree = json.loads(out.read_text())
-    assert tree["cc"] == "none"  # dcqcn was not begun
-    assert tree["counters"]["max_queue_bytes"] > 0
+    [run] = tree["runs"]  # two laws were asked for, dcqcn was not begun
+    assert run["cc"] == "none"
+    assert run["counters"]["max_queue_bytes"] > 0
 
 
 INCAST = ["incast", "--set", "scenario.senders=4", "--set", "scenario.num_bytes=400000"]
@@ -185,9 +190,102 @@ def test_samples_show_a_run_over_time(tmp_path):
     assert samples["queue_bytes"].max() > 100_000
 
 
+def _json(*arguments: str) -> dict:
+    result = CliRunner().invoke(simulate, [*arguments, "--json", "-"])
+    assert result.exit_code == 0, result.output
+    return {**json.loads(result.stdout), "stderr": result.stderr}
+
+
+def test_times_count_from_the_first_start(tmp_path):
+    """The file's flow begins at 2 s and takes 409 us."""
+    kept = str(tmp_path / "kept.npz")
+    sampled = ["--sample-us", "100", "--out", str(tmp_path / "out")]
+    half = _json(*FILES, "--cc", "none", "--until-us", "200", "--checkpoint", kept, *sampled)
+    assert half["flows"][0]["fct_ns"] is None
+    assert 4e6 < half["counters"]["by_port"][1]["tx_bytes"] < 6e6
+    assert pd.read_csv(tmp_path / "out" / "samples.csv")["time_us"].tolist() == [2_000_100, 2_000_200]
+    later = _json(*FILES, "--cc", "none", "--until-us", "300", "--checkpoint", kept, "--resume", kept)
+    assert later["flows"][0]["fct_ns"] is None
+    assert later["counters"]["by_port"][1]["tx_bytes"] > half["counters"]["by_port"][1]["tx_bytes"]
+    assert _json(*FILES, "--cc", "none", "--resume", kept)["flows"][0]["fct_ns"] == pytest.approx(408_859.2)
+
+
+POISSON = ["poisson", "--set", "scenario.packets=400", "--set", "scenario.load=0.9", "--cc", "none"]
+
+
+@pytest.mark.parametrize(("until", "ended"), [("200", 200), ("50%", 200), ("99.9%", 400)])
+def test_a_run_stops_when_enough_flows_have_ended(until, ended):
+    runs = [_json(*POISSON, "--until-flows", until, "--threads", threads) for threads in ("1", "2")]
+    assert runs[0]["flows"] == runs[1]["flows"]
+    done = sum(flow["fct_ns"] is not None for flow in runs[0]["flows"])
+    assert ended <= done < ended + 20  # of those that end within a microsecond
+    assert _json(*POISSON)["flows"][:100] == runs[0]["flows"][:100]
+
+
+def test_a_warm_up_is_left_out(tmp_path):
+    kept = str(tmp_path / "kept.npz")
+    whole, warm = _json(*POISSON), _json(*POISSON, "--warmup-us", "30")
+    assert (whole["warmup_us"], warm["warmup_us"]) == (0, 30)
+    assert warm["flows"] == whole["flows"]
+    before = _json(*POISSON, "--until-us", "30", "--checkpoint", kept)["counters"]["by_port"]
+    for row, sooner, later in zip(whole["counters"]["by_port"], before, warm["counters"]["by_port"], strict=True):
+        assert row["tx_bytes"] == sooner["tx_bytes"] + later["tx_bytes"]
+        assert row["max_queue_bytes"] == later["max_queue_bytes"]
+    assert "measured" in warm["stderr"]
+    assert _json(*POISSON, "--warmup-us", "30", "--resume", kept)["counters"] == warm["counters"]
+    _json(*POISSON, "--warmup-us", "20", "--until-us", "30", "--checkpoint", kept)
+    result = CliRunner().invoke(simulate, [*POISSON, "--warmup-us", "25", "--resume", kept])
+    assert "was kept after another warm-up" in str(result.exception)
+
+
+def test_losses_of_links_and_classes_of_flows_in_files_are_heeded_or_said(tmp_path):
+    """Drops are counted where packets would have arrived, retransmissions where they leave."""
+    lines = (GOLDEN / "g1_single" / "topo.txt").read_text().split("\n")
+    lossy = [f"{line.rsplit(' ', 1)[0]} 0.01" if number == 2 else line for number, line in enumerate(lines)]
+    (tmp_path / "topo.txt").write_text("\n".join(lossy))
+    (tmp_path / "flow.txt").write_text("2\n0 1 3 100 4000000 2\n1 0 0 100 4000000 2\n")
+    files = ["--topo", str(tmp_path / "topo.txt"), "--flows", str(tmp_path / "flow.txt"), "--cc", "none"]
+    run = _json(*files, "--set", "congestion.timeout_us=100")
+    assert "note: links that lose packets by --topo: 1" in run["stderr"]
+    assert "note: flows are of classes 0, 3, without effect" in run["stderr"]
+    rows = run["counters"]["by_port"]
+    for name in ("drops", "retransmissions"):
+        assert run["counters"][name] == sum(row[name] for row in rows) > 0
+    assert {row["host"] for row in rows if "host" in row and row["retransmissions"]} == {0, 1}
+    clean = _json(*files, "--set", "congestion.timeout_us=100", "--set", "congestion.loss_rates.switch2,host0=0")
+    assert clean["counters"]["drops"] == 0
+    (tmp_path / "topo.txt").write_text("\n".join(lossy).replace("0.01", "1.5"))
+    result = CliRunner().invoke(simulate, files)
+    assert "line 3: 1.5 is no error rate" in str(result.exception)
+
+
+def test_bad_input_is_all_that_is_said():
+    result = CliRunner().invoke(simulate, [*FILES, "--set", "congestion.buffer_bytes=1000"])
+    assert isinstance(result.exception, ConfigError)
+    assert result.output == ""
+
+
+def test_a_fabric_that_is_no_fabric_names_the_option(tmp_path):
+    lines = (GOLDEN / "g1_single" / "topo.txt").read_text().split("\n")
+    first = f"{lines[0].rsplit(' ', 1)[0]} 3"
+    (tmp_path / "topo.txt").write_text("\n".join([first, *lines[1:4], lines[3]]))
+    for file, message in (
+        (tmp_path / "topo.txt", "to `netlayer topology import`, and give the fabric.graphml"),
+        (GOLDEN / "README.md", "has no format that is known; give HPCC's topo.txt"),
+    ):
+        result = CliRunner().invoke(simulate, ["incast", "--topo", str(file)])
+        assert isinstance(result.exception, ConfigError)
+        assert str(result.exception).startswith("--topo = ")
+        assert message in str(result.exception)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--until-flows", "5"), "--until-flows = 5: is neither a number of 1..4 flows nor a share"),
+        (("--until-flows", "0%"), "is neither a number"),
+        (("--until-us", "5", "--warmup-us", "5"), "--warmup-us = 5.0: is not below --until-us = 5"),
+        (("--cc", "none", "--warmup-us", "1e6"), "is not below what was run"),
         (("--sample-us", "5"), "has no effect without --out"),
         (("--cc", "none,swift", "--checkpoint", "kept.npz"), "is of one law, --cc names 2"),
         (("--cc", "none", "--resume", "/nowhere.npz"), "is no kept run"),

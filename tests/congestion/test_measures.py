@@ -55,6 +55,25 @@ def test_percentiles_are_by_nearest_rank():
     assert (row["fct_p99_us"], row["fct_p999_us"]) == pytest.approx((fct[1979], fct[1997]))
 
 
+def test_a_warm_up_counts_in_no_time_and_no_counter():
+    case = build_scenario("poisson", ["scenario.packets=400", "scenario.load=0.9"])
+    outcome = Simulation(case.fabric, case.flows, Settings(), "none", warmup_ps=30_000_000).run()
+    since = case.flows.start_ps[0] + 30_000_000
+    assert outcome.since_ps == since
+    flows, ports = flow_frame(case.fabric, case.flows, outcome), port_frame(case.fabric, outcome)
+    row = summary(flows, ports, since / 1e6)
+    later = case.flows.start_ps >= since
+    fct = (outcome.finish_ps - case.flows.start_ps)[later]
+    assert 0 < row["measured"] == later.sum() < row["ended"] == row["flows"] == 400
+    assert (row["fct_min_us"], row["fct_max_us"]) == pytest.approx((fct.min() / 1e6, fct.max() / 1e6))
+    took = outcome.finish_ps.max() - since
+    assert row["completion_us"] == pytest.approx(took / 1e6)
+    acknowledged = (outcome.finish_ps > since).sum() * 4_096
+    in_a_window = 6 * 4_096  # of the link's delay, which is run to its end where a run pauses
+    assert row["goodput_bps"] * took / 8e12 == pytest.approx(acknowledged, abs=in_a_window)
+    assert row["utilisation_max"] == pytest.approx(0.9, abs=0.12)
+
+
 def test_a_waiting_flow_counts_from_its_own_start():
     case = build_scenario("all-to-all", ["scenario.ranks=4", "scenario.rounds=true"], fabric="star")
     outcome = simulate(case.fabric, case.flows, Settings(), "none")

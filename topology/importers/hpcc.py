@@ -1,7 +1,8 @@
 """HPCC's topo.txt (ns-3): `nodes switches links`, the switches' ids, then `src dst rate delay error-rate` a link.
 
 Ids are kept: node n of the file is node n here, and its address is the one that the simulator hashes. A repeated pair
-is refused unless it is asked for, for the simulator would keep the last such link alone. Left out: error rates.
+is refused unless it is asked for, for the simulator would keep the last such link alone. Error rates are read apart
+(`hpcc_losses`), for a graph has none.
 """
 
 from __future__ import annotations
@@ -56,6 +57,27 @@ def read_hpcc(path: Path, *, parallel: bool = False) -> Graph:
         b_port=("",) * len(links),
     )
     return checked(graph, show(path))
+
+
+def hpcc_losses(path: Path, graph: Graph) -> dict[str, float]:
+    """Error rates above 0, by the ends `A,B` of their links, from the file that `graph` was read from.
+
+    Raises:
+        ConfigError: one is no share of packets.
+    """
+    lines = [line.split() for line in read_text(path).splitlines() if line.strip()]
+    found: dict[str, float] = {}
+    for number, (a, b, words) in enumerate(zip(graph.a.tolist(), graph.b.tolist(), lines[2:], strict=True), start=3):
+        text = words[4] if len(words) > 4 else "0"
+        try:
+            share = float(text)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share < 1:
+            raise _damaged(path, number, f"{show(text)} is no error rate of 0 up to 1")
+        if share:
+            found[f"{graph.names[a]},{graph.names[b]}"] = share
+    return found
 
 
 def _link(path: Path, number: int, words: Sequence[str], num_nodes: int) -> tuple[int, int, float, float]:

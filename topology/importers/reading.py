@@ -5,7 +5,8 @@ A format is told from contents, never from a file's name. Left out: mixing forma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -13,13 +14,14 @@ from netlayer.errors import ConfigError
 from topology.export import read_graphml
 from topology.graph import Graph
 from topology.importers.files import clean, parse_json, read_text, show
-from topology.importers.hpcc import read_hpcc
+from topology.importers.hpcc import hpcc_losses, read_hpcc
 from topology.importers.htsim import read_htsim
 from topology.importers.lldp import read_lldp
 from topology.importers.sonic import read_sonic
 
 Format = Literal["sonic", "lldp", "hpcc", "htsim", "graphml"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+_UNKNOWN = "has no format that is known"
 _SONIC_TABLES = {"DEVICE_METADATA", "DEVICE_NEIGHBOR", "PORT"}
 
 
@@ -58,6 +60,41 @@ def read_fabric(
     return read_htsim(files[0]) if kind == "htsim" else _read_graphml(files[0])
 
 
+def read_one(path: Path, option: str) -> Graph:
+    """The fabric in the file that a command's `option` names, with nothing more to say about it.
+
+    Raises:
+        ConfigError: as `read_fabric`; it names the option, and `topology import` where an option of that would help.
+    """
+    with _of_option(path, option):
+        return read_fabric([path])
+
+
+def link_losses(path: Path, graph: Graph, option: str) -> dict[str, float]:
+    """Shares of packets that links lose, by their ends `A,B`; only HPCC's topo.txt has them.
+
+    Raises:
+        ConfigError: a share cannot be.
+    """
+    with _of_option(path, option):
+        return hpcc_losses(path, graph) if path.is_file() and detect(path) == "hpcc" else {}
+
+
+@contextmanager
+def _of_option(path: Path, option: str) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as exc:
+        remedy = exc.remedy
+        if exc.rule == _UNKNOWN:
+            remedy = "give HPCC's topo.txt, htsim's .topo, GraphML, or the JSON of SONiC or lldpcli"
+        elif "--" in remedy:
+            remedy = f"{remedy}, to `netlayer topology import`, and give the fabric.graphml that it writes"
+        if exc.field in ("FILES", "fabric"):
+            raise ConfigError(option, exc.value, exc.rule, remedy) from exc
+        raise ConfigError(option, show(path), f"{exc.field} {exc.value} {exc.rule}", remedy) from exc
+
+
 def detect(path: Path) -> Format:
     """The format of a file, from its contents.
 
@@ -80,7 +117,7 @@ def detect(path: Path) -> Format:
             return "htsim"
         if len(words) == 3 and all(word.isascii() and word.isdigit() for word in words):
             return "hpcc"
-    raise ConfigError("FILES", show(path), "has no format that is known", f"pass --format {' | '.join(FORMATS)}")
+    raise ConfigError("FILES", show(path), _UNKNOWN, f"pass --format {' | '.join(FORMATS)}")
 
 
 def _read_graphml(path: Path) -> Graph:
