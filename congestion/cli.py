@@ -52,9 +52,12 @@ _COLUMNS = {
     "pauses": "pauses",
     "pause_share": "paused",
     "ecn_marked": "marks",
+    "cnps": "CNPs",
     "drops": "drops",
     "retransmissions": "resent",
     "max_queue_bytes": "largest queue",
+    "rtt_mean_s": "RTT mean",
+    "rtt_max_s": "max",
 }
 
 

@@ -60,13 +60,16 @@ def _last_ps(state: State, rate: Ints) -> Ints:
 
 
 def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
-    """A row a flow, in their order; what a flow that did not end has no value for is empty."""
+    """A row a flow, in their order; what a flow that did not end has no value for is empty.
+
+    Round trips, of data packets to their ACKs, are there with `congestion.measure_rtt`.
+    """
     import pandas as pd
 
     names = np.array(fabric.names, dtype=object)
     start, ideal = outcome.start_ps, ideal_ps(outcome.state)
     fct = np.where(outcome.finish_ps >= 0, outcome.finish_ps - start, np.nan)
-    return pd.DataFrame(
+    frame = pd.DataFrame(
         {
             "flow": np.arange(len(flows)),
             "src": names[flows.src],
@@ -80,12 +83,21 @@ def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
             "slowdown": fct / ideal,
             "goodput_bps": flows.num_bytes * float(_BYTE_PS) / fct,
             "retransmissions": outcome.state.flow["resent"],
+            "cnps": outcome.state.receiver["cnps"],
         }
     )
+    if outcome.state.run["measure_rtt"][0]:
+        seen = outcome.state.rtt
+        frame["rtts"] = seen["count"]
+        frame["rtt_mean_us"] = np.where(seen["count"], seen["total"] / np.maximum(seen["count"], 1), np.nan) / 1e6
+        frame["rtt_max_us"] = np.where(seen["count"], seen["most"], np.nan) / 1e6
+    return frame
 
 
 def port_frame(fabric: Graph, outcome: Outcome) -> pd.DataFrame:
     """A row a port, node by node. `pauses` are those that it sent, `paused_us` how long it was stopped itself;
+    `pauses_set_off` those, at other ports of its switch, that packets for it caused while it could send: there
+    congestion begins; `pauses_passed_on` likewise, while it was stopped itself: there the tree of pauses grows;
     `deadlock` is its place, from 1, in a circle of ports that wait for each other; `max_queue_bytes` is of the whole
     run, warm-up or not.
     """
@@ -108,6 +120,8 @@ def port_frame(fabric: Graph, outcome: Outcome) -> pd.DataFrame:
             "ecn_marked": port["marks"],
             "drops": port["drops"],
             "pauses": port["pauses"],
+            "pauses_set_off": outcome.state.cause[:, 0],
+            "pauses_passed_on": outcome.state.cause[:, 1],
             "paused_us": outcome.pause_ps / 1e6,
             "pause_share": outcome.pause_ps / span,
             "deadlock": deadlock,
@@ -136,7 +150,7 @@ def summary(flows: pd.DataFrame, ports: pd.DataFrame, since_us: float | None = N
     done = flows.dropna(subset="fct_us")
     circle = ports[ports["deadlock"] > 0].sort_values("deadlock")
     row: dict[str, Any] = {"flows": len(flows), "ended": len(done)}
-    resent = int(flows["retransmissions"].sum())
+    resent, cnps = (int(flows[name].sum()) for name in ("retransmissions", "cnps"))
     begin_us = flows["start_us"].min() if since_us is None else since_us
     completion_us = float((done["start_us"] + done["fct_us"]).max() - begin_us) if len(done) else 0.0
     over = completion_us > 0
@@ -149,10 +163,16 @@ def summary(flows: pd.DataFrame, ports: pd.DataFrame, since_us: float | None = N
     row["jain"] = jain(flows["goodput_bps"].fillna(0.0)) if len(done) else None
     for name, key in (("fct_us", "fct_{}_us"), ("slowdown", "slowdown_{}")):
         row |= {key.format(word): value for word, value in _spread(done[name].tolist()).items()}
+    if "rtts" in flows:
+        known = flows[flows["rtts"] > 0]
+        row["rtt_mean_us"] = float(np.average(known["rtt_mean_us"], weights=known["rtts"])) if len(known) else None
+        row["rtt_max_us"] = float(known["rtt_max_us"].max()) if len(known) else None
     return row | {
         "pauses": int(ports["pauses"].sum()),
         "pause_share": float(ports["pause_share"].mean()),
+        "pauses_passed_on": int(ports["pauses_passed_on"].sum()),
         "ecn_marked": int(ports["ecn_marked"].sum()),
+        "cnps": cnps,
         "drops": int(ports["drops"].sum()),
         "retransmissions": resent,
         "max_queue_bytes": int(ports["max_queue_bytes"].max()),

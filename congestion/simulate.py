@@ -51,13 +51,15 @@ class Progress:
 
 
 class Baseline(NamedTuple):
-    """What counters showed at a warm-up's end: port (num_ports,) PORT, pause_ps likewise; resent, unacked of flows."""
+    """What counters showed at a warm-up's end: port (num_ports,) PORT, pause_ps and cause by port, the rest by flow."""
 
     time_ps: int
     port: Rows
     pause_ps: Ints
+    cause: Ints
     resent: Ints
     unacked: Ints
+    cnps: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +80,8 @@ class Outcome:
         acked_bytes: payload of each flow that was acknowledged since then; shape (num_flows,).
         link_hops: packets, data or ACK, times links that they passed, in all of the run.
         state: all tables, as `tables` names them. After a warm-up `tx_bytes`, `tx_packets`, `marks`, `pauses` and
-            `drops` of ports and `resent` of flows, as `pause_ps`, are since its end; the largest queues, and what
-            classes of a port (`lane`) counted, are of the whole run: they cannot be told apart.
+            `drops` of ports, `cause`, `resent` of flows and `cnps` of receivers, as `pause_ps`, are since its end; the
+            largest queues, round trips, and what classes of a port (`lane`) counted, are of the whole run.
         wall_s, cpu_s: of the run alone.
         compile_s: of the kernels, before it; about 0 but for a process's first run.
         backend: what ran it.
@@ -113,6 +115,8 @@ class Outcome:
 
         `fct_ns` of a flow that did not end is None. Ports are 1-based, in the file's order: all of switches, and of
         hosts those that counted anything; retransmissions are counted where they leave. Sums by port are the totals.
+        Packets for a port have set off pauses while it could send (there congestion begins), and passed them on while
+        it was stopped itself; CNPs are notices that receivers sent, on their ACKs.
         """
         start, finish = self.start_ps.tolist(), self.finish_ps.tolist()
         ends = zip(flows.src.tolist(), flows.dst.tolist(), flows.num_bytes.tolist(), start, finish, strict=True)
@@ -144,6 +148,7 @@ class Outcome:
         by_port = [row for row in rows if "switch" in row or any(row[name] for name in _AT_HOSTS)]
         return {
             **{name: sum(row[name] for row in by_port) for name in ("pauses", "ecn_marked", "drops")},
+            "cnps": int(self.state.receiver["cnps"].sum()),
             "retransmissions": int(self.state.flow["resent"].sum()),
             "paused_ns": float(self.pause_ps.sum()) / 1000,
             "max_queue_bytes": max((row["max_queue_bytes"] for row in by_port if "switch" in row), default=0),
@@ -165,6 +170,8 @@ class Outcome:
             "switch" if is_switch else "host": node,
             "port": number,
             "pauses": int(port["pauses"]),
+            "pauses_set_off": int(self.state.cause[index, 0]),
+            "pauses_passed_on": int(self.state.cause[index, 1]),
             "ecn_marked": int(port["marks"]),
             "drops": int(port["drops"]),
             "retransmissions": 0 if is_switch else int(self._resent[node]),
@@ -363,7 +370,9 @@ class Simulation:
         lane = self.state.lane if len(self.state.lane) else port
         pause = lane["paused_ps"] + np.where(lane["paused"], self.time_ps - lane["paused_at"], 0)
         pause = pause.reshape(len(port), -1).sum(axis=1)
-        return Baseline(self.time_ps, port.copy(), pause, flow["resent"].copy(), flow["unacked"].astype(np.int64))
+        cause, cnps = self.state.cause.copy(), self.state.receiver["cnps"].copy()
+        unacked = flow["unacked"].astype(np.int64)
+        return Baseline(self.time_ps, port.copy(), pause, cause, flow["resent"].copy(), unacked, cnps)
 
     def _warm_up_ps(self) -> int:
         """When the warm-up ends; NEVER where it has ended, or there is none."""
@@ -455,11 +464,12 @@ def simulate(
 
 def _since(state: State, before: Baseline) -> State:
     """The state with counters less what they showed before."""
-    port, flow = state.port.copy(), state.flow.copy()
+    port, flow, receiver = state.port.copy(), state.flow.copy(), state.receiver.copy()
     for name in _COUNTED:
         port[name] -= before.port[name]
     flow["resent"] -= before.resent
-    return state._replace(port=port, flow=flow)
+    receiver["cnps"] -= before.cnps
+    return state._replace(port=port, flow=flow, receiver=receiver, cause=state.cause - before.cause)
 
 
 def _digest(state: State) -> str:

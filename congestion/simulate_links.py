@@ -12,6 +12,12 @@ from netlayer.report import Axis, Report, Section, charts
 _LINKS = 24
 _LINK_CHARTS = 6
 _IDLE = 0.02  # of the busiest link's load
+_CAUSING = 8
+_CAUSES = (
+    "Why ports were paused: a switch stops a port once too much that came in there waits, and the packet that was one "
+    "too many was for this link. Set off: while the link could send, so its own load is the cause; passed on: while it "
+    f"was stopped itself, so the cause lies behind it. The {_CAUSING} first links of each law."
+)
 _PAUSE_ROWS = (
     "A tier is one direction of cables: from where they are sent, to where. Ports paused: those that were stopped at "
     "some time; pauses sent: by the ports of this tier to the other end of their cables, which stops; longest: the "
@@ -36,6 +42,7 @@ def add_pauses(report: Report, findings: Findings) -> None:
     else:
         _pauses_over_time(section, findings)
     section.table(_pause_rows(ports, findings.tiers), formats={"paused": ".2%"}, caption=_PAUSE_ROWS)
+    section.table(_causes(ports), caption=_CAUSES)
 
 
 def _pauses_over_time(section: Section, findings: Findings) -> None:
@@ -71,6 +78,22 @@ def _pauses_over_time(section: Section, findings: Findings) -> None:
         ),
         name="pause_spread",
         caption="Ports that were stopped at some time in each interval, all tiers together.",
+    )
+
+
+def _causes(ports: pd.DataFrame) -> pd.DataFrame:
+    """Of each law the links that most pauses were due to."""
+    caused = ports.assign(due=ports["pauses_set_off"] + ports["pauses_passed_on"])
+    caused = caused[caused["due"] > 0].sort_values("due", ascending=False, kind="stable")
+    most = caused.groupby("cc", sort=False, observed=True).head(_CAUSING).sort_values("cc", kind="stable")
+    return pd.DataFrame(
+        {
+            "law": most["cc"].astype(str),
+            "packets for": most["src"] + " -> " + most["dst"],
+            "set off": most["pauses_set_off"],
+            "passed on": most["pauses_passed_on"],
+            "longest queue (KiB)": most["max_queue_bytes"] / 1024,
+        }
     )
 
 

@@ -19,6 +19,7 @@ from netlayer.report import Axis, Figure, Report, charts
 from topology.commands.printing import duration
 
 _LOG_FROM = 30  # times between the least and the largest value, from which an axis is logarithmic
+_ROUND_TRIPS = {"rtt_mean_us": "RTT mean (us)", "rtt_max_us": "RTT max (us)"}
 _ON_TOP = "Where laws do alike their lines lie upon each other, and the last one's is seen."
 
 
@@ -59,7 +60,8 @@ def _overview(report: Report, findings: Findings) -> None:
     section.table(
         pd.DataFrame([_counts(row) for row in findings.rows]),
         formats={"paused": ".2%", "busiest link": ".1%"},
-        caption="Pauses are those sent; paused: port-time in which ports may not send. Marks are ECN's.",
+        caption="Pauses are those sent; paused: port-time in which ports may not send. Marks are ECN's; CNPs are the "
+        "notices of them that receivers sent.",
     )
 
 
@@ -118,10 +120,12 @@ def _counts(row: Mapping[str, Any]) -> dict[str, Any]:
         "pauses": row["pauses"],
         "paused": row["pause_share"],
         "marks": row["ecn_marked"],
+        "CNPs": row["cnps"],
         "drops": row["drops"],
         "resent": row["retransmissions"],
         "largest queue (KiB)": row["max_queue_bytes"] / 1024,
         "busiest link": row["utilisation_max"],
+        **{title: row[key] for key, title in _ROUND_TRIPS.items() if key in row},
     }
 
 

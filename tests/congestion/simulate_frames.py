@@ -57,6 +57,7 @@ def _flows(rng: np.random.Generator, num_flows: int, longest_us: float, unended:
             "slowdown": fct / ideal,
             "goodput_bps": 8e12 / fct,
             "retransmissions": 0,
+            "cnps": 2,
         }
     )
 
@@ -74,6 +75,8 @@ def _ports(rng: np.random.Generator, paused: float, span_us: float) -> pd.DataFr
             "ecn_marked": 3,
             "drops": 0,
             "pauses": (share.ravel() > 0).astype(int),
+            "pauses_set_off": np.roll(share.ravel() > 0, 1).astype(int),
+            "pauses_passed_on": 0,
             "paused_us": share.ravel() * span_us,
             "pause_share": share.ravel(),
             "deadlock": 0,

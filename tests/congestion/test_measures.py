@@ -42,9 +42,21 @@ def test_frames_and_summary_agree_with_the_run():
     assert row["max_queue_bytes"] == bottleneck["max_queue_bytes"] > 0
     stopped = ports[ports["paused_us"] > 0]
     assert set(stopped["src"]) == {"host0", "host1", "host2", "host3"}
-    assert row["pauses"] == outcome.state.port["pauses"].sum() > 0
+    assert row["pauses"] == outcome.state.port["pauses"].sum() == bottleneck["pauses_set_off"] > 0
+    assert row["pauses_passed_on"] == 0
+    assert row["cnps"] == row["ecn_marked"]
     assert row["pause_share"] == pytest.approx(outcome.pause_ps.sum() / fct[-1] / len(ports))
     assert row["drops"] == row["retransmissions"] == 0
+
+
+def test_round_trips_stand_beside_flows_where_they_are_measured():
+    case = build_scenario("incast", ["scenario.senders=2", "scenario.num_bytes=100000"])
+    outcome = simulate(case.fabric, case.flows, Settings(measure_rtt=True), "none")
+    flows = flow_frame(case.fabric, case.flows, outcome)
+    row = summary(flows, port_frame(case.fabric, outcome))
+    idle_us = float(outcome.state.flow["base_rtt_ps"][0]) / 1e6
+    assert idle_us < row["rtt_mean_us"] < row["rtt_max_us"] == flows["rtt_max_us"].max()
+    assert row["rtt_mean_us"] == pytest.approx((flows["rtt_mean_us"] * flows["rtts"]).sum() / flows["rtts"].sum())
 
 
 def test_percentiles_are_by_nearest_rank():
