@@ -96,7 +96,7 @@ def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
 
 def port_frame(fabric: Graph, outcome: Outcome) -> pd.DataFrame:
     """A row a port, node by node. `pauses` are those that it sent, `paused_us` how long it was stopped itself;
-    `pauses_set_off` those, at other ports of its switch, that packets for it caused while it could send: there
+    `pauses_set_off` those that its switch sent while its queue was the longest there and it could send: there
     congestion begins; `pauses_passed_on` likewise, while it was stopped itself: there the tree of pauses grows;
     `deadlock` is its place, from 1, in a circle of ports that wait for each other; `max_queue_bytes` is of the whole
     run, warm-up or not.

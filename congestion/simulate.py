@@ -115,8 +115,8 @@ class Outcome:
 
         `fct_ns` of a flow that did not end is None. Ports are 1-based, in the file's order: all of switches, and of
         hosts those that counted anything; retransmissions are counted where they leave. Sums by port are the totals.
-        Packets for a port have set off pauses while it could send (there congestion begins), and passed them on while
-        it was stopped itself; CNPs are notices that receivers sent, on their ACKs.
+        A port has set off a pause whose queue was then the switch's longest while it could send (there congestion
+        begins), and passed it on if it was stopped itself; CNPs are notices that receivers sent, on their ACKs.
         """
         start, finish = self.start_ps.tolist(), self.finish_ps.tolist()
         ends = zip(flows.src.tolist(), flows.dst.tolist(), flows.num_bytes.tolist(), start, finish, strict=True)

@@ -14,9 +14,9 @@ _LINK_CHARTS = 6
 _IDLE = 0.02  # of the busiest link's load
 _CAUSING = 8
 _CAUSES = (
-    "Why ports were paused: a switch stops a port once too much that came in there waits, and the packet that was one "
-    "too many was for this link. Set off: while the link could send, so its own load is the cause; passed on: while it "
-    f"was stopped itself, so the cause lies behind it. The {_CAUSING} first links of each law."
+    "Why ports were paused: a switch stops a port once too much that came in there waits, and the longest queue in "
+    "that moment was for this link. Set off: while the link could send, so its own load is the cause; passed on: while "
+    f"it was stopped itself, so the cause lies behind it. The {_CAUSING} first links of each law."
 )
 _PAUSE_ROWS = (
     "A tier is one direction of cables: from where they are sent, to where. Ports paused: those that were stopped at "
@@ -89,10 +89,10 @@ def _causes(ports: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "law": most["cc"].astype(str),
-            "packets for": most["src"] + " -> " + most["dst"],
+            "longest queue for": most["src"] + " -> " + most["dst"],
             "set off": most["pauses_set_off"],
             "passed on": most["pauses_passed_on"],
-            "longest queue (KiB)": most["max_queue_bytes"] / 1024,
+            "at most (KiB)": most["max_queue_bytes"] / 1024,
         }
     )
 

@@ -110,7 +110,7 @@ def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
     if is_lossless(s, ingress) and not ingress.pause_sent and is_full(s, node, ingress):
         ingress.pauses += 1
         s.port[seen.port].pauses += 1
-        s.cause[out, queue.paused] += 1
+        _lay_to_longest(s, node, its_class)
         node.num_paused += 1
         _signal(s, k, node, seen.port, its_class, 1, now)
     queue.queue_bytes += size
@@ -120,6 +120,16 @@ def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
     port.max_queue_bytes = max(port.max_queue_bytes, port.queue_bytes)
     s.queue_tail[place] = put(s, k, s.queue_tail[place], np.int64(seen.port), word + _HOP)
     _kick(s, k, node, out, now)
+
+
+@kernel
+def _lay_to_longest(s, node, its_class):  # type: ignore[no-untyped-def]
+    """A pause is due to the port with the longest queue of the class."""
+    longest = np.int64(node.first_port)
+    for p in range(np.int64(node.first_port), np.int64(node.first_port) + node.num_ports):
+        if s.lane[lane_of(s, p, its_class)].queue_bytes > s.lane[lane_of(s, longest, its_class)].queue_bytes:
+            longest = np.int64(p)
+    s.cause[longest, s.lane[lane_of(s, longest, its_class)].paused] += 1
 
 
 @inlined

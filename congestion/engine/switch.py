@@ -290,12 +290,22 @@ def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
     hold(s, node, ingress, size)
     if s.run[0].pfc and not ingress.pause_sent and is_full(s, node, ingress):
         ingress.pauses += 1
-        s.cause[seen.out, s.port[seen.out].paused] += 1
+        _lay_to_longest(s, node)
         node.num_paused += 1
         _signal(s, k, node, seen.port, 1, now)
     port.max_queue_bytes = max(port.max_queue_bytes, port.queue_bytes + size)
     _enqueue(s, k, seen.out, word + _HOP, size, seen.port)
     _kick(s, k, node, seen.out, now)
+
+
+@kernel
+def _lay_to_longest(s, node):  # type: ignore[no-untyped-def]
+    """A pause is due to the port with the longest queue: it holds most of the buffer that an ingress has no more of."""
+    longest = np.int64(node.first_port)
+    for p in range(np.int64(node.first_port), np.int64(node.first_port) + node.num_ports):
+        if s.port[p].queue_bytes > s.port[longest].queue_bytes:
+            longest = np.int64(p)
+    s.cause[longest, s.port[longest].paused] += 1
 
 
 @inlined

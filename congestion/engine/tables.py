@@ -201,20 +201,20 @@ class State(NamedTuple):
     a node's side by side; lane: (num_ports * num_classes,) PORT, a row a class of a port, empty for one class; weight:
     (num_classes,) of a class in its turn, 0: strictly before; class_of: (num_flows,); kind: (num_kinds,) KIND; node,
     flow, receiver, and of a law: a row each, of its parameters a row a class; sent: (num_flows, most in flight) when
-    packets were sent; rtt: (num_flows,) RTT, one row where none is measured; cause: (num_ports, 2) pauses that
-    packets for a port set off, while it could send and while it was stopped itself; timeouts: (most retries + 1,)
-    waits before each retry; acked, received: (num_flows, words) bits of packets, for selective repeat; flap_from:
-    (num_ports + 1,), flap: (num_flaps, 2) when what arrives at a port is lost; flowlet: (num_flows, 2) path, and
-    when its first switch last saw a packet; waiting: flows that wait for flow f, from waiting_from[f] to
-    waiting_from[f + 1]; path: (num_flows * num_paths, 16) ports that a packet leaves by, data then ACK; path_line:
-    the same as rows, for prefetch; by_host: flows a sender, by start; active: those under way, in the same places;
-    wire_head, wire_tail: (num_ports,), queue_head, queue_tail: (num_ports * num_classes,) where the lists begin and
-    end of what is on the way to a port and of what waits at it; came: (num_ports,) CAME; entry: (num_chunks *
-    CHUNK,); following: (num_chunks,) the next chunk; free: (num_workers, num_chunks) chunks; next_time:
-    (num_nodes,) when something happens there by itself; wake: (2, num_nodes) 1 where something was sent to; seen,
-    order: (num_workers, most) and counts, busy, due: (num_workers, most ports) room for a window at a switch;
-    owned: (num_nodes,) nodes by worker; said: (num_workers, 2, 8) what workers tell each other; arrived: (1,)
-    workers that came to meet.
+    packets were sent; rtt: (num_flows,) RTT, one row where none is measured; cause: (num_ports, 2) pauses in whose
+    moment a port's queue was the switch's longest, while it could send and while it was stopped itself; timeouts:
+    (most retries + 1,) waits before each retry; acked, received: (num_flows, words) bits of packets, for selective
+    repeat; flap_from: (num_ports + 1,), flap: (num_flaps, 2) when what arrives at a port is lost; flowlet:
+    (num_flows, 2) path, and when its first switch last saw a packet; waiting: flows that wait for flow f, from
+    waiting_from[f] to waiting_from[f + 1]; path: (num_flows * num_paths, 16) ports that a packet leaves by, data
+    then ACK; path_line: the same as rows, for prefetch; by_host: flows a sender, by start; active: those under way,
+    in the same places; wire_head, wire_tail: (num_ports,), queue_head, queue_tail: (num_ports * num_classes,) where
+    the lists begin and end of what is on the way to a port and of what waits at it; came: (num_ports,) CAME; entry:
+    (num_chunks * CHUNK,); following: (num_chunks,) the next chunk; free: (num_workers, num_chunks) chunks;
+    next_time: (num_nodes,) when something happens there by itself; wake: (2, num_nodes) 1 where something was sent
+    to; seen, order: (num_workers, most) and counts, busy, due: (num_workers, most ports) room for a window at a
+    switch; owned: (num_nodes,) nodes by worker; said: (num_workers, 2, 8) what workers tell each other; arrived:
+    (1,) workers that came to meet.
     """
 
     features: Rows
