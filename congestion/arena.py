@@ -133,7 +133,7 @@ def tight_buffers(
 def compile_first(contender: Contender, cases: Sequence[Case], stages: Stages, suite: Suite = SUITE) -> None:
     """The kernels, if they are not kept from before: here, or every worker would compile them for itself."""
     if not are_kept():
-        with stages.open("compiling, about a minute"):
+        with stages.wait("compiling kernels, a minute where a core is idle"):
             least = min(cases, key=lambda case: case.workload.link_hops)
             run_one(contender, least, suite.tuning_set.seeds[0], suite.rules.buffers_bytes[0], suite=suite)
 
