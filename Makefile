@@ -33,7 +33,7 @@ quickstart: setup  ## the main job: bench, fabric, training and one report (ARGS
 
 test: setup  ## all tests that CI runs, with the coverage of netlayer/; those that judge by time alone, behind the others
 	@trap 'exit 130' INT; $(BIN)/coverage erase; failed=; \
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not quiet" $(ARGS) || [ $$? -eq $(NONE) ] || failed=1; \
+	$(PYTEST) -n $(WORKERS) --dist loadgroup -m "not slow and not quiet" $(ARGS) || [ $$? -eq $(NONE) ] || failed=1; \
 	$(PYTEST) -n 0 --cov-append -m "quiet and not slow" $(ARGS) || [ $$? -eq $(NONE) ] || failed=1; \
 	rm -f .coverage.*; `# halves that ranks left when a test killed them` \
 	$(BIN)/coverage report --skip-covered || failed=1; \
