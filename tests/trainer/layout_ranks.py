@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from collectives import product
+from collectives.nodes import virtual_node_environ
 from netlayer.config import JobConfig
 from netlayer.layout import ParallelLayout
 from netlayer.rank import RankContext
@@ -66,7 +68,10 @@ def _world(context: RankContext, url: str, backend: str = "gloo") -> Iterator[to
     torch.set_num_threads(1)
     env, device = context.env, torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", env.local_rank)
+        gpus = torch.cuda.device_count()
+        if gpus < env.local_world_size:  # NCCL lets ranks share a GPU where it takes them for ranks of several hosts
+            os.environ.update(virtual_node_environ(env.rank))
+        device = torch.device("cuda", env.local_rank % gpus)
         torch.cuda.set_device(device)
     bound = device if backend == "nccl" else None
     open_world(ParallelLayout(dp=env.world_size), backend=backend, init_method=url, rank=env.rank, device=bound)
