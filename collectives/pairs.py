@@ -55,31 +55,40 @@ def pairs(
     repeats: int = 20,
     *,
     budget_s: float = 60.0,
+    only: Sequence[tuple[int, int]] = (),
     progress: Progress | None = None,
 ) -> list[HealthRow]:
     """Latency, each way alone and both ways at once for every pair of ranks, in `pair_rounds`; four rows a pair.
 
     A time is the longer one of the two ranks', so that a message counts when it has arrived. `latency` is half of a
-    round trip of 8 bytes; of `both`, `bw_gbs` counts the bytes of one way. All pairs of a round run at once.
+    round trip of 8 bytes; of `both`, `bw_gbs` counts the bytes of one way. All pairs of a round run at once; a rank
+    whose group has a CPU backend too waits for the others without its device, which may be theirs.
 
     Args:
         group: every rank of it calls this.
         num_bytes: of one message.
         repeats: most iterations of each.
         budget_s: seconds for all rounds together.
+        only: these pairs of the group's ranks, the lower one first, each alone, in this order; empty: all, in rounds.
         progress: hears of every round.
+
+    Raises:
+        ValueError: `only` names no pair of two ranks of the group, the lower one first.
     """
     check_arguments(num_bytes, repeats, budget_s)
-    rank, device = dist.get_rank(group), group_device(group)
+    rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), group_device(group)
+    if any(not 0 <= low < high < ranks for low, high in only):
+        raise ValueError(f"only = {only}: must be pairs of ranks of 0..{ranks - 1}, the lower one first")
     _meet(group, device)  # all ranks must take part in the first call of a communicator
-    rounds = pair_rounds(dist.get_world_size(group))
+    rounds = [[pair] for pair in only] or pair_rounds(ranks)
+    meets_on = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
     mine: list[_Half] = []
     for number, meetings in enumerate(rounds):
         for pair in meetings:
             if rank in pair:
                 meeting = _Meeting(group, device, number, pair, rank)
                 mine += meeting.measure_all(num_bytes, repeats, budget_s / (4 * len(rounds)))
-        _meet(group, device)
+        _meet(group, meets_on)
         if progress is not None:
             progress(number + 1, len(rounds))
     halves = [half for rank_halves in gather(mine, group) for half in rank_halves]

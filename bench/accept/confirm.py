@@ -22,7 +22,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
@@ -89,7 +89,7 @@ class Evidence:
 def confirm(
     suspects: Sequence[Subject],
     controls: Sequence[Subject],
-    measure: Callable[[Subject], Mapping[str, float]],
+    measure: Callable[[Sequence[Subject]], Mapping[Subject, Mapping[str, float]]],
     least_ratio: float,
     turn_s: float,
 ) -> dict[tuple[Subject, str], Evidence]:
@@ -98,7 +98,7 @@ def confirm(
     Args:
         suspects: at least one.
         controls: like them, and not suspected; the first few are taken.
-        measure: times of one of them, us, by series; empty where it failed.
+        measure: times of some of them, one after the other in this order, us, by series; who failed is missing.
         least_ratio: times slower than the controls that one must be to be called slow.
         turn_s: least time from the beginning of a turn to that of the next.
     """
@@ -109,8 +109,8 @@ def confirm(
         turn_began = time.monotonic()
         if not left or turn_began - began > _MOST_S:
             break
-        times = {subject: measure(subject) for subject in lot.sample([*left, *beside], len(left) + len(beside))}
-        beside = [control for control in beside if times[control]]
+        times = measure(lot.sample([*left, *beside], len(left) + len(beside)))
+        beside = [control for control in beside if times.get(control)]
         if len(beside) < LEAST_CONTROLS:
             break
         _take(found, left, {control: times[control] for control in beside}, times)
@@ -118,7 +118,7 @@ def confirm(
         for evidence in found.values():
             if evidence.state == "open":
                 evidence.state = evidence.judge(least_ratio, num_looks)
-        left = [subject for subject in left if times[subject] and state_of(found, subject) == "open"]
+        left = [subject for subject in left if times.get(subject) and state_of(found, subject) == "open"]
         if left and turn + 1 < _MOST_TURNS:
             time.sleep(max(0.0, turn_s - (time.monotonic() - turn_began)))
     return dict(found)
@@ -135,9 +135,13 @@ def open_of(found: Mapping[tuple[Subject, str], Evidence]) -> list[Subject]:
     return [subject for subject in dict.fromkeys(one for one, _ in found) if state_of(found, subject) == "open"]
 
 
-def inconclusive(ranks: Sequence[int], phase: str, check: str, suspects: Sequence[str]) -> Finding:
+def inconclusive(
+    ranks: Sequence[int], phase: str, check: str, suspects: Sequence[str], found: Iterable[Evidence] = ()
+) -> Finding:
     """What is said of the machine where suspects stay open: it accuses none of them."""
-    figure = f"{NOT_QUIET} ({len(suspects)} neither cleared nor slow: {', '.join(suspects[:_MOST_NAMED])})"
+    figure = f"{NOT_QUIET} ({len(suspects)} neither cleared nor slow: {', '.join(suspects[:_MOST_NAMED])}"
+    worst = max((one for one in found if one.state == "open" and one.ours), key=lambda one: one.ratio, default=None)
+    figure += f"; at worst {worst.ratio:.1f} times as slow, {worst.words})" if worst else ")"
     expected = "suspects as fast as their controls, or slower in nearly every turn"
     step = "run it again while nothing else runs on this machine (top)"
     return Finding("WARN", f"{len(ranks)} ranks", check, figure, expected, step, phase)
@@ -156,7 +160,7 @@ def _take(
 ) -> None:
     """One turn; a control that gives no times any more does not count for the turns before either."""
     for subject in suspects:
-        for series, time_us in times[subject].items():
+        for series, time_us in times.get(subject, {}).items():
             evidence = found[subject, series]
             evidence.ours.append(time_us)
             known = evidence.controls

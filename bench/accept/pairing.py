@@ -58,11 +58,13 @@ def _confirm(trial: Trial, scores: Mapping[str, MatrixScores], suspects: Sequenc
     good = [pair for pair in best if pair not in suspects][:MOST_CONTROLS]
     good = good if len(good) >= _LEAST_GOOD else best[:_LEAST_GOOD]
     suspects = [pair for pair in suspects if pair not in good]
-    args = {**trial.work.pairs, "budget_s": 0.4}
 
-    def measure(pair: Pair) -> dict[str, float]:
-        rows = trial.together(PHASE, "pairs", args, [pair], turns=True)
-        return {row["direction"]: trial.work.time_us(row) for row in rows}
+    def measure(order: Sequence[Pair]) -> dict[Pair, dict[str, float]]:
+        args = {**trial.work.pairs, "budget_s": 0.4 * len(order), "only": order}
+        found: dict[Pair, dict[str, float]] = defaultdict(dict)
+        for row in trial.together(PHASE, "pairs", args, [trial.alive], turns=False):
+            found[row["rank"], row["peer"]][row["direction"]] = trial.work.time_us(row)
+        return found
 
     return confirm(suspects, good, measure, trial.work.least_ratio, trial.work.turn_s)
 
@@ -194,7 +196,7 @@ def _of_the_rest(
     """One finding where pairs stay open, or where nothing stands out."""
     unsure = [pair for pair in open_of(proof) if not {pair, pair[:1], pair[1:]} & named]
     if unsure:
-        return [inconclusive(trial.alive, PHASE, "pairs", [*map(trial.label, unsure)])]
+        return [inconclusive(trial.alive, PHASE, "pairs", [*map(trial.label, unsure)], proof.values())]
     if named:
         return []
     series, matrix = next(iter(scores.items()))

@@ -194,10 +194,13 @@ def _confirmed(
     """Of groups that stand out on shared cores: those that are slow in turn with the others of their size; the open."""
     work = trial.work
 
-    def measure(group: tuple[int, ...]) -> dict[str, float]:
-        whole = trial.of_alive(group) == group  # what is left of a group is not like the others
-        rows = trial.together(phase, name, args, [group], turns=True) if whole else []
-        return {name: max(map(work.time_us, rows))} if rows else {}
+    def measure(order: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dict[str, float]]:
+        # What is left of a group is not like the others.
+        whole = [group for group in order if trial.of_alive(group) == group]
+        times_us: dict[tuple[int, ...], float] = defaultdict(float)
+        for row in trial.together(phase, name, args, whole, turns=True):
+            times_us[tuple(row["group"])] = max(times_us[tuple(row["group"])], work.time_us(row))
+        return {group: {name: time_us} for group, time_us in times_us.items()}
 
     slow: list[tuple[int, ...]] = []
     unsure: list[tuple[int, ...]] = []

@@ -43,6 +43,14 @@ def _grouped(check: Callable[..., list[health.HealthRow]]) -> Callable[[torch.de
     return probe
 
 
+def _pairs(_device: torch.device, args: Mapping[str, Any]) -> Rows:
+    """`only`, where it is given, names ranks of the run; pairs of which one is not in the group are left out."""
+    places = {rank: place for place, rank in enumerate(args["members"])}
+    only = [(places[low], places[high]) for low, high in args.get("only", ()) if {low, high} <= places.keys()]
+    rows = health.pairs(_world(), args["bytes"], args["repeats"], budget_s=args["budget_s"], only=only)
+    return [dict(row) for row in rows]
+
+
 def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
@@ -92,6 +100,6 @@ PROBES: Mapping[str, Callable[[torch.device, Mapping[str, Any]], Rows]] = {
     "copy": _copy,
     "all_to_all": _grouped(health.all_to_all),
     "all_reduce": _grouped(health.all_reduce),
-    "pairs": _grouped(health.pairs),
+    "pairs": _pairs,
     "train": _train,
 }

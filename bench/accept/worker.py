@@ -66,7 +66,7 @@ class Worker:
             watch = Watch(self._slots, self._slot, self._plants, members, self._rank)
             # Nothing of a rank that measures alone is counted; without a fault planted it runs bare.
             with watch if len(members) > 1 or self._plants else contextlib.nullcontext():
-                rows = run_probe(task["name"], self._device, task["args"])
+                rows = run_probe(task["name"], self._device, {**task["args"], "members": members})
             if len(members) == 1:  # whatever group was formed before
                 rows = [{**row, "rank": 0} for row in rows]
             first = self._rank == members[0]

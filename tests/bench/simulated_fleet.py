@@ -5,6 +5,7 @@ All of its times are simulated; nothing here measures anything.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,13 +43,18 @@ class SimulatedFleet:
         self._bursts, self._busy, self._until = bursts, False, 0.0
 
     def run(self, name: str, args: Mapping[str, Any], groups: Iterable[Sequence[int]], limit_s: float) -> list[Outcome]:
+        only = [tuple(pair) for pair in args.get("only", ())]
+        if not only:
+            self._time_passes()
+        return [self._outcome(name, tuple(group), only) for group in groups]
+
+    def _time_passes(self) -> None:
         self.num_tasks += 1
         while self._bursts and self.num_tasks > self._until:
             self._busy = not self._busy
             self._until += self._draw.expovariate(1 / self._bursts.mean_tasks)
-        return [self._outcome(name, tuple(group)) for group in groups]
 
-    def _outcome(self, name: str, group: tuple[int, ...]) -> Outcome:
+    def _outcome(self, name: str, group: tuple[int, ...], only: Sequence[tuple[int, ...]]) -> Outcome:
         world, outcome = self.world, Outcome(group)
         met = set(world.ranks) <= set(group) and (len(group) > 1 or name in ("gemm", "copy"))
         if met and world.kind == "dead":
@@ -58,7 +64,7 @@ class SimulatedFleet:
         elif met and len(group) > 1 and world.kind == "hang":
             outcome.where = {rank: Where(6 if rank in world.ranks else 7, 6, "S") for rank in group}
         else:
-            outcome.rows = self._pairs(group) if name == "pairs" else self._rows(name, group)
+            outcome.rows = self._pairs(group, only) if name == "pairs" else self._rows(name, group)
         return outcome
 
     def _rows(self, name: str, group: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -86,17 +92,19 @@ class SimulatedFleet:
         row |= {"p50_us": time_us, "p99_us": time_us * 1.2, "min_us": time_us * 0.98, "wrong": wrong, "ok": not wrong}
         return {**row, "bus_bw_gbs": 1e5 / time_us, "first_loss": 1.0, "last_loss": 0.5}
 
-    def _pairs(self, group: tuple[int, ...]) -> list[dict[str, Any]]:
+    def _pairs(self, group: tuple[int, ...], only: Sequence[tuple[int, ...]]) -> list[dict[str, Any]]:
+        """All pairs at once, or those asked for one after the other."""
         world, rows = self.world, []
-        for low in range(len(group)):
-            for high in range(low + 1, len(group)):
-                ends = {group[low], group[high]}
-                factor = world.factor if set(world.ranks) <= ends and world.kind in ("slow node", "slow link") else 1.0
-                for direction in ("latency", "low_to_high", "high_to_low", "both"):
-                    sender = group[low] if direction == "low_to_high" else group[high]
-                    wrong = world.kind == "corrupt" and sender in world.ranks and direction.endswith(("high", "low"))
-                    wrong = wrong or (world.kind == "corrupt link" and ends == set(world.ranks))
-                    base = 20.0 if direction == "latency" else 1000.0
-                    row = self._row("pairs", low, base * factor, int(wrong and direction != "latency"))
-                    rows.append({**row, "peer": high, "round": 0, "direction": direction})
+        for ends in only or itertools.combinations(group, 2):
+            if only:
+                self._time_passes()
+            low, high = map(group.index, ends)
+            factor = world.factor if set(world.ranks) <= set(ends) and world.kind in ("slow node", "slow link") else 1.0
+            for direction in ("latency", "low_to_high", "high_to_low", "both"):
+                sender = ends[0] if direction == "low_to_high" else ends[1]
+                wrong = world.kind == "corrupt" and sender in world.ranks and direction.endswith(("high", "low"))
+                wrong = wrong or (world.kind == "corrupt link" and set(ends) == set(world.ranks))
+                base = 20.0 if direction == "latency" else 1000.0
+                row = self._row("pairs", low, base * factor, int(wrong and direction != "latency"))
+                rows.append({**row, "peer": high, "round": 0, "direction": direction})
         return rows

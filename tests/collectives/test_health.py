@@ -116,11 +116,14 @@ def all_checks(rank: int, members: list[int]) -> dict[str, Rows]:
     seen: list[tuple[int, int]] = []
     found = {
         "pairs": health.pairs(group, 70_000, repeats=3, progress=lambda done, total: seen.append((done, total))),
+        "asked": health.pairs(group, 1000, repeats=3, only=[(1, 2), (0, 1), (1, 2)]) if len(members) > 2 else [],
         "all_to_all": health.all_to_all(group, 40_000, repeats=3),
         "all_reduce": health.all_reduce(group, 40_001, repeats=3),
     }
     num_rounds = len(health.pair_rounds(len(members)))
     assert seen == [(number + 1, num_rounds) for number in range(num_rounds)]
+    with pytest.raises(ValueError, match="the lower one first"):
+        health.pairs(group, only=[(1, 0)])
     with pytest.raises(ValueError, match="need at least"):
         health.all_to_all(group, 16)
     return found
@@ -155,6 +158,10 @@ def test_all_ranks_of_a_group_get_the_rows_of_all(members: list[int], tmp_path: 
     keys = ("rank", "peer", "round", "direction", "size_bytes", "ok")
     assert [tuple(row[key] for key in keys) for row in first["pairs"]] == expected  # type: ignore[literal-required]
     assert all(("bw_gbs" in row) == (row["direction"] != "latency") for row in first["pairs"])
+    asked = [(row["rank"], row["peer"], row["round"]) for row in first["asked"][::4]]
+    assert asked == (
+        [(members[1], members[2], 0), (members[0], members[1], 1), (members[1], members[2], 2)] if num > 2 else []
+    )
 
 
 def spoilt_checks(rank: int) -> dict[str, Rows]:
