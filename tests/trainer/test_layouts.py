@@ -166,6 +166,7 @@ ON_GPUS: dict[int, list[tuple[dict[str, int], dict[str, Any]]]] = {
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # torch's compiler hides what it knows of its own, but not from "error"
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU with CUDA")
 def test_layouts_train_as_one_gpu_does_in_bfloat16_on_nccl(tmp_path: Path) -> None:
     """Sums of bfloat16 come in another order: within 2% of a gradient, all of it together."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numba import cuda as _untyped
+from numba.cuda import dispatcher as _dispatcher
 from numba.cuda.cudadrv import nvvm
 
 from congestion.engine.gpu import atomics, host, in_order, switch
@@ -35,6 +36,9 @@ from congestion.engine.gpu.window import first_due, is_due
 from congestion.engine.tables import NEVER
 
 cuda: Any = _untyped
+cast(
+    Any, _dispatcher
+).config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a small fabric has few blocks: no mistake that a user could mend
 _LANES = 32
 _ALL = 0xFFFFFFFF  # lanes
 
