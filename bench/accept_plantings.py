@@ -29,6 +29,8 @@ from netlayer.errors import CheckFailed
 from netlayer.results import RunRecord, utc_now, write_text
 
 _PHASES = ("gemm", "neighbours", "all_reduce", "pairs", "train")
+_LINK_MS, _SHARED_LINK_MS = (5.0, 50.0), (40.0, 100.0)
+"""Of a slow link. Ranks that take turns on a GPU need 5 to 10 ms for a message, and four times as long is slow."""
 _KINDS: tuple[PlantKind, ...] = ("slow", "hang", "corrupt", "slowlink")
 _BURSTS = """
 import random, time
@@ -93,23 +95,25 @@ def command(options: RunOptions, runs: int, healthy: int, ranks: int, backend: s
 def measure(seed: int, runs: int, healthy: int, ranks: int, backend: str, limit_s: float) -> Iterator[dict[str, Any]]:
     """A row a run; kinds of fault take turns, healthy runs come between."""
     total = runs + healthy
+    shared_gpus = len(usable_gpus()) if backend == "nccl" else 0
+    shared_gpus = shared_gpus if shared_gpus < ranks else 0
     with tempfile.TemporaryFile() as log:
         link = start_local(range(ranks), log)
         try:
             for number in range(total):
                 is_healthy = (number + 1) * healthy // total > number * healthy // total
                 draw = random.Random(f"{seed} {number}")
-                plant = None if is_healthy else draw_plant(_KINDS[number % len(_KINDS)], ranks, draw)
-                yield {"run": number, **_run_one(plant, ranks, backend, limit_s, link)}
+                plant = None if is_healthy else draw_plant(_KINDS[number % len(_KINDS)], ranks, draw, bool(shared_gpus))
+                yield {"run": number, **_run_one(plant, ranks, backend, limit_s, link, shared_gpus)}
         finally:
             link.close()
 
 
-def draw_plant(kind: PlantKind, ranks: int, draw: random.Random) -> Plant:
+def draw_plant(kind: PlantKind, ranks: int, draw: random.Random, shares_gpus: bool = False) -> Plant:
     """A fault of this kind at a random place, of a random size that is worth finding."""
     if kind == "slowlink":
         first, second = sorted(draw.sample(range(ranks), 2))
-        return Plant(kind, (first, second), draw.uniform(5, 50))
+        return Plant(kind, (first, second), draw.uniform(*_SHARED_LINK_MS if shares_gpus else _LINK_MS))
     amount = {"slow": draw.uniform(0.2, 1.0), "hang": float(draw.randint(1, 12)), "corrupt": 1.0}[kind]
     return Plant(kind, (draw.randrange(ranks),), amount)
 
@@ -129,9 +133,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _run_one(plant: Plant | None, ranks: int, backend: str, limit_s: float, link: Link) -> dict[str, Any]:
-    gpus = len(usable_gpus()) if backend == "nccl" else 0
-    shared_gpus = gpus if gpus < ranks else 0
+def _run_one(
+    plant: Plant | None, ranks: int, backend: str, limit_s: float, link: Link, shared_gpus: int
+) -> dict[str, Any]:
     members = members_of([("localhost", ranks)], 1)
     work = work_for(backend, limit_s, virtual_nodes=True, shares_gpus=bool(shared_gpus))
     settings = Settings(
