@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import re
 import signal
@@ -22,8 +23,11 @@ import click
 import netlayer
 from netlayer import lazy_group
 from netlayer.errors import EXIT_OK, EXIT_USAGE, NetlayerError
+from netlayer.interrupt import Interrupts, counted_interrupts
 from netlayer.lazy_group import Lazy, LazyGroup
 from netlayer.rank import end_rank
+
+logger = logging.getLogger(__name__)
 
 _COMMANDS = {
     "accept": Lazy("bench.accept.cli:accept", "Acceptance: which node, GPU or link is bad: measured, or from logs."),
@@ -41,6 +45,7 @@ _COMMANDS = {
     "train": Lazy("trainer.cli:train", "Train a job: tensor, pipeline and data parallel over the layer."),
 }
 _PERF_SUFFIX = "_perf"
+_EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def _load(target: str) -> Any:
@@ -132,14 +137,15 @@ def perf() -> None:
 def run(command: click.Command | Callable[[], click.Command], name: str) -> None:
     """Run a command to its exit code: one line on stderr for what the user can mend, a traceback for our own faults."""
     try:
-        _run(command, name)
+        with counted_interrupts() as interrupts:
+            _run(command, name, interrupts)
     finally:
         # All is done and said: while the interpreter ends, a Ctrl-C would only break its clearing away, with a
         # traceback. What is registered last is called first.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
-def _run(command: click.Command | Callable[[], click.Command], name: str) -> NoReturn:
+def _run(command: click.Command | Callable[[], click.Command], name: str, interrupts: Interrupts) -> NoReturn:
     stdout = sys.stdout
     try:
         loaded = command if isinstance(command, click.Command) else command()
@@ -152,13 +158,23 @@ def _run(command: click.Command | Callable[[], click.Command], name: str) -> NoR
     except click.ClickException as exc:
         end_rank(f"error: {_one_line(exc)}", EXIT_USAGE)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
-        sys.exit(130)
+        _end_as_interrupted()
     except SystemExit:
         if sys.stdout is not stdout:  # click's mark for a broken pipe; its own answer to it is exit 1
             _end_as_broken_pipe()
         raise
+    except Exception:
+        if not interrupts.seen:
+            raise
+        # Libraries make errors of their own of an interruption: pydantic does of one that lands in a serializer.
+        logger.info("what the interruption broke off", exc_info=True)
+        _end_as_interrupted()
     sys.exit(code if isinstance(code, int) else EXIT_OK)
+
+
+def _end_as_interrupted() -> NoReturn:
+    click.echo("interrupted", err=True)
+    sys.exit(_EXIT_INTERRUPTED)
 
 
 def _end_as_broken_pipe() -> NoReturn:

@@ -129,7 +129,8 @@ def _done_at_once(function: Callable[[Any], Any], batch: Any) -> Future[Any]:
 @contextlib.contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     # Spawned, not forked: this process may hold threads of numba and of the progress bar.
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker)
+    with uninterrupted():  # a semaphore half made is never given back
+        pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker)
     before = set(multiprocessing.active_children())
     try:
         yield pool

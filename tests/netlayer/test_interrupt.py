@@ -1,11 +1,14 @@
 import os
 import select
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from netlayer.interrupt import held_interrupt, uninterrupted
+from netlayer.interrupt import Interrupted, counted_interrupts, held_interrupt, uninterrupted
 
 
 def load(num_interrupts: int, done: list[str]) -> None:
@@ -104,3 +107,54 @@ def test_a_signal_that_another_thread_takes_waits_too() -> None:
         end.set()
         thread.join()
     assert done == ["whole"]
+
+
+_WHERE = {
+    # As where a dataclass is made: CPython takes what leaves this for uncaught, whoever catches it.
+    "text of exec": "    exec('signal.raise_signal(signal.SIGINT)')",
+    # As the callbacks of an import: what leaves this is dropped.
+    "a finaliser": (
+        "    class Tool:\n"
+        "        def __del__(self):\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "    Tool()\n"
+        "    time.sleep(60)"
+    ),
+    # As pydantic's serializers: its error has neither a cause nor a context.
+    "code whose errors a library translates": (
+        "    try:\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "    except KeyboardInterrupt:\n"
+        "        found = ValueError('interrupted')\n"
+        "    raise found"
+    ),
+}
+
+
+@pytest.mark.parametrize("body", _WHERE.values(), ids=_WHERE.keys())
+def test_a_command_ends_alike_wherever_ctrl_c_lands(body: str, tmp_path: Path) -> None:
+    (tmp_path / "tried.py").write_text(
+        f"import signal, time\nimport click\nfrom netlayer.cli import run\n"
+        f"@click.command()\ndef tried():\n{body}\n    click.echo('went on')\nrun(tried, 'tried')\n"
+    )
+    command = [sys.executable, "-m", "tried"]  # `python tried.py` would not show it: it ends in another way
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
+
+
+def test_a_command_s_ctrl_c_waits_too_where_nothing_may_break_off() -> None:
+    done: list[str] = []
+
+    def move() -> None:
+        with counted_interrupts() as interrupts:
+            try:
+                with uninterrupted():
+                    signal.raise_signal(signal.SIGINT)
+                    done.append("whole")
+            finally:
+                done.append(f"{interrupts.seen} seen")
+
+    with pytest.raises(Interrupted):
+        move()
+    assert done == ["whole", "1 seen"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
