@@ -49,7 +49,7 @@ def run_command(collective: Collective, request: Request) -> bool:
     ranks = request.ngpus if env is None else env.world_size
     if env is not None and env.rank != 0:
         return _good(join([collective.name], request.options, env, backend=backend)[0])
-    for note in _notes(collective, request, backend, ranks):
+    for note in list(_notes(collective, request, backend, ranks)):  # all of them first: what is refused says no more
         click.echo(f"note: {note}", err=True)
     table = _Table()
     with _json_place(request.json_file) as json_file:

@@ -1,7 +1,8 @@
 """`netlayer bench compare A B`: two records row by row: ratio, spread, verdict.
 
-Rows are alike where all that is no measurement is equal. The spread is that of the single iterations, where a record
-keeps them: a difference within it is none. Left out: whether the two machines may be compared at all; it says both.
+Rows are alike where all that is no measurement is equal. The spread is what chance alone may make of the difference,
+from three rows alike or more, else from the single iterations, where a record keeps them: a difference within it is
+none. Left out: whether the two machines may be compared at all; it says both.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ _LOWER = ("_us", "_ms", "_s", "_ns")
 # What came out, or tells repetitions of one case apart. Ranks are no repetitions: one that is slow must show.
 _NO_KEY = (
     "wrong", "ok", "round", "cycle", "hostname", "at", "algorithm", "protocol", "host_bound", "best_other",
-    "peak_bytes",
+    "peak_bytes", "nccl",
 )  # fmt: skip
 _DEFAULT_SHARE = 0.05
 _MAD_TO_SIGMA = 1.4826
+# Of the difference: where nothing changed, about one row in forty seems worse.
+_SIGMAS = 2.0
 # What a column of figures shows at most; numbers beyond it are no measurement.
 _MOST = 1e300
 _ONLY = {"a": "only in A", "b": "only in B"}
+_NO_SPREAD = "spread -: not known, so that chance may look like a loss; take *_perf's -J with -N 3 or more"
 
 
 class _Case(NamedTuple):
@@ -130,6 +134,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     words = [f"{count} {word}" for word, count in counts.items()]
     alone = {word: sum(row["verdict"] == word for row in rows) for word in _ONLY.values()}
     words += [f"{count} row{'s' * (count != 1)} {word}" for word, count in alone.items() if count]
+    if any(row["ratio"] is not None and row["spread"] is None for row in rows):
+        yield _NO_SPREAD
     yield ", ".join(words)
 
 
@@ -142,9 +148,10 @@ def _compared(
     case: _Case, mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], within: float
 ) -> dict[str, Any]:
     first, second = (statistics.median(_values(rows, case.metric)) for rows in (mine, theirs))
-    spread = max(_spread(mine, case.metric), _spread(theirs, case.metric))
+    known = [one for rows in (mine, theirs) if (one := _spread(rows, case.metric)) is not None]
+    spread = _SIGMAS * math.hypot(*known) if known else None
     gain = _gain(first, second) if case.metric.endswith(_HIGHER) else _gain(second, first)
-    least = max(within, spread)
+    least = max(within, spread or 0.0)
     verdict = "worse" if gain < -least else "better" if gain > least else "same"
     ratio = second / first if first else None
     return {"what": case.words, "metric": case.metric, "a": first, "b": second,
@@ -196,8 +203,8 @@ def _values(rows: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
     return [float(row[metric]) for row in rows]
 
 
-def _spread(rows: Sequence[Mapping[str, Any]], metric: str) -> float:
-    """Robust standard deviation of what the figure comes from, as a share of its median.
+def _spread(rows: Sequence[Mapping[str, Any]], metric: str) -> float | None:
+    """Robust standard deviation of what the figure comes from, as a share of its median; None where nothing tells it.
 
     That of several rows alike, or of the single iterations divided by the root of their number: a median scatters less.
     """
@@ -206,7 +213,7 @@ def _spread(rows: Sequence[Mapping[str, Any]], metric: str) -> float:
         return _scatter(values) / math.sqrt(len(values))
     each = [row["iterations_us"] for row in rows if isinstance(row.get("iterations_us"), list)]
     times = [float(time) for one in each for time in one if _is_metric("iterations_us", time)]
-    return _scatter(times) / math.sqrt(len(times)) if len(times) >= 3 else 0.0
+    return _scatter(times) / math.sqrt(len(times)) if len(times) >= 3 else None
 
 
 def _scatter(values: Sequence[float]) -> float:

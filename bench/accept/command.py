@@ -97,10 +97,11 @@ def accept_run(asked: Asked) -> int:
             else:
                 result = run(settings, links)
             commit = _show(asked, settings, result, started)  # before all that takes time
-        if asked.html_file:
-            _write_page(asked.html_file, result, settings, commit)
         if asked.out:
             _write_folder(asked.out, result)
+        if asked.html_file:  # last: its pictures take seconds
+            click.echo(f"writing {asked.html_file} ...", err=True)
+            _write_page(asked.html_file, result, settings, commit)
     if result.stopped:
         return _INTERRUPTED
     verdict = run_output.judgement_of(result).verdict
@@ -345,5 +346,5 @@ def _write_folder(out: Path, result: Result) -> None:
     for system, lines in run_output.drain_lists(result.trial).items():
         write_text(out / f"drain-{system.lower()}.sh", "\n".join(lines) + "\n")
     for subject, text in run_output.tickets(result).items():
-        name = "".join(char if char.isalnum() or char in "-." else "-" for char in subject)
+        name = re.sub(r"[^\w.]+", "-", subject)
         write_text(out / f"ticket-{name}.txt", text)

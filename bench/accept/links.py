@@ -26,6 +26,7 @@ from netlayer.errors import ConfigError
 from netlayer.rank import RankEnv
 
 _MODULE = ("-m", "bench.accept.agent")
+_ROOT = Path(__file__).parent.parent.parent
 _END_S = 3.0
 _MEET_S = 120.0
 _HELLO_BYTES = 4096
@@ -103,25 +104,25 @@ def close_all(links: Sequence[Link]) -> None:
 def start_local(ranks: Sequence[int], log: IO[bytes]) -> Link:
     """An agent of this machine for all ranks."""
     command = [sys.executable, *_MODULE]
-    return _start("localhost", "127.0.0.1", ranks, command, log)
+    return _start("localhost", "127.0.0.1", ranks, command, log, _ROOT)
 
 
 def start_ssh(host: str, ranks: Sequence[int], ssh: str, log: IO[bytes]) -> Link:
     """An agent on a host that the user's ssh reaches, where netlayer stands in the same folder.
 
     Args:
-        ssh: the command with its options; the host and what runs there follow.
+        ssh: the command with its options; the host and what runs there follow. Paths in it are from where the user is.
     """
-    root = Path(__file__).parent.parent.parent
     there = shlex.join(["env", f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}", sys.executable, *_MODULE])
-    return _start(host, host, ranks, [*shlex.split(ssh), host, f"cd {shlex.quote(str(root))} && exec {there}"], log)
+    return _start(host, host, ranks, [*shlex.split(ssh), host, f"cd {shlex.quote(str(_ROOT))} && exec {there}"], log)
 
 
-def _start(host: str, address: str, ranks: Sequence[int], command: Sequence[str], log: IO[bytes]) -> Link:
-    root = str(Path(__file__).parent.parent.parent)
+def _start(
+    host: str, address: str, ranks: Sequence[int], command: Sequence[str], log: IO[bytes], cwd: Path | None = None
+) -> Link:
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=root, start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=cwd, start_new_session=True
         )
     except OSError as exc:
         raise ConfigError("--ssh", command[0], f"cannot be run ({exc.strerror})", "give the ssh command") from exc

@@ -131,7 +131,9 @@ class Text:
         except json.JSONDecodeError as exc:
             raise self.damaged(before + exc.lineno, f"is no whole JSON: {exc.msg} at column {exc.colno}") from exc
         except (ValueError, RecursionError) as exc:
-            raise self.damaged(before + 1, f"is no JSON that can be used: {printable(str(exc))[:100]}") from exc
+            # Python's words end with advice to whoever wrote the program.
+            words = printable(str(exc)).partition(";")[0].partition(" while ")[0]
+            raise self.damaged(before + 1, f"is no JSON that can be used: {words}") from exc
         if not isinstance(tree, dict):
             raise self.damaged(before + 1, "must be a JSON object")
         return tree

@@ -203,14 +203,15 @@ def _read_text(text: Text) -> _Run:
         raise text.damaged(len(text.lines), rule, _AGAIN)
     if not sides:
         raise text.damaged(len(text.lines), "has no row of figures", "give the output of a run that measured")
-    facts = _facts(collective, [match[2].strip() for match in ranks], _version(text.content))
+    hosts, names = [match[1] for match in ranks], [match[2].strip() for match in ranks]
+    facts = _facts(collective, names, hosts, _version(text.content))
     graph = _GRAPH.search(text.content)
     if graph:
         facts["graph"] = int(graph[1]) > 0
     nvls = _nvls(text.content)
     if nvls is not None:
         facts["nvls"] = nvls
-    return _Run(collective, [match[1] for match in ranks], facts, sides, out_of_bounds, too_slow)
+    return _Run(collective, hosts, facts, sides, out_of_bounds, too_slow)
 
 
 def _nvls(content: str) -> bool | None:
@@ -262,9 +263,8 @@ def _read_json(text: Text, tree: Mapping[str, Any]) -> _Run:
     named = _PROGRAM.search(arguments[0]) if arguments else None
     collective = named[1] if named else ""
     version = tree.get("nccl_version")
-    facts = _facts(
-        collective, [word(device.get("device_info")) for device in devices], version if isinstance(version, int) else 0
-    )
+    names, hosts = ([word(device.get(key)) for device in devices] for key in ("device_info", "hostname"))
+    facts = _facts(collective, names, hosts, version if isinstance(version, int) else 0)
     if isinstance(config.get("graph"), int):
         facts["graph"] = config["graph"] > 0
     nvls = _json_nvls(tree)
@@ -280,7 +280,6 @@ def _read_json(text: Text, tree: Mapping[str, Any]) -> _Run:
     out_of_bounds = bounds.get("okay") in ("false", False) or (number(bounds.get("count")) or 0) > 0
     average = mapping(tree.get("average_bus_bandwidth"))
     slow = (f"{word(average.get('bandwidth'))} GB/s", text.line_of('"average_bus_bandwidth"'))
-    hosts = [word(device.get("hostname")) for device in devices]
     return _Run(
         collective,
         [host for host in hosts if host],
@@ -315,13 +314,15 @@ def _json_sides(text: Text, result: Mapping[str, Any]) -> Iterator[_Side]:
             yield _side(text, int(size), what, place, figures, line)
 
 
-def _facts(collective: str, names: list[str], version: int) -> dict[str, str | int | bool]:
-    """What expectations are keyed by, as far as the log says it; a mixture of devices is no device."""
+def _facts(collective: str, names: list[str], hosts: list[str], version: int) -> dict[str, str | int | bool]:
+    """What expectations are keyed by, as far as the log says it of every rank; a mixture of devices is no device."""
     facts: dict[str, str | int | bool] = {"quantity": "bus_bw_gbs"}
     if collective:
         facts["collective"] = collective
     if names:
         facts["ranks"] = len(names)
+    if hosts and all(hosts):
+        facts["hosts"] = len(set(hosts))
     if len(set(names)) == 1:
         facts["device"] = names[0]
     if version:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from bench.accept.judge import Judgement
@@ -138,10 +137,11 @@ def shown(finding: Finding) -> dict[str, str]:
 
 
 def told(finding: Finding) -> dict[str, str]:
-    """As `shown`, with what to do beside what was found."""
+    """As `shown`, in few columns, so that a page shows them side by side: what was found, and what to do."""
     verdict, subject, check, figure, expected, where = _cells(finding)
-    found = {"verdict": verdict, "where": f"{subject}, {PurePath(where).name}", "found": f"{check}: {figure}"}
-    return {**found, "next step": printable(finding.next_step), "expected": expected, "file": where}
+    words = f"{check}: {figure}" + (f"; expected {expected}" if expected else "")
+    found = {"verdict": verdict, "where": f"{subject}, {where}", "found": words}
+    return {**found, "next step": printable(finding.next_step)}
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

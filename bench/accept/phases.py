@@ -10,6 +10,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from bench.accept.confirm import LEAST_CONTROLS, confirm, inconclusive, open_of, state_of
 from bench.accept.expectations import load
@@ -24,6 +25,7 @@ Phase = Callable[[Trial, Say], None]
 _AGAIN = 3
 _GROUP = "run the pairs of {}: where one of them is slow, its node or link; where none is, the switch that they share"
 _NODE = "where GEMM and copy of {} are as fast as the others', its NIC or cable is slow; else its GPU or host"
+_NVLS = "run it with NCCL_NVLS_ENABLE=0 as well: what is known is of NVLS off, and NCCL does not say whether it was on"
 _JITTER = 50.0
 """Times the median that the slowest call in a hundred may take, before a warning."""
 
@@ -71,11 +73,15 @@ def all_reduce(trial: Trial, say: Say) -> None:
         return
     row = rows[0]
     facts = {"quantity": "bus_bw_gbs", "collective": "all_reduce", "device": row["device"], "ranks": len(row["group"])}
+    facts |= {key: row[key] for key in ("nccl", "graph", "nvls") if row.get(key) is not None}
+    facts["hosts"] = len(_nodes(trial))  # a virtual node is one as well: nothing that is known is of such
     figure = Figure(
         "all_reduce bus bandwidth", f"{row['size_bytes']} bytes", f"{len(row['group'])} ranks", row["bus_bw_gbs"],
         "GB/s", 0, facts={**facts, "bytes": row["size_bytes"]},
     )  # fmt: skip
     for finding in held("all_reduce", [figure], load(), {}):
+        if finding.verdict is None and finding.next_step:  # the log that lacks it is our own
+            finding = replace(finding, next_step=_NVLS)
         trial.accuse("all_reduce", "group", row["group"], finding, label=finding.subject)
     trial.findings.append(_good_data("all_reduce", len(row["group"])))
 

@@ -5,6 +5,7 @@ Left out: what a figure means.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -36,11 +37,20 @@ def _copy(device: torch.device, args: Mapping[str, Any]) -> Rows:
 
 
 def _grouped(check: Callable[..., list[health.HealthRow]]) -> Callable[[torch.device, Mapping[str, Any]], Rows]:
-    def probe(_device: torch.device, args: Mapping[str, Any]) -> Rows:
+    def probe(device: torch.device, args: Mapping[str, Any]) -> Rows:
         rows = check(_world(), args["bytes"], args["repeats"], budget_s=args["budget_s"])
-        return [dict(row) for row in rows]
+        facts = _of_nccl(os.environ) if device.type == "cuda" else {}
+        return [dict(row) | facts for row in rows]
 
     return probe
+
+
+def _of_nccl(environ: Mapping[str, str]) -> dict[str, int | bool]:
+    """What expectations are keyed by; whether NVLS is on is known only where it is forbidden."""
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    major, minor, patch = version[:3]
+    facts: dict[str, int | bool] = {"nccl": major * 10000 + minor * 100 + patch, "graph": False}
+    return facts | ({"nvls": False} if environ.get("NCCL_NVLS_ENABLE") == "0" else {})
 
 
 def _pairs(_device: torch.device, args: Mapping[str, Any]) -> Rows:

@@ -65,12 +65,21 @@ def sentence(result: Result) -> str:
     words = f"faulty: {named}; " if named else ""
     words += f"to look at: {warned}; " if warned else ""
     if not words and not result.stopped:
-        judged = judgement_of(result).verdict == "PASS"
-        noisy = any(finding.figure.startswith(NOT_QUIET) for finding in trial.findings)
-        words = "nobody stands out; " if judged else f"{NOT_QUIET}; " if noisy else "nothing could be judged; "
+        words = _of_nobody(result)
     phases = len(result.done)
     words += f"{len(trial.members)} ranks, {phases} phase{'s' * (phases != 1)}"
     return words + (f"; broken off ({result.stopped}): what was measured until then" if result.stopped else "")
+
+
+def _of_nobody(result: Result) -> str:
+    """What is said where nobody is accused: all may share a fault, or nothing could be told."""
+    if judgement_of(result).verdict == "PASS":
+        return "nobody stands out; "
+    told = [finding for finding in result.trial.findings if finding.verdict in ("FAIL", "WARN")]
+    common = [finding for finding in told if not finding.figure.startswith(NOT_QUIET)]
+    if common:
+        return f"to look at: {', '.join(dict.fromkeys(f'{one.subject} ({one.file})' for one in common))}; "
+    return f"{NOT_QUIET}; " if told else "nothing could be judged; "
 
 
 def _named(trial: Trial, verdict: Verdict) -> str:
@@ -161,7 +170,7 @@ def page(result: Result, settings: Settings, commit: str, name: str) -> Report:
     bad = [finding for finding in judgement.findings if finding.verdict in ("FAIL", "WARN")]
     if bad:
         section = report.section("Faults and warnings", "What was found, and what to do next.", source="measured")
-        section.table(pd.DataFrame([_without_file(output.told(one)) for one in bad]), max_rows=500)
+        section.table(pd.DataFrame([output.told(one) for one in bad]), max_rows=500)
     if result.bandwidth:
         _heat_map(report, result, name)
     _device_speeds(report, result.trial, name)

@@ -73,7 +73,7 @@ class Trial:
     def link_step(self, ranks: Sequence[int]) -> str:
         """What to do about a link between ranks: inside a node it is no cable."""
         inside = len({self.members[rank].node for rank in ranks}) == 1
-        return (_NVLINK if inside else _LINK).format(self.label(ranks))
+        return (_NVLINK if inside else _LINK).format(" and ".join(self.members[rank].label for rank in ranks))
 
     def ranks_of(self, hosts: Collection[str]) -> list[int]:
         """All ranks of some hosts."""

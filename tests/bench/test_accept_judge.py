@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -276,6 +277,15 @@ def test_our_json_tells_of_nvls(nvls: object, known: bool, tmp_path: Path) -> No
     (tmp_path / "log").write_text(json.dumps(tree | {"env": [], "netlayer": {"nvls": nvls}}))
     found = judge_files([tmp_path / "log"]).findings
     assert any("8 x NVIDIA H200" in finding.expected for finding in found) == known
+
+
+def test_what_is_known_of_one_host_is_not_held_against_two(tmp_path: Path) -> None:
+    text, tree = (LOGS / "nccl_mpirun_nvls_off.txt").read_text(), (LOGS / "nccl_h200x8_slow.json").read_text()
+    for number, (whole, name) in enumerate(((text, r"(Rank  [4-7].* )node1 "), (tree, r'("rank": [4-7],[^}]*)node6'))):
+        for apart, known in ((whole, True), (re.sub(name, r"\g<1>other ", whole), False)):
+            (tmp_path / str(number)).write_text(apart)
+            findings = judge_files([tmp_path / str(number)]).findings
+            assert any("8 x NVIDIA H200" in finding.expected for finding in findings) == known
 
 
 def test_a_log_without_the_name_of_its_collective_says_so(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import json
 import socket
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from bench.accept.links import _listen, close_all, meet_agents
+from bench.accept.links import _listen, close_all, meet_agents, start_ssh
 from netlayer.errors import ConfigError
 from netlayer.rank import RankEnv
 
@@ -85,3 +86,15 @@ def test_it_listens_where_the_others_call_and_nowhere_else() -> None:
         assert server.getsockname()[0] == "0.0.0.0"
     with _listen(several, "192.0.2.1", free_port()) as server:  # an address that is translated before this host
         assert server.getsockname()[0] == "0.0.0.0"
+
+
+def test_paths_in_the_ssh_command_are_from_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my-ssh").write_text('#!/bin/sh\necho "$PWD sees $1" >&2\n')
+    (tmp_path / "my-ssh").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    with (tmp_path / "log").open("w+b") as log:
+        link = start_ssh("node7", [0], "./my-ssh", log)
+        assert link.process is not None
+        link.process.wait()
+        assert link.last_words() == f"{tmp_path.resolve()} sees node7"
+        link.close()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from bench.accept import phases, run_output
+from bench.accept.command import _write_folder
 from bench.accept.fleet import Fleet
 from bench.accept.judge import Judgement
-from bench.accept.output import format_table
+from bench.accept.output import format_table, told
 from bench.accept.run import Result, members_of
 from bench.accept.trial import Trial
 from bench.accept.work import work_for
@@ -48,12 +50,48 @@ def test_the_last_line_agrees_with_the_verdict(result: Result, verdict: str, wor
     assert list(run_output.format_run(result))[-1] == f"{verdict}: {words}"
 
 
+def test_what_all_have_in_common_is_in_the_last_line() -> None:
+    result = result_of("PASS")
+    result.trial.findings.append(Finding("WARN", "4 ranks", "gemm drift", "1.4 times its time", file="soak"))
+    assert run_output.sentence(result) == "to look at: 4 ranks (soak); 4 ranks, 1 phase"
+
+
+def test_a_ticket_of_a_link_is_a_file_with_both_ends_in_its_name(tmp_path: Path) -> None:
+    trial = trial_of()
+    trial.accuse("pairs", "link", [1, 2], Finding("FAIL", trial.label([1, 2]), "pairs", "1 us", file="pairs"))
+    _write_folder(tmp_path, Result(trial))
+    assert [file.name for file in tmp_path.iterdir()] == ["ticket-h-gpu1-h-gpu2.txt"]
+
+
+def test_a_page_says_what_was_expected_beside_what_was_found() -> None:
+    row = told(Finding("FAIL", "node3", "gemm", "80 TFLOP/s", "100 TFLOP/s", "read its clocks", "gemm"))
+    assert (row["found"], row["next step"]) == ("gemm: 80 TFLOP/s; expected 100 TFLOP/s", "read its clocks")
+
+
 def test_a_run_that_was_broken_off_is_an_error_of_junit_and_no_pass() -> None:
     for result in (result_of("PASS", stopped="interrupted"), Result(trial_of(), stopped="interrupted")):
         suite = ET.fromstring(run_output.junit(result))
         assert (suite.get("errors"), len(suite.findall(".//error"))) == ("1", 1)
         assert run_output.record(result, {}, {}, "", "").rows[0]["verdict"] == "WARN"
     assert ET.fromstring(run_output.junit(result_of("PASS"))).get("errors") == "0"
+
+
+@pytest.mark.parametrize(("bus_bw", "verdict"), [(318.0, "PASS"), (250.0, "FAIL")])
+def test_all_reduce_of_one_host_is_held_against_what_is_known(
+    bus_bw: float, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"device": "NVIDIA H200", "size_bytes": 64 << 20, "nccl": 22809, "graph": False, "nvls": False}
+
+    def found(trial: Trial, **less: Any) -> Finding:
+        rows = [known | {"group": list(range(8)), "bus_bw_gbs": bus_bw} | less]
+        monkeypatch.setattr(trial, "together", lambda *_, **__: rows)
+        phases.all_reduce(trial, lambda *_: None)
+        return trial.findings[0]
+
+    assert found(trial_of(8)).verdict == verdict
+    virtual = Trial(trial_of().fleet, members_of([("h", 8)], 1), work_for("nccl", None), list(range(8)))
+    assert found(virtual).verdict is None
+    assert "NCCL_NVLS_ENABLE=0" in found(trial_of(8), nvls=None).next_step
 
 
 def test_training_that_does_not_learn_accuses_those_who_trained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -24,11 +25,11 @@ class Crowded(SimulatedFleet):
         super().__init__(world, seed=0)
         self._unlucky = unlucky
 
-    def _pairs(self, group: tuple[int, ...]) -> list[dict[str, Any]]:
-        rows = super()._pairs(group)
+    def _pairs(self, group: tuple[int, ...], only: Sequence[tuple[int, ...]]) -> list[dict[str, Any]]:
+        rows = super()._pairs(group, only)
         for row in rows:
             ends = frozenset({group[row["rank"]], group[row["peer"]]})
-            factor = 0.2 if len(group) == 2 else 20.0 if ends in self._unlucky else 1.0
+            factor = 0.2 if only else 20.0 if ends in self._unlucky else 1.0
             for key in ("p50_us", "p99_us", "min_us"):
                 row[key] *= factor
         return rows

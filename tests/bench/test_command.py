@@ -17,6 +17,7 @@ from bench import command as command_module
 from bench.all_reduce import COLLECTIVE as ALL_REDUCE
 from bench.command import run_command
 from bench.options import PerfOptions, Request
+from netlayer.errors import ConfigError
 from netlayer.results import RunRecord
 from tests.bench import canned
 
@@ -116,3 +117,9 @@ def test_ctrl_c_in_a_run_without_end_keeps_its_figures(tmp_path: Path) -> None:
     assert running.returncode == 130
     assert "note: broken off" in said
     assert num_rows(tmp_path / "a.csv") >= 2
+
+
+def test_a_flag_that_is_refused_is_all_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="local_register"):
+        run_command(ALL_REDUCE, request(tmp_path, local_register=2))
+    assert capsys.readouterr() == ("", "")

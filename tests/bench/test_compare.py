@@ -58,6 +58,26 @@ def test_rows_alike_count_by_their_median(tmp_path: Path) -> None:
     assert command(a, b).exit_code == 0
 
 
+def test_a_spread_that_nothing_tells_is_none_and_said_so(tmp_path: Path) -> None:
+    alone = write(tmp_path / "alone", [{"size": 8, "bus_bw_gbs": 100.0}])
+    cycles = write(
+        tmp_path / "cycles", [{"size": 8, "bus_bw_gbs": value, "cycle": 0} for value in (90.0, 100.0, 110.0)]
+    )
+    assert json.loads(command(alone, alone, "--json", "-").stdout)["rows"][0]["spread"] is None
+    assert "spread -: not known" in command(alone, alone).stdout
+    assert "spread -" not in command(cycles, cycles).stdout
+
+
+def test_what_chance_alone_makes_of_the_difference_is_no_loss(tmp_path: Path) -> None:
+    def cycles(name: str, seed: int) -> Path:
+        draw = random.Random(seed)
+        rows = [{"size": size, "bus_bw_gbs": draw.gauss(100, 20)} for size in range(100) for _ in range(20)]
+        return write(tmp_path / name, rows)
+
+    rows = json.loads(command(cycles("a", 1), cycles("b", 2), "--json", "-").stdout)["rows"]
+    assert sum(one["verdict"] == "worse" for one in rows) < 10
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     a, same = write(tmp_path / "a", [row(8, 1)]), write(tmp_path / "same", [row(16, 1)])
     simulated = write(tmp_path / "s", [row(8, 1)], "simulated")
