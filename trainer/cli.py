@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,8 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     from trainer.checkpoint_meta import check_model, find, seed_of
     from trainer.memory import check_memory
     from trainer.metrics import check_metrics
+    from trainer.preview import lines
+    from trainer.schedule_check import check_job
     from trainer.trace import parse_steps
     from trainer.train import check_supported
 
@@ -69,8 +71,9 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     backend = environ.choose_backend(config.job.launch.backend, here)
     check_supported(config.job, here if env is None else env.world_size)
     memory = check_memory(config.job, here, backend)
-    if env is None or env.rank == 0:
-        click.echo(f"memory (estimate): {memory}", err=True)
+    check_job(config.job)
+    for line in lines(config.job, backend, memory) if env is None or env.rank == 0 else ():
+        click.echo(line, err=True)
     check_metrics(config.job.metrics)
     checkpoint, steps_done = None, 0
     if resume:
@@ -92,7 +95,8 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
         return
     with open_run(options.out, "train") as out:
         train_it = _start if env is None else functools.partial(_join, env=env)
-        result, record = _recorded(config, options, out, lambda: train_it(config, options, backend, asked, out=out))
+        with _checkpoint_named(out):
+            result, record = _recorded(config, options, out, lambda: train_it(config, options, backend, asked, out=out))
     click.echo(_last_line(result, out), err=str(options.json_file) == "-")
     if result.stop:
         click.echo(_how_to_go_on(result.stop, out), err=True)
@@ -193,11 +197,12 @@ def words_of(progress: Progress) -> str:
     """A row for the progress line."""
     row = progress.row
     left = "" if progress.left_s is None else f", {short_time(progress.left_s)} left"
+    step = f"step {progress.done:,}/{progress.total:,}"
     if "validation_loss" in row:
-        return f"held-out loss {row['validation_loss']:.3f}{left}"
+        return f"{step}, held-out loss {row['validation_loss']:.3f}{left}"
     if "loss" not in row:
         return progress.stage
-    words = [f"loss {row['loss']:.3f}", f"{row['tokens_per_s']:,.0f} tokens/s"]
+    words = [step, f"loss {row['loss']:.3f}", f"{row['tokens_per_s']:,.0f} tokens/s"]
     if row["mfu_full"] is not None:
         words.append(f"MFU {row['mfu_full']:.3f} full, {row['mfu_causal']:.3f} causal")
     if row["exposed_comm"] is not None:
@@ -217,11 +222,28 @@ def short_time(seconds: float) -> str:
     return f"{days} d {hours_left} h" if days else f"{hours} h {minutes_left} min"
 
 
+@contextlib.contextmanager
+def _checkpoint_named(out: Path) -> Iterator[None]:
+    """A run that breaks off says from where it can go on."""
+    from trainer.checkpoint_meta import checkpoints_in
+    from trainer.train import CHECKPOINTS
+
+    try:
+        yield
+    except BaseException:
+        if kept := checkpoints_in(out / CHECKPOINTS):
+            click.echo(f"note: --resume {kept[-1]} goes on from the last good checkpoint", err=True)
+        raise
+
+
 def _last_line(result: TrainResult, out: Path) -> str:
     held_out = [row["validation_loss"] for row in result.evaluations]
     losses = [row["loss"] for row in result.steps]
-    trained = f"{len(losses)} steps" + (f", loss {losses[0]:.3f} to {losses[-1]:.3f}" if losses else "")
-    return f"{trained}; held-out loss {held_out[0]:.3f} to {held_out[-1]:.3f}; {out}"
+    trained = f"{len(losses)} step{'s' * (len(losses) != 1)}" + (
+        f", loss {losses[0]:.3f} to {losses[-1]:.3f}" if losses else ""
+    )
+    known = f"{held_out[0]:.3f} to {held_out[-1]:.3f}" if len(held_out) > 1 else f"{held_out[0]:.3f} before them"
+    return f"{trained}; held-out loss {known}; {out}"
 
 
 def _how_to_go_on(stop: Stop, out: Path) -> str:

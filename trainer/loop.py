@@ -17,7 +17,7 @@ import contextlib
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from trainer.train import Stop
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+_MOST_NAMED = 8  # ranks of an error
 
 
 @dataclass(frozen=True)
@@ -200,12 +201,12 @@ class Trainer:
         ranks = [layout.rank(pp=layout.pp - 1, dp=dp) for dp in range(layout.dp)]
         lost = [pair for pair in zip(ranks, notes.losses, strict=True) if not math.isfinite(pair[1])]
         if lost:
-            where = ", ".join(f"{loss} on {self._words(rank)}" for rank, loss in lost)
+            where = _first_ones([f"{loss} on {self._words(rank)}" for rank, loss in lost])
             raise CheckFailed(f"step {step}: the loss is {where}; lower job.optimizer.lr, or look at this step's data")
         if not math.isfinite(notes.grad_norm):
             squares = squares_of_ranks(self.model, notes.own_square)
             lost = [pair for pair in enumerate(squares) if not math.isfinite(pair[1])]
-            where = ", ".join(self._words(rank) for rank, _ in lost)
+            where = _first_ones([self._words(rank) for rank, _ in lost])
             where = f"in the shard of {where}" if lost else "as a sum, and finite on each rank"
             if lost and layout.dp > 1:
                 where += " (a shard is the mean over the data-parallel ranks)"
@@ -312,6 +313,12 @@ def _collected(every_steps: int) -> Iterator[Callable[[int], None]]:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
+
+
+def _first_ones(words: Sequence[str]) -> str:
+    """All of a few; thousands of ranks lose their numbers together, and one line is to be read."""
+    rest = len(words) - _MOST_NAMED
+    return ", ".join(words[:_MOST_NAMED]) + (f", and on {rest} more ranks" if rest > 0 else "")
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -166,9 +166,13 @@ def _remedy(job: JobConfig, there: int, sharing: int) -> str:
         if total * sharing <= there:
             return f"set {words}: then a rank holds about {_gib(total)}"
     ranks = job.parallel.layout.world_size
+    for words, other in _fewer_ranks(job) if sharing > 1 else ():
+        total, num_ranks = estimate(other).total, other.parallel.layout.world_size
+        if total * num_ranks <= there:
+            return f"start {num_ranks} of the {ranks} ranks, with {words}: then each holds about {_gib(total)}"
     return (
         f"no recompute, micro_size, tp or pp fits it on {ranks} rank{'s' * (ranks > 1)}: lower job.model.layers or "
-        "job.model.hidden" + (", or take more GPUs" if sharing == 1 else ", or start fewer ranks" * (ranks > 1))
+        "job.model.hidden" + (", or take more GPUs" if sharing == 1 else "")
     )
 
 
@@ -191,6 +195,13 @@ def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
         changed = _changed(job, changes)
         if changed:
             yield changed
+
+
+def _fewer_ranks(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
+    """The same layout with fewer data-parallel ranks, the most first: what ranks share a machine's memory for."""
+    dp = job.parallel.dp
+    changed = (_changed(job, {"parallel": {"dp": dp // part}}) for part in range(2, dp + 1) if dp % part == 0)
+    return (each for each in changed if each)
 
 
 def _changed(job: JobConfig, changes: Mapping[str, Mapping[str, Any]]) -> tuple[str, JobConfig] | None:

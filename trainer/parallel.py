@@ -39,7 +39,7 @@ from netlayer.rendezvous import Groups
 from trainer.linears import parts, whole_biases
 from trainer.model import GPT, build_model
 from trainer.pipeline import StageModel, run_schedule
-from trainer.schedule import Schedule, forward_only, interleaved, one_forward_one_backward
+from trainer.schedule import Schedule, forward_only, of_layout
 
 MicroBatch = tuple[Tensor, Tensor]
 """Token ids and the token that follows each, [B, T] each."""
@@ -342,10 +342,8 @@ class _Pipeline:
             model, layout = self.model, self.model.layout
             if kind == "evaluate":
                 schedule = forward_only(layout.pp, num_micro_batches, layout.vpp)
-            elif layout.vpp > 1:
-                schedule = interleaved(layout.pp, num_micro_batches, layout.vpp)
             else:
-                schedule = one_forward_one_backward(layout.pp, num_micro_batches)
+                schedule = of_layout(layout, num_micro_batches)
             shape = model.job.model.seq_len // layout.tp, model.job.batch.micro_size, model.job.model.hidden
             channel = PipelineChannel(
                 shape,

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from collectives.messages import Direction, Message, Traffic
+
+if TYPE_CHECKING:
+    from netlayer.layout import ParallelLayout
 
 Phase = Literal["warm-up", "steady", "cool-down"]
 
@@ -159,6 +162,13 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Sch
         for stage in range(num_stages)
     )
     return Schedule("interleaved_1f1b", num_chunks, num_micro_batches, stages, paired_rounds=True)
+
+
+def of_layout(layout: ParallelLayout, num_micro_batches: int) -> Schedule:
+    """What a training step of a layout runs: interleaved 1F1B where a stage holds several chunks, else 1F1B."""
+    if layout.vpp > 1:
+        return interleaved(layout.pp, num_micro_batches, layout.vpp)
+    return one_forward_one_backward(layout.pp, num_micro_batches)
 
 
 def forward_only(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import Counter
 
 from collectives.messages import DIRECTIONS
-from trainer.schedule import Phase, Schedule
+from netlayer.config import JobConfig
+from trainer.memory import in_flight, micro_batches
+from trainer.schedule import Phase, Schedule, of_layout
 from trainer.schedule_simulation import Costs, simulate
 
 _PHASES: tuple[Phase, ...] = ("warm-up", "steady", "cool-down")
@@ -40,6 +42,18 @@ def check_schedule(schedule: Schedule, *, depth: int = 1, max_in_flight: int | N
     simulate(schedule, costs, depth=depth)
     for coupled in (False, True):
         simulate(schedule, costs, coupled=coupled, one_queue=True)
+
+
+def check_job(job: JobConfig) -> None:
+    """`check_schedule` of what a job's stages will run in a full batch, within what `trainer.memory` counts for them.
+
+    Raises:
+        ValueError: as there.
+    """
+    if job.parallel.pp == 1:
+        return
+    held = max(in_flight(job, stage) for stage in range(job.parallel.pp))
+    check_schedule(of_layout(job.parallel.layout, micro_batches(job)), max_in_flight=held)
 
 
 def _check_complete(schedule: Schedule, stage: int) -> None:

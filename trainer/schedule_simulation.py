@@ -158,6 +158,10 @@ class _Channel:
     ready: dict[Message, float] = field(default_factory=dict)
     posted: dict[Message, float] = field(default_factory=dict)
     landed: dict[Message, tuple[float, float]] = field(default_factory=dict)
+    place: dict[Message, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.place = {message: index for index, message in enumerate(self.order)}
 
     def arrival(self, message: Message) -> float | None:
         """When it has landed, if that is known by now."""
@@ -172,7 +176,7 @@ class _Channel:
 
     def clear_of(self, message: Message) -> float | None:
         """When the one before `message` has landed, if that is known by now."""
-        index = self.order.index(message)
+        index = self.place[message]
         return self.arrival(self.order[index - 1]) if index else 0.0
 
 

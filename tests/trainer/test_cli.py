@@ -94,6 +94,15 @@ def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(job_file: Path, tmp_pa
     assert rows(out)
 
 
+def test_a_loss_that_is_no_number_stops_with_the_checkpoint_to_go_on_from(job_file: Path, tmp_path: Path) -> None:
+    words = ("--set", "checkpoint.every_steps=1", "--set", "optimizer.lr=1e30", "--set", "optimizer.clip_norm=0")
+    run = netlayer(job_file, *words, "--out", tmp_path / "a")
+    assert run.returncode == 1
+    kept = tmp_path / "a" / "checkpoints" / "step-000001"
+    assert f"note: --resume {kept} goes on from the last good checkpoint" in run.stderr
+    assert "error: step 2: the loss is nan on rank 0 (tp=0, pp=0, dp=0), nan on rank 1" in run.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -118,9 +127,10 @@ def test_what_cannot_be_is_one_line_before_anything_starts(
 def test_progress_says_what_a_person_looks_for() -> None:
     row = {"loss": 2.5, "tokens_per_s": 12_345.6, "mfu_full": 0.61, "mfu_causal": 0.58, "exposed_comm": 0.012}
     words = words_of(Progress("training", 3, 10, {**row, "memory_gib": 40.25}))
-    assert words == "loss 2.500, 12,346 tokens/s, MFU 0.610 full, 0.580 causal, exposed 1.2%, 40.2 GiB"
-    assert words_of(Progress("validating", 3, 10, {"validation_loss": 1.25})) == "held-out loss 1.250"
-    assert words_of(Progress("validating", 3, 10, {"validation_loss": 1.25}, 90)) == "held-out loss 1.250, 2 min left"
+    assert words == "step 3/10, loss 2.500, 12,346 tokens/s, MFU 0.610 full, 0.580 causal, exposed 1.2%, 40.2 GiB"
+    assert words_of(Progress("validating", 3, 10, {"validation_loss": 1.25})) == "step 3/10, held-out loss 1.250"
+    held_out = Progress("validating", 3, 10, {"validation_loss": 1.25}, 90)
+    assert words_of(held_out) == "step 3/10, held-out loss 1.250, 2 min left"
 
 
 @pytest.mark.parametrize(

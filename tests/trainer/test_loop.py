@@ -14,6 +14,7 @@ from netlayer.errors import CheckFailed
 from trainer.checkpoint_meta import find
 from trainer.data.prepare import Corpus
 from trainer.loop import Place, Row, Trainer, run
+from trainer.notes import Notes
 from trainer.stop import StopRequest
 from trainer.train import Stop
 
@@ -122,6 +123,14 @@ def test_parallel_block_window_and_bfloat16_train(text_folder: Path, corpus: Cor
 def test_a_loss_that_is_no_number_stops_with_step_and_rank(text_folder: Path, corpus: Corpus) -> None:
     with pytest.raises(CheckFailed, match=r"step 2: the loss is nan on rank 0 \(tp=0, pp=0, dp=0\); lower"):
         losses(tiny_job(text_folder, optimizer={"lr": 1e30, "warmup_steps": 0}), corpus)
+
+
+def test_of_many_ranks_that_lose_their_numbers_the_first_are_named(text_folder: Path, corpus: Corpus) -> None:
+    trainer = Trainer(tiny_job(text_folder), corpus, 0, ALONE)
+    trainer.job = tiny_job(text_folder, ranks=16, batch={"global_size": 32})
+    notes = Notes(losses=[1.0] + [math.nan] * 15, asked=0, grad_norm=math.nan, own_square=math.nan)
+    with pytest.raises(CheckFailed, match=r"is nan on rank 1 .*, nan on rank 8 \(.*\), and on 7 more ranks; lower"):
+        trainer._check_finite(2, notes)
 
 
 def test_a_gradient_that_is_no_number_stops_with_step_and_rank(text_folder: Path, corpus: Corpus) -> None:

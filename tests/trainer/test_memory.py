@@ -202,6 +202,14 @@ def test_a_7b_model_on_the_cpus_of_a_small_machine_is_refused_in_one_line(monkey
     assert caught.value.exit_code == 2
 
 
+def test_ranks_that_share_a_machine_are_told_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"layers": 1, "heads": 1, "hidden": 256, "vocab_size": 50_000, "recompute": "full"}  # no tp, no pp
+    job = JobConfig.model_validate({"model": shape, "parallel": {"dp": 2}, "batch": {"micro_size": 1}})
+    monkeypatch.setattr(environ, "available_memory_bytes", lambda: estimate(job).total * 3 // 2)
+    with pytest.raises(ConfigError, match=r"start 1 of the 2 ranks, with job\.parallel\.dp = 1: then each holds"):
+        check_memory(job, 2, "gloo")
+
+
 @pytest.mark.parametrize(
     ("memory_mib", "said"),
     [

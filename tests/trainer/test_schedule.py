@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from netlayer.config import JobConfig
 from trainer.schedule import Action, Schedule, bubble_fraction, interleaved, one_forward_one_backward
-from trainer.schedule_check import check_schedule
+from trainer.schedule_check import check_job, check_schedule
 from trainer.schedule_simulation import Costs, simulate
 
 
@@ -215,6 +216,18 @@ def _deadlock() -> Schedule:
 def test_what_is_broken_is_found(broken: Callable[[], Schedule], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         check_schedule(broken())
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (4, 1), (2, 2)])
+def test_what_a_job_runs_is_proved_within_the_memory_that_is_counted_for_it(
+    pp: int, vpp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JobConfig.model_validate({"parallel": {"pp": pp, "vpp": vpp, "dp": 1}, "batch": {"micro_size": 1}})
+    check_job(job)
+    monkeypatch.setattr("trainer.schedule_check.in_flight", lambda _job, _stage: 1)
+    if pp > 1:
+        with pytest.raises(ValueError, match="activations at once, and memory is for 1"):
+            check_job(job)
 
 
 def test_a_memory_budget_is_held() -> None:

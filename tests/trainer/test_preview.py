@@ -1,0 +1,43 @@
+"""What is said of a job before it starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.preview import lines, notes
+
+from .conftest import tiny_job
+
+
+def test_a_job_is_said_in_size_and_memory(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, 4, parallel={"tp": 2, "dp": 2}, batch={"start_size": 4, "increment": 4})
+    first, second = lines(job, "gloo", "little")
+    degrees = "on 4 ranks (tp 2, pp 1, dp 2; gloo); 20 steps of 4 to 8 sequences of 16 tokens"
+    assert first.startswith("tiny-gpt: ")
+    assert first.endswith(f" parameters {degrees}")
+    assert second == "memory (estimate): little"
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"model": {"vocab_size": 301}, "parallel": {"tp": 2, "dp": 1}}, "padded to 302"),
+        ({"model": {"preset": "1m"}}, "not all of the preset 1m, for given beside it: job.model.layers = 2, "),
+        ({"optimizer": {"warmup_steps": 21}}, "the learning rate never reaches job.optimizer.lr"),
+        ({"model": {"window_pattern": "wf"}}, "job.model.window_pattern = wf has no effect"),
+        ({"loop": {"cuda_graph": True}}, "job.loop.cuda_graph has no effect on a CPU"),
+    ],
+)
+def test_what_a_job_does_not_show_is_said(tmp_path: Path, sections: dict[str, dict[str, object]], says: str) -> None:
+    assert notes(tiny_job(tmp_path, 2), "gloo") == []
+    (note,) = notes(tiny_job(tmp_path, 2, **sections), "gloo")
+    assert says in note
+
+
+def test_the_preview_needs_no_torch() -> None:
+    code = "import sys, trainer.preview, trainer.schedule_check; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
