@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from netlayer.config import Config
+from netlayer.interrupt import held_interrupt
 from netlayer.progress import Stages
 from topology.clos import Clos, Tier
 from topology.compare import check_crossed, traffic_flows
@@ -103,7 +104,8 @@ def find(config: Config, seed: int, seeds: int, asked: Sequence[str], stages: St
         by_load = closed_form(cluster) + simulated(fabrics, HASHES, seed_range, progress=bar)
         found = ratios(by_load)
         counted = _distribution(fabrics, seed_range)
-    with stages.open("loads"):
+    # The first to call the kernels of rates: an interruption that lands while numba loads them may end in a fault.
+    with stages.open("loads"), held_interrupt():
         runs = {name: run_once(Asked(config, HASH, name, seed)) for name in TRAFFICS}
     with stages.open("placement") as bar:
         placements = _placements(config, fabric, seed, bar)
