@@ -8,16 +8,14 @@ done. Left out: computation between phases, tensor parallelism (NVLink).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from congestion.files import MOST_CLASSES, FlowSet, Ints, nth_of_pair
 from congestion.scenario import Flows, Pattern, on_hosts, rng_of
-from netlayer.config import ClusterConfig, JobConfig
+from netlayer.config import Bytes, ClusterConfig, JobConfig
 from netlayer.errors import ConfigError
-from netlayer.units import parse_size
 from topology import traffic
 from topology.graph import Graph
 from topology.traffic import Kind
@@ -37,11 +35,11 @@ class JobPhases(Pattern):
         "pipeline,reduce-scatter,all-gather",
         description=f"in turn by commas, at once by +; of {', '.join(_PHASES)}",
     )
-    bucket_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=2**50)] = Field(
+    bucket_bytes: Bytes = Field(
         64 * 2**20, description="gradients or parameters of a rank that a ring moves; 0: all of a step"
     )
     micro_batches: int = Field(1, ge=0, description="whose activations the pipeline sends; 0: all of a step")
-    bytes_per_rank: Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=2**50)] = Field(
+    bytes_per_rank: Bytes = Field(
         0, description="then all flows are scaled alike until a rank sends so much on average; 0: not"
     )
     ring_steps: int = Field(1, ge=1, le=100_000, description="flows that an edge of a ring is cut into")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from netlayer.config import Section
+from netlayer.config import Bytes, Section
 from netlayer.errors import ConfigError
 
 _PREFIX = "congestion."
@@ -25,7 +25,7 @@ class DcqcnSettings(Section):
     alpha_us: float = Field(1.0, ge=0.1, description="Period of alpha's update.")
     decrease_us: float = Field(4.0, ge=0.1, description="Period in which a CNP cuts once.")
     increase_us: float = Field(300.0, ge=0.1, description="Period of the rate's increase.")
-    byte_counter_bytes: int = Field(
+    byte_counter_bytes: Bytes = Field(
         0, ge=0, le=2**40, description="Bytes after which the rate increases too, 10 MB in the paper; 0: never."
     )
     fast_recovery_steps: int = Field(1, ge=0, description="Increases that only halve the way to the target.")
@@ -105,8 +105,8 @@ class ClassSettings(Section):
     weight: int = Field(1, ge=0, le=1_000, description="Packets in its turn (DWRR); 0: strictly before, by number.")
     lossless: bool | None = Field(None, description="Paused rather than dropped; a lossy class drops above its share.")
     ecn: bool | None = Field(None, description="Mark packets.")
-    kmin_bytes: int | None = Field(None, ge=0, description="Queue at which marking begins, at 200G.")
-    kmax_bytes: int | None = Field(None, ge=0, description="Queue above which every packet is marked, at 200G.")
+    kmin_bytes: Bytes | None = Field(None, ge=0, description="Queue at which marking begins, at 200G.")
+    kmax_bytes: Bytes | None = Field(None, ge=0, description="Queue above which every packet is marked, at 200G.")
     pmax: float | None = Field(None, ge=0, le=1, description="Share of packets marked at kmax.")
     headroom_bdps: int | None = Field(None, ge=0, le=1_000, description="Headroom, in rate x propagation delay.")
     law: str = Field("", description="Control law of its flows; left out: the run's.")
@@ -120,18 +120,18 @@ class ClassSettings(Section):
 class Settings(Section):
     """The `congestion` section."""
 
-    mtu_bytes: int = Field(4_096, gt=0, le=65_536, description="Payload of a full packet.")
-    header_bytes: int = Field(48, ge=0, le=512, description="Wire bytes of a data packet beyond its payload.")
-    ack_bytes: int = Field(60, gt=0, le=512, description="Wire bytes of an ACK or NACK.")
-    pfc_frame_bytes: int = Field(43, gt=0, le=512, description="Wire bytes of a pause or resume frame.")
-    buffer_bytes: int = Field(64 * 2**20, gt=0, le=2**40, description="Shared buffer of a switch.")
+    mtu_bytes: Bytes = Field(4_096, gt=0, le=65_536, description="Payload of a full packet.")
+    header_bytes: Bytes = Field(48, ge=0, le=512, description="Wire bytes of a data packet beyond its payload.")
+    ack_bytes: Bytes = Field(60, gt=0, le=512, description="Wire bytes of an ACK or NACK.")
+    pfc_frame_bytes: Bytes = Field(43, gt=0, le=512, description="Wire bytes of a pause or resume frame.")
+    buffer_bytes: Bytes = Field(64 * 2**20, gt=0, le=2**40, description="Shared buffer of a switch.")
     pfc: bool = Field(True, description="Lossless: pause the sender of an ingress; off, buffers have no limit.")
-    reserve_bytes: int = Field(4_096, ge=0, description="Buffer that each ingress has to itself.")
-    resume_offset_bytes: int = Field(3_072, ge=0, description="How far below its threshold an ingress resumes.")
+    reserve_bytes: Bytes = Field(4_096, ge=0, description="Buffer that each ingress has to itself.")
+    resume_offset_bytes: Bytes = Field(3_072, ge=0, description="How far below its threshold an ingress resumes.")
     headroom_bdps: int = Field(3, ge=0, le=1_000, description="Headroom of an ingress, in rate x propagation delay.")
     ecn: bool = Field(True, description="Mark packets; only a control law that reads marks reacts.")
-    kmin_bytes: int = Field(800_000, ge=0, description="Queue at which marking begins, at 200G.")
-    kmax_bytes: int = Field(3_200_000, ge=0, description="Queue above which every packet is marked, at 200G.")
+    kmin_bytes: Bytes = Field(800_000, ge=0, description="Queue at which marking begins, at 200G.")
+    kmax_bytes: Bytes = Field(3_200_000, ge=0, description="Queue above which every packet is marked, at 200G.")
     pmax: float = Field(0.2, ge=0, le=1, description="Share of packets marked at kmax.")
     loss_rate: float = Field(
         0.0, ge=0, lt=1, description="Share of packets lost on each link; not where topo.txt gives a rate above 0."
@@ -145,7 +145,7 @@ class Settings(Section):
     cnp_interval_us: float = Field(
         0.0, ge=0, description="At most one mark is echoed to a flow in this time; 0: all of them."
     )
-    window_bytes: int = Field(0, ge=0, le=2**50, description="Most bytes of a flow in flight, NCCL's window; 0: any.")
+    window_bytes: Bytes = Field(0, ge=0, le=2**50, description="Most bytes of a flow in flight, NCCL's window; 0: any.")
     timeout_us: float = Field(0.0, ge=0, description="Retransmit timer of a sender; 0: none, as in ns-3's HPCC.")
     retries: int = Field(7, ge=0, description="Timeouts in a row that a flow outlives.")
     routing: Literal["ecmp", "spray", "flowlet"] = Field(
@@ -244,7 +244,8 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
     except ValidationError as exc:
         error = exc.errors()[0]
         where = ".".join(str(part) for part in error["loc"])
-        raise ConfigError(f"{_PREFIX}{where}", error["input"], error["msg"], "give a value that fits") from exc
+        rule = error["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{_PREFIX}{where}", error["input"], rule, "give a value that fits") from exc
     if made.routing == "spray" and not made.selective_repeat:
         rule = "has packets come out of order, which go-back-N sends again for ever"
         raise ConfigError("congestion.routing", made.routing, rule, "set congestion.selective_repeat=true too")

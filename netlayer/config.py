@@ -21,10 +21,11 @@ from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
 from netlayer.presets import MODELS
 from netlayer.results import hide_passwords
-from netlayer.units import parse_rate
+from netlayer.units import parse_rate, parse_size
 
 Model = TypeVar("Model", bound=BaseModel)
 BitsPerSecond = Annotated[int, BeforeValidator(parse_rate), Field(gt=0, le=10**15)]
+Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=2**50)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Price = Annotated[float, Field(ge=0)]

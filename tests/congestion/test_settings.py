@@ -16,6 +16,11 @@ def test_overrides_reach_a_laws_section_and_leave_the_rest():
     assert made.model_copy(update={"swift": Settings().swift, "hybrid": Settings().hybrid}) == Settings()
 
 
+def test_sizes_are_written_as_people_write_them():
+    made = settings_of("ns3", ("congestion.buffer_bytes=8MiB", "congestion.classes.1.kmin_bytes=100K"))
+    assert (made.buffer_bytes, made.class_of(1).kmin_bytes) == (8 << 20, 100 << 10)
+
+
 def test_presets_differ_where_their_simulators_do():
     paper = settings_of("ns3-paper").dcqcn
     assert (paper.alpha_us, paper.decrease_us, paper.increase_us) == (50.0, 50.0, 55.0)
