@@ -38,15 +38,18 @@ _ONLY = {"a": "only in A", "b": "only in B"}
 _NO_SPREAD = "spread -: not known, so that chance may look like a loss; take *_perf's -J with -N 3 or more"
 
 
+_Key = tuple[tuple[str, str], ...]
+
+
 class _Case(NamedTuple):
     """What rows must share to be held against each other, and the column that is compared."""
 
-    key: tuple[tuple[str, str], ...]
+    key: _Key
     metric: str
 
     @property
     def words(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in self.key)
+        return _words(self.key)
 
 
 _Cases = dict[_Case, list[Mapping[str, Any]]]
@@ -95,7 +98,8 @@ def compare(a: Path, b: Path, metric: str | None, within: float, json_file: Path
         record = RunRecord("bench.compare", records[0].source, rows, utc_now(), utc_now(), arguments)
         write_text(json_file, record.to_json())
     if str(json_file) != "-":
-        click.echo("\n".join(table(rows)))
+        keys = {case.words: case.key for record in records for case in _cases(record, metric)}
+        click.echo("\n".join(table(rows, keys)))
     if any(row["verdict"] in ("worse", _ONLY["a"]) for row in rows):
         sys.exit(EXIT_FAILED)
 
@@ -121,15 +125,24 @@ def compare_rows(a: RunRecord, b: RunRecord, metric: str | None, within: float) 
                 yield {**row, side: value, "verdict": _ONLY[side]}
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The rows as text, and one line that counts them."""
-    width = max(4, *(len(row["what"]) for row in rows))
+def table(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, _Key]) -> Iterator[str]:
+    """What all rows share, once; the rows as text, each with what is its own; and one line that counts them.
+
+    Args:
+        keys: by `what` of the rows.
+    """
+    several = [keys[row["what"]] for row in rows] if len(rows) > 1 else [()]
+    shared = tuple(pair for pair in several[0] if all(pair in key for key in several))
+    if shared:
+        yield f"all rows: {_words(shared)}"
+    own = [_words(tuple(pair for pair in keys[row["what"]] if pair not in shared)) or "-" for row in rows]
+    width = max(4, *map(len, own))
     wide = max(6, *(len(row["metric"]) for row in rows))
     yield f"{'row':<{width}}  {'metric':<{wide}}  {'A':>10}  {'B':>10}  {'B/A':>7}  {'spread':>7}  verdict"
-    for row in rows:
+    for row, what in zip(rows, own, strict=True):
         figures = f"{_shown(row['a'], '.4g'):>10}  {_shown(row['b'], '.4g'):>10}  {_shown(row['ratio'], '.3f'):>7}"
         figures += f"  {_shown(row['spread'], '.1%'):>7}"
-        yield f"{row['what']:<{width}}  {row['metric']:<{wide}}  {figures}  {row['verdict']}"
+        yield f"{what:<{width}}  {row['metric']:<{wide}}  {figures}  {row['verdict']}"
     counts = {word: sum(row["verdict"] == word for row in rows) for word in ("worse", "better", "same")}
     words = [f"{count} {word}" for word, count in counts.items()]
     alone = {word: sum(row["verdict"] == word for row in rows) for word in _ONLY.values()}
@@ -137,6 +150,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if any(row["ratio"] is not None and row["spread"] is None for row in rows):
         yield _NO_SPREAD
     yield ", ".join(words)
+
+
+def _words(key: _Key) -> str:
+    return " ".join(f"{name}={value}" for name, value in key)
 
 
 def _load(path: Path) -> RunRecord:

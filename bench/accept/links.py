@@ -9,6 +9,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import re
 import select
 import shlex
 import socket
@@ -31,6 +32,13 @@ _END_S = 3.0
 _MEET_S = 120.0
 _HELLO_BYTES = 4096
 _TAIL_BYTES = 2000
+_SSH_FAILED = 255  # what ssh ends with by itself; else it is what ran on the host
+# In the words of OpenSSH, of this host or, behind them in C libraries' words, of a jump host.
+_NO_SUCH_NAME = re.compile(
+    r"^ssh: Could not resolve hostname |open failed: connect failed: (?:Name or service not known|Name does not resolve"
+    r"|Temporary failure in name resolution|No address associated with hostname|nodename nor servname provided)",
+    re.MULTILINE,
+)
 
 
 @dataclass
@@ -70,11 +78,21 @@ class Link:
 
     def last_words(self) -> str:
         """The last line of its log."""
+        return printable(next((line.strip() for line in reversed(self._tail().split("\n")) if line.strip()), ""))
+
+    def lacks_name(self) -> bool:
+        """Whether ssh has ended without reaching any host, for its name has no address: here, or on a jump host."""
+        if self.process is None or not _NO_SUCH_NAME.search(self._tail().replace("\r", "")):
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its pipe is closed a little before it has ended
+            return self.process.wait(_END_S) == _SSH_FAILED
+        return False
+
+    def _tail(self) -> str:
         if self.log is None:
             return ""
         size = os.fstat(self.log.fileno()).st_size
-        lines = os.pread(self.log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).split(b"\n")
-        return printable(next((line.decode(errors="replace").strip() for line in reversed(lines) if line.strip()), ""))
+        return os.pread(self.log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
 
     def close(self) -> None:
         """End the agent and wait for it."""

@@ -2,6 +2,9 @@
 
 Format: github.com/NVIDIA/nccl-tests, src/common.cu and src/util.cu (2.19.6; older tables too). Our own `*_perf` write
 the same. Lines of NCCL_DEBUG between the rows are passed over, but they tell the version and whether NVLS was there.
+
+A table without its closing lines is a run without an end where the log stops as a program does that waits: behind a
+whole line (nccl-tests writes line by line), or where one of ours has written half a row. Elsewhere the log was cut.
 """
 
 from __future__ import annotations
@@ -33,6 +36,11 @@ _FAILURE = re.compile(r"Test (?:NCCL|CUDA) failure|Test failure|Segmentation fau
 _ALONE = "run netlayer accept --hosts with this node alone, then with one neighbour"
 _CORRUPT = "drain the node; run each of its GPUs and NICs alone with -c 1 to find the one that corrupts"
 _AGAIN = f"take it again; where it hangs, {_ALONE}"
+_NO_END = f"where it hung, {_ALONE}; where it still ran, was killed, or the log was cut at a line, take it again"
+_ENDED = "# Avg bus bandwidth"
+# Widths and cells of our rows without their in-place side: plain, and with figures of iterations.
+_HALF_ROWS = {85: 9, 121: 13}
+RUN = "run"
 
 
 class _Side(NamedTuple):
@@ -57,6 +65,8 @@ class _Run(NamedTuple):
     out_of_bounds: tuple[str, int] | None
     # Mean bandwidth under what was asked for by NCCL_TESTS_MIN_BW, as (figure, line).
     too_slow: tuple[str, int] | None
+    # Where a table stands that has no end, as (words, line).
+    unended: tuple[str, int] | None = None
 
 
 def is_text(content: str) -> bool:
@@ -71,7 +81,7 @@ def parse_text(text: Text) -> Log:
     """Every table of the file.
 
     Raises:
-        ConfigError: a row is broken, or the closing lines are missing.
+        ConfigError: a row is broken, or the log ends within a line.
     """
     for line, words in enumerate(text.lines, 1):
         if _FAILURE.search(words):
@@ -82,7 +92,7 @@ def parse_text(text: Text) -> Log:
                     Finding(
                         "FAIL",
                         _who(_hosts(text), text),
-                        "run",
+                        RUN,
                         words.strip()[:200],
                         "a run that ends",
                         step,
@@ -106,14 +116,17 @@ def parse_json(text: Text, tree: Mapping[str, Any]) -> Log:
         return log
     step = f"read what it printed; {_ALONE}"
     who, line = log.findings[0].subject, text.line_of('"errors"')
-    failed = Finding("FAIL", who, "run", "; ".join(errors)[:200] or "errors", "no errors", step, text.file, line)
+    failed = Finding("FAIL", who, RUN, "; ".join(errors)[:200] or "errors", "no errors", step, text.file, line)
     return replace(log, findings=(failed, *log.findings))
 
 
 def _log(text: Text, run: _Run) -> Log:
     who = _who(run.hosts, text)
     name = run.collective or "collective of unknown name"
-    findings = [_data_finding(text, who, name, run)]
+    findings = [_data_finding(text, who, name, run)] if run.sides else []
+    if run.unended:
+        words, line = run.unended
+        findings.insert(0, Finding("FAIL", who, RUN, words, "a run that ends", _NO_END, text.file, line))
     if run.too_slow:
         figure, line = run.too_slow
         findings.append(
@@ -185,23 +198,17 @@ def _who(hosts: list[str], text: Text) -> str:
 
 def _read_text(text: Text) -> _Run:
     ranks = [match for words in text.lines if (match := _RANK.match(words))]
-    sides, collective, too_slow, out_of_bounds = list(_rows(text)), "", None, None
-    num_started = num_ended = 0
+    unended = _unended(text)
+    sides, collective, too_slow, out_of_bounds = list(_rows(text, half=unended is not None)), "", None, None
     for line, words in enumerate(text.lines, 1):
         if words.startswith("# Collective test starting") and (named := _PROGRAM.search(words)):
             collective = named[1]
-        num_started += bool(_STARTED.match(words))
         bounds = _BOUNDS.match(words)
         if bounds and (bounds[2] == "FAILED" or bounds[1].strip("0")):
             out_of_bounds = out_of_bounds or (bounds[1], line)
-        if words.startswith("# Avg bus bandwidth"):
-            num_ended += 1
-            if words.rstrip().endswith("FAILED"):
-                too_slow = (words.partition(":")[2].strip(), line)
-    if num_ended < max(1, num_started):
-        rule = "ends before '# Avg bus bandwidth': the run hung, or the log was cut"
-        raise text.damaged(len(text.lines), rule, _AGAIN)
-    if not sides:
+        if words.startswith(_ENDED) and words.rstrip().endswith("FAILED"):
+            too_slow = (words.partition(":")[2].strip(), line)
+    if not sides and unended is None:
         raise text.damaged(len(text.lines), "has no row of figures", "give the output of a run that measured")
     hosts, names = [match[1] for match in ranks], [match[2].strip() for match in ranks]
     facts = _facts(collective, names, hosts, _version(text.content))
@@ -211,7 +218,49 @@ def _read_text(text: Text) -> _Run:
     nvls = _nvls(text.content)
     if nvls is not None:
         facts["nvls"] = nvls
-    return _Run(collective, hosts, facts, sides, out_of_bounds, too_slow)
+    return _Run(collective, hosts, facts, sides, out_of_bounds, too_slow, unended)
+
+
+def _unended(text: Text) -> tuple[str, int] | None:
+    """Where the first table stands that has no end, and the line; None where all have one.
+
+    Raises:
+        ConfigError: none has begun, or the log ends where no program waits.
+    """
+    num_started = sum(bool(_STARTED.match(words)) for words in text.lines)
+    num_ended = sum(words.startswith(_ENDED) for words in text.lines)
+    if num_ended >= max(1, num_started):
+        return None
+    last = text.lines[-1]
+    if not num_started or (last and not _is_half_row(last)):
+        if _is_row(last):
+            list(_rows(text, half=False))  # which says what the row lacks
+        rule = f"ends before '{_ENDED}', within a line: the run hung, or the log was cut"
+        raise text.damaged(len(text.lines), rule, _AGAIN)
+    stands: tuple[str, int] | None = None
+    for line, words in enumerate(text.lines, 1):
+        if _STARTED.match(words):
+            if stands:
+                break
+            stands = ("has no end, nor a row of figures", line)
+        elif words.startswith(_ENDED):
+            stands = None
+        elif stands and _is_row(words):
+            where = f"{format_size(int(words.split()[0]))}{' out of place' * _is_half_row(words)}"
+            stands = (f"has no end; its last figures are of {where}", line)
+    return stands
+
+
+def _is_half_row(words: str) -> bool:
+    """Whether it is a row as we write it before the in-place side is measured."""
+    cells = words.split()
+    width = len(words) + cells.count("N/A")  # which is one narrower than a number
+    return _is_row(words) and _HALF_ROWS.get(width) == len(cells)
+
+
+def _is_row(words: str) -> bool:
+    # A row begins with size and count; lines of NCCL_DEBUG begin with host:pid:tid, all others with '#' or words.
+    return any(_is_size(cell) for cell in words.split()[:1])
 
 
 def _nvls(content: str) -> bool | None:
@@ -223,12 +272,12 @@ def _nvls(content: str) -> bool | None:
     return said.pop() if len(said) == 1 else None
 
 
-def _rows(text: Text) -> Iterator[_Side]:
-    # A row begins with size and count; lines of NCCL_DEBUG begin with host:pid:tid, all others with '#' or words.
-    rows = [
-        (line, cells) for line, words in enumerate(text.lines, 1) if (cells := words.split()) and _is_size(cells[0])
-    ]
+def _rows(text: Text, *, half: bool) -> Iterator[_Side]:
+    """Both sides of every row; a half one at the end is passed over where there may be one."""
+    rows = [(line, words.split()) for line, words in enumerate(text.lines, 1) if _is_row(words)]
     text.check_rows(len(rows))
+    if half and rows and rows[-1][0] == len(text.lines):
+        rows.pop()
     for line, cells in rows:
         per_side = 8 if len(cells) >= 21 else 4
         if len(cells) < 5 + per_side:

@@ -18,9 +18,10 @@ from bench.accept.fleet import Fleet
 from bench.accept.judge import held
 from bench.accept.links import Link
 from bench.accept.log import Log, Text
+from bench.accept.logs_nccl_tests import RUN
 from bench.accept.peers import Measured, judge_peers
 from bench.accept.recognise import parse
-from bench.accept.run import Result, Settings, break_off
+from bench.accept.run import Result, Settings, accuse_late, break_off
 from bench.accept.trial import Trial
 from bench.accept.wire import Message
 from netlayer.errors import ConfigError, HardwareMissing
@@ -63,7 +64,7 @@ def run_nccl_tests(settings: Settings, links: Sequence[Link], folder: Path | Non
         try:
             for name, binary in binaries.items():
                 with stages.open(name):
-                    _run_one(trial, name, binary, hosts)
+                    _run_one(trial, name, binary, hosts, links)
                 result.done.append(name)
         except KeyboardInterrupt:
             break_off(result, stages)
@@ -83,10 +84,17 @@ def run_binary(command: Sequence[str], limit_s: float) -> dict[str, Any]:
     return {"text": done.stdout.decode(errors="replace"), "code": done.returncode, "error": error}
 
 
-def _run_one(trial: Trial, name: str, binary: Path, hosts: dict[str, int]) -> None:
+def _run_one(trial: Trial, name: str, binary: Path, hosts: dict[str, int], links: Sequence[Link]) -> None:
+    """On every host; one whose name has no address is left out from then on."""
     logs: dict[str, Log] = {}
-    for host, gpus in hosts.items():
+    errors: dict[str, str] = {}
+    for host, gpus in list(hosts.items()):
         said = trial.fleet.execute(host, [str(binary), *_SIZES, "-g", str(gpus)], _LIMIT_S)
+        nameless = [link for link in links if link.host == host and said is None and link.lacks_name()]
+        if nameless:
+            accuse_late(trial, nameless[0])
+            del hosts[host]
+            continue
         if said is None or said["code"] is None or not said["text"]:
             _fail(trial, name, binary, host, _reason(said), "runs")
             continue
@@ -95,7 +103,11 @@ def _run_one(trial: Trial, name: str, binary: Path, hosts: dict[str, int]) -> No
             logs[host] = parse(Text(host, said["text"]))
         except ConfigError as exc:
             _fail(trial, name, binary, host, said["error"] or str(exc), "a table")
+        if said["code"] and said["error"]:
+            errors[host] = said["error"]
     for host, finding in _findings(logs):
+        if finding.check == RUN and host in errors:
+            finding = replace(finding, figure=f"{finding.figure}: {errors[host]}")
         trial.accuse(name, "part", trial.ranks_of([host]), replace(finding, file=name, line=0), label=host)
 
 

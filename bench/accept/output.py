@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from bench.accept.judge import Judgement
@@ -16,22 +18,30 @@ if TYPE_CHECKING:
     from netlayer.report import Report
 
 _HEADS = ("verdict", "subject", "check", "figure", "expected", "file")
-_WIDEST = 60
+# Of a row, on a terminal or not, so that a file is the same everywhere. Where a row would be wider, cells are broken
+# between words into several lines, and a path goes below its row, so that it can be copied whole.
+_WIDTH = 120
+_GAP = "  "
+_WIDEST_PLACE = 20
 
 
 def format_table(judgement: Judgement, where: str = "file") -> Iterator[str]:
     """The lines of the table, each next step below its row; then the damaged files, and the verdict."""
-    heads = (*_HEADS[:-1], where)
+    heads: tuple[str, ...] = (*_HEADS[:-1], where)
     rows = [_cells(finding) for finding in judgement.findings]
-    widths = [
-        max(min(len(row[at]), _WIDEST) for row in [heads, *rows]) for at in range(len(heads) - 1)
-    ]  # what is wider than that juts out, so that it can still be copied whole
+    places = _places_below([heads, *rows])
+    if places:
+        heads, *rows = (row[:-1] for row in (heads, *rows))
+    widths = _widths([heads, *rows])
+    margin = " " * widths[0] + _GAP
     if rows:
-        yield _line(heads, widths)
-    for finding, row in zip(judgement.findings, rows, strict=True):
-        yield _line(row, widths)
+        yield from _lines(heads, widths)
+    for at, (finding, row) in enumerate(zip(judgement.findings, rows, strict=True), 1):
+        yield from _lines(row, widths)
+        if places:
+            yield f"{margin}{where}: {places[at]}"
         if finding.next_step:
-            yield f"{'':<{widths[0]}}  next: {one_line(finding.next_step)}"
+            yield from _wrapped(f"{margin}next: {one_line(finding.next_step)}", _WIDTH, f"{margin}      ")
     yield from (f"not judged: {line}" for line in judgement.damaged)
     yield f"{judgement.verdict}: {summary(judgement)}"
 
@@ -144,9 +154,38 @@ def told(finding: Finding) -> dict[str, str]:
     return {**found, "next step": printable(finding.next_step)}
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = (f"{cell:<{width}}" for cell, width in zip(cells[:-1], widths, strict=True))
-    return "  ".join([*padded, cells[-1]])
+def _places_below(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The last cells, where rows have no room for them."""
+    places = [row[-1] for row in rows]
+    wide = sum(_natural(rows)) + len(_GAP) * (len(rows[0]) - 1) > _WIDTH
+    return places if wide and max(map(len, places)) > _WIDEST_PLACE else []
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Of the columns; where a row would be too wide, the widest of them give way."""
+    widths = _natural(rows)
+    most = max(widths)
+    while sum(min(width, most) for width in widths) > _WIDTH - len(_GAP) * (len(widths) - 1):
+        most -= 1
+    return [min(width, most) for width in widths]
+
+
+def _natural(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _lines(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    """A row, and what is left of the cells that are too wide for it."""
+    columns = [_wrapped(cell, width) for cell, width in zip(cells, widths, strict=True)]
+    for parts in zip_longest(*columns, fillvalue=""):
+        yield _GAP.join(f"{part:<{width}}" for part, width in zip(parts, widths, strict=True)).rstrip()
+
+
+def _wrapped(text: str, width: int, margin: str = "") -> list[str]:
+    """Its lines, later ones behind the margin."""
+    if len(text) <= width:
+        return [text]
+    return textwrap.wrap(text, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
 
 
 def _count(number: int, what: str) -> str:

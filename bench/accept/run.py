@@ -19,7 +19,7 @@ from bench.accept.links import Link
 from bench.accept.nics import NicJobs
 from bench.accept.pairing import measure_pairs
 from bench.accept.plant import Plant
-from bench.accept.trial import Member, Trial
+from bench.accept.trial import NAME, Member, Trial
 from bench.accept.verbs import Mode, measure_verbs
 from bench.accept.work import Work
 from netlayer.config import NcclConfig
@@ -122,6 +122,19 @@ def interruptible() -> Iterator[None]:
             signal.signal(signum, owner)
 
 
+def accuse_late(trial: Trial, link: Link) -> None:
+    """An agent that did not start: its host is at fault, or a name that no host has."""
+    nameless = link.lacks_name()
+    step = f"see whether ssh {link.host} works and netlayer is installed there at the same place"
+    if nameless:
+        step = f"correct {link.host} in the hosts file, or give it an address (DNS, /etc/hosts, ssh's HostName)"
+    what = "its name has no address" if nameless else "its agent did not start"
+    words = ": ".join(words for words in (what, link.last_words()) if words)
+    finding = Finding("FAIL", link.host, "start", words, "an answer", step, "start")
+    kind = NAME if nameless else "part"
+    trial.accuse("start", kind, link.ranks, finding, set_aside=link.ranks, label=link.host)
+
+
 def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages) -> None:
     trial = result.trial
     with stages.open("start"):
@@ -129,10 +142,7 @@ def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages
         late = fleet.begin(workers, _AGENT_ENVIRON, "preflight" in settings.chosen)
     trial.alive = [member.rank for member in settings.members]
     for link in late:
-        step = f"see whether ssh {link.host} works and netlayer is installed there at the same place"
-        words = ": ".join(words for words in ("its agent did not start", link.last_words()) if words)
-        finding = Finding("FAIL", link.host, "start", words, "an answer", step, "start")
-        trial.accuse("start", "part", link.ranks, finding, set_aside=link.ranks, label=link.host)
+        accuse_late(trial, link)
     for name in settings.chosen:
         with stages.open(name) as bar:
             if name == "preflight":

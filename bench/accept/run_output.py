@@ -14,7 +14,7 @@ from bench.accept import output
 from bench.accept.confirm import NOT_QUIET
 from bench.accept.judge import SEVERITY, Judgement
 from bench.accept.run import Result, Settings
-from bench.accept.trial import Trial, accused_rows
+from bench.accept.trial import NAME, Trial, accused_rows
 from netlayer.results import RunRecord
 from netlayer.verdict import Finding, Verdict
 
@@ -55,6 +55,9 @@ def format_run(result: Result) -> Iterator[str]:
     if result.trial.drill and any(one.verdict == "FAIL" and one.kind == "node" for one in result.trial.accused):
         yield ""
         yield "no drain list for ranks: this was a drill, with virtual nodes or planted faults"
+    if unknown := _unknown(result.trial):
+        yield ""
+        yield f"not reached, and in no drain list: {', '.join(unknown)}; correct the hosts file, then run it again"
     yield f"{judgement.verdict}: {sentence(result)}"
 
 
@@ -63,6 +66,7 @@ def sentence(result: Result) -> str:
     trial = result.trial
     named, warned = (_named(trial, word) for word in ("FAIL", "WARN"))
     words = f"faulty: {named}; " if named else ""
+    words += f"without an address: {', '.join(unknown)}; " if (unknown := _unknown(trial)) else ""
     words += f"to look at: {warned}; " if warned else ""
     if not words and not result.stopped:
         words = _of_nobody(result)
@@ -82,12 +86,17 @@ def _of_nobody(result: Result) -> str:
     return f"{NOT_QUIET}; " if told else "nothing could be judged; "
 
 
+def _unknown(trial: Trial) -> list[str]:
+    """Names of the hosts file that lead to no host."""
+    return [one.label for one in trial.accused if one.kind == NAME]
+
+
 def _named(trial: Trial, verdict: Verdict) -> str:
     """`node3 (gemm, copy), node5 (pairs)`; whoever is faulty is not named again for a warning."""
     faulty = {one.label for one in trial.accused if one.verdict == "FAIL"} if verdict == "WARN" else set()
     phases: dict[str, list[str]] = {}
     for one in trial.accused:
-        if one.verdict == verdict and one.label not in faulty:
+        if one.verdict == verdict and one.label not in faulty and one.kind != NAME:
             phases.setdefault(one.label, []).append(one.phase)
     return ", ".join(f"{name} ({', '.join(dict.fromkeys(found))})" for name, found in phases.items())
 
@@ -95,7 +104,8 @@ def _named(trial: Trial, verdict: Verdict) -> str:
 def drain_lists(trial: Trial) -> dict[str, list[str]]:
     """Commands that take hosts with faulty ranks, NICs or other parts out of service.
 
-    A link drains nobody, nor does a rank in a drill: no host has the name of a virtual node, or the planted fault.
+    A link drains nobody, nor does a name without a host, nor a rank in a drill: no host has the name of a virtual node,
+    or the planted fault.
     """
     kinds = ("NIC", "part") if trial.drill else ("NIC", "part", "node")
     reasons: dict[str, str] = {}
@@ -120,8 +130,9 @@ def _node_name(host: str) -> str:
 def tickets(result: Result) -> dict[str, str]:
     """A text for each faulty part: what was found, beside what, and what was not done yet."""
     found: dict[str, list[Finding]] = {}
+    unknown = _unknown(result.trial)
     for finding in result.trial.findings:
-        if finding.verdict == "FAIL":
+        if finding.verdict == "FAIL" and finding.subject not in unknown:
             found.setdefault(finding.subject, []).append(finding)
     texts = {}
     for subject, findings in found.items():
@@ -193,7 +204,7 @@ def _heat_map(report: Any, result: Result, prefix: str) -> None:
     trial, ranks = result.trial, sorted({rank for pair in result.bandwidth for rank in pair})
     rows = [
         {"from": trial.label([src]), "to": trial.label([dst]), "bw": result.bandwidth.get((src, dst))}
-        for src in reversed(ranks)  # the first row then holds the first column, and columns are in order
+        for src in ranks
         for dst in ranks
     ]
     axes = (Axis("to", title="To"), Axis("from", title="From"), Axis("bw", title="Bandwidth", unit="GB/s"))
@@ -204,8 +215,11 @@ def _heat_map(report: Any, result: Result, prefix: str) -> None:
     section = report.section(
         "Pairs", "Messages one way between every two ranks, in rounds of disjoint pairs.", source="measured"
     )
+    chart = charts.heatmap(frame, *axes, title="Bandwidth from each rank to each other")
+    for layer in chart.layer:  # no row has all columns, and none has the first one first
+        layer.encoding.x.sort = [trial.label([rank]) for rank in ranks]
     section.chart(
-        charts.heatmap(frame, *axes, title="Bandwidth from each rank to each other"),
+        chart,
         name=f"{prefix}-pairs",
         caption=f"A slow node is a dark row and column, a slow link one dark pair of cells.{words}",
     )

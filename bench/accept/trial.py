@@ -26,6 +26,10 @@ _LINK = "swap cable and transceiver between {}, then the switch port: the fault 
 _NVLINK = "read nvidia-smi nvlink -s and -e at both ends of {}, then swap the GPU whose links are down or count errors"
 
 
+NAME = "name"
+"""The kind of a finding about a name of the hosts file that leads to no host: nothing is to be drained or replaced."""
+
+
 @dataclass(frozen=True)
 class Member:
     """A rank and where it is. `label` is how findings name it."""
@@ -39,7 +43,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Accused:
-    """Whom a finding names: one or more ranks, the two ends of a link, or a NIC or a link of NICs of their hosts."""
+    """Whom a finding names: one or more ranks, the two ends of a link, a NIC or a link of NICs of their hosts, or a
+    name that leads to no host.
+    """
 
     verdict: Verdict
     kind: str

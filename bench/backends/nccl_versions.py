@@ -6,8 +6,7 @@ older ones where they are missing (gather, scatter, alltoall), which needs no wo
 
 from __future__ import annotations
 
-import torch
-
+from bench.backends.capability import lowest_capability
 from bench.backends.communicator import REGISTER, SYMMETRIC
 from bench.backends.libnccl import show_version
 from bench.options import PerfOptions, flag_name
@@ -27,13 +26,18 @@ _FLAGS = (
 
 
 def refusal(dtype: str, op: str, version: int) -> str:
-    """Why a type or an operator cannot be done here; empty where it can."""
+    """Why a type or an operator cannot be done here; empty where it can.
+
+    Raises:
+        HardwareMissing: of an 8-bit type, where the driver's tool does not answer.
+    """
     for word, since in ((dtype, _TYPES.get(dtype, 0)), (op, _OPS.get(op, 0))):
         if version < since:
             return f"{word} needs NCCL {show_version(since)}, and {show_version(version)} is here"
     # nccl-tests leaves the 8-bit types out on older GPUs also where nothing is reduced.
-    if dtype in _FP8 and torch.cuda.is_available() and torch.cuda.get_device_capability() < _FP8_CAPABILITY:
-        return f"{dtype} needs a GPU of compute capability 9.0"
+    capability = lowest_capability() if dtype in _FP8 else None
+    if capability is not None and capability < _FP8_CAPABILITY:
+        return f"{dtype} needs GPUs of compute capability 9.0, and one of {capability[0]}.{capability[1]} is here"
     return ""
 
 

@@ -21,10 +21,14 @@ from bench.accept import expectations
 from bench.accept.cli import accept
 from bench.accept.judge import Judgement, judge_files
 from bench.accept.log import MAX_BYTES, MAX_LINE
+from bench.table import format_head, format_row, format_table
 from netlayer.errors import ConfigError
 from netlayer.verdict import Finding, peers_of, worst
+from tests.bench import canned
 
 LOGS = Path(__file__).parent / "logs"
+# No program waits there: nccl-tests writes line by line.
+CUT_FRONT = (LOGS / "nccl_hung.txt").read_bytes() + b"    67108864      16777216     float    "
 NODES = [LOGS / f"nccl_node{number}.txt" for number in range(5)]
 
 
@@ -48,6 +52,7 @@ CASES = {
     "nccl_mpirun_nvls_off.txt": ("nccl-tests", "WARN", [("node1", "reduce_scatter", "alone")]),
     "nccl_wrong_data.txt": ("nccl-tests", "FAIL", [("node7", "all_gather data", "corrupts")]),
     "nccl_failed.txt": ("nccl-tests", "FAIL", [("node5", "run", "netlayer accept --hosts")]),
+    "nccl_hung.txt": ("nccl-tests", "FAIL", [("node9", "run", "where it hung, run netlayer accept --hosts")]),
     "perftest_rails.txt": ("perftest", "FAIL", [("mlx5_3", "RDMA_Write BW", "swap cable and transceiver of mlx5_3")]),
     "perftest_write_lat.txt": ("perftest", "FAIL", [("mlx5_4", "RDMA_Write Latency", "mlx5_4")]),
     "perftest_send_error.txt": ("perftest", "FAIL", [("mlx5_5", "run", "cable")] * 2),
@@ -238,6 +243,8 @@ def test_values_that_nccl_tests_itself_counts_out_of_bounds_fail(tmp_path: Path)
 def test_a_second_table_that_breaks_off_is_not_taken_for_whole(tmp_path: Path) -> None:
     whole = (LOGS / "nccl_own_gloo.txt").read_text()
     (tmp_path / "log").write_text(whole + whole.partition("# Out")[0])
+    assert [finding.check for finding in bad(judge_files([tmp_path / "log"]))] == ["run"]
+    (tmp_path / "log").write_text(whole + whole.partition("# Out")[0][:-1])
     [line] = judge_files([tmp_path / "log"]).damaged
     assert "ends before '# Avg bus bandwidth'" in line
     (tmp_path / "log").write_text(whole * 2)
@@ -390,7 +397,8 @@ DAMAGE = {
         b"\xffPU 0: H200\n\t Link 0: 26.562 GB/s\nGPU 1: H200\n\t Link 0: 26.562 GB/s\n",
         ":2: a line 'GPU 0",
     ),
-    "hung": ((LOGS / "nccl_hung.txt").read_bytes(), ":19: a row ends"),
+    "cut front": (CUT_FRONT, ":19: a row ends"),
+    "cut side": ((LOGS / "nccl_wrong_data.txt").read_bytes().partition(b"# Out")[0][:-3], "within a line"),
     "cut smi": ((LOGS / "nvidia_smi_good.txt").read_bytes()[:16000], "was cut"),
     "cut alone": ((LOGS / "nvidia_smi_h200_real.txt").read_bytes()[:1500], "ends before its section 'Clocks"),
     "cut late": ((LOGS / "nvidia_smi_h200_real.txt").read_bytes().partition(b"    Fabric")[0], "section 'Processes'"),
@@ -496,6 +504,39 @@ def test_no_json_of_another_shape_ends_in_a_traceback(
     assert len(judgement.kinds) + len(judgement.damaged) == 1
 
 
+def test_where_a_run_stands_that_has_no_end_is_said(tmp_path: Path) -> None:
+    whole = (LOGS / "nccl_hung.txt").read_text()
+    head, rows = "".join(whole.splitlines(keepends=True)[:16]), "its last figures are of 4 MiB"
+    ended = (LOGS / "nccl_own_gloo.txt").read_text()
+    for content, words in (
+        (whole, rows),
+        (head, "nor a row of figures"),
+        (whole + "slurmstepd: error: *** STEP 7.0 ON node9 CANCELLED DUE TO TIME LIMIT ***\n", rows),
+        (whole + ended, rows),
+        (ended + whole, rows),
+    ):
+        (tmp_path / "log").write_text(content)
+        judgement = judge_files([tmp_path / "log"])
+        [finding] = [finding for finding in bad(judgement) if finding.check == "run"]
+        assert words in finding.figure
+        assert finding.line == content.count("\n", 0, content.index(head)) + (18 if words == rows else 3)
+        assert judgement.damaged == ()
+
+
+@pytest.mark.parametrize("options", [{}, {"check": 0}, {"per_iter": 1}, {"per_iter": 1, "check": 0}])
+def test_ours_that_hangs_in_place_is_told_from_a_log_that_was_cut(options: dict[str, int], tmp_path: Path) -> None:
+    record = canned.record(**options)
+    row = canned.row(False) | ({} if options.get("check", 1) else {"wrong": None})
+    half = format_head(record) + format_row(row, record)
+    (tmp_path / "log").write_text(half)
+    [finding] = [finding for finding in judge_files([tmp_path / "log"]).findings if finding.check == "run"]
+    assert finding.figure == "has no end; its last figures are of 1 MiB out of place"
+    (tmp_path / "log").write_text(half[:-1])
+    assert len(judge_files([tmp_path / "log"]).damaged) == 1
+    (tmp_path / "log").write_text(format_table(record))
+    assert "run" not in {finding.check for finding in judge_files([tmp_path / "log"]).findings}
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -505,7 +546,7 @@ def test_no_json_of_another_shape_ends_in_a_traceback(
         (("nccl_wrong_data.txt",), 1),
         (("nccl_node3.txt", "--nvls", "off"), 1),
         (("nccl_node3.txt", "--nvls", "on"), 0),
-        (("nccl_hung.txt",), 2),
+        (("nccl_hung.txt",), 1),
     ],
 )
 def test_exit_codes(arguments: tuple[str, ...], code: int) -> None:
@@ -514,7 +555,8 @@ def test_exit_codes(arguments: tuple[str, ...], code: int) -> None:
 
 
 def test_record_and_junit_say_what_the_table_says(tmp_path: Path) -> None:
-    result = invoke(*NODES, LOGS / "nccl_hung.txt", "--json", tmp_path / "a.json", "--junit", tmp_path / "a.xml")
+    (tmp_path / "cut").write_bytes(CUT_FRONT)
+    result = invoke(*NODES, tmp_path / "cut", "--json", tmp_path / "a.json", "--junit", tmp_path / "a.xml")
     record = json.loads((tmp_path / "a.json").read_text())
     overall, *rows = record["rows"]
     assert (record["name"], record["source"]) == ("bench.accept.judge", "measured")
@@ -552,7 +594,7 @@ def test_judging_imports_no_heavy_library() -> None:
         "print(len(found.kinds), {'torch', 'numpy', 'pandas', 'altair'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == [str(len(_CONTENTS) - 1), "set()"]  # all but the one that was cut
+    assert done.stdout.split() == [str(len(_CONTENTS)), "set()"]
 
 
 def test_the_worst_verdict_and_the_peers() -> None:

@@ -8,10 +8,17 @@ import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from bench.accept import nccl_tests
+from bench.accept.fleet import Fleet
 from bench.accept.links import _listen, close_all, meet_agents, start_ssh
+from bench.accept.run import Result, Settings, accuse_late, members_of
+from bench.accept.run_output import drain_lists, format_run, judgement_of, sentence, tickets
+from bench.accept.trial import Trial
+from bench.accept.work import work_for
 from netlayer.errors import ConfigError
 from netlayer.rank import RankEnv
 
@@ -86,6 +93,55 @@ def test_it_listens_where_the_others_call_and_nowhere_else() -> None:
         assert server.getsockname()[0] == "0.0.0.0"
     with _listen(several, "192.0.2.1", free_port()) as server:  # an address that is translated before this host
         assert server.getsockname()[0] == "0.0.0.0"
+
+
+NO_NAME = "Name or service not known"
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "nameless"),
+    [
+        (f"ssh: Could not resolve hostname node7: {NO_NAME}\r", 255, True),
+        (f"channel 0: open failed: connect failed: {NO_NAME}\nstdio forwarding failed", 255, True),  # by a jump host
+        ("ssh: connect to host node7 port 22: No route to host", 255, False),
+        ("channel 0: open failed: connect failed: Connection refused\nstdio forwarding failed", 255, False),
+        (f"sudo: unable to resolve host node7: {NO_NAME}", 255, False),  # it speaks itself, so it was reached
+        ("ssh: Could not resolve hostname other: said by its profile", 127, False),
+    ],
+)
+def test_a_name_that_leads_to_no_host_is_told_from_a_host_that_is_dead(
+    said: str, code: int, nameless: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{said}\nEND\nexit {code}\n")
+    (tmp_path / "ssh").chmod(0o755)
+    trial = Trial(cast(Fleet, None), members_of([("node7", 2), ("node8", 1)]), work_for("gloo", None), [0, 1, 2])
+    with (tmp_path / "log").open("w+b") as log:
+        link = start_ssh("node7", [0, 1], str(tmp_path / "ssh"), log)
+        assert link.hear() is None  # it has said all
+        accuse_late(trial, link)
+        link.close()
+    result = Result(trial)
+    assert trial.alive == [2]
+    assert bool(drain_lists(trial)) == bool(tickets(result)) == (not nameless)
+    assert ("correct node7 in the hosts file" in trial.findings[0].next_step) == nameless
+    assert ("without an address: node7; " in sentence(result)) == nameless
+    assert ("faulty: node7 (start); " in sentence(result)) == (not nameless)
+    assert any(line.startswith("not reached, and in no drain list: node7; ") for line in format_run(result)) == nameless
+    assert judgement_of(result).verdict == "FAIL"
+
+
+def test_nccl_tests_too_drain_no_name_that_leads_to_no_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\necho 'ssh: Could not resolve hostname $1: {NO_NAME}' >&2\nexit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    binaries = dict.fromkeys(nccl_tests.BINARIES, tmp_path)
+    monkeypatch.setattr(nccl_tests, "find_binaries", lambda _folder: binaries)
+    settings = Settings(members_of([("node7", 1)]), "nccl", work_for("nccl", None))
+    with (tmp_path / "log").open("w+b") as log:
+        link = start_ssh("node7", [0], str(tmp_path / "ssh"), log)
+        result = nccl_tests.run_nccl_tests(settings, [link], None)
+        link.close()
+    assert [finding.file for finding in result.trial.findings] == ["start"]  # once, not for each binary
+    assert not drain_lists(result.trial)
 
 
 def test_paths_in_the_ssh_command_are_from_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,5 +117,46 @@ def test_the_name_of_a_file_forges_no_line_of_the_table() -> None:
     name = "a\nPASS: all is well\tand good"
     finding = Finding("FAIL", name, "gemm", name, name, name, name)
     lines = list(format_table(Judgement((finding,), (), {name: "x"})))
-    assert len(lines) == 4
-    assert not any("\n" in line for line in lines)
+    assert len(lines) == 5  # the row takes two
+    assert not any("\n" in line or line.startswith("PASS") for line in lines)
+
+
+def test_a_table_fits_a_terminal_and_holds_every_word() -> None:
+    tools, reasons = ", ".join(f"tool {at}" for at in range(30)), "no such file; " * 20
+    findings = (
+        Finding(None, "localhost", "not read", tools, reasons, file="preflight"),
+        Finding("FAIL", "node3", "gemm", "80 TFLOP/s", "100 TFLOP/s", "read its clocks " * 10, "gemm"),
+    )
+    lines = list(format_table(Judgement(findings, (), {}), where="phase"))
+    assert max(map(len, lines)) <= 120
+    assert sum(line.split().count("tool") for line in lines) == 30
+    assert sum(line.count("such") for line in lines) == 20
+    assert sum(line.count("clocks") for line in lines) == 10
+    assert next(line for line in lines if "node3" in line).split() == [
+        "FAIL", "node3", "gemm", "80", "TFLOP/s", "100", "TFLOP/s", "gemm",
+    ]  # fmt: skip
+
+
+def test_where_it_was_read_can_be_copied_whole() -> None:
+    file = "/logs/" + "a" * 150
+    findings = (Finding("FAIL", "node3", "data", "4096 wrong elements in 2 measurements " * 3, file=file, line=3),)
+    lines = list(format_table(Judgement(findings, (), {})))
+    assert f"         file: {file}:3" in lines
+
+
+def test_the_matrix_of_pairs_begins_at_the_top_left() -> None:
+    drawn: list[Any] = []
+
+    class Page:
+        def section(self, *_: Any, **__: Any) -> Page:
+            return self
+
+        def chart(self, chart: Any, **_: Any) -> None:
+            drawn.append(chart.to_dict())
+
+    ranks = range(4)
+    known = {(src, dst): 1.0 + src for src in ranks for dst in ranks if src != dst and (src, dst) != (0, 1)}
+    run_output._heat_map(Page(), Result(trial_of(), known), "run")
+    names = [f"h/gpu{rank}" for rank in ranks]
+    for layer in drawn[0]["layer"]:
+        assert (layer["encoding"]["x"]["sort"], layer["encoding"]["y"]["sort"]) == (names, names)

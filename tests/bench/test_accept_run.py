@@ -36,6 +36,7 @@ pytestmark = pytest.mark.quiet
 RANKS = 4
 SLEEP = {"bytes": 1 << 20, "repeats": 3, "budget_s": 0.1}
 FAKE_SSH = """#!/bin/sh
+[ "$1" = mistyped ] && { echo "ssh: Could not resolve hostname $1: Name or service not known" >&2; exit 255; }
 [ "$1" = nowhere ] && { echo "no route to $1" >&2; exit 255; }
 exec sh -c "$2"
 """
@@ -218,16 +219,17 @@ def test_hosts_are_reached_by_the_ssh_given_and_a_host_that_is_not_is_named(
     ssh.write_text(FAKE_SSH)
     ssh.chmod(0o755)
     hosts = tmp_path / "hosts"
-    hosts.write_text("127.0.0.1 slots=2  # two ranks\nnowhere\nlocalhost\n")
+    hosts.write_text("127.0.0.1 slots=2  # two ranks\nnowhere\nlocalhost\nmistyped\n")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     words = ("--hosts", hosts, "--ssh", ssh, "--backend", "gloo", "--only", "all_reduce", "--only", "all_to_all")
     found = command(*words, "--only", "preflight", "--json", "-")
     assert found.exit_code == 1, found.output
     rows = json.loads(found.stdout)["rows"]
-    assert [row["label"] for row in rows if row["table"] == "accused"] == ["nowhere"]
+    assert [row["label"] for row in rows if row["table"] == "accused"] == ["nowhere", "mistyped"]
     [start] = [row for row in rows if row["table"] == "finding" and row["subject"] == "nowhere"]
     assert (start["phase"], start["figure"]) == ("start", "its agent did not start: no route to nowhere")
-    assert "nodename=nowhere " in next(row["lines"][0] for row in rows if row["table"] == "drain")
+    [line] = next(row["lines"] for row in rows if row["table"] == "drain")
+    assert "nodename=nowhere " in line
     groups = {tuple(row["group"]) for row in rows if row["table"] == "measured"}
     assert groups == {(0, 1), (0, 1, 3)}
 
@@ -409,6 +411,10 @@ def test_the_genuine_runner_judges_the_tables(tmp_path: Path, link: Link, monkey
     assert sorted(map(str, (finding.verdict for finding in result.trial.findings))) == sorted(map(str, wanted))
     said: dict[str, Any] = result.trial.rows[0]
     assert said["code"] == 0
+    hung = log.with_name("nccl_hung.txt")
+    path.write_text(f"#!/bin/sh\ncat {hung}\necho 'a peer was lost' >&2\nexit 1\n")
+    [first, *_] = nccl_tests.run_nccl_tests(settings([]), [link], tmp_path).trial.findings
+    assert first.figure == "has no end; its last figures are of 4 MiB: a peer was lost"
     path.write_text("#!/bin/sh\nexit 3\n")
     result = nccl_tests.run_nccl_tests(settings([]), [link], tmp_path)
     assert [finding.figure for finding in result.trial.findings] == ["ended with code 3, no output"]

@@ -145,6 +145,21 @@ def test_a_figure_of_zero_gives_a_verdict_without_a_ratio(tmp_path: Path) -> Non
         assert f" {verdict}" in command(a, b).stdout
 
 
+def test_what_all_rows_share_is_said_once_above_them(tmp_path: Path) -> None:
+    rows = [row(size, 100) | {"dtype": "float", "device": "NVIDIA H200"} for size in (8, 16)]
+    a = write(tmp_path / "a", rows)
+    b = write(tmp_path / "b", [*rows, row(16, 1) | {"dtype": "half", "device": "NVIDIA H200"}])
+    above, _, *lines = command(a, b).stdout.splitlines()
+    assert above == "all rows: device=NVIDIA H200 in_place=False"
+    assert [line.split("  ")[0] for line in lines[:3]] == [
+        "dtype=float size=8", "dtype=float size=16", "dtype=half size=16",
+    ]  # fmt: skip
+    [one] = json.loads(command(b, write(tmp_path / "c", rows[:1]), "--json", "-").stdout)["rows"][:1]
+    assert one["what"] == "device=NVIDIA H200 dtype=float in_place=False size=8"
+    alone = command(tmp_path / "c", tmp_path / "c").stdout.splitlines()
+    assert alone[1].startswith("device=NVIDIA H200 dtype=float in_place=False size=8  ")
+
+
 def test_numbers_that_are_no_measurement_are_passed_over(tmp_path: Path) -> None:
     odd = [row(8, 1) | {"iterations_us": 5}, {"size": 9, "bus_bw_gbs": 10**400}, {"size": 10, "bus_bw_gbs": -1.0}]
     path = write(tmp_path / "odd", odd)

@@ -14,7 +14,7 @@ from bench import command as command_module
 from bench.all_gather import COLLECTIVE as ALL_GATHER
 from bench.all_reduce import COLLECTIVE as ALL_REDUCE
 from bench.all_reduce import command
-from bench.backends import BACKENDS, DTYPES, OPS, NcclBackend, choose_backend, libnccl
+from bench.backends import BACKENDS, DTYPES, OPS, NcclBackend, choose_backend, libnccl, nccl_versions
 from bench.driver import list_cases, load_collective
 from bench.options import BACKEND_NAMES, DIRECT_FLAGS, DTYPE_NAMES, OP_NAMES, PerfOptions, Request
 from netlayer.errors import ConfigError, HardwareMissing
@@ -213,7 +213,7 @@ def test_what_the_running_nccl_cannot_do_names_the_version_needed(
 
 def test_a_new_nccl_honours_every_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libnccl, "load", lambda: _Library(22809))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(nccl_versions, "lowest_capability", lambda: None)
     options = PerfOptions(
         dtype="all", op="all", local_register=2, cta_policy=2, cudagraph=4, agg_iters=2, cpu_time=1, unalign=1
     )
@@ -223,15 +223,16 @@ def test_a_new_nccl_honours_every_flag(monkeypatch: pytest.MonkeyPatch) -> None:
         list_cases(load_collective("hypercube"), options, "nccl", 2)
 
 
-def test_8_bit_floats_need_a_gpu_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_floats_need_gpus_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libnccl, "load", lambda: _Library(22809))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(nccl_versions, "lowest_capability", lambda: (8, 0))
     kept, skipped = list_cases(ALL_GATHER, PerfOptions(dtype="all"), "nccl", 2)
     assert (len(kept), skipped) == (
         10,
-        [f"{name} needs a GPU of compute capability 9.0" for name in ("f8e4m3", "f8e5m2")],
+        [f"{name} needs GPUs of compute capability 9.0, and one of 8.0 is here" for name in ("f8e4m3", "f8e5m2")],
     )
+    monkeypatch.setattr(nccl_versions, "lowest_capability", lambda: (10, 0))
+    assert len(list_cases(ALL_GATHER, PerfOptions(dtype="all"), "nccl", 2)[0]) == 12
 
 
 def test_nccl_without_cupy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
