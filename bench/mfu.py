@@ -3,40 +3,46 @@
 Same model, initial values, tokens, optimiser, clipping and dtype of reduction; a run is timed over N steps with one
 synchronisation at each end, systems take turns, and losses must agree. First the identical model in all systems; then,
 by `--also`, ours with changes, each a row of its own. MFU is given with full and with causal attention, and where there
-is a window with the keys that queries see (`trainer.flops`). Left out: the best settings of a peer beside its
-micro-batch (`--micro-of`), which its module says.
+is a window with the keys that queries see (`trainer.flops`).
+
+A peer has its best settings, which its module says, and on GPUs `job.model.compile`; ours has what the options say. Its
+best micro-batch is for `--micro-of`. What was measured is kept whatever ends the command: rows go into `rows.jsonl` as
+they come, the record is written on SIGINT and SIGTERM too, and a system that fails is named while the others go on.
+Every call has a row of ours unchanged, so that a table may span several.
 """
 
 from __future__ import annotations
 
-import itertools
-import subprocess
-import threading
+import math
+import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import click
 
+from bench.mfu_gpus import watched_gpus
 from bench.mfu_jobs import Jobs, read_entries, read_layout
 from bench.mfu_profile import floors
 from bench.mfu_profile import table as profile_table
-from bench.mfu_rows import FORMULA, check_losses, summarise, table, with_figures
+from bench.mfu_rows import FORMULA, check_losses, heading, summarise, table, with_figures
+from bench.mfu_run import ROWS, Heard, Plan, estimate, measure
 from bench.mfu_systems import PEERS, Entry
+from bench.overlap_settings import channel_environment
 from congestion.nic.env import as_record, exports, for_ranks
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
-from netlayer.errors import ConfigError, HardwareMissing
-from netlayer.launch import launch
-from netlayer.meeting import meeting_place
+from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
+from netlayer.interrupt import uninterrupted
 from netlayer.results import RunRecord, utc_now, write_text
 from trainer.flops import peak_flops
 from trainer.step import WARM_UP
 
 Row = dict[str, Any]
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 5e-2}
-_POWER_EVERY_S = 1.0
 
 
 @click.command()
@@ -50,7 +56,7 @@ _POWER_EVERY_S = 1.0
     "--also",
     multiple=True,
     metavar="A.B=VALUE,...",
-    help="One more row of ours, with these changes: model.parallel_block=true; repeatable.",
+    help="One more row of ours, with these changes: model.parallel_block=true; micro_batches=N too; repeatable.",
 )
 @click.option("--cumulative", is_flag=True, help="Each --also on top of those before it: an ablation.")
 @click.option("--micro", type=click.IntRange(1), default=4, show_default=True, help="Sequences of a micro-batch.")
@@ -62,6 +68,20 @@ _POWER_EVERY_S = 1.0
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Timed in a run.")
 @click.option(
     "--warmup", type=click.IntRange(1), default=3, show_default=True, help="Steps before, whose losses count."
+)
+@click.option(
+    "--attention",
+    type=click.Choice(["best", "flash"]),
+    default="best",
+    show_default=True,
+    help="Kernel of full attention in all systems: the fastest, or the one that torch takes by itself.",
+)
+@click.option(
+    "--limit", type=click.FloatRange(1), default=240.0, show_default=True, help="Longest turn, s: then it hangs."
+)
+@click.option("--time-limit", type=click.FloatRange(1), help="Of the whole, s: no turn begins that would not fit.")
+@click.option(
+    "--channels", type=click.IntRange(0), default=0, help="NCCL's, of all systems: 1 is a 200G NIC; 0: NCCL's choice."
 )
 @click.option("--profile", is_flag=True, help="Also where the time goes, by kind of kernel; traces into --out.")
 @click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True)
@@ -78,6 +98,10 @@ def command(
     runs: int,
     steps: int,
     warmup: int,
+    attention: str,
+    limit: float,
+    time_limit: float | None,
+    channels: int,
     profile: bool,
     backend: str,
 ) -> None:
@@ -87,137 +111,134 @@ def command(
     Examples:
       python -m bench.mfu                                              # two CPU ranks: does it run
       python -m bench.mfu --model 7b --layout dp8 --peers fsdp2,mcore,native3d --set model.dtype=bfloat16
-          --set model.compile=true --also model.parallel_block=true --also model.attention_window=1024
-      python -m bench.mfu --model 7b --layout tp2pp2vp2 --peers native3d,native3d_async --micro-of native3d=2
-          --set model.dtype=bfloat16 --set model.compile=true
+          --also model.parallel_block=true --also model.attention_window=1024
+      python -m bench.mfu --model 7b --layout tp2pp2vp2 --peers mcore_no_overlap,native3d --micro-of native3d=2
+          --micro-batches 16 --set model.dtype=bfloat16
       python -m bench.mfu --model 7b --layout tp2pp2vp2 --peers none --cumulative --set model.dtype=bfloat16
           --set overlap.tp=false --set overlap.pp=false --also model.parallel_block=true --also overlap.tp=true
           --also overlap.pp=true
     """
+    end_s = time.monotonic() + time_limit if time_limit else math.inf
     build = Jobs(options, model, read_layout(layout), micro, micro_batches)
-    entries = read_entries(build, peers, also, micro_of, cumulative=cumulative)
+    ranks = build().parallel.layout.world_size
+    chosen = environ.choose_backend(backend, ranks)  # type: ignore[arg-type]
+    entries = read_entries(build, peers, also, micro_of, cumulative=cumulative, compiles=chosen == "nccl")
     if warmup <= WARM_UP and any(entry.job.loop.cuda_graph for entry in entries):
         rule = f"leaves step {WARM_UP + 1}, in which a CUDA graph is captured, among the timed ones"
         raise ConfigError("--warmup", warmup, rule, f"give {WARM_UP + 1} or more")
-    job = entries[0].job
-    ranks = job.parallel.layout.world_size
-    chosen = environ.choose_backend(backend, ranks)  # type: ignore[arg-type]
     for entry in entries:
         if entry.system in PEERS:
             PEERS[entry.system].check(entry.job, chosen)
     if profile and chosen != "nccl":
         raise HardwareMissing("--profile: tells kernels of a GPU, and this runs on the CPU; leave it out")
     out, started = open_out(options.out, "mfu"), utc_now()
-    nccl = for_ranks(chosen, job.nccl)
-    heard = _Heard()
-    work = [(run, entry) for run in range(1, runs + 1) for entry in entries]
-    with _watched_gpus(chosen) as gpus:
-        for shared in _by_processes(work):
-            _launch(shared, options.seed, steps, warmup, runs, out, profile, chosen, exports(nccl), heard)
     device = next((gpu.name for gpu in environ.list_gpus()), "CPU") if chosen == "nccl" else "CPU"
-    jobs = {entry.name: entry.job for entry in entries}
-    rows = [*(with_figures(row, jobs[row["system"]], device) for row in heard.runs)]
-    rows += summarise(heard.runs, jobs, device)
-    rows += [{**row, "least_ms": floors(jobs[row["system"]])} for row in heard.profiles]
-    record = RunRecord(
-        name="bench.mfu",
-        source="measured",
-        rows=rows,
-        started_utc=started,
-        ended_utc=utc_now(),
-        arguments={
+    nccl = for_ranks(chosen, entries[0].job.nccl)
+    env = {**exports(nccl), **channel_environment(channels)}
+    flash = attention == "flash"
+    plan = Plan(runs, steps, warmup, options.seed, chosen, out, limit, end_s, profile, prefers_flash=flash, env=env)
+    click.echo(estimate(entries, plan, device), err=True)
+    with _ended_by_sigterm(), watched_gpus(ranks if chosen == "nccl" else 0) as gpus:
+        heard = Heard(runs * len(entries), out / ROWS, gpus)
+        arguments = {
             **options.arguments(),
             "model": model or "",
             "layout": layout,
             "micro": micro,
             "micro_of": list(micro_of),
-            "systems": list(jobs),
-        },
+            "attention": attention,
+            "channels": channels,
+            "systems": [entry.name for entry in entries],
+        }
+        environment = environ.snapshot(options.seed) | ({"nccl_settings": as_record(nccl)} if nccl else {})
+        ended_by = "a signal or an error"
+        try:
+            first = measure(entries, plan, heard)
+            ended_by = ""
+        finally:
+            if heard.runs:
+                with uninterrupted():
+                    record = _record(heard, entries, started, arguments, gpus.lines, device, environment, ended_by)
+                    _tell(record, heard, entries, device, options.json_file, out)
+    if first is not None and not heard.runs:
+        raise first
+    if heard.failures:
+        failed = "; ".join(f"{name}: {reason}" for name, reason in heard.failures.items())
+        raise CheckFailed(f"the record has the other rows, for there failed {failed}")
+    check_losses(heard.runs, _TOLERANCE[entries[0].job.model.dtype])
+
+
+def _record(
+    heard: Heard,
+    entries: Sequence[Entry],
+    started: str,
+    arguments: Mapping[str, Any],
+    gpus: Sequence[str],
+    device: str,
+    environment: Mapping[str, Any],
+    ended_by: str,
+) -> RunRecord:
+    """Rows of runs, medians, profiles and failures, and what they are of."""
+    job, jobs = entries[0].job, {entry.name: entry.job for entry in entries}
+    rows = [with_figures(row, jobs[row["system"]], device) for row in heard.runs]
+    rows += summarise(heard.runs, jobs, device)
+    rows += [{**row, "least_ms": floors(jobs[row["system"]])} for row in heard.profiles]
+    rows += [{"system": name, "run": "failed", "reason": reason} for name, reason in heard.failures.items()]
+    return RunRecord(
+        name="bench.mfu",
+        source="measured",
+        rows=rows,
+        started_utc=started,
+        ended_utc=utc_now(),
+        arguments=arguments,
         config={
             "job": job.model_dump(mode="json"),
+            "jobs": {name: each.model_dump(mode="json") for name, each in jobs.items()},
             "peak_flops": peak_flops(device, job.model.dtype),
             "mfu_formula": FORMULA,
-            "gpus": gpus,
+            "gpus": list(gpus),
+            "ended_early_by": ended_by,
         },
-        environment=environ.snapshot(options.seed) | ({"nccl_settings": as_record(nccl)} if nccl else {}),
-        devices=[device] * ranks,
+        environment=environment,
+        devices=[device] * job.parallel.layout.world_size,
     )
-    shown = list(table(rows))
+
+
+def _tell(
+    record: RunRecord, heard: Heard, entries: Sequence[Entry], device: str, json_file: Path | None, out: Path
+) -> None:
+    """The record into its files, the tables for a person."""
+    jobs = {entry.name: entry.job for entry in entries}
+    shown = [*heading(entries[0].job, device), "", *table([dict(row) for row in record.rows])]
     for row in heard.profiles:
         shown += ["", f"{row['system']}:", *profile_table(row["kinds"], floors(jobs[row["system"]]))]
-    click.echo("".join(f"{line}\n" for line in shown), nl=False, err=str(options.json_file) == "-")
-    click.echo(f"record: {record.save(out / 'records')}", err=True)
-    if options.json_file:
-        write_text(options.json_file, record.to_json())
-    check_losses(heard.runs, _TOLERANCE[job.model.dtype])
-
-
-def _by_processes(work: Sequence[tuple[int, Entry]]) -> Iterator[tuple[tuple[int, Entry], ...]]:
-    """Work in order, cut where the next system cannot run in the processes of the one before."""
-    return (tuple(shared) for _, shared in itertools.groupby(work, key=lambda pair: pair[1].processes))
-
-
-class _Heard:
-    """What rank 0 reports: rows of runs, and of profiles."""
-
-    def __init__(self) -> None:
-        self.runs: list[Row] = []
-        self.profiles: list[Row] = []
-
-    def __call__(self, rank: int, message: object) -> None:
-        if rank == 0 and isinstance(message, dict) and message["run"] == "profile":
-            self.profiles.append(message)
-        elif rank == 0 and isinstance(message, dict):
-            self.runs.append(message)
-            click.echo(f"  {message['system']}: {message['step_ms']:.1f} ms", err=True)
-        elif rank == 0:
-            click.echo(str(message), err=True)
-
-
-def _launch(
-    work: tuple[tuple[int, Entry], ...],
-    seed: int,
-    steps: int,
-    warmup: int,
-    runs: int,
-    out: Path,
-    profile: bool,
-    backend: str,
-    env: Mapping[str, str],
-    heard: _Heard,
-) -> None:
-    """One set of processes for systems that can share them."""
-    from bench.mfu_ranks import Order, run_rank
-
-    first = work[0][1]
-    order = Order(work, steps, warmup, seed, runs, out if profile else None)
-    with meeting_place(first.job.store.url) as place:
-        arguments = order, place.init_method("mfu"), backend
-        ranks = first.job.parallel.layout.world_size
-        launch(run_rank, ranks, args=arguments, log_dir=out / "logs", env={**env, **first.env}, on_message=heard)
+    path = record.save(out / "records")
+    click.echo("".join(f"{line}\n" for line in shown), nl=False, err=str(json_file) == "-")
+    click.echo(f"record: {path}", err=True)
+    if json_file:
+        write_text(json_file, record.to_json())
 
 
 @contextmanager
-def _watched_gpus(backend: str) -> Iterator[list[str]]:
-    """Clock, power and temperature of every GPU, a line each second: who was throttled shows here."""
-    lines: list[str] = []
-    if backend != "nccl":
-        yield lines
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit, whose way out writes the record; by itself it would end the process at once.
+
+    Later ones do nothing: `timeout` sends two, and the second would break off the writing.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_DFL:
+        yield
         return
-    query = "--query-gpu=timestamp,index,clocks.sm,power.draw,temperature.gpu"
-    process = subprocess.Popen(
-        ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", str(int(1000 * _POWER_EVERY_S))],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    reader = threading.Thread(target=lambda: lines.extend(line.strip() for line in process.stdout or ()), daemon=True)
-    reader.start()
+
+    def end(_signum: int, _frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
     try:
-        yield lines
+        yield
     finally:
-        process.terminate()
-        process.wait()
-        reader.join()
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.mfu_systems import OURS, Entry, read_peers
+from bench.mfu_systems import OURS, PEERS, Entry, read_peers
 from netlayer.command import RunOptions
 from netlayer.config import JobConfig, build_config
 from netlayer.errors import ConfigError
 
 _LAYOUT = re.compile(r"(tp|pp|dp|vp)(\d+)")
 _CHANGED = ("model", "optimizer", "overlap", "loop")
+_COUNT = re.compile(r"micro_batches=([1-9]\d*)")
+"""Of a step and rank: the one change that is none of the configuration's."""
 
 
 def read_layout(text: str) -> dict[str, int]:
@@ -43,20 +45,31 @@ class Jobs:
     micro_batches: int | None
 
     def __call__(self, changes: Sequence[str] = (), micro: int | None = None) -> JobConfig:
-        """The job with further overrides, or with the same sequences a step in micro-batches of another size."""
+        """The job with further overrides, or with the same sequences a step in micro-batches of another size.
+
+        Args:
+            changes: `micro_batches=N` among them makes the batch another one.
+        """
         degrees, ranks = self.degrees, self.degrees["tp"] * self.degrees["pp"] * self.degrees["dp"]
         count = self.micro_batches or (4 * degrees["pp"] if degrees["pp"] > 1 else 1)
+        for found in filter(None, map(_COUNT.fullmatch, changes)):
+            count = int(found[1])
         tree: dict[str, Any] = {
             "parallel": dict(degrees),
             "batch": {"micro_size": micro or self.micro, "global_size": self.micro * count * degrees["dp"]},
             "optimizer": {"lr": 1e-4, "clip_norm": 0.0, "warmup_steps": 0},
             "overlap": {"bucket_mib": 0.0},
         }
-        given = self._given(changes)
+        given = self._given([change for change in changes if not _COUNT.fullmatch(change)])
         for name in (*_CHANGED, "nccl", "store"):
             section = getattr(given, name)
             tree[name] = {**tree.get(name, {}), **section.model_dump(include=section.model_fields_set)}
         return build_config({"cluster": {"gpus_per_server": ranks}, "job": tree}).job
+
+    @property
+    def says_compile(self) -> bool:
+        """Whether the options say what is compiled: it then holds for all systems."""
+        return "compile" in self._given(()).model.model_fields_set
 
     def _given(self, changes: Sequence[str]) -> JobConfig:
         # First, so that what is given beside it is held against the preset's shape.
@@ -66,21 +79,35 @@ class Jobs:
 
 
 def read_entries(
-    build: Jobs, peers: str | None, also: Sequence[str], micro_of: Sequence[str], *, cumulative: bool = False
+    build: Jobs,
+    peers: str | None,
+    also: Sequence[str],
+    micro_of: Sequence[str],
+    *,
+    cumulative: bool = False,
+    compiles: bool = False,
 ) -> tuple[Entry, ...]:
-    """Ours and the peers with the identical model, then ours with changes; each with those before it, as asked."""
+    """Ours and the peers with the identical model, then ours with changes; each with those before it, as asked.
+
+    Args:
+        compiles: peers that are at their best with `job.model.compile` have it, unless the options say otherwise.
+    """
     micros = _read_micros(micro_of)
     names = (OURS, *read_peers(peers, build()))
     unknown = next((name for name in micros if name not in names), None)
     if unknown is not None:
         raise ConfigError("--micro-of", unknown, f"is none of {', '.join(names)}", "name a system that runs")
-    entries = [Entry(name, build(micro=micros.get(name))) for name in names]
+    compiled = ["model.compile=true"] if compiles and not build.says_compile else []
+    entries = [
+        Entry(name, build(compiled if name in PEERS and PEERS[name].is_compiled else (), micros.get(name)))
+        for name in names
+    ]
     changes: list[str] = []
     for text in dict.fromkeys(also):
         changes = [*(changes if cumulative else []), *text.split(",")]
         for change in changes:
-            if change.removeprefix("job.").partition(".")[0] not in _CHANGED:
-                rule = f"changes none of {', '.join(_CHANGED)}"
+            if not _COUNT.fullmatch(change) and change.removeprefix("job.").partition(".")[0] not in _CHANGED:
+                rule = f"changes none of {', '.join(_CHANGED)}, micro_batches"
                 raise ConfigError("--also", change, rule, "for example --also model.parallel_block=true")
         entries.append(Entry(OURS, build(changes, micros.get(OURS)), f"+ {text}" if cumulative else text))
     return tuple(entries)

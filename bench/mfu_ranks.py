@@ -1,14 +1,18 @@
 """The ranks of `bench.mfu`: systems take turns, each built anew, checked by its losses, then timed.
 
-A run of a system is its warm-up and `steps` steps with one synchronisation at each end. Left out: what the figures mean
-(`bench.mfu_rows`).
+A run of a system is its warm-up and `steps` steps with one synchronisation at each end. What is measured is reported at
+once, so that it is kept whatever comes after it. Left out: what the figures mean (`bench.mfu_rows`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
+import importlib
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend
 
 from bench import mfu_profile
 from bench.control import Control
@@ -42,6 +47,10 @@ class Order:
         work: the number of a run, from 1, and whose it is, in this order; their layouts are the same.
         steps: timed in a run, after `warmup` others.
         last_run: its number.
+        limit_s: a turn that takes longer hangs: the rank ends itself.
+        end_s: no turn begins that would not end before this moment of `time.monotonic`; infinity: all do.
+        longest_s: what a turn took before.
+        prefers_flash: attention by flash where ours would choose another kernel.
         profiles: folder for a trace of each system's last run on rank 0, whose kernels are told; None: none.
     """
 
@@ -50,64 +59,92 @@ class Order:
     warmup: int
     seed: int
     last_run: int
+    limit_s: float
+    end_s: float
+    longest_s: float = 0.0
+    prefers_flash: bool = False
     profiles: Path | None = None
 
 
-def run_rank(context: RankContext, order: Order, init_method: str, backend: str) -> list[Row]:
-    """All of the work; rank 0's rows say what the slowest rank took."""
-    place, groups = meet_at(context, order.work[0][1].job, init_method, backend)
-    control = Control(context.env, _TIMEOUT)
-    rows: list[Row] = []
+def run_rank(context: RankContext, order: Order, init_method: str, backend: str) -> None:
+    """All of the work, as far as there is time for it; rank 0's rows say what the slowest rank took."""
+    with _at_most(order.limit_s):
+        place, groups = meet_at(context, order.work[0][1].job, init_method, backend)
+        control = Control(context.env, _TIMEOUT)
+    if order.prefers_flash:
+        _prefer_flash()
+    longest_s = order.longest_s
     for run, entry in order.work:
-        context.report(f"run {run} of {order.last_run}: {entry.name}")
-        profiles = run == order.last_run and order.profiles is not None
-        row, kernels = _measure(entry, order, place, groups, control, profiles=profiles)
-        rows.append({"system": entry.name, "run": run, "change": entry.change, **row})
-        context.report(rows[-1])
-        if kernels:
-            context.report({"system": entry.name, "run": "profile", **kernels})
+        begin_s = time.monotonic()
+        [left_s] = control.average([order.end_s - begin_s - longest_s], 0)  # rank 0 says it for all
+        if left_s < 0:
+            break
+        context.report({"begins": entry.name, "run": run})
+        with _at_most(order.limit_s):
+            _take_turn(context, run, entry, order, place, groups, control)
+        longest_s = max(longest_s, time.monotonic() - begin_s)
     dist.destroy_process_group()
-    return rows
 
 
-def _measure(
-    entry: Entry, order: Order, place: Place, groups: Any, control: Control, *, profiles: bool
-) -> tuple[Row, Row]:
-    """What a run took, and with `profiles` what ran in it on rank 0."""
+def _take_turn(
+    context: RankContext, run: int, entry: Entry, order: Order, place: Place, groups: Any, control: Control
+) -> None:
+    """Build, measure, report, and give back all memory."""
     device = place.device
+    left_gib = _allocated_gib(device)
+    system = entry.build(order.seed, place.rank, device, groups)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    system = entry.build(order.seed, place.rank, device, groups)
-    each, losses, kernels = _run(entry, system, order, device, control, profiles=profiles)
-    del system
+    batches = _batches(entry.job, order.seed, device)
+    row = _measure(entry, system, batches, order, device, control)
+    context.report({"system": entry.name, "run": run, "change": entry.change, "left_gib": left_gib, **row})
+    if run == order.last_run and order.profiles is not None:
+        kernels = _profile(entry.name, system, batches, order)
+        context.report({"system": entry.name, "run": "profile", **kernels})
+    system.close()
+    del system, batches
     if entry.job.model.compile:
         # Systems have blocks in common: the compiler would count their variants together, and at its limit give up.
         torch.compiler.reset()
-    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    mean_s = sum(each) / len(each)
-    [slowest], [most] = control.average([mean_s], 3), control.average([float(memory)], 3)
-    row = {
-        "step_ms": slowest * 1e3,
-        "each_ms": [seconds * 1e3 for seconds in each],
-        "memory_gib": most / 2**30,
-        "losses": _mean_losses(losses, entry.job, control),
-    }
-    return row, kernels
 
 
-def _run(
-    entry: Entry, system: System, order: Order, device: torch.device, control: Control, *, profiles: bool
-) -> tuple[list[float], list[float], Row]:
-    """Seconds of each timed step, the losses before them, and the profile."""
-    batches = _batches(entry.job, order.seed, device)
+def _measure(
+    entry: Entry, system: System, batches: Sequence[MicroBatch], order: Order, device: torch.device, control: Control
+) -> Row:
+    """What the steps of a run took, and the losses of the steps before them."""
     losses = [float(system.step(batches)) for _ in range(order.warmup)]
     each = StepTimer(device, control).measure(lambda _: system.step(batches), order.steps).seconds
-    kernels = _profile(entry.name, system, batches, order) if profiles else {}
-    system.close()
-    return each, losses, kernels
+    memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    slowest, most = control.average([sum(each) / len(each), memory], 3)
+    return {
+        "step_ms": slowest * 1e3,
+        "each_ms": [seconds * 1e3 for seconds in each],
+        "memory_gib": most,
+        "losses": _mean_losses(losses, entry.job, control),
+    }
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """A rank that takes longer says in its log where it is, and ends: no exception reaches one inside a library."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _prefer_flash() -> None:
+    """In all systems: ours and its peers have one function of attention."""
+    order: list[SDPBackend] = importlib.import_module("trainer.ops.attention")._FULL
+    order.sort(key=lambda kernel: kernel != SDPBackend.FLASH_ATTENTION)
+
+
+def _allocated_gib(device: torch.device) -> float:
+    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
 def _profile(name: str, system: System, batches: Sequence[MicroBatch], order: Order) -> Row:
@@ -116,8 +153,6 @@ def _profile(name: str, system: System, batches: Sequence[MicroBatch], order: Or
     file = f"{re.sub(r'[^A-Za-z0-9.=]+', '_', name)}.trace.json.gz"
     trace = order.profiles / file if is_first and order.profiles is not None else None
     kernels = mfu_profile.profile(lambda: system.step(batches), PROFILED, trace)
-    if not is_first:
-        return {}
     return {
         "kinds": mfu_profile.shares(kernels, PROFILED),
         "most_time": mfu_profile.most_time(kernels, PROFILED, _NAMED),

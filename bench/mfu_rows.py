@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,12 +22,13 @@ _FIGURES = (("full", "mfu_full"), ("causal", "mfu_causal"), ("done", "mfu_done")
 
 
 def with_figures(row: Row, job: JobConfig, device: str) -> Row:
-    """A run's row with tokens/s and MFU."""
-    return {**row, **_figures(row["step_ms"], job, device)}
+    """A run's row with tokens/s and MFU, and None where a loss is no number: JSON has none such."""
+    losses = [loss if math.isfinite(loss) else None for loss in row["losses"]]
+    return {**row, "losses": losses, **_figures(row["step_ms"], job, device)}
 
 
 def summarise(rows: Sequence[Row], jobs: Mapping[str, JobConfig], device: str) -> list[Row]:
-    """One row a system: the median run, the spread (largest - least over median), and the ratio to ours.
+    """One row a system: the median run, the spread (largest - least over median), and its time a token over ours'.
 
     Args:
         jobs: by name of the system.
@@ -42,15 +44,19 @@ def summarise(rows: Sequence[Row], jobs: Mapping[str, JobConfig], device: str) -
                 "system": system,
                 "run": "median",
                 "change": own[0]["change"],
+                "runs": len(own),
                 "micro_size": jobs[system].batch.micro_size,
+                "compile": jobs[system].model.compile,
                 "spread": (max(times) - min(times)) / median,
                 "p99_over_median": each[min(len(each) - 1, int(0.99 * len(each)))] / statistics.median(each),
                 "memory_gib": max(row["memory_gib"] for row in own),
+                **{name: _median([row.get(name) for row in own]) for name in ("clock_mhz", "power_w")},
                 **_figures(median, jobs[system], device),
             }
         )
-    ours = next(row["step_ms"] for row in found if row["system"] == OURS)
-    return [{**row, "over_ours": row["step_ms"] / ours} for row in found]
+    # By tokens, for a change may be one of the batch.
+    ours = next((row["tokens_per_s_gpu"] for row in found if row["system"] == OURS), None)
+    return [{**row, "over_ours": ours / row["tokens_per_s_gpu"] if ours else None} for row in found]
 
 
 def check_losses(rows: Sequence[Row], tolerance: float) -> None:
@@ -71,23 +77,43 @@ def check_losses(rows: Sequence[Row], tolerance: float) -> None:
             )
 
 
+def heading(job: JobConfig, device: str) -> Iterator[str]:
+    """What the table's MFU is of."""
+    batch, peak = job.batch, peak_flops(device, job.model.dtype)
+    flops = step_flops(job.model, batch.global_size)
+    known = f"peak {peak / 1e12:.1f} TFLOP/s in {job.model.dtype}" if peak else f"no peak known in {job.model.dtype}"
+    yield f"{job.parallel.layout.world_size} x {device}, {known}"
+    yield (
+        f"a step: {batch.global_size} sequences of {job.model.seq_len} tokens; {flops.full / 1e12:,.4g} TFLOP full, "
+        f"{flops.causal / 1e12:,.4g} causal; gradients reduced in {job.overlap.reduce_dtype}"
+    )
+    yield FORMULA
+
+
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """The summary for a person; `done` where a window makes it another figure than `causal`."""
     rows = [row for row in rows if row["run"] == "median"]
     wide = max([len("system"), *(len(row["system"]) for row in rows)])
     yield (
         f"{'system':>{wide}} {'micro':>5} {'step ms':>9} {'spread':>7} {'p99/median':>10} {'tokens/s/GPU':>13} "
-        f"{'MFU full':>8} {'causal':>7} {'done':>6} {'GiB':>6} {'over ours':>9}"
+        f"{'MFU full':>8} {'causal':>7} {'done':>6} {'GiB':>6} {'MHz':>5} {'W':>4} {'runs':>4} {'over ours':>9}"
     )
     for row in rows:
         shown = {name: "-" if row[key] is None else f"{row[key]:.3f}" for name, key in _FIGURES}
         if not row["has_window"]:
             shown["done"] = "-"
+        over = "-" if row["over_ours"] is None else f"{row['over_ours']:.3f}"
+        mhz, watts = ("-" if row[name] is None else f"{row[name]:.0f}" for name in ("clock_mhz", "power_w"))
         yield (
             f"{row['system']:>{wide}} {row['micro_size']:5} {row['step_ms']:9.1f} {row['spread']:7.1%} "
             f"{row['p99_over_median']:10.3f} {row['tokens_per_s_gpu']:13,.0f} {shown['full']:>8} {shown['causal']:>7} "
-            f"{shown['done']:>6} {row['memory_gib']:6.1f} {row['over_ours']:9.3f}"
+            f"{shown['done']:>6} {row['memory_gib']:6.1f} {mhz:>5} {watts:>4} {row['runs']:4} {over:>9}"
         )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _figures(step_ms: float, job: JobConfig, device: str) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -55,25 +56,36 @@ class Peer:
         check: `check(job, backend)` raises where it cannot do the job: ConfigError, HardwareMissing.
         build: `build(job, seed, device)`, on every rank.
         env: variables of its processes, which systems with others cannot share.
+        is_compiled: it is at its best with `job.model.compile`, for it has no kernels of its own.
     """
 
     check: Callable[[JobConfig, str], None]
     build: Callable[[JobConfig, int, torch.device], System]
     env: Mapping[str, str] = field(default_factory=dict)
+    is_compiled: bool = True
 
 
 PEERS: Mapping[str, Peer] = {
     "fsdp2": Peer(fsdp2.check, fsdp2.Fsdp2),
+    "fsdp2_reshard": Peer(
+        functools.partial(fsdp2.check, reshards=True),
+        lambda job, seed, device: fsdp2.Fsdp2(job, seed, device, reshards=True),
+    ),
+    "fsdp2_registered": Peer(
+        functools.partial(fsdp2.check, registers=True),
+        lambda job, seed, device: fsdp2.Fsdp2(job, seed, device, registers=True),
+    ),
     "native3d": Peer(native3d.check, native3d.Native3d),
     "native3d_async": Peer(
         lambda job, backend: native3d.check(job, backend, asynchronous=True),
         lambda job, seed, device: native3d.Native3d(job, seed, device, asynchronous=True),
     ),
-    "mcore": Peer(mcore.check, mcore.Mcore, mcore.ENV),
+    "mcore": Peer(mcore.check, mcore.Mcore, mcore.ENV, is_compiled=False),
     "mcore_no_overlap": Peer(
         lambda job, backend: mcore.check(job, backend, overlap=False),
         lambda job, seed, device: mcore.Mcore(job, seed, device, overlap=False),
         mcore.ENV,
+        is_compiled=False,
     ),
 }
 

@@ -1,7 +1,8 @@
 """The peer that a good engineer would write today: torch's FSDP2 with compiled units, on the model of `trainer`.
 
-Parameters stay gathered between forward and backward; embedding, blocks and head are units of their own, as in
-torchtitan. Left out: tensor and pipeline parallelism.
+Parameters stay gathered between forward and backward, or, with `reshards`, those of the blocks are gathered twice, for
+less memory. With `registers` its buffers are known to NCCL, which is its best where the network bounds it. Embedding,
+blocks and head are units of their own, as in torchtitan. Left out: tensor and pipeline parallelism.
 
 Shapes: B sequences, T positions.
 """
@@ -16,29 +17,35 @@ from torch import Tensor, nn
 from bench.overlap_model import Stack
 from bench.peers.decay import decay_groups
 from netlayer.config import JobConfig
-from netlayer.errors import ConfigError
+from netlayer.errors import ConfigError, HardwareMissing
 from trainer.model import build_model
 from trainer.parallel import MicroBatch
 
 
-def check(job: JobConfig, _backend: str) -> None:
+def check(job: JobConfig, backend: str, *, reshards: bool = False, registers: bool = False) -> None:
     """Refuse what it cannot do: it has every model, and no layout but one.
 
     Raises:
         ConfigError: the layout is not data parallel alone, or the optimiser is not AdamW.
+        HardwareMissing: buffers are to be registered, and the backend is not nccl.
     """
+    name = "fsdp2_reshard" if reshards else "fsdp2_registered" if registers else "fsdp2"
     if job.parallel.tp * job.parallel.pp > 1:
         rule = "is data parallel alone"
-        raise ConfigError("--peers", "fsdp2", rule, "give a layout such as dp4, another peer, or none")
+        raise ConfigError("--peers", name, rule, "give a layout such as dp4, another peer, or none")
     if job.optimizer.name != "adamw":
-        rule = "steps with adamw for --peers fsdp2"
+        rule = f"steps with adamw for --peers {name}"
         raise ConfigError("job.optimizer.name", job.optimizer.name, rule, "measure lamb of ours by --also")
+    if registers and backend != "nccl":
+        raise HardwareMissing(f"--peers {name}: NCCL registers its buffers, and this runs on {backend}; leave it out")
 
 
 class Fsdp2:
     """Data parallel over all ranks; one optimiser step at a time."""
 
-    def __init__(self, job: JobConfig, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, job: JobConfig, seed: int, device: torch.device, *, reshards: bool = False, registers: bool = False
+    ) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         gpt = build_model(job.model, seed, device)
@@ -48,7 +55,10 @@ class Fsdp2:
         for unit in self.model.units:
             if job.model.compile and unit is not self.model.embedding:
                 nn.Module.compile(unit, dynamic=False)
-            fully_shard(unit, mp_policy=policy, reshard_after_forward=False)
+            is_block = unit is not self.model.embedding and unit is not self.model.loss
+            sharded = fully_shard(unit, mp_policy=policy, reshard_after_forward=reshards and is_block)
+            if registers:
+                sharded.set_allocate_memory_from_process_group_for_comm(True)
         self._sharded = fully_shard(self.model, mp_policy=policy, reshard_after_forward=False)
         self.optimizer = torch.optim.AdamW(
             decay_groups(self.model.parameters(), job.optimizer.weight_decay),

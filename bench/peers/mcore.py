@@ -38,17 +38,13 @@ def check(job: JobConfig, backend: str, *, overlap: bool = True) -> None:
     """Refuse what it cannot do: it has every layout but one.
 
     Raises:
-        ConfigError: another model than `check_plain` takes, float64, or two interleaved stages without overlap.
+        ConfigError: another model than `check_plain` takes, or float64.
         HardwareMissing: the package is not installed, or there is no GPU.
     """
     name = "mcore" if overlap else "mcore_no_overlap"
     check_plain(name, job)
     if job.model.dtype == "float64":
         raise ConfigError("job.model.dtype", "float64", f"is none of --peers {name}", "give bfloat16 or float32")
-    if not overlap and job.parallel.vpp > 1 and job.parallel.pp == 2:
-        # One batch of messages goes both ways round between the same two ranks, and they are taken for each other.
-        rule = "computes wrong values in an interleaved pipeline of two stages"
-        raise ConfigError("--peers", name, rule, "give a layout without vp or with pp above 2, or mcore")
     if not is_installed():
         raise HardwareMissing(f"--peers {name}: there is no megatron.core; pip install megatron-core==0.16.1")
     if backend != "nccl":
@@ -60,6 +56,8 @@ def transformer_settings(job: JobConfig, *, overlap: bool) -> dict[str, Any]:
     model, layout = job.model, job.parallel.layout
     is_bf16, is_interleaved = model.dtype == "bfloat16", layout.vpp > 1
     dtype = getattr(torch, model.dtype)
+    # Between the same two ranks a batch of messages that goes both ways round has them taken for each other.
+    are_batched = not (is_interleaved and (overlap or layout.pp == 2))
     # The fused bias and GeLU is of the tanh form, ours; its plain GeLU is not.
     activation = F.gelu if model.bias else functools.partial(F.gelu, approximate="tanh")
     return {
@@ -84,9 +82,10 @@ def transformer_settings(job: JobConfig, *, overlap: bool) -> dict[str, Any]:
         "bf16": is_bf16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "deallocate_pipeline_outputs": True,
+        # Its interleaved schedule would give an output's memory back while a message under way still reads it.
+        "deallocate_pipeline_outputs": not (overlap and is_interleaved),
         "overlap_p2p_comm": overlap and is_interleaved,
-        "batch_p2p_comm": not (overlap and is_interleaved),
+        "batch_p2p_comm": are_batched,
     }
 
 

@@ -39,13 +39,21 @@ def job(**changes: object) -> JobConfig:
 def test_overlap_is_of_parameters_gradients_and_messages() -> None:
     on, off = (transformer_settings(job(), overlap=overlap) for overlap in (True, False))
     assert (on["overlap_p2p_comm"], on["batch_p2p_comm"]) == (True, False)
-    assert (off["overlap_p2p_comm"], off["batch_p2p_comm"]) == (False, True)
+    assert (off["overlap_p2p_comm"], off["batch_p2p_comm"]) == (False, False)
+    assert (on["deallocate_pipeline_outputs"], off["deallocate_pipeline_outputs"]) == (False, True)
     assert on["sequence_parallel"]
     assert on["virtual_pipeline_model_parallel_size"] == 2
     assert data_parallel_settings(job(), overlap=True)["overlap_param_gather"]
     assert not data_parallel_settings(job(), overlap=False)["overlap_grad_reduce"]
     settings = optimizer_settings(job(), overlap=True)
     assert (settings["clip_grad"], settings["weight_decay"], settings["bf16"]) == (0.5, 0.2, True)
+
+
+def test_messages_both_ways_between_two_stages_are_no_batch() -> None:
+    """Sends and receives of a batch between the same two ranks match in order, and theirs are in different orders."""
+    plain = job().model_copy(update={"parallel": job().parallel.model_copy(update={"vpp": 1})})
+    assert transformer_settings(plain, overlap=False)["batch_p2p_comm"]
+    assert not transformer_settings(job(), overlap=False)["batch_p2p_comm"]
 
 
 def test_its_processes_have_one_hardware_queue_and_are_its_own() -> None:

@@ -1,0 +1,222 @@
+"""The turns of `bench.mfu`: processes for systems that can share them, and what becomes of a system that fails.
+
+Every second run takes the systems in reverse, so that those with processes of their own are started once a run, not
+twice, and a drift of the machine meets them alike. A system that fails (a crash, no memory left, a hang) is named and
+left out from there on, and the others go on in fresh processes. Rows are written as they come, into `rows.jsonl`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.mfu_gpus import GpuLog
+from bench.mfu_systems import Entry
+from netlayer.config import JobConfig
+from netlayer.errors import NetlayerError
+from netlayer.launch import launch
+from netlayer.meeting import meeting_place
+from trainer.flops import peak_flops, step_flops
+
+Row = dict[str, Any]
+Turn = tuple[int, Entry]
+ROWS = "rows.jsonl"
+_START_S = 30.0
+"""Of fresh processes on GPUs: imports, NCCL's groups."""
+_BUILD_S = 15.0
+"""Of a turn on GPUs: initial values, compiling."""
+_ASSUMED_MFU = 0.4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How systems are measured.
+
+    Args:
+        limit_s: longest turn; one that takes longer hangs.
+        end_s: no turn begins that would not end before this moment of `time.monotonic`; infinity: all do.
+        prefers_flash: as in `mfu_ranks.Order`.
+        out: folder of logs and rows.
+        env: of all processes.
+    """
+
+    runs: int
+    steps: int
+    warmup: int
+    seed: int
+    backend: str
+    out: Path
+    limit_s: float
+    end_s: float = math.inf
+    profiles: bool = False
+    prefers_flash: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class Heard:
+    """What rank 0 reports, kept, written and shown as it comes.
+
+    Args:
+        num_turns: in all, for what is still to come.
+        rows_file: gets a line a row.
+        gpus: what is heard of them.
+    """
+
+    def __init__(self, num_turns: int, rows_file: Path, gpus: GpuLog) -> None:
+        self.runs: list[Row] = []
+        self.profiles: list[Row] = []
+        self.failures: dict[str, str] = {}
+        self.current: tuple[int, str] | None = None
+        self.took_s: list[float] = []
+        self.num_left = num_turns
+        self._file, self._gpus = rows_file, gpus
+        self._begin_s = time.monotonic()
+
+    def __call__(self, rank: int, message: Row) -> None:
+        if rank != 0:
+            return
+        if "begins" in message:
+            self._begin(message)
+        else:
+            self._keep(message)
+
+    def is_done(self, turn: Turn) -> bool:
+        run, entry = turn
+        return any((row["run"], row["system"]) == (run, entry.name) for row in self.runs)
+
+    def fail(self, name: str, reason: str) -> None:
+        """A system that is left out from here on."""
+        self.failures[name] = reason
+        self._write({"system": name, "run": "failed", "reason": reason})
+        click.echo(f"  {name} FAILED, and is left out from here on: {reason}", err=True)
+
+    @property
+    def current_s(self) -> float:
+        """Since when the current turn is under way."""
+        return time.monotonic() - self._begin_s
+
+    def _begin(self, message: Row) -> None:
+        now = time.monotonic()
+        if self.current is not None:
+            self.took_s.append(now - self._begin_s)
+        self.current, self._begin_s = (message["run"], message["begins"]), now
+        left = f", about {self.num_left * statistics.mean(self.took_s) / 60:.1f} min to go" if self.took_s else ""
+        click.echo(f"run {message['run']}: {message['begins']}{left}", err=True)
+
+    def _keep(self, row: Row) -> None:
+        if row["run"] == "profile":
+            self.profiles.append(row)
+        else:
+            now = time.monotonic()
+            row = {**row, **self._gpus.between(now - sum(row["each_ms"]) / 1e3, now)}
+            self.runs.append(row)
+            self.num_left -= 1
+            clock = f", {row['clock_mhz']:.0f} MHz, {row['power_w']:.0f} W" if row.get("power_w") else ""
+            click.echo(f"  {row['system']}: {row['step_ms']:.1f} ms{clock}", err=True)
+            if row["left_gib"] > 1:
+                click.echo(f"  note: {row['left_gib']:.1f} GiB were still held when it began", err=True)
+        self._write(row)
+
+    def _write(self, row: Row) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def in_turn(entries: Sequence[Entry], runs: int) -> list[Turn]:
+    """All runs of all systems, every second run from the last one to the first."""
+    return [(run, entry) for run in range(1, runs + 1) for entry in (entries if run % 2 else entries[::-1])]
+
+
+def by_processes(turns: Sequence[Turn]) -> Iterator[tuple[Turn, ...]]:
+    """Turns in order, cut where the next system cannot run in the processes of the one before."""
+    return (tuple(shared) for _, shared in itertools.groupby(turns, key=lambda turn: turn[1].processes))
+
+
+def measure(entries: Sequence[Entry], plan: Plan, heard: Heard) -> NetlayerError | None:
+    """All turns, but those of a system after it has failed; the first failure."""
+    first: NetlayerError | None = None
+    turns = in_turn(entries, plan.runs)
+    while turns:
+        shared = next(by_processes(turns))
+        started = len(heard.runs)
+        if started and time.monotonic() + _START_S > plan.end_s:
+            break
+        heard.current = None
+        try:
+            _launch(shared, plan, heard)
+        except NetlayerError as exc:
+            first = first or exc
+            _blame(shared, plan, heard, exc)
+        else:
+            if not all(heard.is_done(turn) for turn in shared):
+                break
+        turns = [turn for turn in turns if not heard.is_done(turn) and turn[1].name not in heard.failures]
+        heard.num_left = len(turns)
+    if turns:
+        click.echo(f"note: the time is over, {len(turns)} turns are left out", err=True)
+    return first
+
+
+def estimate(entries: Sequence[Entry], plan: Plan, device: str) -> str:
+    """What lies ahead, and on known GPUs how long it will take."""
+    turns = in_turn(entries, plan.runs)
+    starts = len(list(by_processes(turns)))
+    said = f"{len(turns)} turns of {len(entries)} systems, {plan.warmup} + {plan.steps} steps each, in {starts} starts"
+    seconds = [_step_s(entry.job, device) for entry in entries]
+    if None in seconds:
+        return said
+    each = sum(_BUILD_S + (plan.warmup + plan.steps) * second for second in seconds if second is not None)
+    return f"{said}: about {(starts * _START_S + plan.runs * each) / 60:.0f} min"
+
+
+def _step_s(job: JobConfig, device: str) -> float | None:
+    peak = peak_flops(device, job.model.dtype)
+    flops = step_flops(job.model, job.batch.global_size).causal
+    return flops / (_ASSUMED_MFU * peak * job.parallel.layout.world_size) if peak else None
+
+
+def _blame(shared: Sequence[Turn], plan: Plan, heard: Heard, exc: NetlayerError) -> None:
+    """Name the system that failed; where none had begun, all that wanted these processes."""
+    left = [turn for turn in shared if not heard.is_done(turn)]
+    if not left:
+        click.echo(f"note: after the last turn of these processes: {exc}", err=True)
+        return
+    if heard.current is None:
+        for name in dict.fromkeys(entry.name for _, entry in left):
+            heard.fail(name, f"its processes did not start: {exc}")
+        return
+    run, name = heard.current
+    slow = f" (above --limit {plan.limit_s:g} s)" if heard.current_s >= plan.limit_s else ""
+    heard.fail(name, f"run {run}: {exc}{slow}")
+
+
+def _launch(shared: tuple[Turn, ...], plan: Plan, heard: Heard) -> None:
+    """One set of processes for systems that can share them."""
+    from bench.mfu_ranks import Order, run_rank
+
+    first = shared[0][1]
+    order = Order(
+        shared,
+        plan.steps,
+        plan.warmup,
+        plan.seed,
+        plan.runs,
+        plan.limit_s,
+        plan.end_s,
+        max(heard.took_s, default=0.0),
+        plan.prefers_flash,
+        plan.out if plan.profiles else None,
+    )
+    ranks, env = first.job.parallel.layout.world_size, {**plan.env, **first.env}
+    with meeting_place(first.job.store.url) as place:
+        arguments = order, place.init_method("mfu"), plan.backend
+        launch(run_rank, ranks, args=arguments, log_dir=plan.out / "logs", env=env, on_message=heard)
