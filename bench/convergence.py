@@ -11,7 +11,6 @@ import logging
 import math
 import re
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,8 +18,19 @@ from typing import Any
 
 import click
 
-from bench.convergence_join import RUNS, check_alike, left_to_do, read_joined, read_runs
-from bench.convergence_rows import BROKEN_OFF, RUN, Curve, Row, rows_of, table
+from bench.convergence_end import ending_at_sigterm, reason_of
+from bench.convergence_join import (
+    RUNS,
+    before,
+    check_alike,
+    check_same_text,
+    left_to_do,
+    read_joined,
+    read_runs,
+    shown_beside,
+)
+from bench.convergence_pace import Pace
+from bench.convergence_rows import BROKEN_OFF, RUN, Before, Curve, Row, rows_of, table
 from bench.convergence_run import (
     KINDS,
     Asked,
@@ -41,7 +51,7 @@ from netlayer.meeting import MeetingPlace, meeting_place
 from netlayer.presets import MODELS
 from netlayer.progress import Stages
 from netlayer.results import RunRecord, check_target, utc_now, write_text
-from trainer.cli import short_time, words_of
+from trainer.cli import words_of
 from trainer.data.prepare import Corpus
 from trainer.memory import check_memory
 from trainer.train import Progress, prepare
@@ -53,6 +63,7 @@ _LEAST_MIB, _MOST_MIB = 4.0, 4096.0
 _UNPLANNED_TOKENS = 10**15  # any number: with --minutes it is only known when the text is there
 _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 _PATH = click.Path(path_type=Path)
+_NONE = "none"
 
 
 def _read_tokens(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
@@ -78,10 +89,13 @@ def _read_rates(_context: click.Context, _option: click.Parameter, text: str | N
 
 
 def _read_kinds(_context: click.Context, _option: click.Parameter, text: str) -> tuple[str, ...]:
+    if text == _NONE:
+        return ()
     names = tuple(word.strip() for word in text.split(","))
     odd = [name for name in names if name not in KINDS]
     if odd or len(set(names)) < len(names):
-        raise click.BadParameter(f"{odd[0] if odd else text}: give {', '.join(KINDS)}, each once, with commas between")
+        known = f"give {', '.join(KINDS)}, each once, with commas between, or {_NONE}"
+        raise click.BadParameter(f"{odd[0] if odd else text}: {known}")
     return tuple(kind for kind in KINDS if kind in names)
 
 
@@ -97,14 +111,19 @@ def _number(_context: click.Context, _option: click.Parameter, value: float | No
 @click.option("--html", "html_file", type=_PATH, help="Also write the page here, its pictures into plots/ beside it.")
 @click.option("--model", type=click.Choice(list(MODELS)), default="125m", show_default=True, help="Preset of the size.")
 @click.option(
-    "--runs", "kinds", default=",".join(KINDS), show_default=True, callback=_read_kinds, help="Which, in turn."
+    "--runs",
+    "kinds",
+    default=",".join(KINDS),
+    show_default=True,
+    callback=_read_kinds,
+    help="Which, in turn; none: show what --join has.",
 )
 @click.option("--tokens", callback=_read_tokens, help="Of each run: 300M, 200000 [of the model: 125m 300M, 1m 2M].")
 @click.option(
     "--minutes",
     type=click.FloatRange(0, min_open=True),
     callback=_number,
-    help="In place of --tokens: as many as the standard run takes in so many minutes, measured first.",
+    help="In place of --tokens: as many as the standard run's steps take in so many minutes, measured first.",
 )
 @click.option("--text", type=_PATH, help="Folder of text [this machine's Python sources and documentation].")
 @click.option("--patterns", default=",".join(PATTERNS), show_default=True, help="Of file names, with commas.")
@@ -112,7 +131,7 @@ def _number(_context: click.Context, _option: click.Parameter, value: float | No
     "--mib",
     type=click.FloatRange(0, min_open=True),
     callback=_number,
-    help="Most text, MiB [5 bytes for each token of a run; at least 4].",
+    help="Most text, MiB [that of --join; 5 bytes for each token of a run, at least 4; all there is with --minutes].",
 )
 @click.option("--ranks", type=click.IntRange(1), help="Processes that share each run [all GPUs, or one].")
 @click.option("--batch", type=click.IntRange(1), help="Sequences of a step of AdamW [125m 64, 1m 16].")
@@ -134,7 +153,17 @@ def _number(_context: click.Context, _option: click.Parameter, value: float | No
     help="Of one evaluation, to a whole step of LAMB [125m 500k, 1m 16k].",
 )
 @click.option(
-    "--join", type=_PATH, multiple=True, help="Output folder of an earlier call: what it has done is not run."
+    "--checkpoints",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="A run, and one at SIGTERM: a run that was broken off goes on from the last with --join, else it begins anew.",
+)
+@click.option(
+    "--join",
+    type=_PATH,
+    multiple=True,
+    help="Output folder of an earlier call: what it has done is not run, and is shown.",
 )
 def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
     """Compare how well and how fast runs learn; rows go to DIR/runs/NAME as they come, a table to stdout.
@@ -142,46 +171,69 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
     All runs see the same number of tokens of one text; held-out loss is taken on the same windows at the same numbers
     of tokens. --set and --config change what all runs share: model.compile, optimizer.schedule, overlap, nccl, ...
 
-    Exit 0; 1 where a run diverged; 2 options that cannot be used; 3 hardware missing; 130 broken off: what was measured
-    is shown and kept, and --join goes on from it.
+    A run that was broken off is shown as far as it came, and compared with nothing.
+
+    Exit 0; 1 where a run diverged; 2 options that cannot be used; 3 hardware missing; 130 broken off by Ctrl-C, 143 by
+    SIGTERM: what was measured is shown and kept. After SIGKILL the rows are there: --runs none --join DIR shows them.
 
     \b
     Examples:
       python -m bench.convergence --model 1m --tokens 200k               # a minute or two on a laptop
       python -m bench.convergence --minutes 8 --set model.compile=true   # a GPU
-      python -m bench.convergence --runs lamb --lamb-lr 1e-2,2e-2,4e-2 --tokens 30M    # tune first, on fewer tokens
+      python -m bench.convergence --runs lamb --lamb-lr 1e-2,2e-2,4e-2 --tokens 30M --mib 1500    # tune first, on less
       python -m bench.convergence --runs standard --tokens 300M --out a  # one run a call,
-      python -m bench.convergence --runs lamb --join a --out b           # laid beside each other
+      python -m bench.convergence --runs lamb --join a --out b           # laid beside each other,
+      python -m bench.convergence --runs none --join a --join b          # here or on another machine
+      timeout -k 60 540 python -m bench.convergence --tokens 300M --checkpoints 4 --out a   # as far as the time goes,
+      timeout -k 60 540 python -m bench.convergence --tokens 300M --checkpoints 4 --join a --out b       # and on
       python -m bench.convergence --model 1m --text ~/books --patterns '*.txt'
     """
     check_target("--html", html_file)
-    asked, earlier = _asked(options, given), read_joined(given["join"])
-    tokens = _tokens(given, earlier)
-    found = _plans(asked, given["kinds"], tokens or _UNPLANNED_TOKENS, earlier if tokens else ())
+    asked, joined = _asked(options, given), read_joined(given["join"])
+    if not given["kinds"] and not joined:
+        raise ConfigError("--runs", _NONE, "trains nothing, and --join gives nothing to show", "give folders that do")
+    tokens = _tokens(given, joined)
+    found = _plans(asked, given["kinds"], tokens or _UNPLANNED_TOKENS, joined if tokens else ())
     for plan in found:
         logger.info("%s: %s", plan.name, check_memory(plan.job, asked.ranks, asked.backend))
     roots, patterns = _roots(given["text"]), tuple(given["patterns"].split(","))
-    bench = _Bench(options, given, asked, earlier)
-    with open_run(options.out, "convergence") as out:
+    bench = _Bench(options, given, asked, joined, shown_beside(found, joined))
+    with ending_at_sigterm(), open_run(options.out, "convergence") as out:
         try:
             if found:
                 _train_all(bench, roots, patterns, tokens, out)
         except BaseException as exc:
             if bench.own(out):
-                click.echo("what was measured until then is kept:", err=True)
-                _finish(bench, out, html_file, broken_off=str(exc) or "interrupted")
+                click.echo(f"{reason_of(exc)}: what was measured until then is kept", err=True)
+                _finish(bench, out, html_file, broken_off=reason_of(exc), planned=[plan.name for plan in found])
+                joins = " ".join(f"--join {path}" for path in (*given["join"], out))
+                click.echo(f"to go on: the same options, {joins} and another --out", err=True)
+            elif isinstance(exc, SystemExit):  # of all else the caller says a word
+                click.echo(f"{reason_of(exc)}: nothing was measured until then", err=True)
             raise
         rows = _finish(bench, out, html_file)
-    diverged = [f"{row['run']}: {row['stopped']}" for row in rows if row["table"] == RUN and row["stopped"]]
+    diverged = [f"{row['run']}: {row['stopped']}" for row in rows if row["table"] == RUN and row["diverged"]]
     if diverged:
         raise CheckFailed("; ".join(diverged))
 
 
 class _Bench:
-    """One call: what was asked, and which runs there are: earlier ones, and those under its output folder."""
+    """One call: what was asked, and which runs there are: earlier ones, and those under its output folder.
 
-    def __init__(self, options: RunOptions, given: Mapping[str, Any], asked: Asked, earlier: Sequence[Curve]) -> None:
-        self.options, self.given, self.asked, self.earlier = options, given, asked, earlier
+    Args:
+        joined: all runs of earlier calls.
+        earlier: those of them that this call leaves as they are.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        given: Mapping[str, Any],
+        asked: Asked,
+        joined: Sequence[Curve],
+        earlier: Sequence[Curve],
+    ) -> None:
+        self.options, self.given, self.asked, self.joined, self.earlier = options, given, asked, joined, earlier
         self.started = utc_now()
 
     def own(self, out: Path) -> list[Curve]:
@@ -221,14 +273,15 @@ def _train_all(bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], to
         if tokens is None:
             with stages.open("speed"):
                 tokens = tokens_in(bench.given["minutes"], asked, corpus, place, out / "speed")
-        found = _plans(asked, bench.given["kinds"], tokens, bench.earlier)
+        found = _plans(asked, bench.given["kinds"], tokens, bench.joined)
         known = [(curve.name, curve.job, curve.facts) for curve in bench.earlier]
         check_alike([*known, *((plan.name, plan.job, facts) for plan in found)])
         epochs = found[0].tokens / corpus.facts.train_tokens
-        stages.say(f"each run: {found[0].tokens:,} tokens, {epochs:.2f} epochs; {asked.ranks} ranks on {asked.backend}")
-        pace = _Pace(len(found))
+        ranks = f"{asked.ranks} rank{'s' * (asked.ranks > 1)} on {asked.backend}"
+        stages.say(f"each run: {found[0].tokens:,} tokens, {epochs:.2f} epochs; {ranks}")
+        pace = Pace(len(found))
         for plan in found:
-            _train_one(plan, corpus, place, out, facts, stages, pace)
+            _train_one(plan, corpus, place, out, facts, stages, pace, before(plan, facts, bench.joined))
 
 
 def _train_one(
@@ -238,50 +291,31 @@ def _train_one(
     out: Path,
     facts: Mapping[str, Any],
     stages: Stages,
-    pace: _Pace,
+    pace: Pace,
+    part: Before | None,
 ) -> None:
+    if part:
+        stages.say(f"{plan.name} goes on from step {part.step:,} of {plan.job.optimizer.steps:,}: {part.checkpoint}")
     with stages.open(plan.name) as bar:
 
         def hear(progress: Progress) -> None:
             bar(progress.done, progress.total, words_of(progress) + pace.words(progress.left_s))
 
-        stopped = run(plan, corpus, place, out / RUNS / plan.folder_name, {**facts, "started_utc": utc_now()}, hear)
+        known = {**facts, "started_utc": utc_now()}
+        stopped = run(plan, corpus, place, out / RUNS / plan.folder_name, known, hear, part)
     pace.next()
     if stopped:
         stages.say(f"{plan.name}: {stopped}")
-
-
-class _Pace:
-    """How long all runs will still take: each as long as those that are done, or else as the one under way."""
-
-    def __init__(self, num_runs: int) -> None:
-        self._num_runs = num_runs
-        self._took_s: list[float] = []
-        self._began = time.monotonic()
-
-    def words(self, left_s: float | None) -> str:
-        """`; run 2 of 3, 12 min left in all`, where this run will take `left_s` more."""
-        done = len(self._took_s)
-        said = f"; run {done + 1} of {self._num_runs}"
-        if left_s is None:
-            return said
-        this_s = time.monotonic() - self._began + left_s
-        each_s = (sum(self._took_s) + this_s) / (done + 1)
-        return f"{said}, {short_time(left_s + each_s * (self._num_runs - done - 1))} left in all"
-
-    def next(self) -> None:
-        now = time.monotonic()
-        self._took_s.append(now - self._began)
-        self._began = now
 
 
 def _text(
     bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], tokens: int | None, out: Path, stages: Stages
 ) -> tuple[Corpus, dict[str, Any]]:
     """Choose the files, tokenise them, and say what all runs' records will say of it."""
-    asked, most_mib = bench.asked, _most_mib(bench.given["mib"], tokens)
+    asked, most_mib = bench.asked, _most_mib(bench.given["mib"], tokens, bench.joined)
     with stages.open("text") as bar, tempfile.TemporaryDirectory(prefix="text-", dir=out) as links:
         chosen = choose(roots, patterns, round(most_mib * 2**20), asked.seed, bar)
+        check_same_text(chosen, bench.joined)
         chosen.link_into(Path(links))
         write_text(out / "text.txt", "".join(f"{name}\n" for name in _printable(chosen)))
         job = plans(replace(asked, lamb_lr=asked.lamb_lr[:1]), ["lamb"], tokens or _UNPLANNED_TOKENS)[0].job
@@ -293,13 +327,18 @@ def _text(
     stages.say(
         f"text: {chosen.text_bytes / 2**20:,.1f} MiB of {len(chosen.files):,} files, {found.train_tokens:,} tokens to "
         f"train on and {found.validation_tokens:,} held out, a vocabulary of {found.vocab_size:,}"
+        + (", tokenised before" if found.cache_hit else "")
     )
     facts = {
         "seed": asked.seed,
         "ranks": asked.ranks,
         "backend": asked.backend,
         "device": device_name(asked.backend),
-        "text": {**chosen.as_record(), "roots": {root.name: str(root.folder) for root in roots}},
+        "text": {
+            **chosen.as_record(),
+            "roots": {root.name: str(root.folder) for root in roots},
+            "most_mib": most_mib,
+        },
         "corpus": {**asdict(found), "identity": dict(corpus.identity)},
     }
     return corpus, facts
@@ -309,10 +348,13 @@ def _printable(chosen: Chosen) -> list[str]:
     return [name.encode("utf-8", "backslashreplace").decode() for name in chosen.files]
 
 
-def _most_mib(given: float | None, tokens: int | None) -> float:
-    """No more than one epoch needs, for a run's tokens are drawn from all of it; an unknown number: all there is."""
+def _most_mib(given: float | None, tokens: int | None, joined: Sequence[Curve]) -> float:
+    """What joined runs had; else no more than one epoch needs, for a run's tokens are drawn from all of it; of an
+    unknown number all there is."""
     if given is not None:
         return given
+    if joined and "most_mib" in joined[0].facts["text"]:
+        return float(joined[0].facts["text"]["most_mib"])
     return _MOST_MIB if tokens is None else max(_LEAST_MIB, tokens * _BYTES_A_TOKEN / 2**20)
 
 
@@ -351,6 +393,7 @@ def _asked(options: RunOptions, given: Mapping[str, Any]) -> Asked:
         lamb_warmup=given["lamb_warmup"],
         window=given["window"] or 0,
         evaluations=given["evaluations"],
+        checkpoints=given["checkpoints"],
         validation_tokens=given["validation_tokens"] or sizes.validation_tokens,
         overrides=overrides,
     )
@@ -381,20 +424,34 @@ def _tokens(given: Mapping[str, Any], earlier: Sequence[Curve]) -> int | None:
 
 
 def _plans(asked: Asked, kinds: Sequence[str], tokens: int, earlier: Sequence[Curve]) -> list[Plan]:
-    check_alike([(curve.name, curve.job, curve.facts) for curve in earlier])
-    return left_to_do(plans(asked, kinds, tokens), earlier)
+    """What is left to do, once it is known that it can be laid beside the runs of earlier calls.
+
+    Raises:
+        ConfigError: it cannot, or there are too few tokens.
+    """
+    found = left_to_do(plans(asked, kinds, tokens), earlier)
+    known = [(curve.name, curve.job, curve.facts) for curve in shown_beside(found, earlier)]
+    if known:  # of the text, which is not read yet, another check
+        here = {"seed": asked.seed, "ranks": asked.ranks, "device": device_name(asked.backend)}
+        known += [(plan.name, plan.job, {**known[0][2], **here}) for plan in found]
+    check_alike(known)
+    return found
 
 
 def _roots(text: Path | None) -> tuple[Root, ...]:
     return machine_roots() if text is None else (folder_root(text),)
 
 
-def _finish(bench: _Bench, out: Path, html_file: Path | None, broken_off: str = "") -> list[Row]:
+def _finish(
+    bench: _Bench, out: Path, html_file: Path | None, broken_off: str = "", planned: Sequence[str] = ()
+) -> list[Row]:
     """The record, the table and the page, each as far as there is anything for it."""
     curves = bench.curves(out)
     rows = rows_of(curves)
     if broken_off:
-        rows.append({"table": BROKEN_OFF, "reason": broken_off})
+        begun = {curve.name for curve in curves}
+        not_run = [name for name in planned if name not in begun]
+        rows.append({"table": BROKEN_OFF, "reason": broken_off, "not_run": not_run})
     record = bench.record(rows, curves)
     click.echo(f"record: {record.save(out / 'records')}", err=True)
     if bench.options.json_file:
@@ -416,7 +473,7 @@ def _page(record: RunRecord, out: Path, html_file: Path | None) -> None:
     except (HardwareMissing, ModuleNotFoundError) as exc:
         if html_file:
             raise HardwareMissing(f"--html: {exc}") from exc
-        click.echo(f"no page: {exc}; --join {out} writes it elsewhere", err=True)
+        click.echo(f"no page: {exc}; --runs {_NONE} --join {out} writes it elsewhere", err=True)
         return
     click.echo(f"report: {page}", err=True)
     if html_file:

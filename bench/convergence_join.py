@@ -1,4 +1,4 @@
-"""Runs of earlier calls of `bench.convergence`, and whether runs can be laid beside each other at all."""
+"""Runs of earlier calls of `bench.convergence`: which are done, which go on, and which can be compared at all."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.convergence_rows import FACTS_FILE, Curve, read_curve
+from bench.convergence_rows import FACTS_FILE, Before, Curve, read_curve
 from bench.convergence_run import Plan
+from bench.convergence_text import Chosen
 from netlayer.config import JobConfig
 from netlayer.errors import ConfigError
+from trainer.checkpoint_meta import find
+from trainer.train import CHECKPOINTS
 
 RUNS = "runs"
 """Folder of the runs in an output folder."""
-_SHAPE = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab_size", "seq_len", "dtype")
-_OWN_MATTER = {"data", "launch", "metrics", "store", "loop"}
+_COMPARED = {"preset", "parallel_block", "attention_window", "window_pattern"}
+"""Of job.model: what the runs are there to compare, and a name."""
+_OWN_MATTER = {"data", "launch", "metrics", "store", "loop", "checkpoint"}
 
 
 def read_runs(out: Path) -> list[Curve]:
@@ -24,10 +28,10 @@ def read_runs(out: Path) -> list[Curve]:
 
 
 def read_joined(outs: Sequence[Path]) -> list[Curve]:
-    """The runs of earlier calls that came to their end.
+    """The runs of earlier calls that have rows; of several that broke off, of one name, the one that goes on furthest.
 
     Raises:
-        ConfigError: a folder holds no run at all, or two hold one of the same name.
+        ConfigError: a folder holds no run at all, or two hold a whole one of the same name.
     """
     found: dict[str, Curve] = {}
     for out in outs:
@@ -35,11 +39,28 @@ def read_joined(outs: Sequence[Path]) -> list[Curve]:
         if not curves:
             rule = f"holds no run of this bench ({RUNS}/*/{FACTS_FILE})"
             raise ConfigError("--join", out, rule, "give the output folder of an earlier call")
-        for curve in (curve for curve in curves if curve.is_whole):
-            if curve.name in found:
+        for curve in (curve for curve in curves if curve.evaluations):
+            other = found.get(curve.name)
+            if other and other.is_whole and curve.is_whole:
                 raise ConfigError("--join", out, f"has a run {curve.name} too", "give one folder of the two")
-            found[curve.name] = curve
+            if other is None or _worth(curve) > _worth(other):
+                found[curve.name] = curve
     return list(found.values())
+
+
+def before(plan: Plan, facts: Mapping[str, Any], earlier: Sequence[Curve]) -> Before | None:
+    """What an earlier call had of this run when it was broken off, where that can be gone on with."""
+    curve = next((curve for curve in earlier if curve.name == plan.name and not curve.is_done), None)
+    if curve is None or _differing(plan.job, curve.job):
+        return None
+    is_alike = _likeness(curve.job, curve.facts) == _likeness(plan.job, facts)
+    return _going_on(curve) if is_alike else None
+
+
+def shown_beside(plans: Sequence[Plan], earlier: Sequence[Curve]) -> list[Curve]:
+    """Earlier runs that stay as they are: `plans`, which are still to be trained, take the place of theirs."""
+    names = {plan.name for plan in plans}
+    return [curve for curve in earlier if curve.name not in names]
 
 
 def check_alike(jobs: Sequence[tuple[str, JobConfig, Mapping[str, Any]]]) -> None:
@@ -60,30 +81,76 @@ def check_alike(jobs: Sequence[tuple[str, JobConfig, Mapping[str, Any]]]) -> Non
                 raise ConfigError("--join", None, rule, "give the options of the earlier call, or another one's folder")
 
 
-def left_to_do(plans: Sequence[Plan], earlier: Sequence[Curve]) -> list[Plan]:
-    """The plans that no earlier run has done; `earlier` came to their end.
+def check_same_text(chosen: Chosen, joined: Sequence[Curve]) -> None:
+    """Refuse another text than the joined runs had before it is tokenised; its digest is compared after that.
 
     Raises:
-        ConfigError: an earlier run of the same name had other settings.
+        ConfigError: it has another length.
     """
-    done = {curve.name: curve for curve in earlier}
+    for curve in joined[:1]:
+        text = curve.facts["text"]
+        if (text["files"], text["text_bytes"]) != (len(chosen.files), chosen.text_bytes):
+            ours = f"{len(chosen.files):,} files of {chosen.text_bytes:,} bytes"
+            rule = f"{curve.name} had {text['files']:,} files of {text['text_bytes']:,} bytes, and here are {ours}"
+            raise ConfigError("--join", None, rule, "give --text, --patterns and --mib of the earlier call")
+
+
+def left_to_do(plans: Sequence[Plan], earlier: Sequence[Curve]) -> list[Plan]:
+    """The plans that no earlier run has done: one that diverged has, unless it had other settings.
+
+    Raises:
+        ConfigError: an earlier run of the same name came to its end with other settings.
+    """
+    done = {curve.name: curve for curve in earlier if curve.is_done}
+    left = []
     for plan in plans:
-        if plan.name in done and _dump(plan.job) != _dump(done[plan.name].job):
-            rule = f"{plan.name} had other settings in the earlier call"
+        curve = done.get(plan.name)
+        differing = _differing(plan.job, curve.job) if curve else []
+        if curve and curve.is_whole and differing:
+            rule = f"{plan.name} had other settings in the earlier call: {', '.join(differing)}"
             raise ConfigError("--join", None, rule, "give its options again, or leave it out with --runs")
-    return [plan for plan in plans if plan.name not in done]
+        if curve is None or differing:
+            left.append(plan)
+    return left
+
+
+def _going_on(curve: Curve) -> Before | None:
+    """From the newest checkpoint in its folder, up to which it must have every row."""
+    assert curve.folder is not None
+    try:
+        meta = find(curve.folder / CHECKPOINTS)
+    except ConfigError:
+        return None
+    return Before(curve, meta.path, meta.step) if meta.step <= len(curve.steps) else None
+
+
+def _worth(curve: Curve) -> tuple[bool, bool, int, int]:
+    """Of several of one name, the one to take: done, else gone on with from the latest step, else the longest."""
+    going_on = None if curve.is_done else _going_on(curve)
+    return curve.is_whole, curve.is_done, going_on.step if going_on else 0, len(curve.steps)
 
 
 def _likeness(job: JobConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What runs must have in common: the work, and what time is measured on."""
+    model = job.model.model_dump(mode="json", exclude=_COMPARED)
     return {
-        **{f"job.model.{name}": getattr(job.model, name) for name in _SHAPE},
+        **{f"job.model.{name}": value for name, value in model.items()},
         "tokens": job.optimizer.steps * job.batch.global_size * job.model.seq_len,
         "held-out windows": job.evaluation.global_batches * job.batch.global_size,
         "seed": facts["seed"],
+        "device": f"{facts['ranks']} x {facts['device']}",
         "text": facts["corpus"]["identity"]["text"],
         "tokenizer": facts["corpus"]["identity"]["tokenizer"],
     }
 
 
-def _dump(job: JobConfig) -> dict[str, Any]:
-    return job.model_dump(mode="json", exclude=_OWN_MATTER)
+def _differing(job: JobConfig, earlier: JobConfig) -> list[str]:
+    """What is set in two ways, but for what is each call's own matter: `optimizer.steps 76, now 148`."""
+    ours, theirs = (each.model_dump(mode="json", exclude=_OWN_MATTER) for each in (job, earlier))
+    return [
+        f"{section}.{key} {theirs[section][key]}, now {value}"
+        for section, keys in ours.items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+        if value != theirs[section][key]
+    ]

@@ -26,13 +26,15 @@ _LEARNED = {
 _SPEED = {
     "run": "run",
     "minutes": "minutes",
+    "wall_minutes": "minutes in all",
+    "first_step_s": "first step, s",
     "tokens_per_s": "tokens/s",
     "mfu_full": "MFU, full",
     "mfu_causal": "MFU, causal",
     "mfu_done": "MFU, keys seen",
 }
 _FORMATS = {"million tokens": ",.2f", "epochs": ".2f", "held-out loss": ".4f"}
-_SPEED_FORMATS = {"minutes": ".2f", "tokens/s": ",.0f"}
+_SPEED_FORMATS = {"minutes": ".2f", "minutes in all": ".2f", "first step, s": ".1f", "tokens/s": ",.0f"}
 _MFU = ("MFU, full", "MFU, causal", "MFU, keys seen")
 
 
@@ -56,7 +58,9 @@ def _verdict(report: Report, rows: Sequence[Row], runs: Sequence[Row]) -> None:
     """A run that did not come to its end is said on top; there is no threshold to pass."""
     reasons = [f"{row['run']}: {row['stopped']}" for row in runs if row["stopped"]]
     said = " ".join(reasons)
-    reasons += [row["reason"] for row in rows if row["table"] == BROKEN_OFF and row["reason"] not in said]
+    for row in (row for row in rows if row["table"] == BROKEN_OFF):
+        reasons += [row["reason"]] if row["reason"] not in said else []
+        reasons += [f"not run: {', '.join(row['not_run'])}"] if row["not_run"] else []
     if reasons:
         report.verdict("WARN", f"Broken off: {'; '.join(reasons)}. What was measured is below")
 
@@ -67,6 +71,10 @@ def _overview(report: Report, runs: Sequence[Row]) -> None:
     for said in (comparison(row) for row in runs):
         if said:
             section.text(f"{said}.")
+    for row in runs:
+        if row["resumed_at"]:
+            steps = ", ".join(f"{step:,}" for step in row["resumed_at"])
+            section.text(f"{row['run']} was broken off, and went on from the checkpoint behind step {steps}.")
     if all(row["baseline"] is None for row in runs):
         section.note("No standard run came to its end, so nothing is compared.")
     frame = pd.DataFrame(runs).assign(million_tokens=[row["tokens"] / 1e6 for row in runs])
@@ -79,9 +87,12 @@ def _overview(report: Report, runs: Sequence[Row]) -> None:
     known = [name for name in _MFU if name in speed]
     section.table(
         speed,
-        caption="Of training steps alone, the first of which counts as the median of the others."
+        caption="Minutes and rates are of training steps alone, the first of which, where it compiles and warms up, "
+        "counts as the median of the others. Minutes in all: with the start, that step and all evaluations."
         + ("" if known else " No MFU: no peak is known for this device and dtype."),
-        formats={**_SPEED_FORMATS, **dict.fromkeys(known, ".3f")},
+        formats={
+            name: spec for name, spec in {**_SPEED_FORMATS, **dict.fromkeys(_MFU, ".3f")}.items() if name in speed
+        },
     )
 
 
@@ -139,9 +150,9 @@ def _text(report: Report, config: Mapping[str, Any]) -> None:
         {
             "from": ", ".join(text["roots"].values()),
             "files": f"{text['files']:,} ({corpus['validation_files']:,} held out)",
-            "text": f"{text['text_bytes'] / _MIB:,.1f} MiB",
-            **{f"of it in {name}": f"{size / _MIB:,.1f} MiB" for name, size in text["by_root"].items()},
-            **{f"of it {name or 'without suffix'}": f"{size / _MIB:,.1f} MiB" for name, size in _large(text)},
+            "text": _size(text["text_bytes"]),
+            **{f"text from {name}": _size(size) for name, size in text["by_root"].items()},
+            **{f"text in {name or 'other'} files": _size(size) for name, size in _large(text)},
             "tokens to train on (an epoch)": f"{corpus['train_tokens']:,}",
             "tokens held out": f"{corpus['validation_tokens']:,}",
             "vocabulary": f"{corpus['vocab_size']:,} (byte-level BPE, trained on the training files)",
@@ -155,6 +166,10 @@ def _text(report: Report, config: Mapping[str, Any]) -> None:
         "Windows are drawn from the whole text with replacement: an epoch is so many tokens, not each token once. "
         "Files that are nearly alike may stand on both sides."
     )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:,.1f} MiB" if num_bytes >= _MIB / 10 else f"{num_bytes / 1024:,.1f} KiB"
 
 
 def _large(text: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -195,11 +210,13 @@ def _command(arguments: Mapping[str, Any]) -> str:
     """What was typed, near enough to repeat it."""
     words = ["python", "-m", "bench.convergence"]
     for name, value in arguments.items():
-        option = {"kinds": "runs"}.get(name, name).replace("_", "-")
+        option = name.replace("_", "-")
         if name == "set":
             words += [word for override in value for word in ("--set", override)]
         elif name == "join":
             words += [word for path in value for word in ("--join", path)]
+        elif name == "kinds":
+            words += ["--runs", ",".join(value) or "none"]
         elif isinstance(value, list | tuple):
             words += [f"--{option}", ",".join(map(str, value))]
         elif value not in (None, ""):
@@ -216,7 +233,8 @@ def _meaning(report: Report) -> None:
     )
     section.text(
         "To the baseline's loss: where the straight line between two evaluations first comes to the held-out loss that "
-        "the baseline had at its end. The baseline is the standard run; of several, the one that ended lowest."
+        "the baseline had at its end. The baseline is the standard run; of several, the one that ended lowest. A run "
+        "that was broken off is drawn as far as it came, and compared with nothing."
     )
     section.text(
         "MFU counts matrix products over time and peak: attention in full, by half (causal), or the keys that a query "

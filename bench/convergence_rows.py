@@ -2,7 +2,8 @@
 
 Tokens are the common measure: every run is evaluated on the same held-out windows at the same numbers of them. Time is
 that of the training steps alone, evaluations left out; a run's first step, which compiles and warms up, counts as the
-median of the others, and what it really took stands beside. Left out: the spread over seeds.
+median of the others, and what it really took stands beside; so does the first one after each checkpoint from which a
+run went on. A run that did not come to its end is compared with nothing. Left out: the spread over seeds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from netlayer.config import JobConfig
 from netlayer.errors import ConfigError
+from netlayer.results import write_text
 from trainer.flops import peak_flops, step_flops, utilisation
 
 Row = dict[str, Any]
@@ -24,6 +26,10 @@ RUN, EVALUATION, TRAINING, BROKEN_OFF = "run", "evaluation", "training", "broken
 """Tables of a record's rows."""
 STANDARD = "standard"
 FACTS_FILE = "run.json"
+METRICS_FILE, VALIDATION_FILE = "metrics.jsonl", "validation.jsonl"
+"""The trainer's rows; those of the calls before stand in files of the same names with `BEFORE` ahead."""
+BEFORE = "before-"
+_NO_END = "no end was written: killed, or still under way"
 _TRAINING_POINTS = 200
 
 
@@ -36,12 +42,14 @@ class Curve:
         job: resolved configuration.
         steps: the trainer's rows, one a step.
         evaluations: the trainer's rows of held-out losses, the first before any step.
+        folder: where it was read from.
     """
 
     facts: Mapping[str, Any]
     job: JobConfig
     steps: Sequence[Mapping[str, Any]]
     evaluations: Sequence[Mapping[str, Any]]
+    folder: Path | None = None
 
     @property
     def name(self) -> str:
@@ -57,14 +65,37 @@ class Curve:
         return bool(self.evaluations) and self.evaluations[-1]["step"] == self.job.optimizer.steps
 
     @property
+    def is_done(self) -> bool:
+        """Whether there is no more to train: it came to its end, or diverged."""
+        return self.is_whole or self.diverged
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a loss or a gradient was no number."""
+        return bool(self.facts.get("stopped"))
+
+    @property
+    def why_not_whole(self) -> str:
+        """Why it did not come to its end; empty: it did."""
+        return "" if self.is_whole else self.facts.get("stopped") or self.facts.get("interrupted") or _NO_END
+
+    @property
+    def resumed_at(self) -> list[int]:
+        """Steps of the checkpoints from which later calls went on."""
+        return list(self.facts.get("resumed_at", ()))
+
+    @property
     def last_loss(self) -> float | None:
         return self.evaluations[-1]["validation_loss"] if self.evaluations else None
 
     def seconds(self) -> list[float]:
-        """Of training until each step has ended, from 0 before the first."""
+        """Of training until each step has ended, from 0 before the first. The first step of a call is as the median."""
         each = [row["step_ms"] / 1e3 for row in self.steps]
-        if len(each) > 1:
-            each[0] = statistics.median(each[1:])
+        firsts = {0, *self.resumed_at}
+        others = [step_s for index, step_s in enumerate(each) if index not in firsts]
+        for index in firsts:
+            if others and index < len(each):
+                each[index] = statistics.median(others)
         total = [0.0]
         for step in each:
             total.append(total[-1] + step)
@@ -82,8 +113,24 @@ class Curve:
         return found
 
 
+@dataclass(frozen=True)
+class Before:
+    """A run that an earlier call broke off, and the checkpoint behind `step` from which it goes on."""
+
+    curve: Curve
+    checkpoint: Path
+    step: int
+
+    def write_rows(self, folder: Path) -> None:
+        """What it had until the checkpoint, into the folder of the run that goes on; that one evaluates at `step`."""
+        steps = [row for row in self.curve.steps if row["step"] <= self.step]
+        evaluations = [row for row in self.curve.evaluations if row["step"] < self.step]
+        for name, rows in ((METRICS_FILE, steps), (VALIDATION_FILE, evaluations)):
+            write_text(folder / f"{BEFORE}{name}", "".join(f"{json.dumps(row)}\n" for row in rows))
+
+
 def read_curve(folder: Path) -> Curve:
-    """What a run's folder holds; a last line that was cut off is left out.
+    """What a run's folder holds, with what earlier calls had of it; a last line that was cut off is left out.
 
     Raises:
         ConfigError: it holds no run of this bench.
@@ -91,7 +138,10 @@ def read_curve(folder: Path) -> Curve:
     try:
         facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
         job = JobConfig.model_validate(facts["job"])
-        return Curve(facts, job, _rows(folder / "metrics.jsonl"), _rows(folder / "validation.jsonl"))
+        steps, evaluations = (
+            _rows(folder / f"{BEFORE}{name}") + _rows(folder / name) for name in (METRICS_FILE, VALIDATION_FILE)
+        )
+        return Curve(facts, job, steps, evaluations, folder)
     except (OSError, ValueError, LookupError, TypeError) as exc:
         rule = f"holds no run of this bench ({exc})"
         raise ConfigError("--join", folder, rule, "give the output folder of an earlier call") from exc
@@ -115,7 +165,7 @@ def baseline_of(curves: Sequence[Curve]) -> Curve | None:
 
 
 def summary(curve: Curve, baseline: Curve | None) -> Row:
-    """One run in one row; what is compared with the baseline is None where that did not come to its end."""
+    """One run in one row; what is compared with the baseline is None where either did not come to its end."""
     model, batch, optimizer = curve.job.model, curve.job.batch, curve.job.optimizer
     steps, seconds, ranks = len(curve.steps), curve.seconds()[-1], curve.facts["ranks"]
     tokens, flops = steps * curve.tokens_per_step, step_flops(model, batch.global_size)
@@ -141,7 +191,9 @@ def summary(curve: Curve, baseline: Curve | None) -> Row:
         "batch_tokens": curve.tokens_per_step,
         "held_out_loss": curve.last_loss,
         "is_whole": curve.is_whole,
-        "stopped": curve.facts.get("stopped", "" if curve.is_whole else "interrupted"),
+        "diverged": curve.diverged,
+        "stopped": curve.why_not_whole,
+        "resumed_at": curve.resumed_at,
         "minutes": seconds / 60,
         "first_step_s": curve.steps[0]["step_ms"] / 1e3 if curve.steps else None,
         "wall_minutes": curve.facts.get("wall_minutes"),
@@ -197,15 +249,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"{row['run']:>{width}} {row['tokens']:13,} {row['epochs']:7.2f} {row['steps']:7,} "
             f"{row['batch_sequences']:6,} {loss:>9} {row['minutes']:8.2f} {rate:>10} {full:>9} {causal:>7}"
         )
-    for row in runs:
-        if row["stopped"]:
-            yield f"{row['run']}: broken off after {row['tokens']:,} tokens ({row['stopped']})"
     yield from (line for row in runs if (line := comparison(row)))
+    missing = [name for row in rows if row["table"] == BROKEN_OFF for name in row["not_run"]]
+    if missing:
+        yield f"not run: {', '.join(missing)}"
 
 
 def comparison(row: Mapping[str, Any]) -> str:
     """A run beside the baseline, in words; nothing for the baseline itself, or where there is none."""
     target, name = row["baseline_loss"], row["baseline"]
+    if not row["is_whole"]:
+        how_far = f"{row['tokens']:,} of {row['tokens_asked']:,} tokens"
+        return f"{row['run']}, broken off after {how_far}, so compared with nothing: {row['stopped']}"
     if name is None or name == row["run"]:
         return ""
     said = f"{row['run']}, to the {target:.4f} that {name} ended with: "
@@ -238,7 +293,7 @@ def _compared(curve: Curve, baseline: Curve | None) -> Row:
             "baseline_seconds_to_this_loss",
         )
     )
-    if baseline is None:
+    if baseline is None or not curve.is_whole:
         return found
     points, theirs = curve.points(), baseline.points()
     last = theirs[-1]
@@ -248,8 +303,7 @@ def _compared(curve: Curve, baseline: Curve | None) -> Row:
         found[f"baseline_{along}"] = last[along]
         found[f"{along}_to_baseline_loss"] = reached
         found[f"{along}_over_baseline"] = None if reached is None else reached / last[along]
-        if curve.last_loss is not None:
-            found[f"baseline_{along}_to_this_loss"] = first_reached(theirs, along, curve.last_loss)
+        found[f"baseline_{along}_to_this_loss"] = first_reached(theirs, along, points[-1]["held_out_loss"])
     return found
 
 

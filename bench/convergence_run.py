@@ -2,7 +2,7 @@
 
 All have the same model size, text, seed, number of tokens and held-out windows, and are evaluated at the same numbers
 of tokens. `standard` has the standard block and AdamW, `parallel` the parallel block and a sliding window (MegaScale
-3.1), `lamb` the standard block and LAMB at a larger batch, so fewer steps. Left out: other machines, checkpoints.
+3.1), `lamb` the standard block and LAMB at a larger batch, so fewer steps. Left out: other machines.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.convergence_rows import FACTS_FILE, STANDARD
+from bench.convergence_end import ASKED_TO_STOP, reason_of
+from bench.convergence_rows import FACTS_FILE, STANDARD, Before
 from netlayer import environ
 from netlayer.config import JobConfig, ModelConfig, build_config, build_section
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.meeting import MeetingPlace
 from netlayer.results import write_text
 from trainer.data.prepare import Corpus
-from trainer.train import Backend, OnProgress, train
+from trainer.train import CHECKPOINTS, Backend, OnProgress, train
 
 KINDS = (STANDARD, "parallel", "lamb")
 LAMB_EPS = 1e-6
@@ -65,6 +67,7 @@ class Asked:
         micro: sequences that a rank holds at once; None: as many as fit into the batch, up to the model's default.
         window: keys that a query of `parallel` sees; 0: a quarter of the sequence.
         evaluations: of held-out loss, about so many a run, beside the one before the first step.
+        checkpoints: about so many a run, beside the one at its end; 0: none, also where it is asked to stop.
         overrides: keys of `job` that the user has set, by section.
     """
 
@@ -81,6 +84,7 @@ class Asked:
     lamb_warmup: float
     window: int
     evaluations: int
+    checkpoints: int
     validation_tokens: int
     overrides: Mapping[str, Mapping[str, Any]]
 
@@ -118,21 +122,39 @@ def plans(asked: Asked, kinds: Sequence[str], tokens: int) -> list[Plan]:
 
 
 def run(
-    plan: Plan, corpus: Corpus, place: MeetingPlace, folder: Path, facts: Mapping[str, Any], heard: OnProgress
+    plan: Plan,
+    corpus: Corpus,
+    place: MeetingPlace,
+    folder: Path,
+    facts: Mapping[str, Any],
+    heard: OnProgress,
+    before: Before | None = None,
 ) -> str:
-    """Train one run into `folder`, its facts first, its rows as they come. Returns why it broke off; empty: it did not.
+    """Train one run into `folder`, its facts first, its rows as they come. Returns why it diverged; empty: it did not.
 
     Args:
         facts: what the record says of it beside its job: seed, ranks, backend, device, text.
+        before: what an earlier call had of it; None: it begins.
 
     Raises:
         NetlayerError: as `train`, but for a loss that is no number, which is a result: the run diverged.
+        SystemExit: a run with checkpoints was asked to stop, and did so behind one; exit code 143.
     """
     folder.mkdir(parents=True, exist_ok=True)
     known = {"run": plan.name, "kind": plan.kind, **facts, "job": plan.job.model_dump(mode="json")}
     known["job"]["data"] = {}  # the text is that of `facts`
+    spent_minutes: float | None = 0.0
+    if before:
+        before.write_rows(folder)
+        known["resumed_at"] = [*(step for step in before.curve.resumed_at if step < before.step), before.step]
+        spent_minutes = before.curve.facts.get("wall_minutes")  # unknown where the earlier call was killed
+    began = time.monotonic()
+
+    def note(more: Mapping[str, Any]) -> None:
+        wall_minutes = None if spent_minutes is None else spent_minutes + (time.monotonic() - began) / 60
+        write_text(folder / FACTS_FILE, json.dumps({**known, **more, "wall_minutes": wall_minutes}, indent=1) + "\n")
+
     write_text(folder / FACTS_FILE, json.dumps(known, indent=1) + "\n")
-    began, stopped = time.monotonic(), ""
     try:
         result = train(
             plan.job,
@@ -143,22 +165,34 @@ def run(
             out=folder,
             seed=facts["seed"],
             on_progress=heard,
+            resume=before.checkpoint if before else None,
+            stops_gently=plan.job.checkpoint.every_steps > 0,
         )
-        known |= {"parameters": result.num_parameters, "devices": result.devices}
-        known |= {"nccl_settings": list(result.nccl_settings)}
     except CheckFailed as exc:
-        stopped = f"{exc}"
-    known |= {"stopped": stopped, "wall_minutes": (time.monotonic() - began) / 60}
-    write_text(folder / FACTS_FILE, json.dumps(known, indent=1) + "\n")
-    return stopped
+        stopped = str(exc).replace("job.optimizer.lr", "--lamb-lr" if plan.kind == "lamb" else "--lr")
+        note({"stopped": stopped})
+        return stopped
+    except BaseException as exc:
+        note({"interrupted": reason_of(exc)})
+        raise
+    known |= {"parameters": result.num_parameters, "devices": result.devices}
+    known |= {"nccl_settings": list(result.nccl_settings)}
+    if result.stop:
+        ended = SystemExit(ASKED_TO_STOP)
+        note({"interrupted": reason_of(ended)})
+        raise ended
+    note({"stopped": ""})
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+    return ""
 
 
 def tokens_in(minutes: float, asked: Asked, corpus: Corpus, place: MeetingPlace, folder: Path) -> int:
-    """Tokens that the standard run trains on in so many minutes, measured over a few of its steps."""
+    """Tokens of the standard run's steps in so many minutes, measured over a few; its evaluations come on top."""
     job = _job(asked, STANDARD, asked.lr[0], 10**18)
     optimizer = job.optimizer.model_copy(update={"steps": _CALIBRATION_STEPS, "warmup_steps": 0})
     evaluation = job.evaluation.model_copy(update={"every_steps": _CALIBRATION_STEPS, "global_batches": 1})
-    job = job.model_copy(update={"optimizer": optimizer, "evaluation": evaluation})
+    checkpoint = job.checkpoint.model_copy(update={"every_steps": 0})
+    job = job.model_copy(update={"optimizer": optimizer, "evaluation": evaluation, "checkpoint": checkpoint})
     folder.mkdir(parents=True, exist_ok=True)
     result = train(
         job,
@@ -204,7 +238,7 @@ _OWN = {
     ("parallel", ""): "runs are data-parallel alone: give --ranks",
     ("data", ""): "give --text, --patterns or --mib",
     ("evaluation", ""): "give --evaluations or --validation-tokens",
-    ("checkpoint", ""): "leave it out: runs of a comparison are not saved",
+    ("checkpoint", ""): "give --checkpoints",
 }
 
 
@@ -222,6 +256,10 @@ def _job(asked: Asked, kind: str, lr: float, tokens: int) -> JobConfig:
     scale, batch = (1, asked.batch * asked.lamb_times) if is_lamb else (asked.lamb_times, asked.batch)
     steps, evaluations = lamb_steps * scale, max(1, round(asked.validation_tokens / of_lamb)) * scale
     warmup_steps = round(steps * (asked.lamb_warmup if is_lamb else asked.warmup))
+    evaluated_every = math.ceil(lamb_steps / asked.evaluations) * scale
+    saved_every = 0
+    if asked.checkpoints:
+        saved_every = math.ceil(steps / evaluated_every / (asked.checkpoints + 1)) * evaluated_every
     is_parallel = kind == "parallel"
     window = (asked.window or max(1, model.seq_len // 4)) if is_parallel else 0
     sections = {name: dict(keys) for name, keys in asked.overrides.items()}
@@ -236,10 +274,8 @@ def _job(asked: Asked, kind: str, lr: float, tokens: int) -> JobConfig:
         "optimizer": {**eps, **sections.get("optimizer", {}), **ours},
         "parallel": {"dp": asked.ranks},
         "batch": {"global_size": batch, "micro_size": _micro(asked)},
-        "evaluation": {
-            "every_steps": math.ceil(lamb_steps / asked.evaluations) * scale,
-            "global_batches": evaluations,
-        },
+        "evaluation": {"every_steps": evaluated_every, "global_batches": evaluations},
+        "checkpoint": {"every_steps": saved_every, "keep": 1},
     }
     return build_config({"cluster": {"gpus_per_server": asked.ranks}, "job": tree}).job
 

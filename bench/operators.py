@@ -1,8 +1,9 @@
 """`python -m bench.operators`: each operator of a GPT beside its other ways, on 7B's shapes, in turn, on one device.
 
-A time is the device's, by events around one call with the host ahead; a row counts only after its outputs and gradients
-were held against float64. The share is of the memory's bandwidth or of the peak of products, by the least bytes or
-operations that the operator needs (`operator_cases`). Leaves out: more than one rank.
+A time is the device's, by events around one call with the host ahead: the median of all calls, and beside it the 10th
+and 90th percentile, between which eight of ten lay. A row counts only after its outputs and gradients were held against
+float64. The share is of the memory's bandwidth or of the peak of products, by the least bytes or operations that the
+operator needs (`operator_cases`). Leaves out: more than one rank.
 """
 
 from __future__ import annotations
@@ -230,7 +231,9 @@ def _time_on_host(call: Callable[[], object], repeats: int) -> list[float]:
 def _figures(case: Case, direction: str, each_us: list[float], name: str) -> Row:
     index = _DIRECTIONS.index(direction)
     median_us = statistics.median(each_us)
-    row: Row = {"time_us": median_us, "p99_us": percentile(each_us, 99), "each_us": each_us}
+    row: Row = {"time_us": median_us}
+    row |= {f"p{percent}_us": percentile(each_us, percent) for percent in (10, 90, 99)}
+    row["each_us"] = each_us
     row |= {"bytes_moved": case.bytes_moved[index], "flops": case.flops[index], "share": None}
     bandwidth = next((peak for pattern, peak in _BANDWIDTH if re.search(pattern, name)), None)
     todo, peak = (row["flops"], peak_flops(name, "bfloat16")) if row["flops"] else (row["bytes_moved"], bandwidth)
@@ -268,7 +271,7 @@ def _line(row: Row) -> str:
     memory = "" if row["memory_gib"] is None else f", {row['memory_gib']:.2f} GiB"
     return (
         f"{row['operator']:22} {row['system']:24} {row['direction']:17} {row['time_us']:10.1f} us"
-        f"  error {row['error']:.1e}{share}{seen}{memory}"
+        f" ({row['p10_us']:.1f} to {row['p90_us']:.1f})  error {row['error']:.1e}{share}{seen}{memory}"
     )
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from click.testing import CliRunner
 
 from bench import convergence as module
 from bench.convergence import command
-from bench.convergence_join import check_alike, left_to_do, read_runs
+from bench.convergence_join import read_runs
 from bench.convergence_page import build_page
 from bench.convergence_rows import (
+    BROKEN_OFF,
     EVALUATION,
     FACTS_FILE,
     RUN,
@@ -31,7 +33,7 @@ from bench.convergence_rows import (
     smoothed,
     table,
 )
-from bench.convergence_run import Asked, Plan, plans
+from bench.convergence_run import Asked, plans
 from bench.convergence_text import Root, choose
 from netlayer.errors import ConfigError, HardwareMissing
 from netlayer.results import RunRecord, load_record
@@ -50,6 +52,7 @@ ASKED = Asked(
     lamb_warmup=0.1,
     window=0,
     evaluations=4,
+    checkpoints=0,
     validation_tokens=4096,
     overrides={},
 )
@@ -62,7 +65,7 @@ def made(kind: str, losses: Sequence[float], step_s: float = 1.0, whole: bool = 
     [plan] = plans(ASKED, [kind], 16 * STEP_TOKENS)
     every, num_steps = plan.job.evaluation.every_steps, plan.job.optimizer.steps
     done = num_steps if whole else (len(losses) - 1) * every
-    steps = [{"step_ms": 1e3 * step_s, "loss": 8.0 - n, "memory_gib": 1.0} for n in range(done)]
+    steps = [{"step": n + 1, "step_ms": 1e3 * step_s, "loss": 8.0 - n, "memory_gib": 1.0} for n in range(done)]
     steps[0]["step_ms"] = 60e3  # compiles
     evaluations = [{"step": n * every, "validation_loss": loss} for n, loss in enumerate(losses)]
     facts = {
@@ -85,6 +88,10 @@ def made(kind: str, losses: Sequence[float], step_s: float = 1.0, whole: bool = 
         "job": plan.job.model_dump(mode="json"),
     }
     return Curve(facts, plan.job, steps, evaluations)
+
+
+def interrupted(curve: Curve, reason: str) -> Curve:
+    return replace(curve, facts={**curve.facts, "interrupted": reason})
 
 
 def run_rows(*curves: Curve) -> dict[str, dict[str, Any]]:
@@ -134,8 +141,17 @@ def test_a_run_that_broke_off_is_no_baseline_and_is_named() -> None:
     curves = made("standard", [8, 7, 6], whole=False), made("parallel", [8, 6, 4, 3, 2])
     rows = run_rows(*curves)
     assert {row["baseline"] for row in rows.values()} == {None}
-    assert rows["standard"]["stopped"] == "interrupted"
-    assert any(line.startswith("standard: broken off after 4,096 tokens") for line in table(rows_of(curves)))
+    assert rows["standard"]["stopped"] == "no end was written: killed, or still under way"
+    assert any(line.startswith("standard, broken off after 4,096 of 8,192 tokens") for line in table(rows_of(curves)))
+
+
+def test_a_run_that_broke_off_is_compared_with_nothing() -> None:
+    curves = made("standard", [8, 7, 6, 5, 4]), interrupted(made("lamb", [8, 3], whole=False), "SIGTERM")
+    row = run_rows(*curves)["lamb"]
+    assert {row[name] for name in row if "baseline" in name} == {None}
+    said = list(table(rows_of(curves)))
+    assert said[-1] == "lamb, broken off after 2,048 of 8,192 tokens, so compared with nothing: SIGTERM"
+    assert not any("standard had its" in line for line in said)
 
 
 def test_training_losses_are_means_of_stretches() -> None:
@@ -152,24 +168,6 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert [row["loss"] for row in read_curve(tmp_path).steps] == [2.0]
     with pytest.raises(ConfigError, match="holds no run of this bench"):
         read_curve(tmp_path / "nowhere")
-
-
-def test_only_runs_of_the_same_work_are_laid_beside_each_other() -> None:
-    ours, theirs = made("standard", [8, 7, 6, 5, 4]), made("lamb", [8, 7, 6, 5, 4])
-    alike = [(curve.name, curve.job, curve.facts) for curve in (ours, theirs)]
-    check_alike(alike)
-    corpus = {**theirs.facts["corpus"], "identity": {**IDENTITY, "text": "other"}}
-    with pytest.raises(ConfigError, match="lamb has text other, standard t"):
-        check_alike([alike[0], (theirs.name, theirs.job, {**theirs.facts, "corpus": corpus})])
-
-
-def test_what_an_earlier_call_has_done_is_not_run_again() -> None:
-    found = plans(ASKED, ["standard", "lamb"], 16 * STEP_TOKENS)
-    assert [plan.name for plan in left_to_do(found, [made("standard", [8, 7, 6, 5, 4])])] == ["lamb"]
-    assert len(left_to_do(found, [])) == 2
-    other = [Plan(plan.name, plan.kind, plan.job.model_copy(update={"name": "other"})) for plan in found]
-    with pytest.raises(ConfigError, match="standard had other settings"):
-        left_to_do(other, [made("standard", [8, 7, 6, 5, 4])])
 
 
 def test_the_text_is_the_same_each_time_and_no_file_twice(tmp_path: Path) -> None:
@@ -194,6 +192,8 @@ def test_the_text_is_the_same_each_time_and_no_file_twice(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--set", "checkpoint.every_steps=8"], "give --checkpoints"),
+        (["--runs", "none"], "--join gives nothing to show"),
         (["--tokens", "many"], "is no number of tokens such as 300M"),
         (["--tokens", "100"], "fewer than 4 steps"),
         (["--tokens", "1M", "--minutes", "1"], "is given beside --tokens"),
@@ -220,10 +220,12 @@ def test_what_cannot_be_run_is_one_line_and_leaves_no_folder(
 
 
 def test_the_page_shows_every_run_and_what_broke_off(tmp_path: Path) -> None:
-    curves = [made("standard", [8, 7, 6, 5, 4]), made("parallel", [8, 6, 4, 3.5, 3]), made("lamb", [8, 7], whole=False)]
-    page = build_page(record_of(curves)).html()
+    whole = [made("standard", [8, 7, 6, 5, 4]), made("parallel", [8, 6, 4, 3.5, 3])]
+    broken_off = {"table": BROKEN_OFF, "reason": "SIGTERM", "not_run": ["lamb lr 1"]}
+    page = build_page(record_of([*whole, interrupted(made("lamb", [8, 7], whole=False), "SIGTERM")], broken_off)).html()
     assert "parallel, to the 4.0000 that standard ended with" in page
-    assert "Broken off: lamb: interrupted" in page
+    assert "Broken off: lamb: SIGTERM; not run: lamb lr 1. What was measured is below" in page
+    assert "lamb, to the" not in page
 
 
 def test_without_what_draws_it_the_rest_is_kept_and_said(
@@ -240,12 +242,12 @@ def test_without_what_draws_it_the_rest_is_kept_and_said(
         module._page(record, tmp_path, tmp_path / "page.html")
 
 
-def record_of(curves: Sequence[Curve]) -> RunRecord:
+def record_of(curves: Sequence[Curve], *more: dict[str, Any]) -> RunRecord:
     facts = curves[0].facts
     return RunRecord(
         name="bench.convergence",
         source="measured",
-        rows=rows_of(curves),
+        rows=[*rows_of(curves), *more],
         started_utc="2026-11-01T00:00:00",
         ended_utc="2026-11-01T00:00:00",
         config={
@@ -295,17 +297,60 @@ def test_three_tiny_runs_end_in_a_table_a_record_and_a_page(tmp_path: Path, star
     assert (tmp_path / "page.html").read_text() == (tmp_path / "out" / "report.html").read_text()
 
 
+def wait_for(file: Path, process: subprocess.Popen[str]) -> None:
+    """Until it holds something."""
+    while not (file.exists() and file.stat().st_size) and process.poll() is None:
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_killed_run_is_shown_and_goes_on_as_if_nothing_had_been(tmp_path: Path, start: Start) -> None:
+    more = ("--evaluations", "4", "--checkpoints", "3", "--runs", "standard")
+    process = start(tmp_path / "a", *more)
+    wait_for(tmp_path / "a" / "runs" / "standard" / "checkpoints" / "step-000008" / "meta.json", process)
+    process.kill()
+    process.communicate()
+    [part] = read_runs(tmp_path / "a")
+    assert not part.is_whole
+    shown = start(tmp_path / "shown", *more, "--runs", "lamb", "--join", str(tmp_path / "a"))
+    output, errors = shown.communicate()
+    assert shown.returncode == 0, errors
+    assert "standard, broken off after" in output
+
+    gone_on = start(tmp_path / "b", *more, "--join", str(tmp_path / "a"))
+    whole = start(tmp_path / "whole", *more)
+    assert "standard goes on from step" in gone_on.communicate()[1]
+    whole.communicate()
+    [joined], [alone] = read_runs(tmp_path / "b"), read_runs(tmp_path / "whole")
+    assert joined.resumed_at
+    assert [row["loss"] for row in joined.steps] == [row["loss"] for row in alone.steps]
+    assert [*joined.evaluations] == [*alone.evaluations]
+    assert not (tmp_path / "b" / "runs" / "standard" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_sigterm_keeps_what_was_measured_and_a_checkpoint(tmp_path: Path, start: Start) -> None:
+    process = start(tmp_path / "a", "--runs", "standard,lamb", "--checkpoints", "1")
+    wait_for(tmp_path / "a" / "runs" / "standard" / "metrics.jsonl", process)
+    process.terminate()
+    output, errors = process.communicate()
+    assert process.returncode == 143, errors
+    assert "so compared with nothing: SIGTERM" in output
+    assert "not run: lamb" in output
+    assert len(list((tmp_path / "a" / "runs" / "standard" / "checkpoints").glob("step-*"))) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_what_was_measured_before_a_ctrl_c_is_kept_and_gone_on_from(tmp_path: Path, start: Start) -> None:
     process = start(tmp_path / "a", "--runs", "standard,lamb")
-    lamb = tmp_path / "a" / "runs" / "lamb" / "validation.jsonl"
-    while not (lamb.exists() and lamb.stat().st_size) and process.poll() is None:
-        time.sleep(0.05)
+    wait_for(tmp_path / "a" / "runs" / "lamb" / "validation.jsonl", process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate()
     assert process.returncode == 130
-    assert "lamb: broken off" in output
+    assert "lamb, broken off" in output
     assert [curve.name for curve in read_runs(tmp_path / "a")] == ["standard", "lamb"]
     more = start(tmp_path / "b", "--runs", "standard,lamb", "--join", str(tmp_path / "a"))
     output, errors = more.communicate()

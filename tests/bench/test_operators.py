@@ -10,7 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bench.operators import check, command
+from bench.operator_cases import Case
+from bench.operators import _figures, _line, check, command
 from netlayer.errors import CheckFailed
 
 
@@ -28,9 +29,17 @@ def test_every_operator_has_rows_that_were_checked(tmp_path: Path) -> None:
     assert kinds == {"layer_norm + add", "rms_norm + add", "bias + gelu", "swiglu", "head + cross entropy", "attention"}
     for row in record["rows"]:
         assert row["error"] < 1e-4
-        assert row["time_us"] > 0
+        assert 0 < row["p10_us"] <= row["time_us"] <= row["p90_us"]
         assert row["share"] is None  # no peak is known of a CPU
         assert bool(row["bytes_moved"]) != bool(row["flops"])
+
+
+def test_a_time_stands_beside_its_spread() -> None:
+    case = Case("gelu", (), lambda: None, {}, bytes_moved=(1, 1), flops=(0, 0))
+    row = _figures(case, "forward", [10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0, 30_000.0, 40_000.0], "CPU")
+    assert (row["p10_us"], row["time_us"], row["p90_us"]) == (10.0, 14.5, 30_000.0)
+    of_gelu = {"operator": "gelu", "system": "torch", "direction": "forward", "error": 0.0}
+    assert "14.5 us (10.0 to 30000.0)" in _line({**row, **of_gelu, "kernels": None, "memory_gib": None})
 
 
 def test_a_case_that_is_not_there(tmp_path: Path) -> None:
