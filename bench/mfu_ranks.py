@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from bench.overlap_steps import StepTimer
 from netlayer.config import JobConfig
 from netlayer.rank import RankContext
 from trainer.loop import Place
+from trainer.ops.attention import FULL_ORDER
 from trainer.parallel import MicroBatch
 from trainer.worker import meet_at
 
@@ -139,8 +139,7 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 def _prefer_flash() -> None:
     """In all systems: ours and its peers have one function of attention."""
-    order: list[SDPBackend] = importlib.import_module("trainer.ops.attention")._FULL
-    order.sort(key=lambda kernel: kernel != SDPBackend.FLASH_ATTENTION)
+    FULL_ORDER.sort(key=lambda kernel: kernel != SDPBackend.FLASH_ATTENTION)
 
 
 def _allocated_gib(device: torch.device) -> float:

@@ -52,6 +52,8 @@ __all__ = ["PASSED_ON", "RankContext", "RankEnv", "detect", "launch"]
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 """What a launch that `asks_first` passes on."""
+ECHO_S = 2.0
+"""One of these that comes so soon after the first is the same request: a launcher and its system may both send it."""
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +99,9 @@ def launch(
         grace_s: seconds between SIGTERM and SIGKILL.
         verbosity: of the ranks' logs, as in `log.configure`.
         asks_first: the first SIGTERM or SIGUSR1 is passed on to the ranks, which end by themselves, however long that
-            takes; after it SIGTERM, SIGUSR1 and SIGINT end them as said above, by SIGUSR2 in place of SIGTERM. Ranks
-            begin with both signals of `PASSED_ON` blocked: the target unblocks them once it has handlers.
+            takes; after it SIGINT, and `ECHO_S` later SIGTERM and SIGUSR1 too, end them as said above, by SIGUSR2 in
+            place of SIGTERM. Ranks begin with both signals of `PASSED_ON` blocked: the target unblocks them once it
+            has handlers.
 
     Raises:
         RankFailed: a rank raised, died or ended without a result. A NetlayerError of a rank is raised itself instead,
@@ -137,6 +140,7 @@ class _StopSignals:
         self.passed_on = passed_on
         self.to_pass_on: list[int] = []
         self._owners: dict[int, Any] = {}
+        self._passed_s = 0.0
 
     def __enter__(self) -> _StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -154,8 +158,15 @@ class _StopSignals:
             self._deliver(self.seen[0])
 
     def _note(self, signum: int, _frame: types.FrameType | None) -> None:
-        first = signum in self.passed_on and not self.to_pass_on
-        (self.to_pass_on if first else self.seen).append(signum)
+        if signum in self.passed_on:
+            now_s = time.monotonic()
+            if not self.to_pass_on:
+                self.to_pass_on.append(signum)
+                self._passed_s = now_s
+                return
+            if now_s - self._passed_s < ECHO_S:
+                return
+        self.seen.append(signum)
 
     def _deliver(self, signum: int) -> NoReturn:
         owner = self._owners[signum]

@@ -252,6 +252,7 @@ class SplitModel:
             overlap=overlap.dp,
             param_dtype=dtype,
             reduce_dtype=torch.float64 if self._is_wide else getattr(torch, overlap.reduce_dtype),
+            windows=overlap.windows and self.device.type == "cuda",
         )
 
     def _slots(self, chunk: ShardedDataParallel) -> Iterator[Slot]:

@@ -56,6 +56,8 @@ def notes(job: JobConfig, backend: Literal["gloo", "nccl"]) -> list[str]:
         )
     if job.loop.cuda_graph and backend == "gloo":
         said.append("job.loop.cuda_graph has no effect on a CPU")
+    if job.overlap.windows and (backend == "gloo" or job.parallel.dp == 1):
+        said.append("job.overlap.windows has no effect: only data-parallel ranks on NCCL have them")
     return said
 
 

@@ -29,12 +29,10 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from netlayer.launch import PASSED_ON
+from netlayer.launch import ECHO_S, PASSED_ON
 
 logger = logging.getLogger(__name__)
 
-ECHO_S = 2.0
-"""A signal that comes so soon after the first is the same request: [Note: who counts]."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STARTED_BY = os.getppid()
 

@@ -321,15 +321,19 @@ def test_ranks_that_are_asked_first_end_by_themselves(tmp_path: Path, signum: si
     def ask(rank: int, message: object) -> None:
         if rank == 0:  # the other one may not even have begun
             signal.raise_signal(signum)
+            signal.raise_signal(signal.SIGTERM)  # so soon, the same request
 
     assert launch(targets.wait_to_be_asked, 2, log_dir=tmp_path, on_message=ask, asks_first=True) == [signum] * 2
     assert signal.getsignal(signum) is signal.SIG_DFL
     assert no_children()
 
 
-def test_a_second_signal_ends_ranks_that_were_asked(tmp_path: Path) -> None:
+def test_a_second_signal_ends_ranks_that_were_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("netlayer.launch.ECHO_S", 0.1)
+
     def ask_twice(rank: int, message: object) -> None:
         signal.raise_signal(signal.SIGUSR1)
+        time.sleep(0.2)
         signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(SystemExit) as caught:

@@ -30,6 +30,7 @@ def test_a_job_is_said_in_size_and_memory(tmp_path: Path) -> None:
         ({"optimizer": {"warmup_steps": 21}}, "the learning rate never reaches job.optimizer.lr"),
         ({"model": {"window_pattern": "wf"}}, "job.model.window_pattern = wf has no effect"),
         ({"loop": {"cuda_graph": True}}, "job.loop.cuda_graph has no effect on a CPU"),
+        ({"overlap": {"windows": True}}, "job.overlap.windows has no effect"),
     ],
 )
 def test_what_a_job_does_not_show_is_said(tmp_path: Path, sections: dict[str, dict[str, object]], says: str) -> None:
