@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 HARDWARE ?= cpu
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest --cov --cov-report=
+PYTEST := $(BIN)/python -m pytest
+GROUND := tests/netlayer
 # pytest ends so where ARGS leave it no test.
 NONE := 5
 
@@ -31,12 +32,18 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: setup  ## the main job: bench, fabric, training and one report (ARGS="--steps 50 --out DIR")
 	@$(BIN)/netlayer quickstart $(ARGS)
 
-test: setup  ## all tests that CI runs, with the coverage of netlayer/; those that judge by time alone, behind the others
-	@trap 'exit 130' INT; $(BIN)/coverage erase; failed=; \
-	$(PYTEST) -n $(WORKERS) --dist loadgroup -m "not slow and not quiet" $(ARGS) || [ $$? -eq $(NONE) ] || failed=1; \
-	$(PYTEST) -n 0 --cov-append -m "quiet and not slow" $(ARGS) || [ $$? -eq $(NONE) ] || failed=1; \
-	rm -f .coverage.*; `# halves that ranks left when a test killed them` \
-	$(BIN)/coverage report --skip-covered || failed=1; \
+# To trace every process of every test would cost a quarter of the time: coverage is that of netlayer/ by its own tests and
+# by those that judge by time.
+COV := --cov --cov-report=
+test: setup  ## all tests that CI runs; with the coverage of netlayer/ unless ARGS choose some; what judges by time comes last
+	@trap 'exit 130' INT; failed=; \
+	$(PYTEST) -n $(WORKERS) --dist loadgroup -m "not slow and not quiet" $(or $(ARGS),--ignore $(GROUND)) \
+	  || [ $$? -eq $(NONE) ] || failed=1; \
+	$(if $(ARGS),,$(BIN)/coverage erase; \
+	$(PYTEST) $(COV) -n $(WORKERS) --dist loadgroup -m "not slow and not quiet" $(GROUND) || failed=1;) \
+	$(PYTEST) $(if $(ARGS),,$(COV) --cov-append) -n 0 -m "quiet and not slow" $(ARGS) || [ $$? -eq $(NONE) ] || failed=1; \
+	$(if $(ARGS),,rm -f .coverage.*; `# halves that ranks left when a test killed them` \
+	$(BIN)/coverage report --skip-covered || failed=1;) \
 	test -z "$$failed"
 
 test-slow: setup  ## the tests that are too long for CI
