@@ -18,7 +18,6 @@ from typing import Any
 
 import click
 
-from bench.convergence_end import ending_at_sigterm, reason_of
 from bench.convergence_join import (
     RUNS,
     before,
@@ -43,6 +42,7 @@ from bench.convergence_run import (
     tokens_in,
 )
 from bench.convergence_text import PATTERNS, Chosen, Root, choose, folder_root, machine_roots
+from bench.early_end import ending_at_sigterm, reason_of
 from netlayer import environ
 from netlayer.command import RunOptions, open_run, run_options
 from netlayer.config import read_override

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.convergence_end import ASKED_TO_STOP, reason_of
 from bench.convergence_rows import FACTS_FILE, STANDARD, Before
+from bench.early_end import ASKED_TO_STOP, reason_of
 from netlayer import environ
 from netlayer.config import JobConfig, ModelConfig, build_config, build_section
 from netlayer.errors import CheckFailed, ConfigError

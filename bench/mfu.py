@@ -14,16 +14,14 @@ Every call has a row of ours unchanged, so that a table may span several.
 from __future__ import annotations
 
 import math
-import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
+from bench.early_end import ending_at_sigterm
 from bench.mfu_gpus import watched_gpus
 from bench.mfu_jobs import Jobs, read_entries, read_layout
 from bench.mfu_profile import floors
@@ -138,7 +136,7 @@ def command(
     flash = attention == "flash"
     plan = Plan(runs, steps, warmup, options.seed, chosen, out, limit, end_s, profile, prefers_flash=flash, env=env)
     click.echo(estimate(entries, plan, device), err=True)
-    with _ended_by_sigterm(), watched_gpus(ranks if chosen == "nccl" else 0) as gpus:
+    with ending_at_sigterm(), watched_gpus(ranks if chosen == "nccl" else 0) as gpus:
         heard = Heard(runs * len(entries), out / ROWS, gpus)
         arguments = {
             **options.arguments(),
@@ -217,28 +215,6 @@ def _tell(
     click.echo(f"record: {path}", err=True)
     if json_file:
         write_text(json_file, record.to_json())
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit, whose way out writes the record; by itself it would end the process at once.
-
-    Later ones do nothing: `timeout` sends two, and the second would break off the writing.
-    """
-    before = signal.getsignal(signal.SIGTERM)
-    if before is not signal.SIG_DFL:
-        yield
-        return
-
-    def end(_signum: int, _frame: FrameType | None) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise SystemExit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a call of `bench.convergence` ends early."""
+"""How a long bench ends early."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from bench.convergence_end import ASKED_TO_STOP, ending_at_sigterm, reason_of
+from bench.early_end import ASKED_TO_STOP, ending_at_sigterm, reason_of
 from netlayer.interrupt import Interrupted
 
 

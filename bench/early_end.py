@@ -1,7 +1,7 @@
-"""How a call of `bench.convergence` ends early: SIGTERM as an exception wherever it comes, and the end in a word.
+"""How a long bench ends early: SIGTERM as an exception wherever it comes, and the end in a word.
 
 A time limit ends a call with SIGTERM and, some seconds later, SIGKILL. Between the two the record and the page of what
-was measured are written. Left out: SIGKILL itself, after which the rows that were written stay (`--join` reads them).
+was measured are written. Left out: SIGKILL itself, after which the rows that were written stay.
 """
 
 from __future__ import annotations
