@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import click
@@ -55,7 +55,7 @@ class Stages:
     @contextmanager
     def open(self, name: str) -> Iterator[Bar]:
         """One stage; the block calls what it gets with (done, total, words)."""
-        start = time.monotonic()
+        start = monotonic()
         if not self._console.is_terminal:
             self.say(f"{name} ...")
         task = self._bars.add_task(name, total=None, words="")
@@ -63,19 +63,19 @@ class Stages:
         yield bar
         self._bars.update(task, total=1, completed=1, words="")
         if not self._console.is_terminal:
-            self.say(f"{name} done in {time.monotonic() - start:.1f} s")
+            self.say(f"{name} done in {monotonic() - start:.1f} s")
 
     @contextmanager
     def wait(self, name: str) -> Iterator[None]:
         """A stage of which nothing is heard until it is over: its seconds are counted. A short one is not shown."""
-        over, began = threading.Event(), time.monotonic()
+        over, began = threading.Event(), monotonic()
 
         def count() -> None:
             if over.wait(_MOMENT_S):
                 return
             with self.open(name) as bar:
                 while not over.wait(_TICK_S):
-                    bar(0, 0, f"{time.monotonic() - began:.0f} s so far")
+                    bar(0, 0, f"{monotonic() - began:.0f} s so far")
 
         counter = threading.Thread(target=count, daemon=True)
         counter.start()
@@ -95,11 +95,11 @@ class Bar:
 
     def __init__(self, bars: Progress, task: TaskID, say: Callable[[str], None] | None = None) -> None:
         self._bars, self._task, self._say = bars, task, say
-        self._began = self._said = time.monotonic()
+        self._began = self._said = monotonic()
 
     def __call__(self, done: int, total: int, words: str = "") -> None:
         self._bars.update(self._task, completed=done, total=total or None, words=words)
-        now = time.monotonic()
+        now = monotonic()
         if self._say and now - self._said >= min(max((now - self._began) / 10, _LINE_S), _SLOWEST_LINE_S):
             self._said = now
             self._say(", ".join(filter(None, (f"{done / total:.0%}" if total else "", words))))

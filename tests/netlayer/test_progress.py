@@ -12,7 +12,7 @@ from netlayer.progress import Stages
 
 def test_a_stage_says_how_far_it_is_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     now = iter(range(0, 10_000, 5))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(progress, "monotonic", lambda: float(next(now)))
     with Stages() as stages, stages.open("work") as bar:
         for done in range(1, 9):  # each 5 s
             bar(done, 10, f"step {done}")
@@ -24,7 +24,7 @@ def test_a_stage_says_how_far_it_is_now_and_then(capsys: pytest.CaptureFixture[s
 
 def test_a_long_stage_says_less_often(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     now = iter(range(0, 100_000, 5))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(progress, "monotonic", lambda: float(next(now)))
     with Stages() as stages, stages.open("work") as bar:
         for done in range(2_000):
             bar(done, 2_000)
