@@ -74,6 +74,7 @@ from collectives.backward_step import BackwardStep, balanced_share
 from collectives.bucket import Bucket, BucketPlan
 from collectives.gather import ParameterGather
 from collectives.lane import Lane
+from collectives.norms import total_norm
 from collectives.prepare import (
     build_buckets,
     check_module,
@@ -312,7 +313,7 @@ class ShardedDataParallel(nn.Module):
         pieces = [piece.parameter for bucket in self.buckets for piece in bucket.pieces]
         squared = torch.zeros((), dtype=self._norm_dtype(), device=self.reduce_lane.device)
         if pieces:
-            squared += torch.nn.utils.get_total_norm([p.grad for p in pieces if p.grad is not None]).square()
+            squared += total_norm([p.grad for p in pieces if p.grad is not None]).square()
         self.reduce_lane.all_reduce(squared)
         norm = squared.sqrt()
         torch.nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)

@@ -26,7 +26,7 @@ from netlayer.config import ModelConfig
 from trainer.linears import Part, TokenTable, column, parts, row
 from trainer.ops.activation import bias_gelu, swiglu
 from trainer.ops.attention import attention
-from trainer.ops.backend import check_operators
+from trainer.ops.backend import check_operators, sums_narrowly
 from trainer.ops.loss import gather_rows, linear_cross_entropy, scatter_sum
 from trainer.ops.norm import Norm
 from trainer.ops.rotary import rotate
@@ -104,7 +104,7 @@ class Embedding(nn.Module):
         tokens_TB = tokens_BT.t()
         weight_vD = self.tokens()
         if self.exchange is None:
-            x_TBD = F.embedding(tokens_TB, weight_vD)
+            x_TBD = _look_up(weight_vD, tokens_TB)
         else:
             x_TBD = _SpreadLookup.apply(weight_vD, tokens_TB, self.exchange)  # type: ignore[no-untyped-call]
         if self.position is None:
@@ -213,6 +213,27 @@ def build_norm(config: ModelConfig) -> Norm:
     return Norm(config.hidden, bias=config.norm == "layernorm", operators=config.operators)
 
 
+def _look_up(weight_VD: Tensor, tokens_TB: Tensor) -> Tensor:
+    if not sums_narrowly(weight_VD):
+        return F.embedding(tokens_TB, weight_VD)
+    return _Lookup.apply(weight_VD, tokens_TB)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a whole table, whose gradient is added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VD: Tensor, tokens_TB: Tensor) -> Tensor:
+        ctx.num_rows = len(weight_VD)
+        ctx.save_for_backward(tokens_TB)
+        return F.embedding(tokens_TB, weight_VD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum_of_rows(dx.flatten(0, 1), ctx.saved_tensors[0].flatten(), ctx.num_rows), None
+
+
 class _SpreadLookup(torch.autograd.Function):
     """Rows of a table that is cut by tokens: each rank looks up what it has; the sum is spread over positions."""
 
@@ -232,10 +253,14 @@ class _SpreadLookup(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
         row_M, is_own_M = ctx.saved_tensors
         dx_MD = gather_rows(dx.flatten(0, 1), ctx.exchange)
-        wide = torch.promote_types(dx.dtype, torch.float32)
-        dweight_vD = torch.zeros(ctx.num_rows, dx.shape[-1], dtype=wide, device=dx.device)
-        dweight_vD.index_add_(0, row_M, (dx_MD * is_own_M[:, None]).to(wide))
-        return dweight_vD.to(dx.dtype), None, None
+        return _sum_of_rows(dx_MD * is_own_M[:, None], row_M, ctx.num_rows), None, None
+
+
+def _sum_of_rows(dx_MD: Tensor, row_M: Tensor, num_rows: int) -> Tensor:
+    """Gradient of a table from those of the rows that were read, added up in float32 or wider."""
+    wide = torch.promote_types(dx_MD.dtype, torch.float32)
+    dweight_vD = torch.zeros(num_rows, dx_MD.shape[1], dtype=wide, device=dx_MD.device)
+    return dweight_vD.index_add_(0, row_M, dx_MD.to(wide)).to(dx_MD.dtype)
 
 
 def build_model(

@@ -140,6 +140,12 @@ def test_clipping_needs_a_positive_norm() -> None:
         ShardedDataParallel(nn.Linear(2, 2)).clip_grad_norm_(0.0)
 
 
+def test_the_norm_of_a_large_gradient_is_exact() -> None:
+    sharded = ShardedDataParallel(nn.Linear(2048, 2048, bias=False))
+    sharded(torch.full((1, 2048), 0.1)).sum().backward()
+    assert float(sharded.clip_grad_norm_(1.0)) == pytest.approx(204.8, rel=1e-4)
+
+
 def test_the_package_does_not_import_torch_by_itself() -> None:
     code = "import sys, collectives; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

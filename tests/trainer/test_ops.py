@@ -86,6 +86,22 @@ def test_norm_of_a_sum(
     check(lambda *given_: add_norm(*parts(*given_), operators=operators), plain, given_, 2)
 
 
+@pytest.mark.parametrize("is_rms", [False, True])
+def test_norm_gradients_of_many_rows_are_added_up_in_float32(is_rms: bool) -> None:
+    """Sums of 8,192 rows in bfloat16 would be off by a tenth and more."""
+    *narrow, dy = inputs(4, torch.bfloat16, (8192, 16), (16,), (16,), (8192, 16))
+    narrow, dy = narrow[: 3 - is_rms], dy + 0.1
+    wide = [tensor.double().requires_grad_() for tensor in narrow]
+    narrow = [tensor.requires_grad_() for tensor in narrow]
+    for x, weight, *bias in (narrow, wide):
+        y, _ = add_norm(x, None, weight, bias[0] if bias else None, operators="torch")
+        y.backward(dy.to(y.dtype))
+    for got, right in zip(narrow, wide, strict=True):
+        assert got.grad is not None
+        assert right.grad is not None
+        assert float((got.grad - right.grad).norm() / right.grad.norm()) < 5e-3
+
+
 @pytest.mark.skipif(not KERNELS, reason="no Triton with a GPU here")
 @pytest.mark.parametrize("is_rms", [False, True])
 @pytest.mark.parametrize("plan", [(1, 1, 1, 1), (2, 2, 1, 3), (2, 1, 4, 2)], ids=str)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainer.ops.backend import HAS_TRITON, Operators, uses_triton
+from trainer.ops.backend import HAS_TRITON, Operators, sums_narrowly, uses_triton
 
 if HAS_TRITON:
     from trainer.ops.norm_kernels import norm_backward, norm_forward
@@ -63,6 +63,9 @@ def add_norm(
     total = stream if branch is None else stream + branch
     if bias_D is None:
         return F.rms_norm(total, weight_D.shape, weight_D, eps), total
+    if sums_narrowly(total):
+        y = _WideSums.apply(total, weight_D, bias_D, eps)  # type: ignore[no-untyped-call]
+        return y, total
     return F.layer_norm(total, weight_D.shape, weight_D, bias_D, eps), total
 
 
@@ -90,3 +93,21 @@ class _Norm(torch.autograd.Function):
         dx_MD, dweight_D, dbias_D = norm_backward(dy_MD, dtotal_MD, total_MD, weight_D, mean_M, scale_M)
         dx = dx_MD.view(dy.shape)
         return dx, dx if ctx.has_branch else None, dweight_D, dbias_D if mean_M.numel() else None, None
+
+
+class _WideSums(torch.autograd.Function):
+    """LayerNorm of a narrow dtype, whose backward computes in float32; no activation is kept in that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+        y, mean, scale = torch.native_layer_norm(x, weight_D.shape, weight_D.float(), bias_D.float(), eps)
+        ctx.save_for_backward(x, weight_D, bias_D, mean, scale)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_D, bias_D, mean, scale = ctx.saved_tensors
+        wide = dy.float(), x.float(), weight_D.shape, mean, scale, weight_D.float(), bias_D.float()
+        dx, dweight_D, dbias_D = torch.ops.aten.native_layer_norm_backward(*wide, [True, True, True])
+        return dx.to(x.dtype), dweight_D.to(x.dtype), dbias_D.to(x.dtype), None

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from collectives.norms import each_norm
+
 Group = dict[str, Any]
 Move = tuple[Group, list[Tensor], list[Tensor]]
 """A group, its weights, and -u of each."""
@@ -171,7 +173,7 @@ class Lamb(torch.optim.Optimizer):
         nothing = torch.zeros((), device=self._norms.device)
         pairs = [nothing] * (2 * len(self._norms.pieces))
         if weights:
-            norms = torch._foreach_norm([*weights, *minus_u])
+            norms = each_norm([*weights, *minus_u])
             for weight, w, u in zip(weights, norms[: len(weights)], norms[len(weights) :], strict=True):
                 place = self._places[weight]
                 pairs[2 * place : 2 * place + 2] = w, u
