@@ -54,7 +54,10 @@ Issue = Callable[[bool], "dist.Work | None"]
 _POLL_S = 0.001
 _KEPT = 8  # several times as many as gloo has threads
 _SOURCE_LINE = re.compile(r"^\[[^]]*\] ")  # of the backend, before what it says
-_ASK = "; a rank is late, skipped a step, or was left to call alone what all must call: a watch=Watch(...) names it"
+_ASK = (
+    "; a rank is late, has ended, skipped a step, or was left to call alone what all must call: the launcher, or the"
+    " logs of all ranks, say which (in a program of your own, so does watch=Watch(...))"
+)
 _all_reduce: Collect = dist.all_reduce
 _broadcast: Collect = dist.broadcast
 

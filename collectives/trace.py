@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from collectives.clock import shared_ns, union
 from collectives.nodes import kernel_id
 from collectives.recorder import COMPUTE, STEP, WAIT, Span, StepComm
+from netlayer.results import write_text
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -123,8 +124,12 @@ def chrome_trace(ranks: Sequence[RankTrace], about: dict[str, Any] | None = None
 
 
 def write_trace(path: Path, ranks: Sequence[RankTrace], about: dict[str, Any] | None = None) -> None:
-    """Write `chrome_trace` to a file; open it in https://ui.perfetto.dev."""
-    path.write_text(json.dumps(chrome_trace(ranks, about)), encoding="utf-8")
+    """Write `chrome_trace` to a file, whole or not at all; open it in https://ui.perfetto.dev.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    write_text(path, json.dumps(chrome_trace(ranks, about)))
 
 
 def hidden_share(spans: Sequence[Span], lane_prefix: str, **labels: str | int) -> float | None:

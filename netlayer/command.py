@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from netlayer.config import Config
 
 _PATH = click.Path(path_type=Path)
-_OF_A_RUN = ("report.html", "metrics.jsonl", "validation.jsonl", "logs")
+_OF_A_RUN = ("report.html", "metrics.jsonl", "validation.jsonl", "trace.json", "logs", "checkpoints", "tensorboard")
 _RUN_OPTIONS = (
     click.option("--config", "config_path", type=_PATH, help="TOML file; see examples/."),
     click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable."),

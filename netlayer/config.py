@@ -246,7 +246,9 @@ class CheckpointConfig(Section):
     """When training is saved."""
 
     every_steps: int = Field(0, ge=0, description="save each so many steps, and after the last; 0 = never")
-    keep: Count = Field(2, description="checkpoints that stay: the newest ones")
+    keep: Count = Field(
+        2, description="good checkpoints that stay, the newest; one that nothing vouches for yet lies beside them"
+    )
     other_text: bool = Field(
         False, description="go on from a checkpoint with other text, seed or (rotary) seq_len, in its own tokens"
     )
@@ -575,8 +577,10 @@ def _nearest(names: list[str], root: type[BaseModel]) -> str:
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere)}?"
     if not close and len(names) == 1:
-        leaves = {path.rpartition(".")[2]: path for path in _paths(root)}
-        close = [leaves[name] for name in difflib.get_close_matches(names[-1], leaves, n=1, cutoff=0.7)]
+        paths = list(_paths(root))
+        sections = (path.rpartition(".")[0] for path in paths)
+        keys = {path.rpartition(".")[2]: path for path in (*paths, *sections)}
+        close = [keys[name] for name in difflib.get_close_matches(names[-1], keys, n=1, cutoff=0.7)]
     return f"did you mean {close[0]}?" if close else f"known keys here: {', '.join(known)}"
 
 

@@ -247,7 +247,8 @@ def run_rank() -> None:
     try:
         result = _run_work(work, main, RankContext(env, reporter.report))
     except BaseException as exc:  # noqa: BLE001 - SystemExit too: whatever ended the target, the launcher must hear
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the log may lie on a disk that is full
+            traceback.print_exc()
         reporter.send(FAILURE, _describe(exc))
         _leave(1)
     reporter.send(RESULT, result)
@@ -267,8 +268,9 @@ def _leave(code: int) -> NoReturn:
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 

@@ -6,6 +6,7 @@ rows also go to CSV and parquet. Left out: the judgement of a number.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
 import io
@@ -15,13 +16,13 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from netlayer.errors import ConfigError
+from netlayer.errors import ConfigError, NetlayerError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,14 +84,19 @@ class RunRecord:
         return frame
 
     def save(self, folder: Path) -> Path:
-        """Write one new JSON file into `folder`; a file that is there is never overwritten."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write one new JSON file into `folder`; a file that is there is never overwritten.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
         stem = re.sub(r"[^\w.-]", "-", f"{self.name}-{self.started_utc.replace(':', '').replace('+0000', 'Z')}")
         text = self.to_json()
-        for number in itertools.count():
-            path = folder / (f"{stem}-{number}.json" if number else f"{stem}.json")
-            if _write_new(path, text):
-                return path
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for number in itertools.count():
+                path = folder / (f"{stem}-{number}.json" if number else f"{stem}.json")
+                if _write_new(path, text):
+                    return path
         raise AssertionError("unreachable: the counter has no end")
 
     def save_csv(self, path: Path) -> None:
@@ -128,14 +134,33 @@ def write_text(path: Path, text: str) -> None:
         sys.stdout.flush()
         return
     target = path.resolve()
-    try:
+    with writing(path):
         if target.exists() and not target.is_file():
             with target.open("w", encoding="utf-8") as file:
                 file.write(text)
         else:
             _write_beside(target, text).replace(target)
+
+
+@contextlib.contextmanager
+def writing(path: Path, field: str = "output") -> Iterator[None]:
+    """Around what writes a file, or into a folder.
+
+    Args:
+        field: how the user named it, for errors.
+
+    Raises:
+        ConfigError: the system refused: no room, no permission. An error of ours stays, even one that is an OSError
+            too, as that of a lost peer is.
+    """
+    try:
+        yield
     except OSError as exc:
-        raise _unwritable("output", path, exc) from exc
+        if isinstance(exc, NetlayerError):
+            raise
+        is_full = exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "make room there, or give another place" if is_full else "give a place that you may write to"
+        raise ConfigError(field, path, f"cannot be written ({exc.strerror or exc})", remedy) from exc
 
 
 def sync_folder(folder: Path) -> None:
@@ -156,15 +181,13 @@ def check_target(field: str, path: Path | None) -> None:
     if path is None or str(path) == "-":
         return
     target = path.resolve()
-    try:
+    with writing(path, field):
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, "Is a directory")
         if target.exists() and not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, "Permission denied")
         if not target.exists():
             _write_beside(target, "").unlink()
-    except OSError as exc:
-        raise _unwritable(field, path, exc) from exc
 
 
 def load_record(path: Path) -> RunRecord:
@@ -252,7 +275,3 @@ def _write_beside(path: Path, text: str) -> Path:
         written.unlink(missing_ok=True)
         raise
     return written
-
-
-def _unwritable(field: str, path: Path, exc: OSError) -> ConfigError:
-    return ConfigError(field, path, f"cannot be written ({exc.strerror})", "give a file in a folder of yours")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from netlayer.config import MetricsConfig
 from netlayer.errors import ConfigError
+from netlayer.results import writing
 
 Row = Mapping[str, Any]
 EVENTS = "tensorboard"
@@ -42,10 +44,19 @@ class Sink(Protocol):
 
 
 def check_metrics(config: MetricsConfig) -> None:
-    """Raise ConfigError where TensorBoard is asked for and absent, before anything is started."""
+    """Before anything is started, on the machine of rank 0.
+
+    Raises:
+        ConfigError: TensorBoard is asked for and absent, or the port of the gauges cannot be had.
+    """
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         rule = "needs the package tensorboard, which is not installed"
         raise ConfigError("job.metrics.tensorboard", True, rule, "pip install 'netlayer[tensorboard]', or set it false")
+    if config.prometheus_port:
+        address, port = config.prometheus_address, config.prometheus_port
+        with _listening(address, port):
+            family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            socket.create_server(place[:2], family=family).close()
 
 
 @contextlib.contextmanager
@@ -73,21 +84,37 @@ def open_sinks(config: MetricsConfig, job: str, out: Path) -> Iterator[list[Sink
 def _events(folder: Path) -> Iterator[Sink]:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder))
+    with writing(folder, "--out"):
+        writer = SummaryWriter(str(folder))
     try:
-        yield _Events(writer)
-    finally:
+        yield _Events(writer, folder)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the run's own error is what counts
+            writer.close()
+        raise
+    with writing(folder, "--out"):
         writer.close()
 
 
 class _Events:
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    def __init__(self, writer: Any, folder: Path) -> None:
+        self._writer, self._folder = writer, folder
 
     def add(self, row: Row) -> None:
-        for name, value in _numbers(row):
-            if name != "step":
-                self._writer.add_scalar(name, value, row["step"])
+        with writing(self._folder, "--out"):  # a thread does it: what failed there is raised here, a row or two later
+            for name, value in _numbers(row):
+                if name != "step":
+                    self._writer.add_scalar(name, value, row["step"])
+
+
+@contextlib.contextmanager
+def _listening(address: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        rule = f"cannot be listened on ({exc.strerror or exc})"
+        remedy = "give another job.metrics.prometheus_port or prometheus_address, or port 0 for none"
+        raise ConfigError("job.metrics.prometheus_port", f"{address}:{port}", rule, remedy) from exc
 
 
 @contextlib.contextmanager
@@ -95,12 +122,8 @@ def _gauges(address: str, port: int, job: str) -> Iterator[Sink]:
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    try:
+    with _listening(address, port):
         server, thread = start_http_server(port, addr=address, registry=registry)
-    except OSError as exc:
-        rule = f"cannot be listened on ({exc.strerror or exc})"
-        remedy = "give another job.metrics.prometheus_port or prometheus_address, or port 0 for none"
-        raise ConfigError("job.metrics.prometheus_port", f"{address}:{port}", rule, remedy) from exc
     try:
         yield _Gauges(registry, job)
     finally:

@@ -58,7 +58,11 @@ class StepTracer:
             self.write()
 
     def write(self) -> None:
-        """Write what is kept, if anything; every rank calls it, and waits for the others."""
+        """Write what is kept, if anything; every rank calls it, and waits for the others.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
         import torch.distributed as dist
 
         from collectives.trace import ClockAlignment, RankTrace, align_clocks, record_trace, write_trace
@@ -68,10 +72,11 @@ class StepTracer:
         alone = self._layout.world_size == 1
         clock = ClockAlignment(0, "one rank: one clock") if alone else align_clocks()
         own = record_trace(self._rank, self._kept, self._layout.describe([self._rank]), clock.offset_ns)
+        steps = f"{self._kept[0].step}-{self._kept[-1].step}"  # fewer than asked for where the run was stopped
         self._kept = []
         traces: list[RankTrace | None] = [own] if alone else [None] * self._layout.world_size
         if not alone:
             dist.gather_object(own, traces if self._rank == 0 else None)
         if self._rank == 0:
-            about = {"steps": f"{self._steps[0]}-{self._steps[-1]}", "clocks": clock.method}
+            about = {"steps": steps, "clocks": clock.method}
             write_trace(self._file, [trace for trace in traces if trace is not None], about)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from collectives.recorder import Recorder, Span
 from collectives.trace import RankTrace, chrome_trace, estimate_offset, hidden_share, record_trace, write_trace
+from netlayer.errors import ConfigError
 
 TIMES = st.integers(0, 10**6)
 SPANS = st.builds(
@@ -128,3 +130,14 @@ def test_a_recorded_step_becomes_a_file(tmp_path: Path) -> None:
     assert slices["all_gather"]["args"] == {"step": 4, "group": "gather", "bytes": 64}
     assert slices["wait for all_gather"]["dur"] >= 1000
     assert slices["step 4"]["dur"] >= slices["wait for all_gather"]["dur"]
+
+
+def test_a_trace_that_does_not_fit_is_no_file_and_one_line(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"trace\.json: cannot be written \(File too large\); make room there"):
+            write_trace(tmp_path / "trace.json", [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())

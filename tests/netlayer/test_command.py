@@ -100,7 +100,10 @@ def test_a_run_that_breaks_off_names_its_folder(tmp_path: Path, capsys: pytest.C
     assert (out / "records" / "a.json").exists()
 
 
-@pytest.mark.parametrize("left", ["report.html", "metrics.jsonl", "records/a.json"])
+@pytest.mark.parametrize(
+    "left",
+    ["report.html", "metrics.jsonl", "records/a.json", "checkpoints/step-000001", "tensorboard/events", "trace.json"],
+)
 def test_a_folder_of_an_earlier_run_is_refused(tmp_path: Path, left: str) -> None:
     (tmp_path / left).parent.mkdir(exist_ok=True)
     (tmp_path / left).touch()

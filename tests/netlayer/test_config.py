@@ -71,6 +71,7 @@ def test_overrides_win_over_the_file_and_a_unique_section_may_be_left_out(tmp_pa
         ("layers=6", "layers: unknown key; did you mean job.model.layers?"),
         ("seqlen=6", "seqlen: unknown key; did you mean job.model.seq_len?"),
         ("dp=4", "did you mean job.parallel.dp or job.overlap.dp?"),
+        ("optimiser.steps=1", "optimiser: unknown key; did you mean job.optimizer?"),
         ("cluster.servers=true", "cluster.servers = True: must be a whole number"),
         ("cluster.servers=2.0", "cluster.servers = 2.0: must be a whole number"),
         ("job.optimizer.lr=true", "job.optimizer.lr = True: must be a number"),

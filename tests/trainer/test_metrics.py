@@ -57,11 +57,16 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with (
-            pytest.raises(ConfigError, match=rf"job\.metrics\.prometheus_port = 127\.0\.0\.1:{port}: cannot be"),
-            open_sinks(MetricsConfig(prometheus_port=port), "tiny", tmp_path),
-        ):
+        refused = rf"job\.metrics\.prometheus_port = 127\.0\.0\.1:{port}: cannot be"
+        with pytest.raises(ConfigError, match=refused):
+            check_metrics(MetricsConfig(prometheus_port=port))  # before ranks are started
+        with pytest.raises(ConfigError, match=refused), open_sinks(MetricsConfig(prometheus_port=port), "t", tmp_path):
             pass
+
+
+def test_an_address_that_is_not_this_machine_s_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"prometheus_port = 192\.0\.2\.1:9400: cannot be listened on"):
+        check_metrics(MetricsConfig(prometheus_port=9400, prometheus_address="192.0.2.1"))
 
 
 def test_tensorboard_that_is_not_installed_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:

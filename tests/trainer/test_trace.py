@@ -73,6 +73,15 @@ def test_the_file_is_there_as_soon_as_the_steps_are_over(
     assert {event["name"] for event in found} >= {"forward and backward", "optimizer"}
 
 
+def test_fewer_steps_than_asked_for_say_which(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    job, file = tiny_job(text_folder, optimizer={"steps": 3}), tmp_path / "trace.json"
+    tracer = StepTracer(range(2, 10), file, job.parallel.layout, 0)
+    trainer = Trainer(job, corpus, 0, Place(0, 1, torch.device("cpu")))
+    run(trainer, EvaluationConfig(), lambda _row: None, lambda _row: None, on_comm=tracer.add)
+    tracer.write()
+    assert json.loads(file.read_text())["otherData"]["steps"] == "2-3"
+
+
 def test_a_pipeline_shows_both_ranks_their_computation_and_their_messages(
     text_folder: Path, corpus: Corpus, tmp_path: Path
 ) -> None:

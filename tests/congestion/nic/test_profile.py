@@ -86,6 +86,11 @@ def test_any_other_tree_is_refused_in_our_words(tree):
     assert "\n" not in said
 
 
+def test_a_key_of_several_lines_is_refused_in_one():
+    with pytest.raises(ConfigError, match=r"\Aa b: unknown key[^\n]+\Z"):
+        build_profile({"a\nb": None})
+
+
 @pytest.mark.parametrize("text", ["a = ", "[", "\x00", "dcqcn = " + "[" * 5_000])
 def test_what_is_no_toml_is_refused(text, tmp_path):
     (tmp_path / "p.toml").write_text(text)
