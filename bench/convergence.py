@@ -32,6 +32,7 @@ from bench.convergence_pace import Pace
 from bench.convergence_rows import BROKEN_OFF, RUN, Before, Curve, Row, rows_of, table
 from bench.convergence_run import (
     KINDS,
+    MEGASCALE_KINDS,
     Asked,
     Plan,
     check_overrides,
@@ -73,7 +74,10 @@ def _read_tokens(_context: click.Context, _option: click.Parameter, text: str | 
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGbB]?)", text.strip())
     if not found:
         raise click.BadParameter(f"{text} is no number of tokens such as 300M or 200000")
-    return round(float(found[1]) * _PREFIXES[found[2].upper()])
+    tokens = round(float(found[1]) * _PREFIXES[found[2].upper()])
+    if not tokens:
+        raise click.BadParameter(f"{text}: it takes at least one token")
+    return tokens
 
 
 def _read_rates(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[float, ...] | None:
@@ -113,10 +117,10 @@ def _number(_context: click.Context, _option: click.Parameter, value: float | No
 @click.option(
     "--runs",
     "kinds",
-    default=",".join(KINDS),
+    default=",".join(MEGASCALE_KINDS),
     show_default=True,
     callback=_read_kinds,
-    help="Which, in turn; none: show what --join has.",
+    help="Which, in turn; large_batch: AdamW at LAMB's batch; none: show what --join has.",
 )
 @click.option("--tokens", callback=_read_tokens, help="Of each run: 300M, 200000 [of the model: 125m 300M, 1m 2M].")
 @click.option(
@@ -139,7 +143,7 @@ def _number(_context: click.Context, _option: click.Parameter, value: float | No
 @click.option(
     "--lr", callback=_read_rates, help="Of AdamW's runs; several with commas are a run each [125m 6e-4, 1m 3e-3]."
 )
-@click.option("--lamb-lr", callback=_read_rates, help="Of LAMB's; likewise [125m 2e-2, 1m 5e-2].")
+@click.option("--lamb-lr", callback=_read_rates, help="Of LAMB's; likewise [125m 2e-2, 1m 2e-2].")
 @click.option("--lamb-times", type=click.IntRange(1), default=4, show_default=True, help="LAMB's batch over AdamW's.")
 @click.option(
     "--warmup", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Of AdamW, share of steps."

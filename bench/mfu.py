@@ -23,11 +23,11 @@ import click
 
 from bench.early_end import ending_at_sigterm
 from bench.mfu_gpus import watched_gpus
-from bench.mfu_jobs import Jobs, read_entries, read_layout
+from bench.mfu_jobs import Jobs, check_overrides, check_room, read_entries, read_layout
 from bench.mfu_profile import floors
 from bench.mfu_profile import table as profile_table
 from bench.mfu_rows import FORMULA, check_losses, heading, summarise, table, with_figures
-from bench.mfu_run import ROWS, Heard, Plan, estimate, measure
+from bench.mfu_run import ROWS, Heard, Plan, estimate, measure, take_away
 from bench.mfu_systems import PEERS, Entry
 from bench.overlap_settings import channel_environment
 from congestion.nic.env import as_record, exports, for_ranks
@@ -103,7 +103,7 @@ def command(
     profile: bool,
     backend: str,
 ) -> None:
-    """Measure MFU; exit 1 where systems did not do the same work.
+    """Measure MFU; exit 1 where systems did not do the same work, or nothing was measured.
 
     \b
     Examples:
@@ -116,7 +116,9 @@ def command(
           --set overlap.tp=false --set overlap.pp=false --also model.parallel_block=true --also overlap.tp=true
           --also overlap.pp=true
     """
+    _check_seconds({"--limit": limit, "--time-limit": time_limit})
     end_s = time.monotonic() + time_limit if time_limit else math.inf
+    check_overrides(options.overrides)
     build = Jobs(options, model, read_layout(layout), micro, micro_batches)
     ranks = build().parallel.layout.world_size
     chosen = environ.choose_backend(backend, ranks)  # type: ignore[arg-type]
@@ -129,7 +131,8 @@ def command(
             PEERS[entry.system].check(entry.job, chosen)
     if profile and chosen != "nccl":
         raise HardwareMissing("--profile: tells kernels of a GPU, and this runs on the CPU; leave it out")
-    out, started = open_out(options.out, "mfu"), utc_now()
+    check_room(entries, chosen)
+    (out, made), started = _open(options.out), utc_now()
     device = next((gpu.name for gpu in environ.list_gpus()), "CPU") if chosen == "nccl" else "CPU"
     nccl = for_ranks(chosen, entries[0].job.nccl)
     env = {**exports(nccl), **channel_environment(channels)}
@@ -158,12 +161,30 @@ def command(
                 with uninterrupted():
                     record = _record(heard, entries, started, arguments, gpus.lines, device, environment, ended_by)
                     _tell(record, heard, entries, device, options.json_file, out)
-    if first is not None and not heard.runs:
-        raise first
+            elif not heard.failures:
+                take_away(out, made)
+    if not heard.runs:
+        said = f"nothing was measured: --time-limit {time_limit or 0:g} was over before a turn began"
+        raise first or CheckFailed(said)
     if heard.failures:
         failed = "; ".join(f"{name}: {reason}" for name, reason in heard.failures.items())
         raise CheckFailed(f"the record has the other rows, for there failed {failed}")
     check_losses(heard.runs, _TOLERANCE[entries[0].job.model.dtype])
+
+
+def _check_seconds(given: Mapping[str, float | None]) -> None:
+    """NaN passes every range."""
+    for option, seconds in given.items():
+        if seconds is not None and not math.isfinite(seconds):
+            raise ConfigError(option, seconds, "is no number of seconds", "give one, or leave it out")
+
+
+def _open(asked: Path | None) -> tuple[Path, list[Path]]:
+    """The output folder, and what was made for it, a folder before the one it lies in."""
+    wanted = asked or Path("runs")
+    made = [path for path in (wanted, *wanted.parents) if not path.exists()]
+    out = open_out(asked, "mfu")
+    return out, made if asked else [out, *made]
 
 
 def _record(

@@ -1,4 +1,4 @@
-"""The jobs that `bench.mfu` compares, from its options: one for all systems, and ours with changes.
+"""The jobs that `bench.mfu` compares, from its options: one for all systems, and ours with changes; whether they fit.
 
 Left out: what systems there are (`bench.mfu_systems`).
 """
@@ -6,19 +6,44 @@ Left out: what systems there are (`bench.mfu_systems`).
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from bench.mfu_systems import OURS, PEERS, Entry, read_peers
 from netlayer.command import RunOptions
-from netlayer.config import JobConfig, build_config
+from netlayer.config import JobConfig, build_config, read_override
 from netlayer.errors import ConfigError
+from trainer.memory import check_memory
+
+logger = logging.getLogger(__name__)
 
 _LAYOUT = re.compile(r"(tp|pp|dp|vp)(\d+)")
 _CHANGED = ("model", "optimizer", "overlap", "loop")
+_TAKEN = (*_CHANGED, "nccl", "store")
+_SAID = {
+    "cluster": "give --layout: its ranks have a GPU each",
+    "parallel": "give --layout",
+    "batch": "give --micro, --micro-of or --micro-batches",
+    "launch": "give --backend",
+}
+"""Options in place of sections that have no effect."""
 _COUNT = re.compile(r"micro_batches=([1-9]\d*)")
 """Of a step and rank: the one change that is none of the configuration's."""
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse settings that no system would see.
+
+    Raises:
+        ConfigError: names the setting, and the option for it.
+    """
+    for override in overrides:
+        key, _ = read_override(override, "model.compile=true")
+        section = key.removeprefix("job.").partition(".")[0]
+        if section not in _TAKEN and (section in _SAID or section in JobConfig.model_fields):
+            raise ConfigError("--set", override, "has no effect here", _SAID.get(section, "leave it out"))
 
 
 def read_layout(text: str) -> dict[str, int]:
@@ -61,7 +86,7 @@ class Jobs:
             "overlap": {"bucket_mib": 0.0},
         }
         given = self._given([change for change in changes if not _COUNT.fullmatch(change)])
-        for name in (*_CHANGED, "nccl", "store"):
+        for name in _TAKEN:
             section = getattr(given, name)
             tree[name] = {**tree.get(name, {}), **section.model_dump(include=section.model_fields_set)}
         return build_config({"cluster": {"gpus_per_server": ranks}, "job": tree}).job
@@ -111,6 +136,27 @@ def read_entries(
                 raise ConfigError("--also", change, rule, "for example --also model.parallel_block=true")
         entries.append(Entry(OURS, build(changes, micros.get(OURS)), f"+ {text}" if cumulative else text))
     return tuple(entries)
+
+
+def check_room(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> None:
+    """Refuse what does not fit, before the first turn.
+
+    On GPUs that is asked of ours alone: the estimate is of ours, a peer may hold less, and one that has no memory left
+    is named while the others go on. On CPUs the kernel would end whom it likes.
+
+    Raises:
+        ConfigError: names the row, and what would fit.
+    """
+    for entry in entries:
+        if entry.system == OURS or backend == "gloo":
+            named = entry.job.model_copy(update={"name": entry.name})
+            try:
+                found = check_memory(named, entry.job.parallel.layout.world_size, backend)
+            except ConfigError as exc:
+                said = {" (--micro here)": "job.batch.", " (--layout here)": "job.parallel."}
+                options = "".join(words for words, section in said.items() if section in exc.remedy)
+                raise ConfigError(exc.field, exc.value, exc.rule, exc.remedy + options) from exc
+            logger.info("%s: %s", entry.name, found)
 
 
 def _read_micros(texts: Sequence[str]) -> dict[str, int]:

@@ -7,6 +7,7 @@ left out from there on, and the others go on in fresh processes. Rows are writte
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -176,6 +177,22 @@ def estimate(entries: Sequence[Entry], plan: Plan, device: str) -> str:
         return said
     each = sum(_BUILD_S + (plan.warmup + plan.steps) * second for second in seconds if second is not None)
     return f"{said}: about {(starts * _START_S + plan.runs * each) / 60:.0f} min"
+
+
+def take_away(out: Path, made: Sequence[Path]) -> None:
+    """Leave nothing of a comparison that has measured nothing, but the logs of ranks that said something.
+
+    Args:
+        made: folders that this run has made, those inside others first.
+    """
+    for log in (out / "logs").glob("rank*.log"):
+        if not log.stat().st_size:
+            log.unlink()
+    for folder in (out / "logs", out / "records", *made):
+        with contextlib.suppress(OSError):  # it is not empty, or not there
+            folder.rmdir()
+    if (out / "logs").exists():
+        click.echo(f"note: what ranks said is in {out / 'logs'}", err=True)
 
 
 def _step_s(job: JobConfig, device: str) -> float | None:

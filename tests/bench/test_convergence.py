@@ -128,12 +128,13 @@ def test_a_loss_that_is_not_reached_says_when_the_baseline_had_the_other_s() -> 
 
 
 def test_runs_are_evaluated_at_the_same_numbers_of_tokens_on_as_many_windows() -> None:
-    standard, lamb = plans(ASKED, ["standard", "lamb"], 50 * STEP_TOKENS)
-    assert standard.tokens == lamb.tokens == 52 * STEP_TOKENS  # a whole number of steps of LAMB
-    of_step = {plan.name: plan.job.batch.global_size for plan in (standard, lamb)}
-    assert of_step == {"standard": 4, "lamb": 16}
-    at = {plan.job.evaluation.every_steps * of_step[plan.name] for plan in (standard, lamb)}
-    windows = {plan.job.evaluation.global_batches * of_step[plan.name] for plan in (standard, lamb)}
+    found = plans(ASKED, ["standard", "lamb", "large_batch"], 50 * STEP_TOKENS)
+    assert {plan.tokens for plan in found} == {52 * STEP_TOKENS}  # a whole number of steps of LAMB
+    of_step = {plan.name: plan.job.batch.global_size for plan in found}
+    assert of_step == {"standard": 4, "lamb": 16, "large_batch": 16}
+    assert [plan.job.optimizer.name for plan in found] == ["adamw", "lamb", "adamw"]
+    at = {plan.job.evaluation.every_steps * of_step[plan.name] for plan in found}
+    windows = {plan.job.evaluation.global_batches * of_step[plan.name] for plan in found}
     assert (len(at), windows) == (1, {32})
 
 
@@ -196,6 +197,7 @@ def test_the_text_is_the_same_each_time_and_no_file_twice(tmp_path: Path) -> Non
         (["--runs", "none"], "--join gives nothing to show"),
         (["--tokens", "many"], "is no number of tokens such as 300M"),
         (["--tokens", "100"], "fewer than 4 steps"),
+        (["--tokens", "0"], "0: it takes at least one token"),
         (["--tokens", "1M", "--minutes", "1"], "is given beside --tokens"),
         (["--runs", "standard,other"], "other: give standard, parallel, lamb"),
         (["--lr", "0"], "learning rates are above 0"),

@@ -17,6 +17,7 @@ from bench.convergence_run import Plan, plans
 from bench.convergence_text import Chosen
 from netlayer.errors import ConfigError
 from tests.bench.test_convergence import ASKED, IDENTITY, STEP_TOKENS, made
+from trainer.checkpoint_meta import FORMAT, sealed
 
 WHOLE = [8.0, 7.0, 6.0, 5.0, 4.0]
 
@@ -31,8 +32,8 @@ def saved(curve: Curve, out: Path, checkpoint: int = 0) -> Curve:
     if checkpoint:
         path = folder / "checkpoints" / f"step-{checkpoint:06d}"
         path.mkdir(parents=True)
-        meta = {"format": 2, "step": checkpoint, "seed": 0, "tp": 1, "pp": 1, "corpus": {}}
-        (path / "meta.json").write_text(json.dumps(meta | {"job": {"model": {}, "data": {}}}))
+        meta = {"format": FORMAT, "step": checkpoint, "seed": 0, "tp": 1, "pp": 1, "corpus": {}, "digests": {}}
+        (path / "meta.json").write_text(sealed(meta | {"job": {"model": {}, "data": {}}}))
         (path / "tp0-pp0.safetensors").touch()
     return read_curve(folder)
 

@@ -6,14 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from bench.mfu import command
-from bench.mfu_jobs import Jobs, read_entries, read_layout
+from bench.mfu_jobs import Jobs, check_room, read_entries, read_layout
 from bench.mfu_rows import check_losses, heading, summarise, table, with_figures
+from bench.mfu_run import Plan
+from netlayer import environ
 from netlayer.command import RunOptions
 from netlayer.config import JobConfig, build_config
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
@@ -197,6 +200,9 @@ def test_the_native_peer_has_our_losses_when_it_is_compiled(tmp_path: Path, layo
         (["--micro-of", "ours=many"], "must read SYSTEM=N"),
         (["--also", "loop.cuda_graph=true"], "leaves step 4, in which a CUDA graph is captured, among the timed ones"),
         (["--model", "8b"], "must be one of 1m"),
+        (["--set", "parallel.dp=3"], "--set = parallel.dp=3: has no effect here; give --layout"),
+        (["--set", "job.batch.global_size=3"], "has no effect here; give --micro, --micro-of or --micro-batches"),
+        (["--time-limit", "nan"], "--time-limit = nan: is no number"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(tmp_path: Path, words: list[str], said: str) -> None:
@@ -225,6 +231,46 @@ def test_on_gpus_a_peer_without_kernels_of_its_own_is_compiled_unless_the_option
     assert compiled(()) == [False, True, True, False]
     assert compiled(("model.compile=false",)) == [False] * 4
     assert compiled(("model.compile=true",)) == [True] * 4
+
+
+def test_what_does_not_fit_is_refused_before_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environ, "available_memory_bytes", lambda: 2**20)
+    out = tmp_path / "out"
+    with pytest.raises(
+        ConfigError, match=r"job = ours: .* parameters: a rank will hold about .*; free here are 1\.0 MiB"
+    ):
+        CliRunner().invoke(command, ["--backend", "gloo", "--out", str(out)], catch_exceptions=False)
+    assert not out.exists()
+
+
+def test_on_gpus_a_peer_that_may_hold_less_than_ours_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(memory_mib=143771)
+    monkeypatch.setattr(environ, "usable_gpus", lambda: [gpu])
+    overrides = ("model.dtype=bfloat16", "model.recompute=full")
+    build = Jobs(RunOptions(None, overrides, 0, None, None), "7b", read_layout("dp8"), 256, None)
+    check_room(read_entries(build, "fsdp2", (), ["ours=4"]), "nccl")
+    says = r"job = ours: .* the GPU has 140\.4 GiB; set job\.batch\.micro_size = .* \(--micro here\)$"
+    with pytest.raises(ConfigError, match=says):
+        check_room(read_entries(build, "none", (), ()), "nccl")
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_run_without_time_for_a_turn_fails_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_made: bool
+) -> None:
+    def measure(_entries: object, plan: Plan, _heard: object) -> None:
+        (plan.out / "logs").mkdir()
+        (plan.out / "logs" / "rank0000.log").touch()
+
+    monkeypatch.setattr("bench.mfu.measure", measure)
+    out = tmp_path / "runs" / "a"
+    if is_made:
+        out.mkdir(parents=True)
+    with pytest.raises(CheckFailed, match="nothing was measured: --time-limit 1 was over"):
+        CliRunner().invoke(
+            command, ["--backend", "gloo", "--time-limit", "1", "--out", str(out)], catch_exceptions=False
+        )
+    assert list(tmp_path.rglob("*")) == ([out.parent, out] if is_made else [])
 
 
 def test_a_window_is_held_against_the_preset(tmp_path: Path) -> None:
