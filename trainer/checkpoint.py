@@ -6,7 +6,9 @@ and back. Left out: writing beside the training (ranks wait), and ranks that do 
 
 [Note: whole or not there] All of it is made durable (fsync: files, then their folder) under a name that begins with a
 dot, then the folder is renamed, then the rename is made durable. An older one is renamed away before it is removed. So
-a folder that has a checkpoint's name is whole, whenever the process or the power goes.
+a folder that has a checkpoint's name is whole, whenever the process or the power goes. Until it is vouched for, that
+name ends in `.new`: its update may have broken the parameters, which only what is computed with them shows. What is
+damaged later is noticed when it is read (`trainer.checkpoint_digest`).
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +29,20 @@ from collectives.bucket import Piece
 from collectives.exchange import TensorExchange
 from collectives.state import gather_whole, own_pieces
 from netlayer.errors import CheckFailed, ConfigError
-from netlayer.results import sync_folder
-from trainer.checkpoint_file import TensorFile, TensorWriter
-from trainer.checkpoint_meta import FORMAT, META, TOKENIZER, Meta, check_model, checkpoints_in, file_name
+from netlayer.results import sync_folder, writing
+from trainer.checkpoint_digest import digest
+from trainer.checkpoint_file import TensorFile, TensorWriter, header_digest
+from trainer.checkpoint_meta import (
+    FORMAT,
+    META,
+    TOKENIZER,
+    UNPROVEN,
+    Meta,
+    check_model,
+    checkpoints_in,
+    file_name,
+    sealed,
+)
 from trainer.data.prepare import Corpus
 from trainer.linears import Part, parts
 from trainer.parallel import Optimizers, SplitModel
@@ -40,49 +53,72 @@ _EMBEDDING, _HEAD = "embedding.tokens.weight", "head.tokens.weight"
 _PARTS = "parts"
 
 
+@dataclass(frozen=True)
+class Text:
+    """What of a corpus goes with the parameters: the tokenizer, as its file has it, and `Corpus.identity`."""
+
+    tokenizer: bytes
+    identity: Mapping[str, str]
+
+    @classmethod
+    def of(cls, corpus: Corpus) -> Text:
+        """Read at once: a cache of corpora may drop this one while its run still trains on what it has open."""
+        return cls(corpus.tokenizer_file.read_bytes(), corpus.identity)
+
+
 def save(
-    model: SplitModel, optimizers: Optimizers, step: int, seed: int, folder: Path, corpus: Corpus | None = None
+    model: SplitModel, optimizers: Optimizers, step: int, seed: int, folder: Path, text: Text | None = None
 ) -> Path:
-    """Write `folder/step-NNNNNN` after `step` steps; every rank calls it. The newest `checkpoint.keep` stay.
+    """Write `folder/step-NNNNNN.new` after `step` steps; every rank calls it. `vouch` makes a good one of it.
 
     Args:
-        corpus: trained on; its tokenizer goes with the parameters.
+        text: trained on.
+
+    Raises:
+        ConfigError: it cannot be written; the next one removes what is left of it.
     """
-    path, place = folder / f"step-{step:06d}", model.place
-    aside = folder / f".{path.name}.part"
+    path, place = folder / f"step-{step:06d}{UNPROVEN}", model.place
+    aside = folder / f".step-{step:06d}.part"
     is_first = place == (0, 0, 0)
-    if is_first:
-        _clear(folder)
-        aside.mkdir(parents=True)
-    model.wait_for_all()
-    _write(model, optimizers, aside / file_name(place.tp, place.pp))
-    model.wait_for_all()
-    if is_first:
-        for tp, pp in itertools.product(range(model.layout.tp), range(model.layout.pp)):
-            if not (aside / file_name(tp, pp)).is_file():
-                raise CheckFailed(f"{aside / file_name(tp, pp)} is not there: ranks write to one folder that all see")
-        meta: dict[str, Any] = {
-            "format": FORMAT,
-            "step": step,
-            "seed": seed,
-            "tp": model.layout.tp,
-            "pp": model.layout.pp,
-        }
-        meta |= {"corpus": {} if corpus is None else corpus.identity, "job": model.job.model_dump(mode="json")}
-        if corpus is not None:
-            _write_durably(aside / TOKENIZER, corpus.tokenizer_file.read_bytes())
-        _write_durably(aside / META, (json.dumps(meta, indent=1) + "\n").encode())
-        sync_folder(aside)
-        if path.exists():
-            path.replace(folder / f".{path.name}.old")
-        aside.replace(path)
-        sync_folder(folder)
-        for old in checkpoints_in(folder)[: -model.job.checkpoint.keep]:
-            if old != path:
-                old.replace(folder / f".{old.name}.old")
-        _clear(folder)
+    try:
+        with writing(good_name(path), "--out"):
+            if is_first:
+                _clear(folder)
+                aside.mkdir(parents=True)
+            model.wait_for_all()
+            _write(model, optimizers, aside / file_name(place.tp, place.pp))
+            model.wait_for_all()
+            if is_first:
+                _write_beside(model, aside, step, seed, text)
+                _rename(aside, path)
+    except BaseException:
+        if is_first:
+            shutil.rmtree(aside, ignore_errors=True)
+        else:  # the rest of the folder may be under way to its name
+            (aside / file_name(place.tp, place.pp)).unlink(missing_ok=True)
+        raise
     model.wait_for_all()
     return path
+
+
+def good_name(path: Path) -> Path:
+    """Of what `save` gave, once it is vouched for."""
+    return path.with_name(path.name.removesuffix(UNPROVEN))
+
+
+def vouch(path: Path, keep: int) -> None:
+    """Give one of `save` the name of a good checkpoint; the newest `keep` stay. One rank calls it.
+
+    Raises:
+        ConfigError: the system refuses it.
+    """
+    folder, good = path.parent, good_name(path)
+    with writing(good, "--out"):
+        _rename(path, good)
+        for old in checkpoints_in(folder)[:-keep]:
+            if old != good:
+                old.replace(_old(old))
+        _clear(folder)
 
 
 @torch.no_grad()
@@ -128,7 +164,7 @@ class Files:
             ConfigError: it is not there, or its file is damaged.
         """
         name, pp = self._where(kind, name)
-        pieces = [self._file(tp, pp)[_key(kind, name)] for tp in range(self._meta.tp)]
+        pieces = [self._read(tp, pp, _key(kind, name)) for tp in range(self._meta.tp)]
         cut = self._parts[0, pp].get(name)
         if part is None or cut is None:
             return pieces[0]
@@ -147,15 +183,17 @@ class Files:
                 return each, pp
         raise ConfigError(self._meta.field, self._meta.path, f"lacks {name}", "give an older checkpoint")
 
+    def _read(self, tp: int, pp: int, key: str) -> Tensor:
+        with self._meta.undamaged(file_name(tp, pp)):
+            return self._file(tp, pp)[key]
+
     def _file(self, tp: int, pp: int) -> TensorFile:
         if (tp, pp) not in self._open:
-            path = self._meta.path / file_name(tp, pp)
-            try:
-                self._open[tp, pp] = file = TensorFile(path)
+            name = file_name(tp, pp)
+            with self._meta.undamaged(name):
+                self._open[tp, pp] = file = TensorFile(self._meta.path / name, self._meta.digests[name])
                 spread = json.loads(file.metadata[_PARTS])
                 self._parts[tp, pp] = {name: Part(dim, tuple(sizes)) for name, (dim, sizes) in spread.items()}
-            except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
-                raise ConfigError(self._meta.field, path, f"is damaged ({exc!r})", "give an older checkpoint") from exc
         return self._open[tp, pp]
 
 
@@ -175,6 +213,36 @@ def _write(model: SplitModel, optimizers: Optimizers, path: Path) -> None:
         for name, whole in states:
             writer.add(name, whole)
     sync_folder(path.parent)
+
+
+def _write_beside(model: SplitModel, aside: Path, step: int, seed: int, text: Text | None) -> None:
+    """The tokenizer, and what `Meta` says; the files of tensors are there."""
+    digests = {}
+    for tp, pp in itertools.product(range(model.layout.tp), range(model.layout.pp)):
+        name = file_name(tp, pp)
+        if not (aside / name).is_file():
+            raise CheckFailed(f"{aside / name} is not there: ranks write to one folder that all see")
+        digests[name] = header_digest(aside / name)
+    if text is not None:
+        digests[TOKENIZER] = digest(text.tokenizer)
+        _write_durably(aside / TOKENIZER, text.tokenizer)
+    numbers = {"format": FORMAT, "step": step, "seed": seed, "tp": model.layout.tp, "pp": model.layout.pp}
+    identity = {} if text is None else text.identity
+    told = {**numbers, "corpus": identity, "job": model.job.model_dump(mode="json"), "digests": digests}
+    _write_durably(aside / META, sealed(told).encode())
+    sync_folder(aside)
+
+
+def _rename(path: Path, target: Path) -> None:
+    if target.exists():
+        target.replace(_old(target))
+    path.replace(target)
+    sync_folder(target.parent)
+
+
+def _old(path: Path) -> Path:
+    """What `_clear` removes."""
+    return path.with_name(f".{path.name}.old")
 
 
 def _states(model: SplitModel, optimizers: Optimizers) -> Iterator[tuple[str, Tensor]]:

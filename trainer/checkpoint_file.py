@@ -1,8 +1,8 @@
 """Named tensors in one file, written one after the other and read where they are asked for: the safetensors format.
 
 Eight bytes with the length of a header, the header (JSON: dtype, shape and place of each tensor), the elements. Nothing
-in it is code, other tools read it, and neither side holds more of it than one tensor. Left out: dtypes that no master
-has.
+in it is code, other tools read it, and neither side holds more of it than one tensor. The header's metadata has a
+digest of each tensor; one of the header is for whoever reads the file to keep. Left out: dtypes that no master has.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -14,15 +14,19 @@ import math
 import mmap
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from trainer.checkpoint_digest import digest
+
 _DTYPES = {"F32": torch.float32, "F64": torch.float64}
 _METADATA = "__metadata__"
+_DIGESTS = "crc32"  # of the metadata: those of all tensors, in order, eight digits each
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100 << 20  # as the safetensors library has it
 
@@ -45,11 +49,14 @@ class TensorWriter:
         metadata: Mapping[str, str],
     ) -> None:
         self._names, self._dtype = iter([name for name, _ in tensors]), dtype
-        self._header = _header(tensors, dtype, metadata)
+        self._told = tensors, dtype, metadata
+        self._header = _header(*self._told, [digest(b"")] * len(tensors))  # as long as the last one
+        self._digests: list[str] = []
+        self._thread = ThreadPoolExecutor(1)
         self._file = path.open("wb")
 
     def __enter__(self) -> TensorWriter:
-        self._file.write(len(self._header).to_bytes(_LENGTH_BYTES, "little") + self._header)
+        self._file.write(self._header)
         return self
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -61,16 +68,21 @@ class TensorWriter:
         expected = next(self._names, None)
         if name != expected or tensor.dtype != self._dtype:
             raise ValueError(f"{name} of {tensor.dtype}: the next is {expected} of {self._dtype}")
-        self._file.write(tensor.detach().cpu().contiguous().numpy().data)
+        content = tensor.detach().cpu().contiguous().numpy().data
+        digested = self._thread.submit(digest, content)
+        self._file.write(content)
+        self._digests.append(digested.result())
 
     def __exit__(
         self, kind: type[BaseException] | None, _exc: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        with self._file:
+        with self._thread, self._file:
             if kind is not None:
                 return
             if (missing := next(self._names, None)) is not None:
                 raise ValueError(f"{missing} was not added")
+            self._file.seek(0)
+            self._file.write(_header(*self._told, self._digests))
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -78,22 +90,28 @@ class TensorWriter:
 class TensorFile:
     """A file of tensors, mapped: an element comes into memory when it is read, and may go again.
 
+    Args:
+        path: of the file.
+        kept_digest: what `header_digest` said of it when it was written.
+
     Raises:
-        ValueError: it is no such file, or is cut short.
+        ValueError: it is no such file, is cut short, or its header is not as it was written.
         OSError: it cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kept_digest: str) -> None:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-                raise ValueError(f"no header of a file of tensors in its {size} bytes")
-            header: dict[str, Any] = json.loads(file.read(length))
+            text = _read_header(file)
+            if digest(text) != kept_digest:
+                raise ValueError("its header is not as it was written")
+            header: dict[str, Any] = json.loads(text)
             # Copy on write: torch wants memory that it may write to, and the file stays as it is.
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self.metadata: Mapping[str, str] = header.pop(_METADATA, {})
-        self._entries, self._first = header, _LENGTH_BYTES + length
+        self._entries, self._first = header, _LENGTH_BYTES + len(text)
+        width, digests = len(digest(b"")), self.metadata[_DIGESTS]
+        self._unread = {name: digests[width * index :][:width] for index, name in enumerate(header)}
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             if end - begin != math.prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize or begin < 0:
@@ -105,24 +123,57 @@ class TensorFile:
         return name in self._entries
 
     def __getitem__(self, name: str) -> Tensor:
-        """A view of the file: what is written into it stays in this process."""
+        """A view of the file: what is written into it stays in this process.
+
+        Raises:
+            ValueError: it is not as it was written.
+        """
         entry = self._entries[name]
-        shape, offset = entry["shape"], self._first + entry["data_offsets"][0]
+        shape, (offset, end) = entry["shape"], (self._first + place for place in entry["data_offsets"])
+        if name in self._unread:
+            if digest(memoryview(self._memory)[offset:end]) != self._unread[name]:
+                raise ValueError(f"{name} is not as it was written")
+            del self._unread[name]
         if not math.prod(shape):
             return torch.empty(shape, dtype=_DTYPES[entry["dtype"]])
         flat = torch.frombuffer(self._memory, dtype=_DTYPES[entry["dtype"]], count=math.prod(shape), offset=offset)
         return flat.view(shape)
 
 
-def _header(tensors: Sequence[tuple[str, Sequence[int]]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
+def header_digest(path: Path) -> str:
+    """Of a file that was just written, to be kept beside it.
+
+    Raises:
+        ValueError: it is no such file.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return digest(_read_header(file))
+
+
+def _read_header(file: IO[bytes]) -> bytes:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+        raise ValueError(f"no header of a file of tensors in its {size} bytes")
+    return file.read(length)
+
+
+def _header(
+    tensors: Sequence[tuple[str, Sequence[int]]],
+    dtype: torch.dtype,
+    metadata: Mapping[str, str],
+    digests: Sequence[str],
+) -> bytes:
     code = next((code for code, known in _DTYPES.items() if known == dtype), None)
     if code is None:
         raise ValueError(f"dtype = {dtype}: must be one of {', '.join(map(str, _DTYPES.values()))}")
-    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    header: dict[str, Any] = {_METADATA: {**metadata, _DIGESTS: "".join(digests)}}
     begin = 0
     for name, shape in tensors:
         end = begin + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header).encode()
-    return text + b" " * (-len(text) % 8)  # elements begin where their dtype wants them
+    text += b" " * (-len(text) % 8)  # elements begin where their dtype wants them
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from netlayer.config import JobConfig
 from netlayer.errors import ConfigError
+from trainer.checkpoint_digest import digest
 
-FORMAT = 2
+FORMAT = 3
 META = "meta.json"
 TOKENIZER = "tokenizer.json"
-_SHAPELESS = frozenset(
-    {"preset", "dtype", "compile", "recompute", "operators"}
-)  # of job.model: neither shapes nor meaning
+UNPROVEN = ".new"
+"""How the name of a checkpoint ends that nothing vouches for yet."""
+# Of job.model: neither shapes nor meaning.
+_SHAPELESS = frozenset({"preset", "dtype", "compile", "recompute", "operators"})
+_OWN_DIGEST = "digest"
+_ALTERED = "it is not as it was written"
 _NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What stands beside the tensors: `step` steps were taken, with samples drawn by `seed`, by this model.
+    """What stands beside the tensors: `step` steps were taken, with samples drawn by `seed`, in this job.
 
     Args:
+        job: what `job` was, section by section.
         corpus: digests of the text and of the tokenizer; empty where the run had none.
-        data: what `job.data` was.
+        digests: of the tokenizer, and of the header of each file of tensors (`trainer.checkpoint_digest`).
         field: how the user named it, for errors.
+        passed_over: newer folders that `find` left: unproven, or without `meta.json`.
     """
 
     path: Path
@@ -37,25 +44,39 @@ class Meta:
     seed: int
     tp: int
     pp: int
-    model: Mapping[str, Any]
+    job: Mapping[str, Mapping[str, Any]]
     corpus: Mapping[str, str]
-    data: Mapping[str, Any]
+    digests: Mapping[str, str]
     field: str = "--resume"
+    passed_over: Sequence[Path] = ()
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        return self.job["model"]
 
     @property
     def tokenizer_file(self) -> Path:
         """As the `tokenizers` library reads it.
 
         Raises:
-            ConfigError: it is not there.
+            ConfigError: it is not there, or not as it was written.
         """
         if not (self.path / TOKENIZER).is_file():
             raise ConfigError(self.field, self.path, f"lacks {TOKENIZER}", "give a checkpoint of `netlayer train`")
+        with self.undamaged(TOKENIZER):
+            if digest((self.path / TOKENIZER).read_bytes()) != self.digests[TOKENIZER]:
+                raise ValueError(_ALTERED)
         return self.path / TOKENIZER
+
+    @contextlib.contextmanager
+    def undamaged(self, name: str) -> Iterator[None]:
+        """Around what reads one of its files: what no whole file would raise is a ConfigError."""
+        with _undamaged(self.field, self.path / name):
+            yield
 
 
 def find(path: Path, field: str = "--resume") -> Meta:
-    """The checkpoint at `path`, or the newest one below it (`checkpoints/` of a run too).
+    """The checkpoint at `path`, or the newest good one below it (`checkpoints/` of a run too).
 
     Args:
         field: how the user named it, for errors.
@@ -67,26 +88,40 @@ def find(path: Path, field: str = "--resume") -> Meta:
     folder = next((each for each in folders if (each / META).is_file()), None)
     if folder is None:
         remedy = "give a folder such as runs/train-.../checkpoints/step-000050"
-        raise ConfigError(field, path, "holds no checkpoint", remedy)
-    try:
+        if unproven := [*unproven_in(path), *unproven_in(path / "checkpoints")]:
+            remedy = f"nothing vouches for {unproven[-1]} yet: give that itself, if its run was only killed"
+        raise ConfigError(field, path, "holds no good checkpoint" if unproven else "holds no checkpoint", remedy)
+    with _undamaged(field, folder / META):
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         if meta["format"] != FORMAT:
             rule = f"has format {meta['format']}, and this version reads {FORMAT}"
             raise ConfigError(field, folder, rule, "go on with the version that wrote it")
-        step, seed, tp, pp = (int(meta[name]) for name in ("step", "seed", "tp", "pp"))
-        found = Meta(folder, step, seed, tp, pp, meta["job"]["model"], dict(meta["corpus"]), meta["job"]["data"], field)
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ConfigError(field, folder, f"is damaged ({exc!r} in {META})", "give an older checkpoint") from exc
+        if meta.pop(_OWN_DIGEST) != digest(json.dumps(meta).encode()):
+            raise ValueError(_ALTERED)
+        told = {name: meta[name] for name in ("step", "seed", "tp", "pp", "job", "corpus", "digests")}
+        newer = [each for each in folders[: folders.index(folder)] if each != path]
+        if folder != path:
+            newer += [each for each in unproven_in(folder.parent) if _step(each) > meta["step"]]
+        found = Meta(folder, **told, field=field, passed_over=newer)
     for tp, pp in itertools.product(range(found.tp), range(found.pp)):
         if not (folder / file_name(tp, pp)).is_file():
             raise ConfigError(field, folder, f"lacks {file_name(tp, pp)}", "give an older checkpoint")
     return found
 
 
+def sealed(told: Mapping[str, Any]) -> str:
+    """The text of `meta.json`, with its own digest."""
+    return json.dumps({**told, _OWN_DIGEST: digest(json.dumps(told).encode())}, indent=1) + "\n"
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Whole ones, oldest first."""
-    found = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, key=lambda pair: int(pair[0][1]))]
+    """Good ones, oldest first."""
+    return _named(folder, "")
+
+
+def unproven_in(folder: Path) -> list[Path]:
+    """Those that nothing vouches for yet, oldest first."""
+    return _named(folder, UNPROVEN)
 
 
 def file_name(tp: int, pp: int) -> str:
@@ -112,7 +147,7 @@ def check_same_text(meta: Meta, corpus: Mapping[str, str], job: JobConfig) -> No
     """Raise ConfigError where a job would go on with other text or tokens, and does not say that it means to."""
     if job.checkpoint.other_text or not meta.corpus:
         return
-    value, before = job.data.folder or "(standard library)", meta.data.get("folder") or "(standard library)"
+    value, before = job.data.folder or "(standard library)", meta.job["data"].get("folder") or "(standard library)"
     remedy = (
         "give that text, or set job.checkpoint.other_text to true: this one is then read in the checkpoint's tokens"
     )
@@ -139,3 +174,36 @@ def seed_of(meta: Meta, given: int | None, job: JobConfig) -> int:
         return given
     rule = f"is another than the {meta.seed} that {meta.path} was trained with"
     raise ConfigError("--seed", given, rule, "leave it out, or set job.checkpoint.other_text to true")
+
+
+def going_on(meta: Meta, job: JobConfig) -> list[str]:
+    """Lines for the user: from where a job goes on, and what of its optimiser and batch is otherwise than before."""
+    said = [f"goes on from {meta.path}, behind step {meta.step:,}"]
+    for path in meta.passed_over:
+        why = "nothing vouches for it" if path.suffix == UNPROVEN else f"it lacks {META}"
+        said.append(f"note: {path} is newer, and was passed over: {why}")
+    for section in ("optimizer", "batch"):
+        for key, value in getattr(job, section).model_dump(mode="json").items():
+            before = meta.job[section].get(key, value)
+            if value != before:
+                bends = key == "steps" and job.optimizer.schedule != "constant"
+                also = f", and the {job.optimizer.schedule} schedule of the learning rate moves with it" * bends
+                said.append(f"note: job.{section}.{key} is now {value}, and was {before} up to the checkpoint{also}")
+    return said
+
+
+def _named(folder: Path, suffix: str) -> list[Path]:
+    paths = (path for path in folder.glob(f"step-*{suffix}") if _NAME.fullmatch(path.name.removesuffix(suffix)))
+    return sorted(paths, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-").removesuffix(UNPROVEN))
+
+
+@contextlib.contextmanager
+def _undamaged(field: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+        raise ConfigError(field, path, f"is damaged ({exc!r})", "give an older checkpoint") from exc

@@ -16,9 +16,10 @@ from click.core import ParameterSource
 from netlayer.command import RunOptions, open_run, run_options
 
 if TYPE_CHECKING:
-    from netlayer.config import Config
+    from netlayer.config import Config, JobConfig
     from netlayer.rank import RankEnv
     from netlayer.results import RunRecord
+    from trainer.checkpoint_meta import Meta
     from trainer.train import Backend, Progress, Stop, TrainResult
 
 
@@ -53,7 +54,7 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     from netlayer.errors import ConfigError
     from netlayer.rank import detect
     from netlayer.results import write_text
-    from trainer.checkpoint_meta import check_model, find, seed_of
+    from trainer.checkpoint_meta import going_on
     from trainer.memory import check_memory
     from trainer.metrics import check_metrics
     from trainer.preview import lines
@@ -72,20 +73,16 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     check_supported(config.job, here if env is None else env.world_size)
     memory = check_memory(config.job, here, backend)
     check_job(config.job)
-    for line in lines(config.job, backend, memory) if env is None or env.rank == 0 else ():
-        click.echo(line, err=True)
-    check_metrics(config.job.metrics)
+    speaks = env is None or env.rank == 0
+    if speaks:
+        click.echo("\n".join(lines(config.job, backend, memory)), err=True)
+        check_metrics(config.job.metrics)
     checkpoint, steps_done = None, 0
     if resume:
-        meta = find(resume)
-        is_given = click.get_current_context().get_parameter_source("seed") is not ParameterSource.DEFAULT
-        seed = seed_of(meta, options.seed if is_given else None, config.job)
-        steps_done = meta.step
-        checkpoint, options = meta.path, dataclasses.replace(options, seed=seed)
-        check_model(meta, config.job)
-        if meta.step >= config.job.optimizer.steps:
-            rule = f"has taken {meta.step} steps, and job.optimizer.steps is {config.job.optimizer.steps}"
-            raise ConfigError("--resume", meta.path, rule, "raise job.optimizer.steps")
+        meta, options = _checkpoint_of(resume, options, config.job)
+        checkpoint, steps_done = meta.path, meta.step
+        for line in going_on(meta, config.job) if speaks else ():
+            click.echo(line, err=True)
     asked = _Asked(checkpoint, parse_steps(trace, steps_done + 1, config.job.optimizer.steps) if trace else range(0))
     if env is not None and config.job.checkpoint.every_steps and options.out is None:
         rule = f"is needed for checkpoints: {env.launcher} started ranks that write to one folder"
@@ -99,7 +96,7 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
             result, record = _recorded(config, options, out, lambda: train_it(config, options, backend, asked, out=out))
     click.echo(_last_line(result, out), err=str(options.json_file) == "-")
     if result.stop:
-        click.echo(_how_to_go_on(result.stop, out), err=True)
+        click.echo(_how_to_go_on(result.stop, out) + _what_is_not_traced(result.stop, asked.trace, out), err=True)
     if options.json_file:
         write_text(options.json_file, record.to_json())
 
@@ -110,6 +107,25 @@ class _Asked:
 
     resume: Path | None
     trace: range
+
+
+def _checkpoint_of(resume: Path, options: RunOptions, job: JobConfig) -> tuple[Meta, RunOptions]:
+    """What to go on from, and the options with its seed.
+
+    Raises:
+        ConfigError: there is none, it is of another model or seed, or it has taken all steps.
+    """
+    from netlayer.errors import ConfigError
+    from trainer.checkpoint_meta import check_model, find, seed_of
+
+    meta = find(resume)
+    is_given = click.get_current_context().get_parameter_source("seed") is not ParameterSource.DEFAULT
+    seed = seed_of(meta, options.seed if is_given else None, job)
+    check_model(meta, job)
+    if meta.step >= job.optimizer.steps:
+        rule = f"has taken {meta.step} steps, and job.optimizer.steps is {job.optimizer.steps}"
+        raise ConfigError("--resume", meta.path, rule, "raise job.optimizer.steps")
+    return meta, dataclasses.replace(options, seed=seed)
 
 
 def _start(config: Config, options: RunOptions, backend: Backend, asked: _Asked, out: Path) -> TrainResult:
@@ -225,7 +241,7 @@ def short_time(seconds: float) -> str:
 @contextlib.contextmanager
 def _checkpoint_named(out: Path) -> Iterator[None]:
     """A run that breaks off says from where it can go on."""
-    from trainer.checkpoint_meta import checkpoints_in
+    from trainer.checkpoint_meta import checkpoints_in, unproven_in
     from trainer.train import CHECKPOINTS
 
     try:
@@ -233,6 +249,8 @@ def _checkpoint_named(out: Path) -> Iterator[None]:
     except BaseException:
         if kept := checkpoints_in(out / CHECKPOINTS):
             click.echo(f"note: --resume {kept[-1]} goes on from the last good checkpoint", err=True)
+        elif unproven := unproven_in(out / CHECKPOINTS):
+            click.echo(f"note: {unproven[-1]} is the one checkpoint, and nothing vouches for it", err=True)
         raise
 
 
@@ -251,3 +269,12 @@ def _how_to_go_on(stop: Stop, out: Path) -> str:
     if stop.checkpoint is None:
         return f"{said}; no checkpoint, for ranks of a launcher need --out: a folder that all of them see"
     return f"{said}; go on with the same command and --resume {out}, and a new --out"
+
+
+def _what_is_not_traced(stop: Stop, asked: range, out: Path) -> str:
+    from trainer.trace import TRACE
+
+    if not asked or asked[-1] <= stop.step:
+        return ""
+    there = f"ends with step {stop.step}" if stop.step in asked else "is not there"
+    return f"\nnote: {out / TRACE} {there}: the steps of --trace are {asked[0]}-{asked[-1]}"

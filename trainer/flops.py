@@ -13,13 +13,22 @@ from dataclasses import dataclass
 
 from netlayer.config import ModelConfig
 
-# Dense bfloat16 peaks, FLOP/s: half of the figure "with sparsity" in NVIDIA's data sheets of these cards.
+# Dense bfloat16 peaks, FLOP/s: half of the figure "with sparsity" in NVIDIA's data sheets of these cards. Of the NVL
+# forms, GH200, H800, Blackwell and L40S it is as quoted from the sheets, not read in them. H20 (unknown to us) and V100
+# (has no bfloat16) are left out.
 _PEAKS_BF16 = (
     (r"\bA100\b", 312e12),  # A100 data sheet, 2021 (all forms)
     (r"\bA800\b", 312e12),  # as A100, with less NVLink
     (r"\bH100 PCIe\b", 756.5e12),  # H100 data sheet: 1,513 with sparsity
+    (r"\bH100 NVL\b", 835.5e12),  # H100 data sheet: 1,671 with sparsity
     (r"\bH100 80GB HBM3\b", 989.5e12),  # the name of an SXM5 card; H100 data sheet: 1,979 with sparsity
+    (r"\bH800$", 989.5e12),  # the name of an SXM card; as H100, with less NVLink and float64
     (r"\bH200$", 989.5e12),  # the name of an SXM card; H200 data sheet: 1,979 with sparsity
+    (r"\bH200 NVL\b", 835.5e12),  # H200 data sheet: 1,671 with sparsity
+    (r"\bGH200\b", 989.5e12),  # GH200 data sheet: 1,979 with sparsity
+    (r"\bB200\b", 2250e12),  # Blackwell data sheet, HGX B200: 4.5 PFLOPS a GPU with sparsity
+    (r"\bGB200\b", 2500e12),  # likewise, GB200: 10 PFLOPS with sparsity for two GPUs
+    (r"\bL40S\b", 362.05e12),  # L40S data sheet: 362.05, 733 with sparsity
 )
 
 
@@ -51,8 +60,11 @@ def _mean_keys(num_positions: int, window: int) -> float:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Peak FLOP/s of one device; None for a device or a dtype that the table lacks (float32 depends on TF32)."""
-    if dtype != "bfloat16":
+    """Peak FLOP/s of one device; None for a device or a dtype that the table lacks (float32 depends on TF32).
+
+    None for a MIG slice too, whose name begins with that of its card.
+    """
+    if dtype != "bfloat16" or re.search(r"\bMIG\b", device_name):
         return None
     return next((peak for pattern, peak in _PEAKS_BF16 if re.search(pattern, device_name)), None)
 

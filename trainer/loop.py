@@ -7,8 +7,12 @@ is spread (`trainer.parallel`), recovery.
 Shapes: B sequences, T positions, N samples of this rank, D data-parallel ranks.
 
 [Note: one step late] What a step's numbers say comes when the next step is under way: a loss that is no number, or a
-request to stop. Before a checkpoint, an evaluation and the end the loop waits for them, so nothing bad is written. All
-ranks read the same numbers, so all of them stop at the same step.
+request to stop. Before a checkpoint, an evaluation and the end the loop waits for them. All ranks read the same
+numbers, so all of them stop at the same step.
+
+[Note: good checkpoints] The numbers of a step are those of the parameters before its update, which may break them. So a
+checkpoint, of which every element is finite, is vouched for by the step behind it, whose loss and gradient are finite;
+where none follows, by a held-out loss. Older ones go only then, and only such a one is gone on with unasked.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import numpy as np
 import psutil
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from collectives.recorder import Recorder, StepComm
 from netlayer.config import EvaluationConfig, JobConfig
@@ -38,7 +43,7 @@ from trainer.data.prepare import Corpus
 from trainer.flops import peak_flops, step_flops, utilisation
 from trainer.linears import padded
 from trainer.memory import num_parameters
-from trainer.notes import Notes, NotesInFlight, spread_losses, squares_of_ranks
+from trainer.notes import Notes, NotesInFlight, every_ranks, spread_losses
 from trainer.optim import batch_size, build_optimizer, learning_rate
 from trainer.parallel import MicroBatch, SplitModel
 from trainer.step import open_steps
@@ -109,7 +114,7 @@ class Trainer:
         stop: StopRequest | None = None,
     ) -> None:
         self.job, self.seed, self.place, self.stop = job, seed, place, stop or StopRequest()
-        self.corpus = corpus
+        self.text = checkpoint.Text.of(corpus)
         self.train_tokens, self.validation_tokens = corpus.train_tokens(), corpus.validation_tokens()
         self.num_parameters = num_parameters(job.model)
         self.recorder = Recorder(place.device, num_kept=1)
@@ -122,6 +127,7 @@ class Trainer:
         self.steps = open_steps(self.model, self.optimizer, job.optimizer.clip_norm or math.inf)
         self.steps_done = 0
         self._before: StepComm | None = None
+        self._unproven: Path | None = None
         self.peak = peak_flops(place.device_name, job.model.dtype)
 
     def resume(self, meta: Meta) -> None:
@@ -135,11 +141,31 @@ class Trainer:
         self.seed = self.seed if self.job.checkpoint.other_text else meta.seed
 
     def save(self, folder: Path) -> Path:
-        """Write a checkpoint of the steps that were read so far; every rank calls it, with no step under way."""
+        """Write a checkpoint of the steps that were read so far; every rank calls it, with no step under way.
+
+        The next step that is read vouches for it, or `vouch` does.
+
+        Raises:
+            CheckFailed: a parameter or a moment is not finite; on all ranks alike.
+            ConfigError: it cannot be written.
+        """
         self._before = None
-        path = checkpoint.save(self.model, self.optimizer, self.steps_done, self.seed, folder, self.corpus)
-        logger.info("checkpoint: %s", path)
+        self._check_state()
+        path = checkpoint.save(self.model, self.optimizer, self.steps_done, self.seed, folder, self.text)
+        self._unproven = path
         return path
+
+    def vouch(self) -> Path | None:
+        """Call the last checkpoint a good one, if it is not yet: [Note: good checkpoints]. Its name then."""
+        path, self._unproven = self._unproven, None
+        if path is None:
+            return None
+        self._before = None  # what it takes is no step's time
+        good = checkpoint.good_name(path)
+        if self.place.rank == 0:
+            checkpoint.vouch(path, self.job.checkpoint.keep)
+            logger.info("checkpoint: %s", good)
+        return good
 
     def step(self, step: int) -> Row:
         """One optimiser step, counted from 1, launched and waited for; what `_row` says of it.
@@ -170,10 +196,15 @@ class Trainer:
         notes = launched.notes.read()
         self._check_finite(launched.step, notes)
         self.steps_done = launched.step
+        self.vouch()
         return self._row(launched, notes), notes.asked > 0
 
     def evaluate(self, global_batches: int) -> float:
-        """Mean loss of `global_batches * global_size` windows spread evenly over the held-out text: always the same."""
+        """Mean loss of `global_batches * global_size` windows spread evenly over the held-out text: always the same.
+
+        Raises:
+            CheckFailed: the loss of a rank is not finite; on all ranks alike.
+        """
         self._before = None
         share = self._slice(self.job.batch.global_size).count * global_batches
         starts = even_starts(len(self.validation_tokens), self.job.model.seq_len, share * self.job.parallel.dp)
@@ -181,6 +212,7 @@ class Trainer:
         losses_D = spread_losses(self.model, self.model.evaluate(self._micro_batches(self.validation_tokens, own)))
         self.model.world.all_reduce(losses_D)
         losses: list[float] = losses_D.tolist()
+        self._check_losses(self.steps_done, "held-out loss", losses, "lower job.optimizer.lr")
         return sum(losses) / len(losses)
 
     def _training_batches(self, step: int) -> list[MicroBatch]:
@@ -196,21 +228,36 @@ class Trainer:
         sizes = self.job.model.seq_len, self.job.batch.micro_size
         return list(micro_batches(tokens, starts_N, *sizes, self.place.device))
 
-    def _check_finite(self, step: int, notes: Notes) -> None:
+    def _check_losses(self, step: int, name: str, losses_D: Sequence[float], remedy: str) -> None:
         layout = self.job.parallel.layout
         ranks = [layout.rank(pp=layout.pp - 1, dp=dp) for dp in range(layout.dp)]
-        lost = [pair for pair in zip(ranks, notes.losses, strict=True) if not math.isfinite(pair[1])]
+        lost = [pair for pair in zip(ranks, losses_D, strict=True) if not math.isfinite(pair[1])]
         if lost:
             where = _first_ones([f"{loss} on {self._words(rank)}" for rank, loss in lost])
-            raise CheckFailed(f"step {step}: the loss is {where}; lower job.optimizer.lr, or look at this step's data")
+            raise CheckFailed(f"step {step}: the {name} is {where}; {remedy}")
+
+    def _check_state(self) -> None:
+        """Every element of it: a held-out loss sees no moments, and of a token table the rows of its own tokens."""
+        state = [value for each in self.optimizer.each for value in each.state.values()]
+        held: list[Tensor] = [slot.piece for slot in self.model.slots]
+        held += [tensor for values in state for tensor in values.values() if isinstance(tensor, Tensor)]
+        num_lost = sum(((~tensor.detach().isfinite()).sum() for tensor in held), self.model.zero())
+        lost = [rank for rank, count in enumerate(every_ranks(self.model, float(num_lost))) if count]
+        if lost:
+            where = _first_ones([self._words(rank) for rank in lost])
+            rule = f"parameters or moments of the optimiser are not finite in the shard of {where}"
+            raise CheckFailed(f"step {self.steps_done}: {rule}; lower job.optimizer.lr")
+
+    def _check_finite(self, step: int, notes: Notes) -> None:
+        layout, remedy = self.job.parallel.layout, "lower job.optimizer.lr, or look at this step's data"
+        self._check_losses(step, "loss", notes.losses, remedy)
         if not math.isfinite(notes.grad_norm):
-            squares = squares_of_ranks(self.model, notes.own_square)
+            squares = every_ranks(self.model, notes.own_square)
             lost = [pair for pair in enumerate(squares) if not math.isfinite(pair[1])]
             where = _first_ones([self._words(rank) for rank, _ in lost])
             where = f"in the shard of {where}" if lost else "as a sum, and finite on each rank"
             if lost and layout.dp > 1:
                 where += " (a shard is the mean over the data-parallel ranks)"
-            remedy = "lower job.optimizer.lr, or look at this step's data"
             raise CheckFailed(f"step {step}: the gradient norm is {notes.grad_norm}, {where}; {remedy}")
 
     def _words(self, rank: int) -> str:
@@ -252,6 +299,9 @@ def run(
 
     Returns:
         None at the end of the job.
+
+    Raises:
+        CheckFailed: a loss, the gradient, or what a checkpoint would hold is not finite; on all ranks alike.
     """
     save_every = trainer.job.checkpoint.every_steps if checkpoints else 0
     under_way: list[Launched] = []
@@ -279,12 +329,18 @@ def run(
             if is_asked or saves or evaluates:
                 is_asked |= read_one()
             stops = is_asked and not is_last
-            path = trainer.save(checkpoints) if checkpoints and (saves or stops) else None
+            path = None
+            if evaluates and not stops:  # who asks for a stop waits; the evaluation is the first thing of a resumed run
+                evaluate(step)
+            if checkpoints and (saves or stops):
+                trainer.save(checkpoints)
+                if stops:
+                    trainer.evaluate(1)
+                if stops or is_last:
+                    path = trainer.vouch()
             if stops:
                 stopped = Stop(step, path)
                 break
-            if evaluates:
-                evaluate(step)
     trainer.model.wait_parameters()  # the last step has launched gathers: let none be under way when ranks part
     return stopped
 

@@ -44,7 +44,7 @@ class Estimate:
         optimizer: moments of this rank's share.
         activations: of all micro-batches in flight.
         logits: of the rows that the loss works on at once, and the table's gradient.
-        buckets: gradients on their way to other ranks, and sums on theirs to the share.
+        buckets: gradients on their way to other ranks, and sums on theirs to the share; or the windows for both.
         work: what one block's backward pass holds beside that.
         step: what the optimiser holds while it steps, when activations are gone.
     """
@@ -103,7 +103,7 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
         optimizer=2 * share * wide,
         activations=_activation_bytes(job, stage),
         logits=(rows * table // model.hidden * (2 * wide + width) + table * wide) if has_head else 0,
-        buckets=_travelling_bytes(job, elements, wide, adds_up) if parallel.dp > 1 else 0,
+        buckets=_travelling_bytes(job, stage, elements, wide, adds_up) if parallel.dp > 1 else 0,
         work=_block_work_bytes(job),
         step=share * wide if job.optimizer.name == "lamb" else 0,
     )
@@ -144,6 +144,8 @@ def check_memory(job: JobConfig, ranks: int, backend: Literal["gloo", "nccl"]) -
     Raises:
         ConfigError: the ranks together need more than this machine has free, or one more than its GPU has.
     """
+    if backend == "gloo":  # has no windows
+        job = job.model_copy(update={"overlap": job.overlap.model_copy(update={"windows": False})})
     found, there, where = estimate(job), *_room(backend)
     sharing = 1 if backend == "nccl" else ranks
     line = f"a rank will hold about {found}"
@@ -268,12 +270,11 @@ def _kept_and_dropped(model: ModelConfig) -> tuple[float, float]:
     hidden, width = model.hidden, _DTYPE_BYTES[model.dtype]
     shared = hidden * model.num_kv_heads // model.heads
     norms = 1 if model.parallel_block else 2
-    qkv = hidden + 2 * shared
     turned = hidden + shared if model.positions == "rotary" else 0
     attention = (turned + hidden) * width + model.heads * 4  # one logarithm a head, float32
     residual = 0 if model.parallel_block else hidden
     activated = model.ffn_hidden * width
-    kept = (norms * hidden + qkv + residual + _up_width(model)) * width + norms * _norm_saved_bytes(model)
+    kept = (norms * hidden + _qkv_width(model) + residual + _up_width(model)) * width + norms * _norm_saved_bytes(model)
     # A parallel block computes attention again too; a standard one only what its activation gave.
     return (kept, attention + activated) if model.parallel_block else (kept + attention, activated)
 
@@ -283,6 +284,10 @@ def _norm_saved_bytes(model: ModelConfig) -> int:
     return 8 if model.norm == "layernorm" else 4
 
 
+def _qkv_width(model: ModelConfig) -> int:
+    return model.hidden + 2 * (model.hidden * model.num_kv_heads // model.heads)
+
+
 def _up_width(model: ModelConfig) -> int:
     return model.ffn_hidden * (2 if model.activation == "swiglu" else 1)
 
@@ -290,7 +295,7 @@ def _up_width(model: ModelConfig) -> int:
 def _block_elements(model: ModelConfig, tp: int) -> int:
     """Parameters of a block on one rank: linears are cut, what they add behind a sum and norms are whole."""
     hidden, outputs = model.hidden, 1 if model.parallel_block else 2
-    inner = hidden + 2 * (hidden * model.num_kv_heads // model.heads) + _up_width(model)
+    inner = _qkv_width(model) + _up_width(model)
     cut = hidden * inner + (hidden + model.ffn_hidden) * hidden + (inner if model.bias else 0)
     return cut // tp + outputs * ((hidden if model.bias else 0) + _norm_elements(model))
 
@@ -308,22 +313,36 @@ def _table_elements(job: JobConfig) -> int:
     return -(-job.model.vocab_size // job.parallel.tp) * job.model.hidden
 
 
-def _travelling_bytes(job: JobConfig, elements: int, wide: int, adds_up: bool) -> int:
+def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds_up: bool) -> int:
     """Of gradients on their way while activations are still held, and of their sums where these land apart."""
     reduced = wide if wide == 8 else _DTYPE_BYTES[job.overlap.reduce_dtype]
-    travelling = min(_travelling_elements(job), elements) * reduced
+    if job.overlap.windows:
+        return _window_elements(job, stage) * reduced
+    usual = _block_bucket_elements(job, _up_width(job.model))
+    largest_and_others = max(usual, _table_elements(job)) + (_REDUCTIONS_AT_ONCE - 1) * usual
+    travelling = min(largest_and_others, elements) * reduced
     if reduced < wide:
         return travelling + -(-travelling // job.parallel.dp)
     return 0 if adds_up else travelling  # what has added up travels itself
 
 
-def _travelling_elements(job: JobConfig) -> int:
-    """The largest bucket, and others behind it."""
+def _window_elements(job: JobConfig, stage: int) -> int:
+    """Every chunk has windows of its own: as many pairs as go at once, of its largest bucket whole and as a share."""
+    model, parallel, table = job.model, job.parallel, _table_elements(job)
+    qkv, up = _qkv_width(model), _up_width(model)
+    block = _block_bucket_elements(job, qkv + up if model.parallel_block else max(qkv, up))
+    last = parallel.pp * parallel.vpp - 1  # of the runs of layers: the token tables are in the first and in this one
+    runs = range(stage, last + 1, parallel.pp)
+    wholes = [max(block, table) if run in (0, last) else block for run in runs]
+    return _REDUCTIONS_AT_ONCE * sum(whole + -(-whole // parallel.dp) for whole in wholes)
+
+
+def _block_bucket_elements(job: JobConfig, width: int) -> int:
+    """The largest bucket of a block whose widest product has so many outputs."""
     model, tp, bucket_mib = job.model, job.parallel.tp, job.overlap.bucket_mib
     block = _block_elements(model, tp)
     asked = round(bucket_mib * 2**20) // _DTYPE_BYTES[model.dtype] if bucket_mib else block
-    usual = min(max(asked, model.hidden * _up_width(model) // tp), block)  # a bucket ends with its block
-    return max(usual, _table_elements(job)) + (_REDUCTIONS_AT_ONCE - 1) * usual
+    return min(max(asked, model.hidden * width // tp), block)  # a bucket ends with its block
 
 
 def _gib(num_bytes: int) -> str:

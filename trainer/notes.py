@@ -69,13 +69,13 @@ def spread_losses(model: SplitModel, loss: Tensor) -> Tensor:
     return losses_D
 
 
-def squares_of_ranks(model: SplitModel, own_square: float) -> list[float]:
-    """`Notes.own_square` of every rank, in order; every rank calls it, and the host waits."""
-    squares_W = model.zero().new_zeros(model.layout.world_size)
-    squares_W[model.layout.rank(**model.place._asdict())] = own_square
-    model.world.all_reduce(squares_W)
-    squares: list[float] = squares_W.tolist()
-    return squares
+def every_ranks(model: SplitModel, own: float) -> list[float]:
+    """A number of every rank, in order; every rank calls it, and the host waits."""
+    numbers_W = model.zero().new_zeros(model.layout.world_size)
+    numbers_W[model.layout.rank(**model.place._asdict())] = own
+    model.world.all_reduce(numbers_W)
+    numbers: list[float] = numbers_W.tolist()
+    return numbers
 
 
 def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

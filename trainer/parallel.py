@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from collectives.exchange import TensorExchange, open_exchange
 from collectives.lane import Flight, Lane
+from collectives.norms import total_norm
 from collectives.pipeline import PipelineChannel
 from collectives.pipeline_links import PipelineLinks, open_link_groups
 from collectives.prepare import open_groups, open_lanes
@@ -45,6 +46,7 @@ MicroBatch = tuple[Tensor, Tensor]
 """Token ids and the token that follows each, [B, T] each."""
 
 TIED = "tied"
+_EVALUATED_AT_ONCE = 4  # micro-batches a stage of the pipeline
 
 
 def tied_partition(layout: ParallelLayout) -> list[list[int]]:
@@ -173,7 +175,7 @@ class SplitModel:
         own = [slot.piece.grad for slot in self.slots if slot.counts and slot.piece.grad is not None]
         squared = self.zero()
         if own:
-            squared += torch.nn.utils.get_total_norm(own).square()
+            squared += total_norm(own).square()
         self.own_square = squared.clone()  # where the norm is not finite, this says on which rank
         self.world.all_reduce(squared)
         norm = squared.sqrt()
@@ -318,7 +320,11 @@ class _Pipeline:
             return self._run("train", batches)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
-        return self._run("evaluate", batches)
+        """A few micro-batches at a time: without a backward nothing else keeps stage 0 from piling up outputs."""
+        size = _EVALUATED_AT_ONCE * self.model.layout.pp
+        parts = [batches[first : first + size] for first in range(0, len(batches), size)]
+        losses = (self._run("evaluate", part) * (len(part) / len(batches)) for part in parts)
+        return sum(losses, self.model.zero())
 
     def close(self) -> None:
         self._ready.clear()

@@ -5,9 +5,10 @@ Left out: its memory (`trainer.memory`), and what is refused (`netlayer.config`,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from netlayer.config import JobConfig, ModelConfig
+from netlayer.config import JobConfig, ModelConfig, Section
 from netlayer.presets import MODELS
 from trainer.memory import num_parameters
 
@@ -36,7 +37,7 @@ def size(job: JobConfig, backend: Literal["gloo", "nccl"]) -> str:
 def notes(job: JobConfig, backend: Literal["gloo", "nccl"]) -> list[str]:
     """What the trainer does otherwise than the job reads, or what of it has no effect: a line each."""
     model, tp, optimizer = job.model, job.parallel.tp, job.optimizer
-    said = []
+    said = [f"job.{key} has no effect: {why}" for key, why in _without_effect(job)]
     if others := _beside_preset(model):
         said.append(f"not all of the preset {model.preset}, for given beside it: {', '.join(others)}")
     if rest := model.vocab_size % tp:
@@ -50,15 +51,53 @@ def notes(job: JobConfig, backend: Literal["gloo", "nccl"]) -> list[str]:
             f"job.optimizer.warmup_steps = {optimizer.warmup_steps:,} is above job.optimizer.steps = "
             f"{optimizer.steps:,}: the learning rate never reaches job.optimizer.lr"
         )
-    if "f" in model.window_pattern and not model.attention_window:
+    if (last := _last_batch(job)) < job.batch.global_size:
         said.append(
-            f"job.model.window_pattern = {model.window_pattern} has no effect: job.model.attention_window is 0, full"
+            f"job.batch.start_size = {job.batch.start_size:,} grows to {last:,} in job.optimizer.steps = "
+            f"{optimizer.steps:,}, and never to job.batch.global_size = {job.batch.global_size:,}"
         )
     if job.loop.cuda_graph and backend == "gloo":
         said.append("job.loop.cuda_graph has no effect on a CPU")
     if job.overlap.windows and (backend == "gloo" or job.parallel.dp == 1):
         said.append("job.overlap.windows has no effect: only data-parallel ranks on NCCL have them")
     return said
+
+
+def _without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
+    """Keys that are not left as they are by default, with why they might as well be."""
+    model, optimizer, batch = job.model, job.optimizer, job.batch
+    kinds = {model.window_pattern[layer % len(model.window_pattern)] for layer in range(model.layers)}
+    pattern = f"model.window_pattern = {model.window_pattern}"
+    if "f" in model.window_pattern and not model.attention_window:
+        yield pattern, "job.model.attention_window is 0, full"
+    elif model.attention_window and "w" not in kinds:
+        yield f"model.attention_window = {model.attention_window}", f"no layer has it, by job.{pattern}"
+    elif kinds != set(model.window_pattern):
+        yield pattern, f"its f comes behind the last of job.model.layers = {model.layers}"
+    if _is_given(model, "rotary_base") and model.positions != "rotary":
+        yield f"model.rotary_base = {model.rotary_base:g}", f"job.model.positions is {model.positions}"
+    if _is_given(optimizer, "decay_share") and optimizer.schedule != "wsd":
+        yield f"optimizer.decay_share = {optimizer.decay_share:g}", f"job.optimizer.schedule is {optimizer.schedule}"
+    if _is_given(optimizer, "min_lr_share") and optimizer.schedule == "constant":
+        yield f"optimizer.min_lr_share = {optimizer.min_lr_share:g}", "job.optimizer.schedule is constant"
+    if _is_given(batch, "increment_steps") and not 0 < batch.start_size < batch.global_size:
+        yield f"batch.increment_steps = {batch.increment_steps}", "there is no ramp"
+    if job.overlap.reduce_dtype == "bfloat16" and (job.parallel.dp == 1 or model.dtype == "float64"):
+        why = "job.model.dtype is float64" if model.dtype == "float64" else "job.parallel.dp is 1: none are reduced"
+        yield "overlap.reduce_dtype = bfloat16", why
+    if _is_given(job.metrics, "prometheus_address") and not job.metrics.prometheus_port:
+        yield f"metrics.prometheus_address = {job.metrics.prometheus_address}", "job.metrics.prometheus_port is 0"
+
+
+def _is_given(section: Section, key: str) -> bool:
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
+
+
+def _last_batch(job: JobConfig) -> int:
+    """Sequences of the last step: `trainer.optim.batch_size`, which needs torch around it."""
+    batch = job.batch
+    grown = (job.optimizer.steps - 1) // batch.increment_steps * batch.increment
+    return min(batch.global_size, batch.start_size + grown) if batch.start_size else batch.global_size
 
 
 def _beside_preset(model: ModelConfig) -> list[str]:

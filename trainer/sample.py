@@ -13,7 +13,7 @@ from torch import Tensor
 
 from netlayer import environ
 from netlayer.config import ModelConfig, build_section
-from netlayer.errors import ConfigError, HardwareMissing
+from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from trainer.checkpoint import PARAMETER, Files
 from trainer.checkpoint_meta import Meta
 from trainer.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
@@ -35,7 +35,8 @@ class Sampler:
         config = model_of(meta)
         _check_room(meta, config, device)
         self.tokenizer = load_tokenizer(meta.tokenizer_file, config.vocab_size)
-        self.device, self.config, self.model = device, config, _load(meta, config, device)
+        self.path, self.device, self.config = meta.path, device, config
+        self.model = _load(meta, config, device)
 
     def text(self, prompt: str, count: int, temperature: float, top_k: int, seed: int) -> Iterator[str]:
         """The prompt, then what follows it, in parts as they come; ends early where the model ends the document.
@@ -46,6 +47,9 @@ class Sampler:
             temperature: of the softmax; 0: always the likeliest token.
             top_k: draw among so many of the likeliest; 0: among all.
             seed: the same gives the same text on the same kind of device.
+
+        Raises:
+            CheckFailed: the model's answer is no number.
         """
         end = self.tokenizer.token_to_id(END_OF_DOCUMENT)
         if end is None:
@@ -70,6 +74,9 @@ class Sampler:
         generator, context = torch.Generator().manual_seed(seed), list(given)
         for _ in range(count):
             logits_V = next_logits(self.model, context, self.device)[: self.tokenizer.get_vocab_size()]
+            if not logits_V.isfinite().all():
+                rule = "its logits are not finite: training has broken its parameters"
+                raise CheckFailed(f"{self.path}: {rule}; take an earlier checkpoint")
             token = draw(logits_V, temperature, top_k, generator)
             context.append(token)
             yield token

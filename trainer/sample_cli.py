@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import math
+import sys
 from pathlib import Path
 
 import click
+
+from netlayer.errors import ConfigError
 
 
 @click.command()
@@ -46,6 +52,7 @@ def sample(
     from trainer.checkpoint_meta import find
 
     log.configure(verbose)
+    _check(prompt, temperature)
     meta = find(checkpoint, "CHECKPOINT")
     with held_interrupt():  # torch takes two seconds to load
         from trainer.sample import Sampler, choose_device, model_of, needed_bytes
@@ -54,5 +61,31 @@ def sample(
     click.echo(f"{meta.path}: step {meta.step}, about {needed:,.0f} MiB on the {chosen.type}", err=True)
     sampler = Sampler(meta, chosen)
     for part in sampler.text(prompt, tokens, temperature, top_k, seed):
-        click.echo(part, nl=False)
-    click.echo()
+        _say(part)
+    _say("\n")
+
+
+def _check(prompt: str, temperature: float) -> None:
+    """Raise ConfigError for what the options' own types let through."""
+    if math.isnan(temperature):
+        raise ConfigError("--temperature", temperature, "is no number", "give one from 0 to 100")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as exc:  # Python gives bytes that it cannot read as halves of surrogate pairs
+        raise ConfigError("--prompt", ascii(prompt), "is not UTF-8 text", "give the text in UTF-8") from exc
+
+
+def _say(text: str) -> None:
+    """Text to stdout, at once.
+
+    Raises:
+        ConfigError: stdout cannot be written.
+    """
+    try:
+        click.echo(text, nl=False)
+    except OSError as exc:
+        if exc.errno == errno.EPIPE:  # the reader has gone: click's own
+            raise
+        with contextlib.suppress(OSError):  # else Python tries again when it ends, and says so
+            sys.stdout.close()
+        raise ConfigError("stdout", None, f"cannot be written ({exc.strerror})", "make room where it goes") from exc

@@ -7,10 +7,11 @@ SIGTERM is what launchers, Slurm (scancel, preemption) and Kubernetes send; SIGU
 their launcher, which passes the first one on: a Slurm step's signal reaches it and them alike, and would count twice.
 Other launchers pass it on as well, so where ranks count what comes within moments of the first is the same request.
 
-[Note: torchrun] It waits 30 s for its ranks, then it kills them: a checkpoint takes less, or newer ones are given more
-(`--shutdown-timeout`). It dies of SIGUSR1 unless TORCHELASTIC_SIGNALS_TO_HANDLE names it. Where torchrun itself is
-gone, nobody else would tell its ranks, which have sessions of their own: the kernel sends them SIGTERM, and they stop
-in order too, those inside a collective when it ends or times out.
+[Note: torchrun] It waits 30 s for its ranks, then it kills them: a checkpoint and a held-out batch that vouches for it
+take less, or newer ones are given more (`--shutdown-timeout`); a kill between the two leaves a whole one, unproven. It
+dies of SIGUSR1 unless TORCHELASTIC_SIGNALS_TO_HANDLE names it. Where torchrun itself is gone, nobody else would tell
+its ranks, which have sessions of their own: the kernel sends them SIGTERM, and they stop in order too, those inside a
+collective when it ends or times out.
 """
 
 from __future__ import annotations

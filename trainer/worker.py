@@ -12,7 +12,8 @@ import json
 import logging
 import time
 from datetime import timedelta
-from typing import IO
+from io import FileIO
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from netlayer.config import JobConfig
 from netlayer.errors import HardwareMissing
 from netlayer.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
+from netlayer.results import writing
 from trainer.checkpoint_meta import find
 from trainer.loop import Place, Row, Trainer, run
 from trainer.metrics import Sink, open_sinks
@@ -105,6 +107,23 @@ def _be_deterministic(place: Place, seed: int) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def append_row(file: FileIO, row: Row) -> None:
+    """Add a line of JSON, whole or not at all.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    start, left = file.tell(), memoryview(json.dumps(row, allow_nan=False).encode() + b"\n")
+    with writing(Path(str(file.name)), "--out"):
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.seek(start)
+            file.truncate()
+            raise
+
+
 class _Rows:
     """Rank 0's rows: kept, written line by line, shown where the job says, and reported; other ranks keep none."""
 
@@ -122,8 +141,8 @@ class _Rows:
             job, out = self._work.job, self._work.out
             with contextlib.ExitStack() as files:
                 self._sinks = files.enter_context(open_sinks(job.metrics, job.name, out))
-                self._metrics = files.enter_context((out / "metrics.jsonl").open("w", encoding="utf-8"))
-                self._validation = files.enter_context((out / "validation.jsonl").open("w", encoding="utf-8"))
+                self._metrics = files.enter_context((out / "metrics.jsonl").open("wb", buffering=0))
+                self._validation = files.enter_context((out / "validation.jsonl").open("wb", buffering=0))
                 self._files = files.pop_all()
         return self
 
@@ -142,9 +161,8 @@ class _Rows:
             self._tell(self._validation, "validating", row)
             logger.info("step %d: held-out loss %.4f", row["step"], row["validation_loss"])
 
-    def _tell(self, file: IO[str], stage: str, row: Row) -> None:
-        file.write(json.dumps(row) + "\n")
-        file.flush()
+    def _tell(self, file: FileIO, stage: str, row: Row) -> None:
+        append_row(file, row)
         for sink in self._sinks:
             sink.add(row)
         total = self._work.job.optimizer.steps

@@ -6,6 +6,8 @@ import contextlib
 import functools
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +112,31 @@ def _opened(job: JobConfig, rank: int) -> Opened:
     return Opened(counted.call_count, len(under_way), sorted(_threads() - before))
 
 
+def alive_in_evaluation(context: RankContext, job: JobConfig, count: int, url: str) -> int:
+    """Most outputs of this stage that were there at once in an evaluation whose last stage is late."""
+    alive, most = 0, 0
+
+    def forget() -> None:
+        nonlocal alive
+        alive -= 1
+
+    def note(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        nonlocal alive, most
+        weakref.finalize(output.untyped_storage(), forget)
+        alive += 1
+        most = max(most, alive)
+
+    with _world(context, url):
+        model = SplitModel(job, 3, context.env.rank, CPU, create_groups(job.parallel.layout))
+        (chunk,) = model.chunks
+        chunk.register_forward_hook(note)
+        if model.place.pp:
+            chunk.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+        model.evaluate(batches(job, 1, 0) * count)
+        model.close()
+    return most
+
+
 def _threads() -> set[str]:
     return {thread.name for thread in threading.enumerate()}
 
@@ -189,7 +216,10 @@ def train(
         losses.append(mean_loss(model, loss))
     evaluation = mean_loss(model, model.evaluate(batches(job, 0, model.place.dp, device)))
     if save:
-        checkpoint.save(model, optimizer, steps, 0, save)
+        path = checkpoint.save(model, optimizer, steps, 0, save)
+        if rank == 0:
+            checkpoint.vouch(path, keep=1)
+        model.wait_for_all()
     return Trained(losses, norms, gradients, whole(model), evaluation)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +22,7 @@ from netlayer.launch import launch
 from netlayer.meeting import meeting_place
 from tests.trainer import layout_ranks
 from tests.trainer.test_layouts import LLAMA, job_of
-from trainer.checkpoint_meta import check_model, find, seed_of
+from trainer.checkpoint_meta import FORMAT, check_model, find, going_on, sealed, seed_of
 from trainer.data.prepare import Corpus
 from trainer.loop import Place, Trainer, run
 from trainer.parallel import SplitModel
@@ -80,9 +83,82 @@ def test_what_is_no_checkpoint_or_is_damaged_is_one_line(text_folder: Path, corp
     file.unlink()
     with pytest.raises(ConfigError, match=r"lacks tp0-pp0\.safetensors"):
         find(tmp_path)
-    (tmp_path / "step-000003" / "meta.json").write_text(json.dumps({"format": 2}))
-    with pytest.raises(ConfigError, match=r"is damaged .* in meta\.json"):
+    (tmp_path / "step-000003" / "meta.json").write_text(json.dumps({"format": FORMAT}))
+    with pytest.raises(ConfigError, match=r"meta\.json: is damaged"):
         find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "place"),
+    [("tp0-pp0.safetensors", 200), ("tp0-pp0.safetensors", -200), ("tokenizer.json", 50), ("meta.json", 50)],
+)
+def test_a_flipped_bit_is_noticed(text_folder: Path, corpus: Corpus, tmp_path: Path, file: str, place: int) -> None:
+    job = job_for(text_folder, steps=1)
+    train(job, corpus, tmp_path)
+    content = bytearray((path := tmp_path / "step-000001" / file).read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{file}: is damaged .*; give an older checkpoint"):  # noqa: PT012
+        train(job_for(text_folder, steps=2), corpus, tmp_path / "again", tmp_path)
+        find(tmp_path).tokenizer_file  # noqa: B018
+
+
+def test_a_file_in_the_place_of_another_is_noticed(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    train(job_for(text_folder, steps=1), corpus, tmp_path)
+    meta = json.loads((tmp_path / "step-000001" / "meta.json").read_text())
+    (tmp_path / "step-000001" / "meta.json").write_text(json.dumps(meta | {"tp": 2}))
+    with pytest.raises(ConfigError, match=r"meta\.json: is damaged \(ValueError\('it is not as it was written'\)\)"):
+        find(tmp_path)
+    del meta["digest"]
+    (tmp_path / "step-000001" / "meta.json").write_text(sealed(meta | {"tp": 2}))
+    shutil.copy(tmp_path / "step-000001" / "tp0-pp0.safetensors", tmp_path / "step-000001" / "tp1-pp0.safetensors")
+    with pytest.raises(ConfigError, match=r"tp1-pp0\.safetensors: is damaged"):
+        train(job_for(text_folder, steps=2), corpus, tmp_path / "again", tmp_path)
+
+
+def test_a_folder_without_its_meta_is_passed_over_and_named(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    job = job_for(text_folder)
+    train(job, corpus, tmp_path / "checkpoints")
+    (newer := tmp_path / "checkpoints" / "step-000008").joinpath("meta.json").unlink()
+    meta = find(tmp_path)
+    said = [f"goes on from {tmp_path}/checkpoints/step-000006, behind step 6"]
+    said += [f"note: {newer} is newer, and was passed over: it lacks meta.json"]
+    assert (meta.step, going_on(meta, job)) == (6, said)
+
+
+def test_what_is_otherwise_than_before_is_said(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    train(job_for(text_folder, steps=1), corpus, tmp_path)
+    sections: dict[str, dict[str, object]] = {
+        "optimizer": {"steps": 9, "lr": 0.1, "name": "lamb"},
+        "batch": {"global_size": 16},
+    }
+    _, *notes = going_on(find(tmp_path), tiny_job(text_folder, **sections))
+    assert notes == [
+        "note: job.optimizer.name is now lamb, and was adamw up to the checkpoint",
+        "note: job.optimizer.steps is now 9, and was 1 up to the checkpoint, and the cosine schedule of the learning "
+        "rate moves with it",
+        "note: job.optimizer.lr is now 0.1, and was 0.01 up to the checkpoint",
+        "note: job.batch.global_size is now 16, and was 8 up to the checkpoint",
+    ]
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])  # at the tensors, at the tokenizer, at meta.json
+def test_a_full_disk_is_one_line_and_leaves_nothing_of_it(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    train(job_for(text_folder, steps=1), corpus, tmp_path)
+    before, calls = os.fsync, itertools.count(1)
+
+    def refuse(opened: int) -> None:
+        if next(calls) == call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        before(opened)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    said = r"step-000002: cannot be written \(No space left on device\); make room there, or give another place"
+    with pytest.raises(ConfigError, match=said):
+        train(job_for(text_folder, steps=2), corpus, tmp_path, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
 @pytest.mark.parametrize("model", [LLAMA])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from click.testing import CliRunner
 
 from netlayer.config import Config, to_toml
 from netlayer.errors import ConfigError
-from trainer.cli import short_time, train, words_of
-from trainer.train import Progress
+from trainer.checkpoint_meta import find
+from trainer.cli import _what_is_not_traced, short_time, train, words_of
+from trainer.train import Progress, Stop
 
 from .conftest import tiny_job
 
@@ -54,6 +56,7 @@ def test_a_job_trains_and_is_gone_on_with_in_another_layout(job_file: Path, tmp_
     second = netlayer(job_file, "--resume", tmp_path / "a" / "checkpoints" / "step-000004", *spread)
     assert second.returncode == 0, second.stderr
     assert second.stdout.startswith("2 steps, loss ")
+    assert f"goes on from {tmp_path / 'a' / 'checkpoints' / 'step-000004'}, behind step 4\n" in second.stderr
     again = [row["loss"] for row in rows(tmp_path / "b")]
     over = CliRunner().invoke(train, [str(job_file), "--resume", str(tmp_path / "a"), "--out", str(tmp_path / "c")])
     assert "has taken 6 steps, and job.optimizer.steps is 6" in str(over.exception)
@@ -95,12 +98,15 @@ def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(job_file: Path, tmp_pa
 
 
 def test_a_loss_that_is_no_number_stops_with_the_checkpoint_to_go_on_from(job_file: Path, tmp_path: Path) -> None:
-    words = ("--set", "checkpoint.every_steps=1", "--set", "optimizer.lr=1e30", "--set", "optimizer.clip_norm=0")
+    # Weight decay multiplies the matrices by -100 a step.
+    words = ("--set", "checkpoint.every_steps=1", "--set", "optimizer.lr=1e3", "--set", "optimizer.warmup_steps=0")
     run = netlayer(job_file, *words, "--out", tmp_path / "a")
     assert run.returncode == 1
-    kept = tmp_path / "a" / "checkpoints" / "step-000001"
+    found = re.search(r"error: step (\d): the (?:loss|gradient norm) is (?:nan|inf)", run.stderr)
+    assert found, run.stderr
+    kept = tmp_path / "a" / "checkpoints" / f"step-{int(found[1]) - 2:06d}"  # the step behind it vouched for it
     assert f"note: --resume {kept} goes on from the last good checkpoint" in run.stderr
-    assert "error: step 2: the loss is nan on rank 0 (tp=0, pp=0, dp=0), nan on rank 1" in run.stderr
+    assert find(tmp_path / "a").path == kept
 
 
 @pytest.mark.parametrize(
@@ -122,6 +128,19 @@ def test_what_cannot_be_is_one_line_before_anything_starts(
     assert isinstance(result.exception, ConfigError)
     assert said in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (range(0), ""),
+        (range(3, 18), ""),
+        (range(17, 20), "\nnote: out/trace.json ends with step 17: the steps of --trace are 17-19"),
+        (range(40, 42), "\nnote: out/trace.json is not there: the steps of --trace are 40-41"),
+    ],
+)
+def test_a_run_that_stops_ahead_of_its_trace_says_so(asked: range, said: str) -> None:
+    assert _what_is_not_traced(Stop(17, None), asked, Path("out")) == said
 
 
 def test_progress_says_what_a_person_looks_for() -> None:

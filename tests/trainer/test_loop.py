@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from netlayer.config import EvaluationConfig, JobConfig
-from netlayer.errors import CheckFailed
+from netlayer.errors import CheckFailed, ConfigError
 from trainer.checkpoint_meta import find
-from trainer.data.prepare import Corpus
-from trainer.loop import Place, Row, Trainer, run
+from trainer.data.prepare import Corpus, prepare_corpus
+from trainer.loop import Launched, Place, Row, Trainer, run
 from trainer.notes import Notes
 from trainer.stop import StopRequest
 from trainer.train import Stop
@@ -151,21 +152,88 @@ def test_a_norm_that_is_no_number_as_a_sum_alone_says_so(text_folder: Path, corp
 
 
 def test_no_checkpoint_is_written_with_a_loss_that_is_no_number(
-    text_folder: Path, corpus: Corpus, tmp_path: Path
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = tiny_job(text_folder, checkpoint={"every_steps": 2})
     trainer, rows = Trainer(job, corpus, 0, ALONE), list[Row]()
+    launch = trainer.launch
 
-    def poison(row: Row) -> None:
-        rows.append(row)
-        if row["step"] == 4:  # which is saved; step 5 is bad, read while 6 is under way, and 6 would be saved
+    def poisoned(step: int) -> Launched:
+        if step == 5:  # behind one that is saved; 5 is read while 6 is under way, and 6 would be saved
             chunk = trainer.model.chunks[0].module
             chunk.register_forward_hook(lambda _module, _args, loss: loss * torch.nan)
+        return launch(step)
 
+    monkeypatch.setattr(trainer, "launch", poisoned)
     with pytest.raises(CheckFailed, match=r"step 5: the loss is nan on rank 0"):
-        run(trainer, EvaluationConfig(every_steps=100), poison, lambda _row: None, tmp_path)
+        run(trainer, EvaluationConfig(every_steps=100), rows.append, lambda _row: None, tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-000002", "step-000004"]
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-000002", "step-000004.new"]
+
+
+@pytest.mark.parametrize(
+    ("lr", "said", "unproven"),
+    [
+        (1e30, r"step 4: the loss is nan on rank 0 \(tp=0, pp=0, dp=0\); lower", ["step-000003.new"]),
+        (3e38, r"step 3: parameters or moments of the optimiser are not finite in the shard of rank 0 \(tp=0,", []),
+    ],
+)
+def test_an_update_that_breaks_the_parameters_leaves_the_good_checkpoint(
+    text_folder: Path,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lr: float,
+    said: str,
+    unproven: list[str],
+) -> None:
+    monkeypatch.setattr("trainer.loop.learning_rate", lambda _config, step: lr if step == 3 else 1e-3)
+    job = tiny_job(text_folder, checkpoint={"every_steps": 1, "keep": 1})
+    trainer, rows = Trainer(job, corpus, 0, ALONE), list[Row]()
+    with pytest.raises(CheckFailed, match=said):
+        run(trainer, EvaluationConfig(every_steps=100), rows.append, lambda _row: None, tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", *unproven]
+    assert find(tmp_path).passed_over == [tmp_path / name for name in unproven]
+
+
+def test_a_held_out_loss_that_is_no_number_is_no_row(text_folder: Path, corpus: Corpus) -> None:
+    job = tiny_job(text_folder, optimizer={"steps": 1, "lr": 1e30, "warmup_steps": 0})
+    evaluations: list[Row] = []
+    with pytest.raises(CheckFailed, match="step 1: the held-out loss is nan on rank 0"):
+        run(Trainer(job, corpus, 0, ALONE), EvaluationConfig(), lambda _row: None, evaluations.append)
+    assert [row["step"] for row in evaluations] == [0]
+
+
+def test_the_last_checkpoint_is_vouched_for_by_a_held_out_loss(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.loop.learning_rate", lambda _config, step: 1e30 if step == 3 else 1e-3)
+    job = tiny_job(text_folder, optimizer={"steps": 3}, checkpoint={"every_steps": 1, "keep": 1})
+    with pytest.raises(CheckFailed, match="step 3: the held-out loss is nan on rank 0"):
+        run(Trainer(job, corpus, 0, ALONE), EvaluationConfig(), lambda _row: None, lambda _row: None, tmp_path)
+    stop = StopRequest()
+    stop.ask()
+    job = tiny_job(text_folder, optimizer={"steps": 30})
+    trainer = Trainer(job, corpus, 0, ALONE, stop=stop)
+    monkeypatch.setattr("trainer.loop.learning_rate", lambda _config, step: 1e30 if step == 2 else 1e-3)
+    with pytest.raises(CheckFailed, match="step 2: the held-out loss is nan on rank 0"):
+        run(trainer, EvaluationConfig(), lambda _row: None, lambda _row: None, tmp_path / "stopped")
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000002"]
+    assert [path.name for path in (tmp_path / "stopped").iterdir()] == ["step-000002.new"]
+    with pytest.raises(ConfigError, match=r"holds no good checkpoint; nothing vouches for .*step-000002\.new yet"):
+        find(tmp_path / "stopped")
+
+
+def test_a_moment_that_is_no_number_is_not_saved(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    trainer = Trainer(tiny_job(text_folder), corpus, 0, ALONE)
+    trainer.step(1)
+    trainer.optimizer.each[0].state[trainer.model.slots[0].piece]["exp_avg_sq"][3] = math.inf
+    with pytest.raises(
+        CheckFailed, match=r"step 1: parameters or moments .* not finite in the shard of rank 0 \(tp=0,"
+    ):
+        trainer.save(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_step_is_read_when_the_next_one_is_launched(
@@ -190,6 +258,44 @@ def test_steps_are_timed_from_end_to_end_but_not_across_an_evaluation(text_folde
     row, _ = trainer.read(second)
     assert row["step_ms"] == second.comm.seconds_after(first.comm) * 1e3
     assert trainer.read(third)[0]["step_ms"] == third.comm.step_s * 1e3
+
+
+def test_what_makes_a_checkpoint_a_good_one_is_no_step_s_time(
+    text_folder: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    trainer = Trainer(tiny_job(text_folder), corpus, 0, ALONE)
+    trainer.step(1)
+    trainer.save(tmp_path)
+    second = trainer.launch(2)
+    third = trainer.launch(3)
+    trainer.read(second)
+    assert (third.before, trainer.launch(4).before) == (second.comm, None)
+
+
+def test_a_stop_does_not_wait_for_the_evaluation_that_was_due(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, done = StopRequest(), list[str]()
+    trainer = Trainer(tiny_job(text_folder, optimizer={"steps": 9}), corpus, 0, ALONE, stop=stop)
+    evaluate, save = trainer.evaluate, trainer.save
+    monkeypatch.setattr(trainer, "evaluate", lambda count: (done.append(f"evaluate {count}"), evaluate(count))[1])
+    monkeypatch.setattr(trainer, "save", lambda folder: (done.append("save"), save(folder))[1])
+    stop.ask()
+    stopped = run(trainer, EvaluationConfig(every_steps=1, global_batches=7), lambda _row: None, print, tmp_path)
+    assert done == ["evaluate 7", "save", "evaluate 1"]
+    assert stopped == Stop(1, tmp_path / "step-000001")
+
+
+def test_a_checkpoint_needs_no_cache_of_the_text(text_folder: Path, tmp_path: Path) -> None:
+    """Others that run for long may have made the cache drop it."""
+    job = tiny_job(text_folder)
+    own = prepare_corpus(job.data, job.model.vocab_size, 0, tmp_path / "cache")
+    trainer = Trainer(job, own, 0, ALONE)
+    expected = own.tokenizer_file.read_bytes()
+    shutil.rmtree(own.folder)
+    trainer.step(1)
+    path = trainer.save(tmp_path)
+    assert (path / "tokenizer.json").read_bytes() == expected
 
 
 @pytest.mark.parametrize("every_steps", [3, 0])

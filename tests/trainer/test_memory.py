@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from collectives.prepare import plan_module
 from netlayer import environ
 from netlayer.config import JobConfig, ModelConfig, load_config
 from netlayer.environ import Gpu
@@ -21,7 +22,7 @@ from netlayer.errors import ConfigError
 from trainer.memory import check_memory, estimate, estimate_stage, in_flight, micro_batches, num_parameters
 from trainer.model import GPT, build_model
 from trainer.optim import build_optimizer
-from trainer.parallel import SplitModel
+from trainer.parallel import SplitModel, layers_of
 from trainer.schedule import interleaved, one_forward_one_backward
 
 SMALL = {"layers": 3, "hidden": 128, "heads": 4, "ffn_hidden": 512, "vocab_size": 300, "seq_len": 128}
@@ -185,6 +186,37 @@ def test_a_7b_model_takes_what_it_was_measured_to_take_in_weights() -> None:
     found, parameters = estimate(job), num_parameters(job.model)
     assert found.parameters == 2 * parameters
     assert found.masters + found.gradients + found.optimizer == pytest.approx(16 * parameters / 8, rel=1e-6)
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 4}, {"pp": 2, "dp": 2, "vpp": 2}, {"pp": 4, "dp": 2}], ids=str)
+@pytest.mark.parametrize("model", [{}, {"parallel_block": True}, {"activation": "swiglu", "vocab_size": 9000}], ids=str)
+def test_windows_are_five_pairs_of_the_largest_bucket_for_every_chunk(
+    degrees: dict[str, int], model: dict[str, object]
+) -> None:
+    tree = {
+        "model": {**SMALL, "layers": 4, "dtype": "bfloat16", **model},
+        "parallel": degrees,
+        "batch": {"global_size": 8, "micro_size": 1},
+        "overlap": {"windows": True, "bucket_mib": 0.01},
+    }
+    job = JobConfig.model_validate(tree)
+    layout = job.parallel.layout
+    for stage in range(layout.pp):
+        pairs = 0
+        for chunk in range(layout.vpp):
+            with torch.device("meta"):
+                part = GPT(job.model, layers_of(4, layout, stage, chunk))
+            plans = plan_module(part, 10_000, layout.dp, torch.bfloat16, None, part.units)
+            pairs += max(plan.padded_numel + plan.shard_numel for plan in plans)
+        assert estimate_stage(job, stage).buckets == 5 * 4 * pairs
+
+
+def test_gloo_has_no_windows_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of("h200x8")
+    monkeypatch.setattr(environ, "available_memory_bytes", lambda: 1 << 50)
+    with_windows = job.model_copy(update={"overlap": job.overlap.model_copy(update={"windows": True})})
+    assert estimate(with_windows).buckets > estimate(job).buckets
+    assert check_memory(with_windows, 8, "gloo") == check_memory(job, 8, "gloo")
 
 
 def job_of(name: str) -> JobConfig:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from netlayer.errors import ConfigError
 from trainer.data.corpus import Document, read_documents
 from trainer.data.prepare import Corpus, check_enough, default_cache_folder, prepare_corpus
-from trainer.data.tokenizer import END_OF_DOCUMENT, encode, train_tokenizer
+from trainer.data.tokenizer import END_OF_DOCUMENT, encode, load_tokenizer, train_tokenizer
 
 from .conftest import tiny_job
 
@@ -37,6 +37,20 @@ def test_tokens_say_what_the_files_say(text_folder: Path, corpus: Corpus) -> Non
         assert text == "".join(document.text + END_OF_DOCUMENT for document in side)
     assert corpus.train_tokens().dtype == np.uint16
     assert corpus.facts.train_tokens == len(corpus.train_tokens())
+
+
+def test_a_text_that_names_the_end_of_a_document_does_not_end(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (folder / name).write_text(f"end = '{END_OF_DOCUMENT}'\n" * 9, encoding="utf-8")
+    trained = prepare(folder, tmp_path / "cache")
+    given = prepare_corpus(tiny_job(folder).data, 300, 0, tmp_path / "other", tokenizer_file=trained.tokenizer_file)
+    tokenizer = load_tokenizer(trained.tokenizer_file, 300)
+    for corpus in (trained, given):
+        tokens, end = corpus.train_tokens().tolist(), tokenizer.token_to_id(END_OF_DOCUMENT)
+        assert tokens.count(end) == corpus.facts.train_files == 2
+        assert tokenizer.decode(tokens[: tokens.index(end)]) == f"end = '{END_OF_DOCUMENT}'\n" * 9
 
 
 def test_any_text_can_be_tokenised() -> None:
@@ -64,6 +78,8 @@ def test_a_vocabulary_beyond_the_text_is_said(caplog: pytest.LogCaptureFixture) 
 def test_a_vocabulary_below_the_bytes_is_refused(text_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"job\.model\.vocab_size = 256: is below 257"):
         prepare(text_folder, tmp_path, vocab_size=256)
+    with pytest.raises(ConfigError, match=r"job\.model\.vocab_size = 256: is below 257"):  # before any text is read
+        prepare(tmp_path / "none", tmp_path, vocab_size=256)
 
 
 def test_the_second_time_is_a_hit(text_folder: Path, tmp_path: Path) -> None:

@@ -31,6 +31,34 @@ def test_a_job_is_said_in_size_and_memory(tmp_path: Path) -> None:
         ({"model": {"window_pattern": "wf"}}, "job.model.window_pattern = wf has no effect"),
         ({"loop": {"cuda_graph": True}}, "job.loop.cuda_graph has no effect on a CPU"),
         ({"overlap": {"windows": True}}, "job.overlap.windows has no effect"),
+        ({"model": {"attention_window": 8, "window_pattern": "f"}}, "job.model.attention_window = 8 has no effect"),
+        (
+            {"model": {"attention_window": 8, "window_pattern": "wwwf"}},
+            "its f comes behind the last of job.model.layers",
+        ),
+        (
+            {"model": {"rotary_base": 5e5}},
+            "job.model.rotary_base = 500000 has no effect: job.model.positions is learned",
+        ),
+        ({"optimizer": {"decay_share": 0.5}}, "decay_share = 0.5 has no effect: job.optimizer.schedule is cosine"),
+        (
+            {"optimizer": {"schedule": "constant", "min_lr_share": 0.0}},
+            "min_lr_share = 0 has no effect: job.optimizer.schedule is constant",
+        ),
+        ({"batch": {"increment_steps": 3}}, "job.batch.increment_steps = 3 has no effect: there is no ramp"),
+        (
+            {"batch": {"start_size": 4, "increment": 4}, "optimizer": {"steps": 1, "warmup_steps": 0}},
+            "grows to 4 in job.optimizer.steps = 1, and never to job.batch.global_size = 8",
+        ),
+        (
+            {"parallel": {"tp": 2, "dp": 1}, "overlap": {"reduce_dtype": "bfloat16"}},
+            "job.overlap.reduce_dtype = bfloat16 has no effect: job.parallel.dp is 1",
+        ),
+        (
+            {"model": {"dtype": "float64"}, "overlap": {"reduce_dtype": "bfloat16"}},
+            "job.overlap.reduce_dtype = bfloat16 has no effect: job.model.dtype is float64",
+        ),
+        ({"metrics": {"prometheus_address": "0.0.0.0"}}, "has no effect: job.metrics.prometheus_port is 0"),
     ],
 )
 def test_what_a_job_does_not_show_is_said(tmp_path: Path, sections: dict[str, dict[str, object]], says: str) -> None:

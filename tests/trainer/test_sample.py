@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,16 +13,17 @@ from torch import Tensor
 
 from netlayer import environ
 from netlayer.config import EvaluationConfig, ModelConfig
-from netlayer.errors import ConfigError
+from netlayer.errors import CheckFailed, ConfigError
 from tests.trainer import layout_ranks
 from tests.trainer.test_layouts import LLAMA, job_of
 from trainer.checkpoint import PARAMETER, Files
 from trainer.checkpoint_meta import find
 from trainer.data.prepare import Corpus
+from trainer.data.tokenizer import END_OF_DOCUMENT
 from trainer.loop import Place, Trainer, run
 from trainer.model import build_model
 from trainer.sample import Sampler, draw, next_logits
-from trainer.sample_cli import sample
+from trainer.sample_cli import _say, sample
 
 from .conftest import tiny_job
 
@@ -135,6 +137,52 @@ def test_the_command_writes_text_as_it_comes(checkpoint: Path, sampler: Sampler)
     assert result.exit_code == 0
     assert result.stdout == text(sampler) + "\n"
     assert "step 60, about" in result.stderr
+
+
+def test_a_prompt_that_names_the_end_of_a_document_is_not_cut(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[int] = []
+
+    def tokens(given: list[int], *_: object) -> Iterator[int]:
+        heard.extend(given)
+        yield from ()
+
+    monkeypatch.setattr(sampler, "tokens", tokens)
+    prompt = f"the {END_OF_DOCUMENT} rank"
+    assert "".join(sampler.text(prompt, 10, 1.0, 0, 0)) == prompt
+    assert heard[0] == sampler.tokenizer.token_to_id(END_OF_DOCUMENT)
+    assert heard.count(heard[0]) == 1
+    assert sampler.tokenizer.decode(heard[1:]) == prompt
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_model_of_broken_parameters_writes_nothing(checkpoint: Path, temperature: float) -> None:
+    broken = Sampler(find(checkpoint), CPU)
+    torch.nn.init.constant_(next(broken.model.parameters()), float("nan"))
+    with pytest.raises(CheckFailed, match=r"step-000060: its logits are not finite: .*; take an earlier checkpoint"):
+        text(broken, temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--temperature", "nan"], "--temperature = nan: is no number"),
+        (["--prompt", "\udcff\udcfe"], r"--prompt = '\udcff\udcfe': is not UTF-8 text"),
+    ],
+)
+def test_options_that_cannot_be_used_are_one_line(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CliRunner().invoke(sample, ["runs/a", *words], catch_exceptions=False)
+    assert says in str(caught.value)
+
+
+def test_a_full_disk_behind_stdout_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", full)
+    with pytest.raises(ConfigError, match="stdout: cannot be written"):
+        _say("the rank")
+    assert full.closed  # with what is left in it, which would fail again at exit
 
 
 def test_what_is_no_checkpoint_or_too_large_is_one_line(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import resource
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
 from netlayer.config import build_config
+from netlayer.errors import ConfigError
 from trainer import worker
 
 
@@ -22,3 +26,20 @@ def test_meeting_and_collectives_have_timeouts_of_their_own(monkeypatch: pytest.
     given = opened.call_args.kwargs
     assert (given["timeout"], given["collective_timeout"]) == (timedelta(seconds=7), timedelta(seconds=90.5))
     assert build_config({"job": {}}).job.parallel.distributed_timeout_s == 600
+
+
+def test_a_row_that_does_not_fit_is_no_row_and_one_line(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with (tmp_path / "metrics.jsonl").open("wb", buffering=0) as file:
+        worker.append_row(file, {"step": 1})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))  # the system writes what fits, and refuses the rest
+        try:
+            with pytest.raises(
+                ConfigError, match=r"--out = .*metrics\.jsonl: cannot be written \(File too large\); make"
+            ):
+                worker.append_row(file, {"step": 2, "loss": 1.0})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        worker.append_row(file, {"step": 3})
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row) for row in rows] == [{"step": 1}, {"step": 3}]

@@ -20,6 +20,7 @@ from netlayer.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 FOLDER_FIELD = "job.data.folder"
+_MIN_VOCAB_SIZE = 257  # one token a byte, and the end of a document
 # Of the standard library: other people's packages, and tests, which are long tables of data more than text.
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
@@ -69,6 +70,13 @@ def read_documents(config: DataConfig, seed: int) -> Documents:
         validation=tuple(document for document in documents if document.name in held_out),
         skipped=skipped,
     )
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Raise ConfigError for a vocabulary that cannot hold every byte of a text."""
+    if vocab_size < _MIN_VOCAB_SIZE:
+        rule = f"is below {_MIN_VOCAB_SIZE}: the 256 bytes and the end of a document"
+        raise ConfigError("job.model.vocab_size", vocab_size, rule, f"set at least {_MIN_VOCAB_SIZE}")
 
 
 def text_folder(config: DataConfig) -> Path:

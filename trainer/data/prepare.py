@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 
 from netlayer.config import DataConfig
 from netlayer.errors import ConfigError
-from trainer.data.corpus import FOLDER_FIELD, Documents, read_documents
+from trainer.data.corpus import FOLDER_FIELD, Documents, check_vocab_size, read_documents
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 _KEPT = 4  # corpora in a cache folder
 _IN_USE_S = 3600.0  # a run that has found its corpus opens it within this time
 _ASK_EVERY_S = 0.1
@@ -113,6 +113,7 @@ def prepare_corpus(
         ConfigError: the text or the vocabulary cannot be used.
         OSError: `cache_folder` cannot be written.
     """
+    check_vocab_size(vocab_size)
     told = on_stage or (lambda _stage, _done, _total: None)
     told("reading", 0, 1)
     documents = read_documents(config, seed)

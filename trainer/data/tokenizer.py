@@ -1,7 +1,8 @@
 """A byte-level BPE tokenizer, trained on the spot on the training files alone, and text turned into tokens.
 
-Every byte has a token, so any text can be written; a special token ends each document. Left out: pre-tokenizers for
-other languages than the one regular expression of GPT-2, which the `tokenizers` library ships.
+Every byte has a token, so any text can be written; a special token ends each document, and no text gives it: one that
+holds its name is read as its characters. Left out: pre-tokenizers for other languages than the one regular expression
+of GPT-2, which the `tokenizers` library ships.
 """
 
 from __future__ import annotations
@@ -15,22 +16,14 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from netlayer.errors import ConfigError
-from trainer.data.corpus import Document
+from trainer.data.corpus import Document, check_vocab_size
 
 logger = logging.getLogger(__name__)
 
 END_OF_DOCUMENT = "<|end|>"
-MIN_VOCAB_SIZE = 257  # one token a byte, and the end of a document
 _DOCUMENTS_A_CALL = 32
 
 OnDocuments = Callable[[int], None]
-
-
-def check_vocab_size(vocab_size: int) -> None:
-    """Raise ConfigError for a vocabulary that cannot hold every byte."""
-    if vocab_size < MIN_VOCAB_SIZE:
-        rule = f"is below {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document"
-        raise ConfigError("job.model.vocab_size", vocab_size, rule, f"set at least {MIN_VOCAB_SIZE}")
 
 
 def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer:
@@ -46,6 +39,7 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer
         show_progress=False,
     )
     tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    tokenizer.encode_special_tokens = True  # as characters; it is none of what a file says of its tokenizer
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size:
         logger.warning(
@@ -69,6 +63,7 @@ def load_tokenizer(file: Path, vocab_size: int) -> Tokenizer:
     if tokenizer.get_vocab_size() > vocab_size:
         rule = f"is below the {tokenizer.get_vocab_size()} tokens of {file}"
         raise ConfigError("job.model.vocab_size", vocab_size, rule, "set it to the checkpoint's")
+    tokenizer.encode_special_tokens = True
     return tokenizer
 
 
