@@ -22,7 +22,7 @@ import click
 
 import netlayer
 from netlayer import lazy_group
-from netlayer.errors import EXIT_OK, EXIT_USAGE, NetlayerError
+from netlayer.errors import EXIT_OK, EXIT_USAGE, FULL_DISK, NetlayerError
 from netlayer.interrupt import Interrupts, counted_interrupts
 from netlayer.lazy_group import Lazy, LazyGroup
 from netlayer.rank import end_rank
@@ -159,6 +159,9 @@ def _run(command: click.Command | Callable[[], click.Command], name: str, interr
         end_rank(f"error: {_one_line(exc)}", EXIT_USAGE)
     except (KeyboardInterrupt, click.Abort):
         _end_as_interrupted()
+    except OSError as exc:
+        _end_if_full(exc)
+        raise
     except SystemExit:
         if sys.stdout is not stdout:  # click's mark for a broken pipe; its own answer to it is exit 1
             _end_as_broken_pipe()
@@ -179,8 +182,21 @@ def _end_as_interrupted() -> NoReturn:
 
 def _end_as_broken_pipe() -> NoReturn:
     """The reader has gone, as in `| head`: end as any program does that SIGPIPE ends, without a word."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in a buffer
+    _leave_stdout()
     sys.exit(128 + signal.SIGPIPE)
+
+
+def _end_if_full(exc: OSError) -> None:
+    """A disk without room is the user's to mend, wherever nobody has put it into better words."""
+    if exc.errno in FULL_DISK:
+        _leave_stdout()
+        where = exc.filename or "what this command writes"
+        end_rank(f"error: {where}: cannot be written ({exc.strerror}); make room where it goes", EXIT_USAGE)
+
+
+def _leave_stdout() -> None:
+    """What is still in its buffer goes nowhere: else Python writes it at its end, and fails again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _one_line(exc: click.ClickException) -> str:

@@ -20,10 +20,14 @@ A bad argument to a library function is a plain ValueError; any other wait that 
 
 from __future__ import annotations
 
+import errno
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_HARDWARE = 3
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError: no room, by the disk, a quota or a limit
 
 
 class NetlayerError(Exception):

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from netlayer.errors import ConfigError, NetlayerError
+from netlayer.errors import FULL_DISK, ConfigError, NetlayerError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -158,8 +158,9 @@ def writing(path: Path, field: str = "output") -> Iterator[None]:
     except OSError as exc:
         if isinstance(exc, NetlayerError):
             raise
-        is_full = exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "make room there, or give another place" if is_full else "give a place that you may write to"
+        remedy = (
+            "make room there, or give another place" if exc.errno in FULL_DISK else "give a place that you may write to"
+        )
         raise ConfigError(field, path, f"cannot be written ({exc.strerror or exc})", remedy) from exc
 
 

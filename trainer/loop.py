@@ -44,8 +44,9 @@ from trainer.flops import peak_flops, step_flops, utilisation
 from trainer.linears import padded
 from trainer.memory import num_parameters
 from trainer.notes import Notes, NotesInFlight, every_ranks, spread_losses
-from trainer.optim import batch_size, build_optimizer, learning_rate
+from trainer.optim import build_optimizer
 from trainer.parallel import MicroBatch, SplitModel
+from trainer.ramps import batch_size, learning_rate
 from trainer.step import open_steps
 from trainer.stop import StopRequest
 from trainer.train import Stop

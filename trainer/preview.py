@@ -11,6 +11,7 @@ from typing import Literal
 from netlayer.config import JobConfig, ModelConfig, Section
 from netlayer.presets import MODELS
 from trainer.memory import num_parameters
+from trainer.ramps import batch_size
 
 
 def lines(job: JobConfig, backend: Literal["gloo", "nccl"], memory: str) -> list[str]:
@@ -51,7 +52,7 @@ def notes(job: JobConfig, backend: Literal["gloo", "nccl"]) -> list[str]:
             f"job.optimizer.warmup_steps = {optimizer.warmup_steps:,} is above job.optimizer.steps = "
             f"{optimizer.steps:,}: the learning rate never reaches job.optimizer.lr"
         )
-    if (last := _last_batch(job)) < job.batch.global_size:
+    if (last := batch_size(job.batch, optimizer.steps)) < job.batch.global_size:
         said.append(
             f"job.batch.start_size = {job.batch.start_size:,} grows to {last:,} in job.optimizer.steps = "
             f"{optimizer.steps:,}, and never to job.batch.global_size = {job.batch.global_size:,}"
@@ -91,13 +92,6 @@ def _without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
 
 def _is_given(section: Section, key: str) -> bool:
     return bool(getattr(section, key) != type(section).model_fields[key].default)
-
-
-def _last_batch(job: JobConfig) -> int:
-    """Sequences of the last step: `trainer.optim.batch_size`, which needs torch around it."""
-    batch = job.batch
-    grown = (job.optimizer.steps - 1) // batch.increment_steps * batch.increment
-    return min(batch.global_size, batch.start_size + grown) if batch.start_size else batch.global_size
 
 
 def _beside_preset(model: ModelConfig) -> list[str]:

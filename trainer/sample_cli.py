@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import math
-import sys
 from pathlib import Path
 
 import click
@@ -61,8 +58,8 @@ def sample(
     click.echo(f"{meta.path}: step {meta.step}, about {needed:,.0f} MiB on the {chosen.type}", err=True)
     sampler = Sampler(meta, chosen)
     for part in sampler.text(prompt, tokens, temperature, top_k, seed):
-        _say(part)
-    _say("\n")
+        click.echo(part, nl=False)
+    click.echo()
 
 
 def _check(prompt: str, temperature: float) -> None:
@@ -73,19 +70,3 @@ def _check(prompt: str, temperature: float) -> None:
         prompt.encode()
     except UnicodeEncodeError as exc:  # Python gives bytes that it cannot read as halves of surrogate pairs
         raise ConfigError("--prompt", ascii(prompt), "is not UTF-8 text", "give the text in UTF-8") from exc
-
-
-def _say(text: str) -> None:
-    """Text to stdout, at once.
-
-    Raises:
-        ConfigError: stdout cannot be written.
-    """
-    try:
-        click.echo(text, nl=False)
-    except OSError as exc:
-        if exc.errno == errno.EPIPE:  # the reader has gone: click's own
-            raise
-        with contextlib.suppress(OSError):  # else Python tries again when it ends, and says so
-            sys.stdout.close()
-        raise ConfigError("stdout", None, f"cannot be written ({exc.strerror})", "make room where it goes") from exc

@@ -124,6 +124,18 @@ def test_a_reader_that_has_gone_ends_a_command_as_sigpipe_does() -> None:
         assert (talker.stderr.read(), talker.wait(60)) == (b"", 128 + signal.SIGPIPE)
 
 
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    script = (
+        "import sys, click\nfrom netlayer.cli import run\n"
+        "run(click.command(lambda: (sys.stdout.write('in the buffer'), click.echo('and at once'))), 'talk')\n"
+    )
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-c", script]
+        talker = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    line = "error: what this command writes: cannot be written (No space left on device); make room where it goes\n"
+    assert (talker.stderr, talker.returncode) == (line, 2)
+
+
 def test_ctrl_c_while_a_command_loads_ends_it_in_one_line(tmp_path: Path) -> None:
     # numpy's import swallows a KeyboardInterrupt in places; this module does so always.
     (tmp_path / "slow.py").write_text(

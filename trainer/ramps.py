@@ -33,23 +33,6 @@ def batch_size(config: BatchConfig, step: int) -> int:
     return min(config.global_size, config.start_size + grown)
 
 
-def sequences_through(config: BatchConfig, step: int) -> int:
-    """Sequences of steps 1..step together, over all ranks; 0 for step 0."""
-    if config.start_size in (0, config.global_size):
-        return step * config.global_size
-    num_short = -(-(config.global_size - config.start_size) // config.increment)  # sizes below `global_size`
-    ramp = min(step, num_short * config.increment_steps)
-    full, rest = divmod(ramp, config.increment_steps)
-    # `full` sizes in whole, each an increment above the one before, and `rest` steps of the next one.
-    grown = config.increment * (config.increment_steps * full * (full - 1) // 2 + rest * full)
-    return ramp * config.start_size + grown + (step - ramp) * config.global_size
-
-
-def tokens_through(config: BatchConfig, seq_len: int, step: int) -> int:
-    """Tokens trained on in steps 1..step, over all ranks."""
-    return sequences_through(config, step) * seq_len
-
-
 def _share_of_peak(config: OptimizerConfig, step: int) -> float:
     """After the warm-up."""
     lost = 1 - config.min_lr_share
