@@ -16,6 +16,7 @@ from trainer.checkpoint_meta import find
 from trainer.data.prepare import Corpus, prepare_corpus
 from trainer.loop import Launched, Place, Row, Trainer, run
 from trainer.notes import Notes
+from trainer.ramps import learning_rate
 from trainer.stop import StopRequest
 from trainer.train import Stop
 
@@ -70,7 +71,6 @@ def test_first_steps_are_those_of_plain_torch(text_folder: Path, corpus: Corpus)
     """The same model with torch's own AdamW and clipping, the whole global batch in one backward pass."""
     from trainer.data.batches import micro_batches, sample_starts
     from trainer.model import build_model
-    from trainer.optim import learning_rate
 
     job = tiny_job(text_folder, optimizer={"steps": 6, "clip_norm": 0.5})
     model = build_model(job.model, 0, ALONE.device)
