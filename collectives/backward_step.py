@@ -19,7 +19,7 @@ nothing stands between the last reductions: the first buckets do not move.
 
 Overwriting a bucket's parameters is safe once their gradients are complete: autograd has then run all that led there.
 What reads them later in the same pass all the same fails: saved tensors by their version, recomputation by
-`ParameterGather.wait_for`.
+`ParameterGather.wait_for`, from the update on.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class BackwardStep:
 
     def _update(self, bucket: Bucket) -> None:
         # An optimiser leaves out what has no gradient: that is how it steps one bucket.
+        self._gather.stepping(bucket.plan.index)
         for piece in bucket.pieces:
             piece.parameter.grad = piece.grad
         self._step()

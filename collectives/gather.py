@@ -37,7 +37,9 @@ class ParameterGather:
         """Whether an optimiser may have changed the shards since they were published."""
         self._to_launch: deque[int] = deque()
         self._early: set[int] = set()
-        """Buckets that this backward pass has gathered already: they hold the parameters of the next step."""
+        """Buckets that this backward pass has gathered already."""
+        self._stepped: set[int] = set()
+        """Buckets that this backward pass has stepped already: of the next step is at least their own slice."""
         self._flights: dict[int, Flight] = {}
         self._after: dict[int, torch.cuda.Event] = {}
         """From where on a bucket's gather may start."""
@@ -50,7 +52,7 @@ class ParameterGather:
     @property
     def settled(self) -> bool:
         """Whether every parameter is current and waited for."""
-        return not self.stale and not self._flights and not self._to_launch
+        return not self.stale and not self._flights and not self._to_launch and not self._stepped
 
     def publish(self) -> None:
         """Start the gathers of all buckets, if the shards have changed; the first `prefetch` are launched now."""
@@ -64,6 +66,11 @@ class ParameterGather:
         self.stale = False
         self._start(range(len(self.buckets)))
 
+    def stepping(self, index: int) -> None:
+        """This bucket's slice is stepped inside the backward pass: nothing else of the pass may read its parameters."""
+        self._stepped.add(index)
+        self._changing((index,))
+
     def gather_early(self, index: int, after: torch.cuda.Event | None) -> None:
         """Launch one bucket's gather inside the backward pass: its slice is stepped, its parameters are done with.
 
@@ -75,7 +82,6 @@ class ParameterGather:
             self._after[index] = after
         self._early.add(index)
         self._in_place.add(index)
-        self._changing((index,))
         self._launch(index)
 
     def publish_rest(self, after: dict[int, torch.cuda.Event]) -> None:
@@ -86,6 +92,7 @@ class ParameterGather:
         """
         rest = [index for index in range(len(self.buckets)) if index not in self._early]
         self._early.clear()
+        self._stepped.clear()
         self._after.update(after)
         self._in_place.update(rest)
         self._start(rest)
@@ -93,7 +100,7 @@ class ParameterGather:
     def wait_for(self, indices: Iterable[int]) -> None:
         """Have these buckets' parameters ready to be read, and `prefetch` more on their way."""
         for index in indices:
-            if index in self._early:
+            if index in self._stepped:
                 raise RuntimeError(
                     f"parameters of bucket {index} ({self.buckets[index].plan.slots[0].name}, ...) are read in a "
                     "backward pass that has stepped them already: build the optimiser without step_in_backward"

@@ -258,11 +258,31 @@ class Peek(nn.Module):
 @case
 def a_parameter_read_after_it_was_stepped_is_an_error(rank: int, world_size: int) -> None:
     torch.manual_seed(3)
-    sharded = wrap64(Peek().double(), bucket_bytes=64, in_flight=1)
-    sharded.optimizer(adamw, step_in_backward=True, gather_in_backward=1.0)
-    loss = sharded(torch.rand(2, 4, dtype=torch.float64))
-    assert_raises(RuntimeError, "modified by an inplace operation", loss.backward)
-    sharded.zero_grad()
+    for share in (0.0, 0.5, 1.0):  # gathered early or not, it is stepped
+        sharded = wrap64(Peek().double(), bucket_bytes=64, in_flight=1)
+        sharded.optimizer(adamw, step_in_backward=True, gather_in_backward=share)
+        loss = sharded(torch.rand(2, 4, dtype=torch.float64))
+        assert_raises(RuntimeError, "modified by an inplace operation", loss.backward)
+        sharded.zero_grad()
+
+
+class PeekAgain(Peek):
+    """The same in what is computed again for the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda x: self.first(x) @ self.last(x).detach().T, x, use_reentrant=False)
+        return self.last(self.middle(x)).sum()
+
+
+@case
+def a_parameter_recomputed_with_after_it_was_stepped_is_an_error(rank: int, world_size: int) -> None:
+    torch.manual_seed(3)
+    for share in (0.0, 1.0):
+        sharded = wrap64(PeekAgain().double(), bucket_bytes=64, in_flight=1)
+        sharded.optimizer(adamw, step_in_backward=True, gather_in_backward=share)
+        loss = sharded(torch.rand(4, 4, dtype=torch.float64))
+        assert_raises(RuntimeError, "backward pass that has stepped them already", loss.backward)
+        sharded.zero_grad()
 
 
 @case
