@@ -45,6 +45,7 @@ class Ours:
         return self._steps.run(self._step, batches, self.job.optimizer.lr).loss
 
     def close(self) -> None:
+        self._steps.close()
         self.model.close()
 
 

@@ -51,7 +51,8 @@ where the optimiser reads it, and keep it wide (`collectives.slot`); what comes 
 `capturable` optimiser), `zero_grad()`, and `wait_parameters()` as the last call, which joins every stream. Gathers then
 run at the graph's end, with nothing to hide them. They run under the forward pass where the capture follows
 `note_shards_changed()` and stands in `no_gathers_after_step()`, without `wait_parameters()` at its end; every replay is
-followed by `note_shards_changed()`.
+followed by `note_shards_changed()`. Let go of a graph before its process groups: NCCL ends a communicator only when no
+graph holds a call of it, and waits for that without end.
 """
 
 from __future__ import annotations

@@ -168,6 +168,11 @@ class Trainer:
             logger.info("checkpoint: %s", good)
         return good
 
+    def close(self) -> None:
+        """End the training; every rank calls it, with no step under way. Process groups stay."""
+        self.steps.close()
+        self.model.close()
+
     def step(self, step: int) -> Row:
         """One optimiser step, counted from 1, launched and waited for; what `_row` says of it.
 

@@ -68,6 +68,9 @@ class Steps:
         self.optimizer.set_learning_rate(lr)
         return self._launch(batches)
 
+    def close(self) -> None:
+        """Let go of what was captured, before process groups end: NCCL's end waits for graphs that hold its calls."""
+
     def _launch(self, batches: Sequence[MicroBatch]) -> Stepped:
         with self._computing("forward and backward") if self.model.pipeline is None else contextlib.nullcontext():
             loss = self.model.accumulate(batches)
@@ -125,8 +128,7 @@ class GraphedSteps(Steps):
     def run(self, step: int, batches: Sequence[MicroBatch], lr: float) -> Stepped:
         self._lr.fill_(lr)
         if len(batches) != len(self._inputs):  # the graph before goes, and its memory, before a new one is made
-            self._replay, self._num_launched = None, 0
-            self._captured.clear()
+            self.close()
             self._inputs = [(tokens_BT.clone(), targets_BT.clone()) for tokens_BT, targets_BT in batches]
         if self._num_launched < WARM_UP:
             self._num_launched += 1
@@ -142,6 +144,10 @@ class GraphedSteps(Steps):
             chunk.note_shards_changed()
         [stepped] = self._captured
         return Stepped(stepped.loss, stepped.grad_norm, is_replayed=True)
+
+    def close(self) -> None:
+        self._replay, self._num_launched = None, 0
+        self._captured.clear()
 
     def _captured_step(self, step: int) -> Replay:
         """A capture runs nothing; the host is left as after a step, and the first replay is that step."""

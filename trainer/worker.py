@@ -61,7 +61,7 @@ def _train(context: RankContext, work: Work, stop: StopRequest) -> Outcome:
         ended = run(trainer, work.job.evaluation, rows.add_step, rows.add_evaluation, checkpoints, tracer.add)
         tracer.write()
     # Only here: after a failure they could wait for peers that are gone, and hold back the report of the cause.
-    trainer.model.close()
+    trainer.close()
     dist.destroy_process_group()
     return Outcome(tuple(rows.steps), tuple(rows.evaluations), trainer.num_parameters, place.device_name, ended)
 

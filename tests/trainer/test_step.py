@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from netlayer.meeting import meeting_place
 from tests.trainer import layout_ranks
 from tests.trainer.layout_ranks import CPU, Trained
 from tests.trainer.test_layouts import PARALLEL, job_of
+from trainer.loop import Trainer
 from trainer.optim import build_optimizer
 from trainer.parallel import SplitModel
 from trainer.step import GraphedSteps, Replay, Steps
@@ -50,6 +53,30 @@ def test_a_graph_computes_with_the_data_and_the_learning_rate_of_its_step() -> N
     expected = layout_ranks.take_steps(job, 0, CPU, Steps)
     close(layout_ranks.take_steps(job, 0, CPU, graphed), expected, 1e-6)
     assert launched == [3, 3]  # each number of micro-batches has a graph, behind three steps by operation
+
+
+def test_a_closed_graph_is_gone_at_once() -> None:
+    """The end of NCCL's groups waits for graphs that hold calls of theirs."""
+    job = job_of({}, {"dtype": "float32", "layers": 1}, {}, EPS)
+    model = SplitModel(job, 3, 0, CPU)
+    graphs: list[weakref.ref[Replay]] = []
+
+    def capture(launch: Callable[[], None]) -> Replay:
+        replay = functools.partial(launch)
+        graphs.append(weakref.ref(replay))
+        return replay
+
+    steps = GraphedSteps(model, model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk)), 1.0, capture)
+    for step in range(1, 6):
+        steps.begin(step)
+        steps.run(step, layout_ranks.batches(job, step, 0), 1e-3)
+    [graph] = graphs
+    assert graph() is not None
+    trainer = mock.Mock(steps=steps)
+    trainer.model.close.side_effect = lambda: graphs.append(graph) if graph() else None
+    Trainer.close(trainer)
+    trainer.model.close.assert_called_once_with()
+    assert graphs == [graph]  # it went first
 
 
 def test_what_cannot_be_captured_is_refused() -> None:
