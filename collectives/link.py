@@ -61,8 +61,12 @@ class Link(Carrier):
         watch: says who is late where a message does not come.
         stream: that nothing else runs on meanwhile; None: on the CPU.
 
+    A receive may be posted ahead of its use where `posts_ahead`.
+
     Where it is `muted`, noise comes in place of messages: a GPU draws less power, and so runs faster, on zeros or NaN.
     """
+
+    posts_ahead = True
 
     def __init__(
         self,

@@ -14,6 +14,8 @@ from typing import Literal
 Direction = Literal["forward", "backward"]
 """Activations go forward, to the next stage; their gradients go backward, to the stage before."""
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+NUM_SLOTS = 2
+"""Messages of a direction that the memory of the peers holds for a stage before it has taken one."""
 
 
 @dataclass(frozen=True)

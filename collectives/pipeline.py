@@ -43,7 +43,8 @@ waits at the head of one holds up every stream behind it. A receive that is post
 second one behind it on the same stream waits for the peer, and may hold up the very send that the peer waits for. So on
 CUDA one receive is posted ahead: one buffer is in use, one is on its way. Every instruction then waits, if at all, for
 what was issued before it, on all stages: `trainer.schedule_check` proves for a schedule that this ends even with a
-single queue. More depth would not make it faster, as long as a message takes less time than a computation.
+single queue. More depth would not make it faster, as long as a message takes less time than a computation. Through the
+memory of the peers none is posted ahead: `collectives.peer_link`, [Note: nothing is posted ahead].
 
 [Note: first step] CUDA loads a kernel when it is first launched, and may wait until the device is idle for that; cuBLAS
 allocates in its first product. A host that waits so behind a posted receive never launches what the peer needs in order
@@ -84,6 +85,7 @@ class PipelineChannel:
         group: the ranks of the pipeline in the order of its stages; None: all ranks.
         device: of every tensor; where there are `links`, theirs.
         depth: receives posted ahead of the one in use, in each direction; 1 is double-buffered, and CUDA's limit.
+            Through the memory of the peers none is.
         overlap: False: see `exchange`.
         recorder: notes every message.
         watch: says who is late where a message does not come.
@@ -285,7 +287,7 @@ class _Incoming(_End):
 
     def _post_ahead(self) -> None:
         """The sooner the better: what is posted now runs beside the computation that is launched next."""
-        if not self.channel.overlap:
+        if not (self.channel.overlap and self.link.posts_ahead):
             return
         while len(self._posted) < self.channel.depth and self._num_posted < len(self.messages):
             self.post()

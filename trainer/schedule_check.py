@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from collectives.messages import DIRECTIONS
+from collectives.messages import DIRECTIONS, NUM_SLOTS
 from netlayer.config import JobConfig
 from trainer.memory import in_flight, micro_batches
 from trainer.schedule import Phase, Schedule, of_layout
@@ -25,8 +25,8 @@ def check_schedule(schedule: Schedule, *, depth: int = 1, max_in_flight: int | N
       So a stage never holds more activations than its warm-up and one more forward make.
     - Every message has one sender and one receiver, and both sides have the messages of a channel in the same order.
     - No stage holds more than `max_in_flight` activations at once, each of one micro-batch and chunk, if that is given.
-    - It ends: with `depth` receives posted ahead, and with coupled communication; and, with one receive posted ahead,
-      also where a GPU has but one queue for all its streams.
+    - It ends: with `depth` receives posted ahead, and with coupled communication; also where a GPU has but one queue
+      for all its streams, with one receive posted ahead, and with none where messages go through the memory of peers.
     """
     for stage in range(schedule.num_stages):
         _check_complete(schedule, stage)
@@ -42,6 +42,7 @@ def check_schedule(schedule: Schedule, *, depth: int = 1, max_in_flight: int | N
     simulate(schedule, costs, depth=depth)
     for coupled in (False, True):
         simulate(schedule, costs, coupled=coupled, one_queue=True)
+        simulate(schedule, costs, coupled=coupled, one_queue=True, depth=0, slots=NUM_SLOTS)
 
 
 def check_job(job: JobConfig) -> None:

@@ -71,22 +71,29 @@ class Timeline:
 
 
 def simulate(
-    schedule: Schedule, costs: Costs, *, depth: int = 1, coupled: bool = False, one_queue: bool = False
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    depth: int = 1,
+    coupled: bool = False,
+    one_queue: bool = False,
+    slots: int = 0,
 ) -> Timeline:
     """Run one step.
 
     Args:
-        depth: receives posted ahead in each direction.
+        depth: receives posted ahead in each direction; 0: each where it is used.
         coupled: a stage waits for its sends and its next receives together after every round (`Schedule.rounds`).
         one_queue: a stage issues everything in the order of its program and waits where a message must wait for the one
             before it; see [Note: hardware queues] in collectives/pipeline.py.
+        slots: messages of a channel that come without their receive, which only takes them out (memory of the peers).
 
     Raises:
         ValueError: the schedule deadlocks; the message says where each stage stands.
     """
-    if depth < 1:
-        raise ValueError(f"depth = {depth}: at least one receive must be posted ahead")
-    channels = _open_channels(schedule, costs)
+    if depth < 0 or slots < 0:
+        raise ValueError(f"depth = {depth}, slots = {slots}: neither can be below 0")
+    channels = _open_channels(schedule, costs, slots)
     stages = [
         _Stage(
             stage,
@@ -125,8 +132,10 @@ def decoupled_program(schedule: Schedule, stage: int, depth: int) -> Iterator[In
     for action in schedule.stages[stage]:
         need, give = schedule.incoming(stage, action), schedule.outgoing(stage, action)
         if need is not None:
+            if depth == 0:
+                yield Instruction("post", need)
             yield Instruction("receive", need)
-            following = next(ahead[need.direction], None)
+            following = next(ahead[need.direction], None) if depth else None
             if following is not None:
                 yield Instruction("post", following)
         yield Instruction("compute", action)
@@ -155,6 +164,7 @@ class _Channel:
 
     order: list[Message]
     transfer_s: float
+    slots: int
     ready: dict[Message, float] = field(default_factory=dict)
     posted: dict[Message, float] = field(default_factory=dict)
     landed: dict[Message, tuple[float, float]] = field(default_factory=dict)
@@ -167,12 +177,23 @@ class _Channel:
         """When it has landed, if that is known by now."""
         while len(self.landed) < len(self.order):
             following = self.order[len(self.landed)]
-            if following not in self.ready or following not in self.posted:
+            room = self.room_for(following)
+            if following not in self.ready or room is None:
                 break
             free = self.landed[self.order[len(self.landed) - 1]][1] if self.landed else 0.0
-            start = max(self.ready[following], self.posted[following], free)
+            start = max(self.ready[following], room, free)
             self.landed[following] = (start, start + self.transfer_s)
         return self.landed[message][1] if message in self.landed else None
+
+    def room_for(self, message: Message) -> float | None:
+        """When there is a place for it, if that is known: its receive is posted, or what was in its slot is taken."""
+        index = self.place[message] - self.slots
+        if index < 0:
+            return 0.0
+        posted = self.posted.get(self.order[index])
+        if posted is None or self.slots == 0:
+            return posted
+        return max(posted, self.landed[self.order[index]][1])
 
     def clear_of(self, message: Message) -> float | None:
         """When the one before `message` has landed, if that is known by now."""
@@ -224,15 +245,22 @@ class _Stage:
         channel = (self.into if instruction.kind in ("post", "receive") else self.out)[what.direction]
         if instruction.kind in ("receive", "sent"):
             return channel.arrival(what)
-        free = channel.clear_of(what) if self.one_queue else 0.0
+        free = self._free(instruction.kind, channel, what) if self.one_queue else 0.0
         if free is None:
             return None
         times = channel.posted if instruction.kind == "post" else channel.ready
         times[what] = max(self.now, free)
         return free
 
+    def _free(self, kind: str, channel: _Channel, message: Message) -> float | None:
+        """When what is at the head of the only queue lets others pass, if that is known by now."""
+        if not channel.slots:  # a kernel that runs holds up nobody but the next one of its stream
+            return channel.clear_of(message)
+        # A stream's wait holds up all: of a send for its slot, of a receive for its message.
+        return channel.room_for(message) if kind == "send" else channel.arrival(message)
 
-def _open_channels(schedule: Schedule, costs: Costs) -> dict[tuple[Direction, int], _Channel]:
+
+def _open_channels(schedule: Schedule, costs: Costs, slots: int) -> dict[tuple[Direction, int], _Channel]:
     """By direction and receiving stage."""
     p = schedule.num_stages
     channels: dict[tuple[Direction, int], _Channel] = {}
@@ -240,5 +268,5 @@ def _open_channels(schedule: Schedule, costs: Costs) -> dict[tuple[Direction, in
         for direction in DIRECTIONS:
             link = stage if direction == "forward" else (stage - 1) % p
             order = schedule.traffic(stage).outgoing(direction)
-            channels[direction, schedule.receiver(stage, direction)] = _Channel(order, costs.transfer_s[link])
+            channels[direction, schedule.receiver(stage, direction)] = _Channel(order, costs.transfer_s[link], slots)
     return channels

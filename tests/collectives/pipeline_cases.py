@@ -168,10 +168,10 @@ def settings_and_delays_do_not_change_a_bit(stage: int, num_stages: int) -> None
     for schedule in schedules(num_stages)[1:]:
         links = PipelineLinks(None, device(), schedule.wraps)
         results = []
-        deeper = [] if device().type == "cuda" else [(True, 2), (True, 99)]
-        for overlap, depth in ((False, 1), (True, 1), *deeper):
+        deeper = [] if device().type == "cuda" else [(True, 2, True), (True, 99, True)]
+        for overlap, depth, ahead in ((False, 1, True), (True, 1, True), (True, 1, False), *deeper):
             model = model_of(schedule, stage)
-            with delays(stage * 100 + depth):
+            with delays(stage * 100 + depth), mock.patch.object(Link, "posts_ahead", ahead):
                 run_step(schedule, channel_of(schedule, overlap=overlap, depth=depth, links=links), model)
             results.append(gradients(list(model.chunks)) + list(model.losses.values()))
         for result in results[1:]:

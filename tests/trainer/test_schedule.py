@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netlayer.config import JobConfig
-from trainer.schedule import Action, Schedule, bubble_fraction, interleaved, one_forward_one_backward
+from trainer.schedule import Action, Schedule, bubble_fraction, forward_only, interleaved, one_forward_one_backward
 from trainer.schedule_check import check_job, check_schedule
 from trainer.schedule_simulation import Costs, simulate
 
@@ -149,6 +149,24 @@ def test_two_receives_ahead_deadlock_where_a_gpu_has_one_queue() -> None:
             simulate(schedule, costs, depth=2, one_queue=True)
 
 
+def test_a_receive_ahead_through_peer_memory_deadlocks_where_a_gpu_has_one_queue() -> None:
+    """Why nothing is posted ahead there: the wait for a message holds up the queue, and with it a send."""
+    for schedule in (one_forward_one_backward(2, 2), one_forward_one_backward(8, 16), interleaved(4, 8, 2)):
+        costs = Costs.even(schedule, 1.0, 2.0)
+        ahead = simulate(schedule, costs, slots=2)
+        with pytest.raises(ValueError, match="deadlock: stage 0 at the post of the"):
+            simulate(schedule, costs, slots=2, one_queue=True)
+        assert simulate(schedule, costs, depth=0, slots=2, one_queue=True).step_s == pytest.approx(ahead.step_s)
+
+
+def test_a_send_waits_for_a_slot() -> None:
+    schedule = forward_only(2, 6, 1)
+    costs = Costs([[1.0], [10.0]], [[0.0], [0.0]], [0.0, 0.0])
+    for slots, at in ((2, [1, 2, 3, 11, 21, 31]), (4, [1, 2, 3, 4, 5, 11])):
+        timeline = simulate(schedule, costs, depth=0, slots=slots)
+        assert [arrival for _, _, arrival in timeline.sent[0]] == pytest.approx(at)
+
+
 def test_a_slow_stage_sets_the_pace() -> None:
     schedule = one_forward_one_backward(3, 10)
     costs = Costs([[1.0], [2.0], [1.0]], [[2.0], [4.0], [2.0]], [0.0, 0.0, 0.0])
@@ -168,7 +186,7 @@ def test_a_slow_stage_sets_the_pace() -> None:
         (lambda: interleaved(1, 2, 2), "nothing to interleave"),
         (lambda: interleaved(2, 3, 2), "multiple of the 2 stages"),
         (lambda: bubble_fraction(0, 1), "num_stages = 0"),
-        (lambda: simulate(interleaved(2, 2, 1), Costs([], [], []), depth=0), "depth = 0"),
+        (lambda: simulate(interleaved(2, 2, 1), Costs([], [], []), depth=-1), "depth = -1"),
     ],
 )
 def test_bad_arguments_are_value_errors(make: Callable[[], object], says: str) -> None:
