@@ -89,6 +89,8 @@ class Watch:
         self._layout, self._answer_s, self._on_failure = layout, answer_s, on_failure
         self._tracks: dict[str, Track] = {}
         self._failure: tuple[Operation, CollectiveFailed] | None = None
+        self._device: int | None = None
+        """The GPU of whoever launches collectives, once CUDA is in use."""
         shared: Store = dist.distributed_c10d._get_default_store() if store is None else store
         self._roll_call = RollCall(shared, self.rank, self._report)
         self._stop = threading.Event()
@@ -142,6 +144,8 @@ class Watch:
         Raises:
             CollectiveFailed: it did not complete in time, or its communicator is broken.
         """
+        if self._device is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._device = torch.cuda.current_device()
         if self._failure is not None:
             raise self._failure[1]
 
@@ -181,11 +185,14 @@ class Watch:
         return diagnose(stuck, self.rank, answers, self._layout)
 
     def _run(self) -> None:
-        _allow_queries_beside_captures()
+        device: int | None = None
         tick_s = min(max(self.timeout_s / 50, 0.05), 0.5)
         listen_after_s = min(_LISTEN_AFTER_S, self.timeout_s / 8)
         while not self._stop.wait(tick_s):
             try:
+                if device != self._device:
+                    device = self._device
+                    _use(device)
                 tracks = list(self._tracks.values())
                 for track in tracks:
                     self._look(track)
@@ -272,13 +279,18 @@ def _is_library(frame: FrameType) -> bool:
     return file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file
 
 
+def _use(device: int | None) -> None:
+    """Have this thread ask that device for events: a new thread's is 0, whose memory each rank would take a part of."""
+    if device is not None:
+        torch.cuda.set_device(device)
+        _allow_queries_beside_captures()
+
+
 def _allow_queries_beside_captures() -> None:
     """Let this thread ask for events while another one captures a CUDA graph, as torch's own watchdog does.
 
     In the default mode the question would end the capture with an error. torch has no name for the call in Python.
     """
-    if not torch.cuda.is_available():
-        return
     import ctypes
 
     thread_local = ctypes.c_int(1)  # cudaStreamCaptureModeThreadLocal

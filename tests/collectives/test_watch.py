@@ -6,6 +6,7 @@ import enum
 import logging
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from collectives import watch as watching
 from collectives.diagnosis import Report
 from collectives.watch import Watch
 from netlayer.errors import CollectiveFailed, CollectiveTimeout, PeerLost, RankFailed
@@ -284,6 +286,22 @@ def test_what_makes_no_sense_is_a_value_error(make_watch: Make) -> None:
         make_watch(timeout_s=0)
     with pytest.raises(ValueError, match="the layout is of 32 ranks, the world has 1"):
         make_watch(layout=LAYOUT)
+
+
+def test_the_thread_asks_the_gpu_of_whoever_launches(make_watch: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[int, int]] = []
+    monkeypatch.setattr(watching, "_allow_queries_beside_captures", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((threading.get_ident(), device)))
+    watch = make_watch(timeout_s=1.0)
+    time.sleep(0.2)
+    assert used == []  # CUDA is not in use yet: the watch shall not be the first
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    watch.track("dp").launch("all_reduce", 4).finish()
+    eventually(lambda: used)
+    time.sleep(0.2)
+    [(thread, device)] = used
+    assert (thread != threading.get_ident(), device) == (True, 3)
 
 
 # On a GPU.
