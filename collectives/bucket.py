@@ -324,6 +324,8 @@ class Bucket:
 
     def _put(self, flat_N: Tensor, grads: Sequence[Tensor | None], written: Set[int]) -> None:
         """Gradients into their places, added where something is."""
+        if all(grad is None for grad in grads):  # the operators wrote them there
+            return
         places = list(zip(self.plan.views(flat_N), grads, strict=True))
         kept = [places[position] for position in written]
         fresh = [place for position, place in enumerate(places) if position not in written]
@@ -333,9 +335,9 @@ class Bucket:
     def _clear_rest(self, flat_N: Tensor, grads: Sequence[Tensor | None], written: Set[int]) -> None:
         """Zeros where no gradient came, and behind the last."""
         flat_N[self.plan.numel :].zero_()
-        for position, view in enumerate(self.plan.views(flat_N)):
+        for position, slot in enumerate(self.plan.slots):
             if grads[position] is None and position not in written:
-                view.zero_()
+                flat_N[slot.offset : slot.end].zero_()
 
 
 def _foreach(combine: Callable[..., object], places: Iterable[tuple[Tensor, Tensor | None]]) -> None:

@@ -51,7 +51,9 @@ def open_groups(
 
     Every rank of `group` calls this. Where `group` is not the whole world, only its own ranks take part, and torch
     names such a group by its ranks and by the number of groups that each of them is in already: that number must be
-    the same on all of them. Otherwise make the groups beforehand and pass them in.
+    the same on all of them. Otherwise make the groups beforehand and pass them in. Where `init_process_group` was given
+    a `device_id`, NCCL splits the world's communicator for each, and all ranks of the world take part at one place: the
+    other ranks open groups of theirs there, or all of them wait.
 
     Raises:
         ValueError: this rank is not in `group`, or the group has no backend for the device.

@@ -229,7 +229,8 @@ class Recorder:
     """Records the collectives of one rank; give None where a recorder is asked for to record nothing, at no cost.
 
     Args:
-        device: where the computation runs; a CUDA device is timed by events, four for a collective.
+        device: where the computation runs; a CUDA device is timed by events: two for what is launched, and
+            two for each wait (of a tensor-parallel exchange, for each part).
         num_kept: steps kept in `steps`; older ones are dropped.
     """
 

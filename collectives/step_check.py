@@ -77,10 +77,11 @@ class StepCheck:
         if lane.world_size == 1 or lane.muted or lane.is_capturing or not is_checked(self._num_rounds):
             return
         numbers = torch.empty(lane.world_size * len(Place._fields), dtype=torch.int64, device=lane.device)
-        own = torch.tensor(self._place(), dtype=numbers.dtype, device=lane.device)
+        # From pinned memory: a copy from other memory lets the host wait for all that the stream does by now.
+        own = torch.tensor(self._place(), dtype=numbers.dtype, pin_memory=numbers.is_cuda)
 
         def prepare() -> None:
-            numbers.chunk(lane.world_size)[lane.rank].copy_(own)
+            numbers.chunk(lane.world_size)[lane.rank].copy_(own, non_blocking=True)
 
         flight = lane.all_gather(numbers, prepare, is_recorded=False)
         if lane.stream is None or self._num_rounds == 1:
