@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from bench.peers.decay import decay_groups
-from bench.peers.native_model import NativeStage, next_token_loss
+from bench.peers.native_model import NativeBlock, NativeStage, next_token_loss
 from bench.peers.plain import check_plain
 from netlayer.config import JobConfig
 from netlayer.errors import ConfigError
@@ -189,11 +189,17 @@ def _spread(module: NativeStage, mesh: DeviceMesh) -> None:
     for name in ("norm", "mlp_norm"):
         block_plan[name] = SequenceParallel(sequence_dim=0)
     for name in ("qkv", "up"):
-        block_plan[name] = ColwiseParallel(input_layouts=positions)
+        block_plan[f"{name}.0"] = ColwiseParallel(input_layouts=positions)
     for name in ("out", "down"):
-        block_plan[name] = RowwiseParallel(output_layouts=positions)
+        block_plan[f"{name}.0"] = RowwiseParallel(output_layouts=positions)
     for block in module.blocks.values():
+        assert isinstance(block, NativeBlock)
         parallelize_module(block, mesh, block_plan)
+        for name, bias in block.biases():
+            if name in ("qkv", "up"):
+                bias.weight = nn.Parameter(distribute_tensor(bias.weight, mesh, [Shard(0)]))
+            else:
+                parallelize_module(bias, mesh, SequenceParallel(sequence_dim=0, use_local_output=True))
     ends: dict[str, ParallelStyle] = {}
     if module.embedding is not None and module.positions is not None:
         ends["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=positions)

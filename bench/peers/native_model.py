@@ -1,12 +1,15 @@
 """A GPT of torch's own modules, whole or a run of its layers, with the initial values of `trainer.model`.
 
 It is written for `parallelize_module`: every matrix is an `nn.Linear` or `nn.Embedding` of its own, and what is between
-them works on this rank's part of the positions or of the heads. Left out: what `check_plain` refuses.
+them works on this rank's part of the positions or of the heads. A bias is a module behind its matrix: torch's
+asynchronous tensor parallelism knows no product with a bias. Left out: what `check_plain` refuses.
 
 Shapes: B sequences, T positions, t of them on a tensor-parallel rank, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +43,13 @@ class NativeBlock(nn.Module):
         self.up = _linear(block.up.weight, block.up.bias)
         self.out, self.down = _summed(block.out), _summed(block.down)
 
+    def biases(self) -> Iterator[tuple[str, Bias]]:
+        """Those that are there, with the name of their linear."""
+        for name in ("qkv", "up", "out", "down"):
+            for module in getattr(self, name):
+                if isinstance(module, Bias):
+                    yield name, module
+
     def forward(self, x_tBD: Tensor) -> Tensor:
         x_tBD = x_tBD + self.out(self._attend(self.qkv(self.norm(x_tBD))))
         up: Tensor = self.up(self.mlp_norm(x_tBD))
@@ -52,6 +62,17 @@ class NativeBlock(nn.Module):
         return attention(q, k, v).permute(2, 0, 1, 3).flatten(2)
 
 
+class Bias(nn.Module):
+    """Adds a vector to the columns, or to those of this rank."""
+
+    def __init__(self, weight_N: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight_N.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.weight if isinstance(x, DTensor) else _local(self.weight))
+
+
 class Positions(nn.Module):
     """Adds a learned vector to each position of this rank."""
 
@@ -60,8 +81,7 @@ class Positions(nn.Module):
         self.weight = weight_TD
 
     def forward(self, x_tBD: Tensor) -> Tensor:
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        return x_tBD + weight[: len(x_tBD), None]
+        return x_tBD + _local(self.weight)[: len(x_tBD), None]
 
 
 class NativeStage(nn.Module):
@@ -83,7 +103,7 @@ class NativeStage(nn.Module):
             {name: NativeBlock(block, tp) for name, block in gpt.blocks.items() if isinstance(block, Block)}
         )
         self.norm = None if gpt.head is None else _norm(gpt.head.norm)
-        self.head = None if gpt.head is None else _linear(gpt.head.tokens.weight, None)
+        self.head = None if gpt.head is None else _product(gpt.head.tokens.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embedding is not None and self.positions is not None:
@@ -108,17 +128,23 @@ def _by_rank(whole: Tensor, splits: tuple[int, ...], tp: int) -> Tensor:
     return torch.cat([part.local(whole, rank, tp) for rank in range(tp)])
 
 
-def _linear(weight_NK: Tensor, bias_N: Tensor | None) -> nn.Linear:
+def _linear(weight_NK: Tensor, bias_N: Tensor | None) -> nn.Sequential:
     """Of these values: parameters are taken over, not copied."""
+    return nn.Sequential(_product(weight_NK), *(() if bias_N is None else (Bias(bias_N),)))
+
+
+def _product(weight_NK: Tensor) -> nn.Linear:
     out_features, in_features = weight_NK.shape
-    linear = nn.Linear(in_features, out_features, bias=bias_N is not None, device="meta")
+    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
     linear.weight = nn.Parameter(weight_NK.detach())
-    if bias_N is not None:
-        linear.bias = nn.Parameter(bias_N.detach())
     return linear
 
 
-def _summed(linear: nn.Module) -> nn.Linear:
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _summed(linear: nn.Module) -> nn.Sequential:
     assert isinstance(linear, SummedLinear)
     return _linear(linear.weights[0], linear.bias)
 
