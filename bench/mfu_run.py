@@ -133,8 +133,10 @@ class Heard:
 
 
 def in_turn(entries: Sequence[Entry], runs: int) -> list[Turn]:
-    """All runs of all systems, every second run from the last one to the first."""
-    return [(run, entry) for run in range(1, runs + 1) for entry in (entries if run % 2 else entries[::-1])]
+    """All runs of all systems, those together that can share processes; every second run from the last to the first."""
+    kinds = list(dict.fromkeys(entry.processes for entry in entries))
+    ordered = sorted(entries, key=lambda entry: kinds.index(entry.processes))
+    return [(run, entry) for run in range(1, runs + 1) for entry in (ordered if run % 2 else ordered[::-1])]
 
 
 def by_processes(turns: Sequence[Turn]) -> Iterator[tuple[Turn, ...]]:

@@ -2,9 +2,9 @@
 
 Attention is torch's as ours chooses it, norms are torch's, for neither Transformer Engine nor Apex is asked for: call
 it "mcore, local spec". It has tensor with sequence parallelism, 1F1B and interleaved 1F1B, and shards the optimiser
-over data-parallel ranks. With `overlap`, gathers of parameters and reductions of gradients run under the computation,
-and so do the messages of an interleaved pipeline. In bfloat16 its float32 masters start from values rounded to
-bfloat16, as it makes them; ours start from those before. Learnt of release 0.16.1.
+over data-parallel ranks. Gathers of parameters and reductions of gradients run under the computation, and so do, with
+`overlap`, the messages of an interleaved pipeline (on four H200 it was faster without). In bfloat16 its float32 masters
+start from values rounded to bfloat16, as it makes them; ours start from those before. Learnt of release 0.16.1.
 
 Shapes: B sequences, T positions, H heads of this rank, K values a head.
 """
@@ -38,11 +38,14 @@ def check(job: JobConfig, backend: str, *, overlap: bool = True) -> None:
     """Refuse what it cannot do: it has every layout but one.
 
     Raises:
-        ConfigError: another model than `check_plain` takes, or float64.
+        ConfigError: another model than `check_plain` takes, float64, or no messages that could overlap.
         HardwareMissing: the package is not installed, or there is no GPU.
     """
     name = "mcore" if overlap else "mcore_no_overlap"
     check_plain(name, job)
+    if not overlap and job.parallel.vpp == 1:
+        rule = "has no interleaved stages, whose messages alone it overlaps"
+        raise ConfigError("--peers mcore_no_overlap", f"vp {job.parallel.vpp}", rule, "name mcore")
     if job.model.dtype == "float64":
         raise ConfigError("job.model.dtype", "float64", f"is none of --peers {name}", "give bfloat16 or float32")
     if not is_installed():
@@ -89,17 +92,17 @@ def transformer_settings(job: JobConfig, *, overlap: bool) -> dict[str, Any]:
     }
 
 
-def data_parallel_settings(job: JobConfig, *, overlap: bool) -> dict[str, Any]:
+def data_parallel_settings(job: JobConfig) -> dict[str, Any]:
     """Arguments of its `DistributedDataParallelConfig`."""
     return {
         "use_distributed_optimizer": True,
-        "overlap_grad_reduce": overlap,
-        "overlap_param_gather": overlap,
+        "overlap_grad_reduce": job.parallel.dp > 1,
+        "overlap_param_gather": job.parallel.dp > 1,
         "grad_reduce_in_fp32": job.overlap.reduce_dtype == "float32",
     }
 
 
-def optimizer_settings(job: JobConfig, *, overlap: bool) -> dict[str, Any]:
+def optimizer_settings(job: JobConfig) -> dict[str, Any]:
     """Arguments of its `OptimizerConfig`."""
     config = job.optimizer
     return {
@@ -113,7 +116,7 @@ def optimizer_settings(job: JobConfig, *, overlap: bool) -> dict[str, Any]:
         "bf16": job.model.dtype == "bfloat16",
         "params_dtype": getattr(torch, job.model.dtype),
         "use_distributed_optimizer": True,
-        "overlap_param_gather": overlap,
+        "overlap_param_gather": job.parallel.dp > 1,
     }
 
 
@@ -127,16 +130,16 @@ class Mcore:
         config = _megatron("transformer.transformer_config").TransformerConfig(
             **transformer_settings(job, overlap=overlap)
         )
-        wrapping = distributed.DistributedDataParallelConfig(**data_parallel_settings(job, overlap=overlap))
+        wrapping = distributed.DistributedDataParallelConfig(**data_parallel_settings(job))
         stage = _megatron("parallel_state").get_pipeline_model_parallel_rank()
         modules = [_build(job, config, seed, device, stage, chunk) for chunk in range(job.parallel.vpp)]
         self.chunks = [
             distributed.DistributedDataParallel(config, wrapping, module, disable_bucketing=chunk > 0)
             for chunk, module in enumerate(modules)
         ]
-        self.optimizer = _build_optimizer(job, self.chunks, overlap)
+        self.optimizer = _build_optimizer(job, self.chunks)
         config.no_sync_func = self._of_chunks([chunk.no_sync for chunk in self.chunks])
-        if overlap:
+        if job.parallel.dp > 1:
             config.grad_sync_func = self._of_chunks([chunk.start_grad_sync for chunk in self.chunks])
             config.param_sync_func = self._of_chunks([chunk.start_param_sync for chunk in self.chunks])
         config.finalize_model_grads_func = distributed.finalize_model_grads
@@ -241,14 +244,16 @@ def _block_spec(num_layers: int) -> Any:
     return block.TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TorchNorm)
 
 
-def _build_optimizer(job: JobConfig, chunks: Sequence[nn.Module], overlap: bool) -> Any:
+def _build_optimizer(job: JobConfig, chunks: Sequence[nn.Module]) -> Any:
     package = _megatron("optimizer")
-    config = package.OptimizerConfig(**optimizer_settings(job, overlap=overlap))
+    config = package.OptimizerConfig(**optimizer_settings(job))
     optimizer = package.get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     for group in optimizer.param_groups:
         # Its schedule of learning rates would do this each step: vectors have factor 0.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
         group["fused"] = True  # torch's AdamW stands in for Apex's, which is
+    if not job.optimizer.clip_norm:  # it would take the norm all the same, and let the host wait for every gradient
+        optimizer.get_grad_norm = lambda: 0.0
     return optimizer
 
 

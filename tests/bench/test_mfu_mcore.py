@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from bench.mfu_run import by_processes, in_turn
 from bench.mfu_systems import PEERS, Entry
 from bench.peers.mcore import (
     TorchAttention,
     TorchNorm,
+    check,
     data_parallel_settings,
     is_installed,
     optimizer_settings,
@@ -19,6 +21,7 @@ from bench.peers.mcore import (
 )
 from bench.peers.mcore_values import by_head, copy_values, renamed
 from netlayer.config import JobConfig, build_config
+from netlayer.errors import ConfigError
 from trainer.model import build_model
 from trainer.ops.attention import attention
 
@@ -43,9 +46,10 @@ def test_overlap_is_of_parameters_gradients_and_messages() -> None:
     assert (on["deallocate_pipeline_outputs"], off["deallocate_pipeline_outputs"]) == (False, True)
     assert on["sequence_parallel"]
     assert on["virtual_pipeline_model_parallel_size"] == 2
-    assert data_parallel_settings(job(), overlap=True)["overlap_param_gather"]
-    assert not data_parallel_settings(job(), overlap=False)["overlap_grad_reduce"]
-    settings = optimizer_settings(job(), overlap=True)
+    spread = job().model_copy(update={"parallel": job().parallel.model_copy(update={"dp": 2})})
+    assert data_parallel_settings(spread)["overlap_param_gather"]
+    assert not data_parallel_settings(job())["overlap_grad_reduce"]  # of one rank: there is nothing to reduce
+    settings = optimizer_settings(job())
     assert (settings["clip_grad"], settings["weight_decay"], settings["bf16"]) == (0.5, 0.2, True)
 
 
@@ -62,6 +66,20 @@ def test_its_processes_have_one_hardware_queue_and_are_its_own() -> None:
     assert mcore.processes != ours.processes
     assert mcore.processes == Entry("mcore_no_overlap", job()).processes
     assert set(PEERS) > {"mcore", "mcore_no_overlap"}
+
+
+def test_without_interleaved_stages_there_is_no_overlap_to_leave_out() -> None:
+    plain = job().model_copy(update={"parallel": job().parallel.model_copy(update={"vpp": 1})})
+    with pytest.raises(ConfigError, match=r"--peers mcore_no_overlap = vp 1: has no interleaved stages.*; name mcore"):
+        check(plain, "nccl", overlap=False)
+
+
+def test_changes_of_ours_share_its_processes_and_take_their_turns_beside_it() -> None:
+    entries = [Entry("ours", job()), Entry("mcore", job()), Entry("ours", job(), "loop.cuda_graph=true")]
+    turns = in_turn(entries, 5)
+    assert [entry.name for _, entry in turns[:3]] == ["ours", "ours: loop.cuda_graph=true", "mcore"]
+    assert [entry.name for run, entry in turns if run == 2] == ["mcore", "ours: loop.cuda_graph=true", "ours"]
+    assert len(list(by_processes(turns))) == 6
 
 
 def test_gelu_is_of_the_tanh_form_with_a_bias_and_without() -> None:
@@ -114,5 +132,5 @@ def test_its_config_takes_our_settings() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     assert TransformerConfig(**transformer_settings(job(), overlap=True)).kv_channels == 8
-    DistributedDataParallelConfig(**data_parallel_settings(job(), overlap=True))
-    OptimizerConfig(**optimizer_settings(job(), overlap=True))
+    DistributedDataParallelConfig(**data_parallel_settings(job()))
+    OptimizerConfig(**optimizer_settings(job()))
