@@ -32,6 +32,8 @@ from trainer.ops.norm import Norm
 from trainer.ops.rotary import rotate
 
 INIT_STD = 0.02
+_FEW_ROWS = 3072
+"""Up to which torch's backward of a lookup on a GPU adds up in the dtype of the table; above it sorts them first."""
 
 
 class GPT(nn.Module):
@@ -77,7 +79,7 @@ class GPT(nn.Module):
         """A block, which with full recomputation keeps its input alone for the backward pass."""
         if self.config.recompute != "full" or not torch.is_grad_enabled():
             return block(x)  # type: ignore[no-any-return]
-        return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
     @property
     def units(self) -> list[nn.Module]:
@@ -171,7 +173,7 @@ class Block(nn.Module):
         """
         if not self.keeps_inputs_alone or not torch.is_grad_enabled():
             return function(*inputs)
-        return checkpoint(function, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[T, B, heads of this rank * K] each -> the same shape as `q`."""
@@ -214,7 +216,8 @@ def build_norm(config: ModelConfig) -> Norm:
 
 
 def _look_up(weight_VD: Tensor, tokens_TB: Tensor) -> Tensor:
-    if not sums_narrowly(weight_VD):
+    is_narrow = sums_narrowly(weight_VD) or (weight_VD.dtype.itemsize < 4 and tokens_TB.numel() <= _FEW_ROWS)
+    if not is_narrow:
         return F.embedding(tokens_TB, weight_VD)
     return _Lookup.apply(weight_VD, tokens_TB)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -257,10 +260,10 @@ class _SpreadLookup(torch.autograd.Function):
 
 
 def _sum_of_rows(dx_MD: Tensor, row_M: Tensor, num_rows: int) -> Tensor:
-    """Gradient of a table from those of the rows that were read, added up in float32 or wider."""
-    wide = torch.promote_types(dx_MD.dtype, torch.float32)
-    dweight_vD = torch.zeros(num_rows, dx_MD.shape[1], dtype=wide, device=dx_MD.device)
-    return dweight_vD.index_add_(0, row_M, dx_MD.to(wide)).to(dx_MD.dtype)
+    """Gradient of a table from those of the rows that were read, added up in float32 or wider, always in one order."""
+    wide_MD = dx_MD.to(torch.promote_types(dx_MD.dtype, torch.float32))
+    dweight_vD: Tensor = torch.ops.aten.embedding_dense_backward(wide_MD, row_M, num_rows, -1, False)
+    return dweight_vD.to(dx_MD.dtype)
 
 
 def build_model(

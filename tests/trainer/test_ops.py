@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -188,6 +189,15 @@ def test_one_graph_when_compiled(operators: Operators) -> None:
     torch.testing.assert_close(found, expected)
     for ours, right in zip(compiled, eager, strict=True):
         torch.testing.assert_close(ours.grad, right.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not KERNELS or DEVICE.type != "cuda", reason="needs Triton with a GPU")
+def test_more_rows_than_the_second_axis_of_a_grid_holds() -> None:
+    rows = 4 * 65_535 + 5
+    [x] = inputs(0, torch.float32, (rows, 3))
+    check(lambda x: bias_gelu(x, None, "triton"), lambda x: F.gelu(x, approximate="tanh"), [x], 1)
+    check(lambda x: swiglu(x, x, "triton"), lambda x: F.silu(x) * x, [x], 1)
 
 
 def test_torchs_own_where_there_is_no_kernel() -> None:

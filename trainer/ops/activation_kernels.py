@@ -115,8 +115,9 @@ def _swiglu_gradient_shapes(_dy_MF: Tensor, gate_MF: Tensor, _value_MF: Tensor) 
     return gate_MF.new_empty(gate_MF.shape), gate_MF.new_empty(gate_MF.shape)
 
 
-def _tiles(x_MF: Tensor) -> tuple[int, int]:
-    return triton.cdiv(x_MF.shape[1], _COLUMNS), triton.cdiv(x_MF.shape[0], _ROWS)
+def _tiles(x_MF: Tensor) -> tuple[int]:
+    """On the one axis of a grid that CUDA does not end at 65,535; the columns of a row of tiles stand together."""
+    return (triton.cdiv(x_MF.shape[1], _COLUMNS) * triton.cdiv(x_MF.shape[0], _ROWS),)
 
 
 @triton.jit
@@ -129,8 +130,9 @@ def _gelu_gate(x):
 def _gelu_forward(
     x, bias, y, num_rows, width, x_stride, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    tile, columns = tl.program_id(0), tl.cdiv(width, COLUMNS)
+    row = (tile // columns * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    column = (tile % columns * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < num_rows) & (column < width)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32)
     if HAS_BIAS:
@@ -182,8 +184,9 @@ def _gelu_backward(
 def _swiglu_forward(
     gate, value, y, num_rows, width, gate_stride, value_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    tile, columns = tl.program_id(0), tl.cdiv(width, COLUMNS)
+    row = (tile // columns * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    column = (tile % columns * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < num_rows) & (column < width)
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0).to(tl.float32)
     v = tl.load(value + row * value_stride + column, mask=inside, other=0).to(tl.float32)
@@ -206,8 +209,9 @@ def _swiglu_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    tile, columns = tl.program_id(0), tl.cdiv(width, COLUMNS)
+    row = (tile // columns * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    column = (tile % columns * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < num_rows) & (column < width)
     slope = tl.load(dy + row * dy_stride + column, mask=inside, other=0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0).to(tl.float32)

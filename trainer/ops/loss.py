@@ -104,14 +104,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dx_mD, dweight_vD = ctx.saved_tensors
         slot = ctx.source.slot(ctx.next_functions[1][0]) if ctx.source is not None else None
-        # A scalar on the device, in its own dtype: rounded to bfloat16 first, 1/3 would be 0.2% too large.
-        # The weight's gradient is rounded once, as it is scaled, in the one pass over it.
+        # Of one dimension: a scalar would be rounded to the other's dtype first, 1/3 to a bfloat16 0.2% too large.
+        # Either gradient is rounded once, as it is scaled, in the one pass over it.
+        dloss_1 = dloss[None]
+        dx_mD = torch.mul(dx_mD, dloss_1, out=torch.empty_like(dx_mD))
         if slot is not None and slot.adds:
-            slot.view.addcmul_(dweight_vD, dloss)
-            return dx_mD * dloss, *[None] * 7
+            slot.view.addcmul_(dweight_vD, dloss_1)
+            return dx_mD, *[None] * 7
         place = torch.empty_like(dweight_vD, dtype=dx_mD.dtype) if slot is None else slot.view
-        torch.mul(dweight_vD, dloss, out=place)
-        return dx_mD * dloss, place if slot is None else None, *[None] * 6
+        torch.mul(dweight_vD, dloss_1, out=place)
+        return dx_mD, place if slot is None else None, *[None] * 6
 
 
 def _softmax(
