@@ -47,6 +47,7 @@ class Estimate:
         buckets: gradients on their way to other ranks, and sums on theirs to the share; or the windows for both.
         work: what one block's backward pass holds beside that.
         step: what the optimiser holds while it steps, when activations are gone.
+        construction: the parameters in float32 as they are made, whole, with the first bucket that takes some over.
     """
 
     parameters: int
@@ -58,18 +59,28 @@ class Estimate:
     buckets: int
     work: int
     step: int
+    construction: int = 0
 
     @property
     def total(self) -> int:
-        """At the peak: in the loss, in a block's backward pass, or in the optimiser's step."""
+        """At the peak: in the loss, in a block's backward pass, in the optimiser's step, or before all of them."""
+        return max(self._trains, self.construction)
+
+    @property
+    def _trains(self) -> int:
         always = self.parameters + self.masters + self.gradients + self.optimizer
         return always + max(self.activations + self.buckets + max(self.logits, self.work), self.step)
 
     def parts(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
+        """Of a step."""
+        found = dataclasses.asdict(self)
+        found.pop("construction")
+        return found
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {_gib(num_bytes)}" for name, num_bytes in self.parts().items() if num_bytes)
+        if self.construction > self._trains:
+            return f"{_gib(self.construction)} while the model is made, then {_gib(self._trains)} ({parts})"
         return f"{_gib(self.total)} ({parts})"
 
 
@@ -106,6 +117,7 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
         buckets=_travelling_bytes(job, stage, elements, wide, adds_up) if parallel.dp > 1 else 0,
         work=_block_work_bytes(job),
         step=share * wide if job.optimizer.name == "lamb" else 0,
+        construction=elements * 4 + max(_table_elements(job), _block_elements(model, parallel.tp)) * (wide + width),
     )
 
 

@@ -263,3 +263,17 @@ def test_what_is_too_large_for_a_gpu_is_refused_with_the_change_that_fits(
 def test_a_gpu_holds_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environ, "usable_gpus", lambda: [Gpu(0, "a card", 143_771, "1")] * 8)
     assert check_memory(job_of("h200x8"), 8, "nccl").endswith("; the GPU has 140.4 GiB")
+
+
+def test_a_model_that_many_ranks_share_is_largest_while_it_is_made() -> None:
+    """Its float32 parameters are whole then; later a rank has 2 bytes of each and a 64th of 16."""
+    job = load_config(None, ["job.model.preset=13b", "job.model.dtype=bfloat16", "job.model.recompute=full"]).job
+    parallel = job.parallel.model_copy(update={"dp": 64})
+    batch = job.batch.model_copy(update={"global_size": 64, "micro_size": 1})
+    found, parameters = (
+        estimate(job.model_copy(update={"parallel": parallel, "batch": batch})),
+        num_parameters(job.model),
+    )
+    assert 4 * parameters < found.total == found.construction < 4.2 * parameters
+    assert str(found).startswith(f"{found.total / 2**30:,.1f} GiB while the model is made, then ")
+    assert "construction" not in found.parts()
