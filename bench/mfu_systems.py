@@ -35,7 +35,9 @@ class Ours:
     def __init__(self, job: JobConfig, seed: int, rank: int, device: torch.device, groups: Groups) -> None:
         self.job = job
         self.model = SplitModel(job, seed, rank, device, groups)
-        self.optimizer = self.model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
+        self.optimizer = self.model.optimizer(
+            lambda chunk: build_optimizer(job.optimizer, chunk, step_in_backward=job.overlap.step_in_backward)
+        )
         self._steps = open_steps(self.model, self.optimizer, job.optimizer.clip_norm or None)
         self._step = 0
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import click
 from netlayer import log
 from netlayer.errors import ConfigError
 from netlayer.interrupt import uninterrupted
+from netlayer.rank import detect
 from netlayer.results import check_target, hide_passwords
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _PATH = click.Path(path_type=Path)
 _OF_A_RUN = ("report.html", "metrics.jsonl", "validation.jsonl", "trace.json", "logs", "checkpoints", "tensorboard")
+_CLAIM = "logs"  # made by the run that enters a folder, and by that one alone
 _RUN_OPTIONS = (
     click.option("--config", "config_path", type=_PATH, help="TOML file; see examples/."),
     click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable."),
@@ -82,7 +85,7 @@ def run_options_without_config(command: Callable[..., None]) -> Callable[..., No
 def _with_options(command: Callable[..., None], shared: Sequence[Callable[..., Any]]) -> Callable[..., None]:
     @functools.wraps(command)
     def with_options(verbose: int, **given: Any) -> None:
-        log.configure(verbose)
+        log.configure(verbose, _rank())
         check_target("--json", given["json_file"])
         given = {**_CONFIG, **given}
         options = RunOptions(**{field.name: given.pop(field.name) for field in dataclasses.fields(RunOptions)})
@@ -91,6 +94,15 @@ def _with_options(command: Callable[..., None], shared: Sequence[Callable[..., A
     for option in reversed(shared):
         option(with_options)
     return with_options
+
+
+def _rank() -> int | None:
+    """Of this process, where a launcher has started it; None too where what it says of it is no good."""
+    try:
+        env = detect(os.environ)
+    except ConfigError:  # which a command that wants ranks says itself
+        return None
+    return None if env is None else env.rank
 
 
 def open_out(out: Path | None, command: str) -> Path:
@@ -116,16 +128,17 @@ def open_run(out: Path | None, command: str) -> Iterator[Path]:
     Raises:
         ConfigError: the folder cannot be made or written to, or holds an earlier run: two would mix.
     """
-    earlier = next((out / name for name in _OF_A_RUN if (out / name).exists()), None) if out else None
+    earlier = next((name for name in _OF_A_RUN if (out / name).exists()), None) if out else None
     if out is not None and (earlier or _records_in(out)):
-        rule = f"holds an earlier run ({(earlier or out / 'records').name})"
-        raise ConfigError("--out", out, rule, "give a new folder, or remove that one")
+        raise _used(out, earlier or "records")
     wanted = out or Path("runs")
     made = [path for path in (wanted, *wanted.parents) if not path.exists()]
     folder = None
     try:
         with uninterrupted():  # a Ctrl-C between these would leave a folder that nobody knows of
-            folder = open_out(out, command)
+            opened = open_out(out, command)
+            _claim(opened)
+            folder = opened
         yield folder
     except BaseException:
         if folder and any(path.is_file() for path in folder.rglob("*")):
@@ -133,6 +146,21 @@ def open_run(out: Path | None, command: str) -> Iterator[Path]:
         elif folder:
             _remove_empty([*(path for path in folder.rglob("*") if path.is_dir()), *({folder} - {out}), *made])
         raise
+    finally:
+        if folder:
+            _remove_empty([folder / _CLAIM])
+
+
+def _claim(folder: Path) -> None:
+    """Enter a folder as its one run: two that start at once, both before a file of theirs is there, do not both."""
+    try:
+        (folder / _CLAIM).mkdir()
+    except FileExistsError as exc:
+        raise _used(folder, _CLAIM) from exc
+
+
+def _used(out: Path, by: str) -> ConfigError:
+    return ConfigError("--out", out, f"holds an earlier run ({by})", "give a new folder, or remove that one")
 
 
 def _records_in(folder: Path) -> bool:

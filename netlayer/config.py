@@ -8,6 +8,7 @@ have the ports that the fabric needs (topology checks a design when it builds it
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -245,7 +246,9 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """When training is saved."""
 
-    every_steps: int = Field(0, ge=0, description="save each so many steps, and after the last; 0 = never")
+    every_steps: int = Field(
+        0, ge=0, description="save each so many steps, and after the last; 0: only where a signal stops the run"
+    )
     keep: Count = Field(
         2, description="good checkpoints that stay, the newest; one that nothing vouches for yet lies beside them"
     )
@@ -285,14 +288,25 @@ class OverlapConfig(Section):
     windows: bool = Field(
         False, description="parameters and gradients in NCCL's symmetric windows: faster where NCCL has few blocks"
     )
+    step_in_backward: bool = Field(
+        False,
+        description="step each bucket as its gradients land, and gather under the backward pass: dp alone, no clipping",
+    )
 
 
 class StoreConfig(Section):
     """Where ranks meet."""
 
-    url: str = Field("", description="redis://, rediss:// or unix:// address; empty: an embedded Redis of this run")
+    url: str = Field(
+        "",
+        description="redis://, rediss:// or unix:// address; empty: an embedded Redis of this run. "
+        "No effect on ranks of torchrun, srun or mpirun",
+    )
     timeout_s: float = Field(
-        60.0, gt=0, description="longest wait for other ranks to come, seconds; then job.parallel.distributed_timeout_s"
+        60.0,
+        gt=0,
+        description="longest wait for other ranks to come, seconds (of torchrun, srun or mpirun at least "
+        "job.parallel.distributed_timeout_s, which holds from then on)",
     )
 
     @field_serializer("url", when_used="json")
@@ -304,7 +318,7 @@ class LaunchConfig(Section):
     """How ranks are started on this machine."""
 
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl where there are GPUs, else gloo")
-    grace_s: float = Field(5.0, gt=0, description="seconds between SIGTERM and SIGKILL when a rank failed")
+    grace_s: float = Field(5.0, gt=0, description="seconds from asking ranks to end, when one failed, to SIGKILL")
 
 
 class NcclConfig(Section):
@@ -371,6 +385,7 @@ class JobConfig(Section):
         if self.loop.cuda_graph and (parallel.pp > 1 or self.optimizer.name == "lamb"):
             what = f"job.parallel.pp = {parallel.pp}" if parallel.pp > 1 else "job.optimizer.name = lamb"
             _fail("job.loop.cuda_graph", True, f"cannot be had with {what}", "leave it out, or change that")
+        self._check_step_in_backward()
         stages = parallel.pp if parallel.vpp > 1 else 1  # interleaved, micro-batches go in rounds of as many as stages
         unit = batch.micro_size * parallel.dp * stages
         for name in ("global_size", "start_size", "increment"):
@@ -379,6 +394,23 @@ class JobConfig(Section):
                 rule = f"must be a multiple of {factors}" + f" x {stages} interleaved stages" * (stages > 1)
                 _fail(f"job.batch.{name}", getattr(batch, name), rule, f"set it to {unit} or a multiple")
         return self
+
+    def _check_step_in_backward(self) -> None:
+        """Nothing may need all gradients before the first update."""
+        parallel, optimizer = self.parallel, self.optimizer
+        in_the_way = {
+            f"job.optimizer.clip_norm = {optimizer.clip_norm:g}": optimizer.clip_norm > 0,
+            f"job.optimizer.name = {optimizer.name}": optimizer.name == "lamb",
+            f"job.parallel.tp = {parallel.tp}": parallel.tp > 1,
+            f"job.parallel.pp = {parallel.pp}": parallel.pp > 1,
+            "job.loop.cuda_graph = true": self.loop.cuda_graph,
+        }
+        found = [key for key, is_in_the_way in in_the_way.items() if is_in_the_way]
+        if self.overlap.step_in_backward and found:
+            rule = f"cannot be had with {' and '.join(found)}"
+            _fail(
+                "job.overlap.step_in_backward", True, rule, "leave it out, or change that (clip_norm = 0 clips nothing)"
+            )
 
 
 class Config(Section):
@@ -546,16 +578,36 @@ def _read_error(error: ErrorDetails, root: type[BaseModel]) -> _Broken:
         return _Broken(field, None, "unknown key", _nearest(names, root))
     words = _RULES.get(error["type"])
     rule = words.format(**error.get("ctx", {})) if words else error["msg"].removeprefix("Value error, ")
-    return _Broken(field, error["input"], rule, "correct the value")
+    return _Broken(field, error["input"], rule, _how_to_write(error["input"], rule))
 
 
+def _how_to_write(value: object, rule: str) -> str:
+    """The remedy; how TOML has it where a value is right and only written otherwise."""
+    text = str(value).lower()
+    if rule == _TEXT and not isinstance(value, dict | list):
+        return """quote it, in a shell twice: '"..."'"""
+    if rule == _SWITCH and text in ("true", "false"):
+        return f"write {text}"
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if rule == _NUMBER and math.isfinite(number):
+        return f"write {number!r}"
+    if rule == _WHOLE_NUMBER and number.is_integer() and abs(number) < 2**53:
+        return f"write {number:.0f}"
+    return "correct the value"
+
+
+_WHOLE_NUMBER, _NUMBER = "must be a whole number", "must be a number"
+_SWITCH, _TEXT = "must be true or false", "must be text"
 # pydantic's kinds of errors, with what each knows of its rule.
 _RULES = {
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
-    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
-    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), _WHOLE_NUMBER),
+    **dict.fromkeys(("float_type", "float_parsing"), _NUMBER),
+    **dict.fromkeys(("bool_type", "bool_parsing"), _SWITCH),
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be a table of keys, not one value"),
-    "string_type": "must be text",
+    "string_type": _TEXT,
     "finite_number": "must be finite",
     "literal_error": "must be one of {expected}",
     "greater_than": "must be above {gt}",

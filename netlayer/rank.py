@@ -74,17 +74,22 @@ def detect(environ: Mapping[str, str]) -> RankEnv | None:
     return None
 
 
+def speaks(environ: Mapping[str, str]) -> bool:
+    """Whether this process says what every rank of a launcher would say alike: as the first of them, or as no rank."""
+    try:
+        env = detect(environ)
+    except ConfigError:  # who needs the rank reports that
+        return True
+    return env is None or env.rank == 0
+
+
 def end_rank(line: str, code: int) -> NoReturn:
     """End a command with a line on stderr; what every rank of a launcher would say alike, one of them says.
 
     A rank other than the first waits with a usage error: a launcher that sees the first one fail ends it meanwhile.
     torchrun also shows the line in its summary.
     """
-    try:
-        env = detect(os.environ)
-    except ConfigError:  # which may be what the line says
-        env = None
-    if env is not None and env.rank != 0 and code == EXIT_USAGE:
+    if not speaks(os.environ) and code == EXIT_USAGE:
         time.sleep(_FIRST_SPEAKS_S)
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

@@ -41,6 +41,7 @@ from trainer.checkpoint_meta import (
     check_model,
     checkpoints_in,
     file_name,
+    halves_in,
     sealed,
 )
 from trainer.data.prepare import Corpus
@@ -273,6 +274,6 @@ def _write_durably(path: Path, content: bytes) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what is no checkpoint: halves of runs that were killed, and what has been replaced."""
-    for path in (*folder.glob(".step-*.part"), *folder.glob(".step-*.old")):
+    """Remove what is no checkpoint, and of this run alone: no other has entered its folder."""
+    for path in halves_in(folder):
         shutil.rmtree(path, ignore_errors=True)

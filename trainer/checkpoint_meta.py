@@ -13,6 +13,7 @@ from typing import Any
 
 from netlayer.config import JobConfig
 from netlayer.errors import ConfigError
+from netlayer.units import format_size
 from trainer.checkpoint_digest import digest
 
 FORMAT = 3
@@ -124,6 +125,11 @@ def unproven_in(folder: Path) -> list[Path]:
     return _named(folder, UNPROVEN)
 
 
+def halves_in(folder: Path) -> list[Path]:
+    """What is no checkpoint: halves of saves under way or killed, and what has been replaced."""
+    return sorted([*folder.glob(".step-*.part"), *folder.glob(".step-*.old")])
+
+
 def file_name(tp: int, pp: int) -> str:
     """What the first data-parallel rank of a place writes."""
     return f"tp{tp}-pp{pp}.safetensors"
@@ -182,6 +188,9 @@ def going_on(meta: Meta, job: JobConfig) -> list[str]:
     for path in meta.passed_over:
         why = "nothing vouches for it" if path.suffix == UNPROVEN else f"it lacks {META}"
         said.append(f"note: {path} is newer, and was passed over: {why}")
+    for path in halves_in(meta.path.parent):
+        what = f"({format_size(_size(path))}) is what a killed save left"
+        said.append(f"note: {path} {what}; delete it, unless a run still writes there")
     for section in ("optimizer", "batch"):
         for key, value in getattr(job, section).model_dump(mode="json").items():
             before = meta.job[section].get(key, value)
@@ -199,6 +208,14 @@ def _named(folder: Path, suffix: str) -> list[Path]:
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-").removesuffix(UNPROVEN))
+
+
+def _size(folder: Path) -> int:
+    num_bytes = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # a run that still writes there has moved it
+            num_bytes += path.stat().st_size
+    return num_bytes
 
 
 @contextlib.contextmanager

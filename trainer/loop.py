@@ -124,7 +124,9 @@ class Trainer:
         if place.rank == 0 and job.model.vocab_size % job.parallel.tp:
             rows = padded(job.model.vocab_size, job.parallel.tp)
             logger.info("the vocabulary of %d is padded to %d, a multiple of tp", job.model.vocab_size, rows)
-        self.optimizer = self.model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
+        self.optimizer = self.model.optimizer(
+            lambda chunk: build_optimizer(job.optimizer, chunk, step_in_backward=job.overlap.step_in_backward)
+        )
         self.steps = open_steps(self.model, self.optimizer, job.optimizer.clip_norm or math.inf)
         self.steps_done = 0
         self._before: StepComm | None = None
@@ -150,7 +152,7 @@ class Trainer:
             CheckFailed: a parameter or a moment is not finite; on all ranks alike.
             ConfigError: it cannot be written.
         """
-        self._before = None
+        self.leave_out()
         self._check_state()
         path = checkpoint.save(self.model, self.optimizer, self.steps_done, self.seed, folder, self.text)
         self._unproven = path
@@ -161,12 +163,16 @@ class Trainer:
         path, self._unproven = self._unproven, None
         if path is None:
             return None
-        self._before = None  # what it takes is no step's time
+        self.leave_out()
         good = checkpoint.good_name(path)
         if self.place.rank == 0:
             checkpoint.vouch(path, self.job.checkpoint.keep)
             logger.info("checkpoint: %s", good)
         return good
+
+    def leave_out(self) -> None:
+        """What is done now is no step's time: the next one is timed from its own begin."""
+        self._before = None
 
     def close(self) -> None:
         """End the training; every rank calls it, with no step under way. Process groups stay."""
@@ -211,7 +217,7 @@ class Trainer:
         Raises:
             CheckFailed: the loss of a rank is not finite; on all ranks alike.
         """
-        self._before = None
+        self.leave_out()
         share = self._slice(self.job.batch.global_size).count * global_batches
         starts = even_starts(len(self.validation_tokens), self.job.model.seq_len, share * self.job.parallel.dp)
         own = starts[self.dp * share : (self.dp + 1) * share]
@@ -295,13 +301,13 @@ def run(
     on_step: Callable[[Row], None],
     on_evaluation: Callable[[Row], None],
     checkpoints: Path | None = None,
-    on_comm: Callable[[StepComm], None] = lambda _comm: None,
+    on_comm: Callable[[StepComm], bool] = lambda _comm: False,
 ) -> Stop | None:
     """Train to the end of the job, or until it is asked to stop; each row is handed over as soon as it is known.
 
     Args:
         checkpoints: folder for those that the job asks for, and for one where the training is asked to stop.
-        on_comm: gets what the recorder has of each step, with its row.
+        on_comm: gets what the recorder has of each step, with its row; says whether it took time that is no step's.
 
     Returns:
         None at the end of the job.
@@ -313,11 +319,7 @@ def run(
     under_way: list[Launched] = []
 
     def read_one() -> bool:
-        launched = under_way.pop(0)
-        row, is_asked = trainer.read(launched)
-        on_step(row)
-        on_comm(launched.comm)
-        return is_asked
+        return _hand_over(trainer, under_way.pop(0), on_step, on_comm)
 
     def evaluate(step: int) -> None:
         on_evaluation({"step": step, "validation_loss": trainer.evaluate(evaluation.global_batches)})
@@ -349,6 +351,17 @@ def run(
                 break
     trainer.model.wait_parameters()  # the last step has launched gathers: let none be under way when ranks part
     return stopped
+
+
+def _hand_over(
+    trainer: Trainer, launched: Launched, on_step: Callable[[Row], None], on_comm: Callable[[StepComm], bool]
+) -> bool:
+    """Read a step; whether a rank was asked to stop."""
+    row, is_asked = trainer.read(launched)
+    on_step(row)
+    if on_comm(launched.comm):
+        trainer.leave_out()
+    return is_asked
 
 
 @contextlib.contextmanager

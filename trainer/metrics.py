@@ -111,8 +111,8 @@ class _Events:
 def _listening(address: str, port: int) -> Iterator[None]:
     try:
         yield
-    except OSError as exc:
-        rule = f"cannot be listened on ({exc.strerror or exc})"
+    except (OSError, UnicodeError) as exc:  # the latter: it cannot be the name of a host
+        rule = f"cannot be listened on ({getattr(exc, 'strerror', None) or exc})"
         remedy = "give another job.metrics.prometheus_port or prometheus_address, or port 0 for none"
         raise ConfigError("job.metrics.prometheus_port", f"{address}:{port}", rule, remedy) from exc
 

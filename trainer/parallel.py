@@ -128,6 +128,8 @@ class SplitModel:
         self._data_lanes = self._open_data_lanes(recorder, watch)
         self.chunks = [self._wrap(module) for module in modules]
         self.slots = [slot for chunk in self.chunks for slot in self._slots(chunk)]
+        self._stepped_square: Tensor | None = None
+        """Of the gradients that this step's backward pass has stepped, where they are measured."""
         self.pipeline = _Pipeline(self, watch) if layout.pp > 1 else None
 
     def start_step(self, step: int) -> None:
@@ -171,10 +173,16 @@ class SplitModel:
             _add_up(tables, self.tied.start_all_reduce)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the finished gradients so that the norm of all of them is at most `max_norm`; the norm before."""
+        """Scale the finished gradients so that the norm of all of them is at most `max_norm`; the norm before.
+
+        Where the backward pass has stepped them, it is that of what `measure_in_backward` saw, and they stay as they
+        are.
+        """
         own = [slot.piece.grad for slot in self.slots if slot.counts and slot.piece.grad is not None]
         squared = self.zero()
-        if own:
+        if self._stepped_square is not None:
+            squared, self._stepped_square = self._stepped_square, self.zero()
+        elif own:
             squared += total_norm(own).square()
         self.own_square = squared.clone()  # where the norm is not finite, this says on which rank
         self.world.all_reduce(squared)
@@ -186,6 +194,18 @@ class SplitModel:
     def optimizer(self, build: Callable[[ShardedDataParallel], torch.optim.Optimizer]) -> Optimizers:
         """The optimisers of all chunks as one."""
         return Optimizers([build(chunk) for chunk in self.chunks])
+
+    def measure_in_backward(self, optimizer: Optimizers) -> None:
+        """Have gradients measured, bucket by bucket, that the backward pass steps and drops: see `clip_grad_norm_`."""
+        self._stepped_square = self.zero()
+
+        def measure(each: torch.optim.Optimizer, *_: object) -> None:
+            grads = [piece.grad for group in each.param_groups for piece in group["params"] if piece.grad is not None]
+            if grads and self._stepped_square is not None:
+                self._stepped_square += total_norm(grads).square()
+
+        for each in optimizer.each:
+            each.register_step_pre_hook(measure)
 
     def wait_parameters(self) -> None:
         for chunk in self.chunks:
@@ -274,8 +294,7 @@ def _add_up(slots: Sequence[Slot], start_all_reduce: Callable[[Tensor], Flight])
         return
     flat = torch.cat(grads)
     start_all_reduce(flat).wait()
-    for grad, total in zip(grads, torch.split(flat, [len(grad) for grad in grads]), strict=True):
-        grad.copy_(total)
+    torch._foreach_copy_(grads, list(torch.split(flat, [len(grad) for grad in grads])))
 
 
 class Optimizers:

@@ -14,12 +14,12 @@ from trainer.memory import num_parameters
 from trainer.ramps import batch_size
 
 
-def lines(job: JobConfig, backend: Literal["gloo", "nccl"], memory: str) -> list[str]:
+def lines(job: JobConfig, backend: Literal["gloo", "nccl"], memory: str, *, is_traced: bool = False) -> list[str]:
     """All of it; `memory` is what `check_memory` says."""
     return [
         f"{job.name}: {size(job, backend)}",
         f"memory (estimate): {memory}",
-        *(f"note: {note}" for note in notes(job, backend)),
+        *(f"note: {note}" for note in notes(job, backend, is_traced=is_traced)),
     ]
 
 
@@ -35,8 +35,12 @@ def size(job: JobConfig, backend: Literal["gloo", "nccl"]) -> str:
     return f"{num_parameters(job.model):,} parameters on {ranks}; {count:,} step{'s' * (count > 1)} of {sequences}"
 
 
-def notes(job: JobConfig, backend: Literal["gloo", "nccl"]) -> list[str]:
-    """What the trainer does otherwise than the job reads, or what of it has no effect: a line each."""
+def notes(job: JobConfig, backend: Literal["gloo", "nccl"], *, is_traced: bool = False) -> list[str]:
+    """What the trainer does otherwise than the job reads, or what of it has no effect: a line each.
+
+    Args:
+        is_traced: whether the run is given `--trace`.
+    """
     model, tp, optimizer = job.model, job.parallel.tp, job.optimizer
     said = [f"job.{key} has no effect: {why}" for key, why in _without_effect(job)]
     if others := _beside_preset(model):
@@ -59,6 +63,8 @@ def notes(job: JobConfig, backend: Literal["gloo", "nccl"]) -> list[str]:
         )
     if job.loop.cuda_graph and backend == "gloo":
         said.append("job.loop.cuda_graph has no effect on a CPU")
+    elif job.loop.cuda_graph and is_traced:
+        said.append("--trace shows no parts of a step that is replayed, for job.loop.cuda_graph = true")
     if job.overlap.windows and (backend == "gloo" or job.parallel.dp == 1):
         said.append("job.overlap.windows has no effect: only data-parallel ranks on NCCL have them")
     return said
@@ -83,11 +89,18 @@ def _without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
         yield f"optimizer.min_lr_share = {optimizer.min_lr_share:g}", "job.optimizer.schedule is constant"
     if _is_given(batch, "increment_steps") and not 0 < batch.start_size < batch.global_size:
         yield f"batch.increment_steps = {batch.increment_steps}", "there is no ramp"
-    if job.overlap.reduce_dtype == "bfloat16" and (job.parallel.dp == 1 or model.dtype == "float64"):
-        why = "job.model.dtype is float64" if model.dtype == "float64" else "job.parallel.dp is 1: none are reduced"
-        yield "overlap.reduce_dtype = bfloat16", why
+    yield from _overlap_without_effect(job)
     if _is_given(job.metrics, "prometheus_address") and not job.metrics.prometheus_port:
         yield f"metrics.prometheus_address = {job.metrics.prometheus_address}", "job.metrics.prometheus_port is 0"
+
+
+def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
+    is_alone, is_wide = job.parallel.dp == 1, job.model.dtype == "float64"
+    if job.overlap.reduce_dtype == "bfloat16" and (is_alone or is_wide):
+        why = "job.model.dtype is float64" if is_wide else "job.parallel.dp is 1: none are reduced"
+        yield "overlap.reduce_dtype = bfloat16", why
+    if job.overlap.step_in_backward and is_alone:
+        yield "overlap.step_in_backward = true", "job.parallel.dp is 1: nothing is gathered"
 
 
 def _is_given(section: Section, key: str) -> bool:

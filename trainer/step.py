@@ -58,6 +58,8 @@ class Steps:
 
     def __init__(self, model: SplitModel, optimizer: Optimizers, max_norm: float | None = None) -> None:
         self.model, self.optimizer, self.max_norm = model, optimizer, max_norm
+        if model.job.overlap.step_in_backward and max_norm is not None:
+            model.measure_in_backward(optimizer)
 
     def begin(self, step: int) -> None:
         """Launch what needs no data: call it before the data is loaded."""

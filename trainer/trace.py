@@ -50,12 +50,18 @@ class StepTracer:
         self._steps, self._file, self._layout, self._rank = steps, file, layout, rank
         self._kept: list[StepComm] = []
 
-    def add(self, comm: StepComm) -> None:
-        """Every rank gives every step, in order; the file is written behind the first one after those asked for."""
+    def add(self, comm: StepComm) -> bool:
+        """Every rank gives every step, in order; the file is written behind the first one after those asked for.
+
+        Returns:
+            Whether that was done now, which can take long.
+        """
         if comm.step in self._steps:
             self._kept.append(comm)
-        elif self._kept:  # by now everything that those steps launched was waited for
-            self.write()
+            return False
+        is_due = bool(self._kept)  # by now everything that those steps launched was waited for
+        self.write()
+        return is_due
 
     def write(self) -> None:
         """Write what is kept, if anything; every rank calls it, and waits for the others.

@@ -143,11 +143,11 @@ def prepare(
     text = (job.data, job.model.vocab_size, seed)
     before = find(resume) if resume else None
     tokenizer_file = before.tokenizer_file if before and job.checkpoint.other_text else None
-    cache_folder = default_cache_folder()
     try:
-        corpus = prepare_corpus(*text, cache_folder, on_stage, tokenizer_file)
+        corpus = prepare_corpus(*text, default_cache_folder(), on_stage, tokenizer_file)
     except OSError as exc:
-        logger.warning("%s cannot be used as a cache (%s); this run's tokens go to %s", cache_folder, exc, out)
+        said = "$XDG_CACHE_HOME, or ~/.cache, cannot be used as a cache (%s); this run's tokens go to %s"
+        logger.warning(said, exc, out)
         corpus = prepare_corpus(*text, out, on_stage, tokenizer_file)
     if before:
         check_same_text(before, corpus.identity, job)

@@ -1,3 +1,5 @@
+import contextlib
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +31,27 @@ def test_a_command_gets_the_shared_options_as_one_object(monkeypatch: pytest.Mon
     assert (options.seed, options.overrides, options.out, steps) == (7, ("a.b=1", "c.d=2"), tmp_path, 5)
     assert options.arguments() == {"config": "", "set": ["a.b=1", "c.d=2"], "seed": 7, "out": str(tmp_path)}
     assert command.help == "Does a thing."
+
+
+@pytest.mark.parametrize(("size", "who"), [("2", "rank 1"), ("no number", "main")])
+def test_log_lines_of_a_launchers_ranks_say_which_rank_they_are_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], size: str, who: str
+) -> None:
+    @click.command()
+    @run_options
+    def command(options: RunOptions) -> None:
+        logging.getLogger("here").warning("look")
+        logging.getLogger("here").info("not asked for")
+
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    monkeypatch.setattr(root, "level", root.level)
+    variables = {"RANK": "1", "WORLD_SIZE": size, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": size}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    command.main([], standalone_mode=False)  # a command that asks for ranks says itself that a variable is none
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(f" WARNING {who} here: look")
 
 
 def test_a_command_that_reads_no_configuration_offers_none(tmp_path: Path) -> None:
@@ -116,3 +139,33 @@ def test_a_folder_with_other_files_is_not_an_earlier_run(tmp_path: Path) -> None
     (tmp_path / "notes.txt").touch()
     with open_run(tmp_path, "x") as folder:
         assert folder == tmp_path
+
+
+def test_a_folder_is_a_run_s_own_before_it_has_written_anything(tmp_path: Path) -> None:
+    refused = pytest.raises(ConfigError, match="holds an earlier run")
+    with open_run(tmp_path, "x"), refused, open_run(tmp_path, "x"):
+        raise AssertionError("unreachable: the block does not begin")
+    with open_run(tmp_path, "x"):  # the first one has ended, and left nothing that counts
+        pass
+
+
+def test_of_two_runs_that_look_at_once_one_enters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = open_out
+
+    def late(out: Path | None, name: str) -> Path:
+        monkeypatch.setattr("netlayer.command.open_out", make)
+        first.enter_context(open_run(out, name))
+        return make(out, name)
+
+    monkeypatch.setattr("netlayer.command.open_out", late)
+    refused = pytest.raises(ConfigError, match="holds an earlier run")
+    with contextlib.ExitStack() as first, refused, open_run(tmp_path, "x"):
+        raise AssertionError("unreachable: the block does not begin")
+
+
+def test_a_run_that_fails_before_it_starts_can_be_given_its_folder_again(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(KeyError):
+        break_off(tmp_path, lambda _folder: None)
+    with open_run(tmp_path, "x"):
+        pass

@@ -77,6 +77,18 @@ def test_overrides_win_over_the_file_and_a_unique_section_may_be_left_out(tmp_pa
         ("job.optimizer.lr=true", "job.optimizer.lr = True: must be a number"),
         ("job.overlap.dp=1", "job.overlap.dp = 1: must be true or false"),
         ("job.name=1", "job.name = 1: must be text"),
+        ("job.name=1", """must be text; quote it, in a shell twice: '"..."'"""),
+        ("job.data.folder=2024-05-01", "must be text; quote it"),
+        ("job.optimizer.lr=.001", "job.optimizer.lr = .001: must be a number; write 0.001"),
+        ("job.optimizer.lr=1.e-3", "must be a number; write 0.001"),
+        ("job.optimizer.lr=infinity", "must be a number; correct the value"),
+        ("job.optimizer.steps=1e3", "job.optimizer.steps = 1000.0: must be a whole number; write 1000"),
+        ("job.optimizer.steps=0050", "must be a whole number; write 50"),
+        ("job.optimizer.steps=50.5", "must be a whole number; correct the value"),
+        ("job.optimizer.steps=1e400", "must be a whole number; correct the value"),
+        ("job.loop.cuda_graph=True", "job.loop.cuda_graph = True: must be true or false; write true"),
+        ("job.loop.cuda_graph=FALSE", "must be true or false; write false"),
+        ("job.loop.cuda_graph=on", "must be true or false; correct the value"),
         ("job=3", "job = 3: must be a table of keys"),
         ("job.launch.backend=mpi", "must be one of 'auto', 'gloo' or 'nccl'"),
         ("job.data.validation_share=2", "must be below 1"),
@@ -111,6 +123,24 @@ def test_bad_values_get_one_line_that_names_the_rule(override: str, words: str) 
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["job.optimizer.clip_norm=1"], "cannot be had with job.optimizer.clip_norm = 1; leave it out, or change that"),
+        (["job.optimizer.clip_norm=0", "job.optimizer.name=lamb"], "cannot be had with job.optimizer.name = lamb;"),
+        (["job.optimizer.clip_norm=0", "job.parallel.tp=2"], "cannot be had with job.parallel.tp = 2;"),
+        (["job.optimizer.clip_norm=0", "job.parallel.pp=2"], "cannot be had with job.parallel.pp = 2;"),
+        (["job.optimizer.clip_norm=0", "job.loop.cuda_graph=true"], "cannot be had with job.loop.cuda_graph = true;"),
+    ],
+)
+def test_what_needs_all_gradients_keeps_steps_out_of_the_backward_pass(overrides: list[str], words: str) -> None:
+    stepping = "job.overlap.step_in_backward=true"
+    assert load_config(None, [stepping, "job.optimizer.clip_norm=0"]).job.overlap.step_in_backward
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [stepping, *overrides])
+    assert words in str(caught.value)
 
 
 def test_every_bad_value_is_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import threading
 import time
@@ -231,6 +232,11 @@ def run_graphs(context: RankContext, jobs: Sequence[JobConfig], url: str, backen
         ]
 
 
+def run_steps(context: RankContext, jobs: Sequence[JobConfig], url: str) -> list[Trained]:
+    with _world(context, url) as device:
+        return [take_steps(job, context.env.rank, device, Steps) for job in jobs]
+
+
 def take_steps(
     job: JobConfig, rank: int, device: torch.device, kind: Callable[[SplitModel, Optimizers, float], Steps]
 ) -> Trained:
@@ -238,8 +244,10 @@ def take_steps(
     layout = job.parallel.layout
     groups = create_groups(layout, more=further_groups(job)) if layout.world_size > 1 else None
     model = SplitModel(job, 3, rank, device, groups)
-    optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
-    steps = kind(model, optimizer, job.optimizer.clip_norm)
+    optimizer = model.optimizer(
+        lambda chunk: build_optimizer(job.optimizer, chunk, step_in_backward=job.overlap.step_in_backward)
+    )
+    steps = kind(model, optimizer, job.optimizer.clip_norm or math.inf)
     losses, norms = [], []
     for step in range(1, 13):
         steps.begin(step)

@@ -22,7 +22,7 @@ from netlayer.launch import launch
 from netlayer.meeting import meeting_place
 from tests.trainer import layout_ranks
 from tests.trainer.test_layouts import LLAMA, job_of
-from trainer.checkpoint_meta import FORMAT, check_model, find, going_on, sealed, seed_of
+from trainer.checkpoint_meta import FORMAT, Meta, check_model, find, going_on, sealed, seed_of
 from trainer.data.prepare import Corpus
 from trainer.loop import Place, Trainer, run
 from trainer.parallel import SplitModel
@@ -124,6 +124,19 @@ def test_a_folder_without_its_meta_is_passed_over_and_named(text_folder: Path, c
     said = [f"goes on from {tmp_path}/checkpoints/step-000006, behind step 6"]
     said += [f"note: {newer} is newer, and was passed over: it lacks meta.json"]
     assert (meta.step, going_on(meta, job)) == (6, said)
+
+
+def test_what_a_killed_save_left_is_named_with_its_size(text_folder: Path, tmp_path: Path) -> None:
+    job = job_for(text_folder)
+    meta = Meta(tmp_path / "step-000006", 6, 0, 1, 1, job.model_dump(mode="json"), {}, {})
+    _, *notes = going_on(meta, job)
+    assert notes == []
+    (half := tmp_path / ".step-000008.part").mkdir()
+    for name in ("a", "b"):
+        (half / name).write_bytes(bytes(1024))
+    _, *notes = going_on(meta, job)
+    assert notes == [f"note: {half} (2 KiB) is what a killed save left; delete it, unless a run still writes there"]
+    assert half.exists()
 
 
 def test_what_is_otherwise_than_before_is_said(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:

@@ -50,6 +50,23 @@ def test_beyond_max_mib_files_are_drawn_by_seed(text_folder: Path) -> None:
     assert 0 < first.text_bytes <= 0.02 * 2**20
 
 
+def test_text_that_is_left_out_is_said_once(
+    text_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        read_documents(config(text_folder), seed=0)
+        assert not caplog.text
+        read_documents(config(text_folder, max_mib=0.02), seed=0)
+        (said,) = caplog.messages
+        for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_RANK", 1), ("LOCAL_WORLD_SIZE", 2)):
+            monkeypatch.setenv(name, str(value))
+        read_documents(config(text_folder, max_mib=0.02), seed=0)
+    assert said.startswith("job.data.max_mib = 0.02: ")
+    assert said.endswith(" are trained on; raise it for more of them")
+    assert " of the 40 files (" in said
+    assert caplog.messages == [said]  # the first rank speaks for all
+
+
 def test_what_is_no_text_is_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a.txt", "sub/b.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -74,6 +91,11 @@ def test_the_standard_library_is_the_default() -> None:
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"job\.data\.folder = .*no such folder"):
         read_documents(config(tmp_path / "nowhere"), seed=0)
+
+
+def test_a_home_folder_of_nobody_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"job\.data\.folder = ~nobody-here/text: names no home folder"):
+        read_documents(DataConfig(folder="~nobody-here/text"), seed=0)
 
 
 def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:

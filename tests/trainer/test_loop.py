@@ -272,6 +272,22 @@ def test_what_makes_a_checkpoint_a_good_one_is_no_step_s_time(
     assert (third.before, trainer.launch(4).before) == (second.comm, None)
 
 
+def test_what_is_done_with_a_step_s_parts_is_no_step_s_time(
+    text_folder: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(tiny_job(text_folder, optimizer={"steps": 5}), corpus, 0, ALONE)
+    launch, launched = trainer.launch, list[Launched]()
+
+    def kept(step: int) -> Launched:
+        launched.append(launch(step))
+        return launched[-1]
+
+    monkeypatch.setattr(trainer, "launch", kept)
+    ignore = lambda _row: None  # noqa: E731
+    run(trainer, EvaluationConfig(), ignore, ignore, on_comm=lambda comm: comm.step == 2)  # when 3 is launched
+    assert [each.before and each.before.step for each in launched] == [None, 1, 2, None, 4]
+
+
 def test_a_stop_does_not_wait_for_the_evaluation_that_was_due(
     text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

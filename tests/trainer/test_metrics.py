@@ -69,6 +69,11 @@ def test_an_address_that_is_not_this_machine_s_is_one_line() -> None:
         check_metrics(MetricsConfig(prometheus_port=9400, prometheus_address="192.0.2.1"))
 
 
+def test_an_address_that_is_no_name_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"prometheus_port = a\.\.b:9400: cannot be listened on"):
+        check_metrics(MetricsConfig(prometheus_port=9400, prometheus_address="a..b"))
+
+
 def test_tensorboard_that_is_not_installed_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     check_metrics(MetricsConfig())

@@ -107,6 +107,17 @@ def test_a_corpus_that_another_run_has_just_found_stays(text_folder: Path, tmp_p
     assert {*tmp_path.iterdir()} == corpora
 
 
+def test_a_corpus_that_a_long_run_trains_on_stays(text_folder: Path, tmp_path: Path) -> None:
+    corpora = [prepare(text_folder, tmp_path, vocab_size=300 + number) for number in range(5)]
+    for corpus in corpora:
+        os.utime(corpus.folder, (0, 0))
+    corpora[0].note_in_use()
+    newest = prepare(text_folder, tmp_path, vocab_size=305)
+    assert {corpora[0].folder, newest.folder} <= {*tmp_path.iterdir()}
+    assert len(list(tmp_path.iterdir())) == 4
+    dataclasses.replace(newest, folder=tmp_path / "gone").note_in_use()  # no reason to end a run
+
+
 def test_other_text_or_vocabulary_is_no_hit(tmp_path: Path) -> None:
     folder = tmp_path / "text"
     folder.mkdir()

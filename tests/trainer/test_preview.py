@@ -67,6 +67,20 @@ def test_what_a_job_does_not_show_is_said(tmp_path: Path, sections: dict[str, di
     assert says in note
 
 
+def test_a_trace_of_graphs_is_said_to_show_no_parts(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, 2, loop={"cuda_graph": True})
+    assert notes(job, "nccl") == []
+    *_, note = lines(job, "nccl", "little", is_traced=True)
+    assert note == "note: --trace shows no parts of a step that is replayed, for job.loop.cuda_graph = true"
+
+
+def test_one_rank_that_steps_in_the_backward_pass_gains_nothing(tmp_path: Path) -> None:
+    sections: dict[str, dict[str, object]] = {"overlap": {"step_in_backward": True}, "optimizer": {"clip_norm": 0.0}}
+    assert notes(tiny_job(tmp_path, 2, **sections), "gloo") == []
+    (note,) = notes(tiny_job(tmp_path, 1, **sections), "gloo")
+    assert note.startswith("job.overlap.step_in_backward = true has no effect: job.parallel.dp is 1")
+
+
 def test_the_preview_needs_no_torch() -> None:
     code = "import sys, trainer.preview, trainer.schedule_check; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,7 +18,7 @@ from netlayer.launch import launch
 from netlayer.meeting import meeting_place
 from tests.trainer import layout_ranks
 from tests.trainer.layout_ranks import CPU, Trained
-from tests.trainer.test_layouts import PARALLEL, job_of
+from tests.trainer.test_layouts import LLAMA, PARALLEL, job_of
 from trainer.loop import Trainer
 from trainer.optim import build_optimizer
 from trainer.parallel import SplitModel
@@ -92,6 +92,43 @@ def test_what_cannot_be_captured_is_refused() -> None:
 def _with_graph(job: JobConfig) -> JobConfig:
     tree = job.model_dump(exclude_unset=True)
     return JobConfig.model_validate({**tree, "loop": {"cuda_graph": True}})
+
+
+def test_steps_inside_the_backward_pass_are_those_behind_it_to_the_bit(tmp_path: Path) -> None:
+    """With accumulation, tied tables, recomputation and evaluations between; their norm is summed in another order."""
+    models: list[dict[str, Any]] = [LLAMA, {**PARALLEL, "recompute": "full"}]
+    jobs = [unclipped(job_of({"dp": 2}, model, {})) for model in models]
+    jobs += [stepping_in_backward(job) for job in jobs]
+    with meeting_place() as place:
+        url = place.init_method("in_backward")
+        found = launch(layout_ranks.run_steps, 2, args=(jobs, url), log_dir=tmp_path)[0]
+    for expected, got in zip(found[: len(models)], found[len(models) :], strict=True):
+        assert got.losses == expected.losses
+        assert got.norms == pytest.approx(expected.norms, rel=1e-12)
+        assert all(torch.equal(got.parameters[name], value) for name, value in expected.parameters.items())
+
+
+def test_a_step_inside_the_backward_pass_does_not_stand_behind_it() -> None:
+    job = stepping_in_backward(unclipped(job_of({}, {}, {})))
+    model = SplitModel(job, 3, 0, CPU)
+    [chunk] = model.chunks
+    optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk, step_in_backward=True))
+    before = [slot.piece.detach().clone() for slot in model.slots]
+    steps = Steps(model, optimizer)
+    with mock.patch.object(optimizer, "step") as behind:
+        steps.begin(1)
+        steps.run(1, layout_ranks.batches(job, 1, 0), 1e-3)
+    behind.assert_called_once_with()
+    assert chunk.step_in_backward
+    assert not any(torch.equal(slot.piece, old) for slot, old in zip(model.slots, before, strict=True))
+
+
+def unclipped(job: JobConfig) -> JobConfig:
+    return job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"clip_norm": 0.0})})
+
+
+def stepping_in_backward(job: JobConfig) -> JobConfig:
+    return job.model_copy(update={"overlap": job.overlap.model_copy(update={"step_in_backward": True})})
 
 
 @pytest.mark.gpu

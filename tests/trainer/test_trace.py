@@ -56,18 +56,22 @@ def test_other_steps_are_refused(text: str, said: str) -> None:
 def test_the_file_is_there_as_soon_as_the_steps_are_over(
     text_folder: Path, corpus: Corpus, tmp_path: Path, steps: range, written_at: int
 ) -> None:
-    job, file, there = tiny_job(text_folder, optimizer={"steps": 6}), tmp_path / "trace.json", list[int]()
+    job, file = tiny_job(text_folder, optimizer={"steps": 6}), tmp_path / "trace.json"
+    there, wrote = list[int](), list[int]()
     tracer = StepTracer(steps, file, job.parallel.layout, 0)
     trainer = Trainer(job, corpus, 0, Place(0, 1, torch.device("cpu")))
 
-    def note(comm: Any) -> None:
-        tracer.add(comm)
+    def note(comm: Any) -> bool:
+        is_written = tracer.add(comm)
+        if is_written:
+            wrote.append(comm.step)
         if file.is_file():
             there.append(comm.step)
+        return is_written
 
     run(trainer, EvaluationConfig(), lambda _row: None, lambda _row: None, on_comm=note)
     tracer.write()
-    assert there[:1] == ([] if written_at == 6 else [written_at])
+    assert there[:1] == wrote == ([] if written_at == 6 else [written_at])
     found = slices(file)
     assert {event["args"]["step"] for event in found} == set(steps)
     assert {event["name"] for event in found} >= {"forward and backward", "optimizer"}

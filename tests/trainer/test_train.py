@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pwd
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -154,6 +155,18 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_the_output_folder(
         corpus = prepare(tiny_job(text_folder), 1, 0, tmp_path)
     assert corpus.folder.parent == tmp_path
     assert "cannot be used as a cache" in caplog.text
+
+
+def test_a_user_without_a_home_has_the_output_folder_for_a_cache(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a uid of a container, that has no name
+    with caplog.at_level(logging.WARNING):
+        corpus = prepare(tiny_job(text_folder), 1, 0, tmp_path)
+    assert corpus.folder.parent == tmp_path
+    assert "(there is no home folder); this run's tokens go to" in caplog.text
 
 
 def test_the_launching_process_needs_no_torch() -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from netlayer.config import DataConfig
 from netlayer.errors import ConfigError
+from netlayer.rank import speaks
+from netlayer.units import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ def read_documents(config: DataConfig, seed: int) -> Documents:
         ConfigError: no such folder, no matching file, or too few of them to hold one out.
     """
     folder, names = find_files(config)
-    drawn = _draw(folder, names, round(config.max_mib * 2**20), seed)
+    drawn = _draw(folder, names, config.max_mib, seed)
     if not drawn:
         rule = f"is below the smallest of the {len(names)} files in {folder}"
         raise ConfigError("job.data.max_mib", config.max_mib, rule, "raise it, or give smaller files")
@@ -80,8 +82,15 @@ def check_vocab_size(vocab_size: int) -> None:
 
 
 def text_folder(config: DataConfig) -> Path:
-    """The folder of the text: the one given, else the standard library's."""
-    return Path(config.folder).expanduser() if config.folder else Path(sysconfig.get_path("stdlib"))
+    """The folder of the text: the one given, else the standard library's.
+
+    Raises:
+        ConfigError: it is under the home folder (`~`) of a user who has none.
+    """
+    try:
+        return Path(config.folder).expanduser() if config.folder else Path(sysconfig.get_path("stdlib"))
+    except RuntimeError as exc:
+        raise ConfigError(FOLDER_FIELD, config.folder, "names no home folder", "give a path without ~") from exc
 
 
 def find_files(config: DataConfig) -> tuple[Path, list[str]]:
@@ -126,17 +135,20 @@ def _list_files(folder: Path, skipped_folders: frozenset[str]) -> list[str]:
     return sorted(names)
 
 
-def _draw(folder: Path, names: list[str], max_bytes: int, seed: int) -> list[str]:
-    """All files where they fit in `max_bytes`; else those that fit, taken in an order that `seed` gives."""
+def _draw(folder: Path, names: list[str], max_mib: float, seed: int) -> list[str]:
+    """All files where they fit in `max_mib`; else those that fit, taken in an order that `seed` gives."""
     sizes = {name: _size(folder / name) for name in names}
-    if sum(sizes.values()) <= max_bytes:
+    drawn, room = list[str](), round(max_mib * 2**20)
+    if sum(sizes.values()) <= room:
         return names
-    drawn, room = [], max_bytes
     for name in sorted(names, key=lambda name: _position(f"{seed}/{name}")):
         if sizes[name] <= room:
             drawn.append(name)
             room -= sizes[name]
-    logger.info("%d of %d files drawn to stay within job.data.max_mib", len(drawn), len(names))
+    if drawn and speaks(os.environ):
+        some, all_of_them = (format_size(sum(sizes[name] for name in of)) for of in (drawn, names))
+        said = "job.data.max_mib = %g: %d of the %d files (%s of %s) are trained on; raise it for more of them"
+        logger.warning(said, max_mib, len(drawn), len(names), some, all_of_them)
     return sorted(drawn)
 
 

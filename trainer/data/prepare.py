@@ -3,7 +3,7 @@
 The cache is keyed by what the text says, not by when it was written, so a touched file costs nothing and a changed one
 is never missed. A folder appears there whole or not at all; one that is damaged is built again. Of several processes
 that want it at once (the ranks of a launcher), one builds it, and the others wait. The few used last stay, older ones
-go when a new one is built.
+go when a new one is built, but for those that a run has lately said it uses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 3
 _KEPT = 4  # corpora in a cache folder
-_IN_USE_S = 3600.0  # a run that has found its corpus opens it within this time
+_IN_USE_S = 3600.0  # a run opens the corpus that it has found, and says again that it uses it, within this time
 _ASK_EVERY_S = 0.1
 _SAY_EVERY_S = 30.0
 _FACTS_FILE = "facts.json"
@@ -73,6 +73,11 @@ class Corpus:
     def validation_tokens(self) -> NDArray[np.integer]:
         return _open(self.folder / _VALIDATION_FILE)
 
+    def note_in_use(self) -> None:
+        """Keep it in its cache for another while: on a shared file system a removed file is lost to who has it open."""
+        with contextlib.suppress(OSError):  # a cache that is only readable has no order of use
+            os.utime(self.folder)
+
     @property
     def tokenizer_file(self) -> Path:
         """As the `tokenizers` library reads it."""
@@ -86,9 +91,16 @@ class Corpus:
 
 
 def default_cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/netlayer`, or `~/.cache/netlayer`."""
+    """`$XDG_CACHE_HOME/netlayer`, or `~/.cache/netlayer`.
+
+    Raises:
+        OSError: this user has no home folder.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "netlayer"
+    try:
+        return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "netlayer"
+    except RuntimeError as exc:
+        raise OSError("there is no home folder") from exc
 
 
 def prepare_corpus(
@@ -155,9 +167,9 @@ def _find(folder: Path, skipped_files: int, level: int) -> Corpus | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
         logger.log(level, "the cached corpus %s is damaged (%s); it is built again", folder, exc)
         return None
-    with contextlib.suppress(OSError):  # a cache that is only readable has no order of use
-        os.utime(folder)
-    return Corpus(folder, facts)
+    corpus = Corpus(folder, facts)
+    corpus.note_in_use()
+    return corpus
 
 
 @contextlib.contextmanager
@@ -261,7 +273,7 @@ def _build(
 
 
 def _remove_old(cache_folder: Path, now_s: float) -> None:
-    """Keep the corpora used last; one used a moment ago may be about to be opened. Halves of killed runs go as well."""
+    """Keep the corpora used last, and every one that may be in use. Halves of killed runs go as well."""
     corpora = sorted(cache_folder.glob("corpus-*"), key=_used_s, reverse=True)
     for folder in [*corpora[_KEPT:], *cache_folder.glob("building-*")]:
         if _used_s(folder) < now_s - _IN_USE_S:

@@ -11,7 +11,9 @@ from collectives.sharded import ShardedDataParallel
 from netlayer.config import OptimizerConfig
 
 
-def build_adamw(config: OptimizerConfig, model: ShardedDataParallel) -> torch.optim.AdamW:
+def build_adamw(
+    config: OptimizerConfig, model: ShardedDataParallel, *, step_in_backward: bool = False
+) -> torch.optim.AdamW:
     """AdamW over the shards of `model`; vectors (norms, biases) are not decayed."""
 
     def options(_name: str, shape: torch.Size) -> dict[str, float]:
@@ -20,6 +22,7 @@ def build_adamw(config: OptimizerConfig, model: ShardedDataParallel) -> torch.op
     return model.optimizer(
         torch.optim.AdamW,
         options=options,
+        step_in_backward=step_in_backward,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

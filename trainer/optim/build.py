@@ -12,13 +12,20 @@ from trainer.optim.adamw import build_adamw
 from trainer.optim.lamb import Lamb, WholeNorms
 
 
-def build_optimizer(config: OptimizerConfig, model: ShardedDataParallel) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimizerConfig, model: ShardedDataParallel, *, step_in_backward: bool = False
+) -> torch.optim.Optimizer:
     """The optimiser over the shards of `model`: of the model, or of a chunk of it.
 
     Its `step` finishes the gradients before, and launches the next all-gathers after. Collective: every rank of the
     data-parallel and of the tensor-parallel group steps, in the same order of chunks.
+
+    Args:
+        step_in_backward: AdamW alone; as of `ShardedDataParallel.optimizer`.
     """
-    return build_lamb(config, model) if config.name == "lamb" else build_adamw(config, model)
+    if config.name == "lamb":
+        return build_lamb(config, model)
+    return build_adamw(config, model, step_in_backward=step_in_backward)
 
 
 def build_lamb(config: OptimizerConfig, model: ShardedDataParallel) -> Lamb:
