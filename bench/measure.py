@@ -5,7 +5,6 @@ Leaves out: what the ranks do (`driver`), and the `*_perf` commands (`command`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -16,14 +15,12 @@ from bench.driver import Plan, Started, list_cases, load_collective, run_first_r
 from bench.options import PerfOptions
 from congestion.nic.env import Choice, as_record, exported, exports, for_ranks
 from netlayer import environ
-from netlayer.errors import ConfigError
 from netlayer.launch import launch
-from netlayer.meeting import meeting_place
+from netlayer.meeting import init_method_under, meeting_place
 from netlayer.rank import RankContext, RankEnv
 from netlayer.results import Row, RunRecord, utc_now
 
 OnRow = Callable[[RunRecord, Row], None]  # a row, and the record it will stand in, so far without rows
-_PORT = 29500  # torch's own default
 
 
 def measure(
@@ -92,7 +89,7 @@ def join(
     nccl = for_ranks(backend)
     collector = Collector(options, on_start, on_row, nccl)
     with exported(nccl):
-        run_rank(RankContext(env, collector.receive), Plan(tuple(names), options, backend, _master_url(env)))
+        run_rank(RankContext(env, collector.receive), Plan(tuple(names), options, backend, init_method_under(env)))
     return collector.finish()
 
 
@@ -161,14 +158,3 @@ def _meeting_url(init_method: str | None) -> Iterator[str]:
         return
     with meeting_place() as place:
         yield place.init_method("bench")
-
-
-def _master_url(env: RankEnv) -> str:
-    """Where a launcher says that ranks meet; srun and mpirun on one host say nothing, and need not."""
-    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        return "env://"
-    if env.world_size > env.local_world_size and "MASTER_ADDR" not in os.environ:
-        rule = "is not set, and the ranks run on several hosts"
-        raise ConfigError("MASTER_ADDR", None, rule, "export the name of rank 0's host, or start with torchrun")
-    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", str(_PORT))
-    return f"tcp://{address}:{port}"

@@ -13,6 +13,7 @@ Every call has a row of ours unchanged, so that a table may span several.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -108,11 +109,11 @@ def command(
     \b
     Examples:
       python -m bench.mfu                                              # two CPU ranks: does it run
-      python -m bench.mfu --model 7b --layout dp8 --peers fsdp2,mcore,native3d --set model.dtype=bfloat16
+      python -m bench.mfu --model 7b --layout dp8 --peers fsdp2,mcore,native3d
           --also model.parallel_block=true --also model.attention_window=1024
       python -m bench.mfu --model 7b --layout tp2pp2vp2 --peers mcore_no_overlap,native3d --micro-of native3d=2
-          --micro-batches 16 --set model.dtype=bfloat16
-      python -m bench.mfu --model 7b --layout tp2pp2vp2 --peers none --cumulative --set model.dtype=bfloat16
+          --micro-batches 16
+      python -m bench.mfu --model 7b --layout tp2pp2vp2 --peers none --cumulative
           --set overlap.tp=false --set overlap.pp=false --also model.parallel_block=true --also overlap.tp=true
           --also overlap.pp=true
     """
@@ -122,6 +123,7 @@ def command(
     build = Jobs(options, model, read_layout(layout), micro, micro_batches)
     ranks = build().parallel.layout.world_size
     chosen = environ.choose_backend(backend, ranks)  # type: ignore[arg-type]
+    build = dataclasses.replace(build, dtype="bfloat16" if chosen == "nccl" else "float32")
     entries = read_entries(build, peers, also, micro_of, cumulative=cumulative, compiles=chosen == "nccl")
     if warmup <= WARM_UP and any(entry.job.loop.cuda_graph for entry in entries):
         rule = f"leaves step {WARM_UP + 1}, in which a CUDA graph is captured, among the timed ones"

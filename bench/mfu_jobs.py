@@ -68,6 +68,8 @@ class Jobs:
     degrees: Mapping[str, int]
     micro: int
     micro_batches: int | None
+    dtype: str = "float32"
+    """Of the computation, where the options do not say it."""
 
     def __call__(self, changes: Sequence[str] = (), micro: int | None = None) -> JobConfig:
         """The job with further overrides, or with the same sequences a step in micro-batches of another size.
@@ -80,6 +82,7 @@ class Jobs:
         for found in filter(None, map(_COUNT.fullmatch, changes)):
             count = int(found[1])
         tree: dict[str, Any] = {
+            "model": {"dtype": self.dtype},
             "parallel": dict(degrees),
             "batch": {"micro_size": micro or self.micro, "global_size": self.micro * count * degrees["dp"]},
             "optimizer": {"lr": 1e-4, "clip_norm": 0.0, "warmup_steps": 0},

@@ -36,6 +36,7 @@ from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
 from netlayer.errors import ConfigError, NetlayerError
 from netlayer.launch import detect
+from netlayer.meeting import init_method_under
 from netlayer.rank import RankContext, RankEnv
 from netlayer.results import utc_now, write_text
 
@@ -186,7 +187,9 @@ def command(
 def _join(technique: Technique, settings: DpSettings, env: RankEnv, backend: Backend, limit: int) -> list[Row]:
     """The same, as one of the ranks that a launcher has started."""
     os.environ.update(channel_environment(limit))
-    rows = run_rank(RankContext(env, lambda words: say(str(words))), technique, settings, "env://", backend, limit)
+    rows = run_rank(
+        RankContext(env, lambda words: say(str(words))), technique, settings, init_method_under(env), backend, limit
+    )
     return [{"technique": technique, "channels": limit, **row} for row in rows]
 
 

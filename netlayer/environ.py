@@ -17,11 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import netlayer
 from netlayer.errors import ConfigError, HardwareMissing, PackageClash
 from netlayer.redis_server import find_redis_binary
+
+if TYPE_CHECKING:
+    from netlayer.rank import RankEnv
 
 PACKAGES = ("netlayer", "topology", "congestion", "collectives", "trainer", "bench")
 
@@ -132,20 +135,40 @@ def usable_gpus() -> list[Gpu]:
     return list_gpus() if _nccl_version() else []
 
 
-def choose_backend(asked: Literal["auto", "gloo", "nccl"], ranks: int) -> Literal["gloo", "nccl"]:
+def choose_backend(
+    asked: Literal["auto", "gloo", "nccl"], ranks: int, env: RankEnv | None = None
+) -> Literal["gloo", "nccl"]:
     """The backend of a job: nccl where there is a GPU that ranks can run on, unless asked for by name.
+
+    Args:
+        ranks: of this machine.
+        env: this process, where a launcher has started it as one of them.
 
     Raises:
         HardwareMissing: there are fewer usable GPUs than ranks.
     """
     gpus = len(usable_gpus())
     chosen: Literal["gloo", "nccl"] = ("nccl" if gpus else "gloo") if asked == "auto" else asked
-    if chosen == "nccl" and gpus < ranks:
+    if chosen == "nccl" and gpus < ranks and not (env and has_own_gpu(env, gpus)):
         raise HardwareMissing(
             f"job.launch.backend = {asked}: {ranks} ranks want a GPU each, {gpus} can be used; "
-            "lower cluster.gpus_per_server and job.parallel.dp, or set job.launch.backend=gloo"
+            "lower cluster.gpus_per_server and job.parallel.dp, or set job.launch.backend=gloo" + more_in_sight(env)
         )
     return chosen
+
+
+def has_own_gpu(env: RankEnv, visible: int) -> bool:
+    """Whether each task of srun on this machine sees one GPU that is its own, and calls it 0 (`--gpus-per-task=1`).
+
+    Where the step has no more than one here, all of them see the same.
+    """
+    is_one_of_many = env.launcher == "slurm" and visible == 1 and env.local_world_size > 1
+    return is_one_of_many and os.environ.get("SLURM_GPUS_ON_NODE") != "1"
+
+
+def more_in_sight(env: RankEnv | None) -> str:
+    """A further remedy where srun may show a task fewer GPUs than the step has."""
+    return ", or give srun --gpu-bind=none" if env is not None and env.launcher == "slurm" else ""
 
 
 def available_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -1,5 +1,7 @@
 """Where the ranks of a run meet: the server given by URL, else an embedded Redis, else TCPStore on loopback.
 
+Ranks of another launcher have no parent of ours, and meet at rank 0 (`init_method_under`).
+
 The parent of a run opens the place; ranks get one text, an `init_method` for torch.distributed. Nothing here imports
 torch, so a parent that only launches stays light.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import re
 import secrets
 import socket
@@ -15,16 +18,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from netlayer.environ import check_loopback
 from netlayer.errors import ConfigError, NetlayerError
 from netlayer.redis_server import OLDEST_REDIS, EmbeddedRedis, find_redis_binary
 
+if TYPE_CHECKING:
+    from netlayer.rank import RankEnv
+
 logger = logging.getLogger(__name__)
 
 _PING_TIMEOUT_S = 5.0
 SCHEMES = ("redis", "rediss", "unix")
+_MASTER_PORT = 29500  # torch's own default
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,21 @@ def meeting_place(url: str = "") -> Iterator[MeetingPlace]:
     else:
         with EmbeddedRedis() as server:
             yield MeetingPlace(server.url, f"embedded Redis from {find_redis_binary()}")
+
+
+def init_method_under(env: RankEnv) -> str:
+    """Where a launcher says that its ranks meet; srun and mpirun on one host say nothing, and need not.
+
+    Raises:
+        ConfigError: MASTER_ADDR is needed and not set.
+    """
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return "env://"
+    if env.world_size > env.local_world_size and "MASTER_ADDR" not in os.environ:
+        rule = "is not set, and the ranks run on several hosts"
+        raise ConfigError("MASTER_ADDR", None, rule, "export the name of rank 0's host, or start with torchrun")
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", str(_MASTER_PORT))
+    return f"tcp://{address}:{port}"
 
 
 def register_schemes(init_method: str) -> None:

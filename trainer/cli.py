@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,18 +64,20 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
 
     if file and options.config_path:
         raise ConfigError("--config", options.config_path, f"is given beside {file}", "give one of them")
-    config, env = options.load_config(file), detect(os.environ)
+    options = dataclasses.replace(options, config_path=file or options.config_path)
+    config, env = options.load_config(), detect(os.environ)
     here = config.cluster.num_gpus if env is None else env.local_world_size
     if env is None and config.cluster.servers > 1:
         rule = "only ranks of one machine are started from here"
         raise ConfigError("cluster.servers", config.cluster.servers, rule, "start with torchrun, srun or mpirun")
-    backend = environ.choose_backend(config.job.launch.backend, here)
+    backend = environ.choose_backend(config.job.launch.backend, here, env)
     check_supported(config.job, here if env is None else env.world_size)
     memory = check_memory(config.job, here, backend)
     check_job(config.job)
     speaks = env is None or env.rank == 0
     if speaks:
-        click.echo("\n".join(lines(config.job, backend, memory)), err=True)
+        said = lines(config.job, backend, memory, is_traced=bool(trace))
+        click.echo("\n".join([*said, *_without_effect(config.job, env)]), err=True)
         check_metrics(config.job.metrics)
     checkpoint, steps_done = None, 0
     if resume:
@@ -93,7 +95,10 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     with open_run(options.out, "train") as out:
         train_it = _start if env is None else functools.partial(_join, env=env)
         with _checkpoint_named(out):
-            result, record = _recorded(config, options, out, lambda: train_it(config, options, backend, asked, out=out))
+            arguments = options.arguments() | {"resume": str(checkpoint or ""), "resumed_step": steps_done}
+            arguments["trace"] = trace or ""
+            run = functools.partial(train_it, config, options, backend, asked, out=out)
+            result, record = _recorded(config, options.seed, arguments, out, run)
     click.echo(_last_line(result, out), err=str(options.json_file) == "-")
     if result.stop:
         click.echo(_how_to_go_on(result.stop, out) + _what_is_not_traced(result.stop, asked.trace, out), err=True)
@@ -107,6 +112,13 @@ class _Asked:
 
     resume: Path | None
     trace: range
+
+
+def _without_effect(job: JobConfig, env: RankEnv | None) -> list[str]:
+    """A line for each key that means nothing to the ranks of a launcher."""
+    if env is None or not job.store.url:
+        return []
+    return [f"note: job.store.url has no effect: ranks of {env.launcher} meet at the first one, by MASTER_ADDR"]
 
 
 def _checkpoint_of(resume: Path, options: RunOptions, job: JobConfig) -> tuple[Meta, RunOptions]:
@@ -160,11 +172,12 @@ def _join(config: Config, options: RunOptions, backend: Backend, asked: _Asked, 
     """As one of the ranks that a launcher has started; rank 0 alone writes and shows."""
     from congestion.nic.env import as_record, exported, for_ranks
     from netlayer.interrupt import held_interrupt
+    from netlayer.meeting import init_method_under
     from netlayer.progress import Stages
     from netlayer.rank import RankContext
     from trainer import train as training
 
-    job, nccl = config.job, for_ranks(backend, config.job.nccl)
+    job, nccl, init_method = config.job, for_ranks(backend, config.job.nccl), init_method_under(env)
     with held_interrupt():  # torch takes two seconds to load
         from trainer.worker import run_rank
     with exported(nccl), contextlib.ExitStack() as stack:
@@ -175,7 +188,7 @@ def _join(config: Config, options: RunOptions, backend: Backend, asked: _Asked, 
             report = lambda progress: bar(progress.done, progress.total, words_of(progress))  # noqa: E731
         is_shared = options.out is not None
         told = (asked.resume, asked.trace, is_shared)
-        work = training.Work(job, corpus, "env://", backend, out, options.seed, *told, stops_gently=True)
+        work = training.Work(job, corpus, init_method, backend, out, options.seed, *told, stops_gently=True)
         outcome = run_rank(RankContext(env, report), work)
     devices = (outcome.device,) * env.world_size
     settings = as_record(nccl)
@@ -185,7 +198,7 @@ def _join(config: Config, options: RunOptions, backend: Backend, asked: _Asked, 
 
 
 def _recorded(
-    config: Config, options: RunOptions, out: Path, run: Callable[[], TrainResult]
+    config: Config, seed: int, arguments: Mapping[str, Any], out: Path, run: Callable[[], TrainResult]
 ) -> tuple[TrainResult, RunRecord]:
     """What a run gave, and its record, which is saved."""
     from netlayer import environ
@@ -193,16 +206,18 @@ def _recorded(
 
     started = utc_now()
     result = run()
-    told = {"nccl_settings": list(result.nccl_settings)} if result.nccl_settings else {}
+    told: dict[str, Any] = {"corpus": dataclasses.asdict(result.corpus)}
+    if result.nccl_settings:
+        told["nccl_settings"] = list(result.nccl_settings)
     record = RunRecord(
         name="train",
         source="measured",
         rows=[*result.steps, *result.evaluations],
         started_utc=started,
         ended_utc=utc_now(),
-        arguments=options.arguments(),
+        arguments=arguments,
         config=config.model_dump(mode="json"),
-        environment=environ.snapshot(options.seed) | told,
+        environment=environ.snapshot(seed) | told,
         devices=result.devices,
     )
     record.save(out / "records")

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import json
 import logging
+import math
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from netlayer.config import JobConfig
-from netlayer.errors import HardwareMissing
+from netlayer.environ import has_own_gpu, more_in_sight
+from netlayer.errors import HardwareMissing, RanksMissing
 from netlayer.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
 from netlayer.results import writing
-from trainer.checkpoint_meta import find
+from trainer.checkpoint_meta import Meta, find
 from trainer.loop import Place, Row, Trainer, run
 from trainer.metrics import Sink, open_sinks
 from trainer.parallel import further_groups
@@ -32,6 +37,11 @@ from trainer.trace import TRACE, StepTracer
 from trainer.train import CHECKPOINTS, Outcome, Progress, Work
 
 logger = logging.getLogger(__name__)
+
+# Of a job, what may rightly differ from host to host.
+_OF_A_HOST: Any = {"data": {"folder"}, "store": True, "launch": True, "metrics": True, "nccl": {"hca", "gid_index"}}
+
+_NOTE_EVERY_S = 600.0  # well within the hour for which a cache of corpora takes it
 
 
 def run_rank(context: RankContext, work: Work) -> Outcome:
@@ -67,12 +77,21 @@ def _train(context: RankContext, work: Work, stop: StopRequest) -> Outcome:
 
 
 def meet(context: RankContext, work: Work) -> tuple[Place, Groups]:
-    """`meet_at` where the job says."""
-    return meet_at(context, work.job, work.init_method, work.backend)
+    """`meet_at` where the job says, with ranks that were told the same alone: those of a launcher read it themselves.
+
+    Raises:
+        As `meet_at`; ConfigError: ranks have other jobs, seeds, checkpoints or text; names what, and which ranks.
+    """
+    return meet_at(context, work.job, work.init_method, work.backend, _same(work))
 
 
-def meet_at(context: RankContext, job: JobConfig, init_method: str, backend: str) -> tuple[Place, Groups]:
+def meet_at(
+    context: RankContext, job: JobConfig, init_method: str, backend: str, same: Mapping[str, object] | None = None
+) -> tuple[Place, Groups]:
     """Choose this rank's device and make the process groups of the layout.
+
+    Args:
+        same: as in `open_world`.
 
     Raises:
         HardwareMissing: nccl, and this machine has fewer GPUs than ranks.
@@ -80,23 +99,58 @@ def meet_at(context: RankContext, job: JobConfig, init_method: str, backend: str
     """
     env, device = context.env, torch.device("cpu")
     if backend == "nccl":
-        if env.local_rank >= torch.cuda.device_count():
-            rule = f"{env.local_world_size} ranks want a GPU each, {torch.cuda.device_count()} found"
-            raise HardwareMissing(f"backend nccl: {rule}; lower a degree of job.parallel, or use gloo")
-        device = torch.device("cuda", env.local_rank)
+        number = torch.cuda.device_count()
+        index = 0 if has_own_gpu(env, number) else env.local_rank
+        if index >= number:
+            rule = f"{env.local_world_size} ranks want a GPU each, {number} found"
+            remedy = f"lower a degree of job.parallel, or use gloo{more_in_sight(env)}"
+            raise HardwareMissing(f"backend nccl: {rule}; {remedy}")
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
-    groups = open_world(
-        job.parallel.layout,
-        backend=backend,
-        init_method=init_method,
-        rank=env.rank,
-        device=device if device.type == "cuda" else None,
-        bound=device.type == "cuda",
-        more=further_groups(job),
-        timeout=timedelta(seconds=job.store.timeout_s),
-        collective_timeout=timedelta(seconds=job.parallel.distributed_timeout_s),
-    )
+    waits_s = job.store.timeout_s
+    if env.launcher != "netlayer":  # each host prepares the text for itself, and one may have nothing of it yet
+        waits_s = max(waits_s, job.parallel.distributed_timeout_s)
+    try:
+        groups = open_world(
+            job.parallel.layout,
+            backend=backend,
+            init_method=init_method,
+            rank=env.rank,
+            device=device if device.type == "cuda" else None,
+            bound=device.type == "cuda",
+            more=further_groups(job),
+            same=same,
+            timeout=timedelta(seconds=waits_s),
+            collective_timeout=timedelta(seconds=job.parallel.distributed_timeout_s),
+        )
+    except RanksMissing as exc:
+        remedy = f"see their logs, or raise job.store.timeout_s above {waits_s:g}"
+        raise RanksMissing(f"{exc}; {remedy}", exc.missing) from exc
     return Place(env.rank, env.world_size, device), groups
+
+
+def _same(work: Work) -> dict[str, str]:
+    """What all ranks must have been told alike; what comes first may be why what comes later differs."""
+    resumed = None if work.resume is None else find(work.resume)
+    job = work.job.model_dump(mode="json", exclude=_OF_A_HOST)
+    text = work.corpus.identity
+    return {
+        "checkpoint": "none" if resumed is None else f"step {resumed.step} ({_digest_of(resumed)})",
+        "--seed": str(work.seed),
+        **{f"job.{section}": _digest(keys) for section, keys in job.items()},
+        "--trace": f"{work.trace.start}-{work.trace.stop - 1}" if work.trace else "none",
+        "--out": "given" if work.is_shared else "not given",
+        "text": f"{text['text'][:8]} in tokens {text['tokenizer'][:8]}",
+    }
+
+
+def _digest_of(meta: Meta) -> str:
+    """The same wherever the checkpoint lies."""
+    return _digest([meta.seed, meta.job, meta.corpus, meta.digests])
+
+
+def _digest(told: object) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _be_deterministic(place: Place, seed: int) -> None:
@@ -135,6 +189,7 @@ class _Rows:
         self._files = contextlib.ExitStack()
         self._sinks: list[Sink] = []
         self._first_s: float | None = None
+        self._noted_s = -math.inf  # when the corpus was last said to be in use
 
     def __enter__(self) -> _Rows:
         if self._is_first:
@@ -146,8 +201,8 @@ class _Rows:
                 self._files = files.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
+    def __exit__(self, *exc: Any) -> bool | None:
+        return self._files.__exit__(*exc)
 
     def add_step(self, row: Row) -> None:
         if self._is_first:
@@ -163,6 +218,9 @@ class _Rows:
 
     def _tell(self, file: FileIO, stage: str, row: Row) -> None:
         append_row(file, row)
+        if time.monotonic() > self._noted_s + _NOTE_EVERY_S:
+            self._noted_s = time.monotonic()
+            self._work.corpus.note_in_use()
         for sink in self._sinks:
             sink.add(row)
         total = self._work.job.optimizer.steps

@@ -87,6 +87,15 @@ def test_a_row_with_a_window_also_gives_what_was_done() -> None:
     assert "peak 989.5 TFLOP/s in bfloat16" in "".join(heading(seven_b(), "NVIDIA H200"))
 
 
+def test_gpus_compute_in_bfloat16_unless_told_otherwise() -> None:
+    def dtype(*overrides: str) -> str:
+        options = RunOptions(None, overrides, 0, None, None)
+        return Jobs(options, "7b", read_layout("dp8"), 4, None, dtype="bfloat16")().model.dtype
+
+    assert dtype() == "bfloat16"
+    assert dtype("model.dtype=float32") == "float32"
+
+
 def test_a_larger_batch_is_held_against_ours_by_tokens() -> None:
     build = Jobs(RunOptions(None, ("model.dtype=bfloat16",), 0, None, None), "7b", read_layout("dp4"), 4, None)
     change = "optimizer.name=lamb,micro_batches=3"

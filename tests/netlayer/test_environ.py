@@ -1,6 +1,7 @@
 import os
 import stat
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from netlayer import environ
 from netlayer.errors import ConfigError, HardwareMissing, PackageClash
+from netlayer.rank import RankEnv
 
 
 @pytest.fixture
@@ -56,6 +58,20 @@ def test_gpus_that_torch_cannot_use_leave_the_ranks_on_the_cpu(
     assert environ.choose_backend("gloo", 9) == "gloo"
     with pytest.raises(HardwareMissing, match="3 ranks want a GPU each, 2 can be used"):
         environ.choose_backend("auto", 3)
+
+
+def test_each_task_of_srun_may_see_one_gpu_of_its_own(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun --gpus-per-task=1`: the step has four, and every task sees one, which it calls 0."""
+    monkeypatch.setattr(environ, "_nccl_version", lambda: "2.28.9")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    task = RankEnv(rank=5, world_size=8, local_rank=1, local_world_size=4, launcher="slurm")
+    assert environ.choose_backend("auto", 4, task) == "nccl"
+    with pytest.raises(HardwareMissing, match="4 ranks want a GPU each, 1 can be used"):
+        environ.choose_backend("auto", 4, replace(task, launcher="torchrun"))  # which gives no rank a GPU
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
+    with pytest.raises(HardwareMissing, match=r"1 can be used; .*, or give srun --gpu-bind=none"):
+        environ.choose_backend("auto", 4, task)  # which share it
 
 
 def test_a_driver_tool_that_fails_means_no_gpus(nvidia_smi: Path) -> None:

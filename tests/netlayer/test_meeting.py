@@ -5,7 +5,8 @@ import redis
 
 from netlayer import meeting
 from netlayer.errors import ConfigError, StoreUnreachable
-from netlayer.meeting import meeting_place, with_run
+from netlayer.meeting import init_method_under, meeting_place, with_run
+from netlayer.rank import RankEnv
 from netlayer.redis_server import EmbeddedRedis, find_redis_binary
 from netlayer.store import RedisStore
 
@@ -31,6 +32,28 @@ def test_an_address_takes_a_run_as_the_rendezvous_reads_it(url: str, expected: s
 def test_an_address_that_cannot_be_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"job\.store\.url"), meeting_place(url):
         pass
+
+
+@pytest.mark.parametrize(
+    ("variables", "init_method"),
+    [
+        ({"MASTER_ADDR": "node7", "MASTER_PORT": "1234"}, "env://"),
+        ({"MASTER_ADDR": "node7"}, "tcp://node7:29500"),
+        ({"MASTER_PORT": "1234"}, "tcp://127.0.0.1:1234"),
+        ({}, "tcp://127.0.0.1:29500"),
+    ],
+)
+def test_ranks_of_a_launcher_meet_at_rank_0(
+    variables: dict[str, str], init_method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert init_method_under(RankEnv(1, 2, 1, 2, "openmpi")) == init_method
+    if "MASTER_ADDR" not in variables:
+        with pytest.raises(ConfigError, match="MASTER_ADDR: is not set, and the ranks run on several hosts"):
+            init_method_under(RankEnv(1, 2, 0, 1, "openmpi"))
 
 
 @needs_redis

@@ -9,17 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
 
-from netlayer.config import Config, to_toml
+from netlayer.config import Config, load_config, to_toml
 from netlayer.errors import ConfigError
-from trainer.checkpoint_meta import find
+from netlayer.results import load_record
+from trainer.checkpoint_meta import Meta, find
 from trainer.cli import _what_is_not_traced, short_time, train, words_of
-from trainer.train import Progress, Stop
+from trainer.data.prepare import CorpusFacts
+from trainer.train import Outcome, Progress, Stop, TrainResult
 
 from .conftest import tiny_job
 
@@ -78,6 +82,52 @@ def test_ranks_of_a_launcher_need_one_folder_for_checkpoints(job_file: Path, mon
         monkeypatch.setenv(name, "2")
     with pytest.raises(ConfigError, match="--out: is needed for checkpoints"):
         CliRunner().invoke(train, [str(job_file)], catch_exceptions=False)
+
+
+def as_rank(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two processes of mpirun on one host, which says nothing of where they meet."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(number))
+    for name in ("SIZE", "LOCAL_SIZE"):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", "2")
+
+
+def test_ranks_of_mpirun_meet_on_their_host(job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank(1, monkeypatch)
+    joined = mock.Mock(return_value=Outcome((), (), 0, "CPU"))
+    monkeypatch.setattr("trainer.worker.run_rank", joined)
+    CliRunner().invoke(train, [str(job_file), "--out", str(tmp_path / "a")], catch_exceptions=False)
+    [(context, work)] = [call.args for call in joined.call_args_list]
+    assert (context.env.rank, work.init_method) == (1, "tcp://127.0.0.1:29500")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_has_no_effect_under_a_launcher_is_said_once(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    as_rank(rank, monkeypatch)
+    monkeypatch.setattr("trainer.cli._join", mock.Mock(side_effect=ConfigError("x", None, "ends here", "do not")))
+    words = ["--set", "store.url=redis://:s3cret@host", "--out", str(tmp_path / "a")]
+    said = CliRunner().invoke(train, [str(job_file), *words]).stderr.splitlines()
+    note = "note: job.store.url has no effect: ranks of openmpi meet at the first one, by MASTER_ADDR"
+    assert said.count(note) == (rank == 0)
+    assert not any("s3cret" in line for line in said)
+
+
+def test_a_record_says_what_was_run(job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = load_config(job_file).job.model_dump(mode="json")
+    meta = Meta(tmp_path / "step-000004", 4, 0, 1, 1, job, {}, {})
+    facts = CorpusFacts(36, 4, 0, 50_000, 20_000, 2_000, 300, cache_hit=True)
+    monkeypatch.setattr("trainer.checkpoint_meta.find", lambda _path: meta)
+    rows = ({"step": 0, "validation_loss": 2.0},)
+    monkeypatch.setattr("trainer.cli._start", lambda *_, **__: TrainResult((), rows, facts, 1, ("CPU",)))
+    words = [str(job_file), "--out", str(tmp_path / "a"), "--resume", "runs/old", "--trace", "5-6"]
+    result = CliRunner().invoke(train, [*words, "--json", str(tmp_path / "record.json")], catch_exceptions=False)
+    assert result.exit_code == 0
+    record = load_record(tmp_path / "record.json")
+    arguments = {"config": str(job_file), "resume": str(meta.path), "resumed_step": 4, "trace": "5-6"}
+    assert {name: record.arguments[name] for name in arguments} == arguments
+    assert record.environment["corpus"] == asdict(facts)
 
 
 def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(job_file: Path, tmp_path: Path) -> None:
