@@ -44,7 +44,7 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
       netlayer train examples/laptop.toml
       netlayer train examples/laptop.toml --set parallel.tp=2 --set parallel.dp=1 --out runs/tp2
       netlayer train examples/laptop.toml --set checkpoint.every_steps=50 --out runs/a
-      netlayer train examples/laptop.toml --resume runs/a --out runs/b
+      netlayer train examples/laptop.toml --resume runs/a/checkpoints/step-000250 --out runs/b
       netlayer train examples/laptop.toml --trace 10-12                  # for ui.perfetto.dev
       netlayer train examples/laptop.toml --set metrics.tensorboard=true --set metrics.prometheus_port=9400
       netlayer train examples/laptop.toml --set loop.collect_every_steps=0   # garbage whenever Python will
