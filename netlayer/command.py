@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import itertools
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +31,10 @@ from netlayer.results import check_target, hide_passwords
 if TYPE_CHECKING:
     from netlayer.config import Config
 
+logger = logging.getLogger(__name__)
+
 _PATH = click.Path(path_type=Path)
 _OF_A_RUN = ("report.html", "metrics.jsonl", "validation.jsonl", "trace.json", "logs", "checkpoints", "tensorboard")
-_CLAIM = "logs"  # made by the run that enters a folder, and by that one alone
 _RUN_OPTIONS = (
     click.option("--config", "config_path", type=_PATH, help="TOML file; see examples/."),
     click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable."),
@@ -126,18 +129,19 @@ def open_run(out: Path | None, command: str) -> Iterator[Path]:
     """`open_out` for a long run: one that breaks off says where its parts are, or leaves no folder where it has none.
 
     Raises:
-        ConfigError: the folder cannot be made or written to, or holds an earlier run: two would mix.
+        ConfigError: the folder cannot be made or written to, or holds another run: two would mix.
     """
     earlier = next((name for name in _OF_A_RUN if (out / name).exists()), None) if out else None
     if out is not None and (earlier or _records_in(out)):
-        raise _used(out, earlier or "records")
+        rule = f"holds an earlier run ({earlier or 'records'})"
+        raise ConfigError("--out", out, rule, "give a new folder, or remove that one")
     wanted = out or Path("runs")
     made = [path for path in (wanted, *wanted.parents) if not path.exists()]
-    folder = None
+    folder, claim = None, contextlib.ExitStack()
     try:
         with uninterrupted():  # a Ctrl-C between these would leave a folder that nobody knows of
             opened = open_out(out, command)
-            _claim(opened)
+            claim.enter_context(_claimed(opened))
             folder = opened
         yield folder
     except BaseException:
@@ -147,20 +151,26 @@ def open_run(out: Path | None, command: str) -> Iterator[Path]:
             _remove_empty([*(path for path in folder.rglob("*") if path.is_dir()), *({folder} - {out}), *made])
         raise
     finally:
-        if folder:
-            _remove_empty([folder / _CLAIM])
+        claim.close()
 
 
-def _claim(folder: Path) -> None:
-    """Enter a folder as its one run: two that start at once, both before a file of theirs is there, do not both."""
+@contextlib.contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Enter a folder as its one run: two that start before a file of theirs is there do not both.
+
+    The claim ends with the process, however that ends. Some shared file systems have none.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        (folder / _CLAIM).mkdir()
-    except FileExistsError as exc:
-        raise _used(folder, _CLAIM) from exc
-
-
-def _used(out: Path, by: str) -> ConfigError:
-    return ConfigError("--out", out, f"holds an earlier run ({by})", "give a new folder, or remove that one")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise ConfigError("--out", folder, "holds a run that is under way", "give a new folder") from exc
+        except OSError as exc:
+            logger.info("%s cannot be locked (%s): see to it that no other run has it", folder, exc.strerror)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _records_in(folder: Path) -> bool:

@@ -592,9 +592,9 @@ def _how_to_write(value: object, rule: str) -> str:
         number = float(text)
     except ValueError:
         number = math.nan
-    if rule == _NUMBER and math.isfinite(number):
+    if rule == _NUMBER and math.isfinite(number) and number != 0:
         return f"write {number!r}"
-    if rule == _WHOLE_NUMBER and number.is_integer() and abs(number) < 2**53:
+    if rule == _WHOLE_NUMBER and number.is_integer() and 0 < abs(number) < 2**53:
         return f"write {number:.0f}"
     return "correct the value"
 

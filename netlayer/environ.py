@@ -160,10 +160,11 @@ def choose_backend(
 def has_own_gpu(env: RankEnv, visible: int) -> bool:
     """Whether each task of srun on this machine sees one GPU that is its own, and calls it 0 (`--gpus-per-task=1`).
 
-    Where the step has no more than one here, all of them see the same.
+    Where the step has fewer here than tasks, some of them see the same.
     """
     is_one_of_many = env.launcher == "slurm" and visible == 1 and env.local_world_size > 1
-    return is_one_of_many and os.environ.get("SLURM_GPUS_ON_NODE") != "1"
+    in_step = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    return is_one_of_many and not (in_step.isdecimal() and int(in_step) < env.local_world_size)
 
 
 def more_in_sight(env: RankEnv | None) -> str:

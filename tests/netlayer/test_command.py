@@ -1,5 +1,7 @@
 import contextlib
 import logging
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -142,7 +144,7 @@ def test_a_folder_with_other_files_is_not_an_earlier_run(tmp_path: Path) -> None
 
 
 def test_a_folder_is_a_run_s_own_before_it_has_written_anything(tmp_path: Path) -> None:
-    refused = pytest.raises(ConfigError, match="holds an earlier run")
+    refused = pytest.raises(ConfigError, match="holds a run that is under way; give a new folder")
     with open_run(tmp_path, "x"), refused, open_run(tmp_path, "x"):
         raise AssertionError("unreachable: the block does not begin")
     with open_run(tmp_path, "x"):  # the first one has ended, and left nothing that counts
@@ -158,7 +160,7 @@ def test_of_two_runs_that_look_at_once_one_enters(tmp_path: Path, monkeypatch: p
         return make(out, name)
 
     monkeypatch.setattr("netlayer.command.open_out", late)
-    refused = pytest.raises(ConfigError, match="holds an earlier run")
+    refused = pytest.raises(ConfigError, match="holds a run that is under way; give a new folder")
     with contextlib.ExitStack() as first, refused, open_run(tmp_path, "x"):
         raise AssertionError("unreachable: the block does not begin")
 
@@ -167,5 +169,17 @@ def test_a_run_that_fails_before_it_starts_can_be_given_its_folder_again(tmp_pat
     (tmp_path / "notes.txt").touch()
     with pytest.raises(KeyError):
         break_off(tmp_path, lambda _folder: None)
+    with open_run(tmp_path, "x"):
+        pass
+
+
+def test_the_folder_of_a_run_that_was_killed_before_it_wrote_anything_can_be_given_again(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, signal, sys\n"
+        "from netlayer.command import open_run\n"
+        "with open_run(pathlib.Path(sys.argv[1]), 'x'):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode == -signal.SIGKILL
     with open_run(tmp_path, "x"):
         pass

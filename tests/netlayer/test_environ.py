@@ -69,9 +69,10 @@ def test_each_task_of_srun_may_see_one_gpu_of_its_own(nvidia_smi: Path, monkeypa
     assert environ.choose_backend("auto", 4, task) == "nccl"
     with pytest.raises(HardwareMissing, match="4 ranks want a GPU each, 1 can be used"):
         environ.choose_backend("auto", 4, replace(task, launcher="torchrun"))  # which gives no rank a GPU
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
-    with pytest.raises(HardwareMissing, match=r"1 can be used; .*, or give srun --gpu-bind=none"):
-        environ.choose_backend("auto", 4, task)  # which share it
+    for too_few in ("1", "2"):
+        monkeypatch.setenv("SLURM_GPUS_ON_NODE", too_few)
+        with pytest.raises(HardwareMissing, match=r"1 can be used; .*, or give srun --gpu-bind=none"):
+            environ.choose_backend("auto", 4, task)  # some share one
 
 
 def test_a_driver_tool_that_fails_means_no_gpus(nvidia_smi: Path) -> None:
