@@ -78,7 +78,7 @@ class StepCheck:
             return
         numbers = torch.empty(lane.world_size * len(Place._fields), dtype=torch.int64, device=lane.device)
         # From pinned memory: a copy from other memory lets the host wait for all that the stream does by now.
-        own = torch.tensor(self._place(), dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+        own = torch.tensor(self._place(), dtype=numbers.dtype, device="cpu", pin_memory=numbers.is_cuda)
 
         def prepare() -> None:
             numbers.chunk(lane.world_size)[lane.rank].copy_(own, non_blocking=True)

@@ -244,7 +244,7 @@ class _SpreadLookup(torch.autograd.Function):
     def forward(ctx: Any, weight_vD: Tensor, tokens_TB: Tensor, exchange: TensorExchange) -> Tensor:
         local_M = tokens_TB.flatten() - exchange.rank * len(weight_vD)
         is_own_M = (local_M >= 0) & (local_M < len(weight_vD))
-        row_M = torch.where(is_own_M, local_M, 0)
+        row_M = local_M.remainder(len(weight_vD))  # of others' tokens any, times zero: one for all would be a long sum
         ctx.exchange, ctx.num_rows = exchange, len(weight_vD)
         ctx.save_for_backward(row_M, is_own_M)
         partial_MD = weight_vD[row_M] * is_own_M[:, None]

@@ -232,8 +232,8 @@ def run_graphs(context: RankContext, jobs: Sequence[JobConfig], url: str, backen
         ]
 
 
-def run_steps(context: RankContext, jobs: Sequence[JobConfig], url: str) -> list[Trained]:
-    with _world(context, url) as device:
+def run_steps(context: RankContext, jobs: Sequence[JobConfig], url: str, backend: str = "gloo") -> list[Trained]:
+    with _world(context, url, backend) as device:
         return [take_steps(job, context.env.rank, device, Steps) for job in jobs]
 
 

@@ -108,6 +108,19 @@ def test_steps_inside_the_backward_pass_are_those_behind_it_to_the_bit(tmp_path:
         assert all(torch.equal(got.parameters[name], value) for name, value in expected.parameters.items())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(NUM_GPUS < 1, reason="needs a GPU with CUDA")
+def test_on_gpus_steps_inside_the_backward_pass_train_as_those_behind_it(tmp_path: Path) -> None:
+    models: list[dict[str, Any]] = [{}, {**PARALLEL, "recompute": "full"}]
+    jobs = [unclipped(job_of({"dp": 2}, {"dtype": "bfloat16", "hidden": 128, **model}, {}, EPS)) for model in models]
+    jobs += [stepping_in_backward(job) for job in jobs]
+    with meeting_place() as place:
+        url = place.init_method("in_backward")
+        found = launch(layout_ranks.run_steps, 2, args=(jobs, url, "nccl"), log_dir=tmp_path)[0]
+    for expected, got in zip(found[: len(models)], found[len(models) :], strict=True):
+        close(got, expected, 2e-3)
+
+
 def test_a_step_inside_the_backward_pass_does_not_stand_behind_it() -> None:
     job = stepping_in_backward(unclipped(job_of({}, {}, {})))
     model = SplitModel(job, 3, 0, CPU)
