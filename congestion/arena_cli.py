@@ -239,12 +239,10 @@ def _kept(folder: Path) -> Any:
     """Where what was measured lies when a run breaks off."""
     try:
         yield
-    except (KeyboardInterrupt, SystemError) as exc:
-        # One that lands as a compiled kernel returns comes as the cause of a SystemError.
-        if isinstance(exc, SystemError) and not isinstance(exc.__cause__, KeyboardInterrupt):
-            raise
-        click.echo(f"note: what was measured is kept; go on with --out {shlex.quote(str(folder))}", err=True)
-        raise KeyboardInterrupt from exc
+    except BaseException:  # a Ctrl-C that lands in a compiled kernel, or as it returns, is an error of another kind
+        if any(folder.glob("*.jsonl")):
+            click.echo(f"note: what was measured is kept; go on with --out {shlex.quote(str(folder))}", err=True)
+        raise
 
 
 def _publish(found: Found, record: RunRecord, entrant: str, folder: Path, pages: bool) -> None:
