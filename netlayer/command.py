@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from netlayer import log
+from netlayer import log, rank
 from netlayer.errors import ConfigError
 from netlayer.interrupt import uninterrupted
-from netlayer.rank import detect
 from netlayer.results import check_target, hide_passwords
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ def run_options_without_config(command: Callable[..., None]) -> Callable[..., No
 def _with_options(command: Callable[..., None], shared: Sequence[Callable[..., Any]]) -> Callable[..., None]:
     @functools.wraps(command)
     def with_options(verbose: int, **given: Any) -> None:
-        log.configure(verbose, _rank())
+        log.configure(verbose, rank.number(os.environ))
         check_target("--json", given["json_file"])
         given = {**_CONFIG, **given}
         options = RunOptions(**{field.name: given.pop(field.name) for field in dataclasses.fields(RunOptions)})
@@ -97,15 +96,6 @@ def _with_options(command: Callable[..., None], shared: Sequence[Callable[..., A
     for option in reversed(shared):
         option(with_options)
     return with_options
-
-
-def _rank() -> int | None:
-    """Of this process, where a launcher has started it; None too where what it says of it is no good."""
-    try:
-        env = detect(os.environ)
-    except ConfigError:  # which a command that wants ranks says itself
-        return None
-    return None if env is None else env.rank
 
 
 def open_out(out: Path | None, command: str) -> Path:

@@ -74,13 +74,18 @@ def detect(environ: Mapping[str, str]) -> RankEnv | None:
     return None
 
 
-def speaks(environ: Mapping[str, str]) -> bool:
-    """Whether this process says what every rank of a launcher would say alike: as the first of them, or as no rank."""
+def number(environ: Mapping[str, str]) -> int | None:
+    """This process's rank where a launcher has started it; None too where what it says of it is no good."""
     try:
         env = detect(environ)
     except ConfigError:  # who needs the rank reports that
-        return True
-    return env is None or env.rank == 0
+        return None
+    return None if env is None else env.rank
+
+
+def speaks(environ: Mapping[str, str]) -> bool:
+    """Whether this process says what every rank of a launcher would say alike: as the first of them, or as no rank."""
+    return not number(environ)
 
 
 def end_rank(line: str, code: int) -> NoReturn:

@@ -59,7 +59,7 @@ class Estimate:
     buckets: int
     work: int
     step: int
-    construction: int = 0
+    construction: int
 
     @property
     def total(self) -> int:
