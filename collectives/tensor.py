@@ -87,6 +87,8 @@ class ColumnParallelLinear(nn.Module):
         y = y_MN.view(rows[0] * self.exchange.world_size, *rows[1:], y_MN.shape[-1])
         if not self.is_joined:
             return y  # type: ignore[no-any-return]
+        if len(self.splits) == 1:  # the gradient of a cut into one would be a copy
+            return (y,)
         return tuple(y.split([features // self.exchange.world_size for features in self.splits], dim=-1))
 
     @classmethod
@@ -121,6 +123,8 @@ class RowParallelLinear(nn.Module):
         in_features: K of the whole layer, or several: `forward` then takes one input each, and sums their products.
         out_features: N.
         exchange, bias, device, dtype: as for `ColumnParallelLinear`. The bias is whole on every rank.
+        adds_bias: False: the bias is there, and left to what reads the output. Its gradient is then that of this
+            rank's rows, to be summed over the ranks.
 
     Raises:
         ValueError: a number of features does not divide by the number of ranks.
@@ -135,12 +139,13 @@ class RowParallelLinear(nn.Module):
         *,
         exchange: TensorExchange,
         bias: bool = True,
+        adds_bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
     ) -> None:
         super().__init__()
         dtype = None if dtype is None else as_dtype(dtype, "dtype")
-        self.exchange = exchange
+        self.exchange, self.adds_bias = exchange, adds_bias
         splits = (in_features,) if isinstance(in_features, int) else tuple(in_features)
         for features in splits:
             _check_divides("in_features", features, exchange.world_size)
@@ -166,7 +171,8 @@ class RowParallelLinear(nn.Module):
         self._was_called = True
         _check_divides("the first dimension of the input", rows[0], self.exchange.world_size)
         flat = [x.reshape(-1, x.shape[-1]) for x in inputs]
-        y_mN = _Row.apply(self.exchange, self.bias, *flat, *self.weights)  # type: ignore[no-untyped-call]
+        bias_N = self.bias if self.adds_bias else None
+        y_mN = _Row.apply(self.exchange, bias_N, *flat, *self.weights)  # type: ignore[no-untyped-call]
         return y_mN.view(rows[0] // self.exchange.world_size, *rows[1:], -1)  # type: ignore[no-any-return]
 
     @classmethod

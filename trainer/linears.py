@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from collectives.exchange import TensorExchange
 from collectives.tensor import ColumnParallelLinear, RowParallelLinear
-from trainer.ops.linear import summed_linear
+from trainer.ops.backend import Operators
+from trainer.ops.linear import joined_linear, summed_linear
 
 
 @dataclass(frozen=True)
@@ -48,55 +49,77 @@ class JoinedLinear(nn.Module):
 
     Args:
         adds_bias: False: what reads the output adds the bias, which is here.
+        operators: for the joined gradient of the outputs.
     """
 
-    def __init__(self, in_features: int, splits: Sequence[int], bias: bool, adds_bias: bool = True) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        splits: Sequence[int],
+        bias: bool,
+        adds_bias: bool = True,
+        operators: Operators = "auto",
+    ) -> None:
         super().__init__()
-        self.adds_bias = adds_bias
+        self.adds_bias, self.operators = adds_bias, operators
         self.splits = tuple(splits)
         self.weight = nn.Parameter(torch.empty(sum(splits), in_features))
         self.bias = nn.Parameter(torch.empty(sum(splits))) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., K] -> [..., N] for each N."""
-        y = summed_linear((x,), (self.weight,), self.bias if self.adds_bias else None)
-        return torch.split(y, list(self.splits), dim=-1)
+        return joined_linear(x, self.weight, self.bias if self.adds_bias else None, self.splits, self.operators)
 
 
 class SummedLinear(nn.Module):
-    """y = x_0 W_0^T + x_1 W_1^T + ... + b."""
+    """y = x_0 W_0^T + x_1 W_1^T + ... + b.
 
-    def __init__(self, in_features: Sequence[int], out_features: int, bias: bool) -> None:
+    Args:
+        adds_bias: as of `JoinedLinear`.
+    """
+
+    def __init__(self, in_features: Sequence[int], out_features: int, bias: bool, adds_bias: bool = True) -> None:
         super().__init__()
+        self.adds_bias = adds_bias
         self.splits = tuple(in_features)
         self.weights = nn.ParameterList([nn.Parameter(torch.empty(out_features, size)) for size in in_features])
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """[..., K] for each K -> [..., N]."""
-        return summed_linear(inputs, tuple(self.weights), self.bias)
+        return summed_linear(inputs, tuple(self.weights), self.bias if self.adds_bias else None)
 
 
 def column(
-    in_features: int, splits: Sequence[int], bias: bool, exchange: TensorExchange | None, adds_bias: bool = True
+    in_features: int,
+    splits: Sequence[int],
+    bias: bool,
+    exchange: TensorExchange | None,
+    adds_bias: bool = True,
+    operators: Operators = "auto",
 ) -> JoinedLinear | ColumnParallelLinear:
     """A linear with one output for each of `splits`; its parameters are still to be initialised.
 
     Args:
         adds_bias: False, without an exchange alone: the bias is there, and left to what reads the output.
+        operators: as of `JoinedLinear`.
     """
     if exchange is None:
-        return JoinedLinear(in_features, splits, bias, adds_bias)
+        return JoinedLinear(in_features, splits, bias, adds_bias, operators)
     return ColumnParallelLinear(in_features, tuple(splits), exchange=exchange, bias=bias)
 
 
 def row(
-    splits: Sequence[int], out_features: int, bias: bool, exchange: TensorExchange | None
+    splits: Sequence[int], out_features: int, bias: bool, exchange: TensorExchange | None, adds_bias: bool = True
 ) -> SummedLinear | RowParallelLinear:
-    """A linear that sums the products of one input for each of `splits`."""
+    """A linear that sums the products of one input for each of `splits`.
+
+    Args:
+        adds_bias: False: the bias is there, and left to what reads the output.
+    """
     if exchange is None:
-        return SummedLinear(splits, out_features, bias)
-    return RowParallelLinear(tuple(splits), out_features, exchange=exchange, bias=bias)
+        return SummedLinear(splits, out_features, bias, adds_bias)
+    return RowParallelLinear(tuple(splits), out_features, exchange=exchange, bias=bias, adds_bias=adds_bias)
 
 
 def parts(module: nn.Module) -> dict[str, Part]:
@@ -115,9 +138,9 @@ def parts(module: nn.Module) -> dict[str, Part]:
 
 
 def whole_biases(module: nn.Module) -> set[str]:
-    """Names of biases that every rank has whole, and whose gradient is whole too."""
+    """Names of biases that every rank has whole, and whose gradient is whole too: those that the linear adds."""
     rows = ((prefix, child) for prefix, child in module.named_modules() if isinstance(child, RowParallelLinear))
-    return {f"{prefix}.bias" for prefix, child in rows if child.bias is not None}
+    return {f"{prefix}.bias" for prefix, child in rows if child.bias is not None and child.adds_bias}
 
 
 class TokenTable(nn.Module):

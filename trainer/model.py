@@ -129,16 +129,16 @@ class Block(nn.Module):
         self.norm = build_norm(config)
         self.keeps_inputs_alone = config.recompute == "selective"
         self.is_parallel, self.operators = config.parallel_block, config.operators
-        # GeLU adds the bias of the product before it, and sums its gradient in the same pass.
+        # GeLU adds the bias of the product before it, and sums its gradient in the same pass; so does the second norm.
         self.adds_bias = bias and not self.is_parallel and config.activation == "gelu" and exchange is None
         if self.is_parallel:
-            self.inner = column(width, (*qkv, *up), bias, exchange)
+            self.inner = column(width, (*qkv, *up), bias, exchange, operators=self.operators)
             self.outer = row((width, config.ffn_hidden), width, bias, exchange)
         else:
-            self.qkv = column(width, qkv, bias, exchange)
-            self.out = row((width,), width, bias, exchange)
+            self.qkv = column(width, qkv, bias, exchange, operators=self.operators)
+            self.out = row((width,), width, bias, exchange, adds_bias=False)
             self.mlp_norm = build_norm(config)
-            self.up = column(width, up, bias, exchange, adds_bias=not self.adds_bias)
+            self.up = column(width, up, bias, exchange, adds_bias=not self.adds_bias, operators=self.operators)
             self.down = row((config.ffn_hidden,), width, bias, exchange)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class Block(nn.Module):
             y, x = self.norm(x)
             return x + self._again(self._outer_of, *self.inner(y))
         y, x = self.norm(x)
-        y, x = self.mlp_norm(x, self.out(self.attend(*self.qkv(y))))
+        y, x = self.mlp_norm(x, self.out(self.attend(*self.qkv(y))), self.out.bias)
         up = self.up(y)
         return x + self._again(self._down_of, self.up.bias if self.adds_bias else None, *up)
 

@@ -65,24 +65,28 @@ def plain_norm(total: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("operators", WHICH)
 @settings(max_examples=5, deadline=None)
-@given(**SHAPES, is_rms=st.booleans(), has_branch=st.booleans())
+@given(**SHAPES, is_rms=st.booleans(), added=st.integers(0, 2))
 def test_norm_of_a_sum(
-    operators: Operators, dtype: torch.dtype, rows: int, width: int, seed: int, is_rms: bool, has_branch: bool
+    operators: Operators, dtype: torch.dtype, rows: int, width: int, seed: int, is_rms: bool, added: int
 ) -> None:
+    """Of a stream, and what is added to it: nothing, a branch, or that with a bias."""
     width += 4  # of one or two values, the deviation is near eps, and bfloat16's rounding is all there is to see
-    tensors = inputs(seed, dtype, (rows, 2, width), (rows, 2, width), (width,), (width,))
-    stream, branch, weight, bias = tensors
+    stream, branch, *vectors = inputs(seed, dtype, (rows, 2, width), (rows, 2, width), *[(width,)] * 3)
+    weight, bias, branch_bias = vectors
     # What is normalised is the sum as it is stored.
-    given_ = [(stream + branch).detach() if not has_branch else stream, weight]
-    given_ += [branch] * has_branch + [bias] * (not is_rms)
+    given_ = [(stream + branch).detach() if not added else stream, weight]
+    given_ += [branch, branch_bias][:added] + [bias] * (not is_rms)
 
-    def parts(x: Tensor, w: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        return x, rest[0] if has_branch else None, w, None if is_rms else rest[-1]
+    def parts(
+        x: Tensor, w: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+        b, shift = [*rest[:added], None, None][:2]
+        return x, b, w, None if is_rms else rest[-1], shift
 
     def plain(*given_: Tensor) -> tuple[Tensor, Tensor]:
-        x, b, w, shift = parts(*given_)
-        total = x if b is None else x + b
-        return plain_norm(total, w, shift), total * 1
+        x, b, w, bias, shift = parts(*given_)
+        total = x if b is None else x + b if shift is None else x + b + shift
+        return plain_norm(total, w, bias), total * 1
 
     check(lambda *given_: add_norm(*parts(*given_), operators=operators), plain, given_, 2)
 
@@ -111,15 +115,15 @@ def test_norm_backward_by_any_plan(plan: tuple[int, int, int, int], is_rms: bool
     from trainer.ops.norm_kernels import BackwardPlan, launch_backward, norm_forward
 
     x, dy, dtotal, weight, bias = inputs(3, torch.float32, *[(11 if IS_INTERPRETED else 1021, 37)] * 3, (37,), (37,))
-    mean, scale = norm_forward(x, None, weight, None if is_rms else bias, 1e-5)[2:]
-    found = launch_backward(dy, dtotal, x, weight, mean, scale, BackwardPlan(*plan))
+    mean, scale = norm_forward(x, None, None, weight, None if is_rms else bias, 1e-5)[2:]
+    dx, dvectors = launch_backward(dy, dtotal, x, weight, mean, scale, True, BackwardPlan(*plan))
     wide = [tensor.double().requires_grad_() for tensor in (x, weight, bias)]
     torch.autograd.backward([plain_norm(wide[0], wide[1], None if is_rms else wide[2])], [dy.double()])
     expected = [tensor.grad for tensor in wide[: 3 - is_rms]]
     assert expected[0] is not None
     expected[0] += dtotal.double()
-    assert found[2].numel() == (0 if is_rms else 37)
-    for got, right in zip(found[: 3 - is_rms], expected, strict=True):
+    expected.append(expected[0].sum(0))  # of what was added to every row
+    for got, right in zip([dx, *dvectors], expected, strict=True):
         torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-4)
 
 
@@ -159,12 +163,32 @@ def test_swiglu_of_two_slices_of_one_product(
     check(lambda x: swiglu(*halves(x), operators), plain, given_, 1)
 
 
+@pytest.mark.skipif(not KERNELS, reason="no Triton with a GPU here")
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=8, deadline=None)
+@given(rows=SHAPES["rows"], seed=SHAPES["seed"], widths=st.lists(st.integers(1, 150), min_size=1, max_size=5))
+def test_triton_joins_gradients_and_sums_them(dtype: torch.dtype, rows: int, seed: int, widths: list[int]) -> None:
+    """Parts are slices of wider ones, a column apart."""
+    from trainer.ops.join_kernels import join_and_sum
+
+    *parts, bias = inputs(seed, dtype, *[(rows, width + 1) for width in widths], (sum(widths),))
+    parts = [part[:, 1:] for part in parts]
+    joined, sums = join_and_sum(parts, bias)
+    assert torch.equal(joined, torch.cat(parts, 1))
+    assert sums.dtype == dtype
+    right = joined.double().sum(0)
+    torch.testing.assert_close(sums.double(), right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("operators", WHICH)
 def test_stream_alone_brings_its_gradient(operators: Operators) -> None:
     """The norm's output may go unused, and the stream's."""
     x, weight = (tensor.requires_grad_() for tensor in inputs(0, torch.float32, (3, 8), (8,)))
     add_norm(x, None, weight, None, operators=operators)[1].sum().backward()
     torch.testing.assert_close(x.grad, torch.ones_like(x))
+    x.grad, bias = None, torch.zeros(8, device=DEVICE, requires_grad=True)
+    add_norm(x, x, weight, None, bias, operators=operators)[1].sum().backward()
+    torch.testing.assert_close(bias.grad, torch.full_like(bias, 3))
     x.grad = None
     add_norm(x, x, weight, None, operators=operators)[0].sum().backward()
     assert x.grad is not None

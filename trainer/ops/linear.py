@@ -1,6 +1,7 @@
-"""A linear that writes its weights' gradients where they leave from (`collectives.slot`), where there is such a place.
+"""Linears that write their weights' gradients where they leave from (`collectives.slot`), where there is such a place.
 
-Left out: compiled blocks, whose linears are torch's own (their gradients come as ever), and second derivatives.
+Of a product with several outputs the gradients come apart: they are joined and summed for the bias in one pass. Left
+out: compiled blocks, whose linears are torch's own (their gradients come as ever), and second derivatives.
 
 Shapes: M rows, K features in, N features out.
 """
@@ -17,18 +18,38 @@ from torch.autograd.function import once_differentiable
 
 from collectives.product import weight_gradient
 from collectives.slot import SlotSource, slot_source
+from trainer.ops.backend import HAS_TRITON, Operators, as_rows, uses_triton
+
+if HAS_TRITON:
+    from trainer.ops.join_kernels import MOST_PARTS, join_and_sum
 
 
 def summed_linear(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None) -> Tensor:
     """x_0 W_0^T + x_1 W_1^T + ... + b: [..., K] for each K -> [..., N]."""
+    return _apply(inputs, weights, bias_N, None, "auto")[0]
+
+
+def joined_linear(
+    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, splits: Sequence[int], operators: Operators = "auto"
+) -> tuple[Tensor, ...]:
+    """x W^T + b, cut: [..., K] -> [..., n] for each n of `splits`."""
+    return _apply((x,), (weight_NK,), bias_N, splits if len(splits) > 1 else None, operators)
+
+
+def _apply(
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    bias_N: Tensor | None,
+    splits: Sequence[int] | None,
+    operators: Operators,
+) -> tuple[Tensor, ...]:
     trains = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
-    if not trains or torch.compiler.is_compiling():
-        return _sum(inputs, weights, bias_N)
-    sources = [slot_source(weight) for weight in weights]
+    sources = [slot_source(weight) for weight in weights] if trains and not torch.compiler.is_compiling() else []
     if not any(sources):
-        return _sum(inputs, weights, bias_N)
+        return _cut(_sum(inputs, weights, bias_N), splits)
     kept = [_Keep.apply(x, weight) for x, weight in zip(inputs, weights, strict=True)]  # type: ignore[no-untyped-call]
-    y: Tensor = _SummedLinear.apply([x.grad_fn for x in kept], sources, bias_N, *kept, *weights)  # type: ignore[no-untyped-call]
+    keepers = [x.grad_fn for x in kept]
+    y: tuple[Tensor, ...] = _Linear.apply(keepers, sources, splits, operators, bias_N, *kept, *weights)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -45,24 +66,29 @@ class _Keep(torch.autograd.Function):
         return dx, None
 
 
-class _SummedLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         keepers: Sequence[Any],
         sources: Sequence[SlotSource | None],
+        splits: Sequence[int] | None,
+        operators: Operators,
         bias_N: Tensor | None,
         *tensors: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         inputs, weights = tensors[: len(keepers)], tensors[len(keepers) :]
-        ctx.keepers, ctx.sources = keepers, sources
-        return _sum(inputs, weights, bias_N)
+        ctx.keepers, ctx.sources, ctx.operators = keepers, sources, operators
+        ctx.bias_N = None if bias_N is None else bias_N.detach()  # its dtype and size alone are read
+        return _cut(_sum(inputs, weights, bias_N), splits)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        count, dy_MN = len(ctx.keepers), dy.flatten(0, -2)
-        _, _, needs_bias, *needs = ctx.needs_input_grad
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        count = len(ctx.keepers)
+        *_, needs_bias = ctx.needs_input_grad[:5]
+        needs = ctx.needs_input_grad[5:]
+        dy_MN, dbias_N = _joined(dys, ctx.bias_N if needs_bias else None, ctx.operators)
         accumulators = [node for node, _ in ctx.next_functions[-count:]]
         dinputs: list[Tensor | None] = []
         dweights: list[Tensor | None] = []
@@ -70,7 +96,22 @@ class _SummedLinear(torch.autograd.Function):
             x, weight_NK = keeper.saved_tensors
             dinputs.append((dy_MN @ weight_NK).view(x.shape) if needs[index] else None)
             dweights.append(weight_gradient(dy_MN, x.flatten(0, -2), source, accumulators[index]))
-        return None, None, dy_MN.sum(0) if needs_bias else None, *dinputs, *dweights
+        return *[None] * 4, dbias_N, *dinputs, *dweights
+
+
+def _joined(dys: Sequence[Tensor], bias_N: Tensor | None, operators: Operators) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the whole product, [M, N], and of its bias."""
+    parts_Mn = [as_rows(dy) for dy in dys]
+    if bias_N is not None and uses_triton(operators, parts_Mn[0]) and 1 < len(parts_Mn) <= MOST_PARTS:
+        dy_MN, dbias_N = join_and_sum(parts_Mn, bias_N)
+        return dy_MN, dbias_N
+    dy_MN = torch.cat(parts_Mn, 1) if len(parts_Mn) > 1 else parts_Mn[0]
+    return dy_MN, None if bias_N is None else dy_MN.sum(0)
+
+
+def _cut(y: Tensor, splits: Sequence[int] | None) -> tuple[Tensor, ...]:
+    """One output is no view of itself: the gradient of a cut into one would be a copy."""
+    return (y,) if splits is None else torch.split(y, list(splits), dim=-1)
 
 
 def _sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None) -> Tensor:

@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm with the residual sum before them: forward and backward one pass over memory each.
 
 On a GPU, outside torch.compile, the kernels of `norm_kernels`; elsewhere torch's own operators, the reference. Besides
-the sum, the kernels save the addition of two gradients: that of the stream arrives in the norm's backward.
+the sum, the kernels save the addition of two gradients: that of the stream arrives in the norm's backward. And the
+linear before may leave its bias to them: the bias's gradient is summed where that of its output is made.
 
 Ba et al., Layer Normalization (arXiv 1607.06450); Zhang and Sennrich, RMSNorm (arXiv 1910.07467).
 
@@ -34,9 +35,11 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
-    def forward(self, stream: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, stream: Tensor, branch: Tensor | None = None, branch_bias_D: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `add_norm`."""
-        return add_norm(stream, branch, self.weight, self.bias, operators=self.operators)
+        return add_norm(stream, branch, self.weight, self.bias, branch_bias_D, operators=self.operators)
 
 
 def add_norm(
@@ -44,6 +47,7 @@ def add_norm(
     branch: Tensor | None,
     weight_D: Tensor,
     bias_D: Tensor | None,
+    branch_bias_D: Tensor | None = None,
     eps: float = EPS,
     operators: Operators = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -54,12 +58,15 @@ def add_norm(
     Args:
         branch: None: nothing is added.
         bias_D: None: RMSNorm.
+        branch_bias_D: added to every row of the branch.
     """
     if uses_triton(operators, stream):
         if branch is None and torch.compiler.is_compiling():  # a compiled graph has no output that is its input
-            return _Norm.apply(stream, None, weight_D, bias_D, eps)[0], stream  # type: ignore[no-untyped-call]
-        y, total = _Norm.apply(stream, branch, weight_D, bias_D, eps)  # type: ignore[no-untyped-call]
+            return _Norm.apply(stream, None, None, weight_D, bias_D, eps)[0], stream  # type: ignore[no-untyped-call]
+        y, total = _Norm.apply(stream, branch, branch_bias_D, weight_D, bias_D, eps)  # type: ignore[no-untyped-call]
         return y, total
+    if branch is not None and branch_bias_D is not None:
+        branch = branch + branch_bias_D
     total = stream if branch is None else stream + branch
     if bias_D is None:
         return F.rms_norm(total, weight_D.shape, weight_D, eps), total
@@ -72,13 +79,19 @@ def add_norm(
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, stream: Tensor, branch: Tensor | None, weight_D: Tensor, bias_D: Tensor | None, eps: float
+        ctx: Any,
+        stream: Tensor,
+        branch: Tensor | None,
+        branch_bias_D: Tensor | None,
+        weight_D: Tensor,
+        bias_D: Tensor | None,
+        eps: float,
     ) -> tuple[Tensor, Tensor]:
         x_MD = stream.reshape(-1, stream.shape[-1]).contiguous()
         branch_MD = None if branch is None else branch.reshape(x_MD.shape).contiguous()
-        y_MD, total_MD, mean_M, scale_M = norm_forward(x_MD, branch_MD, weight_D, bias_D, eps)
+        y_MD, total_MD, mean_M, scale_M = norm_forward(x_MD, branch_MD, branch_bias_D, weight_D, bias_D, eps)
         ctx.set_materialize_grads(False)
-        ctx.has_branch = branch is not None
+        ctx.has_branch, ctx.has_branch_bias = branch is not None, branch_bias_D is not None
         ctx.save_for_backward(x_MD if branch is None else total_MD, weight_D, mean_M, scale_M)
         return y_MD.view(stream.shape), stream if branch is None else total_MD.view(stream.shape)
 
@@ -87,12 +100,16 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         total_MD, weight_D, mean_M, scale_M = ctx.saved_tensors
         if dy is None:
-            return dtotal, dtotal if ctx.has_branch else None, None, None, None
+            has_bias = ctx.has_branch_bias and dtotal is not None
+            dbranch_bias_D = dtotal.flatten(0, -2).sum(0) if has_bias else None  # type: ignore[union-attr]
+            return dtotal, dtotal if ctx.has_branch else None, dbranch_bias_D, None, None, None
         dtotal_MD = None if dtotal is None else dtotal.reshape(total_MD.shape).contiguous()
         dy_MD = dy.reshape(total_MD.shape).contiguous()
-        dx_MD, dweight_D, dbias_D = norm_backward(dy_MD, dtotal_MD, total_MD, weight_D, mean_M, scale_M)
-        dx = dx_MD.view(dy.shape)
-        return dx, dx if ctx.has_branch else None, dweight_D, dbias_D if mean_M.numel() else None, None
+        dx_MD, dvectors_VD = norm_backward(dy_MD, dtotal_MD, total_MD, weight_D, mean_M, scale_M, ctx.has_branch_bias)
+        dx, vectors = dx_MD.view(dy.shape), iter(dvectors_VD.unbind())
+        dweight_D = next(vectors)
+        dbias_D = next(vectors) if mean_M.numel() else None
+        return dx, dx if ctx.has_branch else None, next(vectors, None), dweight_D, dbias_D, None
 
 
 class _WideSums(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Triton kernels of LayerNorm and RMSNorm with the residual sum before them, as operators that torch.compile knows.
 
 A program has whole rows in registers. Sums are in float32. Backward, each of a few hundred programs adds up the
-weight's gradient over its own rows, and a second kernel adds up the programs: in a fixed order, so that a run can be
+gradients of vectors over its own rows, and a second kernel adds up the programs: in a fixed order, so that a run can be
 repeated. Left out: rows of more than 8192 values without registers spilled.
 
 Shapes: M rows, D columns, P programs.
@@ -24,19 +24,26 @@ _SUM_ROWS, _SUM_COLUMNS = 64, 32  # a tile of the programs' sums: lines of 128 b
 
 @torch.library.custom_op("netlayer::norm_forward", mutates_args=())
 def norm_forward(
-    x_MD: Tensor, residual_MD: Tensor | None, weight_D: Tensor, bias_D: Tensor | None, eps: float
+    x_MD: Tensor,
+    residual_MD: Tensor | None,
+    residual_bias_D: Tensor | None,
+    weight_D: Tensor,
+    bias_D: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalised rows, the sum (empty without a residual), mean (empty for RMSNorm) and 1 / deviation, float32.
 
     Args:
+        residual_bias_D: added to every row of the residual; None without one.
         bias_D: None: RMSNorm.
     """
     num_rows, width = x_MD.shape
-    y_MD, total_MD, mean_M, scale_M = _forward_shapes(x_MD, residual_MD, weight_D, bias_D, eps)
+    y_MD, total_MD, mean_M, scale_M = _forward_shapes(x_MD, residual_MD, residual_bias_D, weight_D, bias_D, eps)
     block = triton.next_power_of_2(width)
     _forward[(num_rows,)](
         x_MD,
         residual_MD,
+        residual_bias_D,
         weight_D,
         bias_D,
         y_MD,
@@ -46,6 +53,7 @@ def norm_forward(
         width,
         eps,
         HAS_RESIDUAL=residual_MD is not None,
+        HAS_RESIDUAL_BIAS=residual_bias_D is not None,
         IS_RMS=bias_D is None,
         BLOCK=block,
         num_warps=_num_warps(block),
@@ -55,7 +63,12 @@ def norm_forward(
 
 @norm_forward.register_fake
 def _forward_shapes(
-    x_MD: Tensor, residual_MD: Tensor | None, _weight_D: Tensor, bias_D: Tensor | None, _eps: float
+    x_MD: Tensor,
+    residual_MD: Tensor | None,
+    _residual_bias_D: Tensor | None,
+    _weight_D: Tensor,
+    bias_D: Tensor | None,
+    _eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale_M = x_MD.new_empty(x_MD.shape[0], dtype=torch.float32)
     total_MD = torch.empty_like(x_MD) if residual_MD is not None else x_MD.new_empty(0)
@@ -65,18 +78,39 @@ def _forward_shapes(
 
 @torch.library.custom_op("netlayer::norm_backward", mutates_args=())
 def norm_backward(
-    dy_MD: Tensor, dtotal_MD: Tensor | None, total_MD: Tensor, weight_D: Tensor, mean_M: Tensor, scale_M: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the sum (with `dtotal_MD`, which came to it from elsewhere), weight, and bias (empty: RMSNorm)."""
-    return launch_backward(dy_MD, dtotal_MD, total_MD, weight_D, mean_M, scale_M, plan_backward(dy_MD))
+    dy_MD: Tensor,
+    dtotal_MD: Tensor | None,
+    total_MD: Tensor,
+    weight_D: Tensor,
+    mean_M: Tensor,
+    scale_M: Tensor,
+    sums_dtotal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the sum (with `dtotal_MD`, which came to it from elsewhere), and of the vectors, a row each.
+
+    The rows are those of the weight, of the bias but for RMSNorm, and, as `sums_dtotal` asks for it, of a vector that
+    was added to every row of the sum.
+    """
+    plan = plan_backward(dy_MD)
+    return launch_backward(dy_MD, dtotal_MD, total_MD, weight_D, mean_M, scale_M, sums_dtotal, plan)
 
 
 @norm_backward.register_fake
 def _backward_shapes(
-    _dy_MD: Tensor, _dtotal_MD: Tensor | None, total_MD: Tensor, weight_D: Tensor, mean_M: Tensor, _scale_M: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    dbias = weight_D.new_empty(0) if mean_M.numel() == 0 else torch.empty_like(weight_D)
-    return torch.empty_like(total_MD), torch.empty_like(weight_D), dbias
+    _dy_MD: Tensor,
+    _dtotal_MD: Tensor | None,
+    total_MD: Tensor,
+    weight_D: Tensor,
+    mean_M: Tensor,
+    _scale_M: Tensor,
+    sums_dtotal: bool,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(total_MD), weight_D.new_empty(_num_vectors(mean_M, sums_dtotal), len(weight_D))
+
+
+def _num_vectors(mean_M: Tensor, sums_dtotal: bool) -> int:
+    """That have gradients; without a mean it is RMSNorm, which has no bias."""
+    return 1 + (mean_M.numel() > 0) + sums_dtotal
 
 
 class BackwardPlan(NamedTuple):
@@ -114,15 +148,14 @@ def launch_backward(
     weight_D: Tensor,
     mean_M: Tensor,
     scale_M: Tensor,
+    sums_dtotal: bool,
     plan: BackwardPlan,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`norm_backward` by a plan."""
     num_rows, width = dy_MD.shape
-    is_rms = mean_M.numel() == 0
-    dx_MD, dweight_D = torch.empty_like(total_MD), torch.empty_like(weight_D)
-    dbias_D = weight_D.new_empty(0) if is_rms else torch.empty_like(weight_D)
+    dx_MD, dvectors_VD = _backward_shapes(dy_MD, dtotal_MD, total_MD, weight_D, mean_M, scale_M, sums_dtotal)
     programs = num_programs(dy_MD, triton.cdiv(num_rows, plan.rows), plan.each)
-    partial_2PD = scale_M.new_empty(1 if is_rms else 2, programs, width)
+    partial_VPD = scale_M.new_empty(len(dvectors_VD), programs, width)
     _backward[(programs,)](
         dy_MD,
         dtotal_MD,
@@ -131,21 +164,21 @@ def launch_backward(
         mean_M,
         scale_M,
         dx_MD,
-        partial_2PD,
+        partial_VPD,
         num_rows,
         width,
         HAS_TOTAL=dtotal_MD is not None,
-        IS_RMS=is_rms,
+        IS_RMS=mean_M.numel() == 0,
+        SUMS_TOTAL=sums_dtotal,
         STEPS=triton.cdiv(num_rows, programs * plan.rows),
         ROWS=plan.rows,
         BLOCK=triton.next_power_of_2(width),
         STAGES=plan.stages,
         num_warps=plan.num_warps,
     )
-    _sum_partial[(triton.cdiv(width, _SUM_COLUMNS), partial_2PD.shape[0])](
-        partial_2PD,
-        dweight_D,
-        dbias_D,
+    _sum_partial[(triton.cdiv(width, _SUM_COLUMNS), len(dvectors_VD))](
+        partial_VPD,
+        dvectors_VD,
         programs,
         width,
         STEPS=triton.cdiv(programs, _SUM_ROWS),
@@ -153,7 +186,7 @@ def launch_backward(
         COLUMNS=_SUM_COLUMNS,
         num_warps=4,
     )
-    return dx_MD, dweight_D, dbias_D
+    return dx_MD, dvectors_VD
 
 
 def _num_warps(block: int) -> int:
@@ -164,6 +197,7 @@ def _num_warps(block: int) -> int:
 def _forward(
     x,
     residual,
+    residual_bias,
     weight,
     bias,
     y,
@@ -173,6 +207,7 @@ def _forward(
     width,
     eps,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_RESIDUAL_BIAS: tl.constexpr,
     IS_RMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -183,7 +218,10 @@ def _forward(
     value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
     if HAS_RESIDUAL:
         # Normalised is what is stored: backward has only that.
-        stored = (value + tl.load(residual + at, mask=inside, other=0).to(tl.float32)).to(total.dtype.element_ty)
+        value += tl.load(residual + at, mask=inside, other=0).to(tl.float32)
+        if HAS_RESIDUAL_BIAS:
+            value += tl.load(residual_bias + column, mask=inside, other=0).to(tl.float32)
+        stored = value.to(total.dtype.element_ty)
         tl.store(total + at, stored, mask=inside)
         value = stored.to(tl.float32)
     if not IS_RMS:
@@ -212,6 +250,7 @@ def _backward(
     width,
     HAS_TOTAL: tl.constexpr,
     IS_RMS: tl.constexpr,
+    SUMS_TOTAL: tl.constexpr,
     STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -223,6 +262,7 @@ def _backward(
     gain = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
     dgain = tl.zeros((BLOCK,), tl.float32)
     dshift = tl.zeros((BLOCK,), tl.float32)
+    dadded = tl.zeros((BLOCK,), tl.float32)
     for step in tl.range(STEPS, num_stages=STAGES):
         row = (program + step * programs) * ROWS + tl.arange(0, ROWS)[:, None]
         exists = row < num_rows
@@ -248,11 +288,17 @@ def _backward(
         result = result * inverse
         if HAS_TOTAL:
             result += beside.to(tl.float32)
+        if SUMS_TOTAL:  # of rows that exist: behind the last, loads gave zeros alone
+            dadded += tl.sum(result, 0)
         tl.store(dx + at, result.to(dx.dtype.element_ty), mask=here)
     at = program.to(tl.int64) * width + column
+    each = programs.to(tl.int64) * width
     tl.store(partial + at, dgain, mask=inside)
     if not IS_RMS:
-        tl.store(partial + programs.to(tl.int64) * width + at, dshift, mask=inside)
+        at += each
+        tl.store(partial + at, dshift, mask=inside)
+    if SUMS_TOTAL:
+        tl.store(partial + at + each, dadded, mask=inside)
 
 
 @triton.jit
@@ -263,15 +309,14 @@ def _add_pairs(left_a, left_b, right_a, right_b):
 @triton.jit
 def _sum_partial(
     partial,
-    dweight,
-    dbias,
+    dvectors,
     programs,
     width,
     STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The weight's gradient in grid row 0, the bias's in row 1."""
+    """A vector a row of the grid."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     partial += tl.program_id(1).to(tl.int64) * programs * width
@@ -280,8 +325,5 @@ def _sum_partial(
         row = step * ROWS + tl.arange(0, ROWS)[:, None]
         at = row.to(tl.int64) * width + column[None, :]
         total += tl.load(partial + at, mask=(row < programs) & inside[None, :], other=0)
-    result = tl.sum(total, 0)
-    if tl.program_id(1) == 0:
-        tl.store(dweight + column, result.to(dweight.dtype.element_ty), mask=inside)
-    else:
-        tl.store(dbias + column, result.to(dbias.dtype.element_ty), mask=inside)
+    at = tl.program_id(1).to(tl.int64) * width + column
+    tl.store(dvectors + at, tl.sum(total, 0).to(dvectors.dtype.element_ty), mask=inside)

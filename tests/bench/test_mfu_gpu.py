@@ -1,0 +1,58 @@
+"""The peers of `bench.mfu` in layouts of several ranks on NCCL: the losses of ours, on however few GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.mfu_jobs import Jobs, read_entries, read_layout
+from bench.mfu_ranks import Order
+from bench.mfu_systems import OURS, PEERS
+from bench.peers import mcore
+from netlayer.command import RunOptions
+from netlayer.launch import launch
+from netlayer.meeting import meeting_place
+from tests.bench.mfu_sharing import run_sharing_rank
+
+SMALL = ("hidden=256", "ffn_hidden=512", "heads=4", "layers=4", "seq_len=128", "vocab_size=512")
+WARMUP = 3
+"""Steps whose losses are compared; the learning rate is such that a wrong gradient shows in the third."""
+
+
+def losses(system: str, layout: str, folder: Path) -> dict[str, list[float]]:
+    """Of ours and of a peer."""
+    overrides = (*(f"model.{each}" for each in SMALL), "optimizer.lr=0.003", "optimizer.clip_norm=0.5")
+    build = Jobs(RunOptions(None, overrides, 0, None, None), "1m", read_layout(layout), 2, None, dtype="bfloat16")
+    entries = read_entries(build, system, (), (), compiles=True)
+    PEERS[system].check(entries[1].job, "nccl")
+    rows: list[dict[str, Any]] = []
+    order = Order(tuple((1, entry) for entry in entries), 1, WARMUP, 0, 1, 240.0, float("inf"))
+    with meeting_place() as place:
+        launch(
+            run_sharing_rank,
+            build().parallel.layout.world_size,
+            args=(order, place.init_method("mfu")),
+            log_dir=folder,
+            env=PEERS[system].env,
+            on_message=lambda rank, message: rows.append(message) if rank == 0 and "losses" in message else None,
+        )
+    return {row["system"]: row["losses"] for row in rows}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU with CUDA")
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "pp2vp2", "tp2pp2vp2", "tp2pp2dp2"])
+@pytest.mark.parametrize("system", ["fsdp2", "native3d", "mcore", "mcore_no_overlap"])
+def test_a_peer_has_our_losses_on_nccl(system: str, layout: str, tmp_path: Path) -> None:
+    if system == "fsdp2" and layout != "dp2":
+        pytest.skip("fsdp2 is data parallel alone")
+    if system == "mcore_no_overlap" and "vp" not in layout:
+        pytest.skip("mcore overlaps messages of interleaved stages alone")
+    if system.startswith("mcore") and not mcore.is_installed():
+        pytest.skip("needs megatron-core")
+    found = losses(system, layout, tmp_path)
+    assert found[system] == pytest.approx(found[OURS], abs=5e-2)
+    assert found[OURS][-1] < found[OURS][0] - 0.2

@@ -1,0 +1,136 @@
+"""A Triton kernel that joins the gradients of a product's outputs and sums their rows for the bias, in one pass.
+
+The sums are added up in float32 by each program over its own rows, and by torch over the programs: in a fixed order.
+
+Shapes: M rows, N columns in all, n of a part, P programs a column of tiles.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, unused-ignore"
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainer.ops.backend import num_programs
+
+MOST_PARTS = 5
+"""Queries, keys, values, and two halves of a gated MLP."""
+_ROWS, _COLUMNS, _WARPS, _EACH, _STAGES = 4, 1024, 8, 4, 3
+
+
+@torch.library.custom_op("netlayer::join_and_sum", mutates_args=())
+def join_and_sum(parts_Mn: Sequence[Tensor], bias_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows side by side, dense [M, N], and their sums [N] in the dtype of `bias_N`.
+
+    Args:
+        parts_Mn: up to MOST_PARTS, each with its last dimension dense.
+        bias_N: whose gradient the sums are.
+    """
+    first = parts_Mn[0]
+    (num_rows, _), widths = first.shape, [part.shape[1] for part in parts_Mn]
+    y_MN = first.new_empty(num_rows, sum(widths))
+    columns = triton.cdiv(max(widths), _COLUMNS)
+    programs = -(-num_programs(first, num_rows, _EACH) // (columns * len(widths)))
+    partial_PN = first.new_empty(programs, sum(widths), dtype=torch.float32)
+    unused = MOST_PARTS - len(widths)
+    _join[(columns, programs, len(widths))](
+        *parts_Mn,
+        *[first] * unused,
+        y_MN,
+        partial_PN,
+        *[part.stride(0) for part in parts_Mn],
+        *[0] * unused,
+        *widths,
+        *[0] * unused,
+        num_rows,
+        sum(widths),
+        triton.cdiv(num_rows, programs * _ROWS),
+        _ROWS,
+        _COLUMNS,
+        _STAGES,
+        num_warps=_WARPS,
+    )
+    return y_MN, partial_PN.sum(0).to(bias_N.dtype)
+
+
+@join_and_sum.register_fake
+def _joined_shapes(parts_Mn: Sequence[Tensor], bias_N: Tensor) -> tuple[Tensor, Tensor]:
+    width = sum(part.shape[1] for part in parts_Mn)
+    return parts_Mn[0].new_empty(parts_Mn[0].shape[0], width), torch.empty_like(bias_N)
+
+
+@triton.jit
+def _join(
+    a,
+    b,
+    c,
+    d,
+    e,
+    y,
+    partial,
+    a_stride,
+    b_stride,
+    c_stride,
+    d_stride,
+    e_stride,
+    a_width,
+    b_width,
+    c_width,
+    d_width,
+    e_width,
+    num_rows,
+    width,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    part, begin = tl.program_id(2), 0
+    if part == 0:
+        _join_part(a, y, partial, a_stride, a_width, begin, num_rows, width, STEPS, ROWS, COLUMNS, STAGES)
+    begin += a_width
+    if part == 1:
+        _join_part(b, y, partial, b_stride, b_width, begin, num_rows, width, STEPS, ROWS, COLUMNS, STAGES)
+    begin += b_width
+    if part == 2:
+        _join_part(c, y, partial, c_stride, c_width, begin, num_rows, width, STEPS, ROWS, COLUMNS, STAGES)
+    begin += c_width
+    if part == 3:
+        _join_part(d, y, partial, d_stride, d_width, begin, num_rows, width, STEPS, ROWS, COLUMNS, STAGES)
+    begin += d_width
+    if part == 4:
+        _join_part(e, y, partial, e_stride, e_width, begin, num_rows, width, STEPS, ROWS, COLUMNS, STAGES)
+
+
+@triton.jit
+def _join_part(
+    x,
+    y,
+    partial,
+    x_stride,
+    x_width,
+    begin,
+    num_rows,
+    width,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Columns `begin` and following of the whole are those of `x`."""
+    program, programs = tl.program_id(1), tl.num_programs(1)
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    known = column < x_width
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        row = ((program + step * programs) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        inside = (row < num_rows) & known
+        value = tl.load(x + row * x_stride + column, mask=inside, other=0)
+        tl.store(y + row * width + begin + column, value, mask=inside)
+        total += value.to(tl.float32)
+    whole = tl.sum(total, 0)[None, :]
+    tl.store(partial + program.to(tl.int64) * width + begin + column, whole, mask=known)
