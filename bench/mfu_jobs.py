@@ -102,7 +102,9 @@ class Jobs:
     def _given(self, changes: Sequence[str]) -> JobConfig:
         # First, so that what is given beside it is held against the preset's shape.
         named = self.model or ("" if self.options.config_path else "1m")
-        overrides = (*([f"job.model.preset={named}"] if named else []), *self.options.overrides, *changes)
+        first = [f"job.model.preset={named}"] if named else []
+        first.append("job.optimizer.clip_norm=0")  # as in every job here: some settings cannot be had with clipping
+        overrides = (*first, *self.options.overrides, *changes)
         return dataclasses.replace(self.options, overrides=overrides).load_config().job
 
 

@@ -156,7 +156,7 @@ class Bucket:
 
     `full_N` holds the parameters that the module computes with. `master_S` is this rank's shard in the dtype of the
     optimiser; where that is the dtype of the computation too, it is this rank's slice of `full_N` itself, so there is
-    nothing to copy before an all-gather. `grad_S` is the reduced gradient.
+    nothing to copy before an all-gather; else `own_S` is that slice. `grad_S` is the reduced gradient.
 
     Args:
         plan: the layout.
@@ -180,6 +180,7 @@ class Bucket:
         own_S = plan.own(self.full_N if self.shares_storage else flat_N, rank)
         # `.data` has a version counter of its own: it counts what an optimiser does, not what a gather does.
         self.master_S = own_S.data if self.shares_storage else own_S.clone()
+        self.own_S = None if self.shares_storage else plan.own(self.full_N, rank)
         self.grad_S = torch.zeros_like(self.master_S)
         self.local_N: Tensor | None = None
         """Where gradients of this rank add up that are not reduced yet: of those in `_written`, the rest is nothing."""
@@ -188,15 +189,21 @@ class Bucket:
             parameter.data = view
             parameter.grad = None
         self._addresses = tuple(parameter.data_ptr() for parameter in self.parameters)
+        self._published: int | None = None
+        """Version of the masters that `own_S` holds, where an optimiser has written it."""
         self.pieces = [
             Piece(slot.name, slot.shape, nn.Parameter(self.master_S[start:end]), self.grad_S[start:end])
             for slot, start, end in ((plan.slots[index], start, end) for index, start, end in plan.pieces(rank))
         ]
 
+    def note_published(self) -> None:
+        """An optimiser has written `own_S` with the masters, behind the backward pass."""
+        self._published = self.master_S._version
+
     def publish(self) -> None:
         """Put the master shard where an all-gather in place takes it from."""
-        if not self.shares_storage:
-            self.plan.own(self.full_N, self.rank).copy_(self.master_S)
+        if self.own_S is not None and self._published != self.master_S._version:
+            self.own_S.copy_(self.master_S)
 
     @torch.no_grad()
     def adopt(self) -> None:

@@ -107,6 +107,14 @@ def test_a_larger_batch_is_held_against_ours_by_tokens() -> None:
     assert found[1]["mfu_causal"] == pytest.approx(found[0]["mfu_causal"] * 1800 / 1700)
 
 
+def test_a_step_in_the_backward_pass_can_be_measured_for_nothing_is_clipped() -> None:
+    build = Jobs(RunOptions(None, (), 0, None, None), "1m", read_layout("dp2"), 4, None)
+    ours, changed = read_entries(build, "none", ["overlap.step_in_backward=true"], ())
+    assert (ours.job.optimizer.clip_norm, changed.job.overlap.step_in_backward) == (0, True)
+    with pytest.raises(ConfigError, match="cannot be had with job.optimizer.clip_norm = 0.5"):
+        read_entries(build, "none", ["overlap.step_in_backward=true,optimizer.clip_norm=0.5"], ())
+
+
 def test_a_loss_that_is_no_number_has_a_place_in_a_record() -> None:
     found = with_figures(row("mcore", 1, 1.0, (11.0, float("nan"))), seven_b(), "NVIDIA H200")
     assert json.loads(json.dumps(found, allow_nan=False))["losses"] == [11.0, None]

@@ -19,7 +19,8 @@ from trainer.ops.backend import num_programs
 
 MOST_PARTS = 5
 """Queries, keys, values, and two halves of a gated MLP."""
-_ROWS, _COLUMNS, _WARPS, _EACH, _STAGES = 4, 1024, 8, 4, 3
+_ROWS, _COLUMNS, _WARPS, _EACH = 2, 1024, 4, 8
+"""On an H200, of 8,192 rows of three times 4,096: 113 us, where torch takes 105 to join and 64 to sum."""
 
 
 @torch.library.custom_op("netlayer::join_and_sum", mutates_args=())
@@ -51,7 +52,6 @@ def join_and_sum(parts_Mn: Sequence[Tensor], bias_N: Tensor) -> tuple[Tensor, Te
         triton.cdiv(num_rows, programs * _ROWS),
         _ROWS,
         _COLUMNS,
-        _STAGES,
         num_warps=_WARPS,
     )
     return y_MN, partial_PN.sum(0).to(bias_N.dtype)
@@ -87,23 +87,22 @@ def _join(
     STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     part, begin = tl.program_id(2), 0
     if part == 0:
-        _join_part(a, y, partial, a_stride, a_width, begin, num_rows, width, STEPS, ROWS, COLUMNS, STAGES)
+        _join_part(a, y, partial, a_stride, a_width, begin, num_rows, width, STEPS, ROWS, COLUMNS)
     begin += a_width
     if part == 1:
-        _join_part(b, y, partial, b_stride, b_width, begin, num_rows, width, STEPS, ROWS, COLUMNS, STAGES)
+        _join_part(b, y, partial, b_stride, b_width, begin, num_rows, width, STEPS, ROWS, COLUMNS)
     begin += b_width
     if part == 2:
-        _join_part(c, y, partial, c_stride, c_width, begin, num_rows, width, STEPS, ROWS, COLUMNS, STAGES)
+        _join_part(c, y, partial, c_stride, c_width, begin, num_rows, width, STEPS, ROWS, COLUMNS)
     begin += c_width
     if part == 3:
-        _join_part(d, y, partial, d_stride, d_width, begin, num_rows, width, STEPS, ROWS, COLUMNS, STAGES)
+        _join_part(d, y, partial, d_stride, d_width, begin, num_rows, width, STEPS, ROWS, COLUMNS)
     begin += d_width
     if part == 4:
-        _join_part(e, y, partial, e_stride, e_width, begin, num_rows, width, STEPS, ROWS, COLUMNS, STAGES)
+        _join_part(e, y, partial, e_stride, e_width, begin, num_rows, width, STEPS, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -119,14 +118,13 @@ def _join_part(
     STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Columns `begin` and following of the whole are those of `x`."""
     program, programs = tl.program_id(1), tl.num_programs(1)
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     known = column < x_width
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for step in tl.range(STEPS, num_stages=STAGES):
+    for step in range(STEPS):
         row = ((program + step * programs) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
         inside = (row < num_rows) & known
         value = tl.load(x + row * x_stride + column, mask=inside, other=0)

@@ -1,4 +1,4 @@
-"""AdamW over shards: torch's own, fused.
+"""AdamW over shards: on a GPU a kernel of ours that steps a bucket at once, elsewhere torch's own, fused.
 
 It is elementwise, so a rank that steps its own pieces does what one process would do to the whole.
 """
@@ -9,22 +9,37 @@ import torch
 
 from collectives.sharded import ShardedDataParallel
 from netlayer.config import OptimizerConfig
+from trainer.ops.backend import HAS_TRITON, Operators, uses_triton
+
+if HAS_TRITON:
+    from trainer.optim.shard_adamw import ShardAdamW
 
 
 def build_adamw(
-    config: OptimizerConfig, model: ShardedDataParallel, *, step_in_backward: bool = False
+    config: OptimizerConfig,
+    model: ShardedDataParallel,
+    *,
+    step_in_backward: bool = False,
+    operators: Operators = "auto",
 ) -> torch.optim.AdamW:
-    """AdamW over the shards of `model`; vectors (norms, biases) are not decayed."""
+    """AdamW over the shards of `model`; vectors (norms, biases) are not decayed.
+
+    Args:
+        operators: as of the model's operators: torch leaves the kernel out.
+    """
 
     def options(_name: str, shape: torch.Size) -> dict[str, float]:
         return {"weight_decay": config.weight_decay if len(shape) > 1 else 0.0}
 
+    wide = [bucket.master_S for bucket in model.buckets if bucket.pieces]
+    has_kernel = all(each.dtype == torch.float32 and uses_triton(operators, each) for each in wide)
+    kind, more = (ShardAdamW, {"buckets": model.buckets}) if has_kernel else (torch.optim.AdamW, {"fused": True})
     return model.optimizer(
-        torch.optim.AdamW,
+        kind,
         options=options,
         step_in_backward=step_in_backward,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=True,
+        **more,
     )

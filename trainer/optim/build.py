@@ -25,7 +25,8 @@ def build_optimizer(
     """
     if config.name == "lamb":
         return build_lamb(config, model)
-    return build_adamw(config, model, step_in_backward=step_in_backward)
+    operators = model.module.config.operators if isinstance(model.module, GPT) else "auto"
+    return build_adamw(config, model, step_in_backward=step_in_backward, operators=operators)
 
 
 def build_lamb(config: OptimizerConfig, model: ShardedDataParallel) -> Lamb:

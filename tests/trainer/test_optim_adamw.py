@@ -1,0 +1,124 @@
+"""AdamW by the kernel, a bucket at once, against torch's own; without a GPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from collectives import ShardedDataParallel
+from netlayer.config import OptimizerConfig
+from trainer.ops.backend import HAS_TRITON, Operators
+from trainer.optim import build_adamw
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KERNELS = HAS_TRITON and (DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+CONFIG = OptimizerConfig(lr=0.01, weight_decay=0.1, beta2=0.95)
+pytestmark = pytest.mark.skipif(not KERNELS, reason="no Triton with a GPU here")
+
+
+def wrapped(dtype: torch.dtype) -> ShardedDataParallel:
+    """Matrices and vectors in turn, in buckets that end inside a layer."""
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(7, 19), nn.Linear(19, 33), nn.Linear(33, 5)).to(DEVICE)
+    return ShardedDataParallel(module, param_dtype=dtype, bucket_bytes=1500)
+
+
+def train(
+    sharded: ShardedDataParallel, optimizer: torch.optim.Optimizer, steps: range, in_backward: bool = False
+) -> None:
+    for step in steps:
+        x = torch.randn(6, 7, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+        sharded(x.to(sharded.plans[0].dtype)).float().square().mean().backward()
+        if in_backward:
+            assert all(piece.parameter.grad is None for bucket in sharded.buckets for piece in bucket.pieces)
+        optimizer.step()
+        optimizer.zero_grad()
+    sharded.wait_parameters()
+
+
+def held(sharded: ShardedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
+    found: dict[str, list[Tensor]] = {}
+    for name, _, piece in sharded.named_shards():
+        state = optimizer.state[piece]
+        found[name] = [piece.detach(), state["exp_avg"], state["exp_avg_sq"], state["step"].to(DEVICE)]
+    return found
+
+
+def build(sharded: ShardedDataParallel, operators: Operators, **options: Any) -> torch.optim.AdamW:
+    return build_adamw(CONFIG, sharded, operators=operators, **options)
+
+
+def test_triton_is_chosen_by_the_operators_and_the_dtype_of_the_masters() -> None:
+    assert type(build(wrapped(torch.bfloat16), "torch")) is torch.optim.AdamW
+    assert type(build(wrapped(torch.bfloat16), "triton")) is not torch.optim.AdamW
+    double = ShardedDataParallel(nn.Linear(2, 2).double().to(DEVICE), reduce_dtype=torch.float64)
+    assert type(build(double, "triton")) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_triton_steps_as_torch_does(dtype: torch.dtype, in_backward: bool) -> None:
+    found = []
+    for operators in ("triton", "torch"):
+        sharded = wrapped(dtype)
+        optimizer = build(sharded, operators, step_in_backward=in_backward)
+        train(sharded, optimizer, range(1, 6), in_backward)
+        found.append(held(sharded, optimizer))
+        if operators == "triton":
+            for bucket in sharded.buckets:  # the interpreter cuts digits off where a GPU rounds
+                rounded_N, rtol = bucket.master_S.to(dtype), 0 if DEVICE.type == "cuda" else 2**-7
+                torch.testing.assert_close(bucket.full_N, rounded_N, rtol=rtol, atol=0)
+    # A gradient in bfloat16 may round otherwise where a weight does.
+    tolerance = {"rtol": 2e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
+    assert found[0].keys() == found[1].keys()
+    for name, ours in found[0].items():
+        for got, right in zip(ours, found[1][name], strict=True):
+            torch.testing.assert_close(got, right, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_triton_goes_on_from_a_state_of_torchs_and_gives_one_back() -> None:
+    ours, theirs = wrapped(torch.float32), wrapped(torch.float32)
+    with_kernel, plain = build(ours, "triton"), build(theirs, "torch")
+    train(ours, with_kernel, range(1, 3))
+    train(theirs, plain, range(1, 4))
+    ours.load_full_state_dict(theirs.full_state_dict())
+    with_kernel.load_state_dict(copy.deepcopy(plain.state_dict()))
+    for sharded, optimizer in ((ours, with_kernel), (theirs, plain)):
+        train(sharded, optimizer, range(4, 6))
+    for name, right in held(theirs, plain).items():
+        for got, expected in zip(held(ours, with_kernel)[name], right, strict=True):
+            torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7)
+    plain.load_state_dict(with_kernel.state_dict())
+    train(theirs, plain, range(6, 7))
+
+
+def test_triton_leaves_what_others_write_into_the_masters_to_be_published() -> None:
+    sharded = wrapped(torch.bfloat16)
+    optimizer = build(sharded, "triton")
+    sharded(torch.ones(2, 7, device=DEVICE, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.register_step_post_hook(lambda *_: [piece.fill_(3) for _, _, piece in no_grad_shards(sharded)])
+    sharded.finish_gradients()
+    with sharded.no_gathers_after_step():
+        optimizer.step()
+    sharded.wait_parameters()
+    assert all(bool((parameter == 3).all()) for parameter in sharded.module.parameters())
+
+
+def no_grad_shards(sharded: ShardedDataParallel) -> list[tuple[str, torch.Size, Tensor]]:
+    return [(name, shape, piece.detach()) for name, shape, piece in sharded.named_shards()]
+
+
+def test_triton_refuses_a_gradient_that_is_not_the_buckets() -> None:
+    sharded = wrapped(torch.float32)
+    optimizer = build(sharded, "triton")
+    sharded(torch.ones(2, 7, device=DEVICE)).sum().backward()
+    sharded.finish_gradients()
+    name, _, piece = next(sharded.named_shards())
+    piece.grad = torch.ones_like(piece)
+    with pytest.raises(RuntimeError, match=f"the gradient of {name} is not the bucket's"):
+        optimizer.step()
