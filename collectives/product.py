@@ -1,6 +1,6 @@
-"""Products of narrow matrices that add up in a wide one, as gradients of weights do over rows and micro-batches.
+"""Products of narrow matrices, also such that add up in a wide one, as gradients of weights do over micro-batches.
 
-Left out: the products themselves, which are the vendor's.
+Left out: the products themselves, which are the vendor's; which of its algorithms computes one, `tuned_product` says.
 
 Shapes: M rows, K features in, N features out.
 """
@@ -14,24 +14,50 @@ import torch
 from torch import Tensor
 
 from collectives.slot import SlotSource
+from collectives.tuned_product import PRODUCTS, by_torch, can_tune
 
 logger = logging.getLogger(__name__)
 
 
-def weight_gradient(dy_MN: Tensor, x_MK: Tensor, source: SlotSource | None, accumulator: object) -> Tensor | None:
+def multiply(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    out_MN: Tensor | None = None,
+    adds: bool = False,
+    tuned: bool = False,
+) -> Tensor:
+    """a b (+ bias), in the dtype of `a`.
+
+    Args:
+        out_MN: where it goes.
+        adds: to what `out_MN` holds, and no bias.
+        tuned: by the fastest algorithm, where there is a choice (`collectives.tuned_product`).
+    """
+    place_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out_MN is None else out_MN
+    if tuned and can_tune(a_MK, b_KN) and PRODUCTS.run(a_MK, b_KN, place_MN, bias_N, adds):
+        return place_MN
+    return place_MN.addmm_(a_MK, b_KN) if adds else by_torch(a_MK, b_KN, place_MN, bias_N)
+
+
+def weight_gradient(
+    dy_MN: Tensor, x_MK: Tensor, source: SlotSource | None, accumulator: object, *, tuned: bool = False
+) -> Tensor | None:
     """dy^T x, in the slot of a linear's weight (then None), else to be handed to autograd.
 
     Args:
         source, accumulator: as `collectives.slot` has them; no source: of a weight that is in no bucket.
+        tuned: as of `multiply`.
     """
     slot = None if source is None else source.slot(accumulator)
     if slot is None:
         return dy_MN.t() @ x_MK
-    add_product(slot.view, dy_MN.t(), x_MK, is_first=not slot.adds)
+    add_product(slot.view, dy_MN.t(), x_MK, is_first=not slot.adds, tuned=tuned)
     return None
 
 
-def add_product(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool) -> None:
+def add_product(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool, *, tuned: bool = False) -> None:
     """sum = a b where it is the first, else sum += a b; added up in the sum's dtype, which is no narrower.
 
     Halves into float32 on a GPU are rounded to nothing narrow in between, in one pass over the sum, inside the product.
@@ -39,8 +65,11 @@ def add_product(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool) -> N
     Args:
         sum_NK: contiguous; what it holds is not read where the product is the first.
         is_first: whether it holds no sum yet.
+        tuned: as of `multiply`.
     """
     wide = sum_NK.dtype
+    if tuned and wide == torch.float32 and can_tune(a_NM, b_MK) and PRODUCTS.run(a_NM, b_MK, sum_NK, adds=not is_first):
+        return
     if a_NM.dtype == wide:
         sum_NK.addmm_(a_NM, b_MK, beta=0 if is_first else 1)
     elif not a_NM.is_cuda or wide != torch.float32 or a_NM.dtype.itemsize > 2:  # CUDA widens halves to float32 alone

@@ -49,7 +49,7 @@ class JoinedLinear(nn.Module):
 
     Args:
         adds_bias: False: what reads the output adds the bias, which is here.
-        operators: for the joined gradient of the outputs.
+        operators: for the products, and for the joined gradient of the outputs; torch: its own.
     """
 
     def __init__(
@@ -75,19 +75,26 @@ class SummedLinear(nn.Module):
     """y = x_0 W_0^T + x_1 W_1^T + ... + b.
 
     Args:
-        adds_bias: as of `JoinedLinear`.
+        adds_bias, operators: as of `JoinedLinear`.
     """
 
-    def __init__(self, in_features: Sequence[int], out_features: int, bias: bool, adds_bias: bool = True) -> None:
+    def __init__(
+        self,
+        in_features: Sequence[int],
+        out_features: int,
+        bias: bool,
+        adds_bias: bool = True,
+        operators: Operators = "auto",
+    ) -> None:
         super().__init__()
-        self.adds_bias = adds_bias
+        self.adds_bias, self.operators = adds_bias, operators
         self.splits = tuple(in_features)
         self.weights = nn.ParameterList([nn.Parameter(torch.empty(out_features, size)) for size in in_features])
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """[..., K] for each K -> [..., N]."""
-        return summed_linear(inputs, tuple(self.weights), self.bias if self.adds_bias else None)
+        return summed_linear(inputs, tuple(self.weights), self.bias if self.adds_bias else None, self.operators)
 
 
 def column(
@@ -110,15 +117,21 @@ def column(
 
 
 def row(
-    splits: Sequence[int], out_features: int, bias: bool, exchange: TensorExchange | None, adds_bias: bool = True
+    splits: Sequence[int],
+    out_features: int,
+    bias: bool,
+    exchange: TensorExchange | None,
+    adds_bias: bool = True,
+    operators: Operators = "auto",
 ) -> SummedLinear | RowParallelLinear:
     """A linear that sums the products of one input for each of `splits`.
 
     Args:
         adds_bias: False: the bias is there, and left to what reads the output.
+        operators: as of `JoinedLinear`.
     """
     if exchange is None:
-        return SummedLinear(splits, out_features, bias, adds_bias)
+        return SummedLinear(splits, out_features, bias, adds_bias, operators)
     return RowParallelLinear(tuple(splits), out_features, exchange=exchange, bias=bias, adds_bias=adds_bias)
 
 

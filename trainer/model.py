@@ -133,13 +133,13 @@ class Block(nn.Module):
         self.adds_bias = bias and not self.is_parallel and config.activation == "gelu" and exchange is None
         if self.is_parallel:
             self.inner = column(width, (*qkv, *up), bias, exchange, operators=self.operators)
-            self.outer = row((width, config.ffn_hidden), width, bias, exchange)
+            self.outer = row((width, config.ffn_hidden), width, bias, exchange, operators=self.operators)
         else:
             self.qkv = column(width, qkv, bias, exchange, operators=self.operators)
-            self.out = row((width,), width, bias, exchange, adds_bias=False)
+            self.out = row((width,), width, bias, exchange, adds_bias=False, operators=self.operators)
             self.mlp_norm = build_norm(config)
             self.up = column(width, up, bias, exchange, adds_bias=not self.adds_bias, operators=self.operators)
-            self.down = row((config.ffn_hidden,), width, bias, exchange)
+            self.down = row((config.ffn_hidden,), width, bias, exchange, operators=self.operators)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T / W, B, D] -> the same."""

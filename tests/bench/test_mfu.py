@@ -111,7 +111,7 @@ def test_a_step_in_the_backward_pass_can_be_measured_for_nothing_is_clipped() ->
     build = Jobs(RunOptions(None, (), 0, None, None), "1m", read_layout("dp2"), 4, None)
     ours, changed = read_entries(build, "none", ["overlap.step_in_backward=true"], ())
     assert (ours.job.optimizer.clip_norm, changed.job.overlap.step_in_backward) == (0, True)
-    with pytest.raises(ConfigError, match="cannot be had with job.optimizer.clip_norm = 0.5"):
+    with pytest.raises(ConfigError, match=r"cannot be had with job\.optimizer\.clip_norm = 0\.5"):
         read_entries(build, "none", ["overlap.step_in_backward=true,optimizer.clip_norm=0.5"], ())
 
 

@@ -16,17 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from collectives.product import weight_gradient
+from collectives.product import multiply, weight_gradient
 from collectives.slot import SlotSource, slot_source
+from collectives.tuned_product import can_tune
 from trainer.ops.backend import HAS_TRITON, Operators, as_rows, uses_triton
 
 if HAS_TRITON:
     from trainer.ops.join_kernels import MOST_PARTS, join_and_sum
 
 
-def summed_linear(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None) -> Tensor:
+def summed_linear(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None, operators: Operators = "auto"
+) -> Tensor:
     """x_0 W_0^T + x_1 W_1^T + ... + b: [..., K] for each K -> [..., N]."""
-    return _apply(inputs, weights, bias_N, None, "auto")[0]
+    return _apply(inputs, weights, bias_N, None, operators)[0]
 
 
 def joined_linear(
@@ -46,7 +49,7 @@ def _apply(
     trains = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
     sources = [slot_source(weight) for weight in weights] if trains and not torch.compiler.is_compiling() else []
     if not any(sources):
-        return _cut(_sum(inputs, weights, bias_N), splits)
+        return _cut(_sum(inputs, weights, bias_N, operators), splits)
     kept = [_Keep.apply(x, weight) for x, weight in zip(inputs, weights, strict=True)]  # type: ignore[no-untyped-call]
     keepers = [x.grad_fn for x in kept]
     y: tuple[Tensor, ...] = _Linear.apply(keepers, sources, splits, operators, bias_N, *kept, *weights)  # type: ignore[no-untyped-call]
@@ -80,7 +83,7 @@ class _Linear(torch.autograd.Function):
         inputs, weights = tensors[: len(keepers)], tensors[len(keepers) :]
         ctx.keepers, ctx.sources, ctx.operators = keepers, sources, operators
         ctx.bias_N = None if bias_N is None else bias_N.detach()  # its dtype and size alone are read
-        return _cut(_sum(inputs, weights, bias_N), splits)
+        return _cut(_sum(inputs, weights, bias_N, operators), splits)
 
     @staticmethod
     @once_differentiable
@@ -89,13 +92,15 @@ class _Linear(torch.autograd.Function):
         *_, needs_bias = ctx.needs_input_grad[:5]
         needs = ctx.needs_input_grad[5:]
         dy_MN, dbias_N = _joined(dys, ctx.bias_N if needs_bias else None, ctx.operators)
+        tuned = ctx.operators != "torch"
         accumulators = [node for node, _ in ctx.next_functions[-count:]]
         dinputs: list[Tensor | None] = []
         dweights: list[Tensor | None] = []
         for index, (keeper, source) in enumerate(zip(ctx.keepers, ctx.sources, strict=True)):
             x, weight_NK = keeper.saved_tensors
-            dinputs.append((dy_MN @ weight_NK).view(x.shape) if needs[index] else None)
-            dweights.append(weight_gradient(dy_MN, x.flatten(0, -2), source, accumulators[index]))
+            dx = multiply(dy_MN, weight_NK, tuned=tuned).view(x.shape) if needs[index] else None
+            dinputs.append(dx)
+            dweights.append(weight_gradient(dy_MN, x.flatten(0, -2), source, accumulators[index], tuned=tuned))
         return *[None] * 4, dbias_N, *dinputs, *dweights
 
 
@@ -114,8 +119,14 @@ def _cut(y: Tensor, splits: Sequence[int] | None) -> tuple[Tensor, ...]:
     return (y,) if splits is None else torch.split(y, list(splits), dim=-1)
 
 
-def _sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None) -> Tensor:
-    y = F.linear(inputs[0], weights[0], bias_N)
+def _sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None, operators: Operators) -> Tensor:
+    """By torch's linear, which autograd and compilers know, unless all of it is in here and there is a choice."""
+    if operators == "torch" or torch.is_grad_enabled() or not can_tune(inputs[0], weights[0].t()):
+        y = F.linear(inputs[0], weights[0], bias_N)
+        for x, weight_NK in zip(inputs[1:], weights[1:], strict=True):
+            y = torch.addmm(y.flatten(0, -2), x.flatten(0, -2), weight_NK.t()).view_as(y)
+        return y
+    y_MN = multiply(inputs[0].flatten(0, -2), weights[0].t(), bias_N, tuned=True)
     for x, weight_NK in zip(inputs[1:], weights[1:], strict=True):
-        y = torch.addmm(y.flatten(0, -2), x.flatten(0, -2), weight_NK.t()).view_as(y)
-    return y
+        multiply(x.flatten(0, -2), weight_NK.t(), out_MN=y_MN, adds=True, tuned=True)
+    return y_MN.view(*inputs[0].shape[:-1], -1)

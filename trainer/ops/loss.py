@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from collectives.exchange import TensorExchange
-from collectives.product import add_product
+from collectives.product import add_product, multiply
 from collectives.slot import slot_source
 from trainer.ops.backend import HAS_TRITON, Operators, uses_triton
 
@@ -59,7 +59,15 @@ def linear_cross_entropy(
     chunk_rows = chunk_rows or (KERNEL_CHUNK_ROWS if kernels else CHUNK_ROWS)
     trains = torch.is_grad_enabled() and (x_mD.requires_grad or weight_vD.requires_grad)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x_mD, weight_vD, targets_M, vocab_size, exchange, chunk_rows, trains, _softmax if kernels else _plain_softmax
+        x_mD,
+        weight_vD,
+        targets_M,
+        vocab_size,
+        exchange,
+        chunk_rows,
+        trains,
+        _softmax if kernels else _plain_softmax,
+        kernels and exchange is None,
     )
     return loss
 
@@ -76,6 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_rows: int,
         trains: bool,
         softmax: Callable[..., Tensor],
+        tuned: bool,
     ) -> Tensor:
         ctx.source = slot_source(weight_vD) if weight_vD.requires_grad else None
         gathering = None if exchange is None else exchange.gather(x_mD)
@@ -86,12 +95,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dweight_vD = torch.empty_like(weight_vD, dtype=loss.dtype) if trains else None
         for begin in range(0, len(x_MD), chunk_rows):
             x_cD, targets_c = x_MD[begin : begin + chunk_rows], targets_M[begin : begin + chunk_rows]
-            logits_cv, num_known = x_cD @ weight_vD.t(), max(0, min(weight_vD.shape[0], vocab_size - first))
+            logits_cv = multiply(x_cD, weight_vD.t(), tuned=tuned)
+            num_known = max(0, min(weight_vD.shape[0], vocab_size - first))
             dlogits_cv = softmax(logits_cv, targets_c - first, num_known, exchange, loss, 1 / len(x_MD), trains)
             if dx_MD is None or dweight_vD is None:
                 continue
-            torch.mm(dlogits_cv, weight_vD, out=dx_MD[begin : begin + chunk_rows])
-            add_product(dweight_vD, dlogits_cv.t(), x_cD, is_first=begin == 0)
+            multiply(dlogits_cv, weight_vD, out_MN=dx_MD[begin : begin + chunk_rows], tuned=tuned)
+            add_product(dweight_vD, dlogits_cv.t(), x_cD, is_first=begin == 0, tuned=tuned)
         if gathering is not None:
             gathering.close()
         if dx_MD is not None and dweight_vD is not None:
@@ -110,10 +120,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx_mD = torch.mul(dx_mD, dloss_1, out=torch.empty_like(dx_mD))
         if slot is not None and slot.adds:
             slot.view.addcmul_(dweight_vD, dloss_1)
-            return dx_mD, *[None] * 7
+            return dx_mD, *[None] * 8
         place = torch.empty_like(dweight_vD, dtype=dx_mD.dtype) if slot is None else slot.view
         torch.mul(dweight_vD, dloss_1, out=place)
-        return dx_mD, place if slot is None else None, *[None] * 6
+        return dx_mD, place if slot is None else None, *[None] * 7
 
 
 def _softmax(

@@ -1,0 +1,225 @@
+"""cublasLt's products, called directly: torch gives no choice among its algorithms.
+
+For one shape the library knows some ten. Which is the fastest its heuristics guess, for a chip that has all the power
+it wants; one that is busy has not. Left out: batches, 8-bit floats, epilogues but the bias.
+
+[Note: rows and columns] cublasLt counts matrices by columns. Memory of a [M, N] by rows is its [N, M] by columns, so it
+is asked for the transposed product: D^T = B^T A^T.
+
+Shapes: M rows, K summed over, N columns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WORKSPACE_BYTES = 32 << 20
+_MOST_ALGORITHMS = 16
+_LARGEST_ALIGNMENT = 256
+
+# Of cublasLt.h and library_types.h.
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+_COMPUTE_32F, _SCALE_32F = 68, 0
+_TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8
+_EPILOGUE_BIAS = 4
+_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
+
+
+class _Heuristic(ctypes.Structure):
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("status", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix as cublasLt sees it: `rows` x `columns` by columns, `lead` elements apart, to be transposed or not."""
+
+    is_transposed: bool
+    rows: int
+    columns: int
+    lead: int
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> Operand | None:
+        """Whose transpose `matrix` is; None: neither rows nor columns lie dense."""
+        rows, columns = matrix.shape
+        by_row, by_column = matrix.stride()
+        if by_column == 1 and by_row >= columns:
+            return cls(False, columns, rows, by_row)
+        if by_row == 1 and by_column >= rows:
+            return cls(True, rows, columns, by_column)
+        return None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What algorithms are chosen for: the operands of D^T = B^T A^T, their types, and how far addresses are aligned."""
+
+    a: Operand
+    b: Operand
+    out: Operand
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    has_bias: bool
+    alignments: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, has_bias: bool) -> Shape | None:
+        """None: cublasLt cannot do it."""
+        a, b, out = (Operand.of(each) for each in (a_MK, b_KN, out_MN))
+        if a is None or b is None or out is None or out.is_transposed:
+            return None
+        aligned = tuple(alignment(each) for each in (b_KN, a_MK, out_MN))
+        return cls(a, b, out, a_MK.dtype, out_MN.dtype, has_bias, (aligned[0], aligned[1], aligned[2]))
+
+
+def alignment(tensor: Tensor) -> int:
+    """Largest power of two, up to 256, that divides its address."""
+    address = tensor.data_ptr()
+    return min(_LARGEST_ALIGNMENT, address & -address) if address else _LARGEST_ALIGNMENT
+
+
+class Product:
+    """One shape's descriptors and algorithms. They stay as long as the process.
+
+    Raises:
+        RuntimeError: cublasLt refuses them.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.device = device
+        lt = _library()
+        self._handle = _handle(device)
+        self._description = ctypes.c_void_p()
+        _call(lt.cublasLtMatmulDescCreate, ctypes.byref(self._description), _COMPUTE_32F, _SCALE_32F)
+        self._set(_TRANSA, ctypes.c_int32(shape.b.is_transposed))
+        self._set(_TRANSB, ctypes.c_int32(shape.a.is_transposed))
+        if shape.has_bias:
+            self._set(_EPILOGUE, ctypes.c_uint32(_EPILOGUE_BIAS))
+        self._layouts = [
+            _layout(operand, dtype)
+            for operand, dtype in ((shape.b, shape.dtype), (shape.a, shape.dtype), (shape.out, shape.out_dtype))
+        ]
+        self.algorithms = self._find(shape)
+        self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
+
+    def run(
+        self, algorithm: _Heuristic, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None, adds: bool
+    ) -> None:
+        """out = a b (+ bias), or out += a b, on the current stream."""
+        if bias_N is not None:
+            self._set(_BIAS_POINTER, ctypes.c_void_p(bias_N.data_ptr()))
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        of_b, of_a, of_out = self._layouts
+        out = ctypes.c_void_p(out_MN.data_ptr())
+        _call(
+            _library().cublasLtMatmul,
+            self._handle,
+            self._description,
+            ctypes.byref(self._one),
+            ctypes.c_void_p(b_KN.data_ptr()),
+            of_b,
+            ctypes.c_void_p(a_MK.data_ptr()),
+            of_a,
+            ctypes.byref(self._one if adds else self._zero),
+            out,
+            of_out,
+            out,
+            of_out,
+            ctypes.byref(algorithm.algorithm),
+            ctypes.c_void_p(_workspace(self.device, stream).data_ptr()),
+            ctypes.c_size_t(WORKSPACE_BYTES),
+            ctypes.c_void_p(stream),
+        )
+
+    def _set(self, attribute: int, value: ctypes._SimpleCData) -> None:  # type: ignore[type-arg]
+        function = _library().cublasLtMatmulDescSetAttribute
+        _call(function, self._description, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+
+    def _find(self, shape: Shape) -> Sequence[_Heuristic]:
+        """By its own guess, the best first."""
+        lt, preference, count = _library(), ctypes.c_void_p(), ctypes.c_int()
+        found = (_Heuristic * _MOST_ALGORITHMS)()
+        _call(lt.cublasLtMatmulPreferenceCreate, ctypes.byref(preference))
+        aligned = *shape.alignments, shape.alignments[-1]  # what is added is where the result goes
+        limits: list[tuple[int, ctypes.c_uint32 | ctypes.c_uint64]] = [
+            (_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES)),
+            *((name, ctypes.c_uint32(each)) for name, each in zip(_ALIGNMENTS, aligned, strict=True)),
+        ]
+        for name, value in limits:
+            size = ctypes.c_size_t(ctypes.sizeof(value))
+            _call(lt.cublasLtMatmulPreferenceSetAttribute, preference, name, ctypes.byref(value), size)
+        of_b, of_a, of_out = self._layouts
+        operands = of_b, of_a, of_out, of_out
+        _call(
+            lt.cublasLtMatmulAlgoGetHeuristic,
+            self._handle,
+            self._description,
+            *operands,
+            preference,
+            _MOST_ALGORITHMS,
+            found,
+            ctypes.byref(count),
+        )
+        return [each for each in found[: count.value] if each.status == 0]
+
+
+def is_there() -> bool:
+    """Whether this torch brought the library."""
+    return _load() is not None
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | None:
+    """The one that torch has loaded."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+    except OSError:
+        return None
+
+
+def _library() -> ctypes.CDLL:
+    lt = _load()
+    if lt is None:
+        raise RuntimeError("there is no cublasLt: ask is_there() before")
+    return lt
+
+
+@functools.cache
+def _handle(device: torch.device) -> ctypes.c_void_p:
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _call(_library().cublasLtCreate, ctypes.byref(handle))
+    return handle
+
+
+@functools.cache
+def _workspace(device: torch.device, _stream: int) -> Tensor:
+    """One a stream: products of one stream follow each other."""
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def _layout(operand: Operand, dtype: torch.dtype) -> ctypes.c_void_p:
+    layout = ctypes.c_void_p()
+    sizes = ctypes.c_uint64(operand.rows), ctypes.c_uint64(operand.columns), ctypes.c_int64(operand.lead)
+    _call(_library().cublasLtMatrixLayoutCreate, ctypes.byref(layout), _TYPES[dtype], *sizes)
+    return layout
+
+
+def _call(function: ctypes._NamedFuncPointer, *arguments: object) -> None:
+    status = function(*arguments)
+    if status:
+        raise RuntimeError(f"{function.__name__}: cublasLt's status {status}")

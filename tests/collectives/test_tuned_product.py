@@ -1,0 +1,166 @@
+"""Products by the algorithm that was measured to be the fastest: how it is chosen, and, on a GPU, what all compute."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives import cublaslt, product
+from collectives.cublaslt import Operand, Shape
+from collectives.tuned_product import Run, TunedProducts, by_torch, measure_on_gpu
+
+HAS_GPU = torch.cuda.is_available()
+
+
+def by_columns(matrix: Tensor, operand: Operand) -> Tensor:
+    """What cublasLt would take for the operand."""
+    seen = matrix.as_strided((operand.rows, operand.columns), (1, operand.lead))
+    return seen.t() if operand.is_transposed else seen
+
+
+@pytest.mark.parametrize("transposes_a", [False, True])
+@pytest.mark.parametrize("transposes_b", [False, True])
+def test_operands_make_the_transposed_product(transposes_a: bool, transposes_b: bool) -> None:
+    """Of matrices that lie in wider ones."""
+    a_MK = torch.randn(5, 9)[:, :3] if not transposes_a else torch.randn(3, 9)[:, :5].t()
+    b_KN = torch.randn(3, 8)[:, :4] if not transposes_b else torch.randn(4, 8)[:, :3].t()
+    out_MN = torch.zeros(5, 6)[:, :4]
+    shape = Shape.of(a_MK, b_KN, out_MN, has_bias=False)
+    assert shape is not None
+    by_columns(out_MN, shape.out).copy_(by_columns(b_KN, shape.b) @ by_columns(a_MK, shape.a))
+    torch.testing.assert_close(out_MN, a_MK @ b_KN)
+
+
+def test_what_lies_dense_neither_way_is_left_to_torch() -> None:
+    thin = torch.zeros(4, 8)[:, ::2]
+    dense = torch.zeros(4, 4)
+    assert Shape.of(thin, dense, dense, has_bias=False) is None
+    assert Shape.of(dense, dense, dense.t(), has_bias=False) is None
+
+
+class Fake:
+    """In place of `cublaslt.Product`: three algorithms that are numbers."""
+
+    made = 0
+
+    def __init__(self, _shape: Shape, _device: torch.device) -> None:
+        type(self).made += 1
+        self.algorithms: Sequence[Any] = [1, 2, 3]
+        self.ran: list[Any] = []
+
+    def run(self, algorithm: Any, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, adds: bool) -> None:
+        self.ran.append(algorithm)
+        out.copy_(a @ b + (0 if bias is None else bias) + (out if adds else 0))
+
+
+def chooser(times: list[float], monkeypatch: pytest.MonkeyPatch) -> TunedProducts:
+    """With the seconds of torch's product, and of each algorithm."""
+    monkeypatch.setattr(cublaslt, "Product", Fake)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    Fake.made = 0
+
+    def measure(candidates: list[Run]) -> list[float]:
+        for run in candidates:
+            run()
+        return times
+
+    return TunedProducts(measure)
+
+
+def test_the_fastest_is_taken_for_every_product_of_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = chooser([1.0, 0.99, 0.5, 0.7], monkeypatch)
+    a_MK, b_KN, out_MN = torch.randn(2, 3), torch.randn(3, 4), torch.empty(2, 4)
+    for _ in range(2):
+        bias_N = torch.randn(4)
+        assert products.run(a_MK, b_KN, out_MN, bias_N)
+        torch.testing.assert_close(out_MN, a_MK @ b_KN + bias_N)
+    assert Fake.made == 1
+    [(fake, algorithm)] = products._chosen.values()
+    assert algorithm == 2
+    assert fake.ran == [1, 2, 3, 2, 2]
+
+
+def test_torch_does_it_where_no_algorithm_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = chooser([1.0, 0.998, 1.1, 1.2], monkeypatch)
+    assert not products.run(torch.ones(2, 3), torch.ones(3, 4), torch.empty(2, 4))
+
+
+def test_a_sum_that_is_measured_first_is_added_to_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = chooser([1.0, 0.5, 0.6, 0.7], monkeypatch)
+    total = torch.ones(2, 4)
+    assert products.run(torch.ones(2, 3), torch.ones(3, 4), total, adds=True)
+    assert torch.equal(total, torch.full((2, 4), 4.0))
+
+
+def test_in_a_capture_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = chooser([1.0, 0.5, 0.6, 0.7], monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not products.run(torch.ones(2, 3), torch.ones(3, 4), torch.empty(2, 4))
+    assert Fake.made == 0
+
+
+def test_what_the_library_refuses_is_torchs_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    products = chooser([1.0], monkeypatch)
+    monkeypatch.setattr(cublaslt, "Product", mock.Mock(side_effect=RuntimeError("status 15")))
+    given = torch.ones(2, 3), torch.ones(3, 4), torch.empty(2, 4)
+    with caplog.at_level(logging.WARNING):
+        assert [products.run(*given) for _ in range(2)] == [False, False]
+    assert [record.getMessage() for record in caplog.records] == [
+        "torch's own product is taken for 2 x 3 x 4: status 15"
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU with CUDA")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["bias", "plain", "wide", "wide, added", "odd address"])
+def test_every_algorithm_computes_the_product(dtype: torch.dtype, case: str) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=dtype, generator=generator)
+
+    a_MK, b_KN, bias_N = random(512, 264), random(384, 264).t(), random(384) if case == "bias" else None
+    if case.startswith("wide"):  # as the gradient of a weight
+        a_MK, b_KN = random(264, 512).t(), random(264, 384)
+    if case == "odd address":
+        a_MK = random(512 * 264 + 1)[1:].view(512, 264)
+    wide = torch.float32 if case.startswith("wide") else dtype
+    before_MN = random(512, 384).to(wide)
+    expected = a_MK.double() @ b_KN.double()
+    expected += 0 if bias_N is None else bias_N.double()
+    expected += before_MN.double() if case == "wide, added" else 0
+    shape = Shape.of(a_MK, b_KN, before_MN, bias_N is not None)
+    assert shape is not None
+    found = cublaslt.Product(shape, torch.device("cuda", torch.cuda.current_device()))
+    assert len(found.algorithms) > 1
+    for algorithm in found.algorithms:
+        out_MN = before_MN.clone() if case == "wide, added" else torch.full_like(before_MN, torch.nan)
+        found.run(algorithm, a_MK, b_KN, out_MN, bias_N, adds=case == "wide, added")
+        assert float((out_MN - expected).norm() / expected.norm()) < (1e-5 if wide == torch.float32 else 5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU with CUDA")
+def test_on_a_gpu_products_are_measured_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = TunedProducts(measure_on_gpu)
+    monkeypatch.setattr(product, "PRODUCTS", products)
+    a_MK, b_KN = (torch.randn(2304, 2304, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    expected = a_MK.double() @ b_KN.double()
+    for _ in range(2):
+        found = product.multiply(a_MK, b_KN, tuned=True)
+        assert float((found - expected).norm() / expected.norm()) < 5e-3
+        wide = torch.empty(2304, 2304, device="cuda")
+        product.add_product(wide, a_MK, b_KN, is_first=True, tuned=True)
+        product.add_product(wide, a_MK, b_KN, is_first=False, tuned=True)
+        assert float((wide - 2 * expected).norm() / expected.norm()) < 1e-5
+    assert len(products._chosen) == 2
+    torch.testing.assert_close(by_torch(a_MK, b_KN, torch.empty_like(a_MK), None), a_MK @ b_KN)
