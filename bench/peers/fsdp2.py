@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from bench.overlap_model import Stack
 from bench.peers.decay import decay_groups
@@ -48,6 +49,8 @@ class Fsdp2:
     ) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        # Without a mesh, `fully_shard` takes the parameters to the GPU of a machine that has one, gloo or not.
+        mesh = init_device_mesh(device.type, (job.parallel.layout.world_size,))
         gpt = build_model(job.model, seed, device)
         dtypes = getattr(torch, job.model.dtype), getattr(torch, job.overlap.reduce_dtype)
         policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
@@ -56,10 +59,10 @@ class Fsdp2:
             if job.model.compile and unit is not self.model.embedding:
                 nn.Module.compile(unit, dynamic=False)
             is_block = unit is not self.model.embedding and unit is not self.model.loss
-            sharded = fully_shard(unit, mp_policy=policy, reshard_after_forward=reshards and is_block)
+            sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards and is_block)
             if registers:
                 sharded.set_allocate_memory_from_process_group_for_comm(True)
-        self._sharded = fully_shard(self.model, mp_policy=policy, reshard_after_forward=False)
+        self._sharded = fully_shard(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self.optimizer = torch.optim.AdamW(
             decay_groups(self.model.parameters(), job.optimizer.weight_decay),
             lr=job.optimizer.lr,
