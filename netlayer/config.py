@@ -124,7 +124,9 @@ class ModelConfig(Section):
     dtype: Literal["float64", "float32", "bfloat16"] = Field("float32", description="dtype of the computation")
     compile: bool = Field(False, description="compile each block (torch.compile)")
     operators: Literal["auto", "torch", "triton"] = Field(
-        "auto", description="norms, activations, loss: our Triton kernels, or torch's; auto: ours on GPUs, uncompiled"
+        "auto",
+        description="norms, activations, loss, AdamW: our Triton kernels, or torch's; auto: ours on GPUs, uncompiled, "
+        "and matrix products by the algorithm that is the fastest when measured, some seconds at the start",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="what backward computes again: nothing, what no product made, or whole blocks"

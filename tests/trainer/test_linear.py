@@ -165,9 +165,9 @@ def test_on_a_gpu_gradients_of_weights_are_not_rounded(num_passes: int, again: b
     seen: list[tuple[Tensor, Tensor]] = []
     add_product = product.add_product
 
-    def noted(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool) -> None:
+    def noted(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool, *, tuned: bool) -> None:
         before = torch.zeros_like(sum_NK).double() if is_first else sum_NK.double()
-        add_product(sum_NK, a_NM, b_MK, is_first)
+        add_product(sum_NK, a_NM, b_MK, is_first, tuned=tuned)
         seen.append((sum_NK.double(), before + a_NM.double() @ b_MK.double()))
 
     with mock.patch.object(product, "add_product", noted):

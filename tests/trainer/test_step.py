@@ -145,6 +145,7 @@ def stepping_in_backward(job: JobConfig) -> JobConfig:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # torch's compiler hides what it knows of its own, but not from "error"
 @pytest.mark.skipif(NUM_GPUS < 1, reason="needs a GPU with CUDA")
 @pytest.mark.parametrize("model", [{}, {**PARALLEL, "compile": True}], ids=["serial", "parallel block, compiled"])
 def test_on_a_gpu_a_graph_trains_as_steps_by_operation_do(model: dict[str, Any]) -> None:

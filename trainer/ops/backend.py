@@ -1,4 +1,4 @@
-"""Which operators a tensor gets: Triton's kernels, or torch's own, which torch.compile fuses by itself.
+"""Which operators a tensor gets: Triton's kernels, or torch's own, which torch.compile fuses; and whose products.
 
 Left out: what the kernels compute (`norm`, `activation`, `loss`).
 """
@@ -32,6 +32,11 @@ def uses_triton(operators: Operators, tensor: Tensor) -> bool:
     if operators == "auto" and torch.compiler.is_compiling():
         return False
     return tensor.is_cuda or (_IS_INTERPRETED and tensor.device.type == "cpu")
+
+
+def chooses_products(operators: Operators) -> bool:
+    """Whether the algorithm of a product is chosen by measuring (`collectives.tuned_product`), or by torch."""
+    return operators == "auto"
 
 
 def check_operators(operators: Operators, device: torch.device) -> None:

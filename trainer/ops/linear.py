@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from collectives.product import multiply, weight_gradient
 from collectives.slot import SlotSource, slot_source
 from collectives.tuned_product import can_tune
-from trainer.ops.backend import HAS_TRITON, Operators, as_rows, uses_triton
+from trainer.ops.backend import HAS_TRITON, Operators, as_rows, chooses_products, uses_triton
 
 if HAS_TRITON:
     from trainer.ops.join_kernels import MOST_PARTS, join_and_sum
@@ -92,7 +92,7 @@ class _Linear(torch.autograd.Function):
         *_, needs_bias = ctx.needs_input_grad[:5]
         needs = ctx.needs_input_grad[5:]
         dy_MN, dbias_N = _joined(dys, ctx.bias_N if needs_bias else None, ctx.operators)
-        tuned = ctx.operators != "torch"
+        tuned = chooses_products(ctx.operators)
         accumulators = [node for node, _ in ctx.next_functions[-count:]]
         dinputs: list[Tensor | None] = []
         dweights: list[Tensor | None] = []
@@ -121,7 +121,7 @@ def _cut(y: Tensor, splits: Sequence[int] | None) -> tuple[Tensor, ...]:
 
 def _sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None, operators: Operators) -> Tensor:
     """By torch's linear, which autograd and compilers know, unless all of it is in here and there is a choice."""
-    if operators == "torch" or torch.is_grad_enabled() or not can_tune(inputs[0], weights[0].t()):
+    if not chooses_products(operators) or torch.is_grad_enabled() or not can_tune(inputs[0], weights[0].t()):
         y = F.linear(inputs[0], weights[0], bias_N)
         for x, weight_NK in zip(inputs[1:], weights[1:], strict=True):
             y = torch.addmm(y.flatten(0, -2), x.flatten(0, -2), weight_NK.t()).view_as(y)

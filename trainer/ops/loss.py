@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from collectives.exchange import TensorExchange
 from collectives.product import add_product, multiply
 from collectives.slot import slot_source
-from trainer.ops.backend import HAS_TRITON, Operators, uses_triton
+from trainer.ops.backend import HAS_TRITON, Operators, chooses_products, uses_triton
 
 if HAS_TRITON:
     from trainer.ops.loss_kernels import put_gradient, softmax_statistics
@@ -53,7 +53,7 @@ def linear_cross_entropy(
         vocab_size: tokens; what is above pads the weight and is no class.
         exchange: of the tensor-parallel group.
         chunk_rows: whose logits are held at once; None: what suits the operators.
-        operators: for the softmax.
+        operators: for the softmax, and for the products, where there is no exchange.
     """
     kernels = uses_triton(operators, x_mD)
     chunk_rows = chunk_rows or (KERNEL_CHUNK_ROWS if kernels else CHUNK_ROWS)
@@ -67,7 +67,7 @@ def linear_cross_entropy(
         chunk_rows,
         trains,
         _softmax if kernels else _plain_softmax,
-        kernels and exchange is None,
+        exchange is None and chooses_products(operators),
     )
     return loss
 
