@@ -10,6 +10,7 @@ from typing import Any
 from bench.mfu_systems import OURS
 from netlayer.config import JobConfig
 from netlayer.errors import CheckFailed
+from netlayer.percentile import percentile
 from trainer.flops import peak_flops, step_flops, utilisation
 
 Row = dict[str, Any]
@@ -48,7 +49,7 @@ def summarise(rows: Sequence[Row], jobs: Mapping[str, JobConfig], device: str) -
                 "micro_size": jobs[system].batch.micro_size,
                 "compile": jobs[system].model.compile,
                 "spread": (max(times) - min(times)) / median,
-                "p99_over_median": each[min(len(each) - 1, int(0.99 * len(each)))] / statistics.median(each),
+                "p99_over_median": percentile(each, 99) / statistics.median(each),
                 "memory_gib": max(row["memory_gib"] for row in own),
                 **{name: _median([row.get(name) for row in own]) for name in ("clock_mhz", "power_w")},
                 **_figures(median, jobs[system], device),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +25,9 @@ class System(Protocol):
     def step(self, batches: Sequence[MicroBatch]) -> Tensor:
         """One optimiser step over this rank's micro-batches; its part of the mean loss, on the device."""
 
+    def masters(self) -> Iterable[Tensor]:
+        """Where this rank's masters lie, of those that may still be set before the first step."""
+
     def close(self) -> None:
         """Give back what it holds beside memory."""
 
@@ -45,6 +48,9 @@ class Ours:
         self._step += 1
         self._steps.begin(self._step)
         return self._steps.run(self._step, batches, self.job.optimizer.lr).loss
+
+    def masters(self) -> Iterable[Tensor]:
+        return (slot.piece for slot in self.model.slots)
 
     def close(self) -> None:
         self._steps.close()
@@ -121,10 +127,18 @@ class Entry:
         return tuple(sorted(self.env.items())), bool(further_groups(self.job))
 
     def build(self, seed: int, rank: int, device: torch.device, groups: Groups) -> System:
-        """This rank of it. Every rank calls it."""
+        """This rank of it, from initial values that the dtype of the computation holds. Every rank calls it.
+
+        Megatron-core makes its masters of what it computes with. A step of the size of a digit of bfloat16 moves what
+        is rounded before by another amount than what is not: of 7B the third loss was 0.06 nats apart.
+        """
         if self.system == OURS:
-            return Ours(self.job, seed, rank, device, groups)
-        return PEERS[self.system].build(self.job, seed, device)
+            system: System = Ours(self.job, seed, rank, device, groups)
+        else:
+            system = PEERS[self.system].build(self.job, seed, device)
+        for master in system.masters():
+            master.data.copy_(master.data.to(getattr(torch, self.job.model.dtype)))
+        return system
 
 
 def read_peers(text: str | None, job: JobConfig) -> tuple[str, ...]:

@@ -9,11 +9,12 @@ Shapes: B sequences, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from bench.overlap_model import Stack
 from bench.peers.decay import decay_groups
@@ -86,6 +87,9 @@ class Fsdp2:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total
+
+    def masters(self) -> Iterable[Tensor]:
+        return (each.to_local() if isinstance(each, DTensor) else each for each in self.model.parameters())
 
     def close(self) -> None:
         """Nothing: all of it is memory."""

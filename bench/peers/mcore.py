@@ -4,7 +4,7 @@ Attention is torch's as ours chooses it, norms are torch's, for neither Transfor
 it "mcore, local spec". It has tensor with sequence parallelism, 1F1B and interleaved 1F1B, and shards the optimiser
 over data-parallel ranks. Gathers of parameters and reductions of gradients run under the computation, and so do, with
 `overlap`, the messages of an interleaved pipeline (on four H200 it was faster without). In bfloat16 its float32 masters
-start from values rounded to bfloat16, as it makes them; ours start from those before. Learnt of release 0.16.1.
+start from values rounded to bfloat16, as it makes them; so do all others, for its sake. Learnt of release 0.16.1.
 
 Shapes: B sequences, T positions, H heads of this rank, K values a head.
 """
@@ -163,6 +163,10 @@ class Mcore:
         )
         self.optimizer.step()
         return sum((each["loss"] / len(batches) for each in losses), torch.zeros((), device=self.device))
+
+    def masters(self) -> Sequence[Tensor]:
+        """None: they are made of what it computes with."""
+        return ()
 
     def close(self) -> None:
         """Nothing: all of it is memory, and its groups serve the next one."""

@@ -99,6 +99,9 @@ class Native3d:
         self.optimizer.zero_grad()
         return total
 
+    def masters(self) -> Iterable[Tensor]:
+        return (each.to_local() if isinstance(each, DTensor) else each for each in self._parameters())
+
     def close(self) -> None:
         """Compile as before: other systems take their turn."""
         _switch_asynchronous(self._was_asynchronous)
