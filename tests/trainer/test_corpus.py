@@ -113,8 +113,15 @@ def test_a_folder_without_a_match_is_refused(tmp_path: Path) -> None:
 
 def test_a_single_file_cannot_be_split(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
-    with pytest.raises(ConfigError, match="at least two files"):
+    with pytest.raises(ConfigError, match=r"holds 1 readable text file, and one must .*; give at least two files"):
         read_documents(config(tmp_path), seed=0)
+
+
+def test_a_limit_that_leaves_one_file_is_to_blame_not_the_folder(tmp_path: Path) -> None:
+    for number in range(31):
+        (tmp_path / f"{number}.txt").write_bytes(b"x" * 100)
+    with pytest.raises(ConfigError, match=r"job\.data\.max_mib = 0\.0001: leaves 1 readable .* of 31 .*; raise it"):
+        read_documents(config(tmp_path, max_mib=0.0001), seed=0)
 
 
 def test_files_that_are_all_too_large_are_refused(tmp_path: Path) -> None:

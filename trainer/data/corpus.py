@@ -52,7 +52,7 @@ def read_documents(config: DataConfig, seed: int) -> Documents:
     """Read and split the folder's text; `seed` draws the files where there is more than `max_mib`.
 
     Raises:
-        ConfigError: no such folder, no matching file, or too few of them to hold one out.
+        ConfigError: no such folder, no matching file, or too few of them, or of what `max_mib` leaves, to hold one out.
     """
     folder, names = find_files(config)
     drawn = _draw(folder, names, config.max_mib, seed)
@@ -64,8 +64,12 @@ def read_documents(config: DataConfig, seed: int) -> Documents:
     if skipped:
         logger.warning("%d of %d files in %s are not readable UTF-8 text; skipped", skipped, len(drawn), folder)
     if len(documents) < 2:
-        rule = f"holds {len(documents)} readable text files, and one must be held out for validation"
-        raise ConfigError(FOLDER_FIELD, folder, rule, "give at least two files, or split the one")
+        held = f"{len(documents)} readable text file{'s' * (len(documents) != 1)}"
+        needs = "and one must be held out for validation"
+        if len(drawn) < len(names):
+            rule = f"leaves {held} of {len(names)} files in {folder}, {needs}"
+            raise ConfigError("job.data.max_mib", config.max_mib, rule, "raise it")
+        raise ConfigError(FOLDER_FIELD, folder, f"holds {held}, {needs}", "give at least two files, or split the one")
     held_out = choose_held_out([document.name for document in documents], config.validation_share)
     return Documents(
         train=tuple(document for document in documents if document.name not in held_out),
