@@ -50,12 +50,14 @@ def read_layout(text: str) -> dict[str, int]:
     """Degrees of `tp2pp2vp2dp1`.
 
     Raises:
-        ConfigError: it says something else.
+        ConfigError: it says something else, or a degree of 0.
     """
     found = _LAYOUT.findall(text)
     if not found or "".join(name + number for name, number in found) != text or len(dict(found)) < len(found):
         raise ConfigError("--layout", text, "must be degrees such as tp2pp2vp2", "name each of tp, pp, vp, dp once")
     named = {name: int(number) for name, number in found}
+    if 0 in named.values():
+        raise ConfigError("--layout", text, "has a degree of 0", "give each at least 1, or leave it out")
     return {"tp": named.get("tp", 1), "pp": named.get("pp", 1), "dp": named.get("dp", 1), "vpp": named.get("vp", 1)}
 
 

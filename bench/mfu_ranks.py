@@ -117,12 +117,13 @@ def _measure(
     """What the steps of a run took, and the losses of the steps before them."""
     losses = [float(system.step(batches)) for _ in range(order.warmup)]
     each = StepTimer(device, control).measure(lambda _: system.step(batches), order.steps).seconds
-    memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-    slowest, most = control.average([sum(each) / len(each), memory], 3)
+    is_cuda = device.type == "cuda"
+    peak_gib = torch.cuda.max_memory_allocated(device) / 2**30 if is_cuda else 0.0
+    slowest, most = control.average([sum(each) / len(each), peak_gib], 3)
     return {
         "step_ms": slowest * 1e3,
         "each_ms": [seconds * 1e3 for seconds in each],
-        "memory_gib": most,
+        "memory_gib": most if is_cuda else None,  # what is resident on a CPU is of all systems in turn, of no one
         "losses": _mean_losses(losses, entry.job, control),
     }
 
@@ -142,8 +143,8 @@ def _prefer_flash() -> None:
     FULL_ORDER.sort(key=lambda kernel: kernel != SDPBackend.FLASH_ATTENTION)
 
 
-def _allocated_gib(device: torch.device) -> float:
-    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+def _allocated_gib(device: torch.device) -> float | None:
+    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 
 def _profile(name: str, system: System, batches: Sequence[MicroBatch], order: Order) -> Row:

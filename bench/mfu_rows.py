@@ -50,7 +50,7 @@ def summarise(rows: Sequence[Row], jobs: Mapping[str, JobConfig], device: str) -
                 "compile": jobs[system].model.compile,
                 "spread": (max(times) - min(times)) / median,
                 "p99_over_median": percentile(each, 99) / statistics.median(each),
-                "memory_gib": max(row["memory_gib"] for row in own),
+                "memory_gib": max((row["memory_gib"] for row in own if row["memory_gib"] is not None), default=None),
                 **{name: _median([row.get(name) for row in own]) for name in ("clock_mhz", "power_w")},
                 **_figures(median, jobs[system], device),
             }
@@ -104,11 +104,12 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         if not row["has_window"]:
             shown["done"] = "-"
         over = "-" if row["over_ours"] is None else f"{row['over_ours']:.3f}"
+        memory = "-" if row["memory_gib"] is None else f"{row['memory_gib']:.1f}"
         mhz, watts = ("-" if row[name] is None else f"{row[name]:.0f}" for name in ("clock_mhz", "power_w"))
         yield (
             f"{row['system']:>{wide}} {row['micro_size']:5} {row['step_ms']:9.1f} {row['spread']:7.1%} "
             f"{row['p99_over_median']:10.3f} {row['tokens_per_s_gpu']:13,.0f} {shown['full']:>8} {shown['causal']:>7} "
-            f"{shown['done']:>6} {row['memory_gib']:6.1f} {mhz:>5} {watts:>4} {row['runs']:4} {over:>9}"
+            f"{shown['done']:>6} {memory:>6} {mhz:>5} {watts:>4} {row['runs']:4} {over:>9}"
         )
 
 

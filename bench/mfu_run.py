@@ -123,7 +123,7 @@ class Heard:
             self.num_left -= 1
             clock = f", {row['clock_mhz']:.0f} MHz, {row['power_w']:.0f} W" if row.get("power_w") else ""
             click.echo(f"  {row['system']}: {row['step_ms']:.1f} ms{clock}", err=True)
-            if row["left_gib"] > 1:
+            if row["left_gib"] is not None and row["left_gib"] > 1:
                 click.echo(f"  note: {row['left_gib']:.1f} GiB were still held when it began", err=True)
         self._write(row)
 

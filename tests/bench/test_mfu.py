@@ -57,6 +57,12 @@ def test_what_is_no_layout_is_refused(text: str) -> None:
         read_layout(text)
 
 
+@pytest.mark.parametrize("text", ["dp0", "tp2dp00", "pp2vp0"])
+def test_a_degree_of_0_is_refused_by_the_name_of_the_option(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--layout = {text}: has a degree of 0; "):
+        read_layout(text)
+
+
 def test_figures_are_those_of_the_peers_table() -> None:
     """FSDP2 on 8 GPUs at 659.8 ms has MFU 0.541 full and 0.521 causal; on 4 the step's work is half."""
     rows = [row("ours", 1, 650.0), row("fsdp2", 1, 659.8), row("ours", 2, 640.0), row("fsdp2", 2, 669.8)]
@@ -126,6 +132,14 @@ def test_a_table_stands_without_ours() -> None:
     assert list(table([fsdp2]))[1].split()[-1] == "-"
 
 
+def test_memory_that_was_not_measured_is_no_number() -> None:
+    [ours] = summarise([{**row("ours", 1, 659.8), "memory_gib": None}], {"ours": seven_b()}, "CPU")
+    assert ours["memory_gib"] is None
+    head, first = table([ours])
+    assert len(head) == len(first)
+    assert first.split()[-5] == "-"
+
+
 def test_other_losses_are_other_work() -> None:
     check_losses([row("ours", 1, 1.0), row("fsdp2", 1, 1.0, (11.0, 10.91))], 0.05)
     for losses in ((11.0, 10.8), (11.0, float("nan"))):
@@ -172,6 +186,7 @@ def test_peers_and_a_changed_model_take_turns(tmp_path: Path) -> None:
     assert fsdp2["losses"] == pytest.approx(ours["losses"], abs=1e-4)
     assert changed["losses"] != pytest.approx(ours["losses"], abs=1e-4)
     assert [each["micro_size"] for each in rows[3:]] == [1, 2, 1]
+    assert {each["memory_gib"] for each in rows} == {each["left_gib"] for each in rows[:3]} == {None}  # on CPUs
 
 
 @pytest.mark.timeout(600)
