@@ -42,7 +42,13 @@ class StepFlops:
 
 
 def step_flops(model: ModelConfig, sequences: int) -> StepFlops:
-    """Model FLOPs, forward and backward, of `sequences` sequences of `model.seq_len` tokens."""
+    """Model FLOPs, forward and backward, of `sequences` sequences of `model.seq_len` tokens.
+
+    Raises:
+        ValueError: fewer than one.
+    """
+    if sequences < 1:
+        raise ValueError(f"sequences = {sequences}: must be at least 1")
     h, f, s = model.hidden, model.ffn_hidden, model.seq_len
     g = h * model.num_kv_heads // model.heads
     mlp = 6 * h * f if model.activation == "swiglu" else 4 * h * f
@@ -70,5 +76,13 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def utilisation(flops: float, seconds: float, peak: float | None, num_devices: int) -> float | None:
-    """Model FLOPs utilisation, 0..1; None where no peak is known."""
+    """Model FLOPs utilisation, 0..1; None where no peak is known.
+
+    Raises:
+        ValueError: no time, or no device.
+    """
+    if not seconds > 0:  # a NaN too
+        raise ValueError(f"seconds = {seconds}: must be above 0")
+    if num_devices < 1:
+        raise ValueError(f"num_devices = {num_devices}: must be at least 1")
     return flops / (seconds * num_devices * peak) if peak else None

@@ -20,6 +20,7 @@ _PHASES: tuple[Phase, ...] = ("warm-up", "steady", "cool-down")
 def check_schedule(schedule: Schedule, *, depth: int = 1, max_in_flight: int | None = None) -> None:
     """Raise ValueError, with what is wrong and where, unless all of this holds.
 
+    - There is a stage, a micro-batch and a chunk: of nothing, all else would hold.
     - Every stage runs the forward and the backward of every (micro-batch, chunk) once, the forward first.
     - The phases follow each other: forwards (warm-up), forward and backward in turn (steady), backwards (cool-down).
       So a stage never holds more activations than its warm-up and one more forward make.
@@ -28,6 +29,9 @@ def check_schedule(schedule: Schedule, *, depth: int = 1, max_in_flight: int | N
     - It ends: with `depth` receives posted ahead, and with coupled communication; also where a GPU has but one queue
       for all its streams, with one receive posted ahead, and with none where messages go through the memory of peers.
     """
+    for name in ("num_stages", "num_micro_batches", "num_chunks"):
+        if getattr(schedule, name) < 1:
+            raise ValueError(f"schedule.{name} = {getattr(schedule, name)}: must be at least 1")
     for stage in range(schedule.num_stages):
         _check_complete(schedule, stage)
         _check_phases(schedule, stage)

@@ -89,10 +89,11 @@ def simulate(
         slots: messages of a channel that come without their receive, which only takes them out (memory of the peers).
 
     Raises:
-        ValueError: the schedule deadlocks; the message says where each stage stands.
+        ValueError: the schedule deadlocks; the message says where each stage stands. Or costs are of another shape.
     """
     if depth < 0 or slots < 0:
         raise ValueError(f"depth = {depth}, slots = {slots}: neither can be below 0")
+    _check_costs(schedule, costs)
     channels = _open_channels(schedule, costs, slots)
     stages = [
         _Stage(
@@ -258,6 +259,16 @@ class _Stage:
             return channel.clear_of(message)
         # A stream's wait holds up all: of a send for its slot, of a receive for its message.
         return channel.room_for(message) if kind == "send" else channel.arrival(message)
+
+
+def _check_costs(schedule: Schedule, costs: Costs) -> None:
+    p, v = schedule.num_stages, schedule.num_chunks
+    for name, by_stage in (("forward_s", costs.forward_s), ("backward_s", costs.backward_s)):
+        if [len(by_chunk) for by_chunk in by_stage] != [v] * p:
+            rule = f"must have shape [{p}][{v}]: a time for each stage and chunk of the schedule"
+            raise ValueError(f"costs.{name} = {by_stage}: {rule}")
+    if len(costs.transfer_s) != p:
+        raise ValueError(f"costs.transfer_s = {costs.transfer_s}: must have length {p}: a time for each link")
 
 
 def _open_channels(schedule: Schedule, costs: Costs, slots: int) -> dict[tuple[Direction, int], _Channel]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from netlayer.config import ModelConfig
@@ -66,6 +68,20 @@ def test_mfu_gives_the_papers_rows(batch: int, gpus: int, seconds: float, mfu: f
 )
 def test_peak_is_known_by_the_exact_card(name: str, peak: float | None) -> None:
     assert peak_flops(name, "bfloat16") == peak
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: step_flops(GPT_175B, -1), "sequences = -1: must be at least 1"),
+        (lambda: utilisation(1e12, 0.0, 1e15, 1), r"seconds = 0\.0: must be above 0"),
+        (lambda: utilisation(1e12, float("nan"), 1e15, 1), "seconds = nan: must be above 0"),
+        (lambda: utilisation(1e12, 1.0, 1e15, 0), "num_devices = 0: must be at least 1"),
+    ],
+)
+def test_bad_arguments_are_value_errors(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
 
 
 def test_no_peak_no_utilisation() -> None:

@@ -187,6 +187,18 @@ def test_a_slow_stage_sets_the_pace() -> None:
         (lambda: interleaved(2, 3, 2), "multiple of the 2 stages"),
         (lambda: bubble_fraction(0, 1), "num_stages = 0"),
         (lambda: simulate(interleaved(2, 2, 1), Costs([], [], []), depth=-1), "depth = -1"),
+        (lambda: check_schedule(Schedule("mine", 1, 1, ())), r"schedule\.num_stages = 0: must be at least 1"),
+        (lambda: check_schedule(Schedule("mine", 1, 0, ((),))), r"schedule\.num_micro_batches = 0: must be"),
+        (lambda: check_schedule(Schedule("mine", 0, 1, ((),))), r"schedule\.num_chunks = 0: must be at least 1"),
+        (lambda: simulate(interleaved(2, 2, 1), Costs([[1.0]], [[1.0]], [0.0])), r"forward_s = .* shape \[2\]\[1\]"),
+        (
+            lambda: simulate(interleaved(2, 2, 2), Costs([[1.0, 1.0]] * 2, [[1.0]] * 2, [0.0] * 2)),
+            r"costs\.backward_s = .*: must have shape \[2\]\[2\]",
+        ),
+        (
+            lambda: simulate(interleaved(2, 2, 1), Costs([[1.0]] * 2, [[1.0]] * 2, [0.0])),
+            r"costs\.transfer_s = \[0\.0\]: must have length 2",
+        ),
     ],
 )
 def test_bad_arguments_are_value_errors(make: Callable[[], object], says: str) -> None:
