@@ -131,6 +131,7 @@ class Trainer:
         self.steps_done = 0
         self._before: StepComm | None = None
         self._unproven: Path | None = None
+        self._untouched: Path | None = None  # the checkpoint whose parameters these still are
         self.peak = peak_flops(place.device_name, job.model.dtype)
 
     def resume(self, meta: Meta) -> None:
@@ -140,7 +141,7 @@ class Trainer:
             ConfigError: it is of another model, or damaged.
         """
         checkpoint.load(meta, self.model, self.optimizer)
-        self.steps_done = meta.step
+        self.steps_done, self._untouched = meta.step, meta.path
         self.seed = self.seed if self.job.checkpoint.other_text else meta.seed
 
     def save(self, folder: Path) -> Path:
@@ -207,7 +208,7 @@ class Trainer:
         """
         notes = launched.notes.read()
         self._check_finite(launched.step, notes)
-        self.steps_done = launched.step
+        self.steps_done, self._untouched = launched.step, None
         self.vouch()
         return self._row(launched, notes), notes.asked > 0
 
@@ -245,6 +246,8 @@ class Trainer:
         ranks = [layout.rank(pp=layout.pp - 1, dp=dp) for dp in range(layout.dp)]
         lost = [pair for pair in zip(ranks, losses_D, strict=True) if not math.isfinite(pair[1])]
         if lost:
+            if self._untouched is not None:  # none of a step of this run
+                remedy = f"training has broken the parameters of {self._untouched}; take an earlier checkpoint"
             where = _first_ones([f"{loss} on {self._words(rank)}" for rank, loss in lost])
             raise CheckFailed(f"step {step}: the {name} is {where}; {remedy}")
 

@@ -225,6 +225,31 @@ def test_the_last_checkpoint_is_vouched_for_by_a_held_out_loss(
         find(tmp_path / "stopped")
 
 
+def test_a_checkpoint_of_broken_parameters_is_to_blame_until_a_step_is_taken(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.loop.learning_rate", lambda _config, _step: 1e30)
+    ignore = lambda _row: None  # noqa: E731
+    job = tiny_job(text_folder, optimizer={"steps": 3}, checkpoint={"every_steps": 1})
+    with pytest.raises(CheckFailed, match="step 2: the loss is nan"):
+        run(Trainer(job, corpus, 0, ALONE), EvaluationConfig(), ignore, ignore, tmp_path)
+    broken, blamed = (
+        tmp_path / "step-000001.new",
+        "training has broken the parameters of {}; take an earlier checkpoint",
+    )
+    trainer = Trainer(job, corpus, 0, ALONE)
+    trainer.resume(find(broken))
+    with pytest.raises(CheckFailed, match=rf"step 1: the held-out loss is nan on .*; {blamed.format(broken)}$"):
+        run(trainer, EvaluationConfig(), ignore, ignore)
+    with pytest.raises(CheckFailed, match=rf"step 2: the loss is nan on .*; {blamed.format(broken)}$"):
+        trainer.step(2)  # its loss is of what was read
+    good = Trainer(job, corpus, 0, ALONE)
+    first = good.step(1)
+    assert math.isfinite(first["loss"])
+    with pytest.raises(CheckFailed, match=r"step 1: the held-out loss is nan on .*; lower job\.optimizer\.lr$"):
+        good.evaluate(1)
+
+
 def test_a_moment_that_is_no_number_is_not_saved(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
     trainer = Trainer(tiny_job(text_folder), corpus, 0, ALONE)
     trainer.step(1)
