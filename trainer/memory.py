@@ -30,6 +30,12 @@ from netlayer.errors import ConfigError
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _TOKEN_BYTES = 8
 _LOGITS_ROWS = 2048  # trainer.ops.loss.CHUNK_ROWS, not imported: it would load torch
+# What to lower, by the key without which nothing of its kind is left. The width is in all of them.
+_LEADING = {
+    "job.model.layers or job.model.hidden": "layers",
+    "job.model.vocab_size": "vocab_size",
+    "job.model.seq_len": "seq_len",
+}
 _REDUCTIONS_AT_ONCE = 5  # of collectives.sharded: `in_flight`, and the one that is being filled
 
 
@@ -184,10 +190,20 @@ def _remedy(job: JobConfig, there: int, sharing: int) -> str:
         total, num_ranks = estimate(other).total, other.parallel.layout.world_size
         if total * num_ranks <= there:
             return f"start {num_ranks} of the {ranks} ranks, with {words}: then each holds about {_gib(total)}"
-    return (
-        f"no recompute, micro_size, tp or pp fits it on {ranks} rank{'s' * (ranks > 1)}: lower job.model.layers or "
-        "job.model.hidden" + (", or take more GPUs" if sharing == 1 else "")
+    return f"no recompute, micro_size, tp or pp fits it on {ranks} rank{'s' * (ranks > 1)}: lower {_leading(job)}" + (
+        ", or take more GPUs" if sharing == 1 else ""
     )
+
+
+def _leading(job: JobConfig) -> str:
+    """The keys of the model that most of it hangs on, where all that `_smaller` tries is done."""
+    smallest = min((other for _, other in _smaller(job)), key=lambda other: estimate(other).total, default=job)
+
+    def without(key: str) -> int:
+        model = smallest.model.model_copy(update={key: 0})  # no job, but its parts can be counted
+        return estimate(smallest.model_copy(update={"model": model})).total
+
+    return min(_LEADING, key=lambda words: without(_LEADING[words]))
 
 
 def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:

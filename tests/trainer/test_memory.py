@@ -260,6 +260,28 @@ def test_what_is_too_large_for_a_gpu_is_refused_with_the_change_that_fits(
         check_memory(job_of("h200x8"), 8, "nccl")
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"vocab_size": 50_000_000}, "lower job.model.vocab_size$"),
+        ({"vocab_size": 50_000_000, "tied_embeddings": True}, "lower job.model.vocab_size$"),
+        ({"seq_len": 1_000_000_000}, "lower job.model.seq_len$"),  # learned positions
+        ({"seq_len": 1_000_000_000, "positions": "rotary"}, "lower job.model.seq_len$"),  # activations
+        ({"layers": 10_000}, "lower job.model.layers or job.model.hidden$"),
+        ({"hidden": 65_536, "ffn_hidden": 262_144}, "lower job.model.layers or job.model.hidden$"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("parallel", [{"dp": 2}, {"tp": 2, "dp": 1}], ids=str)
+def test_what_no_layout_fits_is_refused_with_the_key_that_leads(
+    monkeypatch: pytest.MonkeyPatch, model: dict[str, object], said: str, parallel: dict[str, int]
+) -> None:
+    tree = {"model": {**SMALL, "layers": 4, **model}, "parallel": parallel, "batch": {"global_size": 16}}
+    monkeypatch.setattr(environ, "available_memory_bytes", lambda: 4 << 30)
+    with pytest.raises(ConfigError, match=said):
+        check_memory(JobConfig.model_validate(tree), 2, "gloo")
+
+
 def test_a_gpu_holds_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environ, "usable_gpus", lambda: [Gpu(0, "a card", 143_771, "1")] * 8)
     assert check_memory(job_of("h200x8"), 8, "nccl").endswith("; the GPU has 140.4 GiB")
