@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from trainer.train import Backend, Progress, Stop, TrainResult
 
 
+_MANY_ACTIONS = 10_000  # of a pipeline; to prove them right takes two seconds
+
+
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @run_options
@@ -58,7 +61,6 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     from trainer.memory import check_memory
     from trainer.metrics import check_metrics
     from trainer.preview import lines
-    from trainer.schedule_check import check_job
     from trainer.trace import parse_steps
     from trainer.train import check_supported
 
@@ -73,12 +75,12 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     backend = environ.choose_backend(config.job.launch.backend, here, env)
     check_supported(config.job, here if env is None else env.world_size)
     memory = check_memory(config.job, here, backend)
-    check_job(config.job)
     speaks = env is None or env.rank == 0
     if speaks:
         said = lines(config.job, backend, memory, is_traced=bool(trace))
         click.echo("\n".join([*said, *_without_effect(config.job, env)]), err=True)
         check_metrics(config.job.metrics)
+        _check_schedule(config.job)
     checkpoint, steps_done = None, 0
     if resume:
         meta, options = _checkpoint_of(resume, options, config.job)
@@ -119,6 +121,16 @@ def _without_effect(job: JobConfig, env: RankEnv | None) -> list[str]:
     if env is None or not job.store.url:
         return []
     return [f"note: job.store.url has no effect: ranks of {env.launcher} meet at the first one, by MASTER_ADDR"]
+
+
+def _check_schedule(job: JobConfig) -> None:
+    """Once a job: its ranks have the same schedule, and of thousands of micro-batches the proof takes a while."""
+    from trainer.memory import micro_batches
+    from trainer.schedule_check import check_job, num_actions
+
+    if num_actions(job) >= _MANY_ACTIONS:
+        click.echo(f"checking the schedule of {micro_batches(job):,} micro-batches ...", err=True)
+    check_job(job)
 
 
 def _checkpoint_of(resume: Path, options: RunOptions, job: JobConfig) -> tuple[Meta, RunOptions]:

@@ -61,6 +61,12 @@ def check_job(job: JobConfig) -> None:
     check_schedule(of_layout(job.parallel.layout, micro_batches(job)), max_in_flight=held)
 
 
+def num_actions(job: JobConfig) -> int:
+    """Of all stages in a full batch: what the time of `check_job` grows with; 0 where there is nothing to check."""
+    parallel = job.parallel
+    return 2 * parallel.pp * parallel.vpp * micro_batches(job) if parallel.pp > 1 else 0
+
+
 def _check_complete(schedule: Schedule, stage: int) -> None:
     actions = schedule.stages[stage]
     wanted = {(m, c) for m in range(schedule.num_micro_batches) for c in range(schedule.num_chunks)}

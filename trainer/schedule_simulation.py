@@ -107,7 +107,10 @@ def simulate(
         for stage in range(schedule.num_stages)
     ]
     while not all(stage.done for stage in stages):
-        if not any(stage.advance() for stage in stages):
+        advanced = [
+            stage.advance() for stage in stages
+        ]  # all in turn: after each of them, the first ones can do nothing
+        if not any(advanced):
             waits = "; ".join(f"stage {s.stage} at the {s.program[s.at]}" for s in stages if not s.done)
             raise ValueError(f"schedule {schedule.name}: deadlock: {waits}; reorder the actions")
     return Timeline([stage.computed for stage in stages], [stage.sent() for stage in stages])

@@ -114,6 +114,25 @@ def test_a_store_that_has_no_effect_under_a_launcher_is_said_once(
     assert not any("s3cret" in line for line in said)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("count", [4, 4096])
+def test_a_schedule_is_proved_once_a_job_and_said_where_it_takes_long(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, count: int
+) -> None:
+    as_rank(rank, monkeypatch)
+    checked = mock.Mock(side_effect=ConfigError("the schedule", None, "ends here", "do not"))
+    monkeypatch.setattr("trainer.schedule_check.check_job", checked)
+    monkeypatch.setattr("trainer.cli._join", mock.Mock(side_effect=ConfigError("x", None, "ends here", "do not")))
+    words = ["--set", "parallel.pp=2", "--set", "parallel.dp=1", "--set", "batch.micro_size=1", "--out", str(tmp_path)]
+    done = CliRunner().invoke(train, [str(job_file), *words, "--set", f"batch.global_size={count}"])
+    assert isinstance(done.exception, ConfigError)
+    said = done.stderr.splitlines()
+    assert checked.call_count == (rank == 0)
+    assert len([line for line in said if "a rank will hold about" in line]) == (rank == 0)  # before the proof
+    is_last = said[-1:] == ["checking the schedule of 4,096 micro-batches ..."]
+    assert is_last == (rank == 0 and count == 4096), said
+
+
 def test_a_record_says_what_was_run(job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = load_config(job_file).job.model_dump(mode="json")
     meta = Meta(tmp_path / "step-000004", 4, 0, 1, 1, job, {}, {})

@@ -13,9 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netlayer.config import JobConfig
-from trainer.schedule import Action, Schedule, bubble_fraction, forward_only, interleaved, one_forward_one_backward
-from trainer.schedule_check import check_job, check_schedule
-from trainer.schedule_simulation import Costs, simulate
+from trainer.memory import micro_batches
+from trainer.schedule import (
+    Action,
+    Schedule,
+    bubble_fraction,
+    forward_only,
+    interleaved,
+    of_layout,
+    one_forward_one_backward,
+)
+from trainer.schedule_check import check_job, check_schedule, num_actions
+from trainer.schedule_simulation import Costs, _Stage, simulate
 
 
 @st.composite
@@ -254,6 +263,8 @@ def test_what_a_job_runs_is_proved_within_the_memory_that_is_counted_for_it(
 ) -> None:
     job = JobConfig.model_validate({"parallel": {"pp": pp, "vpp": vpp, "dp": 1}, "batch": {"micro_size": 1}})
     check_job(job)
+    of_stages = of_layout(job.parallel.layout, micro_batches(job)).stages
+    assert num_actions(job) == (sum(map(len, of_stages)) if pp > 1 else 0)
     monkeypatch.setattr("trainer.schedule_check.in_flight", lambda _job, _stage: 1)
     if pp > 1:
         with pytest.raises(ValueError, match="activations at once, and memory is for 1"):
@@ -288,6 +299,15 @@ def test_what_a_round_is_does_not_depend_on_the_name(schedule: Schedule, longest
         renamed = replace(schedule, name=name)
         assert {max(map(len, renamed.rounds(stage))) for stage in range(3)} == {longest}
         check_schedule(renamed)
+
+
+def test_stages_advance_in_turn_and_are_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof of many stages took their number squared: after each one that went on, all before it were asked."""
+    asked, schedule = list[int](), one_forward_one_backward(16, 32)
+    advance = _Stage.advance
+    monkeypatch.setattr(_Stage, "advance", lambda stage: asked.append(stage.stage) or advance(stage))
+    simulate(schedule, Costs.even(schedule, 1.0, 2.0, 0.1))
+    assert asked == [*range(16)] * (len(asked) // 16)
 
 
 def test_schedules_need_no_torch() -> None:
