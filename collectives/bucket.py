@@ -197,7 +197,10 @@ class Bucket:
         ]
 
     def note_published(self) -> None:
-        """An optimiser has written `own_S` with the masters, behind the backward pass."""
+        """An optimiser has written `own_S` with the masters, behind the backward pass.
+
+        What is written into them after that is published all the same where autograd counts it: not through `.data`.
+        """
         self._published = self.master_S._version
 
     def publish(self) -> None:
@@ -211,11 +214,10 @@ class Bucket:
 
         An element counts as written where it is not what its master rounds to: all others keep their precision.
         """
-        if self.shares_storage:
+        if self.own_S is None:
             return
-        own_S = self.plan.own(self.full_N, self.rank)
-        is_kept_S = own_S == self.master_S.to(own_S.dtype)
-        self.master_S.copy_(torch.where(is_kept_S, self.master_S, own_S.to(self.master_S.dtype)))
+        is_kept_S = self.own_S == self.master_S.to(self.own_S.dtype)
+        self.master_S.copy_(torch.where(is_kept_S, self.master_S, self.own_S.to(self.master_S.dtype)))
 
     @property
     def num_writes(self) -> int:

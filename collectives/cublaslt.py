@@ -64,8 +64,13 @@ class Operand:
 
 @dataclass(frozen=True)
 class Shape:
-    """What algorithms are chosen for: the operands of D^T = B^T A^T, their types, and how far addresses are aligned."""
+    """What algorithms are chosen for: the operands of D^T = B^T A^T, their types, and how far addresses are aligned.
 
+    Args:
+        alignments: of b, of a, and of the output and the bias.
+    """
+
+    device: torch.device
     a: Operand
     b: Operand
     out: Operand
@@ -75,13 +80,16 @@ class Shape:
     alignments: tuple[int, int, int]
 
     @classmethod
-    def of(cls, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, has_bias: bool) -> Shape | None:
+    def of(cls, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> Shape | None:
         """None: cublasLt cannot do it."""
         a, b, out = (Operand.of(each) for each in (a_MK, b_KN, out_MN))
         if a is None or b is None or out is None or out.is_transposed:
             return None
-        aligned = tuple(alignment(each) for each in (b_KN, a_MK, out_MN))
-        return cls(a, b, out, a_MK.dtype, out_MN.dtype, has_bias, (aligned[0], aligned[1], aligned[2]))
+        if bias_N is not None and (bias_N.dtype != out_MN.dtype or not bias_N.is_contiguous()):
+            return None
+        written = alignment(out_MN) if bias_N is None else min(alignment(out_MN), alignment(bias_N))
+        aligned = alignment(b_KN), alignment(a_MK), written
+        return cls(a_MK.device, a, b, out, a_MK.dtype, out_MN.dtype, bias_N is not None, aligned)
 
 
 def alignment(tensor: Tensor) -> int:
@@ -91,16 +99,16 @@ def alignment(tensor: Tensor) -> int:
 
 
 class Product:
-    """One shape's descriptors and algorithms. They stay as long as the process.
+    """One shape's descriptors and algorithms. They stay as long as the process; one thread at a time runs it.
 
     Raises:
         RuntimeError: cublasLt refuses them.
     """
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, shape: Shape) -> None:
+        self.device = shape.device
         lt = _library()
-        self._handle = _handle(device)
+        self._handle = _handle(shape.device)
         self._description = ctypes.c_void_p()
         _call(lt.cublasLtMatmulDescCreate, ctypes.byref(self._description), _COMPUTE_32F, _SCALE_32F)
         self._set(_TRANSA, ctypes.c_int32(shape.b.is_transposed))
@@ -172,6 +180,7 @@ class Product:
             found,
             ctypes.byref(count),
         )
+        _call(lt.cublasLtMatmulPreferenceDestroy, preference)
         return [each for each in found[: count.value] if each.status == 0]
 
 
@@ -182,7 +191,7 @@ def is_there() -> bool:
 
 @functools.cache
 def _load() -> ctypes.CDLL | None:
-    """The one that torch has loaded."""
+    """By the name under which torch has loaded its own, which the loader then gives."""
     if torch.version.cuda is None:
         return None
     try:

@@ -127,8 +127,8 @@ def attach_state_hooks(
     @torch.no_grad()
     def after(*_: object) -> None:
         for bucket in buckets:
-            if not bucket.shares_storage:
-                bucket.master_S.copy_(bucket.plan.own(bucket.full_N, bucket.rank))
+            if bucket.own_S is not None:
+                bucket.master_S.copy_(bucket.own_S)
         note_changed()
 
     module.register_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]

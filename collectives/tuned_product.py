@@ -4,10 +4,11 @@ A chip under full load is bound by its power: what counts is how much of it an a
 knows, and no measurement that is over before the clock has come down. On an H200 an algorithm that took 7% less time
 than the one that torch is given, in turns of milliseconds, took 5% more after a tenth of a second; others, of products
 of a 7B model, take up to 5% less then too. Candidates are torch's own product and cublasLt's algorithms for the shape,
-on the data of its first call: some 1.3 s a shape. Left out: small products, whose launch counts most, and shapes first
-met while a CUDA graph is captured.
+on the data of its first call: some 1.3 s a shape, 20 s of a 7B model. Left out: small products, whose launch counts
+most, and shapes first met while a CUDA graph is captured.
 
-Runs differ in what they choose, and so in how sums are rounded: as they do on GPUs in any case.
+Runs may choose otherwise, and so round sums otherwise: not where torch is asked for deterministic algorithms, or for
+sums that are not reduced in 16 bits; there all products are torch's.
 
 Shapes: M rows, K summed over, N columns.
 """
@@ -52,13 +53,15 @@ class TunedProducts:
 
     def run(self, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None, adds: bool = False) -> bool:
         """out = a b (+ bias), or out += a b; False: torch is to do it, which is no slower, or nothing is chosen yet."""
-        shape = cublaslt.Shape.of(a_MK, b_KN, out_MN, bias_N is not None)
+        shape = cublaslt.Shape.of(a_MK, b_KN, out_MN, bias_N)
         if shape is None:
             return False
         if shape not in self._chosen:
             if torch.cuda.is_current_stream_capturing():
                 return False
-            place_MN = torch.empty_like(out_MN) if adds else out_MN  # measured, it would be added many times
+            place_MN = out_MN
+            if adds:  # measured, it would be added many times
+                place_MN = torch.empty_strided(out_MN.shape, out_MN.stride(), dtype=out_MN.dtype, device=out_MN.device)
             self._chosen[shape] = self._choose(shape, a_MK, b_KN, place_MN, bias_N)
         chosen = self._chosen[shape]
         if chosen is None:
@@ -72,18 +75,15 @@ class TunedProducts:
     ) -> tuple[cublaslt.Product, Any] | None:
         if not self._chosen:
             logger.info("matrix products: measuring which algorithms are the fastest, a second or two for each shape")
+        plain = functools.partial(by_torch, a_MK, b_KN, out_MN, bias_N)
         try:
-            product = cublaslt.Product(shape, a_MK.device)
+            product = cublaslt.Product(shape)
+            candidates = list(product.algorithms)
+            runs = [functools.partial(product.run, each, a_MK, b_KN, out_MN, bias_N, False) for each in candidates]
+            torch_s, *others = self._measure([plain, *runs])
         except RuntimeError as exc:
             logger.warning("torch's own product is taken for %s: %s", _words(a_MK, b_KN), exc)
             return None
-        candidates = list(product.algorithms)
-
-        def run(algorithm: Any) -> Run:
-            return lambda: product.run(algorithm, a_MK, b_KN, out_MN, bias_N, False)
-
-        plain = functools.partial(by_torch, a_MK, b_KN, out_MN, bias_N)
-        torch_s, *others = self._measure([plain, *map(run, candidates)])
         best_s = min(others, default=torch_s)
         is_worth_it = best_s < torch_s * (1 - _LEAST_GAIN)
         said = "product %s: torch %.1f us, the best of %d algorithms %.1f us"
@@ -147,10 +147,14 @@ def can_tune(a: Tensor, b_KN: Tensor) -> bool:
     """Whether it is worth asking `PRODUCTS` for the product of `a` [..., K] and `b`."""
     return (
         a.is_cuda
+        and a.device.index == torch.cuda.current_device()
         and a.dtype in _DTYPES
         and b_KN.dtype == a.dtype
         and 2.0 * a.numel() * b_KN.shape[1] >= _LEAST_FLOPS
         and not torch.compiler.is_compiling()
+        and not torch.are_deterministic_algorithms_enabled()
+        and torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        and torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
         and cublaslt.is_there()
     )
 

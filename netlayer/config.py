@@ -126,7 +126,7 @@ class ModelConfig(Section):
     operators: Literal["auto", "torch", "triton"] = Field(
         "auto",
         description="norms, activations, loss, AdamW: our Triton kernels, or torch's; auto: ours on GPUs, uncompiled, "
-        "and matrix products by the algorithm that is the fastest when measured, some seconds at the start",
+        "and matrix products by the algorithm that is the fastest when measured: 20 s at the start of a 7B model",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="what backward computes again: nothing, what no product made, or whole blocks"

@@ -93,7 +93,7 @@ class GraphedSteps(Steps):
 
     Args:
         model: without pipeline stages.
-        optimizer: torch's fused AdamW, whose counters are on the device.
+        optimizer: AdamW, ours or torch's fused one, whose counters are on the device.
         max_norm: as in `Steps`.
         capture: gives a call that repeats the one which it was given.
 

@@ -31,7 +31,7 @@ def test_operands_make_the_transposed_product(transposes_a: bool, transposes_b: 
     a_MK = torch.randn(5, 9)[:, :3] if not transposes_a else torch.randn(3, 9)[:, :5].t()
     b_KN = torch.randn(3, 8)[:, :4] if not transposes_b else torch.randn(4, 8)[:, :3].t()
     out_MN = torch.zeros(5, 6)[:, :4]
-    shape = Shape.of(a_MK, b_KN, out_MN, has_bias=False)
+    shape = Shape.of(a_MK, b_KN, out_MN)
     assert shape is not None
     by_columns(out_MN, shape.out).copy_(by_columns(b_KN, shape.b) @ by_columns(a_MK, shape.a))
     torch.testing.assert_close(out_MN, a_MK @ b_KN)
@@ -40,8 +40,8 @@ def test_operands_make_the_transposed_product(transposes_a: bool, transposes_b: 
 def test_what_lies_dense_neither_way_is_left_to_torch() -> None:
     thin = torch.zeros(4, 8)[:, ::2]
     dense = torch.zeros(4, 4)
-    assert Shape.of(thin, dense, dense, has_bias=False) is None
-    assert Shape.of(dense, dense, dense.t(), has_bias=False) is None
+    assert Shape.of(thin, dense, dense) is None
+    assert Shape.of(dense, dense, dense.t()) is None
 
 
 class Fake:
@@ -49,7 +49,7 @@ class Fake:
 
     made = 0
 
-    def __init__(self, _shape: Shape, _device: torch.device) -> None:
+    def __init__(self, _shape: Shape) -> None:
         type(self).made += 1
         self.algorithms: Sequence[Any] = [1, 2, 3]
         self.ran: list[Any] = []
@@ -98,6 +98,38 @@ def test_a_sum_that_is_measured_first_is_added_to_once(monkeypatch: pytest.Monke
     assert torch.equal(total, torch.full((2, 4), 4.0))
 
 
+def test_a_sum_in_rows_that_lie_apart_is_measured_in_such_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = chooser([1.0, 0.5, 0.6, 0.7], monkeypatch)
+    places: list[tuple[int, ...]] = []
+    run = Fake.run
+
+    def noted(self: Fake, algorithm: Any, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, adds: bool) -> None:
+        places.append(out.stride())
+        run(self, algorithm, a, b, out, bias, adds)
+
+    monkeypatch.setattr(Fake, "run", noted)
+    whole = torch.ones(2, 100)
+    assert products.run(torch.ones(2, 3), torch.ones(3, 4), whole[:, :4], adds=True)
+    assert set(places) == {(100, 1)}
+    assert whole.sum() == 2 * (4 * 4 + 96)
+
+
+def test_an_algorithm_that_fails_leaves_the_product_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = chooser([1.0, 0.5, 0.6, 0.7], monkeypatch)
+    monkeypatch.setattr(Fake, "run", mock.Mock(side_effect=RuntimeError("cublasLtMatmul: status 15")))
+    assert not products.run(torch.ones(2, 3), torch.ones(3, 4), torch.empty(2, 4))
+
+
+def test_a_bias_of_another_address_or_dtype_is_another_shape() -> None:
+    a_MK, b_KN, out_MN, many = torch.ones(2, 3), torch.ones(3, 4), torch.empty(2, 4), torch.ones(9)
+    aligned, odd = (Shape.of(a_MK, b_KN, out_MN, many[first : first + 4]) for first in (0, 1))
+    assert aligned is not None
+    assert odd is not None
+    assert (aligned.alignments[2] >= 16, odd.alignments[2]) == (True, 4)
+    assert Shape.of(a_MK, b_KN, out_MN, torch.ones(4).double()) is None
+    assert Shape.of(a_MK, b_KN, out_MN, many[::2][:4]) is None
+
+
 def test_in_a_capture_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     products = chooser([1.0, 0.5, 0.6, 0.7], monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -121,14 +153,15 @@ def test_what_the_library_refuses_is_torchs_and_said(
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU with CUDA")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["bias", "plain", "wide", "wide, added", "odd address"])
+@pytest.mark.parametrize("case", ["bias", "odd bias", "plain", "wide", "wide, added", "odd address"])
 def test_every_algorithm_computes_the_product(dtype: torch.dtype, case: str) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda", dtype=dtype, generator=generator)
 
-    a_MK, b_KN, bias_N = random(512, 264), random(384, 264).t(), random(384) if case == "bias" else None
+    a_MK, b_KN = random(512, 264), random(384, 264).t()
+    bias_N = {"bias": random(384), "odd bias": random(385)[1:]}.get(case)
     if case.startswith("wide"):  # as the gradient of a weight
         a_MK, b_KN = random(264, 512).t(), random(264, 384)
     if case == "odd address":
@@ -138,10 +171,10 @@ def test_every_algorithm_computes_the_product(dtype: torch.dtype, case: str) -> 
     expected = a_MK.double() @ b_KN.double()
     expected += 0 if bias_N is None else bias_N.double()
     expected += before_MN.double() if case == "wide, added" else 0
-    shape = Shape.of(a_MK, b_KN, before_MN, bias_N is not None)
+    shape = Shape.of(a_MK, b_KN, before_MN, bias_N)
     assert shape is not None
-    found = cublaslt.Product(shape, torch.device("cuda", torch.cuda.current_device()))
-    assert len(found.algorithms) > 1
+    found = cublaslt.Product(shape)
+    assert len(found.algorithms) > 1 or case == "odd bias"  # which may have none: then it is torch's
     for algorithm in found.algorithms:
         out_MN = before_MN.clone() if case == "wide, added" else torch.full_like(before_MN, torch.nan)
         found.run(algorithm, a_MK, b_KN, out_MN, bias_N, adds=case == "wide, added")

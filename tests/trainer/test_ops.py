@@ -171,9 +171,8 @@ def test_triton_joins_gradients_and_sums_them(dtype: torch.dtype, rows: int, see
     """Parts are slices of wider ones, a column apart."""
     from trainer.ops.join_kernels import join_and_sum
 
-    *parts, bias = inputs(seed, dtype, *[(rows, width + 1) for width in widths], (sum(widths),))
-    parts = [part[:, 1:] for part in parts]
-    joined, sums = join_and_sum(parts, bias)
+    parts = [part[:, 1:] for part in inputs(seed, dtype, *[(rows, width + 1) for width in widths])]
+    joined, sums = join_and_sum(parts)
     assert torch.equal(joined, torch.cat(parts, 1))
     assert sums.dtype == dtype
     right = joined.double().sum(0)

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from collectives import ShardedDataParallel
+from collectives.bucket import Bucket, plan_buckets
 from netlayer.config import OptimizerConfig
 from trainer.ops.backend import HAS_TRITON, Operators
 from trainer.optim import build_adamw
+
+if HAS_TRITON:
+    from trainer.optim.shard_adamw import ShardAdamW
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS = HAS_TRITON and (DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
@@ -93,8 +97,96 @@ def test_triton_goes_on_from_a_state_of_torchs_and_gives_one_back() -> None:
     for name, right in held(theirs, plain).items():
         for got, expected in zip(held(ours, with_kernel)[name], right, strict=True):
             torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7)
-    plain.load_state_dict(with_kernel.state_dict())
-    train(theirs, plain, range(6, 7))
+    plain.load_state_dict(copy.deepcopy(with_kernel.state_dict()))
+    for sharded, optimizer in ((ours, with_kernel), (theirs, plain)):
+        train(sharded, optimizer, range(6, 8))
+    for name, right in held(theirs, plain).items():
+        for got, expected in zip(held(ours, with_kernel)[name], right, strict=True):
+            torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7)
+
+
+def test_triton_steps_with_what_groups_say_after_a_state_was_loaded() -> None:
+    """torch makes new groups of what it loads; a state of no step begins anew."""
+    found = []
+    for operators in ("triton", "torch"):
+        sharded = wrapped(torch.float32)
+        optimizer = build(sharded, operators)
+        empty = copy.deepcopy(optimizer.state_dict())
+        train(sharded, optimizer, range(1, 4))
+        optimizer.load_state_dict(empty)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 5.0
+        train(sharded, optimizer, range(4, 6))
+        found.append(held(sharded, optimizer))
+    for name, right in found[1].items():
+        for got, expected in zip(found[0][name], right, strict=True):
+            torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("change", [{"lr": 0.0}, {"betas": (0.5, 0.5)}, {"amsgrad": True}])
+def test_triton_refuses_groups_that_differ_in_more_than_weight_decay(change: dict[str, Any]) -> None:
+    sharded = wrapped(torch.float32)
+    optimizer = build(sharded, "triton")
+    optimizer.param_groups[-1].update(change)
+    sharded(torch.ones(2, 7, device=DEVICE)).sum().backward()
+    with pytest.raises(ValueError, match=r"may differ in weight_decay alone|take torch\.optim"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="a group comes too late"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, device=DEVICE))]})
+
+
+def test_triton_takes_a_learning_rate_from_anywhere() -> None:
+    found = []
+    for lr in (0.02, torch.tensor(0.02, dtype=torch.float64)):
+        sharded = wrapped(torch.float32)
+        optimizer = build(sharded, "triton")
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        train(sharded, optimizer, range(1, 3))
+        found.append(held(sharded, optimizer))
+    for name, right in found[1].items():
+        assert all(torch.equal(*pair) for pair in zip(found[0][name], right, strict=True))
+
+
+def test_triton_steps_a_shard_of_any_rank() -> None:
+    """Cut inside a parameter, and with padding behind the last."""
+    shape = torch.Size([5, 7])
+    [plan] = plan_buckets([("a", shape, torch.bfloat16), ("b", torch.Size([6]), torch.bfloat16)], None, 3)
+    for rank in range(3):
+        torch.manual_seed(rank)
+        parameters = [nn.Parameter(torch.randn(5, 7, device=DEVICE)), nn.Parameter(torch.randn(6, device=DEVICE))]
+        flat = torch.cat([each.detach().flatten() for each in parameters])
+        bucket = Bucket(plan, nn.functional.pad(flat, (0, plan.padded_numel - plan.numel)), parameters, rank)
+        pieces = [piece.parameter for piece in bucket.pieces]
+        plain = [nn.Parameter(piece.detach().clone()) for piece in pieces]
+        groups = [
+            [{"params": [one], "weight_decay": number} for number, one in enumerate(each)] for each in (pieces, plain)
+        ]
+        ours = ShardAdamW(groups[0], buckets=[bucket], lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+        theirs = torch.optim.AdamW(groups[1], lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+        for _ in range(3):
+            bucket.grad_S.normal_()
+            for piece, copied in zip(bucket.pieces, plain, strict=True):
+                piece.parameter.grad, copied.grad = piece.grad, piece.grad.clone()
+            ours.step()
+            theirs.step()
+        for got, right in zip(pieces, plain, strict=True):
+            torch.testing.assert_close(got.detach(), right.detach(), rtol=2e-6, atol=1e-7)
+        assert bucket._published == bucket.master_S._version
+
+
+def test_triton_leaves_nothing_to_publish() -> None:
+    sharded = wrapped(torch.bfloat16)
+    optimizer = build(sharded, "triton")
+    train(sharded, optimizer, range(1, 2))
+    for bucket in sharded.buckets:
+        assert bucket.own_S is not None
+        bucket.own_S.zero_()
+        bucket.publish()
+        assert not bool(bucket.own_S.any())
+        bucket.master_S.add_(1)
+        bucket.publish()
+        assert bool(bucket.own_S.any())
 
 
 def test_triton_leaves_what_others_write_into_the_masters_to_be_published() -> None:
@@ -122,3 +214,11 @@ def test_triton_refuses_a_gradient_that_is_not_the_buckets() -> None:
     piece.grad = torch.ones_like(piece)
     with pytest.raises(RuntimeError, match=f"the gradient of {name} is not the bucket's"):
         optimizer.step()
+
+
+def test_triton_or_not_a_rank_without_pieces_chooses_as_others_do() -> None:
+    sharded = wrapped(torch.bfloat16)
+    for bucket in sharded.buckets:
+        bucket.pieces = []
+    assert type(build(sharded, "torch")) is torch.optim.AdamW
+    assert type(build(sharded, "triton")) is ShardAdamW

@@ -49,7 +49,7 @@ def _apply(
     trains = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
     sources = [slot_source(weight) for weight in weights] if trains and not torch.compiler.is_compiling() else []
     if not any(sources):
-        return _cut(_sum(inputs, weights, bias_N, operators), splits)
+        return _cut(_sum(inputs, weights, bias_N), splits)
     kept = [_Keep.apply(x, weight) for x, weight in zip(inputs, weights, strict=True)]  # type: ignore[no-untyped-call]
     keepers = [x.grad_fn for x in kept]
     y: tuple[Tensor, ...] = _Linear.apply(keepers, sources, splits, operators, bias_N, *kept, *weights)  # type: ignore[no-untyped-call]
@@ -82,8 +82,11 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         inputs, weights = tensors[: len(keepers)], tensors[len(keepers) :]
         ctx.keepers, ctx.sources, ctx.operators = keepers, sources, operators
-        ctx.bias_N = None if bias_N is None else bias_N.detach()  # its dtype and size alone are read
-        return _cut(_sum(inputs, weights, bias_N, operators), splits)
+        if chooses_products(operators) and can_tune(inputs[0], weights[0].t()):
+            y = _tuned_sum(inputs, weights, bias_N)
+        else:
+            y = _sum(inputs, weights, bias_N)
+        return _cut(y, splits)
 
     @staticmethod
     @once_differentiable
@@ -91,7 +94,7 @@ class _Linear(torch.autograd.Function):
         count = len(ctx.keepers)
         *_, needs_bias = ctx.needs_input_grad[:5]
         needs = ctx.needs_input_grad[5:]
-        dy_MN, dbias_N = _joined(dys, ctx.bias_N if needs_bias else None, ctx.operators)
+        dy_MN, dbias_N = _joined(dys, needs_bias, ctx.operators)
         tuned = chooses_products(ctx.operators)
         accumulators = [node for node, _ in ctx.next_functions[-count:]]
         dinputs: list[Tensor | None] = []
@@ -104,14 +107,13 @@ class _Linear(torch.autograd.Function):
         return *[None] * 4, dbias_N, *dinputs, *dweights
 
 
-def _joined(dys: Sequence[Tensor], bias_N: Tensor | None, operators: Operators) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the whole product, [M, N], and of its bias."""
+def _joined(dys: Sequence[Tensor], has_bias: bool, operators: Operators) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the whole product, [M, N], and of its bias, which has the same dtype."""
     parts_Mn = [as_rows(dy) for dy in dys]
-    if bias_N is not None and uses_triton(operators, parts_Mn[0]) and 1 < len(parts_Mn) <= MOST_PARTS:
-        dy_MN, dbias_N = join_and_sum(parts_Mn, bias_N)
-        return dy_MN, dbias_N
+    if has_bias and uses_triton(operators, parts_Mn[0]) and 1 < len(parts_Mn) <= MOST_PARTS:
+        return join_and_sum(parts_Mn)
     dy_MN = torch.cat(parts_Mn, 1) if len(parts_Mn) > 1 else parts_Mn[0]
-    return dy_MN, None if bias_N is None else dy_MN.sum(0)
+    return dy_MN, dy_MN.sum(0) if has_bias else None
 
 
 def _cut(y: Tensor, splits: Sequence[int] | None) -> tuple[Tensor, ...]:
@@ -119,13 +121,16 @@ def _cut(y: Tensor, splits: Sequence[int] | None) -> tuple[Tensor, ...]:
     return (y,) if splits is None else torch.split(y, list(splits), dim=-1)
 
 
-def _sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None, operators: Operators) -> Tensor:
-    """By torch's linear, which autograd and compilers know, unless all of it is in here and there is a choice."""
-    if not chooses_products(operators) or torch.is_grad_enabled() or not can_tune(inputs[0], weights[0].t()):
-        y = F.linear(inputs[0], weights[0], bias_N)
-        for x, weight_NK in zip(inputs[1:], weights[1:], strict=True):
-            y = torch.addmm(y.flatten(0, -2), x.flatten(0, -2), weight_NK.t()).view_as(y)
-        return y
+def _sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None) -> Tensor:
+    """By torch's linear, which autograd and compilers know."""
+    y = F.linear(inputs[0], weights[0], bias_N)
+    for x, weight_NK in zip(inputs[1:], weights[1:], strict=True):
+        y = torch.addmm(y.flatten(0, -2), x.flatten(0, -2), weight_NK.t()).view_as(y)
+    return y
+
+
+def _tuned_sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None) -> Tensor:
+    """In training alone, whose shapes come again: sampling has another one for every token."""
     y_MN = multiply(inputs[0].flatten(0, -2), weights[0].t(), bias_N, tuned=True)
     for x, weight_NK in zip(inputs[1:], weights[1:], strict=True):
         multiply(x.flatten(0, -2), weight_NK.t(), out_MN=y_MN, adds=True, tuned=True)

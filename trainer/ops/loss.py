@@ -67,7 +67,7 @@ def linear_cross_entropy(
         chunk_rows,
         trains,
         _softmax if kernels else _plain_softmax,
-        exchange is None and chooses_products(operators),
+        trains and exchange is None and chooses_products(operators),
     )
     return loss
 

@@ -31,8 +31,8 @@ def build_adamw(
     def options(_name: str, shape: torch.Size) -> dict[str, float]:
         return {"weight_decay": config.weight_decay if len(shape) > 1 else 0.0}
 
-    wide = [bucket.master_S for bucket in model.buckets if bucket.pieces]
-    has_kernel = all(each.dtype == torch.float32 and uses_triton(operators, each) for each in wide)
+    masters = [bucket.master_S for bucket in model.buckets]  # of all: a rank may have no piece, and chooses as others
+    has_kernel = bool(masters) and all(each.dtype == torch.float32 and uses_triton(operators, each) for each in masters)
     kind, more = (ShardAdamW, {"buckets": model.buckets}) if has_kernel else (torch.optim.AdamW, {"fused": True})
     return model.optimizer(
         kind,

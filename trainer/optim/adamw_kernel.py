@@ -37,10 +37,10 @@ def adamw_step(
     Args:
         master_S, grad_S, exp_avg_S, exp_avg_sq_S: float32.
         own_S: gets the weights in its own dtype; None: nobody does.
-        ends_R: where each run ends, int64; the last one's end is S or more.
+        ends_R: where each run ends, int64; what is behind the last is padding, and not decayed.
         decay_R: weight decay of each run, float32.
         lr: learning rate, a scalar in float32 on the device.
-        step: number of this step, from 1, likewise.
+        step: its first element is the number of this step, from 1, likewise.
     """
     beta1, beta2 = betas
     _adamw[(triton.cdiv(master_S.numel(), _BLOCK),)](

@@ -1,14 +1,15 @@
 """AdamW that steps a bucket's shard as one, on a GPU: moments are flat, and what is gathered is written with the step.
 
-To torch it is its own AdamW: the same groups, hooks and state, a dictionary a piece, whose moments are views of the
-flat ones. Left out: AMSGrad, `maximize`, and gradients that are not where the bucket reduces them to.
+To torch it is its own AdamW: its groups, hooks and state, a dictionary a piece, whose tensors are views of the flat
+ones. Left out: AMSGrad, `maximize`, groups that differ in more than weight decay, and gradients that are not where the
+bucket reduces them to.
 
-Shapes: S elements of a shard, R runs of them with one weight decay each.
+Shapes: S elements of a shard, P pieces in it, R runs of elements with one weight decay each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from collectives.bucket import Bucket
 from trainer.optim.adamw_kernel import adamw_step
 
 Group = dict[str, Any]
+_ALIKE = ("lr", "betas", "eps")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardAdamW(torch.optim.AdamW):
@@ -25,8 +28,11 @@ class ShardAdamW(torch.optim.AdamW):
 
     Args:
         params: groups of pieces, of `ShardedDataParallel`; they may differ in `weight_decay` alone.
-        buckets: whose pieces these are, with masters in float32.
+        buckets: whose pieces these are, all of them, with masters in float32.
         lr, betas, eps: as torch's.
+
+    Raises:
+        ValueError: a parameter is in no bucket.
     """
 
     def __init__(
@@ -39,9 +45,17 @@ class ShardAdamW(torch.optim.AdamW):
         eps: float,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
-        groups = {piece: group for group in self.param_groups for piece in group["params"]}
-        self._shards = [_Shard(bucket, groups) for bucket in buckets if bucket.pieces]
-        self._lr = self._shards[0].step.clone() if self._shards else torch.zeros(())
+        numbers = {piece: number for number, group in enumerate(self.param_groups) for piece in group["params"]}
+        self._shards = [_Shard(bucket, numbers) for bucket in buckets if bucket.pieces]
+        if len(numbers) != sum(len(shard.bucket.pieces) for shard in self._shards):
+            raise ValueError("params: hold what is no piece of the buckets; give the pieces alone, all of them")
+        device = buckets[0].master_S.device if buckets else None
+        self._lr = torch.zeros((), dtype=torch.float32, device=device)
+
+    def add_param_group(self, param_group: Group) -> None:
+        if hasattr(self, "_shards"):
+            raise ValueError("a group comes too late: the buckets' pieces are all here")
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -49,6 +63,7 @@ class ShardAdamW(torch.optim.AdamW):
 
         Raises:
             RuntimeError: a piece has no gradient beside pieces that have, or another tensor than the bucket's.
+            ValueError: groups differ in more than their weight decay, or ask for what is left out.
         """
         loss = None
         if closure is not None:
@@ -57,29 +72,39 @@ class ShardAdamW(torch.optim.AdamW):
         due = [shard for shard in self._shards if shard.has_gradients()]
         if not due:
             return loss
+        _check_alike(self.param_groups)
+        first, decays = self.param_groups[0], [float(group["weight_decay"]) for group in self.param_groups]
+        lr = self._on_device(first["lr"])
         for shard in due:
             shard.adopt(self.state)
-        first = self.param_groups[0]
-        lr = first["lr"]
-        if not isinstance(lr, Tensor):
-            lr = self._lr.fill_(lr)
-        torch._foreach_add_([shard.step for shard in due], 1)
+        torch._foreach_add_([shard.step_P for shard in due], 1)
         for shard in due:
-            shard.move(lr, first["betas"], first["eps"])
+            shard.move(lr, first["betas"], first["eps"], decays)
         return loss
+
+    def _on_device(self, lr: float | Tensor) -> Tensor:
+        """Itself, where it is a tensor there: a graph reads what it will hold."""
+        if not isinstance(lr, Tensor):
+            return self._lr.fill_(lr)
+        is_there = lr.device == self._lr.device and lr.dtype == self._lr.dtype
+        return lr if is_there else self._lr.copy_(lr)
 
 
 class _Shard:
-    """A bucket's moments, flat, and which weight decay its runs have."""
+    """A bucket's moments, flat, and which weight decay its runs have.
 
-    def __init__(self, bucket: Bucket, groups: dict[Tensor, Group]) -> None:
+    Args:
+        numbers: of the groups that pieces are in.
+    """
+
+    def __init__(self, bucket: Bucket, numbers: Mapping[Tensor, int]) -> None:
         self.bucket = bucket
-        self.exp_avg_S, self.exp_avg_sq_S = torch.empty(0), torch.empty(0)
-        self.step = torch.zeros((), dtype=torch.float32, device=bucket.master_S.device)
-        self._groups = [groups[piece.parameter] for piece in bucket.pieces]
-        self._views: list[tuple[Tensor, Tensor]] = []
+        self.step_P = torch.zeros(len(bucket.pieces), dtype=torch.float32, device=bucket.master_S.device)
+        self._moments = torch.empty(0), torch.empty(0)
+        self._numbers = [numbers[piece.parameter] for piece in bucket.pieces]
+        self._views: list[dict[str, Tensor]] = []
         self._decays: list[float] = []
-        self._ends_R = self._decay_R = torch.empty(0)
+        self._runs: tuple[Tensor, Tensor] | None = None
 
     def has_gradients(self) -> bool:
         grads = [piece.parameter.grad is piece.grad for piece in self.bucket.pieces]
@@ -91,48 +116,63 @@ class _Shard:
         return all(grads)
 
     def adopt(self, state: dict[Tensor, Any]) -> None:
-        """Have the pieces' state in the flat moments: at first, and where another one was loaded."""
+        """Have the pieces' state in the flat tensors: at first, and where another one was loaded."""
         pieces = [piece.parameter for piece in self.bucket.pieces]
         if self._views and all(
-            state[piece].get("exp_avg") is first and state[piece].get("exp_avg_sq") is second
-            for piece, (first, second) in zip(pieces, self._views, strict=True)
+            state[piece].get(name) is view
+            for piece, views in zip(pieces, self._views, strict=True)
+            for name, view in views.items()
         ):
             return
-        master_S = self.bucket.master_S
-        self.exp_avg_S, self.exp_avg_sq_S = torch.zeros_like(master_S), torch.zeros_like(master_S)
-        begin, self._views = master_S.storage_offset(), []
-        for piece in pieces:
-            start = piece.storage_offset() - begin
-            views = tuple(each[start : start + len(piece)] for each in (self.exp_avg_S, self.exp_avg_sq_S))
-            before = state[piece]
-            if before:
-                self.step.copy_(before["step"])
-                for view, name in zip(views, ("exp_avg", "exp_avg_sq"), strict=True):
-                    view.copy_(before[name])
-            state[piece] = {"step": self.step, "exp_avg": views[0], "exp_avg_sq": views[1]}
-            self._views.append((views[0], views[1]))
+        self._moments = torch.zeros_like(self.bucket.master_S), torch.zeros_like(self.bucket.master_S)
+        self.step_P, self._views = torch.zeros_like(self.step_P), []
+        places = self.bucket.plan.pieces(self.bucket.rank)
+        for piece, step, (_, start, end) in zip(pieces, self.step_P.unbind(), places, strict=True):
+            views = {"step": step} | {
+                name: moment_S[start:end] for name, moment_S in zip(_MOMENTS, self._moments, strict=True)
+            }
+            for name, before in state[piece].items():
+                if name in views:
+                    views[name].copy_(before)
+                    if before.is_cuda:  # allocated under another stream than this one, perhaps, and let go of here
+                        before.record_stream(torch.cuda.current_stream(before.device))
+            state[piece] = dict(views)
+            self._views.append(views)
 
-    def move(self, lr: Tensor, betas: tuple[float, float], eps: float) -> None:
-        """One step, whose number `step` is."""
-        bucket = self.bucket
-        self._find_runs()
-        moments = self.exp_avg_S, self.exp_avg_sq_S
-        runs = self._ends_R, self._decay_R
-        adamw_step(bucket.master_S, bucket.grad_S, *moments, bucket.own_S, *runs, lr, self.step, betas, eps)
+    def move(self, lr: Tensor, betas: tuple[float, float], eps: float, decays: Sequence[float]) -> None:
+        """One step, whose number `step_P` has.
+
+        Args:
+            decays: by group.
+        """
+        bucket, runs = self.bucket, self._find_runs([decays[number] for number in self._numbers])
+        adamw_step(bucket.master_S, bucket.grad_S, *self._moments, bucket.own_S, *runs, lr, self.step_P, betas, eps)
         torch.autograd.graph.increment_version([bucket.master_S])  # no operator of torch has written there
         bucket.note_published()
 
-    def _find_runs(self) -> None:
-        decays = [float(group["weight_decay"]) for group in self._groups]
-        if decays == self._decays:
-            return
+    def _find_runs(self, decays: list[float]) -> tuple[Tensor, Tensor]:
+        """Where each run of one weight decay ends, [R], and which that is, [R]."""
+        if self._runs is not None and decays == self._decays:
+            return self._runs
         self._decays = decays
         ends = [end for _, _, end in self.bucket.plan.pieces(self.bucket.rank)]
+        last = len(decays) - 1
         runs = [
             (end, decay)
             for index, (end, decay) in enumerate(zip(ends, decays, strict=True))
-            if index == len(decays) - 1 or decays[index + 1] != decay
+            if index == last or decays[index + 1] != decay
         ]
         device = self.bucket.master_S.device
-        self._ends_R = torch.tensor([end for end, _ in runs], device=device)
-        self._decay_R = torch.tensor([decay for _, decay in runs], dtype=torch.float32, device=device)
+        ends_R = torch.tensor([end for end, _ in runs], device=device)
+        self._runs = ends_R, torch.tensor([decay for _, decay in runs], dtype=torch.float32, device=device)
+        return self._runs
+
+
+def _check_alike(groups: Sequence[Group]) -> None:
+    first = groups[0]
+    for group in groups:
+        odd = next((name for name in _ALIKE if group[name] is not first[name] and group[name] != first[name]), None)
+        if odd is not None:
+            raise ValueError(f"{odd} = {group[odd]} beside {first[odd]}: groups may differ in weight_decay alone")
+        if group["amsgrad"] or group["maximize"]:
+            raise ValueError("amsgrad and maximize are not here: take torch.optim.AdamW")
