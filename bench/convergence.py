@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -43,10 +44,10 @@ from bench.convergence_run import (
     tokens_in,
 )
 from bench.convergence_text import PATTERNS, Chosen, Root, choose, folder_root, machine_roots
-from bench.early_end import ending_at_sigterm, reason_of
 from netlayer import environ
 from netlayer.command import RunOptions, open_run, run_options
 from netlayer.config import read_override
+from netlayer.early_end import ending_at, reason_of
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.meeting import MeetingPlace, meeting_place
 from netlayer.presets import MODELS
@@ -202,7 +203,7 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
         logger.info("%s: %s", plan.name, check_memory(plan.job, asked.ranks, asked.backend))
     roots, patterns = _roots(given["text"]), tuple(given["patterns"].split(","))
     bench = _Bench(options, given, asked, joined, shown_beside(found, joined))
-    with ending_at_sigterm(), open_run(options.out, "convergence") as out:
+    with ending_at(signal.SIGTERM), open_run(options.out, "convergence") as out:
         try:
             if found:
                 _train_all(bench, roots, patterns, tokens, out)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.convergence_rows import FACTS_FILE, STANDARD, Before
-from bench.early_end import ASKED_TO_STOP, reason_of
 from netlayer import environ
 from netlayer.config import JobConfig, ModelConfig, build_config, build_section
+from netlayer.early_end import ASKED_TO_STOP, reason_of
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.meeting import MeetingPlace
 from netlayer.results import write_text

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,6 @@ from typing import Any
 
 import click
 
-from bench.early_end import ending_at_sigterm
 from bench.mfu_gpus import watched_gpus
 from bench.mfu_jobs import Jobs, check_overrides, check_room, read_entries, read_layout
 from bench.mfu_profile import floors
@@ -34,6 +34,7 @@ from bench.overlap_settings import channel_environment
 from congestion.nic.env import as_record, exports, for_ranks
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
+from netlayer.early_end import ending_at
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.interrupt import uninterrupted
 from netlayer.results import RunRecord, utc_now, write_text
@@ -141,7 +142,7 @@ def command(
     flash = attention == "flash"
     plan = Plan(runs, steps, warmup, options.seed, chosen, out, limit, end_s, profile, prefers_flash=flash, env=env)
     click.echo(estimate(entries, plan, device), err=True)
-    with ending_at_sigterm(), watched_gpus(ranks if chosen == "nccl" else 0) as gpus:
+    with ending_at(signal.SIGTERM), watched_gpus(ranks if chosen == "nccl" else 0) as gpus:
         heard = Heard(runs * len(entries), out / ROWS, gpus)
         arguments = {
             **options.arguments(),

@@ -1,8 +1,9 @@
 """Ctrl-C: that it ends a command wherever it lands, and when nothing may break off, that it waits until that is over.
 
 numpy and torch swallow a KeyboardInterrupt that lands in the middle of their import, or turn it into an ImportError
-seconds later; files that are moved together would be moved in part. Left out: the interpreter's own start and the
-import of the command line, before any code of ours runs.
+seconds later; files that are moved together would be moved in part. The same holds of other signals where their handler
+raises (`netlayer.early_end`). Left out: the interpreter's own start and the import of the command line, before any code
+of ours runs.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _AGAIN_S = 0.01
+_RAISING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # what handlers of ours raise at
 
 
 class Interrupted(KeyboardInterrupt):
@@ -28,7 +30,11 @@ class Interrupted(KeyboardInterrupt):
     """
 
 
-class Interrupts:
+class Raises:
+    """A signal's handler that raises: what may not be broken off puts it off."""
+
+
+class Interrupts(Raises):
     """The handler of SIGINT while a command runs; `seen` counts."""
 
     def __init__(self) -> None:
@@ -43,43 +49,55 @@ class Interrupts:
 def counted_interrupts() -> Iterator[Interrupts]:
     """Put this around a whole command: SIGINT raises Interrupted in it, again where that was dropped.
 
-    What leaves a finaliser or the callback of a weak reference, and every import has such callbacks, is printed as
-    "Exception ignored" and forgotten. Does nothing outside the main thread, and where SIGINT is ignored on purpose or
-    another's.
+    Does nothing outside the main thread, and where SIGINT is ignored on purpose or another's.
     """
-    interrupts, owner, report = Interrupts(), signal.getsignal(signal.SIGINT), sys.unraisablehook
+    interrupts, owner = Interrupts(), signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or owner is not signal.default_int_handler:
         yield interrupts
         return
-    main, over = threading.get_ident(), threading.Event()
+    with raised_again(KeyboardInterrupt, lambda: signal.SIGINT):
+        signal.signal(signal.SIGINT, interrupts)
+        try:
+            yield interrupts
+        finally:
+            signal.signal(signal.SIGINT, owner)
 
-    def raise_again() -> None:
+
+@contextmanager
+def raised_again(what: type[BaseException], signal_of: Callable[[], int]) -> Iterator[None]:
+    """Where `what` was dropped in the block, this main thread gets the signal that `signal_of` gives once more.
+
+    What leaves a finaliser or the callback of a weak reference, and every import has such callbacks, is printed as
+    "Exception ignored" and forgotten.
+    """
+    report, main, over = sys.unraisablehook, threading.get_ident(), threading.Event()
+
+    def raise_again(signum: int) -> None:
         if not over.is_set():
-            signal.pthread_kill(main, signal.SIGINT)
+            signal.pthread_kill(main, signum)
 
     def hear(dropped: sys.UnraisableHookArgs) -> None:
-        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+        if not issubclass(dropped.exc_type, what):
             report(dropped)
             return
-        again = threading.Timer(_AGAIN_S, raise_again)  # later, for raised here it would be dropped too
+        again = threading.Timer(_AGAIN_S, raise_again, [signal_of()])  # later, for raised here it would be dropped too
         again.daemon = True
         again.start()
 
     sys.unraisablehook = hear
-    signal.signal(signal.SIGINT, interrupts)
     try:
-        yield interrupts
+        yield
     finally:
         over.set()
         sys.unraisablehook = report
-        signal.signal(signal.SIGINT, owner)
 
 
 @contextmanager
 def held_interrupt() -> Iterator[None]:
     """Put this around imports of large libraries. SIGINT ends the block with KeyboardInterrupt once it is done.
 
-    A second Ctrl-C raises at once. Does nothing outside the main thread, and where SIGINT is ignored on purpose.
+    A second Ctrl-C raises at once. Other signals whose handler raises wait too. Does nothing outside the main thread,
+    and where SIGINT is ignored on purpose.
     """
     with _noted(patience=1):
         yield
@@ -89,6 +107,7 @@ def held_interrupt() -> Iterator[None]:
 def uninterrupted() -> Iterator[None]:
     """Put this around what must happen whole: no Ctrl-C, however often, ends it, and KeyboardInterrupt comes after it.
 
+    Other signals whose handler raises wait too; they are not masked, for processes that begin here must end by them.
     Processes that begin inside never see one: they inherit the mask. The mask alone would not do: the kernel hands the
     signal to any thread that takes it, and a library's threads do.
     """
@@ -102,23 +121,29 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def _noted(patience: float = math.inf) -> Iterator[None]:
-    owner = signal.getsignal(signal.SIGINT)
-    raises = owner is signal.default_int_handler or isinstance(owner, Interrupts)
-    if threading.current_thread() is not threading.main_thread() or not (raises and callable(owner)):
+    """Args: patience: so often SIGINT waits."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    seen = 0
+    found = {signum: signal.getsignal(signum) for signum in _RAISING}
+    owners: dict[int, Any] = {signum: owner for signum, owner in found.items() if _raises(owner)}
+    seen: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
-        nonlocal seen
-        seen += 1
-        if seen > patience:
-            owner(signum, frame)
+        seen.append(signum)
+        if signum == signal.SIGINT and seen.count(signum) > patience:
+            owners[signum](signum, frame)
 
-    signal.signal(signal.SIGINT, note)
+    for signum in owners:
+        signal.signal(signum, note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, owner)
+        for signum, owner in owners.items():
+            signal.signal(signum, owner)
         if seen:
-            owner(signal.SIGINT, None)
+            owners[seen[0]](seen[0], None)
+
+
+def _raises(owner: object) -> bool:
+    return owner is signal.default_int_handler or isinstance(owner, Raises)

@@ -40,7 +40,7 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     DIR/validation.jsonl, checkpoints (job.checkpoint.every_steps) to DIR/checkpoints, a record to DIR/records.
     On one machine it starts the ranks itself; under torchrun, srun or mpirun each process is one. SIGTERM, or SIGUSR1
     as Slurm sends it ahead of a limit, ends it behind a step, with a checkpoint, as a good run; a second one, two
-    seconds later or more, at once.
+    seconds later or more, at once, and one while the text is made ready too, for there is nothing to save.
 
     \b
     Examples:
@@ -54,7 +54,9 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
       torchrun --nproc-per-node 2 -m netlayer train examples/laptop.toml
     """
     from netlayer import environ
+    from netlayer.early_end import ending_at
     from netlayer.errors import ConfigError
+    from netlayer.launch import PASSED_ON
     from netlayer.rank import detect
     from netlayer.results import write_text
     from trainer.checkpoint_meta import going_on
@@ -92,11 +94,12 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
         rule = f"is needed for checkpoints: {env.launcher} started ranks that write to one folder"
         raise ConfigError("--out", None, rule, "give a folder that all of them see")
     if env is not None and env.rank:
-        _join(config, options, backend, asked, env, options.out or Path())
+        with ending_at(*PASSED_ON):  # until training takes them over; the first rank says it for all
+            _join(config, options, backend, asked, env, options.out or Path())
         return
-    with open_run(options.out, "train") as out:
+    with ending_at(*PASSED_ON), open_run(options.out, "train") as out:
         train_it = _start if env is None else functools.partial(_join, env=env)
-        with _checkpoint_named(out):
+        with _end_in_words(out):
             arguments = options.arguments() | {"resume": str(checkpoint or ""), "resumed_step": steps_done}
             arguments["trace"] = trace or ""
             run = functools.partial(train_it, config, options, backend, asked, out=out)
@@ -154,9 +157,12 @@ def _checkpoint_of(resume: Path, options: RunOptions, job: JobConfig) -> tuple[M
 
 def _start(config: Config, options: RunOptions, backend: Backend, asked: _Asked, out: Path) -> TrainResult:
     """On ranks of this machine, which are started here."""
+    from netlayer.interrupt import held_interrupt
     from netlayer.meeting import meeting_place
     from netlayer.progress import Stages
-    from trainer import train as training
+
+    with held_interrupt():
+        from trainer import train as training
 
     job, ranks = config.job, config.cluster.num_gpus
     with Stages() as stages, meeting_place(job.store.url) as place:
@@ -187,10 +193,10 @@ def _join(config: Config, options: RunOptions, backend: Backend, asked: _Asked, 
     from netlayer.meeting import init_method_under
     from netlayer.progress import Stages
     from netlayer.rank import RankContext
-    from trainer import train as training
 
     job, nccl, init_method = config.job, for_ranks(backend, config.job.nccl), init_method_under(env)
     with held_interrupt():  # torch takes two seconds to load
+        from trainer import train as training
         from trainer.worker import run_rank
     with exported(nccl), contextlib.ExitStack() as stack:
         report: Callable[[Any], None] = lambda _progress: None  # noqa: E731
@@ -266,19 +272,27 @@ def short_time(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def _checkpoint_named(out: Path) -> Iterator[None]:
-    """A run that breaks off says from where it can go on."""
+def _end_in_words(out: Path) -> Iterator[None]:
+    """A run that breaks off says from where it can go on, or that a signal came before there was anything."""
+    from netlayer.early_end import Ended, reason_of
     from trainer.checkpoint_meta import checkpoints_in, unproven_in
     from trainer.train import CHECKPOINTS
 
     try:
         yield
-    except BaseException:
+    except BaseException as exc:
         if kept := checkpoints_in(out / CHECKPOINTS):
             click.echo(f"note: --resume {kept[-1]} goes on from the last good checkpoint", err=True)
         elif unproven := unproven_in(out / CHECKPOINTS):
             click.echo(f"note: {unproven[-1]} is the one checkpoint, and nothing vouches for it", err=True)
+        elif isinstance(exc, Ended) and not _has_rows(out):
+            click.echo(f"stopped by {reason_of(exc)} before the first step: nothing to save", err=True)
         raise
+
+
+def _has_rows(out: Path) -> bool:
+    metrics = out / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def _last_line(result: TrainResult, out: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -164,6 +165,38 @@ def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(job_file: Path, tmp_pa
     assert run.returncode == 130
     assert f"what was done until then is in {out}" in stderr
     assert rows(out)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_a_signal_while_the_text_is_made_ready_ends_it_in_a_word_and_leaves_nothing(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals, rank: int | None
+) -> None:
+    cache, out, log = tmp_path / "cache" / "netlayer", tmp_path / "runs" / "a", tmp_path / "stderr"
+    cache.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
+    if rank is not None:
+        as_rank(rank, monkeypatch)
+    busy = os.open(cache, os.O_RDONLY)
+    fcntl.flock(busy, fcntl.LOCK_EX)  # so that it waits for the text as long as it takes
+    try:
+        words = ["-m", "netlayer", "train", str(job_file), "--out", str(out), "-v"]
+        with log.open("w") as file:
+            run = subprocess.Popen([sys.executable, *words], stderr=file)
+        until = time.monotonic() + 120
+        while "prepares text" not in log.read_text() and run.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        for _ in range(2):  # as `timeout` does
+            run.send_signal(signum)
+        assert run.wait(60) == 128 + signum, log.read_text()
+    finally:
+        os.close(busy)
+    said = log.read_text().splitlines()
+    word = f"stopped by {signum.name} before the first step: nothing to save"
+    assert (said[-1] == word) == (rank != 1)  # the first rank says it for all
+    assert not any("Traceback" in line or line.startswith("note: ") for line in said)
+    assert not out.parent.exists()
+    assert list(cache.iterdir()) == []
 
 
 def test_a_loss_that_is_no_number_stops_with_the_checkpoint_to_go_on_from(job_file: Path, tmp_path: Path) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +28,8 @@ from trainer.data.prepare import Corpus, check_enough, default_cache_folder, pre
 from trainer.data.tokenizer import END_OF_DOCUMENT, encode, load_tokenizer, train_tokenizer
 
 from .conftest import tiny_job
+
+TOKENIZER = "trainer.data.tokenizer"
 
 
 def prepare(folder: Path, cache: Path, vocab_size: int = 300) -> Corpus:
@@ -59,6 +66,39 @@ def test_any_text_can_be_tokenised() -> None:
     tokens = encode(tokenizer, [Document("b", odd)], 2**16 + 1, lambda _done: None)
     assert tokens.dtype == np.uint32
     assert tokenizer.decode(tokens.tolist()) == odd
+
+
+def test_a_signal_does_not_wait_for_the_library_that_makes_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def train_from_iterator(texts: Iterator[str], _trainer: object) -> None:
+        next(texts)
+        begun.set()
+        with contextlib.suppress(KeyboardInterrupt):  # it hears of none
+            end.wait(60)
+
+    def interrupt() -> None:
+        begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(f"{TOKENIZER}._GIVEN_UP_S", 0.01)
+    monkeypatch.setattr(f"{TOKENIZER}.Tokenizer", lambda _model: mock.Mock(train_from_iterator=train_from_iterator))
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        train_tokenizer([Document("a", "aaaa")], 300)
+    assert not end.is_set()
+    end.set()
+    other.join()
+
+
+def test_what_the_library_says_against_a_text_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train_from_iterator(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(f"{TOKENIZER}.Tokenizer", lambda _model: mock.Mock(train_from_iterator=train_from_iterator))
+    with pytest.raises(MemoryError, match="no room"):
+        train_tokenizer([Document("a", "aaaa")], 300)
 
 
 def test_the_tokenizer_knows_the_training_files_alone(text_folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ of GPT-2, which the `tokenizers` library ships.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 END_OF_DOCUMENT = "<|end|>"
 _DOCUMENTS_A_CALL = 32
+_GIVEN_UP_S = 1.0  # in which the library comes to ask for more text, unless it has it all
 
 OnDocuments = Callable[[int], None]
 
@@ -38,7 +40,7 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    _train(tokenizer, documents, trainer)
     tokenizer.encode_special_tokens = True  # as characters; it is none of what a file says of its tokenizer
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size:
@@ -48,6 +50,38 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer
             vocab_size,
         )
     return tokenizer
+
+
+def _train(tokenizer: Tokenizer, documents: Sequence[Document], trainer: trainers.BpeTrainer) -> None:
+    """In a thread of its own: the library hears of no signal for many seconds, and this one ends by it at once.
+
+    Where it does, what merges pairs by then is left to end with the process.
+    """
+    failures: list[BaseException] = []
+    is_given_up = threading.Event()
+
+    def texts() -> Iterator[str]:
+        for document in documents:
+            if is_given_up.is_set():
+                raise InterruptedError
+            yield document.text
+
+    def run() -> None:
+        try:
+            tokenizer.train_from_iterator(texts(), trainer)
+        except BaseException as exc:  # noqa: BLE001 - raised where it was called
+            failures.append(exc)
+
+    thread = threading.Thread(target=run, name="tokenizer", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        is_given_up.set()
+        thread.join(_GIVEN_UP_S)  # one that wants the interpreter while that is torn down would abort the process
+        raise
+    if failures:
+        raise failures[0]
 
 
 def load_tokenizer(file: Path, vocab_size: int) -> Tokenizer:
