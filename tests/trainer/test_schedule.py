@@ -302,7 +302,7 @@ def test_what_a_round_is_does_not_depend_on_the_name(schedule: Schedule, longest
 
 
 def test_stages_advance_in_turn_and_are_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proof of many stages took their number squared: after each one that went on, all before it were asked."""
+    """After each one that went on, all before it were asked once more, and could do nothing."""
     asked, schedule = list[int](), one_forward_one_backward(16, 32)
     advance = _Stage.advance
     monkeypatch.setattr(_Stage, "advance", lambda stage: asked.append(stage.stage) or advance(stage))
