@@ -18,6 +18,12 @@ from netlayer.meeting import meeting_place
 from tests.bench.mfu_sharing import run_sharing_rank
 
 SMALL = ("hidden=256", "ffn_hidden=512", "heads=4", "layers=4", "seq_len=128", "vocab_size=512")
+LAYOUTS = ("dp2", "tp2", "pp2", "pp2vp2", "tp2pp2vp2", "tp2pp2dp2")
+CASES = [
+    ("fsdp2", "dp2"),
+    *((system, layout) for system in ("native3d", "mcore") for layout in LAYOUTS),
+    *(("mcore_no_overlap", layout) for layout in LAYOUTS if "vp" in layout),
+]
 WARMUP = 3
 """Steps whose losses are compared; the learning rate is such that a wrong gradient shows in the third."""
 
@@ -44,13 +50,8 @@ def losses(system: str, layout: str, folder: Path) -> dict[str, list[float]]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU with CUDA")
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "pp2vp2", "tp2pp2vp2", "tp2pp2dp2"])
-@pytest.mark.parametrize("system", ["fsdp2", "native3d", "mcore", "mcore_no_overlap"])
+@pytest.mark.parametrize(("system", "layout"), CASES)
 def test_a_peer_has_our_losses_on_nccl(system: str, layout: str, tmp_path: Path) -> None:
-    if system == "fsdp2" and layout != "dp2":
-        pytest.skip("fsdp2 is data parallel alone")
-    if system == "mcore_no_overlap" and "vp" not in layout:
-        pytest.skip("mcore overlaps messages of interleaved stages alone")
     if system.startswith("mcore") and not mcore.is_installed():
         pytest.skip("needs megatron-core")
     found = losses(system, layout, tmp_path)
