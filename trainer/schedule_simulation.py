@@ -107,10 +107,8 @@ def simulate(
         for stage in range(schedule.num_stages)
     ]
     while not all(stage.done for stage in stages):
-        advanced = [
-            stage.advance() for stage in stages
-        ]  # all in turn: after each of them, the first ones can do nothing
-        if not any(advanced):
+        # All in turn: were the first ones asked again after each that went on, they could mostly do nothing.
+        if not sum(stage.advance() for stage in stages):
             waits = "; ".join(f"stage {s.stage} at the {s.program[s.at]}" for s in stages if not s.done)
             raise ValueError(f"schedule {schedule.name}: deadlock: {waits}; reorder the actions")
     return Timeline([stage.computed for stage in stages], [stage.sent() for stage in stages])
