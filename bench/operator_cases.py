@@ -8,7 +8,7 @@ Shapes: B sequences, T positions, M = T * B rows, D hidden, F inside the MLP, H 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +16,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim.adamw import adamw
 
+from collectives.product import add_product, multiply
+from collectives.tuned_product import can_tune
 from trainer.ops.activation import bias_gelu, swiglu
 from trainer.ops.attention import attention, flex_window, window_mask
-from trainer.ops.backend import Operators, uses_triton
+from trainer.ops.backend import HAS_TRITON, Operators, uses_triton
 from trainer.ops.loss import linear_cross_entropy
 from trainer.ops.norm import add_norm
+
+if HAS_TRITON:
+    from trainer.ops.join_kernels import join_and_sum
+    from trainer.optim.adamw_kernel import adamw_step
 
 Way = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """One micro-batch of a model; 7B's."""
+    """One micro-batch of a model; 7B's. `shard`: elements that an optimiser steps, 7B's block."""
 
     batch: int = 4
     positions: int = 2048
@@ -37,10 +44,11 @@ class Sizes:
     heads: int = 32
     vocab: int = 50_304
     window: int = 512
+    shard: int = 201_326_592
     dtype: torch.dtype = torch.bfloat16
 
 
-TINY = Sizes(batch=2, positions=24, hidden=32, ffn=40, heads=2, vocab=70, window=5, dtype=torch.float32)
+TINY = Sizes(batch=2, positions=24, hidden=32, ffn=40, heads=2, vocab=70, window=5, shard=999, dtype=torch.float32)
 """For CPUs: shows that it works, not how fast it is."""
 
 
@@ -49,18 +57,24 @@ class Case:
     """An operator.
 
     Args:
-        inputs: every one gets a gradient.
+        inputs: every one gets a gradient, where there is a backward pass; else a way may write to them.
         ways: by system.
         plain: the definition, for float64.
-        bytes_moved, flops: least of a forward pass, and of forward and backward; 0: not what bounds it.
+        bytes_moved, flops: least of each direction; 0: not what bounds it.
+        directions: what is timed: a forward pass, and it and its backward; or, of what is no part of a graph, the call.
     """
 
     name: str
     inputs: list[Tensor]
     ways: dict[str, Way]
     plain: Way
-    bytes_moved: tuple[float, float] = (0, 0)
-    flops: tuple[float, float] = (0, 0)
+    bytes_moved: Sequence[float] = (0, 0)
+    flops: Sequence[float] = (0, 0)
+    directions: Sequence[str] = ("forward", "forward+backward")
+
+    @property
+    def has_backward(self) -> bool:
+        return len(self.directions) > 1
 
 
 def build_cases(sizes: Sizes, device: torch.device, compiles: bool, seed: int) -> Iterator[Case]:
@@ -77,6 +91,9 @@ def build_cases(sizes: Sizes, device: torch.device, compiles: bool, seed: int) -
         sizes, random, compiles, torch.randint(sizes.vocab, (_rows(sizes),), device=device, generator=generator)
     )
     yield from _attentions(sizes, random, compiles)
+    yield from _products(sizes, random)
+    yield _joined(sizes, random)
+    yield _adamw(sizes, random)
 
 
 def _norms(sizes: Sizes, random: Callable[..., Tensor], compiles: bool) -> Iterator[Case]:
@@ -182,6 +199,96 @@ def _flash(window: int) -> Way:
         return y_BTHK.transpose(1, 2)  # type: ignore[no-any-return]
 
     return way
+
+
+def _products(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[Case]:
+    """The four linears of a block, each with its two backward products; the weight's gradient is in float32."""
+    num_rows, hidden, ffn = _rows(sizes), sizes.hidden, sizes.ffn
+
+    def forward(tuned: bool) -> Way:
+        return lambda x, weight, bias=None: multiply(x, weight.t(), bias, tuned=tuned)
+
+    def backward(tuned: bool) -> Way:
+        return lambda dy, weight: multiply(dy, weight, tuned=tuned)
+
+    def weight_gradient(tuned: bool) -> Way:
+        def way(dy: Tensor, x: Tensor) -> Tensor:
+            wide = torch.promote_types(dy.dtype, torch.float32)
+            sum_NK = torch.empty(dy.shape[1], x.shape[1], dtype=wide, device=dy.device)
+            add_product(sum_NK, dy.t(), x, is_first=True, tuned=tuned)
+            return sum_NK
+
+        return way
+
+    for name, features_in, features_out, has_bias in (
+        ("qkv", hidden, 3 * hidden, True),
+        ("attention out", hidden, hidden, False),
+        ("MLP in", hidden, ffn, False),
+        ("MLP out", ffn, hidden, False),
+    ):
+        x, dy = random(num_rows, features_in), random(num_rows, features_out)
+        weight = random(features_out, features_in, std=features_in**-0.5)
+        bias = [random(features_out)] if has_bias else []
+        flops = (2.0 * num_rows * features_in * features_out,)
+        for direction, way, inputs in (
+            ("forward", forward, [x, weight, *bias]),
+            ("backward", backward, [dy, weight]),
+            ("weight's gradient", weight_gradient, [dy, x]),
+        ):
+            ways = {"torch": way(False)}
+            if can_tune(x, weight.t()):
+                ways["measured algorithm"] = way(True)
+            yield Case(f"product, {name}", inputs, ways, way(False), flops=flops, directions=(direction,))
+
+
+def _joined(sizes: Sizes, random: Callable[..., Tensor]) -> Case:
+    """Of queries, keys and values, on the way back: the gradient of their product, and of its bias."""
+
+    def plain(*parts_MD: Tensor) -> tuple[Tensor, Tensor]:
+        joined_MN = torch.cat(parts_MD, 1)
+        return joined_MN, joined_MN.sum(0)
+
+    inputs = [random(_rows(sizes), sizes.hidden) for _ in range(3)]
+    ways: dict[str, Way] = {"torch": plain}
+    if uses_triton("triton", inputs[0]):
+        ways = {"triton": lambda *parts_MD: join_and_sum(parts_MD), **ways}
+    moved = (2 * 3 * inputs[0].numel() * sizes.dtype.itemsize,)
+    return Case("join + bias's sum", inputs, ways, plain, bytes_moved=moved, directions=("backward",))
+
+
+def _adamw(sizes: Sizes, random: Callable[..., Tensor]) -> Case:
+    """The first step of a shard, and its copy in the model's dtype."""
+    lr, beta1, beta2, eps, decay = 0.02, 0.9, 0.95, 1e-8, 0.1
+    master, grad = random(sizes.shard, std=0.02).float(), random(sizes.shard).float()
+    device = master.device
+
+    def plain(w: Tensor, g: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        first, second = beta1 * first + (1 - beta1) * g, beta2 * second + (1 - beta2) * g * g
+        step = first / (1 - beta1) / ((second / (1 - beta2)).sqrt() + eps)
+        moved = (1 - lr * decay) * w - lr * step
+        return moved, first, second, moved
+
+    def by_torch(w: Tensor, g: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        step = torch.zeros((), device=device)
+        adamw(
+            [w], [g], [first], [second], [], [step], fused=True, amsgrad=False, maximize=False,
+            lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay,
+        )  # fmt: skip
+        return w, first, second, w.to(sizes.dtype)
+
+    def by_triton(w: Tensor, g: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        own = torch.empty_like(w, dtype=sizes.dtype)
+        adamw_step(w, g, first, second, own, ends, decays, rate, number, (beta1, beta2), eps)
+        return w, first, second, own
+
+    ends, decays = torch.tensor([sizes.shard], device=device), torch.tensor([decay], device=device)
+    rate, number = torch.tensor(lr, device=device), torch.ones(1, device=device)
+    inputs = [master, grad, torch.zeros_like(master), torch.zeros_like(master)]
+    ways: dict[str, Way] = {"torch": by_torch}
+    if uses_triton("triton", master):
+        ways = {"triton": by_triton, **ways}
+    moved = ((7 * 4 + sizes.dtype.itemsize) * sizes.shard,)
+    return Case("adamw", inputs, ways, plain, bytes_moved=moved, directions=("step",))
 
 
 def _both(way: Callable[[Operators], Way], tensor: Tensor, compiles: bool) -> dict[str, Way]:

@@ -3,7 +3,8 @@
 A time is the device's, by events around one call with the host ahead: the median of all calls, and beside it the 10th
 and 90th percentile, between which eight of ten lay. A row counts only after its outputs and gradients were held against
 float64. The share is of the memory's bandwidth or of the peak of products, by the least bytes or operations that the
-operator needs (`operator_cases`). Leaves out: more than one rank.
+operator needs (`operator_cases`). Before a system's calls of a round the device runs it for a while, for what its power
+allows it shows only then. Leaves out: more than one rank.
 """
 
 from __future__ import annotations
@@ -36,13 +37,18 @@ Row = dict[str, Any]
 _BANDWIDTH = ((r"\bH200$", 4.8e12), (r"\bH100 80GB HBM3\b", 3.35e12))  # bytes/s, NVIDIA's data sheets
 _TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
 _SLEEP_CYCLES = 10_000_000  # about 5 ms: the host launches all calls of a round meanwhile
+_SETTLING_S = 0.1
 _WARM_UPS = 2
 
 
 @click.command()
 @run_options_without_config
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--only", default="", help="Cases whose name holds this: norm, gelu, swiglu, head, attention.")
+@click.option(
+    "--only",
+    default="",
+    help="Cases whose name holds one of these, with commas: norm, gelu, swiglu, head, attention, product, join, adamw.",
+)
 @click.option("--compile/--no-compile", "compiles", default=None, help="torch.compile beside [on GPUs].")
 @click.option("--repeats", type=click.IntRange(1), default=10, show_default=True, help="Calls in a round.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Turns of each system.")
@@ -52,7 +58,7 @@ def command(options: RunOptions, device: str, only: str, compiles: bool | None, 
     \b
     Examples:
       python -m bench.operators --json operators.json         # 7B's shapes on a GPU, tiny ones on a CPU
-      python -m bench.operators --only attention --no-compile
+      python -m bench.operators --only attention,adamw --no-compile
     """
     import torch
 
@@ -67,7 +73,7 @@ def command(options: RunOptions, device: str, only: str, compiles: bool | None, 
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
     rows: list[Row] = []
     for case in build_cases(sizes, place, compiles, options.seed):
-        if only in case.name:
+        if any(word.strip() in case.name for word in only.split(",")):
             for row in measure(case, place, name, repeats, rounds):
                 rows.append(row)
                 click.echo(_line(row), err=str(options.json_file) == "-")
@@ -97,7 +103,7 @@ def measure(case: Case, device: torch.device, name: str, repeats: int, rounds: i
     """A row a system and direction. A system that raises has a row with `failed`, and no time."""
     import torch
 
-    slopes = None
+    slopes: list[torch.Tensor] | None = None if case.has_backward else []
     rows: list[Row] = []
     expected: list[torch.Tensor] = []
     calls: dict[tuple[str, str], Callable[[], Sequence[torch.Tensor]]] = {}
@@ -108,18 +114,19 @@ def measure(case: Case, device: torch.device, name: str, repeats: int, rounds: i
             with torch.no_grad():
                 slopes = _slopes(_several(way(*inputs)), case.inputs[0].dtype)
         given = slopes if system != "float64" else [slope.double() for slope in slopes]
-        forward, both = _calls(way, inputs, given)
+        own = _calls(case, way, inputs, given)
         try:
-            found = [*both()]
+            found = [*own[-1]()]
         except Exception as exc:  # noqa: BLE001 -- one system of several: its row says it, and the exit code
             rows.append({"operator": case.name, "system": system, "failed": f"{type(exc).__name__}: {exc}"[:300]})
             continue
         if system == "float64":
             expected = found
             continue
-        calls[system, "forward"], calls[system, "forward+backward"] = forward, both
         error = max(_error(got, right) for got, right in zip(found, expected, strict=True))
-        rows += [{"operator": case.name, "system": system, "direction": d, "error": error} for d in _DIRECTIONS]
+        for direction, call in zip(case.directions, own, strict=True):
+            calls[system, direction] = call
+            rows.append({"operator": case.name, "system": system, "direction": direction, "error": error})
     del expected, wide
     times = _time_in_turn(calls, device, repeats, rounds)
     for row in rows:
@@ -127,9 +134,6 @@ def measure(case: Case, device: torch.device, name: str, repeats: int, rounds: i
             key = row["system"], row["direction"]
             row |= _figures(case, row["direction"], times[key], name) | _seen(calls[key], device)
     return rows
-
-
-_DIRECTIONS = ("forward", "forward+backward")
 
 
 def check(rows: Sequence[Row], tolerance: float) -> None:
@@ -147,10 +151,14 @@ def check(rows: Sequence[Row], tolerance: float) -> None:
 
 
 def _calls(
-    way: Callable[..., Any], inputs: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor]
-) -> tuple[Callable[[], Sequence[torch.Tensor]], Callable[[], Sequence[torch.Tensor]]]:
+    case: Case, way: Callable[..., Any], inputs: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor]
+) -> list[Callable[[], Sequence[torch.Tensor]]]:
+    """One for each of the case's directions; the last one gives all there is to check."""
     import torch
 
+    if not case.has_backward:
+        own = [tensor.clone() for tensor in inputs]  # which the way may write to
+        return [lambda: _several(way(*own))]
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]  # of the same memory, and strides
 
     def forward() -> Sequence[torch.Tensor]:
@@ -161,7 +169,7 @@ def _calls(
         outputs = _several(way(*leaves))
         return *(output.detach() for output in outputs), *torch.autograd.grad(outputs, leaves, slopes)
 
-    return forward, both
+    return [forward, both]
 
 
 def _several(outputs: Any) -> tuple[torch.Tensor, ...]:
@@ -196,10 +204,23 @@ def _time_in_turn(
     times: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
     for _ in range(rounds):
         for key, call in calls.items():
-            for _ in range(_WARM_UPS):
-                call()
-            times[key] += _time_on_gpu(call, repeats) if device.type == "cuda" else _time_on_host(call, repeats)
+            if device.type == "cuda":
+                _settle(call, repeats)
+                times[key] += _time_on_gpu(call, repeats)
+            else:
+                times[key] += _time_on_host(call, repeats)
     return times
+
+
+def _settle(call: Callable[[], object], repeats: int) -> None:
+    """Run it until the device's clock is the one that its power allows, in bursts as those that count."""
+    import torch
+
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < _SETTLING_S:
+        for _ in range(repeats):
+            call()
+        torch.cuda.synchronize()
 
 
 def _time_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:
@@ -220,6 +241,8 @@ def _time_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def _time_on_host(call: Callable[[], object], repeats: int) -> list[float]:
+    for _ in range(_WARM_UPS):
+        call()
     found = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -229,7 +252,7 @@ def _time_on_host(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def _figures(case: Case, direction: str, each_us: list[float], name: str) -> Row:
-    index = _DIRECTIONS.index(direction)
+    index = case.directions.index(direction)
     median_us = statistics.median(each_us)
     row: Row = {"time_us": median_us}
     row |= {f"p{percent}_us": percentile(each_us, percent) for percent in (10, 90, 99)}

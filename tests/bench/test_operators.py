@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from bench.operator_cases import Case
-from bench.operators import _figures, _line, check, command
+from bench.operators import _figures, _line, check, command, measure
 from netlayer.errors import CheckFailed
 
 
@@ -26,7 +26,8 @@ def test_every_operator_has_rows_that_were_checked(tmp_path: Path) -> None:
     record = json.loads(result.stdout)
     assert record["source"] == "measured"
     kinds = {row["operator"].split(",")[0] for row in record["rows"]}
-    assert kinds == {"layer_norm + add", "rms_norm + add", "bias + gelu", "swiglu", "head + cross entropy", "attention"}
+    forward = {"layer_norm + add", "rms_norm + add", "bias + gelu", "swiglu", "head + cross entropy", "attention"}
+    assert kinds == forward | {"product", "join + bias's sum", "adamw"}
     for row in record["rows"]:
         assert row["error"] < 1e-4
         assert 0 < row["p10_us"] <= row["time_us"] <= row["p90_us"]
@@ -35,7 +36,7 @@ def test_every_operator_has_rows_that_were_checked(tmp_path: Path) -> None:
 
 
 def test_a_time_stands_beside_its_spread() -> None:
-    case = Case("gelu", (), lambda: None, {}, bytes_moved=(1, 1), flops=(0, 0))
+    case = Case("gelu", [], {}, lambda: None, bytes_moved=(1, 1), flops=(0, 0))
     row = _figures(case, "forward", [10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0, 30_000.0, 40_000.0], "CPU")
     assert (row["p10_us"], row["time_us"], row["p90_us"]) == (10.0, 14.5, 30_000.0)
     of_gelu = {"operator": "gelu", "system": "torch", "direction": "forward", "error": 0.0}
@@ -46,6 +47,24 @@ def test_a_case_that_is_not_there(tmp_path: Path) -> None:
     result = run(tmp_path, "--only", "dropout")
     assert result.exit_code == 2
     assert "dropout" in result.output
+
+
+def test_cases_by_several_names(tmp_path: Path) -> None:
+    rows = json.loads(run(tmp_path, "--only", "adamw, MLP in").stdout)["rows"]
+    directions = ["forward", "backward", "weight's gradient", "step"]
+    assert [row["direction"] for row in rows] == directions
+    assert {row["operator"] for row in rows} == {"product, MLP in", "adamw"}
+
+
+def test_what_writes_to_its_inputs_begins_from_the_same_ones_in_every_way() -> None:
+    def halve(x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(0.5)
+
+    ways = {"first": halve, "second": halve}
+    case = Case("halve", [torch.ones(3)], ways, lambda x: x / 2, bytes_moved=(24,), directions=("call",))
+    rows = measure(case, torch.device("cpu"), "CPU", repeats=1, rounds=1)
+    assert [row["error"] for row in rows] == [0, 0]
+    assert case.inputs[0].tolist() == [1, 1, 1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
