@@ -7,17 +7,15 @@ have the ports that the fabric needs (topology checks a design when it builds it
 
 from __future__ import annotations
 
-import difflib
-import math
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
 import tomlkit
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
-from pydantic_core import ErrorDetails
 
+from netlayer.config_errors import translate
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
 from netlayer.presets import MODELS
@@ -469,7 +467,7 @@ def build_section(model: type[Model], tree: Mapping[str, Any], prefix: str = "")
     try:
         return model.model_validate(tree)
     except ValidationError as exc:
-        raise _translate(exc, model, prefix) from exc
+        raise translate(exc, model, prefix) from exc
 
 
 def read_override(override: str, example: str) -> tuple[str, object]:
@@ -556,95 +554,6 @@ def _fill(table: Any, section: Section, describe: bool) -> None:
         elif value is not None:  # TOML has no word for it: what is optional and not given stays out
             item = tomlkit.item(value)
             table[name] = item.comment(field.description or "") if describe else item
-
-
-def _translate(error: ValidationError, root: type[BaseModel], prefix: str) -> ConfigError:
-    """One line out of pydantic's report: the first error in full, the others by name and rule."""
-    first, *others = [_read_error(found, root) for found in error.errors()]
-    also = "".join(f"; also {prefix}{field}: {rule}" for field, _, rule, _ in others)
-    return ConfigError(prefix + first.field, first.value, first.rule, first.remedy + also)
-
-
-class _Broken(NamedTuple):
-    field: str
-    value: object
-    rule: str
-    remedy: str
-
-
-def _read_error(error: ErrorDetails, root: type[BaseModel]) -> _Broken:
-    """One of pydantic's errors in our words."""
-    names = [str(part) for part in error["loc"]]
-    field = ".".join(names)
-    if error["type"] == "extra_forbidden":
-        return _Broken(field, None, "unknown key", _nearest(names, root))
-    words = _RULES.get(error["type"])
-    rule = words.format(**error.get("ctx", {})) if words else error["msg"].removeprefix("Value error, ")
-    return _Broken(field, error["input"], rule, _how_to_write(error["input"], rule))
-
-
-def _how_to_write(value: object, rule: str) -> str:
-    """The remedy; how TOML has it where a value is right and only written otherwise."""
-    text = str(value).lower()
-    if rule == _TEXT and not isinstance(value, dict | list):
-        return """quote it, in a shell twice: '"..."'"""
-    if rule == _SWITCH and text in ("true", "false"):
-        return f"write {text}"
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if rule == _NUMBER and math.isfinite(number) and number != 0:
-        return f"write {number!r}"
-    if rule == _WHOLE_NUMBER and number.is_integer() and 0 < abs(number) < 2**53:
-        return f"write {number:.0f}"
-    return "correct the value"
-
-
-_WHOLE_NUMBER, _NUMBER = "must be a whole number", "must be a number"
-_SWITCH, _TEXT = "must be true or false", "must be text"
-# pydantic's kinds of errors, with what each knows of its rule.
-_RULES = {
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), _WHOLE_NUMBER),
-    **dict.fromkeys(("float_type", "float_parsing"), _NUMBER),
-    **dict.fromkeys(("bool_type", "bool_parsing"), _SWITCH),
-    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be a table of keys, not one value"),
-    "string_type": _TEXT,
-    "finite_number": "must be finite",
-    "literal_error": "must be one of {expected}",
-    "greater_than": "must be above {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be below {lt}",
-    "less_than_equal": "must be at most {le}",
-    "string_pattern_mismatch": "must match {pattern}",
-}
-
-
-def _nearest(names: list[str], root: type[BaseModel]) -> str:
-    """The key that was meant: the nearest one here, else where in the tree that name is a key."""
-    section: Any = root
-    for name in names[:-1]:
-        section = section.model_fields[name].annotation
-    known = list(section.model_fields)
-    elsewhere = [path for path in _paths(root) if path.rpartition(".")[2] == names[-1]]
-    close = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)
-    if elsewhere:
-        return f"did you mean {' or '.join(elsewhere)}?"
-    if not close and len(names) == 1:
-        paths = list(_paths(root))
-        sections = (path.rpartition(".")[0] for path in paths)
-        keys = {path.rpartition(".")[2]: path for path in (*paths, *sections)}
-        close = [keys[name] for name in difflib.get_close_matches(names[-1], keys, n=1, cutoff=0.7)]
-    return f"did you mean {close[0]}?" if close else f"known keys here: {', '.join(known)}"
-
-
-def _paths(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key below a section that holds a value, dotted."""
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from _paths(field.annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
 
 
 def _fail(field: str, value: object, rule: str, remedy: str) -> NoReturn:
