@@ -22,6 +22,8 @@ from torch import Tensor
 WORKSPACE_BYTES = 32 << 20
 _MOST_ALGORITHMS = 16
 _LARGEST_ALIGNMENT = 256
+_LEAST_BIAS_ALIGNMENT = 16
+"""Bytes. On an H200 every algorithm that was found refused to run with a bias two bytes behind that."""
 
 # Of cublasLt.h and library_types.h.
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
@@ -67,7 +69,7 @@ class Shape:
     """What algorithms are chosen for: the operands of D^T = B^T A^T, their types, and how far addresses are aligned.
 
     Args:
-        alignments: of b, of a, and of the output and the bias.
+        alignments: of b, of a, and of the output.
     """
 
     device: torch.device
@@ -85,10 +87,11 @@ class Shape:
         a, b, out = (Operand.of(each) for each in (a_MK, b_KN, out_MN))
         if a is None or b is None or out is None or out.is_transposed:
             return None
-        if bias_N is not None and (bias_N.dtype != out_MN.dtype or not bias_N.is_contiguous()):
+        if bias_N is not None and (
+            bias_N.dtype != out_MN.dtype or not bias_N.is_contiguous() or alignment(bias_N) < _LEAST_BIAS_ALIGNMENT
+        ):
             return None
-        written = alignment(out_MN) if bias_N is None else min(alignment(out_MN), alignment(bias_N))
-        aligned = alignment(b_KN), alignment(a_MK), written
+        aligned = alignment(b_KN), alignment(a_MK), alignment(out_MN)
         return cls(a_MK.device, a, b, out, a_MK.dtype, out_MN.dtype, bias_N is not None, aligned)
 
 
