@@ -83,7 +83,7 @@ _TOLERANCE = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 5e-2}
 @click.option(
     "--channels", type=click.IntRange(0), default=0, help="NCCL's, of all systems: 1 is a 200G NIC; 0: NCCL's choice."
 )
-@click.option("--profile", is_flag=True, help="Also where the time goes, by kind of kernel; traces into --out.")
+@click.option("--profile", is_flag=True, help="Also where the time goes, on the GPU by kind of kernel, and launching; traces into --out.")
 @click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True)
 def command(
     options: RunOptions,
@@ -233,7 +233,8 @@ def _tell(
     jobs = {entry.name: entry.job for entry in entries}
     shown = [*heading(entries[0].job, device), "", *table([dict(row) for row in record.rows])]
     for row in heard.profiles:
-        shown += ["", f"{row['system']}:", *profile_table(row["kinds"], floors(jobs[row["system"]]))]
+        launched = f"{row['system']}: the host launches a step in {row['launch_ms']:.1f} ms"
+        shown += ["", launched, *profile_table(row["kinds"], floors(jobs[row["system"]]))]
     path = record.save(out / "records")
     click.echo("".join(f"{line}\n" for line in shown), nl=False, err=str(json_file) == "-")
     click.echo(f"record: {path}", err=True)

@@ -1,12 +1,15 @@
 """Where the time of a step goes on a GPU, by kind of kernel, beside the least that its FLOPs and bytes would take.
 
 Kernels come from torch's profiler (CUPTI); their names say what they do. Time in which several run at once counts for
-the first of `KINDS` among them, so the parts and the idle time add up to the step. Left out: what the host does.
+the first of `KINDS` among them, so the parts and the idle time add up to the step. Left out: what the host does, but
+for how long it takes to launch a step: where that is near the step's time, the host bounds it.
 """
 
 from __future__ import annotations
 
 import re
+import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +65,21 @@ def profile(step: Callable[[], object], steps: int, trace: Path | None) -> list[
     events = found.profiler.kineto_results.events()
     on_gpu = (event for event in events if event.device_type().name == "CUDA")
     return [Kernel(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()) for event in on_gpu]
+
+
+def launch_ms(step: Callable[[], object], steps: int) -> float:
+    """What the host takes to launch a step on a device that has nothing to do: the median, in ms.
+
+    At most that: where a step has more kernels than the device's queue takes, some thousand, the host waits for some.
+    """
+    each = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        each.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    return statistics.median(each) * 1e3
 
 
 def kind_of(name: str) -> str:

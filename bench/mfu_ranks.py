@@ -152,8 +152,10 @@ def _profile(name: str, system: System, batches: Sequence[MicroBatch], order: Or
     is_first = dist.get_rank() == 0
     file = f"{re.sub(r'[^A-Za-z0-9.=]+', '_', name)}.trace.json.gz"
     trace = order.profiles / file if is_first and order.profiles is not None else None
+    launch_ms = mfu_profile.launch_ms(lambda: system.step(batches), PROFILED)
     kernels = mfu_profile.profile(lambda: system.step(batches), PROFILED, trace)
     return {
+        "launch_ms": launch_ms,
         "kinds": mfu_profile.shares(kernels, PROFILED),
         "most_time": mfu_profile.most_time(kernels, PROFILED, _NAMED),
     }

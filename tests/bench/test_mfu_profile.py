@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from bench.mfu_profile import OTHER, Kernel, floors, kind_of, most_time, shares, table
+from bench.mfu_profile import OTHER, Kernel, floors, kind_of, launch_ms, most_time, shares, table
 from netlayer.config import build_config
 
 JOB = build_config(
@@ -56,6 +57,19 @@ def test_parts_and_idle_time_add_up() -> None:
     assert [row["name"] for row in most_time(kernels, 2, 2)] == ["nvjet", "nccl"]
     lines = list(table(rows.values(), {"matrix products": 4.0}))
     assert "50.0%" in next(line for line in lines if "matrix products" in line)
+
+
+def test_launching_is_timed_from_an_idle_device_to_the_return_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device does behind that, or did before, is not in it."""
+    clock = [0.0]
+
+    def spend(seconds: float) -> None:
+        clock[0] += seconds
+
+    steps = iter((0.5, 0.002, 0.003))
+    monkeypatch.setattr("bench.mfu_profile.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: spend(10))
+    assert launch_ms(lambda: spend(next(steps)), 3) == pytest.approx(3)
 
 
 def test_no_kernel_is_no_time() -> None:
