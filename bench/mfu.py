@@ -83,7 +83,9 @@ _TOLERANCE = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 5e-2}
 @click.option(
     "--channels", type=click.IntRange(0), default=0, help="NCCL's, of all systems: 1 is a 200G NIC; 0: NCCL's choice."
 )
-@click.option("--profile", is_flag=True, help="Also where the time goes, on the GPU by kind of kernel, and launching; traces into --out.")
+@click.option(
+    "--profile", is_flag=True, help="Also where time goes, by kind of kernel, and launching; traces go to --out."
+)
 @click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True)
 def command(
     options: RunOptions,

@@ -43,7 +43,7 @@ class NotesInFlight:
     Args:
         model: whose step it was.
         loss: of this data-parallel rank, on the device; zero but on the last stage.
-        grad_norm: as `SplitModel.clip_grad_norm_` gave it.
+        grad_norm: as `SplitModel.grad_norm` gave it.
         asked: whether this rank was asked to stop.
     """
 

@@ -18,7 +18,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -172,11 +172,10 @@ class SplitModel:
             tables = [slot for slot in self.slots if slot.name.endswith("tokens.weight")]
             _add_up(tables, self.tied.start_all_reduce)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the finished gradients so that the norm of all of them is at most `max_norm`; the norm before.
+    def grad_norm(self) -> Tensor:
+        """Of all finished gradients, over all ranks.
 
-        Where the backward pass has stepped them, it is that of what `measure_in_backward` saw, and they stay as they
-        are.
+        Where the backward pass has stepped them, it is that of what `measure_in_backward` saw.
         """
         own = [slot.piece.grad for slot in self.slots if slot.counts and slot.piece.grad is not None]
         squared = self.zero()
@@ -186,17 +185,14 @@ class SplitModel:
             squared += total_norm(own).square()
         self.own_square = squared.clone()  # where the norm is not finite, this says on which rank
         self.world.all_reduce(squared)
-        norm = squared.sqrt()
-        if math.isfinite(max_norm):
-            torch.nn.utils.clip_grads_with_norm_([slot.piece for slot in self.slots], max_norm, norm)
-        return norm
+        return squared.sqrt()
 
     def optimizer(self, build: Callable[[ShardedDataParallel], torch.optim.Optimizer]) -> Optimizers:
         """The optimisers of all chunks as one."""
         return Optimizers([build(chunk) for chunk in self.chunks])
 
     def measure_in_backward(self, optimizer: Optimizers) -> None:
-        """Have gradients measured, bucket by bucket, that the backward pass steps and drops: see `clip_grad_norm_`."""
+        """Have gradients measured, bucket by bucket, that the backward pass steps and drops: see `grad_norm`."""
         self._stepped_square = self.zero()
 
         def measure(each: torch.optim.Optimizer, *_: object) -> None:
@@ -297,6 +293,14 @@ def _add_up(slots: Sequence[Slot], start_all_reduce: Callable[[Tensor], Flight])
     torch._foreach_copy_(grads, list(torch.split(flat, [len(grad) for grad in grads])))
 
 
+@runtime_checkable
+class Clips(Protocol):
+    """An optimiser that scales gradients while it steps."""
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """As of `Optimizers`."""
+
+
 class Optimizers:
     """One optimiser a chunk, used as one."""
 
@@ -306,6 +310,22 @@ class Optimizers:
     def step(self) -> None:
         for optimizer in self.each:
             optimizer.step()
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Have the next step take gradients whose norm is at most `max_norm`.
+
+        Args:
+            norm: of all of them, over all ranks and chunks.
+            max_norm: infinity: they stay as they are.
+        """
+        if math.isinf(max_norm):
+            return
+        for optimizer in self.each:
+            if isinstance(optimizer, Clips):
+                optimizer.clip(norm, max_norm)
+            else:
+                pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
+                torch.nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
 
     def zero_grad(self) -> None:
         for optimizer in self.each:

@@ -77,7 +77,10 @@ class Steps:
         with self._computing("forward and backward") if self.model.pipeline is None else contextlib.nullcontext():
             loss = self.model.accumulate(batches)
         self.model.finish_gradients()
-        grad_norm = None if self.max_norm is None else self.model.clip_grad_norm_(self.max_norm)
+        grad_norm = None
+        if self.max_norm is not None:
+            grad_norm = self.model.grad_norm()
+            self.optimizer.clip(grad_norm, self.max_norm)
         with self._computing("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()

@@ -211,7 +211,9 @@ def train(
         model.finish_gradients()
         if step in (1, steps):
             gradients.append(whole(model, gradients=True))
-        norms.append(float(model.clip_grad_norm_(job.optimizer.clip_norm)))
+        norm = model.grad_norm()
+        optimizer.clip(norm, job.optimizer.clip_norm)
+        norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean_loss(model, loss))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from typing import Any
 
@@ -15,6 +16,7 @@ from collectives.bucket import Bucket, plan_buckets
 from netlayer.config import OptimizerConfig
 from trainer.ops.backend import HAS_TRITON, Operators
 from trainer.optim import build_adamw
+from trainer.parallel import Optimizers
 
 if HAS_TRITON:
     from trainer.optim.shard_adamw import ShardAdamW
@@ -133,6 +135,34 @@ def test_triton_refuses_groups_that_differ_in_more_than_weight_decay(change: dic
         optimizer.step()
     with pytest.raises(ValueError, match="a group comes too late"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, device=DEVICE))]})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_triton_clips_what_it_reads_and_once(dtype: torch.dtype) -> None:
+    """As torch, which scales the gradients in place, also where there is nothing to clip; the step after is its own."""
+    found = []
+    for operators in ("triton", "torch"):
+        sharded = wrapped(dtype)
+        both = Optimizers([build(sharded, operators)])
+        for step, max_norm in enumerate((0.1, 0.01, 1e6, math.inf, None)):
+            x = torch.randn(6, 7, generator=torch.Generator().manual_seed(step)).to(DEVICE, dtype)
+            sharded(x).float().square().mean().backward()
+            sharded.finish_gradients()
+            grads = [piece.grad for bucket in sharded.buckets for piece in bucket.pieces]
+            norm = torch.nn.utils.get_total_norm(grads)
+            if max_norm is not None:
+                both.clip(norm, max_norm)
+            after = torch.nn.utils.get_total_norm(grads)
+            scaled = 1.0 if operators == "triton" else min(1.0, (max_norm or math.inf) / float(norm))
+            assert float(after / norm) == pytest.approx(scaled, rel=1e-4)
+            both.step()
+            both.zero_grad()
+        sharded.wait_parameters()
+        found.append(held(sharded, both.each[0]))
+    tolerance = {"rtol": 2e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
+    for name, right in found[1].items():
+        for got, expected in zip(found[0][name], right, strict=True):
+            torch.testing.assert_close(got, expected, **tolerance)
 
 
 def test_triton_takes_a_learning_rate_from_anywhere() -> None:

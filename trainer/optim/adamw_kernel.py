@@ -31,6 +31,7 @@ def adamw_step(
     step: Tensor,
     betas: tuple[float, float],
     eps: float,
+    factor: Tensor | None = None,
 ) -> None:
     """Move the weights and their moments, in place.
 
@@ -41,6 +42,7 @@ def adamw_step(
         decay_R: weight decay of each run, float32.
         lr: learning rate, a scalar in float32 on the device.
         step: its first element is the number of this step, from 1, likewise.
+        factor: of the gradient, likewise; `grad_S` stays as it is.
     """
     beta1, beta2 = betas
     _adamw[(triton.cdiv(master_S.numel(), _BLOCK),)](
@@ -53,6 +55,7 @@ def adamw_step(
         decay_R,
         lr,
         step,
+        lr if factor is None else factor,
         master_S.numel(),
         beta1,
         1 - beta1,
@@ -63,6 +66,7 @@ def adamw_step(
         eps,
         NUM_RUNS=len(ends_R),
         HAS_OWN=own_S is not None,
+        HAS_FACTOR=factor is not None,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
@@ -79,6 +83,7 @@ def _adamw(
     decays,
     lr,
     step,
+    factor,
     numel,
     beta1,
     rest1,
@@ -89,6 +94,7 @@ def _adamw(
     eps,
     NUM_RUNS: tl.constexpr,
     HAS_OWN: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -97,6 +103,8 @@ def _adamw(
     slope = tl.load(grad + at, mask=inside, other=0)
     first = tl.load(exp_avg + at, mask=inside, other=0)
     second = tl.load(exp_avg_sq + at, mask=inside, other=0)
+    if HAS_FACTOR:
+        slope *= tl.load(factor)
     rate = tl.load(lr)
     # 1 - beta^step in float64: in float32 a thousandth would keep four digits.
     number = tl.load(step).to(tl.float64)

@@ -21,6 +21,8 @@ from trainer.optim.adamw_kernel import adamw_step
 Group = dict[str, Any]
 _ALIKE = ("lr", "betas", "eps")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_NORM_EPS = 1e-6
+"""torch's, of a norm that is divided by."""
 
 
 class ShardAdamW(torch.optim.AdamW):
@@ -51,11 +53,18 @@ class ShardAdamW(torch.optim.AdamW):
             raise ValueError("params: hold what is no piece of the buckets; give the pieces alone, all of them")
         device = buckets[0].master_S.device if buckets else None
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
+        self._factor, self._is_clipped = torch.ones_like(self._lr), False
 
     def add_param_group(self, param_group: Group) -> None:
         if hasattr(self, "_shards"):
             raise ValueError("a group comes too late: the buckets' pieces are all here")
         super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Have the next step read the gradients scaled, as `clip_grads_with_norm_` would; a pass over them is saved."""
+        torch.clamp(max_norm / (norm + _NORM_EPS), max=1.0, out=self._factor)
+        self._is_clipped = True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -74,12 +83,13 @@ class ShardAdamW(torch.optim.AdamW):
             return loss
         _check_alike(self.param_groups)
         first, decays = self.param_groups[0], [float(group["weight_decay"]) for group in self.param_groups]
-        lr = self._on_device(first["lr"])
+        lr, factor = self._on_device(first["lr"]), self._factor if self._is_clipped else None
+        self._is_clipped = False
         for shard in due:
             shard.adopt(self.state)
         torch._foreach_add_([shard.step_P for shard in due], 1)
         for shard in due:
-            shard.move(lr, first["betas"], first["eps"], decays)
+            shard.move(lr, first["betas"], first["eps"], decays, factor)
         return loss
 
     def _on_device(self, lr: float | Tensor) -> Tensor:
@@ -139,14 +149,19 @@ class _Shard:
             state[piece] = dict(views)
             self._views.append(views)
 
-    def move(self, lr: Tensor, betas: tuple[float, float], eps: float, decays: Sequence[float]) -> None:
+    def move(
+        self, lr: Tensor, betas: tuple[float, float], eps: float, decays: Sequence[float], factor: Tensor | None
+    ) -> None:
         """One step, whose number `step_P` has.
 
         Args:
             decays: by group.
+            factor: of the gradients.
         """
         bucket, runs = self.bucket, self._find_runs([decays[number] for number in self._numbers])
-        adamw_step(bucket.master_S, bucket.grad_S, *self._moments, bucket.own_S, *runs, lr, self.step_P, betas, eps)
+        adamw_step(
+            bucket.master_S, bucket.grad_S, *self._moments, bucket.own_S, *runs, lr, self.step_P, betas, eps, factor
+        )
         torch.autograd.graph.increment_version([bucket.master_S])  # no operator of torch has written there
         bucket.note_published()
 
