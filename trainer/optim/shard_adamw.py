@@ -53,7 +53,8 @@ class ShardAdamW(torch.optim.AdamW):
             raise ValueError("params: hold what is no piece of the buckets; give the pieces alone, all of them")
         device = buckets[0].master_S.device if buckets else None
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
-        self._factor, self._is_clipped = torch.ones_like(self._lr), False
+        self._factor = torch.ones_like(self._lr)
+        self._is_clipped = False
 
     def add_param_group(self, param_group: Group) -> None:
         if hasattr(self, "_shards"):
@@ -78,13 +79,13 @@ class ShardAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        factor, self._is_clipped = self._factor if self._is_clipped else None, False
         due = [shard for shard in self._shards if shard.has_gradients()]
         if not due:
             return loss
         _check_alike(self.param_groups)
         first, decays = self.param_groups[0], [float(group["weight_decay"]) for group in self.param_groups]
-        lr, factor = self._on_device(first["lr"]), self._factor if self._is_clipped else None
-        self._is_clipped = False
+        lr = self._on_device(first["lr"])
         for shard in due:
             shard.adopt(self.state)
         torch._foreach_add_([shard.step_P for shard in due], 1)
