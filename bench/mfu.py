@@ -235,7 +235,7 @@ def _tell(
     jobs = {entry.name: entry.job for entry in entries}
     shown = [*heading(entries[0].job, device), "", *table([dict(row) for row in record.rows])]
     for row in heard.profiles:
-        launched = f"{row['system']}: the host launches a step in {row['launch_ms']:.1f} ms"
+        launched = f"{row['system']}: the host of rank 0 launches a step in {row['launch_ms']:.1f} ms, waits included"
         shown += ["", launched, *profile_table(row["kinds"], floors(jobs[row["system"]]))]
     path = record.save(out / "records")
     click.echo("".join(f"{line}\n" for line in shown), nl=False, err=str(json_file) == "-")

@@ -2,7 +2,7 @@
 
 Kernels come from torch's profiler (CUPTI); their names say what they do. Time in which several run at once counts for
 the first of `KINDS` among them, so the parts and the idle time add up to the step. Left out: what the host does, but
-for how long it takes to launch a step: where that is near the step's time, the host bounds it.
+for how long a step's call takes: where that is near the step's time, the host bounds it, or waits inside.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ def profile(step: Callable[[], object], steps: int, trace: Path | None) -> list[
 
 
 def launch_ms(step: Callable[[], object], steps: int) -> float:
-    """What the host takes to launch a step on a device that has nothing to do: the median, in ms.
+    """What this rank's host takes to launch a step on a device that has nothing to do: the median, in ms.
 
-    At most that: where a step has more kernels than the device's queue takes, some thousand, the host waits for some.
+    At most that: where a step waits for the device or for another rank, or has more kernels than the device's queue
+    takes, some thousand, the wait is in it.
     """
     each = []
     for _ in range(steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,21 @@ def test_no_gpu() -> None:
     assert "no CUDA device" in str(result.exception)
 
 
-@pytest.mark.parametrize("row", [{"error": 0.1}, {"error": float("nan")}, {"failed": "RuntimeError: no"}])
+@pytest.mark.parametrize(
+    "row",
+    [{"error": 0.1, "over_tolerance": 10.0}, {"error": math.nan, "over_tolerance": math.nan}, {"failed": "Error: no"}],
+)
 def test_wrong_or_missing_results_are_refused(row: dict[str, Any]) -> None:
     with pytest.raises(CheckFailed, match="gelu, triton"):
-        check([{"operator": "gelu", "system": "triton", **row}], 1e-2)
+        check([{"operator": "gelu", "system": "triton", **row}])
+
+
+def test_what_is_written_in_float32_is_held_to_float32() -> None:
+    """Such as a gradient of half-width factors, which would pass for one that was rounded to theirs."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ways = {"whole": lambda x: x.float() @ x.float(), "rounded": lambda x: (x @ x).float()}
+    case = Case("product", [x], ways, lambda x: x @ x, flops=(1,), directions=("call",))
+    rows = {row["system"]: row for row in measure(case, torch.device("cpu"), "CPU", repeats=1, rounds=1)}
+    check([rows["whole"]])
+    with pytest.raises(CheckFailed, match="product, rounded: off by"):
+        check([rows["rounded"]])

@@ -137,16 +137,15 @@ def test_triton_refuses_groups_that_differ_in_more_than_weight_decay(change: dic
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, device=DEVICE))]})
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_triton_clips_what_it_reads_and_once(dtype: torch.dtype) -> None:
+def test_triton_clips_what_it_reads_and_once() -> None:
     """As torch, which scales the gradients in place, also where there is nothing to clip; the step after is its own."""
     found = []
     for operators in ("triton", "torch"):
-        sharded = wrapped(dtype)
+        sharded = wrapped(torch.float32)
         both = Optimizers([build(sharded, operators)])
-        for step, max_norm in enumerate((0.1, 0.01, 1e6, math.inf, None)):
-            x = torch.randn(6, 7, generator=torch.Generator().manual_seed(step)).to(DEVICE, dtype)
-            sharded(x).float().square().mean().backward()
+        for step, max_norm in enumerate((1e6, 0.03, math.inf, 0.01, None)):
+            x = torch.randn(6, 7, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+            sharded(x).square().mean().backward()
             sharded.finish_gradients()
             grads = [piece.grad for bucket in sharded.buckets for piece in bucket.pieces]
             norm = torch.nn.utils.get_total_norm(grads)
@@ -159,10 +158,9 @@ def test_triton_clips_what_it_reads_and_once(dtype: torch.dtype) -> None:
             both.zero_grad()
         sharded.wait_parameters()
         found.append(held(sharded, both.each[0]))
-    tolerance = {"rtol": 2e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
     for name, right in found[1].items():
         for got, expected in zip(found[0][name], right, strict=True):
-            torch.testing.assert_close(got, expected, **tolerance)
+            torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7)
 
 
 def test_triton_takes_a_learning_rate_from_anywhere() -> None:

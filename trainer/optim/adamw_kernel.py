@@ -55,7 +55,7 @@ def adamw_step(
         decay_R,
         lr,
         step,
-        lr if factor is None else factor,
+        factor,
         master_S.numel(),
         beta1,
         1 - beta1,

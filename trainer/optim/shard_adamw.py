@@ -75,11 +75,11 @@ class ShardAdamW(torch.optim.AdamW):
             RuntimeError: a piece has no gradient beside pieces that have, or another tensor than the bucket's.
             ValueError: groups differ in more than their weight decay, or ask for what is left out.
         """
+        factor, self._is_clipped = self._factor if self._is_clipped else None, False
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        factor, self._is_clipped = self._factor if self._is_clipped else None, False
         due = [shard for shard in self._shards if shard.has_gradients()]
         if not due:
             return loss
