@@ -227,21 +227,21 @@ def _products(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[Case]:
         ("qkv", hidden, 3 * hidden, True),
         ("projection", hidden, hidden, False),
         ("MLP in", hidden, ffn, False),
-        ("MLP out", ffn, hidden, False),
+        ("MLP out", ffn, hidden, True),
     ):
         x, dy = random(num_rows, features_in), random(num_rows, features_out)
         weight = random(features_out, features_in, std=features_in**-0.5)
         bias = [random(features_out)] if has_bias else []
         flops = (2.0 * num_rows * features_in * features_out,)
-        for direction, way, inputs in (
-            ("forward", forward, [x, weight, *bias]),
-            ("backward", backward, [dy, weight]),
-            ("weight's gradient", weight_gradient, [dy, x]),
+        for direction, way, plain, inputs in (
+            ("forward", forward, F.linear, [x, weight, *bias]),
+            ("backward", backward, torch.mm, [dy, weight]),
+            ("weight's gradient", weight_gradient, lambda dy, x: dy.t() @ x, [dy, x]),
         ):
             ways = {"torch": way(False)}
             if can_tune(x, weight.t()):
                 ways["measured algorithm"] = way(True)
-            yield Case(f"product, {name}", inputs, ways, way(False), flops=flops, directions=(direction,))
+            yield Case(f"product, {name}", inputs, ways, plain, flops=flops, directions=(direction,))
 
 
 def _joined(sizes: Sizes, random: Callable[..., Tensor]) -> Case:

@@ -226,7 +226,7 @@ def _time_in_turn(
 
 
 def _settle(call: Callable[[], object], repeats: int) -> None:
-    """Run it, as when it counts, until the device's clock is the one that its power allows."""
+    """Run it as when it counts, for a while."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < _SETTLING_S:
         _time_on_gpu(call, repeats)

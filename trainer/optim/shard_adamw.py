@@ -53,8 +53,7 @@ class ShardAdamW(torch.optim.AdamW):
             raise ValueError("params: hold what is no piece of the buckets; give the pieces alone, all of them")
         device = buckets[0].master_S.device if buckets else None
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
-        self._factor = torch.ones_like(self._lr)
-        self._is_clipped = False
+        self._factor: Tensor | None = None
 
     def add_param_group(self, param_group: Group) -> None:
         if hasattr(self, "_shards"):
@@ -63,9 +62,11 @@ class ShardAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def clip(self, norm: Tensor, max_norm: float) -> None:
-        """Have the next step read the gradients scaled, as `clip_grads_with_norm_` would; a pass over them is saved."""
-        torch.clamp(max_norm / (norm + _NORM_EPS), max=1.0, out=self._factor)
-        self._is_clipped = True
+        """Have the next step read the gradients scaled, as `clip_grads_with_norm_` would; a pass over them is saved.
+
+        Only a step, or another clipping, ends it.
+        """
+        self._factor = (max_norm / (norm + _NORM_EPS)).clamp(max=1.0).float()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -75,7 +76,7 @@ class ShardAdamW(torch.optim.AdamW):
             RuntimeError: a piece has no gradient beside pieces that have, or another tensor than the bucket's.
             ValueError: groups differ in more than their weight decay, or ask for what is left out.
         """
-        factor, self._is_clipped = self._factor if self._is_clipped else None, False
+        factor, self._factor = self._factor, None
         loss = None
         if closure is not None:
             with torch.enable_grad():
