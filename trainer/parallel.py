@@ -294,7 +294,7 @@ def _add_up(slots: Sequence[Slot], start_all_reduce: Callable[[Tensor], Flight])
 
 
 @runtime_checkable
-class Clips(Protocol):
+class _Clips(Protocol):
     """An optimiser that scales gradients while it steps."""
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
@@ -321,7 +321,7 @@ class Optimizers:
         if math.isinf(max_norm):
             return
         for optimizer in self.each:
-            if isinstance(optimizer, Clips):
+            if isinstance(optimizer, _Clips):
                 optimizer.clip(norm, max_norm)
             else:
                 pieces = [piece for group in optimizer.param_groups for piece in group["params"]]

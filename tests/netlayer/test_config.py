@@ -66,33 +66,8 @@ def test_overrides_win_over_the_file_and_a_unique_section_may_be_left_out(tmp_pa
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("job.model.layer=3", "job.model.layer: unknown key; did you mean layers?"),
-        ("job.zzz=3", "known keys here: name, model"),
-        ("layers=6", "layers: unknown key; did you mean job.model.layers?"),
-        ("seqlen=6", "seqlen: unknown key; did you mean job.model.seq_len?"),
-        ("dp=4", "did you mean job.parallel.dp or job.overlap.dp?"),
-        ("optimiser.steps=1", "optimiser: unknown key; did you mean job.optimizer?"),
-        ("cluster.servers=true", "cluster.servers = True: must be a whole number"),
-        ("cluster.servers=2.0", "cluster.servers = 2.0: must be a whole number"),
-        ("job.optimizer.lr=true", "job.optimizer.lr = True: must be a number"),
-        ("job.overlap.dp=1", "job.overlap.dp = 1: must be true or false"),
-        ("job.name=1", "job.name = 1: must be text"),
-        ("job.name=1", """must be text; quote it, in a shell twice: '"..."'"""),
-        ("job.data.folder=2024-05-01", "must be text; quote it"),
-        ("job.optimizer.lr=.001", "job.optimizer.lr = .001: must be a number; write 0.001"),
-        ("job.optimizer.lr=1.e-3", "must be a number; write 0.001"),
-        ("job.optimizer.lr=infinity", "must be a number; correct the value"),
-        ("job.optimizer.steps=1e3", "job.optimizer.steps = 1000.0: must be a whole number; write 1000"),
-        ("job.optimizer.steps=0050", "must be a whole number; write 50"),
-        ("job.optimizer.steps=50.5", "must be a whole number; correct the value"),
-        ("job.optimizer.steps=1e400", "must be a whole number; correct the value"),
-        ("job.loop.cuda_graph=True", "job.loop.cuda_graph = True: must be true or false; write true"),
-        ("job.loop.cuda_graph=FALSE", "must be true or false; write false"),
-        ("job.loop.cuda_graph=on", "must be true or false; correct the value"),
-        ("job=3", "job = 3: must be a table of keys"),
         ("job.launch.backend=mpi", "must be one of 'auto', 'gloo' or 'nccl'"),
         ("job.data.validation_share=2", "must be below 1"),
-        ("bogus.x=3", "bogus: unknown key"),
         ("job.parallel.tp=3", "must divide job.model.heads = 4"),
         ("job.parallel.dp=1", "must equal cluster.servers x cluster.gpus_per_server = 2"),
         ("job.parallel.vpp=2", "job.parallel.pp = 1"),
@@ -106,9 +81,7 @@ def test_overrides_win_over_the_file_and_a_unique_section_may_be_left_out(tmp_pa
         ("cluster.switch_radix=5000", "cluster.switch_radix = 5000: must be at most 4096"),
         ("cluster.nics_per_server=257", "must be at most 256"),
         ("cluster.nic_bps=1e16", "cluster.nic_bps"),
-        ("cluster.prices.swich=1", "cluster.prices.swich: unknown key; did you mean switch?"),
         ("cluster.prices.nic=-1", "cluster.prices.nic = -1"),
-        ("cluster.prices.nic=true", "cluster.prices.nic = True"),
         ("cluster.rails=3", "must divide cluster.nics_per_server = 1"),
         ("job.optimizer.lr=nan", "job.optimizer.lr"),
         ("job.parallel.pp=8", "must divide job.model.layers = 4"),
@@ -141,15 +114,6 @@ def test_what_needs_all_gradients_keeps_steps_out_of_the_backward_pass(overrides
     with pytest.raises(ConfigError) as caught:
         load_config(None, [stepping, *overrides])
     assert words in str(caught.value)
-
-
-def test_every_bad_value_is_named() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, ["cluster.servers=true", "job.model.layers=x", "job.data.max_mib=0"])
-    said = str(caught.value)
-    assert said.startswith("cluster.servers = True: must be a whole number; correct the value; also ")
-    assert "job.model.layers: must be a whole number" in said
-    assert "job.data.max_mib: must be above 0" in said
 
 
 def test_a_file_of_a_cluster_alone_needs_no_job(tmp_path: Path) -> None:

@@ -55,6 +55,15 @@ def held(sharded: ShardedDataParallel, optimizer: torch.optim.Optimizer) -> dict
     return found
 
 
+def assert_alike(
+    found: dict[str, list[Tensor]], right: dict[str, list[Tensor]], rtol: float = 2e-6, atol: float = 1e-7
+) -> None:
+    assert found.keys() == right.keys()
+    for name, expected in right.items():
+        for got, tensor in zip(found[name], expected, strict=True):
+            torch.testing.assert_close(got, tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def build(sharded: ShardedDataParallel, operators: Operators, **options: Any) -> torch.optim.AdamW:
     return build_adamw(CONFIG, sharded, operators=operators, **options)
 
@@ -80,11 +89,8 @@ def test_triton_steps_as_torch_does(dtype: torch.dtype, in_backward: bool) -> No
                 rounded_N, rtol = bucket.master_S.to(dtype), 0 if DEVICE.type == "cuda" else 2**-7
                 torch.testing.assert_close(bucket.full_N, rounded_N, rtol=rtol, atol=0)
     # A gradient in bfloat16 may round otherwise where a weight does.
-    tolerance = {"rtol": 2e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
-    assert found[0].keys() == found[1].keys()
-    for name, ours in found[0].items():
-        for got, right in zip(ours, found[1][name], strict=True):
-            torch.testing.assert_close(got, right, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+    rtol, atol = (2e-6, 1e-7) if dtype == torch.float32 else (2e-2, 1e-3)
+    assert_alike(*found, rtol=rtol, atol=atol)
 
 
 def test_triton_goes_on_from_a_state_of_torchs_and_gives_one_back() -> None:
@@ -96,15 +102,11 @@ def test_triton_goes_on_from_a_state_of_torchs_and_gives_one_back() -> None:
     with_kernel.load_state_dict(copy.deepcopy(plain.state_dict()))
     for sharded, optimizer in ((ours, with_kernel), (theirs, plain)):
         train(sharded, optimizer, range(4, 6))
-    for name, right in held(theirs, plain).items():
-        for got, expected in zip(held(ours, with_kernel)[name], right, strict=True):
-            torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7)
+    assert_alike(held(ours, with_kernel), held(theirs, plain))
     plain.load_state_dict(copy.deepcopy(with_kernel.state_dict()))
     for sharded, optimizer in ((ours, with_kernel), (theirs, plain)):
         train(sharded, optimizer, range(6, 8))
-    for name, right in held(theirs, plain).items():
-        for got, expected in zip(held(ours, with_kernel)[name], right, strict=True):
-            torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7)
+    assert_alike(held(ours, with_kernel), held(theirs, plain))
 
 
 def test_triton_steps_with_what_groups_say_after_a_state_was_loaded() -> None:
@@ -120,9 +122,7 @@ def test_triton_steps_with_what_groups_say_after_a_state_was_loaded() -> None:
             group["weight_decay"] = 5.0
         train(sharded, optimizer, range(4, 6))
         found.append(held(sharded, optimizer))
-    for name, right in found[1].items():
-        for got, expected in zip(found[0][name], right, strict=True):
-            torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7)
+    assert_alike(*found)
 
 
 @pytest.mark.parametrize("change", [{"lr": 0.0}, {"betas": (0.5, 0.5)}, {"amsgrad": True}])
@@ -158,9 +158,7 @@ def test_triton_clips_what_it_reads_and_once() -> None:
             both.zero_grad()
         sharded.wait_parameters()
         found.append(held(sharded, both.each[0]))
-    for name, right in found[1].items():
-        for got, expected in zip(found[0][name], right, strict=True):
-            torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7)
+    assert_alike(*found)
 
 
 def test_triton_takes_a_learning_rate_from_anywhere() -> None:
