@@ -21,7 +21,7 @@ from torch import Tensor
 
 WORKSPACE_BYTES = 32 << 20
 _MOST_ALGORITHMS = 16
-_LARGEST_ALIGNMENT = 256
+LARGEST_ALIGNMENT = 256
 _LEAST_BIAS_ALIGNMENT = 16
 """Bytes. On an H200 every algorithm that was found refused to run with a bias two bytes behind that."""
 
@@ -98,7 +98,7 @@ class Shape:
 def alignment(tensor: Tensor) -> int:
     """Largest power of two, up to 256, that divides its address."""
     address = tensor.data_ptr()
-    return min(_LARGEST_ALIGNMENT, address & -address) if address else _LARGEST_ALIGNMENT
+    return min(LARGEST_ALIGNMENT, address & -address) if address else LARGEST_ALIGNMENT
 
 
 class Product:
@@ -123,7 +123,8 @@ class Product:
             for operand, dtype in ((shape.b, shape.dtype), (shape.a, shape.dtype), (shape.out, shape.out_dtype))
         ]
         self.algorithms = self._find(shape)
-        self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
+        self._one, self._zero = (ctypes.byref(ctypes.c_float(factor)) for factor in (1, 0))
+        self._multiply = lt.cublasLtMatmul
 
     def run(
         self, algorithm: _Heuristic, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None, adds: bool
@@ -131,27 +132,27 @@ class Product:
         """out = a b (+ bias), or out += a b, on the current stream."""
         if bias_N is not None:
             self._set(_BIAS_POINTER, ctypes.c_void_p(bias_N.data_ptr()))
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)  # torch.cuda.current_stream takes three times it
         of_b, of_a, of_out = self._layouts
-        out = ctypes.c_void_p(out_MN.data_ptr())
+        out = out_MN.data_ptr()
         _call(
-            _library().cublasLtMatmul,
+            self._multiply,
             self._handle,
             self._description,
-            ctypes.byref(self._one),
-            ctypes.c_void_p(b_KN.data_ptr()),
+            self._one,
+            b_KN.data_ptr(),
             of_b,
-            ctypes.c_void_p(a_MK.data_ptr()),
+            a_MK.data_ptr(),
             of_a,
-            ctypes.byref(self._one if adds else self._zero),
+            self._one if adds else self._zero,
             out,
             of_out,
             out,
             of_out,
-            ctypes.byref(algorithm.algorithm),
-            ctypes.c_void_p(_workspace(self.device, stream).data_ptr()),
-            ctypes.c_size_t(WORKSPACE_BYTES),
-            ctypes.c_void_p(stream),
+            algorithm.algorithm,
+            _workspace(self.device, stream).data_ptr(),
+            WORKSPACE_BYTES,
+            stream,
         )
 
     def _set(self, attribute: int, value: ctypes._SimpleCData) -> None:  # type: ignore[type-arg]
@@ -198,9 +199,12 @@ def _load() -> ctypes.CDLL | None:
     if torch.version.cuda is None:
         return None
     try:
-        return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+        lt = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
     except OSError:
         return None
+    pointer = ctypes.c_void_p
+    lt.cublasLtMatmul.argtypes = (*[pointer] * 14, ctypes.c_size_t, pointer)
+    return lt
 
 
 def _library() -> ctypes.CDLL:

@@ -38,6 +38,8 @@ _SETTLING_S = 0.2
 _LEAST_GAIN = 0.005
 
 Run = Callable[[], object]
+Choice = tuple[cublaslt.Product, Any] | None
+"""A product and the best of its algorithms; None: torch's."""
 
 
 class TunedProducts:
@@ -49,21 +51,25 @@ class TunedProducts:
 
     def __init__(self, measure: Callable[[list[Run]], list[float]]) -> None:
         self._measure = measure
-        self._chosen: dict[cublaslt.Shape, tuple[cublaslt.Product, Any] | None] = {}
+        self._chosen: dict[cublaslt.Shape, Choice] = {}
+        self._met: dict[tuple[object, ...], Choice] = {}
 
     def run(self, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None, adds: bool = False) -> bool:
         """out = a b (+ bias), or out += a b; False: torch is to do it, which is no slower, or nothing is chosen yet."""
-        shape = cublaslt.Shape.of(a_MK, b_KN, out_MN, bias_N)
-        if shape is None:
-            return False
-        if shape not in self._chosen:
-            if torch.cuda.is_current_stream_capturing():
-                return False
-            place_MN = out_MN
-            if adds:  # measured, it would be added many times
-                place_MN = torch.empty_strided(out_MN.shape, out_MN.stride(), dtype=out_MN.dtype, device=out_MN.device)
-            self._chosen[shape] = self._choose(shape, a_MK, b_KN, place_MN, bias_N)
-        chosen = self._chosen[shape]
+        seen = _seen(a_MK, b_KN, out_MN, bias_N)
+        if seen not in self._met:
+            shape = cublaslt.Shape.of(a_MK, b_KN, out_MN, bias_N)
+            if shape is not None and shape not in self._chosen:
+                if torch.cuda.is_current_stream_capturing():
+                    return False
+                place_MN = out_MN
+                if adds:  # measured, it would be added many times
+                    place_MN = torch.empty_strided(
+                        out_MN.shape, out_MN.stride(), dtype=out_MN.dtype, device=out_MN.device
+                    )
+                self._chosen[shape] = self._choose(shape, a_MK, b_KN, place_MN, bias_N)
+            self._met[seen] = None if shape is None else self._chosen[shape]
+        chosen = self._met[seen]
         if chosen is None:
             return False
         product, algorithm = chosen
@@ -72,7 +78,7 @@ class TunedProducts:
 
     def _choose(
         self, shape: cublaslt.Shape, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None
-    ) -> tuple[cublaslt.Product, Any] | None:
+    ) -> Choice:
         if not self._chosen:
             logger.info("matrix products: measuring which algorithms are the fastest, a second or two for each shape")
         plain = functools.partial(by_torch, a_MK, b_KN, out_MN, bias_N)
@@ -89,6 +95,25 @@ class TunedProducts:
         said = "product %s: torch %.1f us, the best of %d algorithms %.1f us"
         logger.debug(said, _words(a_MK, b_KN), torch_s * 1e6, len(others), best_s * 1e6)
         return (product, candidates[others.index(best_s)]) if is_worth_it else None
+
+
+def _seen(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None) -> tuple[object, ...]:
+    """What `cublaslt.Shape.of` looks at, as it is: in a fifth of the time, which a step takes hundreds of times."""
+    bias = None if bias_N is None else (bias_N.dtype, bias_N.stride(), bias_N.data_ptr() % cublaslt.LARGEST_ALIGNMENT)
+    return (
+        a_MK.get_device(),
+        a_MK.dtype,
+        a_MK.shape,
+        a_MK.stride(),
+        a_MK.data_ptr() % cublaslt.LARGEST_ALIGNMENT,
+        b_KN.shape,
+        b_KN.stride(),
+        b_KN.data_ptr() % cublaslt.LARGEST_ALIGNMENT,
+        out_MN.dtype,
+        out_MN.stride(),
+        out_MN.data_ptr() % cublaslt.LARGEST_ALIGNMENT,
+        bias,
+    )
 
 
 def by_torch(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None) -> Tensor:

@@ -86,6 +86,19 @@ def test_the_fastest_is_taken_for_every_product_of_the_shape(monkeypatch: pytest
     assert fake.ran == [1, 2, 3, 2, 2]
 
 
+def test_each_layout_of_matrices_is_chosen_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = chooser([1.0, 0.99, 0.5, 0.7], monkeypatch)
+    shapes = mock.Mock(side_effect=Shape.of)
+    monkeypatch.setattr(cublaslt.Shape, "of", shapes)
+    square, many, out = torch.randn(8, 8), torch.randn(8, 16), torch.empty(8, 8)
+    layouts = [(square, square), (square.t(), square), (square, many[:, :8]), (many[:, 4:12], square)]
+    for _ in range(2):
+        for a_MK, b_KN in layouts:
+            assert products.run(a_MK, b_KN, out)
+            torch.testing.assert_close(out, a_MK @ b_KN)
+    assert Fake.made == shapes.call_count == len(layouts)
+
+
 def test_torch_does_it_where_no_algorithm_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     products = chooser([1.0, 0.998, 1.1, 1.2], monkeypatch)
     assert not products.run(torch.ones(2, 3), torch.ones(3, 4), torch.empty(2, 4))
