@@ -19,7 +19,7 @@ from netlayer.config import ModelConfig
 from netlayer.errors import ConfigError
 from trainer.model import build_model
 from trainer.ops.activation import bias_gelu, swiglu
-from trainer.ops.backend import HAS_TRITON, Operators, check_operators, uses_triton
+from trainer.ops.backend import HAS_TRITON, Operators, check_operators, operator, uses_triton
 from trainer.ops.norm import add_norm
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -192,6 +192,30 @@ def test_stream_alone_brings_its_gradient(operators: Operators) -> None:
     add_norm(x, x, weight, None, operators=operators)[0].sum().backward()
     assert x.grad is not None
     assert x.grad.abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler imports and makes what torch deprecates
+def test_an_operator_is_called_as_it_is_and_known_to_a_compiler_by_its_name() -> None:
+    ran = []
+
+    @operator("netlayer_tests::twice")
+    def twice(x: Tensor) -> Tensor:
+        ran.append("function")
+        return x * 2
+
+    @twice.register_fake
+    def _shape(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def graph_of(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+        ran.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    x = torch.ones(3)
+    assert torch.equal(twice(x), x + x)
+    assert ran == ["function"]
+    assert torch.equal(torch.compile(lambda x: twice(x) + 1, fullgraph=True, backend=graph_of)(x), x + x + 1)
+    assert "netlayer_tests.twice" in ran[1]
 
 
 @pytest.mark.slow

@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.ops.backend import num_programs
+from trainer.ops.backend import num_programs, operator
 
 _ROWS, _COLUMNS, _WARPS = 4, 1024, 8
 _SUM_ROWS, _SUM_COLUMNS, _SUM_EACH = 2, 2048, 4
 """Of GeLU's backward, where rows are summed too: on an H200, of 8,192 rows of 16,384, 213 us; as above, 275."""
 
 
-@torch.library.custom_op("netlayer::gelu_forward", mutates_args=())
+@operator("netlayer::gelu_forward")
 def gelu_forward(x_MF: Tensor, bias_F: Tensor | None) -> Tensor:
     """gelu(x + bias), dense."""
     y_MF = x_MF.new_empty(x_MF.shape)
@@ -37,7 +37,7 @@ def _gelu_shape(x_MF: Tensor, _bias_F: Tensor | None) -> Tensor:
     return x_MF.new_empty(x_MF.shape)
 
 
-@torch.library.custom_op("netlayer::gelu_backward", mutates_args=())
+@operator("netlayer::gelu_backward")
 def gelu_backward(dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor | None) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the bias (empty without one)."""
     dx_MF = x_MF.new_empty(x_MF.shape)
@@ -67,7 +67,7 @@ def _gelu_gradient_shapes(_dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor | None) -
     return x_MF.new_empty(x_MF.shape), x_MF.new_empty(0) if bias_F is None else torch.empty_like(bias_F)
 
 
-@torch.library.custom_op("netlayer::swiglu_forward", mutates_args=())
+@operator("netlayer::swiglu_forward")
 def swiglu_forward(gate_MF: Tensor, value_MF: Tensor) -> Tensor:
     """silu(gate) * value, dense."""
     y_MF = gate_MF.new_empty(gate_MF.shape)
@@ -90,7 +90,7 @@ def _swiglu_shape(gate_MF: Tensor, _value_MF: Tensor) -> Tensor:
     return gate_MF.new_empty(gate_MF.shape)
 
 
-@torch.library.custom_op("netlayer::swiglu_backward", mutates_args=())
+@operator("netlayer::swiglu_backward")
 def swiglu_backward(dy_MF: Tensor, gate_MF: Tensor, value_MF: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate and value."""
     dgate_MF, dvalue_MF = (gate_MF.new_empty(gate_MF.shape) for _ in range(2))

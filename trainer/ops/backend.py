@@ -5,9 +5,11 @@ Left out: what the kernels compute (`norm`, `activation`, `loss`).
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +39,26 @@ def uses_triton(operators: Operators, tensor: Tensor) -> bool:
 def chooses_products(operators: Operators) -> bool:
     """Whether the algorithm of a product is chosen by measuring (`collectives.tuned_product`), or by torch."""
     return operators == "auto"
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function an operator that torch.compile knows by its name, and all others call as it is.
+
+    By its name torch needs 10 to 16 us of the host to find the function: longer than it takes to launch a kernel. As
+    with torch's own operators, `register_fake` takes a function of its outputs' shapes.
+    """
+
+    def make(function: Callable[..., Any]) -> Any:
+        known = torch.library.custom_op(name, mutates_args=())(function)
+
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Any:
+            return known(*arguments) if torch.compiler.is_compiling() else function(*arguments)
+
+        call.register_fake = known.register_fake  # type: ignore[attr-defined]
+        return call
+
+    return make
 
 
 def check_operators(operators: Operators, device: torch.device) -> None:

@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.ops.backend import num_programs
+from trainer.ops.backend import num_programs, operator
 
 _SUM_ROWS, _SUM_COLUMNS = 64, 32  # a tile of the programs' sums: lines of 128 bytes
 
 
-@torch.library.custom_op("netlayer::norm_forward", mutates_args=())
+@operator("netlayer::norm_forward")
 def norm_forward(
     x_MD: Tensor,
     residual_MD: Tensor | None,
@@ -76,7 +76,7 @@ def _forward_shapes(
     return torch.empty_like(x_MD), total_MD, mean_M, scale_M
 
 
-@torch.library.custom_op("netlayer::norm_backward", mutates_args=())
+@operator("netlayer::norm_backward")
 def norm_backward(
     dy_MD: Tensor,
     dtotal_MD: Tensor | None,
