@@ -264,7 +264,7 @@ class LoopConfig(Section):
         50, ge=0, description="steps between two garbage collections, of all ranks at once; 0: whenever Python will"
     )
     cuda_graph: bool = Field(
-        False, description="replay whole steps as CUDA graphs, where the host bounds them; no pipeline stages, no LAMB"
+        False, description="replay whole steps as CUDA graphs, where the host bounds them; no pipeline stages"
     )
 
 
@@ -382,9 +382,9 @@ class JobConfig(Section):
             )
         if parallel.vpp > 1 and parallel.pp == 1:
             _fail("job.parallel.vpp", parallel.vpp, "needs a pipeline, but job.parallel.pp = 1", "set vpp to 1")
-        if self.loop.cuda_graph and (parallel.pp > 1 or self.optimizer.name == "lamb"):
-            what = f"job.parallel.pp = {parallel.pp}" if parallel.pp > 1 else "job.optimizer.name = lamb"
-            _fail("job.loop.cuda_graph", True, f"cannot be had with {what}", "leave it out, or change that")
+        if self.loop.cuda_graph and parallel.pp > 1:
+            rule = f"cannot be had with job.parallel.pp = {parallel.pp}"
+            _fail("job.loop.cuda_graph", True, rule, "leave it out, or change that")
         self._check_step_in_backward()
         stages = parallel.pp if parallel.vpp > 1 else 1  # interleaved, micro-batches go in rounds of as many as stages
         unit = batch.micro_size * parallel.dp * stages

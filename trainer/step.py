@@ -2,7 +2,7 @@
 
 A step is thousands of kernels, each launched by the host in some microseconds: where the device has less to do than
 that, as in tensor-parallel layouts, the host bounds the step. A graph is launched in one call. Left out: graphs of
-pipeline stages (their messages count their rounds on the host), and of LAMB.
+pipeline stages (their messages count their rounds on the host).
 
 [Note: what a graph holds] Gathers of the parameters, forward, backward, reduction, clipping and the optimiser, in this
 order: gathers behind the optimiser would have to end in the same graph, with nothing to hide them. Tokens and learning
@@ -96,7 +96,7 @@ class GraphedSteps(Steps):
 
     Args:
         model: without pipeline stages.
-        optimizer: AdamW, ours or torch's fused one, whose counters are on the device.
+        optimizer: whose counters are on the device, and whose learning rate may be there.
         max_norm: as in `Steps`.
         capture: gives a call that repeats the one which it was given.
 
@@ -116,7 +116,7 @@ class GraphedSteps(Steps):
             raise ValueError("a pipeline's stage cannot be captured: its messages count their rounds on the host")
         groups = [group for each in optimizer.each for group in each.param_groups]
         if not all("capturable" in group for group in groups):
-            raise ValueError("the optimiser cannot be captured: give AdamW")
+            raise ValueError("the optimiser cannot be captured: give AdamW or LAMB")
         self._capture = capture or capture_on_cuda
         self._lr = torch.zeros((), device=model.device)
         for group in groups:

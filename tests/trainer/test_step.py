@@ -46,8 +46,9 @@ def close(got: Trained, expected: Trained, tolerance: float) -> None:
         assert float((got.parameters[name] - value).norm()) <= tolerance * float(value.norm()), name
 
 
-def test_a_graph_computes_with_the_data_and_the_learning_rate_of_its_step() -> None:
-    job = job_of({}, {"dtype": "float32", "layers": 1}, {}, EPS)
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_a_graph_computes_with_the_data_and_the_learning_rate_of_its_step(name: str) -> None:
+    job = stepped_by(name, job_of({}, {"dtype": "float32", "layers": 1}, {}, EPS))
     launched: list[int] = []
     graphed = functools.partial(GraphedSteps, capture=functools.partial(capture_later, launched))
     expected = layout_ranks.take_steps(job, 0, CPU, Steps)
@@ -84,9 +85,12 @@ def test_what_cannot_be_captured_is_refused() -> None:
         _with_graph(job_of({"pp": 2}, {}, {}))
     job = job_of({}, {"layers": 1}, {})
     model = SplitModel(job, 3, 0, CPU)
-    lamb = job.optimizer.model_copy(update={"name": "lamb"})
-    with pytest.raises(ValueError, match="give AdamW"):
-        GraphedSteps(model, model.optimizer(lambda chunk: build_optimizer(lamb, chunk)), 0.0)
+    with pytest.raises(ValueError, match="give AdamW or LAMB"):
+        GraphedSteps(model, model.optimizer(lambda chunk: chunk.optimizer(torch.optim.SGD, lr=0.1)), 0.0)
+
+
+def stepped_by(name: str, job: JobConfig) -> JobConfig:
+    return job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"name": name})})
 
 
 def _with_graph(job: JobConfig) -> JobConfig:
@@ -147,9 +151,14 @@ def stepping_in_backward(job: JobConfig) -> JobConfig:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # torch's compiler hides what it knows of its own, but not from "error"
 @pytest.mark.skipif(NUM_GPUS < 1, reason="needs a GPU with CUDA")
-@pytest.mark.parametrize("model", [{}, {**PARALLEL, "compile": True}], ids=["serial", "parallel block, compiled"])
-def test_on_a_gpu_a_graph_trains_as_steps_by_operation_do(model: dict[str, Any]) -> None:
-    job, device = job_of({}, {"dtype": "bfloat16", "hidden": 128, **model}, {}, EPS), torch.device("cuda", 0)
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [({}, "adamw"), ({**PARALLEL, "compile": True}, "adamw"), ({}, "lamb")],
+    ids=["serial", "parallel block, compiled", "LAMB"],
+)
+def test_on_a_gpu_a_graph_trains_as_steps_by_operation_do(model: dict[str, Any], name: str) -> None:
+    job = stepped_by(name, job_of({}, {"dtype": "bfloat16", "hidden": 128, **model}, {}, EPS))
+    device = torch.device("cuda", 0)
     eager, graphed = (layout_ranks.take_steps(job, 0, device, kind) for kind in (Steps, GraphedSteps))
     close(graphed, eager, 2e-3)
 

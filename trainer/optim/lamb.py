@@ -7,7 +7,7 @@ r = m' / (sqrt(v') + eps) of Adam's corrected moments and u = r + decay * w,
 
 The algorithm's layers are parameters here, a joined linear being one; its phi is the identity. Parameters of groups
 with `adapt=False` have ratio 1, as vectors (norms, biases) have in the authors' code and in Apex' FusedLAMB: without
-decay, they move as with Adam. Left out: Nesterov's momentum, CUDA graphs (the learning rate is a number).
+decay, they move as with Adam. Left out: Nesterov's momentum.
 
 [Note: norms of what is spread] A rank holds pieces. It puts the squared norms of its pieces of w and u into one tensor
 with two numbers for every whole parameter, zeros for those that it holds nothing of; ranks add it up, and each scales
@@ -56,7 +56,7 @@ class Lamb(torch.optim.Optimizer):
 
     Args:
         params: tensors or groups; a group's own `lr`, `betas`, `eps`, `weight_decay` and `adapt` win.
-        lr: learning rate, a number.
+        lr: learning rate; in a group it may be a tensor on the weights' device, which a CUDA graph reads anew.
         betas: decay of the first and the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled, part of the update that is scaled.
@@ -80,8 +80,9 @@ class Lamb(torch.optim.Optimizer):
         norms: WholeNorms | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt}
-        # torch loads the counters of a state onto the device of the weights where a group is fused, as it is here.
-        super().__init__(params, {**defaults, "fused": True})
+        # torch loads the counters of a state onto the device of the weights where a group is fused, as it is here; that
+        # its steps may be captured, `capturable` says as of torch's own.
+        super().__init__(params, {**defaults, "fused": True, "capturable": False})
         adapted = [weight for group in self.param_groups if group["adapt"] for weight in group["params"]]
         if norms is None:
             device = adapted[0].device if adapted else torch.device("cpu")
@@ -122,7 +123,7 @@ class Lamb(torch.optim.Optimizer):
         return loss
 
     def _adam(
-        self, group: Group, weights: Sequence[Tensor], moved: list[Tensor], *, lr: float, weight_decay: float
+        self, group: Group, weights: Sequence[Tensor], moved: list[Tensor], *, lr: float | Tensor, weight_decay: float
     ) -> None:
         """Advance the moments of `weights`, and move `moved` by AdamW's step of them: torch's fused one."""
         states = [self._state_of(weight) for weight in weights]
@@ -162,9 +163,9 @@ class Lamb(torch.optim.Optimizer):
         ratio_P = torch.where((w_P > 0) & (u_P > 0), w_P / u_P, 1.0)
         for group, weights, minus_u in moves:
             if weights:
-                each = ratio_P.to(weights[0].dtype).unbind()
+                each = (ratio_P * group["lr"]).to(weights[0].dtype).unbind()
                 ratios = [each[self._places[weight]] for weight in weights]
-                torch._foreach_addcmul_(weights, minus_u, ratios, value=group["lr"])
+                torch._foreach_addcmul_(weights, minus_u, ratios)
 
     def _squared_norms(self, moves: Sequence[Move]) -> Tensor:
         """Of this rank's pieces of w and u, [P, 2]."""
