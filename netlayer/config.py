@@ -283,7 +283,7 @@ class OverlapConfig(Section):
     tp: bool = Field(True, description="cut the products of tensor-parallel linears, and carry parts under them")
     pp: bool = Field(True, description="send and receive apart, under the computation of a pipeline stage")
     prefetch: Count = Field(2, description="all-gathers launched ahead of the computation that waits for them")
-    bucket_mib: float = Field(1.0, ge=0, description="largest all-gather or reduce-scatter, MiB; 0: one a block")
+    bucket_mib: float = Field(64.0, ge=0, description="largest all-gather or reduce-scatter, MiB; 0: one a block")
     reduce_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of gradients on the wire")
     windows: bool = Field(
         False, description="parameters and gradients in NCCL's symmetric windows: faster where NCCL has few blocks"
