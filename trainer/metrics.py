@@ -96,7 +96,12 @@ def _events(folder: Path) -> Iterator[Sink]:
         writer.close()
 
 
+_CHARTS = {"loss": "loss/training", "validation_loss": "loss/held out"}
+
+
 class _Events:
+    """A name before a slash is a section of TensorBoard's page: losses in one, all else of a step in another."""
+
     def __init__(self, writer: Any, folder: Path) -> None:
         self._writer, self._folder = writer, folder
 
@@ -104,7 +109,7 @@ class _Events:
         with writing(self._folder, "--out"):  # a thread does it: what failed there is raised here, a row or two later
             for name, value in _numbers(row):
                 if name != "step":
-                    self._writer.add_scalar(name, value, row["step"])
+                    self._writer.add_scalar(_CHARTS.get(name, f"step/{name}"), value, row["step"])
 
 
 @contextlib.contextmanager
