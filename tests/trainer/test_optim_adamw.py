@@ -242,6 +242,29 @@ def test_triton_refuses_a_gradient_that_is_not_the_buckets() -> None:
         optimizer.step()
 
 
+def test_triton_forgets_a_clipping_with_the_step_that_is_refused() -> None:
+    found = []
+    for is_refused in (False, True):
+        sharded = wrapped(torch.float32)
+        optimizer = build(sharded, "triton")
+        assert isinstance(optimizer, ShardAdamW)
+        for step in range(2):  # of the first one alone AdamW would make the same, scaled or not
+            sharded(torch.full((2, 7), 1.0 + step, device=DEVICE)).square().mean().backward()
+            sharded.finish_gradients()
+            if is_refused and step == 1:
+                _, _, piece = next(sharded.named_shards())
+                right, piece.grad = piece.grad, torch.ones_like(piece)
+                optimizer.clip(torch.ones((), device=DEVICE), 1e-3)
+                with pytest.raises(RuntimeError, match="is not the bucket's"):
+                    optimizer.step()
+                piece.grad = right
+            optimizer.step()
+            optimizer.zero_grad()
+        sharded.wait_parameters()
+        found.append(held(sharded, optimizer))
+    assert_alike(*found)
+
+
 def test_triton_or_not_a_rank_without_pieces_chooses_as_others_do() -> None:
     sharded = wrapped(torch.bfloat16)
     for bucket in sharded.buckets:
