@@ -23,12 +23,12 @@ from trainer.memory import num_parameters
 
 Row = dict[str, Any]
 KINDS: tuple[tuple[str, str], ...] = (
-    ("attention", r"flash|fmha|sdpa|attention|flex"),
+    ("attention", r"flash|fmha|sdpa|attention|flex|dot_do_o|convert_dq"),
     ("matrix products", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
     ("optimiser", r"adam|lamb(?!da)|multi_tensor|foreach"),
     ("loss", r"cross_entropy|softmax|logsumexp|^_gradient|^_statistics"),
-    ("copies, fills", r"memcpy|memset|copy|fill|catarray|(?<!no)cast"),
-    ("communication", r"nccl|one_shot|symm|gather_kernel|scatter_kernel"),
+    ("copies, fills", r"memcpy|memset|copy|fill|catarray|chunk_cat|(?<!no)cast"),
+    ("communication", r"nccl|one_shot|symm|(?<!vectorized_)gather_kernel|scatter_kernel"),
 )
 """Kinds of kernel, the first whose pattern is in a name; what is none of these is `OTHER`."""
 OTHER = "norms, activations, sums"

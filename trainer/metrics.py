@@ -1,8 +1,8 @@
 """Where a row of numbers goes beside its file: TensorBoard's events, and gauges that Prometheus asks for.
 
-Both hold what the row holds, under its names; what is null is left out. The server of the gauges listens on the
-loopback interface unless `job.metrics.prometheus_address` says otherwise: it knows no password. Left out: pushing, and
-what other ranks know (a row speaks for all of them).
+Both hold what the row holds, the gauges under its names, TensorBoard in two sections; what is null is left out. The
+server of the gauges listens on the loopback interface unless `job.metrics.prometheus_address` says otherwise: it knows
+no password. Left out: pushing, and what other ranks know (a row speaks for all of them).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _events(folder: Path) -> Iterator[Sink]:
         writer.close()
 
 
-_CHARTS = {"loss": "loss/training", "validation_loss": "loss/held out"}
+_CHARTS = {"loss": "loss/training", "validation_loss": "loss/held_out"}
 
 
 class _Events:

@@ -30,6 +30,13 @@ JOB = build_config(
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "optimiser"),
         ("void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<{lambda(int)#1}>>", OTHER),
         ("Memcpy DtoD (Device -> Device)", "copies, fills"),
+        (
+            "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>(c10::BFloat16**, float*)",
+            "copies, fills",
+        ),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*, void*)", "attention"),
+        ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)", "attention"),
+        ("void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long)", OTHER),
         ("triton_red_fused_add_native_layer_norm_3", OTHER),
     ],
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from collectives import cublaslt, product
 from collectives.cublaslt import Operand, Shape
-from collectives.tuned_product import Run, TunedProducts, by_torch, measure_on_gpu
+from collectives.tuned_product import Run, TunedProducts, _seen, by_torch, measure_on_gpu
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -86,17 +86,66 @@ def test_the_fastest_is_taken_for_every_product_of_the_shape(monkeypatch: pytest
     assert fake.ran == [1, 2, 3, 2, 2]
 
 
-def test_each_layout_of_matrices_is_chosen_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     products = chooser([1.0, 0.99, 0.5, 0.7], monkeypatch)
     shapes = mock.Mock(side_effect=Shape.of)
     monkeypatch.setattr(cublaslt.Shape, "of", shapes)
-    square, many, out = torch.randn(8, 8), torch.randn(8, 16), torch.empty(8, 8)
-    layouts = [(square, square), (square.t(), square), (square, many[:, :8]), (many[:, 4:12], square)]
+    square, out = torch.randn(8, 8), torch.empty(8, 8)
     for _ in range(2):
-        for a_MK, b_KN in layouts:
-            assert products.run(a_MK, b_KN, out)
-            torch.testing.assert_close(out, a_MK @ b_KN)
-    assert Fake.made == shapes.call_count == len(layouts)
+        for a_MK in (square, square.t()):
+            assert products.run(a_MK, square, out)
+            torch.testing.assert_close(out, a_MK @ square)
+    assert Fake.made == shapes.call_count == 2
+
+
+def placed(rows: int, columns: int, shift: int = 0, lead: int = 32, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A matrix whose rows lie `lead` apart, `shift` elements behind an aligned address."""
+    memory = torch.empty(4096, dtype=dtype)
+    first = -memory.data_ptr() % cublaslt.LARGEST_ALIGNMENT // memory.element_size() + shift
+    return memory[first:].as_strided((rows, columns), (lead, 1))
+
+
+def products_that_differ_in_one_thing() -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """All of which are others for cublasLt."""
+    half = torch.float16
+    a, b, out, bias = placed(16, 16), placed(16, 16), placed(16, 16), placed(1, 16)[0]
+    return {
+        "none": (a, b, out, None),
+        "rows": (placed(8, 16), b, placed(8, 16), None),
+        "summed": (placed(16, 8), placed(8, 16), out, None),
+        "columns": (a, placed(16, 8), placed(16, 8), None),
+        "a transposed": (a.t(), b, out, None),
+        "b transposed": (a, b.t(), out, None),
+        "rows of a apart": (placed(16, 16, lead=48), b, out, None),
+        "rows of b apart": (a, placed(16, 16, lead=48), out, None),
+        "rows of the output apart": (a, b, placed(16, 16, lead=48), None),
+        "address of a": (placed(16, 16, shift=8), b, out, None),
+        "address of b": (a, placed(16, 16, shift=8), out, None),
+        "address of the output": (a, b, placed(16, 16, shift=8), None),
+        "wide output": (a, b, placed(16, 16, dtype=torch.float32), None),
+        "wide output of another dtype": (
+            placed(16, 16, dtype=half),
+            placed(16, 16, dtype=half),
+            placed(16, 16, dtype=torch.float32),
+            None,
+        ),
+        "bias": (a, b, out, bias),
+    }
+
+
+def test_what_cublaslt_tells_apart_is_told_apart_by_how_it_lies() -> None:
+    products = products_that_differ_in_one_thing()
+    assert len({Shape.of(*given) for given in products.values()}) == len(products)
+    assert len({_seen(*given) for given in products.values()}) == len(products)
+
+
+@pytest.mark.parametrize(
+    "bias", [placed(1, 16, shift=1)[0], placed(16, 16).t()[0], placed(1, 16, dtype=torch.float32)[0]]
+)
+def test_a_bias_that_cublaslt_refuses_is_told_from_one_that_it_takes(bias: Tensor) -> None:
+    a, b, out, good = products_that_differ_in_one_thing()["bias"]
+    assert Shape.of(a, b, out, bias) is None
+    assert _seen(a, b, out, bias) != _seen(a, b, out, good)
 
 
 def test_torch_does_it_where_no_algorithm_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:

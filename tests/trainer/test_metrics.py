@@ -90,5 +90,5 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
         sink.add({**ROW, "step": 4, "loss": 2.25})
         sink.add({"step": 4, "validation_loss": 2.75})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert sorted(events.Tags()["scalars"]) == ["loss/held out", "loss/training", "step/step_ms"]
+    assert sorted(events.Tags()["scalars"]) == ["loss/held_out", "loss/training", "step/step_ms"]
     assert [(event.step, event.value) for event in events.Scalars("loss/training")] == [(3, 2.5), (4, 2.25)]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from netlayer.config import JobConfig, OptimizerConfig, build_config
 from netlayer.launch import launch
@@ -220,12 +221,49 @@ def test_adapted_weights_that_come_late_are_refused() -> None:
         optimizer.add_param_group({"params": [torch.zeros(2, 2)]})
 
 
+def test_a_learning_rate_that_is_a_tensor_is_not_read_by_the_host() -> None:
+    """Which a CUDA graph would not allow."""
+    read: list[str] = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            read.extend([str(function)] if "_local_scalar_dense" in str(function) else [])
+            return function(*args, **kwargs or {})
+
+    weights, others = weights_of(torch.float64), weights_of(torch.float64)
+    optimizer, other = lamb_over(weights), lamb_over(others)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(CONFIG.lr, dtype=torch.float64)
+    for name, gradient in gradients_at(0).items():
+        weights[name].grad = others[name].grad = gradient
+    with Reads():
+        optimizer.step()
+    other.step()
+    assert not read
+    assert {name: far(weights[name], others[name]) for name in SHAPES} == pytest.approx(
+        dict.fromkeys(SHAPES, 0.0), abs=1e-15
+    )
+
+
+def test_a_state_of_before_graphs_may_be_captured_too() -> None:
+    optimizer = lamb_over(weights_of(torch.float64))
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["capturable"]
+    optimizer.load_state_dict(state)
+    assert all(group["capturable"] is False for group in optimizer.param_groups)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_the_host_waits_for_nothing() -> None:
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_on_a_gpu_the_host_waits_for_nothing(is_tensor: bool) -> None:
     weights = {name: weight.cuda() for name, weight in weights_of(torch.float64).items()}
     expected = weights_of(torch.float64)
-    optimizer, plain = lamb_over(weights), PlainLamb(expected, CONFIG)
+    lr = torch.tensor(CONFIG.lr)  # in float32, as torch's fused step asks for
+    optimizer, plain = lamb_over(weights), PlainLamb(expected, CONFIG.model_copy(update={"lr": float(lr)}))
+    for group in optimizer.param_groups:
+        group["lr"] = lr.cuda() if is_tensor else float(lr)
     for step in range(3):
         gradients = gradients_at(step)
         for name, weight in weights.items():

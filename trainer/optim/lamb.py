@@ -93,6 +93,11 @@ class Lamb(torch.optim.Optimizer):
             odd = self._places.keys() ^ set(adapted)
             raise ValueError(f"norms.pieces: {len(odd)} are not the adapted parameters; give those, each once")
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # of a state that was saved before there was such a thing
+            group.setdefault("capturable", False)
+
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
