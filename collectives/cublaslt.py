@@ -155,6 +155,27 @@ class Product:
             stream,
         )
 
+    @staticmethod
+    def to_text(algorithm: _Heuristic) -> str:
+        """What `from_text` makes the same of, with this release of the library."""
+        return bytes(algorithm.algorithm).hex()
+
+    @staticmethod
+    def from_text(text: str) -> _Heuristic:
+        """An algorithm that `run` takes.
+
+        Raises:
+            ValueError: it is none.
+        """
+        algorithm = bytes.fromhex(text)
+        found = _Heuristic()
+        if len(algorithm) != ctypes.sizeof(found.algorithm):
+            raise ValueError(
+                f"an algorithm of {len(algorithm)} bytes: cublasLt's have {ctypes.sizeof(found.algorithm)}"
+            )
+        ctypes.memmove(found.algorithm, algorithm, len(algorithm))
+        return found
+
     def _set(self, attribute: int, value: ctypes._SimpleCData) -> None:  # type: ignore[type-arg]
         function = _library().cublasLtMatmulDescSetAttribute
         _call(function, self._description, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
@@ -191,6 +212,13 @@ class Product:
 def is_there() -> bool:
     """Whether this torch brought the library."""
     return _load() is not None
+
+
+def version() -> int:
+    """Of the library."""
+    function = _library().cublasLtGetVersion
+    function.restype = ctypes.c_size_t
+    return int(function())
 
 
 @functools.cache

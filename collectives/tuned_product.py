@@ -4,8 +4,8 @@ A chip under full load is bound by its power: what counts is how much of it an a
 knows, and no measurement that is over before the clock has come down. On an H200 an algorithm that took 7% less time
 than the one that torch is given, in turns of milliseconds, took 5% more after a tenth of a second; others, of products
 of a 7B model, take up to 5% less then too. Candidates are torch's own product and cublasLt's algorithms for the shape,
-on the data of its first call: some 1.3 s a shape, 20 s of a 7B model. Left out: small products, whose launch counts
-most, and shapes first met while a CUDA graph is captured.
+on the data of its first call: some 1.3 s a shape, 20 s of a 7B model, kept for the next start. Left out: small
+products, whose launch counts most, and shapes first met while a CUDA graph is captured.
 
 Runs may choose otherwise, and so round sums otherwise: not where torch is asked for deterministic algorithms, or for
 sums that are not reduced in 16 bits; there all products are torch's.
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from collectives import cublaslt
+from collectives.product_choices import ProductChoices, choices_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ _SETTLING_S = 0.2
 _LEAST_GAIN = 0.005
 
 Run = Callable[[], object]
+Given = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""The factors, where the product goes, and a bias."""
 Choice = tuple[cublaslt.Product, Any] | None
 """A product and the best of its algorithms; None: torch's."""
 
@@ -47,10 +50,16 @@ class TunedProducts:
 
     Args:
         measure: seconds of each candidate, in their order.
+        choices: of earlier processes on a device's kind of card.
     """
 
-    def __init__(self, measure: Callable[[list[Run]], list[float]]) -> None:
-        self._measure = measure
+    def __init__(
+        self,
+        measure: Callable[[list[Run]], list[float]],
+        choices: Callable[[torch.device], ProductChoices] = lambda _device: ProductChoices(),
+    ) -> None:
+        self._measure, self._choices = measure, choices
+        self._measures = False
         self._chosen: dict[cublaslt.Shape, Choice] = {}
         self._met: dict[tuple[object, ...], Choice] = {}
 
@@ -67,7 +76,7 @@ class TunedProducts:
                     place_MN = torch.empty_strided(
                         out_MN.shape, out_MN.stride(), dtype=out_MN.dtype, device=out_MN.device
                     )
-                self._chosen[shape] = self._choose(shape, a_MK, b_KN, place_MN, bias_N)
+                self._chosen[shape] = self._choose(shape, (a_MK, b_KN, place_MN, bias_N))
             self._met[seen] = None if shape is None else self._chosen[shape]
         chosen = self._met[seen]
         if chosen is None:
@@ -76,25 +85,45 @@ class TunedProducts:
         product.run(algorithm, a_MK, b_KN, out_MN, bias_N, adds)
         return True
 
-    def _choose(
-        self, shape: cublaslt.Shape, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None
-    ) -> Choice:
-        if not self._chosen:
+    def _choose(self, shape: cublaslt.Shape, given: Given) -> Choice:
+        choices = self._choices(shape.device)
+        kept = choices.find(shape)
+        if kept is not None:
+            try:
+                return _taken(shape, kept, given)
+            except (RuntimeError, ValueError) as exc:
+                logger.info("%s: what was chosen earlier does not run, and is chosen anew: %s", _words(given), exc)
+        if not self._measures:
             logger.info("matrix products: measuring which algorithms are the fastest, a second or two for each shape")
-        plain = functools.partial(by_torch, a_MK, b_KN, out_MN, bias_N)
+            self._measures = True
         try:
-            product = cublaslt.Product(shape)
-            candidates = list(product.algorithms)
-            runs = [functools.partial(product.run, each, a_MK, b_KN, out_MN, bias_N, False) for each in candidates]
-            torch_s, *others = self._measure([plain, *runs])
+            chosen = self._fastest(shape, given)
         except RuntimeError as exc:
-            logger.warning("torch's own product is taken for %s: %s", _words(a_MK, b_KN), exc)
+            logger.warning("torch's own product is taken for %s: %s", _words(given), exc)
             return None
+        choices.add(shape, "" if chosen is None else chosen[0].to_text(chosen[1]))
+        return chosen
+
+    def _fastest(self, shape: cublaslt.Shape, given: Given) -> Choice:
+        product = cublaslt.Product(shape)
+        candidates = list(product.algorithms)
+        runs = [functools.partial(product.run, each, *given, False) for each in candidates]
+        torch_s, *others = self._measure([functools.partial(by_torch, *given), *runs])
         best_s = min(others, default=torch_s)
         is_worth_it = best_s < torch_s * (1 - _LEAST_GAIN)
         said = "product %s: torch %.1f us, the best of %d algorithms %.1f us"
-        logger.debug(said, _words(a_MK, b_KN), torch_s * 1e6, len(others), best_s * 1e6)
+        logger.debug(said, _words(given), torch_s * 1e6, len(others), best_s * 1e6)
         return (product, candidates[others.index(best_s)]) if is_worth_it else None
+
+
+def _taken(shape: cublaslt.Shape, kept: str, given: Given) -> Choice:
+    """What was chosen earlier; it runs once, for what it says where it cannot."""
+    if not kept:
+        return None
+    product = cublaslt.Product(shape)
+    algorithm = product.from_text(kept)
+    product.run(algorithm, *given, False)
+    return product, algorithm
 
 
 def _seen(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None) -> tuple[object, ...]:
@@ -164,7 +193,7 @@ def _seconds(run: Run, count: int) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / count
 
 
-PRODUCTS = TunedProducts(measure_on_gpu)
+PRODUCTS = TunedProducts(measure_on_gpu, choices_of)
 """Of this process: what was chosen for a shape serves every layer that has it."""
 
 
@@ -184,5 +213,6 @@ def can_tune(a: Tensor, b_KN: Tensor) -> bool:
     )
 
 
-def _words(a_MK: Tensor, b_KN: Tensor) -> str:
+def _words(given: Given) -> str:
+    a_MK, b_KN, *_ = given
     return f"{a_MK.shape[0]} x {a_MK.shape[1]} x {b_KN.shape[1]}"

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from congestion.nic.env import as_record, exports, for_ranks
+from netlayer.cache import cache_folder
 from netlayer.config import JobConfig
 from netlayer.errors import ConfigError
 from netlayer.launch import launch
 from netlayer.rank import RankContext
 from trainer.checkpoint_meta import check_same_text, find
-from trainer.data.prepare import Corpus, CorpusFacts, OnStage, check_enough, default_cache_folder, prepare_corpus
+from trainer.data.prepare import Corpus, CorpusFacts, OnStage, check_enough, prepare_corpus
 from trainer.metrics import check_metrics
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ def prepare(
     before = find(resume) if resume else None
     tokenizer_file = before.tokenizer_file if before and job.checkpoint.other_text else None
     try:
-        corpus = prepare_corpus(*text, default_cache_folder(), on_stage, tokenizer_file)
+        corpus = prepare_corpus(*text, cache_folder(), on_stage, tokenizer_file)
     except OSError as exc:
         said = "$XDG_CACHE_HOME, or ~/.cache, cannot be used as a cache (%s); this run's tokens go to %s"
         logger.warning(said, exc, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from collectives import cublaslt, product
 from collectives.cublaslt import Operand, Shape
+from collectives.product_choices import ProductChoices
 from collectives.tuned_product import Run, TunedProducts, _seen, by_torch, measure_on_gpu
 
 HAS_GPU = torch.cuda.is_available()
@@ -54,23 +56,35 @@ class Fake:
         self.algorithms: Sequence[Any] = [1, 2, 3]
         self.ran: list[Any] = []
 
+    @staticmethod
+    def to_text(algorithm: Any) -> str:
+        return str(algorithm)
+
+    @staticmethod
+    def from_text(text: str) -> Any:
+        return int(text)
+
     def run(self, algorithm: Any, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, adds: bool) -> None:
         self.ran.append(algorithm)
         out.copy_(a @ b + (0 if bias is None else bias) + (out if adds else 0))
 
 
-def chooser(times: list[float], monkeypatch: pytest.MonkeyPatch) -> TunedProducts:
-    """With the seconds of torch's product, and of each algorithm."""
+def chooser(
+    times: list[float], monkeypatch: pytest.MonkeyPatch, choices: ProductChoices | None = None
+) -> TunedProducts:
+    """With the seconds of torch's product, and of each algorithm; none: nothing may be measured."""
     monkeypatch.setattr(cublaslt, "Product", Fake)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     Fake.made = 0
 
     def measure(candidates: list[Run]) -> list[float]:
+        assert times
         for run in candidates:
             run()
         return times
 
-    return TunedProducts(measure)
+    kept = choices or ProductChoices()
+    return TunedProducts(measure, lambda _device: kept)
 
 
 def test_the_fastest_is_taken_for_every_product_of_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +98,41 @@ def test_the_fastest_is_taken_for_every_product_of_the_shape(monkeypatch: pytest
     [(fake, algorithm)] = products._chosen.values()
     assert algorithm == 2
     assert fake.ran == [1, 2, 3, 2, 2]
+
+
+def test_what_was_chosen_is_not_measured_again_by_the_next_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "cache" / "products.json"
+    a_MK, b_KN, thin_KN = torch.randn(2, 3), torch.randn(3, 4), torch.randn(3, 1)
+    out_MN, thin_MN = torch.empty(2, 4), torch.empty(2, 1)
+    assert chooser([1.0, 0.9, 0.5, 0.7], monkeypatch, ProductChoices(file)).run(a_MK, b_KN, out_MN)
+    assert not chooser([1.0, 1.1, 1.1, 1.1], monkeypatch, ProductChoices(file)).run(a_MK, thin_KN, thin_MN)
+    products = chooser([], monkeypatch, ProductChoices(file))
+    assert products.run(a_MK, b_KN, out_MN.zero_())
+    torch.testing.assert_close(out_MN, a_MK @ b_KN)
+    assert not products.run(a_MK, thin_KN, thin_MN)
+    [(fake, algorithm)] = filter(None, products._chosen.values())
+    assert (algorithm, fake.ran) == (2, [2, 2])  # once to see that it runs
+
+
+@pytest.mark.parametrize("kept", ["9", "none of ours"])
+def test_what_was_chosen_and_does_not_run_is_measured_again(
+    kept: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(_self: Fake, algorithm: Any, *_given: Any) -> None:
+        if algorithm > 3:
+            raise RuntimeError("cublasLtMatmul: cublasLt's status 15")
+
+    choices = ProductChoices(tmp_path / "products.json")
+    given = torch.randn(2, 3), torch.randn(3, 4), torch.empty(2, 4)
+    shape = Shape.of(*given)
+    assert shape is not None
+    choices.add(shape, kept)
+    products = chooser([1.0, 0.9, 0.5, 0.7], monkeypatch, choices)
+    monkeypatch.setattr(Fake, "run", run)
+    assert products.run(*given)
+    assert ProductChoices(tmp_path / "products.json").find(shape) == "2"
 
 
 def test_a_shape_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,8 +292,23 @@ def test_every_algorithm_computes_the_product(dtype: torch.dtype, case: str) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU with CUDA")
-def test_on_a_gpu_products_are_measured_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = TunedProducts(measure_on_gpu)
+def test_on_a_gpu_an_algorithm_that_was_kept_computes_the_product() -> None:
+    a_MK, b_KN = (torch.randn(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    expected = a_MK.double() @ b_KN.double()
+    shape = Shape.of(a_MK, b_KN, a_MK)
+    assert shape is not None
+    texts = [cublaslt.Product.to_text(each) for each in cublaslt.Product(shape).algorithms]
+    for text in texts:
+        out_MN = torch.full_like(a_MK, torch.nan)
+        cublaslt.Product(shape).run(cublaslt.Product.from_text(text), a_MK, b_KN, out_MN, None, False)
+        assert float((out_MN - expected).norm() / expected.norm()) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU with CUDA")
+def test_on_a_gpu_products_are_measured_and_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    choices = ProductChoices(tmp_path / "products.json")
+    products = TunedProducts(measure_on_gpu, lambda _device: choices)
     monkeypatch.setattr(product, "PRODUCTS", products)
     a_MK, b_KN = (torch.randn(2304, 2304, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     expected = a_MK.double() @ b_KN.double()
@@ -256,4 +320,10 @@ def test_on_a_gpu_products_are_measured_and_right(monkeypatch: pytest.MonkeyPatc
         product.add_product(wide, a_MK, b_KN, is_first=False, tuned=True)
         assert float((wide - 2 * expected).norm() / expected.norm()) < 1e-5
     assert len(products._chosen) == 2
+    again = TunedProducts(
+        mock.Mock(side_effect=AssertionError), lambda _device: ProductChoices(tmp_path / "products.json")
+    )
+    monkeypatch.setattr(product, "PRODUCTS", again)
+    found = product.multiply(a_MK, b_KN, tuned=True)
+    assert float((found - expected).norm() / expected.norm()) < 5e-3
     torch.testing.assert_close(by_torch(a_MK, b_KN, torch.empty_like(a_MK), None), a_MK @ b_KN)

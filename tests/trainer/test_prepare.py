@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from netlayer.errors import ConfigError
 from trainer.data.corpus import Document, read_documents
-from trainer.data.prepare import Corpus, check_enough, default_cache_folder, prepare_corpus
+from trainer.data.prepare import Corpus, check_enough, prepare_corpus
 from trainer.data.tokenizer import END_OF_DOCUMENT, encode, load_tokenizer, train_tokenizer
 
 from .conftest import tiny_job
@@ -200,14 +200,6 @@ def test_too_little_text_is_refused(corpus: Corpus) -> None:
         check_enough(facts, "folder", facts.train_tokens, 16)
     with pytest.raises(ConfigError, match="held-out tokens"):
         check_enough(dataclasses.replace(facts, validation_tokens=16), "", 8, 16)
-
-
-def test_the_cache_is_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
-    assert default_cache_folder() == Path("/some/cache/netlayer")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert default_cache_folder() == Path("/home/someone/.cache/netlayer")
 
 
 _PREPARE = """

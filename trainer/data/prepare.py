@@ -90,19 +90,6 @@ class Corpus:
         return {"text": record["text"], "tokenizer": record["digests"][_TOKENIZER_FILE]}
 
 
-def default_cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/netlayer`, or `~/.cache/netlayer`.
-
-    Raises:
-        OSError: this user has no home folder.
-    """
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "netlayer"
-    except RuntimeError as exc:
-        raise OSError("there is no home folder") from exc
-
-
 def prepare_corpus(
     config: DataConfig,
     vocab_size: int,
