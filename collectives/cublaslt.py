@@ -216,9 +216,7 @@ def is_there() -> bool:
 
 def version() -> int:
     """Of the library."""
-    function = _library().cublasLtGetVersion
-    function.restype = ctypes.c_size_t
-    return int(function())
+    return int(_library().cublasLtGetVersion())
 
 
 @functools.cache
@@ -231,6 +229,7 @@ def _load() -> ctypes.CDLL | None:
     except OSError:
         return None
     pointer = ctypes.c_void_p
+    lt.cublasLtGetVersion.restype = ctypes.c_size_t
     lt.cublasLtMatmul.argtypes = (*[pointer] * 14, ctypes.c_size_t, pointer)
     return lt
 

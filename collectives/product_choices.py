@@ -55,11 +55,12 @@ class ProductChoices:
             return {}
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
+            if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+                raise ValueError("it is no table of texts")
         except (OSError, ValueError) as exc:
             logger.info("%s: what is kept there is measured again: %s", self._path, exc)
             return {}
-        is_ours = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
-        return found if is_ours else {}
+        return found
 
 
 @functools.cache

@@ -40,10 +40,13 @@ def test_cards_of_a_kind_share_what_was_chosen() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}', "\xff"])
-def test_a_file_that_is_none_is_as_none(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_none_is_as_none_and_said(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "products.json"
     file.write_bytes(text.encode("latin-1"))
-    choices = ProductChoices(file)
+    with caplog.at_level(logging.INFO):
+        choices = ProductChoices(file)
+    [record] = caplog.records
+    assert "what is kept there is measured again" in record.getMessage()
     assert choices.find(shape_of(4)) is None
     choices.add(shape_of(4), "aa")
     assert list(json.loads(file.read_text()).values()) == ["aa"]
