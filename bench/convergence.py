@@ -30,7 +30,7 @@ from bench.convergence_join import (
     shown_beside,
 )
 from bench.convergence_pace import Pace
-from bench.convergence_rows import BROKEN_OFF, RUN, Before, Curve, Row, rows_of, table
+from bench.convergence_rows import BROKEN_OFF, RUN, Before, Curve, Row, named_apart, rows_of, table
 from bench.convergence_run import (
     KINDS,
     MEGASCALE_KINDS,
@@ -210,7 +210,7 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
         except BaseException as exc:
             if bench.own(out):
                 click.echo(f"{reason_of(exc)}: what was measured until then is kept", err=True)
-                _finish(bench, out, html_file, broken_off=reason_of(exc), planned=[plan.name for plan in found])
+                _finish(bench, out, html_file, broken_off=reason_of(exc), planned=found)
                 joins = " ".join(f"--join {path}" for path in (*given["join"], out))
                 click.echo(f"to go on: the same options, {joins} and another --out", err=True)
             elif isinstance(exc, SystemExit):  # of all else the caller says a word
@@ -246,8 +246,9 @@ class _Bench:
         return [curve for curve in read_runs(out) if curve.evaluations]
 
     def curves(self, out: Path) -> list[Curve]:
-        """All of them, standard first."""
-        return sorted([*self.earlier, *self.own(out)], key=lambda curve: KINDS.index(curve.facts["kind"]))
+        """All of them, standard first, lower rates first."""
+        curves = sorted([*self.earlier, *self.own(out)], key=lambda curve: (KINDS.index(curve.key[0]), curve.key[1]))
+        return named_apart(curves)
 
     def record(self, rows: Sequence[Row], curves: Sequence[Curve]) -> RunRecord:
         shown = {name: str(value) if isinstance(value, Path) else value for name, value in self.given.items()}
@@ -448,14 +449,14 @@ def _roots(text: Path | None) -> tuple[Root, ...]:
 
 
 def _finish(
-    bench: _Bench, out: Path, html_file: Path | None, broken_off: str = "", planned: Sequence[str] = ()
+    bench: _Bench, out: Path, html_file: Path | None, broken_off: str = "", planned: Sequence[Plan] = ()
 ) -> list[Row]:
     """The record, the table and the page, each as far as there is anything for it."""
     curves = bench.curves(out)
     rows = rows_of(curves)
     if broken_off:
-        begun = {curve.name for curve in curves}
-        not_run = [name for name in planned if name not in begun]
+        begun = {curve.key for curve in curves}
+        not_run = [plan.name for plan in planned if plan.key not in begun]
         rows.append({"table": BROKEN_OFF, "reason": broken_off, "not_run": not_run})
     record = bench.record(rows, curves)
     click.echo(f"record: {record.save(out / 'records')}", err=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.convergence_rows import FACTS_FILE, Before, Curve, read_curve
+from bench.convergence_rows import FACTS_FILE, Before, Curve, RunKey, read_curve, run_name
 from bench.convergence_run import Plan
 from bench.convergence_text import Chosen
 from netlayer.config import JobConfig
@@ -28,29 +28,30 @@ def read_runs(out: Path) -> list[Curve]:
 
 
 def read_joined(outs: Sequence[Path]) -> list[Curve]:
-    """The runs of earlier calls that have rows; of several that broke off, of one name, the one that goes on furthest.
+    """The runs of earlier calls that have rows; of several that broke off, the one that goes on furthest.
 
     Raises:
-        ConfigError: a folder holds no run at all, or two hold a whole one of the same name.
+        ConfigError: a folder holds no run at all, or two hold the same one, whole.
     """
-    found: dict[str, Curve] = {}
+    found: dict[RunKey, Curve] = {}
     for out in outs:
         curves = read_runs(out)
         if not curves:
             rule = f"holds no run of this bench ({RUNS}/*/{FACTS_FILE})"
             raise ConfigError("--join", out, rule, "give the output folder of an earlier call")
         for curve in (curve for curve in curves if curve.evaluations):
-            other = found.get(curve.name)
+            other = found.get(curve.key)
             if other and other.is_whole and curve.is_whole:
-                raise ConfigError("--join", out, f"has a run {curve.name} too", "give one folder of the two")
+                rule = f"has a run {run_name(*curve.key, of_several=True)} too"
+                raise ConfigError("--join", out, rule, "give one folder of the two")
             if other is None or _worth(curve) > _worth(other):
-                found[curve.name] = curve
+                found[curve.key] = curve
     return list(found.values())
 
 
 def before(plan: Plan, facts: Mapping[str, Any], earlier: Sequence[Curve]) -> Before | None:
     """What an earlier call had of this run when it was broken off, where that can be gone on with."""
-    curve = next((curve for curve in earlier if curve.name == plan.name and not curve.is_done), None)
+    curve = next((curve for curve in earlier if curve.key == plan.key and not curve.is_done), None)
     if curve is None or _differing(plan.job, curve.job):
         return None
     is_alike = _likeness(curve.job, curve.facts) == _likeness(plan.job, facts)
@@ -59,8 +60,8 @@ def before(plan: Plan, facts: Mapping[str, Any], earlier: Sequence[Curve]) -> Be
 
 def shown_beside(plans: Sequence[Plan], earlier: Sequence[Curve]) -> list[Curve]:
     """Earlier runs that stay as they are: `plans`, which are still to be trained, take the place of theirs."""
-    names = {plan.name for plan in plans}
-    return [curve for curve in earlier if curve.name not in names]
+    keys = {plan.key for plan in plans}
+    return [curve for curve in earlier if curve.key not in keys]
 
 
 def check_alike(jobs: Sequence[tuple[str, JobConfig, Mapping[str, Any]]]) -> None:
@@ -99,12 +100,12 @@ def left_to_do(plans: Sequence[Plan], earlier: Sequence[Curve]) -> list[Plan]:
     """The plans that no earlier run has done: one that diverged has, unless it had other settings.
 
     Raises:
-        ConfigError: an earlier run of the same name came to its end with other settings.
+        ConfigError: the same run came to its end earlier, with other settings.
     """
-    done = {curve.name: curve for curve in earlier if curve.is_done}
+    done = {curve.key: curve for curve in earlier if curve.is_done}
     left = []
     for plan in plans:
-        curve = done.get(plan.name)
+        curve = done.get(plan.key)
         differing = _differing(plan.job, curve.job) if curve else []
         if curve and curve.is_whole and differing:
             rule = f"{plan.name} had other settings in the earlier call: {', '.join(differing)}"
@@ -125,7 +126,7 @@ def _going_on(curve: Curve) -> Before | None:
 
 
 def _worth(curve: Curve) -> tuple[bool, bool, int, int]:
-    """Of several of one name, the one to take: done, else gone on with from the latest step, else the longest."""
+    """Of several, the one to take: done, else gone on with from the latest step, else the longest."""
     going_on = None if curve.is_done else _going_on(curve)
     return curve.is_whole, curve.is_done, going_on.step if going_on else 0, len(curve.steps)
 

@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from netlayer.results import write_text
 from trainer.flops import peak_flops, step_flops, utilisation
 
 Row = dict[str, Any]
+RunKey = tuple[str, float]
+"""Kind and peak learning rate: which run it is, also beside those of other calls."""
 RUN, EVALUATION, TRAINING, BROKEN_OFF = "run", "evaluation", "training", "broken off"
 """Tables of a record's rows."""
 STANDARD = "standard"
@@ -54,6 +56,10 @@ class Curve:
     @property
     def name(self) -> str:
         return str(self.facts["run"])
+
+    @property
+    def key(self) -> RunKey:
+        return self.facts["kind"], self.job.optimizer.lr
 
     @property
     def tokens_per_step(self) -> int:
@@ -145,6 +151,21 @@ def read_curve(folder: Path) -> Curve:
     except (OSError, ValueError, LookupError, TypeError) as exc:
         rule = f"holds no run of this bench ({exc})"
         raise ConfigError("--join", folder, rule, "give the output folder of an earlier call") from exc
+
+
+def named_apart(curves: Sequence[Curve]) -> list[Curve]:
+    """Those of a kind that has several, of several calls perhaps, with their learning rates in their names."""
+    kinds = [curve.facts["kind"] for curve in curves]
+    return [
+        replace(curve, facts={**curve.facts, "run": run_name(*curve.key, of_several=True)})
+        if kinds.count(curve.facts["kind"]) > 1
+        else curve
+        for curve in curves
+    ]
+
+
+def run_name(kind: str, lr: float, *, of_several: bool) -> str:
+    return f"{kind} lr {lr:g}" if of_several else kind
 
 
 def rows_of(curves: Sequence[Curve]) -> list[Row]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.convergence_rows import FACTS_FILE, STANDARD, Before
+from bench.convergence_rows import FACTS_FILE, STANDARD, Before, RunKey, run_name
 from netlayer import environ
 from netlayer.config import JobConfig, ModelConfig, build_config, build_section
 from netlayer.early_end import ASKED_TO_STOP, reason_of
@@ -101,6 +101,10 @@ class Plan:
     job: JobConfig
 
     @property
+    def key(self) -> RunKey:
+        return self.kind, self.job.optimizer.lr
+
+    @property
     def folder_name(self) -> str:
         return re.sub(r"[^\w.-]+", "-", self.name)
 
@@ -119,7 +123,7 @@ def plans(asked: Asked, kinds: Sequence[str], tokens: int) -> list[Plan]:
     for kind in kinds:
         rates = asked.lamb_lr if kind == "lamb" else asked.lr
         for lr in rates:
-            name = kind if len(rates) == 1 else f"{kind} lr {lr:g}"
+            name = run_name(kind, lr, of_several=len(rates) > 1)
             found.append(Plan(name, kind, _job(asked, kind, lr, tokens)))
     return found
 

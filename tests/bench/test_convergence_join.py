@@ -43,8 +43,16 @@ def planned(*kinds: str) -> list[Plan]:
 
 
 def with_rate(plan: Plan, lr: float) -> Plan:
-    optimizer = plan.job.optimizer.model_copy(update={"lr": lr})
-    return Plan(plan.name, plan.kind, plan.job.model_copy(update={"optimizer": optimizer}))
+    return _with(plan, lr=lr)
+
+
+def with_beta(plan: Plan, beta1: float) -> Plan:
+    return _with(plan, beta1=beta1)
+
+
+def _with(plan: Plan, **optimizer: float) -> Plan:
+    changed = plan.job.optimizer.model_copy(update=optimizer)
+    return replace(plan, job=plan.job.model_copy(update={"optimizer": changed}))
 
 
 @pytest.mark.parametrize(
@@ -77,19 +85,40 @@ def test_what_an_earlier_call_has_done_is_not_run_again() -> None:
     assert [plan.name for plan in left_to_do(found, [made("standard", WHOLE)])] == ["lamb"]
     assert len(left_to_do(found, [])) == 2
     with pytest.raises(
-        ConfigError, match=r"standard had other settings in the earlier call: optimizer\.lr 0\.003, now 1"
+        ConfigError, match=r"standard had other settings in the earlier call: optimizer\.beta1 0\.9, now 0\.5"
     ):
-        left_to_do([with_rate(plan, 1.0) for plan in found], [made("standard", WHOLE)])
+        left_to_do([with_beta(plan, 0.5) for plan in found], [made("standard", WHOLE)])
+
+
+def test_a_run_of_another_rate_is_another_run(tmp_path: Path) -> None:
+    """So a sweep may be laid together of several calls, whole ones and those that broke off."""
+    rates = {0.003: WHOLE, 0.001: WHOLE[:2], 1.0: WHOLE}
+    for rate, losses in rates.items():
+        curve = made("standard", losses, whole=losses is WHOLE)
+        job = curve.job.model_copy(update={"optimizer": curve.job.optimizer.model_copy(update={"lr": rate})})
+        saved(replace(curve, job=job, facts={**curve.facts, "job": job.model_dump(mode="json")}), tmp_path / f"{rate}")
+    joined = read_joined([tmp_path / f"{rate}" for rate in rates])
+    [plan] = planned("standard")
+    assert left_to_do([plan], joined) == []
+    assert left_to_do([with_rate(plan, 0.5)], joined) == [with_rate(plan, 0.5)]
+    joins = [option for rate in rates for option in ("--join", str(tmp_path / f"{rate}"))]
+    result = CliRunner().invoke(command, ["--runs", "none", *joins, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    for name in ("standard lr 0.003 ", "standard lr 1 ", "standard lr 0.001, broken off after"):
+        assert name in result.output
+    with pytest.raises(ConfigError, match=r"has a run standard lr 1 too; give one folder of the two"):
+        read_joined([tmp_path / "1.0", tmp_path / "1.0"])
 
 
 def test_a_run_that_diverged_is_done_unless_it_gets_other_settings() -> None:
     part = made("lamb", WHOLE[:2], whole=False)
     diverged = replace(part, facts={**part.facts, "stopped": "step 2: the loss is nan"})
     [plan] = planned("lamb")
-    other = with_rate(plan, 1.0)
+    other = with_beta(plan, 0.5)
     assert left_to_do([plan], [diverged]) == []
     assert left_to_do([other], [diverged]) == [other]
     assert shown_beside([other], [diverged]) == []
+    assert shown_beside([with_rate(plan, 1.0)], [diverged]) == [diverged]
 
 
 def test_a_run_that_broke_off_is_shown_where_it_is_not_run_again(tmp_path: Path) -> None:
