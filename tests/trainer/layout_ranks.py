@@ -234,6 +234,13 @@ def run_graphs(context: RankContext, jobs: Sequence[JobConfig], url: str, backen
         ]
 
 
+def run_deterministic_graphs(
+    context: RankContext, jobs: Sequence[JobConfig], url: str, backend: str
+) -> list[tuple[Trained, ...]]:
+    torch.use_deterministic_algorithms(True)
+    return run_graphs(context, jobs, url, backend)
+
+
 def run_steps(context: RankContext, jobs: Sequence[JobConfig], url: str, backend: str = "gloo") -> list[Trained]:
     with _world(context, url, backend) as device:
         return [take_steps(job, context.env.rank, device, Steps) for job in jobs]
@@ -242,7 +249,10 @@ def run_steps(context: RankContext, jobs: Sequence[JobConfig], url: str, backend
 def take_steps(
     job: JobConfig, rank: int, device: torch.device, kind: Callable[[SplitModel, Optimizers, float], Steps]
 ) -> Trained:
-    """Six steps of all micro-batches, an evaluation between them, and six of half as many."""
+    """Six steps of all micro-batches, an evaluation between them, and six of half as many.
+
+    Rates are those that float32 has: in it a graph reads them.
+    """
     layout = job.parallel.layout
     groups = create_groups(layout, more=further_groups(job)) if layout.world_size > 1 else None
     model = SplitModel(job, 3, rank, device, groups)
@@ -254,7 +264,7 @@ def take_steps(
     for step in range(1, 13):
         steps.begin(step)
         own = batches(job, step, model.place.dp, device)
-        stepped = steps.run(step, own if step < 7 else own[: len(own) // 2], 1e-3 * (1 + step % 4))
+        stepped = steps.run(step, own if step < 7 else own[: len(own) // 2], 2.0**-10 * (1 + step % 4))
         losses.append(mean_loss(model, stepped.loss))
         assert stepped.grad_norm is not None
         norms.append(float(stepped.grad_norm))
