@@ -46,7 +46,7 @@ from bench.convergence_run import (
 from bench.convergence_text import PATTERNS, Chosen, Root, choose, folder_root, machine_roots
 from netlayer import environ
 from netlayer.command import RunOptions, open_run, run_options
-from netlayer.config import read_override
+from netlayer.config_file import read_override
 from netlayer.early_end import ending_at, reason_of
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.meeting import MeetingPlace, meeting_place

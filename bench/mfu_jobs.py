@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from bench.mfu_systems import OURS, PEERS, Entry, read_peers
 from netlayer.command import RunOptions
-from netlayer.config import JobConfig, build_config, read_override
+from netlayer.config import JobConfig, build_config
+from netlayer.config_file import read_override
 from netlayer.errors import ConfigError
 from trainer.memory import check_memory
 

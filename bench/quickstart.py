@@ -20,7 +20,8 @@ from bench.options import PerfOptions
 from bench.quickstart_outcome import Outcome, fabric_summary, summary
 from netlayer import environ
 from netlayer.command import RunOptions, open_run, run_options
-from netlayer.config import Config, example, load_config
+from netlayer.config import Config
+from netlayer.config_file import example, load_config
 from netlayer.errors import CheckFailed, ConfigError, NetlayerError
 from netlayer.interrupt import held_interrupt
 from netlayer.meeting import MeetingPlace, meeting_place

@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from bench.quickstart_outcome import Outcome, fabric_summary, summary
-from netlayer.config import example
+from netlayer.config_file import example
 from netlayer.report import Axis, Figure, Report, Section, charts
 from netlayer.units import format_size
 from trainer.data.corpus import text_folder

@@ -26,7 +26,8 @@ import numpy as np
 
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
-from netlayer.config import Config, build_config, example
+from netlayer.config import Config, build_config
+from netlayer.config_file import example
 from netlayer.errors import CheckFailed
 from netlayer.results import RunRecord, utc_now, write_text
 from topology.clos import Clos, Ints

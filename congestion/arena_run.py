@@ -19,7 +19,7 @@ import numpy as np
 from congestion import scenario_catalogue
 from congestion.arena_protocol import SUITE, Case, Condition, Suite
 from congestion.settings import Settings, settings_of
-from netlayer.config import example
+from netlayer.config_file import example
 from netlayer.percentile import percentile
 
 if TYPE_CHECKING:

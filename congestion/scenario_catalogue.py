@@ -19,7 +19,8 @@ from congestion import scenario, scenario_job
 from congestion.engine.tables import MOST_FLOWS
 from congestion.files import Flap, FlowSet, cm_nodes, read_cm, read_flows
 from congestion.scenario_fabric import FABRICS, build_fabric
-from netlayer.config import Section, load_config
+from netlayer.config import Section
+from netlayer.config_file import load_config
 from netlayer.errors import ConfigError
 from topology.graph import Graph
 from topology.plant import Plant

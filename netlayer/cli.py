@@ -106,7 +106,7 @@ def show(path: Path | None, overrides: tuple[str, ...]) -> None:
     Example:
       netlayer config show --config examples/laptop.toml --set job.parallel.dp=4 --set cluster.gpus_per_server=4
     """
-    from netlayer.config import load_config, to_toml
+    from netlayer.config_file import load_config, to_toml
 
     click.echo(to_toml(load_config(path, overrides), describe=True), nl=False)
 
@@ -116,7 +116,7 @@ def show(path: Path | None, overrides: tuple[str, ...]) -> None:
 @click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable.")
 def check(path: Path | None, overrides: tuple[str, ...]) -> None:
     """Say whether a configuration is good: exit 0, or 2 and one line that says what to change."""
-    from netlayer.config import load_config
+    from netlayer.config_file import load_config
 
     tree = load_config(path, overrides)
     ranks, servers = tree.cluster.num_gpus, tree.cluster.servers

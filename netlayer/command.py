@@ -60,7 +60,7 @@ class RunOptions:
 
     def load_config(self, default: Path | None = None) -> Config:
         """The resolved tree; `default` is the file where no `--config` was given."""
-        from netlayer.config import load_config
+        from netlayer.config_file import load_config
 
         return load_config(self.config_path or default, self.overrides)
 

@@ -26,7 +26,8 @@ from bench.accept.verbs import Mode
 from bench.accept.work import work_for
 from congestion.nic.env import as_record, for_ranks
 from netlayer import environ
-from netlayer.config import NcclConfig, load_config
+from netlayer.config import NcclConfig
+from netlayer.config_file import load_config
 from netlayer.environ import usable_gpus
 from netlayer.errors import EXIT_FAILED, EXIT_OK, ConfigError, HardwareMissing
 from netlayer.rank import RankEnv, detect

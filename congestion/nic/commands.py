@@ -48,7 +48,7 @@ def inventory(options: HostOptions, cluster: Path | None) -> None:
 
     wanted = None
     if cluster is not None:
-        from netlayer.config import load_config
+        from netlayer.config_file import load_config
 
         wanted = load_config(cluster, option="--cluster").cluster
     if elsewhere(options, "inventory", _judge(wanted) if wanted else None):

@@ -77,7 +77,7 @@ def _one_line(text: str) -> str:
 def _settings(job: Path | None, profile: Path | None, overrides: Sequence[str]) -> NcclConfig:
     from congestion.nic.env import PREFIX, filled_from
     from congestion.nic.profile import load_profile
-    from netlayer.config import load_config
+    from netlayer.config_file import load_config
     from netlayer.errors import ConfigError
 
     words = []

@@ -81,7 +81,7 @@ def fabric(
     from congestion.nic.plan_fabric import plan_hosts
     from congestion.nic.plan_switches import group_switches
     from congestion.nic.profile import load_profile
-    from netlayer.config import load_config
+    from netlayer.config_file import load_config
     from netlayer.errors import CheckFailed, ConfigError
     from netlayer.results import check_target, write_text
 

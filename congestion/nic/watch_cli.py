@@ -255,7 +255,8 @@ def _output(out: Path | None) -> Iterator[Path | None]:
 
 def _limits(overrides: Sequence[str]) -> Thresholds:
     from congestion.nic.counters_detect import Thresholds
-    from netlayer.config import build_section, read_override
+    from netlayer.config import build_section
+    from netlayer.config_file import read_override
 
     return build_section(Thresholds, dict(read_override(word, "pause_share=0.3") for word in overrides), "--set ")
 

@@ -14,7 +14,8 @@ import pytest
 from bench import quickstart as module
 from bench.quickstart_outcome import Outcome, fabric_summary
 from bench.quickstart_page import build_page, onwards
-from netlayer.config import Config, example, load_config
+from netlayer.config import Config
+from netlayer.config_file import example, load_config
 from netlayer.environ import Finding
 from netlayer.results import RunRecord, load_record
 from tests.bench import canned

@@ -7,7 +7,8 @@ from click.testing import CliRunner
 
 from bench import topology_scale
 from bench.topology_scale import PLACEMENTS, STAGES, exponent, grow, missed_limits, one_pass
-from netlayer.config import Config, example, load_config
+from netlayer.config import Config
+from netlayer.config_file import example, load_config
 from netlayer.errors import CheckFailed
 from netlayer.results import load_record
 from topology.clos import Clos

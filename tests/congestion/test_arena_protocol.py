@@ -14,7 +14,7 @@ from congestion.scenario_catalogue import Case as Scene
 from congestion.scenario_catalogue import build_scenario
 from congestion.settings import PRESETS, Settings
 from congestion.statistics import paired_ratio
-from netlayer.config import example
+from netlayer.config_file import example
 
 # A change of the suite is a new version: raise it, and write this anew with ARENA.md.
 DIGEST = "c115569f8602909edb6db644bc45604de6fa67b52c8b9d859a7064ea8ef68597"

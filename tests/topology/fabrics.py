@@ -5,7 +5,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from netlayer.config import ClusterConfig, Config, load_config
+from netlayer.config import ClusterConfig, Config
+from netlayer.config_file import load_config
 from netlayer.errors import ConfigError
 from topology.design import plan
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from netlayer.config import ClusterConfig, load_config
+from netlayer.config import ClusterConfig
+from netlayer.config_file import load_config
 from tests.topology.fabrics import EXAMPLES, cluster, clusters, megascale
 from topology.clos import Clos, Tier
 

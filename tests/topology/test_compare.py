@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from netlayer.config import Config, build_config, load_config
+from netlayer.config import Config, build_config
+from netlayer.config_file import load_config
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import EXAMPLES, cluster, megascale
 from topology.balance import BALANCES

@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner, Result
 
-from netlayer.config import Config, to_toml
+from netlayer.config import Config
+from netlayer.config_file import to_toml
 from netlayer.errors import ConfigError
 from netlayer.results import load_record
 from tests.topology.jobs import small

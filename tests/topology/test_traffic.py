@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netlayer.config import ClusterConfig, Config, build_config, load_config
+from netlayer.config import ClusterConfig, Config, build_config
+from netlayer.config_file import load_config
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import EXAMPLES, cluster, clusters, megascale
 from topology.clos import Clos

@@ -18,7 +18,8 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner
 
-from netlayer.config import Config, load_config, to_toml
+from netlayer.config import Config
+from netlayer.config_file import load_config, to_toml
 from netlayer.errors import ConfigError
 from netlayer.results import load_record
 from trainer.checkpoint_meta import Meta, find

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_iter
 
 from collectives.prepare import plan_module
 from netlayer import environ
-from netlayer.config import JobConfig, ModelConfig, load_config
+from netlayer.config import JobConfig, ModelConfig
+from netlayer.config_file import load_config
 from netlayer.environ import Gpu
 from netlayer.errors import ConfigError
 from trainer.memory import check_memory, estimate, estimate_stage, in_flight, micro_batches, num_parameters

@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from netlayer.config import Config, to_toml
+from netlayer.config import Config
+from netlayer.config_file import to_toml
 from trainer.checkpoint_meta import find
 
 from .conftest import tiny_job

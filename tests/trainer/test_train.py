@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from netlayer.config import EvaluationConfig, JobConfig, NcclConfig, load_config
+from netlayer.config import EvaluationConfig, JobConfig, NcclConfig
+from netlayer.config_file import load_config
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.launch import launch
 from netlayer.meeting import meeting_place

@@ -16,7 +16,7 @@ from congestion.nic.parameters import PARAMETERS
 from congestion.nic.plan import Plan, make_plan
 from congestion.nic.profile import Profile, build_profile, load_profile
 from congestion.nic.tool_settings import Algorithm, Firmware, PpccParameter
-from netlayer.config import example
+from netlayer.config_file import example
 from tests.congestion.nic.programs import PPCC_RANGE, Programs
 from tests.congestion.nic.simulated import Kernel, build_host, snapshot
 

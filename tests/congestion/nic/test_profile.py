@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from congestion.nic.parameters import PARAMETERS
 from congestion.nic.profile import build_profile, load_profile
-from netlayer.config import example
+from netlayer.config_file import example
 from netlayer.errors import ConfigError
 from tests.congestion.nic.changes import EXAMPLES
 
