@@ -24,7 +24,9 @@ from bench.convergence_join import (
     before,
     check_alike,
     check_same_text,
+    joined_lines,
     left_to_do,
+    plans_apart,
     read_joined,
     read_runs,
     shown_beside,
@@ -168,7 +170,7 @@ def _number(_context: click.Context, _option: click.Parameter, value: float | No
     "--join",
     type=_PATH,
     multiple=True,
-    help="Output folder of an earlier call: what it has done is not run, and is shown.",
+    help="Output folder of an earlier call: what it has done is not run, and is shown; another rate is another run.",
 )
 def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
     """Compare how well and how fast runs learn; rows go to DIR/runs/NAME as they come, a table to stdout.
@@ -189,6 +191,7 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
       python -m bench.convergence --runs standard --tokens 300M --out a  # one run a call,
       python -m bench.convergence --runs lamb --join a --out b           # laid beside each other,
       python -m bench.convergence --runs none --join a --join b          # here or on another machine
+      python -m bench.convergence --runs standard --lr 3e-4 --join a --join b --out c     # and at another rate
       timeout -k 60 540 python -m bench.convergence --tokens 300M --checkpoints 4 --out a   # as far as the time goes,
       timeout -k 60 540 python -m bench.convergence --tokens 300M --checkpoints 4 --join a --out b       # and on
       python -m bench.convergence --model 1m --text ~/books --patterns '*.txt'
@@ -202,7 +205,10 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
     for plan in found:
         logger.info("%s: %s", plan.name, check_memory(plan.job, asked.ranks, asked.backend))
     roots, patterns = _roots(given["text"]), tuple(given["patterns"].split(","))
-    bench = _Bench(options, given, asked, joined, shown_beside(found, joined))
+    if given["kinds"]:
+        for line in joined_lines(plans(asked, given["kinds"], tokens or _UNPLANNED_TOKENS), found, joined):
+            click.echo(line, err=True)
+    bench = _Bench(options, given, asked, joined)
     with ending_at(signal.SIGTERM), open_run(options.out, "convergence") as out:
         try:
             if found:
@@ -227,7 +233,6 @@ class _Bench:
 
     Args:
         joined: all runs of earlier calls.
-        earlier: those of them that this call leaves as they are.
     """
 
     def __init__(
@@ -236,9 +241,8 @@ class _Bench:
         given: Mapping[str, Any],
         asked: Asked,
         joined: Sequence[Curve],
-        earlier: Sequence[Curve],
     ) -> None:
-        self.options, self.given, self.asked, self.joined, self.earlier = options, given, asked, joined, earlier
+        self.options, self.given, self.asked, self.joined = options, given, asked, joined
         self.started = utc_now()
 
     def own(self, out: Path) -> list[Curve]:
@@ -246,9 +250,10 @@ class _Bench:
         return [curve for curve in read_runs(out) if curve.evaluations]
 
     def curves(self, out: Path) -> list[Curve]:
-        """All of them, standard first, lower rates first."""
-        curves = sorted([*self.earlier, *self.own(out)], key=lambda curve: (KINDS.index(curve.key[0]), curve.key[1]))
-        return named_apart(curves)
+        """All of them, standard first, lower rates first; of one that goes on or begins anew, what this call has."""
+        own = self.own(out)
+        curves = [*shown_beside(own, self.joined), *own]
+        return named_apart(sorted(curves, key=lambda curve: (KINDS.index(curve.key[0]), curve.key[1])))
 
     def record(self, rows: Sequence[Row], curves: Sequence[Curve]) -> RunRecord:
         shown = {name: str(value) if isinstance(value, Path) else value for name, value in self.given.items()}
@@ -280,8 +285,8 @@ def _train_all(bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], to
             with stages.open("speed"):
                 tokens = tokens_in(bench.given["minutes"], asked, corpus, place, out / "speed")
         found = _plans(asked, bench.given["kinds"], tokens, bench.joined)
-        known = [(curve.name, curve.job, curve.facts) for curve in bench.earlier]
-        check_alike([*known, *((plan.name, plan.job, facts) for plan in found)])
+        known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(found, bench.joined)]
+        check_alike([*known, *((plan.kind, plan.job, facts) for plan in found)])
         epochs = found[0].tokens / corpus.facts.train_tokens
         ranks = f"{asked.ranks} rank{'s' * (asked.ranks > 1)} on {asked.backend}"
         stages.say(f"each run: {found[0].tokens:,} tokens, {epochs:.2f} epochs; {ranks}")
@@ -435,11 +440,11 @@ def _plans(asked: Asked, kinds: Sequence[str], tokens: int, earlier: Sequence[Cu
     Raises:
         ConfigError: it cannot, or there are too few tokens.
     """
-    found = left_to_do(plans(asked, kinds, tokens), earlier)
-    known = [(curve.name, curve.job, curve.facts) for curve in shown_beside(found, earlier)]
+    found = left_to_do(plans_apart(plans(asked, kinds, tokens), earlier), earlier)
+    known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(found, earlier)]
     if known:  # of the text, which is not read yet, another check
         here = {"seed": asked.seed, "ranks": asked.ranks, "device": device_name(asked.backend)}
-        known += [(plan.name, plan.job, {**known[0][2], **here}) for plan in found]
+        known += [(plan.kind, plan.job, {**known[0][2], **here}) for plan in found]
     check_alike(known)
     return found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def read_joined(outs: Sequence[Path]) -> list[Curve]:
         for curve in (curve for curve in curves if curve.evaluations):
             other = found.get(curve.key)
             if other and other.is_whole and curve.is_whole:
-                rule = f"has a run {run_name(*curve.key, of_several=True)} too"
+                rule = f"has a run {_full_name(*curve.key)} too, beside {other.folder}"
                 raise ConfigError("--join", out, rule, "give one folder of the two")
             if other is None or _worth(curve) > _worth(other):
                 found[curve.key] = curve
@@ -58,28 +59,34 @@ def before(plan: Plan, facts: Mapping[str, Any], earlier: Sequence[Curve]) -> Be
     return _going_on(curve) if is_alike else None
 
 
-def shown_beside(plans: Sequence[Plan], earlier: Sequence[Curve]) -> list[Curve]:
-    """Earlier runs that stay as they are: `plans`, which are still to be trained, take the place of theirs."""
-    keys = {plan.key for plan in plans}
+def plans_apart(plans: Sequence[Plan], earlier: Sequence[Curve]) -> list[Plan]:
+    """With their rates in their names where there are several of their kind, earlier ones counted."""
+    keys = {plan.key for plan in plans} | {curve.key for curve in earlier}
+    several = {plan.kind for plan in plans if sum(kind == plan.kind for kind, _ in keys) > 1}
+    return [replace(plan, name=run_name(*plan.key, of_several=plan.kind in several)) for plan in plans]
+
+
+def shown_beside(others: Sequence[Plan | Curve], earlier: Sequence[Curve]) -> list[Curve]:
+    """Earlier runs that stay as they are: others, still to be trained or of this call, take the place of theirs."""
+    keys = {each.key for each in others}
     return [curve for curve in earlier if curve.key not in keys]
 
 
 def check_alike(jobs: Sequence[tuple[str, JobConfig, Mapping[str, Any]]]) -> None:
-    """Refuse a comparison of runs of which each did another work.
+    """Refuse a comparison of runs of which each did another work, or of one kind that differ in more than their rate.
 
     Args:
-        jobs: name, job and facts of each.
+        jobs: kind, job and facts of each.
 
     Raises:
         ConfigError: names the runs, and what differs.
     """
-    for name, job, facts in jobs[1:]:
-        first_name, first_job, first_facts = jobs[0]
-        ours, theirs = _likeness(job, facts), _likeness(first_job, first_facts)
-        for what, value in ours.items():
-            if value != theirs[what]:
-                rule = f"{name} has {what} {value}, {first_name} {theirs[what]}"
-                raise ConfigError("--join", None, rule, "give the options of the earlier call, or another one's folder")
+    firsts: dict[str, tuple[str, dict[str, Any]]] = {}
+    for kind, job, facts in jobs:
+        name, likeness = _full_name(kind, job.optimizer.lr), _likeness(job, facts)
+        _check_same(name, likeness, firsts.setdefault("", (name, likeness)))
+        of_kind = _settings(job)
+        _check_same(name, of_kind, firsts.setdefault(kind, (name, of_kind)))
 
 
 def check_same_text(chosen: Chosen, joined: Sequence[Curve]) -> None:
@@ -113,6 +120,43 @@ def left_to_do(plans: Sequence[Plan], earlier: Sequence[Curve]) -> list[Plan]:
         if curve is None or differing:
             left.append(plan)
     return left
+
+
+def joined_lines(plans: Sequence[Plan], left: Sequence[Plan], earlier: Sequence[Curve]) -> Iterator[str]:
+    """What earlier runs are to this call, a line each."""
+    planned, undone = {plan.key for plan in plans}, {plan.key for plan in left}
+    for curve in earlier:
+        how_far = f"step {len(curve.steps):,} of {curve.job.optimizer.steps:,}"
+        state = "whole" if curve.is_whole else f"{'diverged' if curve.diverged else 'broken off'} at {how_far}"
+        if curve.key in undone:
+            todo = "is trained again, or goes on where a checkpoint allows it"
+        else:
+            todo = "is not trained again" if curve.key in planned else "is shown beside"
+        yield f"{_full_name(*curve.key)} ({state}, {curve.folder}) {todo}"
+
+
+def _full_name(kind: str, lr: float) -> str:
+    return run_name(kind, lr, of_several=True)
+
+
+def _check_same(name: str, ours: Mapping[str, Any], first: tuple[str, Mapping[str, Any]]) -> None:
+    first_name, theirs = first
+    for what, value in ours.items():
+        if value != theirs[what]:
+            rule = f"{name} has {what} {value}, {first_name} {theirs[what]}"
+            raise ConfigError("--join", None, rule, "give the options of the earlier call, or another one's folder")
+
+
+def _settings(job: JobConfig) -> dict[str, Any]:
+    """What runs of one kind have in common: all of the batch and the optimiser but the rate."""
+    settings = job.model_dump(mode="json", include={"batch": True, "optimizer": True})
+    left_out = {("batch", "micro_size"), ("optimizer", "lr")}
+    return {
+        f"{section}.{name}": value
+        for section, values in settings.items()
+        for name, value in values.items()
+        if (section, name) not in left_out
+    }
 
 
 def _going_on(curve: Curve) -> Before | None:

@@ -165,7 +165,7 @@ def named_apart(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def run_name(kind: str, lr: float, *, of_several: bool) -> str:
-    return f"{kind} lr {lr:g}" if of_several else kind
+    return f"{kind} lr {lr}" if of_several else kind
 
 
 def rows_of(curves: Sequence[Curve]) -> list[Row]:

@@ -11,7 +11,16 @@ import pytest
 from click.testing import CliRunner
 
 from bench.convergence import command
-from bench.convergence_join import before, check_alike, check_same_text, left_to_do, read_joined, shown_beside
+from bench.convergence_join import (
+    before,
+    check_alike,
+    check_same_text,
+    joined_lines,
+    left_to_do,
+    plans_apart,
+    read_joined,
+    shown_beside,
+)
 from bench.convergence_rows import FACTS_FILE, METRICS_FILE, VALIDATION_FILE, Curve, read_curve
 from bench.convergence_run import Plan, plans
 from bench.convergence_text import Chosen
@@ -58,26 +67,39 @@ def _with(plan: Plan, **optimizer: float) -> Plan:
 @pytest.mark.parametrize(
     ("facts", "says"),
     [
-        ({"corpus": {"identity": {**IDENTITY, "text": "other"}}}, "lamb has text other, standard t"),
-        ({"device": "NVIDIA H200"}, "lamb has device 1 x NVIDIA H200, standard 1 x CPU"),
-        ({"seed": 1}, "lamb has seed 1, standard 0"),
+        ({"corpus": {"identity": {**IDENTITY, "text": "other"}}}, "lamb lr 0.01 has text other, standard lr 0.003 t"),
+        ({"device": "NVIDIA H200"}, "lamb lr 0.01 has device 1 x NVIDIA H200, standard lr 0.003 1 x CPU"),
+        ({"seed": 1}, "lamb lr 0.01 has seed 1, standard lr 0.003 0"),
     ],
 )
 def test_only_runs_of_the_same_work_are_laid_beside_each_other(facts: dict[str, Any], says: str) -> None:
     ours, theirs = made("standard", WHOLE), made("lamb", WHOLE)
-    alike = [(curve.name, curve.job, curve.facts) for curve in (ours, theirs)]
+    alike = [(curve.facts["kind"], curve.job, curve.facts) for curve in (ours, theirs)]
     check_alike(alike)
     with pytest.raises(ConfigError, match=says):
-        check_alike([alike[0], (theirs.name, theirs.job, {**theirs.facts, **facts})])
+        check_alike([alike[0], (theirs.facts["kind"], theirs.job, {**theirs.facts, **facts})])
 
 
 def test_runs_of_another_model_are_refused_but_for_what_is_compared() -> None:
     ours, theirs = made("standard", WHOLE), made("parallel", WHOLE)
     model = theirs.job.model.model_copy(update={"activation": "swiglu"})
-    check_alike([(curve.name, curve.job, curve.facts) for curve in (ours, theirs)])
-    other = (theirs.name, theirs.job.model_copy(update={"model": model}), theirs.facts)
-    with pytest.raises(ConfigError, match=r"parallel has job\.model\.activation swiglu, standard gelu"):
-        check_alike([(ours.name, ours.job, ours.facts), other])
+    check_alike([(curve.facts["kind"], curve.job, curve.facts) for curve in (ours, theirs)])
+    other = (theirs.facts["kind"], theirs.job.model_copy(update={"model": model}), theirs.facts)
+    with pytest.raises(
+        ConfigError, match=r"parallel lr 0\.003 has job\.model\.activation swiglu, standard lr 0\.003 gelu"
+    ):
+        check_alike([(ours.facts["kind"], ours.job, ours.facts), other])
+
+
+def test_runs_of_one_kind_may_differ_in_their_rate_alone() -> None:
+    curve, [plan] = made("standard", WHOLE), planned("standard")
+    other = with_rate(plan, 1.0)
+    check_alike([(curve.facts["kind"], curve.job, curve.facts), (other.kind, other.job, curve.facts)])
+    other = with_beta(other, 0.5)
+    with pytest.raises(
+        ConfigError, match=r"standard lr 1\.0 has optimizer\.beta1 0\.5, standard lr 0\.003 0\.9; give the options of"
+    ):
+        check_alike([(curve.facts["kind"], curve.job, curve.facts), (other.kind, other.job, curve.facts)])
 
 
 def test_what_an_earlier_call_has_done_is_not_run_again() -> None:
@@ -104,10 +126,28 @@ def test_a_run_of_another_rate_is_another_run(tmp_path: Path) -> None:
     joins = [option for rate in rates for option in ("--join", str(tmp_path / f"{rate}"))]
     result = CliRunner().invoke(command, ["--runs", "none", *joins, "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
-    for name in ("standard lr 0.003 ", "standard lr 1 ", "standard lr 0.001, broken off after"):
+    for name in ("standard lr 0.003 ", "standard lr 1.0 ", "standard lr 0.001, broken off after"):
         assert name in result.output
-    with pytest.raises(ConfigError, match=r"has a run standard lr 1 too; give one folder of the two"):
+    with pytest.raises(ConfigError, match=r"has a run standard lr 1\.0 too, beside .*; give one folder of the two"):
         read_joined([tmp_path / "1.0", tmp_path / "1.0"])
+
+
+def test_it_is_said_what_earlier_runs_are_to_this_call(tmp_path: Path) -> None:
+    part = saved(made("standard", WHOLE[:2], whole=False), tmp_path / "a")
+    whole = saved(made("lamb", WHOLE), tmp_path / "b")
+    [plan] = planned("standard")
+    other = with_rate(plan, 1.0)
+
+    def lines(*found: Plan) -> list[str]:
+        return list(joined_lines(found, left_to_do(found, [part, whole]), [part, whole]))
+
+    beside = f"lamb lr 0.01 (whole, {whole.folder}) is shown beside"
+    broken_off = f"standard lr 0.003 (broken off at step 4 of 16, {part.folder})"
+    assert lines(plan) == [f"{broken_off} is trained again, or goes on where a checkpoint allows it", beside]
+    assert lines(other) == [f"{broken_off} is shown beside", beside]
+    assert lines(*planned("lamb"))[1] == f"lamb lr 0.01 (whole, {whole.folder}) is not trained again"
+    assert [each.name for each in plans_apart([plan], [part])] == ["standard"]
+    assert [each.name for each in plans_apart([other], [part])] == ["standard lr 1.0"]
 
 
 def test_a_run_that_diverged_is_done_unless_it_gets_other_settings() -> None:
