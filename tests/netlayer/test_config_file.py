@@ -60,7 +60,7 @@ def test_overrides_win_over_the_file_and_a_unique_section_may_be_left_out(tmp_pa
 
 
 @pytest.mark.parametrize("override", ["steps", "=3", "a..b=3"])
-def test_an_override_without_key_or_value_gets_one_line(override: str) -> None:
+def test_an_override_without_key_or_equals_sign_gets_one_line(override: str) -> None:
     assert "must read a.b=value" in refusal(override)
 
 
