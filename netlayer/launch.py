@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import IO, Any, Concatenate, NoReturn, TypeVar
 
 from netlayer.errors import ConfigError, NetlayerError, RankFailed
+from netlayer.launch_keeper import keep, kill_strays
 from netlayer.rank import (
     HEADER,
     LAUNCH_ID,
@@ -254,7 +255,7 @@ class _Crew:
         self._first_sign_s: float | None = None
 
     def __enter__(self) -> _Crew:
-        self._keeper = _start(_keep, [self._launch_id], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        self._keeper = _start(keep, [self._launch_id], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         self._tell_keeper(_path_line())
         return self
 
@@ -269,7 +270,7 @@ class _Crew:
                 logger.warning("rank %d did not end %.3g s after %s: killed", rank.rank, self._grace_s, end.name)
                 rank.kill_group()
         self._wait_ended(_KILLED_WAIT_S)
-        _kill_strays(self._launch_id)
+        kill_strays(self._launch_id)
         for rank in self.ranks:
             if rank.alive:
                 logger.error("rank %d (process %d) hangs inside the kernel: left", rank.rank, rank.process.pid)
@@ -480,37 +481,3 @@ def _tail(log_file: Path, start: int, num_lines: int = 40, num_bytes: int = 8192
     with log_file.open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - num_bytes))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])
-
-
-# ---- the keeper: outlives a launcher that was killed
-
-
-def _keep() -> None:
-    """Entry of the keeper's process: stdin lists the ranks' process groups, and ends when the launcher has died."""
-    groups = [int(line) for line in sys.stdin.buffer]
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)
-    _kill_strays(sys.argv[1])
-
-
-def _kill_strays(launch_id: str) -> None:
-    """SIGKILL for every process that carries our mark: daemons, and others that left their rank's process group."""
-    for _ in range(100):  # again, for a process may have forked while we looked
-        strays = _find_strays(launch_id.encode())
-        for pid in strays:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not strays:
-            return
-        time.sleep(0.02)
-
-
-def _find_strays(mark: bytes) -> list[int]:
-    """Processes whose environment holds the mark; none where the system has no /proc."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
-            if mark in file.read_bytes():
-                found.append(int(file.parent.name))
-    return found
