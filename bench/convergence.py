@@ -8,8 +8,6 @@ and LAMB at four times the batch beside AdamW. Left out: what the model is good 
 from __future__ import annotations
 
 import logging
-import math
-import re
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -31,6 +29,16 @@ from bench.convergence_join import (
     read_runs,
     shown_beside,
 )
+from bench.convergence_options import (
+    NONE,
+    asked_of,
+    most_mib_of,
+    read_kinds,
+    read_number,
+    read_rates,
+    read_tokens,
+    tokens_of,
+)
 from bench.convergence_pace import Pace
 from bench.convergence_rows import BROKEN_OFF, RUN, Before, Curve, Row, named_apart, rows_of, table
 from bench.convergence_run import (
@@ -38,17 +46,14 @@ from bench.convergence_run import (
     MEGASCALE_KINDS,
     Asked,
     Plan,
-    check_overrides,
     device_name,
     plans,
     run,
-    sizes_of,
     tokens_in,
 )
 from bench.convergence_text import PATTERNS, Chosen, Root, choose, folder_root, machine_roots
 from netlayer import environ
 from netlayer.command import RunOptions, open_run, run_options
-from netlayer.config_file import read_override
 from netlayer.early_end import ending_at, reason_of
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.meeting import MeetingPlace, meeting_place
@@ -62,55 +67,8 @@ from trainer.train import Progress, prepare
 
 logger = logging.getLogger(__name__)
 
-_BYTES_A_TOKEN = 5
-_LEAST_MIB, _MOST_MIB = 4.0, 4096.0
 _UNPLANNED_TOKENS = 10**15  # any number: with --minutes it is only known when the text is there
-_PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 _PATH = click.Path(path_type=Path)
-_NONE = "none"
-
-
-def _read_tokens(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    """`300M`, `200000`, `1.5G`."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGbB]?)", text.strip())
-    if not found:
-        raise click.BadParameter(f"{text} is no number of tokens such as 300M or 200000")
-    tokens = round(float(found[1]) * _PREFIXES[found[2].upper()])
-    if not tokens:
-        raise click.BadParameter(f"{text}: it takes at least one token")
-    return tokens
-
-
-def _read_rates(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[float, ...] | None:
-    if text is None:
-        return None
-    try:
-        rates = tuple(float(word) for word in text.split(","))
-    except ValueError as exc:
-        raise click.BadParameter(f"{text} is no learning rate, or several with commas between") from exc
-    if not all(0 < rate < math.inf for rate in rates) or len(set(rates)) < len(rates):
-        raise click.BadParameter(f"{text}: learning rates are above 0, and each stands there once")
-    return rates
-
-
-def _read_kinds(_context: click.Context, _option: click.Parameter, text: str) -> tuple[str, ...]:
-    if text == _NONE:
-        return ()
-    names = tuple(word.strip() for word in text.split(","))
-    odd = [name for name in names if name not in KINDS]
-    if odd or len(set(names)) < len(names):
-        known = f"give {', '.join(KINDS)}, each once, with commas between, or {_NONE}"
-        raise click.BadParameter(f"{odd[0] if odd else text}: {known}")
-    return tuple(kind for kind in KINDS if kind in names)
-
-
-def _number(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
-    """NaN passes every range."""
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"{value} is no number")
-    return value
 
 
 @click.command()
@@ -122,14 +80,14 @@ def _number(_context: click.Context, _option: click.Parameter, value: float | No
     "kinds",
     default=",".join(MEGASCALE_KINDS),
     show_default=True,
-    callback=_read_kinds,
+    callback=read_kinds,
     help="Which, in turn; large_batch: AdamW at LAMB's batch; none: show what --join has.",
 )
-@click.option("--tokens", callback=_read_tokens, help="Of each run: 300M, 200000 [of the model: 125m 300M, 1m 2M].")
+@click.option("--tokens", callback=read_tokens, help="Of each run: 300M, 200000 [of the model: 125m 300M, 1m 2M].")
 @click.option(
     "--minutes",
     type=click.FloatRange(0, min_open=True),
-    callback=_number,
+    callback=read_number,
     help="In place of --tokens: as many as the standard run's steps take in so many minutes, measured first.",
 )
 @click.option("--text", type=_PATH, help="Folder of text [this machine's Python sources and documentation].")
@@ -137,16 +95,16 @@ def _number(_context: click.Context, _option: click.Parameter, value: float | No
 @click.option(
     "--mib",
     type=click.FloatRange(0, min_open=True),
-    callback=_number,
+    callback=read_number,
     help="Most text, MiB [that of --join; 5 bytes for each token of a run, at least 4; all there is with --minutes].",
 )
 @click.option("--ranks", type=click.IntRange(1), help="Processes that share each run [all GPUs, or one].")
 @click.option("--batch", type=click.IntRange(1), help="Sequences of a step of AdamW [125m 64, 1m 16].")
 @click.option("--micro", type=click.IntRange(1), help="Sequences that a rank holds at once [125m 16, 1m 8].")
 @click.option(
-    "--lr", callback=_read_rates, help="Of AdamW's runs; several with commas are a run each [125m 6e-4, 1m 3e-3]."
+    "--lr", callback=read_rates, help="Of AdamW's runs; several with commas are a run each [125m 6e-4, 1m 3e-3]."
 )
-@click.option("--lamb-lr", callback=_read_rates, help="Of LAMB's; likewise [125m 2e-2, 1m 2e-2].")
+@click.option("--lamb-lr", callback=read_rates, help="Of LAMB's; likewise [125m 2e-2, 1m 2e-2].")
 @click.option("--lamb-times", type=click.IntRange(1), default=4, show_default=True, help="LAMB's batch over AdamW's.")
 @click.option(
     "--warmup", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Of AdamW, share of steps."
@@ -156,7 +114,7 @@ def _number(_context: click.Context, _option: click.Parameter, value: float | No
 @click.option("--evaluations", type=click.IntRange(1), default=20, show_default=True, help="Of held-out loss, a run.")
 @click.option(
     "--validation-tokens",
-    callback=_read_tokens,
+    callback=read_tokens,
     help="Of one evaluation, to a whole step of LAMB [125m 500k, 1m 16k].",
 )
 @click.option(
@@ -197,10 +155,10 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
       python -m bench.convergence --model 1m --text ~/books --patterns '*.txt'
     """
     check_target("--html", html_file)
-    asked, joined = _asked(options, given), read_joined(given["join"])
+    asked, joined = asked_of(options, given), read_joined(given["join"])
     if not given["kinds"] and not joined:
-        raise ConfigError("--runs", _NONE, "trains nothing, and --join gives nothing to show", "give folders that do")
-    tokens = _tokens(given, joined)
+        raise ConfigError("--runs", NONE, "trains nothing, and --join gives nothing to show", "give folders that do")
+    tokens = tokens_of(given, joined)
     found = _plans(asked, given["kinds"], tokens or _UNPLANNED_TOKENS, joined if tokens else ())
     for plan in found:
         logger.info("%s: %s", plan.name, check_memory(plan.job, asked.ranks, asked.backend))
@@ -323,7 +281,7 @@ def _text(
     bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], tokens: int | None, out: Path, stages: Stages
 ) -> tuple[Corpus, dict[str, Any]]:
     """Choose the files, tokenise them, and say what all runs' records will say of it."""
-    asked, most_mib = bench.asked, _most_mib(bench.given["mib"], tokens, bench.joined)
+    asked, most_mib = bench.asked, most_mib_of(bench.given["mib"], tokens, bench.joined)
     with stages.open("text") as bar, tempfile.TemporaryDirectory(prefix="text-", dir=out) as links:
         chosen = choose(roots, patterns, round(most_mib * 2**20), asked.seed, bar)
         check_same_text(chosen, bench.joined)
@@ -357,81 +315,6 @@ def _text(
 
 def _printable(chosen: Chosen) -> list[str]:
     return [name.encode("utf-8", "backslashreplace").decode() for name in chosen.files]
-
-
-def _most_mib(given: float | None, tokens: int | None, joined: Sequence[Curve]) -> float:
-    """What joined runs had; else no more than one epoch needs, for a run's tokens are drawn from all of it; of an
-    unknown number all there is."""
-    if given is not None:
-        return given
-    if joined and "most_mib" in joined[0].facts["text"]:
-        return float(joined[0].facts["text"]["most_mib"])
-    return _MOST_MIB if tokens is None else max(_LEAST_MIB, tokens * _BYTES_A_TOKEN / 2**20)
-
-
-def _asked(options: RunOptions, given: Mapping[str, Any]) -> Asked:
-    """What all runs share, out of options and configuration.
-
-    Raises:
-        ConfigError: an option or a setting has no effect, or does not fit the others.
-        HardwareMissing: there are fewer GPUs than ranks.
-    """
-    if given["tokens"] is not None and given["minutes"] is not None:
-        raise ConfigError("--minutes", given["minutes"], "is given beside --tokens", "give one of them")
-    if not all(given["patterns"].split(",")):
-        raise ConfigError("--patterns", given["patterns"], "has an empty pattern", "give some such as '*.md,*.txt'")
-    check_overrides(_keys(options.overrides))  # before a rule between two of them says something else
-    job = options.load_config().job
-    overrides = {
-        name: section.model_dump(include=section.model_fields_set)
-        for name in job.model_fields_set
-        if name != "name" and (section := getattr(job, name)).model_fields_set
-    }
-    check_overrides(overrides)
-    ranks = given["ranks"] or len(environ.usable_gpus()) or 1
-    sizes = sizes_of(given["model"])
-    return Asked(
-        model=given["model"],
-        ranks=ranks,
-        backend=environ.choose_backend(job.launch.backend, ranks),
-        seed=options.seed,
-        batch=given["batch"] or sizes.batch,
-        micro=given["micro"],
-        lr=given["lr"] or (sizes.lr,),
-        lamb_lr=given["lamb_lr"] or (sizes.lamb_lr,),
-        lamb_times=given["lamb_times"],
-        warmup=given["warmup"],
-        lamb_warmup=given["lamb_warmup"],
-        window=given["window"] or 0,
-        evaluations=given["evaluations"],
-        checkpoints=given["checkpoints"],
-        validation_tokens=given["validation_tokens"] or sizes.validation_tokens,
-        overrides=overrides,
-    )
-
-
-def _keys(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What `--set` names, by section of the job."""
-    found: dict[str, dict[str, Any]] = {}
-    for override in overrides:
-        key, value = read_override(override, "model.compile=true")
-        section, _, name = key.removeprefix("job.").partition(".")
-        found.setdefault(section, {})[name] = value
-    return found
-
-
-def _tokens(given: Mapping[str, Any], earlier: Sequence[Curve]) -> int | None:
-    """Of a run; None: as many as fit into --minutes."""
-    if earlier and given["minutes"] is not None:
-        rule = "is given beside --join, whose runs say how many tokens"
-        raise ConfigError("--minutes", given["minutes"], rule, "leave it out")
-    if given["minutes"] is not None:
-        return None
-    if given["tokens"] is not None:
-        return int(given["tokens"])
-    if earlier:
-        return earlier[0].job.optimizer.steps * earlier[0].tokens_per_step
-    return sizes_of(given["model"]).tokens
 
 
 def _plans(asked: Asked, kinds: Sequence[str], tokens: int, earlier: Sequence[Curve]) -> list[Plan]:
@@ -484,7 +367,7 @@ def _page(record: RunRecord, out: Path, html_file: Path | None) -> None:
     except (HardwareMissing, ModuleNotFoundError) as exc:
         if html_file:
             raise HardwareMissing(f"--html: {exc}") from exc
-        click.echo(f"no page: {exc}; --runs {_NONE} --join {out} writes it elsewhere", err=True)
+        click.echo(f"no page: {exc}; --runs {NONE} --join {out} writes it elsewhere", err=True)
         return
     click.echo(f"report: {page}", err=True)
     if html_file:
