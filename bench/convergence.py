@@ -24,7 +24,6 @@ from bench.convergence_join import (
     check_same_text,
     joined_lines,
     left_to_do,
-    plans_apart,
     read_joined,
     read_runs,
     shown_beside,
@@ -159,14 +158,15 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
     if not given["kinds"] and not joined:
         raise ConfigError("--runs", NONE, "trains nothing, and --join gives nothing to show", "give folders that do")
     tokens = tokens_of(given, joined)
-    found = _plans(asked, given["kinds"], tokens or _UNPLANNED_TOKENS, joined if tokens else ())
+    bench = _Bench(options, given, asked, joined)
+    wanted = bench.plans(tokens or _UNPLANNED_TOKENS)
+    found = bench.left_to_do(wanted)
     for plan in found:
         logger.info("%s: %s", plan.name, check_memory(plan.job, asked.ranks, asked.backend))
     roots, patterns = _roots(given["text"]), tuple(given["patterns"].split(","))
     if given["kinds"]:
-        for line in joined_lines(plans(asked, given["kinds"], tokens or _UNPLANNED_TOKENS), found, joined):
+        for line in joined_lines(wanted, found, joined):
             click.echo(line, err=True)
-    bench = _Bench(options, given, asked, joined)
     with ending_at(signal.SIGTERM), open_run(options.out, "convergence") as out:
         try:
             if found:
@@ -193,15 +193,27 @@ class _Bench:
         joined: all runs of earlier calls.
     """
 
-    def __init__(
-        self,
-        options: RunOptions,
-        given: Mapping[str, Any],
-        asked: Asked,
-        joined: Sequence[Curve],
-    ) -> None:
+    def __init__(self, options: RunOptions, given: Mapping[str, Any], asked: Asked, joined: Sequence[Curve]) -> None:
         self.options, self.given, self.asked, self.joined = options, given, asked, joined
         self.started = utc_now()
+
+    def plans(self, tokens: int) -> list[Plan]:
+        """What was asked for."""
+        return plans(self.asked, self.given["kinds"], tokens, [curve.key for curve in self.joined])
+
+    def left_to_do(self, wanted: Sequence[Plan]) -> list[Plan]:
+        """Of these, once it is known that they can be laid beside the runs of earlier calls.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        found = left_to_do(wanted, self.joined)
+        known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(found, self.joined)]
+        if known:  # of the text, which is not read yet, another check
+            here = {"seed": self.asked.seed, "ranks": self.asked.ranks, "device": device_name(self.asked.backend)}
+            known += [(plan.kind, plan.job, {**known[0][2], **here}) for plan in found]
+        check_alike(known)
+        return found
 
     def own(self, out: Path) -> list[Curve]:
         """Those of this call that have rows."""
@@ -242,7 +254,7 @@ def _train_all(bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], to
         if tokens is None:
             with stages.open("speed"):
                 tokens = tokens_in(bench.given["minutes"], asked, corpus, place, out / "speed")
-        found = _plans(asked, bench.given["kinds"], tokens, bench.joined)
+        found = bench.left_to_do(bench.plans(tokens))
         known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(found, bench.joined)]
         check_alike([*known, *((plan.kind, plan.job, facts) for plan in found)])
         epochs = found[0].tokens / corpus.facts.train_tokens
@@ -315,21 +327,6 @@ def _text(
 
 def _printable(chosen: Chosen) -> list[str]:
     return [name.encode("utf-8", "backslashreplace").decode() for name in chosen.files]
-
-
-def _plans(asked: Asked, kinds: Sequence[str], tokens: int, earlier: Sequence[Curve]) -> list[Plan]:
-    """What is left to do, once it is known that it can be laid beside the runs of earlier calls.
-
-    Raises:
-        ConfigError: it cannot, or there are too few tokens.
-    """
-    found = left_to_do(plans_apart(plans(asked, kinds, tokens), earlier), earlier)
-    known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(found, earlier)]
-    if known:  # of the text, which is not read yet, another check
-        here = {"seed": asked.seed, "ranks": asked.ranks, "device": device_name(asked.backend)}
-        known += [(plan.kind, plan.job, {**known[0][2], **here}) for plan in found]
-    check_alike(known)
-    return found
 
 
 def _roots(text: Path | None) -> tuple[Root, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +56,6 @@ def before(plan: Plan, facts: Mapping[str, Any], earlier: Sequence[Curve]) -> Be
         return None
     is_alike = _likeness(curve.job, curve.facts) == _likeness(plan.job, facts)
     return _going_on(curve) if is_alike else None
-
-
-def plans_apart(plans: Sequence[Plan], earlier: Sequence[Curve]) -> list[Plan]:
-    """With their rates in their names where there are several of their kind, earlier ones counted."""
-    keys = {plan.key for plan in plans} | {curve.key for curve in earlier}
-    several = {plan.kind for plan in plans if sum(kind == plan.kind for kind, _ in keys) > 1}
-    return [replace(plan, name=run_name(*plan.key, of_several=plan.kind in several)) for plan in plans]
 
 
 def shown_beside(others: Sequence[Plan | Curve], earlier: Sequence[Curve]) -> list[Curve]:
@@ -124,7 +116,7 @@ def left_to_do(plans: Sequence[Plan], earlier: Sequence[Curve]) -> list[Plan]:
 
 def joined_lines(plans: Sequence[Plan], left: Sequence[Plan], earlier: Sequence[Curve]) -> Iterator[str]:
     """What earlier runs are to this call, a line each."""
-    planned, undone = {plan.key for plan in plans}, {plan.key for plan in left}
+    planned, undone = ({plan.key for plan in each} for each in (plans, left))
     for curve in earlier:
         how_far = f"step {len(curve.steps):,} of {curve.job.optimizer.steps:,}"
         state = "whole" if curve.is_whole else f"{'diverged' if curve.diverged else 'broken off'} at {how_far}"

@@ -13,7 +13,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,11 @@ class Plan:
         return self.job.optimizer.steps * self.job.batch.global_size * self.job.model.seq_len
 
 
-def plans(asked: Asked, kinds: Sequence[str], tokens: int) -> list[Plan]:
+def plans(asked: Asked, kinds: Sequence[str], tokens: int, earlier: Collection[RunKey] = ()) -> list[Plan]:
     """The runs of at least so many tokens each: as many as is a whole number of LAMB's steps.
+
+    Args:
+        earlier: runs beside which these will be shown, so that names are apart.
 
     Raises:
         ConfigError: there are too few tokens, or a job breaks a rule of the configuration.
@@ -123,7 +126,8 @@ def plans(asked: Asked, kinds: Sequence[str], tokens: int) -> list[Plan]:
     for kind in kinds:
         rates = asked.lamb_lr if kind == "lamb" else asked.lr
         for lr in rates:
-            name = run_name(kind, lr, of_several=len(rates) > 1)
+            several = {*rates, *(other for of_kind, other in earlier if of_kind == kind)}
+            name = run_name(kind, lr, of_several=len(several) > 1)
             found.append(Plan(name, kind, _job(asked, kind, lr, tokens)))
     return found
 

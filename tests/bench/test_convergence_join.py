@@ -17,7 +17,6 @@ from bench.convergence_join import (
     check_same_text,
     joined_lines,
     left_to_do,
-    plans_apart,
     read_joined,
     shown_beside,
 )
@@ -146,8 +145,13 @@ def test_it_is_said_what_earlier_runs_are_to_this_call(tmp_path: Path) -> None:
     assert lines(plan) == [f"{broken_off} is trained again, or goes on where a checkpoint allows it", beside]
     assert lines(other) == [f"{broken_off} is shown beside", beside]
     assert lines(*planned("lamb"))[1] == f"lamb lr 0.01 (whole, {whole.folder}) is not trained again"
-    assert [each.name for each in plans_apart([plan], [part])] == ["standard"]
-    assert [each.name for each in plans_apart([other], [part])] == ["standard lr 1.0"]
+
+
+def test_plans_are_named_apart_from_earlier_runs() -> None:
+    part, tokens = made("standard", WHOLE[:2], whole=False), 16 * STEP_TOKENS
+    [same] = plans(ASKED, ["standard"], tokens, [part.key])
+    [other] = plans(replace(ASKED, lr=(1.0,)), ["standard"], tokens, [part.key])
+    assert (same.name, other.name) == ("standard", "standard lr 1.0")
 
 
 def test_a_run_that_diverged_is_done_unless_it_gets_other_settings() -> None:
