@@ -11,6 +11,7 @@ Shapes: N padded elements of a bucket, W ranks, S = N / W elements of a rank's s
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -313,20 +314,22 @@ class Bucket:
                 piece.grad.copy_(piece.parameter.grad)
         return True
 
-    def store_reduced(self, reduced_S: Tensor, scale: Tensor, add: bool) -> None:
-        """`grad_S` (+)= `scale * reduced_S`; `reduced_S` may be `grad_S` itself where nothing is added.
+    def store_reduced(self, reduced_S: Tensor, scale: float, add: bool) -> None:
+        """`grad_S` (+)= `scale * reduced_S`, rounded once; `reduced_S` may be `grad_S` itself where nothing is added.
 
         Args:
-            reduced_S: sum over the ranks, as it came.
-            scale: one element, of the dtype of `grad_S`: it makes the product wide before it is rounded.
+            reduced_S: sum or mean over the ranks, as it came.
             add: to what is there.
         """
+        is_exact = math.frexp(scale)[0] == 0.5  # a power of two
         if add:
-            self.grad_S.addcmul_(reduced_S.to(self.grad_S.dtype), scale)
-        elif reduced_S is self.grad_S:
-            self.grad_S.mul_(scale)
-        else:
+            self.grad_S.add_(reduced_S.to(self.grad_S.dtype), alpha=scale)
+        elif scale == 1:
+            self.grad_S.copy_(reduced_S)
+        elif is_exact or reduced_S.dtype == self.grad_S.dtype:
             torch.mul(reduced_S, scale, out=self.grad_S)
+        else:
+            self.grad_S.copy_(reduced_S).mul_(scale)
 
     def _grads(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self.parameters]

@@ -160,6 +160,15 @@ class Lane(Carrier):
         """For fills."""
         return None if self.world_size == 1 else new_stream(self.device)
 
+    @functools.cached_property
+    def divides_on_the_way(self) -> bool:
+        """Whether a mean comes for the price of a sum, and is no other number: NCCL, over a power of two of ranks.
+
+        NCCL scales what each rank gives, in its dtype.
+        """
+        is_power = self.world_size & (self.world_size - 1) == 0
+        return self.stream is not None and is_power and "cuda:nccl" in dist.get_backend_config(self.group)
+
     def mark(self) -> torch.cuda.Event | None:
         """An event at this point of the compute stream; None on the CPU, where work is done when it returns."""
         return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
@@ -194,6 +203,7 @@ class Lane(Carrier):
         input_N: Tensor,
         fill: Callable[[], None] | None = None,
         read: Sequence[Tensor] = (),
+        mean: bool = False,
     ) -> Flight:
         """Sum of the ranks' `input_N`; slice r to rank r's `output_S`.
 
@@ -202,12 +212,14 @@ class Lane(Carrier):
             input_N: what this rank gives.
             fill: writes `input_N`, beside the lane; None: it is written.
             read: what `fill` reads; kept until it has run.
+            mean: in place of the sum, where this lane `divides_on_the_way`.
         """
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         local = self.world_size == 1 or self.muted
         if local or self.can_reduce_scatter(input_N.dtype):
 
             def issue(async_op: bool) -> dist.Work | None:
-                return reduce_scatter_single(output_S, input_N, group=self.group, async_op=async_op)
+                return reduce_scatter_single(output_S, input_N, op=op, group=self.group, async_op=async_op)
 
             def keep_own() -> None:
                 output_S.copy_(self._own(input_N))
@@ -222,7 +234,7 @@ class Lane(Carrier):
             wide_N.copy_(input_N)
 
         def issue_wide(async_op: bool) -> dist.Work | None:
-            return _all_reduce(wide_N, group=self.group, async_op=async_op)
+            return _all_reduce(wide_N, op=op, group=self.group, async_op=async_op)
 
         def land() -> None:
             output_S.copy_(self._own(wide_N))

@@ -18,6 +18,9 @@ passes it is the wide sum on this rank. One rank alone has but one place: what t
 [Note: float16] It ends at 65,504, which a sum over ranks soon passes where their mean does not. So gradients are
 divided before the sum, by a power of two no less than the number of ranks (it rounds nothing but what is subnormal),
 and the rest of the mean's factor comes after it. Other dtypes have room, and are divided once, after the sum.
+
+[Note: means] Where NCCL divides by a power of two as it adds, that loses nothing and saves a pass over each shard; from
+windows it would take its slower kernels for that. So elsewhere sums come, and are scaled as they are stored.
 """
 
 from __future__ import annotations
@@ -78,11 +81,10 @@ class GradientReduce:
         """Of the buffers, the pair that the next bucket to be launched fills already."""
         self._writers: set[torch.cuda.Stream] = set()
         """Streams in which slots were given."""
-        self._divisor = 1 << (lane.world_size - 1).bit_length() if dtype == torch.float16 else 1  # [Note: float16]
-        self._scales = {
-            wide: torch.full((1,), self._divisor / lane.world_size, dtype=wide, device=lane.device)
-            for wide in {bucket.grad_S.dtype for bucket in buckets}
-        }
+        self._gets_means = lane.divides_on_the_way and not buffers  # [Note: means]
+        is_short = dtype == torch.float16 and not self._gets_means  # [Note: float16]
+        self._divisor = 1 << (lane.world_size - 1).bit_length() if is_short else 1
+        self._scale = 1.0 if self._gets_means else self._divisor / lane.world_size
         self.stream = lane.behind
         """What makes the mean of a sum, and a step, runs there."""
         self._local_dtype = torch.promote_types(dtype, torch.float32)
@@ -329,9 +331,9 @@ class GradientReduce:
         bucket = self.buckets[index]
         add = index in self._reduced or bucket.keep_reduced()
         leaving, output_S = self._prepare(bucket, add)
-        scale = self._scales[bucket.grad_S.dtype]
-        flight = self.lane.reduce_scatter(output_S, leaving.buffer, leaving.fill, leaving.read)
-        flight.follow(functools.partial(bucket.store_reduced, output_S, scale, add), self.stream)
+        flight = self.lane.reduce_scatter(output_S, leaving.buffer, leaving.fill, leaving.read, self._gets_means)
+        if self._scale != 1 or output_S is not bucket.grad_S:
+            flight.follow(functools.partial(bucket.store_reduced, output_S, self._scale, add), self.stream)
         return flight
 
     def buffers_for(self, bucket: Bucket) -> tuple[Tensor, Tensor]:

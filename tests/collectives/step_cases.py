@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from collectives import Recorder, ShardedDataParallel
+from collectives import Recorder, ShardedDataParallel, lane
 from collectives.backward_step import NUM_UNMOVED
+from collectives.torch_names import Collect
 from collectives.windows import ALIGNMENT_BYTES, Windows
 from tests.collectives.cases import (
     Branches,
@@ -392,6 +393,43 @@ def buffers_that_take_turns_change_nothing(rank: int, world_size: int) -> None:
             assert_close(accumulate(sharded, 2, rank, world_size), expected, rtol=1e-9, atol=1e-11)
         with pytest.raises(ValueError, match="ranks differ"):  # they would register different buffers
             wrap(net(), windows=True, in_flight=1 + rank)
+
+
+class Divided:
+    """A collective of gloo's, which knows no means: the sum is divided where it is waited for."""
+
+    def __init__(self, collect: Collect) -> None:
+        self.collect, self.num_means = collect, 0
+
+    def __call__(self, output: Tensor, *given: Tensor, **options: Any) -> Any:
+        is_mean = options.get("op") == dist.ReduceOp.AVG
+        self.num_means += is_mean
+        if not is_mean or output.is_cuda:
+            return self.collect(output, *given, **options)
+        work = self.collect(output, *given, **{**options, "op": dist.ReduceOp.SUM})
+        assert work is not None
+        return mock.Mock(wait=lambda: (work.wait(), output.div_(dist.get_world_size(options["group"]))))
+
+
+@case
+def means_that_the_backend_makes_change_no_bit(rank: int, world_size: int) -> None:
+    for low in (torch.float32, torch.bfloat16, torch.float16):
+        found: list[list[dict[str, Tensor]]] = []
+        for divides in (False, True):
+            scatter, reduce = Divided(lane.reduce_scatter_single), Divided(lane._all_reduce)
+            with (
+                mock.patch.object(lane.Lane, "divides_on_the_way", divides),
+                mock.patch.multiple(lane, reduce_scatter_single=scatter, _all_reduce=reduce),
+            ):
+                makes = functools.partial(wrap, reduce_dtype=low)
+                states = [train(makes(net(torch.float32)), 2, rank, world_size)]
+                states += [train_in_backward(makes(net(torch.float32)), 2, rank, world_size)]
+                states += [accumulate(makes(net(torch.float32), stage=each), 2, rank, world_size) for each in (1, 2)]
+            assert (scatter.num_means + reduce.num_means > 0) == divides
+            found.append(states)
+        tolerance = 1e-4 if low == torch.float16 else 0.0  # of what is subnormal half gets lost, here or there
+        for summed, divided in zip(*found, strict=True):
+            assert_close(divided, summed, rtol=tolerance, atol=tolerance)
 
 
 @case

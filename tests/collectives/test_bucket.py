@@ -132,7 +132,7 @@ def test_gradients_taken_are_the_sum_of_those_given(
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
 def test_float16_is_divided_before_the_sum_as_far_as_it_must_be(world_size: int, folded: bool) -> None:
     buckets = made_buckets([torch.Size([world_size])], world_size, torch.float32)
-    lane = mock.Mock(spec=Lane, world_size=world_size, device=torch.device("cpu"), stream=None)
+    lane = mock.Mock(spec=Lane, world_size=world_size, device=torch.device("cpu"), stream=None, divides_on_the_way=False)
     reduce = GradientReduce(buckets, lane, torch.float16, in_flight=1, overlap=True)
     sum_N = torch.zeros(world_size, dtype=torch.float16)
     for bucket in buckets:
@@ -142,7 +142,7 @@ def test_float16_is_divided_before_the_sum_as_far_as_it_must_be(world_size: int,
         leaving = bucket.hand_over(torch.float16, reduce._divisor)
         leaving.fill()
         sum_N += leaving.buffer
-    buckets[0].store_reduced(sum_N[:1], reduce._scales[torch.float32], add=False)
+    buckets[0].store_reduced(sum_N[:1], reduce._scale, add=False)
     assert buckets[0].grad_S.tolist() == [pytest.approx(57344.0)]
 
 
@@ -151,7 +151,7 @@ def test_a_gradient_that_the_user_put_there_is_added_to() -> None:
     first, second = bucket.pieces
     first.parameter.grad = torch.full((3,), 5.0)
     assert bucket.keep_reduced()
-    bucket.store_reduced(torch.ones(5), torch.tensor([0.5]), add=True)
+    bucket.store_reduced(torch.ones(5), 0.5, add=True)
     assert first.grad.tolist() == [5.5] * 3
     assert second.grad.tolist() == [0.5] * 2
 

@@ -71,6 +71,21 @@ def test_a_link_tells_the_watch_whom_to_ask_for_a_broken_communicator(monkeypatc
         watch.add_track.assert_called_with("pipeline forward 1-2", [3, 5], backend=backend)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "config", "expected"),
+    [(8, "cuda:nccl", True), (8, "cpu:gloo,cuda:nccl", True), (6, "cuda:nccl", False), (8, "cuda:gloo", False)],
+)
+def test_nccl_divides_by_a_power_of_two_on_the_way(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, config: str, expected: bool
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
+    lane = Lane("reduce", None, CPU)
+    assert not lane.divides_on_the_way  # it has nothing to add up
+    lane = Lane("reduce", None, CPU)
+    lane.stream, lane.world_size = LateStream(), world_size  # type: ignore[assignment]
+    assert lane.divides_on_the_way == expected
+
+
 def test_one_rank_alone_has_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collectives.lane.new_stream", mock.Mock(side_effect=AssertionError))
     lane = Lane("reduce", None, CPU)
