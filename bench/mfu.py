@@ -150,10 +150,20 @@ def command(
             **options.arguments(),
             "model": model or "",
             "layout": layout,
+            "peers": [entry.name for entry in entries if entry.system in PEERS],
+            "also": list(also),
+            "cumulative": cumulative,
             "micro": micro,
             "micro_of": list(micro_of),
+            "micro_batches": micro_batches,
+            "runs": runs,
+            "steps": steps,
+            "warmup": warmup,
             "attention": attention,
             "channels": channels,
+            "profile": profile,
+            "backend": backend,
+            "time_limit": time_limit,
             "systems": [entry.name for entry in entries],
         }
         environment = environ.snapshot(options.seed) | ({"nccl_settings": as_record(nccl)} if nccl else {})
@@ -165,12 +175,13 @@ def command(
             if heard.runs:
                 with uninterrupted():
                     record = _record(heard, entries, started, arguments, gpus.lines, device, environment, ended_by)
-                    _tell(record, heard, entries, device, options.json_file, out)
+                    path = _tell(record, heard, entries, device, options.json_file, out)
             elif not heard.failures:
                 take_away(out, made)
     if not heard.runs:
         said = f"nothing was measured: --time-limit {time_limit or 0:g} was over before a turn began"
         raise first or CheckFailed(said)
+    _draw(record, path, out)
     if heard.failures:
         failed = "; ".join(f"{name}: {reason}" for name, reason in heard.failures.items())
         raise CheckFailed(f"the record has the other rows, for there failed {failed}")
@@ -206,7 +217,7 @@ def _record(
     job, jobs = entries[0].job, {entry.name: entry.job for entry in entries}
     rows = [with_figures(row, jobs[row["system"]], device) for row in heard.runs]
     rows += summarise(heard.runs, jobs, device)
-    rows += [{**row, "least_ms": floors(jobs[row["system"]])} for row in heard.profiles]
+    rows += [{**row, "least_ms": floors(jobs[row["system"]], device)} for row in heard.profiles]
     rows += [{"system": name, "run": "failed", "reason": reason} for name, reason in heard.failures.items()]
     return RunRecord(
         name="bench.mfu",
@@ -230,18 +241,31 @@ def _record(
 
 def _tell(
     record: RunRecord, heard: Heard, entries: Sequence[Entry], device: str, json_file: Path | None, out: Path
-) -> None:
-    """The record into its files, the tables for a person."""
+) -> Path:
+    """The record into its files, of which it gives the one in `out`; the tables for a person."""
     jobs = {entry.name: entry.job for entry in entries}
     shown = [*heading(entries[0].job, device), "", *table([dict(row) for row in record.rows])]
     for row in heard.profiles:
         launched = f"{row['system']}: the host of rank 0 launches a step in {row['launch_ms']:.1f} ms, waits included"
-        shown += ["", launched, *profile_table(row["kinds"], floors(jobs[row["system"]]))]
+        shown += ["", launched, *profile_table(row["kinds"], floors(jobs[row["system"]], device))]
     path = record.save(out / "records")
     click.echo("".join(f"{line}\n" for line in shown), nl=False, err=str(json_file) == "-")
     click.echo(f"record: {path}", err=True)
     if json_file:
         write_text(json_file, record.to_json())
+    return path
+
+
+def _draw(record: RunRecord, path: Path, out: Path) -> None:
+    """The page; where what draws it is not installed, a line that says so: GPU machines may lack it."""
+    try:
+        from bench.mfu_page import build_page  # the plots' libraries take a second to load
+
+        page = build_page([record]).write(out)
+    except (HardwareMissing, ModuleNotFoundError) as exc:
+        click.echo(f"no page: {exc}; python -m bench.mfu_page {path} --out DIR draws it elsewhere", err=True)
+    else:
+        click.echo(f"report: {page}", err=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from netlayer.config import JobConfig
-from trainer.flops import step_flops
+from trainer.flops import memory_bandwidth, peak_flops, step_flops
 from trainer.memory import num_parameters
 
 Row = dict[str, Any]
@@ -33,8 +33,6 @@ KINDS: tuple[tuple[str, str], ...] = (
 """Kinds of kernel, the first whose pattern is in a name; what is none of these is `OTHER`."""
 OTHER = "norms, activations, sums"
 _ORDER = (*(name for name, _ in KINDS[:-1]), OTHER, KINDS[-1][0])  # communication counts where nothing else runs
-HBM_BYTES_PER_S = 4.8e12  # H200 data sheet
-MATMUL_FLOPS = 758e12  # a square product of 8,192 in bf16 while all GPUs of a host work: what power leaves
 
 
 @dataclass(frozen=True)
@@ -121,21 +119,24 @@ def most_time(kernels: Sequence[Kernel], steps: int, count: int) -> list[Row]:
     ]
 
 
-def floors(job: JobConfig) -> dict[str, float]:
-    """Least ms a step and rank of some kinds, on an H200: by FLOPs at the rate of a large product, by bytes of memory.
+def floors(job: JobConfig, device: str) -> dict[str, float]:
+    """Least ms a step and rank of some kinds, by the data sheet of `device`; those of an unknown one are left out.
 
-    Products run at `MATMUL_FLOPS`, causal attention at half of the card's peak (cuDNN's best here), AdamW reads
-    gradient, master and both moments and writes the last three and the bf16 parameter.
+    Products and attention (the keys that queries see) at the peak of FLOPs, which no card holds for as long as a step:
+    it has not the power. AdamW at the memory's bandwidth: it reads gradient, master and both moments, and writes the
+    last three and the parameter of the computation.
     """
-    layout, model = job.parallel.layout, job.model
-    flops = step_flops(model, job.batch.global_size)
-    attention = 2 * (flops.full - flops.causal)  # in full
+    layout, dtype = job.parallel.layout, job.model.dtype
+    flops = step_flops(job.model, job.batch.global_size)
+    linears = 2 * flops.causal - flops.full
     parameters = num_parameters(job.model) / layout.world_size
-    return {
-        "matrix products": (flops.full - attention) / layout.world_size / MATMUL_FLOPS * 1e3,
-        "attention": attention / 2 / layout.world_size / (989.5e12 / 2) * 1e3,
-        "optimiser": parameters * (4 * 4 + 3 * 4 + 2) / HBM_BYTES_PER_S * 1e3,
-    }
+    found: dict[str, float] = {}
+    if peak := peak_flops(device, dtype):
+        found["matrix products"] = linears / layout.world_size / peak * 1e3
+        found["attention"] = (flops.done - linears) / layout.world_size / peak * 1e3
+    if bandwidth := memory_bandwidth(device):
+        found["optimiser"] = parameters * (4 * 4 + 3 * 4 + 2 * (dtype == "bfloat16")) / bandwidth * 1e3
+    return found
 
 
 def table(rows: Iterable[Row], least: dict[str, float]) -> Iterable[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from netlayer.command import RunOptions, open_out, run_options_without_config
 from netlayer.errors import CheckFailed, HardwareMissing
 from netlayer.percentile import percentile
 from netlayer.results import RunRecord, utc_now, write_text
-from trainer.flops import peak_flops
+from trainer.flops import memory_bandwidth, peak_flops
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-_BANDWIDTH = ((r"\bH200$", 4.8e12), (r"\bH100 80GB HBM3\b", 3.35e12))  # bytes/s, NVIDIA's data sheets
 _TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
 _SLEEP_CYCLES = 10_000_000  # about 5 ms: the host launches all calls of a round meanwhile
 _SETTLING_S = 0.1
@@ -267,8 +265,10 @@ def _figures(case: Case, direction: str, each_us: list[float], name: str) -> Row
     row |= {f"p{percent}_us": percentile(each_us, percent) for percent in (10, 90, 99)}
     row["each_us"] = each_us
     row |= {"bytes_moved": case.bytes_moved[index], "flops": case.flops[index], "share": None}
-    bandwidth = next((peak for pattern, peak in _BANDWIDTH if re.search(pattern, name)), None)
-    todo, peak = (row["flops"], peak_flops(name, "bfloat16")) if row["flops"] else (row["bytes_moved"], bandwidth)
+    if row["flops"]:
+        todo, peak = row["flops"], peak_flops(name, "bfloat16")
+    else:
+        todo, peak = row["bytes_moved"], memory_bandwidth(name)
     if peak:
         row["share"] = todo / peak / (median_us * 1e-6)
     return row

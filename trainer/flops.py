@@ -1,4 +1,4 @@
-"""Model FLOPs of a training step, the peak of a device, and MFU in both conventions.
+"""Model FLOPs of a training step, peaks of a device, and MFU in both conventions.
 
 The formula is the paper's, 72 B L s h^2 (1 + s/(6h) + V/(12 L h)), written with the MLP's width f in place of 4h, and
 the width g of keys and values in place of h where heads share them: only matrix products count, a multiply-add is 2,
@@ -9,6 +9,7 @@ subtract a sliding window (the paper leaves open how it counts one); `done` coun
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from netlayer.config import ModelConfig
@@ -29,6 +30,12 @@ _PEAKS_BF16 = (
     (r"\bB200\b", 2250e12),  # Blackwell data sheet, HGX B200: 4.5 PFLOPS a GPU with sparsity
     (r"\bGB200\b", 2500e12),  # likewise, GB200: 10 PFLOPS with sparsity for two GPUs
     (r"\bL40S\b", 362.05e12),  # L40S data sheet: 362.05, 733 with sparsity
+)
+_MEMORY_BYTES_PER_S = (  # of the same sheets
+    (r"\bA100-SXM4-80GB\b", 2.039e12),
+    (r"\bH100 PCIe\b", 2.0e12),
+    (r"\bH100 80GB HBM3\b", 3.35e12),
+    (r"\bH200\b", 4.8e12),  # both forms
 )
 
 
@@ -70,9 +77,18 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
     None for a MIG slice too, whose name begins with that of its card.
     """
-    if dtype != "bfloat16" or re.search(r"\bMIG\b", device_name):
+    return _peak_of(device_name, _PEAKS_BF16) if dtype == "bfloat16" else None
+
+
+def memory_bandwidth(device_name: str) -> float | None:
+    """Of one device's memory, bytes/s, read and written together; None as in `peak_flops`."""
+    return _peak_of(device_name, _MEMORY_BYTES_PER_S)
+
+
+def _peak_of(device_name: str, peaks: Sequence[tuple[str, float]]) -> float | None:
+    if re.search(r"\bMIG\b", device_name):
         return None
-    return next((peak for pattern, peak in _PEAKS_BF16 if re.search(pattern, device_name)), None)
+    return next((peak for pattern, peak in peaks if re.search(pattern, device_name)), None)
 
 
 def utilisation(flops: float, seconds: float, peak: float | None, num_devices: int) -> float | None:

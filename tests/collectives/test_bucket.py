@@ -132,7 +132,9 @@ def test_gradients_taken_are_the_sum_of_those_given(
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
 def test_float16_is_divided_before_the_sum_as_far_as_it_must_be(world_size: int, folded: bool) -> None:
     buckets = made_buckets([torch.Size([world_size])], world_size, torch.float32)
-    lane = mock.Mock(spec=Lane, world_size=world_size, device=torch.device("cpu"), stream=None, divides_on_the_way=False)
+    lane = mock.Mock(
+        spec=Lane, world_size=world_size, device=torch.device("cpu"), stream=None, divides_on_the_way=False
+    )
     reduce = GradientReduce(buckets, lane, torch.float16, in_flight=1, overlap=True)
     sum_N = torch.zeros(world_size, dtype=torch.float16)
     for bucket in buckets:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from netlayer.config import ModelConfig
-from trainer.flops import peak_flops, step_flops, utilisation
+from trainer.flops import memory_bandwidth, peak_flops, step_flops, utilisation
 
 GPT_175B = ModelConfig(layers=96, hidden=12288, heads=128, ffn_hidden=49152, vocab_size=64000, seq_len=2048)
 
@@ -68,6 +68,14 @@ def test_mfu_gives_the_papers_rows(batch: int, gpus: int, seconds: float, mfu: f
 )
 def test_peak_is_known_by_the_exact_card(name: str, peak: float | None) -> None:
     assert peak_flops(name, "bfloat16") == peak
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth"),
+    [("NVIDIA H200", 4.8e12), ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA H200 MIG 1g.18gb", None), ("CPU", None)],
+)
+def test_bandwidth_is_that_of_the_whole_card(name: str, bandwidth: float | None) -> None:
+    assert memory_bandwidth(name) == bandwidth
 
 
 @pytest.mark.parametrize(
