@@ -21,7 +21,7 @@ them is spread over the ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,17 @@ from torch.autograd.function import once_differentiable
 
 from collectives.arguments import as_dtype
 from collectives.exchange import TensorExchange
-from collectives.product import weight_gradient
+from collectives.product import multiply, weight_gradient
 from collectives.slot import SlotSource, slot_source
+
+Join = Callable[[Sequence[Tensor], bool], tuple[Tensor, Tensor | None]]
+"""Gradients [M, n] of several outputs side by side, [M, N], and where there is a bias its own, their sum, [N]."""
+
+
+def join_by_torch(parts_Mn: Sequence[Tensor], has_bias: bool) -> tuple[Tensor, Tensor | None]:
+    """A `Join` of any tensors."""
+    dy_MN = torch.cat(list(parts_Mn), 1) if len(parts_Mn) > 1 else parts_Mn[0]
+    return dy_MN, dy_MN.sum(0) if has_bias else None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -42,7 +51,10 @@ class ColumnParallelLinear(nn.Module):
         out_features: N of the whole layer, or several that share one product: `forward` then gives one tensor each.
         exchange: of the tensor-parallel group (`collectives.open_exchange`).
         bias: whether there is one.
+        adds_bias: False: the bias (this rank's part) is there, and left to what reads the output.
         device, dtype: of the parameters, or their names.
+        join: for the backward pass.
+        tuned: products by the fastest algorithms, where there is a choice (`collectives.tuned_product`).
 
     Raises:
         ValueError: a number of features does not divide by the number of ranks.
@@ -57,12 +69,15 @@ class ColumnParallelLinear(nn.Module):
         *,
         exchange: TensorExchange,
         bias: bool = True,
+        adds_bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
+        join: Join = join_by_torch,
+        tuned: bool = False,
     ) -> None:
         super().__init__()
         dtype = None if dtype is None else as_dtype(dtype, "dtype")
-        self.exchange = exchange
+        self.exchange, self.adds_bias, self.join, self.tuned = exchange, adds_bias, join, tuned
         self.splits = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         self.is_joined = not isinstance(out_features, int)
         for features in self.splits:
@@ -83,13 +98,10 @@ class ColumnParallelLinear(nn.Module):
         rows = x.shape[:-1]
         self.exchange.agree_on_rows(rows.numel(), is_first=not self._was_called)
         self._was_called = True
-        y_MN = _Column.apply(self.exchange, x.reshape(-1, x.shape[-1]), self.weight, self.bias)  # type: ignore[no-untyped-call]
-        y = y_MN.view(rows[0] * self.exchange.world_size, *rows[1:], y_MN.shape[-1])
-        if not self.is_joined:
-            return y  # type: ignore[no-any-return]
-        if len(self.splits) == 1:  # the gradient of a cut into one would be a copy
-            return (y,)
-        return tuple(y.split([features // self.exchange.world_size for features in self.splits], dim=-1))
+        bias_N = self.bias if self.adds_bias else None
+        ys: tuple[Tensor, ...] = _Column.apply(self, x.reshape(-1, x.shape[-1]), self.weight, bias_N)  # type: ignore[no-untyped-call]
+        ys = tuple(y_Mn.view(rows[0] * self.exchange.world_size, *rows[1:], y_Mn.shape[-1]) for y_Mn in ys)
+        return ys if self.is_joined else ys[0]
 
     @classmethod
     def from_linear(cls, *linears: nn.Linear, exchange: TensorExchange) -> ColumnParallelLinear:
@@ -122,7 +134,7 @@ class RowParallelLinear(nn.Module):
     Args:
         in_features: K of the whole layer, or several: `forward` then takes one input each, and sums their products.
         out_features: N.
-        exchange, bias, device, dtype: as for `ColumnParallelLinear`. The bias is whole on every rank.
+        exchange, bias, device, dtype, tuned: as for `ColumnParallelLinear`. The bias is whole on every rank.
         adds_bias: False: the bias is there, and left to what reads the output. Its gradient is then that of this
             rank's rows, to be summed over the ranks.
 
@@ -142,10 +154,11 @@ class RowParallelLinear(nn.Module):
         adds_bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
+        tuned: bool = False,
     ) -> None:
         super().__init__()
         dtype = None if dtype is None else as_dtype(dtype, "dtype")
-        self.exchange, self.adds_bias = exchange, adds_bias
+        self.exchange, self.adds_bias, self.tuned = exchange, adds_bias, tuned
         splits = (in_features,) if isinstance(in_features, int) else tuple(in_features)
         for features in splits:
             _check_divides("in_features", features, exchange.world_size)
@@ -172,7 +185,7 @@ class RowParallelLinear(nn.Module):
         _check_divides("the first dimension of the input", rows[0], self.exchange.world_size)
         flat = [x.reshape(-1, x.shape[-1]) for x in inputs]
         bias_N = self.bias if self.adds_bias else None
-        y_mN = _Row.apply(self.exchange, bias_N, *flat, *self.weights)  # type: ignore[no-untyped-call]
+        y_mN = _Row.apply(self.exchange, self.tuned, bias_N, *flat, *self.weights)  # type: ignore[no-untyped-call]
         return y_mN.view(rows[0] // self.exchange.world_size, *rows[1:], -1)  # type: ignore[no-any-return]
 
     @classmethod
@@ -202,51 +215,58 @@ class RowParallelLinear(nn.Module):
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: TensorExchange, x_mK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        ctx.exchange, ctx.has_bias = exchange, bias_N is not None
+    def forward(
+        ctx: Any, linear: ColumnParallelLinear, x_mK: Tensor, weight_NK: Tensor, bias_N: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        exchange = linear.exchange
+        ctx.linear, ctx.has_bias = linear, bias_N is not None
         ctx.source = _source(weight_NK)
         ctx.save_for_backward(x_mK, weight_NK)
         y_MN = x_mK.new_empty(exchange.world_size * x_mK.shape[0], weight_NK.shape[0])
         gathering = exchange.gather(x_mK)
         for rows, part in gathering.parts():
-            _multiply(part, weight_NK.t(), _view(y_MN, exchange)[rows], bias_N)
+            _multiply(part, weight_NK.t(), _view(y_MN, exchange)[rows], bias_N, tuned=linear.tuned)
         gathering.close()
-        return y_MN
+        if len(linear.splits) == 1:  # no view of itself: the gradient of a cut into one would be a copy
+            return (y_MN,)
+        return torch.split(y_MN, [features // exchange.world_size for features in linear.splits], dim=-1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        exchange: TensorExchange = ctx.exchange
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        linear: ColumnParallelLinear = ctx.linear
+        exchange = linear.exchange
         x_mK, weight_NK = ctx.saved_tensors
         _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        dy_MN = dy_MN.contiguous()
         # Only the rank's own rows were kept: they are gathered again, under the product for dx.
         gathering = exchange.gather(x_mK) if needs_weight else None
         scattering = exchange.scatter(x_mK.shape[0], x_mK.shape[1], x_mK) if needs_x else None
+        dy_MN, dbias_N = linear.join(dys, needs_bias and ctx.has_bias)
+        dy_MN = dy_MN.contiguous()
         if scattering is not None:
             for rows, part in scattering.parts():
-                _multiply(_view(dy_MN, exchange)[rows], weight_NK, part)
+                _multiply(_view(dy_MN, exchange)[rows], weight_NK, part, tuned=linear.tuned)
         dweight_NK = None
         if gathering is not None:
             accumulator, _ = ctx.next_functions[1]  # behind the input's
-            dweight_NK = weight_gradient(dy_MN, gathering.whole(), ctx.source, accumulator)
+            dweight_NK = weight_gradient(dy_MN, gathering.whole(), ctx.source, accumulator, tuned=linear.tuned)
             gathering.close()
         dx_mK = None if scattering is None else scattering.result()
-        return None, dx_mK, dweight_NK, dy_MN.sum(0) if needs_bias and ctx.has_bias else None
+        return None, dx_mK, dweight_NK, dbias_N
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: TensorExchange, bias_N: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, exchange: TensorExchange, tuned: bool, bias_N: Tensor | None, *tensors: Tensor) -> Tensor:
         inputs, weights = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        ctx.exchange, ctx.has_bias = exchange, bias_N is not None
+        ctx.exchange, ctx.tuned, ctx.has_bias = exchange, tuned, bias_N is not None
         ctx.sources = [_source(weight_NK) for weight_NK in weights]
         ctx.save_for_backward(*tensors)
         num_rows = inputs[0].shape[0] // exchange.world_size
         scattering = exchange.scatter(num_rows, weights[0].shape[0], inputs[0])
         for rows, part in scattering.parts():
             for index, (x_MK, weight_NK) in enumerate(zip(inputs, weights, strict=True)):
-                _multiply(_view(x_MK, exchange)[rows], weight_NK.t(), part, add=index > 0)
+                _multiply(_view(x_MK, exchange)[rows], weight_NK.t(), part, adds=index > 0, tuned=tuned)
         y_mN = scattering.result()
         return y_mN if bias_N is None else y_mN + bias_N
 
@@ -256,14 +276,14 @@ class _Row(torch.autograd.Function):
         exchange: TensorExchange = ctx.exchange
         tensors = ctx.saved_tensors
         inputs, weights = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        _, needs_bias, *needs = ctx.needs_input_grad
+        _, _, needs_bias, *needs = ctx.needs_input_grad
         dy_mN = dy_mN.contiguous()
         gathering = exchange.gather(dy_mN)
         dinputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs, strict=False)]
         for rows, part in gathering.parts():
             for dx_MK, weight_NK in zip(dinputs, weights, strict=True):
                 if dx_MK is not None:
-                    _multiply(part, weight_NK, _view(dx_MK, exchange)[rows])
+                    _multiply(part, weight_NK, _view(dx_MK, exchange)[rows], tuned=ctx.tuned)
         # Every rank has summed over its own rows alone. The sum over ranks runs under the weights' products: behind the
         # gather, or it would delay that, and hold multiprocessors while it waits for late ranks.
         dbias_N = dy_mN.sum(0) if needs_bias and ctx.has_bias else None
@@ -271,27 +291,25 @@ class _Row(torch.autograd.Function):
         dy_MN = gathering.whole() if any(needs[len(inputs) :]) else None
         of_weights = zip(inputs, needs[len(inputs) :], ctx.sources, ctx.next_functions[-len(weights) :], strict=True)
         dweights = [
-            weight_gradient(dy_MN, x_MK, source, accumulator) if need and dy_MN is not None else None
+            weight_gradient(dy_MN, x_MK, source, accumulator, tuned=ctx.tuned) if need and dy_MN is not None else None
             for x_MK, need, source, (accumulator, _) in of_weights
         ]
         gathering.close()
         if summing is not None:
             summing.wait()
-        return None, dbias_N, *dinputs, *dweights
+        return None, None, dbias_N, *dinputs, *dweights
 
 
-def _multiply(a: Tensor, b_KN: Tensor, out: Tensor, bias_N: Tensor | None = None, add: bool = False) -> None:
+def _multiply(
+    a: Tensor, b_KN: Tensor, out: Tensor, bias_N: Tensor | None = None, adds: bool = False, tuned: bool = False
+) -> None:
     """`out` [w, i, N] (+)= `a` [w, i, K] @ b (+ bias); in place where the rows of `out` lie together."""
     a_iK = a.flatten(0, 1)
-    out_iN = out.flatten(0, 1) if out.is_contiguous() else out.new_empty(a_iK.shape[0], out.shape[-1])
-    if add:
-        torch.addmm(out_iN if out.is_contiguous() else out.flatten(0, 1), a_iK, b_KN, out=out_iN)
-    elif bias_N is not None:
-        torch.addmm(bias_N, a_iK, b_KN, out=out_iN)
-    else:
-        torch.mm(a_iK, b_KN, out=out_iN)
-    if not out.is_contiguous():
-        out.copy_(out_iN.view_as(out))
+    if out.is_contiguous():
+        multiply(a_iK, b_KN, bias_N, out_MN=out.flatten(0, 1), adds=adds, tuned=tuned)
+        return
+    out_iN = out.flatten(0, 1) if adds else out.new_empty(a_iK.shape[0], out.shape[-1])  # a copy
+    out.copy_(multiply(a_iK, b_KN, bias_N, out_MN=out_iN, adds=adds, tuned=tuned).view_as(out))
 
 
 def _source(weight_NK: Tensor) -> SlotSource | None:

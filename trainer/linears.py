@@ -8,6 +8,7 @@ Shapes: K features in, N features out; activations [T, B, .], of which a rank of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 
 from collectives.exchange import TensorExchange
 from collectives.tensor import ColumnParallelLinear, RowParallelLinear
-from trainer.ops.backend import Operators
-from trainer.ops.linear import joined_linear, summed_linear
+from trainer.ops.backend import Operators, chooses_products
+from trainer.ops.linear import join_gradients, joined_linear, summed_linear
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,20 @@ def column(
     """A linear with one output for each of `splits`; its parameters are still to be initialised.
 
     Args:
-        adds_bias: False, without an exchange alone: the bias is there, and left to what reads the output.
+        adds_bias: False: the bias is there, and left to what reads the output.
         operators: as of `JoinedLinear`.
     """
     if exchange is None:
         return JoinedLinear(in_features, splits, bias, adds_bias, operators)
-    return ColumnParallelLinear(in_features, tuple(splits), exchange=exchange, bias=bias)
+    return ColumnParallelLinear(
+        in_features,
+        tuple(splits),
+        exchange=exchange,
+        bias=bias,
+        adds_bias=adds_bias,
+        join=functools.partial(join_gradients, operators=operators),
+        tuned=chooses_products(operators),
+    )
 
 
 def row(
@@ -132,7 +141,10 @@ def row(
     """
     if exchange is None:
         return SummedLinear(splits, out_features, bias, adds_bias, operators)
-    return RowParallelLinear(tuple(splits), out_features, exchange=exchange, bias=bias, adds_bias=adds_bias)
+    tuned = chooses_products(operators)
+    return RowParallelLinear(
+        tuple(splits), out_features, exchange=exchange, bias=bias, adds_bias=adds_bias, tuned=tuned
+    )
 
 
 def parts(module: nn.Module) -> dict[str, Part]:

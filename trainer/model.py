@@ -130,7 +130,7 @@ class Block(nn.Module):
         self.keeps_inputs_alone = config.recompute == "selective"
         self.is_parallel, self.operators = config.parallel_block, config.operators
         # GeLU adds the bias of the product before it, and sums its gradient in the same pass; so does the second norm.
-        self.adds_bias = bias and not self.is_parallel and config.activation == "gelu" and exchange is None
+        self.adds_bias = bias and not self.is_parallel and config.activation == "gelu"
         if self.is_parallel:
             self.inner = column(width, (*qkv, *up), bias, exchange, operators=self.operators)
             self.outer = row((width, config.ffn_hidden), width, bias, exchange, operators=self.operators)

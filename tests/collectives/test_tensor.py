@@ -31,7 +31,7 @@ from collectives.exchange import (
 from collectives.lane import Lane
 from collectives.recorder import WAIT, Recorder
 from collectives.symmetric import PeerRounds
-from collectives.tensor import ColumnParallelLinear, RowParallelLinear, _multiply
+from collectives.tensor import ColumnParallelLinear, RowParallelLinear, _multiply, join_by_torch
 from netlayer.errors import HardwareMissing
 from tests.collectives.harness import NUM_GPUS, Outcome, assert_passed, on_gpus, outcome_of
 from tests.collectives.ranks import run_ranks
@@ -113,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CHECKS_NAMES := [
     "column_agrees", "row_agrees", "block_agrees", "random_shapes_agree", "half_precision_agrees",
     "delays_change_nothing", "collectives_are_counted", "frozen_weights_need_no_gather", "graphs_replay",
-    "windows_grow", "rows_that_differ_are_named",
+    "windows_grow", "rows_that_differ_are_named", "a_bias_can_be_left_to_the_reader",
 ])  # fmt: skip
 def test_among_ranks(name: str, ranks: tuple[int, str, str], folder: Path) -> None:
     assert_passed([outcomes[name] for outcomes in run_checks(*ranks, folder)])
@@ -238,8 +238,26 @@ def block_agrees(exchange: TensorExchange, device: torch.device) -> None:
     close(y, part(exchange, expected), 1e-5)
     close(own.grad, part(exchange, whole_x.grad), 1e-4)
     close(back.weights[1].grad, part(exchange, down.weight.grad, 1), 1e-4)
-    gathered = whole(exchange, into.weight.grad[: 3 * width // ranks])
-    close(gathered, qkv.weight.grad, 1e-4)
+    own_qkv = slice(3 * width // ranks)
+    close(whole(exchange, into.weight.grad[own_qkv]), qkv.weight.grad, 1e-4)
+    close(whole(exchange, into.bias.grad[own_qkv]), qkv.bias.grad, 1e-4)
+    close(back.bias.grad, down.bias.grad, 1e-4)
+
+
+@check
+def a_bias_can_be_left_to_the_reader(exchange: TensorExchange, device: torch.device) -> None:
+    ranks = exchange.world_size
+    layers = [
+        ColumnParallelLinear(16, 8 * ranks, exchange=exchange, adds_bias=adds, device=device) for adds in (True, False)
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(4, 2, 16, device=device)
+    outputs = [layers[0](x), layers[1](x) + layers[1].bias]
+    close(outputs[1], outputs[0], 1e-6)
+    for y in outputs:
+        y.square().sum().backward()
+    for theirs, ours in zip(*(layer.parameters() for layer in layers), strict=True):
+        close(ours.grad, theirs.grad, 1e-5)
 
 
 @check
@@ -476,9 +494,9 @@ def test_the_sum_of_the_bias_runs_under_the_product_of_the_weight() -> None:
     exchange, calls = alone(), []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             calls.append(name)
-            return function(*args)
+            return function(*args, **options)
 
         return call
 
@@ -491,6 +509,29 @@ def test_the_sum_of_the_bias_runs_under_the_product_of_the_weight() -> None:
     ):
         y.sum().backward()
     assert calls == ["dx", "sum", "dw", "gathered"]
+
+
+def test_gradients_of_several_outputs_are_joined_and_summed_by_what_was_given() -> None:
+    join = mock.Mock(side_effect=join_by_torch)
+    layer = ColumnParallelLinear(4, (6, 2), exchange=alone(), join=join)
+    x = torch.randn(3, 5, 4, requires_grad=True)
+    first, second = layer(x)
+    (first.sum() + 2 * second.sum()).backward()
+    (parts, has_bias), _ = join.call_args
+    assert ([part.shape for part in parts], has_bias) == ([(15, 6), (15, 2)], True)
+    assert layer.bias.grad.tolist() == [15.0] * 6 + [30.0] * 2
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_every_product_is_tuned_where_it_is_asked_for(tuned: bool) -> None:
+    layers = [make(4, 8, exchange=alone(), tuned=tuned) for make in (ColumnParallelLinear, RowParallelLinear)]
+    with (
+        mock.patch("collectives.product.PRODUCTS.run", return_value=False) as run,
+        mock.patch("collectives.product.can_tune", return_value=True),
+    ):
+        for layer in layers:
+            layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert run.call_count == (4 if tuned else 0), "what is no gradient of a weight, which autograd gets from torch here"
 
 
 def fake_rounds(num_bytes: int) -> mock.Mock:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from collectives.product import multiply, weight_gradient
 from collectives.slot import SlotSource, slot_source
+from collectives.tensor import join_by_torch
 from collectives.tuned_product import can_tune
 from trainer.ops.backend import HAS_TRITON, Operators, as_rows, chooses_products, uses_triton
 
@@ -94,7 +95,7 @@ class _Linear(torch.autograd.Function):
         count = len(ctx.keepers)
         *_, needs_bias = ctx.needs_input_grad[:5]
         needs = ctx.needs_input_grad[5:]
-        dy_MN, dbias_N = _joined(dys, needs_bias, ctx.operators)
+        dy_MN, dbias_N = join_gradients(dys, needs_bias, ctx.operators)
         tuned = chooses_products(ctx.operators)
         accumulators = [node for node, _ in ctx.next_functions[-count:]]
         dinputs: list[Tensor | None] = []
@@ -107,13 +108,14 @@ class _Linear(torch.autograd.Function):
         return *[None] * 4, dbias_N, *dinputs, *dweights
 
 
-def _joined(dys: Sequence[Tensor], has_bias: bool, operators: Operators) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the whole product, [M, N], and of its bias, which has the same dtype."""
+def join_gradients(
+    dys: Sequence[Tensor], has_bias: bool, operators: Operators = "auto"
+) -> tuple[Tensor, Tensor | None]:
+    """Of a product's outputs, [..., n] each: that of the whole, [M, N], and of its bias, which has the same dtype."""
     parts_Mn = [as_rows(dy) for dy in dys]
     if has_bias and uses_triton(operators, parts_Mn[0]) and 1 < len(parts_Mn) <= MOST_PARTS:
         return join_and_sum(parts_Mn)
-    dy_MN = torch.cat(parts_Mn, 1) if len(parts_Mn) > 1 else parts_Mn[0]
-    return dy_MN, dy_MN.sum(0) if has_bias else None
+    return join_by_torch(parts_Mn, has_bias)
 
 
 def _cut(y: Tensor, splits: Sequence[int] | None) -> tuple[Tensor, ...]:
