@@ -137,6 +137,7 @@ class RowParallelLinear(nn.Module):
         exchange, bias, device, dtype, tuned: as for `ColumnParallelLinear`. The bias is whole on every rank.
         adds_bias: False: the bias is there, and left to what reads the output. Its gradient is then that of this
             rank's rows, to be summed over the ranks.
+        sums_bias: False: it is that too of a bias that is added here; a sum less on the way of each backward pass.
 
     Raises:
         ValueError: a number of features does not divide by the number of ranks.
@@ -152,13 +153,14 @@ class RowParallelLinear(nn.Module):
         exchange: TensorExchange,
         bias: bool = True,
         adds_bias: bool = True,
+        sums_bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         tuned: bool = False,
     ) -> None:
         super().__init__()
         dtype = None if dtype is None else as_dtype(dtype, "dtype")
-        self.exchange, self.adds_bias, self.tuned = exchange, adds_bias, tuned
+        self.exchange, self.adds_bias, self.sums_bias, self.tuned = exchange, adds_bias, sums_bias, tuned
         splits = (in_features,) if isinstance(in_features, int) else tuple(in_features)
         for features in splits:
             _check_divides("in_features", features, exchange.world_size)
@@ -185,7 +187,7 @@ class RowParallelLinear(nn.Module):
         _check_divides("the first dimension of the input", rows[0], self.exchange.world_size)
         flat = [x.reshape(-1, x.shape[-1]) for x in inputs]
         bias_N = self.bias if self.adds_bias else None
-        y_mN = _Row.apply(self.exchange, self.tuned, bias_N, *flat, *self.weights)  # type: ignore[no-untyped-call]
+        y_mN = _Row.apply(self, bias_N, *flat, *self.weights)  # type: ignore[no-untyped-call]
         return y_mN.view(rows[0] // self.exchange.world_size, *rows[1:], -1)  # type: ignore[no-any-return]
 
     @classmethod
@@ -257,47 +259,49 @@ class _Column(torch.autograd.Function):
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: TensorExchange, tuned: bool, bias_N: Tensor | None, *tensors: Tensor) -> Tensor:
-        inputs, weights = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        ctx.exchange, ctx.tuned, ctx.has_bias = exchange, tuned, bias_N is not None
+    def forward(ctx: Any, linear: RowParallelLinear, bias_N: Tensor | None, *tensors: Tensor) -> Tensor:
+        inputs, weights, exchange = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :], linear.exchange
+        ctx.linear, ctx.has_bias = linear, bias_N is not None
         ctx.sources = [_source(weight_NK) for weight_NK in weights]
         ctx.save_for_backward(*tensors)
         num_rows = inputs[0].shape[0] // exchange.world_size
         scattering = exchange.scatter(num_rows, weights[0].shape[0], inputs[0])
         for rows, part in scattering.parts():
             for index, (x_MK, weight_NK) in enumerate(zip(inputs, weights, strict=True)):
-                _multiply(_view(x_MK, exchange)[rows], weight_NK.t(), part, adds=index > 0, tuned=tuned)
+                _multiply(_view(x_MK, exchange)[rows], weight_NK.t(), part, adds=index > 0, tuned=linear.tuned)
         y_mN = scattering.result()
         return y_mN if bias_N is None else y_mN + bias_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_mN: Tensor) -> tuple[Tensor | None, ...]:
-        exchange: TensorExchange = ctx.exchange
-        tensors = ctx.saved_tensors
+        linear: RowParallelLinear = ctx.linear
+        exchange, tensors = linear.exchange, ctx.saved_tensors
         inputs, weights = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        _, _, needs_bias, *needs = ctx.needs_input_grad
+        _, needs_bias, *needs = ctx.needs_input_grad
         dy_mN = dy_mN.contiguous()
         gathering = exchange.gather(dy_mN)
         dinputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs, strict=False)]
         for rows, part in gathering.parts():
             for dx_MK, weight_NK in zip(dinputs, weights, strict=True):
                 if dx_MK is not None:
-                    _multiply(part, weight_NK, _view(dx_MK, exchange)[rows], tuned=ctx.tuned)
+                    _multiply(part, weight_NK, _view(dx_MK, exchange)[rows], tuned=linear.tuned)
         # Every rank has summed over its own rows alone. The sum over ranks runs under the weights' products: behind the
         # gather, or it would delay that, and hold multiprocessors while it waits for late ranks.
         dbias_N = dy_mN.sum(0) if needs_bias and ctx.has_bias else None
-        summing = None if dbias_N is None else exchange.start_all_reduce(dbias_N)
+        summing = exchange.start_all_reduce(dbias_N) if dbias_N is not None and linear.sums_bias else None
         dy_MN = gathering.whole() if any(needs[len(inputs) :]) else None
         of_weights = zip(inputs, needs[len(inputs) :], ctx.sources, ctx.next_functions[-len(weights) :], strict=True)
         dweights = [
-            weight_gradient(dy_MN, x_MK, source, accumulator, tuned=ctx.tuned) if need and dy_MN is not None else None
+            weight_gradient(dy_MN, x_MK, source, accumulator, tuned=linear.tuned)
+            if need and dy_MN is not None
+            else None
             for x_MK, need, source, (accumulator, _) in of_weights
         ]
         gathering.close()
         if summing is not None:
             summing.wait()
-        return None, None, dbias_N, *dinputs, *dweights
+        return None, dbias_N, *dinputs, *dweights
 
 
 def _multiply(

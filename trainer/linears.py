@@ -135,15 +135,22 @@ def row(
 ) -> SummedLinear | RowParallelLinear:
     """A linear that sums the products of one input for each of `splits`.
 
+    With an exchange, the gradient of its bias is that of this rank's rows.
+
     Args:
         adds_bias: False: the bias is there, and left to what reads the output.
         operators: as of `JoinedLinear`.
     """
     if exchange is None:
         return SummedLinear(splits, out_features, bias, adds_bias, operators)
-    tuned = chooses_products(operators)
     return RowParallelLinear(
-        tuple(splits), out_features, exchange=exchange, bias=bias, adds_bias=adds_bias, tuned=tuned
+        tuple(splits),
+        out_features,
+        exchange=exchange,
+        bias=bias,
+        adds_bias=adds_bias,
+        sums_bias=False,
+        tuned=chooses_products(operators),
     )
 
 
@@ -160,12 +167,6 @@ def parts(module: nn.Module) -> dict[str, Part]:
         elif isinstance(child, TokenTable):
             found[f"{prefix}.weight" if prefix else "weight"] = Part(0, (child.num_rows,))
     return found
-
-
-def whole_biases(module: nn.Module) -> set[str]:
-    """Names of biases that every rank has whole, and whose gradient is whole too: those that the linear adds."""
-    rows = ((prefix, child) for prefix, child in module.named_modules() if isinstance(child, RowParallelLinear))
-    return {f"{prefix}.bias" for prefix, child in rows if child.bias is not None and child.adds_bias}
 
 
 class TokenTable(nn.Module):

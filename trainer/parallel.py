@@ -37,7 +37,7 @@ from collectives.watch import Watch
 from netlayer.config import JobConfig
 from netlayer.layout import ParallelLayout
 from netlayer.rendezvous import Groups
-from trainer.linears import parts, whole_biases
+from trainer.linears import parts
 from trainer.model import GPT, build_model
 from trainer.pipeline import StageModel, run_schedule
 from trainer.schedule import Schedule, forward_only, of_layout
@@ -274,12 +274,12 @@ class SplitModel:
         )
 
     def _slots(self, chunk: ShardedDataParallel) -> Iterator[Slot]:
-        cut, biases, spread = parts(chunk.module), whole_biases(chunk.module), self.layout.tp > 1
+        cut, spread = parts(chunk.module), self.layout.tp > 1
         doubled = self.tied.group is not None and self.is_last
         for name, _, piece in chunk.named_shards():
             is_part = name in cut
             counts = (is_part or self.place.tp == 0) and not (doubled and name.endswith("tokens.weight"))
-            yield Slot(name, piece, is_part, spread and not is_part and name not in biases, counts)
+            yield Slot(name, piece, is_part, spread and not is_part, counts)
 
 
 @torch.no_grad()

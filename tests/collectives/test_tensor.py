@@ -534,6 +534,14 @@ def test_every_product_is_tuned_where_it_is_asked_for(tuned: bool) -> None:
     assert run.call_count == (4 if tuned else 0), "what is no gradient of a weight, which autograd gets from torch here"
 
 
+def test_a_bias_whose_gradient_others_sum_costs_no_collective() -> None:
+    layer = RowParallelLinear(4, 6, exchange=alone(), sums_bias=False)
+    y = layer(torch.randn(3, 4, requires_grad=True))
+    with mock.patch.object(Lane, "start_all_reduce", side_effect=AssertionError):
+        y.sum().backward()
+    assert layer.bias.grad.tolist() == [3.0] * 6
+
+
 def fake_rounds(num_bytes: int) -> mock.Mock:
     rounds = mock.Mock(spec=PeerRounds, slot_bytes=1 << 20, copy_stream="copies", is_open=False)
     rounds.staged.return_value = torch.zeros(2, num_bytes, dtype=torch.uint8)
