@@ -172,7 +172,7 @@ def _read_micros(texts: Sequence[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for text in texts:
         system, equals, number = text.partition("=")
-        if not equals or not number.isdigit() or int(number) < 1:
-            raise ConfigError("--micro-of", text, "must read SYSTEM=N", "for example --micro-of mcore=2")
+        if not equals or not number.isdecimal() or int(number) < 1:
+            raise ConfigError("--micro-of", text, "must read SYSTEM=N, N at least 1", "for example --micro-of mcore=2")
         found[system] = int(number)
     return found

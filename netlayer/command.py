@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PATH = click.Path(path_type=Path)
-_OF_A_RUN = ("report.html", "metrics.jsonl", "validation.jsonl", "trace.json", "logs", "checkpoints", "tensorboard")
+_OF_A_RUN = ("report.html", "metrics.jsonl", "validation.jsonl", "trace.json", "checkpoints", "tensorboard")
+_LOGS = "logs"
+"""Of a run that did nothing else, they do not keep the next one out: a refused checkpoint leaves them."""
 _RUN_OPTIONS = (
     click.option("--config", "config_path", type=_PATH, help="TOML file; see examples/."),
     click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable."),
@@ -123,8 +125,10 @@ def open_run(out: Path | None, command: str) -> Iterator[Path]:
     """
     earlier = next((name for name in _OF_A_RUN if (out / name).exists()), None) if out else None
     if out is not None and (earlier or _records_in(out)):
-        rule = f"holds an earlier run ({earlier or 'records'})"
-        raise ConfigError("--out", out, rule, "give a new folder, or remove that one")
+        rule, remedy = f"holds an earlier run ({earlier or 'records'})", "give a new folder, or remove that one"
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            remedy = "a restart by torchrun cannot go on in it: start again, with a new folder and --resume"
+        raise ConfigError("--out", out, rule, remedy)
     wanted = out or Path("runs")
     made = [path for path in (wanted, *wanted.parents) if not path.exists()]
     folder, claim = None, contextlib.ExitStack()
@@ -135,8 +139,11 @@ def open_run(out: Path | None, command: str) -> Iterator[Path]:
             folder = opened
         yield folder
     except BaseException:
-        if folder and any(path.is_file() for path in folder.rglob("*")):
-            click.echo(f"note: what was done until then is in {folder}", err=True)
+        written = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()] if folder else []
+        if folder and written:
+            is_logs_alone = all(path.parts[0] == _LOGS for path in written)
+            said = f"its logs are in {folder / _LOGS}" if is_logs_alone else f"what was done until then is in {folder}"
+            click.echo(f"note: {said}", err=True)
         elif folder:
             _remove_empty([*(path for path in folder.rglob("*") if path.is_dir()), *({folder} - {out}), *made])
         raise

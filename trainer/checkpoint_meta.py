@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,4 +224,12 @@ def _undamaged(field: str, path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
-        raise ConfigError(field, path, f"is damaged ({exc!r})", "give an older checkpoint") from exc
+        raise ConfigError(field, path, f"is damaged ({_words(exc)})", "give an older checkpoint") from exc
+
+
+def _words(exc: Exception) -> str:
+    """In one line that has an end; some errors hold the whole file."""
+    if isinstance(exc, UnicodeDecodeError):
+        return f"no UTF-8 at byte {exc.start:,}"
+    said = f"it lacks {exc}" if isinstance(exc, KeyError) else str(exc) or type(exc).__name__
+    return textwrap.shorten(said, 150, placeholder=" ...")

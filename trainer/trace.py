@@ -31,6 +31,8 @@ def parse_steps(text: str, first: int, last: int) -> range:
     if match is None:
         raise ConfigError("--trace", text, "names no steps", "give one such as 7, a range such as 3-5, or last")
     begin, end = int(match[1]), int(match[2] or match[1])
+    if begin > end:
+        raise ConfigError("--trace", text, "ends before it begins", f"give {end}-{begin}")
     if not first <= begin <= end <= last:
         raise ConfigError("--trace", text, f"must lie in the steps of this run, {first}-{last}", "name some of those")
     return range(begin, end + 1)

@@ -17,7 +17,7 @@ from netlayer.config import JobConfig
 from netlayer.errors import ConfigError
 from netlayer.launch import launch
 from netlayer.rank import RankContext
-from trainer.checkpoint_meta import check_same_text, find
+from trainer.checkpoint_meta import TOKENIZER, check_same_text, find
 from trainer.data.prepare import Corpus, CorpusFacts, OnStage, check_enough, prepare_corpus
 from trainer.metrics import check_metrics
 
@@ -143,7 +143,8 @@ def prepare(
     check_supported(job, ranks)
     text = (job.data, job.model.vocab_size, seed)
     before = find(resume) if resume else None
-    tokenizer_file = before.tokenizer_file if before and job.checkpoint.other_text else None
+    brought = before.tokenizer_file if before and (job.checkpoint.other_text or TOKENIZER in before.digests) else None
+    tokenizer_file = brought if job.checkpoint.other_text else None  # else the text brings the same, and it is but read
     try:
         corpus = prepare_corpus(*text, cache_folder(), on_stage, tokenizer_file)
     except OSError as exc:

@@ -230,6 +230,7 @@ def test_the_native_peer_has_our_losses_when_it_is_compiled(tmp_path: Path, layo
         (["--also", "model.parallel_blok=true"], "did you mean parallel_block?"),
         (["--micro-of", "mcore=2"], "is none of ours, fsdp2"),
         (["--micro-of", "ours=many"], "must read SYSTEM=N"),
+        (["--micro-of", "ours=0"], "must read SYSTEM=N, N at least 1"),
         (["--also", "loop.cuda_graph=true"], "leaves step 4, in which a CUDA graph is captured, among the timed ones"),
         (["--model", "8b"], "must be one of 1m"),
         (["--set", "parallel.dp=3"], "--set = parallel.dp=3: has no effect here; give --layout"),

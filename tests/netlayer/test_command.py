@@ -137,6 +137,28 @@ def test_a_folder_of_an_earlier_run_is_refused(tmp_path: Path, left: str) -> Non
         pass
 
 
+def test_a_restart_by_torchrun_is_told_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(ConfigError, match="start again, with a new folder and --resume"), open_run(tmp_path, "x"):
+        pass
+
+
+def test_a_run_that_left_logs_alone_does_not_keep_the_next_one_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine"
+
+    def write_logs(folder: Path) -> None:
+        (folder / "logs").mkdir(exist_ok=True)
+        (folder / "logs" / "rank0000.log").touch()
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            break_off(out, write_logs)
+        assert capsys.readouterr().err == f"note: its logs are in {out / 'logs'}\n"
+
+
 def test_a_folder_with_other_files_is_not_an_earlier_run(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with open_run(tmp_path, "x") as folder:

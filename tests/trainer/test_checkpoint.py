@@ -83,6 +83,9 @@ def test_what_is_no_checkpoint_or_is_damaged_is_one_line(text_folder: Path, corp
     file.unlink()
     with pytest.raises(ConfigError, match=r"lacks tp0-pp0\.safetensors"):
         find(tmp_path)
+    (tmp_path / "step-000003" / "meta.json").write_bytes(b"\xb8" * 100_000)
+    with pytest.raises(ConfigError, match=r"meta\.json: is damaged \(no UTF-8 at byte 0\); give an older"):
+        find(tmp_path)
     (tmp_path / "step-000003" / "meta.json").write_text(json.dumps({"format": FORMAT}))
     with pytest.raises(ConfigError, match=r"meta\.json: is damaged"):
         find(tmp_path)
@@ -107,7 +110,7 @@ def test_a_file_in_the_place_of_another_is_noticed(text_folder: Path, corpus: Co
     train(job_for(text_folder, steps=1), corpus, tmp_path)
     meta = json.loads((tmp_path / "step-000001" / "meta.json").read_text())
     (tmp_path / "step-000001" / "meta.json").write_text(json.dumps(meta | {"tp": 2}))
-    with pytest.raises(ConfigError, match=r"meta\.json: is damaged \(ValueError\('it is not as it was written'\)\)"):
+    with pytest.raises(ConfigError, match=r"meta\.json: is damaged \(it is not as it was written\)"):
         find(tmp_path)
     del meta["digest"]
     (tmp_path / "step-000001" / "meta.json").write_text(sealed(meta | {"tp": 2}))
