@@ -123,7 +123,7 @@ def label(record: RunRecord) -> str:
 
 def _reasons(record: RunRecord) -> list[str]:
     failed = [f"{row['system']} failed: {row['reason']}" for row in record.rows if row["run"] == "failed"]
-    ended = record.config["ended_early_by"]
+    ended = record.config.get("ended_early_by")  # older records lack it, and what is asked for likewise below
     return [*failed, *([f"ended early by {ended}"] if ended else [])]
 
 
@@ -208,8 +208,9 @@ def _time(section: Section, record: RunRecord, suffix: str) -> None:
         caption="Where the time of a step goes, under the profiler, on rank 0. Kernels that run at once count for the "
         "first of these kinds: communication is what nothing hides.",
     )
-    hosts = ", ".join(f"{row['launch_ms']:,.1f} ms of {row['system']}" for row in profiles)
-    section.text(f"To launch a step the host of rank 0 takes, waits included: {hosts}.")
+    hosts = ", ".join(f"{row['launch_ms']:,.1f} ms of {row['system']}" for row in profiles if "launch_ms" in row)
+    if hosts:
+        section.text(f"To launch a step the host of rank 0 takes, waits included: {hosts}.")
 
 
 def _steps(section: Section, runs: pd.DataFrame, suffix: str) -> None:
@@ -224,7 +225,7 @@ def _steps(section: Section, runs: pd.DataFrame, suffix: str) -> None:
 
 def _cards(section: Section, record: RunRecord, suffix: str) -> None:
     """Clock and power of each GPU over the call."""
-    lines = "\n".join(record.config["gpus"])
+    lines = "\n".join(record.config.get("gpus", ()))
     if not lines:
         return
     names = ["when", "gpu", "mhz", "watts", "celsius"]
@@ -266,7 +267,8 @@ def _meaning(report: Report, record: RunRecord) -> None:
     section = report.section("What is what")
     peak = record.config["peak_flops"]
     known = f"The peak of a device is {peak / 1e12:,.1f} TFLOP/s." if peak else "No peak is known of this device."
-    section.text(f"{record.config['mfu_formula']}. {known}")
+    formula = record.config.get("mfu_formula")
+    section.text(f"{formula}. {known}" if formula else known)
     section.text(
         "All systems of a comparison have the same model, initial values, tokens, optimiser and dtype of reduction, "
         "and take turns; a run is timed over its steps with one synchronisation at each end. What differs in a row of "

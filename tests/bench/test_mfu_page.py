@@ -11,9 +11,10 @@ from click.testing import CliRunner
 
 from bench.mfu_page import build_page, command, label
 from bench.mfu_rows import FORMULA, summarise, with_figures
+from bench.publish import REPORTS
 from netlayer.config import JobConfig, build_config
 from netlayer.errors import ConfigError
-from netlayer.results import RunRecord
+from netlayer.results import RunRecord, load_record
 
 H200, CPU = "NVIDIA H200", "CPU"
 PROFILE = {
@@ -112,6 +113,13 @@ def test_without_a_peak_systems_are_compared_by_tokens() -> None:
     assert "tokens/s/GPU" in report.html()
     assert "MFU, causal" not in report.html()
     assert "No peak is known of this device" in report.html()
+
+
+@pytest.mark.parametrize("path", sorted(REPORTS.glob("trainer_*.*.json")), ids=lambda path: path.name)
+def test_records_of_the_reports_can_be_drawn_older_ones_too(path: Path) -> None:
+    record = load_record(path)
+    if record.name == "bench.mfu":
+        assert "systems" in {plot.name for plot in build_page([record]).plots}
 
 
 def test_what_failed_is_said_on_top() -> None:
