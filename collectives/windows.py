@@ -10,13 +10,18 @@ alike on all ranks: where single ones came to lie would differ by rank. Left out
 
 NCCL keeps a registration as long as its communicator, whoever made that: `close` ends it, and so does the garbage
 collector, later (`collectives.leftovers`).
+
+[Note: groups that end first] torch does not forget a pool with the group that it was registered with: to free the
+pool's memory, also at the end of the process, then asks the dead communicator, and ends the process (torch 2.11). So no
+pool is let go before it is forgotten.
 """
 
 from __future__ import annotations
 
-import functools
+import atexit
+import contextlib
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -51,7 +56,7 @@ class Windows:
         with torch.cuda.use_mem_pool(self._pool):
             self.memory = torch.zeros(max(num_bytes, _STRIDE), dtype=torch.uint8, device=device)
         backend.register_mem_pool(self._pool, symm=True)
-        self._leftover = Leftover(self, functools.partial(_deregister, weakref.ref(group), backend, self._pool, device))
+        self._leftover = Leftover(self, _Registration(group, backend, self._pool, device).end)
         self._taken = 0
 
     def close(self) -> None:
@@ -75,9 +80,36 @@ class Windows:
         return self.memory[start : start + numel * dtype.itemsize].view(dtype)
 
 
-def _deregister(group: weakref.ref[dist.ProcessGroup], backend: Any, pool: Any, device: torch.device) -> None:
-    """Of a group that was destroyed meanwhile, the communicator and what it knew are gone already."""
-    living = group()
-    if living is not None and living in dist.distributed_c10d._world.pg_map:
-        torch.cuda.synchronize(device)
-        backend.deregister_mem_pool(pool)
+class _Registration:
+    """Of a pool with a group's communicator; it keeps the pool until it has ended."""
+
+    _open: ClassVar[weakref.WeakSet[_Registration]] = weakref.WeakSet()
+    """Weak: where the process ends, pools go before their groups, or torch ends it for that (torch 2.11)."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: Any, pool: Any, device: torch.device) -> None:
+        self._group, self._backend, self._pool, self._device = weakref.ref(group), backend, pool, device
+        self._open.add(self)
+
+    def end(self) -> None:
+        """Deregister, once the device has come here; of a communicator that is gone, only forget the pool."""
+        self._open.discard(self)
+        if self._group_lives:
+            torch.cuda.synchronize(self._device)
+            self._backend.deregister_mem_pool(self._pool)
+        else:
+            with contextlib.suppress(RuntimeError):  # raised behind forgetting: the communicator was aborted
+                self._backend.deregister_mem_pool(self._pool)
+
+    @property
+    def _group_lives(self) -> bool:
+        group = self._group()
+        return group is not None and group in dist.distributed_c10d._world.pg_map
+
+    @classmethod
+    def end_of_process(cls) -> None:
+        """Those of living groups stay: to end one is to wait for the peers."""
+        for registration in [one for one in cls._open if not one._group_lives]:
+            registration.end()
+
+
+atexit.register(_Registration.end_of_process)

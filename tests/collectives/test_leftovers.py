@@ -14,7 +14,7 @@ import torch.distributed as dist
 from collectives import leftovers
 from collectives.leftovers import Leftover, release_left
 from collectives.symmetric import PeerRounds, Window
-from collectives.windows import Windows
+from collectives.windows import Windows, _Registration
 
 CUDA = torch.device("cuda", 0)
 
@@ -27,6 +27,7 @@ class Owner:
 def nothing_left() -> Iterator[None]:
     yield
     leftovers._left.clear()
+    _Registration._open.clear()
 
 
 def test_what_a_collected_owner_leaves_waits_for_a_quiet_point() -> None:
@@ -114,11 +115,37 @@ def test_collected_windows_are_registered_until_a_quiet_point(
     del kept
 
 
-def test_a_group_that_is_gone_is_not_asked(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def gone(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Destroys the group; its backend then says so of a pool, when it has forgotten that."""
+
+    def destroy() -> None:
+        monkeypatch.delitem(dist.distributed_c10d._world.pg_map, nccl.group)  # type: ignore[misc]
+        nccl.backend.deregister_mem_pool.side_effect = dist.DistBackendError("NCCL communicator was aborted")
+
+    return destroy
+
+
+def test_of_a_group_that_is_gone_the_pool_is_forgotten_before_it_goes(nccl: Nccl, gone: Callable[[], None]) -> None:
     windows = nccl.open()
-    monkeypatch.delitem(dist.distributed_c10d._world.pg_map, nccl.group)  # type: ignore[misc]
+    gone()
     windows.close()
-    assert nccl.deregistered == 0
+    windows.close()
+    assert nccl.deregistered == 1
+    assert mock.call.synchronize(CUDA) not in nccl.calls, "no peer is waited for"
+
+
+def test_at_the_end_of_the_process_pools_of_groups_that_are_gone_are_forgotten(
+    nccl: Nccl, gone: Callable[[], None]
+) -> None:
+    kept = nccl.open()
+    _Registration.end_of_process()
+    assert nccl.deregistered == 0, "a communicator that lives is left alone: to end it is to wait for the peers"
+    gone()
+    _Registration.end_of_process()
+    _Registration.end_of_process()
+    assert nccl.deregistered == 1
+    assert kept.memory.numel() == 4096
 
 
 def test_a_larger_window_goes_on_with_the_streams_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
