@@ -63,8 +63,8 @@ class Scattering(ABC):
         """Every part once: which rows, and a buffer [ranks, rows, C] to fill with this rank's summand."""
 
     @abstractmethod
-    def result(self) -> Tensor:
-        """The sum over ranks of this rank's rows, [m, C]."""
+    def result(self, bias_C: Tensor | None = None) -> Tensor:
+        """The sum over ranks of this rank's rows, [m, C]; with a bias, which is whole on every rank, added."""
 
 
 class TensorExchange(ABC):
@@ -264,15 +264,16 @@ class _PeerScattering(Scattering):
                 self._rounds.send(part_mC, ahead)
         yield _rows_of(rank), self._partial_WmC[rank].unsqueeze(0)
 
-    def result(self) -> Tensor:
+    def result(self, bias_C: Tensor | None = None) -> Tensor:
         own_mC = self._partial_WmC[self._exchange.rank]
         out_mC = torch.empty_like(own_mC)
         with self._exchange.lane.waiting(self._collective):
             self._rounds.wait(1, self._exchange.world_size - 1)
-        self._rounds.reduce(own_mC, out_mC)
+        in_sum = bias_C is not None and _adds_in_sum(bias_C, out_mC)
+        self._rounds.reduce(own_mC, out_mC, bias_C if in_sum else None)
         self._rounds.finish()
         _settle(self._counted)
-        return out_mC
+        return out_mC if bias_C is None or in_sum else out_mC.add_(bias_C)
 
 
 class LaneTensorExchange(TensorExchange):
@@ -341,10 +342,10 @@ class _LaneScattering(Scattering):
             out = self._out_mC[rows].view(-1)
             self._flights.append(self._exchange.lane.reduce_scatter(out, part_WiC.view(-1)))
 
-    def result(self) -> Tensor:
+    def result(self, bias_C: Tensor | None = None) -> Tensor:
         for flight in self._flights:
             flight.wait()
-        return self._out_mC
+        return self._out_mC if bias_C is None else self._out_mC.add_(bias_C)
 
 
 def _check_sendable(rows_mC: Tensor) -> None:
@@ -355,6 +356,12 @@ def _check_sendable(rows_mC: Tensor) -> None:
     if num_bytes % 16:
         shape = " x ".join(map(str, rows_mC.shape))
         raise ValueError(f"peer memory carries multiples of 16 bytes, got {shape} = {num_bytes}; take path='lane'")
+
+
+def _adds_in_sum(bias_C: Tensor, out_mC: Tensor) -> bool:
+    """Whether the kernel that sums takes it: others cost a pass of their own."""
+    aligned = bias_C.data_ptr() % 16 == 0 and bias_C.nbytes % 16 == 0
+    return bias_C.dtype == out_mC.dtype and bias_C.is_contiguous() and aligned
 
 
 def _rows_of(rank: int) -> Rows:

@@ -144,11 +144,13 @@ struct Pack<float> {
     }
 };
 
-// out = own + everything staged, in the order of the ranks, in float32. It does not wait for the arrivals itself: a grid
-// of spinning blocks would leave no room for the kernels that the peers wait for.
+// out = own + everything staged, in the order of the ranks, + `bias` (of `bias_bytes` a row; none where that is 0), in
+// float32. It does not wait for the arrivals itself: a grid of spinning blocks would leave no room for the kernels that
+// the peers wait for.
 template <typename T>
-__device__ __forceinline__ void reduce_staged(const char* slots, int rank, u64 slot_bytes,
-                                              const char* own_part, char* out) {
+__device__ __forceinline__ void reduce_staged(const char* slots, int rank, u64 slot_bytes, const char* own_part,
+                                              char* out, const char* bias, int bias_bytes) {
+    const u32 row_units = bias_bytes / 16;
     const u64 units = slot_bytes / 16;
     for (u64 u = blockIdx.x * static_cast<u64>(blockDim.x) + threadIdx.x; u < units;
          u += static_cast<u64>(gridDim.x) * blockDim.x) {
@@ -163,6 +165,11 @@ __device__ __forceinline__ void reduce_staged(const char* slots, int rank, u64 s
         for (int r = 0; r < RANKS; ++r) {
             Pack<T>::add(low, make_uint2(part[r].x, part[r].y));
             Pack<T>::add(high, make_uint2(part[r].z, part[r].w));
+        }
+        if (row_units) {
+            const uint4 b = reinterpret_cast<const uint4*>(bias)[static_cast<u32>(u) % row_units];
+            Pack<T>::add(low, make_uint2(b.x, b.y));
+            Pack<T>::add(high, make_uint2(b.z, b.w));
         }
         const uint2 a = Pack<T>::pack(low), b = Pack<T>::pack(high);
         reinterpret_cast<uint4*>(out)[u] = make_uint4(a.x, a.y, b.x, b.y);
@@ -315,8 +322,9 @@ SMALL_KERNEL(all_gather_small_bytes, all_gather_small)
 
 #define KERNELS_OF(T, NAME)                                                                                           \
     extern "C" __global__ void __launch_bounds__(512)                                                                 \
-        reduce_staged_##NAME(const char* slots, int rank, u64 slot_bytes, const char* own_part, char* out) {          \
-        reduce_staged<T>(slots, rank, slot_bytes, own_part, out);                                                     \
+        reduce_staged_##NAME(const char* slots, int rank, u64 slot_bytes, const char* own_part, char* out,            \
+                             const char* bias, int bias_bytes) {                                                      \
+        reduce_staged<T>(slots, rank, slot_bytes, own_part, out, bias, bias_bytes);                                   \
     }                                                                                                                 \
     SMALL_KERNEL(all_reduce_small_##NAME, all_reduce_small<T>)                                                        \
     SMALL_KERNEL(reduce_scatter_small_##NAME, reduce_scatter_small<T>)                                                \

@@ -37,7 +37,7 @@ HEAD_BYTES = 4096
 MAX_RANKS = 8
 
 _INT, _LONG = ctypes.c_int, ctypes.c_uint64
-_SUM = (_LONG, _INT, _LONG, _LONG, _LONG)
+_SUM = (_LONG, _INT, _LONG, _LONG, _LONG, _LONG, _INT)
 _SMALL = (_LONG, _INT, _LONG, _LONG, _LONG, _LONG, _LONG)
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -293,14 +293,20 @@ class PeerRounds:
         torch.cuda.current_stream(self.device).wait_event(self._sent[behind + count - 2])
         self.window.launch("await_arrived", 1, 32, self.window.own, self.rank, behind, count)
 
-    def reduce(self, own: Tensor, out: Tensor) -> None:
-        """`out` = `own` + what every peer has sent in this round, summed in float32 in the order of the ranks.
+    def reduce(self, own: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+        """`out` = `own` + what every peer has sent in this round (+ `bias`), in float32, in the order of the ranks.
 
-        All peers have been waited for. Sizes are multiples of 16 bytes; bfloat16, float16 or float32.
+        All peers have been waited for. Sizes and addresses are multiples of 16 bytes; bfloat16, float16 or float32.
+
+        Args:
+            own, out: [..., N], contiguous.
+            bias: [N], of their dtype; None: nothing.
         """
         num_bytes = own.numel() * own.element_size()
         if num_bytes % 16:
             raise ValueError(f"sums need a multiple of 16 bytes, got {num_bytes}")
+        if bias is not None and (bias.nbytes % 16 or bias.data_ptr() % 16):
+            raise ValueError(f"sums need a bias of a multiple of 16 bytes, got {bias.nbytes} at {bias.data_ptr():#x}")
         self.window.launch(
             f"reduce_staged_{str(own.dtype).removeprefix('torch.')}",
             min(-(-num_bytes // 16 // 512), self._sum_grid),
@@ -310,6 +316,8 @@ class PeerRounds:
             num_bytes,
             own.data_ptr(),
             out.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if bias is None else bias.nbytes,
         )
 
     def join(self) -> None:

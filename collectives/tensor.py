@@ -269,8 +269,7 @@ class _Row(torch.autograd.Function):
         for rows, part in scattering.parts():
             for index, (x_MK, weight_NK) in enumerate(zip(inputs, weights, strict=True)):
                 _multiply(_view(x_MK, exchange)[rows], weight_NK.t(), part, adds=index > 0, tuned=linear.tuned)
-        y_mN = scattering.result()
-        return y_mN if bias_N is None else y_mN + bias_N
+        return scattering.result(bias_N)
 
     @staticmethod
     @once_differentiable
