@@ -128,12 +128,13 @@ def channel_environment(channels: int) -> dict[str, str]:
     """Variables that hold every NCCL communicator to `channels`; 0 leaves NCCL alone.
 
     One channel is one multiprocessor that sends to the next rank: about 20 GB/s on an H200, as a 200G NIC. NCCL's
-    symmetric kernels, which know no channels, are held to as many blocks (CTAs).
+    symmetric kernels, which know no channels, are held to as many blocks (CTAs), and copy engines, which no such limit
+    holds, carry nothing.
     """
     if not channels:
         return {}
     most, least = ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS"), ("NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS")
-    return {**dict.fromkeys(most, str(channels)), **dict.fromkeys(least, "1")}
+    return {**dict.fromkeys(most, str(channels)), **dict.fromkeys(least, "1"), "NCCL_CTA_POLICY": "0"}
 
 
 def on_gloo(settings: DpSettings, asked: Sequence[System]) -> DpSettings:

@@ -165,6 +165,7 @@ class Bucket:
         parameters: one for each slot of the plan; their storage moves into `full_N`.
         rank: whose shard this is.
         full_N: memory for the parameters; None: as allocated here.
+        grad_S: memory for the reduced gradient, of zeros in the dtype of the masters; None: as allocated here.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class Bucket:
         parameters: Sequence[nn.Parameter],
         rank: int,
         full_N: Tensor | None = None,
+        grad_S: Tensor | None = None,
     ) -> None:
         self.plan, self.parameters, self.rank = plan, tuple(parameters), rank
         self.full_N = flat_N.to(plan.dtype) if full_N is None else full_N.copy_(flat_N)
@@ -182,7 +184,7 @@ class Bucket:
         # `.data` has a version counter of its own: it counts what an optimiser does, not what a gather does.
         self.master_S = own_S.data if self.shares_storage else own_S.clone()
         self.own_S = None if self.shares_storage else plan.own(self.full_N, rank)
-        self.grad_S = torch.zeros_like(self.master_S)
+        self.grad_S = torch.zeros_like(self.master_S) if grad_S is None else grad_S
         self.local_N: Tensor | None = None
         """Where gradients of this rank add up that are not reduced yet: of those in `_written`, the rest is nothing."""
         self._written: set[int] = set()

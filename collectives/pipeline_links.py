@@ -30,6 +30,7 @@ from collectives.alike import first_difference
 from collectives.carrier import new_stream
 from collectives.link import Kind, Link
 from collectives.messages import DIRECTIONS, Direction, Traffic, digest
+from collectives.nccl_options import nccl_options
 from collectives.peer_link import PeerLink, Slots
 from collectives.recorder import Recorder
 from collectives.symmetric import why_unusable
@@ -307,7 +308,7 @@ def _new_groups(
             ranks,
             timeout=timeout,
             backend=backend,
-            pg_options=_nccl_options(max_ctas, timeout) if backend == "nccl" else None,
+            pg_options=nccl_options(timeout, max_ctas=max_ctas, is_urgent=True) if backend == "nccl" else None,
             use_local_synchronization=local,
             group_desc=f"pipeline {direction} {colour}",
         )
@@ -343,12 +344,3 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 def _is_bound_to_device() -> bool:
     world = dist.group.WORLD
     return world is not None and world.bound_device_id is not None
-
-
-def _nccl_options(max_ctas: int | None, timeout: timedelta | None) -> Any:
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if timeout is not None:
-        options._timeout = timeout  # new_group wants it in both places, or warns
-    if max_ctas is not None:
-        options.config.max_ctas = max_ctas
-    return options

@@ -9,9 +9,10 @@ import functools
 import hashlib
 import json
 import os
+import types
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from collectives.alike import first_difference
 from collectives.bucket import Bucket, BucketPlan, plan_buckets
 from collectives.lane import Lane
+from collectives.nccl_options import nccl_options
 from collectives.recorder import Recorder
 from collectives.watch import Watch, timeout_of
 from collectives.windows import Windows
@@ -45,7 +47,11 @@ def check_module(module: nn.Module) -> torch.device:
 
 
 def open_groups(
-    group: dist.ProcessGroup | None, device: torch.device, names: Sequence[str], timeout: timedelta | None = None
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    names: Sequence[str],
+    timeout: timedelta | None = None,
+    windows: bool = False,
 ) -> list[dist.ProcessGroup | None]:
     """New process groups of the ranks of `group` (None: all), one a name; None each where there is one rank.
 
@@ -54,6 +60,11 @@ def open_groups(
     the same on all of them. Otherwise make the groups beforehand and pass them in. Where `init_process_group` was given
     a `device_id`, NCCL splits the world's communicator for each, and all ranks of the world take part at one place: the
     other ranks open groups of theirs there, or all of them wait.
+
+    Args:
+        group, device, names: as said.
+        timeout: of the new groups; None: that of `group`.
+        windows: what they carry lies in windows: of NCCL's ways the one that takes the fewest multiprocessors.
 
     Raises:
         ValueError: this rank is not in `group`, or the group has no backend for the device.
@@ -77,7 +88,14 @@ def open_groups(
     backend = _backend_of(group, device)
     timeout = timeout or timeout_of(group, device)
     return [
-        dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=local, group_desc=name)
+        dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=nccl_options(timeout, zero_ctas=True) if windows and backend == "nccl" else None,
+            use_local_synchronization=local,
+            group_desc=name,
+        )
         for name in names
     ]
 
@@ -89,9 +107,10 @@ def open_lanes(
     timeout: timedelta | None,
     recorder: Recorder | None = None,
     watch: Watch | None = None,
+    windows: bool = False,
 ) -> tuple[Lane, Lane]:
     """The lanes of gathers and of reductions; one and the same where `groups` holds one group twice."""
-    gather_group, reduce_group = groups or open_groups(group, device, ("gather", "reduce"), timeout)
+    gather_group, reduce_group = groups or open_groups(group, device, ("gather", "reduce"), timeout, windows)
     if gather_group is not None and gather_group is reduce_group:
         lane = Lane("data", gather_group, device, recorder, watch)
         return lane, lane
@@ -161,22 +180,57 @@ def open_parameter_windows(lane: Lane, plans: Sequence[BucketPlan]) -> Windows:
 
 
 def build_buckets(
-    module: nn.Module, plans: Sequence[BucketPlan], lane: Lane, windows: Windows | None = None
+    module: nn.Module,
+    plans: Sequence[BucketPlan],
+    lane: Lane,
+    windows: Windows | None = None,
+    gradients: Mapping[int, Tensor] = types.MappingProxyType({}),
 ) -> list[Bucket]:
-    """Move the trainable parameters into buckets that hold rank 0's values; they lie in `windows`, where there are."""
+    """Move the trainable parameters into buckets that hold rank 0's values.
+
+    Args:
+        module, plans, lane: as planned.
+        windows: the parameters lie there; None: in memory that is allocated here.
+        gradients: where reduced gradients lie, by the index of a bucket; of others in memory that is allocated here.
+    """
     parameters = dict(module.named_parameters())
-    return [_build(plan, [parameters[slot.name] for slot in plan.slots], lane, windows) for plan in plans]
+    return [
+        _build(plan, [parameters[slot.name] for slot in plan.slots], lane, windows, gradients.get(plan.index))
+        for plan in plans
+    ]
+
+
+class TravelWindows(NamedTuple):
+    """Memory for gradients, whole and reduced.
+
+    Args:
+        windows: that it lies in.
+        buffers: pairs of a whole buffer and a shard, for any bucket.
+        gradients: of the buckets, by index, whose sums need no cast: where they stay.
+    """
+
+    windows: Windows
+    buffers: list[tuple[Tensor, Tensor]]
+    gradients: dict[int, Tensor]
 
 
 def open_travel_windows(
-    lane: Lane, plans: Sequence[BucketPlan], dtype: torch.dtype, count: int
-) -> tuple[Windows, list[tuple[Tensor, Tensor]]]:
-    """Windows for gradients on their way, and `count` pairs of a whole buffer and a shard in them, for any bucket."""
+    lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], dtype: torch.dtype, count: int
+) -> TravelWindows:
+    """With `count` pairs; gradients travel in `dtype`."""
     assert lane.group is not None
+    parameters = dict(module.named_parameters())
     sizes = [max(sizes, default=0) for sizes in zip(*((p.padded_numel, p.shard_numel) for p in plans), strict=True)]
     whole, shard = sizes or (0, 0)
-    windows = Windows(lane.group, lane.device, count * (Windows.room(whole, dtype) + Windows.room(shard, dtype)))
-    return windows, [(windows.take(whole, dtype), windows.take(shard, dtype)) for _ in range(count)]
+    staying = {plan.index: plan.shard_numel for plan in plans if _master_dtype(parameters[plan.slots[0].name]) == dtype}
+    num_bytes = count * (Windows.room(whole, dtype) + Windows.room(shard, dtype))
+    num_bytes += sum(Windows.room(numel, dtype) for numel in staying.values())
+    windows = Windows(lane.group, lane.device, num_bytes)
+    return TravelWindows(
+        windows,
+        [(windows.take(whole, dtype), windows.take(shard, dtype)) for _ in range(count)],
+        {index: windows.take(numel, dtype) for index, numel in staying.items()},
+    )
 
 
 def same_start(module: nn.Module, lane: Lane, param_dtype: torch.dtype | None) -> list[nn.Parameter]:
@@ -259,15 +313,24 @@ def _replicated(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*frozen, *module.named_buffers()]
 
 
+def _master_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
 @torch.no_grad()
-def _build(plan: BucketPlan, parameters: Sequence[nn.Parameter], lane: Lane, windows: Windows | None) -> Bucket:
-    master_dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-    flat_N = torch.zeros(plan.padded_numel, dtype=master_dtype, device=lane.device)
+def _build(
+    plan: BucketPlan,
+    parameters: Sequence[nn.Parameter],
+    lane: Lane,
+    windows: Windows | None,
+    grad_S: Tensor | None,
+) -> Bucket:
+    flat_N = torch.zeros(plan.padded_numel, dtype=_master_dtype(parameters[0]), device=lane.device)
     for view, parameter in zip(plan.views(flat_N), parameters, strict=True):
         view.copy_(parameter)
     lane.broadcast(flat_N)
     full_N = None if windows is None else windows.take(plan.padded_numel, plan.dtype)
-    return Bucket(plan, flat_N, parameters, lane.rank, full_N)
+    return Bucket(plan, flat_N, parameters, lane.rank, full_N, grad_S)
 
 
 def _backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -20,7 +20,8 @@ divided before the sum, by a power of two no less than the number of ranks (it r
 and the rest of the mean's factor comes after it. Other dtypes have room, and are divided once, after the sum.
 
 [Note: means] Where NCCL divides by a power of two as it adds, that loses nothing and saves a pass over each shard; from
-windows it would take its slower kernels for that. So elsewhere sums come, and are scaled as they are stored.
+windows it would take its slower kernels for that. So elsewhere sums come, and are scaled as they are stored. Whoever
+divides the loss by the number of ranks wants no more than the sum (`mean=False`): nothing is scaled then.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class GradientReduce:
-    """Turns gradients on parameters into means over ranks on the pieces of the shards.
+    """Turns gradients on parameters into means (or sums) over ranks on the pieces of the shards.
 
     Args:
         buckets: in order of first use.
@@ -54,7 +55,8 @@ class GradientReduce:
         stage: of ZeRO; 2: every backward pass is a round, 1: those outside `no_sync` are.
         before_round: called before the first launch of a round; what it raises, a backward pass raises.
         buffers: for the largest bucket whole and for its shard, `in_flight` + 1 pairs that take turns; empty: gradients
-            travel in memory that is allocated for them, and land in `grad_S` where its dtype allows.
+            travel in memory that is allocated for them. They land in `grad_S` where its dtype allows.
+        mean: over ranks; False: sums, of losses that were divided by the number of ranks.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class GradientReduce:
         stage: int = 1,
         before_round: Callable[[], None] = lambda: None,
         buffers: Sequence[tuple[Tensor, Tensor]] = (),
+        mean: bool = True,
     ) -> None:
         self.buckets, self.lane, self.dtype = buckets, lane, dtype
         self.in_flight, self.overlap, self.stage = in_flight, overlap, stage
@@ -81,10 +84,11 @@ class GradientReduce:
         """Of the buffers, the pair that the next bucket to be launched fills already."""
         self._writers: set[torch.cuda.Stream] = set()
         """Streams in which slots were given."""
-        self._gets_means = lane.divides_on_the_way and not buffers  # [Note: means]
-        is_short = dtype == torch.float16 and not self._gets_means  # [Note: float16]
+        self._gets_means = mean and lane.divides_on_the_way and not buffers  # [Note: means]
+        has_to_divide = mean and not self._gets_means
+        is_short = has_to_divide and dtype == torch.float16  # [Note: float16]
         self._divisor = 1 << (lane.world_size - 1).bit_length() if is_short else 1
-        self._scale = 1.0 if self._gets_means else self._divisor / lane.world_size
+        self._scale = self._divisor / lane.world_size if has_to_divide else 1.0
         self.stream = lane.behind
         """What makes the mean of a sum, and a step, runs there."""
         self._local_dtype = torch.promote_types(dtype, torch.float32)
@@ -348,14 +352,14 @@ class GradientReduce:
 
     def _prepare(self, bucket: Bucket, add: bool) -> tuple[Handover, Tensor]:
         """The gradients to send, and where their sum goes."""
+        whole_N = shard_S = None
         if self._buffers:
             whole_N, shard_S = self._claimed or self.buffers_for(bucket)
             self._claimed = None
-            return bucket.hand_over(self.dtype, self._divisor, whole_N), shard_S
-        leaving = bucket.hand_over(self.dtype, self._divisor)
-        # Nothing to add to, and no cast: the sum lands where the optimiser reads it.
-        in_place = not add and self.dtype == bucket.grad_S.dtype
-        return leaving, bucket.grad_S if in_place else leaving.buffer.new_empty(bucket.plan.shard_numel)
+        leaving = bucket.hand_over(self.dtype, self._divisor, whole_N)
+        if not add and self.dtype == bucket.grad_S.dtype:
+            return leaving, bucket.grad_S  # nothing to add to, and no cast: the sum lands where the optimiser reads it
+        return leaving, leaving.buffer.new_empty(bucket.plan.shard_numel) if shard_S is None else shard_S
 
     def _wait_all(self) -> None:
         while self._flights:

@@ -142,6 +142,8 @@ class ShardedDataParallel(nn.Module):
             largest bucket.
         lanes: for gathers and for reductions, of `collectives.prepare.open_lanes`, with their groups, recorder and
             watch. Several wrappers, chunks of one model, may share them where every rank uses these in one order.
+        mean: gradients are means over the ranks. False: sums, for a loss that the caller has divided by their number,
+            which saves a pass over each shard where NCCL does not divide as it adds (from windows, over three ranks).
 
     Raises:
         ValueError: something here is not supported, or ranks differ in module or arguments; it names the first
@@ -169,6 +171,7 @@ class ShardedDataParallel(nn.Module):
         watch: Watch | None = None,
         windows: bool = False,
         lanes: LanePair | None = None,
+        mean: bool = True,
     ) -> None:
         super().__init__()
         if prefetch < 1 or in_flight < 1:
@@ -183,28 +186,33 @@ class ShardedDataParallel(nn.Module):
         self.module = module
         if lanes is not None and any(given is not None for given in (group, groups, timeout, recorder, watch)):
             raise ValueError("lanes have their groups, timeout, recorder and watch: give these where lanes are opened")
-        self.gather_lane, self.reduce_lane = lanes or open_lanes(group, groups, device, timeout, recorder, watch)
+        self.gather_lane, self.reduce_lane = lanes or open_lanes(
+            group, groups, device, timeout, recorder, watch, windows
+        )
         in_windows = windows and self.gather_lane.group is not None
         align = ALIGNMENT_BYTES if in_windows else 1  # in elements, so for every dtype
         plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts, align)
         settings: dict[str, object] = {"bucket_bytes": bucket_bytes, "prefetch": prefetch, "overlap": overlap}
         settings |= {"reduce_dtype": reduce_dtype, "in_flight": in_flight, "stage": stage, "windows": windows}
+        settings["mean"] = mean
         check_same(self.reduce_lane, module, plans, settings)
         self.reduce_lane.can_reduce_scatter(reduce_dtype)
-        room, buffers = None, list[tuple[Tensor, Tensor]]()
+        room, buffers, gradients = None, list[tuple[Tensor, Tensor]](), dict[int, Tensor]()
         self._windows: tuple[Windows, ...] = ()
         if in_windows:
             room = open_parameter_windows(self.gather_lane, plans)
-            travel, buffers = open_travel_windows(self.reduce_lane, plans, reduce_dtype, in_flight + 1)
+            travel, buffers, gradients = open_travel_windows(
+                self.reduce_lane, module, plans, reduce_dtype, in_flight + 1
+            )
             self._windows = room, travel  # kept as long as what lies in them
-        self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, room)
+        self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, room, gradients)
         self._wrapped = tuple(module.parameters())
         self._asked_for_shards = False
         self._num_forwards = 0
         self._frozen = same_start(module, self.reduce_lane, param_dtype)
         self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap)
         self._reduce = GradientReduce(
-            self.buckets, self.reduce_lane, reduce_dtype, in_flight, overlap, stage, self._before_round, buffers
+            self.buckets, self.reduce_lane, reduce_dtype, in_flight, overlap, stage, self._before_round, buffers, mean
         )
         self._gathers_after_step = True
         self._step_check = StepCheck(self.reduce_lane, self._place)

@@ -149,7 +149,7 @@ class SplitModel:
         for index, (tokens_BT, targets_BT) in enumerate(batches):
             with contextlib.nullcontext() if index == len(batches) - 1 else chunk.no_sync():
                 loss = chunk(tokens_BT, targets_BT) / len(batches)
-                loss.backward()
+                (loss / self.layout.dp).backward()  # gradients are sums over ranks
             total += loss.detach()
         return total
 
@@ -232,6 +232,10 @@ class SplitModel:
     def _is_wide(self) -> bool:
         return self.job.model.dtype == "float64"
 
+    @property
+    def _has_windows(self) -> bool:
+        return self.job.overlap.windows and self.device.type == "cuda"
+
     def _open_exchange(self, recorder: Recorder | None, watch: Watch | None) -> TensorExchange | None:
         if self.layout.tp == 1:
             return None
@@ -243,7 +247,8 @@ class SplitModel:
     def _open_data_lanes(self, recorder: Recorder | None, watch: Watch | None) -> LanePair:
         """One pair for all chunks: every rank of the group runs them in one order, that of its stage's schedule."""
         group = self.groups["dp"]
-        gather, reduce = [None, None] if group is None else open_groups(group, self.device, ("gather", "reduce"))
+        names, windows = ("gather", "reduce"), self._has_windows
+        gather, reduce = [None, None] if group is None else open_groups(group, self.device, names, windows=windows)
         return open_lanes(None, (gather, reduce), self.device, None, recorder, watch)
 
     def _compile(self, modules: Sequence[GPT]) -> None:
@@ -270,7 +275,8 @@ class SplitModel:
             overlap=overlap.dp,
             param_dtype=dtype,
             reduce_dtype=torch.float64 if self._is_wide else getattr(torch, overlap.reduce_dtype),
-            windows=overlap.windows and self.device.type == "cuda",
+            windows=self._has_windows,
+            mean=False,
         )
 
     def _slots(self, chunk: ShardedDataParallel) -> Iterator[Slot]:
@@ -378,6 +384,7 @@ class _Pipeline:
             inputs=lambda index: batches[index][0],
             loss=lambda index, chunk, x: chunk(x, batches[index][1]),
             last_backward=ShardedDataParallel.last_backward,
+            num_replicas=self.model.layout.dp,
         )
         run_schedule(schedule, channel, stage, self.model.recorder)
         return sum((loss / len(batches) for loss in stage.losses.values()), self.model.zero())

@@ -53,7 +53,8 @@ def run_schedule(schedule: Schedule, channel: PipelineChannel, stage: Stage, rec
 class StageModel:
     """Chunks of a model on one stage, and the activations that wait for their backward; without gradients, none.
 
-    Gradients add up in the parameters; the loss of a micro-batch is divided by their number.
+    Gradients add up in the parameters; the loss of a micro-batch is divided by the number of those whose gradients are
+    added, on this pipeline and its replicas.
 
     Args:
         chunks: the stage's modules, chunk 0 first; each turns one tensor into one.
@@ -63,6 +64,7 @@ class StageModel:
         loss: runs the model's last chunk on its input, and gives the loss of the micro-batch: `loss(micro_batch, chunk,
             x)`; called on the last stage only.
         last_backward: around the last backward pass of each chunk in a step: `last_backward(chunk)`.
+        num_replicas: pipelines whose gradients are summed.
     """
 
     def __init__(
@@ -73,13 +75,14 @@ class StageModel:
         inputs: Callable[[int], Tensor],
         loss: Callable[[int, Any, Tensor], Tensor],
         last_backward: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        num_replicas: int = 1,
     ) -> None:
         if len(chunks) != schedule.num_chunks:
             raise ValueError(
                 f"chunks: {len(chunks)} given, the schedule has {schedule.num_chunks} a stage; give as many"
             )
         self.chunks, self.schedule, self.stage, self.inputs, self.loss = chunks, schedule, stage, inputs, loss
-        self._last_backward = last_backward
+        self._last_backward, self._num_added = last_backward, schedule.num_micro_batches * num_replicas
         backwards = [action for action in schedule.stages[stage] if action.kind == "backward"]
         self._last = {action.chunk: action for action in backwards}
         self.losses: dict[int, Tensor] = {}
@@ -99,7 +102,7 @@ class StageModel:
         if is_last:
             loss = self.loss(action.micro_batch, chunk, x)
             self.losses[action.micro_batch] = loss.detach()
-            output = loss / self.schedule.num_micro_batches
+            output = loss / self._num_added
         else:
             output = chunk(x)
         if trains:

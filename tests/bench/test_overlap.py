@@ -110,6 +110,7 @@ def test_what_cannot_be_compared_is_a_config_error(given: dict[str, object], say
 def test_channels_are_held_by_nccls_own_variables() -> None:
     assert channel_environment(0) == {}
     held = {"NCCL_MAX_NCHANNELS": "2", "NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_CTAS": "2", "NCCL_MIN_CTAS": "1"}
+    held["NCCL_CTA_POLICY"] = "0"
     assert channel_environment(2) == held
 
 

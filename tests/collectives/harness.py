@@ -162,16 +162,21 @@ def _in_a_world(call: Call, function: Case, rank: int, world_size: int, device: 
 @contextmanager
 def sharing_groups() -> Iterator[None]:
     """Wrappers of one case take turns on the same groups: NCCL needs a fraction of a second for a communicator."""
-    made: dict[tuple[str, ...], list[dist.ProcessGroup | None]] = {}
+    made: dict[tuple[tuple[str, ...], bool], list[dist.ProcessGroup | None]] = {}
 
     def open_once(
-        group: dist.ProcessGroup | None, device: torch.device, names: Sequence[str], timeout: Any = None
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        names: Sequence[str],
+        timeout: Any = None,
+        windows: bool = False,
     ) -> Any:
         if group is not None or timeout is not None:
-            return open_groups(group, device, names, timeout)
-        if tuple(names) not in made:
-            made[tuple(names)] = open_groups(group, device, names)
-        return made[tuple(names)]
+            return open_groups(group, device, names, timeout, windows)
+        key = tuple(names), windows
+        if key not in made:
+            made[key] = open_groups(group, device, names, windows=windows)
+        return made[key]
 
     with mock.patch("collectives.prepare.open_groups", open_once):
         yield

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives import Recorder, ShardedDataParallel, lane
 from collectives.backward_step import NUM_UNMOVED
+from collectives.leftovers import release_left
 from collectives.torch_names import Collect
 from collectives.windows import ALIGNMENT_BYTES, Windows
 from tests.collectives.cases import (
@@ -380,6 +383,11 @@ def buffers_that_take_turns_change_nothing(rank: int, world_size: int) -> None:
         for settings in ({}, {"in_flight": 1}, {"groups": pair_of_one()}, {"param_dtype": torch.float64}):
             sharded = wrap64(net(), windows=True, **settings)
             assert all(plan.shard_numel % ALIGNMENT_BYTES == 0 for plan in sharded.plans)
+            for memory in (windows.memory for windows in sharded._windows[1:]):
+                first, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+                assert all(first <= bucket.grad_S.data_ptr() < end for bucket in sharded.buckets), (
+                    "sums stay in windows"
+                )
             assert_close(train(sharded, 2, rank, world_size), expected, rtol=1e-12, atol=1e-12)
         for low in (torch.float32, torch.bfloat16):
             results = [train(wrap(net(), reduce_dtype=low, windows=windows), 2, rank, world_size) for windows in (0, 1)]
@@ -393,6 +401,25 @@ def buffers_that_take_turns_change_nothing(rank: int, world_size: int) -> None:
             assert_close(accumulate(sharded, 2, rank, world_size), expected, rtol=1e-9, atol=1e-11)
         with pytest.raises(ValueError, match="ranks differ"):  # they would register different buffers
             wrap(net(), windows=True, in_flight=1 + rank)
+
+
+@case
+def sums_of_divided_losses_are_means(rank: int, world_size: int) -> None:
+    def trained(mean: bool, **settings: Any) -> dict[str, Tensor]:
+        sharded = wrap64(net(), mean=mean, **settings)
+        optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1)  # steps by what it is given, not by its sign
+        for tokens in batches(2, world_size):
+            for is_last, half in enumerate(tokens[rank::world_size].split(1)):
+                with contextlib.nullcontext() if is_last else sharded.no_sync():
+                    (sharded(half) / (2 if mean else 2 * world_size)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return sharded.full_state_dict()
+
+    expected = trained(True)
+    with mock.patch("collectives.prepare.Windows", Nowhere):
+        for settings in ({}, {"overlap": False}, {"windows": True}, {"windows": True, "stage": 2}):
+            assert_close(trained(False, **settings), expected, rtol=1e-12, atol=1e-12)
 
 
 class Divided:
@@ -453,6 +480,24 @@ def windows_change_nothing(rank: int, world_size: int) -> None:
 
 
 @opens_groups
+def windows_may_outlive_their_group(_rank: int, world_size: int) -> None:
+    """On CUDA alone: torch ends a process that frees memory of which a dead communicator has not been rid."""
+    group = dist.new_group(list(range(world_size)))
+    assert group is not None
+    dist.all_reduce(torch.ones(1), group=group)  # makes the communicator
+    windows = Windows(group, torch.device("cuda", torch.cuda.current_device()), 4096)
+    part = windows.take(16, torch.float32).fill_(1.0)
+    dist.all_reduce(part, group=group)
+    torch.cuda.synchronize()
+    dist.destroy_process_group(group)
+    assert part.tolist() == [world_size] * 16
+    del windows, part
+    gc.collect()
+    release_left()
+    torch.cuda.empty_cache()
+
+
+@opens_groups
 def a_captured_step_equals_an_eager_one(rank: int, world_size: int) -> None:
     """On CUDA alone: the whole step, collectives and all, replayed on new data."""
     for in_backward, groups in ((False, False), (True, False), (True, True)):
@@ -487,4 +532,4 @@ def _whole_step(sharded: ShardedDataParallel, optimizer: torch.optim.Optimizer, 
     return loss.detach()
 
 
-GPU_CASES: list[Case] = [a_captured_step_equals_an_eager_one, windows_change_nothing]
+GPU_CASES: list[Case] = [a_captured_step_equals_an_eager_one, windows_change_nothing, windows_may_outlive_their_group]
