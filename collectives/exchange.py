@@ -27,7 +27,7 @@ from collectives.alike import spread
 from collectives.arguments import as_device
 from collectives.lane import Flight, Lane
 from collectives.recorder import Collective, Recorder
-from collectives.symmetric import PeerRounds, why_unusable
+from collectives.symmetric import PeerRounds, adds_in_sum, why_unusable
 from collectives.track import Operation
 from collectives.watch import Watch
 from netlayer.errors import HardwareMissing
@@ -269,7 +269,7 @@ class _PeerScattering(Scattering):
         out_mC = torch.empty_like(own_mC)
         with self._exchange.lane.waiting(self._collective):
             self._rounds.wait(1, self._exchange.world_size - 1)
-        in_sum = bias_C is not None and _adds_in_sum(bias_C, out_mC)
+        in_sum = bias_C is not None and adds_in_sum(bias_C, out_mC)
         self._rounds.reduce(own_mC, out_mC, bias_C if in_sum else None)
         self._rounds.finish()
         _settle(self._counted)
@@ -356,12 +356,6 @@ def _check_sendable(rows_mC: Tensor) -> None:
     if num_bytes % 16:
         shape = " x ".join(map(str, rows_mC.shape))
         raise ValueError(f"peer memory carries multiples of 16 bytes, got {shape} = {num_bytes}; take path='lane'")
-
-
-def _adds_in_sum(bias_C: Tensor, out_mC: Tensor) -> bool:
-    """Whether the kernel that sums takes it: others cost a pass of their own."""
-    aligned = bias_C.data_ptr() % 16 == 0 and bias_C.nbytes % 16 == 0
-    return bias_C.dtype == out_mC.dtype and bias_C.is_contiguous() and aligned
 
 
 def _rows_of(rank: int) -> Rows:

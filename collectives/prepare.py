@@ -64,7 +64,7 @@ def open_groups(
     Args:
         group, device, names: as said.
         timeout: of the new groups; None: that of `group`.
-        windows: what they carry lies in windows: of NCCL's ways the one that takes the fewest multiprocessors.
+        windows: what they carry lies in windows: gathers then go by copy engines, where NCCL can (on one host).
 
     Raises:
         ValueError: this rank is not in `group`, or the group has no backend for the device.
@@ -205,7 +205,7 @@ class TravelWindows(NamedTuple):
 
     Args:
         windows: that it lies in.
-        buffers: pairs of a whole buffer and a shard, for any bucket.
+        buffers: pairs of a whole buffer, for any bucket, and a shard, for any whose sums do not stay where they land.
         gradients: of the buckets, by index, whose sums need no cast: where they stay.
     """
 
@@ -215,14 +215,23 @@ class TravelWindows(NamedTuple):
 
 
 def open_travel_windows(
-    lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], dtype: torch.dtype, count: int
+    lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], dtype: torch.dtype, count: int, adds: bool
 ) -> TravelWindows:
-    """With `count` pairs; gradients travel in `dtype`."""
+    """With `count` pairs; gradients travel in `dtype`.
+
+    Args:
+        lane, module, plans, dtype, count: as said.
+        adds: whether sums are added to those of a pass before: then none stays.
+    """
     assert lane.group is not None
     parameters = dict(module.named_parameters())
-    sizes = [max(sizes, default=0) for sizes in zip(*((p.padded_numel, p.shard_numel) for p in plans), strict=True)]
-    whole, shard = sizes or (0, 0)
-    staying = {plan.index: plan.shard_numel for plan in plans if _master_dtype(parameters[plan.slots[0].name]) == dtype}
+    staying = {
+        plan.index: plan.shard_numel
+        for plan in plans
+        if not adds and _master_dtype(parameters[plan.slots[0].name]) == dtype
+    }
+    whole = max((plan.padded_numel for plan in plans), default=0)
+    shard = max((plan.shard_numel for plan in plans if plan.index not in staying), default=0)
     num_bytes = count * (Windows.room(whole, dtype) + Windows.room(shard, dtype))
     num_bytes += sum(Windows.room(numel, dtype) for numel in staying.values())
     windows = Windows(lane.group, lane.device, num_bytes)

@@ -54,8 +54,8 @@ class GradientReduce:
         overlap: False: each is waited for at once.
         stage: of ZeRO; 2: every backward pass is a round, 1: those outside `no_sync` are.
         before_round: called before the first launch of a round; what it raises, a backward pass raises.
-        buffers: for the largest bucket whole and for its shard, `in_flight` + 1 pairs that take turns; empty: gradients
-            travel in memory that is allocated for them. They land in `grad_S` where its dtype allows.
+        buffers: for the largest bucket whole and for its shard (where that does not stay in `grad_S`), `in_flight` + 1
+            pairs that take turns; empty: gradients travel in memory that is allocated for them.
         mean: over ranks; False: sums, of losses that were divided by the number of ranks.
     """
 
@@ -346,7 +346,8 @@ class GradientReduce:
         if self._buffers:
             self._buffers.rotate(1)
             whole_N, shard_S = self._buffers[0]
-            return whole_N[: plan.padded_numel], shard_S[: plan.shard_numel]
+            has_room = len(shard_S) >= plan.shard_numel
+            return whole_N[: plan.padded_numel], shard_S[: plan.shard_numel] if has_room else bucket.grad_S
         whole_N = bucket.full_N.new_empty(plan.padded_numel, dtype=self.dtype)
         return whole_N, whole_N.new_empty(plan.shard_numel)
 
@@ -359,7 +360,9 @@ class GradientReduce:
         leaving = bucket.hand_over(self.dtype, self._divisor, whole_N)
         if not add and self.dtype == bucket.grad_S.dtype:
             return leaving, bucket.grad_S  # nothing to add to, and no cast: the sum lands where the optimiser reads it
-        return leaving, leaving.buffer.new_empty(bucket.plan.shard_numel) if shard_S is None else shard_S
+        if shard_S is None or shard_S is bucket.grad_S:
+            shard_S = leaving.buffer.new_empty(bucket.plan.shard_numel)
+        return leaving, shard_S
 
     def _wait_all(self) -> None:
         while self._flights:

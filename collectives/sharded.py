@@ -137,9 +137,9 @@ class ShardedDataParallel(nn.Module):
             twice: one communicator and one order for all, so that neither direction takes bandwidth from the other.
         timeout: of the groups made here; None: that of `group`.
         watch: says who is late where a collective does not complete.
-        windows: parameters, and gradients on their way, lie in NCCL's symmetric windows (`collectives.windows`): more
-            bandwidth where NCCL is held to a few blocks or has to share the memory, for `in_flight` + 1 buffers of the
-            largest bucket.
+        windows: parameters and gradients lie in NCCL's symmetric windows (`collectives.windows`): more bandwidth where
+            NCCL is held to a few blocks or has to share the memory, and gathers by copy engines where the groups are
+            made here, for `in_flight` + 1 buffers of the largest bucket.
         lanes: for gathers and for reductions, of `collectives.prepare.open_lanes`, with their groups, recorder and
             watch. Several wrappers, chunks of one model, may share them where every rank uses these in one order.
         mean: gradients are means over the ranks. False: sums, for a loss that the caller has divided by their number,
@@ -194,7 +194,7 @@ class ShardedDataParallel(nn.Module):
         plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts, align)
         settings: dict[str, object] = {"bucket_bytes": bucket_bytes, "prefetch": prefetch, "overlap": overlap}
         settings |= {"reduce_dtype": reduce_dtype, "in_flight": in_flight, "stage": stage, "windows": windows}
-        settings["mean"] = mean
+        settings |= {"mean": mean}
         check_same(self.reduce_lane, module, plans, settings)
         self.reduce_lane.can_reduce_scatter(reduce_dtype)
         room, buffers, gradients = None, list[tuple[Tensor, Tensor]](), dict[int, Tensor]()
@@ -202,7 +202,7 @@ class ShardedDataParallel(nn.Module):
         if in_windows:
             room = open_parameter_windows(self.gather_lane, plans)
             travel, buffers, gradients = open_travel_windows(
-                self.reduce_lane, module, plans, reduce_dtype, in_flight + 1
+                self.reduce_lane, module, plans, reduce_dtype, in_flight + 1, adds=stage == 2
             )
             self._windows = room, travel  # kept as long as what lies in them
         self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, room, gradients)
@@ -294,7 +294,7 @@ class ShardedDataParallel(nn.Module):
         self._gather.stale = True
 
     def finish_gradients(self) -> None:
-        """Set `.grad` of every shard: the mean over ranks of the sum over this step's backward passes.
+        """Set `.grad` of every shard: the mean (or sum) over ranks of the sum over this step's backward passes.
 
         Where the backward pass has stepped the shards already, wait for that.
 
@@ -343,7 +343,10 @@ class ShardedDataParallel(nn.Module):
                 yield piece.name, piece.shape, piece.parameter
 
     def travel_buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Memory such as a bucket's gradients travel in, whole and as a shard, for measurements between steps."""
+        """Memory such as a bucket's gradients travel in, whole and as a shard, for measurements between steps.
+
+        What is written there may overwrite gradients of shards: they have been stepped and dropped.
+        """
         return self._reduce.buffers_for(bucket)
 
     def shapes(self) -> dict[str, torch.Size]:

@@ -207,6 +207,12 @@ def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def adds_in_sum(bias_N: Tensor, own: Tensor) -> bool:
+    """Whether the kernel that sums rows like `own`, [..., N], takes this bias: both come in words of 16 bytes."""
+    words = bias_N.data_ptr() % 16 == 0 and bias_N.nbytes % 16 == 0 and bias_N.is_contiguous()
+    return words and bias_N.dtype == own.dtype and bias_N.shape == own.shape[-1:]
+
+
 class PeerRounds:
     """Sends matrices to peers by the copy engines, round after round, beside the computation.
 
@@ -300,13 +306,13 @@ class PeerRounds:
 
         Args:
             own, out: [..., N], contiguous.
-            bias: [N], of their dtype; None: nothing.
+            bias: [N], such that `adds_in_sum` says so; None: nothing.
         """
         num_bytes = own.numel() * own.element_size()
         if num_bytes % 16:
             raise ValueError(f"sums need a multiple of 16 bytes, got {num_bytes}")
-        if bias is not None and (bias.nbytes % 16 or bias.data_ptr() % 16):
-            raise ValueError(f"sums need a bias of a multiple of 16 bytes, got {bias.nbytes} at {bias.data_ptr():#x}")
+        if bias is not None and not adds_in_sum(bias, own):
+            raise ValueError(f"no sum takes a bias {list(bias.shape)} of {bias.dtype} at {bias.data_ptr():#x}")
         self.window.launch(
             f"reduce_staged_{str(own.dtype).removeprefix('torch.')}",
             min(-(-num_bytes // 16 // 512), self._sum_grid),

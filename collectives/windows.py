@@ -13,7 +13,9 @@ collector, later (`collectives.leftovers`).
 
 [Note: groups that end first] torch does not forget a pool with the group that it was registered with: to free the
 pool's memory, also at the end of the process, then asks the dead communicator, and ends the process (torch 2.11). So no
-pool is let go before it is forgotten.
+pool is let go before it is forgotten. With a group that was aborted torch forgets its pools, and must not be asked to
+do so again: that is known here where the watchdog aborted it. Who aborts a group himself, or destroys it in an `atexit`
+function that was registered before this module was imported, closes its windows first.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 
 from collectives.leftovers import Leftover, release_left
 
@@ -92,12 +95,18 @@ class _Registration:
 
     def end(self) -> None:
         """Deregister, once the device has come here; of a communicator that is gone, only forget the pool."""
-        self._open.discard(self)
+        torch.cuda.synchronize(self._device)
         if self._group_lives:
-            torch.cuda.synchronize(self._device)
+            self._open.discard(self)
             self._backend.deregister_mem_pool(self._pool)
         else:
-            with contextlib.suppress(RuntimeError):  # raised behind forgetting: the communicator was aborted
+            self._forget()
+
+    def _forget(self) -> None:
+        self._open.discard(self)
+        get_error = getattr(self._backend, "get_error", None)  # some torches have it, for some backends
+        if get_error is None or get_error() == ErrorType.SUCCESS:
+            with contextlib.suppress(RuntimeError):  # raised behind that: there is no communicator to deregister with
                 self._backend.deregister_mem_pool(self._pool)
 
     @property
@@ -109,7 +118,7 @@ class _Registration:
     def end_of_process(cls) -> None:
         """Those of living groups stay: to end one is to wait for the peers."""
         for registration in [one for one in cls._open if not one._group_lives]:
-            registration.end()
+            registration._forget()
 
 
 atexit.register(_Registration.end_of_process)

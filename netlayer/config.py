@@ -283,7 +283,9 @@ class OverlapConfig(Section):
     bucket_mib: float = Field(64.0, ge=0, description="largest all-gather or reduce-scatter, MiB; 0: one a block")
     reduce_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of gradients on the wire")
     windows: bool = Field(
-        False, description="parameters and gradients in NCCL's symmetric windows: faster where NCCL has few blocks"
+        False,
+        description="parameters and gradients in NCCL's symmetric windows: faster where NCCL has few blocks; "
+        "on one host gathers go by copy engines",
     )
     step_in_backward: bool = Field(
         False,

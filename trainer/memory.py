@@ -345,7 +345,7 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
     """Of gradients on their way while activations are still held, and of their sums where these land apart."""
     reduced = wide if wide == 8 else _DTYPE_BYTES[job.overlap.reduce_dtype]
     if job.overlap.windows:
-        return _window_elements(job, stage) * reduced
+        return _window_elements(job, stage, sums_stay=reduced == wide) * reduced
     usual = _block_bucket_elements(job, _up_width(job.model))
     largest_and_others = max(usual, _table_elements(job)) + (_REDUCTIONS_AT_ONCE - 1) * usual
     travelling = min(largest_and_others, elements) * reduced
@@ -354,15 +354,15 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
     return 0 if adds_up else travelling  # what has added up travels itself
 
 
-def _window_elements(job: JobConfig, stage: int) -> int:
-    """Every chunk has windows of its own: as many pairs as go at once, of its largest bucket whole and as a share."""
+def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> int:
+    """Every chunk has windows of its own: as many as go at once, of its largest bucket whole and, cast, as a share."""
     model, parallel, table = job.model, job.parallel, _table_elements(job)
     qkv, up = _qkv_width(model), _up_width(model)
     block = _block_bucket_elements(job, qkv + up if model.parallel_block else max(qkv, up))
     last = parallel.pp * parallel.vpp - 1  # of the runs of layers: the token tables are in the first and in this one
     runs = range(stage, last + 1, parallel.pp)
     wholes = [max(block, table) if run in (0, last) else block for run in runs]
-    return _REDUCTIONS_AT_ONCE * sum(whole + -(-whole // parallel.dp) for whole in wholes)
+    return _REDUCTIONS_AT_ONCE * sum(whole + (0 if sums_stay else -(-whole // parallel.dp)) for whole in wholes)
 
 
 def _block_bucket_elements(job: JobConfig, width: int) -> int:

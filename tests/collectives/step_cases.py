@@ -501,26 +501,32 @@ def windows_may_outlive_their_group(_rank: int, world_size: int) -> None:
 def a_captured_step_equals_an_eager_one(rank: int, world_size: int) -> None:
     """On CUDA alone: the whole step, collectives and all, replayed on new data."""
     for in_backward, groups in ((False, False), (True, False), (True, True)):
-        pairs: list[Any] = [pair_of_one() if groups and world_size > 1 else None for _ in range(2)]
-        tokens = [part[rank::world_size] for part in batches(6, world_size)]
-        plain, captured = (wrap(net(torch.float32), groups=pair) for pair in pairs)
-        graph, steps = torch.cuda.CUDAGraph(), []
-        static = tokens[0].clone()
-        for sharded in (plain, captured):
-            options = {"lr": 0.03, "weight_decay": 0.1, "fused": True, "capturable": True}
-            optimizer = sharded.optimizer(torch.optim.AdamW, step_in_backward=in_backward, **options)
-            steps.append(functools.partial(_whole_step, sharded, optimizer))
-        for batch in tokens[:3]:
-            steps[0](batch)
-            steps[1](batch)
-        with torch.cuda.graph(graph):
-            loss = steps[1](static)
-        for batch in tokens[3:]:
-            expected = steps[0](batch)
-            static.copy_(batch)
-            graph.replay()
-            torch.testing.assert_close(loss, expected, rtol=0.0, atol=0.0)
-        assert_same(captured.full_state_dict(), plain.full_state_dict())
+        pairs = tuple(pair_of_one() if groups and world_size > 1 else None for _ in range(2))
+        _captured_equals_eager(rank, world_size, in_backward, pairs)
+
+
+def _captured_equals_eager(
+    rank: int, world_size: int, in_backward: bool, pairs: tuple[Any, ...], **settings: Any
+) -> None:
+    tokens = [part[rank::world_size] for part in batches(6, world_size)]
+    plain, captured = (wrap(net(torch.float32), groups=pair, **settings) for pair in pairs)
+    graph, steps = torch.cuda.CUDAGraph(), []
+    static = tokens[0].clone()
+    for sharded in (plain, captured):
+        options = {"lr": 0.03, "weight_decay": 0.1, "fused": True, "capturable": True}
+        optimizer = sharded.optimizer(torch.optim.AdamW, step_in_backward=in_backward, **options)
+        steps.append(functools.partial(_whole_step, sharded, optimizer))
+    for batch in tokens[:3]:
+        steps[0](batch)
+        steps[1](batch)
+    with torch.cuda.graph(graph):
+        loss = steps[1](static)
+    for batch in tokens[3:]:
+        expected = steps[0](batch)
+        static.copy_(batch)
+        graph.replay()
+        torch.testing.assert_close(loss, expected, rtol=0.0, atol=0.0)
+    assert_same(captured.full_state_dict(), plain.full_state_dict())
 
 
 def _whole_step(sharded: ShardedDataParallel, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:
@@ -532,4 +538,15 @@ def _whole_step(sharded: ShardedDataParallel, optimizer: torch.optim.Optimizer, 
     return loss.detach()
 
 
-GPU_CASES: list[Case] = [a_captured_step_equals_an_eager_one, windows_change_nothing, windows_may_outlive_their_group]
+@opens_groups
+def a_captured_step_from_windows_equals_an_eager_one(rank: int, world_size: int) -> None:
+    """On CUDA alone: with gathers by copy engines, and sums that stay where they land."""
+    _captured_equals_eager(rank, world_size, False, (None, None), windows=True)
+
+
+GPU_CASES: list[Case] = [
+    a_captured_step_equals_an_eager_one,
+    a_captured_step_from_windows_equals_an_eager_one,
+    windows_change_nothing,
+    windows_may_outlive_their_group,
+]

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from collectives import leftovers
 from collectives.leftovers import Leftover, release_left
@@ -119,6 +120,8 @@ def test_collected_windows_are_registered_until_a_quiet_point(
 def gone(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Destroys the group; its backend then says so of a pool, when it has forgotten that."""
 
+    nccl.backend.get_error.return_value = ErrorType.SUCCESS
+
     def destroy() -> None:
         monkeypatch.delitem(dist.distributed_c10d._world.pg_map, nccl.group)  # type: ignore[misc]
         nccl.backend.deregister_mem_pool.side_effect = dist.DistBackendError("NCCL communicator was aborted")
@@ -131,8 +134,20 @@ def test_of_a_group_that_is_gone_the_pool_is_forgotten_before_it_goes(nccl: Nccl
     gone()
     windows.close()
     windows.close()
+    assert nccl.calls[-3:] == [
+        mock.call.synchronize(CUDA),
+        mock.call.get_error(),
+        mock.call.deregister_mem_pool("pool"),
+    ]
     assert nccl.deregistered == 1
-    assert mock.call.synchronize(CUDA) not in nccl.calls, "no peer is waited for"
+
+
+def test_of_an_aborted_group_torch_has_forgotten_the_pool(nccl: Nccl, gone: Callable[[], None]) -> None:
+    windows = nccl.open()
+    gone()
+    nccl.backend.get_error.return_value = ErrorType.TIMEOUT
+    windows.close()
+    assert nccl.deregistered == 0, "to ask for what is not there would be a fault in memory"
 
 
 def test_at_the_end_of_the_process_pools_of_groups_that_are_gone_are_forgotten(
@@ -142,9 +157,10 @@ def test_at_the_end_of_the_process_pools_of_groups_that_are_gone_are_forgotten(
     _Registration.end_of_process()
     assert nccl.deregistered == 0, "a communicator that lives is left alone: to end it is to wait for the peers"
     gone()
+    nccl.calls.clear()
     _Registration.end_of_process()
     _Registration.end_of_process()
-    assert nccl.deregistered == 1
+    assert nccl.calls == [mock.call.get_error(), mock.call.deregister_mem_pool("pool")], "no peer is waited for"
     assert kept.memory.numel() == 4096
 
 

@@ -198,6 +198,7 @@ def column_agrees(exchange: TensorExchange, device: torch.device) -> None:
 @check
 def row_agrees(exchange: TensorExchange, device: torch.device) -> None:
     compare_row(exchange, device, (8, 3), (16, 32), torch.float32)
+    compare_row(exchange, device, (4,), (4, 6), torch.float32)  # a bias that no sum of words of 16 bytes takes
 
 
 @check
@@ -577,6 +578,27 @@ def test_what_peers_exchange_is_recorded_on_the_stream_that_carries_it() -> None
     for rounds in exchange._rounds.values():
         called = [call[0] for call in cast(mock.Mock, rounds).method_calls]
         assert called.index("follow") < called.index("send"), "it starts where the current stream lets it"
+
+
+def test_a_bias_is_added_with_what_the_peers_sent_where_words_of_16_bytes_allow() -> None:
+    exchange = between_two_peers(Recorder())
+    rounds = cast(mock.Mock, exchange._rounds["scatter"])
+    rounds.reduce.side_effect = lambda own, out, _bias: out.copy_(own)
+    memory = torch.arange(8.0)
+    biases = memory[:4], memory[1:5], memory[:4].double(), memory[::2]
+    for bias, in_kernel in zip(biases, (True, False, False, False), strict=True):
+        scattering = exchange.scatter(3, 4, torch.ones(1))
+        for _, part in scattering.parts():
+            part.fill_(2.0)
+        y = scattering.result(bias)
+        assert (rounds.reduce.call_args.args[2] is not None) == in_kernel
+        assert y.tolist() == [[2.0] * 4 if in_kernel else (2 + bias).tolist()] * 3
+
+
+def test_sums_refuse_a_bias_of_another_length() -> None:
+    rounds = PeerRounds.__new__(PeerRounds)
+    with pytest.raises(ValueError, match=r"no sum takes a bias \[8\] of torch.float32"):
+        rounds.reduce(torch.ones(3, 4), torch.ones(3, 4), torch.ones(8))
 
 
 def test_a_capture_of_what_peers_exchange_is_not_recorded() -> None:

@@ -191,25 +191,26 @@ def test_a_7b_model_takes_what_it_was_measured_to_take_in_weights() -> None:
 
 @pytest.mark.parametrize("degrees", [{"dp": 4}, {"pp": 2, "dp": 2, "vpp": 2}, {"pp": 4, "dp": 2}], ids=str)
 @pytest.mark.parametrize("model", [{}, {"parallel_block": True}, {"activation": "swiglu", "vocab_size": 9000}], ids=str)
-def test_windows_are_five_pairs_of_the_largest_bucket_for_every_chunk(
-    degrees: dict[str, int], model: dict[str, object]
+@pytest.mark.parametrize("reduced", ["float32", "bfloat16"])
+def test_windows_are_five_of_the_largest_bucket_for_every_chunk_and_of_shares_that_are_cast(
+    degrees: dict[str, int], model: dict[str, object], reduced: str
 ) -> None:
     tree = {
         "model": {**SMALL, "layers": 4, "dtype": "bfloat16", **model},
         "parallel": degrees,
         "batch": {"global_size": 8, "micro_size": 1},
-        "overlap": {"windows": True, "bucket_mib": 0.01},
+        "overlap": {"windows": True, "bucket_mib": 0.01, "reduce_dtype": reduced},
     }
     job = JobConfig.model_validate(tree)
     layout = job.parallel.layout
     for stage in range(layout.pp):
-        pairs = 0
+        elements, is_cast = 0, reduced == "bfloat16"
         for chunk in range(layout.vpp):
             with torch.device("meta"):
                 part = GPT(job.model, layers_of(4, layout, stage, chunk))
             plans = plan_module(part, 10_000, layout.dp, torch.bfloat16, None, part.units)
-            pairs += max(plan.padded_numel + plan.shard_numel for plan in plans)
-        assert estimate_stage(job, stage).buckets == 5 * 4 * pairs
+            elements += max(plan.padded_numel + is_cast * plan.shard_numel for plan in plans)
+        assert estimate_stage(job, stage).buckets == 5 * (2 if is_cast else 4) * elements
 
 
 def test_gloo_has_no_windows_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
