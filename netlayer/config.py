@@ -282,10 +282,10 @@ class OverlapConfig(Section):
     prefetch: Count = Field(2, description="all-gathers launched ahead of the computation that waits for them")
     bucket_mib: float = Field(64.0, ge=0, description="largest all-gather or reduce-scatter, MiB; 0: one a block")
     reduce_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of gradients on the wire")
-    windows: bool = Field(
-        False,
-        description="parameters and gradients in NCCL's symmetric windows: faster where NCCL has few blocks; "
-        "on one host gathers go by copy engines",
+    windows: bool | Literal["auto"] = Field(
+        "auto",
+        description="parameters and gradients in NCCL's symmetric windows: gathers go by copy engines on one host; "
+        "faster too where NCCL has few blocks. auto: where all data-parallel ranks are on one host with NVSwitch",
     )
     step_in_backward: bool = Field(
         False,

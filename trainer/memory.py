@@ -207,8 +207,10 @@ def _leading(job: JobConfig) -> str:
 
 
 def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
-    """Jobs that take less, the least change first: what is computed again, the micro-batch, tp, and last pp."""
+    """Jobs that take less, the least change first: windows, what is computed again, the micro-batch, tp, last pp."""
     model, batch, parallel = job.model, job.batch, job.parallel
+    if parallel.dp > 1 and (changed := _changed(job, {"overlap": {"windows": False}})):
+        yield changed
     levels = ("none", "selective", "full")
     recomputes = levels[levels.index(model.recompute) :]
     micro_sizes = [size for size in range(batch.micro_size, 0, -1) if batch.micro_size % size == 0]
@@ -237,7 +239,7 @@ def _fewer_ranks(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
 def _changed(job: JobConfig, changes: Mapping[str, Mapping[str, Any]]) -> tuple[str, JobConfig] | None:
     tree = job.model_dump()
     words = [
-        f"job.{section}.{name} = {value}"
+        f"job.{section}.{name} = {str(value).lower()}"
         for section, keys in changes.items()
         for name, value in keys.items()
         if tree[section][name] != value

@@ -34,6 +34,7 @@ from collectives.recorder import Recorder
 from collectives.sharded import LanePair, ShardedDataParallel
 from collectives.tensor import ColumnParallelLinear, RowParallelLinear
 from collectives.watch import Watch
+from collectives.windows import are_worth_it
 from netlayer.config import JobConfig
 from netlayer.layout import ParallelLayout
 from netlayer.rendezvous import Groups
@@ -125,6 +126,7 @@ class SplitModel:
             for chunk in range(layout.vpp)
         ]
         self._compile(modules)
+        self._has_windows = self._takes_windows()
         self._data_lanes = self._open_data_lanes(recorder, watch)
         self.chunks = [self._wrap(module) for module in modules]
         self.slots = [slot for chunk in self.chunks for slot in self._slots(chunk)]
@@ -232,9 +234,11 @@ class SplitModel:
     def _is_wide(self) -> bool:
         return self.job.model.dtype == "float64"
 
-    @property
-    def _has_windows(self) -> bool:
-        return self.job.overlap.windows and self.device.type == "cuda"
+    def _takes_windows(self) -> bool:
+        asked = self.job.overlap.windows
+        if asked == "auto":
+            return are_worth_it(self.groups["dp"], self.world)
+        return asked and self.device.type == "cuda"
 
     def _open_exchange(self, recorder: Recorder | None, watch: Watch | None) -> TensorExchange | None:
         if self.layout.tp == 1:

@@ -65,7 +65,7 @@ def notes(job: JobConfig, backend: Literal["gloo", "nccl"], *, is_traced: bool =
         said.append("job.loop.cuda_graph has no effect on a CPU")
     elif job.loop.cuda_graph and is_traced:
         said.append("--trace shows no parts of a step that is replayed, for job.loop.cuda_graph = true")
-    if job.overlap.windows and (backend == "gloo" or job.parallel.dp == 1):
+    if job.overlap.windows is True and (backend == "gloo" or job.parallel.dp == 1):
         said.append("job.overlap.windows has no effect: only data-parallel ranks on NCCL have them")
     return said
 

@@ -19,9 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives import Recorder, ShardedDataParallel, lane
 from collectives.backward_step import NUM_UNMOVED
+from collectives.lane import Lane
 from collectives.leftovers import release_left
+from collectives.prepare import open_groups, open_lanes
 from collectives.torch_names import Collect
-from collectives.windows import ALIGNMENT_BYTES, Windows
+from collectives.windows import ALIGNMENT_BYTES, Windows, are_worth_it
 from tests.collectives.cases import (
     Branches,
     accumulate,
@@ -480,6 +482,20 @@ def windows_change_nothing(rank: int, world_size: int) -> None:
 
 
 @opens_groups
+def wrappers_share_lanes_from_windows(rank: int, world_size: int) -> None:
+    """On CUDA alone: as the chunks of a pipeline stage do, where windows are worth it."""
+    group = dist.new_group(list(range(world_size)))
+    device = torch.device("cuda", torch.cuda.current_device())
+    windows = are_worth_it(group, Lane("world", group, device))
+    gather, reduce = open_groups(group, device, ("gather", "reduce"), windows=windows)
+    lanes = open_lanes(None, (gather, reduce), device, None)
+    expected = train(wrap(net(torch.float32)), 3, rank, world_size)
+    for sharded in [wrap(net(torch.float32), lanes=lanes, windows=windows) for _ in range(2)]:
+        assert_close(train(sharded, 3, rank, world_size), expected, rtol=1e-5, atol=1e-5)
+        sharded.close()
+
+
+@opens_groups
 def windows_may_outlive_their_group(_rank: int, world_size: int) -> None:
     """On CUDA alone: torch ends a process that frees memory of which a dead communicator has not been rid."""
     group = dist.new_group(list(range(world_size)))
@@ -549,4 +565,5 @@ GPU_CASES: list[Case] = [
     a_captured_step_from_windows_equals_an_eager_one,
     windows_change_nothing,
     windows_may_outlive_their_group,
+    wrappers_share_lanes_from_windows,
 ]

@@ -216,9 +216,10 @@ def test_windows_are_five_of_the_largest_bucket_for_every_chunk_and_of_shares_th
 def test_gloo_has_no_windows_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of("h200x8")
     monkeypatch.setattr(environ, "available_memory_bytes", lambda: 1 << 50)
-    with_windows = job.model_copy(update={"overlap": job.overlap.model_copy(update={"windows": True})})
-    assert estimate(with_windows).buckets > estimate(job).buckets
-    assert check_memory(with_windows, 8, "gloo") == check_memory(job, 8, "gloo")
+    without = job.model_copy(update={"overlap": job.overlap.model_copy(update={"windows": False})})
+    assert job.overlap.windows == "auto"
+    assert estimate(job).buckets > estimate(without).buckets
+    assert check_memory(job, 8, "gloo") == check_memory(without, 8, "gloo")
 
 
 def job_of(name: str) -> JobConfig:
@@ -238,7 +239,8 @@ def test_a_7b_model_on_the_cpus_of_a_small_machine_is_refused_in_one_line(monkey
 
 def test_ranks_that_share_a_machine_are_told_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"layers": 1, "heads": 1, "hidden": 256, "vocab_size": 50_000, "recompute": "full"}  # no tp, no pp
-    job = JobConfig.model_validate({"model": shape, "parallel": {"dp": 2}, "batch": {"micro_size": 1}})
+    tree = {"model": shape, "parallel": {"dp": 2}, "batch": {"micro_size": 1}, "overlap": {"windows": False}}
+    job = JobConfig.model_validate(tree)
     monkeypatch.setattr(environ, "available_memory_bytes", lambda: estimate(job).total * 3 // 2)
     with pytest.raises(ConfigError, match=r"start 1 of the 2 ranks, with job\.parallel\.dp = 1: then each holds"):
         check_memory(job, 2, "gloo")
@@ -247,6 +249,7 @@ def test_ranks_that_share_a_machine_are_told_how_many_fit(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("memory_mib", "said"),
     [
+        (63_000, "; set job.overlap.windows = false: then a rank holds about"),
         (60_000, "; set job.model.recompute = selective: then a rank holds about"),
         (50_000, "; set job.model.recompute = full: then"),
         (24_000, r"job\.parallel\.(tp|pp) = \d"),

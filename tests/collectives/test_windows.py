@@ -1,0 +1,69 @@
+"""Where windows are worth it: on fakes of NCCL, its version and its GPUs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives.windows import are_worth_it
+
+GROUP: Any = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(supports_tensor_alloc=lambda _: True))
+
+
+class World:
+    """A lane of four ranks of which this is the second; the others' words are given."""
+
+    def __init__(self, others: str | None = None, kind: str = "cuda") -> None:
+        self.device, self.ranks, self.asked = torch.device(kind), [0, 1, 2, 3], 0
+        self._others = others
+
+    def tell_texts(self, text: str, _what: str) -> list[str]:
+        self.asked += 1
+        other = text if self._others is None else self._others
+        return [other, text, text, other]
+
+
+@pytest.fixture(autouse=True)
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_HOSTID", "here")
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [1, 2])
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+
+
+def worth(world: World, group: Any = GROUP) -> bool:
+    return are_worth_it(group, world)  # type: ignore[arg-type]
+
+
+def test_they_are_where_all_of_the_group_is_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worth(World())
+    assert worth(World("True on another host")), "ranks of other groups count for nothing"
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+    assert worth(World())
+    assert not worth(World("True on another host"))
+    assert not worth(World("False on here")), "a peer's GPU cannot"
+
+
+@pytest.mark.parametrize("group", [None, GROUP])
+def test_every_rank_is_asked_also_by_those_that_have_none(monkeypatch: pytest.MonkeyPatch, group: Any) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 7))
+    world = World()
+    assert not worth(world, group)
+    assert world.asked == 1, "the other ranks wait for this one"
+
+
+def test_other_backends_and_devices_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = World(kind="cpu")
+    assert not worth(cpu)
+    assert cpu.asked == 0
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:gloo")
+    assert not worth(World())
+
+
+def test_a_gpu_that_nccl_makes_no_memory_for_has_none() -> None:
+    lacking = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(supports_tensor_alloc=lambda _: False))
+    assert not worth(World(), lacking)
