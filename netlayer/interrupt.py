@@ -2,8 +2,7 @@
 
 numpy and torch swallow a KeyboardInterrupt that lands in the middle of their import, or turn it into an ImportError
 seconds later; files that are moved together would be moved in part. The same holds of other signals where their handler
-raises (`netlayer.early_end`). Left out: the interpreter's own start and the import of the command line, before any code
-of ours runs.
+raises (`netlayer.early_end`). Left out: the interpreter's own start, before any code of ours runs.
 """
 
 from __future__ import annotations
@@ -19,6 +18,16 @@ from typing import Any, NoReturn
 
 _AGAIN_S = 0.01
 _RAISING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # what handlers of ours raise at
+
+
+def end_quietly_until_a_command_runs() -> None:
+    """Where a module of the package that calls this is run by `python -m`, Ctrl-C ends its imports without a traceback.
+
+    They take seconds. For a package's `__init__`, which is imported first; elsewhere it does nothing.
+    """
+    is_run = sys.argv[:1] == ["-m"]  # until the module is found
+    if is_run and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -52,7 +61,8 @@ def counted_interrupts() -> Iterator[Interrupts]:
     Does nothing outside the main thread, and where SIGINT is ignored on purpose or another's.
     """
     interrupts, owner = Interrupts(), signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or owner is not signal.default_int_handler:
+    is_free = owner in (signal.default_int_handler, signal.SIG_DFL)
+    if threading.current_thread() is not threading.main_thread() or not is_free:
         yield interrupts
         return
     with raised_again(KeyboardInterrupt, lambda: signal.SIGINT):

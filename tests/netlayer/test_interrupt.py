@@ -137,8 +137,7 @@ def test_a_command_ends_alike_wherever_ctrl_c_lands(body: str, tmp_path: Path) -
         f"import signal, time\nimport click\nfrom netlayer.cli import run\n"
         f"@click.command()\ndef tried():\n{body}\n    click.echo('went on')\nrun(tried, 'tried')\n"
     )
-    command = [sys.executable, "-m", "tried"]  # `python tried.py` would not show it: it ends in another way
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = run_in(tmp_path, "-m", "tried")  # `python tried.py` would not show it: it ends in another way
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
 
 
@@ -158,3 +157,25 @@ def test_a_command_s_ctrl_c_waits_too_where_nothing_may_break_off() -> None:
         move()
     assert done == ["whole", "1 seen"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_ends_what_python_m_imports_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "__init__.py").write_text(
+        "from netlayer.interrupt import end_quietly_until_a_command_runs\nend_quietly_until_a_command_runs()\n"
+    )
+    (tmp_path / "slow" / "tool.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    done = run_in(tmp_path, "-m", "slow.tool")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    done = run_in(tmp_path, "-c", "import slow.tool")  # another program's Ctrl-C is its own
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_every_bench_is_such_a_module() -> None:
+    code = "import sys; sys.argv[0] = '-m'; import bench, signal; print(signal.getsignal(signal.SIGINT).name)"
+    assert run_in(Path.cwd(), "-c", code).stdout.strip() == "SIG_DFL"
+
+
+def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
