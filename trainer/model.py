@@ -28,7 +28,7 @@ from trainer.ops.activation import bias_gelu, swiglu
 from trainer.ops.attention import attention
 from trainer.ops.backend import check_operators, sums_narrowly
 from trainer.ops.loss import gather_rows, linear_cross_entropy, scatter_sum
-from trainer.ops.norm import Norm
+from trainer.ops.norm import Norm, add_branch
 from trainer.ops.rotary import rotate
 
 INIT_STD = 0.02
@@ -71,15 +71,15 @@ class GPT(nn.Module):
         """
         if self.embedding is not None:
             x = self.embedding(x)
+        branch: Tensor | None = None
+        bias_D: Tensor | None = None
         for block in self.blocks.values():
-            x = self._again(block, x)
-        return x if self.head is None else self.head(x, targets_BT)
-
-    def _again(self, block: nn.Module, x: Tensor) -> Tensor:
-        """A block, which with full recomputation keeps its input alone for the backward pass."""
-        if self.config.recompute != "full" or not torch.is_grad_enabled():
-            return block(x)  # type: ignore[no-any-return]
-        return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+            assert isinstance(block, Block)
+            if self.config.recompute == "full" and torch.is_grad_enabled():  # a block keeps its input alone
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            else:
+                (x, branch), bias_D = block(x, branch, bias_D, adds=False), block.branch_bias
+        return add_branch(x, branch, bias_D) if self.head is None else self.head(x, targets_BT, branch, bias_D)
 
     @property
     def units(self) -> list[nn.Module]:
@@ -117,7 +117,11 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """x + Attention(LN(x)), then + MLP(LN(.)); as a parallel block x + Attention(y) + MLP(y) with one y = LN(x)."""
+    """x + Attention(LN(x)), then + MLP(LN(.)); as a parallel block x + Attention(y) + MLP(y) with one y = LN(x).
+
+    What is added to the stream last may be left to the next norm, which does it in the pass that it makes anyway, and
+    sums the gradient of the bias in that of its backward.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, exchange: TensorExchange | None) -> None:
         super().__init__()
@@ -129,27 +133,42 @@ class Block(nn.Module):
         self.norm = build_norm(config)
         self.keeps_inputs_alone = config.recompute == "selective"
         self.is_parallel, self.operators = config.parallel_block, config.operators
-        # GeLU adds the bias of the product before it, and sums its gradient in the same pass; so does the second norm.
+        # GeLU adds the bias of the product before it, and sums its gradient in the same pass; so do norms.
         self.adds_bias = bias and not self.is_parallel and config.activation == "gelu"
         if self.is_parallel:
             self.inner = column(width, (*qkv, *up), bias, exchange, operators=self.operators)
-            self.outer = row((width, config.ffn_hidden), width, bias, exchange, operators=self.operators)
+            outputs = width, config.ffn_hidden
+            self.outer = row(outputs, width, bias, exchange, adds_bias=False, operators=self.operators)
         else:
             self.qkv = column(width, qkv, bias, exchange, operators=self.operators)
             self.out = row((width,), width, bias, exchange, adds_bias=False, operators=self.operators)
             self.mlp_norm = build_norm(config)
             self.up = column(width, up, bias, exchange, adds_bias=not self.adds_bias, operators=self.operators)
-            self.down = row((config.ffn_hidden,), width, bias, exchange, operators=self.operators)
+            self.down = row((config.ffn_hidden,), width, bias, exchange, adds_bias=False, operators=self.operators)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T / W, B, D] -> the same."""
+    @property
+    def branch_bias(self) -> Tensor | None:
+        """To be added to every row of the branch that `forward` leaves."""
+        return (self.outer if self.is_parallel else self.down).bias
+
+    def forward(
+        self, x: Tensor, branch: Tensor | None = None, bias_D: Tensor | None = None, *, adds: bool = True
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """[T / W, B, D] -> the same.
+
+        Args:
+            x: the stream.
+            branch, bias_D: still to be added to it.
+            adds: False: gives the stream and the branch that is still to be added to it, with `branch_bias`.
+        """
+        y, x = self.norm(x, branch, bias_D)
         if self.is_parallel:
-            y, x = self.norm(x)
-            return x + self._again(self._outer_of, *self.inner(y))
-        y, x = self.norm(x)
-        y, x = self.mlp_norm(x, self.out(self.attend(*self.qkv(y))), self.out.bias)
-        up = self.up(y)
-        return x + self._again(self._down_of, self.up.bias if self.adds_bias else None, *up)
+            branch = self._again(self._outer_of, *self.inner(y))
+        else:
+            y, x = self.mlp_norm(x, self.out(self.attend(*self.qkv(y))), self.out.bias)
+            up = self.up(y)
+            branch = self._again(self._down_of, self.up.bias if self.adds_bias else None, *up)
+        return add_branch(x, branch, self.branch_bias) if adds else (x, branch)
 
     def _outer_of(self, q: Tensor, k: Tensor, v: Tensor, *up: Tensor) -> Tensor:
         y: Tensor = self.outer(self.attend(q, k, v), self._activate(None, *up))
@@ -193,10 +212,12 @@ class Head(nn.Module):
         self.norm = build_norm(config)
         self.tokens = TokenTable(config.vocab_size, config.hidden, exchange)
 
-    def forward(self, x: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean loss, nats a token: a scalar."""
+    def forward(
+        self, x: Tensor, targets_BT: Tensor, branch: Tensor | None = None, bias_D: Tensor | None = None
+    ) -> Tensor:
+        """Mean loss, nats a token: a scalar. The branch and its bias are still to be added to x."""
         return linear_cross_entropy(
-            self.norm(x)[0].flatten(0, 1),
+            self.norm(x, branch, bias_D)[0].flatten(0, 1),
             self.tokens(),
             targets_BT.t().flatten(),
             vocab_size=self.tokens.vocab_size,

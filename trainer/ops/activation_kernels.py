@@ -1,8 +1,8 @@
 """Triton kernels of bias + GeLU (its tanh form) and SwiGLU, as operators that torch.compile knows.
 
 They read rows that may lie apart (slices of one wide product). Backward computes the activation again from its input,
-so that nothing else is kept. The bias's gradient is added up in float32 by each program over its own rows, and by torch
-over the programs.
+so that nothing else is kept. The bias's gradient is added up in float32 by each program over its own rows
+(`sum_kernels`).
 
 Shapes: M rows, F columns, P programs a column of tiles.
 """
@@ -14,9 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
-from trainer.ops.backend import num_programs, operator
+from trainer.ops.backend import IS_INTERPRETED, num_programs, operator
+from trainer.ops.sum_kernels import sum_programs
 
+_IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)  # which has no library of the device
 _ROWS, _COLUMNS, _WARPS = 4, 1024, 8
 _SUM_ROWS, _SUM_COLUMNS, _SUM_EACH = 2, 2048, 4
 """Of GeLU's backward, where rows are summed too: on an H200, of 8,192 rows of 16,384, 213 us; as above, 275."""
@@ -59,7 +62,7 @@ def gelu_backward(dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor | None) -> tuple[T
         _SUM_COLUMNS,
         num_warps=_WARPS,
     )
-    return dx_MF, x_MF.new_empty(0) if bias_F is None else partial_PF.sum(0).to(bias_F.dtype)
+    return dx_MF, x_MF.new_empty(0) if bias_F is None else sum_programs(partial_PF[None], bias_F.dtype)[0]
 
 
 @gelu_backward.register_fake
@@ -122,9 +125,20 @@ def _tiles(x_MF: Tensor) -> tuple[int]:
 
 
 @triton.jit
-def _gelu_gate(x):
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) to some 3e-7 of itself, 0 where that is below 1e-38: the chip's exponential and division.
+
+    With care for subnormals, as in `tl.sigmoid`, arithmetic takes GeLU's kernels longer than memory.
+    """
+    if _IS_INTERPRETED:
+        return tl.sigmoid(x)
+    return libdevice.fast_dividef(1.0, 1.0 + libdevice.fast_expf(-x))
+
+
+@triton.jit
+def _gelu_gate(x, square):
     """gelu(x) = x * gate: (1 + tanh(u)) / 2 = sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3)."""
-    return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
 
 
 @triton.jit
@@ -138,7 +152,7 @@ def _gelu_forward(
     value = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32)
     if HAS_BIAS:
         value += tl.load(bias + column, mask=column < width, other=0).to(tl.float32)
-    result = value * _gelu_gate(value)
+    result = value * _gelu_gate(value, value * value)
     tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask=inside)
 
 
@@ -170,9 +184,10 @@ def _gelu_backward(
         inside = (row < num_rows) & known
         value = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32) + shift
         slope = tl.load(dy + row * dy_stride + column, mask=inside, other=0).to(tl.float32)
-        gate = _gelu_gate(value)
-        rate = 1.5957691216057308 * (1.0 + 0.134145 * value * value)
-        result = slope * (gate + value * gate * (1.0 - gate) * rate)
+        square = value * value
+        gate = _gelu_gate(value, square)
+        rate = value * (1.5957691216057308 + 0.21406444881780073 * square)  # x times the slope of sigmoid's argument
+        result = slope * (gate + (gate - gate * gate) * rate)
         tl.store(dx + row * width + column, result.to(dx.dtype.element_ty), mask=inside)
         if HAS_BIAS:
             total += result
@@ -191,7 +206,7 @@ def _swiglu_forward(
     inside = (row < num_rows) & (column < width)
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0).to(tl.float32)
     v = tl.load(value + row * value_stride + column, mask=inside, other=0).to(tl.float32)
-    result = g * tl.sigmoid(g) * v
+    result = g * _sigmoid(g) * v
     tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask=inside)
 
 
@@ -217,7 +232,7 @@ def _swiglu_backward(
     slope = tl.load(dy + row * dy_stride + column, mask=inside, other=0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0).to(tl.float32)
     v = tl.load(value + row * value_stride + column, mask=inside, other=0).to(tl.float32)
-    s = tl.sigmoid(g)
+    s = _sigmoid(g)
     at = row * width + column
     tl.store(dgate + at, (slope * v * s * (1.0 + g * (1.0 - s))).to(dgate.dtype.element_ty), mask=inside)
     tl.store(dvalue + at, (slope * g * s).to(dvalue.dtype.element_ty), mask=inside)

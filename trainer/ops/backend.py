@@ -19,7 +19,8 @@ from netlayer.errors import ConfigError
 Operators = Literal["auto", "torch", "triton"]
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Kernels run on the CPU, by Triton's interpreter."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -33,7 +34,7 @@ def uses_triton(operators: Operators, tensor: Tensor) -> bool:
         return False
     if operators == "auto" and torch.compiler.is_compiling():
         return False
-    return tensor.is_cuda or (_IS_INTERPRETED and tensor.device.type == "cpu")
+    return tensor.is_cuda or (IS_INTERPRETED and tensor.device.type == "cpu")
 
 
 def chooses_products(operators: Operators) -> bool:
@@ -70,7 +71,7 @@ def check_operators(operators: Operators, device: torch.device) -> None:
     if operators != "triton" or device.type == "meta":
         return
     rule = "is not installed" if not HAS_TRITON else f"does not run on {device.type}"
-    if not HAS_TRITON or (device.type != "cuda" and not _IS_INTERPRETED):
+    if not HAS_TRITON or (device.type != "cuda" and not IS_INTERPRETED):
         raise ConfigError("job.model.operators", operators, rule, "set auto, or give a GPU and a CUDA build of torch")
 
 

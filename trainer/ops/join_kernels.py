@@ -1,6 +1,6 @@
 """A Triton kernel that joins the gradients of a product's outputs and sums their rows for the bias, in one pass.
 
-The sums are added up in float32 by each program over its own rows, and by torch over the programs: in a fixed order.
+The sums are added up in float32 by each program over its own rows (`sum_kernels`).
 
 Shapes: M rows, N columns in all, n of a part, P programs a column of tiles.
 """
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.ops.backend import num_programs
+from trainer.ops.sum_kernels import sum_programs
 
 MOST_PARTS = 5
 """Queries, keys, values, and two halves of a gated MLP."""
@@ -52,7 +53,7 @@ def join_and_sum(parts_Mn: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         _COLUMNS,
         num_warps=_WARPS,
     )
-    return y_MN, partial_PN.sum(0).to(first.dtype)
+    return y_MN, sum_programs(partial_PN[None], first.dtype)[0]
 
 
 @triton.jit

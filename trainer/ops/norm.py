@@ -65,15 +65,20 @@ def add_norm(
             return _Norm.apply(stream, None, None, weight_D, bias_D, eps)[0], stream  # type: ignore[no-untyped-call]
         y, total = _Norm.apply(stream, branch, branch_bias_D, weight_D, bias_D, eps)  # type: ignore[no-untyped-call]
         return y, total
-    if branch is not None and branch_bias_D is not None:
-        branch = branch + branch_bias_D
-    total = stream if branch is None else stream + branch
+    total = add_branch(stream, branch, branch_bias_D)
     if bias_D is None:
         return F.rms_norm(total, weight_D.shape, weight_D, eps), total
     if sums_narrowly(total):
         y = _WideSums.apply(total, weight_D, bias_D, eps)  # type: ignore[no-untyped-call]
         return y, total
     return F.layer_norm(total, weight_D.shape, weight_D, bias_D, eps), total
+
+
+def add_branch(stream: Tensor, branch: Tensor | None, branch_bias_D: Tensor | None = None) -> Tensor:
+    """stream + (branch + bias), as `add_norm` does it where torch's operators compute."""
+    if branch is None:
+        return stream
+    return stream + (branch if branch_bias_D is None else branch + branch_bias_D)
 
 
 class _Norm(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Triton kernels of LayerNorm and RMSNorm with the residual sum before them, as operators that torch.compile knows.
 
 A program has whole rows in registers. Sums are in float32. Backward, each of a few hundred programs adds up the
-gradients of vectors over its own rows, and a second kernel adds up the programs: in a fixed order, so that a run can be
-repeated. Left out: rows of more than 8192 values without registers spilled.
+gradients of vectors over its own rows (`sum_kernels`). Left out: rows of more than 8192 values without registers
+spilled.
 
 Shapes: M rows, D columns, P programs.
 """
@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer.ops.backend import num_programs, operator
-
-_SUM_ROWS, _SUM_COLUMNS = 64, 32  # a tile of the programs' sums: lines of 128 bytes
+from trainer.ops.sum_kernels import sum_programs
 
 
 @operator("netlayer::norm_forward")
@@ -153,9 +152,9 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor]:
     """`norm_backward` by a plan."""
     num_rows, width = dy_MD.shape
-    dx_MD, dvectors_VD = _backward_shapes(dy_MD, dtotal_MD, total_MD, weight_D, mean_M, scale_M, sums_dtotal)
+    dx_MD = torch.empty_like(total_MD)
     programs = num_programs(dy_MD, triton.cdiv(num_rows, plan.rows), plan.each)
-    partial_VPD = scale_M.new_empty(len(dvectors_VD), programs, width)
+    partial_VPD = scale_M.new_empty(_num_vectors(mean_M, sums_dtotal), programs, width)
     _backward[(programs,)](
         dy_MD,
         dtotal_MD,
@@ -176,17 +175,7 @@ def launch_backward(
         STAGES=plan.stages,
         num_warps=plan.num_warps,
     )
-    _sum_partial[(triton.cdiv(width, _SUM_COLUMNS), len(dvectors_VD))](
-        partial_VPD,
-        dvectors_VD,
-        programs,
-        width,
-        STEPS=triton.cdiv(programs, _SUM_ROWS),
-        ROWS=_SUM_ROWS,
-        COLUMNS=_SUM_COLUMNS,
-        num_warps=4,
-    )
-    return dx_MD, dvectors_VD
+    return dx_MD, sum_programs(partial_VPD, weight_D.dtype)
 
 
 def _num_warps(block: int) -> int:
@@ -304,26 +293,3 @@ def _backward(
 @triton.jit
 def _add_pairs(left_a, left_b, right_a, right_b):
     return left_a + right_a, left_b + right_b
-
-
-@triton.jit
-def _sum_partial(
-    partial,
-    dvectors,
-    programs,
-    width,
-    STEPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """A vector a row of the grid."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < width
-    partial += tl.program_id(1).to(tl.int64) * programs * width
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for step in range(STEPS):
-        row = step * ROWS + tl.arange(0, ROWS)[:, None]
-        at = row.to(tl.int64) * width + column[None, :]
-        total += tl.load(partial + at, mask=(row < programs) & inside[None, :], other=0)
-    at = tl.program_id(1).to(tl.int64) * width + column
-    tl.store(dvectors + at, tl.sum(total, 0).to(dvectors.dtype.element_ty), mask=inside)
