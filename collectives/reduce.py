@@ -30,7 +30,7 @@ import functools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,8 @@ class GradientReduce:
         self.stream = lane.behind
         """What makes the mean of a sum, and a step, runs there."""
         self._local_dtype = torch.promote_types(dtype, torch.float32)
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[tuple[int, Flight]] = deque()
+        """Of the buckets of these indices, in the order of their launch."""
         self._in_backward = False
         self._is_round = False
         self._follows = False
@@ -208,8 +209,11 @@ class GradientReduce:
         else:
             self._fold(index)
 
-    def finish(self) -> None:
-        """Wait for every reduction and hand the gradients to the pieces; a second call does nothing.
+    def finish(self, waits: bool = True) -> None:
+        """Hand the gradients to the pieces; a second call does nothing.
+
+        Args:
+            waits: for every reduction. False: the caller does, before it reads the gradients (`as_they_come`).
 
         Raises:
             RuntimeError: the backward pass before it raised. Its round is completed for the other ranks' sake, and its
@@ -220,11 +224,14 @@ class GradientReduce:
             self.abandon()
             raise RuntimeError(f"the backward pass did not complete: {loss}")
         if self._finished:
+            if waits:
+                self.wait_all()
             return
         if self._unreduced or self._num_rounds == 0:
             self._begin_round()
             self._end_round()
-        self._wait_all()
+        if waits:
+            self.wait_all()
         for piece in (piece for bucket in self.buckets if not self.stepped for piece in bucket.pieces):
             piece.parameter.grad = piece.grad
         self._reduced.clear()
@@ -239,7 +246,7 @@ class GradientReduce:
         """Forget all gradients, finished or not; every rank does so at the same place."""
         if self.broken:
             self.abandon()
-        self._wait_all()
+        self.wait_all()
         for bucket in self.buckets:
             bucket.forget()
             for piece in bucket.pieces:
@@ -319,11 +326,11 @@ class GradientReduce:
         self._join_writers()
         flight = self._stay(index) if self._stays(bucket) else self._leave(index)
         self._reduced.add(index)
-        self._flights.append(flight)
+        self._flights.append((index, flight))
         if self._follows and self.follower is not None:
             self.follower.reduced(index, flight)
         while len(self._flights) > (self.in_flight if self.overlap else 0):
-            self._flights.popleft().wait()
+            self._wait_first()
 
     def _stay(self, index: int) -> Flight:
         """One rank alone: the gradients are where the optimiser reads them, or are put there."""
@@ -364,10 +371,25 @@ class GradientReduce:
             shard_S = leaving.buffer.new_empty(bucket.plan.shard_numel)
         return leaving, shard_S
 
-    def _wait_all(self) -> None:
+    def as_they_come(self) -> Iterator[Sequence[Bucket]]:
+        """All buckets: first those whose gradients are there, then each of the others when it was waited for."""
+        under_way = {index for index, _ in self._flights}
+        yield [bucket for bucket in self.buckets if bucket.plan.index not in under_way]
         while self._flights:
-            self._flights.popleft().wait()
+            index = self._wait_first()
+            if all(index != later for later, _ in self._flights):
+                yield [self.buckets[index]]
         self.lane.free_filled()
+
+    def wait_all(self) -> None:
+        """Have all gradients there, once the current stream comes here."""
+        for _ in self.as_they_come():
+            pass
+
+    def _wait_first(self) -> int:
+        index, flight = self._flights.popleft()
+        flight.wait()
+        return index
 
     def _advise(self) -> None:
         if self._num_rounds > 1 and not self._advised:

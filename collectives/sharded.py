@@ -293,18 +293,26 @@ class ShardedDataParallel(nn.Module):
         """
         self._gather.stale = True
 
-    def finish_gradients(self) -> None:
+    def finish_gradients(self, *, waits: bool = True) -> None:
         """Set `.grad` of every shard: the mean (or sum) over ranks of the sum over this step's backward passes.
 
         Where the backward pass has stepped the shards already, wait for that.
+
+        Args:
+            waits: until they are there. False: what reads them does (`as_gradients_come`), and works on those that
+                are there while the last are under way.
 
         Raises:
             RuntimeError: the last backward pass raised.
         """
         self._gather.adopt()
-        self._reduce.finish()
+        self._reduce.finish(waits)
         if not self._reduce.stepped:
             self._gather.stale = True
+
+    def as_gradients_come(self) -> Iterator[Sequence[Bucket]]:
+        """All buckets, behind `finish_gradients`: those whose gradients are there, then the others one by one."""
+        return self._reduce.as_they_come()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all shards and ranks is at most `max_norm`; the norm before.
@@ -364,6 +372,7 @@ class ShardedDataParallel(nn.Module):
         options: Callable[[str, torch.Size], Mapping[str, Any]] = lambda _name, _shape: {},
         step_in_backward: bool = False,
         gather_in_backward: float | None = None,
+        waits: bool = True,
         **settings: Any,
     ) -> OptimizerT:
         """An optimiser over the shards whose `step` also finishes gradients before and starts the gathers after.
@@ -380,6 +389,8 @@ class ShardedDataParallel(nn.Module):
             options: settings of single parameters by name and whole shape: `{"weight_decay": 0.0}` for vectors, say.
             step_in_backward: update each bucket as soon as its gradients are reduced.
             gather_in_backward: share (0..1) of the all-gathers launched in that pass; None: what balances both passes.
+            waits: for all gradients before a step. False: the optimiser goes by `as_gradients_come`, and hooks before
+                its step read no gradients.
             settings: of all others.
 
         Raises:
@@ -395,8 +406,8 @@ class ShardedDataParallel(nn.Module):
         if step_in_backward:
             self._step_behind_reductions(optimizer, gather_in_backward)
         else:
-            optimizer.register_step_pre_hook(self._before_optimizer)
-            optimizer.register_step_post_hook(lambda *_: self.start_step() if self._gathers_after_step else None)
+            optimizer.register_step_pre_hook(functools.partial(self._before_optimizer, waits=waits))
+            optimizer.register_step_post_hook(self._after_optimizer)
         return optimizer
 
     @property
@@ -613,7 +624,14 @@ class ShardedDataParallel(nn.Module):
 
         optimizer.step = types.MethodType(finish, optimizer)  # type: ignore[method-assign]
 
-    def _before_optimizer(self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_optimizer(
+        self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any], waits: bool = True
+    ) -> None:
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):
             raise ValueError("step() takes no closure here: gradients are finished before it would run")
-        self.finish_gradients()
+        self.finish_gradients(waits=waits)
+
+    def _after_optimizer(self, *_: object) -> None:
+        self._reduce.wait_all()
+        if self._gathers_after_step:
+            self.start_step()

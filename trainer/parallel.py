@@ -15,6 +15,7 @@ Left out: context and expert parallelism, layers that do not divide by p * v.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from collectives.exchange import TensorExchange, open_exchange
 from collectives.lane import Flight, Lane
-from collectives.norms import total_norm
+from collectives.norms import each_norm, total_norm
 from collectives.pipeline import PipelineChannel
 from collectives.pipeline_links import PipelineLinks, open_link_groups
 from collectives.prepare import open_groups, open_lanes
@@ -164,10 +165,16 @@ class SplitModel:
         losses = [chunk(tokens_BT, targets_BT) for tokens_BT, targets_BT in batches]
         return torch.stack(losses).mean()
 
-    def finish_gradients(self) -> None:
-        """Have the mean gradient of the whole batch on every shard."""
+    def finish_gradients(self, *, waits: bool = True) -> None:
+        """Have the gradient of the whole batch on every shard.
+
+        Args:
+            waits: until it is there. False: `grad_norm` and the optimisers wait for what they read, and compute while
+                the last gradients are reduced; where they are added up over other ranks too, they are waited for here.
+        """
+        adds_up = self.exchange is not None or self.tied.group is not None
         for chunk in self.chunks:
-            chunk.finish_gradients()
+            chunk.finish_gradients(waits=waits or adds_up or chunk.step_in_backward)
         if self.exchange is not None:
             _add_up([slot for slot in self.slots if slot.is_partial], self.exchange.start_all_reduce)
         if self.tied.group is not None:
@@ -179,15 +186,25 @@ class SplitModel:
 
         Where the backward pass has stepped them, it is that of what `measure_in_backward` saw.
         """
-        own = [slot.piece.grad for slot in self.slots if slot.counts and slot.piece.grad is not None]
         squared = self.zero()
         if self._stepped_square is not None:
             squared, self._stepped_square = self._stepped_square, self.zero()
-        elif own:
-            squared += total_norm(own).square()
+        elif norms := self._own_norms():
+            squared += torch.stack(norms).square().sum()
         self.own_square = squared.clone()  # where the norm is not finite, this says on which rank
         self.world.all_reduce(squared)
         return squared.sqrt()
+
+    def _own_norms(self) -> list[Tensor]:
+        """Of the gradients that this rank counts, each taken when it is there; in one order whenever that is."""
+        counted = [slot.piece for slot in self.slots if slot.counts]
+        norms: dict[nn.Parameter, Tensor] = dict.fromkeys(counted, self.zero())
+        for buckets in itertools.chain.from_iterable(chunk.as_gradients_come() for chunk in self.chunks):
+            pieces = [piece.parameter for bucket in buckets for piece in bucket.pieces if piece.parameter in norms]
+            grads = {piece: piece.grad for piece in pieces if piece.grad is not None}
+            if grads:
+                norms |= zip(grads, each_norm(list(grads.values())), strict=True)
+        return list(norms.values())
 
     def optimizer(self, build: Callable[[ShardedDataParallel], torch.optim.Optimizer]) -> Optimizers:
         """The optimisers of all chunks as one."""

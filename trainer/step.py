@@ -76,7 +76,7 @@ class Steps:
     def _launch(self, batches: Sequence[MicroBatch]) -> Stepped:
         with self._computing("forward and backward") if self.model.pipeline is None else contextlib.nullcontext():
             loss = self.model.accumulate(batches)
-        self.model.finish_gradients()
+        self.model.finish_gradients(waits=False)
         grad_norm = None
         if self.max_norm is not None:
             grad_norm = self.model.grad_norm()

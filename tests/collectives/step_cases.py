@@ -7,7 +7,7 @@ import copy
 import functools
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives import Recorder, ShardedDataParallel, lane
 from collectives.backward_step import NUM_UNMOVED
+from collectives.bucket import Bucket
 from collectives.lane import Lane
 from collectives.leftovers import release_left
 from collectives.prepare import open_groups, open_lanes
@@ -422,6 +423,50 @@ def sums_of_divided_losses_are_means(rank: int, world_size: int) -> None:
     with mock.patch("collectives.prepare.Windows", Nowhere):
         for settings in ({}, {"overlap": False}, {"windows": True}, {"windows": True, "stage": 2}):
             assert_close(trained(False, **settings), expected, rtol=1e-12, atol=1e-12)
+
+
+class ByBuckets(torch.optim.SGD):
+    """Steps buckets as their gradients come; `came` has how many did at once."""
+
+    def __init__(self, params: Any, coming: Callable[[], Iterable[Sequence[Bucket]]], lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.coming, self.came = coming, list[int]()
+
+    @torch.no_grad()
+    def step(self, _closure: object = None) -> None:  # type: ignore[override]
+        for buckets in self.coming():
+            self.came.append(len(buckets))
+            for piece in (piece.parameter for bucket in buckets for piece in bucket.pieces):
+                assert piece.grad is not None
+                piece.add_(piece.grad, alpha=-self.param_groups[0]["lr"])
+
+
+@case
+def an_optimizer_may_step_while_the_last_gradients_are_on_their_way(rank: int, world_size: int) -> None:
+    def trained(kind: Any, norms: bool = False, wrapping: Any = None, **settings: Any) -> tuple[dict[str, Tensor], Any]:
+        sharded = wrap64(net(), bucket_bytes=300, **(wrapping or {}))
+        if kind is ByBuckets:
+            settings |= {"coming": sharded.as_gradients_come, "waits": False}
+        optimizer = sharded.optimizer(kind, lr=0.1, **settings)
+        for tokens in batches(3, world_size):
+            sharded(tokens[rank::world_size]).backward()
+            if norms:  # they wait, and nothing is left to come
+                sharded.clip_grad_norm_(float("inf"))
+            optimizer.step()
+            optimizer.zero_grad()
+        return sharded.full_state_dict(), optimizer
+
+    expected, _ = trained(torch.optim.SGD)
+    for wrapping in ({}, {"in_flight": 1}, {"overlap": False}, {"stage": 2}):
+        found, optimizer = trained(ByBuckets, wrapping=wrapping)
+        assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        there, *others = optimizer.came[: len(optimizer.came) // 3]
+        under_way = 0 if world_size == 1 or "overlap" in wrapping else wrapping.get("in_flight", 4)
+        assert others == [1] * under_way
+        assert there > 0
+    found, optimizer = trained(ByBuckets, norms=True)
+    assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert len(optimizer.came) == 3
 
 
 class Divided:

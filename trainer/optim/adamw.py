@@ -33,11 +33,15 @@ def build_adamw(
 
     masters = [bucket.master_S for bucket in model.buckets]  # of all: a rank may have no piece, and chooses as others
     has_kernel = bool(masters) and all(each.dtype == torch.float32 and uses_triton(operators, each) for each in masters)
-    kind, more = (ShardAdamW, {"buckets": model.buckets}) if has_kernel else (torch.optim.AdamW, {"fused": True})
+    goes_by_buckets = has_kernel and not step_in_backward
+    coming = model.as_gradients_come if goes_by_buckets else None
+    ours, torchs = {"buckets": model.buckets, "coming": coming}, {"fused": True}
+    kind, more = (ShardAdamW, ours) if has_kernel else (torch.optim.AdamW, torchs)
     return model.optimizer(
         kind,
         options=options,
         step_in_backward=step_in_backward,
+        waits=not goes_by_buckets,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

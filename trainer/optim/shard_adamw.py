@@ -9,6 +9,7 @@ Shapes: S elements of a shard, P pieces in it, R runs of elements with one weigh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class ShardAdamW(torch.optim.AdamW):
         params: groups of pieces, of `ShardedDataParallel`; they may differ in `weight_decay` alone.
         buckets: whose pieces these are, all of them, with masters in float32.
         lr, betas, eps: as torch's.
+        coming: all buckets, each when its gradients are there; None: all are when a step is called.
 
     Raises:
         ValueError: a parameter is in no bucket.
@@ -45,6 +47,7 @@ class ShardAdamW(torch.optim.AdamW):
         lr: float,
         betas: tuple[float, float],
         eps: float,
+        coming: Callable[[], Iterable[Sequence[Bucket]]] | None = None,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
         numbers = {piece: number for number, group in enumerate(self.param_groups) for piece in group["params"]}
@@ -52,6 +55,7 @@ class ShardAdamW(torch.optim.AdamW):
         if len(numbers) != sum(len(shard.bucket.pieces) for shard in self._shards):
             raise ValueError("params: hold what is no piece of the buckets; give the pieces alone, all of them")
         device = buckets[0].master_S.device if buckets else None
+        self._coming = coming or (lambda: [buckets])
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
         self._factor: Tensor | None = None
 
@@ -90,8 +94,10 @@ class ShardAdamW(torch.optim.AdamW):
         for shard in due:
             shard.adopt(self.state)
         torch._foreach_add_([shard.step_P for shard in due], 1)
-        for shard in due:
-            shard.move(lr, first["betas"], first["eps"], decays, factor)
+        of_bucket = {id(shard.bucket): shard for shard in due}
+        for bucket in itertools.chain.from_iterable(self._coming()):
+            if id(bucket) in of_bucket:
+                of_bucket[id(bucket)].move(lr, first["betas"], first["eps"], decays, factor)
         return loss
 
     def _on_device(self, lr: float | Tensor) -> Tensor:
