@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend
 
 from bench import mfu_profile
 from bench.control import Control
-from bench.mfu_systems import Entry, System
+from bench.mfu_systems import Entry, Ours, System
 from bench.overlap_steps import StepTimer
 from netlayer.config import JobConfig
 from netlayer.rank import RankContext
@@ -97,6 +97,8 @@ def _take_turn(
         torch.cuda.reset_peak_memory_stats(device)
     batches = _batches(entry.job, order.seed, device)
     row = _measure(entry, system, batches, order, device, control)
+    if isinstance(system, Ours):
+        row["in_windows"] = system.model.has_windows
     context.report({"system": entry.name, "run": run, "change": entry.change, "left_gib": left_gib, **row})
     if run == order.last_run and order.profiles is not None:
         kernels = _profile(entry.name, system, batches, order)

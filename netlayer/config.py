@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
 
-from netlayer.config_errors import translate
+from netlayer.config_errors import SWITCH_OR_AUTO, translate
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
 from netlayer.presets import MODELS
@@ -273,6 +273,12 @@ class MetricsConfig(Section):
     prometheus_address: str = Field("127.0.0.1", min_length=1, description="to listen on; 0.0.0.0: for all hosts")
 
 
+def _switch_or_auto(value: object) -> object:
+    if not isinstance(value, bool) and value != "auto":
+        raise ValueError(SWITCH_OR_AUTO)
+    return value
+
+
 class OverlapConfig(Section):
     """Communication under computation; each technique is a switch, so that it can be measured."""
 
@@ -282,10 +288,11 @@ class OverlapConfig(Section):
     prefetch: Count = Field(2, description="all-gathers launched ahead of the computation that waits for them")
     bucket_mib: float = Field(64.0, ge=0, description="largest all-gather or reduce-scatter, MiB; 0: one a block")
     reduce_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of gradients on the wire")
-    windows: bool | Literal["auto"] = Field(
+    windows: Annotated[bool | Literal["auto"], BeforeValidator(_switch_or_auto)] = Field(
         "auto",
         description="parameters and gradients in NCCL's symmetric windows: gathers go by copy engines on one host; "
-        "faster too where NCCL has few blocks. auto: where all data-parallel ranks are on one host with NVSwitch",
+        "faster too where NCCL has few blocks. auto: where all data-parallel ranks are on one host with NVSwitch, NCCL "
+        "is 2.28 or later, and the GPU has the memory",
     )
     step_in_backward: bool = Field(
         False,

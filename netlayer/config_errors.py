@@ -51,7 +51,7 @@ def _how_to_write(value: object, rule: str) -> str:
     text = str(value).lower()
     if rule == _TEXT and not isinstance(value, dict | list):
         return """quote it, in a shell twice: '"..."'"""
-    if rule == _SWITCH and text in ("true", "false"):
+    if rule in (_SWITCH, SWITCH_OR_AUTO) and text in ("true", "false"):
         return f"write {text}"
     try:
         number = float(text)
@@ -66,6 +66,7 @@ def _how_to_write(value: object, rule: str) -> str:
 
 _WHOLE_NUMBER, _NUMBER = "must be a whole number", "must be a number"
 _SWITCH, _TEXT = "must be true or false", "must be text"
+SWITCH_OR_AUTO = "must be true, false or auto"
 # pydantic's kinds of errors, with what each knows of its rule.
 _RULES = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), _WHOLE_NUMBER),

@@ -162,9 +162,10 @@ def check_memory(job: JobConfig, ranks: int, backend: Literal["gloo", "nccl"]) -
     Raises:
         ConfigError: the ranks together need more than this machine has free, or one more than its GPU has.
     """
-    if backend == "gloo":  # has no windows
-        job = job.model_copy(update={"overlap": job.overlap.model_copy(update={"windows": False})})
-    found, there, where = estimate(job), *_room(backend)
+    there, where = _room(backend)
+    if backend == "gloo" or (job.overlap.windows == "auto" and there and not has_room_for_windows(job, there)):
+        job = _with_windows(job, False)
+    found = estimate(job)
     sharing = 1 if backend == "nccl" else ranks
     line = f"a rank will hold about {found}"
     if sharing > 1:
@@ -179,6 +180,15 @@ def check_memory(job: JobConfig, ranks: int, backend: Literal["gloo", "nccl"]) -
     return line
 
 
+def has_room_for_windows(job: JobConfig, num_bytes: int) -> bool:
+    """Whether a GPU of so many bytes holds a rank that has windows: `auto` takes none where it does not."""
+    return estimate(_with_windows(job, True)).total <= num_bytes
+
+
+def _with_windows(job: JobConfig, windows: bool) -> JobConfig:
+    return job.model_copy(update={"overlap": job.overlap.model_copy(update={"windows": windows})})
+
+
 def _remedy(job: JobConfig, there: int, sharing: int) -> str:
     """The smallest change that fits, in words."""
     for words, other in _smaller(job):
@@ -190,7 +200,8 @@ def _remedy(job: JobConfig, there: int, sharing: int) -> str:
         total, num_ranks = estimate(other).total, other.parallel.layout.world_size
         if total * num_ranks <= there:
             return f"start {num_ranks} of the {ranks} ranks, with {words}: then each holds about {_gib(total)}"
-    return f"no recompute, micro_size, tp or pp fits it on {ranks} rank{'s' * (ranks > 1)}: lower {_leading(job)}" + (
+    tried = "no recompute, micro_size, tp or pp" + ", with windows or without," * bool(job.overlap.windows)
+    return f"{tried} fits it on {ranks} rank{'s' * (ranks > 1)}: lower {_leading(job)}" + (
         ", or take more GPUs" if sharing == 1 else ""
     )
 
@@ -209,17 +220,17 @@ def _leading(job: JobConfig) -> str:
 def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
     """Jobs that take less, the least change first: windows, what is computed again, the micro-batch, tp, last pp."""
     model, batch, parallel = job.model, job.batch, job.parallel
-    if parallel.dp > 1 and (changed := _changed(job, {"overlap": {"windows": False}})):
-        yield changed
     levels = ("none", "selective", "full")
     recomputes = levels[levels.index(model.recompute) :]
     micro_sizes = [size for size in range(batch.micro_size, 0, -1) if batch.micro_size % size == 0]
     degrees = [factor for factor in range(1, parallel.dp + 1) if parallel.dp % factor == 0]
     spreads = sorted(itertools.product(degrees, degrees), key=lambda pair: (pair[0] * pair[1], pair[1]))
-    for (tp, pp), micro_size, recompute in itertools.product(spreads, micro_sizes, recomputes):
+    windows = (job.overlap.windows, False) if job.overlap.windows and parallel.dp > 1 else (job.overlap.windows,)
+    for (tp, pp), micro_size, recompute, has_windows in itertools.product(spreads, micro_sizes, recomputes, windows):
         if parallel.dp % (tp * pp):
             continue
         changes: dict[str, dict[str, Any]] = {
+            "overlap": {"windows": has_windows},
             "model": {"recompute": recompute},
             "batch": {"micro_size": micro_size},
             "parallel": {"tp": parallel.tp * tp, "pp": parallel.pp * pp, "dp": parallel.dp // (tp * pp)},

@@ -75,11 +75,17 @@ class GPT(nn.Module):
         bias_D: Tensor | None = None
         for block in self.blocks.values():
             assert isinstance(block, Block)
-            if self.config.recompute == "full" and torch.is_grad_enabled():  # a block keeps its input alone
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            if not block.leaves_branch:  # and keeps its input alone
+                x = self._again(block, x)
             else:
                 (x, branch), bias_D = block(x, branch, bias_D, adds=False), block.branch_bias
         return add_branch(x, branch, bias_D) if self.head is None else self.head(x, targets_BT, branch, bias_D)
+
+    def _again(self, block: nn.Module, x: Tensor) -> Tensor:
+        """A block of full recomputation."""
+        if not torch.is_grad_enabled():
+            return block(x)  # type: ignore[no-any-return]
+        return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
     @property
     def units(self) -> list[nn.Module]:
@@ -133,23 +139,27 @@ class Block(nn.Module):
         self.norm = build_norm(config)
         self.keeps_inputs_alone = config.recompute == "selective"
         self.is_parallel, self.operators = config.parallel_block, config.operators
-        # GeLU adds the bias of the product before it, and sums its gradient in the same pass; so do norms.
+        # GeLU adds the bias of the product before it, and sums its gradient in the same pass; so do norms. With full
+        # recomputation no branch is left to the next block's.
+        self.leaves_branch = config.recompute != "full"
         self.adds_bias = bias and not self.is_parallel and config.activation == "gelu"
         if self.is_parallel:
             self.inner = column(width, (*qkv, *up), bias, exchange, operators=self.operators)
             outputs = width, config.ffn_hidden
-            self.outer = row(outputs, width, bias, exchange, adds_bias=False, operators=self.operators)
+            self.outer = row(outputs, width, bias, exchange, not self.leaves_branch, operators=self.operators)
         else:
             self.qkv = column(width, qkv, bias, exchange, operators=self.operators)
             self.out = row((width,), width, bias, exchange, adds_bias=False, operators=self.operators)
             self.mlp_norm = build_norm(config)
             self.up = column(width, up, bias, exchange, adds_bias=not self.adds_bias, operators=self.operators)
-            self.down = row((config.ffn_hidden,), width, bias, exchange, adds_bias=False, operators=self.operators)
+            inputs = (config.ffn_hidden,)
+            self.down = row(inputs, width, bias, exchange, not self.leaves_branch, operators=self.operators)
 
     @property
     def branch_bias(self) -> Tensor | None:
-        """To be added to every row of the branch that `forward` leaves."""
-        return (self.outer if self.is_parallel else self.down).bias
+        """To be added to every row of the branch that `forward` leaves; None: it is in there."""
+        last = self.outer if self.is_parallel else self.down
+        return None if last.adds_bias else last.bias
 
     def forward(
         self, x: Tensor, branch: Tensor | None = None, bias_D: Tensor | None = None, *, adds: bool = True

@@ -40,6 +40,7 @@ from netlayer.config import JobConfig
 from netlayer.layout import ParallelLayout
 from netlayer.rendezvous import Groups
 from trainer.linears import parts
+from trainer.memory import has_room_for_windows
 from trainer.model import GPT, build_model
 from trainer.pipeline import StageModel, run_schedule
 from trainer.schedule import Schedule, forward_only, of_layout
@@ -127,7 +128,8 @@ class SplitModel:
             for chunk in range(layout.vpp)
         ]
         self._compile(modules)
-        self._has_windows = self._takes_windows()
+        self.has_windows = self._takes_windows()
+        """Whether parameters and gradients lie in NCCL's windows."""
         self._data_lanes = self._open_data_lanes(recorder, watch)
         self.chunks = [self._wrap(module) for module in modules]
         self.slots = [slot for chunk in self.chunks for slot in self._slots(chunk)]
@@ -253,9 +255,10 @@ class SplitModel:
 
     def _takes_windows(self) -> bool:
         asked = self.job.overlap.windows
-        if asked == "auto":
-            return are_worth_it(self.groups["dp"], self.world)
-        return asked and self.device.type == "cuda"
+        if self.device.type != "cuda" or asked != "auto":
+            return bool(asked) and self.device.type == "cuda"
+        memory_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        return are_worth_it(self.groups["dp"], self.world, has_room=has_room_for_windows(self.job, memory_bytes))
 
     def _open_exchange(self, recorder: Recorder | None, watch: Watch | None) -> TensorExchange | None:
         if self.layout.tp == 1:
@@ -268,7 +271,7 @@ class SplitModel:
     def _open_data_lanes(self, recorder: Recorder | None, watch: Watch | None) -> LanePair:
         """One pair for all chunks: every rank of the group runs them in one order, that of its stage's schedule."""
         group = self.groups["dp"]
-        names, windows = ("gather", "reduce"), self._has_windows
+        names, windows = ("gather", "reduce"), self.has_windows
         gather, reduce = [None, None] if group is None else open_groups(group, self.device, names, windows=windows)
         return open_lanes(None, (gather, reduce), self.device, None, recorder, watch)
 
@@ -296,7 +299,7 @@ class SplitModel:
             overlap=overlap.dp,
             param_dtype=dtype,
             reduce_dtype=torch.float64 if self._is_wide else getattr(torch, overlap.reduce_dtype),
-            windows=self._has_windows,
+            windows=self.has_windows,
             mean=False,
         )
 

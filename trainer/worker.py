@@ -64,7 +64,9 @@ def _train(context: RankContext, work: Work, stop: StopRequest) -> Outcome:
     if work.resume is not None:
         trainer.resume(find(work.resume))
     if place.rank == 0:
-        logger.info("%d parameters, %d ranks on %s", trainer.num_parameters, place.world_size, place.device_name)
+        windows = ", parameters and gradients in NCCL's windows" if trainer.model.has_windows else ""
+        said = trainer.num_parameters, place.world_size, place.device_name, windows
+        logger.info("%d parameters, %d ranks on %s%s", *said)
     tracer = StepTracer(work.trace, work.out / TRACE, work.job.parallel.layout, place.rank)
     checkpoints = work.out / CHECKPOINTS if work.is_shared else None
     with _Rows(context, work) as rows:

@@ -35,8 +35,8 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
 
 
-def worth(world: World, group: Any = GROUP) -> bool:
-    return are_worth_it(group, world)  # type: ignore[arg-type]
+def worth(world: World, group: Any = GROUP, has_room: bool = True) -> bool:
+    return are_worth_it(group, world, has_room=has_room)  # type: ignore[arg-type]
 
 
 def test_they_are_where_all_of_the_group_is_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,8 @@ def test_they_are_where_all_of_the_group_is_on_one_host(monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
     assert worth(World())
     assert not worth(World("True on another host"))
-    assert not worth(World("False on here")), "a peer's GPU cannot"
+    assert not worth(World("False on here")), "a peer's GPU cannot, or is full"
+    assert not worth(World(), has_room=False)
 
 
 @pytest.mark.parametrize("group", [None, GROUP])

@@ -20,7 +20,15 @@ from netlayer.config import JobConfig, ModelConfig
 from netlayer.config_file import load_config
 from netlayer.environ import Gpu
 from netlayer.errors import ConfigError
-from trainer.memory import check_memory, estimate, estimate_stage, in_flight, micro_batches, num_parameters
+from trainer.memory import (
+    check_memory,
+    estimate,
+    estimate_stage,
+    has_room_for_windows,
+    in_flight,
+    micro_batches,
+    num_parameters,
+)
 from trainer.model import GPT, build_model
 from trainer.optim import build_optimizer
 from trainer.parallel import SplitModel, layers_of
@@ -249,7 +257,6 @@ def test_ranks_that_share_a_machine_are_told_how_many_fit(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("memory_mib", "said"),
     [
-        (63_000, "; set job.overlap.windows = false: then a rank holds about"),
         (60_000, "; set job.model.recompute = selective: then a rank holds about"),
         (50_000, "; set job.model.recompute = full: then"),
         (24_000, r"job\.parallel\.(tp|pp) = \d"),
@@ -263,6 +270,33 @@ def test_what_is_too_large_for_a_gpu_is_refused_with_the_change_that_fits(
     monkeypatch.setattr(environ, "usable_gpus", lambda: gpus)
     with pytest.raises(ConfigError, match=said):
         check_memory(job_of("h200x8"), 8, "nccl")
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "said"),
+    [
+        (63_000, "; set job.overlap.windows = false: then a rank holds about"),
+        (61_000, "; set job.model.recompute = selective: then"),
+        (55_500, "; set job.overlap.windows = false and job.model.recompute = selective: then"),
+        (3_000, "tp or pp, with windows or without, fits it on 8 ranks: lower job.model.layers"),
+    ],
+)
+def test_windows_that_were_asked_for_are_the_first_to_be_given_up(
+    monkeypatch: pytest.MonkeyPatch, memory_mib: int, said: str
+) -> None:
+    monkeypatch.setattr(environ, "usable_gpus", lambda: [Gpu(0, "a card", memory_mib, "1")] * 8)
+    job = job_of("h200x8")
+    asked = job.model_copy(update={"overlap": job.overlap.model_copy(update={"windows": True})})
+    with pytest.raises(ConfigError, match=said):
+        check_memory(asked, 8, "nccl")
+
+
+def test_windows_are_taken_by_themselves_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of("h200x8")
+    for memory_mib, has_room in ((63_000, False), (65_000, True)):
+        monkeypatch.setattr(environ, "usable_gpus", lambda mib=memory_mib: [Gpu(0, "a card", mib, "1")] * 8)
+        assert has_room_for_windows(job, memory_mib * 2**20) == has_room
+        assert f"buckets {'3.8' if has_room else '1.8'} GiB" in check_memory(job, 8, "nccl")
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,17 @@ def test_gelu_with_and_without_bias(
     check(lambda x, bias=None: bias_gelu(x, bias, operators), plain, given_, 1)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.parametrize("operators", WHICH)
+def test_gelu_far_out_is_the_input_or_nothing(operators: Operators) -> None:
+    x = torch.tensor([[1e4, -1e4, 1e15, -1e15, 1e18, -1e18]], device=DEVICE).requires_grad_()
+    y = bias_gelu(x, None, operators)
+    y.sum().backward()
+    assert x.grad is not None
+    assert y.tolist() == (x.clamp(min=0)).tolist()
+    assert x.grad.tolist() == [[1.0, 0.0] * 3]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("operators", WHICH)
 @settings(max_examples=5, deadline=None)
