@@ -383,8 +383,9 @@ class GradientReduce:
 
     def wait_all(self) -> None:
         """Have all gradients there, once the current stream comes here."""
-        for _ in self.as_they_come():
-            pass
+        while self._flights:
+            self._wait_first()
+        self.lane.free_filled()
 
     def _wait_first(self) -> int:
         index, flight = self._flights.popleft()

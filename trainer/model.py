@@ -145,8 +145,8 @@ class Block(nn.Module):
         self.adds_bias = bias and not self.is_parallel and config.activation == "gelu"
         if self.is_parallel:
             self.inner = column(width, (*qkv, *up), bias, exchange, operators=self.operators)
-            outputs = width, config.ffn_hidden
-            self.outer = row(outputs, width, bias, exchange, not self.leaves_branch, operators=self.operators)
+            inputs: tuple[int, ...] = width, config.ffn_hidden
+            self.outer = row(inputs, width, bias, exchange, not self.leaves_branch, operators=self.operators)
         else:
             self.qkv = column(width, qkv, bias, exchange, operators=self.operators)
             self.out = row((width,), width, bias, exchange, adds_bias=False, operators=self.operators)
