@@ -123,7 +123,7 @@ def command(
     _check_seconds({"--limit": limit, "--time-limit": time_limit})
     end_s = time.monotonic() + time_limit if time_limit else math.inf
     check_overrides(options.overrides)
-    build = Jobs(options, model, read_layout(layout), micro, micro_batches)
+    build = Jobs(options, model, read_layout(layout), micro, micro_batches, holds_channels=channels > 0)
     ranks = build().parallel.layout.world_size
     chosen = environ.choose_backend(backend, ranks)  # type: ignore[arg-type]
     build = dataclasses.replace(build, dtype="bfloat16" if chosen == "nccl" else "float32")

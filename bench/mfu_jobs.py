@@ -73,6 +73,8 @@ class Jobs:
     micro_batches: int | None
     dtype: str = "float32"
     """Of the computation, where the options do not say it."""
+    holds_channels: bool = False
+    """Whether NCCL is held to a few channels: then what no such limit holds carries nothing, unless options say so."""
 
     def __call__(self, changes: Sequence[str] = (), micro: int | None = None) -> JobConfig:
         """The job with further overrides, or with the same sequences a step in micro-batches of another size.
@@ -89,7 +91,7 @@ class Jobs:
             "parallel": dict(degrees),
             "batch": {"micro_size": micro or self.micro, "global_size": self.micro * count * degrees["dp"]},
             "optimizer": {"lr": 1e-4, "clip_norm": 0.0, "warmup_steps": 0},
-            "overlap": {"bucket_mib": 0.0},
+            "overlap": {"bucket_mib": 0.0, "peer_reduce": not self.holds_channels},
         }
         given = self._given([change for change in changes if not _COUNT.fullmatch(change)])
         for name in _TAKEN:

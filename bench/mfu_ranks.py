@@ -98,7 +98,7 @@ def _take_turn(
     batches = _batches(entry.job, order.seed, device)
     row = _measure(entry, system, batches, order, device, control)
     if isinstance(system, Ours):
-        row["in_windows"] = system.model.has_windows
+        row["in_windows"], row["by_peers"] = system.model.has_windows, system.model.has_peer_reduce
     context.report({"system": entry.name, "run": run, "change": entry.change, "left_gib": left_gib, **row})
     if run == order.last_run and order.profiles is not None:
         kernels = _profile(entry.name, system, batches, order)

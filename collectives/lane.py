@@ -40,6 +40,7 @@ from torch import Tensor
 from collectives.arguments import as_device
 from collectives.carrier import Carrier, new_stream
 from collectives.leftovers import release_left
+from collectives.peer_reduce import PeerReduce
 from collectives.recorder import Collective, Recorder
 from collectives.torch_names import Collect, all_gather_single, reduce_scatter_single
 from collectives.track import NEAR, lost_or_late
@@ -74,19 +75,37 @@ class Flight:
         then: Callable[[], None] | None,
         keep: Sequence[Tensor],
         kind: str = "collective",
+        late: Callable[[], None] | None = None,
     ) -> None:
         self._lane, self._collective, self._work, self._kind = lane, collective, work, kind
         self._arrived = self._landed = landed
         self._then, self._keep = [] if then is None else [then], keep
+        self._late, self._following = late, list[tuple[Callable[[], None], torch.cuda.Stream | None]]()
         self._done = False
+
+    def land(self) -> None:
+        """Launch what is left of it, on the lane: of one whose end is better launched later. Twice does no harm."""
+        if self._late is None:
+            return
+        late, self._late = self._late, None
+        with torch.cuda.stream(self._lane.stream):
+            late()
+            if self._lane.stream is not None:
+                self._arrived = self._landed = self._lane.stream.record_event()
+        for function, stream in self._following:
+            self.follow(function, stream)
 
     @property
     def landed(self) -> torch.cuda.Event | None:
-        """The event after it and after all that follows it; None on the CPU."""
+        """The event after it and after all that follows it; None on the CPU. It lands, if it has not."""
+        self.land()
         return self._landed
 
     def follow(self, function: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
         """Run `function` when it has landed, before `wait` lets anyone go on: on `stream`, on the CPU inside `wait`."""
+        if self._late is not None:
+            self._following.append((function, stream))
+            return
         if self._landed is None or stream is None:
             self._then.append(function)
             return
@@ -99,6 +118,7 @@ class Flight:
         """Make the computation wait for it: the host on the CPU, the current stream on CUDA. Twice does no harm."""
         if self._done:
             return
+        self.land()
         with self._lane.waiting(self._collective):
             if self._arrived is not None:
                 torch.cuda.current_stream(self._lane.device).wait_event(self._arrived)
@@ -204,6 +224,7 @@ class Lane(Carrier):
         fill: Callable[[], None] | None = None,
         read: Sequence[Tensor] = (),
         mean: bool = False,
+        by: PeerReduce | None = None,
     ) -> Flight:
         """Sum of the ranks' `input_N`; slice r to rank r's `output_S`.
 
@@ -212,10 +233,13 @@ class Lane(Carrier):
             input_N: what this rank gives.
             fill: writes `input_N`, beside the lane; None: it is written.
             read: what `fill` reads; kept until it has run.
-            mean: in place of the sum, where this lane `divides_on_the_way`.
+            mean: in place of the sum, where this lane `divides_on_the_way`, or `by` is given.
+            by: in place of the backend, into float32. Its sum is launched when the flight lands.
         """
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         local = self.world_size == 1 or self.muted
+        if by is not None and not local:
+            return self._reduce_by(by, output_S, input_N, self._fill(fill, read), mean)
         if local or self.can_reduce_scatter(input_N.dtype):
 
             def issue(async_op: bool) -> dist.Work | None:
@@ -241,6 +265,25 @@ class Lane(Carrier):
 
         after = self._fill(fill_wide, (input_N, *read))
         return self._launch("reduce_scatter", wide_N, issue_wide, then=land, after=after, keep=(output_S,))
+
+    def _reduce_by(
+        self, by: PeerReduce, output_S: Tensor, input_N: Tensor, after: torch.cuda.Event | None, mean: bool
+    ) -> Flight:
+        if self.stream is not None:
+            self.stream.wait_event(after or torch.cuda.current_stream(self.device).record_event())
+        counted = self.counted("reduce_scatter", input_N.nbytes)
+        recording = self.recording(self.name, "reduce_scatter", input_N.nbytes, stream=by.stream)
+        with torch.cuda.stream(self.stream):
+            by.follow()
+            with recording as collective:
+                add = by.send(input_N)
+
+        def land() -> None:
+            add(output_S, mean)
+            if counted is not None:
+                counted.settle()
+
+        return Flight(self, collective, None, None, None, (input_N, output_S), "reduce_scatter", land)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """In place, and waited for."""

@@ -5,8 +5,8 @@
 // word of its own window, and a captured CUDA graph can be replayed.
 //
 // Two families:
-//  - exchange: `await_ready`, `signal`, `await_arrived`, `release`, `reduce_staged`: the flags and the sum around matrices
-//    that the GPU's copy engines move, so that no multiprocessor is taken from the computation;
+//  - exchange: `await_ready`, `signal`, `await_arrived`, `release`, `reduce_staged`, `reduce_wide`: the flags and the sum around
+//    matrices that the GPU's copy engines move, so that no multiprocessor is taken from the computation;
 //  - small: `*_small` and `*_two_shot` for messages of some KiB, where every 8 bytes travel with their flag (as in NCCL's
 //    LL protocol), so that one trip over the link is all the latency there is.
 
@@ -176,6 +176,34 @@ __device__ __forceinline__ void reduce_staged(const char* slots, int rank, u64 s
     }
 }
 
+// The same into float32 whatever travels, over the number of ranks if `mean`: four numbers a thread and turn.
+template <typename T>
+__device__ __forceinline__ void reduce_wide(const char* slots, int rank, u64 slot_bytes, const char* own_part,
+                                            float4* out, int mean) {
+    constexpr int WORDS = 4 / Pack<T>::N;
+    struct alignas(8 * WORDS) Four {
+        uint2 word[WORDS];
+    };
+    const float scale = mean ? 1.0f / RANKS : 1.0f;
+    const u64 fours = slot_bytes / sizeof(Four);
+    for (u64 u = blockIdx.x * static_cast<u64>(blockDim.x) + threadIdx.x; u < fours;
+         u += static_cast<u64>(gridDim.x) * blockDim.x) {
+        Four part[RANKS];
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) {
+            const char* from = r == rank ? own_part : slots + r * slot_bytes;
+            part[r] = reinterpret_cast<const Four*>(from)[u];
+        }
+        float sum[4] = {};
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) {
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w) Pack<T>::add(sum + w * Pack<T>::N, part[r].word[w]);
+        }
+        out[u] = make_float4(sum[0] * scale, sum[1] * scale, sum[2] * scale, sum[3] * scale);
+    }
+}
+
 // ---- small messages ----
 //
 // A unit is 8 bytes of data. It travels as a line of 16 bytes {low, flag, high, flag}, stored at once; the flag is the
@@ -325,6 +353,10 @@ SMALL_KERNEL(all_gather_small_bytes, all_gather_small)
         reduce_staged_##NAME(const char* slots, int rank, u64 slot_bytes, const char* own_part, char* out,            \
                              const char* bias, int bias_bytes) {                                                      \
         reduce_staged<T>(slots, rank, slot_bytes, own_part, out, bias, bias_bytes);                                   \
+    }                                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(512)                                                                 \
+        reduce_wide_##NAME(const char* slots, int rank, u64 slot_bytes, const char* own_part, float4* out, int mean) {\
+        reduce_wide<T>(slots, rank, slot_bytes, own_part, out, mean);                                                 \
     }                                                                                                                 \
     SMALL_KERNEL(all_reduce_small_##NAME, all_reduce_small<T>)                                                        \
     SMALL_KERNEL(reduce_scatter_small_##NAME, reduce_scatter_small<T>)                                                \

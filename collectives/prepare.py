@@ -22,7 +22,9 @@ from collectives.alike import first_difference
 from collectives.bucket import Bucket, BucketPlan, plan_buckets
 from collectives.lane import Lane
 from collectives.nccl_options import nccl_options
+from collectives.peer_reduce import DTYPES, PeerReduce
 from collectives.recorder import Recorder
+from collectives.symmetric import why_unusable
 from collectives.watch import Watch, timeout_of
 from collectives.windows import Windows
 from netlayer.errors import ConfigError
@@ -240,6 +242,21 @@ def open_travel_windows(
         [(windows.take(whole, dtype), windows.take(shard, dtype)) for _ in range(count)],
         {index: windows.take(numel, dtype) for index, numel in staying.items()},
     )
+
+
+def open_peer_reduce(lane: Lane, plans: Sequence[BucketPlan], dtype: torch.dtype) -> PeerReduce:
+    """For gradients that travel in `dtype`, of any of the buckets.
+
+    Raises:
+        ValueError: the peers' memory cannot be written to, or takes no `dtype`.
+    """
+    assert lane.group is not None
+    reason = why_unusable(lane.group, lane.device)
+    if reason is None and dtype not in DTYPES:
+        reason = f"gradients travel in {dtype}"
+    if reason is not None:
+        raise ValueError(f"peer_reduce: gradients cannot be copied to the peers ({reason}); leave it out")
+    return PeerReduce(lane.group, lane.device, max((plan.shard_numel for plan in plans), default=0) * dtype.itemsize)
 
 
 def same_start(module: nn.Module, lane: Lane, param_dtype: torch.dtype | None) -> list[nn.Parameter]:

@@ -20,8 +20,9 @@ divided before the sum, by a power of two no less than the number of ranks (it r
 and the rest of the mean's factor comes after it. Other dtypes have room, and are divided once, after the sum.
 
 [Note: means] Where NCCL divides by a power of two as it adds, that loses nothing and saves a pass over each shard; from
-windows it would take its slower kernels for that. So elsewhere sums come, and are scaled as they are stored. Whoever
-divides the loss by the number of ranks wants no more than the sum (`mean=False`): nothing is scaled then.
+windows it would take its slower kernels for that. `PeerReduce` divides as it adds. So elsewhere sums come, and are
+scaled as they are stored. Whoever divides the loss by the number of ranks wants no more than the sum (`mean=False`):
+nothing is scaled then.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 from collectives.backward_step import BackwardStep
 from collectives.bucket import Bucket, Handover
 from collectives.lane import Flight, Lane
+from collectives.peer_reduce import PeerReduce
 from collectives.slot import GradientSlot, set_slot_source
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class GradientReduce:
         buffers: for the largest bucket whole and for its shard (where that does not stay in `grad_S`), `in_flight` + 1
             pairs that take turns; empty: gradients travel in memory that is allocated for them.
         mean: over ranks; False: sums, of losses that were divided by the number of ranks.
+        by: reduces in place of the lane's backend, into float32.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class GradientReduce:
         before_round: Callable[[], None] = lambda: None,
         buffers: Sequence[tuple[Tensor, Tensor]] = (),
         mean: bool = True,
+        by: PeerReduce | None = None,
     ) -> None:
         self.buckets, self.lane, self.dtype = buckets, lane, dtype
         self.in_flight, self.overlap, self.stage = in_flight, overlap, stage
@@ -84,7 +88,10 @@ class GradientReduce:
         """Of the buffers, the pair that the next bucket to be launched fills already."""
         self._writers: set[torch.cuda.Stream] = set()
         """Streams in which slots were given."""
-        self._gets_means = mean and lane.divides_on_the_way and not buffers  # [Note: means]
+        divides = by is not None or (lane.divides_on_the_way and not buffers)
+        self._gets_means = mean and divides  # [Note: means]
+        self._by, self._sum_dtype = by, dtype if by is None else torch.float32
+        """The second: in which sums come."""
         has_to_divide = mean and not self._gets_means
         is_short = has_to_divide and dtype == torch.float16  # [Note: float16]
         self._divisor = 1 << (lane.world_size - 1).bit_length() if is_short else 1
@@ -326,6 +333,8 @@ class GradientReduce:
         self._join_writers()
         flight = self._stay(index) if self._stays(bucket) else self._leave(index)
         self._reduced.add(index)
+        if self._flights:
+            self._flights[-1][1].land()  # behind the sends of this one, by when the peers have come so far
         self._flights.append((index, flight))
         if self._follows and self.follower is not None:
             self.follower.reduced(index, flight)
@@ -342,7 +351,9 @@ class GradientReduce:
         bucket = self.buckets[index]
         add = index in self._reduced or bucket.keep_reduced()
         leaving, output_S = self._prepare(bucket, add)
-        flight = self.lane.reduce_scatter(output_S, leaving.buffer, leaving.fill, leaving.read, self._gets_means)
+        flight = self.lane.reduce_scatter(
+            output_S, leaving.buffer, leaving.fill, leaving.read, self._gets_means, self._by
+        )
         if self._scale != 1 or output_S is not bucket.grad_S:
             flight.follow(functools.partial(bucket.store_reduced, output_S, self._scale, add), self.stream)
         return flight
@@ -365,10 +376,10 @@ class GradientReduce:
             whole_N, shard_S = self._claimed or self.buffers_for(bucket)
             self._claimed = None
         leaving = bucket.hand_over(self.dtype, self._divisor, whole_N)
-        if not add and self.dtype == bucket.grad_S.dtype:
+        if not add and self._sum_dtype == bucket.grad_S.dtype:
             return leaving, bucket.grad_S  # nothing to add to, and no cast: the sum lands where the optimiser reads it
         if shard_S is None or shard_S is bucket.grad_S:
-            shard_S = leaving.buffer.new_empty(bucket.plan.shard_numel)
+            shard_S = leaving.buffer.new_empty(bucket.plan.shard_numel, dtype=self._sum_dtype)
         return leaving, shard_S
 
     def as_they_come(self) -> Iterator[Sequence[Bucket]]:

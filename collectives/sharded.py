@@ -76,6 +76,7 @@ from collectives.bucket import Bucket, BucketPlan
 from collectives.gather import ParameterGather
 from collectives.lane import Lane
 from collectives.norms import total_norm
+from collectives.peer_reduce import PeerReduce
 from collectives.prepare import (
     build_buckets,
     check_module,
@@ -83,6 +84,7 @@ from collectives.prepare import (
     find_owners,
     open_lanes,
     open_parameter_windows,
+    open_peer_reduce,
     open_travel_windows,
     plan_module,
     same_start,
@@ -140,6 +142,8 @@ class ShardedDataParallel(nn.Module):
         windows: parameters and gradients lie in NCCL's symmetric windows (`collectives.windows`): more bandwidth where
             NCCL is held to a few blocks or has to share the memory, and gathers by copy engines where the groups are
             made here, for `in_flight` + 1 buffers of the largest bucket.
+        peer_reduce: copy engines carry gradients to the peers, and a kernel adds them (`collectives.peer_reduce`): for
+            2 to 8 ranks on one host, who hold twice the largest bucket more for it.
         lanes: for gathers and for reductions, of `collectives.prepare.open_lanes`, with their groups, recorder and
             watch. Several wrappers, chunks of one model, may share them where every rank uses these in one order.
         mean: gradients are means over the ranks. False: sums, for a loss that the caller has divided by their number,
@@ -170,6 +174,7 @@ class ShardedDataParallel(nn.Module):
         timeout: timedelta | None = None,
         watch: Watch | None = None,
         windows: bool = False,
+        peer_reduce: bool = False,
         lanes: LanePair | None = None,
         mean: bool = True,
     ) -> None:
@@ -190,21 +195,29 @@ class ShardedDataParallel(nn.Module):
             group, groups, device, timeout, recorder, watch, windows
         )
         in_windows = windows and self.gather_lane.group is not None
-        align = ALIGNMENT_BYTES if in_windows else 1  # in elements, so for every dtype
+        by_peers = peer_reduce and self.reduce_lane.group is not None
+        align = ALIGNMENT_BYTES if in_windows or by_peers else 1  # in elements, so for every dtype
         plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts, align)
         settings: dict[str, object] = {"bucket_bytes": bucket_bytes, "prefetch": prefetch, "overlap": overlap}
         settings |= {"reduce_dtype": reduce_dtype, "in_flight": in_flight, "stage": stage, "windows": windows}
-        settings |= {"mean": mean}
+        settings |= {"mean": mean, "peer_reduce": peer_reduce}
         check_same(self.reduce_lane, module, plans, settings)
         self.reduce_lane.can_reduce_scatter(reduce_dtype)
         room, buffers, gradients = None, list[tuple[Tensor, Tensor]](), dict[int, Tensor]()
-        self._windows: tuple[Windows, ...] = ()
+        self._windows: list[Windows | PeerReduce] = []
+        """Kept as long as what lies in them."""
+        by: PeerReduce | None = None
         if in_windows:
             room = open_parameter_windows(self.gather_lane, plans)
+            self._windows.append(room)
+        if by_peers:
+            by = open_peer_reduce(self.reduce_lane, plans, reduce_dtype)
+            self._windows.append(by)
+        elif in_windows:
             travel, buffers, gradients = open_travel_windows(
                 self.reduce_lane, module, plans, reduce_dtype, in_flight + 1, adds=stage == 2
             )
-            self._windows = room, travel  # kept as long as what lies in them
+            self._windows.append(travel)
         self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, room, gradients)
         self._wrapped = tuple(module.parameters())
         self._asked_for_shards = False
@@ -212,7 +225,16 @@ class ShardedDataParallel(nn.Module):
         self._frozen = same_start(module, self.reduce_lane, param_dtype)
         self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap)
         self._reduce = GradientReduce(
-            self.buckets, self.reduce_lane, reduce_dtype, in_flight, overlap, stage, self._before_round, buffers, mean
+            self.buckets,
+            self.reduce_lane,
+            reduce_dtype,
+            in_flight,
+            overlap,
+            stage,
+            self._before_round,
+            buffers,
+            mean,
+            by,
         )
         self._gathers_after_step = True
         self._step_check = StepCheck(self.reduce_lane, self._place)
@@ -460,9 +482,10 @@ class ShardedDataParallel(nn.Module):
         self._gather.adopt(unseen=True)
 
     def close(self) -> None:
-        """End the training: parameters are current, and NCCL's windows given back. Every rank calls it; twice is once.
+        """End the training: parameters are current, and windows and the peers' memory given back. Twice is once.
 
-        The module keeps its parameters. Without a call the windows go some time after the wrapper and its module.
+        Every rank calls it. The module keeps its parameters. Without a call they go some time after the wrapper and its
+        module.
         """
         self._make_current("close()")
         for windows in self._windows:

@@ -49,6 +49,7 @@ _SIGNATURES: dict[str, tuple[bool, tuple[type, ...]]] = {
     "release": (True, (_INT,)),
     "all_gather_small_bytes": (True, _SMALL),
     **{f"reduce_staged_{name}": (False, _SUM) for name in _DTYPES},
+    **{f"reduce_wide_{name}": (False, (_LONG, _INT, _LONG, _LONG, _LONG, _INT)) for name in _DTYPES},
     **{f"{kind}_{name}": (True, _SMALL) for name in _DTYPES for kind in ("all_reduce_small", "reduce_scatter_small")},
     **{f"all_reduce_two_shot_{name}": (True, _SMALL) for name in _DTYPES},
 }
@@ -308,23 +309,24 @@ class PeerRounds:
             own, out: [..., N], contiguous.
             bias: [N], such that `adds_in_sum` says so; None: nothing.
         """
-        num_bytes = own.numel() * own.element_size()
-        if num_bytes % 16:
-            raise ValueError(f"sums need a multiple of 16 bytes, got {num_bytes}")
         if bias is not None and not adds_in_sum(bias, own):
             raise ValueError(f"no sum takes a bias {list(bias.shape)} of {bias.dtype} at {bias.data_ptr():#x}")
-        self.window.launch(
-            f"reduce_staged_{str(own.dtype).removeprefix('torch.')}",
-            min(-(-num_bytes // 16 // 512), self._sum_grid),
-            512,
-            self.window.own + HEAD_BYTES,
-            self.rank,
-            num_bytes,
-            own.data_ptr(),
-            out.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            0 if bias is None else bias.nbytes,
-        )
+        of_bias = (0, 0) if bias is None else (bias.data_ptr(), bias.nbytes)
+        self._launch_sum("reduce_staged", own, out, *of_bias)
+
+    def reduce_wide(self, own: Tensor, out: Tensor, mean: bool) -> None:
+        """As `reduce`, with `out` in float32, and the mean over the ranks where that is asked for."""
+        if out.dtype != torch.float32:
+            raise ValueError(f"wide sums are of float32, got {out.dtype}")
+        self._launch_sum("reduce_wide", own, out, int(mean))
+
+    def _launch_sum(self, kind: str, own: Tensor, out: Tensor, *more: int) -> None:
+        if own.nbytes % 16:
+            raise ValueError(f"sums need a multiple of 16 bytes, got {own.nbytes}")
+        grid = min(-(-own.nbytes // 16 // 512), self._sum_grid)
+        slots, dtype = self.window.own + HEAD_BYTES, str(own.dtype).removeprefix("torch.")
+        pointers = own.data_ptr(), out.data_ptr()
+        self.window.launch(f"{kind}_{dtype}", grid, 512, slots, self.rank, own.nbytes, *pointers, *more)
 
     def join(self) -> None:
         """Make the current stream wait for this rank's own sends."""

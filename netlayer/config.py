@@ -294,6 +294,11 @@ class OverlapConfig(Section):
         "faster too where NCCL has few blocks. auto: where all data-parallel ranks are on one host with NVSwitch, NCCL "
         "is 2.28 or later, and the GPU has the memory",
     )
+    peer_reduce: bool = Field(
+        True,
+        description="where windows are taken, copy engines carry gradients to the peers, and a kernel adds them: no "
+        "multiprocessor is held meanwhile; one host, 2 to 8 data-parallel ranks, CuPy; false: NCCL reduces",
+    )
     step_in_backward: bool = Field(
         False,
         description="step each bucket as its gradients land, and gather under the backward pass: dp alone, no clipping",

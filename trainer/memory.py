@@ -37,6 +37,7 @@ _LEADING = {
     "job.model.seq_len": "seq_len",
 }
 _REDUCTIONS_AT_ONCE = 5  # of collectives.sharded: `in_flight`, and the one that is being filled
+_COPIED_AT_ONCE = 2  # of collectives.peer_reduce
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Estimate:
         optimizer: moments of this rank's share.
         activations: of all micro-batches in flight.
         logits: of the rows that the loss works on at once, and the table's gradient.
-        buckets: gradients on their way to other ranks, and sums on theirs to the share; or the windows for both.
+        buckets: gradients on their way to other ranks, and sums on theirs to the share; or windows for both.
         work: what one block's backward pass holds beside that.
         step: what the optimiser holds while it steps, when activations are gone.
         construction: the parameters in float32 as they are made, whole, with the first bucket that takes some over.
@@ -368,14 +369,20 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
 
 
 def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> int:
-    """Every chunk has windows of its own: as many as go at once, of its largest bucket whole and, cast, as a share."""
+    """Every chunk has windows of its own: as many as go at once, of its largest bucket whole and, cast, as a share.
+
+    Or for what peers copy there, which is as much as a whole bucket each: whether they do, only the machine can say.
+    """
     model, parallel, table = job.model, job.parallel, _table_elements(job)
     qkv, up = _qkv_width(model), _up_width(model)
     block = _block_bucket_elements(job, qkv + up if model.parallel_block else max(qkv, up))
     last = parallel.pp * parallel.vpp - 1  # of the runs of layers: the token tables are in the first and in this one
     runs = range(stage, last + 1, parallel.pp)
     wholes = [max(block, table) if run in (0, last) else block for run in runs]
-    return _REDUCTIONS_AT_ONCE * sum(whole + (0 if sums_stay else -(-whole // parallel.dp)) for whole in wholes)
+    copied = _COPIED_AT_ONCE if job.overlap.peer_reduce else 0
+    shares = [0 if sums_stay else _REDUCTIONS_AT_ONCE * -(-whole // parallel.dp) for whole in wholes]
+    beside = (max(copied * whole, share) for whole, share in zip(wholes, shares, strict=True))
+    return _REDUCTIONS_AT_ONCE * sum(wholes) + sum(beside)
 
 
 def _block_bucket_elements(job: JobConfig, width: int) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from collectives.pipeline_links import PipelineLinks, open_link_groups
 from collectives.prepare import open_groups, open_lanes
 from collectives.recorder import Recorder
 from collectives.sharded import LanePair, ShardedDataParallel
+from collectives.symmetric import why_unusable
 from collectives.tensor import ColumnParallelLinear, RowParallelLinear
 from collectives.watch import Watch
 from collectives.windows import are_worth_it
@@ -44,6 +46,8 @@ from trainer.memory import has_room_for_windows
 from trainer.model import GPT, build_model
 from trainer.pipeline import StageModel, run_schedule
 from trainer.schedule import Schedule, forward_only, of_layout
+
+logger = logging.getLogger(__name__)
 
 MicroBatch = tuple[Tensor, Tensor]
 """Token ids and the token that follows each, [B, T] each."""
@@ -129,7 +133,9 @@ class SplitModel:
         ]
         self._compile(modules)
         self.has_windows = self._takes_windows()
-        """Whether parameters and gradients lie in NCCL's windows."""
+        """Whether parameters lie in NCCL's windows, and gradients that are not copied to the peers."""
+        self.has_peer_reduce = self._takes_peer_reduce()
+        """Whether copy engines carry the gradients to the peers."""
         self._data_lanes = self._open_data_lanes(recorder, watch)
         self.chunks = [self._wrap(module) for module in modules]
         self.slots = [slot for chunk in self.chunks for slot in self._slots(chunk)]
@@ -260,6 +266,14 @@ class SplitModel:
         memory_bytes = torch.cuda.get_device_properties(self.device).total_memory
         return are_worth_it(self.groups["dp"], self.world, has_room=has_room_for_windows(self.job, memory_bytes))
 
+    def _takes_peer_reduce(self) -> bool:
+        if not (self.has_windows and self.job.overlap.peer_reduce and not self._is_wide):
+            return False
+        reason = why_unusable(self.groups["dp"], self.device)
+        if reason is not None and self.world.rank == 0:
+            logger.info("NCCL reduces the gradients, not job.overlap.peer_reduce: %s", reason)
+        return reason is None
+
     def _open_exchange(self, recorder: Recorder | None, watch: Watch | None) -> TensorExchange | None:
         if self.layout.tp == 1:
             return None
@@ -300,6 +314,7 @@ class SplitModel:
             param_dtype=dtype,
             reduce_dtype=torch.float64 if self._is_wide else getattr(torch, overlap.reduce_dtype),
             windows=self.has_windows,
+            peer_reduce=self.has_peer_reduce,
             mean=False,
         )
 

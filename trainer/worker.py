@@ -65,6 +65,8 @@ def _train(context: RankContext, work: Work, stop: StopRequest) -> Outcome:
         trainer.resume(find(work.resume))
     if place.rank == 0:
         windows = ", parameters and gradients in NCCL's windows" if trainer.model.has_windows else ""
+        if trainer.model.has_peer_reduce:
+            windows = ", parameters in NCCL's windows, gradients to the peers by copy engines"
         said = trainer.num_parameters, place.world_size, place.device_name, windows
         logger.info("%d parameters, %d ranks on %s%s", *said)
     tracer = StepTracer(work.trace, work.out / TRACE, work.job.parallel.layout, place.rank)

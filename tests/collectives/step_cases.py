@@ -6,7 +6,9 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
@@ -22,6 +24,7 @@ from collectives.backward_step import NUM_UNMOVED
 from collectives.bucket import Bucket
 from collectives.lane import Lane
 from collectives.leftovers import release_left
+from collectives.peer_reduce import PeerReduce
 from collectives.prepare import open_groups, open_lanes
 from collectives.torch_names import Collect
 from collectives.windows import ALIGNMENT_BYTES, Windows, are_worth_it
@@ -406,6 +409,56 @@ def buffers_that_take_turns_change_nothing(rank: int, world_size: int) -> None:
             wrap(net(), windows=True, in_flight=1 + rank)
 
 
+class Summed:
+    """Copies to peers where there are none: sums in float32, by the backend, when they are asked for."""
+
+    stream = None
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, part_bytes: int) -> None:
+        self._group, self._part_bytes, self._open = group, part_bytes, 0
+        del device
+
+    def close(self) -> None:
+        assert not self._open, "all that was sent was added"
+
+    def follow(self) -> None:
+        pass
+
+    def send(self, input_N: Tensor) -> Callable[[Tensor, bool], None]:
+        size, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        assert input_N.nbytes <= size * self._part_bytes
+        self._open += 1
+        assert self._open <= 2, "there is memory for two"
+
+        def add(output_S: Tensor, mean: bool) -> None:
+            wide_N = input_N.float()
+            dist.all_reduce(wide_N, group=self._group)
+            output_S.copy_(wide_N.view(size, -1)[rank] / (size if mean else 1))
+            self._open -= 1
+
+        return add
+
+
+@case
+def sums_of_what_peers_were_sent_change_nothing(rank: int, world_size: int) -> None:
+    if world_size == 1:
+        return
+    with (
+        mock.patch("collectives.prepare.PeerReduce", Summed),
+        mock.patch("collectives.prepare.why_unusable", return_value=None),
+    ):
+        for low, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.05)):
+            for settings in ({}, {"in_flight": 1}, {"overlap": False}, {"stage": 2}, {"groups": pair_of_one()}):
+                plain, sharded = (wrap(net(), reduce_dtype=low, peer_reduce=by, **settings) for by in (False, True))
+                results = [accumulate(each, 2, rank, world_size) for each in (plain, sharded)]
+                assert_close(*results, rtol=tolerance, atol=tolerance)
+        with pytest.raises(ValueError, match=r"peer_reduce: .*gradients travel in torch.float64.*; leave it out"):
+            wrap64(net(), peer_reduce=True)
+    if torch.get_default_device().type == "cpu":
+        with pytest.raises(ValueError, match=r"peer_reduce: .* .rank 0: the device is cpu, not"):
+            wrap(net(), peer_reduce=True)
+
+
 @case
 def sums_of_divided_losses_are_means(rank: int, world_size: int) -> None:
     def trained(mean: bool, **settings: Any) -> dict[str, Tensor]:
@@ -527,6 +580,57 @@ def windows_change_nothing(rank: int, world_size: int) -> None:
 
 
 @opens_groups
+def reductions_by_copy_engines_change_nothing(rank: int, world_size: int) -> None:
+    """On CUDA alone: beside windows for the parameters, in every order of passes, of sums and of means."""
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        expected = train(wrap(net(torch.float32), reduce_dtype=dtype), 3, rank, world_size)
+        for settings in ({}, {"windows": True}, {"groups": pair_of_one()}, {"in_flight": 1}, {"stage": 2}):
+            sharded = wrap(net(torch.float32), reduce_dtype=dtype, peer_reduce=True, **settings)
+            assert_close(train(sharded, 3, rank, world_size), expected, rtol=tolerance, atol=tolerance)
+            sharded.close()
+        for settings in ({}, {"stage": 2, "in_flight": 1}):
+            plain, sharded = (wrap(net(torch.float32), reduce_dtype=dtype, peer_reduce=by, **settings) for by in (0, 1))
+            results = [accumulate(each, 3, rank, world_size) for each in (plain, sharded)]
+            assert_close(*results, rtol=tolerance, atol=tolerance)
+            sharded.close()
+
+
+@opens_groups
+def what_copy_engines_carry_is_added_in_float32(rank: int, world_size: int) -> None:
+    """On CUDA alone: the sums themselves, two at once, of a part of a warp and of many of all multiprocessors."""
+    group = dist.new_group(list(range(world_size)))
+    assert group is not None
+    device = torch.device("cuda", torch.cuda.current_device())
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        peers, adds = PeerReduce(group, device, 2**20 * dtype.itemsize), deque[Callable[[], None]]()
+
+        def sent(numel: int, mean: bool, dtype: torch.dtype = dtype, peers: PeerReduce = peers) -> Callable[[], None]:
+            whole_N = torch.randn(world_size * numel).to(dtype)
+            everyone_WN = torch.empty(world_size, world_size * numel, dtype=dtype)
+            dist.all_gather_into_tensor(everyone_WN, whole_N)
+            own_WS = everyone_WN[:, rank * numel : (rank + 1) * numel].float()
+            expected_S = functools.reduce(torch.add, own_WS) * (1 / world_size if mean else 1)
+            peers.follow()
+            add, summed_S = peers.send(whole_N), torch.empty(numel)
+
+            def check() -> None:
+                add(summed_S, mean)
+                torch.testing.assert_close(summed_S, expected_S, rtol=0, atol=0)
+
+            return check
+
+        torch.manual_seed(rank)
+        for numel, mean in itertools.product((8, 512, 8 * 12_345, 2**20), (False, True)):
+            adds.append(sent(numel, mean))
+            if len(adds) == 2:
+                adds.popleft()()
+        adds.popleft()()
+        with pytest.raises(ValueError, match="do not fit into a slot"):
+            peers.send(torch.zeros(world_size * (2**20 + 128), dtype=dtype))
+        peers.close()
+
+
+@opens_groups
 def wrappers_share_lanes_from_windows(rank: int, world_size: int) -> None:
     """On CUDA alone: as the chunks of a pipeline stage do, where windows are worth it."""
     group = dist.new_group(list(range(world_size)))
@@ -603,11 +707,14 @@ def _whole_step(sharded: ShardedDataParallel, optimizer: torch.optim.Optimizer, 
 def a_captured_step_from_windows_equals_an_eager_one(rank: int, world_size: int) -> None:
     """On CUDA alone: with gathers by copy engines, and sums that stay where they land."""
     _captured_equals_eager(rank, world_size, False, (None, None), windows=True)
+    _captured_equals_eager(rank, world_size, False, (None, None), windows=True, peer_reduce=True)
 
 
 GPU_CASES: list[Case] = [
     a_captured_step_equals_an_eager_one,
     a_captured_step_from_windows_equals_an_eager_one,
+    reductions_by_copy_engines_change_nothing,
+    what_copy_engines_carry_is_added_in_float32,
     windows_change_nothing,
     windows_may_outlive_their_group,
     wrappers_share_lanes_from_windows,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -47,6 +47,27 @@ def test_an_update_behind_a_collective_is_waited_for_apart(monkeypatch: pytest.M
     flight.wait()
     flight.wait()
     assert calls == ["waiting", "arrived", "waited", "updated"]
+
+
+def test_what_follows_a_flight_waits_until_it_lands() -> None:
+    calls: list[str] = []
+    flight = Flight(
+        Lane("reduce", None, CPU), None, None, None, None, (), "reduce_scatter", lambda: calls.append("sum")
+    )
+    flight.follow(lambda: calls.append("update"), None)
+    assert not calls
+    flight.land()
+    flight.land()
+    assert calls == ["sum"]
+    flight.wait()
+    assert calls == ["sum", "update"]
+
+
+@pytest.mark.parametrize("ask", [lambda flight: flight.wait(), lambda flight: flight.landed], ids=["wait", "landed"])
+def test_who_asks_for_a_flight_has_it_land(ask: Callable[[Flight], object]) -> None:
+    calls: list[str] = []
+    ask(Flight(Lane("reduce", None, CPU), None, None, None, None, (), late=lambda: calls.append("sum")))
+    assert calls == ["sum"]
 
 
 def test_nothing_is_noted_of_a_capture() -> None:

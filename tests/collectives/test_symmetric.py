@@ -169,6 +169,19 @@ def test_an_error_of_the_driver_is_raised(opened: tuple[PeerRounds, Log], ask: C
     assert rounds.is_open
 
 
+def test_sums_of_any_dtype_go_into_float32(opened: tuple[PeerRounds, Log]) -> None:
+    rounds, log = opened
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        rounds.reduce_wide(torch.zeros(64, dtype=dtype), torch.zeros(64), True)
+    assert [name for _, _, name in log.of("launch")] == [
+        f"reduce_wide_{name}" for name in ("bfloat16", "float16", "float32")
+    ]
+    with pytest.raises(ValueError, match=r"wide sums are of float32, got torch\.bfloat16"):
+        rounds.reduce_wide(torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16), False)
+    with pytest.raises(ValueError, match="a multiple of 16 bytes, got 8"):
+        rounds.reduce_wide(torch.zeros(2), torch.zeros(2), False)
+
+
 def test_arguments_reach_the_driver_as_wide_as_it_reads_them(opened: tuple[PeerRounds, Log]) -> None:
     window = opened[0].window
     pointers, values = window._pack("signal", (RANK, 2))

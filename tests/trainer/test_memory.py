@@ -200,14 +200,15 @@ def test_a_7b_model_takes_what_it_was_measured_to_take_in_weights() -> None:
 @pytest.mark.parametrize("degrees", [{"dp": 4}, {"pp": 2, "dp": 2, "vpp": 2}, {"pp": 4, "dp": 2}], ids=str)
 @pytest.mark.parametrize("model", [{}, {"parallel_block": True}, {"activation": "swiglu", "vocab_size": 9000}], ids=str)
 @pytest.mark.parametrize("reduced", ["float32", "bfloat16"])
+@pytest.mark.parametrize("by_peers", [False, True])
 def test_windows_are_five_of_the_largest_bucket_for_every_chunk_and_of_shares_that_are_cast(
-    degrees: dict[str, int], model: dict[str, object], reduced: str
+    degrees: dict[str, int], model: dict[str, object], reduced: str, by_peers: bool
 ) -> None:
     tree = {
         "model": {**SMALL, "layers": 4, "dtype": "bfloat16", **model},
         "parallel": degrees,
         "batch": {"global_size": 8, "micro_size": 1},
-        "overlap": {"windows": True, "bucket_mib": 0.01, "reduce_dtype": reduced},
+        "overlap": {"windows": True, "bucket_mib": 0.01, "reduce_dtype": reduced, "peer_reduce": by_peers},
     }
     job = JobConfig.model_validate(tree)
     layout = job.parallel.layout
@@ -217,8 +218,10 @@ def test_windows_are_five_of_the_largest_bucket_for_every_chunk_and_of_shares_th
             with torch.device("meta"):
                 part = GPT(job.model, layers_of(4, layout, stage, chunk))
             plans = plan_module(part, 10_000, layout.dp, torch.bfloat16, None, part.units)
-            elements += max(plan.padded_numel + is_cast * plan.shard_numel for plan in plans)
-        assert estimate_stage(job, stage).buckets == 5 * (2 if is_cast else 4) * elements
+            for_shares = max(5 * is_cast * plan.shard_numel for plan in plans)
+            whole = max(plan.padded_numel for plan in plans)
+            elements += 5 * whole + max(for_shares, 2 * by_peers * whole)
+        assert estimate_stage(job, stage).buckets == (2 if is_cast else 4) * elements
 
 
 def test_gloo_has_no_windows_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,10 +296,10 @@ def test_windows_that_were_asked_for_are_the_first_to_be_given_up(
 
 def test_windows_are_taken_by_themselves_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of("h200x8")
-    for memory_mib, has_room in ((63_000, False), (65_000, True)):
+    for memory_mib, has_room in ((65_000, False), (67_000, True)):
         monkeypatch.setattr(environ, "usable_gpus", lambda mib=memory_mib: [Gpu(0, "a card", mib, "1")] * 8)
         assert has_room_for_windows(job, memory_mib * 2**20) == has_room
-        assert f"buckets {'3.8' if has_room else '1.8'} GiB" in check_memory(job, 8, "nccl")
+        assert f"buckets {'5.4' if has_room else '1.8'} GiB" in check_memory(job, 8, "nccl")
 
 
 @pytest.mark.parametrize(

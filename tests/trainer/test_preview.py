@@ -55,6 +55,14 @@ def test_a_job_is_said_in_size_and_memory(tmp_path: Path) -> None:
             "job.overlap.reduce_dtype = bfloat16 has no effect: job.parallel.dp is 1",
         ),
         (
+            {"parallel": {"tp": 2, "dp": 1}, "overlap": {"peer_reduce": False}},
+            "job.overlap.peer_reduce = false has no effect: job.parallel.dp is 1",
+        ),
+        (
+            {"overlap": {"peer_reduce": False, "windows": False}},
+            "job.overlap.peer_reduce = false has no effect: job.overlap.windows is false",
+        ),
+        (
             {"model": {"dtype": "float64"}, "overlap": {"reduce_dtype": "bfloat16"}},
             "job.overlap.reduce_dtype = bfloat16 has no effect: job.model.dtype is float64",
         ),
