@@ -12,7 +12,7 @@ import os
 import types
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from collectives.lane import Lane
 from collectives.nccl_options import nccl_options
 from collectives.peer_reduce import DTYPES, PeerReduce
 from collectives.recorder import Recorder
+from collectives.reduce import Travel
 from collectives.symmetric import why_unusable
 from collectives.watch import Watch, timeout_of
 from collectives.windows import Windows
@@ -202,29 +203,46 @@ def build_buckets(
     ]
 
 
-class TravelWindows(NamedTuple):
-    """Memory for gradients, whole and reduced.
-
-    Args:
-        windows: that it lies in.
-        buffers: pairs of a whole buffer, for any bucket, and a shard, for any whose sums do not stay where they land.
-        gradients: of the buckets, by index, whose sums need no cast: where they stay.
-    """
-
-    windows: Windows
-    buffers: list[tuple[Tensor, Tensor]]
-    gradients: dict[int, Tensor]
-
-
-def open_travel_windows(
-    lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], dtype: torch.dtype, count: int, adds: bool
-) -> TravelWindows:
-    """With `count` pairs; gradients travel in `dtype`.
+def open_travel(
+    lane: Lane,
+    module: nn.Module,
+    plans: Sequence[BucketPlan],
+    dtype: torch.dtype,
+    count: int,
+    *,
+    adds: bool,
+    windows: bool,
+    peers: bool,
+) -> Travel:
+    """How gradients travel in `dtype`, `count` buckets at once, on a lane of several ranks.
 
     Args:
         lane, module, plans, dtype, count: as said.
-        adds: whether sums are added to those of a pass before: then none stays.
+        adds: whether sums are added to those of a pass before: then none stays where it lands.
+        windows: in NCCL's windows.
+        peers: copied to the peers, whatever `windows` says.
+
+    Raises:
+        ValueError: the peers' memory cannot be written to, or takes no `dtype`.
     """
+    if peers:
+        return Travel(by=_open_peer_reduce(lane, plans, dtype))
+    return _open_travel_windows(lane, module, plans, dtype, count, adds) if windows else Travel()
+
+
+def _open_peer_reduce(lane: Lane, plans: Sequence[BucketPlan], dtype: torch.dtype) -> PeerReduce:
+    assert lane.group is not None
+    reason = why_unusable(lane.group, lane.device)
+    if reason is None and dtype not in DTYPES:
+        reason = f"gradients travel in {dtype}"
+    if reason is not None:
+        raise ValueError(f"peer_reduce: gradients cannot be copied to the peers ({reason}); leave it out")
+    return PeerReduce(lane.group, lane.device, max((plan.shard_numel for plan in plans), default=0) * dtype.itemsize)
+
+
+def _open_travel_windows(
+    lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], dtype: torch.dtype, count: int, adds: bool
+) -> Travel:
     assert lane.group is not None
     parameters = dict(module.named_parameters())
     staying = {
@@ -237,26 +255,11 @@ def open_travel_windows(
     num_bytes = count * (Windows.room(whole, dtype) + Windows.room(shard, dtype))
     num_bytes += sum(Windows.room(numel, dtype) for numel in staying.values())
     windows = Windows(lane.group, lane.device, num_bytes)
-    return TravelWindows(
-        windows,
+    return Travel(
         [(windows.take(whole, dtype), windows.take(shard, dtype)) for _ in range(count)],
         {index: windows.take(numel, dtype) for index, numel in staying.items()},
+        windows=windows,
     )
-
-
-def open_peer_reduce(lane: Lane, plans: Sequence[BucketPlan], dtype: torch.dtype) -> PeerReduce:
-    """For gradients that travel in `dtype`, of any of the buckets.
-
-    Raises:
-        ValueError: the peers' memory cannot be written to, or takes no `dtype`.
-    """
-    assert lane.group is not None
-    reason = why_unusable(lane.group, lane.device)
-    if reason is None and dtype not in DTYPES:
-        reason = f"gradients travel in {dtype}"
-    if reason is not None:
-        raise ValueError(f"peer_reduce: gradients cannot be copied to the peers ({reason}); leave it out")
-    return PeerReduce(lane.group, lane.device, max((plan.shard_numel for plan in plans), default=0) * dtype.itemsize)
 
 
 def same_start(module: nn.Module, lane: Lane, param_dtype: torch.dtype | None) -> list[nn.Parameter]:

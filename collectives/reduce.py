@@ -31,7 +31,8 @@ import functools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,33 @@ from collectives.bucket import Bucket, Handover
 from collectives.lane import Flight, Lane
 from collectives.peer_reduce import PeerReduce
 from collectives.slot import GradientSlot, set_slot_source
+from collectives.windows import Windows
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Travel:
+    """How gradients travel, and where their sums stay.
+
+    Args:
+        buffers: for the largest bucket whole and for its shard (where that does not stay in `grad_S`), one more than
+            are in flight, which take turns; empty: gradients travel in memory that is allocated for them.
+        gradients: where reduced ones stay, by the index of a bucket; of others in memory that is allocated for them.
+        by: reduces in place of the lane's backend, into float32.
+        windows: in which all that lies; kept as long.
+    """
+
+    buffers: Sequence[tuple[Tensor, Tensor]] = ()
+    gradients: Mapping[int, Tensor] = field(default_factory=dict)
+    by: PeerReduce | None = None
+    windows: Windows | None = None
+
+    def close(self) -> None:
+        """Give all of it back, once the device has come here. Every rank does so at the same point; twice is once."""
+        for memory in (self.by, self.windows):
+            if memory is not None:
+                memory.close()
 
 
 class GradientReduce:
@@ -56,10 +82,8 @@ class GradientReduce:
         overlap: False: each is waited for at once.
         stage: of ZeRO; 2: every backward pass is a round, 1: those outside `no_sync` are.
         before_round: called before the first launch of a round; what it raises, a backward pass raises.
-        buffers: for the largest bucket whole and for its shard (where that does not stay in `grad_S`), `in_flight` + 1
-            pairs that take turns; empty: gradients travel in memory that is allocated for them.
+        travel: what for, and by whom, other than by default.
         mean: over ranks; False: sums, of losses that were divided by the number of ranks.
-        by: reduces in place of the lane's backend, into float32.
     """
 
     def __init__(
@@ -71,9 +95,8 @@ class GradientReduce:
         overlap: bool,
         stage: int = 1,
         before_round: Callable[[], None] = lambda: None,
-        buffers: Sequence[tuple[Tensor, Tensor]] = (),
+        travel: Travel | None = None,
         mean: bool = True,
-        by: PeerReduce | None = None,
     ) -> None:
         self.buckets, self.lane, self.dtype = buckets, lane, dtype
         self.in_flight, self.overlap, self.stage = in_flight, overlap, stage
@@ -83,15 +106,16 @@ class GradientReduce:
         self.stepped = False
         """Whether the follower has taken the step that these gradients are for."""
         self._before_round = before_round
-        self._buffers = deque(buffers)
+        travel = travel or Travel()
+        self._buffers = deque(travel.buffers)
         self._claimed: tuple[Tensor, Tensor] | None = None
         """Of the buffers, the pair that the next bucket to be launched fills already."""
         self._writers: set[torch.cuda.Stream] = set()
         """Streams in which slots were given."""
-        divides = by is not None or (lane.divides_on_the_way and not buffers)
-        self._gets_means = mean and divides  # [Note: means]
-        self._by, self._sum_dtype = by, dtype if by is None else torch.float32
+        self._by, self._sum_dtype = travel.by, dtype if travel.by is None else torch.float32
         """The second: in which sums come."""
+        divides = travel.by is not None or (lane.divides_on_the_way and not travel.buffers)
+        self._gets_means = mean and divides  # [Note: means]
         has_to_divide = mean and not self._gets_means
         is_short = has_to_divide and dtype == torch.float16  # [Note: float16]
         self._divisor = 1 << (lane.world_size - 1).bit_length() if is_short else 1

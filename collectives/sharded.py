@@ -60,7 +60,6 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -71,12 +70,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives.arguments import as_dtype
-from collectives.backward_step import BackwardStep, balanced_share
 from collectives.bucket import Bucket, BucketPlan
 from collectives.gather import ParameterGather
 from collectives.lane import Lane
 from collectives.norms import total_norm
-from collectives.peer_reduce import PeerReduce
+from collectives.optimizer_steps import OptimizerSteps, Options, parameter_groups
 from collectives.prepare import (
     build_buckets,
     check_module,
@@ -84,13 +82,12 @@ from collectives.prepare import (
     find_owners,
     open_lanes,
     open_parameter_windows,
-    open_peer_reduce,
-    open_travel_windows,
+    open_travel,
     plan_module,
     same_start,
 )
 from collectives.recorder import Recorder
-from collectives.reduce import GradientReduce, inside_backward
+from collectives.reduce import GradientReduce, Travel, inside_backward
 from collectives.scaler import ScalerCheck
 from collectives.state import (
     attach_state_hooks,
@@ -203,22 +200,14 @@ class ShardedDataParallel(nn.Module):
         settings |= {"mean": mean, "peer_reduce": peer_reduce}
         check_same(self.reduce_lane, module, plans, settings)
         self.reduce_lane.can_reduce_scatter(reduce_dtype)
-        room, buffers, gradients = None, list[tuple[Tensor, Tensor]](), dict[int, Tensor]()
-        self._windows: list[Windows | PeerReduce] = []
-        """Kept as long as what lies in them."""
-        by: PeerReduce | None = None
-        if in_windows:
-            room = open_parameter_windows(self.gather_lane, plans)
-            self._windows.append(room)
-        if by_peers:
-            by = open_peer_reduce(self.reduce_lane, plans, reduce_dtype)
-            self._windows.append(by)
-        elif in_windows:
-            travel, buffers, gradients = open_travel_windows(
-                self.reduce_lane, module, plans, reduce_dtype, in_flight + 1, adds=stage == 2
-            )
-            self._windows.append(travel)
-        self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, room, gradients)
+        room = open_parameter_windows(self.gather_lane, plans) if in_windows else None
+        at_once, adds = in_flight + 1, stage == 2
+        travel = open_travel(
+            self.reduce_lane, module, plans, reduce_dtype, at_once, adds=adds, windows=in_windows, peers=by_peers
+        )
+        self._memory: list[Windows | Travel] = [travel, *([] if room is None else [room])]
+        """Kept as long as what lies there."""
+        self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, room, travel.gradients)
         self._wrapped = tuple(module.parameters())
         self._asked_for_shards = False
         self._num_forwards = 0
@@ -232,15 +221,18 @@ class ShardedDataParallel(nn.Module):
             overlap,
             stage,
             self._before_round,
-            buffers,
+            travel,
             mean,
-            by,
         )
-        self._gathers_after_step = True
+        self._steps = OptimizerSteps(
+            self.buckets,
+            self._gather,
+            self._reduce,
+            lambda waits: self.finish_gradients(waits=waits),
+            self.start_step,
+        )
         self._step_check = StepCheck(self.reduce_lane, self._place)
         self._step: int | None = None
-        self._follower: BackwardStep | None = None
-        self._gather_share = 0.0
         self._called: set[nn.Module] = set()
         self._owners = find_owners(module, self.buckets, parts)
         self._upfront = list(range(len(self.buckets)))
@@ -302,11 +294,11 @@ class ShardedDataParallel(nn.Module):
     @contextmanager
     def no_gathers_after_step(self) -> Iterator[None]:
         """An optimiser's `step` inside does not start the gathers: a CUDA graph would have to wait for them."""
-        before, self._gathers_after_step = self._gathers_after_step, False
+        before, self._steps.gathers_after = self._steps.gathers_after, False
         try:
             yield
         finally:
-            self._gathers_after_step = before
+            self._steps.gathers_after = before
 
     def note_shards_changed(self) -> None:
         """Shards were changed where nothing here could see it, on every rank alike: by a replayed CUDA graph.
@@ -391,7 +383,7 @@ class ShardedDataParallel(nn.Module):
         self,
         kind: Callable[..., OptimizerT],
         *,
-        options: Callable[[str, torch.Size], Mapping[str, Any]] = lambda _name, _shape: {},
+        options: Options = lambda _name, _shape: {},
         step_in_backward: bool = False,
         gather_in_backward: float | None = None,
         waits: bool = True,
@@ -421,27 +413,24 @@ class ShardedDataParallel(nn.Module):
         """
         if gather_in_backward is not None and not step_in_backward:
             raise ValueError(f"gather_in_backward = {gather_in_backward}: has no effect without step_in_backward=True")
-        optimizer = kind(self._parameter_groups(options), **settings)
+        held = {name: piece for name, _, piece in self.named_shards()}
+        optimizer = kind(parameter_groups(self.shapes(), held, options), **settings)
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         optimizer._step_supports_amp_scaling = ScalerCheck(self._reduce)  # type: ignore[attr-defined]
-        self._reduce.follower = self._follower = None
         if step_in_backward:
-            self._step_behind_reductions(optimizer, gather_in_backward)
+            self._steps.tie_inside(optimizer, gather_in_backward)
         else:
-            optimizer.register_step_pre_hook(functools.partial(self._before_optimizer, waits=waits))
-            optimizer.register_step_post_hook(self._after_optimizer)
+            self._steps.tie_behind(optimizer, waits)
         return optimizer
 
     @property
     def step_in_backward(self) -> bool:
         """Whether backward passes step the optimiser; may be switched between steps, on every rank alike."""
-        return self._reduce.follower is not None
+        return self._steps.inside
 
     @step_in_backward.setter
     def step_in_backward(self, value: bool) -> None:
-        if value and self._follower is None:
-            raise ValueError("step_in_backward = True: take the optimiser with optimizer(..., step_in_backward=True)")
-        self._reduce.follower = self._follower if value else None
+        self._steps.inside = value
 
     @property
     def overlap(self) -> bool:
@@ -488,8 +477,8 @@ class ShardedDataParallel(nn.Module):
         module.
         """
         self._make_current("close()")
-        for windows in self._windows:
-            windows.close()
+        for memory in self._memory:
+            memory.close()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, in the dtype of the computation, its names behind `module.`.
@@ -549,7 +538,7 @@ class ShardedDataParallel(nn.Module):
             prefetch=self.prefetch,
             overlap=self.overlap,
             step_in_backward=self.step_in_backward,
-            gather_in_backward=round(self._gather_share * 1e6) if self.step_in_backward else 0,
+            gather_in_backward=round(self._steps.gather_share * 1e6) if self.step_in_backward else 0,
         )
 
     def _said_step(self) -> int:
@@ -614,47 +603,3 @@ class ShardedDataParallel(nn.Module):
 
     def _norm_dtype(self) -> torch.dtype:
         return functools.reduce(torch.promote_types, (b.grad_S.dtype for b in self.buckets), torch.float32)
-
-    def _parameter_groups(self, options: Callable[[str, torch.Size], Mapping[str, Any]]) -> list[dict[str, Any]]:
-        held = {name: piece for name, _, piece in self.named_shards()}
-        groups: list[dict[str, Any]] = []
-        # Groups come from all parameters, so that every rank has the same ones, some of them empty.
-        for name, shape in self.shapes().items():
-            chosen = dict(options(name, shape))
-            group = next((group for group in groups if group["chosen"] == chosen), None)
-            if group is None:
-                groups.append(group := {"params": [], "chosen": chosen})
-            group["params"] += [held[name]] if name in held else []
-        return [{"params": group["params"], **group["chosen"]} for group in groups]
-
-    def _step_behind_reductions(self, optimizer: torch.optim.Optimizer, share: float | None) -> None:
-        if share is None:
-            share = balanced_share(self.plans[0].dtype, self._reduce.dtype)
-        self._gather_share = share
-        on_device = self._reduce.stream is not None
-        take_step = functools.partial(type(optimizer).step, optimizer)
-        # The host does not wait for a device: one reduction in between covers an update. The CPU waits for a reduction.
-        lag = 1 if on_device else self._reduce.in_flight
-        self._follower = BackwardStep(self.buckets, self._gather, take_step, share, lag, self._reduce.stream)
-        self._reduce.follower = self._follower
-
-        def finish(_optimizer: torch.optim.Optimizer, closure: object = None) -> None:
-            self._before_optimizer(_optimizer, (_optimizer, closure), {})
-            if not self._reduce.stepped:
-                take_step()
-            self._reduce.begin_step()
-            self.start_step()
-
-        optimizer.step = types.MethodType(finish, optimizer)  # type: ignore[method-assign]
-
-    def _before_optimizer(
-        self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any], waits: bool = True
-    ) -> None:
-        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
-            raise ValueError("step() takes no closure here: gradients are finished before it would run")
-        self.finish_gradients(waits=waits)
-
-    def _after_optimizer(self, *_: object) -> None:
-        self._reduce.wait_all()
-        if self._gathers_after_step:
-            self.start_step()

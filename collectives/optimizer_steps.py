@@ -1,0 +1,120 @@
+"""What an optimiser over the shards does beside its own step: gradients are finished before, gathers started after.
+
+Behind the backward pass by hooks on the step; or inside it, bucket by bucket (`collectives.backward_step`), where the
+optimiser's `step()` is left to wait, and to say that the step is over. Left out: building the optimiser
+(`ShardedDataParallel.optimizer`).
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from collectives.backward_step import BackwardStep, balanced_share
+from collectives.bucket import Bucket
+from collectives.gather import ParameterGather
+from collectives.reduce import GradientReduce
+
+Options = Callable[[str, torch.Size], Mapping[str, Any]]
+"""Settings of a single parameter, by its name and whole shape."""
+
+
+class OptimizerSteps:
+    """Ties the steps of one optimiser to a wrapper's reductions and gathers.
+
+    Args:
+        buckets, gather, reduce: of the wrapper.
+        finish: its gradients; told whether to wait for all of them.
+        start_step: publishes changed shards.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        gather: ParameterGather,
+        reduce: GradientReduce,
+        finish: Callable[[bool], None],
+        start_step: Callable[[], None],
+    ) -> None:
+        self._buckets, self._gather, self._reduce = buckets, gather, reduce
+        self._finish, self._start_step = finish, start_step
+        self._follower: BackwardStep | None = None
+        self.gathers_after = True
+        """Whether a step behind the backward pass starts the gathers."""
+        self.gather_share = 0.0
+        """Of their bytes that moves under the backward pass, where that takes the steps."""
+
+    def tie_behind(self, optimizer: torch.optim.Optimizer, waits: bool) -> None:
+        """Step behind the backward pass; `waits` for all gradients."""
+        self._reduce.follower = self._follower = None
+        optimizer.register_step_pre_hook(functools.partial(self._before, waits=waits))
+        optimizer.register_step_post_hook(self._after)
+
+    def tie_inside(self, optimizer: torch.optim.Optimizer, share: float | None) -> None:
+        """Step inside it.
+
+        Args:
+            share: of the gathers that moves there, 0..1; None: what balances both passes.
+        """
+        self.gather_share = balanced_share(self._buckets[0].plan.dtype, self._reduce.dtype) if share is None else share
+        stream = self._reduce.stream
+        take_step = functools.partial(type(optimizer).step, optimizer)
+        # The host does not wait for a device: one reduction in between covers an update. The CPU waits for a reduction.
+        lag = self._reduce.in_flight if stream is None else 1
+        self._follower = BackwardStep(self._buckets, self._gather, take_step, self.gather_share, lag, stream)
+        self._reduce.follower = self._follower
+
+        def step(_optimizer: torch.optim.Optimizer, closure: object = None) -> None:
+            self._before(_optimizer, (_optimizer, closure), {})
+            if not self._reduce.stepped:
+                take_step()
+            self._reduce.begin_step()
+            self._start_step()
+
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    @property
+    def inside(self) -> bool:
+        """Whether backward passes take the steps."""
+        return self._reduce.follower is not None
+
+    @inside.setter
+    def inside(self, value: bool) -> None:
+        if value and self._follower is None:
+            raise ValueError("step_in_backward = True: take the optimiser with optimizer(..., step_in_backward=True)")
+        self._reduce.follower = self._follower if value else None
+
+    def _before(self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any], waits: bool = True) -> None:
+        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+            raise ValueError("step() takes no closure here: gradients are finished before it would run")
+        self._finish(waits)
+
+    def _after(self, *_: object) -> None:
+        self._reduce.wait_all()
+        if self.gathers_after:
+            self._start_step()
+
+
+def parameter_groups(
+    shapes: Mapping[str, torch.Size], held: Mapping[str, nn.Parameter], options: Options
+) -> list[dict[str, Any]]:
+    """Groups of the pieces that have the same options; the same ones on every rank, some of them empty.
+
+    Args:
+        shapes: of all parameters, whole.
+        held: this rank's pieces of those that it has any of.
+        options: as said.
+    """
+    groups: list[dict[str, Any]] = []
+    for name, shape in shapes.items():
+        chosen = dict(options(name, shape))
+        group = next((group for group in groups if group["chosen"] == chosen), None)
+        if group is None:
+            groups.append(group := {"params": [], "chosen": chosen})
+        group["params"] += [held[name]] if name in held else []
+    return [{"params": group["params"], **group["chosen"]} for group in groups]
