@@ -204,7 +204,8 @@ class PeerTensorExchange(TensorExchange):
             # A new window's start waits for all ranks and their devices: nobody uses the old one any longer, and
             # nothing else runs on the group.
             slot_bytes = max(_LEAST_SLOT_BYTES, 1 << (num_bytes - 1).bit_length())
-            old, rounds = rounds, PeerRounds(self.group, slot_bytes, self.device, rounds)
+            old, streams = rounds, None if rounds is None else rounds.streams
+            rounds = PeerRounds(self.group, slot_bytes, self.device, streams)
             self._rounds[kind] = rounds
             if old is not None:
                 old.close()

@@ -42,6 +42,7 @@ from collectives.carrier import Carrier, new_stream
 from collectives.leftovers import release_left
 from collectives.peer_reduce import PeerReduce
 from collectives.recorder import Collective, Recorder
+from collectives.symmetric import Streams
 from collectives.torch_names import Collect, all_gather_single, reduce_scatter_single
 from collectives.track import NEAR, lost_or_late
 from collectives.watch import Watch, timeout_of
@@ -167,6 +168,8 @@ class Lane(Carrier):
         """[Note: works that ended]"""
         self._filled: tuple[torch.cuda.Event, Sequence[Tensor]] | None = None
         """What the last fill reads, and the event after which that may be freed."""
+        self.peer_streams: Streams | None = None
+        """Of all `PeerReduce` that are opened for it, once there is one."""
         self._emulated: dict[torch.dtype, bool] = {}
         self._gathers_in_place = self.world_size == 1 or self._probe_gather()
 

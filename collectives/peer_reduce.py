@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.symmetric import PeerRounds
+from collectives.symmetric import PeerRounds, Streams
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _AT_ONCE = 2  # the sends of one, and the sum of the one before
@@ -39,14 +39,22 @@ class PeerReduce:
         group: of 2 to 8 ranks on one host.
         device: of this rank, and this process' current one.
         part_bytes: most that one rank sends to another at a time.
+        streams: of another one, to be shared (`collectives.carrier`, [Note: streams are few]); None: of its own.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, part_bytes: int) -> None:
-        self._turns = deque([PeerRounds(group, part_bytes, device)])
-        while len(self._turns) < _AT_ONCE:
-            self._turns.append(PeerRounds(group, part_bytes, device, self._turns[0]))
-        self.stream: torch.cuda.Stream | None = self._turns[0].copy_stream
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, part_bytes: int, streams: Streams | None = None
+    ) -> None:
+        self._turns = deque[PeerRounds]()
+        self.streams = streams
+        for _ in range(_AT_ONCE):
+            self._turns.append(PeerRounds(group, part_bytes, device, self.streams))
+            self.streams = self._turns[0].streams
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
         """Carries what is sent."""
+        return self._turns[0].copy_stream
 
     def close(self) -> None:
         """Free the memory, once the device has come here. Every rank does so at the same point; twice does no harm."""

@@ -237,7 +237,10 @@ def _open_peer_reduce(lane: Lane, plans: Sequence[BucketPlan], dtype: torch.dtyp
         reason = f"gradients travel in {dtype}"
     if reason is not None:
         raise ValueError(f"peer_reduce: gradients cannot be copied to the peers ({reason}); leave it out")
-    return PeerReduce(lane.group, lane.device, max((plan.shard_numel for plan in plans), default=0) * dtype.itemsize)
+    part_bytes = max((plan.shard_numel for plan in plans), default=0) * dtype.itemsize
+    peers = PeerReduce(lane.group, lane.device, part_bytes, lane.peer_streams)
+    lane.peer_streams = peers.streams
+    return peers
 
 
 def _open_travel_windows(

@@ -36,6 +36,9 @@ from collectives.nodes import host_id
 HEAD_BYTES = 4096
 MAX_RANKS = 8
 
+Streams = tuple["torch.cuda.Stream", "torch.cuda.Stream"]
+"""For copies, and for the flags that follow them."""
+
 _INT, _LONG = ctypes.c_int, ctypes.c_uint64
 _SUM = (_LONG, _INT, _LONG, _LONG, _LONG, _LONG, _INT)
 _SMALL = (_LONG, _INT, _LONG, _LONG, _LONG, _LONG, _LONG)
@@ -225,21 +228,20 @@ class PeerRounds:
         group: of 2 to 8 ranks on one host.
         slot_bytes: most that one rank sends to another in a round.
         device: of this rank.
-        before: rounds that are over, whose streams these go on with (`collectives.carrier`, [Note: streams are few]).
+        streams: of other rounds, to be shared (`collectives.carrier`, [Note: streams are few]); None: of their own.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, slot_bytes: int, device: torch.device, before: PeerRounds | None = None
+        self, group: dist.ProcessGroup, slot_bytes: int, device: torch.device, streams: Streams | None = None
     ) -> None:
         self.slot_bytes = -(-slot_bytes // 256) * 256
         self.window = Window(group, HEAD_BYTES + dist.get_world_size(group) * self.slot_bytes, device)
         self.rank, self.num_ranks, self.device = self.window.rank, self.window.num_ranks, device
         # Copies follow each other without a gap; what tells the peers of them runs beside, or it would open gaps.
-        if before is None:
-            self.copy_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-            self._flag_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        else:
-            self.copy_stream, self._flag_stream = before.copy_stream, before._flag_stream
+        if streams is None:
+            streams = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self.streams = streams
+        self.copy_stream, self._flag_stream = streams
         self._sum_grid = 4 * torch.cuda.get_device_properties(device).multi_processor_count
         self.is_open = False
         self._may_write = False

@@ -413,11 +413,10 @@ def buffers_that_take_turns_change_nothing(rank: int, world_size: int) -> None:
 class Summed:
     """Copies to peers where there are none: sums in float32, by the backend, when they are asked for."""
 
-    stream = None
+    stream = streams = None
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, part_bytes: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, _device: torch.device, part_bytes: int, _streams: None) -> None:
         self._group, self._part_bytes, self._open = group, part_bytes, 0
-        del device
 
     def close(self) -> None:
         assert not self._open, "all that was sent was added"
@@ -453,6 +452,11 @@ def sums_of_what_peers_were_sent_change_nothing(rank: int, world_size: int) -> N
                 plain, sharded = (wrap(net(), reduce_dtype=low, peer_reduce=by, **settings) for by in (False, True))
                 results = [accumulate(each, 2, rank, world_size) for each in (plain, sharded)]
                 assert_close(*results, rtol=tolerance, atol=tolerance)
+                sharded.close()
+        lanes = open_lanes(None, None, torch.get_default_device(), None)
+        expected = train(wrap(net()), 2, rank, world_size)
+        for sharded in [wrap(net(), lanes=lanes, peer_reduce=True) for _ in range(2)]:
+            assert_close(train(sharded, 2, rank, world_size), expected, rtol=1e-6, atol=1e-6)
         with pytest.raises(ValueError, match=r"peer_reduce: .*gradients travel in torch.float64.*; leave it out"):
             wrap64(net(), peer_reduce=True)
     if torch.get_default_device().type == "cpu":
@@ -640,9 +644,10 @@ def wrappers_share_lanes_from_windows(rank: int, world_size: int) -> None:
     gather, reduce = open_groups(group, device, ("gather", "reduce"), windows=windows)
     lanes = open_lanes(None, (gather, reduce), device, None)
     expected = train(wrap(net(torch.float32)), 3, rank, world_size)
-    for sharded in [wrap(net(torch.float32), lanes=lanes, windows=windows) for _ in range(2)]:
-        assert_close(train(sharded, 3, rank, world_size), expected, rtol=1e-5, atol=1e-5)
-        sharded.close()
+    for by in (False, True):
+        for sharded in [wrap(net(torch.float32), lanes=lanes, windows=windows, peer_reduce=by) for _ in range(2)]:
+            assert_close(train(sharded, 3, rank, world_size), expected, rtol=1e-5, atol=1e-5)
+            sharded.close()
 
 
 @opens_groups

@@ -172,7 +172,7 @@ def test_a_larger_window_goes_on_with_the_streams_of_the_one_before(monkeypatch:
     monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
     monkeypatch.setattr("collectives.symmetric.Window", mock.Mock(return_value=mock.Mock(num_ranks=2)))
     first = PeerRounds(mock.Mock(), 256, CUDA)
-    second = PeerRounds(mock.Mock(), 512, CUDA, first)
+    second = PeerRounds(mock.Mock(), 512, CUDA, first.streams)
     assert made.call_count == 2
     assert (second.copy_stream, second._flag_stream) == (first.copy_stream, first._flag_stream)
 

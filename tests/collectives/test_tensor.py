@@ -544,7 +544,8 @@ def test_a_bias_whose_gradient_others_sum_costs_no_collective() -> None:
 
 
 def fake_rounds(num_bytes: int) -> mock.Mock:
-    rounds = mock.Mock(spec=PeerRounds, slot_bytes=1 << 20, copy_stream="copies", is_open=False)
+    streams = ("copies", "flags")
+    rounds = mock.Mock(spec=PeerRounds, slot_bytes=1 << 20, streams=streams, copy_stream="copies", is_open=False)
     rounds.staged.return_value = torch.zeros(2, num_bytes, dtype=torch.uint8)
     return rounds
 
