@@ -102,6 +102,17 @@ def test_gpus_compute_in_bfloat16_unless_told_otherwise() -> None:
     assert dtype("model.dtype=float32") == "float32"
 
 
+def test_what_no_limit_of_channels_holds_carries_nothing_unless_told_to() -> None:
+    def by_peers(channels: int, *overrides: str) -> bool:
+        options = RunOptions(None, overrides, 0, None, None)
+        return Jobs(options, "1m", read_layout("dp2"), 4, None, holds_channels=channels > 0)().overlap.peer_reduce
+
+    assert by_peers(0)
+    assert not by_peers(2)
+    assert by_peers(2, "overlap.peer_reduce=true"), "said, so kept"
+    assert not by_peers(0, "overlap.peer_reduce=false")
+
+
 def test_a_larger_batch_is_held_against_ours_by_tokens() -> None:
     build = Jobs(RunOptions(None, ("model.dtype=bfloat16",), 0, None, None), "7b", read_layout("dp4"), 4, None)
     change = "optimizer.name=lamb,micro_batches=3"

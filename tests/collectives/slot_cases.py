@@ -17,7 +17,8 @@ from collectives.reduce import GradientReduce
 from collectives.slot import GradientSlot, slot_source
 from tests.collectives.cases import CASES, accumulate, adamw, assert_close, assert_raises, batches, case, train
 from tests.collectives.harness import Case, opens_groups
-from tests.collectives.step_cases import GPU_CASES, Nowhere, pair_of_one, train_in_backward
+from tests.collectives.stand_ins import Nowhere
+from tests.collectives.step_cases import GPU_CASES, pair_of_one, train_in_backward
 
 WIDTH = 12
 Train = Callable[[ShardedDataParallel, int, int, int], dict[str, Tensor]]

@@ -45,6 +45,7 @@ from tests.collectives.cases import (
     wrap64,
 )
 from tests.collectives.harness import Case, opens_groups
+from tests.collectives.stand_ins import Nowhere, Summed
 
 
 def train_in_backward(
@@ -369,19 +370,6 @@ def muted_lanes_launch_nothing(rank: int, world_size: int) -> None:
     assert recorder.counts() == before
 
 
-class Nowhere(Windows):
-    """Windows where there are none: what lies in them is treated alike."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:
-        del group
-        self.memory, self._taken = torch.zeros(num_bytes, dtype=torch.uint8, device=device), 0
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        taken = super().take(numel, dtype)
-        assert taken.numel() == numel, "all that is taken was counted beforehand"
-        return taken
-
-
 @case
 def buffers_that_take_turns_change_nothing(rank: int, world_size: int) -> None:
     expected = train(wrap64(net()), 2, rank, world_size)
@@ -408,35 +396,6 @@ def buffers_that_take_turns_change_nothing(rank: int, world_size: int) -> None:
             assert_close(accumulate(sharded, 2, rank, world_size), expected, rtol=1e-9, atol=1e-11)
         with pytest.raises(ValueError, match="ranks differ"):  # they would register different buffers
             wrap(net(), windows=True, in_flight=1 + rank)
-
-
-class Summed:
-    """Copies to peers where there are none: sums in float32, by the backend, when they are asked for."""
-
-    stream = streams = None
-
-    def __init__(self, group: dist.ProcessGroup, _device: torch.device, part_bytes: int, _streams: None) -> None:
-        self._group, self._part_bytes, self._open = group, part_bytes, 0
-
-    def close(self) -> None:
-        assert not self._open, "all that was sent was added"
-
-    def follow(self) -> None:
-        pass
-
-    def send(self, input_N: Tensor) -> Callable[[Tensor, bool], None]:
-        size, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
-        assert input_N.nbytes <= size * self._part_bytes
-        self._open += 1
-        assert self._open <= 2, "there is memory for two"
-
-        def add(output_S: Tensor, mean: bool) -> None:
-            wide_N = input_N.float()
-            dist.all_reduce(wide_N, group=self._group)
-            output_S.copy_(wide_N.view(size, -1)[rank] / (size if mean else 1))
-            self._open -= 1
-
-        return add
 
 
 @case

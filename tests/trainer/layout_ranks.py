@@ -26,6 +26,7 @@ from netlayer.config import JobConfig
 from netlayer.layout import ParallelLayout
 from netlayer.rank import RankContext
 from netlayer.rendezvous import create_groups, open_world
+from tests.collectives.stand_ins import Nowhere, Summed
 from trainer import checkpoint
 from trainer.checkpoint_meta import find
 from trainer.linears import parts
@@ -148,6 +149,20 @@ def compiled(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: s
         found = run_rank(context, jobs, steps, url)
     assert counters["stats"]["unique_graphs"] > 0
     assert counters["frames"]["total"] == counters["frames"]["ok"]
+    return found
+
+
+def copied(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str) -> list[Trained]:
+    """As `run_rank`, as where windows are taken and copy engines carry gradients to the peers."""
+    with (
+        mock.patch.object(SplitModel, "_takes_windows", return_value=True),
+        mock.patch("trainer.parallel.why_unusable", return_value=None),
+        mock.patch("collectives.prepare.why_unusable", return_value=None),
+        mock.patch("collectives.prepare.Windows", Nowhere),
+        mock.patch("collectives.prepare.PeerReduce", side_effect=Summed) as opened,
+    ):
+        found = run_rank(context, jobs, steps, url)
+    assert opened.call_count == sum(job.parallel.vpp * job.overlap.peer_reduce for job in jobs)
     return found
 
 

@@ -100,6 +100,16 @@ def test_a_cover_of_layouts_trains_as_one_process_in_float64(tmp_path: Path) -> 
     check(jobs, trained(jobs, 2, tmp_path), 2, 1e-10)
 
 
+def test_what_is_copied_to_peers_trains_as_one_process(tmp_path: Path) -> None:
+    degrees = [({"dp": 4}, PARALLEL, {}), ({"pp": 2, "dp": 2, "vpp": 2}, LLAMA, {}), ({"tp": 2, "dp": 2}, PLAIN, {})]
+    degrees += [({"dp": 4}, LLAMA, {"peer_reduce": False})]
+    jobs = [job_of(where, {**model, "dtype": "float32"}, overlap, eps=1e-3) for where, model, overlap in degrees]
+    with meeting_place() as place:
+        url = place.init_method("copied")
+        found = launch(layout_ranks.copied, 4, args=(jobs, 2, url), log_dir=tmp_path)[0]
+    check(jobs, found, 2, 1e-5)
+
+
 def test_streams_and_threads_do_not_grow_with_chunks_and_channels_and_none_is_left(tmp_path: Path) -> None:
     degrees = {"pp": 2, "dp": 2}
     jobs = [job_of({**degrees, "vpp": vpp}, {"layers": 8}, {}) for vpp in (2, 4)]
