@@ -345,6 +345,8 @@ class GradientReduce:
     def _end_round(self) -> None:
         while self._next >= 0:
             self._launch_next()
+        if self._flights:
+            self._flights[-1][1].land()  # nothing comes behind it
         if self._follows and self.follower is not None:
             self.follower.complete()
             self.stepped = True

@@ -267,9 +267,10 @@ class SplitModel:
         return are_worth_it(self.groups["dp"], self.world, has_room=has_room_for_windows(self.job, memory_bytes))
 
     def _takes_peer_reduce(self) -> bool:
-        if not (self.has_windows and self.job.overlap.peer_reduce and not self._is_wide):
+        group = self.groups["dp"]
+        if group is None or self._is_wide or not (self.has_windows and self.job.overlap.peer_reduce):
             return False
-        reason = why_unusable(self.groups["dp"], self.device)
+        reason = why_unusable(group, self.device)
         if reason is not None and self.world.rank == 0:
             logger.info("NCCL reduces the gradients, not job.overlap.peer_reduce: %s", reason)
         return reason is None
