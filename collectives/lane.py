@@ -88,12 +88,13 @@ class Flight:
         """Launch what is left of it, on the lane: of one whose end is better launched later. Twice does no harm."""
         if self._late is None:
             return
-        late, self._late = self._late, None
         with torch.cuda.stream(self._lane.stream):
-            late()
+            self._late()
             if self._lane.stream is not None:
                 self._arrived = self._landed = self._lane.stream.record_event()
-        for function, stream in self._following:
+        self._late = None
+        following, self._following = self._following, []
+        for function, stream in following:
             self.follow(function, stream)
 
     @property
@@ -241,7 +242,7 @@ class Lane(Carrier):
         """
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         local = self.world_size == 1 or self.muted
-        if by is not None and not local:
+        if by is not None and not local and input_N.numel():
             return self._reduce_by(by, output_S, input_N, self._fill(fill, read), mean)
         if local or self.can_reduce_scatter(input_N.dtype):
 
@@ -273,7 +274,7 @@ class Lane(Carrier):
         self, by: PeerReduce, output_S: Tensor, input_N: Tensor, after: torch.cuda.Event | None, mean: bool
     ) -> Flight:
         if self.stream is not None:
-            self.stream.wait_event(after or torch.cuda.current_stream(self.device).record_event())
+            self.stream.wait_event(after or self.mark())  # type: ignore[arg-type]
         counted = self.counted("reduce_scatter", input_N.nbytes)
         recording = self.recording(self.name, "reduce_scatter", input_N.nbytes, stream=by.stream)
         with torch.cuda.stream(self.stream):

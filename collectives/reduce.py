@@ -82,7 +82,7 @@ class GradientReduce:
         overlap: False: each is waited for at once.
         stage: of ZeRO; 2: every backward pass is a round, 1: those outside `no_sync` are.
         before_round: called before the first launch of a round; what it raises, a backward pass raises.
-        travel: what for, and by whom, other than by default.
+        travel: the memory that gradients travel in, and what reduces them; None: allocated, and the lane's backend.
         mean: over ranks; False: sums, of losses that were divided by the number of ranks.
     """
 
@@ -359,9 +359,9 @@ class GradientReduce:
         self._join_writers()
         flight = self._stay(index) if self._stays(bucket) else self._leave(index)
         self._reduced.add(index)
-        if self._flights:
-            self._flights[-1][1].land()  # behind the sends of this one, by when the peers have come so far
-        self._flights.append((index, flight))
+        self._flights.append((index, flight))  # first: what lands may raise, and what was sent is still to be added
+        if len(self._flights) > 1:
+            self._flights[-2][1].land()  # behind the sends of this one, by when the peers have come so far
         if self._follows and self.follower is not None:
             self.follower.reduced(index, flight)
         while len(self._flights) > (self.in_flight if self.overlap else 0):
