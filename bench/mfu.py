@@ -81,7 +81,11 @@ _TOLERANCE = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 5e-2}
 )
 @click.option("--time-limit", type=click.FloatRange(1), help="Of the whole, s: no turn begins that would not fit.")
 @click.option(
-    "--channels", type=click.IntRange(0), default=0, help="NCCL's, of all systems: 1 is a 200G NIC; 0: NCCL's choice."
+    "--channels",
+    type=click.IntRange(0),
+    default=0,
+    help="NCCL's, of all systems: 1 is a 200G NIC; then our gradients go by NCCL too, unless --set "
+    "overlap.peer_reduce=true; 0: NCCL's choice.",
 )
 @click.option(
     "--profile", is_flag=True, help="Also where time goes, by kind of kernel, and launching; traces go to --out."

@@ -74,7 +74,7 @@ class Jobs:
     dtype: str = "float32"
     """Of the computation, where the options do not say it."""
     holds_channels: bool = False
-    """Whether NCCL is held to a few channels: then what no such limit holds carries nothing, unless options say so."""
+    """Whether NCCL is held to a few channels, which hold no copy engine: then gradients are not copied, unless told."""
 
     def __call__(self, changes: Sequence[str] = (), micro: int | None = None) -> JobConfig:
         """The job with further overrides, or with the same sequences a step in micro-batches of another size.

@@ -28,7 +28,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("optimiser", r"adam|lamb(?!da)|multi_tensor|foreach"),
     ("loss", r"cross_entropy|softmax|logsumexp|^_gradient|^_statistics"),
     ("copies, fills", r"memcpy|memset|copy|fill|catarray|chunk_cat|(?<!no)cast"),
-    ("communication", r"nccl|one_shot|symm|(?<!vectorized_)gather_kernel|scatter_kernel"),
+    ("communication", r"nccl|one_shot|symm|^await_|^signal$|^release$|(?<!vectorized_)gather_kernel|scatter_kernel"),
 )
 """Kinds of kernel, the first whose pattern is in a name; what is none of these is `OTHER`."""
 OTHER = "norms, activations, sums"

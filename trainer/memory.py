@@ -37,7 +37,7 @@ _LEADING = {
     "job.model.seq_len": "seq_len",
 }
 _REDUCTIONS_AT_ONCE = 5  # of collectives.sharded: `in_flight`, and the one that is being filled
-_COPIED_AT_ONCE = 2  # of collectives.peer_reduce
+_COPIED_AT_ONCE, _MOST_COPYING = 2, 8  # of collectives.peer_reduce, and ranks of collectives.symmetric; likewise
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,9 @@ def check_memory(job: JobConfig, ranks: int, backend: Literal["gloo", "nccl"]) -
     """
     there, where = _room(backend)
     if backend == "gloo" or (job.overlap.windows == "auto" and there and not has_room_for_windows(job, there)):
-        job = _with_windows(job, False)
+        job = _with(job, windows=False)
+    elif there and not has_room_for_copies(job, there):
+        job = _with(job, peer_reduce=False)
     found = estimate(job)
     sharing = 1 if backend == "nccl" else ranks
     line = f"a rank will hold about {found}"
@@ -183,11 +185,16 @@ def check_memory(job: JobConfig, ranks: int, backend: Literal["gloo", "nccl"]) -
 
 def has_room_for_windows(job: JobConfig, num_bytes: int) -> bool:
     """Whether a GPU of so many bytes holds a rank that has windows: `auto` takes none where it does not."""
-    return estimate(_with_windows(job, True)).total <= num_bytes
+    return estimate(_with(job, windows=True, peer_reduce=False)).total <= num_bytes
 
 
-def _with_windows(job: JobConfig, windows: bool) -> JobConfig:
-    return job.model_copy(update={"overlap": job.overlap.model_copy(update={"windows": windows})})
+def has_room_for_copies(job: JobConfig, num_bytes: int) -> bool:
+    """Whether it also holds what peers copy there: where it does not, NCCL reduces."""
+    return estimate(_with(job, windows=True)).total <= num_bytes
+
+
+def _with(job: JobConfig, **overlap: bool) -> JobConfig:
+    return job.model_copy(update={"overlap": job.overlap.model_copy(update=overlap)})
 
 
 def _remedy(job: JobConfig, there: int, sharing: int) -> str:
@@ -379,7 +386,8 @@ def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> int:
     last = parallel.pp * parallel.vpp - 1  # of the runs of layers: the token tables are in the first and in this one
     runs = range(stage, last + 1, parallel.pp)
     wholes = [max(block, table) if run in (0, last) else block for run in runs]
-    copied = _COPIED_AT_ONCE if job.overlap.peer_reduce else 0
+    may_copy = job.overlap.peer_reduce and 2 <= parallel.dp <= _MOST_COPYING and model.dtype != "float64"
+    copied = _COPIED_AT_ONCE if may_copy else 0
     shares = [0 if sums_stay else _REDUCTIONS_AT_ONCE * -(-whole // parallel.dp) for whole in wholes]
     beside = (max(copied * whole, share) for whole, share in zip(wholes, shares, strict=True))
     return _REDUCTIONS_AT_ONCE * sum(wholes) + sum(beside)

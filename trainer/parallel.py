@@ -42,7 +42,7 @@ from netlayer.config import JobConfig
 from netlayer.layout import ParallelLayout
 from netlayer.rendezvous import Groups
 from trainer.linears import parts
-from trainer.memory import has_room_for_windows
+from trainer.memory import has_room_for_copies, has_room_for_windows
 from trainer.model import GPT, build_model
 from trainer.pipeline import StageModel, run_schedule
 from trainer.schedule import Schedule, forward_only, of_layout
@@ -271,6 +271,9 @@ class SplitModel:
         if group is None or self._is_wide or not (self.has_windows and self.job.overlap.peer_reduce):
             return False
         reason = why_unusable(group, self.device)
+        memory_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        if reason is None and not has_room_for_copies(self.job, memory_bytes):
+            reason = "the GPU has no memory for copies beside"
         if reason is not None and self.world.rank == 0:
             logger.info("NCCL reduces the gradients, not job.overlap.peer_reduce: %s", reason)
         return reason is None

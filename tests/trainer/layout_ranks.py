@@ -156,7 +156,7 @@ def copied(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str
     """As `run_rank`, as where windows are taken and copy engines carry gradients to the peers."""
     with (
         mock.patch.object(SplitModel, "_takes_windows", return_value=True),
-        mock.patch("trainer.parallel.why_unusable", return_value=None),
+        mock.patch.object(SplitModel, "_takes_peer_reduce", lambda model: model.job.overlap.peer_reduce),
         mock.patch("collectives.prepare.why_unusable", return_value=None),
         mock.patch("collectives.prepare.Windows", Nowhere),
         mock.patch("collectives.prepare.PeerReduce", side_effect=Summed) as opened,

@@ -24,6 +24,7 @@ from trainer.memory import (
     check_memory,
     estimate,
     estimate_stage,
+    has_room_for_copies,
     has_room_for_windows,
     in_flight,
     micro_batches,
@@ -296,10 +297,11 @@ def test_windows_that_were_asked_for_are_the_first_to_be_given_up(
 
 def test_windows_are_taken_by_themselves_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of("h200x8")
-    for memory_mib, has_room in ((65_000, False), (67_000, True)):
+    for memory_mib, has_room, said in ((63_000, False, "1.8"), (65_000, True, "3.8"), (67_000, True, "5.4")):
         monkeypatch.setattr(environ, "usable_gpus", lambda mib=memory_mib: [Gpu(0, "a card", mib, "1")] * 8)
         assert has_room_for_windows(job, memory_mib * 2**20) == has_room
-        assert f"buckets {'5.4' if has_room else '1.8'} GiB" in check_memory(job, 8, "nccl")
+        assert f"buckets {said} GiB" in check_memory(job, 8, "nccl"), "then what peers copy, then windows go"
+        assert has_room_for_copies(job, memory_mib * 2**20) == (said == "5.4")
 
 
 @pytest.mark.parametrize(
