@@ -7,7 +7,8 @@ waited for the peer on a single one cost 4 to 13%.
 
 So the parts are copied into the peers' memory (`collectives.symmetric`), and added between two products, on the whole
 GPU at once. Little waits for a peer there either: the sum of one bucket is launched behind the sends of the next, by
-when its parts have come if the ranks are in step (`Flight.land`). Sums are of float32, in the order of the ranks, whatever travels.
+when its parts have come if the ranks are in step (`Flight.land`). Sums are of float32, in the order of the ranks,
+whatever travels.
 
 Left out: groups on several hosts (`symmetric.why_unusable` says what is missing).
 
