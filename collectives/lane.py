@@ -31,7 +31,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -276,10 +276,11 @@ class Lane(Carrier):
         if self.stream is not None:
             self.stream.wait_event(after or self.mark())  # type: ignore[arg-type]
         counted = self.counted("reduce_scatter", input_N.nbytes)
+        # Of this rank's own copies: what a late peer costs is in the wait for the flight.
         recording = self.recording(self.name, "reduce_scatter", input_N.nbytes, stream=by.stream)
         with torch.cuda.stream(self.stream):
             by.follow()
-            with recording as collective:
+            with counted or nullcontext(), recording as collective:
                 add = by.send(input_N)
 
         def land() -> None:

@@ -260,6 +260,8 @@ class PeerRounds:
         Raises:
             RuntimeError: something raised inside the round before, so that flags of peers say what is not so any more.
         """
+        if not self.window.addresses:
+            raise RuntimeError("the peers' memory was given back by close(): nothing is exchanged after it")
         if self.is_open:
             raise RuntimeError("an exchange raised before its end, and its peers cannot know: open a new exchange")
         self.is_open, self._may_write = True, False

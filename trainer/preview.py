@@ -99,8 +99,9 @@ def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
     if job.overlap.reduce_dtype == "bfloat16" and (is_alone or is_wide):
         why = "job.model.dtype is float64" if is_wide else "job.parallel.dp is 1: none are reduced"
         yield "overlap.reduce_dtype = bfloat16", why
-    if not job.overlap.peer_reduce and (is_alone or not job.overlap.windows):
-        why = "job.parallel.dp is 1: none are reduced" if is_alone else "job.overlap.windows is false"
+    if not job.overlap.peer_reduce and (is_alone or is_wide or not job.overlap.windows):
+        why = "job.model.dtype is float64" if is_wide else "job.overlap.windows is false"
+        why = "job.parallel.dp is 1: none are reduced" if is_alone else why
         yield "overlap.peer_reduce = false", why
     if job.overlap.step_in_backward and is_alone:
         yield "overlap.step_in_backward = true", "job.parallel.dp is 1: nothing is gathered"

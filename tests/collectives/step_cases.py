@@ -412,6 +412,8 @@ def sums_of_what_peers_were_sent_change_nothing(rank: int, world_size: int) -> N
                 results = [accumulate(each, 2, rank, world_size) for each in (plain, sharded)]
                 assert_close(*results, rtol=tolerance, atol=tolerance)
                 sharded.close()
+        stepped = [train_in_backward(wrap(net(), peer_reduce=by), 2, rank, world_size) for by in (False, True)]
+        assert_close(*stepped, rtol=1e-6, atol=1e-6)
         lanes = open_lanes(None, None, torch.get_default_device(), None)
         expected = train(wrap(net()), 2, rank, world_size)
         for sharded in [wrap(net(), lanes=lanes, peer_reduce=True) for _ in range(2)]:

@@ -486,8 +486,12 @@ def test_no_window_is_exchanged_for_a_larger_one_in_the_midst_of_a_round() -> No
 def test_a_round_that_was_left_open_is_noticed() -> None:
     rounds = PeerRounds.__new__(PeerRounds)
     rounds.is_open = rounds._may_write = False
+    rounds.window = mock.Mock(addresses=[1, 2])
     rounds.begin()
     with pytest.raises(RuntimeError, match="open a new exchange"):
+        rounds.begin()
+    rounds.window.addresses.clear()
+    with pytest.raises(RuntimeError, match=r"given back by close\(\)"):
         rounds.begin()
 
 
