@@ -61,6 +61,7 @@ class OptimizerSteps:
         Args:
             share: of the gathers that moves there, 0..1; None: what balances both passes.
         """
+        self._reduce.follower = self._follower = None
         self.gather_share = balanced_share(self._buckets[0].plan.dtype, self._reduce.dtype) if share is None else share
         stream = self._reduce.stream
         take_step = functools.partial(type(optimizer).step, optimizer)

@@ -5,8 +5,8 @@
 // word of its own window, and a captured CUDA graph can be replayed.
 //
 // Two families:
-//  - exchange: `await_ready`, `signal`, `await_arrived`, `release`, `reduce_staged`, `reduce_wide`: the flags and the sum around
-//    matrices that the GPU's copy engines move, so that no multiprocessor is taken from the computation;
+//  - exchange: `await_ready`, `signal`, `await_arrived`, `release`, `reduce_staged`, `reduce_wide`: the flags and the sums
+//    around matrices that the GPU's copy engines move, so that no multiprocessor is taken from the computation;
 //  - small: `*_small` and `*_two_shot` for messages of some KiB, where every 8 bytes travel with their flag (as in NCCL's
 //    LL protocol), so that one trip over the link is all the latency there is.
 
@@ -144,6 +144,17 @@ struct Pack<float> {
     }
 };
 
+// Unit `u` of what every rank has given: this rank's own part, and the slots of the others.
+template <typename Unit>
+__device__ __forceinline__ void load_parts(Unit* part, const char* slots, int rank, u64 slot_bytes,
+                                           const char* own_part, u64 u) {
+#pragma unroll
+    for (int r = 0; r < RANKS; ++r) {
+        const char* from = r == rank ? own_part : slots + r * slot_bytes;
+        part[r] = reinterpret_cast<const Unit*>(from)[u];
+    }
+}
+
 // out = own + everything staged, in the order of the ranks, + `bias` (of `bias_bytes` a row; none where that is 0), in
 // float32. It does not wait for the arrivals itself: a grid of spinning blocks would leave no room for the kernels that
 // the peers wait for.
@@ -155,11 +166,7 @@ __device__ __forceinline__ void reduce_staged(const char* slots, int rank, u64 s
     for (u64 u = blockIdx.x * static_cast<u64>(blockDim.x) + threadIdx.x; u < units;
          u += static_cast<u64>(gridDim.x) * blockDim.x) {
         uint4 part[RANKS];
-#pragma unroll
-        for (int r = 0; r < RANKS; ++r) {
-            const char* from = r == rank ? own_part : slots + r * slot_bytes;
-            part[r] = reinterpret_cast<const uint4*>(from)[u];
-        }
+        load_parts(part, slots, rank, slot_bytes, own_part, u);
         float low[Pack<T>::N] = {}, high[Pack<T>::N] = {};
 #pragma unroll
         for (int r = 0; r < RANKS; ++r) {
@@ -189,11 +196,7 @@ __device__ __forceinline__ void reduce_wide(const char* slots, int rank, u64 slo
     for (u64 u = blockIdx.x * static_cast<u64>(blockDim.x) + threadIdx.x; u < fours;
          u += static_cast<u64>(gridDim.x) * blockDim.x) {
         Four part[RANKS];
-#pragma unroll
-        for (int r = 0; r < RANKS; ++r) {
-            const char* from = r == rank ? own_part : slots + r * slot_bytes;
-            part[r] = reinterpret_cast<const Four*>(from)[u];
-        }
+        load_parts(part, slots, rank, slot_bytes, own_part, u);
         float sum[4] = {};
 #pragma unroll
         for (int r = 0; r < RANKS; ++r) {

@@ -46,14 +46,13 @@ class PeerReduce:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, part_bytes: int, streams: Streams | None = None
     ) -> None:
-        self._turns = deque[PeerRounds]()
-        self.streams = streams
-        for _ in range(_AT_ONCE):
-            self._turns.append(PeerRounds(group, part_bytes, device, self.streams))
-            self.streams = self._turns[0].streams
+        first = PeerRounds(group, part_bytes, device, streams)
+        self.streams = first.streams
+        others = (PeerRounds(group, part_bytes, device, self.streams) for _ in range(_AT_ONCE - 1))
+        self._turns = deque([first, *others])
 
     @property
-    def stream(self) -> torch.cuda.Stream | None:
+    def stream(self) -> torch.cuda.Stream:
         """Carries what is sent."""
         return self._turns[0].copy_stream
 

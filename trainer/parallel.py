@@ -259,20 +259,24 @@ class SplitModel:
     def _is_wide(self) -> bool:
         return self.job.model.dtype == "float64"
 
+    @property
+    def _memory_bytes(self) -> int:
+        """Of the GPU."""
+        return int(torch.cuda.get_device_properties(self.device).total_memory)
+
     def _takes_windows(self) -> bool:
         asked = self.job.overlap.windows
         if self.device.type != "cuda" or asked != "auto":
             return bool(asked) and self.device.type == "cuda"
-        memory_bytes = torch.cuda.get_device_properties(self.device).total_memory
-        return are_worth_it(self.groups["dp"], self.world, has_room=has_room_for_windows(self.job, memory_bytes))
+        has_room = has_room_for_windows(self.job, self._memory_bytes)
+        return are_worth_it(self.groups["dp"], self.world, has_room=has_room)
 
     def _takes_peer_reduce(self) -> bool:
         group = self.groups["dp"]
         if group is None or self._is_wide or not (self.has_windows and self.job.overlap.peer_reduce):
             return False
         reason = why_unusable(group, self.device)
-        memory_bytes = torch.cuda.get_device_properties(self.device).total_memory
-        if reason is None and not has_room_for_copies(self.job, memory_bytes):
+        if reason is None and not has_room_for_copies(self.job, self._memory_bytes):
             reason = "the GPU has no memory for copies beside"
         if reason is not None and self.world.rank == 0:
             logger.info("NCCL reduces the gradients, not job.overlap.peer_reduce: %s", reason)

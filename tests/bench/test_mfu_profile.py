@@ -38,6 +38,9 @@ JOB = build_config(
         ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)", "attention"),
         ("void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long)", OTHER),
         ("triton_red_fused_add_native_layer_norm_3", OTHER),
+        ("await_arrived", "communication"),
+        ("signal", "communication"),
+        ("reduce_wide_float32", OTHER),
     ],
 )
 def test_kernels_are_told_by_their_names(name: str, kind: str) -> None:
