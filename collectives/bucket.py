@@ -244,12 +244,16 @@ class Bucket:
         """The same in memory that is allocated here."""
         self.open(torch.empty(self.plan.padded_numel, dtype=dtype, device=self.full_N.device))
 
-    def slot(self, position: int) -> GradientSlot | None:
-        """Where the gradient of a parameter may be written; None: nothing is open, or it would lose digits there."""
-        wide_enough = self.local_N is not None and self.local_N.dtype == torch.promote_types(
+    @property
+    def is_wide_enough(self) -> bool:
+        """Whether gradients add up in a place where they lose no digits."""
+        return self.local_N is not None and self.local_N.dtype == torch.promote_types(
             self.local_N.dtype, self.plan.dtype
         )
-        if self.local_N is None or not wide_enough:
+
+    def slot(self, position: int) -> GradientSlot | None:
+        """Where the gradient of a parameter may be written; None: nothing is open, or it would lose digits there."""
+        if self.local_N is None or not self.is_wide_enough:
             return None
         place, adds = self.plan.slots[position], position in self._written
         self._written.add(position)

@@ -50,6 +50,10 @@ class Gathering(ABC):
     def whole(self) -> Tensor:
         """[M, C], to be read before `close`."""
 
+    def kept(self) -> Tensor:
+        """The same, to be read behind `close` too."""
+        return self.whole()
+
     @abstractmethod
     def close(self) -> None:
         """What was gathered has been read, once the current stream comes here."""
@@ -241,6 +245,9 @@ class _PeerGathering(Gathering):
                 self._rounds.join()
             self._is_whole = True
         return self._staged_WmC.flatten(0, 1)
+
+    def kept(self) -> Tensor:
+        return self.whole().clone()
 
     def close(self) -> None:
         self._rounds.finish()

@@ -13,7 +13,7 @@ import logging
 import torch
 from torch import Tensor
 
-from collectives.slot import SlotSource
+from collectives.slot import GradientSlot, SlotSource
 from collectives.tuned_product import PRODUCTS, by_torch, can_tune
 
 logger = logging.getLogger(__name__)
@@ -47,14 +47,17 @@ def weight_gradient(
     """dy^T x, in the slot of a linear's weight (then None), else to be handed to autograd.
 
     Args:
+        dy_MN, x_MK: to stay as they are where weights' gradients are postponed.
         source, accumulator: as `collectives.slot` has them; no source: of a weight that is in no bucket.
         tuned: as of `multiply`.
     """
-    slot = None if source is None else source.slot(accumulator)
-    if slot is None:
-        return dy_MN.t() @ x_MK
-    add_product(slot.view, dy_MN.t(), x_MK, is_first=not slot.adds, tuned=tuned)
-    return None
+
+    def write(slot: GradientSlot) -> None:
+        add_product(slot.view, dy_MN.t(), x_MK, is_first=not slot.adds, tuned=tuned)
+
+    if source is not None and source.write(accumulator, write):
+        return None
+    return dy_MN.t() @ x_MK
 
 
 def add_product(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool, *, tuned: bool = False) -> None:

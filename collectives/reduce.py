@@ -32,6 +32,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -41,7 +42,8 @@ from collectives.backward_step import BackwardStep
 from collectives.bucket import Bucket, Handover
 from collectives.lane import Flight, Lane
 from collectives.peer_reduce import PeerReduce
-from collectives.slot import GradientSlot, set_slot_source
+from collectives.postponed import Postponed
+from collectives.slot import GradientSlot, Write, set_slot_source
 from collectives.windows import Windows
 
 logger = logging.getLogger(__name__)
@@ -112,6 +114,10 @@ class GradientReduce:
         """Of the buffers, the pair that the next bucket to be launched fills already."""
         self._writers: set[torch.cuda.Stream] = set()
         """Streams in which slots were given."""
+        self._waiting: list[Postponed] = []
+        """What backward passes have left of this step, and nobody has computed."""
+        self._into: Postponed | None = None
+        """Where the backward pass that runs now leaves it."""
         self._by, self._sum_dtype = travel.by, dtype if travel.by is None else torch.float32
         """The second: in which sums come."""
         divides = travel.by is not None or (lane.divides_on_the_way and not travel.buffers)
@@ -177,9 +183,13 @@ class GradientReduce:
             reduce = owner()
             return None if reduce is None else reduce._slot(index, position)
 
+        def postpone() -> Callable[[Write], None] | None:
+            reduce = owner()
+            return None if reduce is None else reduce._postpone(index, position)
+
         parameter.register_hook(before)  # type: ignore[no-untyped-call]
         parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
-        set_slot_source(parameter, give)
+        set_slot_source(parameter, give, postpone)
 
     def _slot(self, index: int, position: int) -> GradientSlot | None:
         if not self._in_backward:
@@ -189,6 +199,62 @@ class GradientReduce:
         if slot is not None and self.lane.device.type == "cuda":
             self._writers.add(torch.cuda.current_stream(self.lane.device))
         return slot
+
+    @contextmanager
+    def postponing(self) -> Iterator[Postponed]:
+        """A backward pass inside leaves the gradients of linears' weights; it is no round, what computes them may be.
+
+        Raises:
+            ValueError: every pass is a round, in stage 2; or the optimiser steps in the backward pass.
+        """
+        if self.stage == 2:
+            raise ValueError("weights' gradients cannot be postponed in stage 2, which reduces every pass; use stage 1")
+        if self.follower is not None:
+            raise ValueError("weights' gradients cannot be postponed where step_in_backward steps them; build without")
+        postponed = Postponed(self._compute)
+        was_last, self.is_last, self._into = self.is_last, False, postponed
+        self._waiting.append(postponed)
+        try:
+            yield postponed
+        finally:
+            self.is_last, self._into = was_last, None
+
+    def _postpone(self, index: int, position: int) -> Callable[[Write], None] | None:
+        """What takes a product for later; None where that is not asked for, or has no place."""
+        if self._into is None:
+            return None
+        if not self._in_backward:
+            self._begin_backward()
+        self._open(index)
+        has_place = self.buckets[index].is_wide_enough
+        return functools.partial(self._into.add, index, position) if has_place else None
+
+    @torch.no_grad()
+    def _compute(self, postponed: Postponed) -> None:
+        if postponed not in self._waiting:
+            raise RuntimeError("these weights' gradients were computed or dropped before: compute each pass's once")
+        self._waiting.remove(postponed)
+        self._in_backward, self._is_round = True, self.is_last  # until it is through: what raises here leaves it broken
+        if self._is_round:
+            self._begin_round()
+        for index in reversed(range(len(self.buckets))):
+            for position, write in postponed.take(index):
+                slot = self._slot(index, position)
+                assert slot is not None, "it had a place when it was postponed"
+                write(slot)
+            if self._is_round:
+                self._launch_next()
+        if self._is_round:
+            self._end_round()
+        self._join_writers()
+        self._in_backward = False
+
+    def _check_nothing_waits(self) -> None:
+        if self._waiting:
+            raise RuntimeError(
+                f"weights' gradients of {len(self._waiting)} backward passes were postponed and not computed: "
+                "call compute() of each before the step's gradients are reduced"
+            )
 
     def _open(self, index: int) -> None:
         """Have a place where gradients of this bucket add up, if one is free; see [Note: slots]."""
@@ -278,6 +344,7 @@ class GradientReduce:
         if self.broken:
             self.abandon()
         self.wait_all()
+        self._waiting.clear()
         for bucket in self.buckets:
             bucket.forget()
             for piece in bucket.pieces:
@@ -335,6 +402,7 @@ class GradientReduce:
         self._in_backward = self._follows = False
 
     def _begin_round(self) -> None:
+        self._check_nothing_waits()
         self._before_round()
         self._next = len(self.buckets) - 1
 

@@ -75,6 +75,7 @@ from collectives.gather import ParameterGather
 from collectives.lane import Lane
 from collectives.norms import total_norm
 from collectives.optimizer_steps import OptimizerSteps, Options, parameter_groups
+from collectives.postponed import Postponed
 from collectives.prepare import (
     build_buckets,
     check_module,
@@ -290,6 +291,18 @@ class ShardedDataParallel(nn.Module):
             yield
         finally:
             self._reduce.is_last = before
+
+    @contextmanager
+    def weights_postponed(self) -> Iterator[Postponed]:
+        """A backward pass inside leaves the gradients of linears' weights for `Postponed.compute`.
+
+        That is where linears write into slots (`collectives.slot`); of others nothing is postponed.
+
+        Raises:
+            ValueError: in stage 2, or with `step_in_backward`.
+        """
+        with self._reduce.postponing() as postponed:
+            yield postponed
 
     @contextmanager
     def no_gathers_after_step(self) -> Iterator[None]:

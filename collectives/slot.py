@@ -5,6 +5,8 @@ computed in. A product that writes there spares a copy, a cast and the memory be
 wide dtype (Megatron-LM's gradient accumulation fusion, for buckets). In its backward pass an operator asks for a slot,
 writes there, and returns None for the parameter; without a slot it returns the gradient, as ever. Either way the bucket
 learns from autograd when a parameter has all of its gradients: it may be used several times, in either way.
+
+What writes may also wait (`collectives.postponed`): then the slot is asked for when its turn comes.
 """
 
 from __future__ import annotations
@@ -30,15 +32,22 @@ class GradientSlot:
     adds: bool
 
 
+Write = Callable[[GradientSlot], None]
+"""Fills a slot."""
+
+
 class SlotSource:
     """Where slots of one parameter come from.
 
     Args:
         give: a slot, to be written at once; None where none is free.
+        postpone: takes what writes for later, where the backward pass does that; None where it does not, now.
     """
 
-    def __init__(self, give: Callable[[], GradientSlot | None]) -> None:
-        self._give = give
+    def __init__(
+        self, give: Callable[[], GradientSlot | None], postpone: Callable[[], Callable[[Write], None] | None]
+    ) -> None:
+        self._give, self._postpone = give, postpone
 
     def slot(self, accumulator: object) -> GradientSlot | None:
         """To be called in a backward pass; None: there is no place, return the gradient.
@@ -48,14 +57,37 @@ class SlotSource:
         """
         return self._give() if _will_accumulate(accumulator) else None
 
+    def write(self, accumulator: object, write: Write) -> bool:
+        """Have `write` fill a slot, now or, where the backward pass postpones that, later; False as `slot`'s None.
+
+        What it reads must stay as it is until then.
+        """
+        postpone = self._postpone() if _will_accumulate(accumulator) else None
+        if postpone is not None:
+            postpone(write)
+            return True
+        slot = self.slot(accumulator)
+        if slot is not None:
+            write(slot)
+        return slot is not None
+
+    @property
+    def postpones(self) -> bool:
+        """Whether `write` would be later."""
+        return self._postpone() is not None
+
 
 # Beside the parameters, and not an attribute of theirs: that would be saved with them.
 _sources: MutableMapping[Tensor, SlotSource] = WeakTensorKeyDictionary()
 
 
-def set_slot_source(parameter: Tensor, give: Callable[[], GradientSlot | None]) -> None:
-    """From now on slots of this parameter come from there; `give` must not hold the parameter."""
-    _sources[parameter] = SlotSource(give)
+def set_slot_source(
+    parameter: Tensor,
+    give: Callable[[], GradientSlot | None],
+    postpone: Callable[[], Callable[[Write], None] | None] = lambda: None,
+) -> None:
+    """From now on slots of this parameter come from there (as of `SlotSource`); neither must hold the parameter."""
+    _sources[parameter] = SlotSource(give, postpone)
 
 
 def slot_source(parameter: Tensor) -> SlotSource | None:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from collectives.arguments import as_dtype
-from collectives.exchange import TensorExchange
+from collectives.exchange import Gathering, TensorExchange
 from collectives.product import multiply, weight_gradient
 from collectives.slot import SlotSource, slot_source
 
@@ -251,7 +251,8 @@ class _Column(torch.autograd.Function):
         dweight_NK = None
         if gathering is not None:
             accumulator, _ = ctx.next_functions[1]  # behind the input's
-            dweight_NK = weight_gradient(dy_MN, gathering.whole(), ctx.source, accumulator, tuned=linear.tuned)
+            x_MK = _whole(gathering, [ctx.source])
+            dweight_NK = weight_gradient(dy_MN, x_MK, ctx.source, accumulator, tuned=linear.tuned)
             gathering.close()
         dx_mK = None if scattering is None else scattering.result()
         return None, dx_mK, dweight_NK, dbias_N
@@ -289,7 +290,7 @@ class _Row(torch.autograd.Function):
         # gather, or it would delay that, and hold multiprocessors while it waits for late ranks.
         dbias_N = dy_mN.sum(0) if needs_bias and ctx.has_bias else None
         summing = exchange.start_all_reduce(dbias_N) if dbias_N is not None and linear.sums_bias else None
-        dy_MN = gathering.whole() if any(needs[len(inputs) :]) else None
+        dy_MN = _whole(gathering, ctx.sources) if any(needs[len(inputs) :]) else None
         of_weights = zip(inputs, needs[len(inputs) :], ctx.sources, ctx.next_functions[-len(weights) :], strict=True)
         dweights = [
             weight_gradient(dy_MN, x_MK, source, accumulator, tuned=linear.tuned)
@@ -317,6 +318,12 @@ def _multiply(
 
 def _source(weight_NK: Tensor) -> SlotSource | None:
     return slot_source(weight_NK) if weight_NK.requires_grad else None
+
+
+def _whole(gathering: Gathering, sources: Sequence[SlotSource | None]) -> Tensor:
+    """What was gathered, as long as the weights' products need it."""
+    postpones = any(source is not None and source.postpones for source in sources)
+    return gathering.kept() if postpones else gathering.whole()
 
 
 def _view(matrix_MC: Tensor, exchange: TensorExchange) -> Tensor:

@@ -285,6 +285,11 @@ class OverlapConfig(Section):
     dp: bool = Field(True, description="prefetch all-gathers and launch reduce-scatters as gradients complete")
     tp: bool = Field(True, description="cut the products of tensor-parallel linears, and carry parts under them")
     pp: bool = Field(True, description="send and receive apart, under the computation of a pipeline stage")
+    zero_bubble: bool = Field(
+        True,
+        description="a pipeline stage computes weights' gradients where it would wait, not before it sends its input's "
+        "on; with pp above, and without recomputation or compiled blocks",
+    )
     prefetch: Count = Field(2, description="all-gathers launched ahead of the computation that waits for them")
     bucket_mib: float = Field(64.0, ge=0, description="largest all-gather or reduce-scatter, MiB; 0: one a block")
     reduce_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of gradients on the wire")

@@ -148,7 +148,26 @@ def in_flight(job: JobConfig, stage: int) -> int:
     pp, vpp, count = job.parallel.pp, job.parallel.vpp, micro_batches(job)
     behind = pp - 1 - stage
     warm_up = behind if vpp == 1 else 2 * behind + (vpp - 1) * pp
-    return min(warm_up + 1, count * vpp)
+    postponed = stage if has_zero_bubble(job) else 0
+    return min(warm_up + 1 + postponed, count * vpp)
+
+
+def has_zero_bubble(job: JobConfig) -> bool:
+    """Whether stages compute weights' gradients where they would wait (`trainer.zero_bubble`)."""
+    return job.overlap.zero_bubble and why_no_zero_bubble(job) is None
+
+
+def why_no_zero_bubble(job: JobConfig) -> str | None:
+    """What `overlap.zero_bubble` has no effect for, if there is anything."""
+    reasons = {
+        "job.parallel.pp is 1": job.parallel.pp == 1,
+        "job.overlap.pp is false: a stage waits for what it sends before it goes on": not job.overlap.pp,
+        "job.model.compile is true: compiled linears hand their gradients to autograd": job.model.compile,
+        f"job.model.recompute is {job.model.recompute}, for want of the memory that gradients take while they wait": (
+            job.model.recompute != "none"
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def block_bytes(model: ModelConfig, tp: int) -> tuple[float, float]:
@@ -233,12 +252,15 @@ def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
     micro_sizes = [size for size in range(batch.micro_size, 0, -1) if batch.micro_size % size == 0]
     degrees = [factor for factor in range(1, parallel.dp + 1) if parallel.dp % factor == 0]
     spreads = sorted(itertools.product(degrees, degrees), key=lambda pair: (pair[0] * pair[1], pair[1]))
+    bubbles = (job.overlap.zero_bubble, False) if has_zero_bubble(job) else (job.overlap.zero_bubble,)
     windows = (job.overlap.windows, False) if job.overlap.windows and parallel.dp > 1 else (job.overlap.windows,)
-    for (tp, pp), micro_size, recompute, has_windows in itertools.product(spreads, micro_sizes, recomputes, windows):
+    for (tp, pp), micro_size, recompute, zero_bubble, has_windows in itertools.product(
+        spreads, micro_sizes, recomputes, bubbles, windows
+    ):
         if parallel.dp % (tp * pp):
             continue
         changes: dict[str, dict[str, Any]] = {
-            "overlap": {"windows": has_windows},
+            "overlap": {"windows": has_windows, "zero_bubble": zero_bubble},
             "model": {"recompute": recompute},
             "batch": {"micro_size": micro_size},
             "parallel": {"tp": parallel.tp * tp, "pp": parallel.pp * pp, "dp": parallel.dp // (tp * pp)},
@@ -286,6 +308,8 @@ def _activation_bytes(job: JobConfig, stage: int) -> int:
     kept, dropped = _kept_and_dropped(model)
     layer = stream + {"none": kept + dropped, "selective": kept, "full": 0.0}[model.recompute] / parallel.tp
     layers = model.layers // (parallel.pp * parallel.vpp)
+    if has_zero_bubble(job):
+        layer = max(layer, _postponed_bytes(job))
     pair = layers * layer + (stream if parallel.pp > 1 else 0.0)  # what was sent is held until its gradient comes
     each = pair * in_flight(job, stage)
     if stage == 0:
@@ -293,6 +317,17 @@ def _activation_bytes(job: JobConfig, stage: int) -> int:
     if stage == parallel.pp - 1:  # the last norm's input, and the loss' gradient; one micro-batch at a time
         each += 2 * stream + _norm_saved_bytes(model) / parallel.tp
     return round(each * tokens)
+
+
+def _postponed_bytes(job: JobConfig) -> float:
+    """Of one token, what a block's linears keep for weights' gradients that wait: inputs, and gradients of outputs.
+
+    Of the residual stream's width they are whole on every rank.
+    """
+    model = job.model
+    outside = (2 if model.parallel_block else 4) * model.hidden
+    inside = model.hidden + model.ffn_hidden + _qkv_width(model) + _up_width(model)
+    return (outside + inside / job.parallel.tp) * _DTYPE_BYTES[model.dtype]
 
 
 def _block_work_bytes(job: JobConfig) -> int:

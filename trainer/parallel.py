@@ -45,7 +45,8 @@ from trainer.linears import parts
 from trainer.memory import has_room_for_copies, has_room_for_windows
 from trainer.model import GPT, build_model
 from trainer.pipeline import StageModel, run_schedule
-from trainer.schedule import Schedule, forward_only, of_layout
+from trainer.schedule import Schedule, forward_only
+from trainer.zero_bubble import of_job
 
 logger = logging.getLogger(__name__)
 
@@ -432,6 +433,7 @@ class _Pipeline:
             loss=lambda index, chunk, x: chunk(x, batches[index][1]),
             last_backward=ShardedDataParallel.last_backward,
             num_replicas=self.model.layout.dp,
+            postponing=ShardedDataParallel.weights_postponed,
         )
         run_schedule(schedule, channel, stage, self.model.recorder)
         return sum((loss / len(batches) for loss in stage.losses.values()), self.model.zero())
@@ -443,7 +445,7 @@ class _Pipeline:
             if kind == "evaluate":
                 schedule = forward_only(layout.pp, num_micro_batches, layout.vpp)
             else:
-                schedule = of_layout(layout, num_micro_batches)
+                schedule = of_job(model.job, num_micro_batches)
             shape = model.job.model.seq_len // layout.tp, model.job.batch.micro_size, model.job.model.hidden
             channel = PipelineChannel(
                 shape,

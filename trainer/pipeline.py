@@ -28,6 +28,16 @@ class Stage(Protocol):
     def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
         """The gradient for the virtual stage before; None in, at the last; None out, at the first."""
 
+    def weights(self, action: Action) -> None:
+        """Gradients of weights that this micro-batch's backward pass has left; called where the schedule has them."""
+
+
+class Left(Protocol):
+    """What a backward pass has left of the weights' gradients."""
+
+    def compute(self) -> None:
+        """Now."""
+
 
 def run_schedule(schedule: Schedule, channel: PipelineChannel, stage: Stage, recorder: Recorder | None = None) -> None:
     """One step of the stage that `channel` belongs to; every stage of the pipeline calls it.
@@ -63,8 +73,10 @@ class StageModel:
         inputs: the model's input of a micro-batch; called on the first stage only.
         loss: runs the model's last chunk on its input, and gives the loss of the micro-batch: `loss(micro_batch, chunk,
             x)`; called on the last stage only.
-        last_backward: around the last backward pass of each chunk in a step: `last_backward(chunk)`.
+        last_backward: around what computes the last gradients of each chunk in a step: `last_backward(chunk)`.
         num_replicas: pipelines whose gradients are summed.
+        postponing: around a backward pass that may leave weights' gradients: `postponing(chunk)`; None: it leaves none,
+            and their actions of the schedule do nothing.
     """
 
     def __init__(
@@ -76,6 +88,7 @@ class StageModel:
         loss: Callable[[int, Any, Tensor], Tensor],
         last_backward: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         num_replicas: int = 1,
+        postponing: Callable[[Any], contextlib.AbstractContextManager[Left]] | None = None,
     ) -> None:
         if len(chunks) != schedule.num_chunks:
             raise ValueError(
@@ -83,11 +96,14 @@ class StageModel:
             )
         self.chunks, self.schedule, self.stage, self.inputs, self.loss = chunks, schedule, stage, inputs, loss
         self._last_backward, self._num_added = last_backward, schedule.num_micro_batches * num_replicas
-        backwards = [action for action in schedule.stages[stage] if action.kind == "backward"]
-        self._last = {action.chunk: action for action in backwards}
+        self._postponing = postponing
+        self._postponed = schedule.postponed[stage] if postponing is not None else frozenset[tuple[int, int]]()
+        computes = [action for action in schedule.stages[stage] if self._computes_weights(action)]
+        self._last = {action.chunk: action for action in computes}
         self.losses: dict[int, Tensor] = {}
         """Of this step so far, by micro-batch, before the division; empty on all but the last stage."""
         self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._left: dict[tuple[int, int], Left] = {}
 
     def zero_grad(self) -> None:
         """Drop the gradients and the losses of the last step."""
@@ -110,11 +126,30 @@ class StageModel:
         return None if is_last else output
 
     def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
-        x, output = self._held.pop((action.micro_batch, action.chunk))
-        is_last = self._last[action.chunk] is action
-        with self._last_backward(self.chunks[action.chunk]) if is_last else contextlib.nullcontext():
-            torch.autograd.backward(output, received)
+        pair, chunk = (action.micro_batch, action.chunk), self.chunks[action.chunk]
+        x, output = self._held.pop(pair)
+        if self._postponing is not None and pair in self._postponed:
+            with self._postponing(chunk) as self._left[pair]:
+                torch.autograd.backward(output, received)
+        else:
+            with self._closing(action):
+                torch.autograd.backward(output, received)
         return None if x is None else x.grad
+
+    def weights(self, action: Action) -> None:
+        left = self._left.pop((action.micro_batch, action.chunk), None)
+        if left is not None:
+            with self._closing(action):
+                left.compute()
+
+    def _closing(self, action: Action) -> contextlib.AbstractContextManager[None]:
+        is_last = self._last[action.chunk] is action
+        return self._last_backward(self.chunks[action.chunk]) if is_last else contextlib.nullcontext()
+
+    def _computes_weights(self, action: Action) -> bool:
+        if action.kind == "backward":
+            return (action.micro_batch, action.chunk) not in self._postponed
+        return action.kind == "weights" and self._postponing is not None
 
 
 class _Run:
@@ -141,6 +176,9 @@ class _Run:
         need, give = self.schedule.incoming(self.number, action), self.schedule.outgoing(self.number, action)
         received = None if need is None else self.channel.receive(need)
         with self._recorded(action):
+            if action.kind == "weights":
+                self.stage.weights(action)
+                return []
             compute = self.stage.forward if action.kind == "forward" else self.stage.backward
             tensor = compute(action, received)
         if give is None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from netlayer.config import JobConfig, ModelConfig, Section
 from netlayer.presets import MODELS
-from trainer.memory import num_parameters
+from trainer.memory import num_parameters, why_no_zero_bubble
 from trainer.ramps import batch_size
 
 
@@ -103,6 +103,8 @@ def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
         why = "job.model.dtype is float64" if is_wide else "job.overlap.windows is false"
         why = "job.parallel.dp is 1: none are reduced" if is_alone else why
         yield "overlap.peer_reduce = false", why
+    if not job.overlap.zero_bubble and (reason := why_no_zero_bubble(job)):
+        yield "overlap.zero_bubble = false", reason
     if job.overlap.step_in_backward and is_alone:
         yield "overlap.step_in_backward = true", "job.parallel.dp is 1: nothing is gathered"
 

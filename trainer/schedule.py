@@ -10,6 +10,7 @@ p stages, v chunks a stage, m micro-batches a step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -20,16 +21,18 @@ if TYPE_CHECKING:
     from netlayer.layout import ParallelLayout
 
 Phase = Literal["warm-up", "steady", "cool-down"]
+Kind = Literal[Direction, "weights"]
 
 
 class Action(NamedTuple):
-    """One computation of a stage: the forward or the backward pass of a micro-batch through one chunk.
+    """One computation of a stage: the forward or the backward pass of a micro-batch through one chunk, or what a
+    backward pass has left of the latter, the gradients of weights.
 
     `phase`: forwards before the first backward are warm-up, backwards after the last forward are cool-down, and
-    between the two forwards and backwards alternate (steady).
+    between the two forwards and backwards alternate (steady). Weights' gradients may stand behind any of them.
     """
 
-    kind: Direction
+    kind: Kind
     micro_batch: int
     chunk: int
     phase: Phase
@@ -43,7 +46,7 @@ class Schedule:
     """The actions of every stage, in order.
 
     Args:
-        name: `1f1b`, `eager_1f1b` or `interleaved_1f1b`.
+        name: `1f1b`, `eager_1f1b` or `interleaved_1f1b`; behind `zero_bubble_` where backward passes are split.
         num_chunks: v, the same on every stage; how many layers a chunk has is not its business.
         num_micro_batches: m.
         stages: actions of stage 0 to p - 1.
@@ -66,13 +69,25 @@ class Schedule:
         """Whether the last stage also sends forward to the first one."""
         return self.num_stages > 1 and self.num_chunks > 1
 
+    @functools.cached_property
+    def postponed(self) -> tuple[frozenset[tuple[int, int]], ...]:
+        """By stage, (micro-batch, chunk) whose backward pass leaves weights' gradients for an action of their own."""
+        return tuple(
+            frozenset((action.micro_batch, action.chunk) for action in actions if action.kind == "weights")
+            for actions in self.stages
+        )
+
     def incoming(self, stage: int, action: Action) -> Message | None:
-        """What an action needs from a neighbour; None at the ends of the model."""
+        """What an action needs from a neighbour; None at the ends of the model, and of weights' gradients."""
+        if action.kind == "weights":
+            return None
         position = self._position(stage, action)
         return None if position == 0 else Message(action.kind, action.micro_batch, action.chunk, action.phase)
 
     def outgoing(self, stage: int, action: Action) -> Message | None:
-        """What a neighbour needs from an action; None at the ends of the model."""
+        """What a neighbour needs from an action; None at the ends of the model, and of weights' gradients."""
+        if action.kind == "weights":
+            return None
         position = self._position(stage, action)
         if position == self.num_stages * self.num_chunks - 1:
             return None
@@ -93,11 +108,13 @@ class Schedule:
         """Where coupled communication exchanges: sends of one round go with the receives of the next, all waited for.
 
         As Megatron-LM does without overlap: after every action; with `paired_rounds` (all but plain 1F1B), a steady
-        forward and backward make one round. There, an exchange after every action would deadlock.
+        forward and backward make one round. There, an exchange after every action would deadlock. Weights' gradients
+        make no round: coupled, a stage cannot send before it computes them.
         """
         rounds: list[list[Action]] = []
         for action in self.stages[stage]:
-            if self.paired_rounds and action.phase == "steady" and action.kind == "backward":
+            is_second = self.paired_rounds and action.phase == "steady" and action.kind == "backward"
+            if is_second or action.kind == "weights":
                 rounds[-1].append(action)
             else:
                 rounds.append([action])
@@ -110,11 +127,15 @@ class Schedule:
     def peak_in_flight(self, stage: int) -> int:
         """Most (micro-batch, chunk) pairs that wait for their backward at once: what activation memory must hold.
 
-        A pair is one micro-batch through 1 / v of the stage's layers.
+        A pair is one micro-batch through 1 / v of the stage's layers. One whose weights' gradients are still to be
+        computed counts: linears' inputs and the gradients of their outputs are as many bytes, without recomputation.
         """
         held = peak = 0
         for action in self.stages[stage]:
-            held += 1 if action.kind == "forward" else -1
+            if action.kind == "forward":
+                held += 1
+            elif action.kind == "weights" or (action.micro_batch, action.chunk) not in self.postponed[stage]:
+                held -= 1
             peak = max(peak, held)
         return peak
 

@@ -11,9 +11,11 @@ from collections import Counter
 from collectives.messages import DIRECTIONS, NUM_SLOTS
 from netlayer.config import JobConfig
 from trainer.memory import in_flight, micro_batches
-from trainer.schedule import Phase, Schedule, of_layout
+from trainer.schedule import Kind, Phase, Schedule
 from trainer.schedule_simulation import Costs, simulate
+from trainer.zero_bubble import of_job
 
+_BEFORE: dict[Kind, Kind] = {"backward": "forward", "weights": "backward"}
 _PHASES: tuple[Phase, ...] = ("warm-up", "steady", "cool-down")
 
 
@@ -21,9 +23,11 @@ def check_schedule(schedule: Schedule, *, depth: int = 1, max_in_flight: int | N
     """Raise ValueError, with what is wrong and where, unless all of this holds.
 
     - There is a stage, a micro-batch and a chunk: of nothing, all else would hold.
-    - Every stage runs the forward and the backward of every (micro-batch, chunk) once, the forward first.
+    - Every stage runs the forward and the backward of every (micro-batch, chunk) once, the forward first; and where
+      weights' gradients come apart, those at most once, behind the backward.
     - The phases follow each other: forwards (warm-up), forward and backward in turn (steady), backwards (cool-down).
-      So a stage never holds more activations than its warm-up and one more forward make.
+      So a stage never holds more activations than its warm-up and one more forward make, and those whose weights'
+      gradients wait.
     - Every message has one sender and one receiver, and both sides have the messages of a channel in the same order.
     - No stage holds more than `max_in_flight` activations at once, each of one micro-batch and chunk, if that is given.
     - It ends: with `depth` receives posted ahead, and with coupled communication; also where a GPU has but one queue
@@ -58,7 +62,7 @@ def check_job(job: JobConfig) -> None:
     if job.parallel.pp == 1:
         return
     held = max(in_flight(job, stage) for stage in range(job.parallel.pp))
-    check_schedule(of_layout(job.parallel.layout, micro_batches(job)), max_in_flight=held)
+    check_schedule(of_job(job, micro_batches(job)), max_in_flight=held)
 
 
 def num_actions(job: JobConfig) -> int:
@@ -78,21 +82,24 @@ def _check_complete(schedule: Schedule, stage: int) -> None:
                 f"stage {stage}: the {kind} of micro-batch {odd[0][0]}, chunk {odd[0][1]} comes {found[odd[0]]} times; "
                 f"each of {schedule.num_micro_batches} x {schedule.num_chunks} comes once"
             )
-    begun: set[tuple[int, int]] = set()
+    begun: dict[Kind, set[tuple[int, int]]] = {"forward": set(), "backward": set(), "weights": set()}
     for action in actions:
         pair = (action.micro_batch, action.chunk)
-        if action.kind == "forward":
-            begun.add(pair)
-        elif pair not in begun:
-            raise ValueError(f"stage {stage}: the {action} comes before its forward; put it behind that")
+        before = _BEFORE.get(action.kind)
+        if before is not None and pair not in begun[before]:
+            raise ValueError(f"stage {stage}: the {action} comes before its {before}; put it behind that")
+        if action.kind == "weights" and pair in begun["weights"]:
+            raise ValueError(f"stage {stage}: the {action} comes again; compute them once")
+        begun[action.kind].add(pair)
 
 
 def _check_phases(schedule: Schedule, stage: int) -> None:
     actions = schedule.stages[stage]
-    parts = {phase: [a.kind for a in actions if a.phase == phase] for phase in _PHASES}
+    parts = {phase: [a.kind for a in actions if a.phase == phase and a.kind != "weights"] for phase in _PHASES}
     steady = parts["steady"]
     in_turn = steady == ["forward", "backward"] * (len(steady) // 2)
-    in_order = [a.phase for a in actions] == [phase for phase in _PHASES for _ in parts[phase]]
+    passes = [a.phase for a in actions if a.kind != "weights"]
+    in_order = passes == [phase for phase in _PHASES for _ in parts[phase]]
     if not in_order or not in_turn or "backward" in parts["warm-up"] or "forward" in parts["cool-down"]:
         raise ValueError(
             f"stage {stage}: phases must be forwards (warm-up), forward and backward in turn (steady), backwards "

@@ -10,7 +10,8 @@ p stages, v chunks a stage; a channel is one direction of the link from stage s 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -25,11 +26,13 @@ class Costs:
     Args:
         forward_s, backward_s: of one micro-batch, by stage and chunk, shape [p][v].
         transfer_s: of one message, by link, shape [p]; the last is the link from the last stage to the first.
+        weights_share: of `backward_s`, what gradients of weights take where a schedule computes them apart.
     """
 
     forward_s: Sequence[Sequence[float]]
     backward_s: Sequence[Sequence[float]]
     transfer_s: Sequence[float]
+    weights_share: float = 0.5
 
     @classmethod
     def even(cls, schedule: Schedule, forward_s: float, backward_s: float, transfer_s: float = 0.0) -> Costs:
@@ -37,9 +40,13 @@ class Costs:
         p, v = schedule.num_stages, schedule.num_chunks
         return cls([[forward_s] * v] * p, [[backward_s] * v] * p, [transfer_s] * p)
 
-    def of(self, stage: int, action: Action) -> float:
-        by_stage = self.forward_s if action.kind == "forward" else self.backward_s
-        return by_stage[stage][action.chunk]
+    def of(self, schedule: Schedule, stage: int, action: Action) -> float:
+        if action.kind == "forward":
+            return self.forward_s[stage][action.chunk]
+        backward_s = self.backward_s[stage][action.chunk]
+        if (action.micro_batch, action.chunk) not in schedule.postponed[stage]:
+            return backward_s
+        return backward_s * (self.weights_share if action.kind == "weights" else 1 - self.weights_share)
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ def simulate(
             list(coupled_program(schedule, stage) if coupled else decoupled_program(schedule, stage, depth)),
             {direction: channels[direction, stage] for direction in DIRECTIONS},
             {direction: channels[direction, schedule.receiver(stage, direction)] for direction in DIRECTIONS},
-            costs,
+            functools.partial(costs.of, schedule, stage),
             one_queue,
         )
         for stage in range(schedule.num_stages)
@@ -212,11 +219,11 @@ class _Stage:
         program: Sequence[Instruction],
         into: dict[Direction, _Channel],
         out: dict[Direction, _Channel],
-        costs: Costs,
+        cost: Callable[[Action], float],
         one_queue: bool,
     ) -> None:
         self.stage, self.program, self.into, self.out = stage, program, into, out
-        self.costs, self.one_queue = costs, one_queue
+        self.cost, self.one_queue = cost, one_queue
         self.at = 0
         self.now = 0.0
         self.computed: list[tuple[Action, float, float]] = []
@@ -241,7 +248,7 @@ class _Stage:
         """Carry it out; when the next one can follow, None where that is not known yet."""
         what = instruction.what
         if isinstance(what, Action):
-            start, self.now = self.now, self.now + self.costs.of(self.stage, what)
+            start, self.now = self.now, self.now + self.cost(what)
             self.computed.append((what, start, self.now))
             return self.now
         channel = (self.into if instruction.kind in ("post", "receive") else self.out)[what.direction]

@@ -30,6 +30,7 @@ from collectives.exchange import (
 )
 from collectives.lane import Lane
 from collectives.recorder import WAIT, Recorder
+from collectives.slot import GradientSlot, Write, set_slot_source
 from collectives.symmetric import PeerRounds
 from collectives.tensor import ColumnParallelLinear, RowParallelLinear, _multiply, join_by_torch
 from netlayer.errors import HardwareMissing
@@ -113,7 +114,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CHECKS_NAMES := [
     "column_agrees", "row_agrees", "block_agrees", "random_shapes_agree", "half_precision_agrees",
     "delays_change_nothing", "collectives_are_counted", "frozen_weights_need_no_gather", "graphs_replay",
-    "windows_grow", "rows_that_differ_are_named", "a_bias_can_be_left_to_the_reader",
+    "windows_grow", "rows_that_differ_are_named", "a_bias_can_be_left_to_the_reader", "weights_gradients_may_wait",
 ])  # fmt: skip
 def test_among_ranks(name: str, ranks: tuple[int, str, str], folder: Path) -> None:
     assert_passed([outcomes[name] for outcomes in run_checks(*ranks, folder)])
@@ -299,6 +300,44 @@ def collectives_are_counted(exchange: TensorExchange, device: torch.device) -> N
     assert {span.name for span in spans if span.lane.startswith("tensor")} == set(expected)
     assert {span.name for span in spans if span.lane == WAIT} == {f"wait for {kind}" for kind in expected}
     assert 0 < comm.exposed_comm <= 1
+
+
+@check
+def weights_gradients_may_wait(exchange: TensorExchange, device: torch.device) -> None:
+    """What they read stays as it is, though others are gathered into the same memory before their turn."""
+    ranks, width = exchange.world_size, 16
+    layers = [
+        (
+            ColumnParallelLinear(width, [8 * ranks, 4 * ranks], exchange=exchange, device=device),
+            RowParallelLinear([8 * ranks, 4 * ranks], width, exchange=exchange, device=device),
+        )
+        for _ in range(3)
+    ]
+    waiting, found, may_wait = list[Callable[[], None]](), dict[Tensor, Tensor](), [True]
+
+    def watch(weight: Tensor) -> None:
+        found[weight] = place = torch.zeros_like(weight)
+
+        def postpone(write: Write) -> None:
+            waiting.append(lambda: write(GradientSlot(place, adds=True)))
+
+        set_slot_source(weight, lambda: None, lambda: postpone if may_wait[0] else None)
+
+    for weight in (weight for into, back in layers for weight in (into.weight, *back.weights)):
+        watch(weight)
+    x = torch.randn(3, 4, width, device=device)
+    for may_wait[0] in (True, False):
+        for own in x:
+            y = own
+            for into, back in layers:
+                y = y + back(*into(y)).tanh()
+            y.square().sum().backward()
+    assert len(waiting) == len(x) * len(found)
+    with torch.no_grad():
+        for compute in waiting:
+            compute()
+    for weight, later in found.items():
+        close(later, weight.grad, 1e-5)  # a sum inside the product is rounded otherwise
 
 
 @check

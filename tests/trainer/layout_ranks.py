@@ -22,6 +22,7 @@ from torch._dynamo.utils import counters
 
 from collectives import product
 from collectives.nodes import virtual_node_environ
+from collectives.postponed import Postponed
 from netlayer.config import JobConfig
 from netlayer.layout import ParallelLayout
 from netlayer.rank import RankContext
@@ -163,6 +164,23 @@ def copied(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str
     ):
         found = run_rank(context, jobs, steps, url)
     assert opened.call_count == sum(job.parallel.vpp * job.overlap.peer_reduce for job in jobs)
+    return found
+
+
+@dataclass(frozen=True)
+class PostponedSteps:
+    """What training gave, and how many products of weights waited on this rank."""
+
+    trained: Trained
+    num_postponed: int
+
+
+def postponed(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str) -> list[PostponedSteps]:
+    found = []
+    with _world(context, url):
+        for job in jobs:
+            with mock.patch.object(Postponed, "add", autospec=True, side_effect=Postponed.add) as added:
+                found.append(PostponedSteps(train(job, context.env.rank, steps), added.call_count))
     return found
 
 

@@ -110,6 +110,30 @@ def test_what_is_copied_to_peers_trains_as_one_process(tmp_path: Path) -> None:
     check(jobs, found, 2, 1e-5)
 
 
+POSTPONED: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"pp": 2, "dp": 2, "vpp": 2}, LLAMA),
+    ({"pp": 4}, PARALLEL),
+    ({"tp": 2, "pp": 2}, PLAIN),
+    ({"tp": 2, "pp": 2, "vpp": 2}, {**PARALLEL, "dtype": "bfloat16"}),
+]
+
+
+def test_weights_gradients_that_wait_are_the_same_bits(tmp_path: Path) -> None:
+    """Nothing is computed otherwise or added in another order: so switching it changes no run."""
+    switched = [{"zero_bubble": zero_bubble} for zero_bubble in (True, False)]
+    jobs = [job_of(*case, overlap) for case in POSTPONED for overlap in switched]
+    with meeting_place() as place:
+        url = place.init_method("postponed")
+        found = launch(layout_ranks.postponed, 4, args=(jobs, 2, url), log_dir=tmp_path)[0]
+    for index, (job, got, other) in enumerate(zip(jobs[::2], found[::2], found[1::2], strict=True)):
+        where = f"{job.parallel}; {job.model}"
+        assert got.num_postponed > 0 == other.num_postponed, where
+        assert (got.trained.losses, got.trained.norms) == (other.trained.losses, other.trained.norms), where
+        ours, theirs = got.trained, other.trained
+        for one, two in zip([*ours.gradients, ours.parameters], [*theirs.gradients, theirs.parameters], strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=0, msg=f"{index}: {where}")
+
+
 def test_streams_and_threads_do_not_grow_with_chunks_and_channels_and_none_is_left(tmp_path: Path) -> None:
     degrees = {"pp": 2, "dp": 2}
     jobs = [job_of({**degrees, "vpp": vpp}, {"layers": 8}, {}) for vpp in (2, 4)]

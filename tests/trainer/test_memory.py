@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from collectives import ShardedDataParallel
 from collectives.prepare import plan_module
 from netlayer import environ
 from netlayer.config import JobConfig, ModelConfig
@@ -21,6 +23,7 @@ from netlayer.config_file import load_config
 from netlayer.environ import Gpu
 from netlayer.errors import ConfigError
 from trainer.memory import (
+    _postponed_bytes,
     check_memory,
     estimate,
     estimate_stage,
@@ -33,7 +36,7 @@ from trainer.memory import (
 from trainer.model import GPT, build_model
 from trainer.optim import build_optimizer
 from trainer.parallel import SplitModel, layers_of
-from trainer.schedule import interleaved, one_forward_one_backward
+from trainer.zero_bubble import of_job
 
 SMALL = {"layers": 3, "hidden": 128, "heads": 4, "ffn_hidden": 512, "vocab_size": 300, "seq_len": 128}
 # Without SwiGLU and RMSNorm: what a CPU computes them with saves more than the kernels that the estimate is of.
@@ -166,18 +169,38 @@ def saved_bytes(job: JobConfig) -> int:
     return sum(num_bytes for address, num_bytes in storages.items() if address not in parameters)
 
 
+@pytest.mark.parametrize("zero_bubble", [False, True])
 @pytest.mark.parametrize(("pp", "vpp", "rounds"), [*itertools.product([2, 4], [1, 2], [1, 2, 4])])
-def test_micro_batches_in_flight_are_the_schedules(pp: int, vpp: int, rounds: int) -> None:
+def test_micro_batches_in_flight_are_the_schedules(pp: int, vpp: int, rounds: int, zero_bubble: bool) -> None:
     job = JobConfig.model_validate(
         {
             "model": {**SMALL, "layers": 8},
             "parallel": {"pp": pp, "vpp": vpp, "dp": 1},
             "batch": {"global_size": pp * rounds, "micro_size": 1},
+            "overlap": {"zero_bubble": zero_bubble},
         }
     )
-    count = micro_batches(job)
-    schedule = interleaved(pp, count, vpp) if vpp > 1 else one_forward_one_backward(pp, count)
+    schedule = of_job(job, micro_batches(job))
     assert [in_flight(job, stage) for stage in range(pp)] == [schedule.peak_in_flight(stage) for stage in range(pp)]
+
+
+@pytest.mark.parametrize("model", [{}, {"parallel_block": True}, LLAMA, {"activation": "swiglu"}], ids=str)
+def test_weights_gradients_that_wait_keep_what_is_counted(model: dict[str, object]) -> None:
+    job = small_job(layers=2, **model)
+    held = dict[int, int]()
+
+    def keep(dy_MN: Tensor, x_MK: Tensor, *_: object, **__: object) -> Tensor:
+        held.update({each.untyped_storage().data_ptr(): each.nbytes for each in (dy_MN, x_MK)})
+        kept.extend((dy_MN, x_MK))  # or their addresses would come again
+        return dy_MN.t() @ x_MK
+
+    kept = list[Tensor]()
+    gpt = build_model(job.model, 0, torch.device("cpu"))
+    sharded = ShardedDataParallel(gpt, units=gpt.units)
+    tokens = torch.zeros(job.batch.micro_size, job.model.seq_len, dtype=torch.int64)
+    with mock.patch("trainer.ops.linear.weight_gradient", side_effect=keep):
+        sharded(tokens, tokens).backward()
+    assert sum(held.values()) == 2 * _postponed_bytes(job) * tokens.numel()
 
 
 @pytest.mark.parametrize("tied", [False, True])

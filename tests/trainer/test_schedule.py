@@ -227,7 +227,7 @@ def _swapped(schedule: Schedule, stage: int, first: int, second: int) -> Schedul
     return _with_stage(schedule, stage, actions)
 
 
-def _deadlock() -> Schedule:
+def deadlock() -> Schedule:
     """Stage 0 wants its first gradient before it sends the second activation; stage 1 the other way round."""
     first = [Action("forward", 0, 0, "steady"), Action("backward", 0, 0, "steady")]
     first += [Action("forward", 1, 0, "steady"), Action("backward", 1, 0, "steady")]
@@ -249,7 +249,7 @@ def _deadlock() -> Schedule:
             ),
             "phases must be",
         ),
-        (_deadlock, "deadlock: stage 0 at the receive of the gradient of micro-batch 0 .*; stage 1 at the receive of"),
+        (deadlock, "deadlock: stage 0 at the receive of the gradient of micro-batch 0 .*; stage 1 at the receive of"),
     ],
 )
 def test_what_is_broken_is_found(broken: Callable[[], Schedule], says: str) -> None:

@@ -1,0 +1,111 @@
+"""Schedules whose weights' gradients wait: what that gains, what it takes, and what the proof says of broken ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from netlayer.config import JobConfig
+from tests.trainer.test_schedule import deadlock, schedules
+from trainer.memory import why_no_zero_bubble
+from trainer.schedule import Action, Schedule, interleaved, of_layout, one_forward_one_backward
+from trainer.schedule_check import check_schedule
+from trainer.schedule_simulation import Costs, simulate
+from trainer.zero_bubble import of_job, postpone_weights
+
+LETTERS = {"forward": "F", "backward": "B", "weights": "W"}
+
+
+@given(schedule=schedules(), depth=st.integers(1, 4))
+def test_what_waits_is_computed_behind_its_backward_pass_and_moves_nothing_else(schedule: Schedule, depth: int) -> None:
+    found = postpone_weights(schedule)
+    most = [schedule.peak_in_flight(stage) + stage for stage in range(schedule.num_stages)]
+    assert all(found.peak_in_flight(stage) <= number for stage, number in enumerate(most))
+    check_schedule(found, depth=depth, max_in_flight=max(most))
+    passes = tuple(tuple(action for action in actions if action.kind != "weights") for actions in found.stages)
+    assert passes == schedule.stages
+    assert [found.traffic(stage) for stage in range(found.num_stages)] == [
+        schedule.traffic(stage) for stage in range(schedule.num_stages)
+    ]
+
+
+@given(schedule=schedules(kinds=("1f1b", "interleaved")))
+def test_of_the_bubble_the_forwards_are_left(schedule: Schedule) -> None:
+    """Where all three computations take as long, and the stages have enough of them."""
+    found = simulate(postpone_weights(schedule), Costs.even(schedule, 1.0, 2.0))
+    before = simulate(schedule, Costs.even(schedule, 1.0, 2.0))
+    assert found.ideal_s == pytest.approx(before.ideal_s)
+    assert found.step_s <= before.step_s
+    if schedule.num_micro_batches >= schedule.num_stages:
+        assert found.step_s == pytest.approx(found.ideal_s + schedule.num_stages - 1)
+
+
+@given(schedule=schedules(), share=st.floats(0.3, 0.6), backward_s=st.floats(1.5, 2.5), transfer_s=st.floats(0.0, 0.1))
+def test_with_other_times_it_is_not_the_slower_one(
+    schedule: Schedule, share: float, backward_s: float, transfer_s: float
+) -> None:
+    costs = replace(Costs.even(schedule, 1.0, backward_s, transfer_s), weights_share=share)
+    assert simulate(postpone_weights(schedule), costs).step_s <= simulate(schedule, costs).step_s + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("schedule", "lines"),
+    [
+        (one_forward_one_backward(3, 3), ["F0 F1 F2 B0 W0 B1 W1 B2 W2", "F0 F1 B0 F2 B1 W0 B2 W1 W2", None]),
+        (interleaved(2, 2, 2), [None, "F0 F1 F0' B0' F1' B1' B0 B1 W0' W1' W0 W1"]),
+    ],
+)
+def test_small_ones_read_as_drawn(schedule: Schedule, lines: list[str | None]) -> None:
+    for actions, line in zip(postpone_weights(schedule).stages, lines, strict=True):
+        drawn = " ".join(f"{LETTERS[a.kind]}{a.micro_batch}{chr(39) * a.chunk}" for a in actions)
+        assert line is None or drawn == line
+
+
+def test_one_stage_and_one_that_gains_nothing_stay_as_they_are() -> None:
+    alone = one_forward_one_backward(1, 4)
+    assert postpone_weights(alone) is alone
+
+
+def test_a_job_postpones_where_it_can() -> None:
+    def job(**sections: object) -> JobConfig:
+        tree = {"parallel": {"pp": 2, "vpp": 2, "dp": 1}, "batch": {"micro_size": 1}}
+        return JobConfig.model_validate(tree | sections)
+
+    assert of_job(job(), 8) == postpone_weights(interleaved(2, 8, 2))
+    assert why_no_zero_bubble(job()) is None
+    for sections, why in (
+        ({"parallel": {"pp": 1, "dp": 1}}, "pp is 1"),
+        ({"overlap": {"pp": False}}, "overlap.pp is false"),
+        ({"model": {"recompute": "selective"}}, "recompute is selective"),
+        ({"model": {"compile": True}}, "compile is true"),
+        ({"overlap": {"zero_bubble": False}}, None),
+    ):
+        other = job(**sections)
+        assert of_job(other, 8) == of_layout(other.parallel.layout, 8)
+        assert why is None or why in (why_no_zero_bubble(other) or "")
+
+
+def _without(schedule: Schedule, index: int, *put: Action) -> Schedule:
+    first = list(schedule.stages[0])
+    first[index : index + 1] = put
+    return replace(schedule, stages=(tuple(first), *schedule.stages[1:]))
+
+
+def test_weights_gradients_before_their_pass_or_twice_are_found() -> None:
+    schedule = postpone_weights(one_forward_one_backward(2, 2))
+    backward, weights = (
+        next(a for a in schedule.stages[0] if a.kind == kind and a.micro_batch == 0) for kind in ("backward", "weights")
+    )
+    at = schedule.stages[0].index(backward)
+    with pytest.raises(ValueError, match="weights of micro-batch 0, chunk 0 comes before its backward"):
+        check_schedule(_without(schedule, at, weights, backward))
+    with pytest.raises(ValueError, match="weights of micro-batch 0, chunk 0 comes again"):
+        check_schedule(_without(schedule, at, backward, weights))
+
+
+def test_stages_that_wait_for_each_other_are_a_deadlock() -> None:
+    with pytest.raises(ValueError, match="schedule 1f1b: deadlock"):
+        postpone_weights(deadlock())

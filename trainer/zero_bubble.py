@@ -1,0 +1,127 @@
+"""Has a pipeline stage compute weights' gradients where it would wait (Qi et al., "Zero Bubble Pipeline Parallelism").
+
+A backward pass makes two gradients: its input's, which the stage before waits for, and its weights', which nobody does
+before the step. Computed later, in the gaps, the second kind shortens the way back through the pipeline: of the bubble
+of 1F1B, (p - 1) forwards and backwards, the forwards are left (ICLR'24, schedule ZB-H1, a third of it). Here that is
+done to any schedule, interleaved 1F1B too. Nothing moves but the weights' gradients, and stage s holds at most s
+activations more than before, in 1F1B as many as stage 0 does.
+
+Left out: schedules that fill the start as well, for twice the activations (ZB-H2), and such as place chunks otherwise
+(ZB-V); computing it all (`trainer.pipeline`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from collectives.messages import Message
+from netlayer.config import JobConfig
+from trainer.memory import has_zero_bubble
+from trainer.schedule import Action, Schedule, of_layout
+
+_TIME = 1.0
+"""Of a forward, of an input's gradient and of the weights': about the same, for a product each. They choose places."""
+
+
+def of_job(job: JobConfig, num_micro_batches: int) -> Schedule:
+    """What a training step of a job's stages runs."""
+    schedule = of_layout(job.parallel.layout, num_micro_batches)
+    return postpone_weights(schedule) if has_zero_bubble(job) else schedule
+
+
+def postpone_weights(schedule: Schedule) -> Schedule:
+    """The same schedule, with weights' gradients at the places where that makes it shortest.
+
+    As few of the last backward passes as it takes leave theirs for later. Where that gains nothing, it stays as it is.
+
+    Raises:
+        ValueError: the schedule deadlocks.
+    """
+    most = schedule.num_micro_batches * schedule.num_chunks
+    shortest, now = _Walk(schedule, most).ends, _Walk(schedule, 0).ends
+    if shortest >= now:
+        return schedule
+    num = min(most, schedule.num_stages * schedule.num_chunks)
+    while (walk := _Walk(schedule, num)).ends > shortest:
+        num = min(most, 2 * num)
+    stages = tuple(tuple(stage.done) for stage in walk.stages)
+    return replace(schedule, name=f"zero_bubble_{schedule.name}", stages=stages)
+
+
+@dataclass
+class _Stage:
+    """A stage on its way through its actions.
+
+    Args:
+        actions: of the schedule.
+        num_whole: backward passes to come that compute weights' gradients themselves.
+        limit: (micro-batch, chunk) pairs that it may hold.
+    """
+
+    actions: tuple[Action, ...]
+    num_whole: int
+    limit: int
+    done: list[Action] = field(default_factory=list)
+    at: int = 0
+    now: float = 0.0
+    waiting: deque[Action] = field(default_factory=deque)
+    held: int = 0
+
+    def follow(self, action: Action, arrival: float) -> None:
+        """Compute it once what it needs has come, and before that weights' gradients, if there is time or must be."""
+        while self.waiting and (self.now + _TIME <= arrival or (action.kind == "forward" and self.held >= self.limit)):
+            self._compute_weights()
+        self.now = max(self.now, arrival) + _TIME
+        self.done.append(action)
+        self.at += 1
+        if action.kind == "forward":
+            self.held += 1
+        elif self.num_whole > 0:
+            self.num_whole, self.now, self.held = self.num_whole - 1, self.now + _TIME, self.held - 1
+        else:
+            self.waiting.append(action)
+
+    def end(self) -> None:
+        while self.waiting:
+            self._compute_weights()
+
+    def _compute_weights(self) -> None:
+        done = self.waiting.popleft()
+        self.done.append(done._replace(kind="weights", phase=self.done[-1].phase))
+        self.now += _TIME
+        self.held -= 1
+
+
+class _Walk:
+    """One step of all stages, messages free, the last `num_postponed` backward passes of each without the weights'."""
+
+    def __init__(self, schedule: Schedule, num_postponed: int) -> None:
+        self.schedule = schedule
+        num_whole = schedule.num_micro_batches * schedule.num_chunks - num_postponed
+        self.stages = [
+            _Stage(actions, num_whole, schedule.peak_in_flight(stage) + stage)
+            for stage, actions in enumerate(schedule.stages)
+        ]
+        self._arrivals: dict[tuple[int, Message], float] = {}
+        while any(stage.at < len(stage.actions) for stage in self.stages):
+            if not sum(self._advance(number) for number in range(len(self.stages))):
+                raise ValueError(f"schedule {schedule.name}: deadlock; reorder the actions")
+        for stage in self.stages:
+            stage.end()
+        self.ends = max(stage.now for stage in self.stages)
+
+    def _advance(self, number: int) -> int:
+        """Have a stage go on as far as arrivals are known; by how many actions."""
+        stage = self.stages[number]
+        before = stage.at
+        while stage.at < len(stage.actions):
+            action = stage.actions[stage.at]
+            need, give = self.schedule.incoming(number, action), self.schedule.outgoing(number, action)
+            arrival = 0.0 if need is None else self._arrivals.get((number, need))
+            if arrival is None:
+                break
+            stage.follow(action, arrival)
+            if give is not None:
+                self._arrivals[self.schedule.receiver(number, give.direction), give] = stage.now
+        return stage.at - before
