@@ -56,20 +56,41 @@ def step_flops(model: ModelConfig, sequences: int) -> StepFlops:
     """
     if sequences < 1:
         raise ValueError(f"sequences = {sequences}: must be at least 1")
-    h, f, s = model.hidden, model.ffn_hidden, model.seq_len
-    g = h * model.num_kv_heads // model.heads
-    mlp = 6 * h * f if model.activation == "swiglu" else 4 * h * f
-    linears = model.layers * (4 * h * h + 4 * h * g + mlp) + 2 * h * model.vocab_size
-    full = model.layers * 4 * h * s
-    done = sum(4 * h * _mean_keys(s, model.window(layer)) for layer in range(model.layers))
-    tokens = 3.0 * sequences * s
+    attention, mlp = _linear_flops(model)
+    linears = model.layers * (attention + mlp) + head_flops(model)
+    full = model.layers * 4 * model.hidden * model.seq_len
+    done = sum(_scores_flops(model, layer) for layer in range(model.layers))
+    tokens = 3.0 * sequences * model.seq_len
     return StepFlops(tokens * (linears + full), tokens * (linears + full / 2), tokens * (linears + done))
+
+
+def half_block_flops(model: ModelConfig, layer: int) -> tuple[float, float]:
+    """Of one token, forward: of a layer's attention, as it is done, and of its MLP."""
+    attention, mlp = _linear_flops(model)
+    return attention + _scores_flops(model, layer), mlp
+
+
+def head_flops(model: ModelConfig) -> float:
+    """Of one token, forward: of the projection to the vocabulary."""
+    return 2.0 * model.hidden * model.vocab_size
+
+
+def _linear_flops(model: ModelConfig) -> tuple[float, float]:
+    """Of the linears of one layer's attention, and of its MLP."""
+    h, f = model.hidden, model.ffn_hidden
+    g = h * model.num_kv_heads // model.heads
+    return 4.0 * h * h + 4 * h * g, (6.0 if model.activation == "swiglu" else 4.0) * h * f
+
+
+def _scores_flops(model: ModelConfig, layer: int) -> float:
+    """Of what lies between the linears of attention, in the mean over positions."""
+    return 4 * model.hidden * _mean_keys(model.seq_len, model.window(layer))
 
 
 def _mean_keys(num_positions: int, window: int) -> float:
     """Keys that a query sees, in the mean over positions."""
     w = min(window or num_positions, num_positions)
-    return w - w * (w - 1) / 2 / num_positions
+    return w - w * (w - 1) / 2 / max(1, num_positions)
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from netlayer import environ
 from netlayer.config import JobConfig, ModelConfig
 from netlayer.errors import ConfigError
+from trainer.stages import Part, parts_of, run_of
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _TOKEN_BYTES = 8
@@ -133,9 +134,14 @@ def stage_elements(job: JobConfig, stage: int) -> int:
     model, parallel = job.model, job.parallel
     is_first, is_last = stage == 0, stage == parallel.pp - 1
     tables = is_first + is_last - (model.tied_embeddings and parallel.pp == 1)
-    blocks = model.layers // parallel.pp * _block_elements(model, parallel.tp)
+    blocks = sum(_block_elements(model, parallel.tp, part) for part in _parts_of_stage(job, stage))
     ends = (_position_elements(model) if is_first else 0) + (_norm_elements(model) if is_last else 0)
     return tables * _table_elements(job) + blocks + ends
+
+
+def _parts_of_stage(job: JobConfig, stage: int) -> Iterator[Part]:
+    for chunk in range(job.parallel.vpp):
+        yield from parts_of(run_of(job, stage, chunk)).values()
 
 
 def micro_batches(job: JobConfig) -> int:
@@ -305,29 +311,41 @@ def _activation_bytes(job: JobConfig, stage: int) -> int:
     model, parallel = job.model, job.parallel
     tokens, width = job.batch.micro_size * model.seq_len, _DTYPE_BYTES[model.dtype]
     stream = model.hidden * width / parallel.tp
-    kept, dropped = _kept_and_dropped(model)
-    layer = stream + {"none": kept + dropped, "selective": kept, "full": 0.0}[model.recompute] / parallel.tp
-    layers = model.layers // (parallel.pp * parallel.vpp)
-    if has_zero_bubble(job):
-        layer = max(layer, _postponed_bytes(job))
-    pair = layers * layer + (stream if parallel.pp > 1 else 0.0)  # what was sent is held until its gradient comes
-    each = pair * in_flight(job, stage)
+    held = in_flight(job, stage)
+    each = held * (stream if parallel.pp > 1 else 0.0)  # what was sent is held until its gradient comes
+    for chunk in range(parallel.vpp):  # as many micro-batches as there are stages through each in turn
+        rounds, rest = divmod(held, parallel.pp * parallel.vpp)
+        num = rounds * parallel.pp + min(max(0, rest - chunk * parallel.pp), parallel.pp)
+        each += num * sum(_saved_bytes(job, part) for part in parts_of(run_of(job, stage, chunk)).values())
     if stage == 0:
-        each += _TOKEN_BYTES * in_flight(job, stage)
+        each += _TOKEN_BYTES * held
     if stage == parallel.pp - 1:  # the last norm's input, and the loss' gradient; one micro-batch at a time
         each += 2 * stream + _norm_saved_bytes(model) / parallel.tp
     return round(each * tokens)
 
 
-def _postponed_bytes(job: JobConfig) -> float:
-    """Of one token, what a block's linears keep for weights' gradients that wait: inputs, and gradients of outputs.
+def _saved_bytes(job: JobConfig, part: Part) -> float:
+    """Of one token, what a block or a part of it holds from its forward pass until its gradients are computed."""
+    model, tp = job.model, job.parallel.tp
+    kept, dropped = _kept_and_dropped(model, part)
+    stream = model.hidden * _DTYPE_BYTES[model.dtype]
+    own = {"none": kept + dropped, "selective": kept, "full": 0.0}[model.recompute]
+    is_counted = part == "mlp" and model.recompute != "full"  # its input is what a whole block keeps between its halves
+    saved = (own + (0 if is_counted else stream)) / tp
+    return max(saved, _postponed_bytes(job, part)) if has_zero_bubble(job) else saved
+
+
+def _postponed_bytes(job: JobConfig, part: Part = "whole") -> float:
+    """Of one token, what linears keep for weights' gradients that wait: inputs, and gradients of outputs.
 
     Of the residual stream's width they are whole on every rank.
     """
     model = job.model
-    outside = (2 if model.parallel_block else 4) * model.hidden
-    inside = model.hidden + model.ffn_hidden + _qkv_width(model) + _up_width(model)
-    return (outside + inside / job.parallel.tp) * _DTYPE_BYTES[model.dtype]
+    has_attention, has_mlp = part != "mlp", part != "attention"
+    branches = 1 if model.parallel_block else has_attention + has_mlp
+    attention = (model.hidden + _qkv_width(model)) * has_attention
+    inside = attention + (model.ffn_hidden + _up_width(model)) * has_mlp
+    return (2 * branches * model.hidden + inside / job.parallel.tp) * _DTYPE_BYTES[model.dtype]
 
 
 def _block_work_bytes(job: JobConfig) -> int:
@@ -345,22 +363,25 @@ def _block_work_bytes(job: JobConfig) -> int:
     return round(tokens * (again + widest + gathered)) + handed
 
 
-def _kept_and_dropped(model: ModelConfig) -> tuple[float, float]:
+def _kept_and_dropped(model: ModelConfig, part: Part = "whole") -> tuple[float, float]:
     """Bytes a token that a block saves beside its input: with any recomputation but full, and without it only.
 
     Norm outputs are what the linears read; queries, keys and values what attention reads (turned ones beside the plain
-    ones, of which the values are a part); its output and the activation what the last linears read.
+    ones, of which the values are a part); its output and the activation what the last linears read. The MLP of a
+    standard block keeps its own input.
     """
     hidden, width = model.hidden, _DTYPE_BYTES[model.dtype]
     shared = hidden * model.num_kv_heads // model.heads
-    norms = 1 if model.parallel_block else 2
     turned = hidden + shared if model.positions == "rotary" else 0
-    attention = (turned + hidden) * width + model.heads * 4  # one logarithm a head, float32
-    residual = 0 if model.parallel_block else hidden
+    attended = (turned + hidden) * width + model.heads * 4  # one logarithm a head, float32
     activated = model.ffn_hidden * width
-    kept = (norms * hidden + _qkv_width(model) + residual + _up_width(model)) * width + norms * _norm_saved_bytes(model)
-    # A parallel block computes attention again too; a standard one only what its activation gave.
-    return (kept, attention + activated) if model.parallel_block else (kept + attention, activated)
+    norm = hidden * width + _norm_saved_bytes(model)
+    if model.parallel_block:  # computes attention again too; a standard one only what its activation gave
+        return norm + (_qkv_width(model) + _up_width(model)) * width, attended + activated
+    attention = norm + _qkv_width(model) * width + attended
+    mlp = norm + (hidden + _up_width(model)) * width
+    has_attention, has_mlp = part != "mlp", part != "attention"
+    return attention * has_attention + mlp * has_mlp, activated * has_mlp
 
 
 def _norm_saved_bytes(model: ModelConfig) -> int:
@@ -376,11 +397,14 @@ def _up_width(model: ModelConfig) -> int:
     return model.ffn_hidden * (2 if model.activation == "swiglu" else 1)
 
 
-def _block_elements(model: ModelConfig, tp: int) -> int:
+def _block_elements(model: ModelConfig, tp: int, part: Part = "whole") -> int:
     """Parameters of a block on one rank: linears are cut, what they add behind a sum and norms are whole."""
-    hidden, outputs = model.hidden, 1 if model.parallel_block else 2
-    inner = _qkv_width(model) + _up_width(model)
-    cut = hidden * inner + (hidden + model.ffn_hidden) * hidden + (inner if model.bias else 0)
+    hidden = model.hidden
+    has_attention, has_mlp = part != "mlp", part != "attention"
+    outputs = 1 if model.parallel_block else has_attention + has_mlp
+    inner = _qkv_width(model) * has_attention + _up_width(model) * has_mlp
+    summed = hidden * has_attention + model.ffn_hidden * has_mlp
+    cut = hidden * inner + summed * hidden + (inner if model.bias else 0)
     return cut // tp + outputs * ((hidden if model.bias else 0) + _norm_elements(model))
 
 
@@ -402,7 +426,7 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
     reduced = wide if wide == 8 else _DTYPE_BYTES[job.overlap.reduce_dtype]
     if job.overlap.windows:
         return _window_elements(job, stage, sums_stay=reduced == wide) * reduced
-    usual = _block_bucket_elements(job, _up_width(job.model))
+    usual = _block_bucket_elements(job)
     largest_and_others = max(usual, _table_elements(job)) + (_REDUCTIONS_AT_ONCE - 1) * usual
     travelling = min(largest_and_others, elements) * reduced
     if reduced < wide:
@@ -416,11 +440,11 @@ def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> int:
     Or for what peers copy there, which is as much as a whole bucket each: whether they do, only the machine can say.
     """
     model, parallel, table = job.model, job.parallel, _table_elements(job)
-    qkv, up = _qkv_width(model), _up_width(model)
-    block = _block_bucket_elements(job, qkv + up if model.parallel_block else max(qkv, up))
-    last = parallel.pp * parallel.vpp - 1  # of the runs of layers: the token tables are in the first and in this one
-    runs = range(stage, last + 1, parallel.pp)
-    wholes = [max(block, table) if run in (0, last) else block for run in runs]
+    wholes = []
+    for run in (run_of(job, stage, chunk) for chunk in range(parallel.vpp)):
+        blocks = [_block_bucket_elements(job, part) for part in set(parts_of(run).values())]
+        has_table = run.start == 0 or run.stop == 2 * model.layers
+        wholes.append(max([*blocks, table * has_table]))
     may_copy = job.overlap.peer_reduce and 2 <= parallel.dp <= _MOST_COPYING and model.dtype != "float64"
     copied = _COPIED_AT_ONCE if may_copy else 0
     shares = [0 if sums_stay else _REDUCTIONS_AT_ONCE * -(-whole // parallel.dp) for whole in wholes]
@@ -428,10 +452,12 @@ def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> int:
     return _REDUCTIONS_AT_ONCE * sum(wholes) + sum(beside)
 
 
-def _block_bucket_elements(job: JobConfig, width: int) -> int:
-    """The largest bucket of a block whose widest product has so many outputs."""
+def _block_bucket_elements(job: JobConfig, part: Part = "whole") -> int:
+    """The largest bucket of a block or of a part of it."""
     model, tp, bucket_mib = job.model, job.parallel.tp, job.overlap.bucket_mib
-    block = _block_elements(model, tp)
+    qkv, up = _qkv_width(model) * (part != "mlp"), _up_width(model) * (part != "attention")
+    width = qkv + up if model.parallel_block else max(qkv, up)
+    block = _block_elements(model, tp, part)
     asked = round(bucket_mib * 2**20) // _DTYPE_BYTES[model.dtype] if bucket_mib else block
     return min(max(asked, model.hidden * width // tp), block)  # a bucket ends with its block
 

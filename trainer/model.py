@@ -1,4 +1,4 @@
-"""A GPT, or a run of its layers: pre-norm blocks, standard or parallel (MegaScale 3.1), whole or tensor-parallel.
+"""A GPT, or a run of its half blocks: pre-norm blocks, standard or parallel (MegaScale 3.1), whole or tensor-parallel.
 
 Activations are [T, B, D]; in a tensor-parallel group a rank holds T / W positions between the linears (sequence
 parallel), all of them inside. A parallel block makes queries, keys, values and the MLP's first half in one product, and
@@ -30,6 +30,8 @@ from trainer.ops.backend import check_operators, sums_narrowly
 from trainer.ops.loss import gather_rows, linear_cross_entropy, scatter_sum
 from trainer.ops.norm import Norm, add_branch
 from trainer.ops.rotary import rotate
+from trainer.stages import Part as BlockPart
+from trainer.stages import half_blocks, parts_of
 
 INIT_STD = 0.02
 _FEW_ROWS = 3072
@@ -37,25 +39,27 @@ _FEW_ROWS = 3072
 
 
 class GPT(nn.Module):
-    """Layers in order, with the embedding before the first and the head with the loss behind the last.
+    """Blocks in order, with the embedding before the first and the head with the loss behind the last.
 
     Every parameter is read inside its own module's forward, or after it has begun.
 
     Args:
         config: of the whole model.
-        layers: those that are here; None: all.
+        halves: half blocks that are here (`trainer.stages`); None: all.
         exchange: of the tensor-parallel group; None: this rank computes alone.
     """
 
     def __init__(
-        self, config: ModelConfig, layers: range | None = None, exchange: TensorExchange | None = None
+        self, config: ModelConfig, halves: range | None = None, exchange: TensorExchange | None = None
     ) -> None:
         super().__init__()
-        layers = range(config.layers) if layers is None else layers
+        everything = half_blocks(range(config.layers))
+        halves = everything if halves is None else halves
         self.config, self.exchange = config, exchange
-        self.embedding = Embedding(config, exchange) if layers.start == 0 else None
-        self.blocks = nn.ModuleDict({str(layer): Block(config, layer, exchange) for layer in layers})
-        self.head = Head(config, exchange) if layers.stop == config.layers else None
+        self.embedding = Embedding(config, exchange) if halves.start == 0 else None
+        here = parts_of(halves).items()
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer, exchange, part) for layer, part in here})
+        self.head = Head(config, exchange) if halves.stop == everything.stop else None
         if config.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.tokens = self.embedding.tokens
 
@@ -127,16 +131,22 @@ class Block(nn.Module):
 
     What is added to the stream last may be left to the next norm, which does it in the pass that it makes anyway, and
     sums the gradient of the bias in that of its backward.
+
+    A pipeline stage may hold a part of it: its attention or its MLP, each with its norm, of a standard block.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, exchange: TensorExchange | None) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, exchange: TensorExchange | None, part: BlockPart = "whole"
+    ) -> None:
         super().__init__()
+        if config.parallel_block and part != "whole":
+            raise ValueError(f"layer {layer}: of a parallel block there is no {part} alone; cut between blocks")
+        self.part = part
         width, bias = config.hidden, config.bias
         self.head_width, self.window = width // config.heads, config.window(layer)
         self.rotary_base = config.rotary_base if config.positions == "rotary" else None
         shared = config.num_kv_heads * self.head_width
         qkv, up = (width, shared, shared), (config.ffn_hidden,) * (2 if config.activation == "swiglu" else 1)
-        self.norm = build_norm(config)
         self.keeps_inputs_alone = config.recompute == "selective"
         self.is_parallel, self.operators = config.parallel_block, config.operators
         # GeLU adds the bias of the product before it, and sums its gradient in the same pass; so do norms. With full
@@ -144,12 +154,16 @@ class Block(nn.Module):
         self.leaves_branch = config.recompute != "full"
         self.adds_bias = bias and not self.is_parallel and config.activation == "gelu"
         if self.is_parallel:
+            self.norm = build_norm(config)
             self.inner = column(width, (*qkv, *up), bias, exchange, operators=self.operators)
             inputs: tuple[int, ...] = width, config.ffn_hidden
             self.outer = row(inputs, width, bias, exchange, not self.leaves_branch, operators=self.operators)
-        else:
+            return
+        if part != "mlp":
+            self.norm = build_norm(config)
             self.qkv = column(width, qkv, bias, exchange, operators=self.operators)
             self.out = row((width,), width, bias, exchange, adds_bias=False, operators=self.operators)
+        if part != "attention":
             self.mlp_norm = build_norm(config)
             self.up = column(width, up, bias, exchange, adds_bias=not self.adds_bias, operators=self.operators)
             inputs = (config.ffn_hidden,)
@@ -158,7 +172,7 @@ class Block(nn.Module):
     @property
     def branch_bias(self) -> Tensor | None:
         """To be added to every row of the branch that `forward` leaves; None: it is in there."""
-        last = self.outer if self.is_parallel else self.down
+        last = self.outer if self.is_parallel else self.out if self.part == "attention" else self.down
         return None if last.adds_bias else last.bias
 
     def forward(
@@ -171,13 +185,17 @@ class Block(nn.Module):
             branch, bias_D: still to be added to it.
             adds: False: gives the stream and the branch that is still to be added to it, with `branch_bias`.
         """
-        y, x = self.norm(x, branch, bias_D)
         if self.is_parallel:
+            y, x = self.norm(x, branch, bias_D)
             branch = self._again(self._outer_of, *self.inner(y))
-        else:
-            y, x = self.mlp_norm(x, self.out(self.attend(*self.qkv(y))), self.out.bias)
+        if not self.is_parallel and self.part != "mlp":
+            y, x = self.norm(x, branch, bias_D)
+            branch, bias_D = self.out(self.attend(*self.qkv(y))), self.out.bias
+        if not self.is_parallel and self.part != "attention":
+            y, x = self.mlp_norm(x, branch, bias_D)
             up = self.up(y)
             branch = self._again(self._down_of, self.up.bias if self.adds_bias else None, *up)
+        assert branch is not None
         return add_branch(x, branch, self.branch_bias) if adds else (x, branch)
 
     def _outer_of(self, q: Tensor, k: Tensor, v: Tensor, *up: Tensor) -> Tensor:
@@ -301,10 +319,10 @@ def build_model(
     config: ModelConfig,
     seed: int,
     device: torch.device,
-    layers: range | None = None,
+    halves: range | None = None,
     exchange: TensorExchange | None = None,
 ) -> GPT:
-    """The model, or these layers of it, on `device`, initialised by `seed`: the same values however it is spread.
+    """The model, or these half blocks of it, on `device`, initialised by `seed`: the same values however it is spread.
 
     Matrices are normal with std 0.02; those that end a residual branch are divided by sqrt(2 x layers), so that the
     stream's variance does not grow with depth (GPT-2's rule; the first loss is close to ln V). Values differ between
@@ -315,7 +333,7 @@ def build_model(
     """
     check_operators(config.operators, device)
     with torch.device(device):
-        model = GPT(config, layers, exchange)
+        model = GPT(config, halves, exchange)
     if device.type == "meta":
         return model
     cuts = parts(model)

@@ -46,6 +46,7 @@ from trainer.memory import has_room_for_copies, has_room_for_windows
 from trainer.model import GPT, build_model
 from trainer.pipeline import StageModel, run_schedule
 from trainer.schedule import Schedule, forward_only
+from trainer.stages import run_of
 from trainer.zero_bubble import of_job
 
 logger = logging.getLogger(__name__)
@@ -67,13 +68,6 @@ def further_groups(job: JobConfig) -> Mapping[str, list[list[int]]]:
     """Groups beside tp, dp and pp that the job needs: for `open_world`."""
     layout = job.parallel.layout
     return {TIED: tied_partition(layout)} if job.model.tied_embeddings and layout.pp > 1 else {}
-
-
-def layers_of(num_layers: int, layout: ParallelLayout, stage: int, chunk: int) -> range:
-    """Layers of a chunk: the run of virtual stage chunk * p + stage."""
-    each = num_layers // (layout.pp * layout.vpp)
-    first = (chunk * layout.pp + stage) * each
-    return range(first, first + each)
 
 
 @dataclass(frozen=True)
@@ -127,9 +121,7 @@ class SplitModel:
         self.exchange = self._open_exchange(recorder, watch)
         self.is_first, self.is_last = self.place.pp == 0, self.place.pp == layout.pp - 1
         modules = [
-            build_model(
-                job.model, seed, device, layers_of(job.model.layers, layout, self.place.pp, chunk), self.exchange
-            )
+            build_model(job.model, seed, device, run_of(job, self.place.pp, chunk), self.exchange)
             for chunk in range(layout.vpp)
         ]
         self._compile(modules)

@@ -12,6 +12,9 @@ from netlayer.config import JobConfig, ModelConfig, Section
 from netlayer.presets import MODELS
 from trainer.memory import num_parameters, why_no_zero_bubble
 from trainer.ramps import batch_size
+from trainer.stages import num_layers
+
+_MOST_SHOWN = 8
 
 
 def lines(job: JobConfig, backend: Literal["gloo", "nccl"], memory: str, *, is_traced: bool = False) -> list[str]:
@@ -28,11 +31,21 @@ def size(job: JobConfig, backend: Literal["gloo", "nccl"]) -> str:
     layout, batch = job.parallel.layout, job.batch
     count = job.optimizer.steps
     chunks = f"vpp {layout.vpp}, " * (layout.vpp > 1)
-    degrees = f"tp {layout.tp}, pp {layout.pp}, {chunks}dp {layout.dp}"
+    degrees = f"tp {layout.tp}, pp {layout.pp}{_layers_by_stage(job)}, {chunks}dp {layout.dp}"
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)} ({degrees}; {backend})"
     ramped = f"{batch.start_size} to " * (0 < batch.start_size < batch.global_size)
     sequences = f"{ramped}{batch.global_size} sequences of {job.model.seq_len:,} tokens"
     return f"{num_parameters(job.model):,} parameters on {ranks}; {count:,} step{'s' * (count > 1)} of {sequences}"
+
+
+def _layers_by_stage(job: JobConfig) -> str:
+    """Where stages hold other numbers of layers."""
+    held = [num_layers(job, stage) for stage in range(job.parallel.pp)]
+    if min(held) == max(held):
+        return ""
+    few = [f"{number:g}" for number in held]
+    shown = ", ".join(few) if len(few) <= _MOST_SHOWN else f"{min(held):g} to {max(held):g}"
+    return f" of {shown} layers"
 
 
 def notes(job: JobConfig, backend: Literal["gloo", "nccl"], *, is_traced: bool = False) -> list[str]:
@@ -89,6 +102,8 @@ def _without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
         yield f"optimizer.min_lr_share = {optimizer.min_lr_share:g}", "job.optimizer.schedule is constant"
     if _is_given(batch, "increment_steps") and not 0 < batch.start_size < batch.global_size:
         yield f"batch.increment_steps = {batch.increment_steps}", "there is no ramp"
+    if not job.parallel.balance and job.parallel.pp == 1:
+        yield "parallel.balance = false", "job.parallel.pp is 1"
     yield from _overlap_without_effect(job)
     if _is_given(job.metrics, "prometheus_address") and not job.metrics.prometheus_port:
         yield f"metrics.prometheus_address = {job.metrics.prometheus_address}", "job.metrics.prometheus_port is 0"

@@ -22,13 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.peers.mcore_values import copy_values
-from bench.peers.plain import check_plain
+from bench.peers.plain import check_plain, layers_of
 from netlayer.config import JobConfig
 from netlayer.errors import ConfigError, HardwareMissing
 from trainer.model import build_model
 from trainer.ops.attention import attention
 from trainer.ops.norm import EPS
-from trainer.parallel import MicroBatch, layers_of
+from trainer.parallel import MicroBatch
+from trainer.stages import half_blocks
 
 ENV: Mapping[str, str] = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """One hardware queue: kernels of communication start in the order of their launch, which its overlap counts on."""
@@ -216,7 +217,7 @@ def _open_groups(job: JobConfig, seed: int, device: torch.device) -> None:
 def _build(job: JobConfig, config: Any, seed: int, device: torch.device, stage: int, chunk: int) -> nn.Module:
     """The run of layers of a chunk, with our initial values."""
     layout = job.parallel.layout
-    layers = layers_of(job.model.layers, layout, stage, chunk)
+    layers = layers_of(job, stage, chunk)
     module = (
         _megatron("models.gpt.gpt_model")
         .GPTModel(
@@ -233,7 +234,7 @@ def _build(job: JobConfig, config: Any, seed: int, device: torch.device, stage: 
         .to(device)
     )
     rank = _megatron("parallel_state").get_tensor_model_parallel_rank()
-    copy_values(build_model(job.model, seed, device, layers), module, rank, layout.tp)
+    copy_values(build_model(job.model, seed, device, half_blocks(layers)), module, rank, layout.tp)
     if not config.bf16:
         return module  # type: ignore[no-any-return]
     return _megatron("transformer.module").Float16Module(config, module)  # type: ignore[no-any-return]

@@ -35,12 +35,13 @@ from torch.distributed.tensor.parallel import (
 
 from bench.peers.decay import decay_groups
 from bench.peers.native_model import NativeBlock, NativeStage, next_token_loss
-from bench.peers.plain import check_plain
+from bench.peers.plain import check_plain, layers_of
 from netlayer.config import JobConfig
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
 from trainer.model import build_model
-from trainer.parallel import MicroBatch, layers_of
+from trainer.parallel import MicroBatch
+from trainer.stages import half_blocks
 
 
 def check(job: JobConfig, backend: str, *, asynchronous: bool = False) -> None:
@@ -109,7 +110,7 @@ class Native3d:
     def _build(self, seed: int, stage: int, chunk: int) -> NativeStage:
         """The run of layers of a chunk: spread, compiled, sharded, in this order."""
         job, layout = self.job, self.job.parallel.layout
-        gpt = build_model(job.model, seed, self.device, layers_of(job.model.layers, layout, stage, chunk))
+        gpt = build_model(job.model, seed, self.device, half_blocks(layers_of(job, stage, chunk)))
         if job.model.dtype == "float64":
             gpt.double()
         module = NativeStage(gpt, layout.tp)

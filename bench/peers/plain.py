@@ -32,6 +32,14 @@ def check_plain(peer: str, job: JobConfig) -> None:
         raise ConfigError("job.model.vocab_size", model.vocab_size, rule, "give such a one")
 
 
+def layers_of(job: JobConfig, stage: int, chunk: int) -> range:
+    """Layers of a chunk in a peer's pipeline, which has as many in each."""
+    parallel = job.parallel
+    each = job.model.layers // (parallel.pp * parallel.vpp)
+    first = (chunk * parallel.pp + stage) * each
+    return range(first, first + each)
+
+
 def _toml(value: object) -> str:
     """As `--set` reads it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

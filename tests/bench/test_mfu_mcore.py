@@ -24,6 +24,7 @@ from netlayer.config import JobConfig, build_config
 from netlayer.errors import ConfigError
 from trainer.model import build_model
 from trainer.ops.attention import attention
+from trainer.stages import half_blocks
 
 CPU = torch.device("cpu")
 
@@ -100,7 +101,7 @@ def test_heads_of_queries_stand_beside_their_key() -> None:
 
 
 def test_layers_count_from_0_in_a_run_and_matrices_are_cut() -> None:
-    gpt = build_model(job().model, 0, CPU, range(2, 4))
+    gpt = build_model(job().model, 0, CPU, half_blocks(range(2, 4)))
     found = dict(renamed(gpt, rank=1, world_size=2))
     assert found["decoder.layers.0.mlp.linear_fc1.weight"].shape == (32, 32)
     assert torch.equal(found["decoder.layers.1.mlp.linear_fc2.weight"], gpt.blocks["3"].down.weights[0][:, 32:])
@@ -110,7 +111,7 @@ def test_layers_count_from_0_in_a_run_and_matrices_are_cut() -> None:
 
 
 def test_a_parameter_without_values_is_an_error() -> None:
-    gpt, module = build_model(job().model, 0, CPU, range(1, 1 + 1)), nn.Linear(2, 2)
+    gpt, module = build_model(job().model, 0, CPU, half_blocks(range(1, 2))), nn.Linear(2, 2)
     with pytest.raises(ValueError, match="has no such parameter"):
         copy_values(gpt, module, 0, 1)
 

@@ -35,7 +35,8 @@ from trainer.memory import (
 )
 from trainer.model import GPT, build_model
 from trainer.optim import build_optimizer
-from trainer.parallel import SplitModel, layers_of
+from trainer.parallel import SplitModel
+from trainer.stages import run_of
 from trainer.zero_bubble import of_job
 
 SMALL = {"layers": 3, "hidden": 128, "heads": 4, "ffn_hidden": 512, "vocab_size": 300, "seq_len": 128}
@@ -240,7 +241,7 @@ def test_windows_are_five_of_the_largest_bucket_for_every_chunk_and_of_shares_th
         elements, is_cast = 0, reduced == "bfloat16"
         for chunk in range(layout.vpp):
             with torch.device("meta"):
-                part = GPT(job.model, layers_of(4, layout, stage, chunk))
+                part = GPT(job.model, run_of(job, stage, chunk))
             plans = plan_module(part, 10_000, layout.dp, torch.bfloat16, None, part.units)
             for_shares = max(5 * is_cast * plan.shard_numel for plan in plans)
             whole = max(plan.padded_numel for plan in plans)
