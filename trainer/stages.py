@@ -4,8 +4,8 @@ The head behind the last layer is as much work as one layer of a 7B GPT with 50,
 128,000. With as many layers as all others its stage would be the one that they wait for. So its last chunk gets fewer,
 and since a block may be cut between attention and MLP, half blocks are counted.
 
-Half blocks are numbered: 2 l is the attention of layer l, 2 l + 1 its MLP. A parallel block is one piece. Left out: what
-a stage has the memory for (`trainer.memory`).
+Half blocks are numbered: 2 l is the attention of layer l, 2 l + 1 its MLP. A parallel block is one piece. Left out:
+what a stage has the memory for (`trainer.memory`).
 
 p stages, v chunks a stage; chunk c of stage s is the virtual stage c p + s.
 """
