@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _LAYOUT = re.compile(r"(tp|pp|dp|vp)(\d+)")
 _CHANGED = ("model", "optimizer", "overlap", "loop")
 _TAKEN = (*_CHANGED, "nccl", "store")
+_BALANCE = "parallel.balance"
+"""What a layout does not say of the parallel section."""
 _SAID = {
     "cluster": "give --layout: its ranks have a GPU each",
     "parallel": "give --layout",
@@ -43,6 +45,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
         key, _ = read_override(override, "model.compile=true")
         section = key.removeprefix("job.").partition(".")[0]
+        if key.removeprefix("job.") == _BALANCE:
+            continue
         if section not in _TAKEN and (section in _SAID or section in JobConfig.model_fields):
             raise ConfigError("--set", override, "has no effect here", _SAID.get(section, "leave it out"))
 
@@ -88,7 +92,6 @@ class Jobs:
             count = int(found[1])
         tree: dict[str, Any] = {
             "model": {"dtype": self.dtype},
-            "parallel": dict(degrees),
             "batch": {"micro_size": micro or self.micro, "global_size": self.micro * count * degrees["dp"]},
             "optimizer": {"lr": 1e-4, "clip_norm": 0.0, "warmup_steps": 0},
             "overlap": {"bucket_mib": 0.0, "peer_reduce": not self.holds_channels},
@@ -97,6 +100,7 @@ class Jobs:
         for name in _TAKEN:
             section = getattr(given, name)
             tree[name] = {**tree.get(name, {}), **section.model_dump(include=section.model_fields_set)}
+        tree["parallel"] = {**degrees, "balance": given.parallel.balance}
         return build_config({"cluster": {"gpus_per_server": ranks}, "job": tree}).job
 
     @property
@@ -141,8 +145,10 @@ def read_entries(
     for text in dict.fromkeys(also):
         changes = [*(changes if cumulative else []), *text.split(",")]
         for change in changes:
-            if not _COUNT.fullmatch(change) and change.removeprefix("job.").partition(".")[0] not in _CHANGED:
-                rule = f"changes none of {', '.join(_CHANGED)}, micro_batches"
+            section = change.removeprefix("job.").partition(".")[0]
+            is_said = _COUNT.fullmatch(change) or change.removeprefix("job.").startswith(f"{_BALANCE}=")
+            if not is_said and section not in _CHANGED:
+                rule = f"changes none of {', '.join(_CHANGED)}, {_BALANCE}, micro_batches"
                 raise ConfigError("--also", change, rule, "for example --also model.parallel_block=true")
         entries.append(Entry(OURS, build(changes, micros.get(OURS)), f"+ {text}" if cumulative else text))
     return tuple(entries)

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.mfu import command
-from bench.mfu_jobs import Jobs, check_room, read_entries, read_layout
+from bench.mfu_jobs import Jobs, check_overrides, check_room, read_entries, read_layout
 from bench.mfu_rows import check_losses, heading, summarise, table, with_figures
 from bench.mfu_run import Plan
 from netlayer import environ
@@ -100,6 +100,16 @@ def test_gpus_compute_in_bfloat16_unless_told_otherwise() -> None:
 
     assert dtype() == "bfloat16"
     assert dtype("model.dtype=float32") == "float32"
+
+
+def test_what_a_layout_does_not_say_can_be_changed() -> None:
+    def build(*overrides: str) -> Jobs:
+        check_overrides(overrides)
+        return Jobs(RunOptions(None, overrides, 0, None, None), "1m", read_layout("pp2"), 4, None)
+
+    ours, even = read_entries(build(), "none", ["parallel.balance=false"], ())
+    assert (ours.job.parallel.balance, even.job.parallel.balance, even.job.parallel.pp) == (True, False, 2)
+    assert not build("job.parallel.balance=false")().parallel.balance
 
 
 def test_what_no_limit_of_channels_holds_carries_nothing_unless_told_to() -> None:
@@ -234,7 +244,10 @@ def test_the_native_peer_has_our_losses_when_it_is_compiled(tmp_path: Path, layo
         (["--peers", "fsdp2", "--layout", "tp2"], "is data parallel alone"),
         (["--peers", "native3d", "--set", "model.activation=swiglu"], "is not what --peers native3d can train (gelu)"),
         (["--peers", "native3d", "--layout", "pp2", "--micro-batches", "1"], "are fewer than the 2 stages"),
-        (["--also", "micro_batches=0"], "changes none of model, optimizer, overlap, loop, micro_batches"),
+        (
+            ["--also", "micro_batches=0"],
+            "changes none of model, optimizer, overlap, loop, parallel.balance, micro_batches",
+        ),
         (["--peers", "native3d_async", "--layout", "tp2"], "needs GPUs, job.model.compile and tp above 1"),
         (["--peers", "mcore", "--set", "model.parallel_block=true"], "is not what --peers mcore can train (false)"),
         (["--also", "batch.global_size=8"], "changes none of model, optimizer, overlap"),
