@@ -43,9 +43,9 @@ def _layers_by_stage(job: JobConfig) -> str:
     held = [num_layers(job, stage) for stage in range(job.parallel.pp)]
     if min(held) == max(held):
         return ""
-    few = [f"{number:g}" for number in held]
-    shown = ", ".join(few) if len(few) <= _MOST_SHOWN else f"{min(held):g} to {max(held):g}"
-    return f" of {shown} layers"
+    if len(held) > _MOST_SHOWN:
+        return f" ({min(held):g} to {max(held):g} layers each)"
+    return f" ({' + '.join(f'{number:g}' for number in held)} layers)"
 
 
 def notes(job: JobConfig, backend: Literal["gloo", "nccl"], *, is_traced: bool = False) -> list[str]:

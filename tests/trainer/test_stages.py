@@ -89,9 +89,9 @@ def test_the_7b_model_in_two_stages_of_two_chunks_is_cut_in_the_midst_of_a_layer
     job = job_of(2, 2)
     assert runs_of(job) == [range(16), range(16, 32), range(32, 49), range(49, 64)]
     assert [num_layers(job, stage) for stage in range(2)] == [16.5, 15.5]
-    assert "pp 2 of 16.5, 15.5 layers, vpp 2, dp 1" in size(job, "nccl")
+    assert "pp 2 (16.5 + 15.5 layers), vpp 2, dp 1" in size(job, "nccl")
     assert "pp 2, vpp 2, dp 1" in size(job_of(2, 2, balance=False), "nccl")
-    assert "pp 16 of 0.5 to 2.5 layers" in size(job_of(16, vocab_size=131_072, micro_batches=16), "nccl")
+    assert "pp 16 (0.5 to 2.5 layers each), dp 1" in size(job_of(16, vocab_size=131_072, micro_batches=16), "nccl")
 
 
 def test_parts_of_a_run() -> None:
