@@ -8,8 +8,9 @@ A pipeline stage sends its input's gradient on, and computes its weights' where 
     postponed.compute()
 
 The products keep what they read: of each linear its input, and its output's gradient. Only operators that write into
-slots (`collectives.slot`) postpone anything; what others make comes in the backward pass, as ever. Left out: reducing
-what was computed (`collectives.reduce`).
+slots (`collectives.slot`) postpone anything; what others make comes in the backward pass, as ever. `compute` runs on
+its caller's stream, which must be that of the backward pass, or behind it. Left out: reducing what was computed
+(`collectives.reduce`).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from collectives.bucket import Bucket, Handover
 from collectives.lane import Flight, Lane
 from collectives.peer_reduce import PeerReduce
 from collectives.postponed import Postponed
-from collectives.slot import GradientSlot, Write, set_slot_source
+from collectives.slot import GradientSlot, SlotSource, Write, set_slot_source
 from collectives.windows import Windows
 
 logger = logging.getLogger(__name__)
@@ -183,13 +183,17 @@ class GradientReduce:
             reduce = owner()
             return None if reduce is None else reduce._slot(index, position)
 
-        def postpone() -> Callable[[Write], None] | None:
+        def postpones() -> bool:
             reduce = owner()
-            return None if reduce is None else reduce._postpone(index, position)
+            return reduce is not None and reduce._into is not None
+
+        def postpone(write: Write) -> bool:
+            reduce = owner()
+            return reduce is not None and reduce._postpone(index, position, write)
 
         parameter.register_hook(before)  # type: ignore[no-untyped-call]
         parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
-        set_slot_source(parameter, give, postpone)
+        set_slot_source(parameter, SlotSource(give, postpones, postpone))
 
     def _slot(self, index: int, position: int) -> GradientSlot | None:
         if not self._in_backward:
@@ -205,29 +209,37 @@ class GradientReduce:
         """A backward pass inside leaves the gradients of linears' weights; it is no round, what computes them may be.
 
         Raises:
-            ValueError: every pass is a round, in stage 2; or the optimiser steps in the backward pass.
+            ValueError: every pass is a round, in stage 2; or the optimiser steps in the backward pass; or this is
+                inside another one.
         """
         if self.stage == 2:
             raise ValueError("weights' gradients cannot be postponed in stage 2, which reduces every pass; use stage 1")
         if self.follower is not None:
             raise ValueError("weights' gradients cannot be postponed where step_in_backward steps them; build without")
+        if self._into is not None:
+            raise ValueError("weights' gradients are postponed already: one backward pass in each weights_postponed()")
         postponed = Postponed(self._compute)
         was_last, self.is_last, self._into = self.is_last, False, postponed
         self._waiting.append(postponed)
         try:
             yield postponed
+        except BaseException:  # of a pass that did not complete nothing is wanted
+            if postponed in self._waiting:
+                self._waiting.remove(postponed)
+            raise
         finally:
             self.is_last, self._into = was_last, None
 
-    def _postpone(self, index: int, position: int) -> Callable[[Write], None] | None:
-        """What takes a product for later; None where that is not asked for, or has no place."""
-        if self._into is None:
-            return None
+    def _postpone(self, index: int, position: int, write: Write) -> bool:
+        """Take a product for later; False: it has no place."""
+        assert self._into is not None
         if not self._in_backward:
             self._begin_backward()
         self._open(index)
         has_place = self.buckets[index].is_wide_enough
-        return functools.partial(self._into.add, index, position) if has_place else None
+        if has_place:
+            self._into.add(index, position, write)
+        return has_place
 
     @torch.no_grad()
     def _compute(self, postponed: Postponed) -> None:

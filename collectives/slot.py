@@ -41,13 +41,17 @@ class SlotSource:
 
     Args:
         give: a slot, to be written at once; None where none is free.
-        postpone: takes what writes for later, where the backward pass does that; None where it does not, now.
+        postpones: whether the backward pass leaves for later what it can.
+        postpone: takes what writes; False: there is no place for it.
     """
 
     def __init__(
-        self, give: Callable[[], GradientSlot | None], postpone: Callable[[], Callable[[Write], None] | None]
+        self,
+        give: Callable[[], GradientSlot | None],
+        postpones: Callable[[], bool],
+        postpone: Callable[[Write], bool],
     ) -> None:
-        self._give, self._postpone = give, postpone
+        self._give, self._postpones, self._postpone = give, postpones, postpone
 
     def slot(self, accumulator: object) -> GradientSlot | None:
         """To be called in a backward pass; None: there is no place, return the gradient.
@@ -62,10 +66,8 @@ class SlotSource:
 
         What it reads must stay as it is until then.
         """
-        postpone = self._postpone() if _will_accumulate(accumulator) else None
-        if postpone is not None:
-            postpone(write)
-            return True
+        if self._postpones():
+            return _will_accumulate(accumulator) and self._postpone(write)
         slot = self.slot(accumulator)
         if slot is not None:
             write(slot)
@@ -73,21 +75,17 @@ class SlotSource:
 
     @property
     def postpones(self) -> bool:
-        """Whether `write` would be later."""
-        return self._postpone() is not None
+        """Whether `write` would be later, where there is a place."""
+        return self._postpones()
 
 
 # Beside the parameters, and not an attribute of theirs: that would be saved with them.
 _sources: MutableMapping[Tensor, SlotSource] = WeakTensorKeyDictionary()
 
 
-def set_slot_source(
-    parameter: Tensor,
-    give: Callable[[], GradientSlot | None],
-    postpone: Callable[[], Callable[[Write], None] | None] = lambda: None,
-) -> None:
-    """From now on slots of this parameter come from there (as of `SlotSource`); neither must hold the parameter."""
-    _sources[parameter] = SlotSource(give, postpone)
+def set_slot_source(parameter: Tensor, source: SlotSource) -> None:
+    """From now on slots of this parameter come from there, which must not hold the parameter."""
+    _sources[parameter] = source
 
 
 def slot_source(parameter: Tensor) -> SlotSource | None:

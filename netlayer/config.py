@@ -293,7 +293,8 @@ class OverlapConfig(Section):
     zero_bubble: bool = Field(
         True,
         description="a pipeline stage computes weights' gradients where it would wait, not before it sends its input's "
-        "on; with pp above, and without recomputation or compiled blocks",
+        "on, for the memory of at most pp - 1 activations more; not without overlap.pp, with recomputation or with "
+        "compiled blocks",
     )
     prefetch: Count = Field(2, description="all-gathers launched ahead of the computation that waits for them")
     bucket_mib: float = Field(64.0, ge=0, description="largest all-gather or reduce-scatter, MiB; 0: one a block")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer.train import Backend, Progress, Stop, TrainResult
 
 
-_MANY_ACTIONS = 10_000  # of a pipeline; to prove them right takes two seconds
+_MANY_ACTIONS = 10_000  # of a pipeline; to prove them right takes a few seconds
 
 
 @click.command()

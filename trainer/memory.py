@@ -10,7 +10,8 @@ evaluation, masks of sliding windows, gradients of vectors until their bucket ta
 
 [Note: where gradients are] Products write weights' gradients into their bucket (`collectives.slot`). Without other
 data-parallel ranks that is what the optimiser reads, in any number of micro-batches: there is nothing beside it. Among
-ranks it is what travels, or, where micro-batches add up, whole wide sums, which travel themselves or as narrow copies.
+ranks it is what travels, or, where micro-batches add up or gradients wait (`trainer.zero_bubble`), whole wide sums,
+which travel themselves or as narrow copies.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
     wide = max(4, width)
     elements = stage_elements(job, stage)
     share = -(-elements // parallel.dp)
-    adds_up = micro_batches(job) > 1 and parallel.dp > 1
+    adds_up = parallel.dp > 1 and (micro_batches(job) > 1 or has_zero_bubble(job))
     tokens = job.batch.micro_size * model.seq_len
     rows, table = min(_LOGITS_ROWS, tokens), _table_elements(job)
     has_head = stage == parallel.pp - 1
@@ -169,7 +170,7 @@ def why_no_zero_bubble(job: JobConfig) -> str | None:
         "job.parallel.pp is 1": job.parallel.pp == 1,
         "job.overlap.pp is false: a stage waits for what it sends before it goes on": not job.overlap.pp,
         "job.model.compile is true: compiled linears hand their gradients to autograd": job.model.compile,
-        f"job.model.recompute is {job.model.recompute}, for want of the memory that gradients take while they wait": (
+        f"job.model.recompute is {job.model.recompute}, to save the memory that gradients would take while they wait": (
             job.model.recompute != "none"
         ),
     }
@@ -251,14 +252,14 @@ def _leading(job: JobConfig) -> str:
 
 
 def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
-    """Jobs that take less, the least change first: windows, what is computed again, the micro-batch, tp, last pp."""
+    """Jobs that take less, least changes first: windows, zero bubble, recomputation, the micro-batch, tp, last pp."""
     model, batch, parallel = job.model, job.batch, job.parallel
     levels = ("none", "selective", "full")
     recomputes = levels[levels.index(model.recompute) :]
     micro_sizes = [size for size in range(batch.micro_size, 0, -1) if batch.micro_size % size == 0]
     degrees = [factor for factor in range(1, parallel.dp + 1) if parallel.dp % factor == 0]
     spreads = sorted(itertools.product(degrees, degrees), key=lambda pair: (pair[0] * pair[1], pair[1]))
-    bubbles = (job.overlap.zero_bubble, False) if has_zero_bubble(job) else (job.overlap.zero_bubble,)
+    bubbles = (True, False) if job.overlap.zero_bubble else (False,)
     windows = (job.overlap.windows, False) if job.overlap.windows and parallel.dp > 1 else (job.overlap.windows,)
     for (tp, pp), micro_size, recompute, zero_bubble, has_windows in itertools.product(
         spreads, micro_sizes, recomputes, bubbles, windows

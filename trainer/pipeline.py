@@ -32,7 +32,7 @@ class Stage(Protocol):
         """Gradients of weights that this micro-batch's backward pass has left; called where the schedule has them."""
 
 
-class Left(Protocol):
+class Postponed(Protocol):
     """What a backward pass has left of the weights' gradients."""
 
     def compute(self) -> None:
@@ -88,7 +88,7 @@ class StageModel:
         loss: Callable[[int, Any, Tensor], Tensor],
         last_backward: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         num_replicas: int = 1,
-        postponing: Callable[[Any], contextlib.AbstractContextManager[Left]] | None = None,
+        postponing: Callable[[Any], contextlib.AbstractContextManager[Postponed]] | None = None,
     ) -> None:
         if len(chunks) != schedule.num_chunks:
             raise ValueError(
@@ -103,7 +103,7 @@ class StageModel:
         self.losses: dict[int, Tensor] = {}
         """Of this step so far, by micro-batch, before the division; empty on all but the last stage."""
         self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        self._left: dict[tuple[int, int], Left] = {}
+        self._waiting: dict[tuple[int, int], Postponed] = {}
 
     def zero_grad(self) -> None:
         """Drop the gradients and the losses of the last step."""
@@ -129,7 +129,7 @@ class StageModel:
         pair, chunk = (action.micro_batch, action.chunk), self.chunks[action.chunk]
         x, output = self._held.pop(pair)
         if self._postponing is not None and pair in self._postponed:
-            with self._postponing(chunk) as self._left[pair]:
+            with self._postponing(chunk) as self._waiting[pair]:
                 torch.autograd.backward(output, received)
         else:
             with self._closing(action):
@@ -137,10 +137,10 @@ class StageModel:
         return None if x is None else x.grad
 
     def weights(self, action: Action) -> None:
-        left = self._left.pop((action.micro_batch, action.chunk), None)
-        if left is not None:
+        postponed = self._waiting.pop((action.micro_batch, action.chunk), None)
+        if postponed is not None:
             with self._closing(action):
-                left.compute()
+                postponed.compute()
 
     def _closing(self, action: Action) -> contextlib.AbstractContextManager[None]:
         is_last = self._last[action.chunk] is action

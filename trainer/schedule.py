@@ -128,7 +128,7 @@ class Schedule:
         """Most (micro-batch, chunk) pairs that wait for their backward at once: what activation memory must hold.
 
         A pair is one micro-batch through 1 / v of the stage's layers. One whose weights' gradients are still to be
-        computed counts: linears' inputs and the gradients of their outputs are as many bytes, without recomputation.
+        computed counts: linears' inputs and the gradients of their outputs are about as many bytes (`trainer.memory`).
         """
         held = peak = 0
         for action in self.stages[stage]:

@@ -66,7 +66,7 @@ def check_job(job: JobConfig) -> None:
 
 
 def num_actions(job: JobConfig) -> int:
-    """Of all stages in a full batch: what the time of `check_job` grows with; 0 where there is nothing to check."""
+    """Passes of all stages in a full batch: what the time of `check_job` grows with; 0 where there is none to check."""
     parallel = job.parallel
     return 2 * parallel.pp * parallel.vpp * micro_batches(job) if parallel.pp > 1 else 0
 

@@ -4,7 +4,8 @@ A backward pass makes two gradients: its input's, which the stage before waits f
 before the step. Computed later, in the gaps, the second kind shortens the way back through the pipeline: of the bubble
 of 1F1B, (p - 1) forwards and backwards, the forwards are left (ICLR'24, schedule ZB-H1, a third of it). Here that is
 done to any schedule, interleaved 1F1B too. Nothing moves but the weights' gradients, and stage s holds at most s
-activations more than before, in 1F1B as many as stage 0 does.
+activations more than before, in 1F1B as many as stage 0 does. Where nothing is gained a pass stays whole: among
+data-parallel ranks the last one of a chunk hides its reduction, of which weights' gradients alone hide half.
 
 Left out: schedules that fill the start as well, for twice the activations (ZB-H2), and such as place chunks otherwise
 (ZB-V); computing it all (`trainer.pipeline`).
@@ -12,7 +13,9 @@ Left out: schedules that fill the start as well, for twice the activations (ZB-H
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from collectives.messages import Message
@@ -33,7 +36,8 @@ def of_job(job: JobConfig, num_micro_batches: int) -> Schedule:
 def postpone_weights(schedule: Schedule) -> Schedule:
     """The same schedule, with weights' gradients at the places where that makes it shortest.
 
-    As few of the last backward passes as it takes leave theirs for later. Where that gains nothing, it stays as it is.
+    Of the last backward passes about as few as it takes leave theirs for later, at most twice as many as must. Where
+    that gains nothing, it stays as it is.
 
     Raises:
         ValueError: the schedule deadlocks.
@@ -45,8 +49,22 @@ def postpone_weights(schedule: Schedule) -> Schedule:
     num = min(most, schedule.num_stages * schedule.num_chunks)
     while (walk := _Walk(schedule, num)).ends > shortest:
         num = min(most, 2 * num)
-    stages = tuple(tuple(stage.done) for stage in walk.stages)
+    stages = tuple(tuple(_joined(schedule, number, stage.done)) for number, stage in enumerate(walk.stages))
     return replace(schedule, name=f"zero_bubble_{schedule.name}", stages=stages)
+
+
+def _joined(schedule: Schedule, stage: int, actions: Sequence[Action]) -> Iterator[Action]:
+    """Passes that nobody waits for are whole again where their weights' gradients follow; a last one goes last."""
+    last = max(index for index, action in enumerate(actions) if action.kind == "backward")
+    sends = schedule.outgoing(stage, actions[last]) is not None
+    if not sends and actions[-1][1:3] == actions[last][1:3]:
+        actions = [*actions[:last], *actions[last + 1 : -1], actions[last], actions[-1]]
+    whole = {
+        index + 1
+        for index, (one, two) in enumerate(itertools.pairwise(actions))
+        if one[1:3] == two[1:3] and two.kind == "weights" and schedule.outgoing(stage, one) is None
+    }
+    return (action for index, action in enumerate(actions) if index not in whole)
 
 
 @dataclass

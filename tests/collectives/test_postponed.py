@@ -1,8 +1,10 @@
-"""Weights' gradients that wait for their turn: the same bits as at once, and what becomes of those left alone."""
+"""Weights' gradients that wait for their turn: the same bits as at once, and what becomes of those left alone.
+
+On one rank; among several they are in tests/trainer/test_layouts.py.
+"""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from unittest import mock
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import ShardedDataParallel, product
+from collectives.bucket import Bucket
 from collectives.postponed import Postponed
 from trainer.linears import JoinedLinear, SummedLinear
 
@@ -121,13 +124,39 @@ def test_what_raises_as_it_is_computed_loses_the_step_and_no_more() -> None:
     torch.testing.assert_close(gradients(sharded), gradients(expected), rtol=0, atol=0)
 
 
+def _interrupt(*_: object) -> None:
+    raise ZeroDivisionError("interrupted")
+
+
 def test_a_pass_that_raises_leaves_nothing_waiting() -> None:
+    """In its forward pass, or in the midst of the backward: the next pass is as if it had not been."""
+    expected = wrapped()
+    passed(expected, 2)
+    for interrupt in (nn.Module.register_forward_pre_hook, nn.Module.register_full_backward_pre_hook):
+        sharded = wrapped()
+        handle = interrupt(sharded.module.joined, _interrupt)  # type: ignore[operator]
+        with pytest.raises(ZeroDivisionError, match="interrupted"):
+            postponed(sharded, 1)
+        handle.remove()
+        passed(sharded, 2)
+        torch.testing.assert_close(gradients(sharded), gradients(expected), rtol=0, atol=0)
+
+
+def test_one_pass_postpones_inside_another_never() -> None:
     sharded = wrapped()
-    with contextlib.suppress(RuntimeError), sharded.weights_postponed():
-        sharded(torch.ones(2, 4, 3)).backward(torch.ones(1))
-    sharded.zero_grad()
-    passed(sharded, 2)
-    assert gradients(sharded)
+    with pytest.raises(ValueError, match="postponed already"), sharded.weights_postponed(), sharded.weights_postponed():
+        pass
+
+
+def test_what_has_no_place_to_wait_for_comes_at_once() -> None:
+    """As gradients do that would lose digits where they add up."""
+    expected, found = wrapped(), wrapped()
+    passed(expected, 1)
+    with mock.patch.object(Bucket, "is_wide_enough", False), found.no_sync():
+        left = postponed(found, 1)
+    with mock.patch.object(product, "add_product", side_effect=AssertionError("nothing waits")):
+        left.compute()
+    torch.testing.assert_close(gradients(found), gradients(expected), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

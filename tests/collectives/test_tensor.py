@@ -30,7 +30,7 @@ from collectives.exchange import (
 )
 from collectives.lane import Lane
 from collectives.recorder import WAIT, Recorder
-from collectives.slot import GradientSlot, Write, set_slot_source
+from collectives.slot import GradientSlot, SlotSource, Write, set_slot_source
 from collectives.symmetric import PeerRounds
 from collectives.tensor import ColumnParallelLinear, RowParallelLinear, _multiply, join_by_torch
 from netlayer.errors import HardwareMissing
@@ -318,10 +318,11 @@ def weights_gradients_may_wait(exchange: TensorExchange, device: torch.device) -
     def watch(weight: Tensor) -> None:
         found[weight] = place = torch.zeros_like(weight)
 
-        def postpone(write: Write) -> None:
+        def postpone(write: Write) -> bool:
             waiting.append(lambda: write(GradientSlot(place, adds=True)))
+            return True
 
-        set_slot_source(weight, lambda: None, lambda: postpone if may_wait[0] else None)
+        set_slot_source(weight, SlotSource(lambda: None, lambda: may_wait[0], postpone))
 
     for weight in (weight for into, back in layers for weight in (into.weight, *back.weights)):
         watch(weight)

@@ -124,14 +124,15 @@ def test_weights_gradients_that_wait_are_the_same_bits(tmp_path: Path) -> None:
     jobs = [job_of(*case, overlap) for case in POSTPONED for overlap in switched]
     with meeting_place() as place:
         url = place.init_method("postponed")
-        found = launch(layout_ranks.postponed, 4, args=(jobs, 2, url), log_dir=tmp_path)[0]
-    for index, (job, got, other) in enumerate(zip(jobs[::2], found[::2], found[1::2], strict=True)):
-        where = f"{job.parallel}; {job.model}"
-        assert got.num_postponed > 0 == other.num_postponed, where
-        assert (got.trained.losses, got.trained.norms) == (other.trained.losses, other.trained.norms), where
-        ours, theirs = got.trained, other.trained
+        by_rank = launch(layout_ranks.postponed, 4, args=(jobs, 2, url), log_dir=tmp_path)
+    waited = [sum(found[index].num_postponed for found in by_rank) for index in range(len(jobs))]
+    trained = [step.trained for step in by_rank[0]]
+    for index, (ours, theirs) in enumerate(zip(trained[::2], trained[1::2], strict=True)):
+        where = f"{jobs[2 * index].parallel}; {jobs[2 * index].model}"
+        assert waited[2 * index] > 0 == waited[2 * index + 1], where
+        assert (ours.losses, ours.norms) == (theirs.losses, theirs.norms), where
         for one, two in zip([*ours.gradients, ours.parameters], [*theirs.gradients, theirs.parameters], strict=True):
-            torch.testing.assert_close(one, two, rtol=0, atol=0, msg=f"{index}: {where}")
+            torch.testing.assert_close(one, two, rtol=0, atol=0, msg=where)
 
 
 def test_streams_and_threads_do_not_grow_with_chunks_and_channels_and_none_is_left(tmp_path: Path) -> None:

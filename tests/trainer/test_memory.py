@@ -24,6 +24,8 @@ from netlayer.environ import Gpu
 from netlayer.errors import ConfigError
 from trainer.memory import (
     _postponed_bytes,
+    _smaller,
+    block_bytes,
     check_memory,
     estimate,
     estimate_stage,
@@ -32,11 +34,12 @@ from trainer.memory import (
     in_flight,
     micro_batches,
     num_parameters,
+    stage_elements,
 )
 from trainer.model import GPT, build_model
 from trainer.optim import build_optimizer
 from trainer.parallel import SplitModel
-from trainer.stages import run_of
+from trainer.stages import num_layers, run_of
 from trainer.zero_bubble import of_job
 
 SMALL = {"layers": 3, "hidden": 128, "heads": 4, "ffn_hidden": 512, "vocab_size": 300, "seq_len": 128}
@@ -202,6 +205,43 @@ def test_weights_gradients_that_wait_keep_what_is_counted(model: dict[str, objec
     with mock.patch("trainer.ops.linear.weight_gradient", side_effect=keep):
         sharded(tokens, tokens).backward()
     assert sum(held.values()) == 2 * _postponed_bytes(job) * tokens.numel()
+
+
+def pipeline(**overlap: object) -> JobConfig:
+    tree = {
+        "model": {**SMALL, "layers": 4},
+        "parallel": {"pp": 2, "dp": 2},
+        "batch": {"global_size": 2, "micro_size": 1},
+    }
+    return JobConfig.model_validate(tree | {"overlap": {"reduce_dtype": "bfloat16", "windows": False, **overlap}})
+
+
+def test_gradients_that_wait_add_up_among_ranks_whole() -> None:
+    """Of one micro-batch too, whose gradients else leave from where they are computed."""
+    assert micro_batches(pipeline()) == 1
+    waiting, at_once = (estimate_stage(pipeline(zero_bubble=value), 1).gradients for value in (True, False))
+    assert waiting - at_once == 4 * stage_elements(pipeline(), 1)
+
+
+def test_in_tensor_parallel_groups_what_waits_is_what_activations_are_counted_by() -> None:
+    job = pipeline()
+    spread = job.model_copy(update={"parallel": job.parallel.model_copy(update={"tp": 2, "dp": 1})})
+    kept, dropped = block_bytes(spread.model, 2)
+    assert _postponed_bytes(spread) > kept + dropped
+    held = in_flight(spread, 1)
+    blocks = 2 * _postponed_bytes(spread) * held
+    stream = job.model.hidden * 4 / 2
+    ends = held * stream + 2 * stream + 8 / 2  # what was sent, what the last norm saves, a loss' gradient
+    assert num_layers(spread, 1) == 2
+    assert estimate_stage(spread, 1).activations == round((blocks + ends) * job.model.seq_len)
+
+
+def test_zero_bubble_is_given_up_for_room_where_a_pipeline_is_proposed_too() -> None:
+    job = JobConfig.model_validate({"model": {**SMALL, "layers": 4}, "parallel": {"dp": 2}})
+    found = [(words, other) for words, other in _smaller(job) if other.parallel.pp == 2]
+    without = [words for words, other in found if not other.overlap.zero_bubble and other.model.recompute == "none"]
+    assert without
+    assert all("job.overlap.zero_bubble = false" in words for words in without)
 
 
 @pytest.mark.parametrize("tied", [False, True])

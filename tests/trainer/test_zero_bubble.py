@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from trainer.memory import why_no_zero_bubble
 from trainer.schedule import Action, Schedule, interleaved, of_layout, one_forward_one_backward
 from trainer.schedule_check import check_schedule
 from trainer.schedule_simulation import Costs, simulate
-from trainer.zero_bubble import of_job, postpone_weights
+from trainer.zero_bubble import _Walk, of_job, postpone_weights
 
 LETTERS = {"forward": "F", "backward": "B", "weights": "W"}
 
@@ -54,14 +55,31 @@ def test_with_other_times_it_is_not_the_slower_one(
 @pytest.mark.parametrize(
     ("schedule", "lines"),
     [
-        (one_forward_one_backward(3, 3), ["F0 F1 F2 B0 W0 B1 W1 B2 W2", "F0 F1 B0 F2 B1 W0 B2 W1 W2", None]),
-        (interleaved(2, 2, 2), [None, "F0 F1 F0' B0' F1' B1' B0 B1 W0' W1' W0 W1"]),
+        (one_forward_one_backward(3, 3), ["F0 F1 F2 B0 B1 B2", "F0 F1 B0 F2 B1 W0 B2 W1 W2", None]),
+        (interleaved(2, 2, 2), ["F0 F1 F0' F1' B0' W0' B1' B0 W1' W0 B1", "F0 F1 F0' B0' F1' B1' B0 B1 W0' W1' W0 W1"]),
     ],
 )
 def test_small_ones_read_as_drawn(schedule: Schedule, lines: list[str | None]) -> None:
     for actions, line in zip(postpone_weights(schedule).stages, lines, strict=True):
         drawn = " ".join(f"{LETTERS[a.kind]}{a.micro_batch}{chr(39) * a.chunk}" for a in actions)
         assert line is None or drawn == line
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 8), (3, 2, 24), (3, 3, 24), (4, 2, 16), (4, 1, 8), (2, 1, 8)])
+def test_about_as_few_wait_as_must(p: int, v: int, m: int) -> None:
+    schedule = interleaved(p, m, v) if v > 1 else one_forward_one_backward(p, m)
+    shortest = _Walk(schedule, m * v).ends
+    must = next(num for num in range(m * v + 1) if _Walk(schedule, num).ends == shortest)
+    found = postpone_weights(schedule)
+    assert max(map(len, found.postponed)) <= 2 * must
+    for stage, (actions, postponed) in enumerate(zip(found.stages, found.postponed, strict=True)):
+        for one, two in itertools.pairwise(actions):  # what would gain nothing is whole
+            wanted = found.outgoing(stage, one) is not None
+            assert wanted or one.kind != "backward" or two[:3] != ("weights", *one[1:3])
+        last = max(index for index, action in enumerate(actions) if action.kind == "backward")
+        if stage == 0:  # nobody waits for that: its reduction hides under all of it
+            assert last == len(actions) - 1
+            assert actions[last][1:3] not in postponed
 
 
 def test_one_stage_and_one_that_gains_nothing_stay_as_they_are() -> None:
@@ -95,15 +113,14 @@ def _without(schedule: Schedule, index: int, *put: Action) -> Schedule:
 
 
 def test_weights_gradients_before_their_pass_or_twice_are_found() -> None:
-    schedule = postpone_weights(one_forward_one_backward(2, 2))
-    backward, weights = (
-        next(a for a in schedule.stages[0] if a.kind == kind and a.micro_batch == 0) for kind in ("backward", "weights")
-    )
-    at = schedule.stages[0].index(backward)
+    schedule = one_forward_one_backward(2, 2)
+    backward = next(action for action in schedule.stages[0] if action.kind == "backward" and action.micro_batch == 0)
+    weights, at = backward._replace(kind="weights"), schedule.stages[0].index(backward)
+    check_schedule(_without(schedule, at, backward, weights))
     with pytest.raises(ValueError, match="weights of micro-batch 0, chunk 0 comes before its backward"):
         check_schedule(_without(schedule, at, weights, backward))
     with pytest.raises(ValueError, match="weights of micro-batch 0, chunk 0 comes again"):
-        check_schedule(_without(schedule, at, backward, weights))
+        check_schedule(_without(schedule, at, backward, weights, weights))
 
 
 def test_stages_that_wait_for_each_other_are_a_deadlock() -> None:
