@@ -175,8 +175,8 @@ class ParallelConfig(Section):
     vpp: Count = Field(1, description="model chunks a pipeline rank holds (interleaved 1F1B)")
     balance: bool = Field(
         True,
-        description="pipeline stages hold as much work as each other: half blocks are counted, and the vocabulary's "
-        "projection; false: as many layers as each other",
+        description="pipeline stages hold about as much work as each other: half blocks are counted, and the "
+        "vocabulary's projection; the first stage may need more memory; false: as many layers as each other",
     )
     distributed_timeout_s: float = Field(
         600.0, gt=0, description="longest wait in a collective, seconds: for ranks that compile or save meanwhile"

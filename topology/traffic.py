@@ -119,7 +119,8 @@ def stage_parameters(job: JobConfig) -> NDArray[np.float64]:
     """Parameters that a rank of each pipeline stage holds, shape (pp,): matrices and embeddings.
 
     Attention has 4 h^2 weights a block, the MLP 2 h f. Tokens (V h) and learned positions (s h) are embedded on the
-    first stage; the head (V h, untied) stands on the last. Biases and norms, under 0.1% together, are left out.
+    first stage; the head (V h, untied) stands on the last. Biases and norms, under 0.1% together, are left out, and so
+    are layers that `parallel.balance` moves from the last stage to the others.
     """
     model, parallel = job.model, job.parallel
     block = 4 * model.hidden**2 + 2 * model.hidden * model.ffn_hidden

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from netlayer import environ
 from netlayer.config import JobConfig, ModelConfig
 from netlayer.errors import ConfigError
-from trainer.stages import Part, parts_of, run_of
+from trainer.stages import Part, count_parts, run_of
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _TOKEN_BYTES = 8
@@ -135,14 +135,13 @@ def stage_elements(job: JobConfig, stage: int) -> int:
     model, parallel = job.model, job.parallel
     is_first, is_last = stage == 0, stage == parallel.pp - 1
     tables = is_first + is_last - (model.tied_embeddings and parallel.pp == 1)
-    blocks = sum(_block_elements(model, parallel.tp, part) for part in _parts_of_stage(job, stage))
+    blocks = sum(
+        number * _block_elements(model, parallel.tp, part)
+        for chunk in range(parallel.vpp)
+        for part, number in count_parts(run_of(job, stage, chunk)).items()
+    )
     ends = (_position_elements(model) if is_first else 0) + (_norm_elements(model) if is_last else 0)
     return tables * _table_elements(job) + blocks + ends
-
-
-def _parts_of_stage(job: JobConfig, stage: int) -> Iterator[Part]:
-    for chunk in range(job.parallel.vpp):
-        yield from parts_of(run_of(job, stage, chunk)).values()
 
 
 def micro_batches(job: JobConfig) -> int:
@@ -252,7 +251,7 @@ def _leading(job: JobConfig) -> str:
 
 
 def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
-    """Jobs that take less, least changes first: windows, zero bubble, recomputation, the micro-batch, tp, last pp."""
+    """Jobs that take less: without windows, zero bubble, balance, with recomputation, a smaller micro-batch, tp, pp."""
     model, batch, parallel = job.model, job.batch, job.parallel
     levels = ("none", "selective", "full")
     recomputes = levels[levels.index(model.recompute) :]
@@ -261,8 +260,9 @@ def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
     spreads = sorted(itertools.product(degrees, degrees), key=lambda pair: (pair[0] * pair[1], pair[1]))
     bubbles = (True, False) if job.overlap.zero_bubble else (False,)
     windows = (job.overlap.windows, False) if job.overlap.windows and parallel.dp > 1 else (job.overlap.windows,)
-    for (tp, pp), micro_size, recompute, zero_bubble, has_windows in itertools.product(
-        spreads, micro_sizes, recomputes, bubbles, windows
+    balances = (True, False) if job.parallel.balance else (False,)
+    for (tp, pp), micro_size, recompute, balance, zero_bubble, has_windows in itertools.product(
+        spreads, micro_sizes, recomputes, balances, bubbles, windows
     ):
         if parallel.dp % (tp * pp):
             continue
@@ -270,7 +270,12 @@ def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
             "overlap": {"windows": has_windows, "zero_bubble": zero_bubble},
             "model": {"recompute": recompute},
             "batch": {"micro_size": micro_size},
-            "parallel": {"tp": parallel.tp * tp, "pp": parallel.pp * pp, "dp": parallel.dp // (tp * pp)},
+            "parallel": {
+                "tp": parallel.tp * tp,
+                "pp": parallel.pp * pp,
+                "dp": parallel.dp // (tp * pp),
+                "balance": balance,
+            },
         }
         changed = _changed(job, changes)
         if changed:
@@ -314,10 +319,17 @@ def _activation_bytes(job: JobConfig, stage: int) -> int:
     stream = model.hidden * width / parallel.tp
     held = in_flight(job, stage)
     each = held * (stream if parallel.pp > 1 else 0.0)  # what was sent is held until its gradient comes
-    for chunk in range(parallel.vpp):  # as many micro-batches as there are stages through each in turn
+    chunks = []
+    for chunk in range(parallel.vpp):
+        parts = count_parts(run_of(job, stage, chunk))
+        chunks.append(sum(number * _saved_bytes(job, part) for part, number in parts.items()))
+    if stage == parallel.pp - 1:  # its last chunk is the shortest, and at the peak few may be of that
+        each += held * max(chunks)
+    else:  # as many micro-batches as there are stages through each in turn
         rounds, rest = divmod(held, parallel.pp * parallel.vpp)
-        num = rounds * parallel.pp + min(max(0, rest - chunk * parallel.pp), parallel.pp)
-        each += num * sum(_saved_bytes(job, part) for part in parts_of(run_of(job, stage, chunk)).values())
+        for chunk, num_bytes in enumerate(chunks):
+            num = rounds * parallel.pp + min(max(0, rest - chunk * parallel.pp), parallel.pp)
+            each += num * num_bytes
     if stage == 0:
         each += _TOKEN_BYTES * held
     if stage == parallel.pp - 1:  # the last norm's input, and the loss' gradient; one micro-batch at a time
@@ -331,8 +343,8 @@ def _saved_bytes(job: JobConfig, part: Part) -> float:
     kept, dropped = _kept_and_dropped(model, part)
     stream = model.hidden * _DTYPE_BYTES[model.dtype]
     own = {"none": kept + dropped, "selective": kept, "full": 0.0}[model.recompute]
-    is_counted = part == "mlp" and model.recompute != "full"  # its input is what a whole block keeps between its halves
-    saved = (own + (0 if is_counted else stream)) / tp
+    has_input = part == "mlp" and model.recompute != "full"  # it is what a whole block keeps between its halves
+    saved = (own + (0 if has_input else stream)) / tp
     return max(saved, _postponed_bytes(job, part)) if has_zero_bubble(job) else saved
 
 
@@ -443,7 +455,7 @@ def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> int:
     model, parallel, table = job.model, job.parallel, _table_elements(job)
     wholes = []
     for run in (run_of(job, stage, chunk) for chunk in range(parallel.vpp)):
-        blocks = [_block_bucket_elements(job, part) for part in set(parts_of(run).values())]
+        blocks = [_block_bucket_elements(job, part) for part in count_parts(run)]
         has_table = run.start == 0 or run.stop == 2 * model.layers
         wholes.append(max([*blocks, table * has_table]))
     may_copy = job.overlap.peer_reduce and 2 <= parallel.dp <= _MOST_COPYING and model.dtype != "float64"

@@ -1,9 +1,9 @@
 """One rank's part of a model that is spread over tensor, pipeline and data parallel ranks, and a step through it.
 
-The layers are cut into p * v runs (p stages, v chunks a stage); a chunk's linears are spread over the tensor-parallel
-group, its masters and optimiser state over the data-parallel one (`collectives.sharded`, a wrapper a chunk, so that a
-chunk's gradients are scattered while the next one computes). Whatever the layout, losses and gradients are those of one
-process, but for the order of sums.
+The blocks are cut into p * v runs (p stages, v chunks a stage: `trainer.stages`); a chunk's linears are spread over the
+tensor-parallel group, its masters and optimiser state over the data-parallel one (`collectives.sharded`, a wrapper a
+chunk, so that a chunk's gradients are scattered while the next one computes). Whatever the layout, losses and gradients
+are those of one process, but for the order of sums.
 
 [Note: gradients that are not whole] Between the linears a tensor-parallel rank has some positions only, so gradients of
 norms and positions are sums over its own; they are added up over the group once a step, on the shards. A tied token

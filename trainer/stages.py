@@ -5,7 +5,8 @@ The head behind the last layer is as much work as one layer of a 7B GPT with 50,
 and since a block may be cut between attention and MLP, half blocks are counted.
 
 Half blocks are numbered: 2 l is the attention of layer l, 2 l + 1 its MLP. A parallel block is one piece. Left out:
-what a stage has the memory for (`trainer.memory`).
+what a stage has the memory for (`trainer.memory`), runs of other numbers of half blocks where windows make some of them
+cheaper, recomputation, and steps of fewer micro-batches than stages.
 
 p stages, v chunks a stage; chunk c of stage s is the virtual stage c p + s.
 """
@@ -42,25 +43,34 @@ def half_blocks(layers: range) -> range:
 
 def parts_of(halves: range) -> dict[int, Part]:
     """What of each layer is there."""
-    layers = itertools.groupby(halves, lambda half: half // 2)
-    found = {layer: list(of_layer) for layer, of_layer in layers}
-    return {
-        layer: "whole" if len(of_layer) == 2 else "mlp" if of_layer[0] % 2 else "attention"
-        for layer, of_layer in found.items()
-    }
+    found: dict[int, Part] = {}
+    for layer in range(halves.start // 2, -(-halves.stop // 2)):
+        has_attention, has_mlp = 2 * layer in halves, 2 * layer + 1 in halves
+        found[layer] = "whole" if has_attention and has_mlp else "attention" if has_attention else "mlp"
+    return found
+
+
+def count_parts(halves: range) -> dict[Part, int]:
+    """How many there are of each, of a run that is not empty; of any length as fast."""
+    num_mlps, num_attentions = halves.start % 2, halves.stop % 2
+    found: dict[Part, int] = {"whole": (len(halves) - num_mlps - num_attentions) // 2}
+    found |= {"mlp": num_mlps, "attention": num_attentions}
+    return {part: number for part, number in found.items() if number}
 
 
 def _cuts_of(job: JobConfig) -> Sequence[int]:
     """Where virtual stages begin, and the end of the last."""
     model, parallel = job.model, job.parallel
     num = parallel.pp * parallel.vpp
-    if num == 1 or not parallel.balance or model.layers < num:
+    if num == 1 or not parallel.balance or model.layers < num:  # no job, but its memory can be counted
         return [2 * (model.layers * run // num) for run in range(num + 1)]
     return balanced(_costs(model), head_flops(model), parallel.pp, parallel.vpp, 2 if model.parallel_block else 1)
 
 
 def _costs(model: ModelConfig) -> tuple[float, ...]:
-    return tuple(itertools.chain.from_iterable(half_block_flops(model, layer) for layer in range(model.layers)))
+    windows = [model.window(layer) for layer in range(model.layers)]
+    of_window = {window: half_block_flops(model, layer) for layer, window in enumerate(windows)}
+    return tuple(itertools.chain.from_iterable(of_window[window] for window in windows))
 
 
 @functools.lru_cache
@@ -83,6 +93,8 @@ def balanced(costs: tuple[float, ...], head: float, num_stages: int, num_chunks:
     num_runs, num_units = num_stages * num_chunks, len(costs) // unit
     if num_units < num_runs:
         raise ValueError(f"{num_units} parts of the model for {num_runs} runs: lower pp or vpp, or add layers")
+    if num_runs == 1:
+        return 0, len(costs)
     before = (0.0, *itertools.accumulate(costs))
     of_last_chunks_first = [
         chunk * num_stages + stage
@@ -91,12 +103,12 @@ def balanced(costs: tuple[float, ...], head: float, num_stages: int, num_chunks:
         if chunk * num_stages + stage < num_runs - 1
     ]
 
-    def cut(num_last: int) -> list[int]:
-        each, more = divmod(num_units - num_last, max(1, num_runs - 1))
+    def cut(num_last: int) -> tuple[int, ...]:
+        each, more = divmod(num_units - num_last, num_runs - 1)
         counts = [each] * (num_runs - 1) + [num_last]
         for run in of_last_chunks_first[:more]:
             counts[run] += 1
-        return [unit * count for count in itertools.accumulate(counts, initial=0)]
+        return tuple(unit * count for count in itertools.accumulate(counts, initial=0))
 
     def worth(cuts: Sequence[int]) -> tuple[float, float, int]:
         runs = [before[end] - before[first] for first, end in itertools.pairwise(cuts)]

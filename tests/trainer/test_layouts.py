@@ -43,6 +43,7 @@ COVER = [
     ({"tp": 2, "pp": 2, "vpp": 2}, LLAMA, {}),
     ({"pp": 2, "dp": 2, "vpp": 2}, PARALLEL, {"pp": False}),
     ({"tp": 2, "dp": 2}, PLAIN, {}),
+    ({"tp": 2, "pp": 2}, {"recompute": "full"}, {}),  # cut in the midst of a block
 ]
 
 

@@ -242,6 +242,28 @@ def test_zero_bubble_is_given_up_for_room_where_a_pipeline_is_proposed_too() -> 
     without = [words for words, other in found if not other.overlap.zero_bubble and other.model.recompute == "none"]
     assert without
     assert all("job.overlap.zero_bubble = false" in words for words in without)
+    even = [words for words, other in found if not other.parallel.balance and other.model.recompute == "none"]
+    assert even
+    assert all("job.parallel.balance = false" in words for words in even)
+
+
+@pytest.mark.parametrize("vocab", [50_304, 131_072])
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (2, 2), (4, 2), (4, 4)])
+def test_no_stage_holds_more_blocks_than_are_counted(pp: int, vpp: int, vocab: int) -> None:
+    """By the schedule, where chunks have other numbers of layers."""
+    model = {"preset": "7b", "vocab_size": vocab}
+    batch = {"global_size": 16, "micro_size": 1}
+    job = JobConfig.model_validate({"model": model, "parallel": {"pp": pp, "vpp": vpp, "dp": 1}, "batch": batch})
+    schedule = of_job(job, 16)
+    block = (_postponed_bytes(job) / 2) * job.model.seq_len
+    for stage, actions in enumerate(schedule.stages):
+        held = peak = 0
+        for action in actions:
+            pair, halves = (action.micro_batch, action.chunk), len(run_of(job, stage, action.chunk))
+            ends = action.kind == "weights" or (action.kind == "backward" and pair not in schedule.postponed[stage])
+            held += halves if action.kind == "forward" else -halves * ends
+            peak = max(peak, held)
+        assert estimate_stage(job, stage).activations >= 0.97 * peak * block
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from trainer.model import GPT, Block
 from trainer.preview import size
 from trainer.schedule import Schedule, interleaved, one_forward_one_backward
 from trainer.schedule_simulation import Costs, simulate
-from trainer.stages import balanced, half_blocks, num_layers, parts_of, run_of
+from trainer.stages import balanced, count_parts, half_blocks, num_layers, parts_of, run_of
 from trainer.zero_bubble import postpone_weights
 
 
@@ -98,6 +99,16 @@ def test_parts_of_a_run() -> None:
     assert parts_of(range(3, 9)) == {1: "mlp", 2: "whole", 3: "whole", 4: "attention"}
     assert parts_of(range(2, 3)) == {1: "attention"}
     assert parts_of(range(0)) == {}
+
+
+@given(first=st.integers(0, 9), length=st.integers(1, 9))
+def test_parts_are_counted_as_they_are_told(first: int, length: int) -> None:
+    halves = range(first, first + length)
+    assert count_parts(halves) == Counter(parts_of(halves).values())
+
+
+def test_one_run_is_all_of_it() -> None:
+    assert balanced((1.0,) * 6, 1.0, 1, 1) == (0, 6)
 
 
 def test_costs_are_the_flops_of_a_step() -> None:
