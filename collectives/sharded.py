@@ -299,7 +299,7 @@ class ShardedDataParallel(nn.Module):
         That is where linears write into slots (`collectives.slot`); of others nothing is postponed.
 
         Raises:
-            ValueError: in stage 2, or with `step_in_backward`.
+            ValueError: in stage 2, with `step_in_backward`, or inside another one.
         """
         with self._reduce.postponing() as postponed:
             yield postponed

@@ -90,7 +90,7 @@ def _scores_flops(model: ModelConfig, layer: int) -> float:
 def _mean_keys(num_positions: int, window: int) -> float:
     """Keys that a query sees, in the mean over positions."""
     w = min(window or num_positions, num_positions)
-    return w - w * (w - 1) / 2 / max(1, num_positions)
+    return w - w * (w - 1) / 2 / max(1, num_positions)  # of none, no job, memory can be counted
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from netlayer import environ
 from netlayer.config import JobConfig, ModelConfig
 from netlayer.errors import ConfigError
-from trainer.stages import Part, count_parts, run_of
+from trainer.stages import BlockPart, count_parts, halves_in, run_of
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _TOKEN_BYTES = 8
@@ -337,7 +337,7 @@ def _activation_bytes(job: JobConfig, stage: int) -> int:
     return round(each * tokens)
 
 
-def _saved_bytes(job: JobConfig, part: Part) -> float:
+def _saved_bytes(job: JobConfig, part: BlockPart) -> float:
     """Of one token, what a block or a part of it holds from its forward pass until its gradients are computed."""
     model, tp = job.model, job.parallel.tp
     kept, dropped = _kept_and_dropped(model, part)
@@ -348,13 +348,13 @@ def _saved_bytes(job: JobConfig, part: Part) -> float:
     return max(saved, _postponed_bytes(job, part)) if has_zero_bubble(job) else saved
 
 
-def _postponed_bytes(job: JobConfig, part: Part = "whole") -> float:
+def _postponed_bytes(job: JobConfig, part: BlockPart = "whole") -> float:
     """Of one token, what linears keep for weights' gradients that wait: inputs, and gradients of outputs.
 
     Of the residual stream's width they are whole on every rank.
     """
     model = job.model
-    has_attention, has_mlp = part != "mlp", part != "attention"
+    has_attention, has_mlp = halves_in(part)
     branches = 1 if model.parallel_block else has_attention + has_mlp
     attention = (model.hidden + _qkv_width(model)) * has_attention
     inside = attention + (model.ffn_hidden + _up_width(model)) * has_mlp
@@ -376,7 +376,7 @@ def _block_work_bytes(job: JobConfig) -> int:
     return round(tokens * (again + widest + gathered)) + handed
 
 
-def _kept_and_dropped(model: ModelConfig, part: Part = "whole") -> tuple[float, float]:
+def _kept_and_dropped(model: ModelConfig, part: BlockPart = "whole") -> tuple[float, float]:
     """Bytes a token that a block saves beside its input: with any recomputation but full, and without it only.
 
     Norm outputs are what the linears read; queries, keys and values what attention reads (turned ones beside the plain
@@ -393,7 +393,7 @@ def _kept_and_dropped(model: ModelConfig, part: Part = "whole") -> tuple[float, 
         return norm + (_qkv_width(model) + _up_width(model)) * width, attended + activated
     attention = norm + _qkv_width(model) * width + attended
     mlp = norm + (hidden + _up_width(model)) * width
-    has_attention, has_mlp = part != "mlp", part != "attention"
+    has_attention, has_mlp = halves_in(part)
     return attention * has_attention + mlp * has_mlp, activated * has_mlp
 
 
@@ -410,10 +410,10 @@ def _up_width(model: ModelConfig) -> int:
     return model.ffn_hidden * (2 if model.activation == "swiglu" else 1)
 
 
-def _block_elements(model: ModelConfig, tp: int, part: Part = "whole") -> int:
+def _block_elements(model: ModelConfig, tp: int, part: BlockPart = "whole") -> int:
     """Parameters of a block on one rank: linears are cut, what they add behind a sum and norms are whole."""
     hidden = model.hidden
-    has_attention, has_mlp = part != "mlp", part != "attention"
+    has_attention, has_mlp = halves_in(part)
     outputs = 1 if model.parallel_block else has_attention + has_mlp
     inner = _qkv_width(model) * has_attention + _up_width(model) * has_mlp
     summed = hidden * has_attention + model.ffn_hidden * has_mlp
@@ -465,10 +465,11 @@ def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> int:
     return _REDUCTIONS_AT_ONCE * sum(wholes) + sum(beside)
 
 
-def _block_bucket_elements(job: JobConfig, part: Part = "whole") -> int:
+def _block_bucket_elements(job: JobConfig, part: BlockPart = "whole") -> int:
     """The largest bucket of a block or of a part of it."""
     model, tp, bucket_mib = job.model, job.parallel.tp, job.overlap.bucket_mib
-    qkv, up = _qkv_width(model) * (part != "mlp"), _up_width(model) * (part != "attention")
+    has_attention, has_mlp = halves_in(part)
+    qkv, up = _qkv_width(model) * has_attention, _up_width(model) * has_mlp
     width = qkv + up if model.parallel_block else max(qkv, up)
     block = _block_elements(model, tp, part)
     asked = round(bucket_mib * 2**20) // _DTYPE_BYTES[model.dtype] if bucket_mib else block

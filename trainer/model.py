@@ -30,8 +30,7 @@ from trainer.ops.backend import check_operators, sums_narrowly
 from trainer.ops.loss import gather_rows, linear_cross_entropy, scatter_sum
 from trainer.ops.norm import Norm, add_branch
 from trainer.ops.rotary import rotate
-from trainer.stages import Part as BlockPart
-from trainer.stages import half_blocks, parts_of
+from trainer.stages import BlockPart, half_blocks, halves_in, parts_of
 
 INIT_STD = 0.02
 _FEW_ROWS = 3072
@@ -159,11 +158,12 @@ class Block(nn.Module):
             inputs: tuple[int, ...] = width, config.ffn_hidden
             self.outer = row(inputs, width, bias, exchange, not self.leaves_branch, operators=self.operators)
             return
-        if part != "mlp":
+        has_attention, has_mlp = halves_in(part)
+        if has_attention:
             self.norm = build_norm(config)
             self.qkv = column(width, qkv, bias, exchange, operators=self.operators)
             self.out = row((width,), width, bias, exchange, adds_bias=False, operators=self.operators)
-        if part != "attention":
+        if has_mlp:
             self.mlp_norm = build_norm(config)
             self.up = column(width, up, bias, exchange, adds_bias=not self.adds_bias, operators=self.operators)
             inputs = (config.ffn_hidden,)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from collectives.messages import Message
 from collectives.pipeline import PipelineChannel
+from collectives.postponed import Postponed
 from collectives.recorder import Recorder
 from trainer.schedule import Action, Schedule
 
@@ -30,13 +31,6 @@ class Stage(Protocol):
 
     def weights(self, action: Action) -> None:
         """Gradients of weights that this micro-batch's backward pass has left; called where the schedule has them."""
-
-
-class Postponed(Protocol):
-    """What a backward pass has left of the weights' gradients."""
-
-    def compute(self) -> None:
-        """Now."""
 
 
 def run_schedule(schedule: Schedule, channel: PipelineChannel, stage: Stage, recorder: Recorder | None = None) -> None:

@@ -21,7 +21,7 @@ from typing import Literal
 from netlayer.config import JobConfig, ModelConfig
 from trainer.flops import half_block_flops, head_flops
 
-Part = Literal["whole", "attention", "mlp"]
+BlockPart = Literal["whole", "attention", "mlp"]
 
 
 def run_of(job: JobConfig, stage: int, chunk: int) -> range:
@@ -41,19 +41,24 @@ def half_blocks(layers: range) -> range:
     return range(2 * layers.start, 2 * layers.stop)
 
 
-def parts_of(halves: range) -> dict[int, Part]:
+def parts_of(halves: range) -> dict[int, BlockPart]:
     """What of each layer is there."""
-    found: dict[int, Part] = {}
+    found: dict[int, BlockPart] = {}
     for layer in range(halves.start // 2, -(-halves.stop // 2)):
         has_attention, has_mlp = 2 * layer in halves, 2 * layer + 1 in halves
         found[layer] = "whole" if has_attention and has_mlp else "attention" if has_attention else "mlp"
     return found
 
 
-def count_parts(halves: range) -> dict[Part, int]:
+def halves_in(part: BlockPart) -> tuple[bool, bool]:
+    """Whether attention is there, and the MLP."""
+    return part != "mlp", part != "attention"
+
+
+def count_parts(halves: range) -> dict[BlockPart, int]:
     """How many there are of each, of a run that is not empty; of any length as fast."""
     num_mlps, num_attentions = halves.start % 2, halves.stop % 2
-    found: dict[Part, int] = {"whole": (len(halves) - num_mlps - num_attentions) // 2}
+    found: dict[BlockPart, int] = {"whole": (len(halves) - num_mlps - num_attentions) // 2}
     found |= {"mlp": num_mlps, "attention": num_attentions}
     return {part: number for part, number in found.items() if number}
 

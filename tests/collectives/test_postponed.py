@@ -56,6 +56,14 @@ def gradients(sharded: ShardedDataParallel) -> dict[str, Tensor]:
     return {name: piece.grad.clone() for name, _, piece in sharded.named_shards() if piece.grad is not None}
 
 
+def assert_next_pass_is_right(sharded: ShardedDataParallel) -> None:
+    """As if nothing had been before it."""
+    expected = wrapped()
+    for each in (sharded, expected):
+        passed(each, 2)
+    torch.testing.assert_close(gradients(sharded), gradients(expected), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("num_passes", [1, 3])
 def test_what_waits_gives_the_same_bits(num_passes: int) -> None:
     expected, found = wrapped(), wrapped()
@@ -94,10 +102,7 @@ def test_what_nobody_computes_is_missed_where_gradients_are_asked_for() -> None:
     sharded.zero_grad()
     with pytest.raises(RuntimeError, match="computed or dropped before"):
         left.compute()
-    passed(sharded, 2)
-    expected = wrapped()
-    passed(expected, 2)
-    torch.testing.assert_close(gradients(sharded), gradients(expected), rtol=0, atol=0)
+    assert_next_pass_is_right(sharded)
 
 
 def test_the_last_of_a_step_comes_behind_all_others() -> None:
@@ -118,10 +123,7 @@ def test_what_raises_as_it_is_computed_loses_the_step_and_no_more() -> None:
         left.compute()
     with pytest.raises(RuntimeError, match="the backward pass did not complete: its gradients are dropped"):
         sharded.finish_gradients()
-    passed(sharded, 2)
-    expected = wrapped()
-    passed(expected, 2)
-    torch.testing.assert_close(gradients(sharded), gradients(expected), rtol=0, atol=0)
+    assert_next_pass_is_right(sharded)
 
 
 def _interrupt(*_: object) -> None:
@@ -130,16 +132,13 @@ def _interrupt(*_: object) -> None:
 
 def test_a_pass_that_raises_leaves_nothing_waiting() -> None:
     """In its forward pass, or in the midst of the backward: the next pass is as if it had not been."""
-    expected = wrapped()
-    passed(expected, 2)
     for interrupt in (nn.Module.register_forward_pre_hook, nn.Module.register_full_backward_pre_hook):
         sharded = wrapped()
         handle = interrupt(sharded.module.joined, _interrupt)  # type: ignore[operator]
         with pytest.raises(ZeroDivisionError, match="interrupted"):
             postponed(sharded, 1)
         handle.remove()
-        passed(sharded, 2)
-        torch.testing.assert_close(gradients(sharded), gradients(expected), rtol=0, atol=0)
+        assert_next_pass_is_right(sharded)
 
 
 def test_one_pass_postpones_inside_another_never() -> None:
