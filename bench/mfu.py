@@ -84,8 +84,8 @@ _TOLERANCE = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 5e-2}
     "--channels",
     type=click.IntRange(0),
     default=0,
-    help="NCCL's, of all systems: 1 is a 200G NIC; then our gradients go by NCCL too, unless --set "
-    "overlap.peer_reduce=true; 0: NCCL's choice.",
+    help="NCCL's, of all systems: 1 is a 200G NIC; then NCCL carries all of ours, as --set overlap.peer_memory=false "
+    "does; 0: NCCL's choice.",
 )
 @click.option(
     "--profile", is_flag=True, help="Also where time goes, by kind of kernel, and launching; traces go to --out."
@@ -136,8 +136,12 @@ def command(
         rule = f"leaves step {WARM_UP + 1}, in which a CUDA graph is captured, among the timed ones"
         raise ConfigError("--warmup", warmup, rule, f"give {WARM_UP + 1} or more")
     for entry in entries:
-        if entry.system in PEERS:
-            PEERS[entry.system].check(entry.job, chosen)
+        if entry.system not in PEERS:
+            continue
+        if channels and PEERS[entry.system].copies:
+            rule = f"does not hold {entry.name}, which copies without NCCL"
+            raise ConfigError("--channels", channels, rule, "leave it out of --peers")
+        PEERS[entry.system].check(entry.job, chosen)
     if profile and chosen != "nccl":
         raise HardwareMissing("--profile: tells kernels of a GPU, and this runs on the CPU; leave it out")
     check_room(entries, chosen)

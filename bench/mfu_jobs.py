@@ -78,7 +78,7 @@ class Jobs:
     dtype: str = "float32"
     """Of the computation, where the options do not say it."""
     holds_channels: bool = False
-    """Whether NCCL is held to a few channels, which hold no copy engine: then gradients are not copied, unless told."""
+    """Whether NCCL is held to a few channels, which hold no copy engine: then ours carry nothing, unless told."""
 
     def __call__(self, changes: Sequence[str] = (), micro: int | None = None) -> JobConfig:
         """The job with further overrides, or with the same sequences a step in micro-batches of another size.
@@ -94,7 +94,7 @@ class Jobs:
             "model": {"dtype": self.dtype},
             "batch": {"micro_size": micro or self.micro, "global_size": self.micro * count * degrees["dp"]},
             "optimizer": {"lr": 1e-4, "clip_norm": 0.0, "warmup_steps": 0},
-            "overlap": {"bucket_mib": 0.0, "peer_reduce": not self.holds_channels},
+            "overlap": {"bucket_mib": 0.0, "peer_memory": not self.holds_channels},
         }
         given = self._given([change for change in changes if not _COUNT.fullmatch(change)])
         for name in _TAKEN:

@@ -66,12 +66,14 @@ class Peer:
         build: `build(job, seed, device)`, on every rank.
         env: variables of its processes, which systems with others cannot share.
         is_compiled: it is at its best with `job.model.compile`, for it has no kernels of its own.
+        copies: it carries something without NCCL, which no limit of NCCL's channels holds.
     """
 
     check: Callable[[JobConfig, str], None]
     build: Callable[[JobConfig, int, torch.device], System]
     env: Mapping[str, str] = field(default_factory=dict)
     is_compiled: bool = True
+    copies: bool = False
 
 
 PEERS: Mapping[str, Peer] = {
@@ -88,6 +90,7 @@ PEERS: Mapping[str, Peer] = {
     "native3d_async": Peer(
         lambda job, backend: native3d.check(job, backend, asynchronous=True),
         lambda job, seed, device: native3d.Native3d(job, seed, device, asynchronous=True),
+        copies=True,
     ),
     "mcore": Peer(mcore.check, mcore.Mcore, mcore.ENV, is_compiled=False),
     "mcore_no_overlap": Peer(

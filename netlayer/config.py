@@ -305,15 +305,26 @@ class OverlapConfig(Section):
         "faster too where NCCL has few blocks. auto: where all data-parallel ranks are on one host with NVSwitch, NCCL "
         "is 2.28 or later, and the GPU has the memory",
     )
+    peer_memory: bool = Field(
+        True,
+        description="where GPUs of a group reach each other's memory, copy engines carry tensor-parallel exchanges, "
+        "pipeline messages and gradients; false: NCCL does, as between hosts",
+    )
     peer_reduce: bool = Field(
         True,
         description="where windows are taken, copy engines carry gradients to the peers, and a kernel adds them: no "
-        "multiprocessor is held meanwhile; one host, 2 to 8 data-parallel ranks, CuPy; false: NCCL reduces",
+        "multiprocessor is held meanwhile; one host, 2 to 8 data-parallel ranks, CuPy; not without "
+        "overlap.peer_memory; false: NCCL reduces",
     )
     step_in_backward: bool = Field(
         False,
         description="step each bucket as its gradients land, and gather under the backward pass: dp alone, no clipping",
     )
+
+    @property
+    def copies_gradients(self) -> bool:
+        """Whether copy engines may carry gradients to the peers."""
+        return self.peer_memory and self.peer_reduce
 
 
 class StoreConfig(Section):

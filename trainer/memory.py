@@ -458,7 +458,7 @@ def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> int:
         blocks = [_block_bucket_elements(job, part) for part in count_parts(run)]
         has_table = run.start == 0 or run.stop == 2 * model.layers
         wholes.append(max([*blocks, table * has_table]))
-    may_copy = job.overlap.peer_reduce and 2 <= parallel.dp <= _MOST_COPYING and model.dtype != "float64"
+    may_copy = job.overlap.copies_gradients and 2 <= parallel.dp <= _MOST_COPYING and model.dtype != "float64"
     copied = _COPIED_AT_ONCE if may_copy else 0
     shares = [0 if sums_stay else _REDUCTIONS_AT_ONCE * -(-whole // parallel.dp) for whole in wholes]
     beside = (max(copied * whole, share) for whole, share in zip(wholes, shares, strict=True))

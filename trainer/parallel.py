@@ -30,7 +30,7 @@ from collectives.exchange import TensorExchange, open_exchange
 from collectives.lane import Flight, Lane
 from collectives.norms import each_norm, total_norm
 from collectives.pipeline import PipelineChannel
-from collectives.pipeline_links import PipelineLinks, open_link_groups
+from collectives.pipeline_links import Path, PipelineLinks, open_link_groups
 from collectives.prepare import open_groups, open_lanes
 from collectives.recorder import Recorder
 from collectives.sharded import LanePair, ShardedDataParallel
@@ -266,7 +266,7 @@ class SplitModel:
 
     def _takes_peer_reduce(self) -> bool:
         group = self.groups["dp"]
-        if group is None or self._is_wide or not (self.has_windows and self.job.overlap.peer_reduce):
+        if group is None or self._is_wide or not (self.has_windows and self.job.overlap.copies_gradients):
             return False
         reason = why_unusable(group, self.device)
         if reason is None and not has_room_for_copies(self.job, self._memory_bytes):
@@ -278,9 +278,10 @@ class SplitModel:
     def _open_exchange(self, recorder: Recorder | None, watch: Watch | None) -> TensorExchange | None:
         if self.layout.tp == 1:
             return None
+        overlap = self.job.overlap
         # The memory of the peers carries no float64.
-        path = "auto" if self.job.overlap.tp and not self._is_wide else "lane"
-        chunks = {} if self.job.overlap.tp else {"chunks": 1}
+        path = "auto" if overlap.tp and overlap.peer_memory and not self._is_wide else "lane"
+        chunks = {} if overlap.tp else {"chunks": 1}
         return open_exchange(self.groups["tp"], self.device, path=path, recorder=recorder, watch=watch, **chunks)
 
     def _open_data_lanes(self, recorder: Recorder | None, watch: Watch | None) -> LanePair:
@@ -395,7 +396,8 @@ class _Pipeline:
         # All ranks make the groups of all pipelines: where NCCL's world is bound to a device, some alone cannot.
         several = layout.pp < layout.world_size
         groups = open_link_groups(list(layout.groups("pp")), model.device, wraps) if several else None
-        self.links = PipelineLinks(model.groups["pp"], model.device, wraps, groups=groups)
+        path: Path = "auto" if model.job.overlap.peer_memory else "group"
+        self.links = PipelineLinks(model.groups["pp"], model.device, wraps, groups=groups, path=path)
         self._ready: dict[tuple[str, int], tuple[Schedule, PipelineChannel]] = {}
 
     def train(self, batches: Sequence[MicroBatch]) -> Tensor:

@@ -114,14 +114,25 @@ def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
     if job.overlap.reduce_dtype == "bfloat16" and (is_alone or is_wide):
         why = "job.model.dtype is float64" if is_wide else "job.parallel.dp is 1: none are reduced"
         yield "overlap.reduce_dtype = bfloat16", why
-    if not job.overlap.peer_reduce and (is_alone or is_wide or not job.overlap.windows):
-        why = "job.model.dtype is float64" if is_wide else "job.overlap.windows is false"
-        why = "job.parallel.dp is 1: none are reduced" if is_alone else why
-        yield "overlap.peer_reduce = false", why
+    if why := _why_no_copies(job):
+        carries_more = job.parallel.pp > 1 or (job.parallel.tp > 1 and job.overlap.tp and not is_wide)
+        if not job.overlap.peer_reduce:
+            yield "overlap.peer_reduce = false", why
+        if not job.overlap.peer_memory and not carries_more:
+            yield "overlap.peer_memory = false", why
     if not job.overlap.zero_bubble and (reason := why_no_zero_bubble(job)):
         yield "overlap.zero_bubble = false", reason
     if job.overlap.step_in_backward and is_alone:
         yield "overlap.step_in_backward = true", "job.parallel.dp is 1: nothing is gathered"
+
+
+def _why_no_copies(job: JobConfig) -> str:
+    """Why gradients are not copied to the peers, whatever `overlap.peer_reduce` says; or nothing."""
+    if job.parallel.dp == 1:
+        return "job.parallel.dp is 1: none are reduced"
+    if job.model.dtype == "float64":
+        return "job.model.dtype is float64"
+    return "" if job.overlap.windows else "job.overlap.windows is false"
 
 
 def _is_given(section: Section, key: str) -> bool:

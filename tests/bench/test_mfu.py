@@ -115,12 +115,12 @@ def test_what_a_layout_does_not_say_can_be_changed() -> None:
 def test_what_no_limit_of_channels_holds_carries_nothing_unless_told_to() -> None:
     def by_peers(channels: int, *overrides: str) -> bool:
         options = RunOptions(None, overrides, 0, None, None)
-        return Jobs(options, "1m", read_layout("dp2"), 4, None, holds_channels=channels > 0)().overlap.peer_reduce
+        return Jobs(options, "1m", read_layout("dp2"), 4, None, holds_channels=channels > 0)().overlap.peer_memory
 
     assert by_peers(0)
     assert not by_peers(2)
-    assert by_peers(2, "overlap.peer_reduce=true"), "said, so kept"
-    assert not by_peers(0, "overlap.peer_reduce=false")
+    assert by_peers(2, "overlap.peer_memory=true"), "said, so kept"
+    assert not by_peers(0, "overlap.peer_memory=false")
 
 
 def test_a_larger_batch_is_held_against_ours_by_tokens() -> None:
@@ -248,6 +248,7 @@ def test_the_native_peer_has_our_losses_when_it_is_compiled(tmp_path: Path, layo
             ["--also", "micro_batches=0"],
             "changes none of model, optimizer, overlap, loop, parallel.balance, micro_batches",
         ),
+        (["--peers", "native3d_async", "--layout", "tp2", "--channels", "2"], "--channels = 2: does not hold native3d"),
         (["--peers", "native3d_async", "--layout", "tp2"], "needs GPUs, job.model.compile and tp above 1"),
         (["--peers", "mcore", "--set", "model.parallel_block=true"], "is not what --peers mcore can train (false)"),
         (["--also", "batch.global_size=8"], "changes none of model, optimizer, overlap"),
