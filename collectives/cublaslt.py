@@ -28,7 +28,7 @@ _LEAST_BIAS_ALIGNMENT = 16
 # Of cublasLt.h and library_types.h.
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _COMPUTE_32F, _SCALE_32F = 68, 0
-_TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8
+_TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER, _MULTIPROCESSORS = 3, 4, 7, 8, 15
 _EPILOGUE_BIAS = 4
 _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
 
@@ -70,6 +70,7 @@ class Shape:
 
     Args:
         alignments: of b, of a, and of the output.
+        spared: multiprocessors that it leaves to what runs beside.
     """
 
     device: torch.device
@@ -80,9 +81,12 @@ class Shape:
     out_dtype: torch.dtype
     has_bias: bool
     alignments: tuple[int, int, int]
+    spared: int = 0
 
     @classmethod
-    def of(cls, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None) -> Shape | None:
+    def of(
+        cls, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None, spared: int = 0
+    ) -> Shape | None:
         """None: cublasLt cannot do it."""
         a, b, out = (Operand.of(each) for each in (a_MK, b_KN, out_MN))
         if a is None or b is None or out is None or out.is_transposed:
@@ -92,7 +96,7 @@ class Shape:
         ):
             return None
         aligned = alignment(b_KN), alignment(a_MK), alignment(out_MN)
-        return cls(a_MK.device, a, b, out, a_MK.dtype, out_MN.dtype, bias_N is not None, aligned)
+        return cls(a_MK.device, a, b, out, a_MK.dtype, out_MN.dtype, bias_N is not None, aligned, spared)
 
 
 def alignment(tensor: Tensor) -> int:
@@ -118,6 +122,9 @@ class Product:
         self._set(_TRANSB, ctypes.c_int32(shape.a.is_transposed))
         if shape.has_bias:
             self._set(_EPILOGUE, ctypes.c_uint32(_EPILOGUE_BIAS))
+        if shape.spared:
+            there = torch.cuda.get_device_properties(shape.device).multi_processor_count
+            self._set(_MULTIPROCESSORS, ctypes.c_int32(max(1, there - shape.spared)))
         self._layouts = [
             _layout(operand, dtype)
             for operand, dtype in ((shape.b, shape.dtype), (shape.a, shape.dtype), (shape.out, shape.out_dtype))

@@ -15,9 +15,11 @@ Shapes: W ranks, m rows of a rank, M = W * m, C columns. Row r * m + i of the wh
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ Rows = tuple[slice, slice]
 """Ranks and rows of each: an index into [W, m, C]."""
 
 DEFAULT_CHUNKS = 4
+_USUAL_BLOCKS = 4
 _LEAST_SLOT_BYTES = 2**20  # a window is a matter of many messages: few are made
 
 
@@ -74,18 +77,30 @@ class Scattering(ABC):
 class TensorExchange(ABC):
     """One rank's side of a tensor-parallel group; every rank calls the same methods in the same order.
 
-    One gathering and one scattering may be under way at a time, and sums by `start_all_reduce`.
+    One gathering and one scattering may be under way at a time, where it does not gather early, and sums by
+    `start_all_reduce`.
 
     Args:
         lane: of the group; whatever torch.distributed runs on the group runs there, in order.
     """
 
+    gathers_early = False
+    """Whether what a backward pass will need is better gathered under the computation before it."""
+    spared = 0
+    """Multiprocessors that products should leave to what carries the parts beside them."""
+    last_column: Any = None
+    """What the backward pass of the column-parallel linear needs that was called last: `collectives.tensor`'s."""
+
     def __init__(self, lane: Lane) -> None:
         self.lane, self.rank, self.world_size = lane, lane.rank, lane.world_size
 
     @abstractmethod
-    def gather(self, own_mC: Tensor) -> Gathering:
-        """Start to gather every rank's rows."""
+    def gather(self, own_mC: Tensor, *, in_parts: bool = True) -> Gathering:
+        """Start to gather every rank's rows.
+
+        Args:
+            in_parts: False: they are not read before all are there.
+        """
 
     @abstractmethod
     def scatter(self, num_rows: int, num_columns: int, like: Tensor) -> Scattering:
@@ -181,7 +196,7 @@ class PeerTensorExchange(TensorExchange):
         while self._rounds:
             self._rounds.popitem()[1].close()
 
-    def gather(self, own_mC: Tensor) -> Gathering:
+    def gather(self, own_mC: Tensor, *, in_parts: bool = True) -> Gathering:  # noqa: ARG002 - a part is a rank's
         own_mC = own_mC.contiguous()
         _check_sendable(own_mC)
         return _PeerGathering(self, self._rounds_of("gather", own_mC.nbytes), own_mC)
@@ -287,6 +302,10 @@ class _PeerScattering(Scattering):
 class LaneTensorExchange(TensorExchange):
     """Parts are some rows of every rank, each one collective of torch.distributed.
 
+    [Note: who is first] NCCL's kernel needs whole multiprocessors, and a product takes all of them until it ends: a
+    part whose kernel comes a microsecond behind the product waits for it, and nothing is hidden. So products leave it
+    some, and what no product waits for travels as one kernel, early.
+
     Args:
         lane: of the tensor-parallel group.
         chunks: parts, where the number of rows divides by it; else the next smaller number that divides.
@@ -297,9 +316,11 @@ class LaneTensorExchange(TensorExchange):
             raise ValueError(f"chunks must be at least 1, got {chunks}")
         super().__init__(lane)
         self.chunks = chunks if lane.world_size > 1 else 1
+        self.gathers_early = self.chunks > 1
+        self.spared = nccl_blocks(os.environ) if self.chunks > 1 and lane.stream is not None else 0
 
-    def gather(self, own_mC: Tensor) -> Gathering:
-        return _LaneGathering(self, own_mC)
+    def gather(self, own_mC: Tensor, *, in_parts: bool = True) -> Gathering:
+        return _LaneGathering(self, own_mC, self.slices(len(own_mC)) if in_parts else [slice(0, len(own_mC))])
 
     def scatter(self, num_rows: int, num_columns: int, like: Tensor) -> Scattering:
         return _LaneScattering(self, like.new_empty(num_rows, num_columns))
@@ -312,10 +333,10 @@ class LaneTensorExchange(TensorExchange):
 
 
 class _LaneGathering(Gathering):
-    def __init__(self, exchange: LaneTensorExchange, own_mC: Tensor) -> None:
+    def __init__(self, exchange: LaneTensorExchange, own_mC: Tensor, slices: Sequence[slice]) -> None:
         self._exchange, self._own_mC = exchange, own_mC
         self._flights: list[tuple[slice, Tensor, Flight]] = []
-        for rows in exchange.slices(own_mC.shape[0]):
+        for rows in slices:
             part_WiC = own_mC.new_empty(exchange.world_size, rows.stop - rows.start, own_mC.shape[1])
             part_WiC[exchange.rank] = own_mC[rows]
             self._flights.append((rows, part_WiC, exchange.lane.all_gather(part_WiC.view(-1))))
@@ -326,6 +347,10 @@ class _LaneGathering(Gathering):
             yield (slice(None), rows), part_WiC
 
     def whole(self) -> Tensor:
+        if len(self._flights) == 1:
+            [(_, whole_WmC, flight)] = self._flights
+            flight.wait()
+            return whole_WmC.flatten(0, 1)
         whole_WmC = self._own_mC.new_empty(self._exchange.world_size, *self._own_mC.shape)
         for rows, part_WiC, flight in self._flights:
             flight.wait()
@@ -354,6 +379,16 @@ class _LaneScattering(Scattering):
         for flight in self._flights:
             flight.wait()
         return self._out_mC if bias_C is None else self._out_mC.add_(bias_C)
+
+
+def nccl_blocks(variables: Mapping[str, str]) -> int:
+    """Multiprocessors that a collective of NCCL takes: as many as it is held to, else as it commonly is without NVLink.
+
+    Args:
+        variables: of the environment.
+    """
+    limits = (variables.get(name, "") for name in ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"))
+    return min((int(limit) for limit in limits if limit.isdecimal() and int(limit)), default=_USUAL_BLOCKS)
 
 
 def _check_sendable(rows_mC: Tensor) -> None:

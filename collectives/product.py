@@ -27,6 +27,7 @@ def multiply(
     out_MN: Tensor | None = None,
     adds: bool = False,
     tuned: bool = False,
+    spared: int = 0,
 ) -> Tensor:
     """a b (+ bias), in the dtype of `a`.
 
@@ -34,33 +35,42 @@ def multiply(
         out_MN: where it goes.
         adds: to what `out_MN` holds, and no bias.
         tuned: by the fastest algorithm, where there is a choice (`collectives.tuned_product`).
+        spared: multiprocessors that such a product leaves to what runs beside it.
     """
     place_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out_MN is None else out_MN
-    if tuned and can_tune(a_MK, b_KN) and PRODUCTS.run(a_MK, b_KN, place_MN, bias_N, adds):
+    if tuned and can_tune(a_MK, b_KN) and PRODUCTS.run(a_MK, b_KN, place_MN, bias_N, adds, spared):
         return place_MN
     return place_MN.addmm_(a_MK, b_KN) if adds else by_torch(a_MK, b_KN, place_MN, bias_N)
 
 
 def weight_gradient(
-    dy_MN: Tensor, x_MK: Tensor, source: SlotSource | None, accumulator: object, *, tuned: bool = False
+    dy_MN: Tensor,
+    x_MK: Tensor,
+    source: SlotSource | None,
+    accumulator: object,
+    *,
+    tuned: bool = False,
+    spared: int = 0,
 ) -> Tensor | None:
     """dy^T x, in the slot of a linear's weight (then None), else to be handed to autograd.
 
     Args:
         dy_MN, x_MK: to stay as they are where weights' gradients are postponed.
         source, accumulator: as `collectives.slot` has them; no source: of a weight that is in no bucket.
-        tuned: as of `multiply`.
+        tuned, spared: as of `multiply`.
     """
 
     def write(slot: GradientSlot) -> None:
-        add_product(slot.view, dy_MN.t(), x_MK, is_first=not slot.adds, tuned=tuned)
+        add_product(slot.view, dy_MN.t(), x_MK, is_first=not slot.adds, tuned=tuned, spared=spared)
 
     if source is not None and source.write(accumulator, write):
         return None
     return dy_MN.t() @ x_MK
 
 
-def add_product(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool, *, tuned: bool = False) -> None:
+def add_product(
+    sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool, *, tuned: bool = False, spared: int = 0
+) -> None:
     """sum = a b where it is the first, else sum += a b; added up in the sum's dtype, which is no narrower.
 
     Halves into float32 on a GPU are rounded to nothing narrow in between, in one pass over the sum, inside the product.
@@ -68,10 +78,11 @@ def add_product(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool, *, t
     Args:
         sum_NK: contiguous; what it holds is not read where the product is the first.
         is_first: whether it holds no sum yet.
-        tuned: as of `multiply`.
+        tuned, spared: as of `multiply`.
     """
     wide = sum_NK.dtype
-    if tuned and wide == torch.float32 and can_tune(a_NM, b_MK) and PRODUCTS.run(a_NM, b_MK, sum_NK, adds=not is_first):
+    is_tuned = tuned and wide == torch.float32 and can_tune(a_NM, b_MK)
+    if is_tuned and PRODUCTS.run(a_NM, b_MK, sum_NK, adds=not is_first, spared=spared):
         return
     if a_NM.dtype == wide:
         sum_NK.addmm_(a_NM, b_MK, beta=0 if is_first else 1)

@@ -222,12 +222,14 @@ class _Column(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         exchange = linear.exchange
         ctx.linear, ctx.has_bias = linear, bias_N is not None
+        ctx.early, ctx.is_done = None, False
         ctx.source = _source(weight_NK)
         ctx.save_for_backward(x_mK, weight_NK)
+        exchange.last_column = ctx if exchange.gathers_early and ctx.needs_input_grad[2] else None
         y_MN = x_mK.new_empty(exchange.world_size * x_mK.shape[0], weight_NK.shape[0])
         gathering = exchange.gather(x_mK)
         for rows, part in gathering.parts():
-            _multiply(part, weight_NK.t(), _view(y_MN, exchange)[rows], bias_N, tuned=linear.tuned)
+            _multiply(linear, part, weight_NK.t(), _view(y_MN, exchange)[rows], bias_N)
         gathering.close()
         if len(linear.splits) == 1:  # no view of itself: the gradient of a cut into one would be a copy
             return (y_MN,)
@@ -238,21 +240,23 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         linear: ColumnParallelLinear = ctx.linear
         exchange = linear.exchange
-        x_mK, weight_NK = ctx.saved_tensors
         _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        # Only the rank's own rows were kept: they are gathered again, under the product for dx.
-        gathering = exchange.gather(x_mK) if needs_weight else None
+        # Only the rank's own rows were kept: they are gathered again, under the product for dx, or earlier.
+        early, ctx.early, ctx.is_done = ctx.early, None, True
+        (x_mK, weight_NK), gathering = early or _gathered_again(ctx, needs_weight)
         scattering = exchange.scatter(x_mK.shape[0], x_mK.shape[1], x_mK) if needs_x else None
         dy_MN, dbias_N = linear.join(dys, needs_bias and ctx.has_bias)
         dy_MN = dy_MN.contiguous()
         if scattering is not None:
             for rows, part in scattering.parts():
-                _multiply(_view(dy_MN, exchange)[rows], weight_NK, part, tuned=linear.tuned)
+                _multiply(linear, _view(dy_MN, exchange)[rows], weight_NK, part)
         dweight_NK = None
         if gathering is not None:
             accumulator, _ = ctx.next_functions[1]  # behind the input's
             x_MK = _whole(gathering, [ctx.source])
-            dweight_NK = weight_gradient(dy_MN, x_MK, ctx.source, accumulator, tuned=linear.tuned)
+            dweight_NK = weight_gradient(
+                dy_MN, x_MK, ctx.source, accumulator, tuned=linear.tuned, spared=exchange.spared
+            )
             gathering.close()
         dx_mK = None if scattering is None else scattering.result()
         return None, dx_mK, dweight_NK, dbias_N
@@ -263,13 +267,14 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, linear: RowParallelLinear, bias_N: Tensor | None, *tensors: Tensor) -> Tensor:
         inputs, weights, exchange = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :], linear.exchange
         ctx.linear, ctx.has_bias = linear, bias_N is not None
+        ctx.before, exchange.last_column = exchange.last_column, None
         ctx.sources = [_source(weight_NK) for weight_NK in weights]
         ctx.save_for_backward(*tensors)
         num_rows = inputs[0].shape[0] // exchange.world_size
         scattering = exchange.scatter(num_rows, weights[0].shape[0], inputs[0])
         for rows, part in scattering.parts():
             for index, (x_MK, weight_NK) in enumerate(zip(inputs, weights, strict=True)):
-                _multiply(_view(x_MK, exchange)[rows], weight_NK.t(), part, adds=index > 0, tuned=linear.tuned)
+                _multiply(linear, _view(x_MK, exchange)[rows], weight_NK.t(), part, adds=index > 0)
         return scattering.result(bias_N)
 
     @staticmethod
@@ -281,11 +286,14 @@ class _Row(torch.autograd.Function):
         _, needs_bias, *needs = ctx.needs_input_grad
         dy_mN = dy_mN.contiguous()
         gathering = exchange.gather(dy_mN)
+        before, ctx.before = ctx.before, None
+        if before is not None and not before.is_done:  # its backward pass comes next, and would wait for that
+            before.early = _gathered_again(before)
         dinputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs, strict=False)]
         for rows, part in gathering.parts():
             for dx_MK, weight_NK in zip(dinputs, weights, strict=True):
                 if dx_MK is not None:
-                    _multiply(part, weight_NK, _view(dx_MK, exchange)[rows], tuned=linear.tuned)
+                    _multiply(linear, part, weight_NK, _view(dx_MK, exchange)[rows])
         # Every rank has summed over its own rows alone. The sum over ranks runs under the weights' products: behind the
         # gather, or it would delay that, and hold multiprocessors while it waits for late ranks.
         dbias_N = dy_mN.sum(0) if needs_bias and ctx.has_bias else None
@@ -293,7 +301,7 @@ class _Row(torch.autograd.Function):
         dy_MN = _whole(gathering, ctx.sources) if any(needs[len(inputs) :]) else None
         of_weights = zip(inputs, needs[len(inputs) :], ctx.sources, ctx.next_functions[-len(weights) :], strict=True)
         dweights = [
-            weight_gradient(dy_MN, x_MK, source, accumulator, tuned=linear.tuned)
+            weight_gradient(dy_MN, x_MK, source, accumulator, tuned=linear.tuned, spared=exchange.spared)
             if need and dy_MN is not None
             else None
             for x_MK, need, source, (accumulator, _) in of_weights
@@ -304,16 +312,27 @@ class _Row(torch.autograd.Function):
         return None, dbias_N, *dinputs, *dweights
 
 
+def _gathered_again(ctx: Any, needs_weight: bool = True) -> tuple[tuple[Tensor, Tensor], Gathering | None]:
+    """What a column-parallel linear saved, which may be unpacked once, and its input's rows on their way."""
+    x_mK, weight_NK = ctx.saved_tensors
+    gathering = ctx.linear.exchange.gather(x_mK, in_parts=False) if needs_weight else None
+    return (x_mK, weight_NK), gathering
+
+
 def _multiply(
-    a: Tensor, b_KN: Tensor, out: Tensor, bias_N: Tensor | None = None, adds: bool = False, tuned: bool = False
+    linear: ColumnParallelLinear | RowParallelLinear,
+    a: Tensor,
+    b_KN: Tensor,
+    out: Tensor,
+    bias_N: Tensor | None = None,
+    adds: bool = False,
 ) -> None:
-    """`out` [w, i, N] (+)= `a` [w, i, K] @ b (+ bias); in place where the rows of `out` lie together."""
-    a_iK = a.flatten(0, 1)
-    if out.is_contiguous():
-        multiply(a_iK, b_KN, bias_N, out_MN=out.flatten(0, 1), adds=adds, tuned=tuned)
-        return
-    out_iN = out.flatten(0, 1) if adds else out.new_empty(a_iK.shape[0], out.shape[-1])  # a copy
-    out.copy_(multiply(a_iK, b_KN, bias_N, out_MN=out_iN, adds=adds, tuned=tuned).view_as(out))
+    """`out` [w, i, N] (+)= `a` [w, i, K] @ b (+ bias), in place; each rank's rows apart where they lie apart."""
+    if a.is_contiguous() and out.is_contiguous():
+        a, out = a.flatten(0, 1).unsqueeze(0), out.flatten(0, 1).unsqueeze(0)
+    tuned, spared = linear.tuned, linear.exchange.spared
+    for a_iK, out_iN in zip(a, out, strict=True):
+        multiply(a_iK, b_KN, bias_N, out_MN=out_iN, adds=adds, tuned=tuned, spared=spared)
 
 
 def _source(weight_NK: Tensor) -> SlotSource | None:

@@ -63,11 +63,23 @@ class TunedProducts:
         self._chosen: dict[cublaslt.Shape, Choice] = {}
         self._met: dict[tuple[object, ...], Choice] = {}
 
-    def run(self, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None, adds: bool = False) -> bool:
-        """out = a b (+ bias), or out += a b; False: torch is to do it, which is no slower, or nothing is chosen yet."""
-        seen = _seen(a_MK, b_KN, out_MN, bias_N)
+    def run(
+        self,
+        a_MK: Tensor,
+        b_KN: Tensor,
+        out_MN: Tensor,
+        bias_N: Tensor | None = None,
+        adds: bool = False,
+        spared: int = 0,
+    ) -> bool:
+        """out = a b (+ bias), or out += a b; False: torch is to do it, which is no slower, or nothing is chosen yet.
+
+        Args:
+            spared: multiprocessors that are left to what runs beside, which no product of torch's does.
+        """
+        seen = _seen(a_MK, b_KN, out_MN, bias_N, spared)
         if seen not in self._met:
-            shape = cublaslt.Shape.of(a_MK, b_KN, out_MN, bias_N)
+            shape = cublaslt.Shape.of(a_MK, b_KN, out_MN, bias_N, spared)
             if shape is not None and shape not in self._chosen:
                 if torch.cuda.is_current_stream_capturing():
                     return False
@@ -110,7 +122,7 @@ class TunedProducts:
         runs = [functools.partial(product.run, each, *given, False) for each in candidates]
         torch_s, *others = self._measure([functools.partial(by_torch, *given), *runs])
         best_s = min(others, default=torch_s)
-        is_worth_it = best_s < torch_s * (1 - _LEAST_GAIN)
+        is_worth_it = bool(others) and (shape.spared > 0 or best_s < torch_s * (1 - _LEAST_GAIN))
         said = "product %s: torch %.1f us, the best of %d algorithms %.1f us"
         logger.debug(said, _words(given), torch_s * 1e6, len(others), best_s * 1e6)
         return (product, candidates[others.index(best_s)]) if is_worth_it else None
@@ -126,7 +138,7 @@ def _taken(shape: cublaslt.Shape, kept: str, given: Given) -> Choice:
     return product, algorithm
 
 
-def _seen(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None) -> tuple[object, ...]:
+def _seen(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None, spared: int = 0) -> tuple[object, ...]:
     """What `cublaslt.Shape.of` looks at, as it is: in a fifth of the time, which a step takes hundreds of times."""
     bias = None if bias_N is None else (bias_N.dtype, bias_N.stride(), bias_N.data_ptr() % cublaslt.LARGEST_ALIGNMENT)
     return (
@@ -142,6 +154,7 @@ def _seen(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None) -> 
         out_MN.stride(),
         out_MN.data_ptr() % cublaslt.LARGEST_ALIGNMENT,
         bias,
+        spared,
     )
 
 

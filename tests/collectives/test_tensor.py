@@ -20,7 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from collectives import tensor
 from collectives.exchange import (
+    Gathering,
     LaneTensorExchange,
     PeerTensorExchange,
     TensorExchange,
@@ -115,6 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "column_agrees", "row_agrees", "block_agrees", "random_shapes_agree", "half_precision_agrees",
     "delays_change_nothing", "collectives_are_counted", "frozen_weights_need_no_gather", "graphs_replay",
     "windows_grow", "rows_that_differ_are_named", "a_bias_can_be_left_to_the_reader", "weights_gradients_may_wait",
+    "rows_are_gathered_again_under_the_pass_before",
 ])  # fmt: skip
 def test_among_ranks(name: str, ranks: tuple[int, str, str], folder: Path) -> None:
     assert_passed([outcomes[name] for outcomes in run_checks(*ranks, folder)])
@@ -292,14 +295,53 @@ def collectives_are_counted(exchange: TensorExchange, device: torch.device) -> N
         recorder.begin_step(1)
         back(layer(x)).sum().backward()
         comm = recorder.end_step()
-    # Rows are gathered in the first layer, forward and again backward, and in the second one's backward; they are
-    # scattered once each. The second one's bias is summed.
-    expected = {"all_gather": 3 * chunks, "reduce_scatter": 2 * scatters, "all_reduce": 1}
+    # Rows are gathered in parts in the first layer and in the second one's backward, and whole again in the first one's
+    # backward; they are scattered once each. The second one's bias is summed.
+    expected = {"all_gather": 2 * chunks + 1, "reduce_scatter": 2 * scatters, "all_reduce": 1}
     assert comm.counts() == {("tensor", kind): count for kind, count in expected.items()}
     spans = comm.spans()
     assert {span.name for span in spans if span.lane.startswith("tensor")} == set(expected)
     assert {span.name for span in spans if span.lane == WAIT} == {f"wait for {kind}" for kind in expected}
     assert 0 < comm.exposed_comm <= 1
+
+
+@check
+def rows_are_gathered_again_under_the_pass_before(exchange: TensorExchange, device: torch.device) -> None:
+    """By lane, before the second layer's backward pass computes; none twice, and none for a pass that is over."""
+    ranks, said = exchange.world_size, list[str]()
+    layer = ColumnParallelLinear(16, 8 * ranks, exchange=exchange, device=device)
+    back = RowParallelLinear(8 * ranks, 16, exchange=exchange, device=device, bias=False)
+    x = torch.randn(8, 16, device=device, requires_grad=True)
+    gather, products = exchange.gather, tensor.multiply
+
+    def gathers(own_mC: Tensor, *, in_parts: bool = True) -> Gathering:
+        said.append("in parts" if in_parts else "whole")
+        return gather(own_mC, in_parts=in_parts)
+
+    def multiplies(*args: Any, **kwargs: Any) -> Tensor:
+        said.append("product")
+        return products(*args, **kwargs)
+
+    y = layer(x)
+    z = back(y)
+    alone = back(y.detach().requires_grad_())  # of no column-parallel linear
+    with (
+        mock.patch.object(exchange, "gather", gathers),
+        mock.patch("collectives.tensor.multiply", multiplies),
+    ):
+        z.sum().backward(retain_graph=True)
+        of_both = list(dict.fromkeys(said)), said.count("whole")
+        said.clear()
+        alone.sum().backward()
+    early = isinstance(exchange, LaneTensorExchange)
+    order = ["in parts", "whole", "product"] if early else ["in parts", "product", "whole"]
+    assert of_both == (order, 1)
+    assert "whole" not in said
+    first = layer.weight.grad.clone()
+    z.sum().backward()
+    close(layer.weight.grad, 2 * first, 1e-5)
+    layer(x).sum().backward()
+    back(y.detach()).sum().backward()  # behind a pass that is over
 
 
 @check
