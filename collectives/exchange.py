@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -77,22 +77,30 @@ class Scattering(ABC):
 class TensorExchange(ABC):
     """One rank's side of a tensor-parallel group; every rank calls the same methods in the same order.
 
-    One gathering and one scattering may be under way at a time, where it does not gather early, and sums by
-    `start_all_reduce`.
+    One gathering and one scattering may be under way at a time, of a narrow one more, and sums by `start_all_reduce`.
 
     Args:
         lane: of the group; whatever torch.distributed runs on the group runs there, in order.
     """
 
-    gathers_early = False
-    """Whether what a backward pass will need is better gathered under the computation before it."""
+    is_narrow = False
+    """Whether parts may take longer than the products that wait for them: then backward passes are arranged so that
+    what nobody waits for is gathered, and computed, while they are under way."""
     spared = 0
     """Multiprocessors that products should leave to what carries the parts beside them."""
-    last_column: Any = None
-    """What the backward pass of the column-parallel linear needs that was called last: `collectives.tensor`'s."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane, self.rank, self.world_size = lane, lane.rank, lane.world_size
+        self.last_column: Any = None
+        """Of the column-parallel linear that was called last, for the backward pass (`collectives.tensor`)."""
+        self.left: list[Callable[[], None]] = []
+        """Computation that waits for parts to be under way."""
+
+    def work_off(self) -> None:
+        """Compute what is left: to be called when parts are under way."""
+        left, self.left = self.left, []
+        for compute in left:
+            compute()
 
     @abstractmethod
     def gather(self, own_mC: Tensor, *, in_parts: bool = True) -> Gathering:
@@ -304,7 +312,7 @@ class LaneTensorExchange(TensorExchange):
 
     [Note: who is first] NCCL's kernel needs whole multiprocessors, and a product takes all of them until it ends: a
     part whose kernel comes a microsecond behind the product waits for it, and nothing is hidden. So products leave it
-    some, and what no product waits for travels as one kernel, early.
+    some.
 
     Args:
         lane: of the tensor-parallel group.
@@ -316,8 +324,8 @@ class LaneTensorExchange(TensorExchange):
             raise ValueError(f"chunks must be at least 1, got {chunks}")
         super().__init__(lane)
         self.chunks = chunks if lane.world_size > 1 else 1
-        self.gathers_early = self.chunks > 1
-        self.spared = nccl_blocks(os.environ) if self.chunks > 1 and lane.stream is not None else 0
+        self.is_narrow = self.chunks > 1
+        self.spared = nccl_blocks(os.environ) if self.is_narrow and lane.stream is not None else 0
 
     def gather(self, own_mC: Tensor, *, in_parts: bool = True) -> Gathering:
         return _LaneGathering(self, own_mC, self.slices(len(own_mC)) if in_parts else [slice(0, len(own_mC))])

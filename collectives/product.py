@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from collectives.slot import GradientSlot, SlotSource
+from collectives.slot import GradientSlot, Promise, SlotSource, Write
 from collectives.tuned_product import PRODUCTS, by_torch, can_tune
 
 logger = logging.getLogger(__name__)
+
+Given = Callable[[], Tensor]
+"""A factor that may be there only when it is read."""
 
 
 def multiply(
@@ -60,12 +64,28 @@ def weight_gradient(
         tuned, spared: as of `multiply`.
     """
 
-    def write(slot: GradientSlot) -> None:
-        add_product(slot.view, dy_MN.t(), x_MK, is_first=not slot.adds, tuned=tuned, spared=spared)
-
-    if source is not None and source.write(accumulator, write):
+    if source is not None and source.write(accumulator, _into_slot(lambda: dy_MN, lambda: x_MK, tuned, spared)):
         return None
     return dy_MN.t() @ x_MK
+
+
+def promise_weight_gradient(
+    dy: Given, x: Given, source: SlotSource, accumulator: object, *, tuned: bool = False, spared: int = 0
+) -> Promise | None:
+    """The same later in this backward pass; None: it cannot be.
+
+    Args:
+        dy, x: give [M, N] and [M, K], when they are read.
+        source, accumulator, tuned, spared: as of `weight_gradient`.
+    """
+    return source.promise(accumulator, _into_slot(dy, x, tuned, spared))
+
+
+def _into_slot(dy: Given, x: Given, tuned: bool, spared: int) -> Write:
+    def write(slot: GradientSlot) -> None:
+        add_product(slot.view, dy().t(), x(), is_first=not slot.adds, tuned=tuned, spared=spared)
+
+    return write
 
 
 def add_product(

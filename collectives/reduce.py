@@ -43,7 +43,7 @@ from collectives.bucket import Bucket, Handover
 from collectives.lane import Flight, Lane
 from collectives.peer_reduce import PeerReduce
 from collectives.postponed import Postponed
-from collectives.slot import GradientSlot, SlotSource, Write, set_slot_source
+from collectives.slot import GradientSlot, Promise, SlotSource, Write, set_slot_source
 from collectives.windows import Windows
 
 logger = logging.getLogger(__name__)
@@ -118,6 +118,8 @@ class GradientReduce:
         """What backward passes have left of this step, and nobody has computed."""
         self._into: Postponed | None = None
         """Where the backward pass that runs now leaves it."""
+        self._promises: list[Promise] = []
+        """Of the backward pass that runs now, kept or not."""
         self._by, self._sum_dtype = travel.by, dtype if travel.by is None else torch.float32
         """The second: in which sums come."""
         divides = travel.by is not None or (lane.divides_on_the_way and not travel.buffers)
@@ -191,9 +193,13 @@ class GradientReduce:
             reduce = owner()
             return reduce is not None and reduce._postpone(index, position, write)
 
+        def promise(write: Write) -> Promise | None:
+            reduce = owner()
+            return None if reduce is None else reduce._promise(index, position, write)
+
         parameter.register_hook(before)  # type: ignore[no-untyped-call]
         parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
-        set_slot_source(parameter, SlotSource(give, postpones, postpone))
+        set_slot_source(parameter, SlotSource(give, postpones, postpone, promise))
 
     def _slot(self, index: int, position: int) -> GradientSlot | None:
         if not self._in_backward:
@@ -241,6 +247,26 @@ class GradientReduce:
             self._into.add(index, position, write)
         return has_place
 
+    def _promise(self, index: int, position: int, write: Write) -> Promise | None:
+        """Let a gradient come later in this backward pass: its bucket is not complete before; None: it has no place."""
+        if not self._in_backward:
+            self._begin_backward()
+        self._open(index)
+        if not self.buckets[index].is_wide_enough:
+            return None
+        self._missing[index] += 1
+
+        @torch.no_grad()
+        def keep() -> None:
+            slot = self._slot(index, position)
+            assert slot is not None, "it had a place when it was promised"
+            write(slot)
+            self._on_gradient(index)
+
+        promise = Promise(keep)
+        self._promises.append(promise)
+        return promise
+
     @torch.no_grad()
     def _compute(self, postponed: Postponed) -> None:
         if postponed not in self._waiting:
@@ -260,6 +286,11 @@ class GradientReduce:
             self._end_round()
         self._join_writers()
         self._in_backward = False
+
+    def _drop_promises(self) -> None:
+        for promise in self._promises:
+            promise.drop()
+        self._promises.clear()
 
     def _check_nothing_waits(self) -> None:
         if self._waiting:
@@ -357,6 +388,7 @@ class GradientReduce:
             self.abandon()
         self.wait_all()
         self._waiting.clear()
+        self._drop_promises()
         for bucket in self.buckets:
             bucket.forget()
             for piece in bucket.pieces:
@@ -370,6 +402,7 @@ class GradientReduce:
     def abandon(self) -> None:
         """After a backward pass that raised: complete its round, so that ranks stay in step, and drop its gradients."""
         logger.warning("a backward pass did not complete: %s", self._loss())
+        self._drop_promises()
         if self._is_round:
             self._end_round()
         self._in_backward = self._follows = False
@@ -402,6 +435,9 @@ class GradientReduce:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
+        for promise in self._promises:
+            promise()
+        self._promises.clear()
         if self._is_round:
             self._end_round()
             self._advise()

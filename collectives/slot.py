@@ -6,7 +6,8 @@ wide dtype (Megatron-LM's gradient accumulation fusion, for buckets). In its bac
 writes there, and returns None for the parameter; without a slot it returns the gradient, as ever. Either way the bucket
 learns from autograd when a parameter has all of its gradients: it may be used several times, in either way.
 
-What writes may also wait (`collectives.postponed`): then the slot is asked for when its turn comes.
+What writes may also wait, until the end of the pass (`promise`) or longer (`collectives.postponed`): then the slot is
+asked for when its turn comes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,23 @@ Write = Callable[[GradientSlot], None]
 """Fills a slot."""
 
 
+class Promise:
+    """A slot that will be filled before the end of the backward pass: when this is called, else there."""
+
+    def __init__(self, keep: Callable[[], None]) -> None:
+        self._keep: Callable[[], None] | None = keep
+
+    def __call__(self) -> None:
+        """Fill it, in the current stream; twice is once."""
+        keep, self._keep = self._keep, None
+        if keep is not None:
+            keep()
+
+    def drop(self) -> None:
+        """Its pass did not complete: nothing is wanted."""
+        self._keep = None
+
+
 class SlotSource:
     """Where slots of one parameter come from.
 
@@ -43,6 +61,7 @@ class SlotSource:
         give: a slot, to be written at once; None where none is free.
         postpones: whether the backward pass leaves for later what it can.
         postpone: takes what writes; False: there is no place for it.
+        promise: takes what writes; None: likewise.
     """
 
     def __init__(
@@ -50,8 +69,9 @@ class SlotSource:
         give: Callable[[], GradientSlot | None],
         postpones: Callable[[], bool],
         postpone: Callable[[Write], bool],
+        promise: Callable[[Write], Promise | None] = lambda _write: None,
     ) -> None:
-        self._give, self._postpones, self._postpone = give, postpones, postpone
+        self._give, self._postpones, self._postpone, self._promise = give, postpones, postpone, promise
 
     def slot(self, accumulator: object) -> GradientSlot | None:
         """To be called in a backward pass; None: there is no place, return the gradient.
@@ -72,6 +92,15 @@ class SlotSource:
         if slot is not None:
             write(slot)
         return slot is not None
+
+    def promise(self, accumulator: object, write: Write) -> Promise | None:
+        """Have `write` fill a slot before this backward pass ends; None: as of `slot`, or the pass postpones it anyway.
+
+        What it reads must stay as it is until then.
+        """
+        if self._postpones() or not _will_accumulate(accumulator):
+            return None
+        return self._promise(write)
 
     @property
     def postpones(self) -> bool:

@@ -20,6 +20,7 @@ them is spread over the ranks.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from collectives.arguments import as_dtype
 from collectives.exchange import Gathering, TensorExchange
-from collectives.product import multiply, weight_gradient
+from collectives.product import Given, multiply, promise_weight_gradient, weight_gradient
 from collectives.slot import SlotSource, slot_source
 
 Join = Callable[[Sequence[Tensor], bool], tuple[Tensor, Tensor | None]]
@@ -225,7 +226,7 @@ class _Column(torch.autograd.Function):
         ctx.early, ctx.is_done = None, False
         ctx.source = _source(weight_NK)
         ctx.save_for_backward(x_mK, weight_NK)
-        exchange.last_column = ctx if exchange.gathers_early and ctx.needs_input_grad[2] else None
+        exchange.last_column = ctx if exchange.is_narrow and ctx.needs_input_grad[2] else None
         y_MN = x_mK.new_empty(exchange.world_size * x_mK.shape[0], weight_NK.shape[0])
         gathering = exchange.gather(x_mK)
         for rows, part in gathering.parts():
@@ -250,14 +251,14 @@ class _Column(torch.autograd.Function):
         if scattering is not None:
             for rows, part in scattering.parts():
                 _multiply(linear, _view(dy_MN, exchange)[rows], weight_NK, part)
+        exchange.work_off()
         dweight_NK = None
         if gathering is not None:
             accumulator, _ = ctx.next_functions[1]  # behind the input's
-            x_MK = _whole(gathering, [ctx.source])
-            dweight_NK = weight_gradient(
-                dy_MN, x_MK, ctx.source, accumulator, tuned=linear.tuned, spared=exchange.spared
-            )
-            gathering.close()
+            whole = functools.partial(_whole, gathering, [ctx.source])
+            dweight_NK = _weight_gradient(linear, functools.partial(_same, dy_MN), whole, ctx.source, accumulator)
+            if not exchange.is_narrow:
+                gathering.close()
         dx_mK = None if scattering is None else scattering.result()
         return None, dx_mK, dweight_NK, dbias_N
 
@@ -289,6 +290,7 @@ class _Row(torch.autograd.Function):
         before, ctx.before = ctx.before, None
         if before is not None and not before.is_done:  # its backward pass comes next, and would wait for that
             before.early = _gathered_again(before)
+        exchange.work_off()
         dinputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs, strict=False)]
         for rows, part in gathering.parts():
             for dx_MK, weight_NK in zip(dinputs, weights, strict=True):
@@ -298,15 +300,14 @@ class _Row(torch.autograd.Function):
         # gather, or it would delay that, and hold multiprocessors while it waits for late ranks.
         dbias_N = dy_mN.sum(0) if needs_bias and ctx.has_bias else None
         summing = exchange.start_all_reduce(dbias_N) if dbias_N is not None and linear.sums_bias else None
-        dy_MN = _whole(gathering, ctx.sources) if any(needs[len(inputs) :]) else None
+        whole = functools.cache(functools.partial(_whole, gathering, ctx.sources))
         of_weights = zip(inputs, needs[len(inputs) :], ctx.sources, ctx.next_functions[-len(weights) :], strict=True)
         dweights = [
-            weight_gradient(dy_MN, x_MK, source, accumulator, tuned=linear.tuned, spared=exchange.spared)
-            if need and dy_MN is not None
-            else None
+            _weight_gradient(linear, whole, functools.partial(_same, x_MK), source, accumulator) if need else None
             for x_MK, need, source, (accumulator, _) in of_weights
         ]
-        gathering.close()
+        if not exchange.is_narrow:
+            gathering.close()
         if summing is not None:
             summing.wait()
         return None, dbias_N, *dinputs, *dweights
@@ -317,6 +318,27 @@ def _gathered_again(ctx: Any, needs_weight: bool = True) -> tuple[tuple[Tensor, 
     x_mK, weight_NK = ctx.saved_tensors
     gathering = ctx.linear.exchange.gather(x_mK, in_parts=False) if needs_weight else None
     return (x_mK, weight_NK), gathering
+
+
+def _weight_gradient(
+    linear: ColumnParallelLinear | RowParallelLinear,
+    dy: Given,
+    x: Given,
+    source: SlotSource | None,
+    accumulator: object,
+) -> Tensor | None:
+    """dy^T x, as `weight_gradient` has it: of a narrow exchange in its slot, when parts are under way the next time."""
+    exchange, tuned, spared = linear.exchange, linear.tuned, linear.exchange.spared
+    if exchange.is_narrow and source is not None:
+        promise = promise_weight_gradient(dy, x, source, accumulator, tuned=tuned, spared=spared)
+        if promise is not None:
+            exchange.left.append(promise)
+            return None
+    return weight_gradient(dy(), x(), source, accumulator, tuned=tuned, spared=spared)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _multiply(
