@@ -91,6 +91,8 @@ class TensorExchange(ABC):
 
     def __init__(self, lane: Lane) -> None:
         self.lane, self.rank, self.world_size = lane, lane.rank, lane.world_size
+        self.keeps_gathered = False
+        """Whether linears keep what they have gathered until the backward pass, and do not gather it again there."""
         self.last_column: Any = None
         """Of the column-parallel linear that was called last, for the backward pass (`collectives.tensor`)."""
         self.left: list[Callable[[], None]] = []
@@ -148,6 +150,7 @@ def open_exchange(
     *,
     path: str = "auto",
     chunks: int = DEFAULT_CHUNKS,
+    keeps_gathered: bool = False,
     recorder: Recorder | None = None,
     watch: Watch | None = None,
 ) -> TensorExchange:
@@ -157,6 +160,7 @@ def open_exchange(
         group: used by nothing else from now on; None: one rank alone.
         path: `peer` (memory of the peers), `lane` (torch.distributed), or `auto`: peer where it can be.
         chunks: parts of a gather or scatter by lane; more hide more, and make smaller matrix products.
+        keeps_gathered: linears keep the rows of all ranks until the backward pass, a fifth less to carry.
         recorder: notes every collective.
         watch: says who is late where a collective does not complete.
 
@@ -165,7 +169,19 @@ def open_exchange(
     """
     if path not in ("auto", "peer", "lane"):
         raise ValueError(f"path must be auto, peer or lane, got {path!r}")
-    device = as_device(device)
+    exchange = _open(group, as_device(device), path, chunks, recorder, watch)
+    exchange.keeps_gathered = keeps_gathered
+    return exchange
+
+
+def _open(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    path: str,
+    chunks: int,
+    recorder: Recorder | None,
+    watch: Watch | None,
+) -> TensorExchange:
     alone = group is None or dist.get_world_size(group) == 1
     if path != "lane" and not alone:
         reason = why_unusable(group, device)

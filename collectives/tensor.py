@@ -224,13 +224,15 @@ class _Column(torch.autograd.Function):
         exchange = linear.exchange
         ctx.linear, ctx.has_bias = linear, bias_N is not None
         ctx.early, ctx.is_done = None, False
+        ctx.keeps = exchange.keeps_gathered and ctx.needs_input_grad[2]
         ctx.source = _source(weight_NK)
-        ctx.save_for_backward(x_mK, weight_NK)
-        exchange.last_column = ctx if exchange.is_narrow and ctx.needs_input_grad[2] else None
+        gathers_again = exchange.is_narrow and ctx.needs_input_grad[2] and not ctx.keeps
+        exchange.last_column = ctx if gathers_again else None
         y_MN = x_mK.new_empty(exchange.world_size * x_mK.shape[0], weight_NK.shape[0])
         gathering = exchange.gather(x_mK)
         for rows, part in gathering.parts():
             _multiply(linear, part, weight_NK.t(), _view(y_MN, exchange)[rows], bias_N)
+        ctx.save_for_backward(gathering.kept() if ctx.keeps else x_mK, weight_NK)
         gathering.close()
         if len(linear.splits) == 1:  # no view of itself: the gradient of a cut into one would be a copy
             return (y_MN,)
@@ -242,10 +244,11 @@ class _Column(torch.autograd.Function):
         linear: ColumnParallelLinear = ctx.linear
         exchange = linear.exchange
         _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        # Only the rank's own rows were kept: they are gathered again, under the product for dx, or earlier.
+        # Where only the rank's own rows were kept, they are gathered again, under the product for dx, or earlier.
         early, ctx.early, ctx.is_done = ctx.early, None, True
-        (x_mK, weight_NK), gathering = early or _gathered_again(ctx, needs_weight)
-        scattering = exchange.scatter(x_mK.shape[0], x_mK.shape[1], x_mK) if needs_x else None
+        (x, weight_NK), gathering = early or _gathered_again(ctx, needs_weight and not ctx.keeps)
+        num_rows = len(x) // exchange.world_size if ctx.keeps else len(x)
+        scattering = exchange.scatter(num_rows, x.shape[1], x) if needs_x else None
         dy_MN, dbias_N = linear.join(dys, needs_bias and ctx.has_bias)
         dy_MN = dy_MN.contiguous()
         if scattering is not None:
@@ -253,12 +256,14 @@ class _Column(torch.autograd.Function):
                 _multiply(linear, _view(dy_MN, exchange)[rows], weight_NK, part)
         exchange.work_off()
         dweight_NK = None
-        if gathering is not None:
+        if needs_weight:
             accumulator, _ = ctx.next_functions[1]  # behind the input's
-            whole = functools.partial(_whole, gathering, [ctx.source])
+            whole = functools.partial(_same, x)
+            if gathering is not None:
+                whole = functools.partial(_whole, gathering, [ctx.source])
             dweight_NK = _weight_gradient(linear, functools.partial(_same, dy_MN), whole, ctx.source, accumulator)
-            if not exchange.is_narrow:
-                gathering.close()
+        if gathering is not None and not exchange.is_narrow:
+            gathering.close()
         dx_mK = None if scattering is None else scattering.result()
         return None, dx_mK, dweight_NK, dbias_N
 

@@ -289,6 +289,11 @@ class OverlapConfig(Section):
 
     dp: bool = Field(True, description="prefetch all-gathers and launch reduce-scatters as gradients complete")
     tp: bool = Field(True, description="cut the products of tensor-parallel linears, and carry parts under them")
+    keep_gathered: bool = Field(
+        False,
+        description="tensor-parallel linears keep the rows of all ranks until their backward pass, and do not gather "
+        "them again there: a fifth less to carry, for memory; worth it where that takes longer than the products",
+    )
     pp: bool = Field(True, description="send and receive apart, under the computation of a pipeline stage")
     zero_bubble: bool = Field(
         True,

@@ -345,6 +345,8 @@ def _saved_bytes(job: JobConfig, part: BlockPart) -> float:
     own = {"none": kept + dropped, "selective": kept, "full": 0.0}[model.recompute]
     has_input = part == "mlp" and model.recompute != "full"  # it is what a whole block keeps between its halves
     saved = (own + (0 if has_input else stream)) / tp
+    if job.overlap.keep_gathered and model.recompute != "full":
+        saved += _num_branches(model, part) * stream * (1 - 1 / tp)
     return max(saved, _postponed_bytes(job, part)) if has_zero_bubble(job) else saved
 
 
@@ -355,10 +357,15 @@ def _postponed_bytes(job: JobConfig, part: BlockPart = "whole") -> float:
     """
     model = job.model
     has_attention, has_mlp = halves_in(part)
-    branches = 1 if model.parallel_block else has_attention + has_mlp
+    branches = _num_branches(model, part)
     attention = (model.hidden + _qkv_width(model)) * has_attention
     inside = attention + (model.ffn_hidden + _up_width(model)) * has_mlp
     return (2 * branches * model.hidden + inside / job.parallel.tp) * _DTYPE_BYTES[model.dtype]
+
+
+def _num_branches(model: ModelConfig, part: BlockPart) -> int:
+    """Which read the residual stream, and add to it."""
+    return 1 if model.parallel_block else sum(halves_in(part))
 
 
 def _block_work_bytes(job: JobConfig) -> int:
@@ -371,7 +378,9 @@ def _block_work_bytes(job: JobConfig) -> int:
     kept, dropped = _kept_and_dropped(model)
     again = {"none": 0.0, "selective": dropped, "full": kept + dropped}[model.recompute] / tp
     widest = (2 * _up_width(model) + 2 * model.hidden) * width / tp
-    gathered = 2 * model.hidden * width if tp > 1 else 0  # rows of all ranks, in and out of a linear
+    gathered = 2.0 * model.hidden * width if tp > 1 else 0.0  # rows of all ranks, in and out of a linear
+    if tp > 1 and not job.overlap.peer_memory:  # and of the linear before, whose weights' gradients wait
+        gathered += (2 * model.hidden + _up_width(model) / tp) * width
     handed = _block_elements(model, tp) * width if model.compile else 0
     return round(tokens * (again + widest + gathered)) + handed
 
@@ -414,7 +423,7 @@ def _block_elements(model: ModelConfig, tp: int, part: BlockPart = "whole") -> i
     """Parameters of a block on one rank: linears are cut, what they add behind a sum and norms are whole."""
     hidden = model.hidden
     has_attention, has_mlp = halves_in(part)
-    outputs = 1 if model.parallel_block else has_attention + has_mlp
+    outputs = _num_branches(model, part)
     inner = _qkv_width(model) * has_attention + _up_width(model) * has_mlp
     summed = hidden * has_attention + model.ffn_hidden * has_mlp
     cut = hidden * inner + summed * hidden + (inner if model.bias else 0)

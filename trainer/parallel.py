@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from collectives.exchange import TensorExchange, open_exchange
+from collectives.exchange import DEFAULT_CHUNKS, TensorExchange, open_exchange
 from collectives.lane import Flight, Lane
 from collectives.norms import each_norm, total_norm
 from collectives.pipeline import PipelineChannel
@@ -281,8 +281,15 @@ class SplitModel:
         overlap = self.job.overlap
         # The memory of the peers carries no float64.
         path = "auto" if overlap.tp and overlap.peer_memory and not self._is_wide else "lane"
-        chunks = {} if overlap.tp else {"chunks": 1}
-        return open_exchange(self.groups["tp"], self.device, path=path, recorder=recorder, watch=watch, **chunks)
+        return open_exchange(
+            self.groups["tp"],
+            self.device,
+            path=path,
+            chunks=DEFAULT_CHUNKS if overlap.tp else 1,
+            keeps_gathered=overlap.keep_gathered,
+            recorder=recorder,
+            watch=watch,
+        )
 
     def _open_data_lanes(self, recorder: Recorder | None, watch: Watch | None) -> LanePair:
         """One pair for all chunks: every rank of the group runs them in one order, that of its stage's schedule."""

@@ -120,6 +120,8 @@ def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
             yield "overlap.peer_reduce = false", why
         if not job.overlap.peer_memory and not carries_more:
             yield "overlap.peer_memory = false", why
+    if job.overlap.keep_gathered and job.parallel.tp == 1:
+        yield "overlap.keep_gathered = true", "job.parallel.tp is 1: nothing is gathered"
     if not job.overlap.zero_bubble and (reason := why_no_zero_bubble(job)):
         yield "overlap.zero_bubble = false", reason
     if job.overlap.step_in_backward and is_alone:

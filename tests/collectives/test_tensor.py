@@ -197,6 +197,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 @check
 def column_agrees(exchange: TensorExchange, device: torch.device) -> None:
     compare_column(exchange, device, (8, 3), (32, 16), torch.float32)
+    with mock.patch.object(exchange, "keeps_gathered", True):
+        compare_column(exchange, device, (8, 3), (32, 16), torch.float32)
 
 
 @check
@@ -299,6 +301,10 @@ def collectives_are_counted(exchange: TensorExchange, device: torch.device) -> N
     # backward; they are scattered once each. The second one's bias is summed.
     expected = {"all_gather": 2 * chunks + 1, "reduce_scatter": 2 * scatters, "all_reduce": 1}
     assert comm.counts() == {("tensor", kind): count for kind, count in expected.items()}
+    with mock.patch.object(exchange.lane, "recorder", recorder), mock.patch.object(exchange, "keeps_gathered", True):
+        recorder.begin_step(2)
+        back(layer(x)).sum().backward()
+        assert recorder.end_step().counts()["tensor", "all_gather"] == 2 * chunks
     spans = comm.spans()
     assert {span.name for span in spans if span.lane.startswith("tensor")} == set(expected)
     assert {span.name for span in spans if span.lane == WAIT} == {f"wait for {kind}" for kind in expected}

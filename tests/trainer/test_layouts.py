@@ -40,9 +40,9 @@ COVER = [
     ({"tp": 4}, {**PARALLEL, "recompute": "full"}, {"tp": False}),
     ({"pp": 4}, {"recompute": "selective"}, {"pp": False}),
     ({"dp": 4}, PARALLEL, {"dp": False}),
-    ({"tp": 2, "pp": 2, "vpp": 2}, LLAMA, {}),
+    ({"tp": 2, "pp": 2, "vpp": 2}, LLAMA, {"keep_gathered": True}),
     ({"pp": 2, "dp": 2, "vpp": 2}, PARALLEL, {"pp": False}),
-    ({"tp": 2, "dp": 2}, PLAIN, {}),
+    ({"tp": 2, "dp": 2}, PLAIN, {"keep_gathered": True}),
     ({"tp": 2, "pp": 2}, {"recompute": "full"}, {}),  # cut in the midst of a block
 ]
 

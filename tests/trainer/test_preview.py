@@ -66,6 +66,7 @@ def test_a_job_is_said_in_size_and_memory(tmp_path: Path) -> None:
             {"overlap": {"peer_memory": False, "windows": False}},
             "job.overlap.peer_memory = false has no effect: job.overlap.windows is false",
         ),
+        ({"overlap": {"keep_gathered": True}}, "job.overlap.keep_gathered = true has no effect: job.parallel.tp is 1"),
         ({"parallel": {"balance": False}}, "job.parallel.balance = false has no effect: job.parallel.pp is 1"),
         ({"overlap": {"zero_bubble": False}}, "job.overlap.zero_bubble = false has no effect: job.parallel.pp is 1"),
         (
