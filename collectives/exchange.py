@@ -341,7 +341,8 @@ class LaneTensorExchange(TensorExchange):
         super().__init__(lane)
         self.chunks = chunks if lane.world_size > 1 else 1
         self.is_narrow = self.chunks > 1
-        self.spared = nccl_blocks(os.environ) if self.is_narrow and lane.stream is not None else 0
+        # The blocks of a product come in pairs on neighbours: one that is taken may cost it two.
+        self.spared = 2 * nccl_blocks(os.environ) if self.is_narrow and lane.stream is not None else 0
 
     def gather(self, own_mC: Tensor, *, in_parts: bool = True) -> Gathering:
         return _LaneGathering(self, own_mC, self.slices(len(own_mC)) if in_parts else [slice(0, len(own_mC))])
