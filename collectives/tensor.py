@@ -10,7 +10,13 @@ the MLP out of one gather, and one row-parallel linear adds the attention's and 
 
 [Note: waves] A product on the GPU is cut into tiles, one a multiprocessor: 2,048 x 2,048 in tiles of 256 x 128 is 128
 tiles, one wave of an H200's 132 multiprocessors. A communication kernel that takes 5 of them makes that two waves,
-twice the time. That is why the parts are carried by copy engines here.
+twice the time. That is why the parts are carried by copy engines here, where the peers' memory can be reached, and why
+products leave NCCL's kernels some multiprocessors where it cannot (`collectives.exchange`, [Note: who is first]).
+
+[Note: narrow] Where parts take longer than the products that wait for them, a backward pass does in the meantime what
+nobody waits for. A row-parallel linear gathers its output's gradient, and behind it the rows that the column-parallel
+linear before it has to gather again, whose backward pass comes next; weights' gradients are promised
+(`collectives.slot`), and computed when the next gather or scatter is under way.
 
 Left out: 8-bit floats, and autocast (cast the module).
 

@@ -28,6 +28,7 @@ from collectives.exchange import (
     TensorExchange,
     _check_sendable,
     _LaneGathering,
+    nccl_blocks,
     open_exchange,
 )
 from collectives.lane import Lane
@@ -491,6 +492,19 @@ def test_slices_cover_every_row_once_in_equal_parts(rows: int, chunks: int) -> N
     assert [row for part in slices for row in range(rows)[part]] == list(range(rows))
     assert len({part.stop - part.start for part in slices}) == 1
     assert len(slices) <= chunks
+
+
+@pytest.mark.parametrize(
+    ("variables", "blocks"),
+    [
+        ({}, 4),
+        ({"NCCL_MAX_CTAS": "2"}, 2),
+        ({"NCCL_MAX_NCHANNELS": "8", "NCCL_MAX_CTAS": "16"}, 8),
+        ({"NCCL_MAX_CTAS": "0", "NCCL_MAX_NCHANNELS": "many"}, 4),
+    ],
+)
+def test_products_leave_as_many_multiprocessors_as_nccl_is_held_to(variables: dict[str, str], blocks: int) -> None:
+    assert nccl_blocks(variables) == blocks
 
 
 def test_features_that_do_not_divide_are_refused() -> None:

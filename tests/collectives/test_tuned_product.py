@@ -202,6 +202,15 @@ def test_torch_does_it_where_no_algorithm_is_faster(monkeypatch: pytest.MonkeyPa
     assert not products.run(torch.ones(2, 3), torch.ones(3, 4), torch.empty(2, 4))
 
 
+def test_what_leaves_multiprocessors_to_others_is_not_held_against_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose product takes all, and so is the faster one, alone."""
+    products = chooser([1.0, 1.3, 1.1, 1.2], monkeypatch)
+    given = torch.ones(2, 3), torch.ones(3, 4), torch.empty(2, 4)
+    assert products.run(*given, spared=4)
+    assert not products.run(*given)
+    assert [chosen and chosen[1] for chosen in products._chosen.values()] == [2, None]
+
+
 def test_a_sum_that_is_measured_first_is_added_to_once(monkeypatch: pytest.MonkeyPatch) -> None:
     products = chooser([1.0, 0.5, 0.6, 0.7], monkeypatch)
     total = torch.ones(2, 4)
@@ -262,7 +271,7 @@ def test_what_the_library_refuses_is_torchs_and_said(
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU with CUDA")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["bias", "shifted bias", "plain", "wide", "wide, added", "odd address"])
+@pytest.mark.parametrize("case", ["bias", "shifted bias", "plain", "wide", "wide, added", "odd address", "spared"])
 def test_every_algorithm_computes_the_product(dtype: torch.dtype, case: str) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
 
@@ -280,7 +289,7 @@ def test_every_algorithm_computes_the_product(dtype: torch.dtype, case: str) -> 
     expected = a_MK.double() @ b_KN.double()
     expected += 0 if bias_N is None else bias_N.double()
     expected += before_MN.double() if case == "wide, added" else 0
-    shape = Shape.of(a_MK, b_KN, before_MN, bias_N)
+    shape = Shape.of(a_MK, b_KN, before_MN, bias_N, spared=4 if case == "spared" else 0)
     assert shape is not None
     found = cublaslt.Product(shape)
     assert len(found.algorithms) > 1

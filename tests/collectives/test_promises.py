@@ -1,0 +1,136 @@
+"""Weights' gradients that a backward pass computes where a narrow network makes it wait: the same bits as at once.
+
+On one rank that takes its network for narrow; among several they are in tests/trainer/test_layouts.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from collectives import ShardedDataParallel, product, tensor
+from collectives.bucket import Bucket
+from collectives.exchange import LaneTensorExchange, TensorExchange
+from collectives.lane import Lane
+from collectives.reduce import GradientReduce
+from collectives.tensor import ColumnParallelLinear, RowParallelLinear
+
+
+def exchange_of(is_narrow: bool) -> TensorExchange:
+    exchange = LaneTensorExchange(Lane("tensor", None, torch.device("cpu")))
+    exchange.is_narrow = is_narrow
+    return exchange
+
+
+class Stack(nn.Module):
+    """Pairs of linears, of which the last is used twice."""
+
+    def __init__(self, is_narrow: bool, recomputes: bool = False) -> None:
+        super().__init__()
+        self.exchange, self.recomputes = exchange_of(is_narrow), recomputes
+        into = [ColumnParallelLinear(3, (4, 2), exchange=self.exchange) for _ in range(2)]
+        back = [RowParallelLinear((4, 2), 3, exchange=self.exchange) for _ in range(2)]
+        self.into, self.back = nn.ModuleList(into), nn.ModuleList(back)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(std=0.5, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in (0, 1, 1):
+            y = checkpoint(self.pair, x, index, use_reentrant=False) if self.recomputes else self.pair(x, index)
+            x = x + y
+        return x
+
+    def pair(self, x: Tensor, index: int) -> Tensor:
+        y: Tensor = self.back[index](*self.into[index](x)).tanh()
+        return y
+
+
+def wrapped(is_narrow: bool, recomputes: bool = False, **settings: object) -> ShardedDataParallel:
+    return ShardedDataParallel(Stack(is_narrow, recomputes), bucket_bytes=100, **settings)  # type: ignore[arg-type]
+
+
+def passed(sharded: ShardedDataParallel, seed: int) -> None:
+    x = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(seed))
+    sharded(x).square().sum().backward()
+
+
+def gradients(sharded: ShardedDataParallel) -> dict[str, Tensor]:
+    sharded.finish_gradients()
+    return {name: piece.grad.clone() for name, _, piece in sharded.named_shards() if piece.grad is not None}
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("num_passes", [1, 3])
+def test_what_is_promised_gives_the_same_bits(num_passes: int, stage: int, recomputes: bool) -> None:
+    expected, found = (wrapped(is_narrow, recomputes, stage=stage) for is_narrow in (False, True))
+    with mock.patch.object(GradientReduce, "_promise", autospec=True, side_effect=GradientReduce._promise) as promised:
+        for step in range(2):
+            for each in (expected, found):
+                for seed in range(num_passes):
+                    with each.no_sync() if seed < num_passes - 1 else nullcontext():
+                        passed(each, 10 * step + seed)
+            torch.testing.assert_close(gradients(found), gradients(expected), rtol=0, atol=0)
+            for each in (expected, found):
+                each.zero_grad()
+    assert promised.call_count == 2 * num_passes * 3 * 3, "three pairs of three weights"
+
+
+def test_a_product_of_weights_comes_when_parts_are_under_way() -> None:
+    sharded, said = wrapped(True), list[str]()
+    exchange = sharded.module.exchange
+    add, gather, scatter, multiply = product.add_product, exchange.gather, exchange.scatter, tensor.multiply
+    x = torch.randn(4, 3, requires_grad=True)
+    loss = sharded.module.pair(x, 0).sum()
+    with (
+        mock.patch.object(product, "add_product", lambda *args, **how: (said.append("weight"), add(*args, **how))),
+        mock.patch.object(exchange, "gather", lambda *args, **how: (said.append("gather"), gather(*args, **how))[1]),
+        mock.patch.object(exchange, "scatter", lambda *args: (said.append("scatter"), scatter(*args))[1]),
+        mock.patch.object(tensor, "multiply", lambda *args, **how: (said.append("rows"), multiply(*args, **how))[1]),
+    ):
+        loss.backward()
+    of_row, of_column = ["gather", "gather", "rows", "rows"], ["scatter", "rows", "weight", "weight"]
+    assert said == [*of_row, *of_column, "weight"], "the last at the end of the pass"
+
+
+def test_a_pass_that_raises_keeps_no_promise() -> None:
+    """In its midst: the next pass is as if it had not been, and computes nothing of it."""
+    sharded, expected = wrapped(True), wrapped(False)
+
+    def interrupt(*_: object) -> None:
+        raise ZeroDivisionError("interrupted")
+
+    handle = sharded.module.into[0].register_full_backward_pre_hook(interrupt)
+    with pytest.raises(ZeroDivisionError, match="interrupted"):
+        passed(sharded, 1)
+    handle.remove()
+    with mock.patch.object(product, "add_product", wraps=product.add_product) as added:
+        for each in (sharded, expected):
+            passed(each, 2)
+    assert added.call_count == 2 * 3 * 3
+    torch.testing.assert_close(gradients(sharded), gradients(expected), rtol=0, atol=0)
+
+
+def test_what_has_no_place_comes_at_once() -> None:
+    expected, found = wrapped(False), wrapped(True)
+    with mock.patch.object(Bucket, "is_wide_enough", False):
+        for each in (expected, found):
+            passed(each, 1)
+    assert not found.module.exchange.left
+    torch.testing.assert_close(gradients(found), gradients(expected), rtol=0, atol=0)
+
+
+def test_gradients_that_the_caller_asks_for_are_not_promised() -> None:
+    sharded = wrapped(True)
+    weight = sharded.module.into[0].weight
+    loss = sharded.module.pair(torch.ones(4, 3), 0).sum()
+    [gradient] = torch.autograd.grad(loss, weight)
+    assert gradient.abs().sum() > 0
+    assert not sharded.module.exchange.left
