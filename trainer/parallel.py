@@ -56,6 +56,8 @@ MicroBatch = tuple[Tensor, Tensor]
 
 TIED = "tied"
 _EVALUATED_AT_ONCE = 4  # micro-batches a stage of the pipeline
+_MOST_GRAPHS = 15
+"""Of blocks: whole, or attention, with a window or without; or an MLP; in training, and twice without gradients."""
 
 
 def tied_partition(layout: ParallelLayout) -> list[list[int]]:
@@ -301,6 +303,8 @@ class SplitModel:
     def _compile(self, modules: Sequence[GPT]) -> None:
         if not self.job.model.compile:
             return
+        dynamo = torch._dynamo.config  # behind its limit blocks would run as they are
+        dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
         for block in (block for module in modules for block in module.blocks.values()):
             for linear in block.modules():
                 if isinstance(linear, ColumnParallelLinear | RowParallelLinear):

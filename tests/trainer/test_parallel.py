@@ -1,13 +1,16 @@
-"""What a job says of the way that its tensors travel."""
+"""What a job says of the way that its tensors travel, and of its blocks that are compiled."""
 
 from __future__ import annotations
 
+import functools
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from netlayer.config import JobConfig
+from trainer.model import Block, build_model
 from trainer.parallel import SplitModel
 
 
@@ -52,3 +55,29 @@ def test_the_memory_of_the_peers_is_a_switch(
     overlap: dict[str, object], dtype: str, expected: tuple[str, str, bool]
 ) -> None:
     assert asked(overlap, dtype) == expected
+
+
+@pytest.mark.filterwarnings("default")  # torch's compiler hides what it knows of its own, but not from "error"
+def test_every_kind_of_block_is_compiled() -> None:
+    """More than torch's limit of graphs for one function, behind which it compiles no more of them."""
+    shape = {"layers": 8, "hidden": 32, "heads": 4, "ffn_hidden": 64, "vocab_size": 301, "seq_len": 16}
+    model = {**shape, "dtype": "float32", "attention_window": 5, "window_pattern": "wf", "compile": True}
+    tree = {"model": model, "parallel": {"dp": 1}, "batch": {"micro_size": 2, "global_size": 2}}
+    job, device = JobConfig.model_validate(tree), torch.device("cpu")
+    parts = [build_model(job.model, 0, device, halves) for halves in (range(5), range(5, 10), range(10, 16))]
+    torch.compiler.reset()
+    with (
+        torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True),
+        mock.patch.object(Block, "compile", functools.partialmethod(nn.Module.compile, backend="eager")),
+    ):
+        SplitModel._compile(mock.Mock(job=job), parts)
+        tokens_TB = torch.randint(0, 301, (16, 2))
+        for trains, has_gradients in ((True, True), (True, False), (False, False)):
+            x = tokens_TB
+            with torch.set_grad_enabled(has_gradients):
+                for part in parts:
+                    part.train(trains)
+                    x = part(x, tokens_TB) if part is parts[-1] else part(x)
+            if has_gradients:
+                x.backward()
+    torch.compiler.reset()
