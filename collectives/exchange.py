@@ -16,8 +16,9 @@ Shapes: W ranks, m rows of a rank, M = W * m, C columns. Row r * m + i of the wh
 from __future__ import annotations
 
 import os
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,6 +30,7 @@ from collectives.alike import spread
 from collectives.arguments import as_device
 from collectives.lane import Flight, Lane
 from collectives.recorder import Collective, Recorder
+from collectives.slot import Promise
 from collectives.symmetric import PeerRounds, adds_in_sum, why_unusable
 from collectives.track import Operation
 from collectives.watch import Watch
@@ -77,15 +79,15 @@ class Scattering(ABC):
 class TensorExchange(ABC):
     """One rank's side of a tensor-parallel group; every rank calls the same methods in the same order.
 
-    One gathering and one scattering may be under way at a time, of a narrow one more, and sums by `start_all_reduce`.
+    One gathering and one scattering may be under way at a time, more where it defers, and sums by `start_all_reduce`.
 
     Args:
         lane: of the group; whatever torch.distributed runs on the group runs there, in order.
     """
 
-    is_narrow = False
-    """Whether parts may take longer than the products that wait for them: then backward passes are arranged so that
-    what nobody waits for is gathered, and computed, while they are under way."""
+    defers = False
+    """Whether backward passes gather and compute what nobody waits for while parts are under way: where these may take
+    longer than the products that wait for them."""
     spared = 0
     """Multiprocessors that products should leave to what carries the parts beside them."""
 
@@ -93,16 +95,18 @@ class TensorExchange(ABC):
         self.lane, self.rank, self.world_size = lane, lane.rank, lane.world_size
         self.keeps_gathered = False
         """Whether linears keep what they have gathered until the backward pass, and do not gather it again there."""
-        self.last_column: Any = None
-        """Of the column-parallel linear that was called last, for the backward pass (`collectives.tensor`)."""
-        self.left: list[Callable[[], None]] = []
-        """Computation that waits for parts to be under way."""
+        self.last_column: weakref.ref[Any] | None = None
+        """Autograd's context of the column-parallel linear that was called last; here, for the linears of a group call
+        in one order, and the next one's backward pass comes before its (`collectives.tensor`)."""
+        self.deferred: list[weakref.ref[Promise]] = []
+        """Weights' gradients that wait for parts to be under way."""
 
-    def work_off(self) -> None:
-        """Compute what is left: to be called when parts are under way."""
-        left, self.left = self.left, []
-        for compute in left:
-            compute()
+    def compute_deferred(self) -> None:
+        """To be called when parts are under way; what other backward passes have left is theirs."""
+        deferred, self.deferred = self.deferred, []
+        for promise in (reference() for reference in deferred):
+            if promise is not None and promise.is_due:
+                promise()
 
     @abstractmethod
     def gather(self, own_mC: Tensor, *, in_parts: bool = True) -> Gathering:
@@ -340,9 +344,9 @@ class LaneTensorExchange(TensorExchange):
             raise ValueError(f"chunks must be at least 1, got {chunks}")
         super().__init__(lane)
         self.chunks = chunks if lane.world_size > 1 else 1
-        self.is_narrow = self.chunks > 1
+        self.defers = self.chunks > 1
         # The blocks of a product come in pairs on neighbours: one that is taken may cost it two.
-        self.spared = 2 * nccl_blocks(os.environ) if self.is_narrow and lane.stream is not None else 0
+        self.spared = 2 * nccl_blocks(os.environ) if self.defers and lane.stream is not None else 0
 
     def gather(self, own_mC: Tensor, *, in_parts: bool = True) -> Gathering:
         return _LaneGathering(self, own_mC, self.slices(len(own_mC)) if in_parts else [slice(0, len(own_mC))])
@@ -360,11 +364,18 @@ class LaneTensorExchange(TensorExchange):
 class _LaneGathering(Gathering):
     def __init__(self, exchange: LaneTensorExchange, own_mC: Tensor, slices: Sequence[slice]) -> None:
         self._exchange, self._own_mC = exchange, own_mC
+        self._stream = None if exchange.lane.stream is None else torch.cuda.current_stream(own_mC.device)
         self._flights: list[tuple[slice, Tensor, Flight]] = []
         for rows in slices:
             part_WiC = own_mC.new_empty(exchange.world_size, rows.stop - rows.start, own_mC.shape[1])
             part_WiC[exchange.rank] = own_mC[rows]
             self._flights.append((rows, part_WiC, exchange.lane.all_gather(part_WiC.view(-1))))
+
+    def __del__(self) -> None:
+        """Of a backward pass that raised, or did not come to it: its memory is written to until the device has."""
+        if self._stream is not None and not all(flight.was_waited_for for _, _, flight in self._flights):
+            with torch.cuda.stream(self._stream):
+                self.close()
 
     def parts(self) -> Iterator[tuple[Rows, Tensor]]:
         for rows, part_WiC, flight in self._flights:
@@ -407,13 +418,13 @@ class _LaneScattering(Scattering):
 
 
 def nccl_blocks(variables: Mapping[str, str]) -> int:
-    """Multiprocessors that a collective of NCCL takes: as many as it is held to, else as it commonly is without NVLink.
+    """Multiprocessors that a collective of NCCL takes: as commonly without NVLink, or the fewer that it is held to.
 
     Args:
         variables: of the environment.
     """
     limits = (variables.get(name, "") for name in ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"))
-    return min((int(limit) for limit in limits if limit.isdecimal() and int(limit)), default=_USUAL_BLOCKS)
+    return min([_USUAL_BLOCKS, *(int(limit) for limit in limits if limit.isdecimal() and int(limit))])
 
 
 def _check_sendable(rows_mC: Tensor) -> None:

@@ -116,6 +116,10 @@ class Flight:
             function()
             self._landed = stream.record_event()
 
+    @property
+    def was_waited_for(self) -> bool:
+        return self._done
+
     def wait(self) -> None:
         """Make the computation wait for it: the host on the CPU, the current stream on CUDA. Twice does no harm."""
         if self._done:

@@ -42,7 +42,7 @@ def multiply(
         spared: multiprocessors that such a product leaves to what runs beside it.
     """
     place_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out_MN is None else out_MN
-    if tuned and can_tune(a_MK, b_KN) and PRODUCTS.run(a_MK, b_KN, place_MN, bias_N, adds, spared):
+    if tuned and can_tune(a_MK, b_KN, spared) and PRODUCTS.run(a_MK, b_KN, place_MN, bias_N, adds, spared):
         return place_MN
     return place_MN.addmm_(a_MK, b_KN) if adds else by_torch(a_MK, b_KN, place_MN, bias_N)
 
@@ -63,7 +63,6 @@ def weight_gradient(
         source, accumulator: as `collectives.slot` has them; no source: of a weight that is in no bucket.
         tuned, spared: as of `multiply`.
     """
-
     if source is not None and source.write(accumulator, _into_slot(lambda: dy_MN, lambda: x_MK, tuned, spared)):
         return None
     return dy_MN.t() @ x_MK
@@ -101,7 +100,7 @@ def add_product(
         tuned, spared: as of `multiply`.
     """
     wide = sum_NK.dtype
-    is_tuned = tuned and wide == torch.float32 and can_tune(a_NM, b_MK)
+    is_tuned = tuned and wide == torch.float32 and can_tune(a_NM, b_MK, spared)
     if is_tuned and PRODUCTS.run(a_NM, b_MK, sum_NK, adds=not is_first, spared=spared):
         return
     if a_NM.dtype == wide:

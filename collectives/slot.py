@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 @dataclass(frozen=True)
 class GradientSlot:
-    """A place that must be written, in the current stream, before the backward function returns.
+    """A place that must be written, in the current stream, before whoever asked for it returns.
 
     Args:
         view: contiguous, of the parameter's shape, and of its dtype or a wider one.
@@ -42,6 +42,12 @@ class Promise:
 
     def __init__(self, keep: Callable[[], None]) -> None:
         self._keep: Callable[[], None] | None = keep
+        self._pass = torch._C._current_graph_task_id()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its backward pass is the one that runs now."""
+        return self._pass == torch._C._current_graph_task_id()
 
     def __call__(self) -> None:
         """Fill it, in the current stream; twice is once."""

@@ -13,7 +13,7 @@ tiles, one wave of an H200's 132 multiprocessors. A communication kernel that ta
 twice the time. That is why the parts are carried by copy engines here, where the peers' memory can be reached, and why
 products leave NCCL's kernels some multiprocessors where it cannot (`collectives.exchange`, [Note: who is first]).
 
-[Note: narrow] Where parts take longer than the products that wait for them, a backward pass does in the meantime what
+[Note: defers] Where parts take longer than the products that wait for them, a backward pass does in the meantime what
 nobody waits for. A row-parallel linear gathers its output's gradient, and behind it the rows that the column-parallel
 linear before it has to gather again, whose backward pass comes next; weights' gradients are promised
 (`collectives.slot`), and computed when the next gather or scatter is under way.
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ from collectives.arguments import as_dtype
 from collectives.exchange import Gathering, TensorExchange
 from collectives.product import Given, multiply, promise_weight_gradient, weight_gradient
 from collectives.slot import SlotSource, slot_source
+from collectives.tuned_product import is_large
 
 Join = Callable[[Sequence[Tensor], bool], tuple[Tensor, Tensor | None]]
 """Gradients [M, n] of several outputs side by side, [M, N], and where there is a bias its own, their sum, [N]."""
@@ -106,7 +108,13 @@ class ColumnParallelLinear(nn.Module):
         self.exchange.agree_on_rows(rows.numel(), is_first=not self._was_called)
         self._was_called = True
         bias_N = self.bias if self.adds_bias else None
-        ys: tuple[Tensor, ...] = _Column.apply(self, x.reshape(-1, x.shape[-1]), self.weight, bias_N)  # type: ignore[no-untyped-call]
+        exchange = self.exchange
+        keeps = exchange.keeps_gathered and torch.is_grad_enabled() and self.weight.requires_grad
+        x_mK = x.reshape(-1, x.shape[-1])
+        ys: tuple[Tensor, ...] = _Column.apply(self, keeps, x_mK, self.weight, bias_N)  # type: ignore[no-untyped-call]
+        gathers_again = exchange.defers and not keeps and self.weight.requires_grad
+        context = ys[0].grad_fn if gathers_again else None
+        exchange.last_column = None if context is None else weakref.ref(context)
         ys = tuple(y_Mn.view(rows[0] * self.exchange.world_size, *rows[1:], y_Mn.shape[-1]) for y_Mn in ys)
         return ys if self.is_joined else ys[0]
 
@@ -225,20 +233,17 @@ class RowParallelLinear(nn.Module):
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, linear: ColumnParallelLinear, x_mK: Tensor, weight_NK: Tensor, bias_N: Tensor | None
+        ctx: Any, linear: ColumnParallelLinear, keeps: bool, x_mK: Tensor, weight_NK: Tensor, bias_N: Tensor | None
     ) -> tuple[Tensor, ...]:
         exchange = linear.exchange
-        ctx.linear, ctx.has_bias = linear, bias_N is not None
+        ctx.linear, ctx.has_bias, ctx.keeps = linear, bias_N is not None, keeps
         ctx.early, ctx.is_done = None, False
-        ctx.keeps = exchange.keeps_gathered and ctx.needs_input_grad[2]
         ctx.source = _source(weight_NK)
-        gathers_again = exchange.is_narrow and ctx.needs_input_grad[2] and not ctx.keeps
-        exchange.last_column = ctx if gathers_again else None
         y_MN = x_mK.new_empty(exchange.world_size * x_mK.shape[0], weight_NK.shape[0])
         gathering = exchange.gather(x_mK)
         for rows, part in gathering.parts():
             _multiply(linear, part, weight_NK.t(), _view(y_MN, exchange)[rows], bias_N)
-        ctx.save_for_backward(gathering.kept() if ctx.keeps else x_mK, weight_NK)
+        ctx.save_for_backward(gathering.kept() if keeps else x_mK, weight_NK)
         gathering.close()
         if len(linear.splits) == 1:  # no view of itself: the gradient of a cut into one would be a copy
             return (y_MN,)
@@ -249,10 +254,10 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         linear: ColumnParallelLinear = ctx.linear
         exchange = linear.exchange
-        _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        _, _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         # Where only the rank's own rows were kept, they are gathered again, under the product for dx, or earlier.
         early, ctx.early, ctx.is_done = ctx.early, None, True
-        (x, weight_NK), gathering = early or _gathered_again(ctx, needs_weight and not ctx.keeps)
+        (x, weight_NK), gathering = early or _unpacked(ctx, gathers=needs_weight and not ctx.keeps)
         num_rows = len(x) // exchange.world_size if ctx.keeps else len(x)
         scattering = exchange.scatter(num_rows, x.shape[1], x) if needs_x else None
         dy_MN, dbias_N = linear.join(dys, needs_bias and ctx.has_bias)
@@ -260,7 +265,7 @@ class _Column(torch.autograd.Function):
         if scattering is not None:
             for rows, part in scattering.parts():
                 _multiply(linear, _view(dy_MN, exchange)[rows], weight_NK, part)
-        exchange.work_off()
+        exchange.compute_deferred()
         dweight_NK = None
         if needs_weight:
             accumulator, _ = ctx.next_functions[1]  # behind the input's
@@ -268,10 +273,10 @@ class _Column(torch.autograd.Function):
             if gathering is not None:
                 whole = functools.partial(_whole, gathering, [ctx.source])
             dweight_NK = _weight_gradient(linear, functools.partial(_same, dy_MN), whole, ctx.source, accumulator)
-        if gathering is not None and not exchange.is_narrow:
+        if gathering is not None and not exchange.defers:
             gathering.close()
         dx_mK = None if scattering is None else scattering.result()
-        return None, dx_mK, dweight_NK, dbias_N
+        return None, None, dx_mK, dweight_NK, dbias_N
 
 
 class _Row(torch.autograd.Function):
@@ -279,7 +284,8 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, linear: RowParallelLinear, bias_N: Tensor | None, *tensors: Tensor) -> Tensor:
         inputs, weights, exchange = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :], linear.exchange
         ctx.linear, ctx.has_bias = linear, bias_N is not None
-        ctx.before, exchange.last_column = exchange.last_column, None
+        last_column, exchange.last_column = exchange.last_column, None
+        ctx.before = None if last_column is None else last_column()
         ctx.sources = [_source(weight_NK) for weight_NK in weights]
         ctx.save_for_backward(*tensors)
         num_rows = inputs[0].shape[0] // exchange.world_size
@@ -300,8 +306,8 @@ class _Row(torch.autograd.Function):
         gathering = exchange.gather(dy_mN)
         before, ctx.before = ctx.before, None
         if before is not None and not before.is_done:  # its backward pass comes next, and would wait for that
-            before.early = _gathered_again(before)
-        exchange.work_off()
+            before.early = _unpacked(before, gathers=True)
+        exchange.compute_deferred()
         dinputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs, strict=False)]
         for rows, part in gathering.parts():
             for dx_MK, weight_NK in zip(dinputs, weights, strict=True):
@@ -317,18 +323,17 @@ class _Row(torch.autograd.Function):
             _weight_gradient(linear, whole, functools.partial(_same, x_MK), source, accumulator) if need else None
             for x_MK, need, source, (accumulator, _) in of_weights
         ]
-        if not exchange.is_narrow:
+        if not exchange.defers:
             gathering.close()
         if summing is not None:
             summing.wait()
         return None, dbias_N, *dinputs, *dweights
 
 
-def _gathered_again(ctx: Any, needs_weight: bool = True) -> tuple[tuple[Tensor, Tensor], Gathering | None]:
+def _unpacked(ctx: Any, gathers: bool) -> tuple[tuple[Tensor, Tensor], Gathering | None]:
     """What a column-parallel linear saved, which may be unpacked once, and its input's rows on their way."""
-    x_mK, weight_NK = ctx.saved_tensors
-    gathering = ctx.linear.exchange.gather(x_mK, in_parts=False) if needs_weight else None
-    return (x_mK, weight_NK), gathering
+    x, weight_NK = ctx.saved_tensors
+    return (x, weight_NK), ctx.linear.exchange.gather(x, in_parts=False) if gathers else None
 
 
 def _weight_gradient(
@@ -338,12 +343,12 @@ def _weight_gradient(
     source: SlotSource | None,
     accumulator: object,
 ) -> Tensor | None:
-    """dy^T x, as `weight_gradient` has it: of a narrow exchange in its slot, when parts are under way the next time."""
+    """dy^T x, as `weight_gradient` has it: later, where the exchange defers and the weight has a slot."""
     exchange, tuned, spared = linear.exchange, linear.tuned, linear.exchange.spared
-    if exchange.is_narrow and source is not None:
+    if exchange.defers and source is not None:
         promise = promise_weight_gradient(dy, x, source, accumulator, tuned=tuned, spared=spared)
         if promise is not None:
-            exchange.left.append(promise)
+            exchange.deferred.append(weakref.ref(promise))
             return None
     return weight_gradient(dy(), x(), source, accumulator, tuned=tuned, spared=spared)
 
@@ -360,12 +365,25 @@ def _multiply(
     bias_N: Tensor | None = None,
     adds: bool = False,
 ) -> None:
-    """`out` [w, i, N] (+)= `a` [w, i, K] @ b (+ bias), in place; each rank's rows apart where they lie apart."""
-    if a.is_contiguous() and out.is_contiguous():
-        a, out = a.flatten(0, 1).unsqueeze(0), out.flatten(0, 1).unsqueeze(0)
-    tuned, spared = linear.tuned, linear.exchange.spared
-    for a_iK, out_iN in zip(a, out, strict=True):
-        multiply(a_iK, b_KN, bias_N, out_MN=out_iN, adds=adds, tuned=tuned, spared=spared)
+    """`out` [w, i, N] (+)= `a` [w, i, K] @ b (+ bias), in place.
+
+    Ranks' rows that lie apart are a product each, or, where that would be small, are copied together and apart again.
+    """
+    multiply_by = functools.partial(multiply, adds=adds, tuned=linear.tuned, spared=linear.exchange.spared)
+    if not (_lies_together(a) and _lies_together(out)) and is_large(a[0], b_KN):
+        for a_iK, out_iN in zip(a, out, strict=True):
+            multiply_by(a_iK, b_KN, bias_N, out_MN=out_iN)
+        return
+    if _lies_together(out):
+        multiply_by(a.flatten(0, 1), b_KN, bias_N, out_MN=out.flatten(0, 1))
+        return
+    out_MN = out.flatten(0, 1) if adds else out.new_empty(a.shape[0] * a.shape[1], out.shape[-1])  # a copy
+    out.copy_(multiply_by(a.flatten(0, 1), b_KN, bias_N, out_MN=out_MN).view_as(out))
+
+
+def _lies_together(matrices: Tensor) -> bool:
+    """Whether [w, i, C] can be seen as [w * i, C]."""
+    return len(matrices) == 1 or matrices.stride(0) == matrices.shape[1] * matrices.stride(1)
 
 
 def _source(weight_NK: Tensor) -> SlotSource | None:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16)
 _LEAST_FLOPS = 2e10
 """Some 27 us of an H200."""
+_LEAST_SPARED_FLOPS = 4e9
 _ROUNDS, _REPEATS, _FINALISTS = 3, 3, 4
 _SETTLING_S = 0.2
 """In which a chip comes to the clock that its power allows for a product."""
@@ -210,14 +211,23 @@ PRODUCTS = TunedProducts(measure_on_gpu, choices_of)
 """Of this process: what was chosen for a shape serves every layer that has it."""
 
 
-def can_tune(a: Tensor, b_KN: Tensor) -> bool:
-    """Whether it is worth asking `PRODUCTS` for the product of `a` [..., K] and `b`."""
+def is_large(a: Tensor, b_KN: Tensor) -> bool:
+    """Whether the product of `a` [..., K] and `b` takes a GPU longer than its launch the host."""
+    return 2.0 * a.numel() * b_KN.shape[1] >= _LEAST_FLOPS
+
+
+def can_tune(a: Tensor, b_KN: Tensor, spared: int = 0) -> bool:
+    """Whether it is worth asking `PRODUCTS` for the product of `a` [..., K] and `b`.
+
+    Args:
+        spared: multiprocessors that it is to leave to others: then smaller ones are, which hold up those too.
+    """
     return (
         a.is_cuda
         and a.device.index == torch.cuda.current_device()
         and a.dtype in _DTYPES
         and b_KN.dtype == a.dtype
-        and 2.0 * a.numel() * b_KN.shape[1] >= _LEAST_FLOPS
+        and (is_large(a, b_KN) or (spared > 0 and 2.0 * a.numel() * b_KN.shape[1] >= _LEAST_SPARED_FLOPS))
         and not torch.compiler.is_compiling()
         and not torch.are_deterministic_algorithms_enabled()
         and torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction

@@ -114,7 +114,11 @@ def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
     if job.overlap.reduce_dtype == "bfloat16" and (is_alone or is_wide):
         why = "job.model.dtype is float64" if is_wide else "job.parallel.dp is 1: none are reduced"
         yield "overlap.reduce_dtype = bfloat16", why
-    if why := _why_no_copies(job):
+    why = _why_no_copies(job)
+    if not job.overlap.peer_memory and not why and _is_said(job.overlap, "peer_reduce"):
+        said = str(job.overlap.peer_reduce).lower()
+        yield f"overlap.peer_reduce = {said}", "job.overlap.peer_memory is false"
+    if why:
         carries_more = job.parallel.pp > 1 or (job.parallel.tp > 1 and job.overlap.tp and not is_wide)
         if not job.overlap.peer_reduce:
             yield "overlap.peer_reduce = false", why
@@ -135,6 +139,10 @@ def _why_no_copies(job: JobConfig) -> str:
     if job.model.dtype == "float64":
         return "job.model.dtype is float64"
     return "" if job.overlap.windows else "job.overlap.windows is false"
+
+
+def _is_said(section: Section, key: str) -> bool:
+    return key in section.model_fields_set
 
 
 def _is_given(section: Section, key: str) -> bool:

@@ -6,6 +6,7 @@ On one rank that takes its network for narrow; among several they are in tests/t
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,24 +16,24 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives import ShardedDataParallel, product, tensor
 from collectives.bucket import Bucket
-from collectives.exchange import LaneTensorExchange, TensorExchange
+from collectives.exchange import LaneTensorExchange, Scattering, TensorExchange
 from collectives.lane import Lane
 from collectives.reduce import GradientReduce
 from collectives.tensor import ColumnParallelLinear, RowParallelLinear
 
 
-def exchange_of(is_narrow: bool) -> TensorExchange:
+def exchange_of(defers: bool) -> TensorExchange:
     exchange = LaneTensorExchange(Lane("tensor", None, torch.device("cpu")))
-    exchange.is_narrow = is_narrow
+    exchange.defers = defers
     return exchange
 
 
 class Stack(nn.Module):
     """Pairs of linears, of which the last is used twice."""
 
-    def __init__(self, is_narrow: bool, recomputes: bool = False) -> None:
+    def __init__(self, defers: bool, recomputes: bool = False) -> None:
         super().__init__()
-        self.exchange, self.recomputes = exchange_of(is_narrow), recomputes
+        self.exchange, self.recomputes = exchange_of(defers), recomputes
         into = [ColumnParallelLinear(3, (4, 2), exchange=self.exchange) for _ in range(2)]
         back = [RowParallelLinear((4, 2), 3, exchange=self.exchange) for _ in range(2)]
         self.into, self.back = nn.ModuleList(into), nn.ModuleList(back)
@@ -52,8 +53,8 @@ class Stack(nn.Module):
         return y
 
 
-def wrapped(is_narrow: bool, recomputes: bool = False, **settings: object) -> ShardedDataParallel:
-    return ShardedDataParallel(Stack(is_narrow, recomputes), bucket_bytes=100, **settings)  # type: ignore[arg-type]
+def wrapped(defers: bool, recomputes: bool = False, **settings: object) -> ShardedDataParallel:
+    return ShardedDataParallel(Stack(defers, recomputes), bucket_bytes=100, **settings)  # type: ignore[arg-type]
 
 
 def passed(sharded: ShardedDataParallel, seed: int) -> None:
@@ -70,7 +71,7 @@ def gradients(sharded: ShardedDataParallel) -> dict[str, Tensor]:
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("num_passes", [1, 3])
 def test_what_is_promised_gives_the_same_bits(num_passes: int, stage: int, recomputes: bool) -> None:
-    expected, found = (wrapped(is_narrow, recomputes, stage=stage) for is_narrow in (False, True))
+    expected, found = (wrapped(defers, recomputes, stage=stage) for defers in (False, True))
     with mock.patch.object(GradientReduce, "_promise", autospec=True, side_effect=GradientReduce._promise) as promised:
         for step in range(2):
             for each in (expected, found):
@@ -84,33 +85,64 @@ def test_what_is_promised_gives_the_same_bits(num_passes: int, stage: int, recom
 
 
 def test_a_product_of_weights_comes_when_parts_are_under_way() -> None:
+    """A row-parallel linear's when its pair's other one has sent its parts, that one's when the next pair gathers."""
     sharded, said = wrapped(True), list[str]()
     exchange = sharded.module.exchange
     add, gather, scatter, multiply = product.add_product, exchange.gather, exchange.scatter, tensor.multiply
     x = torch.randn(4, 3, requires_grad=True)
-    loss = sharded.module.pair(x, 0).sum()
+    loss = sharded.module.pair(sharded.module.pair(x, 0), 1).sum()
+
+    def scatters(*args: Any) -> Scattering:
+        said.append("scatter")
+        scattering = scatter(*args)
+        waits = scattering.result
+        scattering.result = lambda *biases: (said.append("wait"), waits(*biases))[1]  # type: ignore[method-assign]
+        return scattering
+
     with (
         mock.patch.object(product, "add_product", lambda *args, **how: (said.append("weight"), add(*args, **how))),
         mock.patch.object(exchange, "gather", lambda *args, **how: (said.append("gather"), gather(*args, **how))[1]),
-        mock.patch.object(exchange, "scatter", lambda *args: (said.append("scatter"), scatter(*args))[1]),
+        mock.patch.object(exchange, "scatter", scatters),
         mock.patch.object(tensor, "multiply", lambda *args, **how: (said.append("rows"), multiply(*args, **how))[1]),
     ):
         loss.backward()
-    of_row, of_column = ["gather", "gather", "rows", "rows"], ["scatter", "rows", "weight", "weight"]
-    assert said == [*of_row, *of_column, "weight"], "the last at the end of the pass"
+    of_column = ["scatter", "rows", "weight", "weight", "wait"]
+    second = ["gather", "gather", "rows", "rows", *of_column]
+    first = ["gather", "gather", "weight", "rows", "rows", *of_column]
+    assert said == [*second, *first, "weight"], "the last at the end of the pass"
+
+
+def test_what_a_pass_left_that_raised_is_not_computed_in_that_of_another() -> None:
+    exchange = exchange_of(True)
+    one, other = (ShardedDataParallel(Stack(True)) for _ in range(2))
+    for sharded in (one, other):
+        sharded.module.exchange = exchange
+        for linear in (*sharded.module.into, *sharded.module.back):
+            linear.exchange = exchange
+    handle = one.module.into[0].register_full_backward_pre_hook(_interrupt)
+    with pytest.raises(ZeroDivisionError, match="interrupted"):
+        passed(one, 1)
+    handle.remove()
+    assert any(promise() for promise in exchange.deferred)
+    with mock.patch.object(product, "add_product", wraps=product.add_product) as added:
+        passed(other, 1)
+    assert added.call_count == 3 * 3
+    one.zero_grad()
+    assert not any(promise() for promise in exchange.deferred)
+
+
+def _interrupt(*_: object) -> None:
+    raise ZeroDivisionError("interrupted")
 
 
 def test_a_pass_that_raises_keeps_no_promise() -> None:
     """In its midst: the next pass is as if it had not been, and computes nothing of it."""
     sharded, expected = wrapped(True), wrapped(False)
-
-    def interrupt(*_: object) -> None:
-        raise ZeroDivisionError("interrupted")
-
-    handle = sharded.module.into[0].register_full_backward_pre_hook(interrupt)
+    handle = sharded.module.into[0].register_full_backward_pre_hook(_interrupt)
     with pytest.raises(ZeroDivisionError, match="interrupted"):
         passed(sharded, 1)
     handle.remove()
+    sharded.zero_grad()
     with mock.patch.object(product, "add_product", wraps=product.add_product) as added:
         for each in (sharded, expected):
             passed(each, 2)
@@ -123,7 +155,7 @@ def test_what_has_no_place_comes_at_once() -> None:
     with mock.patch.object(Bucket, "is_wide_enough", False):
         for each in (expected, found):
             passed(each, 1)
-    assert not found.module.exchange.left
+    assert not found.module.exchange.deferred
     torch.testing.assert_close(gradients(found), gradients(expected), rtol=0, atol=0)
 
 
@@ -133,4 +165,4 @@ def test_gradients_that_the_caller_asks_for_are_not_promised() -> None:
     loss = sharded.module.pair(torch.ones(4, 3), 0).sum()
     [gradient] = torch.autograd.grad(loss, weight)
     assert gradient.abs().sum() > 0
-    assert not sharded.module.exchange.left
+    assert not sharded.module.exchange.deferred

@@ -7,6 +7,7 @@ import functools
 import random
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from collectives import tensor
 from collectives.exchange import (
@@ -32,6 +34,7 @@ from collectives.exchange import (
     open_exchange,
 )
 from collectives.lane import Lane
+from collectives.product import multiply
 from collectives.recorder import WAIT, Recorder
 from collectives.slot import GradientSlot, SlotSource, Write, set_slot_source
 from collectives.symmetric import PeerRounds
@@ -349,6 +352,14 @@ def rows_are_gathered_again_under_the_pass_before(exchange: TensorExchange, devi
     close(layer.weight.grad, 2 * first, 1e-5)
     layer(x).sum().backward()
     back(y.detach()).sum().backward()  # behind a pass that is over
+    with torch.no_grad():
+        y = layer(x)
+    back(y).sum().backward()  # behind one that will not be
+    checkpointed = checkpoint(layer, x, use_reentrant=True)
+    back(checkpointed).sum().backward()
+    kept = weakref.ref(x)
+    del x, y, z, alone, checkpointed
+    assert kept() is None, "no linear of a graph that is gone keeps what it read"
 
 
 @check
@@ -499,12 +510,47 @@ def test_slices_cover_every_row_once_in_equal_parts(rows: int, chunks: int) -> N
     [
         ({}, 4),
         ({"NCCL_MAX_CTAS": "2"}, 2),
-        ({"NCCL_MAX_NCHANNELS": "8", "NCCL_MAX_CTAS": "16"}, 8),
+        ({"NCCL_MAX_NCHANNELS": "3", "NCCL_MAX_CTAS": "16"}, 3),
+        ({"NCCL_MAX_CTAS": "32"}, 4),
         ({"NCCL_MAX_CTAS": "0", "NCCL_MAX_NCHANNELS": "many"}, 4),
     ],
 )
 def test_products_leave_as_many_multiprocessors_as_nccl_is_held_to(variables: dict[str, str], blocks: int) -> None:
     assert nccl_blocks(variables) == blocks
+
+
+@pytest.mark.parametrize(("chunks", "spared"), [(4, 4), (1, 0)])
+def test_products_are_told_what_to_leave(chunks: int, spared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two for each block of NCCL's, on a GPU, where parts travel under them."""
+    monkeypatch.setenv("NCCL_MAX_CTAS", "2")
+    lane = mock.Mock(spec=Lane, rank=0, world_size=2, stream="a stream")
+    assert LaneTensorExchange(lane, chunks).spared == spared
+    exchange = alone()
+    exchange.spared = 6
+    layers = [make(4, 8, exchange=exchange) for make in (ColumnParallelLinear, RowParallelLinear)]
+    with mock.patch("collectives.tensor.multiply", wraps=multiply) as multiplied:
+        for layer in layers:
+            layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert [call.kwargs["spared"] for call in multiplied.call_args_list] == [6] * 4
+
+
+@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize("adds", [True, False])
+def test_rows_that_lie_apart_are_multiplied_where_they_are(large: bool, adds: bool) -> None:
+    """Each rank's where that is worth a product, else together, for a copy."""
+    layer = RowParallelLinear(4, 8, exchange=alone())
+    a, out = torch.randn(2, 6, 4)[:, 1:4], torch.zeros(2, 6, 5)
+    b_KN = torch.randn(4, 5)
+    with (
+        mock.patch("collectives.tensor.is_large", return_value=large),
+        mock.patch("collectives.tensor.multiply", wraps=multiply) as multiplied,
+    ):
+        _multiply(layer, a, b_KN, out[:, 2:5], adds=adds)
+        _multiply(layer, a, b_KN, out[:, 2:5], adds=adds)
+    assert multiplied.call_count == (4 if large else 2)
+    expected = torch.zeros(2, 6, 5)
+    expected[:, 2:5] = (1 + adds) * (a @ b_KN)
+    torch.testing.assert_close(out, expected)
 
 
 def test_features_that_do_not_divide_are_refused() -> None:

@@ -63,6 +63,10 @@ def test_a_job_is_said_in_size_and_memory(tmp_path: Path) -> None:
             "job.overlap.peer_reduce = false has no effect: job.overlap.windows is false",
         ),
         (
+            {"overlap": {"peer_memory": False, "peer_reduce": True}},
+            "job.overlap.peer_reduce = true has no effect: job.overlap.peer_memory is false",
+        ),
+        (
             {"overlap": {"peer_memory": False, "windows": False}},
             "job.overlap.peer_memory = false has no effect: job.overlap.windows is false",
         ),
