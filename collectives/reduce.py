@@ -287,11 +287,6 @@ class GradientReduce:
         self._join_writers()
         self._in_backward = False
 
-    def _drop_promises(self) -> None:
-        for promise in self._promises:
-            promise.drop()
-        self._promises.clear()
-
     def _check_nothing_waits(self) -> None:
         if self._waiting:
             raise RuntimeError(
@@ -388,7 +383,6 @@ class GradientReduce:
             self.abandon()
         self.wait_all()
         self._waiting.clear()
-        self._drop_promises()
         for bucket in self.buckets:
             bucket.forget()
             for piece in bucket.pieces:
@@ -402,7 +396,7 @@ class GradientReduce:
     def abandon(self) -> None:
         """After a backward pass that raised: complete its round, so that ranks stay in step, and drop its gradients."""
         logger.warning("a backward pass did not complete: %s", self._loss())
-        self._drop_promises()
+        self._promises.clear()  # nobody else holds them
         if self._is_round:
             self._end_round()
         self._in_backward = self._follows = False

@@ -38,7 +38,10 @@ Write = Callable[[GradientSlot], None]
 
 
 class Promise:
-    """A slot that will be filled before the end of the backward pass: when this is called, else there."""
+    """A slot that will be filled before the end of the backward pass: when this is called, else there.
+
+    It is gone with its pass: hold it weakly.
+    """
 
     def __init__(self, keep: Callable[[], None]) -> None:
         self._keep: Callable[[], None] | None = keep
@@ -54,10 +57,6 @@ class Promise:
         keep, self._keep = self._keep, None
         if keep is not None:
             keep()
-
-    def drop(self) -> None:
-        """Its pass did not complete: nothing is wanted."""
-        self._keep = None
 
 
 class SlotSource:

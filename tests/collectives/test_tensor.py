@@ -357,7 +357,7 @@ def rows_are_gathered_again_under_the_pass_before(exchange: TensorExchange, devi
     back(y).sum().backward()  # behind one that will not be
     checkpointed = checkpoint(layer, x, use_reentrant=True)
     back(checkpointed).sum().backward()
-    kept = weakref.ref(x)
+    kept, y = weakref.ref(x), layer(x)
     del x, y, z, alone, checkpointed
     assert kept() is None, "no linear of a graph that is gone keeps what it read"
 
