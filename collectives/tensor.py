@@ -104,18 +104,16 @@ class ColumnParallelLinear(nn.Module):
                 the CPU always, on CUDA in the first call (`TensorExchange.agree_on_rows`).
         """
         _check_input(x, self.weight)
-        rows = x.shape[:-1]
-        self.exchange.agree_on_rows(rows.numel(), is_first=not self._was_called)
+        exchange, rows, x_mK = self.exchange, x.shape[:-1], x.reshape(-1, x.shape[-1])
+        exchange.agree_on_rows(rows.numel(), is_first=not self._was_called)
         self._was_called = True
         bias_N = self.bias if self.adds_bias else None
-        exchange = self.exchange
         keeps = exchange.keeps_gathered and torch.is_grad_enabled() and self.weight.requires_grad
-        x_mK = x.reshape(-1, x.shape[-1])
         ys: tuple[Tensor, ...] = _Column.apply(self, keeps, x_mK, self.weight, bias_N)  # type: ignore[no-untyped-call]
         gathers_again = exchange.defers and not keeps and self.weight.requires_grad
         context = ys[0].grad_fn if gathers_again else None
         exchange.last_column = None if context is None else weakref.ref(context)
-        ys = tuple(y_Mn.view(rows[0] * self.exchange.world_size, *rows[1:], y_Mn.shape[-1]) for y_Mn in ys)
+        ys = tuple(y_Mn.view(rows[0] * exchange.world_size, *rows[1:], y_Mn.shape[-1]) for y_Mn in ys)
         return ys if self.is_joined else ys[0]
 
     @classmethod
