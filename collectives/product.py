@@ -10,17 +10,15 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from collectives.slot import GradientSlot, Promise, SlotSource, Write
+from collectives.slot import GradientSlot, Promise, SlotSource
 from collectives.tuned_product import PRODUCTS, by_torch, can_tune
 
 logger = logging.getLogger(__name__)
-
-Given = Callable[[], Tensor]
-"""A factor that may be there only when it is read."""
 
 
 def multiply(
@@ -47,44 +45,44 @@ def multiply(
     return place_MN.addmm_(a_MK, b_KN) if adds else by_torch(a_MK, b_KN, place_MN, bias_N)
 
 
-def weight_gradient(
-    dy_MN: Tensor,
-    x_MK: Tensor,
-    source: SlotSource | None,
-    accumulator: object,
-    *,
-    tuned: bool = False,
-    spared: int = 0,
-) -> Tensor | None:
-    """dy^T x, in the slot of a linear's weight (then None), else to be handed to autograd.
+@dataclass(frozen=True)
+class WeightGradient:
+    """dy^T x.
 
     Args:
-        dy_MN, x_MK: to stay as they are where weights' gradients are postponed.
-        source, accumulator: as `collectives.slot` has them; no source: of a weight that is in no bucket.
+        dy, x: give [M, N] and [M, K] when they are to be read; to stay as they are where that is later.
         tuned, spared: as of `multiply`.
     """
-    if source is not None and source.write(accumulator, _into_slot(lambda: dy_MN, lambda: x_MK, tuned, spared)):
-        return None
-    return dy_MN.t() @ x_MK
+
+    dy: Callable[[], Tensor]
+    x: Callable[[], Tensor]
+    tuned: bool = False
+    spared: int = 0
+
+    def into(self, source: SlotSource | None, accumulator: object) -> Tensor | None:
+        """In the slot of a linear's weight (then None), else to be handed to autograd.
+
+        Args:
+            source, accumulator: as `collectives.slot` has them; no source: of a weight that is in no bucket.
+        """
+        if source is not None and source.write(accumulator, self._write):
+            return None
+        return self.dy().t() @ self.x()
+
+    def promised(self, source: SlotSource, accumulator: object) -> Promise | None:
+        """There, later in this backward pass; None: it cannot be."""
+        return source.promise(accumulator, self._write)
+
+    def _write(self, slot: GradientSlot) -> None:
+        is_first = not slot.adds
+        add_product(slot.view, self.dy().t(), self.x(), is_first, tuned=self.tuned, spared=self.spared)
 
 
-def promise_weight_gradient(
-    dy: Given, x: Given, source: SlotSource, accumulator: object, *, tuned: bool = False, spared: int = 0
-) -> Promise | None:
-    """The same later in this backward pass; None: it cannot be.
-
-    Args:
-        dy, x: give [M, N] and [M, K], when they are read.
-        source, accumulator, tuned, spared: as of `weight_gradient`.
-    """
-    return source.promise(accumulator, _into_slot(dy, x, tuned, spared))
-
-
-def _into_slot(dy: Given, x: Given, tuned: bool, spared: int) -> Write:
-    def write(slot: GradientSlot) -> None:
-        add_product(slot.view, dy().t(), x(), is_first=not slot.adds, tuned=tuned, spared=spared)
-
-    return write
+def weight_gradient(
+    dy_MN: Tensor, x_MK: Tensor, source: SlotSource | None, accumulator: object, *, tuned: bool = False
+) -> Tensor | None:
+    """As `WeightGradient.into`, of factors that are there."""
+    return WeightGradient(lambda: dy_MN, lambda: x_MK, tuned).into(source, accumulator)
 
 
 def add_product(

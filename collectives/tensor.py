@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from collectives.arguments import as_dtype
 from collectives.exchange import Gathering, TensorExchange
-from collectives.product import Given, multiply, promise_weight_gradient, weight_gradient
+from collectives.product import WeightGradient, multiply
 from collectives.slot import SlotSource, slot_source
 from collectives.tuned_product import is_large
 
@@ -336,19 +336,21 @@ def _unpacked(ctx: Any, gathers: bool) -> tuple[tuple[Tensor, Tensor], Gathering
 
 def _weight_gradient(
     linear: ColumnParallelLinear | RowParallelLinear,
-    dy: Given,
-    x: Given,
+    dy: Callable[[], Tensor],
+    x: Callable[[], Tensor],
     source: SlotSource | None,
     accumulator: object,
 ) -> Tensor | None:
-    """dy^T x, as `weight_gradient` has it: later, where the exchange defers and the weight has a slot."""
-    exchange, tuned, spared = linear.exchange, linear.tuned, linear.exchange.spared
-    if exchange.defers and source is not None:
-        promise = promise_weight_gradient(dy, x, source, accumulator, tuned=tuned, spared=spared)
-        if promise is not None:
-            exchange.deferred.append(weakref.ref(promise))
-            return None
-    return weight_gradient(dy(), x(), source, accumulator, tuned=tuned, spared=spared)
+    """dy^T x, as `WeightGradient.into` has it: where the exchange defers, its factors are not read before they must."""
+    exchange = linear.exchange
+    if not exchange.defers:
+        dy, x = (functools.partial(_same, give()) for give in (dy, x))
+    gradient = WeightGradient(dy, x, linear.tuned, exchange.spared)
+    promise = gradient.promised(source, accumulator) if exchange.defers and source is not None else None
+    if promise is None:
+        return gradient.into(source, accumulator)
+    exchange.deferred.append(weakref.ref(promise))
+    return None
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -84,6 +84,20 @@ def test_what_is_promised_gives_the_same_bits(num_passes: int, stage: int, recom
     assert promised.call_count == 2 * num_passes * 3 * 3, "three pairs of three weights"
 
 
+def test_where_a_pass_postpones_nothing_is_promised_or_read() -> None:
+    expected, found = wrapped(False), wrapped(True)
+    passed(expected, 1)
+    with (
+        mock.patch.object(tensor, "_whole", wraps=tensor._whole) as whole,
+        found.weights_postponed() as left,
+    ):
+        passed(found, 1)
+    assert whole.call_count == 0, "rows that were gathered are put together when they are read"
+    assert not found.module.exchange.deferred
+    left.compute()
+    torch.testing.assert_close(gradients(found), gradients(expected), rtol=0, atol=0)
+
+
 def test_a_product_of_weights_comes_when_parts_are_under_way() -> None:
     """A row-parallel linear's when its pair's other one has sent its parts, that one's when the next pair gathers."""
     sharded, said = wrapped(True), list[str]()
