@@ -173,28 +173,20 @@ def open_exchange(
     """
     if path not in ("auto", "peer", "lane"):
         raise ValueError(f"path must be auto, peer or lane, got {path!r}")
-    exchange = _open(group, as_device(device), path, chunks, recorder, watch)
-    exchange.keeps_gathered = keeps_gathered
-    return exchange
-
-
-def _open(
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    path: str,
-    chunks: int,
-    recorder: Recorder | None,
-    watch: Watch | None,
-) -> TensorExchange:
+    device = as_device(device)
     alone = group is None or dist.get_world_size(group) == 1
+    exchange: TensorExchange | None = None
     if path != "lane" and not alone:
         reason = why_unusable(group, device)
         if reason is None:
             assert group is not None
-            return PeerTensorExchange(group, device, recorder, watch)
-        if path == "peer":
+            exchange = PeerTensorExchange(group, device, recorder, watch)
+        elif path == "peer":
             raise HardwareMissing(f"no peer memory in this group: {reason}; take path='lane'")
-    return LaneTensorExchange(Lane("tensor", None if alone else group, device, recorder, watch), chunks)
+    if exchange is None:
+        exchange = LaneTensorExchange(Lane("tensor", None if alone else group, device, recorder, watch), chunks)
+    exchange.keeps_gathered = keeps_gathered
+    return exchange
 
 
 class PeerTensorExchange(TensorExchange):

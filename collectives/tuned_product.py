@@ -34,6 +34,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _LEAST_FLOPS = 2e10
 """Some 27 us of an H200."""
 _LEAST_SPARED_FLOPS = 4e9
+"""Of a product that leaves multiprocessors to others: smaller ones than those worth measuring hold these up too."""
 _ROUNDS, _REPEATS, _FINALISTS = 3, 3, 4
 _SETTLING_S = 0.2
 """In which a chip comes to the clock that its power allows for a product."""
@@ -213,21 +214,25 @@ PRODUCTS = TunedProducts(measure_on_gpu, choices_of)
 
 def is_large(a: Tensor, b_KN: Tensor) -> bool:
     """Whether the product of `a` [..., K] and `b` takes a GPU longer than its launch the host."""
-    return 2.0 * a.numel() * b_KN.shape[1] >= _LEAST_FLOPS
+    return _flops(a, b_KN) >= _LEAST_FLOPS
+
+
+def _flops(a: Tensor, b_KN: Tensor) -> float:
+    return 2.0 * a.numel() * b_KN.shape[1]
 
 
 def can_tune(a: Tensor, b_KN: Tensor, spared: int = 0) -> bool:
     """Whether it is worth asking `PRODUCTS` for the product of `a` [..., K] and `b`.
 
     Args:
-        spared: multiprocessors that it is to leave to others: then smaller ones are, which hold up those too.
+        spared: multiprocessors that it is to leave to others: then smaller ones are too.
     """
     return (
         a.is_cuda
         and a.device.index == torch.cuda.current_device()
         and a.dtype in _DTYPES
         and b_KN.dtype == a.dtype
-        and (is_large(a, b_KN) or (spared > 0 and 2.0 * a.numel() * b_KN.shape[1] >= _LEAST_SPARED_FLOPS))
+        and _flops(a, b_KN) >= (_LEAST_SPARED_FLOPS if spared else _LEAST_FLOPS)
         and not torch.compiler.is_compiling()
         and not torch.are_deterministic_algorithms_enabled()
         and torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction

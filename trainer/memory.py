@@ -379,10 +379,8 @@ def _block_work_bytes(job: JobConfig) -> int:
     again = {"none": 0.0, "selective": dropped, "full": kept + dropped}[model.recompute] / tp
     widest = (2 * _up_width(model) + 2 * model.hidden) * width / tp
     gathered = 2.0 * model.hidden * width if tp > 1 else 0.0  # rows of all ranks, in and out of a linear
-    by_lane = (
-        not job.overlap.peer_memory or model.dtype == "float64"
-    )  # and between hosts, of which the job says nothing
-    if tp > 1 and job.overlap.tp and by_lane:  # of the linear before too, whose weights' gradients wait
+    by_nccl = not job.overlap.peer_memory or model.dtype == "float64"  # or between hosts, which the job does not say
+    if tp > 1 and job.overlap.tp and by_nccl:  # of the linear before too, whose weights' gradients wait
         gathered += (2 * model.hidden + _up_width(model) / tp) * width
     handed = _block_elements(model, tp) * width if model.compile else 0
     return round(tokens * (again + widest + gathered)) + handed

@@ -114,16 +114,14 @@ def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
     if job.overlap.reduce_dtype == "bfloat16" and (is_alone or is_wide):
         why = "job.model.dtype is float64" if is_wide else "job.parallel.dp is 1: none are reduced"
         yield "overlap.reduce_dtype = bfloat16", why
-    why = _why_no_copies(job)
-    if not job.overlap.peer_memory and not why and _is_said(job.overlap, "peer_reduce"):
-        said = str(job.overlap.peer_reduce).lower()
-        yield f"overlap.peer_reduce = {said}", "job.overlap.peer_memory is false"
-    if why:
-        carries_more = job.parallel.pp > 1 or (job.parallel.tp > 1 and job.overlap.tp and not is_wide)
-        if not job.overlap.peer_reduce:
-            yield "overlap.peer_reduce = false", why
-        if not job.overlap.peer_memory and not carries_more:
-            yield "overlap.peer_memory = false", why
+    no_copies = _why_no_copies(job)
+    if no_copies and not job.overlap.peer_reduce:
+        yield "overlap.peer_reduce = false", no_copies
+    elif not no_copies and not job.overlap.peer_memory and "peer_reduce" in job.overlap.model_fields_set:
+        yield f"overlap.peer_reduce = {str(job.overlap.peer_reduce).lower()}", "job.overlap.peer_memory is false"
+    carries_more = job.parallel.pp > 1 or (job.parallel.tp > 1 and job.overlap.tp and not is_wide)
+    if no_copies and not job.overlap.peer_memory and not carries_more:
+        yield "overlap.peer_memory = false", no_copies
     if job.overlap.keep_gathered and job.parallel.tp == 1:
         yield "overlap.keep_gathered = true", "job.parallel.tp is 1: nothing is gathered"
     if not job.overlap.zero_bubble and (reason := why_no_zero_bubble(job)):
@@ -139,10 +137,6 @@ def _why_no_copies(job: JobConfig) -> str:
     if job.model.dtype == "float64":
         return "job.model.dtype is float64"
     return "" if job.overlap.windows else "job.overlap.windows is false"
-
-
-def _is_said(section: Section, key: str) -> bool:
-    return key in section.model_fields_set
 
 
 def _is_given(section: Section, key: str) -> bool:
