@@ -62,11 +62,11 @@ class OptimizerSteps:
             share: of the gathers that moves there, 0..1; None: what balances both passes.
         """
         self._reduce.follower = self._follower = None
-        self.gather_share = balanced_share(self._buckets[0].plan.dtype, self._reduce.dtype) if share is None else share
-        stream = self._reduce.stream
+        departures = self._reduce.departures
+        self.gather_share = balanced_share(self._buckets[0].plan.dtype, departures.dtype) if share is None else share
         take_step = functools.partial(type(optimizer).step, optimizer)
         # The host does not wait for a device: one reduction in between covers an update. The CPU waits for a reduction.
-        lag = self._reduce.in_flight if stream is None else 1
+        lag, stream = departures.in_flight if departures.stream is None else 1, departures.stream
         self._follower = BackwardStep(self._buckets, self._gather, take_step, self.gather_share, lag, stream)
         self._reduce.follower = self._follower
 
@@ -96,7 +96,7 @@ class OptimizerSteps:
         self._finish(waits)
 
     def _after(self, *_: object) -> None:
-        self._reduce.wait_all()
+        self._reduce.departures.wait_all()
         if self.gathers_after:
             self._start_step()
 

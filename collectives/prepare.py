@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from collectives.alike import first_difference
 from collectives.bucket import Bucket, BucketPlan, plan_buckets
+from collectives.departure import Travel
 from collectives.lane import Lane
 from collectives.nccl_options import nccl_options
 from collectives.peer_reduce import DTYPES, PeerReduce
 from collectives.recorder import Recorder
-from collectives.reduce import Travel
 from collectives.symmetric import why_unusable
 from collectives.watch import Watch, timeout_of
 from collectives.windows import Windows

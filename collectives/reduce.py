@@ -3,7 +3,8 @@
 A round is one reduce-scatter of every bucket. Each backward pass outside `no_sync` is one round: a bucket is launched
 when all its gradients have come, what is then left is launched at the end of the pass, with zeros for parameters that
 got no gradient. A `BackwardStep` may step the optimiser bucket by bucket behind the reductions of a step's last pass.
-Left out: telling ranks apart, so every rank must run the same number of such passes between two calls of `finish`.
+Left out: what a reduce-scatter itself is (`collectives.departure`), and telling ranks apart, so every rank must run the
+same number of such passes between two calls of `finish`.
 
 [Note: launch order] A backend matches collectives by the order in which each rank launches them. Autograd may complete
 buckets in any order, and in another one on another rank (branches, unused parameters). So buckets are launched strictly
@@ -14,63 +15,26 @@ may share the communicator: all that were begun are launched before a round, and
 what will travel, in the dtype of the reduction, for the bucket alone that is launched next: its memory is then the one
 that is free, on every rank the same; what comes for others is copied at their launch. Where gradients add up over
 passes it is the wide sum on this rank. One rank alone has but one place: what the optimiser reads.
-
-[Note: float16] It ends at 65,504, which a sum over ranks soon passes where their mean does not. So gradients are
-divided before the sum, by a power of two no less than the number of ranks (it rounds nothing but what is subnormal),
-and the rest of the mean's factor comes after it. Other dtypes have room, and are divided once, after the sum.
-
-[Note: means] Where NCCL divides by a power of two as it adds, that loses nothing and saves a pass over each shard; from
-windows it would take its slower kernels for that. `PeerReduce` divides as it adds. So elsewhere sums come, and are
-scaled as they are stored. Whoever divides the loss by the number of ranks wants no more than the sum (`mean=False`):
-nothing is scaled then.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from collectives.backward_step import BackwardStep
-from collectives.bucket import Bucket, Handover
-from collectives.lane import Flight, Lane
-from collectives.peer_reduce import PeerReduce
+from collectives.bucket import Bucket
+from collectives.departure import Departures, Travel
+from collectives.lane import Lane
 from collectives.postponed import Postponed
 from collectives.slot import GradientSlot, Promise, SlotSource, Write, set_slot_source
-from collectives.windows import Windows
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Travel:
-    """How gradients travel, and where their sums stay.
-
-    Args:
-        buffers: for the largest bucket whole and for its shard (where that does not stay in `grad_S`), one more than
-            are in flight, which take turns; empty: gradients travel in memory that is allocated for them.
-        gradients: where reduced ones stay, by the index of a bucket; of others in memory that is allocated for them.
-        by: reduces in place of the lane's backend, into float32.
-        windows: in which all that lies; kept as long.
-    """
-
-    buffers: Sequence[tuple[Tensor, Tensor]] = ()
-    gradients: Mapping[int, Tensor] = field(default_factory=dict)
-    by: PeerReduce | None = None
-    windows: Windows | None = None
-
-    def close(self) -> None:
-        """Give all of it back, once the device has come here. Every rank does so at the same point; twice is once."""
-        for memory in (self.by, self.windows):
-            if memory is not None:
-                memory.close()
 
 
 class GradientReduce:
@@ -100,18 +64,14 @@ class GradientReduce:
         travel: Travel | None = None,
         mean: bool = True,
     ) -> None:
-        self.buckets, self.lane, self.dtype = buckets, lane, dtype
-        self.in_flight, self.overlap, self.stage = in_flight, overlap, stage
+        self.buckets, self.lane, self.stage = buckets, lane, stage
+        self.departures = Departures(lane, dtype, in_flight, overlap, travel or Travel(), mean)
         self.is_last = True
         """Whether the next backward pass is the last of a step, as far as one knows; False inside `no_sync`."""
         self.follower: BackwardStep | None = None
         self.stepped = False
         """Whether the follower has taken the step that these gradients are for."""
         self._before_round = before_round
-        travel = travel or Travel()
-        self._buffers = deque(travel.buffers)
-        self._claimed: tuple[Tensor, Tensor] | None = None
-        """Of the buffers, the pair that the next bucket to be launched fills already."""
         self._writers: set[torch.cuda.Stream] = set()
         """Streams in which slots were given."""
         self._waiting: list[Postponed] = []
@@ -120,19 +80,7 @@ class GradientReduce:
         """Where the backward pass that runs now leaves it."""
         self._promises: list[Promise] = []
         """Of the backward pass that runs now, kept or not."""
-        self._by, self._sum_dtype = travel.by, dtype if travel.by is None else torch.float32
-        """The second: in which sums come."""
-        divides = travel.by is not None or (lane.divides_on_the_way and not travel.buffers)
-        self._gets_means = mean and divides  # [Note: means]
-        has_to_divide = mean and not self._gets_means
-        is_short = has_to_divide and dtype == torch.float16  # [Note: float16]
-        self._divisor = 1 << (lane.world_size - 1).bit_length() if is_short else 1
-        self._scale = self._divisor / lane.world_size if has_to_divide else 1.0
-        self.stream = lane.behind
-        """What makes the mean of a sum, and a step, runs there."""
         self._local_dtype = torch.promote_types(dtype, torch.float32)
-        self._flights: deque[tuple[int, Flight]] = deque()
-        """Of the buckets of these indices, in the order of their launch."""
         self._in_backward = False
         self._is_round = False
         self._follows = False
@@ -299,24 +247,16 @@ class GradientReduce:
         bucket = self.buckets[index]
         if bucket.local_N is not None:
             return
-        if self._stays(bucket):
-            bucket.open(bucket.grad_S, holds_all=index in self._reduced or bucket.keep_reduced())
+        if self.departures.stays(bucket):
+            bucket.open(bucket.grad_S, holds_all=self._adds(index))
         elif not self._is_round:
             bucket.open_new(self._local_dtype)
-        elif index == self._next and self._buffers:
-            self._claimed = self.buffers_for(bucket)
-            bucket.open(self._claimed[0])
         elif index == self._next:
-            bucket.open_new(self.dtype)
-
-    def _stays(self, bucket: Bucket) -> bool:
-        """Whether gradients travel nowhere, and lose nothing where the optimiser reads them."""
-        wide = bucket.grad_S.dtype
-        return self.lane.world_size == 1 and torch.promote_types(wide, self.dtype) == wide
+            self.departures.claim(bucket)
 
     def _fold(self, index: int) -> None:
         self._join_writers()
-        if self._stays(self.buckets[index]):
+        if self.departures.stays(self.buckets[index]):
             self._open(index)
         self.buckets[index].fold_gradients(self._local_dtype)
 
@@ -360,13 +300,13 @@ class GradientReduce:
             raise RuntimeError(f"the backward pass did not complete: {loss}")
         if self._finished:
             if waits:
-                self.wait_all()
+                self.departures.wait_all()
             return
         if self._unreduced or self._num_rounds == 0:
             self._begin_round()
             self._end_round()
         if waits:
-            self.wait_all()
+            self.departures.wait_all()
         for piece in (piece for bucket in self.buckets if not self.stepped for piece in bucket.pieces):
             piece.parameter.grad = piece.grad
         self._reduced.clear()
@@ -381,7 +321,7 @@ class GradientReduce:
         """Forget all gradients, finished or not; every rank does so at the same place."""
         if self.broken:
             self.abandon()
-        self.wait_all()
+        self.departures.wait_all()
         self._waiting.clear()
         for bucket in self.buckets:
             bucket.forget()
@@ -455,8 +395,7 @@ class GradientReduce:
     def _end_round(self) -> None:
         while self._next >= 0:
             self._launch_next()
-        if self._flights:
-            self._flights[-1][1].land()  # nothing comes behind it
+        self.departures.land()
         if self._follows and self.follower is not None:
             self.follower.complete()
             self.stepped = True
@@ -467,77 +406,19 @@ class GradientReduce:
         index, bucket = self._next, self.buckets[self._next]
         self._next -= 1
         self._join_writers()
-        flight = self._stay(index) if self._stays(bucket) else self._leave(index)
+        stays = self.departures.stays(bucket)
+        if stays:
+            self._open(index)
+        adds = not stays and self._adds(index)
         self._reduced.add(index)
-        self._flights.append((index, flight))  # first: what lands may raise, and what was sent is still to be added
-        if len(self._flights) > 1:
-            self._flights[-2][1].land()  # behind the sends of this one, by when the peers have come so far
+        flight = self.departures.launch(bucket, adds)
         if self._follows and self.follower is not None:
             self.follower.reduced(index, flight)
-        while len(self._flights) > (self.in_flight if self.overlap else 0):
-            self._wait_first()
+        self.departures.wait_for_room()
 
-    def _stay(self, index: int) -> Flight:
-        """One rank alone: the gradients are where the optimiser reads them, or are put there."""
-        self._open(index)
-        self.buckets[index].hand_over(self.buckets[index].grad_S.dtype).fill()
-        return Flight(self.lane, None, None, None, None, ())
-
-    def _leave(self, index: int) -> Flight:
-        bucket = self.buckets[index]
-        add = index in self._reduced or bucket.keep_reduced()
-        leaving, output_S = self._prepare(bucket, add)
-        flight = self.lane.reduce_scatter(
-            output_S, leaving.buffer, leaving.fill, leaving.read, self._gets_means, self._by
-        )
-        if self._scale != 1 or output_S is not bucket.grad_S:
-            flight.follow(functools.partial(bucket.store_reduced, output_S, self._scale, add), self.stream)
-        return flight
-
-    def buffers_for(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Memory for the gradients of a bucket on their way, and for their sum: that nothing under way uses."""
-        plan = bucket.plan
-        if self._buffers:
-            self._buffers.rotate(1)
-            whole_N, shard_S = self._buffers[0]
-            has_room = len(shard_S) >= plan.shard_numel
-            return whole_N[: plan.padded_numel], shard_S[: plan.shard_numel] if has_room else bucket.grad_S
-        whole_N = bucket.full_N.new_empty(plan.padded_numel, dtype=self.dtype)
-        return whole_N, whole_N.new_empty(plan.shard_numel)
-
-    def _prepare(self, bucket: Bucket, add: bool) -> tuple[Handover, Tensor]:
-        """The gradients to send, and where their sum goes."""
-        whole_N = shard_S = None
-        if self._buffers:
-            whole_N, shard_S = self._claimed or self.buffers_for(bucket)
-            self._claimed = None
-        leaving = bucket.hand_over(self.dtype, self._divisor, whole_N)
-        if not add and self._sum_dtype == bucket.grad_S.dtype:
-            return leaving, bucket.grad_S  # nothing to add to, and no cast: the sum lands where the optimiser reads it
-        if shard_S is None or shard_S is bucket.grad_S:
-            shard_S = leaving.buffer.new_empty(bucket.plan.shard_numel, dtype=self._sum_dtype)
-        return leaving, shard_S
-
-    def as_they_come(self) -> Iterator[Sequence[Bucket]]:
-        """All buckets: first those whose gradients are there, then each of the others when it was waited for."""
-        under_way = {index for index, _ in self._flights}
-        yield [bucket for bucket in self.buckets if bucket.plan.index not in under_way]
-        while self._flights:
-            index = self._wait_first()
-            if all(index != later for later, _ in self._flights):
-                yield [self.buckets[index]]
-        self.lane.free_filled()
-
-    def wait_all(self) -> None:
-        """Have all gradients there, once the current stream comes here."""
-        while self._flights:
-            self._wait_first()
-        self.lane.free_filled()
-
-    def _wait_first(self) -> int:
-        index, flight = self._flights.popleft()
-        flight.wait()
-        return index
+    def _adds(self, index: int) -> bool:
+        """Whether a reduction of this bucket adds to one of the same step, or to what the user has left there."""
+        return index in self._reduced or self.buckets[index].keep_reduced()
 
     def _advise(self) -> None:
         if self._num_rounds > 1 and not self._advised:

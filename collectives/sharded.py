@@ -71,6 +71,7 @@ from torch import Tensor, nn
 
 from collectives.arguments import as_dtype
 from collectives.bucket import Bucket, BucketPlan
+from collectives.departure import Travel
 from collectives.gather import ParameterGather
 from collectives.lane import Lane
 from collectives.norms import total_norm
@@ -88,7 +89,7 @@ from collectives.prepare import (
     same_start,
 )
 from collectives.recorder import Recorder
-from collectives.reduce import GradientReduce, Travel, inside_backward
+from collectives.reduce import GradientReduce, inside_backward
 from collectives.scaler import ScalerCheck
 from collectives.state import (
     attach_state_hooks,
@@ -339,7 +340,7 @@ class ShardedDataParallel(nn.Module):
 
     def as_gradients_come(self) -> Iterator[Sequence[Bucket]]:
         """All buckets, behind `finish_gradients`: those whose gradients are there, then the others one by one."""
-        return self._reduce.as_they_come()
+        return self._reduce.departures.as_they_come(self.buckets)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over all shards and ranks is at most `max_norm`; the norm before.
@@ -382,7 +383,7 @@ class ShardedDataParallel(nn.Module):
 
         What is written there may overwrite gradients of shards: they have been stepped and dropped.
         """
-        return self._reduce.buffers_for(bucket)
+        return self._reduce.departures.buffers_for(bucket)
 
     def shapes(self) -> dict[str, torch.Size]:
         """Shape of every trainable parameter, in order of the buckets: the same on all ranks."""
@@ -452,7 +453,7 @@ class ShardedDataParallel(nn.Module):
 
     @overlap.setter
     def overlap(self, value: bool) -> None:
-        self._gather.overlap = self._reduce.overlap = value
+        self._gather.overlap = self._reduce.departures.overlap = value
 
     @property
     def prefetch(self) -> int:

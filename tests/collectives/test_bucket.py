@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from collectives.bucket import Bucket, BucketPlan, plan_buckets
+from collectives.departure import Departures, Travel
 from collectives.lane import Lane
-from collectives.reduce import GradientReduce
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(torch.Size), min_size=1, max_size=8)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
@@ -135,16 +135,16 @@ def test_float16_is_divided_before_the_sum_as_far_as_it_must_be(world_size: int,
     lane = mock.Mock(
         spec=Lane, world_size=world_size, device=torch.device("cpu"), stream=None, divides_on_the_way=False
     )
-    reduce = GradientReduce(buckets, lane, torch.float16, in_flight=1, overlap=True)
+    departures = Departures(lane, torch.float16, in_flight=1, overlap=True, travel=Travel())
     sum_N = torch.zeros(world_size, dtype=torch.float16)
     for bucket in buckets:
         bucket.parameters[0].grad = torch.full((world_size,), 57344.0)
         if folded:
             bucket.fold_gradients(torch.float32)
-        leaving = bucket.hand_over(torch.float16, reduce._divisor)
+        leaving = bucket.hand_over(torch.float16, departures.divisor)
         leaving.fill()
         sum_N += leaving.buffer
-    buckets[0].store_reduced(sum_N[:1], reduce._scale, add=False)
+    buckets[0].store_reduced(sum_N[:1], departures.scale, add=False)
     assert buckets[0].grad_S.tolist() == [pytest.approx(57344.0)]
 
 
