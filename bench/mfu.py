@@ -19,7 +19,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -39,6 +39,7 @@ from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.interrupt import uninterrupted
 from netlayer.results import RunRecord, utc_now, write_text
 from trainer.flops import peak_flops
+from trainer.preview import notes
 from trainer.step import WARM_UP
 
 Row = dict[str, Any]
@@ -145,6 +146,7 @@ def command(
     if profile and chosen != "nccl":
         raise HardwareMissing("--profile: tells kernels of a GPU, and this runs on the CPU; leave it out")
     check_room(entries, chosen)
+    _tell_notes(entries, chosen)
     (out, made), started = _open(options.out), utc_now()
     device = next((gpu.name for gpu in environ.list_gpus()), "CPU") if chosen == "nccl" else "CPU"
     nccl = for_ranks(chosen, entries[0].job.nccl)
@@ -194,6 +196,13 @@ def command(
         failed = "; ".join(f"{name}: {reason}" for name, reason in heard.failures.items())
         raise CheckFailed(f"the record has the other rows, for there failed {failed}")
     check_losses(heard.runs, _TOLERANCE[entries[0].job.model.dtype])
+
+
+def _tell_notes(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> None:
+    """What of our settings has no effect, once each."""
+    ours = [entry.job for entry in entries if entry.system not in PEERS]
+    for note in dict.fromkeys(note for job in ours for note in notes(job, backend)):
+        click.echo(f"note: {note}", err=True)
 
 
 def _check_seconds(given: Mapping[str, float | None]) -> None:

@@ -123,6 +123,12 @@ def test_what_no_limit_of_channels_holds_carries_nothing_unless_told_to() -> Non
     assert not by_peers(0, "overlap.peer_memory=false")
 
 
+def test_what_of_our_settings_has_no_effect_is_said_once(tmp_path: Path) -> None:
+    words = "--layout dp2 --backend gloo --peers none --channels 1 --set overlap.peer_reduce=true --time-limit 1"
+    result = CliRunner().invoke(command, [*words.split(), "--also", "overlap.dp=false", "--out", str(tmp_path / "out")])
+    assert result.stderr.count("note: job.overlap.peer_reduce = true has no effect: ") == 1
+
+
 def test_a_larger_batch_is_held_against_ours_by_tokens() -> None:
     build = Jobs(RunOptions(None, ("model.dtype=bfloat16",), 0, None, None), "7b", read_layout("dp4"), 4, None)
     change = "optimizer.name=lamb,micro_batches=3"
