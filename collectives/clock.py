@@ -27,10 +27,12 @@ def take_mark(by_events: bool, stream: torch.cuda.Stream | None = None) -> Mark 
         return time.perf_counter_ns()
     import torch
 
+    from collectives.current_stream import current_stream
+
     if torch.cuda.is_current_stream_capturing():
         return None
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
+    event.record(stream or current_stream())
     return event
 
 
@@ -42,6 +44,19 @@ def seconds_between(start: Mark, end: Mark) -> float:
         return (end - start) * 1e-9
     end.synchronize()
     return float(start.elapsed_time(end)) * 1e-3
+
+
+def is_before(earlier: Mark, later: Mark) -> bool:
+    """Whether a mark came before another one of the same kind, which has happened; waits until it has too.
+
+    False where they lie too close for the device's clock.
+    """
+    if isinstance(earlier, int) or isinstance(later, int):
+        assert isinstance(earlier, int)
+        assert isinstance(later, int)
+        return earlier < later
+    earlier.synchronize()
+    return bool(earlier.elapsed_time(later) > 0)
 
 
 def has_happened(mark: Mark) -> bool:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from collectives.alike import spread
 from collectives.arguments import as_device
+from collectives.current_stream import current_stream
 from collectives.lane import Flight, Lane
 from collectives.recorder import Collective, Recorder
 from collectives.slot import Promise
@@ -356,7 +357,7 @@ class LaneTensorExchange(TensorExchange):
 class _LaneGathering(Gathering):
     def __init__(self, exchange: LaneTensorExchange, own_mC: Tensor, slices: Sequence[slice]) -> None:
         self._exchange, self._own_mC = exchange, own_mC
-        self._stream = None if exchange.lane.stream is None else torch.cuda.current_stream(own_mC.device)
+        self._stream = None if exchange.lane.stream is None else current_stream(own_mC.device)
         self._flights: list[tuple[slice, Tensor, Flight]] = []
         for rows in slices:
             part_WiC = own_mC.new_empty(exchange.world_size, rows.stop - rows.start, own_mC.shape[1])

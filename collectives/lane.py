@@ -39,6 +39,7 @@ from torch import Tensor
 
 from collectives.arguments import as_device
 from collectives.carrier import Carrier, new_stream
+from collectives.current_stream import current_stream
 from collectives.leftovers import release_left
 from collectives.peer_reduce import PeerReduce
 from collectives.recorder import Collective, Recorder
@@ -127,12 +128,12 @@ class Flight:
         self.land()
         with self._lane.waiting(self._collective):
             if self._arrived is not None:
-                torch.cuda.current_stream(self._lane.device).wait_event(self._arrived)
+                current_stream(self._lane.device).wait_event(self._arrived)
             elif self._work is not None:
                 with self._lane.explaining(self._kind):
                     self._work.wait()
         if self._landed is not None:  # apart: what follows it is computation
-            torch.cuda.current_stream(self._lane.device).wait_event(self._landed)
+            current_stream(self._lane.device).wait_event(self._landed)
         for function in self._then:
             function()
         if self._work is not None:
@@ -199,7 +200,7 @@ class Lane(Carrier):
 
     def mark(self) -> torch.cuda.Event | None:
         """An event at this point of the compute stream; None on the CPU, where work is done when it returns."""
-        return None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
+        return None if self.stream is None else current_stream(self.device).record_event()
 
     def all_gather(
         self,
@@ -331,7 +332,7 @@ class Lane(Carrier):
             return all_gather_single(all_WC, own, group=self.group, async_op=async_op)
 
         if self.stream is not None:  # in order with all that the lane carries
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            self.stream.wait_stream(current_stream(self.device))
         with torch.cuda.stream(self.stream), self.explaining("all_gather"):
             self._watched("all_gather", all_WC, issue, what)(False)
             rows: list[list[int]] = all_WC.view(self.world_size, -1).tolist()
@@ -384,7 +385,7 @@ class Lane(Carrier):
     def free_filled(self) -> None:
         """Let go of what fills have read."""
         if self._filled is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._filled[0])
+            current_stream(self.device).wait_event(self._filled[0])
             self._filled = None
 
     def _fill(self, fill: Callable[[], None] | None, read: Sequence[Tensor]) -> torch.cuda.Event | None:
@@ -393,7 +394,7 @@ class Lane(Carrier):
             _call(fill)
             return None
         self.free_filled()  # one fill behind: done long ago, so nobody waits
-        self._beside.wait_stream(torch.cuda.current_stream(self.device))
+        self._beside.wait_stream(current_stream(self.device))
         with torch.cuda.stream(self._beside):
             fill()
         event: torch.cuda.Event = self._beside.record_event()

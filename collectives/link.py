@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.carrier import Carrier
+from collectives.current_stream import current_stream
 from collectives.messages import Direction, Message
 from collectives.recorder import Collective, Recorder
 from collectives.track import Operation
@@ -132,7 +133,7 @@ class Link(Carrier):
 
     def _launch_on_stream(self, tensor: Tensor, message: Message) -> Transfer:
         assert self.stream is not None
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.stream.wait_stream(current_stream(self.device))
         with torch.cuda.stream(self.stream):
             operation = self.counted(self.kind, tensor.nbytes, str(message))
             collective, _ = self._issue(tensor, message)
@@ -204,7 +205,7 @@ class _Streamed:
     def wait(self) -> None:
         if not self._waited:
             with self._link.waiting(self._collective):
-                torch.cuda.current_stream(self._link.device).wait_event(self._landed)
+                current_stream(self._link.device).wait_event(self._landed)
             self._waited = True
 
     def done(self) -> bool:

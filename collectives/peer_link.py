@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.current_stream import current_stream
 from collectives.link import Link
 from collectives.messages import DIRECTIONS, NUM_SLOTS, Direction, Message
 from collectives.symmetric import HEAD_BYTES, Window, driver
@@ -84,7 +85,7 @@ class Slots:
 
     def _operate(self, name: str, rank: int, what: str, direction: Direction, count: int, flags: int) -> None:
         address = self.window.addresses[rank] + _WORDS[what, direction] * _WORD_STRIDE
-        stream = torch.cuda.current_stream(self.window.device).cuda_stream
+        stream = current_stream(self.window.device).cuda_stream
         # Counts wrap at 2^32; "greater or equal" is by the sign of the difference.
         error = getattr(driver(), name)(
             ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(count & 0xFFFF_FFFF), flags

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from collectives.backward_step import BackwardStep
 from collectives.bucket import Bucket
+from collectives.current_stream import current_stream
 from collectives.departure import Departures, Travel
 from collectives.lane import Lane
 from collectives.postponed import Postponed
@@ -155,7 +156,7 @@ class GradientReduce:
         self._open(index)
         slot = self.buckets[index].slot(position)
         if slot is not None and self.lane.device.type == "cuda":
-            self._writers.add(torch.cuda.current_stream(self.lane.device))
+            self._writers.add(current_stream(self.lane.device))
         return slot
 
     @contextmanager
@@ -263,7 +264,7 @@ class GradientReduce:
     def _join_writers(self) -> None:
         """What was written into slots is there, once the current stream comes here."""
         if self._writers:
-            here = torch.cuda.current_stream(self.lane.device)
+            here = current_stream(self.lane.device)
             for stream in self._writers - {here}:
                 here.wait_stream(stream)
             self._writers.clear()

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.current_stream import current_stream
 from collectives.leftovers import Leftover, release_left
 from collectives.nodes import host_id
 
@@ -176,7 +177,7 @@ class Window:
             packed = self._pack(name, arguments)
             if len(self._packed) < 4096:  # addresses of tensors come and go
                 self._packed[key] = packed
-        stream = torch.cuda.current_stream(self.device) if stream is None else stream
+        stream = stream or current_stream(self.device)
         handle = ctypes.c_void_p(stream.cuda_stream)
         error = driver().cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, handle, packed[0], None)
         if error:
@@ -272,7 +273,7 @@ class PeerRounds:
 
     def follow(self) -> None:
         """What is sent from now on leaves behind what the current stream does by now."""
-        self._make_wait(self.copy_stream, torch.cuda.current_stream(self.device))
+        self._make_wait(self.copy_stream, current_stream(self.device))
 
     def send(self, source: Tensor, ahead: int) -> None:
         """Fill this rank's slot at the peer `ahead` places after it.
@@ -301,7 +302,7 @@ class PeerRounds:
 
         This rank has sent as far ahead before; see [Note: deadlock].
         """
-        torch.cuda.current_stream(self.device).wait_event(self._sent[behind + count - 2])
+        current_stream(self.device).wait_event(self._sent[behind + count - 2])
         self.window.launch("await_arrived", 1, 32, self.window.own, self.rank, behind, count)
 
     def reduce(self, own: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
@@ -334,7 +335,7 @@ class PeerRounds:
 
     def join(self) -> None:
         """Make the current stream wait for this rank's own sends."""
-        self._make_wait(torch.cuda.current_stream(self.device), self._flag_stream)
+        self._make_wait(current_stream(self.device), self._flag_stream)
 
     def finish(self) -> None:
         """End the round: what was sent and what was staged is no longer needed once the current stream comes here."""

@@ -383,7 +383,7 @@ def _multiply(
 
 def _lies_together(matrices: Tensor) -> bool:
     """Whether [w, i, C] can be seen as [w * i, C]."""
-    return len(matrices) == 1 or matrices.stride(0) == matrices.shape[1] * matrices.stride(1)
+    return matrices.shape[0] == 1 or matrices.stride(0) == matrices.shape[1] * matrices.stride(1)
 
 
 def _source(weight_NK: Tensor) -> SlotSource | None:

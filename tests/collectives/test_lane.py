@@ -39,7 +39,7 @@ def test_an_update_behind_a_collective_is_waited_for_apart(monkeypatch: pytest.M
         calls.append("waited")
 
     lane = mock.Mock(spec=Lane, device=CPU, waiting=waiting)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    monkeypatch.setattr("collectives.lane.current_stream", lambda _: Stream())
     monkeypatch.setattr(torch.cuda, "stream", mock.MagicMock())
     flight = Flight(lane, None, None, "arrived", None, ())  # type: ignore[arg-type]
     flight.follow(lambda: None, Stream())  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> tuple[PeerRounds, Log]:
     made = iter(streams[1:])
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: next(made))
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(log))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[0])
+    monkeypatch.setattr(symmetric, "current_stream", lambda _: streams[0])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: mock.Mock(multi_processor_count=1))
     by_handle: dict[int, str] = {}
 
