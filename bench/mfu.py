@@ -199,10 +199,11 @@ def command(
 
 
 def _tell_notes(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> None:
-    """What of our settings has no effect, once each."""
-    ours = [entry.job for entry in entries if entry.system not in PEERS]
-    for note in dict.fromkeys(note for job in ours for note in notes(job, backend)):
-        click.echo(f"note: {note}", err=True)
+    """What ours does otherwise than all its jobs read, or what of them all has no effect."""
+    each = [notes(entry.job, backend) for entry in entries if entry.system not in PEERS]
+    for note in each[0]:
+        if all(note in others for others in each):
+            click.echo(f"note: {note}", err=True)
 
 
 def _check_seconds(given: Mapping[str, float | None]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 _STREAMS: dict[tuple[int, int, int], torch.cuda.Stream] = {}
-"""By what the driver knows them by: pools hand out the same ones again and again."""
+"""By what torch knows them by: its pools hand out the same ones again and again."""
 
 
 def current_stream(device: torch.device | None = None) -> torch.cuda.Stream:

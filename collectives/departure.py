@@ -99,16 +99,23 @@ class Departures:
             bucket.open_new(self.dtype)
 
     def launch(self, bucket: Bucket, adds: bool) -> Flight:
-        """Send the gradients of a bucket; they are gone from it.
+        """Send the gradients of a bucket; they are gone from it. `land_before` comes next.
 
         Args:
+            bucket: of one that `stays` the shard is open for its gradients.
             adds: to the reduced gradients that the shard holds, where they travel.
         """
         flight = self._stay(bucket) if self.stays(bucket) else self._leave(bucket, adds)
-        self._flights.append((bucket, flight))  # first: what lands may raise, and what was sent is still to be added
-        if len(self._flights) > 1:
-            self._flights[-2][1].land()  # behind the sends of this one, by when the peers have come so far
+        self._flights.append((bucket, flight))
         return flight
+
+    def land_before(self) -> None:
+        """Land the last but one: behind the sends of the last, by when the peers have come so far.
+
+        What lands may raise, and what was sent is still to be added: so it is no part of `launch`.
+        """
+        if len(self._flights) > 1:
+            self._flights[-2][1].land()
 
     def land(self) -> None:
         """The last one too: nothing comes behind it."""
@@ -149,6 +156,7 @@ class Departures:
 
     def _stay(self, bucket: Bucket) -> Flight:
         """One rank alone: the gradients are where the optimiser reads them, or are put there."""
+        assert bucket.local_N is bucket.grad_S, "open where gradients stay"
         bucket.hand_over(bucket.grad_S.dtype).fill()
         return Flight(self.lane, None, None, None, None, ())
 

@@ -66,7 +66,8 @@ class OptimizerSteps:
         self.gather_share = balanced_share(self._buckets[0].plan.dtype, departures.dtype) if share is None else share
         take_step = functools.partial(type(optimizer).step, optimizer)
         # The host does not wait for a device: one reduction in between covers an update. The CPU waits for a reduction.
-        lag, stream = departures.in_flight if departures.stream is None else 1, departures.stream
+        stream = departures.stream
+        lag = departures.in_flight if stream is None else 1
         self._follower = BackwardStep(self._buckets, self._gather, take_step, self.gather_share, lag, stream)
         self._reduce.follower = self._follower
 

@@ -410,9 +410,10 @@ class GradientReduce:
         stays = self.departures.stays(bucket)
         if stays:
             self._open(index)
-        adds = not stays and self._adds(index)
+        # Not asked of one that stays: that may write into the shard, where its gradients are already.
+        flight = self.departures.launch(bucket, adds=not stays and self._adds(index))
         self._reduced.add(index)
-        flight = self.departures.launch(bucket, adds)
+        self.departures.land_before()
         if self._follows and self.follower is not None:
             self.follower.reduced(index, flight)
         self.departures.wait_for_room()

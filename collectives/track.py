@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from collectives.current_stream import current_stream
 from collectives.diagnosis import Entry, GroupProgress, Stuck
 from netlayer.errors import CollectiveFailed, CollectiveTimeout, PeerLost
 
@@ -88,7 +89,7 @@ class Operation:
             return
         on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if on_cuda and not torch.cuda.is_current_stream_capturing():
-            self.until(torch.cuda.current_stream().record_event().query)
+            self.until(current_stream().record_event().query)
         else:
             self.finish()
 

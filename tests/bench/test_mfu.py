@@ -123,10 +123,13 @@ def test_what_no_limit_of_channels_holds_carries_nothing_unless_told_to() -> Non
     assert not by_peers(0, "overlap.peer_memory=false")
 
 
-def test_what_of_our_settings_has_no_effect_is_said_once(tmp_path: Path) -> None:
-    words = "--layout dp2 --backend gloo --peers none --channels 1 --set overlap.peer_reduce=true --time-limit 1"
-    result = CliRunner().invoke(command, [*words.split(), "--also", "overlap.dp=false", "--out", str(tmp_path / "out")])
+def test_what_has_no_effect_in_any_row_of_ours_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.mfu.measure", lambda *_: None)
+    words = "--layout pp2dp2 --backend gloo --peers none --channels 1 --set overlap.peer_reduce=true --time-limit 1 "
+    words += f"--set overlap.pp=false --set overlap.zero_bubble=false --also overlap.pp=true --out {tmp_path / 'out'}"
+    result = CliRunner().invoke(command, words.split())
     assert result.stderr.count("note: job.overlap.peer_reduce = true has no effect: ") == 1
+    assert "zero_bubble" not in result.stderr, "it has none in the first row alone"
 
 
 def test_a_larger_batch_is_held_against_ours_by_tokens() -> None:
