@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from typing import Any
 
-from bench.accept.log import printable
+from bench.accept.evidence.log import printable
 from bench.options import MIN_BW_VARIABLE
 from bench.table import MIN_BW_SHARE, fast_enough, mean_bus_bw
 from netlayer.results import RunRecord

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bench.accept.log import Figure
+from bench.accept.evidence.log import Figure
 from netlayer.errors import ConfigError
 from netlayer.verdict import Verdict
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.accept.evidence.log import Figure, Log, read_text
+from bench.accept.evidence.recognise import parse
 from bench.accept.expectations import Expectation, Facts, expected, lacking_nvls, load
-from bench.accept.log import Figure, Log, read_text
 from bench.accept.peers import Measured, judge_peers, judge_traits
-from bench.accept.recognise import parse
 from netlayer.errors import ConfigError
 from netlayer.verdict import NO_EXPECTATION, Finding, Verdict, worst
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from bench.accept.log import printable
+from bench.accept.evidence.log import printable
 from bench.accept.wire import Message, Reader, write
 from netlayer.errors import ConfigError
 from netlayer.rank import RankEnv

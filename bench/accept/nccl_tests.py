@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.accept.evidence.log import Log, Text
+from bench.accept.evidence.nccl_tests import RUN
+from bench.accept.evidence.recognise import parse
 from bench.accept.expectations import load
 from bench.accept.fleet import Fleet
 from bench.accept.judge import held
 from bench.accept.links import Link
-from bench.accept.log import Log, Text
-from bench.accept.logs_nccl_tests import RUN
 from bench.accept.peers import Measured, judge_peers
-from bench.accept.recognise import parse
 from bench.accept.run import Result, Settings, accuse_late, break_off
 from bench.accept.trial import Trial
 from bench.accept.wire import Message

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from bench.accept.evidence.log import one_line, printable
 from bench.accept.judge import Judgement
-from bench.accept.log import one_line, printable
 from netlayer.results import RunRecord
 from netlayer.verdict import Finding
 

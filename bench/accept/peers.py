@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from bench.accept.log import Figure, Log
+from bench.accept.evidence.log import Figure, Log
 from netlayer.verdict import MIN_PEERS, Finding, Peers, Verdict, peers_of
 
 _LARGE_BYTES = 1 << 20

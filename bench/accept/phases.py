@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from bench.accept.confirm import LEAST_CONTROLS, confirm, inconclusive, open_of, state_of
+from bench.accept.evidence.log import Figure
 from bench.accept.expectations import load
 from bench.accept.judge import held
-from bench.accept.log import Figure
 from bench.accept.matrix import judge_logs
 from bench.accept.speeds import measure_speeds
 from bench.accept.trial import Say, Trial

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from bench.accept.log import Log, Text
-from bench.accept.logs_kernel import parse_text as parse_kernel
+from bench.accept.evidence.kernel import parse_text as parse_kernel
+from bench.accept.evidence.log import Log, Text
+from bench.accept.evidence.recognise import parse
 from bench.accept.peers import judge_traits
-from bench.accept.recognise import parse
 from bench.accept.trial import Trial
 from netlayer.config import ClusterConfig
 from netlayer.errors import ConfigError

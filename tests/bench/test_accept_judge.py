@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from bench.accept import expectations
 from bench.accept.cli import accept
+from bench.accept.evidence.log import MAX_BYTES, MAX_LINE
 from bench.accept.judge import Judgement, judge_files
-from bench.accept.log import MAX_BYTES, MAX_LINE
 from bench.table import format_head, format_row, format_table
 from netlayer.errors import ConfigError
 from netlayer.verdict import Finding, peers_of, worst

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from bench.accept.log import Figure, Log, Text, number
+from bench.accept.evidence.log import Figure, Log, Text, number
 from netlayer.units import format_size
 from netlayer.verdict import Finding
 

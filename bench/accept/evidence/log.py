@@ -61,13 +61,23 @@ class Figure:
 
 @dataclass(frozen=True)
 class Log:
-    """What one file says."""
+    """What one run in a file, or a whole file, says.
+
+    Args:
+        kind: the tool that wrote it.
+        findings: what the log says by itself: errors, wrong data, states.
+        figures: measurements to hold against expectations and peers.
+        traits: firmware, driver and so on as (what, subject) -> value: held against the majority.
+        host: the node that it is about, where the log names exactly one; empty otherwise.
+        run: 1, 2, ... where a file holds several runs of its tool; 0 where it holds one.
+    """
 
     kind: str
     findings: tuple[Finding, ...] = ()
     figures: tuple[Figure, ...] = ()
-    # Firmware, driver and so on as (what, subject) -> value: held against the majority.
     traits: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    host: str = ""
+    run: int = 0
 
 
 @dataclass(frozen=True)

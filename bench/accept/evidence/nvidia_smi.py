@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from bench.accept.log import Log, Text
-from bench.accept.nvidia_smi_rules import RULES
+from bench.accept.evidence.log import Log, Text
+from bench.accept.evidence.nvidia_smi_rules import RULES
 from netlayer.verdict import Finding
 
 KIND = "nvidia-smi -q"

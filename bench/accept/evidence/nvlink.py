@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from bench.accept.log import Figure, Log, Text
+from bench.accept.evidence.log import Figure, Log, Text
 from netlayer.verdict import Finding
 
 KIND = "nvidia-smi nvlink -s"

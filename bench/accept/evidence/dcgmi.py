@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bench.accept.log import Log, Text, mapping, sequence, word
+from bench.accept.evidence.log import Log, Text, mapping, sequence, word
 from netlayer.verdict import Finding, Verdict
 
 KIND = "dcgmi diag"

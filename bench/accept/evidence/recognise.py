@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.accept import (
-    logs_dcgmi,
-    logs_kernel,
-    logs_nccl_tests,
-    logs_nvbandwidth,
-    logs_nvidia_smi,
-    logs_nvlink,
-    logs_perftest,
+from bench.accept.evidence import (
+    dcgmi,
+    kernel,
+    nccl_tests,
+    nvbandwidth,
+    nvidia_smi,
+    nvlink,
+    perftest,
 )
-from bench.accept.log import Log, Text
+from bench.accept.evidence.log import Log, Text
 
 _JSON: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[Text, Mapping[str, Any]], Log]], ...] = (
-    (logs_nccl_tests.is_json, logs_nccl_tests.parse_json),
-    (logs_dcgmi.is_json, logs_dcgmi.parse_json),
-    (logs_nvbandwidth.is_json, logs_nvbandwidth.parse_json),
+    (nccl_tests.is_json, nccl_tests.parse_json),
+    (dcgmi.is_json, dcgmi.parse_json),
+    (nvbandwidth.is_json, nvbandwidth.parse_json),
 )
 _TEXT: tuple[tuple[Callable[[str], bool], Callable[[Text], Log]], ...] = (
-    (logs_nvidia_smi.is_text, logs_nvidia_smi.parse_text),
-    (logs_nccl_tests.is_text, logs_nccl_tests.parse_text),
-    (logs_perftest.is_text, logs_perftest.parse_text),
-    (logs_nvbandwidth.is_text, logs_nvbandwidth.parse_text),
-    (logs_nvlink.is_text, logs_nvlink.parse_text),
-    (logs_kernel.is_text, logs_kernel.parse_text),
+    (nvidia_smi.is_text, nvidia_smi.parse_text),
+    (nccl_tests.is_text, nccl_tests.parse_text),
+    (perftest.is_text, perftest.parse_text),
+    (nvbandwidth.is_text, nvbandwidth.parse_text),
+    (nvlink.is_text, nvlink.parse_text),
+    (kernel.is_text, kernel.parse_text),
 )
 KNOWN = (
     "nccl-tests (text, -J), perftest, dcgmi diag -j, nvbandwidth (text, -j), nvidia-smi -q, nvidia-smi nvlink -s, "
@@ -56,3 +56,12 @@ def parse(text: Text) -> Log:
     if "<nvidia_smi_log>" in content:
         raise text.damaged(0, "is nvidia-smi's XML", "give the text of nvidia-smi -q, without -x")
     raise text.damaged(0, "is of no known form", f"give a log of {KNOWN}")
+
+
+def parse_all(text: Text) -> tuple[Log, ...]:
+    """Return one `Log` for each run that the file holds.
+
+    Raises:
+        ConfigError: no parser knows the file, or it is damaged.
+    """
+    return (parse(text),)

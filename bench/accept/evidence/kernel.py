@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bench.accept.log import Log, Text
+from bench.accept.evidence.log import Log, Text
 from netlayer.verdict import Finding, Verdict
 
 KIND = "kernel log"

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bench.accept.log import Figure, Log, Text, mapping, number, sequence, word
+from bench.accept.evidence.log import Figure, Log, Text, mapping, number, sequence, word
 from netlayer.units import format_size
 from netlayer.verdict import Finding
 

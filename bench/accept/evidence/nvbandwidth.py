@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.accept.log import Figure, Log, Text, mapping, number, sequence, word
+from bench.accept.evidence.log import Figure, Log, Text, mapping, number, sequence, word
 from netlayer.verdict import Finding
 
 KIND = "nvbandwidth"
