@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from netlayer.config_file import parse_toml
 from netlayer.errors import ConfigError
 from netlayer.results import RunRecord, load_record, write_text
 
@@ -63,7 +64,7 @@ def read_claims(path: Path) -> list[Claim]:
         ConfigError: the file is no TOML, or a claim has an unknown key or lacks its rule.
     """
     try:
-        claims = [Claim(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["claim"]]
+        claims = [Claim(**entry) for entry in parse_toml(path.read_text(encoding="utf-8"))["claim"]]
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as exc:
         raise ConfigError("claims", path, f"cannot be used ({exc})", "see the comment at its top") from exc
     for claim in claims:

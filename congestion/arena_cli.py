@@ -80,6 +80,7 @@ def arena(
       on_loss(p, own, flow, now)                  a NACK or a timeout
 
     which set flow.rate_bps and flow.window_bytes, and which numba compiles: about a minute, once a version of the file.
+    The file is imported, so it runs with your rights, as any program: read one that is not yours first.
 
     \b
     Examples:

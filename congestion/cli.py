@@ -127,7 +127,8 @@ def simulate(
 ) -> None:
     """Simulate flows packet by packet; exit 1 where one did not end (its fct_ns is null).
 
-    LAW is none, dcqcn, swift, nscc, hybrid, or a file (see netlayer arena --help). Ctrl-C keeps what was measured.
+    LAW is none, dcqcn, swift, nscc, hybrid, or a file, which runs with your rights (see netlayer arena
+    --help). Ctrl-C keeps what was measured.
 
     SCENARIO is one of incast, permutation, flap, all-to-all, ring-all-reduce, victim, poisson, job-phases. Without one,
     flows come from files, and the JSON goes to stdout unless --json or --out says otherwise.

@@ -1,9 +1,9 @@
 """One parameter set a law: an optimiser's search on the tuning set, the same for all, as ARENA.md says.
 
 A law's trials come one after another; the laws search beside each other, and the runs of a trial are spread over all
-workers. What a trial scored is a line of OUT/trials.jsonl, and the optimiser's own state OUT/LAW.study, so that a
-second start goes on. Neither the workers' number nor their speed changes what is found. Left out: the test set, which
-no tuner sees.
+workers. What a trial scored is a line of OUT/trials.jsonl, so that a second start goes on: the optimiser is asked for
+the same trials again, which takes it a tenth of a second each, and none of them is run twice. Neither the workers'
+number nor their speed changes what is found. Left out: the test set, which no tuner sees.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from congestion.arena_protocol import SUITE, Case, Suite
 from congestion.arena_run import Contender, lacking, run_one
 from congestion.tune_profile import write_profile
 from congestion.tune_ranges import ranges_of
-from congestion.tune_study import Question, ask, begin, load, save
+from congestion.tune_study import Question, ask, begin
 from netlayer.progress import Bar, Stages
 from topology.workers import Submit, standing
 
 TRIALS = "trials.jsonl"
 
 _TASK_LINK_HOPS = 600_000  # of the runs that go to a worker together: some 50 ms
-_SAVED_EVERY = 10  # trials
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,6 @@ def tune(
     searches = [_Search(one, out, runs) for one in contenders]
     for row in kept_rows(out / TRIALS, contenders, suite):
         next(one for one in searches if one.contender.name == row["law"]).known[tuple(row["set"])] = row["score"]
-    for one in searches:
-        one.resume()
     with standing(processes) as submit:
         for each in range(tuning.trials_per_parameter, tuning.trials_most + 1, tuning.trials_step):
             with stages.open(f"{each} trials a parameter") as bar:
@@ -127,12 +124,6 @@ class _Search:
         self._open: dict[Future[Any], int] = {}
         self._found: list[Any] = []
 
-    def resume(self) -> None:
-        """As far as OUT/LAW.study came; without it all known trials are asked for again, which is slow."""
-        kept = load(self._file, self._identity, self.known)
-        if kept:
-            self._asked, self.scores = kept
-
     def go_on(self, submit: Submit) -> list[Future[Any]]:
         """Ask for the next trial."""
         told = self.scores[-1] if self.scores else None
@@ -161,13 +152,7 @@ class _Search:
 
     def _end(self, submit: Submit, goal: int, score: float) -> list[Future[Any]]:
         self.scores.append(score)
-        if len(self.scores) == goal or not len(self.scores) % _SAVED_EVERY:
-            save(self._file, self._identity, self._asked, score)
         return self.go_on(submit) if len(self.scores) < goal else []
-
-    @property
-    def _file(self) -> Path:
-        return self._out / f"{self.contender.name}.study"
 
     @property
     def _identity(self) -> tuple[str, str]:

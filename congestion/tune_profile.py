@@ -10,6 +10,7 @@ from typing import Any
 import tomlkit
 
 from congestion.arena_run import Contender
+from netlayer.config_file import parse_toml
 from netlayer.errors import ConfigError
 from netlayer.results import write_text
 
@@ -42,7 +43,7 @@ def read_profile(path: Path) -> Contender:
         ConfigError: the file cannot be read, is no profile, or sets what is unknown.
     """
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = parse_toml(path.read_text(encoding="utf-8"))
         law, preset, settings = str(tree["law"]), str(tree["preset"]), tree["congestion"]
     except (OSError, ValueError, KeyError) as exc:
         remedy = "give a file that `netlayer arena --tune` or `netlayer sweep --optimise` wrote"

@@ -1,15 +1,14 @@
-"""Optuna's study as bytes, so that any worker can ask it, and a file can keep it.
+"""Optuna's study as bytes, so that any worker can ask it.
 
 To ask for a trial takes a core a tenth of a second and more once a law has some hundred trials, hence in the workers.
-A file of a study is a pickle: it is read only with the digests of the suite and of the law that it was written with.
+The bytes are a pickle, which runs code when it is read: they pass between our own processes, and never lie in a file.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from congestion.tune_ranges import Range, overrides_of
@@ -55,35 +54,3 @@ def ask(question: Question) -> Asked:
         study.tell(question.asked.number, question.score)
     trial = study.ask({one.name: one.distribution for one in question.ranges})
     return Asked(pickle.dumps(study), trial.number, overrides_of(trial.params))
-
-
-def save(path: Path, identity: tuple[str, str], asked: Asked, score: float) -> None:
-    """Whole or not at all; `score` of the trial that was asked for, `identity` of the suite and of the law."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(pickle.dumps(((*identity, _version()), asked, score)))
-    part.replace(path)
-
-
-def load(
-    path: Path, identity: tuple[str, str], known: Mapping[tuple[str, ...], float]
-) -> tuple[Asked, list[float]] | None:
-    """What `save` kept: the study, and the scores until then, the last one not yet told.
-
-    None where there is no such file, or it is of another search, or tells of trials whose scores are not `known`.
-    """
-    if not path.exists():
-        return None
-    of, asked, score = pickle.loads(path.read_bytes())
-    if of != (*identity, _version()):
-        return None
-    told = [(overrides_of(trial.params), trial.value) for trial in pickle.loads(asked.study).trials[: asked.number]]
-    scored = [*told, (asked.overrides, score)]
-    if any(known.get(overrides) != value for overrides, value in scored):
-        return None
-    return asked, [value for _, value in scored]
-
-
-def _version() -> str:
-    import optuna
-
-    return str(optuna.__version__)

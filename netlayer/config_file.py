@@ -60,9 +60,27 @@ def to_toml(config: Config, *, describe: bool = False) -> str:
     return tomlkit.dumps(document)
 
 
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tree of a TOML document.
+
+    Raises:
+        tomllib.TOMLDecodeError: it is none, or one that Python does not read: nested too deep, or a number with
+            thousands of digits.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("it is nested too deep") from None
+    except ValueError as exc:
+        # Python's words end with advice to whoever wrote the program.
+        raise tomllib.TOMLDecodeError(str(exc).partition(";")[0]) from None
+
+
 def _read_toml(path: Path, option: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
         raise ConfigError(option, path, "there is no such file", "give a TOML file; examples/ has some") from exc
     except (OSError, UnicodeDecodeError) as exc:
@@ -99,7 +117,7 @@ def _resolve(path: list[str]) -> list[str]:
 def _parse_value(text: str) -> object:
     """As TOML reads it (numbers, booleans, lists, quoted text); anything else is text: `200G`, `adamw`, a path."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
 

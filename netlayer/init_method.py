@@ -22,7 +22,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from netlayer.errors import ConfigError
-from netlayer.meeting import SCHEMES
+from netlayer.meeting import SCHEMES, check_url
 from netlayer.store import DEFAULT_TIMEOUT, RedisStore
 
 __all__ = ["SCHEMES", "open_store", "take_back"]
@@ -39,6 +39,7 @@ def open_store(
     Raises:
         ConfigError: the address or the environment cannot be used; and what RedisStore raises.
     """
+    check_url(url)
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     world_size = _number(query, "world_size", 1) if world_size < 0 else world_size

@@ -103,6 +103,19 @@ def register_schemes(init_method: str) -> None:
         import netlayer.init_method  # noqa: F401 - importing it registers the schemes
 
 
+def check_url(url: str) -> None:
+    """Refuse a network address whose user or password holds a character that ends it: the rest would pass for a path.
+
+    Raises:
+        ConfigError: an @ stands behind the first /, ? or #; nothing of the URL is shown, for it may be the password.
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme in ("redis", "rediss") and "@" in rest[len(re.split(r"[/?#]", rest, maxsplit=1)[0]) :]:
+        rule = "has an @ behind its first /, ? or #"
+        remedy = "percent-encode these in user, password, path and options: / as %2F, ? as %3F, # as %23, @ as %40"
+        raise ConfigError("store url", None, rule, remedy)
+
+
 def with_run(url: str, run: str) -> str:
     """The server's address with a run id, as `netlayer.init_method` reads it.
 
@@ -111,6 +124,7 @@ def with_run(url: str, run: str) -> str:
     Raises:
         ConfigError: the scheme is another one, or the path of a redis:// address is no database number.
     """
+    check_url(url)
     parts = urlsplit(url)
     query = parse_qsl(parts.query)
     if parts.scheme not in SCHEMES:

@@ -28,11 +28,20 @@ from typing import Any, TypeVar
 
 from redis import ConnectionPool
 from redis.connection import AbstractConnection
-from redis.exceptions import AuthenticationError, NoScriptError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as ConnectionBroken
 from redis.exceptions import TimeoutError as AnswerLate
 
-from netlayer.errors import ConfigError, StoreError, StoreUnreachable
+from netlayer.errors import ConfigError, NetlayerError, StoreError, StoreLost, StoreUnreachable
+from netlayer.meeting import check_url
 
 __all__ = ["Command", "RedisLinks", "Script"]
 
@@ -54,6 +63,36 @@ _jitter = random.SystemRandom()  # the user's seed is neither used nor moved on
 _FILE_OPTIONS = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 # A host that dies in silence is noticed after 10 + 3 * 5 s, also by a thread that waits for an answer.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+
+_GIVE_AUTHORITY = "give its authority as ?ssl_ca_certs=/path/ca.pem"
+# By a part of OpenSSL's reason.
+_CERTIFICATE_REMEDIES = {
+    "expired": "renew it on the server, or correct this machine's clock",
+    "not yet valid": "correct this machine's clock, or the certificate on the server",
+    "ostname mismatch": "write the host name that it was made for, or add ?ssl_check_hostname=false",
+    "IP address mismatch": "write the host name that it was made for, or add ?ssl_check_hostname=false",
+}
+_CODES = {NoPermissionError: "NOPERM ", ReadOnlyError: "READONLY ", OutOfMemoryError: "OOM "}
+# By a part of the server's answer: the rule that is broken, and the remedy.
+_REFUSALS = {
+    "READONLY": (
+        "must name the primary, this server is a replica of another",
+        "give the address that INFO replication shows there as master_host",
+    ),
+    "NOPERM": (
+        "its user must be allowed what the store does",
+        "ACL SETUSER NAME ~netlayer:* +@read +@write +@blocking +@scripting +@connection +info",
+    ),
+    "MOVED ": ("must name one server, this is a node of a Redis Cluster", "give a Redis without cluster-enabled"),
+    "CLUSTERDOWN": ("must name one server, this is a node of a Redis Cluster", "give a Redis without cluster-enabled"),
+    "DB index is out of range": ("has a database number that the server does not have", "write /0, or no number"),
+}
+# Of a server that let us in and cannot go on: the remedy.
+_FAILING = {
+    "OOM command not allowed": "raise maxmemory there, or remove what killed runs left (netlayer.store.remove_run)",
+    "MISCONF": "free the server's disk: it cannot write its data there, and its log says why",
+}
 
 
 class Script:
@@ -162,7 +201,7 @@ class RedisLinks:
                         patience = f"for another {left_s:.0f} s" if math.isfinite(left_s) else "without end"
                         logger.warning("no answer from the store at %s (%s); trying %s", self.address, exc, patience)
                 except RedisError as exc:
-                    raise StoreError(f"the store at {self.address} refuses a command: {exc}") from exc
+                    raise _refusal(exc, self.address) from exc
                 time.sleep(min(_pause(failures), max(deadline - time.monotonic(), 0)))
         finally:
             self._give_back(link)
@@ -170,12 +209,10 @@ class RedisLinks:
 
     def _raise_if_hopeless(self, exc: Exception, deadline: float) -> None:
         if isinstance(exc.__context__, ssl.SSLCertVerificationError):
-            raise ConfigError(
-                "store url",
-                self.address,
-                f"the server's certificate must be valid ({exc.__context__.verify_message})",
-                "give its authority as ?ssl_ca_certs=/path/ca.pem",
-            ) from exc
+            reason = exc.__context__.verify_message
+            remedy = next((words for part, words in _CERTIFICATE_REMEDIES.items() if part in reason), _GIVE_AUTHORITY)
+            rule = f"the server's certificate must be valid ({reason.rstrip('.')})"
+            raise ConfigError("store url", self.address, rule, remedy) from exc
         if self.closed:
             raise StoreError(f"the store at {self.address} was closed under way; open a new RedisStore") from exc
         if time.monotonic() >= deadline and "max number of clients" in str(exc):
@@ -183,9 +220,11 @@ class RedisLinks:
             remedy = "raise it there (CONFIG SET maxclients, and the server's ulimit -n)"
             raise ConfigError("maxclients", None, rule, remedy) from exc
         if time.monotonic() >= deadline:
-            raise StoreUnreachable(
-                f"no store answers at {self.address} ({exc}); start a Redis server there or correct the store's URL"
-            ) from exc
+            # Neither side hears why: a server without TLS waits for the rest of a line, one with it alone hangs up.
+            other = "rediss://, where it speaks TLS" if self.address.startswith("redis:") else "redis://, without TLS"
+            scheme = "" if self.address.startswith("unix:") else f" (or write {other})"
+            remedy = f"start a Redis server there or correct the store's URL{scheme}"
+            raise StoreUnreachable(f"no store answers at {self.address} ({exc}); {remedy}") from exc
 
     def _borrow(self) -> _Link:
         if self.closed:
@@ -215,9 +254,7 @@ class RedisLinks:
                 connection.on_connect()
                 self._admit(ask)
         except (AuthenticationError, ResponseError) as exc:
-            rule = f"the server must let us in ({exc})"
-            remedy = "correct user, password and database number in the store's URL"
-            raise ConfigError("store url", self.address, rule, remedy) from exc
+            raise _refusal(exc, self.address, joining=True) from exc
 
 
 class _Link:
@@ -311,6 +348,33 @@ def _last_words_heard(connection: Any) -> Iterator[None]:
         os.close(spare)
 
 
+def _refusal(exc: RedisError, address: str, *, joining: bool = False) -> NetlayerError:
+    """The error for a command that the server answers with one, with the remedy that helps.
+
+    Redis before 7 puts words of its own before those of a command inside a script, so they are looked for anywhere.
+    """
+    # redis-py takes the code off an answer for which it has a class.
+    code = next((code for kind, code in _CODES.items() if isinstance(exc, kind)), "")
+    answer = f"{code}{exc}"
+    # `LOST` of redis_scripts, which imports this module.
+    if "LOSTDATA" in answer:
+        name = answer.partition("LOSTDATA ")[2]
+        return StoreLost(
+            f"store lost its data: the server at {address} no longer holds {name!r} of this run; it evicted keys or "
+            "was emptied: start the run again, on a server with maxmemory-policy noeviction"
+        )
+    rule, remedy = next(
+        (words for part, words in _REFUSALS.items() if part in answer),
+        ("the server must let us in", "correct user, password and database number in the store's URL")
+        if joining
+        else ("", ""),
+    )
+    if rule:
+        return ConfigError("store url", address, f"{rule} ({answer})", remedy)
+    remedy = next((words for part, words in _FAILING.items() if part in answer), "")
+    return StoreError(f"the store at {address} refuses a command: {answer}" + (f"; {remedy}" if remedy else ""))
+
+
 def _block_seconds(left: float) -> str:
     if left > _LONGEST_BLOCK_S:
         return "0"
@@ -325,6 +389,7 @@ def _pause(failures: int) -> float:
 def _parse(url: str, connect_timeout: float, on_connect: Callable[[Any], None]) -> tuple[ConnectionPool, Any]:
     """Class and options of connections, and a first one, which is not open yet: making it checks the options."""
     rule = "must be redis://[user:password@]host:port/db, rediss://... or unix:///path, with options of redis-py"
+    check_url(url)
     options: dict[str, Any] = {
         "socket_connect_timeout": connect_timeout,
         "socket_timeout": connect_timeout,  # of the handshake; every other answer has the deadline of its call

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from redis.exceptions import ResponseError
+
 from netlayer import redis_scripts as scripts
 from netlayer.errors import ConfigError, NetlayerError, StoreLost
 from netlayer.redis_link import RedisLinks
@@ -112,6 +114,7 @@ class Membership:
 
     def _admit(self, ask: Callable[..., Any]) -> None:
         if self._epoch is None:
+            self._refuse_eviction(ask)
             words = (self._member, self._token, secrets.token_hex(8))
             epoch = ask("EVAL", scripts.JOIN.text, 1, self.namespace, *words)
             if epoch == scripts.HAS_LEFT:
@@ -123,6 +126,22 @@ class Membership:
             raise StoreLost(
                 f"store lost its data: the server at {self.links.address} has no keys of run {self.run_id} any more; "
                 "start the run again (a server with appendonly yes keeps them over a restart)"
+            )
+
+    def _refuse_eviction(self, ask: Callable[..., Any]) -> None:
+        """Raise where the server would drop keys to make room; `volatile-*` spares ours, which never expire."""
+        try:
+            memory = dict(line.partition(":")[::2] for line in ask("INFO", "memory").decode().splitlines())
+        except ResponseError as exc:  # INFO is not among the user's rights
+            logger.debug("whether %s evicts keys is not known: %s", self.links.address, exc)
+            return
+        policy, limit = memory.get("maxmemory_policy", ""), memory.get("maxmemory", "0")
+        if policy.startswith("allkeys-") and limit != "0":
+            raise ConfigError(
+                "maxmemory-policy",
+                policy,
+                f"the server at {self.links.address} drops keys of the run once it holds {limit} bytes (maxmemory)",
+                "CONFIG SET maxmemory-policy noeviction there, or give the run a server of its own",
             )
 
     def _is_taken(self) -> ConfigError:

@@ -9,6 +9,9 @@ is gone.
 
 A writing script gets the name of the connection and a serial number first. A serial that it has seen is answered from
 `once` without doing anything: what was sent again because the answer got lost happens once.
+
+Redis may drop keys under `maxmemory`. Joining refuses a server that would (`netlayer.redis_run`); where one did all the
+same, a script that meets a name whose set and list disagree, or a run without its epoch, answers with the error LOST.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from netlayer.redis_link import Script
 __all__ = [
     "ADD",
     "APPEND",
+    "CHECK",
     "CLEAR",
     "COMPARE_SET",
     "DELETE",
     "HAS_LEFT",
     "JOIN",
     "LEAVE",
+    "LOST",
     "POP",
     "PUSH",
     "SET",
@@ -31,6 +36,9 @@ __all__ = [
     "queue",
     "slot",
 ]
+
+
+LOST = "LOSTDATA"  # how a script's error begins that met a key whose data the server has dropped
 
 
 def slot(namespace: bytes, name: bytes) -> bytes:
@@ -47,6 +55,15 @@ _KEYS = """
 local ns = KEYS[1]
 local function slot(name) return ns .. 'k:' .. name end
 local function queue(name) return ns .. 'q:' .. name end
+
+-- A name is lost where its set and its list disagree: the server has dropped one of them, by eviction say.
+local function refuse_lost(name)
+  if redis.call('EXISTS', ns .. 'epoch') == 0 then return redis.error_reply('LOSTDATA epoch') end
+  local listed, held = redis.call('SISMEMBER', ns .. 'keys', name), redis.call('EXISTS', slot(name))
+  if listed ~= held and (listed == 1 or redis.call('SISMEMBER', ns .. 'queues', name) == 0) then
+    return redis.error_reply('LOSTDATA ' .. name)
+  end
+end
 
 local function read(name)
   if redis.call('SISMEMBER', ns .. 'keys', name) == 1 then return redis.call('LINDEX', slot(name), 0) end
@@ -75,6 +92,9 @@ if last then
   local space = string.find(last, ' ', 1, true)
   if tonumber(string.sub(last, 1, space - 1)) >= tonumber(serial) then return string.sub(last, space + 1) end
 end
+-- Only now: what happened before the loss keeps its answer.
+local refusal = ARGV[3] and refuse_lost(ARGV[3])
+if refusal then return refusal end
 local function done(answer)
   redis.call('HSET', ns .. 'once', client, serial .. ' ' .. answer)
   return answer
@@ -83,6 +103,10 @@ end
 
 # ARGV: name, value, name, value, ...
 SET = Script(f"""{_KEYS}{_ONCE}
+for i = 5, #ARGV, 2 do
+  refusal = refuse_lost(ARGV[i])
+  if refusal then return refusal end
+end
 for i = 3, #ARGV, 2 do write(ARGV[i], ARGV[i + 1]) end
 return done('')
 """)
@@ -142,6 +166,17 @@ local value = redis.call('LPOP', queue(ARGV[3]))
 if not value then return done('!') end
 tidy(ARGV[3])
 return done('=' .. value)
+""")
+
+# ARGV: names. 1 where all have a value or are queues with elements.
+CHECK = Script(f"""{_KEYS}
+local all = 1
+for _, name in ipairs(ARGV) do
+  local refusal = refuse_lost(name)
+  if refusal then return refusal end
+  all = math.min(all, redis.call('EXISTS', slot(name)))
+end
+return all
 """)
 
 # ARGV: name. Follows a BLPOP of the queue.

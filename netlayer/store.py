@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
@@ -61,8 +61,9 @@ class RedisStore(Store):
 
     Raises:
         StoreUnreachable: no server answers within the timeout.
-        StoreLost: the server came back without the data of the run.
-        ConfigError: the URL, the password or a certificate is wrong, or the rank is taken.
+        StoreLost: the server came back without the data of the run, or has dropped a part of it.
+        ConfigError: the URL, the password or a certificate is wrong, the rank is taken, or the server may not be
+            written to or would evict keys.
         ValueError: `timeout` is neither a timedelta nor a number.
         torch.distributed.DistStoreError: a key was not there in time, as in TCPStore.
     """
@@ -126,8 +127,8 @@ class RedisStore(Store):
         self._held(keys, self.timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        slots = [scripts.slot(self._namespace, name) for name in _names(keys)]
-        return not slots or self._ask("EXISTS", *slots) == len(slots)
+        names = _names(keys)
+        return not names or self._ask("EVAL", scripts.CHECK.text, 1, self._namespace, *names) == 1
 
     def num_keys(self) -> int:
         return int(self._ask("SCARD", self._namespace + b"keys"))
@@ -189,6 +190,11 @@ class RedisStore(Store):
     ) -> None:
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "cannot pickle 'RedisStore' object (no store of torch can be): open another one of the same url and run_id"
+        )
+
     def __repr__(self) -> str:
         return f"RedisStore({self._links.address!r}, {self._run.run_id!r})"
 
@@ -212,6 +218,7 @@ class RedisStore(Store):
                 lambda left: [("BLMOVE", slot, slot, "LEFT", "LEFT", left) for slot in slots], _deadline(timeout)
             )
         if values is None or None in values:
+            self.check(keys)  # raises where the server has dropped one of them
             raise _wait_timeout(timeout, names)
         return values
 

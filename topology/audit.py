@@ -8,13 +8,13 @@ Left out: power, space, spares and management network.
 from __future__ import annotations
 
 import math
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from netlayer.config import ClusterConfig, PricesConfig, build_config
+from netlayer.config_file import parse_toml
 from netlayer.errors import ConfigError
 from topology.clos import Clos
 from topology.plant import Plant
@@ -29,7 +29,7 @@ def load_prices(path: Path) -> PricesConfig:
         ConfigError: the file cannot be read, or a key or value in it is not a price of ours.
     """
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError("--prices", path, f"cannot be read ({exc.strerror})", "give a TOML file") from exc
     except ValueError as exc:

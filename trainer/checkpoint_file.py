@@ -105,10 +105,10 @@ class TensorFile:
             text = _read_header(file)
             if digest(text) != kept_digest:
                 raise ValueError("its header is not as it was written")
-            header: dict[str, Any] = json.loads(text)
+            header = _parse_header(text)
             # Copy on write: torch wants memory that it may write to, and the file stays as it is.
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self.metadata: Mapping[str, str] = header.pop(_METADATA, {})
+        self.metadata: Mapping[str, str] = header.pop(_METADATA)
         self._entries, self._first = header, _LENGTH_BYTES + len(text)
         width, digests = len(digest(b"")), self.metadata[_DIGESTS]
         self._unread = {name: digests[width * index :][:width] for index, name in enumerate(header)}
@@ -157,6 +157,28 @@ def _read_header(file: IO[bytes]) -> bytes:
     if not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
         raise ValueError(f"no header of a file of tensors in its {size} bytes")
     return file.read(length)
+
+
+def _parse_header(text: bytes) -> dict[str, Any]:
+    """Return the metadata and the entry of each tensor, of the types that they should have.
+
+    Raises:
+        ValueError: something in it is otherwise. A digest beside the file proves no more than who wrote both.
+    """
+    try:
+        header = json.loads(text)
+        entries = {name: entry for name, entry in header.items() if name != _METADATA}
+        metadata = header[_METADATA]
+        valid = all(isinstance(value, str) for value in metadata.values()) and isinstance(metadata[_DIGESTS], str)
+        for entry in entries.values():
+            numbers = [*entry["shape"], *entry["data_offsets"]]
+            valid = valid and entry["dtype"] in _DTYPES and len(entry["data_offsets"]) == 2
+            valid = valid and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        valid = False
+    if not valid:
+        raise ValueError("its header is not that of a file of tensors")
+    return {**entries, _METADATA: metadata}
 
 
 def _header(

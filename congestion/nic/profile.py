@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from congestion.nic.parameters import PARAMETERS
 from netlayer.config import Section
+from netlayer.config_file import parse_toml
 from netlayer.errors import ConfigError
 
 Dscp = Annotated[int, Field(ge=0, le=63)]
@@ -194,8 +195,8 @@ def read_profile(path: Path) -> str:
 def parse_profile(text: str, path: Path) -> Profile:
     """A profile from its text; errors as `load_profile`, which name `path`."""
     try:
-        tree = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as exc:
+        tree = parse_toml(text)
+    except tomllib.TOMLDecodeError as exc:
         raise ConfigError("--profile", path, f"is not TOML ({exc})", "mend that line") from exc
     return build_profile(tree)
 

@@ -1,4 +1,5 @@
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from congestion.settings import settings_of
 from congestion.tune import TRIALS, tune
 from congestion.tune_profile import read_profile, write_profile
 from congestion.tune_ranges import overrides_of, ranges_of
-from congestion.tune_study import ask
 from netlayer.errors import ConfigError
 from netlayer.progress import Stages
 from tests.congestion.arena_small import SMALL
@@ -102,24 +102,19 @@ def test_a_broken_off_search_goes_on_as_if_it_had_not_been(tuned, tmp_path):
     assert _tuned(tmp_path, processes=2) == tuned[1]
 
 
-def test_the_optimisers_state_spares_the_way_that_was_gone(tuned, tmp_path, monkeypatch):
-    short = replace(SMALL, tuning=replace(SMALL.tuning, trials_per_parameter=3, trials_most=3))
-    monkeypatch.setattr(type(SMALL), "digest", SMALL.digest)  # of all suites: it breaks off earlier, that is all
-    with Stages() as stages:
-        tune(LAWS, tmp_path, stages, 1, short)
-    asked = []
-    monkeypatch.setattr(tuner, "ask", lambda question: asked.append(question) or ask(question))
-    assert _tuned(tmp_path, processes=1) == tuned[1]
-    assert len(asked) == sum(one.num_trials - 3 * one.num_parameters for one in tuned[1])
-    assert sorted((tmp_path / TRIALS).read_text().splitlines()) == sorted((tuned[0] / TRIALS).read_text().splitlines())
+class _Payload:
+    def __reduce__(self):
+        return (Path.touch, (Path("payload_ran"),))
 
 
-def test_a_study_of_trials_that_are_not_known_is_left_aside(tuned, tmp_path):
-    for file in [*tuned[0].glob("*.jsonl"), *tuned[0].glob("*.study")]:
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    lines = (tmp_path / TRIALS).read_text().splitlines(keepends=True)
-    (tmp_path / TRIALS).write_text("".join(lines[:20]))
+def test_a_study_file_of_an_earlier_version_is_never_unpickled(tuned, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file in tuned[0].glob("*.jsonl"):
+        (tmp_path / file.name).write_text(file.read_text())
+    for law in LAWS:
+        (tmp_path / f"{law.name}.study").write_bytes(pickle.dumps(_Payload()))
     assert _tuned(tmp_path) == tuned[1]
+    assert not (tmp_path / "payload_ran").exists()
 
 
 def test_trials_of_another_suite_are_refused(tuned, tmp_path):

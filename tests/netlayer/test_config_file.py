@@ -81,3 +81,18 @@ def test_bad_files_get_one_line(tmp_path: Path) -> None:
         load_config(binary)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed = " + "9" * 5000, r"is not TOML \(Exceeds the limit \(4300 digits\) for integer string conversion"),
+        ("seed = " + "[" * 100_000, r"is not TOML \(it is nested too deep\)"),
+        ("seed = " + "{a = " * 100_000, r"is not TOML \("),
+    ],
+)
+def test_what_python_cannot_read_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "job.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as raised:
+        load_config(tmp_path / "job.toml")
+    assert len(str(raised.value)) < 400

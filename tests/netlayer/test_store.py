@@ -347,7 +347,7 @@ class TestAddress:
             RedisStore("redis://user:secret@127.0.0.1:1/3", run_id, SHORT)
         message = str(raised.value)
         assert message.startswith("no store answers at redis://127.0.0.1:1/3 (")
-        assert message.endswith("start a Redis server there or correct the store's URL")
+        assert message.endswith("or correct the store's URL (or write rediss://, where it speaks TLS)")
         assert "secret" not in message
         assert "\n" not in message
 
