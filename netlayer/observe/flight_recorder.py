@@ -40,6 +40,7 @@ _MAX_NAME = 4096
 _MAX_DIMENSIONS = 64
 _MAX_INT = 1 << 63
 _MAX_GROUPS = 100_000
+_MAX_MEMBERS = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,15 @@ def _parse(tree: Mapping[str, Any], rank: int, source: str) -> Dump:
             raise ValueError("more tensors than any dump")
         entries.append(_entry(one, order))
     whole = not raw or raw[0].get("record_id", 0) == 0
-    members = {name: group for name, one in config.items() if (group := _members(name, one))[1]}
+    members: dict[str, tuple[str, tuple[int, ...]]] = {}
+    num_members = 0
+    for name, one in config.items():
+        group = _members(name, one)
+        num_members += len(group[1])
+        if num_members > _MAX_MEMBERS:
+            raise ValueError("more members of groups than any dump")
+        if group[1]:
+            members[name] = group
     return Dump(rank, source, whole, members, _merge(_retired(entries)))
 
 

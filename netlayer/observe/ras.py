@@ -19,6 +19,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from netlayer.layout import describe_ranks
@@ -60,6 +61,7 @@ _SUCCESS, _IN_PROGRESS, _REMOTE = 0, 7, "Remote process error"
 _LEAVING = {"FINALIZE", "ABORT", "NOCOMM", "UNKNOWN"}
 _MOST_RANKS = 1 << 20
 _MOST_DIAGNOSTICS = 20
+_MOST_LINES = 500_000
 _AGAIN = "ask again after a minute, and give both answers"
 _DUMPS = "take Flight Recorder dumps, or the stacks of the processes"
 _SAME = (
@@ -215,8 +217,10 @@ def from_text(text: str) -> list[Query]:
     """Every text answer in a file; none where it holds none.
 
     Raises:
-        ValueError: it holds the client's own errors alone.
+        ValueError: it holds the client's own errors alone, or more lines than any answer.
     """
+    if text.count("\n") > _MOST_LINES:
+        raise ValueError(f"has more than {_MOST_LINES:,} lines: no answer of RAS does")
     reader = _Text()
     for line in text.splitlines():
         reader.read(line)
@@ -238,6 +242,8 @@ class _Text:
         self._kind = ""  # of operation, or "status"; which the lines on ranks are about
         self._value = ""  # of the ranks that are listed next
         self._prefix = 0  # letters that a launcher puts before every line
+        self._known: dict[str, Communicator] = {}  # of this answer, by key
+        self._current: Communicator | None = None
         self._sizes: dict[str, int] = {}  # ranks of a communicator, by its group in the table
 
     def read(self, raw: str) -> None:
@@ -248,7 +254,7 @@ class _Text:
         if line.endswith(_JOB) or (not self.queries and self._starts(line)):
             # Whole only once its last section has come.
             self.queries.append(Query(is_whole=not line.endswith(_JOB)))
-            self._section, self._sizes = "", {}
+            self._section, self._sizes, self._known, self._current = "", {}, {}, None
         if diagnostic := _DIAGNOSTIC.search(line):
             self._diagnostic(diagnostic)
         elif event := _EVENT.search(line):
@@ -275,13 +281,11 @@ class _Text:
         if header := _HEADER.match(line):
             self._section, self._kind, self._value = header[3], "", ""
             key = f"{int(header[2], 16):x}"
-            one = next((one for one in query.communicators if one.key == key), None)
-            if one is None:
-                group = header[1].partition("-")[0]
-                one = Communicator(key, f"#{header[1]} ({header[2]})", self._sizes.get(group, 0))
-            else:
-                query.communicators.remove(one)
-            query.communicators.append(one)
+            if key not in self._known:
+                size = self._sizes.get(header[1].partition("-")[0], 0)
+                self._known[key] = Communicator(key, f"#{header[1]} ({header[2]})", size)
+                query.communicators.append(self._known[key])
+            self._current = self._known[key]
         elif row := _ROW.match(line):
             self._sizes[row[1]] = int(row[5])
             query.num_communicators += int(row[2])
@@ -293,8 +297,8 @@ class _Text:
             state = {"DEAD": "is considered dead", "INCOMPLETE": "does not answer"}.get(self._section)
             if state:
                 query.processes.append(f"process {process[1]} on node {process[2]} managing {process[3]} {state}")
-        elif query.communicators and self._section in ("INCOMPLETE", "ERROR", "MISMATCH"):
-            self._about(query.communicators[-1], line)
+        elif self._current is not None and self._section in ("INCOMPLETE", "ERROR", "MISMATCH"):
+            self._about(self._current, line)
 
     def _about(self, one: Communicator, line: str) -> None:
         """A line of a communicator."""
@@ -311,7 +315,7 @@ class _Text:
             elif self._kind != "status":
                 one.unlisted[self._kind][self._count(several[2])] = int(several[1])
         elif ranks := _LISTED.match(line):
-            listed = map(Rank, _expand(ranks[2]))
+            listed = map(Rank, islice(_expand(ranks[2]), _MOST_RANKS))
             if ranks[1] == "missing":
                 one.missing.update(dict.fromkeys(listed, "does not answer"))
             else:
@@ -665,9 +669,9 @@ def _row(one: Communicator) -> dict[str, Any] | None:
     }
 
 
-def _expand(text: str) -> Iterable[int]:
+def _expand(text: str) -> Iterator[int]:
     """`21`, `3, 5`, `0-3, 7`."""
-    for part in text.split(","):
+    for part in text.split(",")[:_MOST_RANKS]:
         first, _, last = part.strip().partition("-")
         if first.isdigit() and (not last or last.isdigit()):
-            yield from range(int(first), min(int(last or first), int(first) + (1 << 16)) + 1)
+            yield from range(int(first), int(last or first) + 1)
