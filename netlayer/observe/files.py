@@ -140,14 +140,15 @@ def _parse(path: Path, data: bytes) -> flight_recorder.Dump | list[ras.Query] | 
     text = data.decode("utf-8-sig", errors="replace")
     if watch_reports := _bounded(text) and reports.split(text):
         return watch_reports
-    if not text.lstrip().startswith(("{", "[")):
-        if queries := ras.from_text(text):
-            return queries
-        raise ValueError("is nothing that this command knows")
+    if '"communicators"' in text:
+        text = text[max(0, text.find("{")) :]  # the client may warn above its answer
     try:
         trees = list(_json_texts(text))
     except (ValueError, RecursionError):
-        raise ValueError("looks like JSON, but is nothing that this command knows, or is damaged") from None
+        if queries := ras.from_text(text):
+            return queries
+        shape = "looks like JSON, but is damaged or" if text.lstrip().startswith("{") else "is"
+        raise ValueError(f"{shape} nothing that this command knows") from None
     if flight_recorder.is_dump(trees[0]):
         return flight_recorder.parse(trees[0], path)
     if any(map(ras.is_json, trees)):

@@ -33,7 +33,7 @@ _LIBRARIES = ("/torch/", "site-packages", "/lib/python", "<string>", "<frozen")
 _MOST_RANKS = 1 << 20
 # Far beyond what any job leaves; a file of shared references could ask for more than it holds.
 _MAX_ENTRIES = 500_000
-_MAX_SHAPES = 5_000_000
+_MAX_SHAPES = 2_000_000
 _MAX_FRAMES = 500
 _MAX_TEXT = 8 << 20
 _MAX_NAME = 4096
@@ -121,27 +121,31 @@ def select(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, str]]]:
         if sizes[other.family] == sizes[dump.family] and other.entries != dump.entries:
             raise ValueError(f"{dump.source} and {other.source} are both of rank {dump.rank}")
         skipped.append((Path(dump.source), f"is of rank {dump.rank}, as {other.source} is"))
-    # A dump is judged against the members of a group that most of its dumps name.
-    votes: dict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
-    for dump in by_rank.values():
-        for name, (_, ranks) in dump.members.items():
-            votes[name][ranks] += 1
-    kept = []
-    for dump in sorted(by_rank.values(), key=lambda dump: dump.rank):
-        if reason := _contradiction(dump, votes):
-            skipped.append((Path(dump.source), reason))
-        else:
-            kept.append(dump)
+    kept = list(by_rank.values())
+    # Those that most others contradict go first: they may be all that speaks against one of a small group.
+    for margin in (1, 0):
+        votes: dict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
+        for dump in kept:
+            for name, (_, ranks) in dump.members.items():
+                votes[name][ranks] += 1
+        reasons = {dump.rank: _contradiction(dump, votes, margin) for dump in kept}
+        skipped += [(Path(dump.source), reasons[dump.rank]) for dump in kept if reasons[dump.rank]]
+        kept = [dump for dump in kept if not reasons[dump.rank]]
     if not kept:
         raise ValueError(f"{skipped[-1][0]} {skipped[-1][1]}")
-    return kept, skipped
+    return sorted(kept, key=lambda dump: dump.rank), skipped
 
 
-def _contradiction(dump: Dump, votes: Mapping[str, Counter[tuple[int, ...]]]) -> str:
-    """Why a dump cannot be of the run of the others; empty where it can."""
+def _contradiction(dump: Dump, votes: Mapping[str, Counter[tuple[int, ...]]], margin: int) -> str:
+    """Why a dump cannot be of the run of the others; empty where it can.
+
+    Args:
+        votes: by group, how many dumps name which members.
+        margin: by how many more dumps than its own another list of members must be named.
+    """
     for name, (_, ranks) in dump.members.items():
         for other, count in votes[name].items():
-            if other != ranks and count >= votes[name][ranks] and not set(other).isdisjoint(ranks):
+            if other != ranks and count >= votes[name][ranks] + margin and not set(other).isdisjoint(ranks):
                 return f"names other members of group {name} than {count} other dump{'s' * (count > 1)}: of another run"
         if dump.rank not in ranks and any(entry.group[0] == name for entry in dump.entries):
             return f"says rank {dump.rank} by its name, which is not in its group {name}"
