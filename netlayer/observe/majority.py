@@ -155,8 +155,10 @@ def crossed_launches(evidence: Evidence, aligned: Mapping[str, Aligned], heads: 
     if len(circle) == 2:
         culprits, certain, why = _minority(evidence, steps[0], heads, sides)
     joined = ", but ".join(parts) if len(parts) == 2 else ", ".join(parts)
-    line = f"{joined}: each holds up the {'other' if len(parts) == 2 else 'next'}{why}"
-    return Crossed(tuple(circle), tuple(culprits or everyone), certain, line)
+    order = "another order than most" if certain else "different orders"
+    line = f"{describe_ranks(culprits)} launched {len(circle)} groups in {order}: {joined}; "
+    line += f"each holds up the {'other' if len(parts) == 2 else 'next'}{why}"
+    return Crossed(tuple(circle), tuple(culprits), certain, line)
 
 
 def _minority(
@@ -190,7 +192,8 @@ def _minority(
         why += f"; in the rounds before all launched them as {describe_ranks(sides[not usual])} did"
     if len(many) < len(few) + 2 or history[minority] > history[not minority]:
         return both, False, why
-    return sorted(set(few) & set(both)), True, why
+    culprits = sorted(set(few) & set(both))
+    return (culprits, True, why) if culprits else (both, False, why)
 
 
 def _shortest_circle(before: Mapping[str, Mapping[str, Sequence[int]]]) -> list[str] | None:

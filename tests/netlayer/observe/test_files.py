@@ -213,6 +213,18 @@ def test_a_damaged_dump_is_a_note_and_its_rank_silent(damage: Callable[[bytes], 
     assert not any(note.startswith("no dump of") for note in blame.notes)
 
 
+def test_a_job_on_gloo_that_stands_in_a_receive_is_not_called_sound(tmp_path: Path) -> None:
+    for file in write_dumps(random_world(1, None), tmp_path, 1, "json"):
+        tree = json.loads(file.read_text())
+        tree["entries"] = [entry for entry in tree["entries"] if not entry["is_p2p"]]
+        for entry in tree["entries"]:
+            entry["profiling_name"] = entry["profiling_name"].replace("nccl:", "gloo:")
+        file.write_text(json.dumps(tree))
+    result = CliRunner().invoke(cli, ["observe", "blame", str(tmp_path)])
+    assert result.exit_code == 0
+    assert result.output.startswith("cannot tell: gloo's dumps hold no send and no receive")
+
+
 def test_where_only_the_damaged_rank_can_be_to_blame_that_is_uncertain(tmp_path: Path) -> None:
     world = random_world(2, "dead")
     assert world.fault is not None
