@@ -282,7 +282,10 @@ def _load(path: Path) -> Side:
         logs = [log for log in recognise.parse_all(read_text(path)) if log.figures]
         if not logs or any(figure.unit != "GB/s bus" for log in logs for figure in log.figures):
             raise ConfigError("record", path, "holds no bandwidths of nccl-tests", _REMEDY)
-        rows = [row for log in logs for row in _text_rows(log)]
+        rows = [row for log in logs for row in _text_rows(log) if row["collective"]]
+        if not rows:
+            rule = "does not say which collective it ran"
+            raise ConfigError("record", path, rule, "give the whole output, with the line of its program")
         return Side(RunRecord("nccl-tests", "measured", rows, "", ""), _facts(logs), _failures(logs), is_text=True)
     try:
         tree = json.loads(content)

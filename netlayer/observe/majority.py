@@ -119,7 +119,8 @@ class Crossed:
 def crossed_launches(evidence: Evidence, aligned: Mapping[str, Aligned], heads: Mapping[str, int]) -> Crossed | None:
     """The shortest circle among the first open collectives: each stands behind the next one on some rank.
 
-    Nothing is said of two that are both known to run on a rank: there the order of launch holds up neither.
+    Nothing is said of two that are both known to run on a rank, nor of sends and receives that run as one batch: there
+    the order of launch holds up neither.
 
     Args:
         aligned: launches of each group.
@@ -138,7 +139,8 @@ def crossed_launches(evidence: Evidence, aligned: Mapping[str, Aligned], heads: 
         opened.sort(key=lambda pair: pair[0].order)
         for position, (early, first) in enumerate(opened):
             for late, second in opened[position + 1 :]:
-                if early.order < late.order and not (early.started and late.started):
+                as_one = early.recorded == late.recorded and {early.kind, late.kind} <= {"send", "recv"}
+                if early.order < late.order and not as_one and not (early.started and late.started):
                     before[first][second].append(rank)
     circle = _shortest_circle(before)
     if circle is None:

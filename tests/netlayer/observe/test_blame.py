@@ -167,6 +167,22 @@ def test_collectives_that_both_run_hold_each_other_up_in_no_order() -> None:
     assert {finding.kind for finding in found.findings} == {"stalled"}
 
 
+@pytest.mark.parametrize(("numbers", "kind"), [((1, 2), "order"), ((1, 1), "stalled")])
+def test_a_batch_of_sends_and_receives_has_no_order(numbers: tuple[int, int], kind: str) -> None:
+    def log(rank: int, *ends: tuple[str, str]) -> RankLog:
+        pairs = zip(ends, numbers, strict=True)
+        launches = {
+            key: {1: Launch(1, name, order, False, recorded=number)}
+            for order, ((key, name), number) in enumerate(pairs)
+        }
+        return RankLog(rank, "", launches)
+
+    groups = {key: Group(key, key, key, (0, 1), sender) for key, sender in (("0->1", 0), ("1->0", 1))}
+    logs = {0: log(0, ("0->1", "send"), ("1->0", "recv")), 1: log(1, ("1->0", "send"), ("0->1", "recv"))}
+    found = diagnose(Evidence(groups, logs, range(2)))
+    assert {finding.kind for finding in found.findings} == {kind}
+
+
 def test_a_rank_that_alone_has_not_completed_an_older_collective_is_worth_a_note() -> None:
     launches = {rank: [("a", "all_reduce", 4, rank != 1), ("a", "all_reduce", 4, False)] for rank in range(3)}
     found = _job({"a": (0, 1, 2)}, launches)
