@@ -7,6 +7,10 @@ further, kinder counts stand beside: *first*, where the first thing that it prin
 dump is missing, and names the missing ranks: that counts as right. Sends and receives that do not run as one batch it
 matches poorly, so jobs without any stand apart too. Left out: faults of the network, and any pair of
 ranks that differ from each other alone (`bench.blame_worlds`).
+
+`--labelled FOLDER` reads dumps of real jobs instead: each folder in it holds the dumps of one, and a
+`fault_injection.log` whose line `Fault ranks: [12, 14]` names the planted ranks, as the tests of NVIDIA's
+nvidia-resiliency-ext do. With `--nvrx SRC`, the `src` of a clone of that project, its own analyser runs beside.
 """
 
 from __future__ import annotations
@@ -14,9 +18,12 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import re
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +32,14 @@ import click
 from bench.blame_worlds import FAULTS, FaultKind, World, random_world, write_dumps
 from netlayer import environ
 from netlayer.command import RunOptions, run_options_without_config
-from netlayer.errors import CheckFailed
+from netlayer.errors import CheckFailed, ConfigError
 from netlayer.observe import read_files
 from netlayer.results import RunRecord, utc_now, write_text
 
 _ACCUSED = re.compile(r"missing ranks: (\{[\d, ]+\})|Culprit rank (\d+)|Missing dump files from ranks (\{[\d, ]+\})")
 _NUMBER = re.compile(r"\d+")
+_PLANTED = re.compile(r"Fault ranks: (\[[\d, ]*\])")
+_FAULT = re.compile(r"Rank (\d+), fault_type: (\w+)")
 
 Row = dict[str, Any]
 
@@ -39,11 +48,16 @@ Row = dict[str, Any]
 @run_options_without_config
 @click.option("--cases", type=click.IntRange(1), default=100, show_default=True, help="Jobs with a fault.")
 @click.option("--healthy", type=click.IntRange(0), default=20, show_default=True, help="Jobs without one.")
-def command(options: RunOptions, cases: int, healthy: int) -> None:
+@click.option("--labelled", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Real dumps: a TSV.")
+@click.option("--nvrx", type=click.Path(exists=True, file_okay=False, path_type=Path), help="src of NVRx's clone.")
+def command(options: RunOptions, cases: int, healthy: int, labelled: Path | None, nvrx: Path | None) -> None:
     """Plant faults in random jobs, and count how often their dumps lead to the rank.
 
     Exit 0: every culprit was named and nobody else, and no healthy job was accused; 1: not so.
     """
+    if labelled is not None:
+        click.echo("\n".join("\t".join(row) for row in labelled_rows(labelled, nvrx)))
+        return
     started = utc_now()
     rows = [*measure(options.seed, cases), *measure_healthy(options.seed, healthy)]
     record = RunRecord(
@@ -92,8 +106,68 @@ def measure_healthy(seed: int, cases: int) -> Iterator[Row]:
             }
 
 
-def by_torch(folder: Path) -> list[set[int]]:
-    """The ranks that torch's analyser accuses, one set for each thing that it prints."""
+def labelled_rows(folder: Path, nvrx: Path | None) -> Iterator[tuple[str, ...]]:
+    """A line for each planted rank of each set of dumps, below a line of headings.
+
+    Raises:
+        ConfigError: no folder in it has dumps and a fault_injection.log.
+    """
+    sets = sorted(path.parent for path in folder.glob("*/fault_injection.log"))
+    if not sets:
+        raise ConfigError("--labelled", folder, "holds no */fault_injection.log", "give a folder of labelled dumps")
+    yield (
+        *(
+            "dumps",
+            "planted_rank",
+            "fault",
+            "netlayer",
+            "netlayer_others",
+            "torch_named",
+            "torch_first",
+            "torch_others",
+        ),
+        *("nvrx_named", "nvrx_others"),
+    )
+    for one in sets:
+        label = (one / "fault_injection.log").read_text()
+        planted = [int(number) for number in _NUMBER.findall(_PLANTED.findall(label)[0])]
+        kinds = dict(_FAULT.findall(label))
+        blame, torch_sets = read_files([one]), by_torch(one, "_dump_")
+        named = set().union(*torch_sets)
+        nvrx_named = by_nvrx(one, nvrx) if nvrx else set()
+        for rank in planted:
+            note = next((note for note in blame.notes if f"on rank {rank} " in note), "")
+            kind = next((finding.kind for finding in blame.findings if rank in finding.ranks), note or "not named")
+            yield (
+                *(one.name, str(rank), kinds.get(str(rank), "")),
+                *(kind, _ranks(set(blame.culprits) - {*planted})),
+                *("yes" if rank in named else "no", _ranks(torch_sets[0] if torch_sets else ())),
+                _ranks(named - {*planted}),
+                *(("yes" if rank in nvrx_named else "no", _ranks(nvrx_named - {*planted})) if nvrx else ("-", "-")),
+            )
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    return ",".join(map(str, sorted(ranks))) or "-"
+
+
+def by_nvrx(folder: Path, source: Path) -> set[int]:
+    """The ranks that nvidia-resiliency-ext's analyser prints as missing; it runs in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    program = [sys.executable, "-m", "nvidia_resiliency_ext.attribution.trace_analyzer.fr_attribution"]
+    arguments = ["--fr-path", str(folder), "--pattern", "_dump_*", "--emit-stdout"]
+    out = subprocess.run([*program, *arguments], env=environment, capture_output=True, text=True, check=True).stdout
+    cells = [line.split("|") for line in out.splitlines() if line.count("|") == 5 and "nccl:" in line]
+    return {int(number) for row in cells for number in _NUMBER.findall(row[-1])}
+
+
+def by_torch(folder: Path, prefix: str = "") -> list[set[int]]:
+    """The ranks that torch's analyser accuses, one set for each thing that it prints.
+
+    Args:
+        folder: of the dumps.
+        prefix: of their names, where it is not the usual one.
+    """
     said = io.StringIO()
     with contextlib.redirect_stderr(said):  # at its first import it complains of a table printer
         from torch.distributed.flight_recorder import fr_trace
@@ -102,7 +176,7 @@ def by_torch(folder: Path) -> list[set[int]]:
     handlers, logger.handlers, logger.propagate = logger.handlers, [logging.StreamHandler(said)], False
     try:
         with contextlib.redirect_stdout(said):
-            fr_trace.main([str(folder)])
+            fr_trace.main([str(folder), *(["-p", prefix] if prefix else [])])
     except (AssertionError, ValueError, KeyError, IndexError, TypeError, AttributeError) as exc:
         said.write(str(exc))  # its way to say that a dump is missing
     finally:

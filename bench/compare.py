@@ -2,23 +2,34 @@
 
 Rows are alike where all that is no measurement is equal. The spread is what chance alone may make of the difference,
 from three rows alike or more, else from the single iterations, where a record keeps them: a difference within it is
-none. Left out: whether the two machines may be compared at all; it says both.
+none. Wrong data on either side fails, however fast it came. Runs on other GPUs, or over other numbers of ranks or
+hosts, are not compared unless that is asked for; another NCCL, NVLS or CUDA graph is said: it may be what is compared.
+
+Several runs in a file count as one record: their rows tell the collective. Text keeps fewer columns than JSON, so where
+one of the two is text, rows are alike by what both name.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import stat
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
+from bench.accept.evidence import recognise
+from bench.accept.evidence.log import Log, Text, read_text
 from bench.perf_json import is_perf_json, perf_record
-from netlayer.errors import EXIT_FAILED, ConfigError
-from netlayer.results import RunRecord, check_target, read_json, record_of, utc_now, write_text
+from netlayer.errors import EXIT_FAILED, CheckFailed, ConfigError
+from netlayer.results import RunRecord, check_target, record_of, utc_now, write_text
 
 # What is measured, by the end of its key, and whether more of it is better.
 _HIGHER = ("_gbs", "tflops", "bus_bw", "alg_bw", "per_s", "mfu_full", "mfu_causal", "speedup")
@@ -38,6 +49,23 @@ _ONLY = {"a": "only in A", "b": "only in B"}
 _NO_SPREAD = "spread -: not known, so that chance may look like a loss; take *_perf's -J with -N 3 or more"
 
 
+# What makes two runs incomparable, and what may be the very thing that is compared; by the names of `Figure.facts`.
+_HARDWARE = {"device": "GPU", "ranks": "ranks", "hosts": "hosts"}
+_SETTINGS = {"nccl": "NCCL", "nvls": "NVLS", "graph": "CUDA graph"}
+_MAX_BYTES = 32 << 20
+_MAX_OBJECTS = 2_000_000
+_PLACES = {"out of place": False, "in place": True}
+# As nccl-tests names them.
+_TYPES = {
+    *("int8", "uint8", "int32", "uint32", "int64", "uint64", "half", "float", "double", "bfloat16"),
+    *("f8e4m3", "f8e5m2", "fp8_e4m3", "fp8_e5m2", "float16", "float32", "float64"),
+}
+_OPERATORS = {"sum", "prod", "max", "min", "avg", "mulsum"}
+# A line that mpirun has labelled starts with a bracket as well.
+_JSON = re.compile(r"\s*(?:\{|\[\s*[\[{])")
+_REMEDY = "give two records of netlayer, or two outputs (text or -J) of nccl-tests or our *_perf"
+
+
 _Key = tuple[tuple[str, str], ...]
 
 
@@ -55,6 +83,23 @@ class _Case(NamedTuple):
 _Cases = dict[_Case, list[Mapping[str, Any]]]
 
 
+@dataclass(frozen=True)
+class Side:
+    """One of the two that are compared.
+
+    Args:
+        record: its rows, of all runs in the file.
+        facts: by collective and name: what is known of hardware and settings, over all runs of it.
+        failures: wrong data and the like, in words.
+        is_text: whether it was text, which names fewer columns.
+    """
+
+    record: RunRecord
+    facts: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
+    failures: Sequence[str] = ()
+    is_text: bool = False
+
+
 @click.command()
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
@@ -66,42 +111,112 @@ _Cases = dict[_Case, list[Mapping[str, Any]]]
     show_default=True,
     help="Worse by this share is no loss.",
 )
+@click.option("--across-hardware", is_flag=True, help="Compare although GPU, ranks or hosts differ.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the rows here; - is stdout.")
-def compare(a: Path, b: Path, metric: str | None, within: float, json_file: Path | None) -> None:
+def compare(a: Path, b: Path, metric: str | None, within: float, across_hardware: bool, json_file: Path | None) -> None:
     """Whether record B is slower or faster than record A, row by row.
 
-    A and B are records of netlayer, or JSON that nccl-tests or our *_perf wrote with -J.
+    A and B are records of netlayer, or what nccl-tests or our *_perf wrote: text, or JSON (-J).
 
-    Exit 0: nothing in B is worse than in A by more than --within and the spread of A and B; 1: something is, or B lacks
-    a row of A; 2: the records cannot be compared.
+    Exit 0: nothing in B is worse than in A by more than --within and the spread of A and B; 1: something is, B lacks a
+    row of A, or either has wrong data; 2: the records cannot be compared.
 
     \b
-    Example:
+    Examples:
       netlayer bench compare before.json after.json --by bus_bw_gbs --within 0.02
+      netlayer bench compare nccl_2.27.txt nccl_2.28.txt
     """
     check_target("--json", json_file)
-    records = _load(a), _load(b)
-    if records[0].source != records[1].source:
-        rule = f"is {records[1].source}, and A is {records[0].source}"
-        raise ConfigError("B", b, rule, "compare records of one source")
-    both = _metrics(records[0]) & _metrics(records[1])
-    if not both:
-        raise ConfigError("B", b, "measures nothing that A does", "give two records of one bench")
-    rows = list(compare_rows(records[0], records[1], metric, within))
-    if all(row["verdict"] in _ONLY.values() for row in rows):
-        field, value = ("--by", metric) if metric else ("B", b)
-        rule = f"no row of both records has it; both measure {', '.join(sorted(both))}"
-        rule = rule if metric else "has no row that A has"
-        raise ConfigError(field, value, rule, "choose one of these" if metric else "give two records of one bench")
+    sides = _load(a), _load(b)
+    failures = [f"{name}: {failure}" for name, side in zip("AB", sides, strict=True) for failure in side.failures]
+    try:
+        rows, keys = _compare(b, sides, metric, within, across_hardware)
+    except ConfigError as exc:
+        if not failures:
+            raise
+        raise CheckFailed(f"{'; '.join(failures)}; and B cannot be compared: {exc}") from exc
+    records = [side.record for side in sides]
+    notes = [*_differences(sides, {**_HARDWARE, **_SETTINGS}), *_unknown(sides)]
+    rows += [{"what": failure, "metric": "data", "verdict": "failed"} for failure in failures]
     if json_file:
-        arguments = {"a": str(a), "b": str(b), "by": metric or "", "within": within}
+        arguments = {"a": str(a), "b": str(b), "by": metric or "", "within": within, "differences": notes}
         record = RunRecord("bench.compare", records[0].source, rows, utc_now(), utc_now(), arguments)
         write_text(json_file, record.to_json())
     if str(json_file) != "-":
-        keys = {case.words: case.key for record in records for case in _cases(record, metric)}
-        click.echo("\n".join(table(rows, keys)))
-    if any(row["verdict"] in ("worse", _ONLY["a"]) for row in rows):
+        for failure in failures:
+            click.echo(f"failed: {failure}")
+        for note in notes:
+            click.echo(f"note: {note}")
+        click.echo("\n".join(table(rows[: len(rows) - len(failures)], keys)))
+    if failures or any(row["verdict"] in ("worse", _ONLY["a"]) for row in rows):
         sys.exit(EXIT_FAILED)
+
+
+def _compare(
+    b: Path, sides: tuple[Side, Side], metric: str | None, within: float, across_hardware: bool
+) -> tuple[list[dict[str, Any]], dict[str, _Key]]:
+    """The rows of the comparison, and the keys of both records by their words.
+
+    Raises:
+        ConfigError: the two cannot be compared.
+    """
+    first, second = _with_common_columns(sides)
+    if first.source != second.source:
+        rule = f"is {second.source}, and A is {first.source}"
+        raise ConfigError("B", b, rule, "compare records of one source")
+    both = _metrics(first) & _metrics(second)
+    if not both:
+        raise ConfigError("B", b, "measures nothing that A does", "give two records of one bench")
+    if (other := _differences(sides, _HARDWARE)) and not across_hardware:
+        rule = f"is not comparable with A: {'; '.join(other)}"
+        raise ConfigError("B", b, rule, "give two runs on the same hardware, or add --across-hardware")
+    rows = list(compare_rows(first, second, metric, within))
+    if all(row["verdict"] in _ONLY.values() for row in rows):
+        if metric:
+            rule = f"no row of both records has it; both measure {', '.join(sorted(both))}"
+            raise ConfigError("--by", metric, rule, "choose one of these")
+        names = [sorted({str(row.get("collective", "")) for row in record.rows} - {""}) for record in (first, second)]
+        rule = "has no row that A has"
+        if names[0] and names[1] and not {*names[0]} & {*names[1]}:
+            rule = f"is not comparable with A: it ran {', '.join(names[1])}, and A {', '.join(names[0])}"
+        raise ConfigError("B", b, rule, "give two records of one bench")
+    return rows, {case.words: case.key for record in (first, second) for case in _cases(record, metric)}
+
+
+def _differences(sides: tuple[Side, Side], names: Mapping[str, str]) -> list[str]:
+    """What both sides know of a collective that they have in common, and know differently."""
+    found: dict[str, None] = {}
+    for collective, name in sides[0].facts:
+        mine, theirs = (side.facts.get((collective, name), frozenset()) for side in sides)
+        if name in names and mine and theirs and mine != theirs:
+            found[f"{names[name]} is {_listed(mine)} in A, {_listed(theirs)} in B"] = None
+    return list(found)
+
+
+def _unknown(sides: tuple[Side, Side]) -> Iterator[str]:
+    """Hardware that one side alone tells: nobody can say whether it is the same."""
+    for name, what in _HARDWARE.items():
+        known = [frozenset().union(*(values for (_, n), values in side.facts.items() if n == name)) for side in sides]
+        if bool(known[0]) != bool(known[1]):
+            side, other = ("A", "B") if known[0] else ("B", "A")
+            yield f"{what} is {_listed(known[0] or known[1])} in {side}, and {other} does not say"
+
+
+def _listed(values: frozenset[str]) -> str:
+    return " and ".join(sorted(values))
+
+
+def _with_common_columns(sides: tuple[Side, Side]) -> tuple[RunRecord, RunRecord]:
+    """Both records; where one was text, without the columns that the other one lacks."""
+    records = tuple(side.record for side in sides)
+    if any(side.is_text for side in sides):
+        names = [{name for row in record.rows for name in row} for record in records]
+        common = names[0] & names[1]
+        records = tuple(
+            replace(record, rows=[{name: row[name] for name in row if name in common} for row in record.rows])
+            for record in records
+        )
+    return records[0], records[1]
 
 
 def compare_rows(a: RunRecord, b: RunRecord, metric: str | None, within: float) -> Iterator[dict[str, Any]]:
@@ -156,9 +271,116 @@ def _words(key: _Key) -> str:
     return " ".join(f"{name}={value}" for name, value in key)
 
 
-def _load(path: Path) -> RunRecord:
-    tree = read_json(path)
-    return perf_record(tree, path) if is_perf_json(tree) else record_of(tree, path)
+def _load(path: Path) -> Side:
+    """One side, of whatever form.
+
+    Raises:
+        ConfigError: it cannot be read, is too large, or is of no known form.
+    """
+    content = _read(path)
+    if not _JSON.match(content):
+        logs = [log for log in recognise.parse_all(read_text(path)) if log.figures]
+        if not logs or any(figure.unit != "GB/s bus" for log in logs for figure in log.figures):
+            raise ConfigError("record", path, "holds no bandwidths of nccl-tests", _REMEDY)
+        rows = [row for log in logs for row in _text_rows(log) if row["collective"]]
+        if not rows:
+            rule = "does not say which collective it ran"
+            raise ConfigError("record", path, rule, "give the whole output, with the line of its program")
+        return Side(RunRecord("nccl-tests", "measured", rows, "", ""), _facts(logs), _failures(logs), is_text=True)
+    try:
+        tree = json.loads(content)
+    except RecursionError as exc:
+        raise ConfigError("record", path, "is nested too deep", _REMEDY) from exc
+    except ValueError as exc:
+        raise ConfigError("record", path, f"is not JSON ({str(exc)[:100]})", _REMEDY) from exc
+    if not is_perf_json(tree):
+        record = record_of(tree, path)
+        return Side(record, _record_facts(record), _row_failures(record))
+    record = perf_record(tree, path)
+    logs = list(recognise.parse_all(Text(str(path), content)))
+    return Side(record, _facts(logs), _failures(logs))
+
+
+def _read(path: Path) -> str:
+    """The text of a file that is small enough to be parsed.
+
+    Raises:
+        ConfigError: it is not, is no regular file, or cannot be read.
+    """
+    try:
+        state = path.stat()
+        if not stat.S_ISREG(state.st_mode):
+            raise ConfigError("record", path, "cannot be read (no regular file)", _REMEDY)
+        if state.st_size > _MAX_BYTES:
+            raise ConfigError("record", path, f"has {state.st_size >> 20:,} MiB, at most {_MAX_BYTES >> 20}", _REMEDY)
+        content = path.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as exc:
+        raise ConfigError("record", path, f"cannot be read ({exc.strerror})", "give a file that exists") from exc
+    if content.count("{") + content.count("[") > _MAX_OBJECTS:
+        raise ConfigError("record", path, f"holds more than {_MAX_OBJECTS:,} objects", _REMEDY)
+    return content
+
+
+def _text_rows(log: Log) -> Iterator[dict[str, Any]]:
+    """Rows like those of JSON, as far as a table of nccl-tests tells."""
+    for figure in log.figures:
+        cells = figure.series.rpartition(", ")[0].split()
+        size = figure.facts.get("bytes")
+        place = next((value for words, value in _PLACES.items() if figure.at.endswith(f" {words}")), None)
+        row = {"collective": figure.facts.get("collective", ""), "size_bytes": size, "in_place": place}
+        kinds = [cell for cell in cells if cell in _TYPES]
+        row["dtype"] = kinds[-1] if kinds else ""
+        row["op"] = next((cell for cell in reversed(cells) if cell in _OPERATORS), "none")
+        yield {**row, "bus_bw_gbs": figure.value}
+
+
+def _facts(logs: Sequence[Log]) -> dict[tuple[str, str], frozenset[str]]:
+    """What the runs say of hardware and settings, by collective."""
+    facts: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for log in logs:
+        for figure in log.figures:
+            collective = str(figure.facts.get("collective", ""))
+            for name in (*_HARDWARE, *_SETTINGS):
+                if name in figure.facts:
+                    facts[collective, name].add(_fact(name, figure.facts[name]))
+    return {key: frozenset(values) for key, values in facts.items()}
+
+
+def _fact(name: str, value: object) -> str:
+    if name == "nccl" and isinstance(value, int):
+        return f"{value // 10000}.{value // 100 % 100}.{value % 100}"
+    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def _record_facts(record: RunRecord) -> dict[tuple[str, str], frozenset[str]]:
+    """The same of a record of netlayer, where it says which devices it ran on."""
+    devices = [str(device) for device in record.devices]
+    versions = record.environment.get("versions") if isinstance(record.environment, Mapping) else None
+    library = versions.get("nccl") if isinstance(versions, Mapping) else None
+    facts = {("", "device"): frozenset(devices), ("", "nccl"): frozenset([str(library)] if library else [])}
+    return {key: values for key, values in facts.items() if values}
+
+
+def _failures(logs: Sequence[Log]) -> list[str]:
+    """Wrong data, and runs that did not end."""
+    return [
+        f"{finding.check}: {finding.figure}" for log in logs for finding in log.findings if finding.verdict == "FAIL"
+    ]
+
+
+def _row_failures(record: RunRecord) -> list[str]:
+    """Rows of a record of netlayer that came out wrong."""
+    wrong = [row for row in record.rows if row.get("ok") is False or _num_wrong(row.get("wrong"))]
+    if not wrong:
+        return []
+    first = _words(tuple(_key(wrong[0]))) or "the first"
+    return [f"{len(wrong)} of {len(record.rows)} rows came out wrong, first {first}"]
+
+
+def _num_wrong(value: object) -> float:
+    """Wrong elements; what is no number, such as N/A for data that was not checked, counts as none."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if number and value == value else 0.0  # type: ignore[arg-type]
 
 
 def _compared(

@@ -18,11 +18,13 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from netlayer.layout import describe_ranks
-from netlayer.observe.evidence import Evidence, Group, Launch, RankLog
-from netlayer.observe.majority import Mismatch, find_mismatch, out_of_order
+from netlayer.observe.evidence import Evidence, Group, Launch, RankLog, family
+from netlayer.observe.majority import Mismatch, crossed_launches, find_mismatch, out_of_order
 
-Kind = Literal["mismatch", "dead", "hang", "order", "stalled"]
+Kind = Literal["mismatch", "dead", "hang", "order", "stalled", "error", "device"]
 _NO_TIME = 1 << 63
+_MOST_STEPS = 4
+_TOGETHER = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Finding:
 
     Args:
         kind: `mismatch`: launched another collective; `dead`: left nothing; `hang`: did not arrive; `order`: launched
-            two collectives the other way round; `stalled`: everybody arrived, and it is not complete.
+            two collectives the other way round; `stalled`: everybody arrived, and it is not complete; `error`: reports
+            one itself; `device`: its GPU or link reports errors.
         ranks: that it accuses; none where it is `stalled`.
         certain: False where the ranks differ and nothing tells which of them is wrong.
         group: in words.
@@ -58,6 +61,8 @@ class Blame:
     findings: Sequence[Finding] = ()
     groups: Sequence[Mapping[str, Any]] = ()
     notes: Sequence[str] = field(default=())
+    no_verdict: str = ""
+    """Why nothing that was found is no proof that nothing stands still; empty where it is one."""
 
     @property
     def culprits(self) -> tuple[int, ...]:
@@ -114,10 +119,43 @@ class _Case:
         if circle:
             findings.append(self._order(circle))
         if not findings:
-            findings += self._stalled()
+            findings += self._crossed() or self._stalled()
         findings.sort(key=lambda finding: (finding.since_ns or _NO_TIME, finding.ranks))
-        notes = [f"no dump of {describe_ranks(silent)}"] if (silent := self._evidence.silent) else []
-        return Blame(findings, [row for key in self._evidence.groups if (row := self._row(key))], notes)
+        notes = [f"no dump of {describe_ranks(silent)}"] if (silent := self._silent_without_file()) else []
+        notes += self._behind_on_device()
+        unrecorded = self._evidence.unrecorded
+        if unrecorded and findings:
+            notes.append(unrecorded)
+        rows = [row for key in self._evidence.groups if (row := self._row(key))]
+        return Blame(findings, rows, notes, unrecorded if not findings else "")
+
+    def _silent_without_file(self) -> list[int]:
+        return [rank for rank in self._evidence.silent if rank not in self._evidence.damaged]
+
+    def _behind_on_device(self) -> list[str]:
+        """Ranks whose device has not completed what it has on most others that launched it: worth a look, no proof.
+
+        Of collectives whose ranks complete together alone: a root may be done with a broadcast long before the others.
+        What a dump no longer holds though the rank is past it is complete: torch can leave out what is.
+        """
+        suspects: dict[int, str] = {}
+        for key, aligned in self._aligned.items():
+            group = self._evidence.groups[key]
+            opened = [number for launches in aligned.values() if (number := first_open(launches)) is not None]
+            if not opened or group.sender is not None:
+                continue
+            number = min(opened)
+            behind = {rank: of_rank[number] for rank, of_rank in aligned.items() if first_open(of_rank) == number}
+            num_past = sum(max(of_rank, default=0) >= number for rank, of_rank in aligned.items() if rank not in behind)
+            if len(behind) + num_past < len(group.ranks) or len(behind) > num_past:
+                continue
+            for rank, launch in behind.items():
+                if family(launch.kind) in _TOGETHER:
+                    suspects.setdefault(rank, f"{launch.kind} #{launch.seq} of {group}")
+        return [
+            f"on rank {rank} {what} is not complete, on its peers it is: look at its GPU as well (Xid, ECC)"
+            for rank, what in sorted(suspects.items())
+        ]
 
     def _collect(self, key: str) -> None:
         """The waits of one group."""
@@ -177,13 +215,18 @@ class _Case:
         wait, victims = self._first(rank), self._victims([rank])
         log = self._evidence.ranks.get(rank)
         what = f"{wait.launch} of {wait.group}"
-        if log is None:
+        kind: Kind = "dead" if log is None else "hang"
+        certain = rank not in self._evidence.damaged
+        if not certain:
+            line = f"whether rank {rank} has launched {what}, which others wait in: {self._evidence.damaged[rank]}"
+        elif log is None:
             line = f"rank {rank} left no dump: dead, or hung before it could write one; the others have launched {what}"
         else:
             line = f"rank {rank} has not arrived at {what}: {self._progress(log, wait.group)}"
-        kind: Kind = "dead" if log is None else "hang"
+        if log is not None and self._evidence.unrecorded:
+            line += ", or waits in a send or receive, which gloo does not write down"
         line += self._waiting(victims)
-        return Finding(kind, (rank,), str(wait.group), str(wait.launch), line, victims, True, wait.launch.created_ns)
+        return Finding(kind, (rank,), str(wait.group), str(wait.launch), line, victims, certain, wait.launch.created_ns)
 
     def _progress(self, log: RankLog, group: Group) -> str:
         last = log.last(group.key)
@@ -209,10 +252,57 @@ class _Case:
         if certain:
             line = f"{describe_ranks(ranks)} launched {launch} of {group} before {evidence}: the others do the reverse"
         else:
-            line = f"{describe_ranks(ranks)} wait for each other in a circle: they launch in different orders"
+            line = (
+                f"{describe_ranks(ranks)} wait for each other: {self._circle_of(circle)}; nothing tells which is wrong"
+            )
         victims = self._victims(ranks)
         line += self._waiting(victims)
         return Finding("order", ranks, str(group), str(launch), line, victims, certain, launch.created_ns)
+
+    def _circle_of(self, circle: set[int]) -> str:
+        """One way round: who waits in what for whom."""
+        waits_for = {
+            wait.rank: (peer, wait) for peer in sorted(circle) for wait in self._waits[peer] if wait.rank in circle
+        }
+        path: list[tuple[int, _Wait]] = []
+        rank = min(waits_for)
+        while rank not in [wait.rank for _, wait in path]:
+            peer, wait = waits_for[rank]
+            path.append((peer, wait))
+            rank = peer
+        start = [wait.rank for _, wait in path].index(rank)
+        steps = [f"rank {wait.rank} in {wait.launch} of {wait.group} for rank {peer}" for peer, wait in path[start:]]
+        return ", ".join(steps[:_MOST_STEPS]) + (f", and so on over {len(steps)} ranks" * (len(steps) > _MOST_STEPS))
+
+    def _crossed(self) -> list[Finding]:
+        """Everybody has launched everything, but in orders that hold each other up."""
+        heads = {}
+        for key, aligned in self._aligned.items():
+            numbers = [number for launches in aligned.values() if (number := first_open(launches)) is not None]
+            if numbers:
+                heads[key] = min(numbers)
+        crossed = crossed_launches(self._evidence, self._aligned, heads)
+        if crossed is None:
+            return []
+        victims = tuple(
+            sorted(
+                {
+                    rank
+                    for key, number in heads.items()
+                    for rank, launches in self._aligned[key].items()
+                    if number in launches and not launches[number].done
+                }
+                - set(crossed.culprits)
+            )
+        )
+        key = crossed.keys[0]
+        rank = next(iter(self._aligned[key]))
+        launch = self._aligned[key][rank][heads[key]]
+        line = crossed.line + self._waiting(victims)
+        group = str(self._evidence.groups[key])
+        return [
+            Finding("order", crossed.culprits, group, str(launch), line, victims, crossed.certain, launch.created_ns)
+        ]
 
     def _stalled(self) -> list[Finding]:
         """Collectives that everybody has launched."""

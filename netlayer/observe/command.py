@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,8 +18,12 @@ from netlayer.layout import describe_ranks
 if TYPE_CHECKING:
     from netlayer.observe.blame import Blame
 
-_COLUMNS = ("not_arrived", "different", "no_dump", "waiting", "complete")
-_MOST_ROWS = 40
+_TELLING = ("not_arrived", "different", "no_dump", "no_answer")
+_COLUMNS = (*_TELLING, "waiting", "complete")
+_MOST_ROWS = 20
+_MOST_LINES = 20
+_GROUP_WIDTH = 38
+_COLLECTIVE_WIDTH = 24
 
 
 @click.group()
@@ -32,18 +38,23 @@ def observe() -> None:
 def blame(files: tuple[Path, ...], world_size: int | None, json_file: Path | None) -> None:
     """Name the ranks that did not arrive at a collective, or launched another one, and those that only wait for them.
 
-    FILES are of one job, recognised by content; a folder stands for all files in it: dumps of PyTorch's Flight
-    Recorder (pickle or JSON, one a rank, named <prefix>_<rank>; no pickle runs code here), the output of ncclras
-    (-v, or -f json), or reports of collectives.watch. They are taken to be of a job that hangs: in one that runs, ranks
-    are rightly apart.
+    FILES are of one job, recognised by content; a folder stands for all files in it, - for the standard input: dumps of
+    PyTorch's Flight Recorder (pickle or JSON, one a rank, named <prefix>_<rank>; no pickle runs code here), the output
+    of ncclras (-v, -f json, -D), or reports of collectives.watch. They are taken to be of a job that hangs: in one that
+    runs, ranks are rightly apart. Files that cannot be used are skipped with a note; their ranks count as silent.
 
-    Exit 0: nothing stands still; 1: something does; 2: a file cannot be used.
+    Two answers of ncclras, a minute apart, tell a hang from a job that runs: who has launched nothing in between.
+
+    The first line says who is to blame, or that it cannot be told, and why.
+
+    Exit 0: nothing is seen to stand still; 1: something does; 2: no file can be used.
 
     \b
     Examples:
       netlayer observe blame /tmp/nccl_trace_rank_*
       netlayer observe blame dumps/ --json blame.json
-      ncclras -v > ras.txt; netlayer observe blame ras.txt
+      ncclras -v | netlayer observe blame -
+      ncclras -f json > 1.json; sleep 60; ncclras -f json > 2.json; netlayer observe blame 1.json 2.json
     """
     from netlayer.observe.files import read_files
     from netlayer.results import check_target, utc_now
@@ -56,34 +67,69 @@ def blame(files: tuple[Path, ...], world_size: int | None, json_file: Path | Non
     if str(json_file) != "-":
         _print(found)
     for note in found.notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(f"note: {_printable(note)}", err=True)
     if found.findings:
         sys.exit(EXIT_FAILED)
 
 
-def _print(found: Blame) -> None:
-    """A line a cause, then the groups that stand still."""
-    if not found.findings:
-        click.echo("nothing stands still")
+def _print(blame: Blame) -> None:
+    """A line a cause, the surest first; then the groups that stand still."""
+    for line in headlines(blame):
+        _echo(line)
+    rows = sorted(blame.groups, key=lambda row: not any(row.get(name) for name in _TELLING))
+    lines = [_cells(row) for row in rows[:_MOST_ROWS]]
+    if not lines:
         return
-    for finding in found.findings:
-        click.echo(f"{finding.kind}: {finding.line}")
-    rows = [_cells(row) for row in found.groups]
-    headings = ["group", "collective", *(name.replace("_", " ") for name in _COLUMNS)]
-    shown = [headings, *rows[:_MOST_ROWS]]
-    widths = [max(len(row[column]) for row in shown) for column in range(len(headings))]
     click.echo()
-    for row in shown:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    widths = [max(len(line[column]) for line in lines) for column in range(2)]
+    for group, collective, state in lines:
+        click.echo(f"{group:<{widths[0]}}  {collective:<{widths[1]}}  {state}".rstrip())
     if len(rows) > _MOST_ROWS:
         click.echo(f"and {len(rows) - _MOST_ROWS} more groups: --json has them all")
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    def ranks(of: Sequence[int]) -> str:
-        return describe_ranks(of).removeprefix("ranks ").removeprefix("rank ") if of else "-"
+def headlines(blame: Blame) -> list[str]:
+    """What is said first: who is to blame, that it cannot be told and why, or that nothing stands still."""
+    findings = sorted(blame.findings, key=lambda finding: not finding.certain or finding.kind == "stalled")
+    lines = [
+        f"{finding.kind}: {finding.line}"
+        if finding.certain and finding.kind != "stalled"
+        else f"cannot tell ({finding.kind}): {finding.line}"
+        for finding in findings
+    ]
+    if not lines:
+        lines = [f"cannot tell: {blame.no_verdict}" if blame.no_verdict else "nothing stands still"]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more findings: --json has them all"]
+    return [_printable(line) for line in lines]
 
-    return [row["group"], row["collective"], *(ranks(row.get(name, ())) for name in _COLUMNS)]
+
+def _echo(line: str) -> None:
+    """Print a line; on a terminal, broken between words. A file keeps it in one piece, for grep."""
+    if sys.stdout.isatty():
+        width = max(40, shutil.get_terminal_size().columns)
+        line = textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    click.echo(line)
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Group, collective without its sizes, and who is where."""
+    states = [(name.replace("_", " "), ranks) for name in _COLUMNS if (ranks := row.get(name))]
+    state = "; ".join(f"{name} {describe_ranks(ranks).split(' ', 1)[1]}" for name, ranks in states)
+    collective = row["collective"].partition(" (")[0]
+    return _short(row["group"], _GROUP_WIDTH), _short(collective, _COLLECTIVE_WIDTH), _printable(state)
+
+
+def _short(text: str, width: int) -> str:
+    """At most `width` letters, with the middle left out: names differ in their ends."""
+    text = _printable(text)
+    keep = (width - 2) // 2
+    return text if len(text) <= width else f"{text[:keep]}..{text[len(text) - (width - 2 - keep) :]}"
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal acts on: names in a dump are of the job's program."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _write_record(path: Path, found: Blame, started: str, files: Sequence[Path], world_size: int | None) -> None:
@@ -98,7 +144,12 @@ def _write_record(path: Path, found: Blame, started: str, files: Sequence[Path],
         rows=rows,
         started_utc=started,
         ended_utc=utc_now(),
-        arguments={"files": [str(file) for file in files], "world_size": world_size, "notes": list(found.notes)},
+        arguments={
+            "files": [str(file) for file in files],
+            "world_size": world_size,
+            "notes": list(found.notes),
+            "no_verdict": found.no_verdict,
+        },
         environment=snapshot(),
     )
     write_text(path, record.to_json())

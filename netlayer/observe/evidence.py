@@ -56,6 +56,7 @@ class Launch:
         created_ns: when, on the rank's own clock; 0 where not known.
         place: the line of the program that launched it.
         recorded: its number as the recorder counts, over all sends and receives of a group; 0: `seq`.
+        started: whether it is known to run on the device; False where nobody wrote that down.
     """
 
     seq: int
@@ -70,6 +71,7 @@ class Launch:
     created_ns: int = 0
     place: str = ""
     recorded: int = 0
+    started: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind} #{self.seq} ({self.size})"
@@ -172,11 +174,15 @@ class Evidence:
         groups: by key.
         ranks: logs by rank.
         world: every rank that is known to exist.
+        damaged: ranks whose file is there but cannot be used, with the reason.
+        unrecorded: what these files cannot show, in words; empty where they show all.
     """
 
     groups: Mapping[str, Group]
     ranks: Mapping[int, RankLog]
     world: Sequence[int]
+    damaged: Mapping[int, str] = field(default_factory=dict)
+    unrecorded: str = ""
 
     @property
     def silent(self) -> list[int]:

@@ -1,9 +1,22 @@
-"""Recognises, by content, what a job left behind: dumps of Flight Recorder, RAS output, reports of our watch."""
+"""Recognises, by content, what a job left behind: dumps of Flight Recorder, RAS output, reports of our watch.
+
+A file that is damaged, empty or of another kind costs nothing but itself: it is skipped with a note, and where its
+name tells the rank, that rank counts as silent. Only where no file is left is there an error. No file is unpacked,
+no pickle runs, and what is read is bounded before it is parsed: a file by its bytes, JSON by its brackets as well.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import os
+import re
+import select
+import stat
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,71 +25,172 @@ from netlayer.observe import flight_recorder, plain_pickle, ras, reports
 from netlayer.observe.blame import Blame, diagnose
 
 _REMEDY = "give dumps of Flight Recorder, the output of ncclras, or reports of netlayer's watch"
-_MOST_BYTES = 1 << 30
+_STDIN = Path("-")
+# A full buffer of Flight Recorder (2,000 entries, 8 frames each) has 0.6 MB; RAS writes 0.4 KB a rank and communicator.
+_MAX_BYTES = 64 << 20
+# JSON takes up to 100 bytes of memory for two of the file; 2 million objects are some hundred MB.
+_MAX_CONTAINERS = 2_000_000
+_MAX_VALUES = 8_000_000
+_PIPE_SECONDS = 30.0
+_MAX_NOTES = 5
 _PICKLE = b"\x80"
+_PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ\x00": "xz",
+    b"BZh": "bzip2",
+}
+# What follows a JSON text in a log of many: the next one, or nothing.
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
+_MAX_QUERIES = 10_000
+
+
+@dataclass
+class _Inputs:
+    """What the files hold, by kind; `skipped`: path and reason of those that hold nothing usable."""
+
+    dumps: list[flight_recorder.Dump] = field(default_factory=list)
+    queries: list[ras.Query] = field(default_factory=list)
+    reports: list[tuple[Path, dict[str, Any]]] = field(default_factory=list)
+    skipped: list[tuple[Path, str]] = field(default_factory=list)
+    num_files: int = 0
+
+    def add(self, path: Path) -> None:
+        """Read one file."""
+        self.num_files += 1
+        try:
+            parsed = _parse(path, _read(path))
+        except ValueError as exc:
+            self.skipped.append((path, str(exc)))
+            return
+        if isinstance(parsed, flight_recorder.Dump):
+            self.dumps.append(parsed)
+        elif parsed and isinstance(parsed[0], ras.Query):
+            self.queries += [query for query in parsed if isinstance(query, ras.Query)]
+        else:
+            self.reports += [(path, tree) for tree in parsed if isinstance(tree, dict)]
 
 
 def read_files(paths: Sequence[Path], world_size: int | None = None) -> Blame:
-    """The verdict on these files; of a folder, on all files in it.
+    """The verdict on these files; of a folder, on all files in it; `-` is the standard input.
 
     Args:
         paths: files and folders, of one job.
         world_size: ranks of the job, where the files do not say.
 
     Raises:
-        ConfigError: a file cannot be read, or is nothing that is known here.
+        ConfigError: no file can be used, or those that can are of two runs.
     """
-    dumps: list[flight_recorder.Dump] = []
-    told: list[tuple[Path, dict[str, Any]]] = []
-    parts: list[Blame] = []
+    inputs = _Inputs()
     for path in _expand(paths):
-        try:
-            found = _recognise(path, _read(path))
-        except ValueError as exc:
-            raise ConfigError("FILES", path, str(exc), _REMEDY) from exc
-        if isinstance(found, flight_recorder.Dump):
-            dumps.append(found)
-        elif isinstance(found, Blame):
-            parts.append(found)
-        else:
-            told += [(path, tree) for tree in found]
+        inputs.add(path)
+    parts: list[Blame] = []
     try:
-        if dumps:
-            parts.append(diagnose(flight_recorder.join(dumps, world_size)))
-        if told:
-            parts.append(diagnose(reports.join(told, world_size)))
+        if inputs.dumps:
+            known, left_over = flight_recorder.select(inputs.dumps)
+            inputs.skipped += left_over
+            damaged = flight_recorder.damaged_ranks(known, inputs.skipped)
+            parts.append(diagnose(flight_recorder.join(known, world_size, damaged)))
+        if inputs.queries:
+            parts.append(ras.judge(inputs.queries))
+        if inputs.reports:
+            parts.append(diagnose(reports.join(inputs.reports, world_size)))
     except ValueError as exc:
         raise ConfigError("FILES", None, str(exc), "give the files of one run, one a rank") from exc
+    if not parts:
+        raise _nothing_usable(inputs)
     return Blame(
         [finding for part in parts for finding in part.findings],
         [row for part in parts for row in part.groups],
-        [note for part in parts for note in part.notes],
+        [*_notes(inputs.skipped), *(note for part in parts for note in part.notes)],
+        "; ".join(part.no_verdict for part in parts if part.no_verdict),
     )
 
 
-def _recognise(path: Path, data: bytes) -> flight_recorder.Dump | Blame | list[dict[str, Any]]:
+def _nothing_usable(inputs: _Inputs) -> ConfigError:
+    path, reason = inputs.skipped[0]
+    if inputs.num_files > 1:
+        reason = f"{reason}; nor can any other of the {inputs.num_files} files be used"
+    return ConfigError("FILES", _printable(path), reason, _REMEDY)
+
+
+def _notes(skipped: Sequence[tuple[Path, str]]) -> Iterator[str]:
+    for path, reason in skipped[:_MAX_NOTES]:
+        yield f"{_printable(path)} {reason}: skipped"
+    if len(skipped) > _MAX_NOTES:
+        reasons = Counter(reason for _, reason in skipped[_MAX_NOTES:])
+        commonest, count = reasons.most_common(1)[0]
+        yield f"{len(skipped) - _MAX_NOTES} more files are skipped ({count} of them: {commonest})"
+
+
+def _parse(path: Path, data: bytes) -> flight_recorder.Dump | list[ras.Query] | list[dict[str, Any]]:
+    """What one file holds.
+
+    Raises:
+        ValueError: nothing that is known here, or it is damaged; a phrase that goes on from the file's name.
+    """
+    _check_kind(data)
     if data.startswith(_PICKLE):
         tree = plain_pickle.loads(data)
         if not flight_recorder.is_dump(tree):
-            raise ValueError("a pickle, but no dump of Flight Recorder")
+            raise ValueError("is a pickle, but no dump of Flight Recorder")
         return flight_recorder.parse(tree, path)
-    text = data.decode("utf-8", errors="replace")
-    told = reports.split(text)
-    if told:
-        return told
+    text = data.decode("utf-8-sig", errors="replace")
+    if watch_reports := _bounded(text) and reports.split(text):
+        return watch_reports
+    if '"communicators"' in text:
+        text = text[max(0, text.find("{")) :]  # the client may warn above its answer
     try:
-        tree = json.loads(text)
+        trees = list(_json_texts(text))
     except (ValueError, RecursionError):
-        if ras.is_text(text):
-            return ras.from_text(text)
-        raise ValueError("is nothing that this command knows") from None
-    if flight_recorder.is_dump(tree):
-        return flight_recorder.parse(tree, path)
-    if ras.is_json(tree):
-        return ras.from_json(tree)
-    if reports.is_report(tree):
-        return [tree]
-    raise ValueError("JSON, but nothing that this command knows")
+        if queries := ras.from_text(text):
+            return queries
+        shape = "looks like JSON, but is damaged or" if text.lstrip().startswith("{") else "is"
+        raise ValueError(f"{shape} nothing that this command knows") from None
+    if flight_recorder.is_dump(trees[0]):
+        return flight_recorder.parse(trees[0], path)
+    if any(map(ras.is_json, trees)):
+        return [ras.from_json(tree) for tree in trees if ras.is_json(tree)]
+    if reports.is_report(trees[0]):
+        return trees[:1]
+    raise ValueError("is JSON, but nothing that this command knows")
+
+
+def _check_kind(data: bytes) -> None:
+    """Refuse what is plainly of another kind."""
+    if not data:
+        raise ValueError("is empty")
+    if packed := next((name for magic, name in _PACKED.items() if data.startswith(magic)), ""):
+        raise ValueError(f"is packed ({packed}): unpack it first")
+    if not data.strip(b"\x00"):
+        raise ValueError("holds nothing but zero bytes")
+    if not data.strip():
+        raise ValueError("holds nothing but blanks")
+
+
+def _bounded(text: str) -> bool:
+    """Whether parsing this as JSON takes a bounded amount of memory.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if text.count("{") + text.count("[") > _MAX_CONTAINERS or text.count(",") > _MAX_VALUES:
+        raise ValueError("holds more objects than any such file")
+    return True
+
+
+def _json_texts(text: str) -> Iterator[Any]:
+    """Every JSON text of a file: a log of repeated queries holds many."""
+    text = ras.mend_json(text)
+    at = _SPACE.match(text, 0).end()  # type: ignore[union-attr]
+    for _ in range(_MAX_QUERIES):
+        tree, at = _DECODER.raw_decode(text, at)
+        yield tree
+        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        if at == len(text):
+            return
 
 
 def _expand(paths: Sequence[Path]) -> Iterable[Path]:
@@ -84,16 +198,60 @@ def _expand(paths: Sequence[Path]) -> Iterable[Path]:
         if not path.is_dir():
             yield path
             continue
-        inside = sorted(file for file in path.iterdir() if file.is_file())
+        try:
+            inside = sorted(file for file in path.iterdir() if file.is_file())
+        except OSError as exc:
+            raise ConfigError("FILES", _printable(path), f"cannot be read ({exc.strerror})", _REMEDY) from exc
         if not inside:
-            raise ConfigError("FILES", path, "is an empty folder", _REMEDY)
+            raise ConfigError("FILES", _printable(path), "is a folder without files", _REMEDY)
         yield from inside
 
 
 def _read(path: Path) -> bytes:
+    """The bytes of a file or pipe.
+
+    Raises:
+        ValueError: it cannot be read, is no file, or is too large.
+    """
+    if path == _STDIN:
+        return _read_pipe(sys.stdin.fileno())
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"is larger than {_MOST_BYTES >> 30} GiB, which no such file is")
-        return path.read_bytes()
+        # A pipe that nobody writes to would hold up an ordinary open for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as exc:
+        raise ValueError(f"cannot be read ({getattr(exc, 'strerror', None) or exc})") from exc
+    try:
+        state = os.fstat(descriptor)
+        if stat.S_ISFIFO(state.st_mode) and str(path).startswith(("/dev/", "/proc/")):
+            return _read_pipe(descriptor)  # `<(ncclras -v)`; nobody may ever write to a pipe among the files
+        if not stat.S_ISREG(state.st_mode):
+            raise ValueError("is no regular file")
+        if state.st_size > _MAX_BYTES:
+            raise ValueError(f"has {state.st_size >> 20:,} MiB: no such file has more than {_MAX_BYTES >> 20}")
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            return file.read(_MAX_BYTES + 1)
     except OSError as exc:
         raise ValueError(f"cannot be read ({exc.strerror})") from exc
+    finally:
+        os.close(descriptor)
+
+
+def _read_pipe(descriptor: int) -> bytes:
+    """What comes out of a pipe, such as `<(ncclras -v)`, until its end."""
+    parts, size, deadline = [], 0, time.monotonic() + _PIPE_SECONDS
+    while True:
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise ValueError(f"is a pipe that did not end within {_PIPE_SECONDS:.0f} s")
+        part = os.read(descriptor, 1 << 20)
+        size += len(part)
+        parts.append(part)
+        if not part:
+            return b"".join(parts)
+        if size > _MAX_BYTES:
+            raise ValueError(f"is a pipe with more than {_MAX_BYTES >> 20} MiB")
+
+
+def _printable(path: Path) -> str:
+    """The name without line feeds and what else a terminal acts on."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(path))

@@ -5,17 +5,21 @@ leaves members out, and they are those ranks then that have launched anything in
 the file's name alone: `nccl_trace_rank_3`. Source: the docstrings of torch.distributed.flight_recorder and dumps of
 torch 2.13. Left out: device times.
 
+[Note: gloo] gloo writes down no send and no receive, only counts them: `op_id` runs ahead of `collective_seq_id`. Of
+its work nothing but the end is noted, as `retired`, and that now and then after the next one is.
+
 [Note: coalesced] Several collectives, sends or receives that run as one have the same number, and an entry at the end
 (`nccl:coalesced`, `nccl:ALLGATHER_coalesced`) that alone says how far they are.
 """
 
 from __future__ import annotations
 
-import ast
+import functools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,8 +28,19 @@ from netlayer.observe.evidence import Evidence, Group, Launch, RankLog
 _T = TypeVar("_T")
 _RANK = re.compile(r"(\d{1,7})(?:\.[A-Za-z]+)*$")
 _PAIR = re.compile(r"(?:send (?P<src>\d+)->(?P<dst>\d+)|recv (?P<to>\d+)<-(?P<of>\d+))$")
+_RANK_LIST = re.compile(r"\[(?:\d{1,7}(?:, ?\d{1,7})*)?\]")
 _LIBRARIES = ("/torch/", "site-packages", "/lib/python", "<string>", "<frozen")
 _MOST_RANKS = 1 << 20
+# Far beyond what any job leaves; a file of shared references could ask for more than it holds.
+_MAX_ENTRIES = 500_000
+_MAX_SHAPES = 2_000_000
+_MAX_FRAMES = 500
+_MAX_TEXT = 8 << 20
+_MAX_NAME = 4096
+_MAX_DIMENSIONS = 64
+_MAX_INT = 1 << 63
+_MAX_GROUPS = 100_000
+_MAX_MEMBERS = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,9 @@ class _Entry:
     kind: str
     is_p2p: bool
     launch: Launch
+    backend: str
+    num_unrecorded: int
+    """Sends and receives before it that the backend counts, but does not write down."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +69,11 @@ class Dump:
     """Description and ranks of a group by its name; empty under gloo."""
     entries: Sequence[_Entry]
 
+    @property
+    def family(self) -> tuple[Path, str, str]:
+        """Folder and name without the rank: the same for the dumps of one run."""
+        return _split_name(Path(self.source)) or (Path(), "", "")
+
 
 def is_dump(tree: Any) -> bool:
     """Whether a pickle's or a JSON file's data is one."""
@@ -61,39 +84,110 @@ def parse(tree: Mapping[str, Any], path: Path) -> Dump:
     """One rank's dump.
 
     Raises:
-        ValueError: what is wrong with it, in words.
+        ValueError: what is wrong with it, as a phrase that goes on from the file's name.
     """
-    found = _RANK.search(path.name)
-    if found is None:
-        raise ValueError("a Flight Recorder dump whose file name ends in no rank (name it <prefix>_<rank>)")
+    match = _RANK.search(path.name)
+    if match is None:
+        raise ValueError("is a Flight Recorder dump whose file name ends in no rank (name it <prefix>_<rank>)")
+    rank = int(match[1])
+    if rank >= _MOST_RANKS:
+        raise ValueError(f"has rank {rank} by its name, which no job has (name it <prefix>_<rank>)")
     version = tree["version"]
     if not isinstance(version, str) or not version.startswith("2."):
         shown = repr(version[:20]) if isinstance(version, str) else f"of a {type(version).__name__}"
-        raise ValueError(f"Flight Recorder format {shown}, known is 2.x")
-    config = _typed(tree.get("pg_config", {}), dict, "pg_config")
-    raw = _typed(tree.get("entries", []), list, "entries")
-    entries = [_entry(one, order) for order, one in enumerate(raw)]
-    whole = not raw or raw[0].get("record_id", 0) == 0
-    members = {name: group for name, one in config.items() if (group := _members(name, one))[1]}
-    rank = int(found[1])
-    if rank >= _MOST_RANKS:
-        raise ValueError(f"rank {rank} by its name, which no job has (name it <prefix>_<rank>)")
-    return Dump(rank, str(path), whole, members, _merge(entries))
+        raise ValueError(f"has Flight Recorder format {shown}, known is 2.x")
+    try:
+        return _parse(tree, rank, str(path))
+    except ValueError as exc:
+        raise ValueError(f"is a damaged Flight Recorder dump ({exc})") from exc
 
 
-def join(dumps: Iterable[Dump], world_size: int | None) -> Evidence:
-    """The dumps of a job as evidence.
+def select(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, str]]]:
+    """The dumps of one run among these, and those that are not used, with the reason.
+
+    Two dumps of one rank, or dumps that differ in the members of a group, are of two runs: those are kept that most
+    others agree with.
 
     Raises:
-        ValueError: two dumps are of one rank, or a rank is beyond the world.
+        ValueError: neither run has more dumps than the other.
     """
+    skipped: list[tuple[Path, str]] = []
     by_rank: dict[int, Dump] = {}
-    for dump in dumps:
-        if dump.rank in by_rank:
-            raise ValueError(f"{dump.source} and {by_rank[dump.rank].source} are both of rank {dump.rank}")
-        by_rank[dump.rank] = dump
-    named = {rank for dump in by_rank.values() for _, ranks in dump.members.values() for rank in ranks}
-    known = named | set(by_rank)
+    sizes = Counter(dump.family for dump in dumps)
+    for dump in sorted(dumps, key=lambda dump: sizes[dump.family], reverse=True):
+        other = by_rank.setdefault(dump.rank, dump)
+        if other is dump:
+            continue
+        if sizes[other.family] == sizes[dump.family] and other.entries != dump.entries:
+            raise ValueError(f"{dump.source} and {other.source} are both of rank {dump.rank}")
+        skipped.append((Path(dump.source), f"is of rank {dump.rank}, as {other.source} is"))
+    kept = list(by_rank.values())
+    # Those that most others contradict go first: they may be all that speaks against one of a small group.
+    for margin in (1, 0):
+        votes: dict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
+        for dump in kept:
+            for name, (_, ranks) in dump.members.items():
+                votes[name][ranks] += 1
+        reasons = {dump.rank: _contradiction(dump, votes, margin) for dump in kept}
+        skipped += [(Path(dump.source), reasons[dump.rank]) for dump in kept if reasons[dump.rank]]
+        kept = [dump for dump in kept if not reasons[dump.rank]]
+    if not kept:
+        raise ValueError(f"{skipped[-1][0]} {skipped[-1][1]}")
+    return sorted(kept, key=lambda dump: dump.rank), skipped
+
+
+def _contradiction(dump: Dump, votes: Mapping[str, Counter[tuple[int, ...]]], margin: int) -> str:
+    """Why a dump cannot be of the run of the others; empty where it can.
+
+    Args:
+        votes: by group, how many dumps name which members.
+        margin: by how many more dumps than its own another list of members must be named.
+    """
+    for name, (_, ranks) in dump.members.items():
+        for other, count in votes[name].items():
+            if other != ranks and count >= votes[name][ranks] + margin and not set(other).isdisjoint(ranks):
+                return f"names other members of group {name} than {count} other dump{'s' * (count > 1)}: of another run"
+        if dump.rank not in ranks and any(entry.group[0] == name for entry in dump.entries):
+            return f"says rank {dump.rank} by its name, which is not in its group {name}"
+    for entry in dump.entries:
+        pair = _PAIR.search(entry.kind)
+        ranks = dump.members[entry.group[0]][1] if entry.group[0] in dump.members else ()
+        if pair and ranks:
+            ends = [int(number) for number in pair.groups() if number is not None]
+            if max(ends) >= len(ranks) or dump.rank not in (ranks[ends[0]], ranks[ends[1]]):
+                return f"has {entry.kind} in group {entry.group[0]} of {len(ranks)} ranks, as rank {dump.rank}"
+    return ""
+
+
+def damaged_ranks(dumps: Sequence[Dump], skipped: Iterable[tuple[Path, str]]) -> dict[int, str]:
+    """Ranks whose file is there but cannot be used, with the reason; only names in the form of the good dumps tell."""
+    families = {dump.family for dump in dumps}
+    ranks = {dump.rank for dump in dumps}
+    known = {rank for dump in dumps for _, members in dump.members.values() for rank in members}
+    damaged: dict[int, str] = {}
+    for path, reason in skipped:
+        match = _RANK.search(path.name)
+        if match is None or _split_name(path) not in families:
+            continue
+        rank = int(match[1])
+        if rank not in ranks and (not known or rank in known):
+            damaged[rank] = f"{path} {reason}"
+    return damaged
+
+
+def join(dumps: Iterable[Dump], world_size: int | None, damaged: Mapping[int, str] | None = None) -> Evidence:
+    """The dumps of a job as evidence; each rank has one, and they agree (`select`).
+
+    Args:
+        world_size: ranks of the job, where it is known.
+        damaged: ranks whose dump cannot be used, with the reason.
+
+    Raises:
+        ValueError: a rank is beyond the world.
+    """
+    by_rank = {dump.rank: dump for dump in dumps}
+    lists = {id(ranks): ranks for dump in by_rank.values() for _, ranks in dump.members.values()}
+    known = {rank for ranks in lists.values() for rank in ranks} | set(by_rank) | set(damaged or ())
     if world_size is not None and max(known) >= world_size:
         raise ValueError(f"rank {max(known)} is there, but --world-size is {world_size}")
     world = range(world_size if world_size is not None else max(known) + 1)
@@ -111,7 +205,18 @@ def join(dumps: Iterable[Dump], world_size: int | None) -> Evidence:
             # Sends and receives are numbered for the whole group there, and here for each pair and direction.
             seq = len(of_group) + 1 if group.sender is not None else entry.seq
             of_group[seq] = replace(entry.launch, seq=seq)
-    return Evidence(groups, dict(sorted(logs.items())), world)
+    unrecorded = _unrecorded(by_rank.values())
+    return Evidence(groups, dict(sorted(logs.items())), world, damaged or {}, unrecorded)
+
+
+def _unrecorded(dumps: Iterable[Dump]) -> str:
+    """[Note: gloo] in words, where it holds: what these dumps cannot show."""
+    entries = [entry for dump in dumps for entry in dump.entries]
+    if not entries or any(entry.backend != "gloo" for entry in entries):
+        return ""
+    count = max(entry.num_unrecorded for entry in entries)
+    seen = f" (one rank has done at least {count})" if count else ""
+    return f"gloo's dumps hold no send and no receive{seen}: who waits in one is not seen"
 
 
 def _group_of(entry: _Entry, dump: Dump, seen: Mapping[tuple[str, str], set[int]], world: Sequence[int]) -> Group:
@@ -122,16 +227,14 @@ def _group_of(entry: _Entry, dump: Dump, seen: Mapping[tuple[str, str], set[int]
         ranks = tuple(world) if description == "default_pg" else tuple(sorted(seen[entry.group]))
     nameless = description in ("", "undefined")
     shown = name if nameless else f"{name}:{description}"
-    if dump.rank not in ranks:
-        raise ValueError(f"{dump.source}: its name says rank {dump.rank}, which is not in its group {shown}")
     role = f"{name if nameless else description}/{len(ranks)}"
     key = f"{name}@{ranks[0]}-{ranks[-1]}/{len(ranks)}"  # groups of one name have no rank in common
     pair = _PAIR.search(entry.kind)
     if pair is None:
         return Group(key, shown, role, ranks)
     src, dst = (int(pair["src"] or pair["of"] or 0), int(pair["dst"] or pair["to"] or 0))
-    if max(src, dst) >= len(ranks) or dump.rank not in (ranks[src], ranks[dst]):
-        raise ValueError(f"{dump.source}: {entry.kind} in group {shown} of {len(ranks)} ranks, as rank {dump.rank}")
+    if max(src, dst) >= len(ranks):  # the members are those that were seen: gloo, or a dump without pg_config
+        return Group(key, shown, role, ranks)
     ends = (ranks[src], ranks[dst])
     name = f"{shown} {ends[0]}->{ends[1]}"
     return Group(f"{key}/{src}->{dst}", name, f"{role}/{src}->{dst}", tuple(sorted(ends)), ends[0])
@@ -162,19 +265,72 @@ def _as_one(parts: Sequence[_Entry]) -> _Entry:
         launches[0],
         kind=f"{kinds[0]}" if len(set(kinds)) == 1 else "+".join(kinds),
         done=all(launch.done for launch in launches),
-        inputs=sum((launch.inputs for launch in launches), ()),
-        outputs=sum((launch.outputs for launch in launches), ()),
-        input_dtypes=sum((launch.input_dtypes for launch in launches), ()),
-        output_dtypes=sum((launch.output_dtypes for launch in launches), ()),
+        inputs=tuple(chain.from_iterable(launch.inputs for launch in launches)),
+        outputs=tuple(chain.from_iterable(launch.outputs for launch in launches)),
+        input_dtypes=tuple(chain.from_iterable(launch.input_dtypes for launch in launches)),
+        output_dtypes=tuple(chain.from_iterable(launch.output_dtypes for launch in launches)),
     )
     return replace(parts[0], launch=joined)
+
+
+def _parse(tree: Mapping[str, Any], rank: int, source: str) -> Dump:
+    config = _typed(tree.get("pg_config", {}), dict, "pg_config")
+    raw = _typed(tree.get("entries", []), list, "entries")
+    if len(raw) > _MAX_ENTRIES or len(config) > _MAX_GROUPS:
+        raise ValueError(f"{len(raw):,} entries and {len(config):,} groups: more than any dump")
+    entries, num_shapes = [], 0
+    for order, one in enumerate(raw):
+        num_shapes += _num_shapes(one)
+        if num_shapes > _MAX_SHAPES:
+            raise ValueError("more tensors than any dump")
+        entries.append(_entry(one, order))
+    whole = not raw or raw[0].get("record_id", 0) == 0
+    members: dict[str, tuple[str, tuple[int, ...]]] = {}
+    num_members = 0
+    for name, one in config.items():
+        group = _members(name, one)
+        num_members += len(group[1])
+        if num_members > _MAX_MEMBERS:
+            raise ValueError("more members of groups than any dump")
+        if group[1]:
+            members[name] = group
+    return Dump(rank, source, whole, members, _merge(_retired(entries)))
+
+
+def _num_shapes(raw: Any) -> int:
+    """How many lengths an entry's shapes have, before they are looked at."""
+    if not isinstance(raw, dict):
+        return 0
+    sides = [raw.get(key) for key in ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")]
+    shapes = [side for side in sides if isinstance(side, list)]
+    if (count := sum(map(len, shapes))) > _MAX_SHAPES:
+        return count
+    return sum(len(shape) if isinstance(shape, list) else 1 for side in shapes for shape in side)
+
+
+def _retired(entries: Sequence[_Entry]) -> list[_Entry]:
+    """[Note: gloo]: what a later one of its group has passed is complete as well."""
+    newest = {entry.group: entry.seq for entry in entries if entry.backend == "gloo" and entry.launch.done}
+    return [
+        replace(entry, launch=replace(entry.launch, done=True))
+        if not entry.launch.done and entry.backend == "gloo" and entry.seq < newest.get(entry.group, 0)
+        else entry
+        for entry in entries
+    ]
+
+
+def _split_name(path: Path) -> tuple[Path, str, str] | None:
+    """Folder, and name before and after the rank; None where it has none."""
+    match = _RANK.search(path.name)
+    return (path.parent, path.name[: match.start(1)], path.name[match.end(1) :]) if match else None
 
 
 def _entry(raw: Any, order: int) -> _Entry:
     _typed(raw, dict, "an entry")
     backend, _, kind = _get(raw, "profiling_name", str).partition(":")
     pair = raw.get("process_group")
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+    good = isinstance(pair, tuple | list) and len(pair) == 2
+    if not good or not all(isinstance(part, str) and len(part) <= _MAX_NAME for part in pair):
         raise ValueError(f"entry {order}: process_group is no pair of name and description")
     is_p2p = bool(raw.get("is_p2p", kind.startswith(("send", "recv"))))
     seq = _get(raw, "p2p_seq_id" if is_p2p else "collective_seq_id", int)
@@ -192,29 +348,37 @@ def _entry(raw: Any, order: int) -> _Entry:
         created_ns=_typed(raw.get("time_created_ns") or 0, int, "time_created_ns"),
         place=_place(raw.get("frames")),
         recorded=seq,
+        started=state == "started",
     )
-    return _Entry((pair[0], pair[1]), seq, kind, is_p2p, launch)
+    op_id = raw.get("op_id")
+    unrecorded = op_id - seq if backend == "gloo" and type(op_id) is int and not is_p2p else 0
+    return _Entry((pair[0], pair[1]), seq, kind, is_p2p, launch, backend, max(0, unrecorded))
 
 
 def _members(name: Any, raw: Any) -> tuple[str, tuple[int, ...]]:
     """Description and ranks of a group; they are written as the text of a list."""
     _typed(name, str, "a group's name")
     text = _get(_typed(raw, dict, "a group of pg_config"), "ranks", str)
-    try:
-        ranks = ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as exc:
-        raise ValueError(f"pg_config: ranks of group {name!r} are no list") from exc
-    good = isinstance(ranks, list) and all(type(rank) is int and 0 <= rank < _MOST_RANKS for rank in ranks)
-    if not good or len(set(ranks)) != len(ranks):
+    ranks = _ranks(text)
+    if ranks is None:
         raise ValueError(f"pg_config: ranks of group {name!r} are no list of ranks")
-    return _get(raw, "desc", str), tuple(ranks)
+    return _get(raw, "desc", str), ranks
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranks(text: str) -> tuple[int, ...] | None:
+    """`[0, 1, 2]` as ranks; kept, since every dump of a large job holds the same long lists."""
+    if len(text) > _MAX_TEXT or _RANK_LIST.fullmatch(text) is None:
+        return None
+    ranks = tuple(int(number) for number in re.findall(r"\d+", text))
+    return ranks if len(set(ranks)) == len(ranks) and max(ranks, default=0) < _MOST_RANKS else None
 
 
 def _place(frames: Any) -> str:
     """The innermost line that is neither Python's own nor a library's: `train.py:88 in step`."""
     if not isinstance(frames, list):
         return ""
-    for frame in frames:
+    for frame in frames[:_MAX_FRAMES]:
         if not isinstance(frame, dict):
             continue
         file, line, name = (frame.get(key) for key in ("filename", "line", "name"))
@@ -227,14 +391,16 @@ def _place(frames: Any) -> str:
 
 def _sizes(raw: Mapping[str, Any], key: str) -> tuple[tuple[int, ...], ...]:
     shapes = _typed(raw.get(key, []), list, key)
-    if not all(isinstance(shape, list) and all(type(length) is int for length in shape) for shape in shapes):
-        raise ValueError(f"{key} are no lists of numbers")
+    if not all(isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS for shape in shapes):
+        raise ValueError(f"{key} are no shapes")
+    if not all(type(length) is int and 0 <= length < _MAX_INT for shape in shapes for length in shape):
+        raise ValueError(f"{key} are no lists of lengths")
     return tuple(tuple(shape) for shape in shapes)
 
 
 def _texts(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
     texts = _typed(raw.get(key, []), list, key)
-    if not all(isinstance(text, str) for text in texts):
+    if not all(isinstance(text, str) and len(text) <= _MAX_NAME for text in texts):
         raise ValueError(f"{key} are no names")
     return tuple(texts)
 
@@ -248,4 +414,8 @@ def _get(raw: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
 def _typed(value: Any, kind: type[_T], what: str) -> _T:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"{what} is a {type(value).__name__}, not a {kind.__name__}")
+    if isinstance(value, int) and not -_MAX_INT <= value < _MAX_INT:
+        raise ValueError(f"{what} has more than 64 bits")
+    if isinstance(value, str) and len(value) > (_MAX_TEXT if what == "ranks" else _MAX_NAME):
+        raise ValueError(f"{what} has {len(value):,} letters")
     return value

@@ -1,8 +1,9 @@
 """Reads pickles that hold plain data, and only those: dicts, lists, tuples, text, numbers, truth values and None.
 
 A pickle is a program; one that imports, calls or builds anything is refused before a single opcode of it runs. So is
-one that would make the reader ask for more memory than its own size accounts for. Left out: protocol 0, whose
-arguments are lines of text, and out-of-band buffers: no recorder of collectives writes them.
+one that would make the reader ask for more memory than its own size accounts for, or for more objects than any dump
+holds. What comes back may still share objects many times over: whoever walks it bounds the walk. Left out: protocol
+0, whose arguments are lines of text, and out-of-band buffers: no recorder of collectives writes them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+import re
 from typing import Any, NoReturn
 
 _PLAIN = {
@@ -20,6 +22,7 @@ _PLAIN = {
     *("EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
     *("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "MEMOIZE"),
 }
+_CONTAINERS = {"EMPTY_DICT", "DICT", "EMPTY_LIST", "LIST", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
 _NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 _FIXED = {
     ord(opcode.code): opcode.arg.n if opcode.arg else 0
@@ -38,6 +41,16 @@ _COUNTED = {
     if opcode.name in _PLAIN and opcode.arg is not None and opcode.arg.n < 0
 }
 _LONG_PUT, _STOP = ord("r"), ord(".")
+# A run of opcodes of fixed length is passed over at once; bounded, since the matcher keeps a place for each.
+_RUN = re.compile(
+    b"(?:%s){1,4096}"
+    % b"|".join(
+        re.escape(bytes([code])) + b".{%d}" % size for code, size in _FIXED.items() if code not in (_STOP, _LONG_PUT)
+    ),
+    re.DOTALL,
+)
+_MAKERS = [opcode.code.encode("latin1") for opcode in pickletools.opcodes if opcode.name in _CONTAINERS]
+_MAX_OBJECTS = 4_000_000
 _ERRORS = (
     pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, MemoryError, OverflowError, RecursionError,
     TypeError, ValueError,
@@ -54,7 +67,7 @@ def loads(data: bytes) -> Any:
     try:
         return _Plain(io.BytesIO(data)).load()
     except _ERRORS as exc:
-        raise ValueError(f"damaged pickle ({type(exc).__name__})") from exc
+        raise ValueError(f"is a damaged pickle ({type(exc).__name__})") from exc
 
 
 class _Plain(pickle.Unpickler):
@@ -66,8 +79,17 @@ class _Plain(pickle.Unpickler):
 
 def _check(data: bytes) -> None:
     """Walk over the opcodes without doing what they say."""
-    at, size = 0, len(data)
+    at, size, num_objects = 0, len(data), 0
     while at < size:
+        if run := _RUN.match(data, at):
+            # Empty dicts, lists and the like: one byte of the file, up to 64 of memory.
+            num_objects += sum(data.count(opcode, at, run.end()) for opcode in _MAKERS)
+            at = run.end()
+        num_objects += 1
+        if num_objects > _MAX_OBJECTS:
+            raise ValueError("is a pickle of more objects than any dump holds: it was not run")
+        if at >= size:
+            break
         code = data[at]
         at += 1
         if code == _STOP:
@@ -75,11 +97,11 @@ def _check(data: bytes) -> None:
         if code in _FIXED:
             # The C unpickler makes room for every entry up to the number that is named here.
             if code == _LONG_PUT and int.from_bytes(data[at : at + 4], "little") > size:
-                raise ValueError("damaged pickle (a memo entry beyond its end)")
+                raise ValueError("is a damaged pickle (a memo entry beyond its end)")
             at += _FIXED[code]
         elif code in _COUNTED:
             width = _COUNTED[code]
             at += width + int.from_bytes(data[at : at + width], "little")
         else:
-            raise ValueError(f"a pickle with more than plain data (opcode {_NAMES.get(code, code)}): it was not run")
-    raise ValueError("damaged pickle (it breaks off)")
+            raise ValueError(f"is a pickle with more than plain data (opcode {_NAMES.get(code, code)}): it was not run")
+    raise ValueError("is a damaged pickle (it breaks off)")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -180,6 +183,100 @@ def test_the_json_of_nccl_tests_and_of_ours_is_read(tmp_path: Path) -> None:
     assert "collective=all_reduce" in found.stdout
     (tmp_path / "ours").write_text(json.dumps(nccl_tests_json(canned.record())))
     assert command(tmp_path / "ours", tmp_path / "ours").exit_code == 0
+
+
+def perf_json(folder: Path, name: str, **changes: Any) -> Path:
+    """Another run of the same program, with what `changes` say."""
+    tree = json.loads((Path(__file__).parent / "logs" / "nccl_h200x8.json").read_text())
+    for device in tree["config"]["devices"]:
+        device["device_info"] = changes.get("device", device["device_info"])
+    tree["config"]["devices"] = tree["config"]["devices"][: changes.get("ranks", 8)]
+    tree["args"][0] = changes.get("program", tree["args"][0])
+    tree["nccl_version"] = changes.get("nccl", tree["nccl_version"])
+    tree["results"][-1]["in_place"]["nwrong"] = changes.get("nwrong", 0)
+    tree["out_of_bounds"] = changes.get("out_of_bounds", {"count": 0, "okay": "true"})
+    (folder / name).write_text(json.dumps(tree))
+    return folder / name
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(
+    "changes", [{"nwrong": 4096, "out_of_bounds": {"count": 4096, "okay": False}}, {"out_of_bounds": {"count": 7}}]
+)
+def test_wrong_data_on_either_side_fails(changes: dict[str, Any], swap: bool, tmp_path: Path) -> None:
+    good, bad = perf_json(tmp_path, "good"), perf_json(tmp_path, "bad", **changes)
+    found = command(*((bad, good) if swap else (good, bad)))
+    assert found.exit_code == 1
+    assert found.stdout.startswith(f"failed: {'A' if swap else 'B'}: all_reduce data: ")
+    rows = json.loads(command(good, bad, "--json", "-").stdout)["rows"]
+    assert [row["verdict"] for row in rows].count("failed") == 1
+
+
+def test_wrong_rows_of_a_record_fail(tmp_path: Path) -> None:
+    good, bad = write(tmp_path / "a", [row(8, 1)]), write(tmp_path / "b", [row(8, 1) | {"wrong": 3}])
+    assert command(good, bad).exit_code == command(bad, good).exit_code == 1
+    unchecked = write(tmp_path / "c", [row(8, 1) | {"wrong": "N/A"}])
+    assert command(good, unchecked).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"device": "NVIDIA A100"}, "GPU is NVIDIA H200 in A, NVIDIA A100 in B"),
+        ({"ranks": 4}, "ranks is 8 in A, 4 in B"),
+        ({"program": "all_gather_perf"}, "it ran all_gather, and A all_reduce"),
+    ],
+)
+def test_runs_on_other_hardware_are_not_comparable(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    a, b = perf_json(tmp_path, "a"), perf_json(tmp_path, "b", **changes)
+    error = command(a, b).exception
+    assert isinstance(error, ConfigError)
+    assert "is not comparable with A" in str(error)
+    assert says in str(error)
+    if "program" not in changes:
+        found = command(a, b, "--across-hardware")
+        assert found.exit_code == 0
+        assert f"note: {says}" in found.stdout
+
+
+def test_another_nccl_is_said_and_compared(tmp_path: Path) -> None:
+    found = command(perf_json(tmp_path, "a"), perf_json(tmp_path, "b", nccl=22903))
+    assert found.exit_code == 0
+    assert found.stdout.startswith("note: NCCL is 2.28.9 in A, 2.29.3 in B\n")
+
+
+def test_tables_of_nccl_tests_are_read(tmp_path: Path) -> None:
+    logs = Path(__file__).parent / "logs"
+    text, labelled = logs / "nccl_node0.txt", logs / "nccl_mpirun_nvls_off.txt"
+    same = command(text, text)
+    assert (same.exit_code, same.stdout.splitlines()[-1]) == (0, "0 worse, 0 better, 6 same")
+    mixed = command(logs / "nccl_h200x8.json", text)
+    assert mixed.exit_code == 0
+    assert mixed.stdout.splitlines()[-1] == "0 worse, 0 better, 6 same"
+    assert command(labelled, labelled).exit_code == 0
+    wrong = command(logs / "nccl_wrong_data.txt", logs / "nccl_wrong_data.txt")
+    assert wrong.exit_code == 1
+    assert wrong.stdout.count("failed: ") == 2
+
+
+def test_hostile_files_are_refused_in_one_line(tmp_path: Path) -> None:
+    good = perf_json(tmp_path, "good")
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(10 << 30)
+    (tmp_path / "many").write_text('{"a": [' + "{}," * 3_000_000 + "{}]}")
+    (tmp_path / "packed").write_bytes(gzip.compress(bytes(1 << 20)))
+    (tmp_path / "pickle").write_bytes(pickle.dumps({"a": 1}))
+    (tmp_path / "empty").write_bytes(b"")
+    for name, says in (
+        ("pipe", "no regular file"), ("sparse", "10,240 MiB"), ("many", "objects"), ("packed", "gzip"), ("pickle", ""),
+        ("empty", "is empty"), (".", "no regular file"),
+    ):  # fmt: skip
+        for pair in ((good, tmp_path / name), (tmp_path / name, good)):
+            error = command(*pair).exception
+            assert isinstance(error, ConfigError), name
+            assert says in str(error)
+            assert "\n" not in str(error)
 
 
 def test_broken_files_get_one_line(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ store = dist.FileStore(f"{folder}/store", 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 tensor, group = torch.ones(4), dist.new_group([0, 1], group_desc="dp")
 dist.all_reduce(tensor)
+dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
+dist.all_reduce(tensor)
 dist.broadcast(tensor, 0, group=group)
 if rank == 0:
     dist.all_reduce(tensor, group=group, async_op=True)
@@ -109,6 +111,90 @@ def test_a_circle_of_two_names_both() -> None:
     assert (found.findings[0].kind, found.culprits, found.findings[0].certain) == ("order", (0, 1), False)
 
 
+def test_two_that_wait_for_each_other_are_named_with_what_each_waits_in() -> None:
+    found = _job(
+        {"a": (0, 1), "b": (0, 1, 2)},
+        {0: [("a", "recv", 4, False)], 1: [("b", "all_reduce", 4, False)], 2: [("b", "all_reduce", 4, False)]},
+    )
+    assert (found.findings[0].kind, found.culprits, found.findings[0].certain) == ("order", (0, 1), False)
+    assert "rank 0 in recv #1 ([4] Float) of group a (ranks 0,1) for rank 1" in found.findings[0].line
+    assert "rank 1 in all_reduce #1 ([4] Float) of group b (ranks 0-2) for rank 0" in found.findings[0].line
+
+
+def _launched(*keys: str) -> list[tuple[str, str, int, bool]]:
+    return [(key, "all_reduce", 4, False) for key in keys]
+
+
+def test_groups_launched_the_other_way_round_are_named_though_all_have_launched() -> None:
+    found = _job({"a": (0, 1), "b": (0, 1)}, {0: _launched("a", "b"), 1: _launched("b", "a")})
+    assert (found.findings[0].kind, found.culprits, found.findings[0].certain) == ("order", (0, 1), False)
+    line = found.findings[0].line
+    assert "rank 0 launched all_reduce #1 of group a (ranks 0,1) before all_reduce #1 of group b (ranks 0,1)" in line
+    assert "rank 1 launched all_reduce #1 of group b (ranks 0,1) before all_reduce #1 of group a (ranks 0,1)" in line
+
+
+def test_of_two_orders_that_of_most_ranks_is_the_right_one() -> None:
+    orders = {rank: _launched("a", "b") for rank in (0, 1, 3)} | {2: _launched("b", "a")}
+    found = _job({"a": (0, 1, 2, 3), "b": (0, 1, 2, 3)}, orders)
+    assert (found.findings[0].kind, found.culprits, found.findings[0].certain) == ("order", (2,), True)
+    assert found.findings[0].waiting == (0, 1, 3)
+
+
+def test_where_most_ranks_have_changed_their_order_nobody_is_accused_alone() -> None:
+    before = [("a", "all_reduce", 4, True), ("b", "all_reduce", 4, True)]
+    orders = {rank: [*before, *_launched("b", "a")] for rank in (0, 1, 3)} | {2: [*before, *_launched("a", "b")]}
+    found = _job({"a": (0, 1, 2, 3), "b": (0, 1, 2, 3)}, orders)
+    assert (found.culprits, found.findings[0].certain) == ((0, 1, 2, 3), False)
+    assert "in the rounds before all launched them as rank 2 did" in found.findings[0].line
+
+
+def test_three_groups_in_a_circle_of_orders_are_named() -> None:
+    found = _job(
+        {"a": (0, 2), "b": (0, 1), "c": (1, 2)},
+        {0: _launched("a", "b"), 1: _launched("b", "c"), 2: _launched("c", "a")},
+    )
+    assert (found.findings[0].kind, found.culprits, found.findings[0].certain) == ("order", (0, 1, 2), False)
+    assert found.findings[0].line.endswith("each holds up the next")
+
+
+def test_collectives_that_both_run_hold_each_other_up_in_no_order() -> None:
+    def log(rank: int, *keys: str) -> RankLog:
+        launches = {key: {1: Launch(1, "all_reduce", order, False, started=True)} for order, key in enumerate(keys)}
+        return RankLog(rank, "", launches)
+
+    groups = {key: Group(key, key, key, (0, 1)) for key in "ab"}
+    found = diagnose(Evidence(groups, {0: log(0, "a", "b"), 1: log(1, "b", "a")}, range(2)))
+    assert {finding.kind for finding in found.findings} == {"stalled"}
+
+
+@pytest.mark.parametrize(("numbers", "kind"), [((1, 2), "order"), ((1, 1), "stalled")])
+def test_a_batch_of_sends_and_receives_has_no_order(numbers: tuple[int, int], kind: str) -> None:
+    def log(rank: int, *ends: tuple[str, str]) -> RankLog:
+        pairs = zip(ends, numbers, strict=True)
+        launches = {
+            key: {1: Launch(1, name, order, False, recorded=number)}
+            for order, ((key, name), number) in enumerate(pairs)
+        }
+        return RankLog(rank, "", launches)
+
+    groups = {key: Group(key, key, key, (0, 1), sender) for key, sender in (("0->1", 0), ("1->0", 1))}
+    logs = {0: log(0, ("0->1", "send"), ("1->0", "recv")), 1: log(1, ("1->0", "send"), ("0->1", "recv"))}
+    found = diagnose(Evidence(groups, logs, range(2)))
+    assert {finding.kind for finding in found.findings} == {kind}
+
+
+def test_a_rank_that_alone_has_not_completed_an_older_collective_is_worth_a_note() -> None:
+    launches = {rank: [("a", "all_reduce", 4, rank != 1), ("a", "all_reduce", 4, False)] for rank in range(3)}
+    found = _job({"a": (0, 1, 2)}, launches)
+    assert found.culprits == ()
+    assert found.notes == [
+        "on rank 1 all_reduce #1 of group a (ranks 0-2) is not complete, on its peers it is: "
+        "look at its GPU as well (Xid, ECC)"
+    ]
+    one_way = {rank: [("a", "broadcast", 4, rank == 0), ("a", "broadcast", 4, False)] for rank in range(3)}
+    assert _job({"a": (0, 1, 2)}, one_way).notes == []
+
+
 def test_where_everybody_has_arrived_nobody_is_accused() -> None:
     found = _job({"a": (0, 1)}, {rank: [("a", "all_reduce", 4, False)] for rank in (0, 1)})
     assert (found.findings[0].kind, found.culprits) == ("stalled", ())
@@ -134,8 +220,12 @@ def test_real_dumps_of_gloo_ranks(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen([sys.executable, "-c", _JOB, str(rank), str(tmp_path)], env=environment) for rank in range(2)
     ]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    assert [rank.wait(180) for rank in ranks] == [0, 0]
     for prefix in ("trace", "json"):
         found = read_files(sorted(tmp_path.glob(f"{prefix}_*")))
         assert found.culprits == (1,)
         assert "has not arrived at all_reduce #2 ([4] Float) of group 1:dp (ranks 0,1)" in found.findings[0].line
+        assert "or waits in a send or receive" in found.findings[0].line
+        assert found.notes == [
+            "gloo's dumps hold no send and no receive (one rank has done at least 1): who waits in one is not seen"
+        ]
