@@ -44,8 +44,6 @@ _GRAPH = re.compile(r"\bgraph: (\d{1,9})")
 _LARGEST = re.compile(r"minBytes:? (\d{1,18}) maxBytes:? (\d{1,18}) step:? (\d{1,18})\((factor|bytes)\)")
 _REDUCED = re.compile(r"# Reducing maxBytes to (\d{1,18}) ")
 _BOUNDS = re.compile(r"[#\s]*Out of bounds values\s*:\s*(\d{1,18})\s+(OK|FAILED)")
-_ERROR = re.compile(r"# error: (.+)")
-_LAUNCHER = re.compile(r"\b(?:mpirun|mpiexec|srun|prterun|orterun|mpirun_rsh)\b")
 # What a run prints, in order; what comes again or too early belongs to the next one. Ranks, headers and rows repeat.
 _MARKS = tuple(
     re.compile(pattern)
@@ -156,33 +154,35 @@ def _sections(text: Text) -> list[_Section]:
     Where the tables of several processes or hosts stand behind prefixes, each has its own; all else that a prefix
     tells apart (another rank's warnings) belongs to the one table there is.
     """
-    prefixes = text.prefixes
-    tables = dict.fromkeys(
-        prefix for prefix, words in zip(prefixes, text.lines, strict=True) if prefix != NOBODY and _is_table(words)
-    )
-    sections: list[_Section] = []
-    num_rows = 0
-    streams: dict[Prefix, list[Line]] = {prefix: [] for prefix in tables} if len(tables) > 1 else {NOBODY: []}
-    for at, words in enumerate(text.lines):
-        line = Line(at + 1, words, prefixes[at].host)
-        num_rows += nccl_table.is_row(words)
-        if prefixes[at] in streams or len(tables) < 2:
-            streams[prefixes[at] if len(tables) > 1 else NOBODY].append(line)
-    text.check_rows(num_rows, MAX_ROWS)
-    shared = [
-        Line(at + 1, words, prefixes[at].host)
-        for at, words in enumerate(text.lines)
-        if len(tables) > 1 and prefixes[at] not in streams
+    lines = [
+        (prefix, Line(at, words, prefix.host))
+        for at, (prefix, words) in enumerate(zip(text.prefixes, text.lines, strict=True), 1)
     ]
-    for prefix, lines in streams.items():
-        for section in _split(lines):
-            section.prefix = prefix if len(tables) > 1 else next(iter(tables), NOBODY)
-            sections.append(section)
-    if shared and sections:
-        # What nobody's table has: the launcher's last words say of each unended run how it ended.
+    text.check_rows(sum(nccl_table.is_row(line.words) for _, line in lines), MAX_ROWS)
+    tables = list(dict.fromkeys(prefix for prefix, line in lines if prefix != NOBODY and _is_table(line.words)))
+    if len(tables) < 2:
+        sections = _split([line for _, line in lines])
         for section in sections:
+            section.prefix = tables[0] if tables else NOBODY
+        return sections
+    # Another rank of the same host or pod belongs to the table there, where there is one.
+    places: dict[tuple[str, str], list[Prefix]] = {}
+    for prefix in tables:
+        places.setdefault((prefix.host, prefix.task), []).append(prefix)
+    streams: dict[Prefix, list[Line]] = {prefix: [] for prefix in tables}
+    shared: list[Line] = []
+    for prefix, line in lines:
+        beside = places.get((prefix.host, prefix.task), [])
+        owner = prefix if prefix in streams else beside[0] if len(beside) == 1 and prefix != NOBODY else None
+        (shared if owner is None else streams[owner]).append(line)
+    sections = []
+    for prefix, own in streams.items():
+        for section in _split(own):
+            section.prefix = prefix
             if not section.ended:
-                section.lines.extend(line for line in shared if line.number > section.lines[0].number)
+                # The launcher's last words say of each unended run how it ended.
+                section.lines += [line for line in shared if line.number > section.lines[0].number]
+            sections.append(section)
     return sections
 
 
@@ -267,7 +267,8 @@ def _ran_alone(sections: Sequence[_Section]) -> list[_Section]:
     by_rank = len({section.prefix.rank for section in single}) > 1
     by_host = len({section.prefix.host or section.prefix.task for section in single}) > 1
     commands = sum(bool(_PROGRAM.search(line.words)) for section in single[1:] for line in section.before)
-    if len(single) < 2 or (by_host and not by_rank) or commands >= len(single) - 1:
+    others = sum(bool(_ranks(section)) for section in sections) - len(single)
+    if len(single) < 2 or (not by_rank and (by_host or others)) or commands >= len(single) - 1:
         return []
     return single
 
