@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from bench.accept import expectations
 from bench.accept.cli import accept
-from bench.accept.evidence.log import MAX_BYTES, MAX_LINE
+from bench.accept.evidence.log import MAX_LINE, MAX_STREAM_BYTES
 from bench.accept.judge import Judgement, judge_files
 from bench.table import format_head, format_row, format_table
 from netlayer.errors import ConfigError
@@ -426,10 +426,10 @@ def test_a_damaged_file_costs_one_line_and_exit_2_and_the_others_are_judged(what
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "huge").open("wb") as file:
-        file.truncate(MAX_BYTES + 1)
+        file.truncate(MAX_STREAM_BYTES + 1)
     paths = [tmp_path / "pipe", tmp_path, tmp_path / "none", tmp_path / "huge", Path("a\x00b")]
     judgement = judge_files(paths)
-    for words, line in zip(("a file", "a file", "No such", "16 MiB", "null"), judgement.damaged, strict=True):
+    for words, line in zip(("a file", "a file", "No such", "8 GiB", "null"), judgement.damaged, strict=True):
         assert words in line
     assert judgement.verdict == "WARN"
 

@@ -77,6 +77,11 @@ def is_json(tree: Mapping[str, Any]) -> bool:
     return "results" in tree and "nccl_version" in tree
 
 
+def parse_runs(text: Text) -> tuple[Log, ...]:
+    """One log for each run in the file."""
+    return (parse_text(text),)
+
+
 def parse_text(text: Text) -> Log:
     """Every table of the file.
 
