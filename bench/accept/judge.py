@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.accept.bounds import judge_bounds
-from bench.accept.evidence.log import Figure, Log, read_text
-from bench.accept.evidence.recognise import parse_all
+from bench.accept.evidence.log import Figure, Log, expand, read_text
+from bench.accept.evidence.recognise import UNKNOWN_FORM, parse_all
 from bench.accept.expectations import Expectation, Facts, expected, facts_of, lacking_nvls, load
 from bench.accept.nodes import NodeVerdict, Place, judge_nodes, place_logs
 from bench.accept.peers import Comparison, Measured, Series, compare_peers, judge_traits
@@ -49,6 +49,7 @@ class Judgement:
         nodes: what all evidence on each node comes to, the worst first.
         runs: what was read, in the order of the files.
         comparison: what the runs were held against in one another; None where nothing was compared.
+        skipped: one line for each thing in a folder that is no log; nobody named it, so it is no error.
     """
 
     findings: tuple[Finding, ...]
@@ -57,6 +58,7 @@ class Judgement:
     nodes: tuple[NodeVerdict, ...] = ()
     runs: tuple[Run, ...] = ()
     comparison: Comparison | None = None
+    skipped: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -68,18 +70,27 @@ def judge_files(paths: Sequence[Path], said: Facts | None = None, entries: Seque
     """Every file judged.
 
     Args:
-        paths: the logs; one given twice counts once, for it is no peer of itself.
+        paths: the logs, folders of logs, or `-` for standard input; one given twice counts once, for it is no peer of
+            itself.
         said: facts that the user adds where a log is silent: `nvls`, `nics`.
         entries: expectations; those that come with the package, where empty.
     """
     runs: list[Run] = []
-    damaged = []
-    for path in dict.fromkeys(paths):
+    damaged: list[str] = []
+    found = expand(paths)
+    skipped = list(found.skipped)
+    for path in found.files:
         try:
-            runs += [Run(str(path), log) for log in parse_all(read_text(path))]
+            text = read_text(path)
+            runs += [Run(text.file, log) for log in parse_all(text)]
         except ConfigError as exc:
-            damaged.append(str(exc))
-    return replace(judge_runs(runs, said or {}, entries or load()), damaged=tuple(damaged))
+            # A folder may hold scripts and notes beside its logs; a log of a known tool that is damaged is an error.
+            foreign = path in found.in_folders and exc.rule.startswith(UNKNOWN_FORM)
+            (skipped if foreign else damaged).append(str(exc))
+    if not runs and not damaged:
+        damaged, skipped = skipped or ["no log in what was given"], []
+    judgement = judge_runs(runs, said or {}, entries or load())
+    return replace(judgement, damaged=tuple(damaged), skipped=tuple(skipped))
 
 
 def judge_runs(runs: Sequence[Run], said: Facts, entries: Sequence[Expectation]) -> Judgement:

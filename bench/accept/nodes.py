@@ -63,7 +63,7 @@ def place_logs(logs: Sequence[tuple[str, Log]]) -> dict[str, Place]:
     hosts: dict[str, set[str]] = defaultdict(set)
     spans: set[str] = set()
     for file, log in logs:
-        hosts[file] |= {log.host} if log.host else set()
+        hosts[file] |= _hosts(log)
         if _spans_hosts(log):
             spans.add(file)
     known = {file: next(iter(names)) for file, names in hosts.items() if len(names) == 1 and file not in spans}
@@ -117,6 +117,13 @@ def _weight(finding: Finding, kinds: Mapping[str, str]) -> tuple[int, int]:
     hardware = any(name in kind for name in _HARDWARE)
     rank = 0 if hardware else 1 if finding.check.endswith("data") else 2 if finding.check == "run" else 3
     return _SEVERITY.index(finding.verdict), rank
+
+
+def _hosts(log: Log) -> set[str]:
+    """The host that the log names; else the subject of a run of nccl-tests inside one host, which is its name."""
+    if log.host:
+        return {log.host}
+    return {figure.subject for figure in log.figures if figure.facts.get("hosts") == 1}
 
 
 def _spans_hosts(log: Log) -> bool:

@@ -28,6 +28,7 @@ _GAP = "  "
 _WIDEST_PLACE = 20
 _MARGIN = 7
 _MOST_OTHERS = 4
+_MOST_SKIPPED = 3
 
 
 def format_table(judgement: Judgement, where: str = "file", width: int = WIDTH) -> Iterator[str]:
@@ -54,14 +55,20 @@ def format_table(judgement: Judgement, where: str = "file", width: int = WIDTH) 
             yield f"{margin}{where}: {places[at]}"
         if finding.next_step:
             yield from _wrapped(f"{margin}next: {one_line(finding.next_step)}", width, f"{margin}      ")
+    yield from (f"no log: {line}" for line in judgement.skipped[:_MOST_SKIPPED])
+    if len(judgement.skipped) > _MOST_SKIPPED:
+        yield f"no log: {len(judgement.skipped) - _MOST_SKIPPED} more things in the folders"
     yield from (f"not judged: {line}" for line in judgement.damaged)
     yield f"{judgement.verdict}: {summary(judgement)}"
 
 
 def format_nodes(judgement: Judgement, width: int = WIDTH) -> Iterator[str]:
-    """A line a node with something against it: verdict, decisive evidence, the other evidence, one next step."""
+    """Lines for each node with several things against it: verdict, decisive evidence, the rest, one next step.
+
+    A node with one finding of one file has its row in the table.
+    """
     for node in judgement.nodes:
-        if not node.findings:
+        if not node.findings or (len(node.findings) == 1 and len(node.files) < 2):
             continue
         first, *others = node.findings
         yield from _wrapped(one_line(f"{node.node}: {node.verdict}: {_evidence(first)}"), width, "    ")

@@ -175,7 +175,7 @@ def _is_unknown(one: Measured) -> bool:
 
 def _who(one: Measured) -> Who:
     if one.kind == "nccl-tests" and len(one.figure.parts) > 1:  # the same hosts again are a repeat, in any order
-        return " ".join(sorted(one.figure.parts)), one.figure.subject
+        return " ".join(sorted(one.figure.parts)), ""
     return one.node or one.file, one.figure.subject
 
 
@@ -240,7 +240,7 @@ def _unsteady(series: str, group: Sequence[Measured]) -> Iterator[Finding]:
     runs: dict[Who, dict[tuple[str, int], dict[str, Measured]]] = defaultdict(lambda: defaultdict(dict))
     for one in group:
         runs[_who(one)][one.file, one.run].setdefault(one.figure.at, one)
-    for (_, subject), by_run in runs.items():
+    for by_run in runs.values():
         if len(by_run) < 2:
             continue
         common = set.intersection(*(set(points) for points in by_run.values()))
@@ -254,8 +254,9 @@ def _unsteady(series: str, group: Sequence[Measured]) -> Iterator[Finding]:
         at = max(ratios, key=lambda name: ratios[name])
         least = min((points[at] for points in by_run.values()), key=lambda one: one.figure.value)
         figure = f"{least.figure.text}, another run {ratios[at]:.2f} times that"
-        yield Finding("WARN", subject, f"{series}: repeats", figure, f"{len(by_run)} runs within {SPREAD:g} times",
-                      _REPEAT_STEP, least.file, least.figure.line)  # fmt: skip
+        who, expected = least.figure.subject, f"{len(by_run)} runs within {SPREAD:g} times"
+        check = f"{series}: repeats"
+        yield Finding("WARN", who, check, figure, expected, _REPEAT_STEP, least.file, least.figure.line)
 
 
 def _finding(kind: str, series: str, score: _Score, peers: Peers, word: Verdict) -> Finding:
