@@ -65,8 +65,7 @@ def judge_host_runs(series: str, runs: Sequence[HostRun]) -> HostFindings:
         )
     slow, fast = levels
     found = list(_suspects(series, slow, fast))
-    if len(fast) > 1:
-        found.append(_passed(series, fast))
+    found.append(_passed(series, fast))
     return HostFindings(tuple(found), f"{len(fast)} fast and {len(slow)} slow runs, {ratio:.2f} times apart", True)
 
 
@@ -142,11 +141,15 @@ def _either(series: str, run: HostRun, open_hosts: Sequence[str], level: HostRun
 
 
 def _passed(series: str, runs: Sequence[HostRun]) -> Finding:
+    """Runs that are alike and the fastest there are; of one or two nobody knows that they are as fast as can be."""
     worst = min(runs, key=lambda run: run.score)
     hosts = dict.fromkeys(host for run in runs for host in run.hosts)
+    verdict: Verdict = "PASS" if len(runs) >= MIN_PEERS - 1 else "NO VERDICT"
     expected = f"alike: {len(runs)} runs within {_SPREAD:g} times"
+    if verdict == "NO VERDICT":
+        expected = "no expectation: the fastest of these runs, too few to say that all is well with them"
     who = f"{len(hosts)} hosts in {len(runs)} runs"
-    return Finding("PASS", who, series, f"worst {worst.figure.text}", expected, "", worst.file, worst.figure.line)
+    return Finding(verdict, who, series, f"worst {worst.figure.text}", expected, "", worst.file, worst.figure.line)
 
 
 def _unclear(series: str, ordered: Sequence[HostRun], ratio: float) -> Finding:

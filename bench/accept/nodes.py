@@ -154,7 +154,7 @@ def _node_folders(known: Mapping[str, str]) -> dict[str, str]:
 
 
 def _place(file: str, folders: Mapping[str, str], hosts: set[str], silent: Sequence[str]) -> Place:
-    tokens = _tokens(Path(file).stem)
+    tokens = _tokens(Path(file).name)
     named = [host for host in hosts if host.partition(".")[0] in tokens]
     if len(named) == 1:
         return Place(named[0], "its file's name")

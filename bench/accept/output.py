@@ -23,7 +23,9 @@ _HEADS = ("verdict", "subject", "check", "figure", "expected", "file")
 # Of a row, where no terminal says another, so that a file is the same everywhere. Where a row would be wider, cells are
 # broken between words into several lines, and a path goes below its row, so that it can be copied whole.
 WIDTH = 120
-_LEAST_WIDTH = 60
+_LEAST_WIDTH = 72
+# Below this what was expected has a line of its own: five columns of a few words each cannot be read.
+_NARROW = 100
 _GAP = "  "
 _WIDEST_PLACE = 20
 _MARGIN = 7
@@ -42,8 +44,12 @@ def format_table(judgement: Judgement, where: str = "file", width: int = WIDTH) 
     width = max(width, _LEAST_WIDTH)
     heads: tuple[str, ...] = (*_HEADS[:-1], where)
     rows = [_cells(finding) for finding in judgement.findings]
-    places = _places_below([heads, *rows], width)
+    narrow = width < _NARROW
+    places = [row[-1] for row in (heads, *rows)] if narrow else _places_below([heads, *rows], width)
     if places:
+        heads, *rows = (row[:-1] for row in (heads, *rows))
+    below = [row[-1] for row in (heads, *rows)] if narrow else []
+    if below:
         heads, *rows = (row[:-1] for row in (heads, *rows))
     widths = _widths([heads, *rows], width)
     margin = " " * min(widths[0], _MARGIN) + _GAP
@@ -51,6 +57,8 @@ def format_table(judgement: Judgement, where: str = "file", width: int = WIDTH) 
         yield from _lines(heads, widths)
     for at, (finding, row) in enumerate(zip(judgement.findings, rows, strict=True), 1):
         yield from _lines(row, widths)
+        if below and below[at]:
+            yield from _wrapped(f"{margin}expected: {below[at]}", width, f"{margin}          ")
         if places:
             yield f"{margin}{where}: {places[at]}"
         if finding.next_step:
