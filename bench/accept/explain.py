@@ -16,6 +16,8 @@ from netlayer.units import format_size
 _MOST_NEAR = 3
 # Keys whose absence makes an entry one of another kind, not one that nearly fits.
 _ESSENTIAL = ("quantity", "collective", "case")
+# How far a wrong value takes an entry away: another device is another machine, another size is near.
+_WEIGHTS = {"bytes": 1, "device": 30}
 
 
 def explain(judgement: Judgement, entries: Sequence[Expectation], said: Facts) -> Iterator[str]:
@@ -35,7 +37,7 @@ def explain(judgement: Judgement, entries: Sequence[Expectation], said: Facts) -
         number = f", run {run.log.run}" if run.log.run else ""
         yield one_line(f"{run.file}{number} ({run.log.kind}):")
         for (series, subject), group in groups.items():
-            yield one_line(f"  {subject}, {series}: {len(group)} figures")
+            yield one_line(f"  {subject}, {series}: {len(group)} figure{'s' * (len(group) != 1)}")
             facts = facts_of(group[-1], said)
             if facts.get("quantity") == "bus_bw_gbs":
                 yield one_line(f"    facts: {facts_in_words(facts)}")
@@ -89,11 +91,12 @@ def _nearly(group: Sequence[Figure], about: Sequence[Expectation], said: Facts) 
         facts = facts_of(figure, said)
         for entry in about:
             lacks = entry.mismatches(facts)
-            # Another device is another machine; a silent log or another size is near.
-            weight = sum(1 if found is None or key == "bytes" else 10 for key, _, found in lacks)
+            weight = sum(_WEIGHTS.get(key, 10) if found is not None else 1 for key, _, found in lacks)
             if entry.origin not in best or weight < best[entry.origin][0]:
                 best[entry.origin] = (weight, entry, lacks)
-    near = sorted(best.values(), key=lambda one: one[0])[:_MOST_NEAR]
+    near = sorted(best.values(), key=lambda one: one[0])
+    same_device = [one for one in near if all(key != "device" or found is None for key, _, found in one[2])]
+    near = (same_device or near)[:_MOST_NEAR]
     yield "expectation: none fits; the nearest:"
     for _, entry, lacks in near:
         words = "; ".join(_lack(key, wanted, found) for key, wanted, found in lacks)
@@ -125,5 +128,5 @@ def _bound(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"bound: no rates are known of {facts.get('device', 'an unnamed device')}"
         return
     yield f"bound: {known[1]} ({device.source})"
-    if device.switched:
+    if device.switched and facts.get("hosts") == 1:
         yield f"bound: inside a host, large messages pass PCIe's {device.pcie_gbs:g} GB/s"
