@@ -88,7 +88,7 @@ def judge_nodes(
     files: dict[str, list[str]] = defaultdict(list)
     for file, place in places.items():
         files[place.node].append(file)
-    known_by = {place.node: place.known_by for place in reversed(places.values())}
+    known_by = {place.node: place.known_by for place in reversed(list(places.values()))}
     of_node: dict[str, list[Finding]] = defaultdict(list)
     for finding in findings:
         node = (
