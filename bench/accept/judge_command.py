@@ -52,7 +52,11 @@ def judge_command(asked: Asked) -> int:
         from netlayer import environ
 
         environment = environ.snapshot()
-        arguments: dict[str, Any] = {"files": [str(file) for file in asked.files], "nvls": asked.nvls or "", "nics": asked.nics or ""}
+        arguments: dict[str, Any] = {
+            "files": [str(file) for file in asked.files],
+            "nvls": asked.nvls or "",
+            "nics": asked.nics or "",
+        }
         arguments |= {"expect": str(asked.expect_file or ""), "strict": asked.strict}
         if asked.json_file:
             record = output.record(judgement, arguments, environment, started, utc_now())

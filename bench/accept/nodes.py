@@ -49,8 +49,10 @@ class NodeVerdict:
 
 
 # What decides where several findings are of one severity: a part that reports its own fault explains a slow or failed
-# collective, not the other way round; wrong data is graver than a run that is slow.
-_HARDWARE = ("kernel log", "nvidia-smi", "nvlink", "dcgmi", "fabric", "ibstat")
+# collective, not the other way round; wrong data is graver than a run that broke off, which is graver than a slow one.
+# Of the tools, by the name of the kind, the driver's own word goes before a test that ran into the fault.
+_TOOLS = ("kernel", "fabric", "nvidia-smi", "nvlink", "ibstat", "dcgmi")
+_DATA, _RUN, _SPEED, _SETTING = (len(_TOOLS) + at for at in range(4))
 _SEVERITY: tuple[Verdict | None, ...] = ("FAIL", "WARN", "NO VERDICT", None, "PASS")
 
 
@@ -88,7 +90,9 @@ def judge_nodes(
     files: dict[str, list[str]] = defaultdict(list)
     for file, place in places.items():
         files[place.node].append(file)
-    known_by = {place.node: place.known_by for place in reversed(list(places.values()))}
+    known_by: dict[str, dict[str, None]] = defaultdict(dict)
+    for place in places.values():
+        known_by[place.node][place.known_by] = None
     of_node: dict[str, list[Finding]] = defaultdict(list)
     for finding in findings:
         node = (
@@ -106,7 +110,15 @@ def judge_nodes(
         tools = tuple(dict.fromkeys(kinds[file] for file in read if file in kinds))
         step = next((one.next_step for one in bad if one.next_step), "")
         verdicts.append(
-            NodeVerdict(node, known_by.get(node, "a run over several hosts"), word, tuple(bad), step, read, tools)
+            NodeVerdict(
+                node,
+                " and ".join(known_by.get(node, ())) or "a run over several hosts",
+                word,
+                tuple(bad),
+                step,
+                read,
+                tools,
+            )
         )
     return tuple(sorted(verdicts, key=lambda one: _SEVERITY.index(one.verdict)))
 
@@ -114,8 +126,11 @@ def judge_nodes(
 def _weight(finding: Finding, kinds: Mapping[str, str]) -> tuple[int, int]:
     """The order of evidence on a node: severity, then what it is evidence of."""
     kind = kinds.get(finding.file, "")
-    hardware = any(name in kind for name in _HARDWARE)
-    rank = 0 if hardware else 1 if finding.check.endswith("data") else 2 if finding.check == "run" else 3
+    rank = next((at for at, name in enumerate(_TOOLS) if name in kind), _SPEED)
+    if "software" in finding.check or "limit" in finding.check:  # somebody set it so
+        rank = _SETTING
+    elif rank == _SPEED:
+        rank = _DATA if finding.check.endswith("data") else _RUN if finding.check == "run" else _SPEED
     return _SEVERITY.index(finding.verdict), rank
 
 

@@ -29,7 +29,7 @@ _NARROW = 100
 _GAP = "  "
 _WIDEST_PLACE = 20
 _MARGIN = 7
-_MOST_OTHERS = 4
+_MOST_OTHERS = 6
 _MOST_SKIPPED = 3
 
 
@@ -81,9 +81,7 @@ def format_nodes(judgement: Judgement, width: int = WIDTH) -> Iterator[str]:
         first, *others = node.findings
         yield from _wrapped(one_line(f"{node.node}: {node.verdict}: {_evidence(first)}"), width, "    ")
         if others:
-            also = "; ".join(f"{one.verdict} {one.check}" for one in others[:_MOST_OTHERS])
-            also += f"; {len(others) - _MOST_OTHERS} more" if len(others) > _MOST_OTHERS else ""
-            yield from _wrapped(one_line(f"  also: {also}"), width, "        ")
+            yield from _wrapped(one_line(f"  also: {_also(others)}"), width, "        ")
         yield from _wrapped(one_line(f"  read: {_read(node)}"), width, "        ")
         if node.next_step:
             yield from _wrapped(one_line(f"  next: {node.next_step}"), width, "        ")
@@ -92,6 +90,13 @@ def format_nodes(judgement: Judgement, width: int = WIDTH) -> Iterator[str]:
 def _evidence(finding: Finding) -> str:
     where = f" ({finding.file}:{finding.line})" if finding.line else f" ({finding.file})" if finding.file else ""
     return f"{finding.check}: {finding.figure}{where}"
+
+
+def _also(others: Sequence[Finding]) -> str:
+    """The other evidence by its names, each once: `FAIL XID 94, FAIL throttling, WARN VBIOS Version`."""
+    checks: dict[str, None] = dict.fromkeys(f"{one.verdict} {one.check}" for one in others)
+    shown = ", ".join(list(checks)[:_MOST_OTHERS])
+    return shown + (f" and {len(checks) - _MOST_OTHERS} more" if len(checks) > _MOST_OTHERS else "")
 
 
 def _read(node: NodeVerdict) -> str:
@@ -200,12 +205,11 @@ def plain_row(finding: Finding) -> dict[str, Any]:
 
 
 def node_cells(node: NodeVerdict) -> dict[str, str]:
-    """A node as a row of a page."""
+    """A node as a row of a page, in few columns."""
     first, *others = node.findings
-    also = "; ".join(f"{one.verdict} {one.check}: {one.figure}" for one in others[:_MOST_OTHERS])
-    also += f"; {len(others) - _MOST_OTHERS} more" if len(others) > _MOST_OTHERS else ""
-    cells = {"verdict": node.verdict, "node": node.node, "decisive evidence": _evidence(first), "also": also}
-    cells |= {"read": _read(node), "next step": node.next_step}
+    also = f"; also {_also(others)}" if others else ""
+    cells = {"verdict": node.verdict, "node": f"{node.node} ({_read(node)})"}
+    cells |= {"evidence": f"{_evidence(first)}{also}", "next step": node.next_step}
     return {name: one_line(cell) for name, cell in cells.items()}
 
 
