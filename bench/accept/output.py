@@ -28,6 +28,8 @@ _LEAST_WIDTH = 72
 _NARROW = 100
 _GAP = "  "
 _WIDEST_PLACE = 20
+# Columns keep their longest word whole up to so many characters: names of two hosts.
+_LONGEST_WORD, _LEAST_COLUMN = 34, 6
 _MARGIN = 7
 _MOST_OTHERS = 6
 _MOST_SKIPPED = 3
@@ -255,12 +257,19 @@ def _places_below(rows: Sequence[Sequence[str]], width: int) -> list[str]:
 
 
 def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Of the columns; where a row would be too wide, the widest of them give way."""
-    widths = _natural(rows)
-    most = max(widths)
-    while sum(min(one, most) for one in widths) > width - len(_GAP) * (len(widths) - 1):
-        most -= 1
-    return [min(one, most) for one in widths]
+    """Of the columns; where a row would be too wide, the widest give way, but not below their longest word."""
+    widths, words = _natural(rows), [_longest_word(column) for column in zip(*rows, strict=True)]
+    room = width - len(_GAP) * (len(widths) - 1)
+    for floors in (words, [0] * len(words)):
+        for most in range(max(widths), _LEAST_COLUMN - 1, -1):
+            given = [max(min(one, most), floor) for one, floor in zip(widths, floors, strict=True)]
+            if sum(given) <= room:
+                return given
+    return [min(one, max(1, room // len(widths))) for one in widths]
+
+
+def _longest_word(column: Sequence[str]) -> int:
+    return min(_LONGEST_WORD, max((len(word) for cell in column for word in cell.split()), default=0))
 
 
 def _natural(rows: Sequence[Sequence[str]]) -> list[int]:
@@ -269,16 +278,16 @@ def _natural(rows: Sequence[Sequence[str]]) -> list[int]:
 
 def _lines(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
     """A row, and what is left of the cells that are too wide for it."""
-    columns = [_wrapped(cell, width) for cell, width in zip(cells, widths, strict=True)]
+    columns = [_wrapped(cell, width, breaks=True) for cell, width in zip(cells, widths, strict=True)]
     for parts in zip_longest(*columns, fillvalue=""):
         yield _GAP.join(f"{part:<{width}}" for part, width in zip(parts, widths, strict=True)).rstrip()
 
 
-def _wrapped(text: str, width: int, margin: str = "") -> list[str]:
-    """Its lines, later ones behind the margin."""
+def _wrapped(text: str, width: int, margin: str = "", *, breaks: bool = False) -> list[str]:
+    """Its lines, later ones behind the margin; a word that is longer than a line is broken where `breaks` is set."""
     if len(text) <= width:
         return [text]
-    return textwrap.wrap(text, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(text, width, subsequent_indent=margin, break_long_words=breaks, break_on_hyphens=False)
 
 
 def _count(number: int, what: str) -> str:

@@ -99,8 +99,8 @@ def compare_peers(measured: Sequence[Measured]) -> Comparison:
     notes: dict[Series, str] = {}
     for (kind, series, *_), group in _groups(measured).items():
         members = {Series(one.file, one.run, series) for one in group}
-        if _is_unknown(group[0]):
-            notes |= dict.fromkeys(members, "no peers: the log names no collective, no device or no ranks")
+        if lacking := _lacking(group[0]):
+            notes |= dict.fromkeys(members, f"no peers: the log does not say its {' and '.join(lacking)}")
             continue
         found, note, is_judged = _judge_group(kind, series, group)
         findings += found
@@ -167,10 +167,11 @@ def _groups(measured: Iterable[Measured]) -> dict[tuple[Any, ...], list[Measured
     return {key: large[key] or group for key, group in groups.items()}
 
 
-def _is_unknown(one: Measured) -> bool:
-    """A bus bandwidth whose collective, device or ranks the log does not tell is like no other."""
+def _lacking(one: Measured) -> list[str]:
+    """What a bus bandwidth must have to be like another, and the log does not tell."""
     facts = one.figure.facts
-    return facts.get("quantity") == "bus_bw_gbs" and any(key not in facts for key in ("collective", "device", "ranks"))
+    wanted = ("collective", "device", "ranks") if facts.get("quantity") == "bus_bw_gbs" else ()
+    return [key for key in wanted if key not in facts]
 
 
 def _who(one: Measured) -> Who:
