@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from netlayer.verdict import Finding, Verdict
 
@@ -45,7 +45,7 @@ _RULES = tuple(
     _Rule(re.compile(pattern), part, step)
     for pattern, part, step in (
         (
-            r"Got completion from peer (?P<peer>[^\s<]{1,80})\S* with (?:status|error)\s?=?\s?(?P<status>\d{1,3})"
+            r"Got completion (?:from peer (?P<peer>[^\s<]{1,80})\S* )?with (?:status|error)\s?=?\s?(?P<status>\d{1,3})"
             r"(?:.*?\bhca (?P<device>[\w.-]{1,40}))?",
             "RDMA",
             _CABLE,
@@ -98,7 +98,7 @@ class _End(NamedTuple):
 _ALONE = "run netlayer accept --hosts with this node alone, then with one neighbour"
 # The first that fits any line counts: what killed a process stands above what its neighbours and launcher say of it.
 _ENDS = tuple(
-    _End(re.compile(pattern), reason, verdict, step)
+    _End(re.compile(pattern), reason, cast(Verdict, verdict), step)
     for pattern, reason, verdict, step in (
         # Sizes that do not fit say nothing of the node's health.
         (
@@ -121,7 +121,12 @@ _ENDS = tuple(
             "FAIL",
             "where the host should have as many, read nvidia-smi and the kernel's log; else correct -g and the ranks",
         ),
-        (r"Test (?:NCCL|CUDA|HIP) failure|Test failure", "", "FAIL", f"read the lines around it; {_ALONE}"),
+        (
+            r"(?:^|Test )(?:NCCL|CUDA|Cuda|HIP) failure \S{1,80}:\d|Test failure",
+            "",
+            "FAIL",
+            f"read the lines around it; {_ALONE}",
+        ),
         (
             r"Segmentation fault|Aborted \(core dumped\)|Bus error|core dumped|[Ss]ignal (?:4|6|7|8|11)\b"
             r"|SIG(?:SEGV|ABRT|BUS)",

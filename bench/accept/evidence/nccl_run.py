@@ -10,7 +10,7 @@ from bench.accept.evidence.log import Figure, Log, Text
 from bench.accept.evidence.nccl_debug import Ending
 from bench.accept.evidence.nccl_table import Side
 from netlayer.units import format_size
-from netlayer.verdict import Finding
+from netlayer.verdict import Finding, Verdict
 
 KIND = "nccl-tests"
 RUN = "run"
@@ -35,6 +35,8 @@ class Run:
         ending: why it ended early, or what came after its end.
         findings: what else its log says.
         is_measurement: whether its bandwidths are those of one run over links.
+        is_part: whether the end lacks because only a part of the log is there.
+        has_all_rows: whether only the closing lines lack.
     """
 
     collective: str
@@ -50,6 +52,8 @@ class Run:
     ending: Ending | None = None
     findings: list[Finding] = field(default_factory=list)
     is_measurement: bool = True
+    is_part: bool = False
+    has_all_rows: bool = False
 
 
 def to_log(text: Text, run: Run, number: int = 0) -> Log:
@@ -62,14 +66,16 @@ def to_log(text: Text, run: Run, number: int = 0) -> Log:
     name = run.collective or " or ".join(run.possible) or _UNKNOWN
     findings = [_data_finding(text, who, name, run)] if run.sides else []
     if run.unended:
-        findings.insert(0, _unended_finding(text, who, run.unended, run.ending))
-    elif run.ending and run.ending.verdict == "FAIL":
-        end, step = run.ending, "read the lines around it: the table is whole, its process did not end well"
-        findings.append(Finding("WARN", who, RUN, end.text, "a process that ends well", step, text.file, end.line))
+        findings.insert(0, _unended_finding(text, who, run))
     if run.too_slow:
         figure, line = run.too_slow
         expected = "0.9 of NCCL_TESTS_MIN_BW, as its user set it"
         findings.append(Finding("FAIL", who, f"{name} mean bus bandwidth", figure, expected, ALONE, text.file, line))
+    faulty = any(finding.verdict == "FAIL" for finding in findings)
+    if not run.unended and run.ending and run.ending.verdict == "FAIL" and not faulty:
+        # A process of nccl-tests that has found wrong data, or too little bandwidth, ends with an error of its own.
+        end, step = run.ending, "read the lines around it: the table is whole, its process did not end well"
+        findings.append(Finding("WARN", who, RUN, end.text, "a process that ends well", step, text.file, end.line))
     hosts = tuple(dict.fromkeys(run.hosts))
     series = f"{name} {{}}, {_where(run)}"
     if not {"collective", "ranks", "hosts"} <= set(run.facts):
@@ -98,8 +104,14 @@ def _where(run: Run) -> str:
     return f"{num_ranks or 'unknown'} ranks" + (f" on {num_hosts} hosts" if num_hosts > 1 else "")
 
 
-def _unended_finding(text: Text, who: str, unended: tuple[str, int], end: Ending | None) -> Finding:
-    where, line = unended
+def _unended_finding(text: Text, who: str, run: Run) -> Finding:
+    where, line = run.unended or ("", 0)
+    end = run.ending
+    if end is None and (run.is_part or run.has_all_rows):
+        # Nothing of what is there tells of a hang; a program that hangs behind its last row is rare, and no more.
+        words = f"{where}: a part of a log, or a run that did not end"
+        verdict: Verdict | None = None if run.is_part else "WARN"
+        return Finding(verdict, who, RUN, words, "its closing lines", "give the whole log", text.file, line)
     if end is None:
         return Finding("FAIL", who, RUN, where, "a run that ends", _NO_END, text.file, line)
     # A failure that the program itself reports is where to begin reading; else where the run stood.

@@ -4,7 +4,8 @@ History (github.com/NVIDIA/nccl-tests and ROCm/rccl-tests, src/): until March 20
 deviation `res` a side; until August 2022 (NCCL 2.13) `size count type [redop] [root|dist]` and a deviation `error`,
 which rccl-tests mark with `*` where it is too large; since then redop and root always, and `#wrong`, the number of
 elements. An empty redop leaves its column blank. rccl-tests -O 0 have one side, in place; 2.0's broadcast has one, out
-of place. Later came a date and a time at the end (-S), or before the size, and per-iteration columns a side (-I).
+of place. Later came a date and a time at the end (-S), or before the size, per-iteration columns a side (-I), and
+`#iters` at the end.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ class Layout(NamedTuple):
         front: names of the columns before the figures.
         side: names of the columns of one side.
         places: which sides there are.
+        num_behind: columns behind the sides, such as the number of iterations.
     """
 
     front: tuple[str, ...]
     side: tuple[str, ...]
     places: tuple[str, ...]
+    num_behind: int = 0
 
 
 class Side(NamedTuple):
@@ -71,7 +74,7 @@ class Row(NamedTuple):
     """One size; `op` and `root` are None where the row has none, and `root` is -1 where the collective has none."""
 
     size: int
-    count: int
+    num_elements: int
     dtype: str
     op: str | None
     root: int | None
@@ -101,7 +104,10 @@ def read_header(words: str, title: str) -> Layout | None:
         return None
     side = tuple(names[starts[0] : starts[1] if len(starts) > 1 else len(names)])
     only = OUT_OF_PLACE if "out-of-place" in title else IN_PLACE
-    return Layout(tuple(names[: starts[0]]), side, (OUT_OF_PLACE, IN_PLACE) if len(starts) > 1 else (only,))
+    num_behind = len(names) - starts[1] - len(side) if len(starts) > 1 else 0
+    if num_behind < 0:
+        return None
+    return Layout(tuple(names[: starts[0]]), side, (OUT_OF_PLACE, IN_PLACE) if len(starts) > 1 else (only,), num_behind)
 
 
 def read_row(words: str, line: int, layout: Layout | None) -> Row | str:
@@ -141,6 +147,8 @@ def _parts(
     """Cells before the figures, the figures, their places and their columns; no figures where the number is wrong."""
     names = layout.side if layout else ("time", "algbw", "busbw", "wrong")
     places = layout.places if layout else (OUT_OF_PLACE, IN_PLACE)
+    if layout and layout.num_behind:
+        cells = cells[: -layout.num_behind]
     # Counted from the right: a column in front may be blank. Where the first side is blank, the second stands alone.
     for counted in dict.fromkeys((places, places[-1:])):
         for num_names in (len(names),) if layout else (4, 8):
@@ -250,8 +258,9 @@ class Deduction(NamedTuple):
 def deduce(rows: Sequence[Row], num_ranks: int) -> Deduction:
     """Tell the collective by size against count, reduction, root, and bus over algorithm bandwidth.
 
-    all_gather and alltoall, gather and scatter, and among two ranks all_reduce and sendrecv write the same rows, except
-    that alltoall and sendrecv leave their in-place data unchecked: where it is checked, both stay possible.
+    alltoall and sendrecv leave their in-place data unchecked, all others check it: this alone tells all_reduce from
+    sendrecv among two ranks. It tells alltoall from all_gather where it is unchecked, but tables are about in which
+    alltoall's in-place side has zeros: where it is checked, both stay possible. So do gather and scatter.
 
     Args:
         num_ranks: as the log lists them, 0 where it lists none. A list that was cut does not fit the bandwidths: then
@@ -267,6 +276,7 @@ def deduce(rows: Sequence[Row], num_ranks: int) -> Deduction:
         for name, form in _FORMS.items()
         if form.sharded == (shape > 1)
         and not (unchecked and form.checks_in_place)
+        and not (name == "sendrecv" and _is_checked_in_place(rows))
         and all(_fits(row, name, form) for row in rows)
     }
     low, high = _ratio(rows)
@@ -280,7 +290,7 @@ def deduce(rows: Sequence[Row], num_ranks: int) -> Deduction:
 
 def _shape(row: Row) -> int:
     """Size over the bytes of count: 1, or the number of ranks; 0 where it cannot be told."""
-    nbytes = row.count * _TYPE_BYTES.get(row.dtype, 0)
+    nbytes = row.num_elements * _TYPE_BYTES.get(row.dtype, 0)
     return row.size // nbytes if nbytes and row.size % nbytes == 0 else 0
 
 
@@ -290,9 +300,9 @@ def _fits(row: Row, name: str, form: _Form) -> bool:
     reduces, has_root = row.op not in (None, "none"), row.root is not None and row.root >= 0
     if has_root != form.has_root:
         return False
-    if any(side.deviation is not None for side in row.sides) and not reduces and form.sharded and form.factor == 1:
+    if name in ("all_gather", "alltoall") and any(side.deviation is not None for side in row.sides):
         # Before August 2022 alltoall's header had a column for the reduction that it has not; all_gather's had none.
-        return has_root or (name == "alltoall") == row.has_blank_op
+        return not reduces and (name == "alltoall") == row.has_blank_op
     # At first sendrecv printed no reduction.
     return reduces == form.reduces or (name == "sendrecv" and row.op is None)
 
@@ -329,3 +339,8 @@ def _only_in_place_unchecked(rows: Sequence[Row]) -> bool:
         return {side.place: side.wrong is not None or side.deviation is not None for side in row.sides}
 
     return bool(rows) and all(checked(row) == {OUT_OF_PLACE: True, IN_PLACE: False} for row in rows)
+
+
+def _is_checked_in_place(rows: Sequence[Row]) -> bool:
+    sides = (side for row in rows for side in row.sides if side.place == IN_PLACE)
+    return any(side.wrong is not None or side.deviation is not None for side in sides)

@@ -27,8 +27,9 @@ from netlayer.units import format_size
 from netlayer.verdict import Finding
 
 _TEXT = re.compile(
-    r"nccl-tests version|rccl-tests: Version|^#?\s*nThreads?:? \d{1,6} nGpus|Collective test starting|Avg bus bandwidth"
-    r"|\balgbw\s+busbw\b|Test (?:NCCL|CUDA|HIP) failure"
+    r"^[#\s]*[nr]ccl-tests version \S|^[#\s]*rccl-tests: Version|^[#\s]*nThreads?:? \d{1,6} nGpus"
+    r"|^# Collective test starting|^[#\s]*Avg bus bandwidth\s*:|^[#\s|]*(?:size|bytes) +(?:count|N) .*\balgbw\s+busbw\b"
+    r"|(?:^|: Test )(?:NCCL|CUDA|Cuda|HIP) failure \S{1,80}:\d"
     r"|^\s*\d{1,18}\s+\d{1,18}\s+(?:float|half|double|bfloat16|u?int\d{1,2})\s+"
     r"(?:sum|prod|min|max|avg|mulsum|none)\s+-?\d{1,6}\s+\d",
     re.MULTILINE,
@@ -38,8 +39,10 @@ _RANK = re.compile(
     r"\[[^\]]{0,40}\] (.*)$"
 )
 _PROGRAM = re.compile(r"(\w{1,40}?)_perf(?:_mpi)?\b")
-_LIBRARY = re.compile(r"nccl-library=(\d{1,9})|NCCL version (\d{1,4})\.(\d{1,4})\.(\d{1,4})")
+_LIBRARY = re.compile(r"[nr]ccl-library=(\d{1,9})|NCCL version (\d{1,4})\.(\d{1,4})\.(\d{1,4})")
 _GRAPH = re.compile(r"\bgraph: (\d{1,9})")
+_LARGEST = re.compile(r"minBytes:? (\d{1,18}) maxBytes:? (\d{1,18}) step:? (\d{1,18})\((factor|bytes)\)")
+_REDUCED = re.compile(r"# Reducing maxBytes to (\d{1,18}) ")
 _BOUNDS = re.compile(r"[#\s]*Out of bounds values\s*:\s*(\d{1,18})\s+(OK|FAILED)")
 _ERROR = re.compile(r"# error: (.+)")
 _LAUNCHER = re.compile(r"\b(?:mpirun|mpiexec|srun|prterun|orterun|mpirun_rsh)\b")
@@ -47,7 +50,7 @@ _LAUNCHER = re.compile(r"\b(?:mpirun|mpiexec|srun|prterun|orterun|mpirun_rsh)\b"
 _MARKS = tuple(
     re.compile(pattern)
     for pattern in (
-        r"[#\s]*nccl-tests version ",
+        r"[#\s]*[nr]ccl-tests version ",
         r"[#\s]*Collective test starting",
         r"[#\s]*nThreads?:? \d|[#\s]*nGpus\(perProc\) \d",
         r"[#\s]*Using devices",
@@ -98,7 +101,8 @@ class _Section:
 
     @property
     def ended(self) -> bool:
-        return self.num_ends > 0
+        """Whether it has closing lines: an edited log may lack one of them."""
+        return self.num_ends > 0 or self.stage >= _OUT_OF_BOUNDS
 
 
 def is_text(content: str) -> bool:
@@ -279,7 +283,8 @@ def _alone_log(text: Text, sections: Sequence[_Section], number: int) -> Log:
 
 def _section_log(text: Text, section: _Section, number: int) -> Log:
     run = _read_section(text, section)
-    if not run.sides and not run.findings and run.unended is None and run.ending is None:
+    measures = bool(run.sides or run.findings)
+    if not measures and (run.unended is None or not section.num_starts) and run.ending is None:
         if run.lost:
             reason, line = run.lost[0]
             raise text.damaged(line, f"a row cannot be read: {reason}", _AGAIN)
@@ -302,6 +307,7 @@ def _read_section(text: Text, section: _Section) -> Run:
     if not num_ranks or (collective in deduced.names and not deduced.fits_list):
         # No list of devices, or one that was cut.
         num_ranks, hosts_known = deduced.num_ranks, False
+        hosts = hosts if deduced.fits_list else []
     words = "\n".join(line.words for line in section.lines)
     facts = facts_of(collective, num_ranks, [rank.device for rank in ranks], _version(words))
     if hosts_known:
@@ -313,6 +319,9 @@ def _read_section(text: Text, section: _Section) -> Run:
         facts["nvls"] = nvls
     sides = [side for row in rows for side in row.sides]
     run = Run(collective, hosts, facts, sides, possible, lost, unended=unended)
+    if unended and sides:
+        run.is_part = not section.num_starts or _is_elided(section)
+        run.has_all_rows = _is_whole(section)
     _read_foot(section, run)
     who = who_of(hosts, text)
     run.ending = nccl_debug.ending(section.lines if unended else _after_end(section))
@@ -371,31 +380,57 @@ def _unended(text: Text, section: _Section) -> tuple[str, int]:
     """
     last = text.lines[-1]
     if section.lines[-1].number == len(text.lines) and last and not _is_half_row(last):
-        if nccl_table.is_row(last):
-            layout = next((found for found in map(_layout_of, reversed(section.lines)) if found), None)
-            row = nccl_table.read_row(last, len(text.lines), layout)
-            if isinstance(row, str):
-                rule = f"a row ends after {row}: the run hung, or the log was cut"
-                raise text.damaged(len(text.lines), rule, _AGAIN)
-        if nccl_debug.ending(section.lines) is None and nccl_debug.ending([Line(len(text.lines), last)]) is None:
+        number = len(text.lines)
+        row = nccl_table.read_row(last, number, _last_layout(section)) if nccl_table.is_row(last) else None
+        if isinstance(row, str):
+            raise text.damaged(number, f"a row ends after {row}: the run hung, or the log was cut", _AGAIN)
+        # A part that was taken out of a log has its own end, and no program's.
+        if section.num_starts and nccl_debug.ending(section.lines) is None:
             rule = f"ends before '{_ENDED}', within a line: the run hung, or the log was cut"
-            raise text.damaged(len(text.lines), rule, _AGAIN)
+            raise text.damaged(number, rule, _AGAIN)
     stands = ("has no end, nor a row of figures", _first_mark(section))
     for line in section.lines:
         if nccl_table.is_row(line.words):
-            size = next(int(cell) for cell in line.words.split() if cell.isdecimal())
-            where = f"{format_size(size)}{' out of place' * _is_half_row(line.words)}"
+            where = f"{format_size(_size(line.words))}{' out of place' * _is_half_row(line.words)}"
             stands = (f"has no end; its last figures are of {where}", line.number)
     return stands
+
+
+def _is_whole(section: _Section) -> bool:
+    """Whether the last row is of the largest size that the run was to measure."""
+    largest = next((match for line in section.lines if (match := _LARGEST.search(line.words))), None)
+    rows = [line for line in section.lines if nccl_table.is_row(line.words)]
+    if largest is None or not rows:
+        return False
+    low, high = int(largest[1]), int(largest[2])
+    reduced = [int(match[1]) for line in section.lines if (match := _REDUCED.search(line.words))]
+    high = reduced[-1] if reduced else high
+    step, factor = int(largest[3]), largest[4] == "factor"
+    row = nccl_table.read_row(rows[-1].words, rows[-1].number, _last_layout(section))
+    # The next size is above the largest; sizes of sharded collectives are rounded down to whole elements.
+    size = _size(rows[-1].words)
+    following = size * step if factor and step > 1 else size + max(1, step)
+    return isinstance(row, Row) and len(row.sides) == 2 and size >= low - 4096 and following > high
+
+
+def _is_elided(section: _Section) -> bool:
+    """Whether whoever quoted the log has left out what follows the last row."""
+    last = max(at for at, line in enumerate(section.lines) if nccl_table.is_row(line.words))
+    return any(re.match(r"[#\s]*(?:\.\.\.|\[\.\.\.\]|<snip>)", line.words) for line in section.lines[last + 1 :])
+
+
+def _last_layout(section: _Section) -> Layout | None:
+    headers = (line.words for line in reversed(section.lines) if "busbw" in line.words)
+    return next((layout for words in headers if (layout := nccl_table.read_header(words, ""))), None)
+
+
+def _size(row: str) -> int:
+    return next(int(cell) for cell in row.split() if cell.isdecimal())
 
 
 def _first_mark(section: _Section) -> int:
     started = (line.number for line in section.lines if _stage(line.words) == _STARTED)
     return next(started, section.lines[0].number)
-
-
-def _layout_of(line: Line) -> Layout | None:
-    return nccl_table.read_header(line.words, "") if "busbw" in line.words else None
 
 
 def _is_half_row(words: str) -> bool:

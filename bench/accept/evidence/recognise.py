@@ -126,8 +126,11 @@ def _in_file(text: Text, log: Log) -> Log:
 
 
 def _is_json(text: Text) -> bool:
+    """Whether it is to be read as JSON: a log may begin with the settings of whoever wrote it, in braces too."""
     content = text.content
-    return content.lstrip().startswith("{") or any(mark in content for mark in _JSON_MARKS)
+    if any(mark in content for mark in _JSON_MARKS):
+        return True
+    return content.lstrip().startswith("{") and not any(is_text(text.body) for is_text, _ in (*_OF_MANY, *_TEXT))
 
 
 def _parse_json(text: Text) -> Log:
