@@ -51,7 +51,7 @@ class NodeVerdict:
 # What decides where several findings are of one severity: a part that reports its own fault explains a slow or failed
 # collective, not the other way round; wrong data is graver than a run that broke off, which is graver than a slow one.
 # Of the tools, by the name of the kind, the driver's own word goes before a test that ran into the fault.
-_TOOLS = ("kernel", "fabric", "nvidia-smi", "nvlink", "ibstat", "dcgmi")
+_TOOLS = ("kernel", "fabric", "nvidia-smi", "nvlink", "RDMA ports", "dcgmi")
 _DATA, _RUN, _SPEED, _SETTING = (len(_TOOLS) + at for at in range(4))
 _SEVERITY: tuple[Verdict | None, ...] = ("FAIL", "WARN", "NO VERDICT", None, "PASS")
 
