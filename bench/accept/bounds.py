@@ -21,6 +21,7 @@ from netlayer.verdict import Finding, Verdict
 
 FILE = Path(__file__).with_name("bounds.toml")
 CHECK = "physical bound"
+NOT_BELIEVABLE = "the figure is not believable"
 # Times measured by hosts, and sizes printed as rounded figures, leave so much above a nominal rate.
 _SLACK = 1.02
 # From here on latency no longer decides: every published healthy run is above PCIe's rate there. Up to 256 MiB too few
@@ -137,7 +138,7 @@ def _too_fast(group: Sequence[Figure], said: Mapping[str, Any]) -> _Found | None
         why = f"the fastest port on sale carries {most:g} Gb/s"
     if most is None or top.value <= _SLACK * most:
         return None
-    return "WARN", top, f"{why}: the figure is not believable", _UNITS_STEP
+    return "WARN", top, f"{why}: {NOT_BELIEVABLE}", _UNITS_STEP
 
 
 def _too_slow(group: Sequence[Figure], said: Mapping[str, Any]) -> _Found | None:

@@ -154,7 +154,7 @@ def load_user(path: Path) -> tuple[Expectation, ...]:
     Raises:
         ConfigError: it cannot be read, or an entry cannot be used; one line says which and why.
     """
-    tree = _read(path)
+    tree = _read("--expect", path)
     unknown = [key for key in tree if key != "expect"]
     tables = tree.get("expect")
     if unknown or not isinstance(tables, list) or not tables or not all(isinstance(one, dict) for one in tables):
@@ -208,8 +208,7 @@ def threshold_of(published: Sequence[Published], shares: Sequence[float] = ()) -
     return max(fail, _PASS_SHARE * min(figures)), fail
 
 
-def _read(path: Path) -> dict[str, Any]:
-    field = "--expect" if path.suffix != ".toml" or not path.is_relative_to(FOLDER) else "expectations"
+def _read(field: str, path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
@@ -219,7 +218,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _registry_file(path: Path) -> Iterator[Expectation]:
-    tree = _read(path)
+    tree = _read("expectations", path)
     try:
         _check_keys(tree, _FILE_KEYS)
         machine, sources = tree["machine"], {name: _source(name, table) for name, table in tree["source"].items()}

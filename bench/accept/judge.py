@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.accept.bounds import judge_bounds
+from bench.accept.bounds import NOT_BELIEVABLE, judge_bounds
 from bench.accept.evidence.log import Figure, Log, expand, read_text
 from bench.accept.evidence.recognise import UNKNOWN_FORM, parse_all
 from bench.accept.expectations import Expectation, Facts, expected, facts_of, lacking_nvls, load
@@ -110,7 +110,22 @@ def judge_runs(runs: Sequence[Run], said: Facts, entries: Sequence[Expectation])
     order = {file: at for at, file in enumerate(dict.fromkeys(run.file for run in runs))}
     findings.sort(key=lambda finding: (SEVERITY.index(finding.verdict), order.get(finding.file, 0)))
     kinds = {run.file: run.log.kind for run in runs}
-    return Judgement(tuple(findings), (), kinds, judge_nodes(findings, places, kinds), tuple(runs), comparison)
+    shared = _on_several(comparison, runs)
+    nodes = judge_nodes([finding for finding in findings if finding not in shared], places, kinds)
+    return Judgement(tuple(findings), (), kinds, nodes, tuple(runs), comparison)
+
+
+def _on_several(comparison: Comparison, runs: Sequence[Run]) -> set[Finding]:
+    """The findings that accuse no one of several nodes: either of two, all that scatter. They count for no node."""
+    subjects: dict[str, set[str]] = defaultdict(set)
+    for run in runs:
+        for figure in run.log.figures:
+            subjects[run.file] |= {figure.subject, *figure.parts}
+    return {
+        finding
+        for finding in comparison.findings
+        if finding.verdict != "PASS" and finding.subject not in subjects[finding.file]
+    }
 
 
 def held(file: str, figures: Sequence[Figure], entries: Sequence[Expectation], said: Facts) -> Iterator[Finding]:
@@ -198,10 +213,16 @@ def _on_run(run: Run, entries: Sequence[Expectation], said: Facts, comparison: C
     """Bounds and expectations on one run; NO VERDICT for all of it where neither they nor peers judge anything.
 
     What its bound says of a figure replaces what an expectation would: above it the figure is not believable, and far
-    below it the fault is known.
+    below it the fault is known. A threshold of the user goes before what is far below: he may have wanted it so.
     """
     log = run.log
-    bounds = list(judge_bounds(run.file, log.figures, said))
+    users = [entry for entry in entries if entry.user]
+    own = {finding.check for finding in held(run.file, log.figures, users, said) if finding.verdict} if users else set()
+    bounds = [
+        finding
+        for finding in judge_bounds(run.file, log.figures, said)
+        if finding.expected.endswith(NOT_BELIEVABLE) or finding.check.rpartition(": ")[0] not in own
+    ]
     yield from bounds
     bound_series = {finding.check.rpartition(": ")[0] for finding in bounds}
     judged = {key.series for key in comparison.judged if (key.file, key.run) == (run.file, log.run)} | bound_series

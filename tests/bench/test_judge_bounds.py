@@ -8,7 +8,7 @@ import pytest
 
 from bench.accept.bounds import ceiling, judge_bounds, load_bounds
 from bench.accept.evidence.log import Figure, Log
-from bench.accept.expectations import load
+from bench.accept.expectations import Expectation, load
 from bench.accept.judge import Judgement, Run, judge_runs
 from netlayer.verdict import Verdict
 
@@ -113,3 +113,10 @@ def test_every_rate_has_a_source_and_nobody_owns_two() -> None:
         assert len(owners) == 1, name
         assert "http" in owners[0].source
         assert owners[0].link_gbs >= owners[0].pcie_gbs
+
+
+def test_a_threshold_of_the_user_goes_before_what_is_far_below_but_not_before_the_impossible() -> None:
+    mine = (Expectation({"quantity": "bus_bw_gbs"}, 10, 10, 10, "mine", user=True), *load())
+    for value, verdict in ((12.0, "PASS"), (9.0, "FAIL"), (4800.0, "WARN")):
+        run = Run("log", Log("nccl-tests", figures=(figure(value),)))
+        assert [finding.verdict for finding in judge_runs([run], {}, mine).findings] == [verdict]
