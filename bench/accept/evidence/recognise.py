@@ -35,6 +35,7 @@ KNOWN = (
     "nccl-tests (text, -J), perftest, dcgmi diag -j, nvbandwidth (text, -j), nvidia-smi -q, nvidia-smi nvlink -s, "
     "the kernel's log"
 )
+UNKNOWN_FORM = "is of no known form"
 # The names that the JSON of a known tool holds; a tool may print warnings above its JSON.
 _JSON_MARKS = ('"nccl_version"', '"DCGM Diagnostic"', '"DCGM GPU Diagnostic"', '"nvbandwidth"')
 
@@ -150,4 +151,4 @@ def _parse_text(text: Text) -> Log:
 
 
 def _unknown(text: Text) -> ConfigError:
-    return text.damaged(0, "is of no known form", f"give a log of {KNOWN}")
+    return text.damaged(0, UNKNOWN_FORM, f"give a log of {KNOWN}")
