@@ -79,8 +79,8 @@ CASES = {
         "kernel log",
         "FAIL",
         [
-            ("GPU 0000:52:00", "XID 94", "drain"),
             ("GPU 0000:1b:00", "XID 79", "drain"),
+            ("GPU 0000:52:00", "XID 94", "application"),
             ("GPU 0000:52:00", "XID 63", "reset"),
             ("GPU 0000:43:00", "XID 13", "application"),
         ],

@@ -20,6 +20,7 @@ _JSON: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[Text, Mapping[
     (nccl_tests.is_json, nccl_tests.parse_json),
     (dcgmi.is_json, dcgmi.parse_json),
     (nvbandwidth.is_json, nvbandwidth.parse_json),
+    (kernel.is_json, kernel.parse_json),
 )
 _TEXT: tuple[tuple[Callable[[str], bool], Callable[[Text], Log]], ...] = (
     (nvidia_smi.is_text, nvidia_smi.parse_text),
