@@ -331,7 +331,7 @@ def test_a_fatal_switch_and_a_gpu_that_does_not_start_are_no_healthy_kernel_log(
     found = [(finding.verdict, finding.subject, finding.check) for finding in bad(judge_files([tmp_path / "log"]))]
     assert found == [
         ("FAIL", "NVSwitch 3", "SXid 20034"),
-        ("FAIL", "GPU 0000:1b:00.0", "driver"),
+        ("FAIL", "GPU 0000:1b:00", "driver"),
         ("WARN", "NVSwitch 3", "SXid 28006"),
     ]
 

@@ -214,7 +214,7 @@ def _read(reading: _Reading, line: _Line) -> None:
 
 def _read_xid(reading: _Reading, line: _Line, found: re.Match[str]) -> None:
     code, words = int(found[2]), printable(found[3].strip())
-    gpu = f"GPU {found[1]}"
+    gpu = f"GPU {normal_bus(found[1]) or found[1]}"
     resolution = xid.resolve(code, words)
     if code == 154:
         # What was asked for before is over: only the last word of the driver holds.
