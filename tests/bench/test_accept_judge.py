@@ -60,7 +60,7 @@ CASES = {
     "dcgmi4_bad.json": (
         "dcgmi diag",
         "FAIL",
-        [("GPU 0", "software", "correct the setting"), ("GPU 2", "memory", "return GPU 2")],
+        [("GPU 2", "memory", "return GPU 2"), ("GPU 0", "software", "correct the setting")],
     ),
     "dcgmi3_bad.json": ("dcgmi diag", "FAIL", [("GPU 1", "PCIe", "GPU 1")]),
     "nvbandwidth_good.txt": ("nvbandwidth", "PASS", []),

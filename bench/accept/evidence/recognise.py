@@ -28,6 +28,7 @@ _TEXT: tuple[tuple[Callable[[str], bool], Callable[[Text], Log]], ...] = (
     (perftest.is_text, perftest.parse_text),
     (nvbandwidth.is_text, nvbandwidth.parse_text),
     (nvlink.is_text, nvlink.parse_text),
+    (dcgmi.is_text, dcgmi.parse_text),
     (kernel.is_text, kernel.parse_text),
 )
 KNOWN = (
