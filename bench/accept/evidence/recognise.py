@@ -11,8 +11,10 @@ from bench.accept.evidence import (
     nccl_tests,
     nvbandwidth,
     nvidia_smi,
+    nvidia_smi_table,
     nvlink,
     perftest,
+    topo,
 )
 from bench.accept.evidence.log import Log, Text
 
@@ -23,13 +25,17 @@ _JSON: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[Text, Mapping[
     (kernel.is_json, kernel.parse_json),
 )
 _TEXT: tuple[tuple[Callable[[str], bool], Callable[[Text], Log]], ...] = (
+    (nvidia_smi.is_xml, nvidia_smi.parse_xml),
     (nvidia_smi.is_text, nvidia_smi.parse_text),
     (nccl_tests.is_text, nccl_tests.parse_text),
     (perftest.is_text, perftest.parse_text),
     (nvbandwidth.is_text, nvbandwidth.parse_text),
     (nvlink.is_text, nvlink.parse_text),
+    (topo.is_text, topo.parse_text),
+    (nvidia_smi_table.is_text, nvidia_smi_table.parse_text),
     (dcgmi.is_text, dcgmi.parse_text),
     (kernel.is_text, kernel.parse_text),
+    (nvidia_smi_table.is_error, nvidia_smi_table.parse_text),
 )
 KNOWN = (
     "nccl-tests (text, -J), perftest, dcgmi diag -j, nvbandwidth (text, -j), nvidia-smi -q, nvidia-smi nvlink -s, "
@@ -55,8 +61,6 @@ def parse(text: Text) -> Log:
         for is_text, parse_text in _TEXT:
             if is_text(content):
                 return parse_text(text)
-    if "<nvidia_smi_log>" in content:
-        raise text.damaged(0, "is nvidia-smi's XML", "give the text of nvidia-smi -q, without -x")
     raise text.damaged(0, "is of no known form", f"give a log of {KNOWN}")
 
 
