@@ -12,7 +12,7 @@ from typing import NamedTuple
 from xml.parsers import expat
 
 from bench.accept.evidence.log import Log, Text, printable
-from bench.accept.evidence.nvidia_smi_rules import RULES, lost_gpus
+from bench.accept.evidence.nvidia_smi_rules import MANY_UNKNOWN, RULES, UNKNOWN, lost_gpus
 from netlayer.verdict import Finding
 
 KIND = "nvidia-smi -q"
@@ -145,7 +145,16 @@ def _names(gpus: Mapping[str, _Fields]) -> dict[str, str]:
 
 
 def _judge(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:
+    unknown = [field for field in fields.values() if field.value in UNKNOWN]
+    if len(unknown) >= MANY_UNKNOWN:
+        words = f"Unknown Error in {len(unknown)} fields"
+        step = f"reboot the node; where {who} does not come back, reseat or return it"
+        yield Finding("FAIL", who, "query", words, "an answer", step, text.file, unknown[0].line)
+    # Cards for desktops come with ECC off.
+    is_desktop = "GeForce" in fields.get("Product Name", _Field("", 0)).value
     for path, (value, line) in fields.items():
+        if is_desktop and path.startswith("ECC Mode"):
+            continue
         for rule in RULES:
             if re.match(rule.field, path) and rule.is_bad(value):
                 name = path.rpartition("/")[2] if path.count("/") else path

@@ -75,11 +75,17 @@ RULES = (
     Rule("GPU Reset Status/(Reset Required|Drain and Reset Recommended)", _says("Yes"), "FAIL", "reset", "No", _RESET),
     Rule("GPU Recovery Action", _not("None"), "FAIL", "recovery action", "None", "do what it says: {} needs it"),
     Rule("", _says("GPU requires reset", "[GPU requires reset]"), "FAIL", "reset", "not required", _RESET),
-    Rule("", _says("Unknown Error", "GPU is lost", "[GPU is lost]", "[Unknown Error]"), "FAIL", "query",
+    Rule("", _says("GPU is lost", "[GPU is lost]"), "FAIL", "query",
          "an answer", "reboot the node; where {} does not come back, reseat or return it"),
     Rule("(?!Fan Speed).*", _says("ERR!"), "FAIL", "query",
          "an answer", "reboot the node; where {} does not come back, reseat or return it"),
 )  # fmt: skip
+
+
+# A driver may answer single fields so on a healthy GPU ("Addressing Mode" of 535 does); a GPU that is gone answers most
+# of them so.
+UNKNOWN = ("Unknown Error", "[Unknown Error]")
+MANY_UNKNOWN = 5
 
 
 class Line(NamedTuple):

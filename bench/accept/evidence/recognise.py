@@ -7,7 +7,10 @@ from typing import Any
 
 from bench.accept.evidence import (
     dcgmi,
+    fabricmanager,
+    infiniband,
     kernel,
+    nccl_inspector,
     nccl_tests,
     nvbandwidth,
     nvidia_smi,
@@ -23,6 +26,7 @@ _JSON: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[Text, Mapping[
     (dcgmi.is_json, dcgmi.parse_json),
     (nvbandwidth.is_json, nvbandwidth.parse_json),
     (kernel.is_json, kernel.parse_json),
+    (nccl_inspector.is_json, nccl_inspector.parse_json),
 )
 _TEXT: tuple[tuple[Callable[[str], bool], Callable[[Text], Log]], ...] = (
     (nvidia_smi.is_xml, nvidia_smi.parse_xml),
@@ -34,6 +38,8 @@ _TEXT: tuple[tuple[Callable[[str], bool], Callable[[Text], Log]], ...] = (
     (topo.is_text, topo.parse_text),
     (nvidia_smi_table.is_text, nvidia_smi_table.parse_text),
     (dcgmi.is_text, dcgmi.parse_text),
+    (infiniband.is_text, infiniband.parse_text),
+    (fabricmanager.is_text, fabricmanager.parse_text),
     (kernel.is_text, kernel.parse_text),
     (nvidia_smi_table.is_error, nvidia_smi_table.parse_text),
 )
