@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from bench.accept.evidence import xid
 from bench.accept.evidence.identity import normal_bus
-from bench.accept.evidence.kernel_events import EVENTS, KNOWN, MARKS
+from bench.accept.evidence.kernel_events import EVENTS, KNOWN, MARKS, ROOT_PORT
 from bench.accept.evidence.log import Log, Text, mapping, printable, sequence, word
 from netlayer.verdict import Finding, Verdict
 
@@ -36,6 +36,8 @@ _LINK = re.compile(
     r"(?:NIC )?(?:[Ll]ink (?:is )?(?P<link>[Dd]own|[Uu]p|DOWN|UP)\b|(?P<carrier>[Ll]ost|[Gg]ained) carrier)"
 )
 _BOOT = re.compile(r"\bLinux version \d")
+_UPTIME = re.compile(r"\[ {0,8}(\d{1,9})\.\d{6}\]")
+_START_S = 120  # in which a node's drivers bring their links up for the first time
 _STEP_FLAP = "swap cable and transceiver of {}, then its switch port, unless its switch was under maintenance"
 _STEP_DOWN = "see whether {} is wanted: it lost its carrier and did not get it back in this log"
 
@@ -46,7 +48,8 @@ _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?"
 _KERNEL_STAMP = re.compile(
     r"^(?:<\d{1,3}>)?(?:[a-z]{1,8}\s{0,8}:[a-z]{1,8}\s{0,8}: )?"
     rf"(?:\[[ \d]{{1,9}}\.\d{{6}}\]|\[{_DAY} {_MONTH} [ \d]{{1,2}} {_CLOCK} \d{{4}}\]|\[{_MONTH} ?\d\d \d\d:\d\d\]|"
-    rf"\[ *[+<][ \d.]{{3,14}}>?\]|\d{{4}}-\d\d-\d\dT{_CLOCK}[+-]\d\d:?\d\d|\d{{1,2}},\d{{1,9}},\d{{1,18}},[-c+];)\s?"
+    rf"\[ *[+<][ \d.]{{3,14}}>?\]|\d{{4}}-\d\d-\d\dT{_CLOCK}[+-]\d\d:?\d\d|\d{{1,2}},\d{{1,9}},\d{{1,18}},[-c+];|"
+    r"kernel:)\s?"
 )
 # What syslog and the journal put there: a time in many forms, the host, and the program.
 _SYSLOG = re.compile(
@@ -81,6 +84,8 @@ class _Carrier:
     """The link of a network device since the node started."""
 
     is_rdma: bool = False
+    # A driver says "link down" once before the first "link up" after a boot: nothing was lost.
+    was_up: bool = True
     is_down: bool = False
     flaps: int = 0
     line: int = 0
@@ -91,11 +96,12 @@ class _Reading:
     """What was read so far."""
 
     seen: dict[_Key, list[tuple[int, str]]] = field(default_factory=dict)
-    carriers: dict[tuple[str, str], _Carrier] = field(default_factory=lambda: defaultdict(_Carrier))
+    carriers: dict[tuple[str, str], _Carrier] = field(default_factory=dict)
     hosts: Counter[str] = field(default_factory=Counter)
     # The recovery action that each GPU's driver asked for last, and where.
     recovery: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
     open_gpu: str = ""
+    saw_boot: bool = False
     broken_xid: int = 0
 
     def add(self, key: _Key, line: int, words: str) -> None:
@@ -107,7 +113,7 @@ def is_text(content: str) -> bool:
         return True
     lines = [line[:200] for line in content.splitlines() if line.strip()]
     own = sum(bool(_KERNEL_STAMP.match(line)) for line in lines)
-    programs = [found["program"] for line in lines if (found := _SYSLOG.match(line))]
+    programs = [found["program"] for line in lines if (found := _syslog_head(line))]
     # A message of several lines has its stamp on the first alone, and journalctl adds lines of its own.
     return 2 * (own + (len(programs) if "kernel" in programs else 0)) > len(lines)
 
@@ -139,11 +145,17 @@ def _lines(content: str) -> Iterator[_Line]:
     """Every line that the kernel wrote, without what stands before its words."""
     for number, line in enumerate(content.split("\n"), 1):
         cut = line[:_MOST_CHARS]
-        head = _SYSLOG.match(cut)
+        head = _syslog_head(cut)
         if head is None:
             yield _Line(number, "", cut)
         elif head["program"].rpartition("/")[2] in _PROGRAMS:
             yield _Line(number, printable(head["host"]), cut[head.end() :])
+
+
+def _syslog_head(line: str) -> re.Match[str] | None:
+    """What syslog or the journal put before a line; `[ 9.120000] pcieport 0000:00:1c.4: ...` is the kernel's alone."""
+    head = _SYSLOG.match(line)
+    return None if head and line.startswith("[") and head["program"] != "kernel" else head
 
 
 def _journal(content: str) -> Iterator[_Line]:
@@ -170,10 +182,13 @@ def _log(text: Text, lines: Iterator[_Line]) -> Log:
         if MARKS.search(line.message) or "ink" in line.message:
             _read(reading, line)
         if _BOOT.search(line.message):
+            reading.saw_boot = True
             for carrier in reading.carriers.values():
-                carrier.is_down = False
+                carrier.is_down, carrier.was_up = False, False
     if not reading.seen and reading.broken_xid:
         raise text.damaged(reading.broken_xid, "must read 'NVRM: Xid (PCI:0000:1b:00): 79, ...'")
+    if any(key.check.startswith("PCIe (") and key.check != ROOT_PORT for key in reading.seen):
+        reading.seen = {key: found for key, found in reading.seen.items() if key.check != ROOT_PORT}
     host = next(iter(reading.hosts)) if len(reading.hosts) == 1 else ""
     findings = [_finding(text, reading, key, found) for key, found in reading.seen.items()]
     findings += _carriers(text, reading)
@@ -240,13 +255,18 @@ def _read_switch(reading: _Reading, line: _Line, found: re.Match[str]) -> None:
 def _read_link(reading: _Reading, line: _Line, link: re.Match[str]) -> None:
     is_down = (link["link"] or link["carrier"]).lower() in ("down", "lost")
     name = link["net"]
+    if (line.host, name) not in reading.carriers:
+        uptime = _UPTIME.search(line.message)
+        starts = reading.saw_boot or (uptime is not None and int(uptime[1]) < _START_S)
+        reading.carriers[line.host, name] = _Carrier(was_up=not starts)
     carrier = reading.carriers[line.host, name]
-    carrier.is_rdma = carrier.is_rdma or (link["driver"] or "").startswith("mlx5") or name.startswith("ib")
-    if is_down and not carrier.is_down:
+    carrier.is_rdma = carrier.is_rdma or (link["driver"] or "").startswith("mlx") or name.startswith("ib")
+    if not is_down:
+        carrier.flaps += carrier.is_down
+        carrier.is_down, carrier.was_up = False, True
+    elif carrier.was_up:
         carrier.line = carrier.line or line.number
-    elif not is_down and carrier.is_down:
-        carrier.flaps += 1
-    carrier.is_down = is_down
+        carrier.is_down = True
 
 
 def _part(template: str, found: re.Match[str]) -> str:
@@ -254,8 +274,10 @@ def _part(template: str, found: re.Match[str]) -> str:
     groups = {name: printable(value or "") for name, value in found.groupdict().items()}
     if groups.get("bus") and (template.startswith("GPU") or groups.get("driver") == "nvidia"):
         return f"GPU {normal_bus(groups['bus'])}"
-    if groups.get("driver", "").startswith("mlx5"):
+    if groups.get("driver", "").startswith("mlx"):
         template = "NIC {bus}"
+    elif template.startswith("{driver}") and not groups["driver"]:
+        template = "PCIe {bus}"
     return template.format(**groups)
 
 

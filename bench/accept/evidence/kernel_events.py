@@ -13,6 +13,7 @@ from typing import NamedTuple
 from netlayer.verdict import Verdict
 
 _BUS = r"(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-9a-fA-F])?"
+_PCIE_ERROR = rf"(?:(?P<driver>[a-z][\w-]{{1,30}}) )?(?P<bus>{_BUS}): .{{0,12}}PCIe Bus Error: severity="
 _REBOOT = "drain the node, keep its log and reboot it; where it comes again, exchange what the lines before it name"
 _MEMORY = "drain the node and exchange the memory module that is named (ras-mc-ctl --error-count, BMC's event log)"
 _WATCH_MEMORY = "watch the count (ras-mc-ctl --error-count): corrected; exchange the module where it grows by the day"
@@ -21,6 +22,10 @@ _WATCH_PCIE = "watch the count: the link repeated the transfer; reseat the card 
 _APPLICATION = "look at the application: this is no fault of the node"
 _LOCKUP = "see what that CPU did (the call trace below): a driver or storage may hang; reboot where it does not end"
 _LOAD_PEERMEM = "see that nvidia_peermem fits the driver and the NIC's driver, or that NCCL uses DMA-BUF instead of it"
+
+
+# What a port says of a message that it received; the device's own line follows.
+ROOT_PORT = "PCIe (message)"
 
 
 class Event(NamedTuple):
@@ -53,12 +58,14 @@ EVENTS = (
     _event(rf"NVRM: GPU (?P<bus>{_BUS}): (?:RmInitAdapter|rm_init_adapter) failed", "FAIL", "driver",
            "drain the node and reboot it; where {} does not start, see that the driver knows it, then return it",
            "GPU {bus}"),
+    _event(r"NVRM: .{0,200}NV_ERR_RESET_REQUIRED", "FAIL", "reset required",
+           "drain the node and reset the GPU whose XID stands before it (nvidia-smi -q names it)"),
     _event(r"NVRM: API mismatch", "WARN", "driver",
            "unload and load the driver, or reboot: the kernel's module and the libraries are of two versions"),
     _event(rf"nvidia: probe of (?P<bus>{_BUS}) failed with error", "FAIL", "driver",
            "read the lines of NVRM before it: the driver did not take {}", "GPU {bus}"),
-    _event(r"NVRM: knvlink\w{0,80}: .{0,120}(?:failed|Failed)", "WARN", "NVLink",
-           "read nvidia-smi nvlink -s and the fabric manager's log: the driver could not ask a peer about its links"),
+    _event(r"NVRM: (?:GPU\d+ )?knvlink\w{0,80}: .{0,120}(?:failed|Failed|Error)", "WARN", "NVLink",
+           "read nvidia-smi nvlink -s and the fabric manager's log: the driver could not bring a link up"),
     _event(r"nvidia[-_]peermem.{0,80}(?:Unknown symbol|disagrees about version)", "WARN", "nvidia_peermem",
            "GPUDirect RDMA through nvidia_peermem is off: " + _LOAD_PEERMEM),
     _event(r"nvidia[-_]peermem.{0,80}(?:ERROR|error|invalid)", "WARN", "nvidia_peermem",
@@ -84,6 +91,9 @@ EVENTS = (
            "CPU temperature", "look at fans and airflow of this node"),
     _event(r"Machine [Cc]heck Exception|Fatal [Mm]achine check|Processor context corrupt|Uncorrected hardware memory",
            "FAIL", "machine check", _REBOOT),
+    # Bit 61 of a bank's status says that the error was not corrected (Intel SDM, vol. 3, machine-check architecture).
+    _event(r"Machine [Cc]heck: \w{1,4} Bank \d+: [2367abef][0-9a-f]{15}\b", "FAIL", "machine check", _REBOOT),
+    _event(r"Machine [Cc]heck: \w{1,4} Bank \d+: [0-9a-f]{16}\b", "WARN", "machine check (corrected)", _WATCH_MEMORY),
     _event(r"\[Hardware Error\]: .{0,40}(?:Corrected error|It has been corrected|Deferred error)", "WARN",
            "machine check (corrected)", _WATCH_MEMORY),
     _event(r"\[Hardware Error\]: .{0,40}[Uu]ncorrected", "FAIL", "machine check", _REBOOT),
@@ -99,14 +109,18 @@ EVENTS = (
     _event(r"EDAC (?P<mc>MC\d+): UE ", "FAIL", "memory (uncorrected)", _MEMORY, "memory {mc}"),
     _event(r"EDAC (?P<mc>MC\d+): CE ", "WARN", "memory (corrected)", _WATCH_MEMORY, "memory {mc}"),
     # PCIe. The line of the port that received the message is followed by one of the device: that one counts.
-    _event(rf"(?P<driver>[\w-]{{1,30}}) (?P<bus>{_BUS}): .{{0,12}}PCIe Bus Error: severity=Correct", "WARN",
-           "PCIe (corrected)", _WATCH_PCIE, "{driver} {bus}"),
-    _event(rf"(?P<driver>[\w-]{{1,30}}) (?P<bus>{_BUS}): .{{0,12}}PCIe Bus Error: severity=Uncorrect\w+ \(Fatal\)",
-           "FAIL", "PCIe (fatal)", _PCIE, "{driver} {bus}"),
-    _event(rf"(?P<driver>[\w-]{{1,30}}) (?P<bus>{_BUS}): .{{0,12}}PCIe Bus Error: severity=Uncorrect", "WARN",
-           "PCIe (uncorrected, not fatal)", _WATCH_PCIE, "{driver} {bus}"),
+    _event(_PCIE_ERROR + "Correct", "WARN", "PCIe (corrected)", _WATCH_PCIE, "{driver} {bus}"),
+    _event(_PCIE_ERROR + r"Uncorrect\w+ \(Fatal\)", "FAIL", "PCIe (fatal)", _PCIE, "{driver} {bus}"),
+    _event(_PCIE_ERROR + "Uncorrect", "WARN", "PCIe (uncorrected, not fatal)", _WATCH_PCIE, "{driver} {bus}"),
     _event(rf"(?P<driver>[\w-]{{1,30}}) (?P<bus>{_BUS}): AER: [Dd]evice recovery failed", "FAIL", "PCIe (fatal)",
            _PCIE, "{driver} {bus}"),
+    # Where a log has the lines of devices too, `kernel` leaves these out.
+    _event(rf"AER: (?:Multiple )?Uncorrect\w+ \(Fatal\) error (?:message )?received(?: from|:) (?P<bus>{_BUS})", "FAIL",
+           ROOT_PORT, _PCIE, "PCIe {bus}"),
+    _event(rf"AER: (?:Multiple )?(?:Un)?[Cc]orrect\w+ .{{0,14}}error (?:message )?received(?: from|:) (?P<bus>{_BUS})",
+           "WARN", ROOT_PORT, _WATCH_PCIE, "PCIe {bus}"),
+    _event(rf"(?P<bus>{_BUS}): .{{0,60}}config space inaccessible", "WARN", "PCIe (no answer)",
+           "see whether this device is meant to be on: it does not answer", "PCIe {bus}"),
     _event(rf"pcieport (?P<bus>{_BUS}): DPC: containment event", "FAIL", "PCIe (link shut)", _PCIE,
            "pcieport {bus}"),
     _event(rf"pcieport (?P<bus>{_BUS}): pciehp: Slot\(.{{1,20}}\): Link Down", "WARN", "PCIe slot",
@@ -136,6 +150,8 @@ EVENTS = (
     _event(r"(?P<program>\S{1,40})\[\d+\]: segfault at .{0,120} in (?P<library>libnccl\.so|libcuda|lib\w+)", "WARN",
            "segfault", _APPLICATION),
     _event(r"VFS: file-max limit \d+ reached", "WARN", "open files", "raise fs.file-max of this node"),
+    _event(r"(?P<disk>\w{2,10}-fs \([\w-]{1,30}\)): .{0,20}Remounting filesystem read-only", "WARN", "disk",
+           "read smartctl and the lines before it: files on it cannot be written any more", "{disk}"),
     _event(r"(?:blk_update_request: )?(?:critical medium|I/O) error, dev (?P<disk>\w{1,20})", "WARN", "disk",
            "read smartctl of {}: files on it may be lost", "disk {disk}"),
 )  # fmt: skip
@@ -144,11 +160,12 @@ EVENTS = (
 MARKS = re.compile(
     r"NVRM: |SXid|nvidia|[Pp]anic|LOCKUP|lockup|BUG|Oops|kernel NULL|Unable to handle|[Ss]ys[Rr]q|general protection|"
     r"stall|blocked for more|mce|MCE|[Mm]achine|Hardware Error|[Ss]everity|Memory failure|EDAC|PCIe|AER|DPC|mlx5|"
-    r"NETDEV WATCHDOG|emory|segfault|VFS: file-max|I/O error|medium error|temperature|throttled|Link is|[Cc]arrier"
+    r"NETDEV WATCHDOG|emory|segfault|VFS: file-max|I/O error|medium error|Remounting|inaccessible|temperature|"
+    r"throttled|[Cc]arrier"
 )
 # Enough to know a kernel's log by where its lines have no time in front.
 KNOWN = re.compile(
-    r"NVRM: (?:Xid|GPU |The NVIDIA GPU)|SXid \(|Kernel panic - not syncing|mce: \[Hardware Error\]|"
+    r"NVRM: |SXid \(|Kernel panic - not syncing|mce: \[Hardware Error\]|"
     r"EDAC MC\d+: \d+ [CU]E |"
     r"PCIe Bus Error: severity=|soft lockup - CPU#|nvidia-peermem nv_|Out of memory: Kill|RmInitAdapter failed|"
     r"blocked for more than \d+ seconds"
