@@ -35,7 +35,6 @@ _LINK = re.compile(
     r"(?:(?P<driver>[\w-]{1,20}) (?P<bus>[0-9a-fA-F:.]{5,16}) )?(?P<net>[\w.-]{1,20}): "
     r"(?:NIC )?(?:[Ll]ink (?:is )?(?P<link>[Dd]own|[Uu]p|DOWN|UP)\b|(?P<carrier>[Ll]ost|[Gg]ained) carrier)"
 )
-_BOOT = re.compile(r"\bLinux version \d")
 _UPTIME = re.compile(r"\[ {0,8}(\d{1,9})\.\d{6}\]")
 _START_S = 120  # in which a node's drivers bring their links up for the first time
 _STEP_FLAP = "swap cable and transceiver of {}, then its switch port, unless its switch was under maintenance"
@@ -179,9 +178,10 @@ def _log(text: Text, lines: Iterator[_Line]) -> Log:
     for line in lines:
         if line.host:
             reading.hosts[line.host] += 1
-        if MARKS.search(line.message) or "ink" in line.message:
+        message = line.message
+        if any(mark in message for mark in MARKS) or "ink" in message:
             _read(reading, line)
-        if _BOOT.search(line.message):
+        elif message.find("Linux version ") >= 0:
             reading.saw_boot = True
             for carrier in reading.carriers.values():
                 carrier.is_down, carrier.was_up = False, False
@@ -212,11 +212,15 @@ def _read(reading: _Reading, line: _Line) -> None:
     reading.open_gpu = (
         opens[1] if (opens := _GPU_OPENS.search(message)) else reading.open_gpu if "NVRM:" in message else ""
     )
-    if (link := _LINK.search(message)) and not message.startswith("IPv6"):
+    if (
+        ("ink" in message or "carrier" in message)
+        and (link := _LINK.search(message))
+        and not message.startswith("IPv6")
+    ):
         _read_link(reading, line, link)
         return
     for event in EVENTS:
-        if found := event.pattern.search(message):
+        if found := event.search(message):
             if event.verdict:
                 subject = _part(event.subject, found)
                 reading.add(

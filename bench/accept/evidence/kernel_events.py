@@ -37,6 +37,7 @@ class Event(NamedTuple):
         check: what was looked at.
         step: what to do.
         subject: the part, from the pattern's named groups; empty for the node.
+        needs: words without which the pattern is not tried, for it is slow to find that it does not fit.
     """
 
     pattern: re.Pattern[str]
@@ -44,10 +45,23 @@ class Event(NamedTuple):
     check: str
     step: str
     subject: str = ""
+    needs: str = ""
+
+    def search(self, message: str) -> re.Match[str] | None:
+        """Return where the line is of this kind, or None."""
+        return self.pattern.search(message) if self.needs in message else None
+
+
+# Words that a pattern with them cannot do without, the first of those that it has.
+_NEEDS = (
+    "PCIe Bus Error", "AER: ", "segfault at", "config space inaccessible", "error, dev ", "Remounting filesystem",
+    "mlx5_core ", "NVRM: ", "rcu", "Memory failure", "EDAC ", "Bank ", "blocked for more than", "NETDEV WATCHDOG",
+)  # fmt: skip
 
 
 def _event(pattern: str, verdict: Verdict | None, check: str, step: str = "", subject: str = "") -> Event:
-    return Event(re.compile(pattern), verdict, check, step, subject)
+    needs = next((words for words in _NEEDS if words in pattern and "|" not in pattern.partition(words)[0]), "")
+    return Event(re.compile(pattern), verdict, check, step, subject, needs)
 
 
 # The first that fits counts.
@@ -157,12 +171,12 @@ EVENTS = (
 )  # fmt: skip
 
 # A line without any of these is no event: it saves trying every pattern on every line.
-MARKS = re.compile(
-    r"NVRM: |SXid|nvidia|[Pp]anic|LOCKUP|lockup|BUG|Oops|kernel NULL|Unable to handle|[Ss]ys[Rr]q|general protection|"
-    r"stall|blocked for more|mce|MCE|[Mm]achine|Hardware Error|[Ss]everity|Memory failure|EDAC|PCIe|AER|DPC|mlx5|"
-    r"NETDEV WATCHDOG|emory|segfault|VFS: file-max|I/O error|medium error|Remounting|inaccessible|temperature|"
-    r"throttled|[Cc]arrier"
-)
+MARKS = (
+    "NVRM: ", "SXid", "nvidia", "anic", "LOCKUP", "lockup", "BUG", "Oops", "Unable to handle", "ysRq", "ysrq",
+    "general protection", "stall", "blocked for more", "mce", "MCE", "achine check", "achine Check", "Hardware Error",
+    "severity", "Memory failure", "EDAC", "PCIe", "AER", "DPC", "pciehp", "mlx5", "NETDEV WATCHDOG", "ut of memory",
+    "segfault", "file-max", "error, dev", "Remounting", "inaccessible", "temperature", "throttled", "carrier",
+)  # fmt: skip
 # Enough to know a kernel's log by where its lines have no time in front.
 KNOWN = re.compile(
     r"NVRM: |SXid \(|Kernel panic - not syncing|mce: \[Hardware Error\]|"
