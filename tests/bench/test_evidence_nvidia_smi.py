@@ -44,6 +44,7 @@ def test_a_table_whose_gpus_answer_passes_and_names_them_by_number_and_bus() -> 
     [
         (gpu(3, ecc="2"), "ECC errors since the reset", "FAIL"),
         (gpu(3, ecc="ERR!"), "query", "FAIL"),
+        (gpu(3, ecc="GPU requires reset"), "reset", "FAIL"),
         (gpu(3, sensors="ERR!  ERR! ERR!           ERR! / ERR!"), "query", "FAIL"),
         (gpu(3, sensors="ERR!  38C    P5             49W /  450W"), "sensor", "WARN"),
     ],
@@ -174,7 +175,7 @@ BOMB = (
             '<!DOCTYPE x [<!ENTITY f SYSTEM "file:///etc/passwd">]><nvidia_smi_log>&f;</nvidia_smi_log>',
             "declares an entity",
         ),
-        ("<nvidia_smi_log>" + "<a>" * 100_000, "nested deeper"),
+        ("<nvidia_smi_log>" + "<a>\n" * 100_000, "nested deeper"),
         (xml()[:-30], "is no whole XML"),
         ("<nvidia_smi_log>&undefined;</nvidia_smi_log>", "is no whole XML"),
         ("<nvidia_smi_log></nvidia_smi_log>", "element 'gpu'"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from bench.accept.evidence.log import Figure, Log, Text, mapping, number, sequence, word
@@ -24,6 +25,8 @@ _MAX_CELLS = 100_000
 _TIMES = ("ns", "us")
 _UNIT = re.compile(r"\(([^()]{1,16})\)\s*$")
 _DEVICE = re.compile(r"^(?:Device \d{1,6}|.{0,100}: device \d{1,6}): (.{1,80}) \([0-9a-fA-F:.]{1,30}\)")
+# Builds for several nodes name each process's host.
+_PROCESS = re.compile(r"^Process \d{1,6} \(([\w.-]{1,80})\): device \d")
 _ERROR = re.compile(r"^\s*(?:ERROR|Error)\b|\b(?:CUDA|NVML)_ERROR_|Invalid value when checking the pattern")
 _STEP = "read nvidia-smi -q and the kernel log of this node, then run the test case alone: nvbandwidth -t {}"
 
@@ -60,7 +63,8 @@ def parse_text(text: Text) -> Log:
             open_case = 0
     if open_case:
         raise text.damaged(open_case, f"{case} has no matrix: it hung, or the log was cut")
-    return _log(text, findings, figures)
+    hosts = {match[1] for words in lines if (match := _PROCESS.match(words))}
+    return replace(_log(text, findings, figures), host=hosts.pop() if len(hosts) == 1 else "")
 
 
 def parse_json(text: Text, tree: Mapping[str, Any]) -> Log:

@@ -121,7 +121,8 @@ _LINES = (
 def lost_gpus(text: Text) -> Iterator[Finding]:
     """What nvidia-smi says in place of an answer: GPUs that it cannot reach, a driver that does not run."""
     for number, words in enumerate(text.lines, 1):
-        for line in _LINES:
+        # What stands inside a table is a cell of its GPU, and is judged with it.
+        for line in () if words.lstrip().startswith("|") else _LINES:
             if found := line.pattern.search(words):
                 bus = found[1] if line.pattern.groups else None
                 who = f"GPU {normal_bus(bus) or bus}" if bus else text.stem

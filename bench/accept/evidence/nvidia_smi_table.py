@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from bench.accept.evidence import nvlink, topo
 from bench.accept.evidence.log import Log, Text
 from bench.accept.evidence.nvidia_smi_rules import lost_gpus, says_lost
 from netlayer.verdict import Finding
@@ -51,7 +52,7 @@ def is_error(content: str) -> bool:
 
 
 def parse_text(text: Text) -> Log:
-    """One finding a GPU and fault, and the versions.
+    """One finding a GPU and fault, and the versions; with those of its other commands, where one file holds several.
 
     Raises:
         ConfigError: the table breaks off, or names no GPU.
@@ -77,7 +78,10 @@ def parse_text(text: Text) -> Log:
             for row in rows
             if row.third in ("Enabled", "Disabled", "Enabled*", "Disabled*")
         }
-    return Log(KIND, tuple(findings), traits=traits)
+    others = [part.parse_text(text) for part in (nvlink, topo) if part.is_text(text.content)] if head else []
+    findings += [finding for log in others for finding in log.findings]
+    figures = tuple(figure for log in others for figure in log.figures)
+    return Log(KIND, tuple(findings), figures, traits)
 
 
 def _rows(text: Text) -> Iterator[_Row]:
@@ -108,8 +112,10 @@ def _judge(text: Text, who: str, row: _Row) -> Iterator[Finding]:
         step = f"drain the node, reset {who} (nvidia-smi -r) or reboot; {_LOOK}; return it where they come again"
         yield finding("FAIL", "ECC errors since the reset", f"{row.ecc} uncorrected", "0", step)
     cells = _CELLS.match(row.second)
-    if "requires reset" in row.ecc.lower() or "requires reset" in row.second.lower():
-        return  # `lost_gpus` has it
+    if "requires reset" in f"{row.ecc} {row.second}".lower():
+        step = f"drain the node and reset {who} (nvidia-smi -r); {_LOOK} for the XID before it"
+        yield finding("FAIL", "reset", "GPU requires reset", "no reset required", step)
+        return
     is_dead = "ERR!" in row.bus or "ERR!" in row.ecc or "ERR!" in row.name or (cells and "ERR!" in cells["memory"])
     if is_dead or (cells and cells["sensors"].count("ERR!") > 2):
         step = f"reboot the node; where {who} does not come back, reseat or return it; {_LOOK} first"

@@ -8,6 +8,7 @@ from typing import Any
 from bench.accept.evidence import (
     dcgmi,
     fabricmanager,
+    foreign,
     infiniband,
     kernel,
     nccl_inspector,
@@ -34,18 +35,20 @@ _TEXT: tuple[tuple[Callable[[str], bool], Callable[[Text], Log]], ...] = (
     (nccl_tests.is_text, nccl_tests.parse_text),
     (perftest.is_text, perftest.parse_text),
     (nvbandwidth.is_text, nvbandwidth.parse_text),
+    (nvidia_smi_table.is_text, nvidia_smi_table.parse_text),
     (nvlink.is_text, nvlink.parse_text),
     (topo.is_text, topo.parse_text),
-    (nvidia_smi_table.is_text, nvidia_smi_table.parse_text),
     (dcgmi.is_text, dcgmi.parse_text),
     (infiniband.is_text, infiniband.parse_text),
     (fabricmanager.is_text, fabricmanager.parse_text),
     (kernel.is_text, kernel.parse_text),
     (nvidia_smi_table.is_error, nvidia_smi_table.parse_text),
+    (foreign.is_text, foreign.parse_text),
 )
 KNOWN = (
-    "nccl-tests (text, -J), perftest, dcgmi diag -j, nvbandwidth (text, -j), nvidia-smi -q, nvidia-smi nvlink -s, "
-    "the kernel's log"
+    "nccl-tests (text, -J), perftest, dcgmi diag and health (text, -j), nvbandwidth (text, -j), nvidia-smi (table, -q, "
+    "-x, topo -m, nvlink -s, -e), ibstat, ibstatus, ibv_devinfo, rdma link, fabricmanager.log, NCCL Inspector, the "
+    "kernel's log"
 )
 # The names that the JSON of a known tool holds; a tool may print warnings above its JSON.
 _JSON_MARKS = ('"nccl_version"', '"DCGM Diagnostic"', '"DCGM GPU Diagnostic"', '"nvbandwidth"')
