@@ -156,6 +156,20 @@ def test_a_field_that_the_driver_cannot_tell_is_no_dead_gpu() -> None:
     assert bad(xml(dead)) == {("GPU 0 (00000000:10:00.0)", "query"): "FAIL"}
 
 
+def test_sixty_retired_pages_are_the_end_of_a_gpu() -> None:
+    pages = (
+        "<retired_pages><multiple_single_bit_retirement><retired_count>{}</retired_count>"
+        "</multiple_single_bit_retirement></retired_pages>"
+    )
+    text = (
+        "==============NVSMI LOG==============\n\nAttached GPUs : 1\nGPU 00000000:10:00.0\n    Retired Pages\n"
+        "        Single Bit ECC : {}\n        Double Bit ECC : 5\n        Pending Page Blacklist : No\n"
+    )
+    assert bad(text.format(54)) == {}
+    assert bad(text.format(55)) == {("GPU 0 (00000000:10:00.0)", "retired pages"): "FAIL"}
+    assert bad(xml(pages.format(60))) == {("GPU 0 (00000000:10:00.0)", "retired pages"): "FAIL"}
+
+
 def test_fewer_gpus_than_attached_warn() -> None:
     assert bad(xml(gpus=2).replace("<attached_gpus>2", "<attached_gpus>8")) == {("log", "GPUs in the log"): "WARN"}
 
@@ -203,6 +217,8 @@ def topo(
 def test_a_matrix_in_which_all_are_alike_passes() -> None:
     assert verdicts(topo({})) == {("log", "topology"): "PASS"}
     assert bad(topo({}, usual="NODE")) == {}
+    underlined = topo({}).replace("\tGPU0", "\t\x1b[4mGPU0", 1).replace("NUMA Affinity", "NUMA Affinity\x1b[0m", 1)
+    assert verdicts(underlined) == {("log", "topology"): "PASS"}
 
 
 def test_a_gpu_without_nvlinks_among_switched_ones_fails() -> None:
@@ -258,6 +274,8 @@ def links(name: str, down: dict[int, tuple[int, ...] | str], gpus: int = 4, num_
         # The fabric of such a module may be missing by design, and nobody is a peer of a single one.
         (links("NVIDIA A100-SXM4-40GB", dict.fromkeys(range(4), "all")), {f"GPU {at}": "WARN" for at in range(4)}),
         (links("NVIDIA GH200 480GB", {0: "all"}, gpus=1), {"GPU 0": None}),
+        # A query of one GPU (-i 6) whose number says that there are more.
+        (links(H100, {0: "all"}, gpus=1).replace("GPU 0", "GPU 6"), {"GPU 6": "FAIL"}),
         # Cards in slots.
         (links("NVIDIA A100-PCIE-40GB", dict.fromkeys(range(2), "all"), gpus=2), {"GPU 0": None, "GPU 1": None}),
         (links("NVIDIA RTX A6000", {2: "all"}, gpus=3, num_links=4), {"GPU 2": "WARN"}),

@@ -85,6 +85,8 @@ def test_the_severity_in_a_blackwell_link_message_decides(message: str, verdict:
         ("None", "WARN"),
         ("GPU Reset Required", "FAIL"),
         ("Node Reboot Required", "FAIL"),
+        ("OS Reboot", "FAIL"),
+        ("PF FLR", "FAIL"),
         ("Drain P2P", "FAIL"),
         ("Drain and Reset", "FAIL"),
         ("Something New", "WARN"),

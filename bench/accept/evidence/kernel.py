@@ -61,6 +61,10 @@ _SYSLOG = re.compile(
 _PROGRAMS = frozenset(("kernel", "klogd", "systemd-networkd", "NetworkManager", "vmunix"))
 
 
+# Those that tell a system's log from one of an application.
+_SYSTEM = frozenset(("kernel", "systemd", "systemd-networkd", "NetworkManager", "systemd-logind"))
+
+
 class _Line(NamedTuple):
     number: int
     host: str
@@ -86,8 +90,14 @@ class _Carrier:
     # A driver says "link down" once before the first "link up" after a boot: nothing was lost.
     was_up: bool = True
     is_down: bool = False
-    flaps: int = 0
+    was_regained: bool = False
+    # How often it was lost, by the words for it: a driver and a network daemon tell of the same loss.
+    losses: Counter[str] = field(default_factory=Counter)
     line: int = 0
+
+    @property
+    def flaps(self) -> int:
+        return max(self.losses.values(), default=0) if self.was_regained else 0
 
 
 @dataclass
@@ -114,7 +124,7 @@ def is_text(content: str) -> bool:
     own = sum(bool(_KERNEL_STAMP.match(line)) for line in lines)
     programs = [found["program"] for line in lines if (found := _syslog_head(line))]
     # A message of several lines has its stamp on the first alone, and journalctl adds lines of its own.
-    return 2 * (own + (len(programs) if "kernel" in programs else 0)) > len(lines)
+    return 2 * (own + (len(programs) if _SYSTEM.intersection(programs) else 0)) > len(lines)
 
 
 def is_json(tree: Mapping[str, Any]) -> bool:
@@ -266,10 +276,11 @@ def _read_link(reading: _Reading, line: _Line, link: re.Match[str]) -> None:
     carrier = reading.carriers[line.host, name]
     carrier.is_rdma = carrier.is_rdma or (link["driver"] or "").startswith("mlx") or name.startswith("ib")
     if not is_down:
-        carrier.flaps += carrier.is_down
+        carrier.was_regained = carrier.was_regained or carrier.is_down
         carrier.is_down, carrier.was_up = False, True
     elif carrier.was_up:
         carrier.line = carrier.line or line.number
+        carrier.losses[link[0].rpartition(": ")[2].lower()] += 1
         carrier.is_down = True
 
 

@@ -24,7 +24,7 @@ _MATRIX = re.compile(
 _MAX_CELLS = 100_000
 _TIMES = ("ns", "us")
 _UNIT = re.compile(r"\(([^()]{1,16})\)\s*$")
-_DEVICE = re.compile(r"^(?:Device \d{1,6}|.{0,100}: device \d{1,6}): (.{1,80}) \([0-9a-fA-F:.]{1,30}\)")
+_DEVICE = re.compile(r"^(?:Device \d{1,6}|.{0,100}: device \d{1,6}): ([^(]{1,80}?)(?: \([0-9a-fA-F:.]{1,30}\))?\s*$")
 # Builds for several nodes name each process's host.
 _PROCESS = re.compile(r"^Process \d{1,6} \(([\w.-]{1,80})\): device \d")
 _ERROR = re.compile(r"^\s*(?:ERROR|Error)\b|\b(?:CUDA|NVML)_ERROR_|Invalid value when checking the pattern")

@@ -17,6 +17,7 @@ from netlayer.verdict import Finding
 
 KIND = "nvidia-smi -q"
 _GPU = re.compile(r"^GPU ([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.\d)\s*$")
+_MAX_RETIRED = 60
 _CUT = "the log was cut: take it again"
 _TRAITS = (
     "Driver Version",
@@ -169,8 +170,21 @@ def _judge(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:
                     line,
                 )
                 break
+    yield from _retired(text, who, fields)
     yield from _pcie(text, who, fields)
     yield from _power(text, who, fields)
+
+
+def _retired(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:
+    """Memory pages that were retired, of which NVIDIA takes a GPU back at 60 (dynamic page retirement, RMA policy)."""
+    names = ("Single Bit ECC", "Double Bit ECC", "Multiple Single Bit Retirement/Retired Count",
+             "Double Bit Retirement/Retired Count")  # fmt: skip
+    counts = [fields.get(f"Retired Pages/{name}") for name in names]
+    known = [count for count in counts if count and count.value[:9].isdecimal()]
+    total = sum(int(count.value[:9]) for count in known)
+    if total >= _MAX_RETIRED:
+        step = f"drain the node and return {who}: no more pages can be retired"
+        yield Finding("FAIL", who, "retired pages", f"{total}", f"below {_MAX_RETIRED}", step, text.file, known[0].line)
 
 
 def _pcie(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:

@@ -154,6 +154,8 @@ def _finding(text: Text, gpu: _Gpu, gpus: Sequence[_Gpu]) -> Finding:
         return Finding("PASS", gpu.who, "NVLink", f"{gpu.up} links up", "no link inactive", "", text.file, gpu.line)
     figure = f"link {', '.join(gpu.down)} inactive, {gpu.up} up" if gpu.down else "all links inactive"
     peers_up = any(other.up for other in gpus if other is not gpu and other.name == gpu.name)
+    # A query of one GPU (-i 6) says by its number that the node has more.
+    num_gpus = max(len(gpus), int(gpu.who.removeprefix("GPU ")) + 1)
     verdict: Verdict | None
     if not gpu.is_wired:
         # Nothing says that a card should have a bridge, unless its like on this node have one.
@@ -162,11 +164,11 @@ def _finding(text: Text, gpu: _Gpu, gpus: Sequence[_Gpu]) -> Finding:
         verdict, step = "WARN", _PARTIAL
     elif gpu.up or peers_up or gpu.down:
         verdict, step = "FAIL", _RESET
-    elif len(gpus) >= MIN_PEERS and _SWITCHED.search(gpu.name):
+    elif num_gpus >= MIN_PEERS and _SWITCHED.search(gpu.name):
         verdict, step = "FAIL", _FABRIC
     else:
         # A module that is alone, or of a kind that is sold without NVSwitches too.
-        verdict, step = ("WARN" if len(gpus) > 1 else None), _FABRIC
+        verdict, step = ("WARN" if num_gpus > 1 else None), _FABRIC
     return Finding(
         verdict, gpu.who, "NVLink", figure, "no link inactive", step.replace("{}", gpu.who), text.file, gpu.line
     )

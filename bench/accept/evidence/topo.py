@@ -14,7 +14,8 @@ from bench.accept.evidence.log import Log, Text
 from netlayer.verdict import MIN_PEERS, Finding, Verdict
 
 KIND = "nvidia-smi topo -m"
-_HEAD = re.compile(r"^\s*(?:\x1b\[4m)?\s*GPU0\b.*(?:GPU\d|NIC\d|mlx5_\d|CPU Affinity)")
+# On a terminal the head is underlined.
+_HEAD = re.compile(r"^[^A-Za-z]{0,8}(?:\[4m)?GPU0\b.*(?:GPU\d|NIC\d|mlx5_\d|CPU Affinity)")
 _COLUMN = re.compile(r"GPU\d{1,4}|NIC\d{1,4}|mlx\d_\w{1,12}|CPU Affinity|NUMA Affinity|GPU NUMA ID")
 _CELL = re.compile(r"X|NV\d{1,3}|SYS|NODE|PHB|PXB|PIX|PSB|SOC|P2P|N/A")
 _NEAR = {"PIX": 0, "PXB": 1, "PHB": 2, "NODE": 3, "SYS": 4, "SOC": 4}
@@ -33,10 +34,13 @@ def parse_text(text: Text) -> Log:
     Raises:
         ConfigError: the matrix breaks off.
     """
-    at, columns = next(
-        (at, _COLUMN.findall(line)) for at, line in enumerate(text.lines) if _HEAD.match(line.replace("\x1b[4m", ""))
-    )
+    heads = ((at, _COLUMN.findall(line)) for at, line in enumerate(text.lines) if _HEAD.match(line))
+    at, columns = next(heads, (0, []))
     gpus = [name for name in columns if name.startswith("GPU") and name[3:].isdecimal()]
+    if not gpus:
+        raise text.damaged(1, "must hold a head with GPU0 and the columns beside it")
+    if len({*columns}) < len(columns):
+        raise text.damaged(at + 1, "must name each column once")
     text.check_rows(len(gpus) ** 2)
     rows: dict[str, dict[str, str]] = {}
     line_of: dict[str, int] = {}
@@ -48,10 +52,10 @@ def parse_text(text: Text) -> Log:
             continue
         values = cells[1:]
         links = [name for name in columns if " " not in name]
-        found = {name: value for name, value in zip(links, values, strict=False) if _CELL.fullmatch(value)}
-        if len(found) < len(gpus):
+        row = {name: value for name, value in zip(links, values, strict=False) if _CELL.fullmatch(value)}
+        if any(name not in row for name in gpus):
             raise text.damaged(number, f"the row of {cells[0]} breaks off: {len(links)} cells are expected")
-        rows[cells[0]], line_of[cells[0]] = found, number
+        rows[cells[0]], line_of[cells[0]] = row, number
     lacking = [name for name in gpus if name not in rows]
     if lacking:
         raise text.damaged(len(text.lines), f"the matrix ends before the row of {lacking[0]}")
