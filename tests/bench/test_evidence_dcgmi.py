@@ -21,9 +21,9 @@ def row(name: str, info: str) -> str:
     return f"| {name:<25} | {info:<45}  |\n"
 
 
-def text(name: str, words: str) -> str:
+def text(name: str, message: str) -> str:
     """A long text as dcgmi cuts it: 45 letters a line, wherever a word ends."""
-    parts = [words[at : at + 45] for at in range(0, len(words), 45)]
+    parts = [message[at : at + 45] for at in range(0, len(message), 45)]
     return "".join(row(name if not at else "", part) for at, part in enumerate(parts))
 
 
@@ -66,11 +66,11 @@ def test_the_parts_behind_a_result_are_named_with_their_texts() -> None:
         text("Warning", "GPU 7 had uncorrectable memory errors"),
         text("Info", "GPU 1 Allocated 84 GB (98.3%)"),
     )
-    found = {finding.subject: finding for finding in read(content).findings if finding.verdict == "FAIL"}
-    assert set(found) == {"GPU 0", "GPU 7"}
-    assert "Thermal violations totaling 13.3 seconds started at 9.7 seconds" in found["GPU 0"].figure
-    assert found["GPU 7"].figure == "GPU 7 had uncorrectable memory errors"
-    assert all(finding.check == "dcgmi GPU Memory" and "drain" in finding.next_step for finding in found.values())
+    faults = {finding.subject: finding for finding in read(content).findings if finding.verdict == "FAIL"}
+    assert set(faults) == {"GPU 0", "GPU 7"}
+    assert "Thermal violations totaling 13.3 seconds started at 9.7 seconds" in faults["GPU 0"].figure
+    assert faults["GPU 7"].figure == "GPU 7 had uncorrectable memory errors"
+    assert all(finding.check == "dcgmi GPU Memory" and "drain" in finding.next_step for finding in faults.values())
 
 
 def test_a_failure_of_all_is_split_by_the_texts_below_it() -> None:
@@ -82,9 +82,9 @@ def test_a_failure_of_all_is_split_by_the_texts_below_it() -> None:
         section("Stress"),
         row("Memory Bandwidth", "Skip - All"),
     )
-    found = [finding for finding in read(content).findings if finding.verdict == "FAIL"]
-    assert [finding.subject for finding in found] == [f"GPU {gpu}" for gpu in range(4)]
-    assert all("nvidia-fabricmanager" in finding.next_step for finding in found)
+    faults = [finding for finding in read(content).findings if finding.verdict == "FAIL"]
+    assert [finding.subject for finding in faults] == [f"GPU {gpu}" for gpu in range(4)]
+    assert all("nvidia-fabricmanager" in finding.next_step for finding in faults)
 
 
 def test_a_failure_of_all_without_texts_is_one_of_the_node() -> None:
@@ -104,10 +104,10 @@ def test_a_line_a_part_is_read_as_dcgm_4_prints_it() -> None:
         + row("", "GPU1: Skip"),
         version="4.4.2",
     )
-    found = {finding.subject: finding for finding in read(content).findings}
+    faults = {finding.subject: finding for finding in read(content).findings}
     assert bad(content) == {("GPU 1", "dcgmi memory"): "FAIL", ("GPU 0", "dcgmi diagnostic"): "WARN"}
-    assert "row remapping failed" in found["GPU 1"].figure
-    assert found["GPU 0"].figure == "the clock was low"
+    assert "row remapping failed" in faults["GPU 1"].figure
+    assert faults["GPU 0"].figure == "the clock was low"
 
 
 def test_hardware_tests_that_were_all_skipped_warn() -> None:
@@ -137,10 +137,10 @@ def test_the_same_holds_for_json() -> None:
 
 
 def test_a_setting_asks_for_no_drain() -> None:
-    words = (
+    message = (
         'Persistence mode for GPU 0 is currently disabled. Enable it by running "nvidia-smi -i <gpuId> -pm 1" as root.'
     )
-    content = table(deployment("Fail", text("Error", words)))
+    content = table(deployment("Fail", text("Error", message)))
     [finding] = [finding for finding in read(content).findings if finding.verdict != "PASS"]
     assert (finding.verdict, finding.check) == ("WARN", "dcgmi Persistence Mode")
     assert "drain" not in finding.next_step
@@ -192,7 +192,7 @@ def test_the_health_report_names_parts_and_texts() -> None:
         row("-> 1", "Failure"),
         row("      -> Memory system", "Failure"),
     )
-    found = {finding.subject: finding for finding in read(content).findings}
-    assert {who: finding.verdict for who, finding in found.items()} == {"GPU 0": "WARN", "GPU 1": "FAIL"}
-    assert "8 PCIe replays" in found["GPU 0"].figure
+    faults = {finding.subject: finding for finding in read(content).findings}
+    assert {who: finding.verdict for who, finding in faults.items()} == {"GPU 0": "WARN", "GPU 1": "FAIL"}
+    assert "8 PCIe replays" in faults["GPU 0"].figure
     assert verdicts(health(row("Overall Health", "Healthy"))) == {("log", "health"): "PASS"}

@@ -182,7 +182,7 @@ BOMB = (
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "rule"),
     [
         (BOMB, "declares an entity"),
         (
@@ -195,8 +195,8 @@ BOMB = (
         ("<nvidia_smi_log></nvidia_smi_log>", "element 'gpu'"),
     ],
 )
-def test_xml_that_is_hostile_or_cut_ends_in_one_line(content: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as error:
+def test_xml_that_is_hostile_or_cut_ends_in_one_line(content: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule) as error:
         read(content)
     assert "\n" not in str(error.value)
 
@@ -312,3 +312,18 @@ def test_error_counters_of_links_are_summed_by_gpu() -> None:
     assert bad(counters(Tx_packets=10**12, Symbol_Errors=4, Effective_Errors=2)) == {}
     lanes = f"GPU 0: {H100} (UUID: x)\n\t Link 0: CRC Errors Lane 0: 2\n\t Link 0: CRC Errors Lane 1: 3\n"
     assert "5 on link 0" in read(lanes).findings[0].figure
+
+
+def test_a_query_of_one_gpu_of_many_names_it_by_its_bus_id_alone() -> None:
+    """`-i 52:00.0` lists one GPU as the first, whatever its number: it must not pass for GPU 0."""
+    content = (
+        "==============NVSMI LOG==============\n\n"
+        "Driver Version                            : 550.90.07\n"
+        "Attached GPUs                             : 8\n"
+        "GPU 00000000:52:00.0\n"
+        "    Remapped Rows\n"
+        "        Pending                           : Yes\n"
+        "        Remapping Failure Occurred        : No\n"
+    )
+    subjects = {finding.subject for finding in read(content).findings if finding.verdict == "FAIL"}
+    assert subjects == {"GPU 0000:52:00"}

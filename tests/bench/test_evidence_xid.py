@@ -98,7 +98,7 @@ def test_xid_154_is_what_its_action_says(action: str, verdict: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "severity", "verdict", "words"),
+    ("code", "severity", "verdict", "step"),
     [
         (20034, "Fatal", "FAIL", "reset the GPUs"),
         (12028, "Non-fatal", "WARN", "watch"),
@@ -110,10 +110,10 @@ def test_xid_154_is_what_its_action_says(action: str, verdict: str) -> None:
         (20034, "", "FAIL", "reset"),
     ],
 )
-def test_an_sxid_goes_by_its_word_and_by_the_tables(code: int, severity: str, verdict: str, words: str) -> None:
+def test_an_sxid_goes_by_its_word_and_by_the_tables(code: int, severity: str, verdict: str, step: str) -> None:
     resolution = xid.resolve_switch(code, severity)
     assert resolution.verdict == verdict
-    assert words in resolution.step
+    assert step in resolution.step
 
 
 @pytest.mark.parametrize(

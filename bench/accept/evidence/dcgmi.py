@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bench.accept.evidence.log import Log, Text, mapping, sequence, word
@@ -88,7 +88,7 @@ def parse_text(text: Text) -> Log:
         if _HEAD.search(text.content) and not _is_closed(text):
             raise text.damaged(len(text.lines), "ends inside the table of dcgmi diag: it hung, or the log was cut")
         return _log(text, results, _traits(text))
-    error = next((found for found in map(_ERROR.search, text.lines) if found), None)
+    error = next((match for match in map(_ERROR.search, text.lines) if match), None)
     if error is None:
         raise text.damaged(0, "has the head of dcgmi diag's table, and no results", "take it when dcgmi has ended")
     return _no_diagnosis(text, word(error[1] or error[2]), text.line_of("Error"))
@@ -134,32 +134,32 @@ def _log(text: Text, results: Sequence[_Result], traits: Mapping[tuple[str, str]
     only_software = {result.category.lower() for result in passed} <= {_DEPLOYMENT} and any(
         result.category.lower() != _DEPLOYMENT for result in skipped
     )
-    words = f"{len(passed)} results passed" + (f", {len(skipped)} skipped" if skipped else "")
+    figure = f"{len(passed)} results passed" + (f", {len(skipped)} skipped" if skipped else "")
     if only_software and not any(finding.verdict == "FAIL" for finding in findings):
         step = (
             "run dcgmi diag with a level (-r 3) and a GPU for which the tests are not skipped: no hardware was tested"
         )
-        findings.append(Finding("WARN", text.stem, "dcgmi diag", words, "hardware tests that ran", step, text.file, 1))
+        findings.append(Finding("WARN", text.stem, "dcgmi diag", figure, "hardware tests that ran", step, text.file, 1))
     elif passed:
-        findings.append(Finding("PASS", text.stem, "dcgmi diag", words, "Pass", "", text.file, 1))
+        findings.append(Finding("PASS", text.stem, "dcgmi diag", figure, "Pass", "", text.file, 1))
     elif not findings:
         step = "run dcgmi diag with a level at which the tests are not skipped"
-        findings.append(Finding("WARN", text.stem, "dcgmi diag", words, "Pass", step, text.file, 1))
+        findings.append(Finding("WARN", text.stem, "dcgmi diag", figure, "Pass", step, text.file, 1))
     return Log(KIND, tuple(findings), traits=traits)
 
 
 def _finding(text: Text, result: _Result) -> Finding:
-    words = "; ".join(result.texts)
-    is_setting = result.name.lower() in _SETTINGS or re.search(r"[Pp]ersistence mode .{0,40}disabled", words)
+    errors = "; ".join(result.texts)
+    is_setting = result.name.lower() in _SETTINGS or re.search(r"[Pp]ersistence mode .{0,40}disabled", errors)
     severity = result.severity or (5 if is_setting else 0)
-    step = _FABRIC_STEP if "system not yet initialized" in words else _STEPS.get(severity, _UNKNOWN_STEP)
+    step = _FABRIC_STEP if "system not yet initialized" in errors else _STEPS.get(severity, _UNKNOWN_STEP)
     who = result.part or text.stem
     verdict = _VERDICTS[result.status]
     # A test may pass and warn all the same, such as one that could not get the memory it wanted; and by DCGM's own
     # class a part with a setting that is wrong, or one to be watched, can work: DCGM 4 calls the first a warning.
     if verdict == "PASS" or severity in (1, 5):
         verdict = "WARN"
-    figure = (words or result.status)[:300]
+    figure = (errors or result.status)[:300]
     return Finding(verdict, who, f"dcgmi {result.name}", figure, "Pass", step.format(who), text.file, result.line)
 
 
@@ -209,19 +209,19 @@ class _Test:
         is_sum = last_sum is self.results[0] and len(self.results) > 1 if self.results else False
         if is_sum and not any(kind != "Info" and at == 0 for kind, at, _ in self.texts):
             self.results = self.results[1:]
-            self.texts = [(kind, at - 1, words) for kind, at, words in self.texts]
+            self.texts = [(kind, at - 1, message) for kind, at, message in self.texts]
         split: dict[str, _Result] = {}
-        for kind, at, words in self.texts:
+        for kind, at, message in self.texts:
             if kind == "Info" or not self.results:
                 continue
-            named = re.match(r"GPU (\d{1,4})\b", words)
+            named = re.match(r"GPU (\d{1,4})\b", message)
             part = f"GPU {named[1]}" if named else ""
             bad = [one for one in self.results if one.status != "pass"]
             target = next((one for one in bad if part and one.part == part), None)
             if target is None and part and bad and not bad[0].part:
                 first = bad[0]
                 target = split.setdefault(part, _Result(first.category, first.name, part, first.status, first.line))
-            (target or self.results[min(max(at, 0), len(self.results) - 1)]).texts.append(words.strip())
+            (target or self.results[min(max(at, 0), len(self.results) - 1)]).texts.append(message.strip())
         if split:
             self.results = [one for one in self.results if one.part or one.status == "pass" or one.texts]
         return [*self.results, *split.values()]
@@ -230,12 +230,12 @@ class _Test:
 def _rows(text: Text) -> Iterator[_Result]:
     """The results of every table in the file; a long text goes on in lines without a name, cut at any letter."""
     test = _Test("", "")
-    for line, words in enumerate(text.lines, 1):
-        if section := _SECTION.match(words):
+    for line, row in enumerate(text.lines, 1):
+        if section := _SECTION.match(row):
             yield from test.finish()
             test = _Test(section[1].strip(), "")
             continue
-        cells = _CELLS.match(words)
+        cells = _CELLS.match(row)
         if cells is None or test.category.lower() == "metadata":
             continue
         left, info = cells["name"].strip(), cells["info"]
@@ -279,20 +279,20 @@ def _is_closed(text: Text) -> bool:
 
 
 def _traits(text: Text) -> dict[tuple[str, str], str]:
-    found = {}
-    for words in text.lines:
-        cells = _CELLS.match(words)
+    versions = {}
+    for row in text.lines:
+        cells = _CELLS.match(row)
         if cells and cells["name"].strip() in ("DCGM Version", "Driver Version Detected"):
-            found[cells["name"].strip(), text.stem] = cells["info"].strip()
-    return found
+            versions[cells["name"].strip(), text.stem] = cells["info"].strip()
+    return versions
 
 
 def _health(text: Text) -> Log:
     """`dcgmi health -c`: the state of the group, and of every part that is not healthy with its texts."""
     findings: list[Finding] = []
     part, check, overall, line_overall = text.stem, "", "", 0
-    for line, words in enumerate(text.lines, 1):
-        cells = _CELLS.match(words)
+    for line, row in enumerate(text.lines, 1):
+        cells = _CELLS.match(row)
         if cells is None:
             continue
         left, info = cells["name"].strip(" ->"), cells["info"].strip()
@@ -307,9 +307,16 @@ def _health(text: Text) -> Log:
             findings.append(Finding(verdict, part, f"health: {check}", info, "Healthy", step, text.file, line))
         elif findings and check and verdict is None and (info or left) and not left.startswith("Overall"):
             last = findings[-1]
-            words = f"{last.figure} {info or left}".strip()
+            figure = f"{last.figure} {info or left}".strip()
             findings[-1] = Finding(
-                last.verdict, last.subject, last.check, words[:300], last.expected, last.next_step, last.file, last.line
+                last.verdict,
+                last.subject,
+                last.check,
+                figure[:300],
+                last.expected,
+                last.next_step,
+                last.file,
+                last.line,
             )
     verdict = _HEALTHS.get(overall.lower())
     if verdict is None:

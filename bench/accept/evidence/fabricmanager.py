@@ -53,40 +53,40 @@ def is_text(content: str) -> bool:
 def parse_text(text: Text) -> Log:
     """One finding for each switch and error, at its first line."""
     seen: dict[_Key, list[tuple[int, str]]] = {}
-    for line, key, words in _errors(text):
-        seen.setdefault(key, []).append((line, words))
+    for line, key, message in _errors(text):
+        seen.setdefault(key, []).append((line, message))
     findings = [
         Finding(
             key.verdict,
             key.subject,
             key.check,
-            found[0][1] + (f" ({len(found)} times)" if len(found) > 1 else ""),
+            hits[0][1] + (f" ({len(hits)} times)" if len(hits) > 1 else ""),
             "none",
             key.step,
             text.file,
-            found[0][0],
+            hits[0][0],
         )
-        for key, found in seen.items()
+        for key, hits in seen.items()
     ]
     if not findings:
         ready = " after the fabric was configured" if _READY.search(text.content) else ""
-        words = f"no error in {len(text.lines)} lines{ready}"
-        findings = [Finding("PASS", text.stem, "fabric", words, "none", "", text.file, 1)]
+        figure = f"no error in {len(text.lines)} lines{ready}"
+        findings = [Finding("PASS", text.stem, "fabric", figure, "none", "", text.file, 1)]
     return Log(KIND, tuple(findings))
 
 
 def _errors(text: Text) -> Iterator[tuple[int, _Key, str]]:
-    for line, words in enumerate(text.lines, 1):
-        head = _LINE.match(words)
+    for line, row in enumerate(text.lines, 1):
+        head = _LINE.match(row)
         if head is None or head[1] not in ("ERROR", "CRITICAL", "FATAL", "WARNING"):
             continue
         message = printable(head[2])[:200]
-        if found := _SWITCH.search(head[2]):
-            resolution = xid.resolve_switch(int(found[2]), found[1])
-            who = f"NVSwitch {found[4]}" if found[4] else f"NVSwitch {normal_bus(found[3])}"
-            port = f", port {found[5]}" if found[5] else ""
+        if match := _SWITCH.search(head[2]):
+            resolution = xid.resolve_switch(int(match[2]), match[1])
+            who = f"NVSwitch {match[4]}" if match[4] else f"NVSwitch {normal_bus(match[3])}"
+            port = f", port {match[5]}" if match[5] else ""
             step = resolution.step.replace("{}", who)
-            yield line, _Key(resolution.verdict, who, f"SXid {found[2]}", step), f"{found[1]}{port}, bus {found[3]}"
+            yield line, _Key(resolution.verdict, who, f"SXid {match[2]}", step), f"{match[1]}{port}, bus {match[3]}"
         elif head[1] != "WARNING":
             step = _STEP_BROKEN if _BROKEN.search(head[2]) else _STEP_ERROR
             yield line, _Key("WARN", text.stem, "fabric", step), message

@@ -23,22 +23,22 @@ class GpuName(NamedTuple):
 
 def normal_bus(text: str) -> str:
     """Return `0000:5d:00` for `00000000:5D:00.0`, `0000:5d:00` and `5d:00.0`; empty where no bus id stands in it."""
-    found = _BUS.search(text)
-    if found is None:
+    match = _BUS.search(text)
+    if match is None:
         return ""
-    domain = int(found[1], 16) if found[1] else 0
-    return f"{domain:04x}:{found[2]}:{found[3]}".lower()
+    domain = int(match[1], 16) if match[1] else 0
+    return f"{domain:04x}:{match[2]}:{match[3]}".lower()
 
 
 def gpu_name(subject: str) -> GpuName | None:
     """Return what a finding's subject tells of a GPU; None where it is about something else."""
-    found = _GPU.match(subject)
-    if found is None:
+    match = _GPU.match(subject)
+    if match is None:
         return None
-    bus = normal_bus(subject.partition(" ")[2] if found[1] is None else subject.partition("(")[2])
-    if found[1] is None and not bus:
+    bus = normal_bus(subject.partition(" ")[2] if match[1] is None else subject.partition("(")[2])
+    if match[1] is None and not bus:
         return None
-    return GpuName(int(found[1]) if found[1] else -1, bus)
+    return GpuName(int(match[1]) if match[1] else -1, bus)
 
 
 def gpu_indices(subjects: Iterable[str]) -> dict[str, int]:

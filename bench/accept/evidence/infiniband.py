@@ -91,16 +91,16 @@ def parse_text(text: Text) -> Log:
     for port in ports:
         groups[port.kind, port.layer].append(port)
     findings = [finding for group in groups.values() for finding in (*_states(text, group), *_rates(text, group))]
-    for line, words in enumerate(text.lines, 1):
-        if broken := _BROKEN.search(words.strip()):
+    for line, row in enumerate(text.lines, 1):
+        if broken := _BROKEN.search(row.strip()):
             step = _STEP_BROKEN
             findings.append(Finding("WARN", broken[1], "port state", broken[2], "a state", step, text.file, line))
     active = [port for port in ports if port.is_active]
     if active:
         rates = Counter(port.rate_gbps for port in active)
-        words = ", ".join(f"{count} at {rate:g} Gb/s" if rate else f"{count}" for rate, count in rates.most_common(4))
+        figure = ", ".join(f"{count} at {rate:g} Gb/s" if rate else f"{count}" for rate, count in rates.most_common(4))
         findings.append(
-            Finding("PASS", text.stem, "ports", f"active: {words}", "active", "", text.file, active[0].line)
+            Finding("PASS", text.stem, "ports", f"active: {figure}", "active", "", text.file, active[0].line)
         )
     traits = {(f"{port.kind or 'NIC'} firmware", port.device): port.firmware for port in ports if port.firmware}
     return Log(KIND, tuple(findings), traits=traits)
@@ -155,22 +155,22 @@ def _read(text: Text) -> Iterator[_Port]:
     """The ports of every tool's output in the file."""
     port: _Port | None = None
     device = _Port("", "", 0)
-    for line, words in enumerate(text.lines, 1):
-        if found := _LINK.match(words):
-            yield _Port(found[1], found[2], line, state=found[3], physical=found[4], net=found[5] or "")
+    for line, row in enumerate(text.lines, 1):
+        if match := _LINK.match(row):
+            yield _Port(match[1], match[2], line, state=match[3], physical=match[4], net=match[5] or "")
             continue
-        head = _IBSTAT.match(words) or _DEVINFO.match(words) or _IBSTATUS.match(words)
-        if head or _PORT.match(words):
+        head = _IBSTAT.match(row) or _DEVINFO.match(row) or _IBSTATUS.match(row)
+        if head or _PORT.match(row):
             if port:
                 yield port
             if head:
                 device = _Port(head[1], "", line)
                 port = _Port(head[1], head[2], line) if head.re is _IBSTATUS else None
             else:
-                number = _PORT.match(words)
+                number = _PORT.match(row)
                 port = _Port(device.device, number[1] if number else "", line, device.kind, device.firmware)
             continue
-        field = _FIELD.match(words)
+        field = _FIELD.match(row)
         if field and device.device:
             _set(port or device, field[1].strip().lower(), field[2])
     if port:

@@ -113,8 +113,8 @@ class _Reading:
     saw_boot: bool = False
     broken_xid: int = 0
 
-    def add(self, key: _Key, line: int, words: str) -> None:
-        self.seen.setdefault(key, []).append((line, words))
+    def add(self, key: _Key, line: int, figure: str) -> None:
+        self.seen.setdefault(key, []).append((line, figure))
 
 
 def is_text(content: str) -> bool:
@@ -122,7 +122,7 @@ def is_text(content: str) -> bool:
         return True
     lines = [line[:200] for line in content.splitlines() if line.strip()]
     own = sum(bool(_KERNEL_STAMP.match(line)) for line in lines)
-    programs = [found["program"] for line in lines if (found := _syslog_head(line))]
+    programs = [match["program"] for line in lines if (match := _syslog_head(line))]
     # A message of several lines has its stamp on the first alone, and journalctl adds lines of its own.
     return 2 * (own + (len(programs) if _SYSTEM.intersection(programs) else 0)) > len(lines)
 
@@ -198,9 +198,9 @@ def _log(text: Text, lines: Iterator[_Line]) -> Log:
     if not reading.seen and reading.broken_xid:
         raise text.damaged(reading.broken_xid, "must read 'NVRM: Xid (PCI:0000:1b:00): 79, ...'")
     if any(key.check.startswith("PCIe (") and key.check != ROOT_PORT for key in reading.seen):
-        reading.seen = {key: found for key, found in reading.seen.items() if key.check != ROOT_PORT}
+        reading.seen = {key: hits for key, hits in reading.seen.items() if key.check != ROOT_PORT}
     host = next(iter(reading.hosts)) if len(reading.hosts) == 1 else ""
-    findings = [_finding(text, reading, key, found) for key, found in reading.seen.items()]
+    findings = [_finding(text, reading, key, hits) for key, hits in reading.seen.items()]
     findings += _carriers(text, reading)
     return Log(KIND, tuple(findings) or (_none(text, host),), host=host)
 
@@ -209,13 +209,13 @@ def _read(reading: _Reading, line: _Line) -> None:
     """Take what one line says into the reading."""
     message = line.message
     if "Xid (" in message or "Xid " in message:
-        if found := _XID.search(message):
-            _read_xid(reading, line, found)
+        if match := _XID.search(message):
+            _read_xid(reading, line, match)
             return
         if "NVRM: Xid" in message:
             reading.broken_xid = reading.broken_xid or line.number
-    if found := _SWITCH.search(message):
-        _read_switch(reading, line, found)
+    if match := _SWITCH.search(message):
+        _read_switch(reading, line, match)
         return
     if "fallen off the bus" in message and reading.open_gpu:
         message = f"NVRM: GPU {reading.open_gpu}: GPU has fallen off the bus"
@@ -230,21 +230,21 @@ def _read(reading: _Reading, line: _Line) -> None:
         _read_link(reading, line, link)
         return
     for event in EVENTS:
-        if found := event.search(message):
+        if match := event.search(message):
             if event.verdict:
-                subject = _part(event.subject, found)
+                subject = _part(event.subject, match)
                 reading.add(
                     _Key(event.verdict, line.host, subject, event.check, event.step),
                     line.number,
-                    _words(message, found),
+                    _excerpt(message, match),
                 )
             return
 
 
-def _read_xid(reading: _Reading, line: _Line, found: re.Match[str]) -> None:
-    code, words = int(found[2]), printable(found[3].strip())
-    gpu = f"GPU {normal_bus(found[1]) or found[1]}"
-    resolution = xid.resolve(code, words)
+def _read_xid(reading: _Reading, line: _Line, match: re.Match[str]) -> None:
+    code, detail = int(match[2]), printable(match[3].strip())
+    gpu = f"GPU {normal_bus(match[1]) or match[1]}"
+    resolution = xid.resolve(code, detail)
     if code == 154:
         # What was asked for before is over: only the last word of the driver holds.
         for key in [
@@ -253,17 +253,17 @@ def _read_xid(reading: _Reading, line: _Line, found: re.Match[str]) -> None:
             del reading.seen[key]
         reading.recovery[line.host, gpu] = (line.number, resolution.verdict)
     bucket = f" ({resolution.bucket})" if resolution.bucket else " (not in the catalogue)"
-    reading.add(_Key(resolution.verdict, line.host, gpu, f"XID {code}", resolution.step), line.number, words + bucket)
+    reading.add(_Key(resolution.verdict, line.host, gpu, f"XID {code}", resolution.step), line.number, detail + bucket)
 
 
-def _read_switch(reading: _Reading, line: _Line, found: re.Match[str]) -> None:
-    code, severity = int(found[2]), found[3] or ""
-    switch, check = f"NVSwitch {found[1]}", f"SXid {code}"
+def _read_switch(reading: _Reading, line: _Line, match: re.Match[str]) -> None:
+    code, severity = int(match[2]), match[3] or ""
+    switch, check = f"NVSwitch {match[1]}", f"SXid {code}"
     if not severity and any((key.host, key.subject, key.check) == (line.host, switch, check) for key in reading.seen):
         return  # the registers of a message that was read already
     resolution = xid.resolve_switch(code, severity)
-    words = ", ".join(filter(None, (severity, printable(found[4].strip()))))
-    reading.add(_Key(resolution.verdict, line.host, switch, check, resolution.step), line.number, words)
+    detail = ", ".join(filter(None, (severity, printable(match[4].strip()))))
+    reading.add(_Key(resolution.verdict, line.host, switch, check, resolution.step), line.number, detail)
 
 
 def _read_link(reading: _Reading, line: _Line, link: re.Match[str]) -> None:
@@ -284,9 +284,9 @@ def _read_link(reading: _Reading, line: _Line, link: re.Match[str]) -> None:
         carrier.is_down = True
 
 
-def _part(template: str, found: re.Match[str]) -> str:
+def _part(template: str, match: re.Match[str]) -> str:
     """The subject of an event: `GPU 0000:1b:00` for what NVIDIA's driver drives, as an XID names it."""
-    groups = {name: printable(value or "") for name, value in found.groupdict().items()}
+    groups = {name: printable(value or "") for name, value in match.groupdict().items()}
     if groups.get("bus") and (template.startswith("GPU") or groups.get("driver") == "nvidia"):
         return f"GPU {normal_bus(groups['bus'])}"
     if groups.get("driver", "").startswith("mlx"):
@@ -296,29 +296,29 @@ def _part(template: str, found: re.Match[str]) -> str:
     return template.format(**groups)
 
 
-def _words(message: str, found: re.Match[str]) -> str:
+def _excerpt(message: str, match: re.Match[str]) -> str:
     """The message from its event on, but not more than is read in a table."""
-    start = found.start() if found.start() < 120 else 0
+    start = match.start() if match.start() < 120 else 0
     return " ".join(printable(_KERNEL_STAMP.sub("", message[start:])).split())[:200]
 
 
-def _finding(text: Text, reading: _Reading, key: _Key, found: list[tuple[int, str]]) -> Finding:
-    line, words = found[0]
-    words += f" ({len(found)} times)" if len(found) > 1 else ""
+def _finding(text: Text, reading: _Reading, key: _Key, hits: list[tuple[int, str]]) -> Finding:
+    line, figure = hits[0]
+    figure += f" ({len(hits)} times)" if len(hits) > 1 else ""
     who = _who(text, reading, key.host, key.subject)
     verdict, step = key.verdict, key.step.replace("{}", key.subject or "it")
     if key.check in ("kernel panic", "kernel oops") and _by_hand(reading, key.host, line):
         verdict, step = "WARN", "ask who wrote to /proc/sysrq-trigger: this crash was wanted"
     after = reading.recovery.get((key.host, key.subject))
-    if after and after[1] == "WARN" and found[-1][0] < after[0] and key.check.startswith("XID"):
+    if after and after[1] == "WARN" and hits[-1][0] < after[0] and key.check.startswith("XID"):
         verdict, step = "WARN", "nothing now: the driver asks for no recovery of it any more (XID 154 after it)"
-    return Finding(verdict, who, key.check, words, "none", step, text.file, line)
+    return Finding(verdict, who, key.check, figure, "none", step, text.file, line)
 
 
 def _by_hand(reading: _Reading, host: str, line: int) -> bool:
     """Whether somebody asked the kernel to crash before this line."""
     keys = [key for key in reading.seen if key.check == "crash by hand" and key.host == host]
-    return any(found[0] <= line for key in keys for found in reading.seen[key])
+    return any(hit[0] <= line for key in keys for hit in reading.seen[key])
 
 
 def _who(text: Text, reading: _Reading, host: str, part: str) -> str:
@@ -333,15 +333,15 @@ def _carriers(text: Text, reading: _Reading) -> Iterator[Finding]:
         if not carrier.flaps and not carrier.is_down:
             continue
         many = carrier.is_rdma and carrier.flaps >= _MANY_FLAPS
-        words = f"carrier lost and regained {carrier.flaps} times" if carrier.flaps else "carrier lost"
-        words += ", lost at the end" if carrier.is_down and carrier.flaps else ""
+        figure = f"carrier lost and regained {carrier.flaps} times" if carrier.flaps else "carrier lost"
+        figure += ", lost at the end" if carrier.is_down and carrier.flaps else ""
         step = _STEP_FLAP if carrier.flaps else _STEP_DOWN
         who = _who(text, reading, host, name)
         yield Finding(
             "FAIL" if many else "WARN",
             who,
             "carrier",
-            words,
+            figure,
             "none lost",
             step.replace("{}", name),
             text.file,
@@ -351,6 +351,6 @@ def _carriers(text: Text, reading: _Reading) -> Iterator[Finding]:
 
 def _none(text: Text, host: str) -> Finding:
     """Nothing bad was said, and whether NVIDIA's driver said anything at all."""
-    words = f"no XID in {len(text.content.splitlines())} lines"
-    words += "" if _DRIVER.search(text.content) else ", none of them from NVIDIA's driver"
-    return Finding("PASS", host or text.stem, "XID", words, "none", "", text.file, 1)
+    figure = f"no XID in {len(text.content.splitlines())} lines"
+    figure += "" if _DRIVER.search(text.content) else ", none of them from NVIDIA's driver"
+    return Finding("PASS", host or text.stem, "XID", figure, "none", "", text.file, 1)

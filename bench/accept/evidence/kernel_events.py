@@ -60,7 +60,7 @@ _NEEDS = (
 
 
 def _event(pattern: str, verdict: Verdict | None, check: str, step: str = "", subject: str = "") -> Event:
-    needs = next((words for words in _NEEDS if words in pattern and "|" not in pattern.partition(words)[0]), "")
+    needs = next((part for part in _NEEDS if part in pattern and "|" not in pattern.partition(part)[0]), "")
     return Event(re.compile(pattern), verdict, check, step, subject, needs)
 
 

@@ -210,7 +210,7 @@ def _summary(text: Text, records: Sequence[_Record], num_broken: int) -> Iterato
     ranks = {(record.comm, record.rank) for record in records}
     operations = Counter(record.operation for record in records)
     most = ", ".join(f"{count} {name}" for name, count in operations.most_common(3))
-    words = f"{len(records)} records of {len(ranks)} ranks: {most}"
+    figure = f"{len(records)} records of {len(ranks)} ranks: {most}"
     if num_broken:
-        words += f"; {num_broken} lines without a whole record"
-    yield Finding(None, text.stem, "collectives in the application", words, NO_EXPECTATION, _STEP_SHARED, text.file, 1)
+        figure += f"; {num_broken} lines without a whole record"
+    yield Finding(None, text.stem, "collectives in the application", figure, NO_EXPECTATION, _STEP_SHARED, text.file, 1)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 from xml.parsers import expat
 
+from bench.accept.evidence.identity import normal_bus
 from bench.accept.evidence.log import Log, Text, printable
 from bench.accept.evidence.nvidia_smi_rules import MANY_UNKNOWN, RULES, UNKNOWN, lost_gpus
 from netlayer.verdict import Finding
@@ -75,15 +76,15 @@ def parse_xml(text: Text) -> Log:
 
 def _log(text: Text, head: _Fields, gpus: Mapping[str, _Fields], findings: list[Finding], *, is_text: bool) -> Log:
     lost = bool(findings)
-    names = _names(gpus)
+    names = _names(head, gpus)
     for bus, fields in gpus.items():
-        found = list(_judge(text, names[bus], fields))
+        faults = list(_judge(text, names[bus], fields))
         checked = _num_checked(fields)
-        if is_text and not lost and not any(finding.check == "query" for finding in found):
-            _check_sections(text, bus, fields, found)
-        words = f"{checked} fields good" + (", PCIe link not judged: the GPU is idle" if _is_slow_idle(fields) else "")
+        if is_text and not lost and not any(finding.check == "query" for finding in faults):
+            _check_sections(text, bus, fields, faults)
+        figure = f"{checked} fields good" + (", PCIe link not judged: the GPU is idle" if _is_slow_idle(fields) else "")
         line = next(iter(fields.values()), _Field("", 1)).line
-        findings += found or [Finding("PASS", names[bus], "health", words, "no fault reported", "", text.file, line)]
+        findings += faults or [Finding("PASS", names[bus], "health", figure, "no fault reported", "", text.file, line)]
     findings += _count(text, head, len(gpus))
     return Log(KIND, tuple(findings), traits=_traits(head, gpus, names))
 
@@ -93,12 +94,12 @@ def _read(text: Text) -> tuple[_Fields, dict[str, _Fields]]:
     head: _Fields = {}
     gpus: dict[str, _Fields] = {}
     fields, stack = head, list[tuple[int, str]]()
-    for line, words in enumerate(text.lines, 1):
-        if gpu := _GPU.match(words):
+    for line, row in enumerate(text.lines, 1):
+        if gpu := _GPU.match(row):
             fields, stack = gpus.setdefault(gpu[1], {}), []
             continue
-        name, colon, value = (part.strip() for part in words.partition(":"))
-        depth = len(words) - len(words.lstrip())
+        name, colon, value = (part.strip() for part in row.partition(":"))
+        depth = len(row) - len(row.lstrip())
         if not name or name.startswith("="):
             continue
         while stack and stack[-1][0] >= depth:
@@ -127,7 +128,7 @@ def _num_checked(fields: _Fields) -> int:
     )
 
 
-def _check_sections(text: Text, bus: str, fields: _Fields, found: Sequence[Finding]) -> None:
+def _check_sections(text: Text, bus: str, fields: _Fields, faults: Sequence[Finding]) -> None:
     """A GPU of a whole query reaches its last section, and one of a part of it (`-d`) has something to judge."""
     have = {path.partition("/")[0] for path in fields}
     # The names that drivers gave it; a query with -d does not name the product.
@@ -135,22 +136,25 @@ def _check_sections(text: Text, bus: str, fields: _Fields, found: Sequence[Findi
     lacking = [names[0] for names in wanted if have.isdisjoint(names)] if "Product Name" in have else []
     if lacking:
         raise text.damaged(len(text.lines), f"GPU {bus} ends before its section {lacking[0]!r}", _CUT)
-    if not found and not _num_checked(fields):
+    if not faults and not _num_checked(fields):
         rule = f"GPU {bus} has no field that tells of its health"
         raise text.damaged(len(text.lines), rule, "give the whole output of nvidia-smi -q")
 
 
-def _names(gpus: Mapping[str, _Fields]) -> dict[str, str]:
-    """`GPU 3 (00000000:5D:00.0)`: the log gives no number, so its order stands in."""
+def _names(head: _Fields, gpus: Mapping[str, _Fields]) -> dict[str, str]:
+    """`GPU 3 (00000000:5D:00.0)`: the log gives no number, so its order stands in where it lists every GPU (no -i)."""
+    attached = head.get("Attached GPUs")
+    if attached is not None and attached.value != str(len(gpus)):
+        return {bus: f"GPU {normal_bus(bus) or bus}" for bus in gpus}
     return {bus: f"GPU {at} ({bus})" for at, bus in enumerate(gpus)}
 
 
 def _judge(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:
     unknown = [field for field in fields.values() if field.value in UNKNOWN]
     if len(unknown) >= MANY_UNKNOWN:
-        words = f"Unknown Error in {len(unknown)} fields"
+        figure = f"Unknown Error in {len(unknown)} fields"
         step = f"reboot the node; where {who} does not come back, reseat or return it"
-        yield Finding("FAIL", who, "query", words, "an answer", step, text.file, unknown[0].line)
+        yield Finding("FAIL", who, "query", figure, "an answer", step, text.file, unknown[0].line)
     # Cards for desktops come with ECC off.
     is_desktop = "GeForce" in fields.get("Product Name", _Field("", 0)).value
     for path, (value, line) in fields.items():
@@ -238,9 +242,9 @@ def _watts(value: str) -> float | None:
     return float(match[1]) if match else None
 
 
-def _count(text: Text, head: _Fields, found: int) -> list[Finding]:
+def _count(text: Text, head: _Fields, listed: int) -> list[Finding]:
     attached = head.get("Attached GPUs")
-    if attached is None or not attached.value.isdecimal() or len(attached.value) > 6 or int(attached.value) <= found:
+    if attached is None or not attached.value.isdecimal() or len(attached.value) > 6 or int(attached.value) <= listed:
         return []
     step = "query without -i, or see whether the log was cut"
     return [
@@ -248,7 +252,7 @@ def _count(text: Text, head: _Fields, found: int) -> list[Finding]:
             "WARN",
             text.stem,
             "GPUs in the log",
-            str(found),
+            str(listed),
             f"{attached.value} attached",
             step,
             text.file,
@@ -258,13 +262,13 @@ def _count(text: Text, head: _Fields, found: int) -> list[Finding]:
 
 
 def _traits(head: _Fields, gpus: Mapping[str, _Fields], names: Mapping[str, str]) -> dict[tuple[str, str], str]:
-    found = {}
+    traits = {}
     for bus, fields in gpus.items():
         for path in _TRAITS:
             known = fields.get(path) or head.get(path)
             if known is not None and known.value not in ("N/A", ""):
-                found[path.removeprefix("PCI/GPU Link Info/"), names[bus]] = known.value
-    return found
+                traits[path.removeprefix("PCI/GPU Link Info/"), names[bus]] = known.value
+    return traits
 
 
 # XML's names become those of the text: `sram_uncorrectable_parity` is `SRAM Uncorrectable Parity`. These do not follow
@@ -319,7 +323,7 @@ class _XmlReader:
         self.gpus: dict[str, _Fields] = {}
         self._fields = self.head
         self._path: list[str] = []
-        self._words = ""
+        self._content = ""
         self._is_leaf = False
         self.parser = expat.ParserCreate()
         self.parser.StartElementHandler = self._start
@@ -339,12 +343,12 @@ class _XmlReader:
             bus = printable(attributes.get("id", "")) or f"number {len(self.gpus)}"
             self._fields = self.gpus.setdefault(bus, {})
             self.text.check_rows(len(self.gpus))
-        self._words, self._is_leaf = "", True
+        self._content, self._is_leaf = "", True
 
     def _end(self, tag: str) -> None:
         if self._is_leaf and not set(self._path) & set(_XML_SKIPPED):
             inside = self._path[2:] if self._fields is not self.head else self._path[1:]
-            value = printable(" ".join(self._words.split()))[:200]
+            value = printable(" ".join(self._content.split()))[:200]
             name = "/".join(map(_text_name, inside))
             self._fields.setdefault(name, _Field(value, self.parser.CurrentLineNumber))
         self._path.pop()
@@ -353,12 +357,12 @@ class _XmlReader:
             self._fields = self.head
 
     def _add_words(self, data: str) -> None:
-        if self._is_leaf and len(self._words) < 1000:
-            self._words += data
+        if self._is_leaf and len(self._content) < 1000:
+            self._content += data
 
 
 def _text_name(tag: str) -> str:
     """What the text form calls an element."""
     bare = _XML_PREFIX.sub("", tag)
-    words = (_XML_WORDS.get(part, part.capitalize()) for part in bare.split("_"))
-    return _XML_NAMES.get(bare, " ".join(words))
+    parts = (_XML_WORDS.get(part, part.capitalize()) for part in bare.split("_"))
+    return _XML_NAMES.get(bare, " ".join(parts))

@@ -26,12 +26,12 @@ class Rule(NamedTuple):
     step: str
 
 
-def _says(*words: str) -> Callable[[str], bool]:
-    return lambda value: value in words
+def _says(*values: str) -> Callable[[str], bool]:
+    return lambda value: value in values
 
 
-def _not(*words: str) -> Callable[[str], bool]:
-    return lambda value: value not in (*words, "N/A")
+def _not(*values: str) -> Callable[[str], bool]:
+    return lambda value: value not in (*values, "N/A")
 
 
 def _above_zero(value: str) -> bool:
@@ -120,14 +120,14 @@ _LINES = (
 
 def lost_gpus(text: Text) -> Iterator[Finding]:
     """What nvidia-smi says in place of an answer: GPUs that it cannot reach, a driver that does not run."""
-    for number, words in enumerate(text.lines, 1):
+    for number, row in enumerate(text.lines, 1):
         # What stands inside a table is a cell of its GPU, and is judged with it.
-        for line in () if words.lstrip().startswith("|") else _LINES:
-            if found := line.pattern.search(words):
-                bus = found[1] if line.pattern.groups else None
+        for line in () if row.lstrip().startswith("|") else _LINES:
+            if match := line.pattern.search(row):
+                bus = match[1] if line.pattern.groups else None
                 who = f"GPU {normal_bus(bus) or bus}" if bus else text.stem
                 step = line.step.format(who if bus else "it")
-                yield Finding(line.verdict, who, "query", words.strip()[:200], line.expected, step, text.file, number)
+                yield Finding(line.verdict, who, "query", row.strip()[:200], line.expected, step, text.file, number)
                 break
 
 

@@ -65,8 +65,8 @@ def parse_text(text: Text) -> Log:
         raise text.damaged(text.line_of("NVIDIA-SMI"), "has the head of nvidia-smi's table, and no GPU below it")
     for row in rows:
         who = f"GPU {row.number} ({row.bus})"
-        found = list(_judge(text, who, row))
-        findings += found or [
+        faults = list(_judge(text, who, row))
+        findings += faults or [
             Finding("PASS", who, "table", "answers, no uncorrected ECC error", "an answer", "", text.file, row.line)
         ]
     traits = {}
@@ -87,12 +87,12 @@ def parse_text(text: Text) -> Log:
 def _rows(text: Text) -> Iterator[_Row]:
     """The GPUs of every table in the file; MIG devices and processes have tables of their own below."""
     lines, inside = text.lines, False
-    for at, words in enumerate(lines):
-        if _HEAD.search(words):
+    for at, content in enumerate(lines):
+        if _HEAD.search(content):
             inside = True
-        elif "MIG devices:" in words or "Processes:" in words:
+        elif "MIG devices:" in content or "Processes:" in content:
             inside = False
-        gpu = _GPU.match(words.strip()) if inside else None
+        gpu = _GPU.match(content.strip()) if inside else None
         if gpu is None:
             continue
         below = [lines[next_at].strip() if next_at < len(lines) else "" for next_at in (at + 1, at + 2)]

@@ -104,14 +104,14 @@ def parse_text(text: Text) -> Log:
 
 def _read(text: Text) -> list[_Gpu]:
     gpus: list[_Gpu] = []
-    for line, words in enumerate(map(str.rstrip, text.lines), 1):
-        if head := _GPU.match(words):
+    for line, row in enumerate(map(str.rstrip, text.lines), 1):
+        if head := _GPU.match(row):
             gpus.append(_Gpu(f"GPU {head[1]}", head[2], line))
-        elif _ALL_DOWN.search(words) and gpus:
+        elif _ALL_DOWN.search(row) and gpus:
             gpus[-1].is_all_down = True
-        elif counter := _COUNTER.match(words):
+        elif counter := _COUNTER.match(row):
             _count(gpus, counter, line)
-        elif link := _LINK.match(words):
+        elif link := _LINK.match(row):
             if not gpus:
                 raise text.damaged(line, "a line 'GPU 0: NAME (UUID: ...)' is expected above its links")
             if link[2].lower() in _DOWN:

@@ -69,9 +69,9 @@ class _Run:
 
     @property
     def series(self) -> str:
-        said = self.settings
-        what = f"{said.get('Connection type', 'RC')}, {said.get('Number of qps', '1')} QP, MTU {said.get('Mtu', '?')}"
-        return f"{self.title.removesuffix(' Test')} ({what})"
+        settings = self.settings
+        pairs = f"{settings.get('Connection type', 'RC')}, {settings.get('Number of qps', '1')} QP"
+        return f"{self.title.removesuffix(' Test')} ({pairs}, MTU {settings.get('Mtu', '?')})"
 
 
 def is_text(content: str) -> bool:
@@ -90,18 +90,18 @@ def parse_text(text: Text) -> Log:
     """
     findings: list[Finding] = []
     runs: list[_Run] = []
-    for line, words in enumerate(text.lines, 1):
-        if (title := _TITLE.fullmatch(words.strip())) is not None:
+    for line, row in enumerate(text.lines, 1):
+        if (title := _TITLE.fullmatch(row.strip())) is not None:
             runs.append(_Run(title[1].replace("RDMA ", "RDMA_"), line))
-        elif runs or words.lstrip().startswith("#bytes"):
+        elif runs or row.lstrip().startswith("#bytes"):
             if not runs:  # the head of the output was cut off
-                runs.append(_Run("Latency Test" if "t_avg" in words or "t_typical" in words else "BW Test", line))
-            _read_line(text, runs[-1], line, words)
-        failure = next((one for one in _FAILURES if one[0].search(words)), None)
+                runs.append(_Run("Latency Test" if "t_avg" in row or "t_typical" in row else "BW Test", line))
+            _read_line(text, runs[-1], line, row)
+        failure = next((one for one in _FAILURES if one[0].search(row)), None)
         if failure:
             device = runs[-1].settings.get("Device", text.stem) if runs else text.stem
             step = failure[2].replace("{}", device)
-            figure = words.strip()[:200]
+            figure = row.strip()[:200]
             # Without the head of the output nothing says whose cable it was.
             verdict = failure[1] if runs else "WARN"
             findings.append(Finding(verdict, device, "run", figure, _NO_ERRORS, step, text.file, line))
@@ -141,14 +141,14 @@ def _share_status(findings: list[Finding]) -> None:
             findings[at] = replace(finding, verdict=below.verdict, next_step=below.next_step)
 
 
-def _read_line(text: Text, run: _Run, line: int, words: str) -> None:
-    run.settings.update(_SETTING.findall(words))
-    if words.lstrip().startswith("#bytes") and len(words) < 1000:
+def _read_line(text: Text, run: _Run, line: int, row: str) -> None:
+    run.settings.update(_SETTING.findall(row))
+    if row.lstrip().startswith("#bytes") and len(row) < 1000:
         # Titles hold blanks (`BW average[MB/sec]`, `99% percentile[usec]`): they are told apart by their brackets.
-        run.head = re.findall(r"#\w{1,20}|[\w%.]{1,20}(?: [a-z]{1,20})?\[[^\]]{0,20}\]", words)
-        run.unit = next((unit for unit in _UNITS if f"BW average[{unit}]" in words), "")
+        run.head = re.findall(r"#\w{1,20}|[\w%.]{1,20}(?: [a-z]{1,20})?\[[^\]]{0,20}\]", row)
+        run.unit = next((unit for unit in _UNITS if f"BW average[{unit}]" in row), "")
         return
-    cells = words.split()
+    cells = row.split()
     if run.head and len(cells) > 1 and cells[0].isdecimal() and cells[1].isdecimal():
         text.check_ended(line)
         run.rows.append((*_row(text, run, cells, line), line))

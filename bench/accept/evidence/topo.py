@@ -44,8 +44,8 @@ def parse_text(text: Text) -> Log:
     text.check_rows(len(gpus) ** 2)
     rows: dict[str, dict[str, str]] = {}
     line_of: dict[str, int] = {}
-    for number, words in enumerate(text.lines[at + 1 :], at + 2):
-        cells = words.split()
+    for number, content in enumerate(text.lines[at + 1 :], at + 2):
+        cells = content.split()
         if not cells or cells[0] not in columns:
             if rows and len(rows) >= len(gpus):
                 break
@@ -61,8 +61,8 @@ def parse_text(text: Text) -> Log:
         raise text.damaged(len(text.lines), f"the matrix ends before the row of {lacking[0]}")
     findings = [*_nvlinks(text, gpus, rows, line_of), *_nics(text, gpus, rows, line_of)]
     classes = Counter(rows[one][other] for one in gpus for other in gpus if one < other)
-    words = ", ".join(f"{count} pairs {name}" for name, count in classes.most_common(4)) or "one GPU"
-    done = Finding("PASS", text.stem, "topology", words, "all GPUs alike", "", text.file, at + 1)
+    figure = ", ".join(f"{count} pairs {name}" for name, count in classes.most_common(4)) or "one GPU"
+    done = Finding("PASS", text.stem, "topology", figure, "all GPUs alike", "", text.file, at + 1)
     return Log(KIND, tuple(findings) or (done,))
 
 
