@@ -308,16 +308,7 @@ def _health(text: Text) -> Log:
         elif findings and check and verdict is None and (info or left) and not left.startswith("Overall"):
             last = findings[-1]
             figure = f"{last.figure} {info or left}".strip()
-            findings[-1] = Finding(
-                last.verdict,
-                last.subject,
-                last.check,
-                figure[:300],
-                last.expected,
-                last.next_step,
-                last.file,
-                last.line,
-            )
+            findings[-1] = replace(last, figure=figure[:300])
     verdict = _HEALTHS.get(overall.lower())
     if verdict is None:
         raise text.damaged(line_overall, "must hold 'Overall Health' with Healthy, Warning or Failure")
