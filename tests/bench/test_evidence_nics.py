@@ -62,8 +62,15 @@ def test_a_device_that_the_tool_cannot_read_warns() -> None:
 
 def test_firmware_is_a_trait_of_its_device_type() -> None:
     traits = read(ibstat(UP, UP) + ibstat(UP, kind="MT4125", firmware="22.1").replace("mlx5_0", "mlx5_9")).traits
-    assert traits["MT4129 firmware", "mlx5_1"] == "28.39.1002"
-    assert traits["MT4125 firmware", "mlx5_9"] == "22.1"
+    assert traits["MT4129 firmware 28.x", "mlx5_1"] == "28.39.1002"
+    assert traits["MT4125 firmware 22.x", "mlx5_9"] == "22.1"
+
+
+def test_virtual_functions_of_two_chips_are_not_compared() -> None:
+    """All have the type MT4126; the firmware's first number tells ConnectX-6 Dx (22) from ConnectX-7 (28)."""
+    functions = ibstat(*(UP,) * 9, kind="MT4126", firmware="28.37.1014").replace("28.37.1014", "22.35.2302", 1)
+    traits = read(functions).traits
+    assert {name for name, _ in traits} == {"MT4126 firmware 22.x", "MT4126 firmware 28.x"}
 
 
 def ibstatus(*states: str) -> str:

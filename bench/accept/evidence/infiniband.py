@@ -102,7 +102,13 @@ def parse_text(text: Text) -> Log:
         findings.append(
             Finding("PASS", text.stem, "ports", f"active: {figure}", "active", "", text.file, active[0].line)
         )
-    traits = {(f"{port.kind or 'NIC'} firmware", port.device): port.firmware for port in ports if port.firmware}
+    # The firmware's first number names the chip (22: ConnectX-6 Dx, 28: ConnectX-7), which a virtual function's type
+    # does not.
+    traits = {
+        (f"{port.kind or 'NIC'} firmware {port.firmware.partition('.')[0]}.x", port.device): port.firmware
+        for port in ports
+        if port.firmware
+    }
     return Log(KIND, tuple(findings), traits=traits)
 
 
