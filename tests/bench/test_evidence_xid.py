@@ -106,6 +106,7 @@ def test_xid_154_is_what_its_action_says(action: str, verdict: str) -> None:
         (19084, "Non-fatal", "FAIL", "reset"),  # NVIDIA asks for a reset of all although it is not fatal
         (28006, "Non-fatal", "WARN", "watch"),  # not in the tables: its own word counts
         (31001, "Fatal", "FAIL", "reset"),
+        (12028, "Fatal", "FAIL", "reset"),  # the driver calls it fatal, whatever the table says
         (31001, "", "WARN", "does not hold it"),
         (20034, "", "FAIL", "reset"),
     ],

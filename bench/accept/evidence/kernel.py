@@ -26,7 +26,7 @@ _MANY_FLAPS = 3
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]{1,20})[^)]{0,80}\): (\d{1,5})\b,?\s*(.{0,200})")
 _SWITCH = re.compile(
-    r"nvidia-nvswitch(\d{1,4}): SXid \((?:PCI:)?[0-9a-fA-F:.]{1,20}\): (\d{1,6}),? ?(Fatal|Non-fatal)?,?\s*(.{0,120})"
+    r"nvidia-nvswitch(\d{1,4}):? SXid \((?:PCI:)?[0-9a-fA-F:.]{1,20}\): (\d{1,6}),? ?(Fatal|Non-fatal)?,?\s*(.{0,120})"
 )
 _DRIVER = re.compile(r"NVRM|nvidia", re.IGNORECASE)
 # `NVRM: The NVIDIA GPU 0000:18:00.0` begins a message of several lines.

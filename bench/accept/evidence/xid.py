@@ -19,6 +19,8 @@ _UNKNOWN_STEP = "look {} up in NVIDIA's current catalogue: ours does not hold it
 _RECOVERY = re.compile(r"recovery action changed from .{0,60}\(([\w /]{1,40})\)\s*$", re.IGNORECASE)
 _REGISTERS = re.compile(r"\(((?:0x[0-9a-fA-F]{1,8}(?:,\s?|\s|(?=\)))){1,8})\)")
 _NVLINK5_SEVERITY = re.compile(r"\b(Fatal|Nonfatal|Non-fatal)\b", re.IGNORECASE)
+# Its word is non-fatal, and the guide asks for a reset of all GPUs and NVSwitches.
+_RESET_THOUGH_NON_FATAL = 19084
 _LINK_DOWN = re.compile(r"\bNETIR_LINK_(?:EVT|DOWN)\b")
 
 
@@ -55,10 +57,10 @@ def resolve_switch(code: int, severity: str = "") -> Resolution:
     tables: Mapping[str, Mapping[str, Any]] = _catalogue()["sxid"]
     name = next((name for name, entry in tables.items() if code in entry["codes"]), "")
     by_word = {"fatal": "fatal", "non-fatal": "non_fatal", "nonfatal": "non_fatal"}.get(severity.lower(), "")
-    # Codes whose table is graver than their word (10003, 19084, the always fatal ones) keep the table's action, and a
-    # code that the word calls non-fatal is not made fatal by a table of another version.
-    if by_word == "non_fatal" or not name:
-        name = by_word if code != 19084 else "fatal"
+    is_milder = by_word == "non_fatal" and code != _RESET_THOUGH_NON_FATAL
+    is_graver = by_word == "fatal" and name != "always_fatal"
+    if is_milder or is_graver:
+        name = by_word
     if not name:
         return Resolution("WARN", "", _UNKNOWN_STEP.format(f"SXid {code}"))
     return Resolution(tables[name]["verdict"], name, tables[name]["step"])
