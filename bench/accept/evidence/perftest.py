@@ -20,7 +20,7 @@ _SETTING = re.compile(r"(Device|Number of qps|Connection type|Mtu|Link type)\s*:
 _UNITS = {"MB/sec": 8 * 2**20 / 1e9, "MiB/sec": 8 * 2**20 / 1e9, "Gb/sec": 1.0}
 _NO_ERRORS = "a transfer without errors"
 _CABLE = (
-    "see that the other end lived to the end, and on RoCE that both ends use GIDs that reach each other (-x); then swap "
+    "see that the other end lived to the end, and on RoCE that both ends have GIDs that meet (-x); swap then "
     "cable and transceiver of {}, then its switch port; ibdiagnet or ethtool -S show its errors"
 )
 # What ended a run, and whom it speaks of: the first that fits counts. A status is one of ibv_wc_status: 12 and 13 say
