@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from bench.accept.evidence import kernel
 from tests.bench.evidence_helpers import bad, read, verdicts
 
 XID = "NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, name=python3, GPU has fallen off the bus."
@@ -272,3 +273,16 @@ def test_a_link_that_stays_down_warns() -> None:
 def test_a_healthy_log_says_what_was_looked_at() -> None:
     [key] = verdicts("[1.000000] NVRM: loading\n[2.000000] usb 1-1: new\n")
     assert key == ("log", "XID")
+
+
+def test_a_system_log_is_told_by_the_programs_that_wrote_its_lines() -> None:
+    """Once the time, the host and the program are taken off, nothing tells these lines from an application's."""
+    heads = [f"Aug 17 06:1{minute}:01 node7 " for minute in range(4)]
+    system = "\n".join(
+        f"{head}systemd-networkd[5398]: ib6: {word} carrier"
+        for head, word in zip(heads, ("Lost", "Gained", "Lost", "Gained"), strict=True)
+    )
+    job = "\n".join(f"{head}train.py[77]: step {at}" for at, head in enumerate(heads))
+    assert kernel.is_system_log(system)
+    assert not kernel.is_system_log(job)
+    assert not kernel.is_system_log("")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -57,10 +57,9 @@ _SYSLOG = re.compile(
     r"\d{9,10}\.\d{6}|\[ *\d{1,9}\.\d{6}\]) "
     r"(?P<host>[A-Za-z0-9][\w.-]{0,80}) (?P<program>[\w./@-]{1,60})(?:\[\d{1,9}\])?: ?"
 )
+_RECORD = re.compile(r'\s*\{\s*"')
 # Programs whose lines are the kernel's own, or tell of carriers.
 _PROGRAMS = frozenset(("kernel", "klogd", "systemd-networkd", "NetworkManager", "vmunix"))
-
-
 # Those that tell a system's log from one of an application.
 _SYSTEM = frozenset(("kernel", "systemd", "systemd-networkd", "NetworkManager", "systemd-logind"))
 
@@ -118,13 +117,28 @@ class _Reading:
 
 
 def is_text(content: str) -> bool:
+    if _RECORD.match(content):
+        return False  # the journal as JSON
     if KNOWN.search(content):
         return True
     lines = [line[:200] for line in content.splitlines() if line.strip()]
     own = sum(bool(_KERNEL_STAMP.match(line)) for line in lines)
-    programs = [match["program"] for line in lines if (match := _syslog_head(line))]
     # A message of several lines has its stamp on the first alone, and journalctl adds lines of its own.
-    return 2 * (own + (len(programs) if _SYSTEM.intersection(programs) else 0)) > len(lines)
+    return 2 * (own + _num_system(lines)) > len(lines)
+
+
+def is_system_log(content: str) -> bool:
+    """Whether most lines are a system's, by the program that syslog or the journal names: /var/log/syslog, journalctl.
+
+    To be asked of the file as it is: without what stands before its lines nothing tells it.
+    """
+    lines = [line[:200] for line in content.splitlines() if line.strip()]
+    return 2 * _num_system(lines) > len(lines)
+
+
+def _num_system(lines: Sequence[str]) -> int:
+    programs = [match["program"] for line in lines if (match := _syslog_head(line))]
+    return len(programs) if _SYSTEM.intersection(programs) else 0
 
 
 def is_json(tree: Mapping[str, Any]) -> bool:
