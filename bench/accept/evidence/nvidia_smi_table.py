@@ -48,7 +48,8 @@ def is_text(content: str) -> bool:
 
 def is_error(content: str) -> bool:
     """Whether it is what a command of nvidia-smi prints in place of an answer; to be asked when all others passed."""
-    return says_lost(content)
+    # In a journal's JSON it is the kernel that says so.
+    return not content.lstrip().startswith("{") and says_lost(content)
 
 
 def parse_text(text: Text) -> Log:
