@@ -8,12 +8,18 @@ from typing import Any
 
 from bench.accept.evidence import (
     dcgmi,
+    fabricmanager,
+    foreign,
+    infiniband,
     kernel,
+    nccl_inspector,
     nccl_tests,
     nvbandwidth,
     nvidia_smi,
+    nvidia_smi_table,
     nvlink,
     perftest,
+    topo,
 )
 from bench.accept.evidence.log import Log, Text
 from netlayer.errors import ConfigError
@@ -23,17 +29,28 @@ _JSON: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[Text, Mapping[
     (nccl_tests.is_json, nccl_tests.parse_json),
     (dcgmi.is_json, dcgmi.parse_json),
     (nvbandwidth.is_json, nvbandwidth.parse_json),
+    (kernel.is_json, kernel.parse_json),
+    (nccl_inspector.is_json, nccl_inspector.parse_json),
 )
 _TEXT: tuple[tuple[Callable[[str], bool], Callable[[Text], Log]], ...] = (
+    (nvidia_smi.is_xml, nvidia_smi.parse_xml),
     (nvidia_smi.is_text, nvidia_smi.parse_text),
     (perftest.is_text, perftest.parse_text),
     (nvbandwidth.is_text, nvbandwidth.parse_text),
+    (nvidia_smi_table.is_text, nvidia_smi_table.parse_text),
     (nvlink.is_text, nvlink.parse_text),
+    (topo.is_text, topo.parse_text),
+    (dcgmi.is_text, dcgmi.parse_text),
+    (infiniband.is_text, infiniband.parse_text),
+    (fabricmanager.is_text, fabricmanager.parse_text),
     (kernel.is_text, kernel.parse_text),
+    (nvidia_smi_table.is_error, nvidia_smi_table.parse_text),
+    (foreign.is_text, foreign.parse_text),
 )
 KNOWN = (
-    "nccl-tests (text, -J), perftest, dcgmi diag -j, nvbandwidth (text, -j), nvidia-smi -q, nvidia-smi nvlink -s, "
-    "the kernel's log"
+    "nccl-tests (text, -J), perftest, dcgmi diag and health (text, -j), nvbandwidth (text, -j), nvidia-smi (table, -q, "
+    "-x, topo -m, nvlink -s, -e), ibstat, ibstatus, ibv_devinfo, rdma link, fabricmanager.log, NCCL Inspector, the "
+    "kernel's log"
 )
 UNKNOWN_FORM = "is of no known form"
 # The names that the JSON of a known tool holds; a tool may print warnings above its JSON.
@@ -74,6 +91,9 @@ def parse_all(text: Text) -> tuple[Log, ...]:
     for is_text, parse_runs in _OF_MANY:
         if is_text(text.body):
             return tuple(_in_file(text, log) for log in parse_runs(text))
+    if kernel.is_system_log(text.content):
+        # Its reader knows the hosts and programs that stand before the lines.
+        return (kernel.parse_text(text),)
     parts = text.streams()
     if len(parts) == 1:
         return (_in_file(text, _parse_text(text)),)
@@ -145,8 +165,6 @@ def _parse_text(text: Text) -> Log:
     for is_text, parse_text in _TEXT:
         if is_text(text.body):
             return parse_text(text)
-    if "<nvidia_smi_log>" in text.content:
-        raise text.damaged(0, "is nvidia-smi's XML", "give the text of nvidia-smi -q, without -x")
     raise _unknown(text)
 
 
