@@ -44,6 +44,11 @@ class Case:
     supported: tuple[str, ...]
     group: str
 
+    @property
+    def undecided(self) -> bool:
+        """Whether the page supports PASS and FAIL alike: such a row shows that the log is read, and no more."""
+        return {"PASS", "FAIL"} <= set(self.supported)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -175,10 +180,12 @@ def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
             yield f"{'':>14}{row['reason']}; ours: {outcome.figure}"
     total = len(outcomes)
     right = [outcome for outcome in outcomes if not outcome.miss]
-    read = [outcome for outcome in right if outcome.verdict != REFUSED]
+    refused = sum(outcome.verdict == REFUSED for outcome in right)
+    undecided = sum(outcome.case.undecided and outcome.verdict != REFUSED for outcome in right)
+    read = len(right) - refused - undecided
     misses = Counter(outcome.miss for outcome in outcomes if outcome.miss)
-    refused = len(right) - len(read)
-    yield f"{total} logs: {len(read)} read with a verdict that the page supports, {refused} refused as they should be"
+    yield f"{total} logs: {read} read with a verdict that the page supports, {refused} refused as they should be"
+    yield f"{undecided} more read whose page supports PASS and FAIL alike: they are no evidence of a right verdict"
     yield f"misses: {', '.join(f'{count} {name}' for name, count in misses.most_common()) or 'none'}"
     yield f"false FAIL: {misses['false FAIL']}; false PASS: {misses['false PASS']}"
     kinds = Counter(outcome.case.row["kind"] for outcome in outcomes)

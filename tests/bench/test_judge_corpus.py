@@ -70,6 +70,13 @@ def test_a_foreign_file_is_refused_and_that_may_be_what_is_expected(tmp_path: Pa
     assert "0 read with a verdict that the page supports, 1 refused" in result.output
 
 
+def test_a_page_that_decides_nothing_counts_for_nothing() -> None:
+    rows = [Outcome(Case(row(), supported, ""), "PASS", "", 0.0) for supported in (("PASS",), ("PASS", "WARN", "FAIL"))]
+    text = "\n".join(summary(rows))
+    assert "2 logs: 1 read with a verdict" in text
+    assert "1 more read whose page supports PASS and FAIL alike" in text
+
+
 def test_rows_of_a_group_are_judged_together(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(WRONG_DATA.replace("lynx", name[0] * 4) if name == "a.txt" else "no log\n")
