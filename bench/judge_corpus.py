@@ -27,7 +27,7 @@ REFUSED = "REFUSED"
 CRASHED = "CRASHED"
 _VERDICTS = ("PASS", "NO VERDICT", "WARN", "FAIL", REFUSED)
 _NEEDED = ("id", "file", "address", "version or date", "kind", "fact", "expected", "reason", "group")
-_CARRIED = ("address", "version or date", "kind", "fact", "expected")
+_CARRIED = ("id", "address", "version or date", "kind", "fact", "expected")
 
 
 @dataclass(frozen=True)
