@@ -214,7 +214,7 @@ def test_a_broken_row_costs_that_row() -> None:
 ENDINGS = [
     (
         "slurmstepd: error: *** STEP 1.0 ON n CANCELLED AT 2025-06-01T12:00:00 DUE TO TIME LIMIT ***",
-        "FAIL",
+        "WARN",
         "time limit",
     ),
     ("slurmstepd: error: *** JOB 1 ON n CANCELLED AT 2025-06-01T12:00:00 ***", "WARN", "cancelled"),
@@ -224,16 +224,16 @@ ENDINGS = [
         "FAIL",
         "node failed",
     ),
-    ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.", "FAIL", "host memory"),
-    ("srun: error: n: task 0: Out Of Memory", "FAIL", "host memory"),
+    ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.", "WARN", "host memory"),
+    ("srun: error: n: task 0: Out Of Memory", "WARN", "host memory"),
     ("node0: Test CUDA failure common.cu:1024 'out of memory'", "WARN", "GPU memory"),
     ("node0:1:2 [0] alloc.h:10 NCCL WARN Cuda failure 2 'out of memory'", "WARN", "GPU memory"),
     ("node0: Test NCCL failure common.cu:1279 'remote process exited or there was a network error'", "FAIL", "remote"),
     ("NCCL failure all_reduce.cu:95 'unhandled cuda error'", "FAIL", "unhandled cuda error"),
-    ("Killed", "FAIL", "killed"),
+    ("Killed", "WARN", "killed"),
     ("[node0:123] *** Process received signal ***\n[node0:123] Signal: Segmentation fault (11)", "FAIL", "crashed"),
-    ("command terminated with exit code 137", "FAIL", "killed"),
-    ("node0: Test timeout (30s) common.cu:400", "FAIL", "time limit"),
+    ("command terminated with exit code 137", "WARN", "killed"),
+    ("node0: Test timeout (30s) common.cu:400", "WARN", "time limit"),
     ("Invalid number of GPUs: 8 requested but only 7 were found.", "FAIL", "fewer GPUs"),
     ("Primary job  terminated normally, but 1 process returned\na non-zero exit code.", "FAIL", "launcher"),
 ]
@@ -333,6 +333,18 @@ def test_processes_that_ran_alone_fail_with_that_reason() -> None:
         assert "each of 4 processes ran alone" in finding.figure
         assert "MPI=1" in finding.figure
         assert log.figures == ()
+
+
+def test_single_runs_one_after_the_other_are_not_proven_to_have_run_together() -> None:
+    table = row(1 << 20, 1 << 18, "float  sum  -1", 100.0, 0.0)
+    one = START.format(ranks=1) + "# Using devices\n{}" + TITLE + HEADER + table + END
+    loop = "".join(one.format(alone("node0", pid)) for pid in (4100, 4377, 4655))
+    [log] = logs_of(loop)
+    [finding] = log.findings
+    assert (finding.verdict, finding.check) == ("WARN", "run")
+    assert finding.figure.endswith("or they were run one after the other")
+    [log] = logs_of(f"+ mpirun -np 3 ./all_reduce_perf -b 1M\n{loop}")
+    assert [finding.verdict for finding in log.findings] == ["FAIL"]
 
 
 def test_single_runs_by_pdsh_did_not_run_together() -> None:

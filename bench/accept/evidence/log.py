@@ -50,6 +50,8 @@ _KEPT = (
     b"AER", b"panic", b"emory", b"oom", b"illed", b"CANCELLED", b"exit code", b"ignal ", b"fault", b"core dumped",
     b"imeout", b"ink ", b"_perf", b"busbw", b"Avg bus", b"Rank ", b"bandwidth", b"BW ", b"GPU ", b" float ",
     b" half ", b" double ", b"float16 ", b"int8 ", b"int32 ", b"int64 ",
+    b"SXid", b"PCIe Bus", b"mlx5", b"carrier", b"lockup", b"stall", b"peermem", b"mce", b"achine", b"NETDEV", b"DPC",
+    b"BUG", b"Oops",
 )  # fmt: skip
 # NCCL's own chatter is left out before, but for what these words stand in.
 _CHATTER = re.compile(rb"\n[^\n]* NCCL (?:INFO|TRACE|CALL) [^\n]*")
@@ -227,7 +229,9 @@ class Text:
         content = self.content
         if not content.lstrip().startswith("{") and any(prefix != NOBODY for prefix in self.prefixes):
             content = self.body
-        start = content.find("{")
+        # A warning above the JSON may hold a brace of its own.
+        own_line = re.search(r"^[ \t]*\{", content, re.MULTILINE)
+        start = own_line.end() - 1 if own_line else content.find("{")
         before = content.count("\n", 0, start)
         try:
             tree = json.JSONDecoder(parse_constant=_no_constant).raw_decode(content[start:])[0]

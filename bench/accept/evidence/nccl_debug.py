@@ -100,7 +100,7 @@ _ALONE = "run netlayer accept --hosts with this node alone, then with one neighb
 _ENDS = tuple(
     _End(re.compile(pattern), reason, cast(Verdict, verdict), step)
     for pattern, reason, verdict, step in (
-        # Sizes that do not fit say nothing of the node's health.
+        # What ends a run from outside (memory, a limit, a signal) does not carry a fault of the node: those warn.
         (
             r"(?:(?:Cuda|CUDA|HIP|hip|cuda)\w{0,12}[ :].{0,200}|')out of memory|(?:cuda|hip)Error\w{0,20}OutOfMemory",
             "GPU memory ran out",
@@ -110,7 +110,7 @@ _ENDS = tuple(
         (
             r"oom[-_ ]?kill|OOM ?Killed|Out Of Memory|Out of memory: Kill",
             "host memory ran out and the process was killed",
-            "FAIL",
+            "WARN",
             "give the job more host memory (--mem, the pod's limit), then take it again; the GPUs were not judged",
         ),
         (r"DUE TO NODE FAILURE", "its node failed", "FAIL", "read the node's state and its kernel log"),
@@ -138,13 +138,13 @@ _ENDS = tuple(
             r"DUE TO TIME LIMIT|Test timeout \(|COMMUNICATION TIMEOUT|timeout: sending signal|[Tt]imed out after"
             r"|DeadlineExceeded",
             "ended by a time limit",
-            "FAIL",
+            "WARN",
             f"where it hung, {_ALONE}; where it still ran, give it more time",
         ),
         (
             r"\bKilled\b|[Ss]ignal 9\b|SIGKILL|(?:exit(?:ed with)? |terminated with exit )code:? 137",
             "killed",
-            "FAIL",
+            "WARN",
             "read the kernel's log and the scheduler's: the host's memory, or an operator; then take it again",
         ),
         (

@@ -80,7 +80,7 @@ def to_log(text: Text, run: Run, number: int = 0) -> Log:
     series = f"{name} {{}}, {_where(run)}"
     if not {"collective", "ranks", "hosts"} <= set(run.facts):
         # What cannot be told from another collective, or from one over other links, is nobody's peer.
-        series += f" of {text.file}" + (f", run {number}" if number else "")
+        series += f" of {text.stem} alone" + (f", run {number}" if number else "")
     figures = tuple(
         Figure(
             series.format(side.what),
