@@ -41,6 +41,7 @@ _NVLINK_STEP = (
     "see NCCL_P2P_DISABLE, NCCL_P2P_LEVEL and NCCL_ALGO in the environment, then nvidia-smi topo -m (NV18?), "
     "nvidia-smi nvlink -s, and systemctl status nvidia-fabricmanager; containers need the GPUs of one another"
 )
+_P2P_STEP = "take NCCL_P2P_DISABLE and NCCL_P2P_LEVEL out of the environment, then run it again"
 _SLOW_STEP = "run it with NCCL_DEBUG=INFO: which algorithm, how many channels, P2P over what; then nvidia-smi nvlink -s"
 _NET_STEP = (
     "run it with NCCL_DEBUG=INFO: NET/IB or NET/Socket, and how many NICs it uses; then ib_write_bw on every NIC"
@@ -164,6 +165,8 @@ def _inside_host(best: Figure, device: Device, whole_board: bool) -> _Found | No
     size = int(best.facts.get("bytes", 0))
     if best.value <= device.pcie_gbs:
         why = f"{device.link} carries {device.link_gbs:g} GB/s one way, PCIe {device.pcie_gbs:g}: NVLink was not used"
+        if best.facts.get("p2p_off"):
+            return "WARN", best, f"{why}, as NCCL_P2P_DISABLE or NCCL_P2P_LEVEL of this run asks", _P2P_STEP
         return "FAIL" if size >= _SURE_BYTES else "WARN", best, why, _NVLINK_STEP
     if size >= _HUGE_BYTES and whole_board and best.value < _LEAST_SHARE * device.link_gbs:
         half = f"at least half of it from {format_size(_HUGE_BYTES)} on"

@@ -33,7 +33,7 @@ _FEW_STEP = "run the same on {} nodes or more, or give --expect FILE: among {} n
 _SCATTER_STEP = "run each again on its own: what differs from run to run is no fault of one node"
 _REPEAT_STEP = "run it again with nothing else on the node; clocks, throttling and neighbours differ from run to run"
 # Facts that must be the same, beside tool, series and device. A log that is silent is like another silent one only.
-_ALIKE_FACTS = ("device", "nccl", "nvls", "graph", "hosts", "ranks")
+_ALIKE_FACTS = ("device", "nccl", "nvls", "p2p_off", "graph", "hosts", "ranks")
 
 
 class Measured(NamedTuple):

@@ -466,3 +466,20 @@ def test_a_process_that_is_always_slower_than_all_others_is_named(times: object,
             result[key] = {"skipped_iterations": 0, "per_process_max_times_us": times}
     findings = [finding for finding in logs_of(json.dumps(tree))[0].findings if finding.check == "time of each process"]
     assert [(finding.verdict, finding.subject) for finding in findings] == ([("WARN", name)] if name else [])
+
+
+@pytest.mark.parametrize(
+    ("line", "off"),
+    [
+        ("node0:1:1 [0] NCCL INFO NCCL_P2P_DISABLE set by environment to 1.\n", True),
+        ("node0:1:1 [0] NCCL INFO NCCL_P2P_LEVEL set by environment to LOC\n", True),
+        ("node0:1:1 [0] NCCL INFO NCCL_P2P_DISABLE set by environment to 0.\n", None),
+        ("node0:1:1 [0] NCCL INFO NCCL_P2P_LEVEL set by environment to NVL\n", None),
+    ],
+)
+def test_setting_that_keeps_nccl_off_nvlink_is_a_fact(line: str, off: bool | None) -> None:
+    table = row(1 << 20, 1 << 18, "float  sum  -1", 100.0, 12.0)
+    [log] = logs_of(
+        START.format(ranks=1) + "# Using devices\n" + alone("node0", 9) + line + TITLE + HEADER + table + END
+    )
+    assert {figure.facts.get("p2p_off") for figure in log.figures} <= {off}

@@ -37,6 +37,7 @@ def judged(*figures: Figure, **said: Any) -> Judgement:
     ("value", "facts", "verdict", "words"),
     [
         (12.0, {}, "FAIL", "NVLink was not used"),
+        (12.0, {"p2p_off": True}, "WARN", "as NCCL_P2P_DISABLE or NCCL_P2P_LEVEL of this run asks"),
         (60.0, {"collective": "all_gather"}, "FAIL", "NVLink was not used"),
         (12.0, {"device": "NVIDIA A100-SXM4-40GB"}, "FAIL", "PCIe 31.5"),
         (12.0, {"size": 64 << 20}, "WARN", "NVLink was not used"),  # too few warm-up calls may do that

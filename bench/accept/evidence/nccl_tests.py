@@ -58,6 +58,10 @@ _RANKS, _HEADER, _ROWS, _OUT_OF_BOUNDS, _END, _CONCLUDED = 4, 5, 6, 7, 8, 9
 _STARTED = 2
 # Ours says which algorithms ran; NCCL_DEBUG says whether NCCL was let and whether it could.
 _NVLS_USED = re.compile(r"# NVLS used: (yes|no)\b")
+# What its user sets to keep NCCL off NVLink; the level names a path that NVLink is not, or none at all.
+_P2P_OFF = re.compile(
+    r"NCCL_P2P_(?:DISABLE(?: set by environment to |=)1|LEVEL(?: set by environment to |=)(?:LOC|0))\b"
+)
 _NVLS_OFF = re.compile(r"NCCL_NVLS_ENABLE(?: set by environment to |=)0\b")
 _MULTICAST = re.compile(
     r"NVLS multicast support is (not )?available|# NVLS used: unknown \(multicast: (not )?available\)"
@@ -330,6 +334,8 @@ def _read_section(text: Text, section: _Section) -> Run:
     nvls = _nvls(words)
     if nvls is not None:
         facts["nvls"] = nvls
+    if _P2P_OFF.search(words):
+        facts["p2p_off"] = True
     sides = [side for row in rows for side in row.sides]
     run = Run(collective, hosts, facts, sides, possible, lost, unended=unended)
     if unended and sides:
@@ -518,6 +524,8 @@ def _read_json(text: Text, tree: Mapping[str, Any]) -> Run:
     nvls = _json_nvls(tree)
     if nvls is not None:
         facts["nvls"] = nvls
+    if any(_P2P_OFF.match(word(setting)) for setting in sequence(tree.get("env"))):
+        facts["p2p_off"] = True
     bounds = mapping(tree.get("out_of_bounds"))
     wrong = _is_false(bounds.get("okay")) or (number(bounds.get("count")) or 0) > 0
     mean = word(average.get("bandwidth", average.get("bandwidith")))
