@@ -11,7 +11,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
+from bench.accept.evidence.log import Log, Text
 from netlayer.verdict import Finding, Verdict
+
+KIND = "NCCL log"
 
 _WARN = re.compile(
     r"(?:(?P<host>[\w.-]{1,64}):\d{1,9}:\d{1,9} )?\[(?P<gpu>\d{1,4})\] (?:\S{1,120}:\d{1,6} )?"
@@ -28,6 +31,7 @@ _COMPLETIONS = {
     "12": "retries exceeded: the peer or the path to it does not answer",
     "13": "receiver not ready for too long",
 }
+_SPEAKS = re.compile(r"\[\d{1,4}\] (?:\S{1,120}:\d{1,6} )?NCCL (?:WARN|INFO) ")
 _MAX_FINDINGS = 8
 _CABLE = "read ibstat, the port's error counters and the switch port of both ends; swap cable and transceiver"
 _PEER = "look at the log of {peer}: the process there ended first, or its network went away"
@@ -191,6 +195,26 @@ class Ending(NamedTuple):
     def text(self) -> str:
         """`cancelled: slurmstepd: error: ...`."""
         return f"{self.reason}: {self.words}" if self.reason else self.words
+
+
+def is_text(content: str) -> bool:
+    """Return whether NCCL speaks in a log of some other program, such as a training run's."""
+    return _SPEAKS.search(content) is not None
+
+
+def parse_text(text: Text) -> Log:
+    """Return what NCCL warns of in the log of a program that is none of its tests."""
+    lines = [
+        Line(number, words, prefix.host)
+        for number, (words, prefix) in enumerate(zip(text.lines, text.prefixes, strict=True), start=1)
+    ]
+    findings = warnings(lines, (), text.file, text.stem)
+    hosts = {match["host"] for line in lines if (match := _PREFIXED.search(line.words))}
+    if not findings:
+        num_lines = sum(" NCCL " in line.words for line in lines)
+        expected = "warnings of NCCL, or figures of a test"
+        findings = [Finding(None, text.stem, "NCCL warning", f"none in {num_lines:,} lines", expected, "", text.file)]
+    return Log(KIND, tuple(findings), host=hosts.pop() if len(hosts) == 1 else "")
 
 
 def ending(lines: Iterable[Line]) -> Ending | None:

@@ -12,6 +12,7 @@ from bench.accept.evidence import (
     foreign,
     infiniband,
     kernel,
+    nccl_debug,
     nccl_inspector,
     nccl_tests,
     nvbandwidth,
@@ -44,13 +45,14 @@ _TEXT: tuple[tuple[Callable[[str], bool], Callable[[Text], Log]], ...] = (
     (infiniband.is_text, infiniband.parse_text),
     (fabricmanager.is_text, fabricmanager.parse_text),
     (kernel.is_text, kernel.parse_text),
+    (nccl_debug.is_text, nccl_debug.parse_text),
     (nvidia_smi_table.is_error, nvidia_smi_table.parse_text),
     (foreign.is_text, foreign.parse_text),
 )
 KNOWN = (
-    "nccl-tests (text, -J), perftest, dcgmi diag and health (text, -j), nvbandwidth (text, -j), nvidia-smi (table, -q, "
-    "-x, topo -m, nvlink -s, -e), ibstat, ibstatus, ibv_devinfo, rdma link, fabricmanager.log, NCCL Inspector, the "
-    "kernel's log"
+    "nccl-tests (text, -J), NCCL_DEBUG in any log, perftest, dcgmi diag and health (text, -j), nvbandwidth (text, -j), "
+    "nvidia-smi (table, -q, -x, topo -m, nvlink -s, -e), ibstat, ibstatus, ibv_devinfo, rdma link, fabricmanager.log, "
+    "NCCL Inspector, the kernel's log"
 )
 UNKNOWN_FORM = "is of no known form"
 # The names that the JSON of a known tool holds; a tool may print warnings above its JSON.
