@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.accept.bounds import judge_bounds
 from bench.accept.evidence.log import Log, Text
-from bench.accept.evidence.nccl_tests import RUN
+from bench.accept.evidence.nccl_run import RUN
 from bench.accept.evidence.recognise import parse
 from bench.accept.expectations import load
 from bench.accept.fleet import Fleet
@@ -127,7 +128,7 @@ def _reason(said: Message | None) -> str:
 def _findings(logs: dict[str, Log]) -> Iterator[tuple[str, Finding]]:
     """Each with its host, of whose GPUs it speaks."""
     for host, log in logs.items():
-        for finding in (*log.findings, *held(host, log.figures, load(), {})):
+        for finding in (*log.findings, *judge_bounds(host, log.figures, {}), *held(host, log.figures, load(), {})):
             yield host, replace(finding, subject=host)
     measured = [
         Measured(host, log.kind, replace(figure, subject=host)) for host, log in logs.items() for figure in log.figures

@@ -128,7 +128,7 @@ def test_the_tools_output_goes_through_the_parsers_of_judge(root: Path) -> None:
     [
         ("nvidia-nvswitch2: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 30 LTSSM Fault Up", "n3: NVSwitch 2", "FAIL"),
         ("nvidia-nvswitch0: SXid (PCI:0000:c0:00.0): 12028, Non-fatal, Link 32 egress", "n3: NVSwitch 0", "WARN"),
-        ("NVRM: GPU 0000:1b:00.0: RmInitAdapter failed! (0x26:0x56:1474)", "n3: GPU 0000:1b:00.0", "FAIL"),
+        ("NVRM: GPU 0000:1b:00.0: RmInitAdapter failed! (0x26:0x56:1474)", "n3: GPU 0000:1b:00", "FAIL"),
         ("NVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU has fallen off the bus.", "n3: GPU 0000:1b:00", "FAIL"),
     ],
 )

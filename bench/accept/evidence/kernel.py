@@ -1,102 +1,370 @@
-"""The kernel's log (dmesg, journalctl -k): NVIDIA's XID messages, those of its NVSwitches, and GPUs that do not start.
+"""The kernel's log (dmesg, journalctl -k, kern.log, /var/log/messages): XIDs, SXids, and faults without a number.
 
-Format and meaning: docs.nvidia.com/deploy/xid-errors. An application can cause 13, 31, 43 and 45 itself, and 63, 92 and
-154 tell of repairs and counts: those warn. Every other number fails the GPU. An NVSwitch says itself whether its SXid
-is fatal (docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide). Left out: what others than NVIDIA's driver say.
+What an XID asks for stands in `xid`, what other lines mean in `kernel_events`. Lines of other programs in a system's
+log are passed over, for they repeat what the kernel said; systemd-networkd's are read for carriers that were lost.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from bench.accept.evidence.log import Log, Text
+from bench.accept.evidence import xid
+from bench.accept.evidence.identity import normal_bus
+from bench.accept.evidence.kernel_events import EVENTS, KNOWN, MARKS, ROOT_PORT
+from bench.accept.evidence.log import Log, Text, mapping, printable, sequence, word
 from netlayer.verdict import Finding, Verdict
 
 KIND = "kernel log"
-_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]{1,20})[^)]{0,80}\): (\d{1,5}),?\s*(.{0,120})")
+_MOST_CHARS = 1000  # of a line; a longer one is cut, for its first words say what it is
+# As Azure's node health checks count them: a carrier that was lost and came back so often is no maintenance.
+_MANY_FLAPS = 3
+
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]{1,20})[^)]{0,80}\): (\d{1,5})\b,?\s*(.{0,200})")
 _SWITCH = re.compile(
-    r"nvidia-nvswitch(\d{1,4}): SXid \((?:PCI:)?[0-9a-fA-F:.]{1,20}\): (\d{1,6}), (Fatal|Non-fatal),?\s*(.{0,120})"
-)
-_SWITCH_RESET = "drain the node and reset all its GPUs and NVSwitches, or reboot; return it where it comes again"
-_SWITCH_WATCH = (
-    "watch it: the switch works on; where it comes often, run nvidia-smi nvlink -s and reseat that link's GPU"
+    r"nvidia-nvswitch(\d{1,4}):? SXid \((?:PCI:)?[0-9a-fA-F:.]{1,20}\): (\d{1,6}),? ?(Fatal|Non-fatal)?,?\s*(.{0,120})"
 )
 _DRIVER = re.compile(r"NVRM|nvidia", re.IGNORECASE)
-_NOT_STARTED = re.compile(r"NVRM: GPU ([0-9a-fA-F:.]{1,20}): (RmInitAdapter failed!.{0,60})")
-# What stands before the words: dmesg, dmesg -x and -T, syslog's date and journalctl's ISO one.
-_STAMP = re.compile(
-    r"(?:<\d{1,3}>|[a-z]{1,8}\s{0,8}:[a-z]{1,8}\s{0,8}: )?\[[ \d]{1,9}\.\d{6}\]\s"
-    r"|\[[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}\]\s"
-    r"|(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\S{0,16}) \S{1,64} kernel: "
+# `NVRM: The NVIDIA GPU 0000:18:00.0` begins a message of several lines.
+_GPU_OPENS = re.compile(r"NVRM: The NVIDIA GPU ([0-9a-fA-F:.]{1,20})")
+_LINK = re.compile(
+    r"(?:(?P<driver>[\w-]{1,20}) (?P<bus>[0-9a-fA-F:.]{5,16}) )?(?P<net>[\w.-]{1,20}): "
+    r"(?:NIC )?(?:[Ll]ink (?:is )?(?P<link>[Dd]own|[Uu]p|DOWN|UP)\b|(?P<carrier>[Ll]ost|[Gg]ained) carrier)"
 )
-_STEPS = {
-    13: "an application can cause it: run another one there, and dcgmi diag -r 3 where it comes again",
-    31: "an application can cause it: run another one there, and dcgmi diag -r 3 where it comes again",
-    43: "look at the application that ran there: the GPU itself is good",
-    45: "look for the XID before it: this one follows from another",
-    63: "reset the GPU, so that the row is remapped",
-    92: "watch the GPU: many single-bit errors",
-    154: "do what the message says",
-}
-_RESET = "drain the node, reset the GPU or reboot, then run dcgmi diag -r 3; return it where it comes again"
+_UPTIME = re.compile(r"\[ {0,8}(\d{1,9})\.\d{6}\]")
+_START_S = 120  # in which a node's drivers bring their links up for the first time
+_STEP_FLAP = "swap cable and transceiver of {}, then its switch port, unless its switch was under maintenance"
+_STEP_DOWN = "see whether {} is wanted: it lost its carrier and did not get it back in this log"
+
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
+_DAY = r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)"
+_CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?"
+# What a kernel puts before the words itself: dmesg, dmesg -x, -T, -H, --time-format iso, /dev/kmsg, pstore.
+_KERNEL_STAMP = re.compile(
+    r"^(?:<\d{1,3}>)?(?:[a-z]{1,8}\s{0,8}:[a-z]{1,8}\s{0,8}: )?"
+    rf"(?:\[[ \d]{{1,9}}\.\d{{6}}\]|\[{_DAY} {_MONTH} [ \d]{{1,2}} {_CLOCK} \d{{4}}\]|\[{_MONTH} ?\d\d \d\d:\d\d\]|"
+    rf"\[ *[+<][ \d.]{{3,14}}>?\]|\d{{4}}-\d\d-\d\dT{_CLOCK}[+-]\d\d:?\d\d|\d{{1,2}},\d{{1,9}},\d{{1,18}},[-c+];|"
+    r"kernel:)\s?"
+)
+# What syslog and the journal put there: a time in many forms, the host, and the program.
+_SYSLOG = re.compile(
+    rf"^(?:<\d{{1,3}}>\d? ?)?(?:(?:{_DAY} )?(?:\d{{4}} )?{_MONTH} [ \d]?\d (?:\d{{4}} )?{_CLOCK}(?: \d{{4}})?|"
+    rf"\d{{4}}-\d\d-\d\d[T ]{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?|{_DAY} \d{{4}}-\d\d-\d\d {_CLOCK} \w{{1,5}}|"
+    r"\d{9,10}\.\d{6}|\[ *\d{1,9}\.\d{6}\]) "
+    r"(?P<host>[A-Za-z0-9][\w.-]{0,80}) (?P<program>[\w./@-]{1,60})(?:\[\d{1,9}\])?: ?"
+)
+_RECORD = re.compile(r'\s*\{\s*"')
+# Programs whose lines are the kernel's own, or tell of carriers.
+_PROGRAMS = frozenset(("kernel", "klogd", "systemd-networkd", "NetworkManager", "vmunix"))
+# Those that tell a system's log from one of an application.
+_SYSTEM = frozenset(("kernel", "systemd", "systemd-networkd", "NetworkManager", "systemd-logind"))
 
 
-class _Message(NamedTuple):
+class _Line(NamedTuple):
+    number: int
+    host: str
+    message: str
+
+
+@dataclass(frozen=True)
+class _Key:
     """What lines must share to be one finding."""
 
     verdict: Verdict
+    host: str
     subject: str
     check: str
     step: str
 
 
+@dataclass
+class _Carrier:
+    """The link of a network device since the node started."""
+
+    is_rdma: bool = False
+    # A driver says "link down" once before the first "link up" after a boot: nothing was lost.
+    was_up: bool = True
+    is_down: bool = False
+    was_regained: bool = False
+    # How often it was lost, by the words for it: a driver and a network daemon tell of the same loss.
+    losses: Counter[str] = field(default_factory=Counter)
+    line: int = 0
+
+    @property
+    def flaps(self) -> int:
+        return max(self.losses.values(), default=0) if self.was_regained else 0
+
+
+@dataclass
+class _Reading:
+    """What was read so far."""
+
+    seen: dict[_Key, list[tuple[int, str]]] = field(default_factory=dict)
+    carriers: dict[tuple[str, str], _Carrier] = field(default_factory=dict)
+    hosts: Counter[str] = field(default_factory=Counter)
+    # The recovery action that each GPU's driver asked for last, and where.
+    recovery: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
+    open_gpu: str = ""
+    saw_boot: bool = False
+    broken_xid: int = 0
+
+    def add(self, key: _Key, line: int, figure: str) -> None:
+        self.seen.setdefault(key, []).append((line, figure))
+
+
 def is_text(content: str) -> bool:
-    if "NVRM: Xid" in content:
+    if _RECORD.match(content):
+        return False  # the journal as JSON
+    if KNOWN.search(content):
         return True
     lines = [line[:200] for line in content.splitlines() if line.strip()]
+    own = sum(bool(_KERNEL_STAMP.match(line)) for line in lines)
     # A message of several lines has its stamp on the first alone, and journalctl adds lines of its own.
-    return 2 * sum(bool(_STAMP.match(line)) for line in lines) > len(lines)
+    return 2 * (own + _num_system(lines)) > len(lines)
+
+
+def is_system_log(content: str) -> bool:
+    """Whether most lines are a system's, by the program that syslog or the journal names: /var/log/syslog, journalctl.
+
+    To be asked of the file as it is: without what stands before its lines nothing tells it.
+    """
+    lines = [line[:200] for line in content.splitlines() if line.strip()]
+    return 2 * _num_system(lines) > len(lines)
+
+
+def _num_system(lines: Sequence[str]) -> int:
+    programs = [match["program"] for line in lines if (match := _syslog_head(line))]
+    return len(programs) if _SYSTEM.intersection(programs) else 0
+
+
+def is_json(tree: Mapping[str, Any]) -> bool:
+    """Whether it is a record of `journalctl -o json`, or `dmesg --json`."""
+    return ("MESSAGE" in tree and any(name.startswith("_") for name in tree)) or "dmesg" in tree
 
 
 def parse_text(text: Text) -> Log:
-    """One finding for each part and number, at its first line; one that says so where there is none.
+    """One finding for each part and kind, at its first line; one that says so where there is none.
 
     Raises:
         ConfigError: its only message of an XID breaks off.
     """
-    seen: dict[_Message, list[tuple[int, str]]] = {}
-    for line, words in enumerate(text.lines, 1):
-        if found := _read(words):
-            seen.setdefault(found[0], []).append((line, found[1]))
-    if not seen and "NVRM: Xid" in text.content:
-        line = text.line_of("NVRM: Xid")
-        raise text.damaged(line, "must read 'NVRM: Xid (PCI:0000:1b:00): 79, ...'")
-    return Log(KIND, tuple(_finding(text, message, lines) for message, lines in seen.items()) or (_none(text),))
+    return _log(text, _lines(text.content))
 
 
-def _read(words: str) -> tuple[_Message, str] | None:
-    if found := _XID.search(words):
-        number = int(found[2])
-        verdict: Verdict = "WARN" if number in _STEPS else "FAIL"
-        return _Message(verdict, f"GPU {found[1]}", f"XID {number}", _STEPS.get(number, _RESET)), found[3].strip()
-    if found := _SWITCH.search(words):
-        verdict, step = ("FAIL", _SWITCH_RESET) if found[3] == "Fatal" else ("WARN", _SWITCH_WATCH)
-        return _Message(verdict, f"NVSwitch {found[1]}", f"SXid {found[2]}", step), f"{found[3]}, {found[4].strip()}"
-    if found := _NOT_STARTED.search(words):
-        return _Message("FAIL", f"GPU {found[1]}", "driver", _RESET), found[2].strip()
-    return None
+def parse_json(text: Text, tree: Mapping[str, Any]) -> Log:
+    """The same for the journal's records, one a line, and for `dmesg --json`."""
+    if "dmesg" in tree:
+        rows = [mapping(row) for row in sequence(tree["dmesg"])]
+        text.check_rows(len(rows), 1_000_000)
+        return _log(text, (_Line(at, "", word(row.get("msg"), _MOST_CHARS)) for at, row in enumerate(rows, 1)))
+    return _log(text, _journal(text.content))
 
 
-def _finding(text: Text, message: _Message, lines: Sequence[tuple[int, str]]) -> Finding:
-    line, words = lines[0]
-    words += f" ({len(lines)} times)" if len(lines) > 1 else ""
-    return Finding(message.verdict, message.subject, message.check, words, "none", message.step, text.file, line)
+def _lines(content: str) -> Iterator[_Line]:
+    """Every line that the kernel wrote, without what stands before its words."""
+    for number, line in enumerate(content.split("\n"), 1):
+        cut = line[:_MOST_CHARS]
+        head = _syslog_head(cut)
+        if head is None:
+            yield _Line(number, "", cut)
+        elif head["program"].rpartition("/")[2] in _PROGRAMS:
+            yield _Line(number, printable(head["host"]), cut[head.end() :])
 
 
-def _none(text: Text) -> Finding:
+def _syslog_head(line: str) -> re.Match[str] | None:
+    """What syslog or the journal put before a line; `[ 9.120000] pcieport 0000:00:1c.4: ...` is the kernel's alone."""
+    head = _SYSLOG.match(line)
+    return None if head and line.startswith("[") and head["program"] != "kernel" else head
+
+
+def _journal(content: str) -> Iterator[_Line]:
+    for number, line in enumerate(content.split("\n"), 1):
+        try:
+            record = mapping(json.loads(line)) if line.strip().startswith("{") else {}
+        except (ValueError, RecursionError):
+            continue  # a record that was cut costs itself alone
+        message = record.get("MESSAGE")
+        if isinstance(message, list):  # the journal writes bytes that are no UTF-8 as numbers
+            message = bytes(byte for byte in message if isinstance(byte, int) and 0 <= byte < 256).decode(
+                "utf-8", "replace"
+            )
+        program = word(record.get("SYSLOG_IDENTIFIER")) or "kernel"
+        if program in _PROGRAMS or record.get("_TRANSPORT") == "kernel":
+            yield _Line(number, word(record.get("_HOSTNAME")), word(message, _MOST_CHARS))
+
+
+def _log(text: Text, lines: Iterator[_Line]) -> Log:
+    reading = _Reading()
+    for line in lines:
+        if line.host:
+            reading.hosts[line.host] += 1
+        message = line.message
+        if any(mark in message for mark in MARKS) or "ink" in message:
+            _read(reading, line)
+        elif message.find("Linux version ") >= 0:
+            reading.saw_boot = True
+            for carrier in reading.carriers.values():
+                carrier.is_down, carrier.was_up = False, False
+    if not reading.seen and reading.broken_xid:
+        raise text.damaged(reading.broken_xid, "must read 'NVRM: Xid (PCI:0000:1b:00): 79, ...'")
+    if any(key.check.startswith("PCIe (") and key.check != ROOT_PORT for key in reading.seen):
+        reading.seen = {key: hits for key, hits in reading.seen.items() if key.check != ROOT_PORT}
+    host = next(iter(reading.hosts)) if len(reading.hosts) == 1 else ""
+    findings = [_finding(text, reading, key, hits) for key, hits in reading.seen.items()]
+    findings += _carriers(text, reading)
+    return Log(KIND, tuple(findings) or (_none(text, host),), host=host)
+
+
+def _read(reading: _Reading, line: _Line) -> None:
+    """Take what one line says into the reading."""
+    message = line.message
+    if "Xid (" in message or "Xid " in message:
+        if match := _XID.search(message):
+            _read_xid(reading, line, match)
+            return
+        if "NVRM: Xid" in message:
+            reading.broken_xid = reading.broken_xid or line.number
+    if match := _SWITCH.search(message):
+        _read_switch(reading, line, match)
+        return
+    if "fallen off the bus" in message and reading.open_gpu:
+        message = f"NVRM: GPU {reading.open_gpu}: GPU has fallen off the bus"
+    reading.open_gpu = (
+        opens[1] if (opens := _GPU_OPENS.search(message)) else reading.open_gpu if "NVRM:" in message else ""
+    )
+    if (
+        ("ink" in message or "carrier" in message)
+        and (link := _LINK.search(message))
+        and not message.startswith("IPv6")
+    ):
+        _read_link(reading, line, link)
+        return
+    for event in EVENTS:
+        if match := event.search(message):
+            if event.verdict:
+                subject = _part(event.subject, match)
+                reading.add(
+                    _Key(event.verdict, line.host, subject, event.check, event.step),
+                    line.number,
+                    _excerpt(message, match),
+                )
+            return
+
+
+def _read_xid(reading: _Reading, line: _Line, match: re.Match[str]) -> None:
+    code, detail = int(match[2]), printable(match[3].strip())
+    gpu = f"GPU {normal_bus(match[1]) or match[1]}"
+    resolution = xid.resolve(code, detail)
+    if code == 154:
+        # What was asked for before is over: only the last word of the driver holds.
+        for key in [
+            key for key in reading.seen if key.check == "XID 154" and (key.host, key.subject) == (line.host, gpu)
+        ]:
+            del reading.seen[key]
+        reading.recovery[line.host, gpu] = (line.number, resolution.verdict)
+    bucket = f" ({resolution.bucket})" if resolution.bucket else " (not in the catalogue)"
+    reading.add(_Key(resolution.verdict, line.host, gpu, f"XID {code}", resolution.step), line.number, detail + bucket)
+
+
+def _read_switch(reading: _Reading, line: _Line, match: re.Match[str]) -> None:
+    code, severity = int(match[2]), match[3] or ""
+    switch, check = f"NVSwitch {match[1]}", f"SXid {code}"
+    if not severity and any((key.host, key.subject, key.check) == (line.host, switch, check) for key in reading.seen):
+        return  # the registers of a message that was read already
+    resolution = xid.resolve_switch(code, severity)
+    detail = ", ".join(filter(None, (severity, printable(match[4].strip()))))
+    reading.add(_Key(resolution.verdict, line.host, switch, check, resolution.step), line.number, detail)
+
+
+def _read_link(reading: _Reading, line: _Line, link: re.Match[str]) -> None:
+    is_down = (link["link"] or link["carrier"]).lower() in ("down", "lost")
+    name = link["net"]
+    if (line.host, name) not in reading.carriers:
+        uptime = _UPTIME.search(line.message)
+        starts = reading.saw_boot or (uptime is not None and int(uptime[1]) < _START_S)
+        reading.carriers[line.host, name] = _Carrier(was_up=not starts)
+    carrier = reading.carriers[line.host, name]
+    carrier.is_rdma = carrier.is_rdma or (link["driver"] or "").startswith("mlx") or name.startswith("ib")
+    if not is_down:
+        carrier.was_regained = carrier.was_regained or carrier.is_down
+        carrier.is_down, carrier.was_up = False, True
+    elif carrier.was_up:
+        carrier.line = carrier.line or line.number
+        carrier.losses[link[0].rpartition(": ")[2].lower()] += 1
+        carrier.is_down = True
+
+
+def _part(template: str, match: re.Match[str]) -> str:
+    """The subject of an event: `GPU 0000:1b:00` for what NVIDIA's driver drives, as an XID names it."""
+    groups = {name: printable(value or "") for name, value in match.groupdict().items()}
+    if groups.get("bus") and (template.startswith("GPU") or groups.get("driver") == "nvidia"):
+        return f"GPU {normal_bus(groups['bus'])}"
+    if groups.get("driver", "").startswith("mlx"):
+        template = "NIC {bus}"
+    elif template.startswith("{driver}") and not groups["driver"]:
+        template = "PCIe {bus}"
+    return template.format(**groups)
+
+
+def _excerpt(message: str, match: re.Match[str]) -> str:
+    """The message from its event on, but not more than is read in a table."""
+    start = match.start() if match.start() < 120 else 0
+    return " ".join(printable(_KERNEL_STAMP.sub("", message[start:])).split())[:200]
+
+
+def _finding(text: Text, reading: _Reading, key: _Key, hits: list[tuple[int, str]]) -> Finding:
+    line, figure = hits[0]
+    figure += f" ({len(hits)} times)" if len(hits) > 1 else ""
+    who = _who(text, reading, key.host, key.subject)
+    verdict, step = key.verdict, key.step.replace("{}", key.subject or "it")
+    if key.check in ("kernel panic", "kernel oops") and _by_hand(reading, key.host, line):
+        verdict, step = "WARN", "ask who wrote to /proc/sysrq-trigger: this crash was wanted"
+    after = reading.recovery.get((key.host, key.subject))
+    if after and after[1] == "WARN" and hits[-1][0] < after[0] and key.check.startswith("XID"):
+        verdict, step = "WARN", "nothing now: the driver asks for no recovery of it any more (XID 154 after it)"
+    return Finding(verdict, who, key.check, figure, "none", step, text.file, line)
+
+
+def _by_hand(reading: _Reading, host: str, line: int) -> bool:
+    """Whether somebody asked the kernel to crash before this line."""
+    keys = [key for key in reading.seen if key.check == "crash by hand" and key.host == host]
+    return any(hit[0] <= line for key in keys for hit in reading.seen[key])
+
+
+def _who(text: Text, reading: _Reading, host: str, part: str) -> str:
+    """The part, with its host in front where the log holds several; the host or the file where it is about the node."""
+    if len(reading.hosts) > 1 and host:
+        return f"{host}: {part}" if part else host
+    return part or host or text.stem
+
+
+def _carriers(text: Text, reading: _Reading) -> Iterator[Finding]:
+    for (host, name), carrier in reading.carriers.items():
+        if not carrier.flaps and not carrier.is_down:
+            continue
+        many = carrier.is_rdma and carrier.flaps >= _MANY_FLAPS
+        figure = f"carrier lost and regained {carrier.flaps} times" if carrier.flaps else "carrier lost"
+        figure += ", lost at the end" if carrier.is_down and carrier.flaps else ""
+        step = _STEP_FLAP if carrier.flaps else _STEP_DOWN
+        who = _who(text, reading, host, name)
+        yield Finding(
+            "FAIL" if many else "WARN",
+            who,
+            "carrier",
+            figure,
+            "none lost",
+            step.replace("{}", name),
+            text.file,
+            carrier.line,
+        )
+
+
+def _none(text: Text, host: str) -> Finding:
     """Nothing bad was said, and whether NVIDIA's driver said anything at all."""
-    words = f"no XID in {len(text.content.splitlines())} lines"
-    words += "" if _DRIVER.search(text.content) else ", none of them from NVIDIA's driver"
-    return Finding("PASS", text.stem, "XID", words, "none", "", text.file, 1)
+    figure = f"no XID in {len(text.content.splitlines())} lines"
+    figure += "" if _DRIVER.search(text.content) else ", none of them from NVIDIA's driver"
+    return Finding("PASS", host or text.stem, "XID", figure, "none", "", text.file, 1)

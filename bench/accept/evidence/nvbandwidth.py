@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from bench.accept.evidence.log import Figure, Log, Text, mapping, number, sequence, word
@@ -23,7 +24,9 @@ _MATRIX = re.compile(
 _MAX_CELLS = 100_000
 _TIMES = ("ns", "us")
 _UNIT = re.compile(r"\(([^()]{1,16})\)\s*$")
-_DEVICE = re.compile(r"^(?:Device \d{1,6}|.{0,100}: device \d{1,6}): (.{1,80}) \([0-9a-fA-F:.]{1,30}\)")
+_DEVICE = re.compile(r"^(?:Device \d{1,6}|.{0,100}: device \d{1,6}): ([^(]{1,80}?)(?: \([0-9a-fA-F:.]{1,30}\))?\s*$")
+# Builds for several nodes name each process's host.
+_PROCESS = re.compile(r"^Process \d{1,6} \(([\w.-]{1,80})\): device \d")
 _ERROR = re.compile(r"^\s*(?:ERROR|Error)\b|\b(?:CUDA|NVML)_ERROR_|Invalid value when checking the pattern")
 _STEP = "read nvidia-smi -q and the kernel log of this node, then run the test case alone: nvbandwidth -t {}"
 
@@ -47,20 +50,21 @@ def parse_text(text: Text) -> Log:
     findings: list[Finding] = []
     figures: list[Figure] = []
     case, open_case, device, lines = "", 0, _device(text), text.lines
-    for at, words in enumerate(lines):
-        if running := _RUNNING.match(words):
+    for at, row in enumerate(lines):
+        if running := _RUNNING.match(row):
             case, open_case = running[1], at + 1
-        elif _ERROR.search(words):
-            findings.append(_failed(text, case, words.strip(), at + 1))
+        elif _ERROR.search(row):
+            findings.append(_failed(text, case, row.strip(), at + 1))
             open_case = 0
-        elif matrix := _MATRIX.match(words):
-            figures += _matrix(text, case or matrix["what"].strip(), matrix, _unit(words), device, at + 1)
+        elif matrix := _MATRIX.match(row):
+            figures += _matrix(text, case or matrix["what"].strip(), matrix, _unit(row), device, at + 1)
             open_case = 0
-        elif words.lstrip().lower().startswith("waived"):
+        elif row.lstrip().lower().startswith("waived"):
             open_case = 0
     if open_case:
         raise text.damaged(open_case, f"{case} has no matrix: it hung, or the log was cut")
-    return _log(text, findings, figures)
+    hosts = {match[1] for row in lines if (match := _PROCESS.match(row))}
+    return replace(_log(text, findings, figures), host=hosts.pop() if len(hosts) == 1 else "")
 
 
 def parse_json(text: Text, tree: Mapping[str, Any]) -> Log:
@@ -109,12 +113,12 @@ def _log(text: Text, findings: list[Finding], figures: list[Figure]) -> Log:
     return Log(KIND, tuple(findings) or (done,), tuple(figures))
 
 
-def _failed(text: Text, case: str, words: str, line: int) -> Finding:
+def _failed(text: Text, case: str, error: str, line: int) -> Finding:
     return Finding(
         "FAIL",
         text.stem,
         f"nvbandwidth {case}".rstrip(),
-        words[:200],
+        error[:200],
         "no error",
         _STEP.format(case or "CASE"),
         text.file,
@@ -123,13 +127,13 @@ def _failed(text: Text, case: str, words: str, line: int) -> Finding:
 
 
 def _device(text: Text) -> str:
-    names = {match[1].strip() for words in text.lines if (match := _DEVICE.match(words))}
+    names = {match[1].strip() for row in text.lines if (match := _DEVICE.match(row))}
     return names.pop() if len(names) == 1 else ""
 
 
-def _unit(words: str) -> str:
-    found = _UNIT.search(words)
-    return found[1] if found else ""
+def _unit(row: str) -> str:
+    match = _UNIT.search(row)
+    return match[1] if match else ""
 
 
 def _matrix(text: Text, case: str, matrix: re.Match[str], unit: str, device: str, line: int) -> Iterator[Figure]:

@@ -1,6 +1,7 @@
-"""`nvidia-smi -q` as text, whole or with `-d`: memory errors, throttling, PCIe, NVLink's fabric, and versions.
+"""`nvidia-smi -q`, whole or with `-d`, as text or as XML (`-x`): memory errors, throttling, PCIe, NVLink's fabric.
 
-Format: the manual nvidia-smi(1) (docs.nvidia.com/deploy/nvidia-smi). XML (`-x`) is not read.
+Format: the manual nvidia-smi(1) (docs.nvidia.com/deploy/nvidia-smi). Of the XML only elements and their text are read:
+no entity is expanded and nothing that it refers to is opened.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
+from xml.parsers import expat
 
-from bench.accept.evidence.log import Log, Text
-from bench.accept.evidence.nvidia_smi_rules import RULES
+from bench.accept.evidence.identity import normal_bus
+from bench.accept.evidence.log import Log, Text, printable
+from bench.accept.evidence.nvidia_smi_rules import MANY_UNKNOWN, RULES, UNKNOWN, lost_gpus
 from netlayer.verdict import Finding
 
 KIND = "nvidia-smi -q"
 _GPU = re.compile(r"^GPU ([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.\d)\s*$")
-_LOST = re.compile(r"GPU is lost|Unable to determine the device handle|has fallen off the bus|No devices were found")
+_MAX_RETIRED = 60
 _CUT = "the log was cut: take it again"
 _TRAITS = (
     "Driver Version",
@@ -48,42 +51,40 @@ def parse_text(text: Text) -> Log:
     """
     text.check_rows(len(text.lines) // 5)  # 16 GPUs have 3,000 lines
     head, gpus = _read(text)
-    findings = [
-        Finding(
-            "FAIL",
-            text.stem,
-            "query",
-            words.strip()[:200],
-            "an answer of every GPU",
-            "reboot the node; where the GPU does not come back, reseat or return it",
-            text.file,
-            line,
-        )
-        for line, words in enumerate(text.lines, 1)
-        if _LOST.search(words)
-    ]
+    findings = list(lost_gpus(text))
     if not gpus and not findings:
         raise text.damaged(len(text.lines), "must hold a line 'GPU 00000000:1B:00.0' and its fields")
     _check_whole(text, gpus)
+    return _log(text, head, gpus, findings, is_text=True)
+
+
+def is_xml(content: str) -> bool:
+    return "<nvidia_smi_log" in content[:4096]
+
+
+def parse_xml(text: Text) -> Log:
+    """The same of the XML that `-x` prints.
+
+    Raises:
+        ConfigError: it is no whole XML, declares entities, or holds no GPU.
+    """
+    head, gpus = _read_xml(text)
+    if not gpus:
+        raise text.damaged(0, "must hold an element 'gpu' with its fields")
+    return _log(text, head, gpus, [], is_text=False)
+
+
+def _log(text: Text, head: _Fields, gpus: Mapping[str, _Fields], findings: list[Finding], *, is_text: bool) -> Log:
     lost = bool(findings)
-    names = _names(gpus)
+    names = _names(head, gpus)
     for bus, fields in gpus.items():
-        found = list(_judge(text, names[bus], fields))
+        faults = list(_judge(text, names[bus], fields))
         checked = _num_checked(fields)
-        if not lost and not any(finding.check == "query" for finding in found):
-            _check_sections(text, bus, fields, found)
-        findings += found or [
-            Finding(
-                "PASS",
-                names[bus],
-                "health",
-                f"{checked} fields good",
-                "no fault reported",
-                "",
-                text.file,
-                next(iter(fields.values()), _Field("", 1)).line,
-            )
-        ]
+        if is_text and not lost and not any(finding.check == "query" for finding in faults):
+            _check_sections(text, bus, fields, faults)
+        figure = f"{checked} fields good" + (", PCIe link not judged: the GPU is idle" if _is_slow_idle(fields) else "")
+        line = next(iter(fields.values()), _Field("", 1)).line
+        findings += faults or [Finding("PASS", names[bus], "health", figure, "no fault reported", "", text.file, line)]
     findings += _count(text, head, len(gpus))
     return Log(KIND, tuple(findings), traits=_traits(head, gpus, names))
 
@@ -93,12 +94,12 @@ def _read(text: Text) -> tuple[_Fields, dict[str, _Fields]]:
     head: _Fields = {}
     gpus: dict[str, _Fields] = {}
     fields, stack = head, list[tuple[int, str]]()
-    for line, words in enumerate(text.lines, 1):
-        if gpu := _GPU.match(words):
+    for line, row in enumerate(text.lines, 1):
+        if gpu := _GPU.match(row):
             fields, stack = gpus.setdefault(gpu[1], {}), []
             continue
-        name, colon, value = (part.strip() for part in words.partition(":"))
-        depth = len(words) - len(words.lstrip())
+        name, colon, value = (part.strip() for part in row.partition(":"))
+        depth = len(row) - len(row.lstrip())
         if not name or name.startswith("="):
             continue
         while stack and stack[-1][0] >= depth:
@@ -122,10 +123,12 @@ def _check_whole(text: Text, gpus: Mapping[str, _Fields]) -> None:
 
 def _num_checked(fields: _Fields) -> int:
     """How many fields the rules know; the last rule fits every field."""
-    return sum(any(re.match(rule.field, path) for rule in RULES[:-1]) for path in fields)
+    return sum(
+        any(re.match(rule.field, path) for rule in RULES if rule.check not in ("query", "reset")) for path in fields
+    )
 
 
-def _check_sections(text: Text, bus: str, fields: _Fields, found: Sequence[Finding]) -> None:
+def _check_sections(text: Text, bus: str, fields: _Fields, faults: Sequence[Finding]) -> None:
     """A GPU of a whole query reaches its last section, and one of a part of it (`-d`) has something to judge."""
     have = {path.partition("/")[0] for path in fields}
     # The names that drivers gave it; a query with -d does not name the product.
@@ -133,18 +136,30 @@ def _check_sections(text: Text, bus: str, fields: _Fields, found: Sequence[Findi
     lacking = [names[0] for names in wanted if have.isdisjoint(names)] if "Product Name" in have else []
     if lacking:
         raise text.damaged(len(text.lines), f"GPU {bus} ends before its section {lacking[0]!r}", _CUT)
-    if not found and not _num_checked(fields):
+    if not faults and not _num_checked(fields):
         rule = f"GPU {bus} has no field that tells of its health"
         raise text.damaged(len(text.lines), rule, "give the whole output of nvidia-smi -q")
 
 
-def _names(gpus: Mapping[str, _Fields]) -> dict[str, str]:
-    """`GPU 3 (00000000:5D:00.0)`: the log gives no number, so its order stands in."""
+def _names(head: _Fields, gpus: Mapping[str, _Fields]) -> dict[str, str]:
+    """`GPU 3 (00000000:5D:00.0)`: the log gives no number, so its order stands in where it lists every GPU (no -i)."""
+    attached = head.get("Attached GPUs")
+    if attached is not None and attached.value != str(len(gpus)):
+        return {bus: f"GPU {normal_bus(bus) or bus}" for bus in gpus}
     return {bus: f"GPU {at} ({bus})" for at, bus in enumerate(gpus)}
 
 
 def _judge(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:
+    unknown = [field for field in fields.values() if field.value in UNKNOWN]
+    if len(unknown) >= MANY_UNKNOWN:
+        figure = f"Unknown Error in {len(unknown)} fields"
+        step = f"reboot the node; where {who} does not come back, reseat or return it"
+        yield Finding("FAIL", who, "query", figure, "an answer", step, text.file, unknown[0].line)
+    # Cards for desktops come with ECC off.
+    is_desktop = "GeForce" in fields.get("Product Name", _Field("", 0)).value
     for path, (value, line) in fields.items():
+        if is_desktop and path.startswith("ECC Mode"):
+            continue
         for rule in RULES:
             if re.match(rule.field, path) and rule.is_bad(value):
                 name = path.rpartition("/")[2] if path.count("/") else path
@@ -159,36 +174,50 @@ def _judge(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:
                     line,
                 )
                 break
+    yield from _retired(text, who, fields)
     yield from _pcie(text, who, fields)
     yield from _power(text, who, fields)
 
 
+def _retired(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:
+    """Memory pages that were retired, of which NVIDIA takes a GPU back at 60 (dynamic page retirement, RMA policy)."""
+    names = ("Single Bit ECC", "Double Bit ECC", "Multiple Single Bit Retirement/Retired Count",
+             "Double Bit Retirement/Retired Count")  # fmt: skip
+    counts = [fields.get(f"Retired Pages/{name}") for name in names]
+    known = [count for count in counts if count and count.value[:9].isdecimal()]
+    total = sum(int(count.value[:9]) for count in known)
+    if total >= _MAX_RETIRED:
+        step = f"drain the node and return {who}: no more pages can be retired"
+        yield Finding("FAIL", who, "retired pages", f"{total}", f"below {_MAX_RETIRED}", step, text.file, known[0].line)
+
+
 def _pcie(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:
-    # An idle GPU may lower its link (nvidia-smi(1), "GPU Link Info"): below the maximum there is no fault yet.
-    state = fields.get("Performance State", _Field("P0", 0)).value
-    idle = state != "P0" or any(
-        fields.get(f"Clocks {kind} Reasons/Idle", _Field("", 0)).value == "Active" for kind in ("Event", "Throttle")
-    )
+    """A link below its maximum on a GPU that works; an idle one may lower its link, and is not accused of it."""
+    if _is_idle(fields):
+        return
+    for check, now, most in _below_max(fields):
+        step = f"reseat {who} and its riser, then read lspci -vv (LnkSta) of every bridge above it"
+        yield Finding("FAIL", who, check, f"{now.value} under load", f"{most}, its Max", step, text.file, now.line)
+
+
+def _below_max(fields: _Fields) -> Iterator[tuple[str, _Field, str]]:
     for name, check in (("PCIe Generation", "PCIe speed"), ("Link Width", "PCIe width")):
         most = fields.get(f"PCI/GPU Link Info/{name}/Max")
         now = fields.get(f"PCI/GPU Link Info/{name}/Current")
-        if most is None or now is None or most.value == now.value or "N/A" in (most.value, now.value):
-            continue
-        step = (
-            "query again while the GPU works: an idle one may lower its link"
-            if idle
-            else (f"reseat {who} and its riser, then read lspci -vv (LnkSta) of every bridge above it")
-        )
-        yield Finding(
-            "WARN" if idle else "FAIL",
-            who,
-            check,
-            f"{now.value} (state {state})",
-            f"{most.value}, its Max",
-            step,
-            text.file,
-            now.line,
-        )
+        if most and now and most.value != now.value and not {"N/A", "Unknown Error"} & {most.value, now.value}:
+            yield check, now, most.value
+
+
+def _is_idle(fields: _Fields) -> bool:
+    """Whether nothing shows that the GPU works (nvidia-smi(1), "GPU Link Info")."""
+    state = fields.get("Performance State", _Field("P0", 0)).value
+    reasons = (fields.get(f"Clocks {kind} Reasons/Idle", _Field("", 0)).value for kind in ("Event", "Throttle"))
+    use = next((fields[name].value for name in ("Utilization/GPU", "Utilization/Gpu") if name in fields), "")
+    return state != "P0" or "Active" in reasons or use == "0 %"
+
+
+def _is_slow_idle(fields: _Fields) -> bool:
+    return _is_idle(fields) and any(True for _ in _below_max(fields))
 
 
 def _power(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:
@@ -213,9 +242,9 @@ def _watts(value: str) -> float | None:
     return float(match[1]) if match else None
 
 
-def _count(text: Text, head: _Fields, found: int) -> list[Finding]:
+def _count(text: Text, head: _Fields, listed: int) -> list[Finding]:
     attached = head.get("Attached GPUs")
-    if attached is None or not attached.value.isdecimal() or len(attached.value) > 6 or int(attached.value) <= found:
+    if attached is None or not attached.value.isdecimal() or len(attached.value) > 6 or int(attached.value) <= listed:
         return []
     step = "query without -i, or see whether the log was cut"
     return [
@@ -223,7 +252,7 @@ def _count(text: Text, head: _Fields, found: int) -> list[Finding]:
             "WARN",
             text.stem,
             "GPUs in the log",
-            str(found),
+            str(listed),
             f"{attached.value} attached",
             step,
             text.file,
@@ -233,10 +262,107 @@ def _count(text: Text, head: _Fields, found: int) -> list[Finding]:
 
 
 def _traits(head: _Fields, gpus: Mapping[str, _Fields], names: Mapping[str, str]) -> dict[tuple[str, str], str]:
-    found = {}
+    traits = {}
     for bus, fields in gpus.items():
         for path in _TRAITS:
             known = fields.get(path) or head.get(path)
             if known is not None and known.value not in ("N/A", ""):
-                found[path.removeprefix("PCI/GPU Link Info/"), names[bus]] = known.value
-    return found
+                traits[path.removeprefix("PCI/GPU Link Info/"), names[bus]] = known.value
+    return traits
+
+
+# XML's names become those of the text: `sram_uncorrectable_parity` is `SRAM Uncorrectable Parity`. These do not follow
+# from their own words.
+_XML_NAMES = {
+    "pci_gpu_link_info": "GPU Link Info",
+    "pcie_gen": "PCIe Generation",
+    "link_widths": "Link Width",
+    "max_link_gen": "Max",
+    "max_link_width": "Max",
+    "current_link_gen": "Current",
+    "current_link_width": "Current",
+    "current_ecc": "Current",
+    "current_mig": "Current",
+    "pending_blacklist": "Pending Page Blacklist",
+    "pending_retirement": "Pending",
+    "remapped_row_pending": "Pending",
+    "remapped_row_failure": "Remapping Failure Occurred",
+    "gpu_idle": "Idle",
+    "hw_therm_slowdown": "HW Thermal Slowdown",
+    "hw_power_brake": "HW Power Braking",
+    "gpu_util": "GPU",
+    "attached_gpus": "Attached GPUs",
+    "vbios_version": "VBIOS Version",
+    "cuda_version": "CUDA Version",
+}
+_XML_WORDS = {word.lower(): word for word in ("SRAM", "DRAM", "GPU", "ECC", "HW", "SW", "PCI", "PCIe", "TPC", "MIG")}
+_XML_PREFIX = re.compile(r"^clocks_(?:event|throttle)_reasons?_(?:counters_)?(?!counters$)")
+_XML_SKIPPED = ("processes", "supported_clocks", "mig_devices", "vgpus", "accounted_processes")
+_MAX_DEPTH = 24
+
+
+def _read_xml(text: Text) -> tuple[_Fields, dict[str, _Fields]]:
+    """Fields by the path that the text form has, above the GPUs and of each."""
+    reader = _XmlReader(text)
+    begin = text.content.find("<")
+    try:
+        reader.parser.Parse(text.content[begin:].encode("utf-8", "replace"), True)
+    except expat.ExpatError as exc:
+        reason = printable(expat.errors.messages[exc.code])
+        before = text.content.count("\n", 0, begin)
+        raise text.damaged(before + exc.lineno, f"is no whole XML ({reason})", _CUT) from exc
+    return reader.head, reader.gpus
+
+
+class _XmlReader:
+    """The handlers of an XML parser that keeps no tree."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+        self.head: _Fields = {}
+        self.gpus: dict[str, _Fields] = {}
+        self._fields = self.head
+        self._path: list[str] = []
+        self._content = ""
+        self._is_leaf = False
+        self.parser = expat.ParserCreate()
+        self.parser.StartElementHandler = self._start
+        self.parser.EndElementHandler = self._end
+        self.parser.CharacterDataHandler = self._add_words
+        self.parser.EntityDeclHandler = self._refuse
+
+    def _refuse(self, *_: object) -> None:
+        rule = "declares an entity, which nvidia-smi never does"
+        raise self.text.damaged(self.parser.CurrentLineNumber, rule, "give the XML of nvidia-smi -q -x itself")
+
+    def _start(self, tag: str, attributes: Mapping[str, str]) -> None:
+        if len(self._path) >= _MAX_DEPTH:
+            raise self.text.damaged(self.parser.CurrentLineNumber, f"is nested deeper than {_MAX_DEPTH} elements")
+        self._path.append(tag)
+        if tag == "gpu" and len(self._path) == 2:
+            bus = printable(attributes.get("id", "")) or f"number {len(self.gpus)}"
+            self._fields = self.gpus.setdefault(bus, {})
+            self.text.check_rows(len(self.gpus))
+        self._content, self._is_leaf = "", True
+
+    def _end(self, tag: str) -> None:
+        if self._is_leaf and not set(self._path) & set(_XML_SKIPPED):
+            inside = self._path[2:] if self._fields is not self.head else self._path[1:]
+            value = printable(" ".join(self._content.split()))[:200]
+            name = "/".join(map(_text_name, inside))
+            self._fields.setdefault(name, _Field(value, self.parser.CurrentLineNumber))
+        self._path.pop()
+        self._is_leaf = False
+        if tag == "gpu" and len(self._path) == 1:
+            self._fields = self.head
+
+    def _add_words(self, data: str) -> None:
+        if self._is_leaf and len(self._content) < 1000:
+            self._content += data
+
+
+def _text_name(tag: str) -> str:
+    """What the text form calls an element."""
+    bare = _XML_PREFIX.sub("", tag)
+    parts = (_XML_WORDS.get(part, part.capitalize()) for part in bare.split("_"))
+    return _XML_NAMES.get(bare, " ".join(parts))

@@ -6,10 +6,13 @@ docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt; correctable ones are no fault th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from netlayer.verdict import Verdict
+from bench.accept.evidence.identity import normal_bus
+from bench.accept.evidence.log import Text
+from netlayer.verdict import Finding, Verdict
 
 
 class Rule(NamedTuple):
@@ -23,12 +26,12 @@ class Rule(NamedTuple):
     step: str
 
 
-def _says(*words: str) -> Callable[[str], bool]:
-    return lambda value: value in words
+def _says(*values: str) -> Callable[[str], bool]:
+    return lambda value: value in values
 
 
-def _not(*words: str) -> Callable[[str], bool]:
-    return lambda value: value not in (*words, "N/A")
+def _not(*values: str) -> Callable[[str], bool]:
+    return lambda value: value not in (*values, "N/A")
 
 
 def _above_zero(value: str) -> bool:
@@ -43,7 +46,7 @@ _MANAGER = "read nvidia-fabricmanager's log on this node, then reset {}; see nvi
 _REASONS = "Clocks (?:Event|Throttle) Reasons/"
 _SLOW = _REASONS + ".*(HW (Thermal |Power Brake )?Slowdown|SW Thermal Slowdown)"
 
-# The first rule that fits a field counts; the last one fits every field.
+# The first rule that fits a field counts; the last ones fit every field.
 RULES = (
     Rule("ECC Errors/Volatile/.*(Uncorrectable|Double Bit)", _above_zero, "FAIL", "ECC errors since the reset",
          "0 uncorrectable", _RESET + "; where they come again, return it"),
@@ -69,7 +72,64 @@ RULES = (
     Rule("Fabric/Health/Summary", _not("Healthy"), "FAIL", "NVLink fabric", "Healthy", _MANAGER),
     Rule("Fabric/Health/(Route|Access|Incorrect|Degraded)", _not("False", "No", "None"), "FAIL", "NVLink fabric",
          "False", _MANAGER),
+    Rule("GPU Reset Status/(Reset Required|Drain and Reset Recommended)", _says("Yes"), "FAIL", "reset", "No", _RESET),
     Rule("GPU Recovery Action", _not("None"), "FAIL", "recovery action", "None", "do what it says: {} needs it"),
-    Rule("", _says("ERR!", "Unknown Error", "GPU is lost"), "FAIL", "query",
+    Rule("", _says("GPU requires reset", "[GPU requires reset]"), "FAIL", "reset", "not required", _RESET),
+    Rule("", _says("GPU is lost", "[GPU is lost]"), "FAIL", "query",
+         "an answer", "reboot the node; where {} does not come back, reseat or return it"),
+    Rule("(?!Fan Speed).*", _says("ERR!"), "FAIL", "query",
          "an answer", "reboot the node; where {} does not come back, reseat or return it"),
 )  # fmt: skip
+
+
+# A driver may answer single fields so on a healthy GPU ("Addressing Mode" of 535 does); a GPU that is gone answers most
+# of them so.
+UNKNOWN = ("Unknown Error", "[Unknown Error]")
+MANY_UNKNOWN = 5
+
+
+class Line(NamedTuple):
+    """A line that any command of nvidia-smi prints where it cannot ask a GPU, or the driver; the bus id in group 1."""
+
+    pattern: re.Pattern[str]
+    verdict: Verdict
+    expected: str
+    step: str
+
+
+_LINES = (
+    Line(re.compile(r"Unable to determine the device handle for (?:gpu|GPU) ?(?:\d+: ?)?([0-9A-Fa-f:.]{7,16})?"),
+         "FAIL", "an answer of every GPU",
+         "read the kernel log, then reboot the node; where {} does not come back, reseat or return it"),
+    Line(re.compile(r"GPU is lost|has fallen off the bus"), "FAIL", "an answer of every GPU",
+         "reboot the node; where the GPU does not come back, reseat or return it"),
+    Line(re.compile(r"GPU requires reset"), "FAIL", "no reset required",
+         "drain the node and reset the GPU (nvidia-smi -r)"),
+    Line(re.compile(r"No devices were found"), "FAIL", "GPUs that the driver knows",
+         "see lspci and the kernel log: the driver runs and finds no GPU that it can use"),
+    Line(re.compile(r"couldn't communicate with the NVIDIA driver"), "FAIL", "a driver that answers",
+         "see whether this is a node with GPUs, then load the driver (modprobe nvidia) and read the kernel log"),
+    Line(re.compile(r"Driver/library version mismatch"), "FAIL", "one version of the driver",
+         "reboot, or unload and load the driver: it was updated while it ran"),
+    Line(re.compile(r"Failed to initialize NVML: (?!Driver/library)"), "WARN", "a driver that answers",
+         "run it outside of the container and as root; restart the container where it answers there"),
+    Line(re.compile(r"infoROM is corrupted at gpu ([0-9A-Fa-f:.]{7,16})"), "WARN", "an infoROM that can be read",
+         "run dcgmi diag -r 3 on {}; return it where the infoROM stays corrupted after a reboot"),
+)  # fmt: skip
+
+
+def lost_gpus(text: Text) -> Iterator[Finding]:
+    """What nvidia-smi says in place of an answer: GPUs that it cannot reach, a driver that does not run."""
+    for number, row in enumerate(text.lines, 1):
+        # What stands inside a table is a cell of its GPU, and is judged with it.
+        for line in () if row.lstrip().startswith("|") else _LINES:
+            if match := line.pattern.search(row):
+                bus = match[1] if line.pattern.groups else None
+                who = f"GPU {normal_bus(bus) or bus}" if bus else text.stem
+                step = line.step.format(who if bus else "it")
+                yield Finding(line.verdict, who, "query", row.strip()[:200], line.expected, step, text.file, number)
+                break
+
+
+def says_lost(content: str) -> bool:
+    return any(line.pattern.search(content) for line in _LINES)

@@ -1,86 +1,187 @@
-"""`nvidia-smi nvlink -s`: links that are down, and how many a GPU has.
+"""`nvidia-smi nvlink`: links that are down (`-s`), and errors that they counted (`-e`, `-ec`).
 
-Format: the manual nvidia-smi(1), nvlink: a line a GPU, below it a line a link with its speed or `<inactive>`.
+Format: the manual nvidia-smi(1), nvlink: a line a GPU, below it a line a link with its speed or `<inactive>`, or its
+counters; one line of NVML's in place of them where no link is up. A card in a PCIe slot has links only where somebody
+put a bridge on it: there a link that is down is no fault by itself.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from bench.accept.evidence.log import Figure, Log, Text
-from netlayer.verdict import Finding
+from netlayer.verdict import MIN_PEERS, Finding, Verdict
 
 KIND = "nvidia-smi nvlink -s"
-_GPU = re.compile(r"^GPU (\d{1,4}): (.{1,80}?)(?: \(UUID: .{0,60}\))?$")
-_LINK = re.compile(r"^\s+Link (\d{1,4}):\s*(\S.{0,60})$")
+ERRORS = "nvidia-smi nvlink -e"
+_GPU = re.compile(r"^\s*GPU (\d{1,4}): (.{1,80}?)(?: \(UUID: .{0,60}\))?$")
+_LINK = re.compile(r"^\s*Link (\d{1,4}):\s*(\S.{0,60})$")
+# `Link 0: Replay Errors: 0`, `Link 0: CRC Errors Lane 3: 0`, `Link 0: Effective BER: 15e-255`
+_COUNTER = re.compile(r"^\s*Link (\d{1,4}): ([A-Za-z][\w -]{2,60}?)\s*: (\S.{0,40})$")
+_ALL_DOWN = re.compile(r"Unable to retrieve NV[Ll]ink information as all links are in[Aa]ctive", re.IGNORECASE)
 _CUT = "the log was cut: take it again"
 _ACTIVE = re.compile(r"\d{1,6}(?:\.\d{1,6})? GB/s")
+_DOWN = ("<inactive>", "inactive", "<disabled>", "disabled")
+# Modules whose links are wired on their board; names with these words are cards in a slot.
+_WIRED = re.compile(r"SXM|HBM3|\bGH200\b|\bH200\b|\bG?B[23]00\b|\bH20\b")
+# Those that never come in fours or eights without NVSwitches or direct links between all; and those that are wired to
+# each other in part, so that a virtual machine with some of them sees links that lead nowhere.
+_SWITCHED = re.compile(r"HBM3|\bGH200\b|\bH200\b|\bG?B[23]00\b|\bH20\b")
+_PAIRWISE = re.compile(r"V100|P100")
+_CARD = re.compile(r"PCIe|PCIE|\bNVL\b")
+_RESET = "reset {}; where the links stay down, reseat or return it, and look at its NVSwitch in the kernel log"
+_BRIDGE = "see whether {} has a bridge, and that it sits well: a card without one has no links"
+_FABRIC = "see whether this machine has NVSwitches (lspci) and nvidia-fabricmanager runs: no GPU of it has a link up"
+_PARTIAL = "see whether this is a part of a machine: links of {} to GPUs that it does not have are down; else reset {}"
+_WATCH = "reset the counters (-re), run a load and read them again; where they grow, reseat {} or look at its switch"
+# Counters that mean something where they are above zero, and how much; others (symbols, packets) count at all times.
+_BAD: tuple[tuple[re.Pattern[str], Verdict, str], ...] = (
+    (re.compile(r"Link recovery failed"), "FAIL",
+     "drain the node and reset {}; where it comes again, reseat or return it"),
+    (re.compile(r"Replay Errors|Recovery Errors|CRC (?:FLIT |Data )?Errors|ECC Errors|Local link integrity errors|"
+                r"Malformed packet errors|Buffer overrun errors|Rx (?:remote|General) [Ee]rrors|Total link recovery"),
+     "WARN", _WATCH),
+)  # fmt: skip
+
+
+@dataclass
+class _Gpu:
+    """What stands below a GPU's line."""
+
+    who: str
+    name: str
+    line: int
+    up: int = 0
+    down: list[str] = field(default_factory=list)
+    is_all_down: bool = False
+    # Counter -> its sum over all links and lanes, the links that have any, and the first line.
+    counters: dict[str, tuple[int, list[str], int]] = field(default_factory=dict)
+    num_counters: int = 0
+
+    @property
+    def is_wired(self) -> bool:
+        """Whether its links are on its board, so that they must be up where those of its peers are."""
+        return bool(_WIRED.search(self.name)) and not _CARD.search(self.name)
 
 
 def is_text(content: str) -> bool:
-    return bool(re.search(r"^GPU \d{1,4}: .*\n[ \t]+Link \d{1,4}:", content, re.MULTILINE))
+    return bool(re.search(r"^\s*GPU \d{1,4}: .*\n\s*(?:Link \d{1,4}:|(?:NVML: )?Unable to retrieve NV)", content, re.M))
 
 
 def parse_text(text: Text) -> Log:
     """Every GPU of the file.
 
     Raises:
-        ConfigError: a link's line is neither a speed nor inactive, or a GPU has no link.
+        ConfigError: a link's line is neither a speed, inactive, nor a counter, or a GPU has no link.
     """
-    up: dict[tuple[str, str, int], int] = {}
-    down: dict[tuple[str, str, int], list[str]] = {}
-    gpu = ("", "", 0)
-    for line, words in enumerate(map(str.rstrip, text.lines), 1):
-        if head := _GPU.match(words):
-            gpu = (f"GPU {head[1]}", head[2], line)
-            up[gpu], down[gpu] = 0, []
-        elif link := _LINK.match(words):
-            if not up:
-                raise text.damaged(line, "a line 'GPU 0: NAME (UUID: ...)' is expected above its links")
-            if link[2] in ("<inactive>", "inactive"):
-                down[gpu].append(link[1])
-            elif _ACTIVE.fullmatch(link[2]):
-                up[gpu] += 1
-            else:
-                raise text.damaged(line, f"link {link[1]} must have a speed such as '26.562 GB/s', or <inactive>")
-    if not up:
+    gpus = _read(text)
+    if not gpus:
         raise text.damaged(1, "must hold a line 'GPU 0: NAME (UUID: ...)' above its links")
-    bare = next((gpu for gpu in up if not up[gpu] and not down[gpu]), None)
+    bare = next((gpu for gpu in gpus if not (gpu.up or gpu.down or gpu.is_all_down or gpu.num_counters)), None)
     if bare:
-        raise text.damaged(bare[2], f"{bare[0]} has no line 'Link 0: ...'", _CUT)
-    _check_whole(text, {gpu: up[gpu] + len(down[gpu]) for gpu in up})
-    findings = [_finding(text, gpu, up[gpu], down[gpu]) for gpu in up]
-    figures = [
+        raise text.damaged(bare.line, f"{bare.who} has no line 'Link 0: ...'", _CUT)
+    _check_whole(text, gpus)
+    if any(gpu.num_counters for gpu in gpus):
+        return Log(ERRORS, tuple(finding for gpu in gpus for finding in _counted(text, gpu)))
+    findings = tuple(_finding(text, gpu, gpus) for gpu in gpus)
+    figures = tuple(
         Figure(
             "NVLinks up",
             "",
-            who,
-            float(up[who, name, line]),
+            gpu.who,
+            float(gpu.up),
             "links",
-            line,
-            facts={"quantity": "nvlink_links", "device": name},
+            gpu.line,
+            facts={"quantity": "nvlink_links", "device": gpu.name},
         )
-        for who, name, line in up
-        if up[who, name, line]
-    ]
-    return Log(KIND, tuple(findings), tuple(figures))
+        for gpu in gpus
+        if gpu.up
+    )
+    return Log(KIND, findings, figures)
 
 
-def _check_whole(text: Text, links: Mapping[tuple[str, str, int], int]) -> None:
+def _read(text: Text) -> list[_Gpu]:
+    gpus: list[_Gpu] = []
+    for line, row in enumerate(map(str.rstrip, text.lines), 1):
+        if head := _GPU.match(row):
+            gpus.append(_Gpu(f"GPU {head[1]}", head[2], line))
+        elif _ALL_DOWN.search(row) and gpus:
+            gpus[-1].is_all_down = True
+        elif counter := _COUNTER.match(row):
+            _count(gpus, counter, line)
+        elif link := _LINK.match(row):
+            if not gpus:
+                raise text.damaged(line, "a line 'GPU 0: NAME (UUID: ...)' is expected above its links")
+            if link[2].lower() in _DOWN:
+                gpus[-1].down.append(link[1])
+            elif _ACTIVE.fullmatch(link[2]):
+                gpus[-1].up += 1
+            else:
+                raise text.damaged(line, f"link {link[1]} must have a speed such as '26.562 GB/s', or <inactive>")
+    text.check_rows(len(gpus))
+    return gpus
+
+
+def _count(gpus: Sequence[_Gpu], counter: re.Match[str], line: int) -> None:
+    if not gpus:
+        return
+    gpu, value = gpus[-1], counter[3].replace(",", "")
+    gpu.num_counters += 1
+    name = re.sub(r"\s*(?:Lane|lane) \d+$", "", counter[2]).strip()
+    if value[:18].isdecimal() and int(value[:18]) > 0:
+        total, links, first = gpu.counters.get(name, (0, [], line))
+        links = links if counter[1] in links else [*links, counter[1]]
+        gpu.counters[name] = (total + int(value[:18]), links, first)
+
+
+def _check_whole(text: Text, gpus: Sequence[_Gpu]) -> None:
     """A log that was cut has fewer lines of its last GPU than of each other one of that product."""
-    *others, last = links
-    alike = [links[gpu] for gpu in others if gpu[1] == last[1]]
-    if alike and links[last] < min(alike):
-        rule = f"{last[0]} has {links[last]} lines of links, where each GPU before it has {min(alike)} or more"
+    *others, last = gpus
+    alike = [_num_lines(gpu) for gpu in others if gpu.name == last.name and not gpu.is_all_down]
+    if alike and not last.is_all_down and _num_lines(last) < min(alike):
+        rule = f"{last.who} has {_num_lines(last)} lines of links, where each GPU before it has {min(alike)} or more"
         raise text.damaged(len(text.lines), rule, _CUT)
 
 
-def _finding(text: Text, gpu: tuple[str, str, int], up: int, down: list[str]) -> Finding:
-    who, _, line = gpu
-    if not down:
-        return Finding("PASS", who, "NVLink", f"{up} links up", "no link inactive", "", text.file, line)
-    step = f"reset {who}; where the links stay down, reseat or return it, and look at its NVSwitch in the kernel log"
+def _num_lines(gpu: _Gpu) -> int:
+    return gpu.up + len(gpu.down) + gpu.num_counters
+
+
+def _finding(text: Text, gpu: _Gpu, gpus: Sequence[_Gpu]) -> Finding:
+    if not gpu.down and not gpu.is_all_down:
+        return Finding("PASS", gpu.who, "NVLink", f"{gpu.up} links up", "no link inactive", "", text.file, gpu.line)
+    figure = f"link {', '.join(gpu.down)} inactive, {gpu.up} up" if gpu.down else "all links inactive"
+    peers_up = any(other.up for other in gpus if other is not gpu and other.name == gpu.name)
+    # A query of one GPU (-i 6) says by its number that the node has more.
+    num_gpus = max(len(gpus), int(gpu.who.removeprefix("GPU ")) + 1)
+    verdict: Verdict | None
+    if not gpu.is_wired:
+        # Nothing says that a card should have a bridge, unless its like on this node have one.
+        verdict, step = ("WARN" if gpu.up or peers_up else None), _BRIDGE
+    elif _PAIRWISE.search(gpu.name) and (gpu.up or peers_up):
+        verdict, step = "WARN", _PARTIAL
+    elif gpu.up or peers_up or gpu.down:
+        verdict, step = "FAIL", _RESET
+    elif num_gpus >= MIN_PEERS and _SWITCHED.search(gpu.name):
+        verdict, step = "FAIL", _FABRIC
+    else:
+        # A module that is alone, or of a kind that is sold without NVSwitches too.
+        verdict, step = ("WARN" if num_gpus > 1 else None), _FABRIC
     return Finding(
-        "FAIL", who, "NVLink", f"link {', '.join(down)} inactive, {up} up", "no link inactive", step, text.file, line
+        verdict, gpu.who, "NVLink", figure, "no link inactive", step.replace("{}", gpu.who), text.file, gpu.line
     )
+
+
+def _counted(text: Text, gpu: _Gpu) -> Iterator[Finding]:
+    bad: Mapping[str, tuple[Verdict, str]] = {
+        name: (verdict, step) for name in gpu.counters for pattern, verdict, step in _BAD if pattern.search(name)
+    }
+    for name, (verdict, step) in bad.items():
+        total, links, line = gpu.counters[name]
+        figure = f"{total} on link {', '.join(links[:12])}"
+        yield Finding(verdict, gpu.who, f"NVLink {name}", figure, "0", step.format(gpu.who), text.file, line)
+    if not bad:
+        figure = f"{gpu.num_counters} counters, no error"
+        yield Finding("PASS", gpu.who, "NVLink errors", figure, "0", "", text.file, gpu.line)

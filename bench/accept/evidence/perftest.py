@@ -8,22 +8,48 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bench.accept.evidence.log import Figure, Log, Text, number
 from netlayer.units import format_size
-from netlayer.verdict import Finding
+from netlayer.verdict import Finding, Verdict
 
 KIND = "perftest"
-_TITLE = re.compile(r"((?:RDMA_Write|RDMA_Read|Send|Atomic_\w{1,20}|Raw_Ethernet)[\w ]{0,40} Test)")
+_TITLE = re.compile(r"((?:RDMA[_ ]Write|RDMA[_ ]Read|Send|Atomic_\w{1,20}|Raw_Ethernet)[\w ]{0,40} Test)")
 _SETTING = re.compile(r"(Device|Number of qps|Connection type|Mtu|Link type)\s*:\s*(\S+)")
 _UNITS = {"MB/sec": 8 * 2**20 / 1e9, "MiB/sec": 8 * 2**20 / 1e9, "Gb/sec": 1.0}
-_FAILURE = re.compile(
-    r"Completion with error|Failed status|Problems with|Couldn't|Unable to|Failed to |wr_id \d+ syndrom|"
-    r"IB device .{0,60} not found",
-    re.IGNORECASE,
+_NO_ERRORS = "a transfer without errors"
+_CABLE = (
+    "see that the other end lived to the end, and on RoCE that both ends have GIDs that meet (-x); swap then "
+    "cable and transceiver of {}, then its switch port; ibdiagnet or ethtool -S show its errors"
 )
-_NEXT = "swap cable and transceiver of {}, then its switch port; ibdiagnet or ethtool -S show its errors"
+# What ended a run, and whom it speaks of: the first that fits counts. A status is one of ibv_wc_status: 12 and 13 say
+# that the other end did not answer in time, 9 to 11 that it refused what was asked for.
+_FAILURES: tuple[tuple[re.Pattern[str], Verdict, str], ...] = (
+    (re.compile(r"Failed status (?:9|10|11)\b"), "WARN",
+     "run the same program with the same options (-a, -s, -m, --use_cuda) on both ends: the other end refused it"),
+    (re.compile(r"Failed status \d+|Completion with error|wr_id \d+ syndrom"), "FAIL", _CABLE),
+    (re.compile(r"Couldn't connect to|Unable to connect|Failed to connect|Unexpected CM event|connection refused|"
+                r"Couldn't read remote address|Failed to exchange data|rdma_(?:client|server) function", re.IGNORECASE),
+     "WARN", "see that the other end runs, and that no firewall stands between: {} itself was not measured"),
+    (re.compile(r"Port number \d+ state is (?!Active)"), "WARN",
+     "look at ibstat: the port of {} is not active; name another device with -d where it is not meant to be used"),
+    (re.compile(r"IB device .{0,60} not found|Unable to find the .{0,40}device|Couldn't get (?:context|device)|"
+                r"Couldn't set the link layer", re.IGNORECASE), "WARN",
+     "name a device that this node has with -d (ibstat -l)"),
+    (re.compile(r"Couldn't allocate|failed to (?:register|allocate|create) (?:MR|memory|QP|CQ)|Couldn't create|"
+                r"Couldn't register|cuMem\w+ .{0,40}fail|unsupported memory", re.IGNORECASE), "WARN",
+     "raise the limit of locked memory (ulimit -l), and with --use_cuda load nvidia_peermem or use --use_cuda_dmabuf"),
+    (re.compile(r"^\s*(?:Problems with|Couldn't|Unable to |Failed to )", re.IGNORECASE), "WARN",
+     "read the lines around it: the run ended before it measured {}"),
+)  # fmt: skip
+
+
+# What perftest alone says, where it ended before its head.
+_ERROR_ALONE = re.compile(
+    r"Failed status \d+: wr_id|Port number \d+ state is |Couldn't connect to \S{1,80}:\d|"
+    r"Couldn't get context for the device"
+)
 
 
 @dataclass
@@ -43,13 +69,17 @@ class _Run:
 
     @property
     def series(self) -> str:
-        said = self.settings
-        what = f"{said.get('Connection type', 'RC')}, {said.get('Number of qps', '1')} QP, MTU {said.get('Mtu', '?')}"
-        return f"{self.title.removesuffix(' Test')} ({what})"
+        settings = self.settings
+        pairs = f"{settings.get('Connection type', 'RC')}, {settings.get('Number of qps', '1')} QP"
+        return f"{self.title.removesuffix(' Test')} ({pairs}, MTU {settings.get('Mtu', '?')})"
 
 
 def is_text(content: str) -> bool:
-    return "#bytes" in content or bool(re.search(r"(?:RDMA_\w{1,10}|Send) (?:BW|Latency) Test", content))
+    if "#bytes" in content and re.search(r"BW average\[|t_(?:avg|typical)\[usec\]", content):
+        return True
+    return bool(_ERROR_ALONE.search(content)) or bool(
+        re.search(r"(?:RDMA[_ ]\w{1,10}|Send) (?:[\w ]{1,20} )?(?:BW|Latency) Test", content)
+    )
 
 
 def parse_text(text: Text) -> Log:
@@ -60,37 +90,34 @@ def parse_text(text: Text) -> Log:
     """
     findings: list[Finding] = []
     runs: list[_Run] = []
-    for line, words in enumerate(text.lines, 1):
-        if (title := _TITLE.fullmatch(words.strip())) is not None:
-            runs.append(_Run(title[1], line))
-        elif runs:
-            _read_line(text, runs[-1], line, words)
-        if _FAILURE.search(words):
+    for line, row in enumerate(text.lines, 1):
+        if (title := _TITLE.fullmatch(row.strip())) is not None:
+            runs.append(_Run(title[1].replace("RDMA ", "RDMA_"), line))
+        elif runs or row.lstrip().startswith("#bytes"):
+            if not runs:  # the head of the output was cut off
+                runs.append(_Run("Latency Test" if "t_avg" in row or "t_typical" in row else "BW Test", line))
+            _read_line(text, runs[-1], line, row)
+        failure = next((one for one in _FAILURES if one[0].search(row)), None)
+        if failure:
             device = runs[-1].settings.get("Device", text.stem) if runs else text.stem
-            findings.append(
-                Finding(
-                    "FAIL",
-                    device,
-                    "run",
-                    words.strip()[:200],
-                    "a transfer without errors",
-                    _NEXT.format(device),
-                    text.file,
-                    line,
-                )
-            )
+            step = failure[2].replace("{}", device)
+            figure = row.strip()[:200]
+            # Without the head of the output nothing says whose cable it was.
+            verdict = failure[1] if runs else "WARN"
+            findings.append(Finding(verdict, device, "run", figure, _NO_ERRORS, step, text.file, line))
+    _share_status(findings)
     if not runs and not findings:
         raise text.damaged(
             1, "has no title such as 'RDMA_Write BW Test' above its table", "give perftest's whole output"
         )
     text.check_rows(sum(len(run.rows) for run in runs))
-    figures = [figure for run in runs for figure in _figures(text, run, bool(findings))]
+    figures = [figure for run in runs for figure in _figures(text, run, bool(findings) or _is_other_end(run, runs))]
     done = Finding(
         "PASS",
         text.stem,
         "runs",
         f"{len(runs)} without errors",
-        "a transfer without errors",
+        _NO_ERRORS,
         "",
         text.file,
         runs[0].line if runs else 0,
@@ -98,14 +125,30 @@ def parse_text(text: Text) -> Log:
     return Log(KIND, tuple(findings) or (done,), tuple(figures))
 
 
-def _read_line(text: Text, run: _Run, line: int, words: str) -> None:
-    run.settings.update(_SETTING.findall(words))
-    if words.lstrip().startswith("#bytes") and len(words) < 1000:
+def _is_other_end(run: _Run, runs: list[_Run]) -> bool:
+    """Whether a table without rows is the other end of one that has them.
+
+    Both ends in one file have a head each, and their lines may be mixed so that one of them gets all the rows.
+    """
+    return any(other.rows and other.title == run.title for other in runs)
+
+
+def _share_status(findings: list[Finding]) -> None:
+    """Give `Completion with error` the verdict of the status in the line below it."""
+    for at, finding in enumerate(findings[:-1]):
+        below = findings[at + 1]
+        if "Completion with error" in finding.figure and "Failed status" in below.figure:
+            findings[at] = replace(finding, verdict=below.verdict, next_step=below.next_step)
+
+
+def _read_line(text: Text, run: _Run, line: int, row: str) -> None:
+    run.settings.update(_SETTING.findall(row))
+    if row.lstrip().startswith("#bytes") and len(row) < 1000:
         # Titles hold blanks (`BW average[MB/sec]`, `99% percentile[usec]`): they are told apart by their brackets.
-        run.head = re.findall(r"#\w{1,20}|[\w%.]{1,20}(?: [a-z]{1,20})?\[[^\]]{0,20}\]", words)
-        run.unit = next((unit for unit in _UNITS if f"BW average[{unit}]" in words), "")
+        run.head = re.findall(r"#\w{1,20}|[\w%.]{1,20}(?: [a-z]{1,20})?\[[^\]]{0,20}\]", row)
+        run.unit = next((unit for unit in _UNITS if f"BW average[{unit}]" in row), "")
         return
-    cells = words.split()
+    cells = row.split()
     if run.head and len(cells) > 1 and cells[0].isdecimal() and cells[1].isdecimal():
         text.check_ended(line)
         run.rows.append((*_row(text, run, cells, line), line))
@@ -113,6 +156,7 @@ def _read_line(text: Text, run: _Run, line: int, words: str) -> None:
 
 def _row(text: Text, run: _Run, cells: list[str], line: int) -> tuple[int, float]:
     """Bytes, and microseconds or Gb/s."""
+    wanted: tuple[str, ...]
     wanted = ("t_typical[usec]", "t_avg[usec]") if run.is_latency else (f"BW average[{run.unit}]",)
     column = next((run.head.index(title) for title in wanted if title in run.head), None)
     if column is None:
