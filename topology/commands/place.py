@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from netlayer.command import RunOptions, run_options
+from topology.commands.records import not_on_imported_fabrics
 
 if TYPE_CHECKING:
     from netlayer.config import ClusterConfig
@@ -41,6 +42,7 @@ _HASHES = ("random", "crc16", "crc32c", "crc16_bisync", "crc32c_low", "crc32c_hi
 )
 @click.option("--hash", "hash_name", type=click.Choice(_HASHES), default="crc16", show_default=True, help="ECMP hash.")
 @click.option("--seeds", type=click.IntRange(min=1), default=4, show_default=True, help="Hash seeds, from --seed.")
+@not_on_imported_fabrics("placement")
 @run_options
 def command(
     options: RunOptions,
