@@ -127,7 +127,7 @@ def limits(plant: Plant) -> dict[str, Any]:
         "servers": cluster.servers,
         "nics": design.num_nics,
         "bisection_bps": bisection,
-        "bisection_share": bisection / (design.num_nics * cluster.nic_bps / 2),
+        "bisection_share": bisection / plant.fabric.half_of_nics_bps,
         "uplink_over_nic": design.tor_uplink_bps / design.nic_bps,
         "max_servers_per_tor_set": max_servers_per_tor_set(cluster),
         "max_pods": pods,

@@ -90,13 +90,20 @@ class Clos:
 
     @property
     def bisection_bps(self) -> float:
-        """Capacity from one half of the servers to the other, one direction: half of the narrowest tier."""
-        wide = [self.tier_bps(Tier.NIC_TOR)]
+        """Capacity from one half of the servers to the other, one direction; of an odd number, the smaller half's."""
+        wide = [2 * self.half_of_nics_bps]
         if self.design.num_tor_sets > 1:  # under one set every rail reaches every server below its spines
             wide.append(self.tier_bps(Tier.TOR_SPINE))
         if self.design.pods_per_network > 1:
             wide.append(self.tier_bps(Tier.SPINE_CORE))
         return min(wide) / 2
+
+    @property
+    def half_of_nics_bps(self) -> float:
+        """What the NICs of half of the servers, rounded down, can send; of a single server half of its NICs."""
+        servers = self.design.num_servers
+        share = 0.5 if servers == 1 else servers // 2 / servers
+        return self.tier_bps(Tier.NIC_TOR) * share
 
     def tier_links(self, tier: Tier) -> slice:
         """The links of one tier."""

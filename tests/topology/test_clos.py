@@ -1,5 +1,6 @@
 import logging
 
+import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -110,3 +111,28 @@ def test_a_split_without_effect_is_said(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING):
         Clos.build(cluster(nic_bps=400, servers_per_tor_set=16))
     assert "aoc_split has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("servers", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("oversubscription", [1, 2])
+def test_bisection_is_no_more_than_the_largest_flow_between_two_halves(servers: int, oversubscription: int) -> None:
+    tree = cluster(
+        servers=servers,
+        servers_per_tor_set=8,
+        pods=1,
+        tiers=2,
+        gpus_per_server=4,
+        nics_per_server=4,
+        rails=4,
+        oversubscription=oversubscription,
+    )
+    fabric = Clos.build(tree)
+    net = nx.DiGraph()
+    for src, dst, bps in zip(fabric.link_src.tolist(), fabric.link_dst.tolist(), fabric.link_bps.tolist(), strict=True):
+        net.add_edge(src, dst, capacity=net.get_edge_data(src, dst, {"capacity": 0.0})["capacity"] + bps)
+    # NICs of a server reach one another inside it.
+    nics, half = 4, servers // 2
+    for server in range(servers):
+        for nic in range(server * nics, (server + 1) * nics):
+            net.add_edge(*(("from", nic) if server < half else (nic, "to")))
+    assert fabric.bisection_bps <= nx.maximum_flow_value(net, "from", "to") * (1 + 1e-9)

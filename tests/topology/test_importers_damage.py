@@ -11,6 +11,7 @@ from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster
 from tests.topology.graphs import write
 from tests.topology.reports import write_lldp, write_sonic
+from topology.addressing import cables_csv
 from topology.export import hpcc_text, htsim_text, write_graphml
 from topology.graph import Graph
 from topology.importers import FORMATS, Format, read_fabric
@@ -44,7 +45,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     small = cluster(servers=4, servers_per_tor_set=2, core_switches_per_plane=1, nic_bps="200G", switch_port_bps="400G")
     plant = Plant.build(small)
     graph = plant.graph()
-    found = {"hpcc": hpcc_text(graph), "htsim": htsim_text(plant.fabric)}
+    found = {"cables": cables_csv(graph), "hpcc": hpcc_text(graph), "htsim": htsim_text(plant.fabric)}
     write_graphml(graph, folder / "f.graphml")
     found["graphml"] = (folder / "f.graphml").read_text()
     for name, write_all in (("sonic", write_sonic), ("lldp", write_lldp)):

@@ -42,6 +42,13 @@ def print_graph(source: str, levels: Rows, note: str) -> None:
     print_table(source, ["level", "devices", "ports used", "uplinks", "uplink rate", "capacity up"], lines, note)
 
 
+def print_servers(nics: Rows, num_servers: int) -> None:
+    """NICs of an imported fabric's servers, and on how many switches each ends."""
+    lines = [[row["nic"], f"{row['servers']:,}", f"{row['switches']:,}", row["first_switch"]] for row in nics]
+    note = "a NIC that ends on one switch, or on one a pod, is a rail"
+    print_table(f"{num_servers:,} servers", ["NIC", "servers", "switches", "first switch"], lines, note)
+
+
 def print_calibration(rows: Rows, fits: Rows, source: str) -> None:
     """The links with the largest residual of the last prediction first; how well each prediction fits.
 

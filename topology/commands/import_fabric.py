@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # `--help` needs neither numpy nor pydantic
 
     Rows = list[dict[str, Any]]
 
-_FORMATS = ("auto", "sonic", "lldp", "hpcc", "htsim", "graphml")
+_FORMATS = ("auto", "sonic", "lldp", "hpcc", "htsim", "graphml", "cables")
 _HASHES = ("random", "crc16", "crc32c", "crc16_bisync", "crc32c_low", "crc32c_high", "xor16", "murmur3")
 _FILES = ("fabric.graphml", "cables.csv", "topo.txt")
 _PATH = click.Path(path_type=Path)
@@ -27,8 +27,12 @@ _PATH = click.Path(path_type=Path)
 @click.command(name="import")
 @click.argument("files", nargs=-1, required=True, type=_PATH)
 @click.option("--format", "file_format", type=click.Choice(_FORMATS), default="auto", show_default=True)
-@click.option("--rate", help="sonic, lldp: rate of links whose rate no file gives, such as 400G.")
-@click.option("--hosts", multiple=True, metavar="GLOB", help="lldp: these names are hosts; repeatable.")
+@click.option("--rate", help="sonic, lldp, cables: rate of links whose rate no file gives, such as 400G.")
+@click.option("--hosts", multiple=True, metavar="GLOB", help="sonic, lldp, cables: these names are hosts; repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="sonic, lldp: leave these devices out; repeatable.")
+@click.option(
+    "--keep", multiple=True, metavar="GLOB", help="sonic, lldp: these are no management switches; repeatable."
+)
 @click.option("--skip-dangling", is_flag=True, help="sonic, lldp: leave out links that one end does not list.")
 @click.option("--parallel", is_flag=True, help="hpcc: a repeated pair is a parallel link.")
 @click.option("--counters", type=_PATH, help="CSV of device, port, bytes sent: calibrate; needs --flows.")
@@ -37,25 +41,29 @@ _PATH = click.Path(path_type=Path)
 @click.option("--hash", "hash_name", type=click.Choice(_HASHES), default="random", show_default=True)
 @run_options_without_config
 def command(options: RunOptions, files: tuple[Path, ...], file_format: str, **given: Any) -> None:
-    """Read a fabric: SONiC config_db.json or lldpcli JSON of many devices, HPCC topo.txt, htsim .topo, our GraphML.
+    """Read a fabric: SONiC config_db.json or lldpcli JSON of many devices, HPCC and SimAI topo.txt, htsim .topo, a
+    CSV of cables, our GraphML.
 
     FILES are one file a device (or a folder of *.json), or one file. Files of lldpcli are named after their device.
     Writes fabric.graphml, cables.csv and topo.txt. With --counters and --flows also calibration.csv: bytes of every
     counted link beside the even and the hashed prediction, as predicted and scaled, and the residual. Exit 2 where
-    files are damaged or contradict each other.
+    files are damaged or contradict each other. Out-of-band management switches are left out, by their slow cables or
+    the ports that these end at, and named; --exclude names others.
 
     \b
     Examples:
       netlayer topology import configs/ --out fabric
       netlayer topology import lldp/*.json --rate 400G --hosts 'srv*' --out fabric
+      netlayer topology import lldp/ --exclude 'oob*' --out fabric
       netlayer topology import topo.txt --counters ports.csv --flows flows.csv --hash murmur3 --out fabric
     """
     from netlayer.output import open_output
     from netlayer.results import utc_now
-    from topology.commands.build_tables import print_calibration, print_graph
+    from topology.commands.build_tables import print_calibration, print_graph, print_servers
     from topology.commands.records import keep, write_table
     from topology.graph import describe
     from topology.importers import read_fabric
+    from topology.importers.servers import find_servers
 
     started = utc_now()
     if bool(given["counters"]) != bool(given["flows"]):
@@ -67,8 +75,15 @@ def command(options: RunOptions, files: tuple[Path, ...], file_format: str, **gi
         skip_dangling=given["skip_dangling"],
         parallel=given["parallel"],
         hosts=given["hosts"],
+        exclude=given["exclude"],
+        keep=given["keep"],
     )
-    tables: dict[str, Rows] = {"level": describe(graph)}
+    servers = find_servers(graph)
+    asymmetries = list(servers.asymmetries())
+    for line in asymmetries:
+        click.echo(f"warning: asymmetric cabling: {line}", err=True)
+    tables: dict[str, Rows] = {"level": describe(graph), "nics": servers.rows()}
+    tables["asymmetric"] = [{"words": line} for line in asymmetries]
     compared: Rows = []
     if given["counters"]:
         more, compared = _calibrate(graph, given, options.seed)
@@ -82,6 +97,8 @@ def command(options: RunOptions, files: tuple[Path, ...], file_format: str, **gi
         click.echo(f"wrote: {out.folder / name}", err=True)
     if shown:
         print_graph(_title(files), tables["level"], _note(graph))
+        if servers.num_nics > len(servers.switch_of):  # of servers with one NIC there is nothing to compare
+            print_servers(tables["nics"], len(servers.switch_of))
         if compared:
             print_calibration(compared, tables["fit"], given["counters_are"])
 

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from netlayer.command import RunOptions, run_options
+from topology.commands.records import not_on_imported_fabrics
 from topology.workers import check_scheduler
 
 
@@ -16,6 +17,7 @@ from topology.workers import check_scheduler
 )
 @click.option("--processes", type=click.IntRange(min=1), help="Workers of the failure sweep [default: a core each].")
 @click.option("--dask", metavar="tcp://HOST:PORT", help="Run the failure sweep on this Dask scheduler's workers.")
+@not_on_imported_fabrics("the report")
 @run_options
 def command(options: RunOptions, seeds: int, processes: int | None, dask: str | None) -> None:
     """Write report.html: the fabric drawn, link utilisation, collisions with and without split, placements, failures.

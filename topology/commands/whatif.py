@@ -11,6 +11,7 @@ import click
 
 from netlayer.command import RunOptions, run_options
 from netlayer.errors import ConfigError
+from topology.commands.records import not_on_imported_fabrics
 
 if TYPE_CHECKING:
     from topology.clos import Clos
@@ -46,6 +47,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--qps", type=_COUNT, default=1, show_default=True, help="Queue pairs a connection.")
 @click.option("--processes", type=_COUNT, help="Workers here [default: a core each].")
 @click.option("--dask", metavar="tcp://HOST:PORT", help="Run on the workers of this Dask scheduler.")
+@not_on_imported_fabrics("failure analysis")
 @run_options
 def command(options: RunOptions, **given: Any) -> None:
     """Let parts fail and see the cost: bandwidth lost, pairs cut off, how much slower the job's communication gets.

@@ -21,6 +21,8 @@ from topology.importers.files import show
 logger = logging.getLogger(__name__)
 
 _LATENCY_NS = 1000.0
+# Ports of SONiC, EOS, NX-OS, Cumulus, Junos and SR Linux; those of a host are eth0, ens1f0np0, mlx5_0, rdma0.
+SWITCH_PORT = re.compile(r"(Ethernet|Eth|swp|[egx]e-|ethernet-|hundredGigE|fortyGigE)[0-9][0-9/:.-]*")
 
 End = tuple[str, str]
 
@@ -163,7 +165,9 @@ def _graph(cables: Mapping[tuple[End, End], float], switches: frozenset[str]) ->
         return end[0] if end[0] in switches else f"{end[0]}/{end[1]}"
 
     ordered = sorted(cables, key=lambda ends: (ends[0][0] in switches, _natural(ends)))
-    names = sorted({node(end) for ends in ordered for end in ends}, key=lambda name: (name in switches, _key(name)))
+    names = sorted(
+        {node(end) for ends in ordered for end in ends}, key=lambda name: (name in switches, natural_key(name))
+    )
     ids = {name: number for number, name in enumerate(names)}
     return Graph(
         names=tuple(names),
@@ -178,9 +182,9 @@ def _graph(cables: Mapping[tuple[End, End], float], switches: frozenset[str]) ->
 
 
 def _natural(ends: tuple[End, End]) -> tuple[list[tuple[int, str]], ...]:
-    return tuple(_key(text) for end in ends for text in end)
+    return tuple(natural_key(text) for end in ends for text in end)
 
 
-def _key(text: str) -> list[tuple[int, str]]:
-    """Sorts Ethernet8 before Ethernet16."""
+def natural_key(text: str) -> list[tuple[int, str]]:
+    """Sort key that puts Ethernet8 before Ethernet16."""
     return [(int(part) if part.isdigit() else -1, part) for part in re.findall(r"[0-9]+|[^0-9]+", text)]

@@ -1,5 +1,9 @@
 """HPCC's topo.txt (ns-3): `nodes switches links`, the switches' ids, then `src dst rate delay error-rate` a link.
 
+SimAI's form of it begins `nodes gpus-per-server nvswitches switches links GPU`; its second line has the NVSwitches
+first, which forward inside a server alone, since they have no other cables. ns-3 reads as many links as the first line
+promises, so notes may follow, and are passed over; what reads as one more link is refused.
+
 Ids are kept: node n of the file is node n here, and its address is the one that the simulator hashes. A repeated pair
 is refused unless it is asked for, for the simulator would keep the last such link alone. Error rates are read apart
 (`hpcc_losses`), for a graph has none.
@@ -19,6 +23,7 @@ from topology.graph import Graph, checked
 from topology.importers.files import read_text, show
 
 _MOST_NODES = 4_000_000
+_SIMAI_HEADER = "nodes gpus_per_server nvswitches switches links gpu_type"
 _DELAY = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)(ns|us|ms|s)", re.ASCII)
 _UNIT_NS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
 
@@ -29,25 +34,24 @@ def read_hpcc(path: Path, *, parallel: bool = False) -> Graph:
     Raises:
         ConfigError: the file is damaged; a count does not match; a link names a node that is none, or repeats one.
     """
-    lines = [line.split() for line in read_text(path).splitlines() if line.strip()]
-    if len(lines) < 2:
-        raise _damaged(path, 1, "the file ends before its first link")
-    num_nodes, num_switches, num_links = _whole(path, 1, lines[0], 3)
-    switches = _whole(path, 2, lines[1], num_switches)
+    lines, (num_nodes, num_nvswitches, num_switches) = _lines(path)
+    switches = _whole(path, 2, lines[1], num_nvswitches + num_switches)
     if not 0 < num_nodes <= _MOST_NODES:
         raise _damaged(path, 1, f"{num_nodes} nodes, known are 1..{_MOST_NODES}")
-    if len(lines) - 2 != num_links:
-        raise _damaged(path, 1, f"promises {num_links} links, the file has {len(lines) - 2}")
     is_switch = np.zeros(num_nodes, dtype=np.bool_)
     is_switch[[_node(path, 2, switch, num_nodes) for switch in switches]] = True
-    if int(is_switch.sum()) != num_switches:
+    if int(is_switch.sum()) != len(switches):
         raise _damaged(path, 2, "names a switch twice")
+    nvswitches = frozenset(switches[:num_nvswitches])
     links = [_link(path, number, line, num_nodes) for number, line in enumerate(lines[2:], start=3)]
     if not parallel:
         _check_pairs(path, links)
     columns = list(zip(*links, strict=True)) or [(), (), (), ()]
     graph = Graph(
-        names=tuple(f"{'switch' if switch else 'host'}{node}" for node, switch in enumerate(is_switch.tolist())),
+        names=tuple(
+            f"{'nvswitch' if node in nvswitches else 'switch' if switch else 'host'}{node}"
+            for node, switch in enumerate(is_switch.tolist())
+        ),
         is_switch=is_switch,
         a=np.array(columns[0], dtype=np.int64),
         b=np.array(columns[1], dtype=np.int64),
@@ -65,7 +69,7 @@ def hpcc_losses(path: Path, graph: Graph) -> dict[str, float]:
     Raises:
         ConfigError: one is no share of packets.
     """
-    lines = [line.split() for line in read_text(path).splitlines() if line.strip()]
+    lines, _ = _lines(path)
     found: dict[str, float] = {}
     for number, (a, b, words) in enumerate(zip(graph.a.tolist(), graph.b.tolist(), lines[2:], strict=True), start=3):
         text = words[4] if len(words) > 4 else "0"
@@ -78,6 +82,24 @@ def hpcc_losses(path: Path, graph: Graph) -> dict[str, float]:
         if share:
             found[f"{graph.names[a]},{graph.names[b]}"] = share
     return found
+
+
+def _lines(path: Path) -> tuple[list[list[str]], tuple[int, int, int]]:
+    """Words of each line up to the last link; numbers of nodes, NVSwitches and switches."""
+    lines = [line.split() for line in read_text(path).splitlines() if line.strip()]
+    if len(lines) < 2:
+        raise _damaged(path, 1, "the file ends before its first link")
+    if len(lines[0]) == len(_SIMAI_HEADER.split()) and not lines[0][-1].isdigit():
+        num_nodes, _, num_nvswitches, num_switches, num_links = _whole(path, 1, lines[0][:-1], 5)
+    else:
+        num_nvswitches, (num_nodes, num_switches, num_links) = 0, _whole(path, 1, lines[0], 3)
+    end = 2 + num_links
+    for number, words in enumerate(lines[end:], start=end + 1):
+        if len(words) >= 4 and words[0].isdigit() and words[1].isdigit() and _DELAY.fullmatch(words[3]):
+            raise _damaged(path, 1, f"promises {num_links} links, line {number} of the text is one more")
+    if len(lines) < end:
+        raise _damaged(path, 1, f"promises {num_links} links, the file has {len(lines) - 2}")
+    return lines[:end], (num_nodes, num_nvswitches, num_switches)
 
 
 def _link(path: Path, number: int, words: Sequence[str], num_nodes: int) -> tuple[int, int, float, float]:

@@ -4,7 +4,8 @@ The output does not say whose it is, hence the file name. A device forwards wher
 Bridge or Router, unless its name matches `hosts` (a server with containers announces both). Of a device whose
 capabilities nobody hears, one with a link to a host is a switch, and where `hosts` are given one with several links; a
 fabric in which others are left is refused. A neighbour that sends no system name is found by the chassis address that
-another file names, else it is unknown. Left out: VLANs, power, MED.
+another file names, else it is unknown. The LLDP agent in a NIC's firmware, which names nobody, is passed over beside
+the host's own. Out-of-band management is left out (`management`). Left out: VLANs, power, MED.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from netlayer.errors import ConfigError
 from topology.graph import Graph
 from topology.importers.cables import Sighting, to_graph
 from topology.importers.files import clean, parse_json, read_text, show
+from topology.importers.management import without_management
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,8 @@ _INTERFACE_NAMES = ("ifname", "local")
 class _Neighbour(NamedTuple):
     """One interface's neighbour as it was heard; `name` is empty where it sent none.
 
-    `forwards` is None where it announced nothing of the kind, `bps` 0 where the negotiated rate `medium` names none.
+    `is_nic_agent`: it sends addresses alone, as the firmware of a NIC does. `forwards` is None where it announced
+    nothing of the kind, `bps` 0 where the negotiated rate `medium` names none.
     """
 
     path: Path
@@ -42,12 +45,21 @@ class _Neighbour(NamedTuple):
     name: str
     chassis: str
     ports: tuple[str, ...]
+    is_nic_agent: bool
     forwards: bool | None
     bps: float
     medium: str
 
 
-def read_lldp(paths: Sequence[Path], *, default_bps: float, skip_dangling: bool, hosts: Sequence[str] = ()) -> Graph:
+def read_lldp(
+    paths: Sequence[Path],
+    *,
+    default_bps: float,
+    skip_dangling: bool,
+    hosts: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    keep: Sequence[str] = (),
+) -> Graph:
     """The fabric that the devices' neighbour tables describe.
 
     Args:
@@ -55,6 +67,7 @@ def read_lldp(paths: Sequence[Path], *, default_bps: float, skip_dangling: bool,
         default_bps: rate of a link whose negotiated rate no end reports; 0 for none.
         skip_dangling: see `cables.to_graph`.
         hosts: patterns of names (`srv*`) that are hosts whatever they announce.
+        exclude, keep: see `management.without_management`.
 
     Raises:
         ConfigError: a file is damaged, two are of one device, a neighbour cannot be named, hosts and switches cannot be
@@ -70,6 +83,7 @@ def read_lldp(paths: Sequence[Path], *, default_bps: float, skip_dangling: bool,
         own[device] = frozenset(one.port for one in found)
         heard += found
     by_chassis = {one.chassis: one.name for one in heard if one.name and one.chassis}
+    heard = _without_nic_agents(heard, by_chassis, skip_unknown=skip_dangling)
     sightings: list[Sighting] = []
     announced: dict[str, bool] = {}
     for one in heard:
@@ -80,6 +94,7 @@ def read_lldp(paths: Sequence[Path], *, default_bps: float, skip_dangling: bool,
     unread = Counter(one.medium for one in heard if one.medium and not one.bps)
     for medium, times in unread.items():
         logger.warning("%d links negotiated %s, which names no rate that is known", times, show(medium))
+    sightings = without_management(sightings, announced, exclude=exclude, keep=keep)
     return to_graph(
         sightings,
         own,
@@ -111,12 +126,29 @@ def _switches(sightings: Sequence[Sighting], announced: Mapping[str, bool], host
     return frozenset(switches)
 
 
+def _without_nic_agents(
+    heard: Sequence[_Neighbour], by_chassis: Mapping[str, str], *, skip_unknown: bool
+) -> list[_Neighbour]:
+    """Those that name a device; an agent of a NIC's firmware is heard on its port beside the host's own."""
+    named = {(one.device, one.port) for one in heard if one.name or one.chassis in by_chassis}
+    agents = [one for one in heard if one.is_nic_agent and not one.name and one.chassis not in by_chassis]
+    beside = [one for one in agents if (one.device, one.port) in named]
+    alone = [one for one in agents if (one.device, one.port) not in named and skip_unknown]
+    if beside:
+        logger.info("%d LLDP entries of NICs' own agents passed over, beside those of their hosts", len(beside))
+    if alone:
+        first = f"{alone[0].device}:{alone[0].port}"
+        logger.warning("%d links left out: only an agent without a name is heard there, first %s", len(alone), first)
+    dropped = {id(one) for one in (*beside, *alone)}
+    return [one for one in heard if id(one) not in dropped]
+
+
 def _known_as(one: _Neighbour, by_chassis: Mapping[str, str], own: Mapping[str, frozenset[str]]) -> str:
     """The neighbour's name; without its domain where a file is named so."""
     name = one.name or by_chassis.get(one.chassis, "")
     if not name:
         rule = f"on {one.device}:{one.port} is an unknown host: it sends no system name"
-        remedy = "let lldpd send it, or leave that interface out of the file"
+        remedy = "let lldpd send it, or pass --skip-dangling to leave such links out"
         raise ConfigError("neighbour", show(one.chassis), rule, remedy)
     short = name.partition(".")[0]
     return short if name not in own and short in own else name
@@ -168,6 +200,7 @@ def _neighbour(path: Path, device: str, port: str, row: Mapping[str, Any]) -> _N
         name=clean(name, "neighbour", path) if name else "",
         chassis=str(_one(chassis.get("id")).get("value", "")),
         ports=tuple(clean(one, "neighbour port", path) for one in ports),
+        is_nic_agent=identity.get("type") == "mac" and _one(chassis.get("id")).get("type") == "mac",
         forwards=any(_forwards(one) for one in known) if known else None,
         bps=_rate(medium),
         medium=medium,

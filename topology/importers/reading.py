@@ -13,13 +13,14 @@ from typing import Literal, get_args
 from netlayer.errors import ConfigError
 from topology.export import read_graphml
 from topology.graph import Graph
+from topology.importers.cable_table import is_cable_table, read_cable_table
 from topology.importers.files import clean, parse_json, read_text, show
 from topology.importers.hpcc import hpcc_losses, read_hpcc
 from topology.importers.htsim import read_htsim
 from topology.importers.lldp import read_lldp
 from topology.importers.sonic import read_sonic
 
-Format = Literal["sonic", "lldp", "hpcc", "htsim", "graphml"]
+Format = Literal["sonic", "lldp", "hpcc", "htsim", "graphml", "cables"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 _UNKNOWN = "has no format that is known"
 _SONIC_TABLES = {"DEVICE_METADATA", "DEVICE_NEIGHBOR", "PORT"}
@@ -33,16 +34,20 @@ def read_fabric(
     skip_dangling: bool = False,
     parallel: bool = False,
     hosts: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    keep: Sequence[str] = (),
 ) -> Graph:
     """The fabric that files describe.
 
     Args:
-        paths: one file a device (sonic, lldp; a folder stands for its *.json), or one file (hpcc, htsim, graphml).
+        paths: one file a device (sonic, lldp; a folder stands for its *.json), or one file (the others).
         file_format: told from the first file's contents where None.
-        default_bps: lldp, sonic: rate of a link whose rate no file gives; 0 for none.
+        default_bps: lldp, sonic, cables: rate of a link whose rate no file gives; 0 for none.
         skip_dangling: lldp, sonic: leave out links that their other end does not list, with a warning.
         parallel: hpcc: a repeated pair is a parallel link, not a mistake.
-        hosts: lldp: patterns of device names that are hosts whatever they announce.
+        hosts: lldp, sonic, cables: patterns of device names that are hosts whatever they announce.
+        exclude: lldp, sonic: patterns of device names to leave out, such as management switches.
+        keep: lldp, sonic: patterns of device names that are no management switches, whatever they look like.
 
     Raises:
         ConfigError: no file, a damaged one, or a fabric that cannot be; one line that names the place.
@@ -50,9 +55,21 @@ def read_fabric(
     files = _files(paths)
     kind = file_format or detect(files[0])
     if kind == "sonic":
-        return read_sonic(files, default_bps=default_bps, skip_dangling=skip_dangling)
+        return read_sonic(
+            files, default_bps=default_bps, skip_dangling=skip_dangling, hosts=hosts, exclude=exclude, keep=keep
+        )
     if kind == "lldp":
-        return read_lldp(files, default_bps=default_bps, skip_dangling=skip_dangling, hosts=hosts)
+        return read_lldp(
+            files, default_bps=default_bps, skip_dangling=skip_dangling, hosts=hosts, exclude=exclude, keep=keep
+        )
+    without_effect = {"--exclude": exclude, "--keep": keep} | ({} if kind == "cables" else {"--hosts": hosts})
+    unused = next((option for option, patterns in without_effect.items() if patterns), None)
+    if unused:
+        raise ConfigError(unused, None, f"has no effect on {kind}: its file has the fabric alone", "leave it out")
+    if kind == "cables":
+        if len(files) > 1:
+            raise ConfigError("FILES", f"{len(files)} files", "cables is one file a fabric", "give one")
+        return read_cable_table(files[0], default_bps=default_bps, hosts=hosts)
     if len(files) > 1:
         raise ConfigError("FILES", f"{len(files)} files", f"{kind} is one file a fabric", "give one")
     if kind == "hpcc":
@@ -113,9 +130,12 @@ def detect(path: Path) -> Format:
         return "graphml"
     else:
         words = next((line.split() for line in text.splitlines() if line.strip() and line.strip()[0] != "#"), [])
+        if is_cable_table(text.lstrip().partition("\n")[0]):
+            return "cables"
         if words and words[0].lower() in ("nodes", "tiers", "podsize"):
             return "htsim"
-        if len(words) == 3 and all(word.isascii() and word.isdigit() for word in words):
+        numbers = [word.isascii() and word.isdigit() for word in words]
+        if numbers in ([True] * 3, [True] * 5 + [False]):  # HPCC's header, SimAI's
             return "hpcc"
     raise ConfigError("FILES", show(path), _UNKNOWN, f"pass --format {' | '.join(FORMATS)}")
 

@@ -1,12 +1,14 @@
 """SONiC's config_db.json, one file a switch: PORT gives rates, DEVICE_NEIGHBOR the cables.
 
 Both forms of DEVICE_NEIGHBOR are read: keyed by local port, and the older one keyed by neighbour with `local_port`.
-A neighbour without a file is a switch where DEVICE_NEIGHBOR_METADATA says so (a type with Router or Switch in it), else
-a host. Left out: VLANs, BGP sessions, port channels (their members are cables of their own), and QoS.
+A neighbour without a file is a switch where DEVICE_NEIGHBOR_METADATA says so (a type with Router or Switch in it).
+Where it says nothing, `hosts` tell; without them one whose port is named as a switch's is refused, and the others are
+hosts. Left out: VLANs, BGP sessions, port channels (their members are cables of their own), and QoS.
 """
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,9 @@ from typing import Any
 
 from netlayer.errors import ConfigError
 from topology.graph import Graph
-from topology.importers.cables import Sighting, to_graph
+from topology.importers.cables import SWITCH_PORT, Sighting, to_graph
 from topology.importers.files import clean, parse_json, read_text, show
+from topology.importers.management import without_management
 
 _SWITCH_TYPES = ("router", "switch")
 
@@ -32,12 +35,27 @@ class _Device:
     metadata: Mapping[str, Any]
 
 
-def read_sonic(paths: Sequence[Path], *, default_bps: float, skip_dangling: bool) -> Graph:
+def read_sonic(
+    paths: Sequence[Path],
+    *,
+    default_bps: float,
+    skip_dangling: bool,
+    hosts: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    keep: Sequence[str] = (),
+) -> Graph:
     """The fabric of many switches' configurations.
 
+    Args:
+        paths: one file a switch.
+        default_bps: rate of a link whose rate no file gives; 0 for none.
+        skip_dangling: see `cables.to_graph`.
+        hosts: patterns of names (`srv*`) that are hosts; a neighbour without a file that matches none is a switch.
+        exclude, keep: see `management.without_management`.
+
     Raises:
-        ConfigError: a file is damaged, names no host name or a port that the switch lacks, two files are of one
-            switch; see also `cables.to_graph`.
+        ConfigError: a neighbour without a file may be a host or a switch; a file is damaged, names no host name or a
+            port that the switch lacks; two files are of one switch; see also `cables.to_graph`.
     """
     devices: dict[str, _Device] = {}
     for path in paths:
@@ -48,15 +66,39 @@ def read_sonic(paths: Sequence[Path], *, default_bps: float, skip_dangling: bool
         devices[device.name] = device
     sightings = [sighting for device in devices.values() for sighting in _sightings(device, devices)]
     types = {name: value for device in devices.values() for name, value in _types(device)}
-    switches = {name for name, value in types.items() if any(word in value.lower() for word in _SWITCH_TYPES)}
-    return to_graph(
+    typed = {name: any(word in value.lower() for word in _SWITCH_TYPES) for name, value in types.items()}
+    forwarding = typed | dict.fromkeys(devices, True)
+    unclear: dict[str, Path] = {}
+    for one in sightings:
+        if one.neighbour not in forwarding:
+            forwarding[one.neighbour] = is_switch = (
+                not _matches(one.neighbour, hosts) if hosts else _looks_like_switch(one)
+            )
+            if is_switch and not hosts:
+                unclear[one.neighbour] = one.path
+    sightings = without_management(sightings, forwarding, exclude=exclude, keep=keep)
+    graph = to_graph(
         sightings,
         {name: frozenset(device.rates) for name, device in devices.items()},
-        frozenset(switches | devices.keys()),
+        frozenset(name for name, forwards in forwarding.items() if forwards),
         default_bps=default_bps,
         skip_dangling=skip_dangling,
         source=paths[0],
     )
+    # Behind the checks of `to_graph`: where files contradict each other, that is what the user must hear first.
+    for name in sorted(unclear.keys() & set(graph.names)):
+        rule = f"has no file and no type in DEVICE_NEIGHBOR_METADATA of {show(unclear[name])}: host or switch?"
+        raise ConfigError("neighbour", name, rule, "say which names are hosts, such as --hosts 'srv*'")
+    return graph
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _looks_like_switch(one: Sighting) -> bool:
+    """Whether the port of a neighbour, of which no file says what it is, is named as a switch's."""
+    return SWITCH_PORT.fullmatch(one.neighbour_ports[0]) is not None
 
 
 def _device(path: Path) -> _Device:
