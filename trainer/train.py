@@ -150,7 +150,11 @@ def prepare(
     except OSError as exc:
         said = "$XDG_CACHE_HOME, or ~/.cache, cannot be used as a cache (%s); this run's tokens go to %s"
         logger.warning(said, exc, out)
-        corpus = prepare_corpus(*text, out, on_stage, tokenizer_file)
+        try:
+            corpus = prepare_corpus(*text, out, on_stage, tokenizer_file)
+        except OSError as also:
+            rule = f"cannot hold the tokens of the text ({also}), nor can the cache ({exc})"
+            raise ConfigError("--out", out, rule, "give a folder of yours that has room") from also
     if before:
         check_same_text(before, corpus.identity, job)
     check_enough(corpus.facts, job.data.folder, job.batch.global_size, job.model.seq_len)
