@@ -190,7 +190,8 @@ def _fault(rank: int, stuck: Stuck, evidence: Evidence, limits: HangLimits, step
         return _DIFFERING, difference
     if report.waits_for:
         return "", ""
-    if not report.phase and min(report.idle_s, stuck.age_s) >= silent_s:
+    has_given_up = any(progress.gave_up for progress in report.groups.values())  # because of somebody else
+    if not report.phase and not has_given_up and min(report.idle_s, stuck.age_s) >= silent_s:
         return _MISSING, f"has launched no collective since {report.idle_s:.3g} s"
     return _EXCUSED, ""
 

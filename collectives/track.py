@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 NEAR = 0.9
 """Share of the timeout after which a roll is called: what is left suffices to answer and to log."""
 
-_MAIN = threading.main_thread().ident
 _NUM_RECENT = 8  # collectives whose kind and size are kept, to find out where ranks went apart
 
 _LOST = re.compile(
@@ -104,11 +103,11 @@ class Operation:
             self._unblock()
 
     def _block(self) -> None:
-        if threading.get_ident() == _MAIN:
+        if threading.get_ident() == threading.main_thread().ident:
             self.track.watch.waits_in = self, time.monotonic()
 
     def _unblock(self) -> None:
-        if threading.get_ident() == _MAIN:
+        if threading.get_ident() == threading.main_thread().ident:
             self.track.watch.waits_in = None
             self.track.watch.moved_s = time.monotonic()
 

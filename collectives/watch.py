@@ -65,6 +65,7 @@ _ASLEEP_S = 1.0
 _ASK_AT, _ASK_AGAIN = 0.6, 0.2  # of the limit: before it is over there is time for answers
 _LEAST_PATIENCE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
+_LOOKS = "looks for who is to blame"
 _LONGEST_CHAIN = 512  # ranks that are asked
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/async_compile.py", "/torch/_inductor/graph.py")
 _PACKAGES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
@@ -225,7 +226,8 @@ class Watch:
     def call_roll_soon(self, stuck: Stuck) -> CollectiveFailed:
         """Call the roll of a group and return the diagnosis, soon, also where the store does not answer."""
         call = self._call_roll if self._hang is None else self._find_cause
-        found = self._within(lambda: call(stuck, self._answer_s), 2 * self._answer_s)
+        with self.phase(_LOOKS):
+            found = self._within(lambda: call(stuck, self._answer_s), 2 * self._answer_s)
         return diagnose(stuck, self.rank, None, self._layout) if found is None else found
 
     def is_of_peer(self, error: Exception) -> bool:
@@ -242,12 +244,15 @@ class Watch:
 
         def find() -> CollectiveFailed | None:
             try:
-                return self._verdict() or self._root_of(stuck, self._answer_s) or self._verdict()
+                found = self._verdict() or self._root_of(stuck, self._answer_s)
+                found = self._verdict() or found
+                return None if found is None else self._decide(found)
             except STORE_ERRORS as exc:
                 logger.warning("the store does not work: %s", exc)
                 return None
 
-        return self._within(find, 2 * self._answer_s)
+        with self.phase(_LOOKS):
+            return self._within(find, 2 * self._answer_s)
 
     def _within(self, call: Callable[[], T], seconds: float) -> T | None:
         """What a call that uses the store gives; None where that takes longer."""
@@ -275,7 +280,7 @@ class Watch:
         try:
             found = self._verdict() or self._root_of(stuck, patience_s)
             # Whoever failed says so before it ends, but may have taken a moment for it.
-            return found or self._verdict() or self._decide(self._call_roll(stuck, patience_s))
+            return self._verdict() or self._decide(found or self._call_roll(stuck, patience_s))
         except STORE_ERRORS as exc:
             logger.warning("the store does not work: %s", exc)
             return diagnose(stuck, self.rank, None, self._layout)
@@ -303,8 +308,7 @@ class Watch:
         on_host = {rank: answers[rank].report for rank in silent if rank in answers}
         states = {rank: state_of(report.process) for rank, report in on_host.items() if report.host == self._host}
         evidence = Evidence(asked, answers, silent, states)
-        error = find_root(stuck, evidence, self._hang, self._pace.step_s, self._layout)
-        return None if error is None else self._decide(error)
+        return find_root(stuck, evidence, self._hang, self._pace.step_s, self._layout)
 
     def _decide(self, error: CollectiveFailed) -> CollectiveFailed:
         """Have all ranks name the same culprits: those of this error, or of an earlier one of another rank."""
@@ -356,16 +360,17 @@ class Watch:
             return
         patience_s = min(max(limit_s - waited_s, _LEAST_PATIENCE_S), self._answer_s)
         stuck = track.stuck(operation, "")
+        error = None
         try:
             error = self._verdict() or self._root_of(replace(stuck, age_s=waited_s + patience_s), patience_s)
+            if error is not None and self._waiting(tracks) == waiting:  # else it has gone on meanwhile
+                error = self._decide(error)
+                self._failure = operation, error
+                operation.said = error
+                self._say(error)
         except STORE_ERRORS as exc:
             logger.info("the store does not work: %s", exc)
-            error = None
         self._asked_s = time.monotonic()
-        if error is not None and self._waiting(tracks) == waiting:
-            self._failure = operation, error
-            operation.said = error
-            self._say(error)
 
     def _waiting(self, tracks: Sequence[Track]) -> tuple[Operation, Track, float] | None:
         """What this rank waits in, and since when: its main thread, or where the host runs ahead its device."""
@@ -374,11 +379,11 @@ class Watch:
             return operation, operation.track, since_s
         if self._device is None:
             return None
-        under_way = [(operation, track) for track in tracks if (operation := track.peek()) is not None]
+        under_way = [operation for track in tracks if (operation := track.peek()) is not None]
         if not under_way:
             return None
-        operation, track = min(under_way, key=lambda pair: pair[0].launched_s)
-        return operation, track, operation.launched_s
+        oldest = min(under_way, key=lambda operation: operation.launched_s)
+        return oldest, oldest.track, oldest.launched_s
 
     def _beat(self, every_s: float) -> None:
         pause_s = every_s
