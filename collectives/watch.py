@@ -374,12 +374,12 @@ class Watch:
 
     def _waiting(self, tracks: Sequence[Track]) -> tuple[Operation, Track, float] | None:
         """What this rank waits in, and since when: its main thread, or where the host runs ahead its device."""
-        if self.waits_in is not None:
-            operation, since_s = self.waits_in
-            return operation, operation.track, since_s
+        waits_in = self.waits_in  # once: the main thread takes it away at any time
+        if waits_in is not None:
+            return waits_in[0], waits_in[0].track, waits_in[1]
         if self._device is None:
             return None
-        under_way = [operation for track in tracks if (operation := track.peek()) is not None]
+        under_way = [oldest for track in tracks if (oldest := track.peek()) is not None]
         if not under_way:
             return None
         oldest = min(under_way, key=lambda operation: operation.launched_s)
