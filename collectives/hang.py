@@ -30,7 +30,7 @@ from netlayer.layout import ParallelLayout, describe_ranks
 
 _STEPS = 16
 _LEAST_STEPS = 3
-_STEP_TIMES = 2.25  # with the wait that comes before, and the answers after it, within three
+_STOPPED_STEPS, _SILENT_STEPS = 1.75, 2.25  # of a wait: with what comes before and after it, within three step times
 _STOPPED_FLOOR_S = 2.0
 _MOST_DETAILED = 4
 _ENDED, _SILENT, _DIFFERING, _MISSING, _EXCUSED = "ended", "silent", "differing", "missing", "excused"
@@ -56,17 +56,17 @@ class HangLimits:
         """For a process that has ended or was stopped; `step_s`: the pace, None where it is not known."""
         if self.timeout_s:
             return self.timeout_s
-        return self.start_s if step_s is None else max(_STEP_TIMES * step_s, min(self.floor_s, _STOPPED_FLOOR_S))
+        return self.start_s if step_s is None else max(_STOPPED_STEPS * step_s, min(self.floor_s, _STOPPED_FLOOR_S))
 
     def silent_s(self, step_s: float | None) -> float:
         """For a rank that does not answer, or does something else; infinite where the pace is not known."""
         if step_s is None:
             return float("inf")
-        return self.timeout_s or max(_STEP_TIMES * step_s, self.floor_s)
+        return self.timeout_s or max(_SILENT_STEPS * step_s, self.floor_s)
 
 
 class Pace:
-    """Seconds that a step takes here, without the phases in it that take their time; the longest of what is usual."""
+    """Seconds that a step takes here, without the phases in it that take their time: the median of the last few."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_STEPS)
@@ -89,7 +89,7 @@ class Pace:
         seconds = list(self._seconds)[1 if len(self._seconds) < _STEPS else 0 :]
         if len(seconds) < _LEAST_STEPS:
             return None
-        return max(statistics.median(seconds), seconds[-1])
+        return statistics.median(seconds)
 
 
 def own_process() -> str:
