@@ -54,7 +54,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2},
 }
 FAULTS = ("stop", "kill", "exception")
-_STEPS_BEFORE = range(7, 12)  # of the fault: by then the pace is known
+_STEPS_BEFORE = range(6, 9)  # of the fault: by then the pace is known
 _FAULT_FILE = "fault.json"
 _SLEEP_S = 6.0  # of healthy phases, several times the floor
 _MODEL = {
@@ -137,11 +137,11 @@ def job_of(layout: str, **sections: dict[str, object]) -> JobConfig:
     tree: dict[str, Any] = {
         "model": _MODEL,
         "parallel": {**LAYOUTS[layout], "distributed_timeout_s": 60.0},
-        "batch": {"global_size": 32 if _ranks(layout) == 2 else 8, "micro_size": 2},
+        "batch": {"global_size": 24 if _ranks(layout) == 2 else 8, "micro_size": 2},
         "optimizer": {"steps": 4000},
         "evaluation": {"every_steps": 4000, "global_batches": 1},
-        "data": {"max_mib": 1.0},
-        "launch": {"grace_s": 1.0},
+        "data": {"max_mib": 0.5},
+        "launch": {"grace_s": 0.3},
         **sections,
     }
     return build_config({"cluster": {"gpus_per_server": _ranks(layout)}, "job": tree}).job

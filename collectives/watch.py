@@ -63,10 +63,12 @@ _CLOSE_S = 1.0
 _HANG_TICK_S = 0.1
 _ASLEEP_S = 1.0
 _ASK_AT, _ASK_AGAIN = 0.6, 0.2  # of the limit: before it is over there is time for answers
+_ASK_LESS = 0.1  # of the wait so far
+_BEATS_PER_S = 500  # of all ranks together
 _LEAST_PATIENCE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _LOOKS = "looks for who is to blame"
-_LONGEST_CHAIN = 512  # ranks that are asked
+_LONGEST_CHAIN = 128  # ranks that are asked by one
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/async_compile.py", "/torch/_inductor/graph.py")
 _PACKAGES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
 _CAPTURE = "/torch/cuda/graphs.py"
@@ -130,7 +132,8 @@ class Watch:
         self._thread.start()
         if hang is not None:
             self._roll_call.listen()
-            threading.Thread(target=self._beat, args=(hang.beat_s,), name="watch-beat", daemon=True).start()
+            every_s = max(hang.beat_s, dist.get_world_size() / _BEATS_PER_S)
+            threading.Thread(target=self._beat, args=(every_s,), name="watch-beat", daemon=True).start()
         atexit.register(self.close)
 
     def begin_step(self, step: int) -> None:
@@ -288,7 +291,9 @@ class Watch:
     def _root_of(self, stuck: Stuck, patience_s: float) -> CollectiveFailed | None:
         """Ask along the chain of ranks that wait for each other; None where nobody is to blame yet."""
         assert self._hang is not None
-        asked = [rank for rank in stuck.ranks if rank != self.rank][:_LONGEST_CHAIN]
+        # Of a group of thousands the next ones after this rank: somebody asks every one.
+        after = sorted(stuck.ranks, key=lambda rank: (rank <= self.rank, rank))
+        asked = [rank for rank in after if rank != self.rank][:_LONGEST_CHAIN]
 
         def follow(report: Report) -> Sequence[int]:
             more = [rank for rank in report.waits_for if rank != self.rank and rank not in asked]
@@ -356,7 +361,8 @@ class Watch:
         operation, track, since_s = waiting
         now_s = time.monotonic()
         waited_s, limit_s = now_s - max(since_s, self._awake_s), hang.stopped_s(self._pace.step_s)
-        if waited_s < _ASK_AT * limit_s or now_s < self._asked_s + _ASK_AGAIN * limit_s:
+        # A long phase of another rank is asked about less and less often.
+        if waited_s < _ASK_AT * limit_s or now_s < self._asked_s + max(_ASK_AGAIN * limit_s, _ASK_LESS * waited_s):
             return
         patience_s = min(max(limit_s - waited_s, _LEAST_PATIENCE_S), self._answer_s)
         stuck = track.stuck(operation, "")
@@ -367,7 +373,8 @@ class Watch:
                 error = self._decide(error)
                 self._failure = operation, error
                 operation.said = error
-                self._say(error)
+                logger.error("%s", error)
+                self._end(error)
         except STORE_ERRORS as exc:
             logger.info("the store does not work: %s", exc)
         self._asked_s = time.monotonic()
@@ -404,15 +411,30 @@ class Watch:
         lost, age_s = track.broken(), operation.age_s
         if operation.said is None and (lost or age_s > NEAR * self.timeout_s):
             patience_s = self._answer_s if lost else min(self._answer_s, max(_ANSWERED * self.timeout_s - age_s, 0.05))
-            error = self._call_roll(track.stuck(operation, lost), patience_s)
+            error = self._overdue(track.stuck(operation, lost), patience_s)
             if track.oldest() is operation:
                 operation.said = error
-                self._say(error)
-        if operation.said is not None and (lost or operation.age_s > self.timeout_s) and self._failure is None:
+                logger.error("%s", error)
+                if lost or self._hang is None:
+                    self._end(error)
+        if operation.said is None or self._failure is not None:
+            return
+        age_s = operation.age_s
+        if self._hang is not None and age_s > _ANSWERED * self.timeout_s:  # ahead of what would end it without a word
+            self._end(operation.said)
+        if lost or age_s > self.timeout_s:
             self._failure = operation, operation.said
 
-    def _say(self, error: CollectiveFailed) -> None:
-        logger.error("%s", error)
+    def _overdue(self, stuck: Stuck, patience_s: float) -> CollectiveFailed:
+        """Who is to blame for a collective whose time is almost over, whatever the pace of the steps."""
+        try:
+            root = None if self._hang is None else self._root_of(stuck, patience_s)
+        except STORE_ERRORS as exc:
+            logger.warning("the store does not work: %s", exc)
+            root = None
+        return self._call_roll(stuck, patience_s) if root is None else root
+
+    def _end(self, error: CollectiveFailed) -> None:
         if self._on_failure is not None:
             self._on_failure(error)
 

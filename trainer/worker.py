@@ -83,11 +83,11 @@ def _watched(context: RankContext, job: JobConfig) -> Iterator[Watch | None]:
     except Exception as exc:
         if isinstance(exc, CollectiveFailed) and exc.culprits:
             raise
-        if watch.is_of_peer(exc):  # of a connection outside the watched collectives
-            cause = watch.cause_of(exc)
-            if cause is not None:
-                raise cause from exc
-        else:
+        is_of_peer = watch.is_of_peer(exc)
+        cause = watch.cause_of(exc) if is_of_peer else None  # outside the watched collectives
+        if cause is not None:
+            raise cause from exc
+        if not (is_of_peer and isinstance(exc, CollectiveFailed | RuntimeError)):  # else it may be a victim's
             watch.announce(exc)
         raise
     finally:
