@@ -80,10 +80,11 @@ class Fault:
 @click.command()
 @run_options_without_config
 @click.option("--layouts", default=",".join(LAYOUTS), show_default=True, help="Which ones, with commas between.")
+@click.option("--faults", default=",".join(FAULTS), show_default=True, help="Which ones, with commas between.")
 @click.option("--tries", type=click.IntRange(0), default=3, show_default=True, help="Runs a fault and a layout.")
 @click.option("--healthy", type=click.IntRange(0), default=20, show_default=True, help="Runs without a fault.")
 @click.option("--overhead", is_flag=True, help="Compare step times with a watch and without one, on 4 ranks.")
-def command(options: RunOptions, layouts: str, tries: int, healthy: int, overhead: bool) -> None:
+def command(options: RunOptions, layouts: str, faults: str, tries: int, healthy: int, overhead: bool) -> None:
     """Plant faults in training runs on gloo, and count who is named.
 
     Exit 0: the right rank was named in every run and nobody else, and nobody in healthy runs; 1: not so.
@@ -91,12 +92,14 @@ def command(options: RunOptions, layouts: str, tries: int, healthy: int, overhea
     \b
     Examples:
       python -m bench.hang_blame
-      python -m bench.hang_blame --layouts "tp2,pp2 dp2" --tries 1 --healthy 0
+      python -m bench.hang_blame --layouts "tp2,pp2 dp2" --faults stop --tries 1 --healthy 0
       python -m bench.hang_blame --tries 0 --healthy 0 --overhead
     """
     started, rows = utc_now(), list[Row]()
     with tempfile.TemporaryDirectory() as folder:
-        for row in _measured(Path(folder), options.seed, layouts.split(","), tries, healthy, overhead):
+        for row in _measured(
+            Path(folder), options.seed, layouts.split(","), faults.split(","), tries, healthy, overhead
+        ):
             click.echo(json.dumps(row), err=True)
             rows.append(row)
     if options.json_file:
@@ -106,7 +109,7 @@ def command(options: RunOptions, layouts: str, tries: int, healthy: int, overhea
             rows=rows,
             started_utc=started,
             ended_utc=utc_now(),
-            arguments={**options.arguments(), "layouts": layouts, "tries": tries, "healthy": healthy},
+            arguments={**options.arguments(), "layouts": layouts, "faults": faults, "tries": tries, "healthy": healthy},
             environment=environ.snapshot(options.seed),
         )
         write_text(options.json_file, record.to_json())
@@ -118,12 +121,13 @@ def command(options: RunOptions, layouts: str, tries: int, healthy: int, overhea
 
 
 def _measured(
-    folder: Path, seed: int, layouts: Sequence[str], tries: int, healthy: int, overhead: bool
+    folder: Path, seed: int, layouts: Sequence[str], faults: Sequence[str], tries: int, healthy: int, overhead: bool
 ) -> Iterator[Row]:
     for layout in layouts:
-        corpus = prepare(job_of(layout), _ranks(layout), 0, folder)
-        for kind in FAULTS:
+        corpus = prepare(job_of(layout), _ranks(layout), 0, folder) if tries else None
+        for kind in faults:
             for attempt in range(tries):
+                assert corpus is not None
                 yield measure(layout, kind, random.Random(f"{seed} {layout} {kind} {attempt}"), corpus, folder)
     names = list(LAYOUTS)
     for number in range(healthy):
