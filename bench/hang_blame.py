@@ -129,9 +129,8 @@ def _measured(
             for attempt in range(tries):
                 assert corpus is not None
                 yield measure(layout, kind, random.Random(f"{seed} {layout} {kind} {attempt}"), corpus, folder)
-    names = list(LAYOUTS)
     for number in range(healthy):
-        yield measure_healthy(names[number % len(names)], random.Random(f"{seed} {number}"), folder)
+        yield measure_healthy(layouts[number % len(layouts)], random.Random(f"{seed} {number}"), folder)
     if overhead:
         yield measure_overhead(folder)
 
