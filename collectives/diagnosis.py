@@ -66,6 +66,11 @@ class Report:
         step: of the training; None where nobody said.
         doing: what it does, as a phrase: `waits in all_reduce #40 of ...`, `is in loop.py:88 in load`.
         groups: progress by the key of the group.
+        process: of this rank, as its neighbours on the host look for it (`hang.own_process`).
+        place: where its main thread is in the code.
+        phase: what it does that takes its time (`saves a checkpoint`); empty in a step.
+        waits_for: ranks of the group whose collective its main thread waits in; empty where it waits in none.
+        idle_s: seconds since it last launched or completed a collective, or began a step or a phase.
     """
 
     rank: int
@@ -74,6 +79,11 @@ class Report:
     step: int | None = None
     doing: str = ""
     groups: Mapping[str, GroupProgress] = field(default_factory=dict)
+    process: str = ""
+    place: str = ""
+    phase: str = ""
+    waits_for: tuple[int, ...] = ()
+    idle_s: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -85,7 +95,8 @@ class Report:
             key: GroupProgress(group["launched"], tuple(Entry(*entry) for entry in group["recent"]), group["gave_up"])
             for key, group in tree.pop("groups").items()
         }
-        return Report(**tree, groups=groups)
+        waits_for = tuple(tree.pop("waits_for", ()))
+        return Report(**tree, groups=groups, waits_for=waits_for)
 
 
 Final = Callable[[Report], bool]
@@ -189,7 +200,7 @@ class _Verdict:
             return
         report, fresh = answer
         who, progress = self._name(rank, report), report.groups.get(self._stuck.key, GroupProgress(0))
-        difference = _first_difference(self._stuck, progress)
+        difference = first_difference(self._stuck, progress)
         if difference is not None:
             ours, theirs = difference
             self.differing[rank] = f"{who} launched {theirs}, this rank {ours}"
@@ -222,7 +233,7 @@ class _Verdict:
         return ", ".join(filter(None, (last, step, report.doing)))
 
 
-def _first_difference(stuck: Stuck, progress: GroupProgress) -> tuple[Entry, Entry] | None:
+def first_difference(stuck: Stuck, progress: GroupProgress) -> tuple[Entry, Entry] | None:
     """The first collective up to the stuck one that is another one there, as (ours, theirs), of those still known."""
     theirs = {entry.seq: entry for entry in progress.recent}
     pairs = ((ours, theirs[ours.seq]) for ours in stuck.recent if ours.seq in theirs and ours.seq <= stuck.entry.seq)

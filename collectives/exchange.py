@@ -121,13 +121,15 @@ class TensorExchange(ABC):
     def scatter(self, num_rows: int, num_columns: int, like: Tensor) -> Scattering:
         """Begin a sum over ranks of matrices [W * num_rows, num_columns] of the dtype of `like`."""
 
-    def agree_on_rows(self, num_rows: int, is_first: bool) -> None:
-        """Compare the number of rows that each rank is about to give; every rank calls it before it gathers.
+    def agree_on_shapes(self, num_rows: int, features_in: int, features_out: int, *, is_first: bool) -> None:
+        """Compare what each rank is about to multiply; every rank calls it before it gathers or scatters.
 
         On the CPU always, for gloo ends the process where sizes differ. On CUDA that would make the host wait: there it
         is compared at a layer's first call alone, and nothing inside a capture.
 
         Args:
+            num_rows: of this rank's input.
+            features_in, features_out: of this rank's part of the layer.
             is_first: whether it is the layer's first call.
 
         Raises:
@@ -135,11 +137,16 @@ class TensorExchange(ABC):
         """
         if self.lane.world_size == 1 or self.lane.is_capturing or not (is_first or self.lane.stream is None):
             return
-        rows = [told for [told] in self.lane.tell([num_rows], "numbers of rows")]
-        if len(set(rows)) > 1:
-            raise ValueError(
-                f"{spread('rows', rows, self.lane.ranks)}: each rank gives as many rows; pad the shorter ones"
-            )
+        shapes = self.lane.tell([num_rows, features_in, features_out], "shapes")
+        remedies = {
+            "rows": "each rank gives as many rows; pad the shorter ones",
+            "features in": "make the layer with one width on every rank",
+            "features out": "make the layer with one width on every rank",
+        }
+        for index, (name, remedy) in enumerate(remedies.items()):
+            values = [shape[index] for shape in shapes]
+            if len(set(values)) > 1:
+                raise ValueError(f"{spread(name, values, self.lane.ranks)}: {remedy}")
 
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Give windows back, between exchanges; every rank calls it, and exchanges nothing more."""

@@ -238,7 +238,8 @@ class _Watched:
     def wait(self) -> None:
         if self._waited:
             return
-        with self._waiting():
+        awaited = nullcontext() if self._operation is None else self._operation.awaited()
+        with self._waiting(), awaited:
             self._landed.wait()
         self._waited = True
         if self._error is not None:

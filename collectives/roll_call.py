@@ -28,6 +28,7 @@ STORE_ERRORS = (RuntimeError, NetlayerError, OSError)
 _LISTEN = timedelta(hours=1)  # then the wait is repeated
 _POLLS_S = (0.02, 0.25)  # the first and the longest pause between two looks for answers
 _CLOSE_S = 1.0
+_VERDICT, _VERDICT_COMES = "watch/verdict", timedelta(seconds=2)
 
 
 class RollCall:
@@ -44,6 +45,7 @@ class RollCall:
     def __init__(self, store: Store, rank: int, write: Callable[[int], Report]) -> None:
         self._store, self._rank, self._write = store, rank, write
         self._listener: threading.Thread | None = None
+        self._of_beats: Store | None = None
         self._closed = False
 
     def listen(self) -> None:
@@ -52,13 +54,52 @@ class RollCall:
             self._listener = threading.Thread(target=self._listen, name="roll-call", daemon=True)
             self._listener.start()
 
-    def collect(self, ranks: Sequence[int], patience_s: float, final: Final) -> dict[int, Answer]:
+    def beat(self) -> None:
+        """Write this rank's report unasked.
+
+        Raises:
+            RuntimeError, NetlayerError, OSError: the store does not work (`STORE_ERRORS`).
+        """
+        if self._of_beats is None:
+            self._of_beats = self._clone()
+        self._publish(self._of_beats)
+
+    def decide(self, verdict: str) -> str:
+        """Write down who is to blame for the end of the run, unless somebody has; the verdict that holds.
+
+        Raises:
+            RuntimeError, NetlayerError, OSError: the store does not work (`STORE_ERRORS`).
+        """
+        store = self._clone()
+        if not store.check([_VERDICT]) and store.add(f"{_VERDICT}s", 1) == 1:
+            store.set(_VERDICT, verdict)
+            return verdict
+        store.wait([_VERDICT], _VERDICT_COMES)  # of another rank, between its two calls
+        return store.get(_VERDICT).decode()
+
+    def verdict(self) -> str | None:
+        """What `decide` wrote, on whichever rank; None where there is none yet.
+
+        Raises:
+            RuntimeError, NetlayerError, OSError: the store does not work (`STORE_ERRORS`).
+        """
+        store = self._clone()
+        return store.get(_VERDICT).decode() if store.check([_VERDICT]) else None
+
+    def collect(
+        self,
+        ranks: Sequence[int],
+        patience_s: float,
+        final: Final,
+        follow: Callable[[Report], Sequence[int]] = lambda _report: (),
+    ) -> dict[int, Answer]:
         """Write this rank's report, ask `ranks` for theirs, and return when all have answered or patience is over.
 
         Args:
             ranks: to ask.
             patience_s: longest wait for answers, in seconds; the store may add its own timeout.
             final: of a report that is there already: its rank need not be asked.
+            follow: further ranks to ask, by what one has answered.
 
         Returns:
             The last report of every rank that has ever written one.
@@ -68,19 +109,31 @@ class RollCall:
         """
         store = self._clone()
         self._publish(store)
-        answers = {rank: Answer(report, final(report)) for rank in ranks if (report := _read(store, rank)) is not None}
-        waiting = [rank for rank in ranks if rank not in answers or not answers[rank].fresh]
-        for rank in waiting:
-            store.set(_ask_key(rank), "")
+        answers: dict[int, Answer] = {}
+        waiting: list[int] = []
+        asked = {self._rank}
+
+        def ask(more: Sequence[int]) -> None:
+            for rank in (rank for rank in more if rank not in asked):
+                asked.add(rank)
+                report = _read(store, rank)
+                if report is not None:
+                    answers[rank] = Answer(report, final(report))
+                if report is None or not answers[rank].fresh:
+                    store.set(_ask_key(rank), "")
+                    waiting.append(rank)
+
+        ask(ranks)
         deadline, pause_s = time.monotonic() + patience_s, _POLLS_S[0]
         while waiting and time.monotonic() < deadline:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _POLLS_S[1])
-            for rank in waiting:
+            for rank in list(waiting):
                 report = _read(store, rank)
                 if report is not None and (rank not in answers or report.stamp != answers[rank].report.stamp):
                     answers[rank] = Answer(report, fresh=True)
-            waiting = [rank for rank in waiting if rank not in answers or not answers[rank].fresh]
+                    waiting.remove(rank)
+                    ask(follow(report))
         return answers
 
     def close(self) -> None:

@@ -100,12 +100,14 @@ class ColumnParallelLinear(nn.Module):
         """[s / W, ..., K] -> [s, ..., N / W], or one such tensor for each of several `out_features`.
 
         Raises:
-            ValueError: another shape or dtype of the input, or ranks that give different numbers of rows: noticed on
-                the CPU always, on CUDA in the first call (`TensorExchange.agree_on_rows`).
+            ValueError: another shape or dtype of the input, or ranks that give different numbers of rows, or
+                have made the layer with another width: noticed on the CPU always, on CUDA in the first call
+                (`TensorExchange.agree_on_shapes`).
         """
         _check_input(x, self.weight)
         exchange, rows, x_mK = self.exchange, x.shape[:-1], x.reshape(-1, x.shape[-1])
-        exchange.agree_on_rows(rows.numel(), is_first=not self._was_called)
+        features_out, features_in = self.weight.shape
+        exchange.agree_on_shapes(rows.numel(), features_in, features_out, is_first=not self._was_called)
         self._was_called = True
         bias_N = self.bias if self.adds_bias else None
         keeps = exchange.keeps_gathered and torch.is_grad_enabled() and self.weight.requires_grad
@@ -186,7 +188,7 @@ class RowParallelLinear(nn.Module):
 
         Raises:
             ValueError: another number, shape or dtype of inputs, rows that do not divide by the number of ranks, or
-                other rows on other ranks, noticed as in `ColumnParallelLinear`.
+                other rows or widths on other ranks, noticed as in `ColumnParallelLinear`.
         """
         if len(inputs) != len(self.weights):
             raise ValueError(f"the layer takes {len(self.weights)} inputs, got {len(inputs)}")
@@ -195,7 +197,8 @@ class RowParallelLinear(nn.Module):
         rows = inputs[0].shape[:-1]
         if any(x.shape[:-1] != rows for x in inputs):
             raise ValueError(f"inputs have other rows: {[tuple(x.shape[:-1]) for x in inputs]}")
-        self.exchange.agree_on_rows(rows.numel(), is_first=not self._was_called)
+        features_out, features_in = self.weights[0].shape[0], sum(weight.shape[1] for weight in self.weights)
+        self.exchange.agree_on_shapes(rows.numel(), features_in, features_out, is_first=not self._was_called)
         self._was_called = True
         _check_divides("the first dimension of the input", rows[0], self.exchange.world_size)
         flat = [x.reshape(-1, x.shape[-1]) for x in inputs]

@@ -45,10 +45,10 @@ _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 class Operation:
     """One collective on this rank. As a context it is around the call that launches it, or the wait for it."""
 
-    __slots__ = ("_track", "done", "entry", "is_done", "launched_s", "raised", "said", "step")
+    __slots__ = ("done", "entry", "is_done", "launched_s", "raised", "said", "step", "track")
 
     def __init__(self, track: Track, entry: Entry) -> None:
-        self._track, self.entry, self.step, self.launched_s = track, entry, track.watch.step, time.monotonic()
+        self.track, self.entry, self.step, self.launched_s = track, entry, track.watch.step, time.monotonic()
         self.done = self.raised = False
         self.is_done: Callable[[], bool] | None = None
         self.said: CollectiveFailed | None = None
@@ -93,19 +93,39 @@ class Operation:
         else:
             self.finish()
 
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Around what blocks the calling thread until it is complete, where another thread waits for it itself."""
+        self._block()
+        try:
+            yield
+        finally:
+            self._unblock()
+
+    def _block(self) -> None:
+        if threading.get_ident() == threading.main_thread().ident:
+            self.track.watch.waits_in = self, time.monotonic()
+
+    def _unblock(self) -> None:
+        if threading.get_ident() == threading.main_thread().ident:
+            self.track.watch.waits_in = None
+            self.track.watch.moved_s = time.monotonic()
+
     def __enter__(self) -> Operation:
-        self._track.watch.check()
+        self.track.watch.check()
+        self._block()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._unblock()
         if error is None:
             return
         self.raised = True
         self.finish()  # in the sense that it is no longer under way
         if isinstance(error, RuntimeError):
-            failure = self._track.explain(self, str(error))
+            failure = self.track.explain(self, str(error))
             if failure is not None:
                 raise failure from error
 
@@ -161,6 +181,7 @@ class Track:
         with self._lock:
             self._launched += 1
             operation = Operation(self, Entry(self._launched, kind, num_bytes, detail))
+            self.watch.moved_s = operation.launched_s
             self._under_way.append(operation)
             self._recent.append(operation.entry)
         return operation

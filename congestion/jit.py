@@ -11,14 +11,16 @@ digest of all of their sources, a law's from a file among them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numba
+
+from netlayer.cache import cache_folder
 
 _njit: Any = partial(numba.njit, _nrt=False, error_model="numpy")
 kernel: Any = _njit()
@@ -28,26 +30,44 @@ inlined: Any = _njit(forceinline=True)
 def entry(function: Callable[..., Any]) -> Any:
     """Compile what Python calls, without its lock; kept in XDG_CACHE_HOME or ~/.cache, netlayer/, if that can be."""
     compiled = _njit(nogil=True)(function)
-    folder = _folder()
     try:
+        folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return compiled
     before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)  # type: ignore[attr-defined]
     try:
         compiled.enable_caching()
+    except RuntimeError:  # numba can write neither there nor anywhere else
+        return compiled
     finally:
         numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
+    _keep_if_there_is_room(compiled._cache)
     return compiled
+
+
+def _keep_if_there_is_room(cache: Any) -> None:
+    """On a full disk a kernel is compiled again next time; numba would raise."""
+    save = cache.save_overload
+
+    def save_if_can(*signature_and_code: object) -> None:
+        with contextlib.suppress(OSError):
+            save(*signature_and_code)
+
+    cache.save_overload = save_if_can
 
 
 def are_kept() -> bool:
     """Whether the engine's kernels were compiled before, by this version and with this law."""
-    return any(_folder().glob("engine_*/*.nbi"))
+    try:
+        return any(_folder().glob("engine_*/*.nbi"))
+    except OSError:  # nowhere
+        return False
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "netlayer" / "kernels" / _digest()
+    """Raise OSError where this user has no home folder."""
+    return cache_folder() / "kernels" / _digest()
 
 
 def _digest() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import itertools
 import logging
@@ -25,6 +24,7 @@ import click
 from netlayer import log, rank
 from netlayer.errors import ConfigError
 from netlayer.interrupt import uninterrupted
+from netlayer.lock import LockBusy, claimed
 from netlayer.results import check_target, hide_passwords
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _PATH = click.Path(path_type=Path)
 _OF_A_RUN = ("report.html", "metrics.jsonl", "validation.jsonl", "trace.json", "checkpoints", "tensorboard")
+_LOCK = ".run.lock"
 _LOGS = "logs"
 """Of a run that did nothing else, they do not keep the next one out: a refused checkpoint leaves them."""
 _RUN_OPTIONS = (
@@ -139,12 +140,14 @@ def open_run(out: Path | None, command: str) -> Iterator[Path]:
             folder = opened
         yield folder
     except BaseException:
-        written = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()] if folder else []
+        inside = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()] if folder else []
+        written = [path for path in inside if path != Path(_LOCK)]
         if folder and written:
             is_logs_alone = all(path.parts[0] == _LOGS for path in written)
             said = f"its logs are in {folder / _LOGS}" if is_logs_alone else f"what was done until then is in {folder}"
             click.echo(f"note: {said}", err=True)
         elif folder:
+            claim.close()  # its file is in the folder
             _remove_empty([*(path for path in folder.rglob("*") if path.is_dir()), *({folder} - {out}), *made])
         raise
     finally:
@@ -157,17 +160,15 @@ def _claimed(folder: Path) -> Iterator[None]:
 
     The claim ends with the process, however that ends. Some shared file systems have none.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            raise ConfigError("--out", folder, "holds a run that is under way", "give a new folder") from exc
-        except OSError as exc:
-            logger.info("%s cannot be locked (%s): see to it that no other run has it", folder, exc.strerror)
+        claim = contextlib.ExitStack()
+        claim.enter_context(claimed(folder / _LOCK))
+    except LockBusy as exc:
+        raise ConfigError("--out", folder, f"holds a run that is under way ({exc})", "give a new folder") from exc
+    except OSError as exc:
+        logger.info("%s cannot be locked (%s): see to it that no other run has it", folder, exc.strerror)
+    with claim:
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _records_in(folder: Path) -> bool:

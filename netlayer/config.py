@@ -359,6 +359,24 @@ class LaunchConfig(Section):
     grace_s: float = Field(5.0, gt=0, description="seconds from asking ranks to end, when one failed, to SIGKILL")
 
 
+class WatchConfig(Section):
+    """Who is named when ranks wait for one that does not come; see `collectives.watch`."""
+
+    enabled: bool = Field(True, description="name the rank that holds up the others, and end the run")
+    timeout_s: float = Field(
+        0.0,
+        ge=0,
+        description="seconds that a rank may hold up the others within steps; 0: three step times, as measured. "
+        "Evaluations, checkpoints and compilation have job.parallel.distributed_timeout_s",
+    )
+    floor_s: float = Field(
+        10.0,
+        gt=0,
+        description="the least of three step times, seconds, for a rank that does not answer or does something else; "
+        "2 s at most for one whose process was stopped or has ended",
+    )
+
+
 class NcclConfig(Section):
     """What a job wants of NCCL's InfiniBand transport; what is left out stays as NCCL has it."""
 
@@ -396,6 +414,7 @@ class JobConfig(Section):
     overlap: OverlapConfig = Field(default_factory=OverlapConfig, description="communication under computation")
     store: StoreConfig = Field(default_factory=StoreConfig, description="where ranks meet")
     launch: LaunchConfig = Field(default_factory=LaunchConfig, description="how ranks are started")
+    watch: WatchConfig = Field(default_factory=WatchConfig, description="who is named when ranks hang")
     nccl: NcclConfig = Field(default_factory=NcclConfig, description="what NCCL's InfiniBand transport is told")
 
     @model_validator(mode="after")

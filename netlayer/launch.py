@@ -321,7 +321,10 @@ class _Crew:
                 self._pass_on(self._stop.to_pass_on[0])
             failures = [rank.failure for rank in self.ranks if rank.failure is not None]
             if failures and self._settled(failures):
-                return min(failures, key=Failure.precedence)
+                first = min(failures, key=Failure.precedence)
+                # At once: to end the others may take all of the grace.
+                logger.warning("%s; all ranks are ended", _in_words(first))
+                return first
             if not self._any_alive():
                 return None
             for rank, message in self._turn():
@@ -336,7 +339,7 @@ class _Crew:
 
     def _settled(self, failures: list[Failure]) -> bool:
         self._first_sign_s = self._first_sign_s or time.monotonic()
-        only_symptoms = all(failure.blame == Blame.LOST_PEER for failure in failures)
+        only_symptoms = all(failure.blame >= Blame.NAMED for failure in failures)
         wait_s = _SETTLE_SYMPTOMS_S if only_symptoms else _SETTLE_S
         return not self._any_alive() or time.monotonic() - self._first_sign_s >= wait_s
 
@@ -367,6 +370,12 @@ class _Crew:
         deadline_s = time.monotonic() + seconds
         while self._any_alive() and time.monotonic() < deadline_s and not (until_stop and len(self._stop.seen) > 1):
             self._turn()
+
+
+def _in_words(failure: Failure) -> str:
+    """The failure in a line; what is said of another rank names it."""
+    reason = " ".join(failure.reason.split())
+    return reason.partition(": ")[2] if failure.blame in (Blame.HUNG, Blame.NAMED) else f"rank {failure.rank}: {reason}"
 
 
 def _raise_failure(failure: Failure, log_file: Path) -> NoReturn:

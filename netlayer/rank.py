@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from netlayer import log
-from netlayer.errors import EXIT_USAGE, ConfigError, NetlayerError, RankFailed, StoreError
+from netlayer.errors import EXIT_USAGE, CollectiveFailed, ConfigError, NetlayerError, RankFailed, StoreError
 
 # Every process that a rank starts inherits this, so that those which left its process group are found as well.
 LAUNCH_ID = "NETLAYER_LAUNCH_ID"
@@ -96,13 +96,23 @@ def end_rank(line: str, code: int) -> NoReturn:
     """
     if not speaks(os.environ) and code == EXIT_USAGE:
         time.sleep(_FIRST_SPEAKS_S)
+    _say_end(line)
+    sys.exit(code)
+
+
+def _say_end(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):  # stderr has it
             Path(file).write_text(json.dumps({"message": said}), encoding="utf-8")
-    sys.exit(code)
+
+
+def _end_at_once(error: NetlayerError) -> None:
+    """As `end_rank` does, but from any thread, and without a wait for other threads."""
+    _say_end(f"error: {error}")
+    os._exit(error.exit_code)
 
 
 def _ignore(message: object) -> None:
@@ -115,10 +125,14 @@ class RankContext:
 
     `report(message)` sends a small picklable object to `on_message` of `launch`. It waits while the launcher is busy
     with earlier messages, and works only in the rank's own process, not in one forked from it.
+
+    `fail(error)` ends this process with an error that names who is to blame for the end of the run, from any thread:
+    for a main thread that is stuck where no exception reaches it.
     """
 
     env: RankEnv
     report: Callable[[object], None] = _ignore
+    fail: Callable[[NetlayerError], None] = _end_at_once
 
 
 class Blame(enum.IntEnum):
@@ -126,7 +140,9 @@ class Blame(enum.IntEnum):
 
     KILLED = 0
     PLAIN = 1
-    LOST_PEER = 2
+    HUNG = 2
+    NAMED = 3
+    LOST_PEER = 4
 
 
 @dataclass(frozen=True)
@@ -138,12 +154,14 @@ class Failure:
 
     1. KILLED, by SIGKILL: that comes from outside (an operator, the kernel out of memory), never from a peer;
     2. PLAIN, an exception or a death that does not look like a lost peer;
-    3. LOST_PEER, an exception that does: ConnectionError, EOFError, TimeoutError, StoreError, words of gloo and NCCL.
+    3. HUNG, what a rank that waits has found out of another one which goes on to live (`RankContext.fail`);
+    4. NAMED, an exception of a lost peer that says who it is: CollectiveFailed with culprits;
+    5. LOST_PEER, an exception that does not: ConnectionError, EOFError, TimeoutError, StoreError, words of gloo, NCCL.
 
     Within a class the earliest wins. An exception has the time at which it left `target`; a death has the time of the
-    last poll that saw the rank alive, so a death is never judged later than it was. While only LOST_PEER is known the
+    last poll that saw the rank alive, so a death is never judged later than it was. While only lost peers are known the
     wait is longer, since the cause may still be on its way through a slow `finally`. A rank that stops without ending
-    cannot be told from its peers that time out waiting for it.
+    is told from its peers that time out waiting for it by these alone: HUNG.
     """
 
     rank: int
@@ -255,7 +273,7 @@ def run_rank() -> None:
     log.configure(verbosity, env.rank)
     reporter = _Reporter(report_fd)
     try:
-        result = _run_work(work, main, RankContext(env, reporter.report))
+        result = _run_work(work, main, RankContext(env, reporter.report, reporter.fail))
     except BaseException as exc:  # noqa: BLE001 - SystemExit too: whatever ended the target, the launcher must hear
         with contextlib.suppress(OSError):  # the log may lie on a disk that is full
             traceback.print_exc()
@@ -320,6 +338,14 @@ class _Reporter:
             raise RuntimeError("report() was called in a process forked from the rank: messages would mix")
         self.send(MESSAGE, pickle.dumps(message))
 
+    def fail(self, error: NetlayerError) -> None:
+        """End this process, as `RankContext.fail` says."""
+        described = {"blame": Blame.HUNG, "reason": reason_of(error), "traceback": "", "error": _pickle_error(error)}
+        self.send(FAILURE, pickle.dumps(described))
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.dump_traceback(2)  # into the log: where this rank itself was
+        os._exit(1)
+
     def send(self, kind: bytes, body: bytes) -> None:
         left = memoryview(HEADER.pack(kind, time.monotonic_ns(), len(body)) + body)
         with self._lock:
@@ -356,6 +382,8 @@ def _describe(exc: BaseException) -> bytes:
     below_us = exc.__traceback__ and exc.__traceback__.tb_next
     text = "".join(traceback.format_exception(type(exc), exc, below_us))
     blame = Blame.LOST_PEER if _looks_like_lost_peer(exc) else Blame.PLAIN
+    if isinstance(exc, CollectiveFailed) and exc.culprits:
+        blame = Blame.NAMED
     return pickle.dumps({"blame": blame, "reason": reason_of(exc), "traceback": text, "error": _pickle_error(exc)})
 
 

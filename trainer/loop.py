@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from collectives.recorder import Recorder, StepComm
+from collectives.watch import Watch
 from netlayer.config import EvaluationConfig, JobConfig
 from netlayer.errors import CheckFailed
 from netlayer.rendezvous import Groups
@@ -103,6 +104,7 @@ class Trainer:
         place: this rank.
         groups: of `open_world`; None: one rank alone.
         stop: says when somebody wants the training to end; None: nobody will.
+        watch: says who holds up the others; None: nobody does.
     """
 
     def __init__(
@@ -113,13 +115,15 @@ class Trainer:
         place: Place,
         groups: Groups | None = None,
         stop: StopRequest | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.job, self.seed, self.place, self.stop = job, seed, place, stop or StopRequest()
+        self.watch = watch
         self.text = checkpoint.Text.of(corpus)
         self.train_tokens, self.validation_tokens = corpus.train_tokens(), corpus.validation_tokens()
         self.num_parameters = num_parameters(job.model)
         self.recorder = Recorder(place.device, num_kept=1)
-        self.model = SplitModel(job, seed, place.rank, place.device, groups, self.recorder)
+        self.model = SplitModel(job, seed, place.rank, place.device, groups, self.recorder, watch)
         self.dp = self.model.place.dp
         if place.rank == 0 and job.model.vocab_size % job.parallel.tp:
             rows = padded(job.model.vocab_size, job.parallel.tp)
@@ -133,6 +137,10 @@ class Trainer:
         self._unproven: Path | None = None
         self._untouched: Path | None = None  # the checkpoint whose parameters these still are
         self.peak = peak_flops(place.device_name, job.model.dtype)
+
+    def phase(self, phrase: str) -> contextlib.AbstractContextManager[None]:
+        """Around what takes its time on this rank, in which the others may wait for it: see `Watch.phase`."""
+        return contextlib.nullcontext() if self.watch is None else self.watch.phase(phrase)
 
     def resume(self, meta: Meta) -> None:
         """Go on from a checkpoint: the next step is the one behind it, with the samples that it would have had.
@@ -154,8 +162,9 @@ class Trainer:
             ConfigError: it cannot be written.
         """
         self.leave_out()
-        self._check_state()
-        path = checkpoint.save(self.model, self.optimizer, self.steps_done, self.seed, folder, self.text)
+        with self.phase("saves a checkpoint"):
+            self._check_state()
+            path = checkpoint.save(self.model, self.optimizer, self.steps_done, self.seed, folder, self.text)
         self._unproven = path
         return path
 
@@ -167,7 +176,8 @@ class Trainer:
         self.leave_out()
         good = checkpoint.good_name(path)
         if self.place.rank == 0:
-            checkpoint.vouch(path, self.job.checkpoint.keep)
+            with self.phase("moves a checkpoint"):
+                checkpoint.vouch(path, self.job.checkpoint.keep)
             logger.info("checkpoint: %s", good)
         return good
 
@@ -190,6 +200,8 @@ class Trainer:
 
     def launch(self, step: int) -> Launched:
         """One optimiser step, counted from 1. On CUDA the host does not wait for it."""
+        if self.watch is not None:
+            self.watch.begin_step(step)
         self.recorder.begin_step(step)
         self.steps.begin(step)
         lr = learning_rate(self.job.optimizer, step)
@@ -219,6 +231,10 @@ class Trainer:
             CheckFailed: the loss of a rank is not finite; on all ranks alike.
         """
         self.leave_out()
+        with self.phase("evaluates"):
+            return self._evaluate(global_batches)
+
+    def _evaluate(self, global_batches: int) -> float:
         share = self._slice(self.job.batch.global_size).count * global_batches
         starts = even_starts(len(self.validation_tokens), self.job.model.seq_len, share * self.job.parallel.dp)
         own = starts[self.dp * share : (self.dp + 1) * share]
@@ -325,14 +341,17 @@ def run(
         return _hand_over(trainer, under_way.pop(0), on_step, on_comm)
 
     def evaluate(step: int) -> None:
-        on_evaluation({"step": step, "validation_loss": trainer.evaluate(evaluation.global_batches)})
+        row = {"step": step, "validation_loss": trainer.evaluate(evaluation.global_batches)}
+        with trainer.phase("writes a row"):
+            on_evaluation(row)
 
     steps, stopped = trainer.job.optimizer.steps, None
     with _collected(trainer.job.loop.collect_every_steps) as collect:
         evaluate(trainer.steps_done)
         for step in range(trainer.steps_done + 1, steps + 1):
             under_way.append(trainer.launch(step))
-            collect(step)  # the device has a step to do meanwhile
+            with trainer.phase("collects garbage"):
+                collect(step)  # the device has a step to do meanwhile
             is_asked = len(under_way) > 1 and read_one()
             is_last = step == steps
             saves = save_every > 0 and (step % save_every == 0 or is_last)
@@ -361,7 +380,8 @@ def _hand_over(
 ) -> bool:
     """Read a step; whether a rank was asked to stop."""
     row, is_asked = trainer.read(launched)
-    on_step(row)
+    with trainer.phase("writes a row"):  # to a disk or a launcher that may be slow
+        on_step(row)
     if on_comm(launched.comm):
         trainer.leave_out()
     return is_asked

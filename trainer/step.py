@@ -144,7 +144,9 @@ class GraphedSteps(Steps):
                 place_BT.copy_(values_BT)
         if self._replay is None:
             self._replay = self._captured_step(step)
-        self._replay()
+        track = self.model.world.track  # its collectives are in the graph, where the watch does not see them
+        with contextlib.nullcontext() if track is None else track.around("replay", 0, "of a step's CUDA graph"):
+            self._replay()
         for chunk in self.model.chunks:
             chunk.note_shards_changed()
         [stepped] = self._captured

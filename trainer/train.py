@@ -6,6 +6,8 @@ torch is imported in the ranks alone, so that this process starts fast. Left out
 from __future__ import annotations
 
 import logging
+import re
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any, Literal
 from congestion.nic.env import as_record, exports, for_ranks
 from netlayer.cache import cache_folder
 from netlayer.config import JobConfig
-from netlayer.errors import ConfigError
+from netlayer.errors import ConfigError, RankFailed
 from netlayer.launch import launch
 from netlayer.rank import RankContext
 from trainer.checkpoint_meta import TOKENIZER, check_same_text, find
@@ -22,6 +24,8 @@ from trainer.data.prepare import Corpus, CorpusFacts, OnStage, check_enough, pre
 from trainer.metrics import check_metrics
 
 logger = logging.getLogger(__name__)
+
+_FRAME = re.compile(r'^  File "([^"]+)", line (\d+), in (\S+)$', re.MULTILINE)
 
 Backend = Literal["gloo", "nccl"]
 Row = Mapping[str, Any]
@@ -150,7 +154,11 @@ def prepare(
     except OSError as exc:
         said = "$XDG_CACHE_HOME, or ~/.cache, cannot be used as a cache (%s); this run's tokens go to %s"
         logger.warning(said, exc, out)
-        corpus = prepare_corpus(*text, out, on_stage, tokenizer_file)
+        try:
+            corpus = prepare_corpus(*text, out, on_stage, tokenizer_file)
+        except OSError as also:
+            rule = f"cannot hold the tokens of the text ({also}), nor can the cache ({exc})"
+            raise ConfigError("--out", out, rule, "give a folder of yours that has room") from also
     if before:
         check_same_text(before, corpus.identity, job)
     check_enough(corpus.facts, job.data.folder, job.batch.global_size, job.model.seq_len)
@@ -199,22 +207,42 @@ def train(
     check_supported(job, ranks)
     check_metrics(job.metrics)
     nccl = for_ranks(backend, job.nccl)
-    outcomes = launch(
-        _run_rank,
-        ranks,
-        args=(Work(job, corpus, init_method, backend, out, seed, resume, trace, stops_gently=stops_gently),),
-        log_dir=out / "logs",
-        env=exports(nccl),
-        on_message=lambda _rank, progress: on_progress(progress),
-        grace_s=job.launch.grace_s,
-        asks_first=stops_gently,
-    )
+    steps_done = 0
+
+    def on_message(_rank: int, progress: Progress) -> None:
+        nonlocal steps_done
+        steps_done = max(steps_done, progress.done)
+        on_progress(progress)
+
+    try:
+        outcomes = launch(
+            _run_rank,
+            ranks,
+            args=(Work(job, corpus, init_method, backend, out, seed, resume, trace, stops_gently=stops_gently),),
+            log_dir=out / "logs",
+            env=exports(nccl),
+            on_message=on_message,
+            grace_s=job.launch.grace_s,
+            asks_first=stops_gently,
+        )
+    except RankFailed as exc:
+        raise _with_place(exc, job, steps_done) from exc
     first = outcomes[0]
     devices = tuple(outcome.device for outcome in outcomes)
     settings = as_record(nccl)
     return TrainResult(
         first.steps, first.evaluations, corpus.facts, first.num_parameters, devices, settings, first.stop
     )
+
+
+def _with_place(failed: RankFailed, job: JobConfig, steps_done: int) -> RankFailed:
+    """The same with the rank's place in the job, its host, about which step it was at, and where in the code."""
+    steps = _FRAME.findall(failed.traceback)
+    where = f"; in {Path(steps[-1][0]).name}:{steps[-1][1]} in {steps[-1][2]}" if steps else ""
+    place = (
+        f"{job.parallel.layout.describe([failed.rank])}; host {socket.gethostname()}; after step {steps_done}{where}"
+    )
+    return RankFailed(failed.rank, failed.reason, failed.log_file, failed.traceback, place)
 
 
 def check_supported(job: JobConfig, ranks: int) -> None:

@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from io import FileIO
 from pathlib import Path
@@ -22,9 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from collectives.hang import HangLimits
+from collectives.watch import Watch
 from netlayer.config import JobConfig
 from netlayer.environ import has_own_gpu, more_in_sight
-from netlayer.errors import HardwareMissing, RanksMissing
+from netlayer.errors import CollectiveFailed, HardwareMissing, RanksMissing
 from netlayer.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
 from netlayer.results import writing
@@ -60,9 +62,45 @@ def run_rank(context: RankContext, work: Work) -> Outcome:
 def _train(context: RankContext, work: Work, stop: StopRequest) -> Outcome:
     place, groups = meet(context, work)
     _be_deterministic(place, work.seed)
-    trainer = Trainer(work.job, work.corpus, work.seed, place, groups, stop)
+    with _watched(context, work.job) as watch:
+        return _train_watched(context, work, stop, place, groups, watch)
+
+
+@contextlib.contextmanager
+def _watched(context: RankContext, job: JobConfig) -> Iterator[Watch | None]:
+    """Until the block has ended the job's watch looks who holds up the others; None where it has none."""
+    if not job.watch.enabled or context.env.world_size == 1:
+        yield None
+        return
+    watch = Watch(
+        timeout=timedelta(seconds=job.parallel.distributed_timeout_s),
+        layout=job.parallel.layout,
+        on_failure=context.fail,
+        hang=HangLimits(job.watch.timeout_s, job.watch.floor_s),
+    )
+    try:
+        yield watch
+    except Exception as exc:
+        if isinstance(exc, CollectiveFailed) and exc.culprits:
+            raise
+        is_of_peer = watch.is_of_peer(exc)
+        cause = watch.cause_of(exc) if is_of_peer else None  # outside the watched collectives
+        if cause is not None:
+            raise cause from exc
+        if not (is_of_peer and isinstance(exc, CollectiveFailed | RuntimeError)):  # else it may be a victim's
+            watch.announce(exc)
+        raise
+    finally:
+        watch.close()
+
+
+def _train_watched(
+    context: RankContext, work: Work, stop: StopRequest, place: Place, groups: Groups, watch: Watch | None
+) -> Outcome:
+    trainer = Trainer(work.job, work.corpus, work.seed, place, groups, stop, watch)
     if work.resume is not None:
-        trainer.resume(find(work.resume))
+        with trainer.phase("loads a checkpoint"):
+            trainer.resume(find(work.resume))
     if place.rank == 0:
         windows = ", parameters and gradients in NCCL's windows" if trainer.model.has_windows else ""
         if trainer.model.has_peer_reduce:
@@ -73,7 +111,10 @@ def _train(context: RankContext, work: Work, stop: StopRequest) -> Outcome:
     checkpoints = work.out / CHECKPOINTS if work.is_shared else None
     with _Rows(context, work) as rows:
         ended = run(trainer, work.job.evaluation, rows.add_step, rows.add_evaluation, checkpoints, tracer.add)
-        tracer.write()
+        with trainer.phase("writes the trace"):
+            tracer.write()
+    if watch is not None:
+        watch.close()  # before ranks part: who is first has not gone astray
     # Only here: after a failure they could wait for peers that are gone, and hold back the report of the cause.
     trainer.close()
     dist.destroy_process_group()

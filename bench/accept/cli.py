@@ -111,11 +111,11 @@ def judge(
 ) -> None:
     """Judge logs that you already have: no GPU is needed, nothing is run.
 
-    FILES are logs, folders of logs, or - for standard input, behind whatever a launcher or a shipper of logs put before
-    their lines. Known by their content: nccl-tests and rccl-tests of every version (text, and JSON of -J), NCCL_DEBUG in
-    any log, perftest (ib_write_bw and the others), dcgmi diag and health, nvbandwidth, nvidia-smi (table, -q, -x, topo
-    -m, nvlink -s and -e), ibstat, ibv_devinfo, rdma link, fabricmanager.log, NCCL Inspector, and the kernel's log with
-    XIDs, machine checks, PCIe errors and links that flap.
+    FILES are logs, folders of logs, or - for standard input, behind whatever a launcher or a shipper of logs put
+    before their lines. Known by their content: nccl-tests and rccl-tests of every version (text, and JSON of -J),
+    NCCL_DEBUG in any log, perftest (ib_write_bw and the others), dcgmi diag and health, nvbandwidth, nvidia-smi
+    (table, -q, -x, topo -m, nvlink -s and -e), ibstat, ibv_devinfo, rdma link, fabricmanager.log, NCCL Inspector, and
+    the kernel's log with XIDs, machine checks, PCIe errors and links that flap.
 
     A figure is held against what NVLink, PCIe and NICs carry, against published figures of the machine type
     (bench/accept/expectations) or thresholds of yours (--expect), and against others that did the same work: four of

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import ColumnParallelLinear, ShardedDataParallel, open_exchange
+from collectives.hang import HangLimits
 from collectives.lane import Lane
 from collectives.watch import Watch
 from netlayer.errors import CollectiveFailed
@@ -92,9 +94,10 @@ def perform(
     mute: Collection[int] | None = None,
     timeout_s: float = 2.0,
     layout: ParallelLayout | None = None,
+    hang: HangLimits | None = None,
 ) -> list[Told]:
     """Play a scene with so many gloo ranks; what each of them tells, in rank order; the culprit is mute by default."""
-    args = (init_method, play, culprit, timeout_s, layout)
+    args = (init_method, play, culprit, timeout_s, layout, hang)
     return run_ranks(_act, world_size, args, mute=(culprit,) if mute is None else mute)
 
 
@@ -106,6 +109,7 @@ def _act(
     culprit: int,
     timeout_s: float,
     layout: ParallelLayout | None,
+    hang: HangLimits | None,
 ) -> Told:
     logged: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -114,7 +118,8 @@ def _act(
     register_schemes(init_method)
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     store = Counting(dist.distributed_c10d._get_default_store())
-    watch = Watch(store, timeout=timedelta(seconds=timeout_s), layout=layout)
+    watched_store = store if hang is None else None  # which counts, but cannot do all that is then asked for
+    watch = Watch(watched_store, timeout=timedelta(seconds=timeout_s), layout=layout, hang=hang)
     dist.barrier()
     begin_s = time.monotonic()
     try:
@@ -246,6 +251,65 @@ def waits_elsewhere(scene: Scene) -> None:
         sleep_long(scene)
     for lane in lanes.values():
         _gather(lane)
+
+
+CHAIN_STEPS = 13
+
+
+def _chain(scene: Scene, misbehave: Callable[[], None]) -> None:
+    """Each rank exchanges with its neighbours alone, step by step; in step 7 the culprit, the last, misbehaves."""
+    pairs = [(rank, rank + 1) for rank in range(scene.world_size - 1)]
+    lanes = [lane for pair in pairs if (lane := _pair_lane(scene, pair)) is not None]
+    for step in range(1, CHAIN_STEPS):
+        scene.watch.begin_step(step)
+        time.sleep(0.1)
+        if step == 7 and scene.rank == scene.culprit:
+            misbehave()
+        for lane in lanes:
+            _gather(lane)
+
+
+def _pair_lane(scene: Scene, pair: tuple[int, int]) -> Lane | None:
+    group = _group(scene, list(pair))
+    return Lane("pair", group, torch.device("cpu"), watch=scene.watch) if scene.rank in pair else None
+
+
+def chain_behind_one_that_was_stopped(scene: Scene) -> None:
+    _chain(scene, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def chain_behind_one_that_sleeps(scene: Scene) -> None:
+    _chain(scene, lambda: sleep_long(scene))
+
+
+def chain_behind_one_that_fails(scene: Scene) -> None:
+    """It says so, and is gone."""
+
+    def fail() -> None:
+        try:
+            raise ArithmeticError("a broken sample")
+        except ArithmeticError as exc:
+            scene.watch.announce(exc)
+        os._exit(1)
+
+    _chain(scene, fail)
+
+
+def chain_behind_one_that_dies(scene: Scene) -> None:
+    _chain(scene, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def chain_behind_one_that_saves(scene: Scene) -> None:
+    """It takes longer than the limit, in a phase that may; and another is stopped for less than that."""
+
+    def save() -> None:
+        with scene.watch.phase("saves a checkpoint"):
+            time.sleep(3.0)
+
+    if scene.rank == 0:
+        pause = f"sleep 0.4; kill -STOP {os.getpid()}; sleep 0.3; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", pause]).returncode = 0  # or its object would warn that it still runs
+    _chain(scene, save)
 
 
 def plain_calls(scene: Scene) -> None:

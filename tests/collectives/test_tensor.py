@@ -120,7 +120,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CHECKS_NAMES := [
     "column_agrees", "row_agrees", "block_agrees", "random_shapes_agree", "half_precision_agrees",
     "delays_change_nothing", "collectives_are_counted", "frozen_weights_need_no_gather", "graphs_replay",
-    "windows_grow", "rows_that_differ_are_named", "a_bias_can_be_left_to_the_reader", "weights_gradients_may_wait",
+    "windows_grow", "rows_that_differ_are_named", "widths_that_differ_are_named",
+    "a_bias_can_be_left_to_the_reader", "weights_gradients_may_wait",
     "rows_are_gathered_again_under_the_pass_before",
 ])  # fmt: skip
 def test_among_ranks(name: str, ranks: tuple[int, str, str], folder: Path) -> None:
@@ -479,6 +480,20 @@ def rows_that_differ_are_named(exchange: TensorExchange, device: torch.device) -
         with pytest.raises(ValueError, match=says):
             layer(torch.zeros(rows, 3, width, device=device))
         layer(torch.zeros(2 * ranks, 3, width, device=device))
+
+
+@check
+def widths_that_differ_are_named(exchange: TensorExchange, device: torch.device) -> None:
+    ranks, odd = exchange.world_size, exchange.rank == exchange.world_size - 1
+    for kind, own, says in (
+        (ColumnParallelLinear, (16, 32 * ranks if odd else 8 * ranks), "features out = 8 on .*, 32 on"),
+        (RowParallelLinear, (8 * ranks, 48 if odd else 16), "features out = 16 on .*, 48 on"),
+        (RowParallelLinear, (32 * ranks if odd else 8 * ranks, 16), "features in = 8 on .*, 32 on"),
+    ):
+        layer = kind(*own, exchange=exchange, device=device)
+        width = own[0] // (ranks if kind is RowParallelLinear else 1)
+        with pytest.raises(ValueError, match=rf"{says} rank {ranks - 1}: make the layer with one width on every rank"):
+            layer(torch.zeros(4 * ranks, 3, width, device=device))
 
 
 # ---- in this process alone ----

@@ -96,7 +96,7 @@ def test_a_rank_that_is_away_is_named_with_what_it_does(kind: str, meet: str) ->
         (scenes.skips_a_training_step, r"of group (gather|reduce) ranks 0-2 .* at step 2: rank 2"),
         (
             scenes.skips_a_product,
-            r"all_gather #4 \(24 B, numbers of rows\) of group tensor ranks 0-2 .* at step 2: rank 2",
+            r"all_gather #4 \(72 B, shapes\) of group tensor ranks 0-2 .* at step 2: rank 2",
         ),
     ],
     ids=["sharded", "tensor"],

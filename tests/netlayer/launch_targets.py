@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from netlayer.errors import ConfigError
+from netlayer.errors import CollectiveTimeout, ConfigError
 from netlayer.launch import PASSED_ON, RankContext
 
 FOREVER_S = 600
@@ -198,4 +198,12 @@ def wait_to_be_asked(context: RankContext) -> int:
 
 def never_end(context: RankContext) -> None:
     context.report("ready")
+    time.sleep(FOREVER_S)
+
+
+def fail_from_a_thread(context: RankContext) -> None:
+    """The last rank stands still; the others find out, on a thread, while their main threads are stuck too."""
+    if context.env.rank < context.env.world_size - 1:
+        error = CollectiveTimeout(f"rank {context.env.world_size - 1} holds up step 3", silent=(1,))
+        threading.Timer(0.2, lambda: context.fail(error)).start()
     time.sleep(FOREVER_S)

@@ -1,5 +1,6 @@
 import contextlib
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -165,8 +166,11 @@ def test_a_folder_with_other_files_is_not_an_earlier_run(tmp_path: Path) -> None
         assert folder == tmp_path
 
 
+_UNDER_WAY = rf"holds a run that is under way \(process {os.getpid()} \(this one\)\); give a new folder"
+
+
 def test_a_folder_is_a_run_s_own_before_it_has_written_anything(tmp_path: Path) -> None:
-    refused = pytest.raises(ConfigError, match="holds a run that is under way; give a new folder")
+    refused = pytest.raises(ConfigError, match=_UNDER_WAY)
     with open_run(tmp_path, "x"), refused, open_run(tmp_path, "x"):
         raise AssertionError("unreachable: the block does not begin")
     with open_run(tmp_path, "x"):  # the first one has ended, and left nothing that counts
@@ -182,7 +186,7 @@ def test_of_two_runs_that_look_at_once_one_enters(tmp_path: Path, monkeypatch: p
         return make(out, name)
 
     monkeypatch.setattr("netlayer.command.open_out", late)
-    refused = pytest.raises(ConfigError, match="holds a run that is under way; give a new folder")
+    refused = pytest.raises(ConfigError, match=_UNDER_WAY)
     with contextlib.ExitStack() as first, refused, open_run(tmp_path, "x"):
         raise AssertionError("unreachable: the block does not begin")
 

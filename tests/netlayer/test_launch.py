@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from netlayer.errors import ConfigError, RankFailed
+from netlayer.errors import CollectiveTimeout, ConfigError, RankFailed
 from netlayer.launch import RankContext, RankEnv, detect, launch
 from tests.netlayer import launch_targets as targets
 
@@ -215,6 +215,30 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, caplog: pytest.Lo
         launch(targets.ignore_sigterm, 2, args=(str(tmp_path),), log_dir=tmp_path, grace_s=0.3)
     assert "rank 0 did not end" in caplog.text
     assert no_children()
+
+
+def test_who_hangs_is_named_by_a_thread_of_who_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CollectiveTimeout, match="rank 1 holds up step 3") as caught:
+        launch(targets.fail_from_a_thread, 2, log_dir=tmp_path, grace_s=0.3)
+    assert caught.value.culprits == (1,)
+    assert "rank 1 holds up step 3; all ranks are ended" in caplog.text
+    assert "fail_from_a_thread" in (tmp_path / "rank0000.log").read_text(), "where rank 0 was"
+    assert no_children()
+
+
+def test_who_fails_under_another_launcher_ends_with_a_line(tmp_path: Path) -> None:
+    program = (
+        "import time; from netlayer.errors import PeerLost; from netlayer.rank import RankContext, RankEnv\n"
+        "import threading; context = RankContext(RankEnv(1, 2, 1, 2, 'torchrun'))\n"
+        "threading.Thread(target=context.fail, args=(PeerLost('rank 0 has ended', silent=(0,)),)).start()\n"
+        "time.sleep(600)"
+    )
+    environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "error: rank 0 has ended\n")
+    assert "rank 0 has ended" in (tmp_path / "error.json").read_text()
 
 
 # ---- nothing is left

@@ -77,6 +77,21 @@ def test_processes_of_a_launcher_train_together(job_file: Path, tmp_path: Path) 
     assert len(rows(tmp_path / "a")) == 6
 
 
+@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node", "2")])
+def test_a_cache_that_cannot_be_written_is_one_warning_and_no_wait(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: tuple[str, ...]
+) -> None:
+    blocked, out = tmp_path / "no folder", tmp_path / "a"
+    blocked.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    done = netlayer(job_file, "--out", out, launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("cannot be used as a cache") == (2 if launcher else 1)  # one of each process that reads it
+    assert len(rows(out)) == 6
+    assert len(list(out.glob("corpus-*"))) == 1
+    assert not list(out.glob(".*.lock"))
+
+
 def test_ranks_of_a_launcher_need_one_folder_for_checkpoints(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
@@ -178,14 +193,14 @@ def test_a_signal_while_the_text_is_made_ready_ends_it_in_a_word_and_leaves_noth
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parent))
     if rank is not None:
         as_rank(rank, monkeypatch)
-    busy = os.open(cache, os.O_RDONLY)
+    busy = os.open(cache / ".corpus.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(busy, fcntl.LOCK_EX)  # so that it waits for the text as long as it takes
     try:
         words = ["-m", "netlayer", "train", str(job_file), "--out", str(out), "-v"]
         with log.open("w") as file:
             run = subprocess.Popen([sys.executable, *words], stderr=file)
         until = time.monotonic() + 120
-        while "prepares text" not in log.read_text() and run.poll() is None and time.monotonic() < until:
+        while "is held by another process" not in log.read_text() and run.poll() is None and time.monotonic() < until:
             time.sleep(0.05)
         for _ in range(2):  # as `timeout` does
             run.send_signal(signum)
@@ -197,7 +212,7 @@ def test_a_signal_while_the_text_is_made_ready_ends_it_in_a_word_and_leaves_noth
     assert (said[-1] == word) == (rank != 1)  # the first rank says it for all
     assert not any("Traceback" in line or line.startswith("note: ") for line in said)
     assert not out.parent.exists()
-    assert list(cache.iterdir()) == []
+    assert [file.name for file in cache.iterdir()] == [".corpus.lock"]  # of the other process
 
 
 def test_a_loss_that_is_no_number_stops_with_the_checkpoint_to_go_on_from(job_file: Path, tmp_path: Path) -> None:

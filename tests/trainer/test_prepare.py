@@ -229,7 +229,7 @@ def test_of_several_processes_one_builds_and_the_others_wait(text_folder: Path, 
 
 def test_who_waits_for_another_process_says_so(text_folder: Path, tmp_path: Path) -> None:
     """And builds the text itself, where the other one has ended without."""
-    opened = os.open(tmp_path, os.O_RDONLY)
+    opened = os.open(tmp_path / ".corpus.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(opened, fcntl.LOCK_EX)
     stages: list[str] = []
 
@@ -240,7 +240,7 @@ def test_who_waits_for_another_process_says_so(text_folder: Path, tmp_path: Path
 
     job = tiny_job(text_folder)
     found = prepare_corpus(job.data, job.model.vocab_size, 0, tmp_path, on_stage)
-    assert stages[:3] == ["reading", "waiting for the process that tokenises", "waiting for the process that tokenises"]
+    assert stages[:3] == ["reading", *["waiting for the text: another process"] * 2]
     assert stages[3] == "training the tokenizer"
     assert not found.facts.cache_hit
 
@@ -254,3 +254,15 @@ def test_a_folder_that_cannot_be_locked_is_used_all_the_same(
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert prepare(text_folder, tmp_path).facts.train_tokens
     assert "cannot be locked" in caplog.text
+
+
+def test_a_disk_that_is_full_is_an_os_error_and_leaves_no_half(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        prepare(text_folder, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []

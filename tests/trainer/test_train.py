@@ -7,6 +7,7 @@ import logging
 import pwd
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 
 from netlayer.config import EvaluationConfig, JobConfig, NcclConfig
 from netlayer.config_file import load_config
-from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
+from netlayer.errors import CheckFailed, ConfigError, HardwareMissing, RankFailed
 from netlayer.launch import launch
 from netlayer.meeting import meeting_place
 from netlayer.rank import RankContext, RankEnv
@@ -101,6 +102,21 @@ def test_a_loss_that_is_no_number_names_its_rank_alone(text_folder: Path, corpus
         work = Work(tiny_job(text_folder, ranks=2), corpus, place.init_method("poisoned"), "gloo", tmp_path, 0)
         with pytest.raises(CheckFailed, match=r"step 3: the loss is nan on rank 1 \(tp=0, pp=0, dp=1\);"):
             launch(targets.poisoned_on_rank_1, 2, args=(work,), log_dir=tmp_path)
+
+
+def test_a_rank_that_fails_is_named_with_its_place_and_step(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launched(*_: object, on_message: Callable[[int, Progress], None], **__: object) -> list[Outcome]:
+        on_message(0, Progress("training", 12, 20, {}))
+        raise RankFailed(
+            1, "ValueError: a broken sample", "log", 'Trace\n  File "/a/b/batches.py", line 7, in draw\n  x'
+        )
+
+    monkeypatch.setattr("trainer.train.launch", launched)
+    said = r"rank 1 \(tp=0, pp=0, dp=1; host .*; after step 12; in batches\.py:7 in draw\) failed: ValueError: a broken"
+    with pytest.raises(RankFailed, match=said):
+        train(tiny_job(text_folder, 2), corpus, ranks=2, init_method="", backend="gloo", out=tmp_path, seed=0)
 
 
 def test_nccl_without_a_gpu_for_every_rank_is_refused(

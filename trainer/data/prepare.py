@@ -9,7 +9,6 @@ go when a new one is built, but for those that a run has lately said it uses.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -19,7 +18,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from netlayer.config import DataConfig
 from netlayer.errors import ConfigError
+from netlayer.lock import exclusive
 from trainer.data.corpus import FOLDER_FIELD, Documents, check_vocab_size, read_documents
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 _FORMAT = 3
 _KEPT = 4  # corpora in a cache folder
 _IN_USE_S = 3600.0  # a run opens the corpus that it has found, and says again that it uses it, within this time
-_ASK_EVERY_S = 0.1
-_SAY_EVERY_S = 30.0
+_LOCK = ".corpus.lock"
 _FACTS_FILE = "facts.json"
 _TOKENIZER_FILE = "tokenizer.json"
 _TRAIN_FILE = "train.npy"
@@ -122,12 +121,19 @@ def prepare_corpus(
     if found:
         return found
     cache_folder.mkdir(parents=True, exist_ok=True)
-    with _alone(cache_folder, told):
+    # One process at a time. Between machines that share the folder a lock may not hold, and who has it may hang; then
+    # each builds, and the first one's folder stays.
+    with exclusive(cache_folder / _LOCK, lambda owner: told(f"waiting for the text: {owner}", 0, 1)) as lock:
         found = _find(folder, documents.skipped, logging.WARNING)  # another process may have built it meanwhile
         if found:
             return found
         shutil.rmtree(folder, ignore_errors=True)
-        counts = _build(folder, documents, text, vocab_size, tokenizer_file, told)
+
+        def on_build(stage: str, done: int, total: int) -> None:
+            lock.progress(f"{stage}, {done} of {total} documents")
+            told(stage, done, total)
+
+        counts = _build(folder, documents, text, vocab_size, tokenizer_file, on_build)
         _remove_old(cache_folder, time.time())
     return Corpus(folder, CorpusFacts(**counts, skipped_files=documents.skipped, cache_hit=False))
 
@@ -157,39 +163,6 @@ def _find(folder: Path, skipped_files: int, level: int) -> Corpus | None:
     corpus = Corpus(folder, facts)
     corpus.note_in_use()
     return corpus
-
-
-@contextlib.contextmanager
-def _alone(cache_folder: Path, told: OnStage) -> Iterator[None]:
-    """One process at a time: the kernel's lock on the folder, which goes with its holder, however that ends.
-
-    Between machines that share the folder a lock may not hold; then each builds, and the first one's folder stays.
-    """
-    opened = os.open(cache_folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _lock(opened, cache_folder, told)
-        yield
-    finally:
-        os.close(opened)
-
-
-def _lock(opened: int, cache_folder: Path, told: OnStage) -> None:
-    start = said = time.monotonic()
-    while True:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            now = time.monotonic()
-            told("waiting for the process that tokenises", 0, 1)
-            if said == start or now - said > _SAY_EVERY_S:
-                said = now
-                logger.info("another process prepares text in %s: waiting since %.0f s", cache_folder, now - start)
-            time.sleep(_ASK_EVERY_S)
-        except OSError as exc:
-            logger.warning("%s cannot be locked (%s): several processes may tokenise the same text", cache_folder, exc)
-            return
-        else:
-            return
 
 
 def _text_digest(documents: Documents) -> str:
@@ -237,7 +210,8 @@ def _build(
         tokenizer = load_tokenizer(tokenizer_file, vocab_size)
     scratch = Path(tempfile.mkdtemp(prefix="building-", dir=folder.parent))
     try:
-        tokenizer.save(str(scratch / _TOKENIZER_FILE))
+        # Not its own `save`: what that raises on a full disk is no OSError.
+        (scratch / _TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         sides = ((_TRAIN_FILE, documents.train, 0), (_VALIDATION_FILE, documents.validation, len(documents.train)))
         for name, side, before in sides:
             on_documents = functools.partial(_tell_tokenising, on_stage, before, total)

@@ -1,0 +1,372 @@
+"""`python -m bench.hang_blame`: a rank of a training run is stopped, killed or fails; is it named, and when?
+
+Real gloo ranks train as those of `netlayer train` do. In a step that the seed draws, at a moment within it, one rank
+gets SIGSTOP, SIGKILL or an exception. A case is *right* where the error that ends the run names that rank and nobody
+else, and no process is left. Its time is from the fault to the launcher's line, in steps as long as those before it.
+Healthy runs beside them have an evaluation, a checkpoint and a rank's pause that take long: nobody may be named.
+Left out: NCCL, other hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import random
+import signal
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+
+from netlayer import environ
+from netlayer.command import RunOptions, run_options_without_config
+from netlayer.config import JobConfig, build_config
+from netlayer.errors import CheckFailed, CollectiveFailed, NetlayerError, RankFailed
+from netlayer.launch import launch
+from netlayer.meeting import meeting_place
+from netlayer.rank import RankContext
+from netlayer.results import RunRecord, utc_now, write_text
+from trainer.data.prepare import Corpus
+from trainer.train import Work, prepare
+
+Row = dict[str, Any]
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "dp2": {"dp": 2},
+    "dp4": {"dp": 4},
+    "tp2": {"tp": 2, "dp": 1},
+    "pp2": {"pp": 2, "dp": 1},
+    "tp2 dp2": {"tp": 2, "dp": 2},
+    "pp2 dp2": {"pp": 2, "dp": 2},
+    "tp2 pp2 vpp2": {"tp": 2, "pp": 2, "vpp": 2, "dp": 1},
+    "tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2},
+}
+FAULTS = ("stop", "kill", "exception")
+_STEPS_BEFORE = range(6, 9)  # of the fault: by then the pace is known
+_FAULT_FILE = "fault.json"
+_SLEEP_S = 6.0  # of healthy phases, several times the floor
+_MODEL = {
+    "layers": 4,
+    "hidden": 128,
+    "heads": 4,
+    "ffn_hidden": 256,
+    "vocab_size": 512,
+    "seq_len": 128,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What happens to a rank: in `step`, a share `at` of one after its begin. A `pause` ends after a step time."""
+
+    kind: str
+    rank: int
+    step: int
+    at: float
+
+
+@click.command()
+@run_options_without_config
+@click.option("--layouts", default=",".join(LAYOUTS), show_default=True, help="Which ones, with commas between.")
+@click.option("--faults", default=",".join(FAULTS), show_default=True, help="Which ones, with commas between.")
+@click.option("--tries", type=click.IntRange(0), default=3, show_default=True, help="Runs a fault and a layout.")
+@click.option("--healthy", type=click.IntRange(0), default=20, show_default=True, help="Runs without a fault.")
+@click.option("--overhead", is_flag=True, help="Compare step times with a watch and without one, on 4 ranks.")
+def command(options: RunOptions, layouts: str, faults: str, tries: int, healthy: int, overhead: bool) -> None:
+    """Plant faults in training runs on gloo, and count who is named.
+
+    Exit 0: the right rank was named in every run and nobody else, and nobody in healthy runs; 1: not so.
+
+    \b
+    Examples:
+      python -m bench.hang_blame
+      python -m bench.hang_blame --layouts "tp2,pp2 dp2" --faults stop --tries 1 --healthy 0
+      python -m bench.hang_blame --tries 0 --healthy 0 --overhead
+    """
+    started, rows = utc_now(), list[Row]()
+    with tempfile.TemporaryDirectory() as folder:
+        for row in _measured(
+            Path(folder), options.seed, layouts.split(","), faults.split(","), tries, healthy, overhead
+        ):
+            click.echo(json.dumps(row), err=True)
+            rows.append(row)
+    if options.json_file:
+        record = RunRecord(
+            name="bench.hang_blame",
+            source="measured",
+            rows=rows,
+            started_utc=started,
+            ended_utc=utc_now(),
+            arguments={**options.arguments(), "layouts": layouts, "faults": faults, "tries": tries, "healthy": healthy},
+            environment=environ.snapshot(options.seed),
+        )
+        write_text(options.json_file, record.to_json())
+    if str(options.json_file) != "-":
+        click.echo(table(rows))
+    wrong = [row for row in rows if not row.get("right", True)]
+    if wrong:
+        raise CheckFailed(f"{len(wrong)} of {len(rows)} runs judged wrong: {wrong[0]}")
+
+
+def _measured(
+    folder: Path, seed: int, layouts: Sequence[str], faults: Sequence[str], tries: int, healthy: int, overhead: bool
+) -> Iterator[Row]:
+    for layout in layouts:
+        corpus = prepare(job_of(layout), _ranks(layout), 0, folder) if tries else None
+        for kind in faults:
+            for attempt in range(tries):
+                assert corpus is not None
+                yield measure(layout, kind, random.Random(f"{seed} {layout} {kind} {attempt}"), corpus, folder)
+    for number in range(healthy):
+        yield measure_healthy(layouts[number % len(layouts)], random.Random(f"{seed} {number}"), folder)
+    if overhead:
+        yield measure_overhead(folder)
+
+
+def job_of(layout: str, **sections: dict[str, object]) -> JobConfig:
+    """A small job whose steps take about a second on 2 cores: three of them are above the watch's floor of 2 s."""
+    tree: dict[str, Any] = {
+        "model": _MODEL,
+        "parallel": {**LAYOUTS[layout], "distributed_timeout_s": 60.0},
+        "batch": {"global_size": 8 if "tp" in LAYOUTS[layout] else 32, "micro_size": 2},
+        "optimizer": {"steps": 4000},
+        "evaluation": {"every_steps": 4000, "global_batches": 1},
+        "data": {"max_mib": 0.5},
+        "launch": {"grace_s": 0.3},
+        **sections,
+    }
+    return build_config({"cluster": {"gpus_per_server": _ranks(layout)}, "job": tree}).job
+
+
+def measure(layout: str, kind: str, chance: random.Random, corpus: Corpus, folder: Path) -> Row:
+    """One run with one fault."""
+    fault = Fault(kind, chance.randrange(_ranks(layout)), chance.choice(_STEPS_BEFORE), chance.random())
+    out = Path(tempfile.mkdtemp(dir=folder))
+    with _ending() as ends:
+        named, message = _train(job_of(layout), layout, corpus, out, fault)
+    facts = json.loads((out / _FAULT_FILE).read_text())
+    after_s = (ends[0] if ends else time.time()) - facts["at_s"]
+    return {
+        "layout": layout,
+        "fault": kind,
+        "rank": fault.rank,
+        "step": fault.step,
+        "named": named,
+        "right": named == [fault.rank] and not _is_alive(facts["pid"]),
+        "step_s": round(facts["step_s"], 3),
+        "after_s": round(after_s, 3),
+        "after_steps": round(after_s / facts["step_s"], 2),
+        "message": message.replace(str(folder), "..."),
+    }
+
+
+def measure_healthy(layout: str, chance: random.Random, folder: Path) -> Row:
+    """A run in which an evaluation, a checkpoint and a rank's pause take longer than the floor, or a step."""
+    steps = 14
+    fault = Fault("pause", chance.randrange(_ranks(layout)), chance.randrange(8, 11), chance.random())
+    more: dict[str, dict[str, object]] = {
+        "optimizer": {"steps": steps},
+        "evaluation": {"every_steps": 6, "global_batches": 1},
+        "checkpoint": {"every_steps": 12},
+        "watch": {"floor_s": _SLEEP_S / 3},
+    }
+    job, out = job_of(layout, **more), Path(tempfile.mkdtemp(dir=folder))
+    corpus = prepare(job, _ranks(layout), 0, folder)
+    named, message = _train(job, layout, corpus, out, fault)
+    rows = (out / "metrics.jsonl").read_text().splitlines()
+    facts = json.loads((out / _FAULT_FILE).read_text())
+    return {
+        "layout": layout,
+        "fault": "none",
+        "rank": fault.rank,
+        "named": named,
+        "right": not message and len(rows) == steps,
+        "step_s": round(facts["step_s"], 3),
+        "message": message.replace(str(folder), "..."),
+    }
+
+
+def measure_overhead(folder: Path) -> Row:
+    """Step times of two trainers on the same 4 ranks, one of them watched, in turn."""
+    job = job_of("tp2 dp2")
+    corpus, out = prepare(job, 4, 0, folder), Path(tempfile.mkdtemp(dir=folder))
+    with meeting_place() as place:
+        work = Work(job, corpus, place.init_method("overhead"), "gloo", out, 0)
+        ratios = launch(run_in_turn, 4, args=(work, 12, 10), log_dir=out / "logs")[0]
+    return {
+        "layout": "tp2 dp2",
+        "fault": "overhead",
+        "ratio": round(statistics.median(ratios), 4),
+        "ratios": [round(ratio, 4) for ratio in ratios],
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Counts and times by layout and fault, as Markdown."""
+    lines = [
+        "| layout | fault | runs | right rank named | step, s | fault to message, s (worst) | in steps (worst) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    keys = list(dict.fromkeys((row["layout"], row["fault"]) for row in rows if row["fault"] in FAULTS))
+    for layout, fault in keys:
+        part = [row for row in rows if (row["layout"], row["fault"]) == (layout, fault)]
+        right, step_s = sum(row["right"] for row in part), statistics.median(row["step_s"] for row in part)
+        after = [
+            f"{statistics.median(values):.{digits}f} ({max(values):.{digits}f})"
+            for values, digits in (([row["after_s"] for row in part], 2), ([row["after_steps"] for row in part], 1))
+        ]
+        lines.append(f"| {layout} | {fault} | {len(part)} | {right} | {step_s:.2f} | {' | '.join(after)} |")
+    healthy = [row for row in rows if row["fault"] == "none"]
+    if healthy:
+        lines.append(f"| all in turn | none | {len(healthy)} | {sum(row['right'] for row in healthy)} (nobody) | | | |")
+    for row in rows:
+        if row["fault"] == "overhead":
+            lines.append(
+                f"\nStep time with the watch over that without: {row['ratio']:.3f} (median of {row['ratios']})."
+            )
+    return "\n".join(lines)
+
+
+def _train(job: JobConfig, layout: str, corpus: Corpus, out: Path, fault: Fault) -> tuple[list[int], str]:
+    """Ranks that are named as a cause, and the error in a line; nobody and nothing where the run ended well."""
+    with meeting_place() as place:
+        work = Work(job, corpus, place.init_method("hang"), "gloo", out, 0, stops_gently=True)
+        try:
+            launch(
+                run_faulty,
+                _ranks(layout),
+                args=(work, fault),
+                log_dir=out / "logs",
+                env={"OMP_NUM_THREADS": "1"},
+                grace_s=job.launch.grace_s,
+                asks_first=True,
+            )
+        except CollectiveFailed as exc:
+            return list(exc.culprits), str(exc)
+        except RankFailed as exc:
+            return [exc.rank], str(exc)
+        except NetlayerError as exc:
+            return [], str(exc)
+    return [], ""
+
+
+@contextlib.contextmanager
+def _ending() -> Iterator[list[float]]:
+    """When the launcher has said why it ends all ranks."""
+    times, logger = list[float](), logging.getLogger("netlayer.launch")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = (  # type: ignore[method-assign]
+        lambda record: times.append(record.created) if "all ranks are ended" in record.getMessage() else None
+    )
+    logger.addHandler(handler)
+    try:
+        yield times
+    finally:
+        logger.removeHandler(handler)
+
+
+def _ranks(layout: str) -> int:
+    degrees = LAYOUTS[layout]
+    return degrees.get("tp", 1) * degrees.get("pp", 1) * degrees["dp"]
+
+
+def _is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+# In the ranks.
+
+
+def run_faulty(context: RankContext, work: Work, fault: Fault) -> None:
+    """As a rank of `netlayer train`, which gets the fault; without one that ends it, phases take long."""
+    from trainer import checkpoint
+    from trainer.loop import Launched, Trainer
+    from trainer.worker import run_rank
+
+    begins, do_launch = list[float](), Trainer.launch
+
+    def launch_step(trainer: Trainer, step: int) -> Launched:
+        begins.append(time.monotonic())
+        if (step, context.env.rank) == (fault.step, fault.rank):
+            steps = [later - earlier for earlier, later in itertools.pairwise(begins)][1:]
+            _strike(fault, statistics.median(steps), work.out)
+        return do_launch(trainer, step)
+
+    Trainer.launch = launch_step  # type: ignore[assignment, method-assign]
+    if fault.kind == "pause":
+        late = context.env.rank == (fault.rank + 1) % context.env.world_size
+        Trainer._evaluate = _slowed(Trainer._evaluate, late)  # type: ignore[method-assign]
+        checkpoint.save = _slowed(checkpoint.save, context.env.rank == 0)
+    run_rank(context, work)
+
+
+def _slowed(function: Callable[..., Any], late: bool) -> Callable[..., Any]:
+    def slow(*args: Any, **options: Any) -> Any:
+        if late:
+            time.sleep(_SLEEP_S)
+        return function(*args, **options)
+
+    return slow
+
+
+def _strike(fault: Fault, step_s: float, out: Path) -> None:
+    """Let the fault happen within the step that begins now."""
+    pid, main = os.getpid(), threading.get_ident()
+    (out / _FAULT_FILE).write_text("{}")  # so that the disk is no part of the time
+
+    def strike() -> None:
+        time.sleep(fault.at * step_s)
+        facts = {"at_s": time.time(), "step_s": step_s, "pid": pid}
+        (out / _FAULT_FILE).write_text(json.dumps(facts))
+        if fault.kind == "exception":
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(ArithmeticError))
+        elif fault.kind == "pause":
+            subprocess.run(["sh", "-c", f"(kill -STOP {pid}; sleep {step_s:.3f}; kill -CONT {pid})"], check=True)
+        else:
+            os.kill(pid, signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL)
+
+    threading.Thread(target=strike, daemon=True).start()
+
+
+def run_in_turn(context: RankContext, work: Work, segments: int, steps: int) -> list[float]:
+    """Ratio of median step times with a watch and without, a number for each pair of segments."""
+    from collectives.hang import HangLimits
+    from collectives.watch import Watch
+    from trainer.loop import Trainer
+    from trainer.worker import meet
+
+    place, groups = meet(context, work)
+    job = work.job
+    watch = Watch(
+        timeout=timedelta(seconds=job.parallel.distributed_timeout_s), layout=job.parallel.layout, hang=HangLimits()
+    )
+    trainers = [Trainer(job, work.corpus, 0, place, groups, watch=each) for each in (None, watch)]
+    times: list[list[float]] = [[], []]
+    for segment in range(2 * segments):
+        which = (segment + segment // 2) % 2  # 0 1 1 0: a drift of the machine falls on both alike
+        taken = []
+        for _ in range(steps):
+            begin_s = time.perf_counter()
+            trainers[which].step(trainers[which].steps_done + 1)
+            taken.append(time.perf_counter() - begin_s)
+        times[which].append(statistics.median(taken))
+    watch.close()
+    return [watched / plain for plain, watched in zip(*times, strict=True)][1:]  # the first pair warms up
+
+
+if __name__ == "__main__":
+    from netlayer.cli import run
+
+    run(command, "python -m bench.hang_blame")
