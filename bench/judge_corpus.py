@@ -132,9 +132,8 @@ def read_corpus(path: Path) -> list[Case]:
         ConfigError: a column or a value is missing, a verdict is unknown, or an id is given twice.
     """
     try:
-        rows = list(
-            csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")), delimiter="\t", quoting=csv.QUOTE_NONE)
-        )
+        text = io.StringIO(path.read_text(encoding="utf-8"))
+        rows = list(csv.DictReader(text, delimiter="\t", quoting=csv.QUOTE_NONE, restval=""))
     except (OSError, UnicodeDecodeError, csv.Error) as exc:
         raise ConfigError("CORPUS", path, f"cannot be read ({exc})", "give a TSV with a head line") from exc
     lacking = [name for name in _NEEDED if not rows or rows[0].get(name) is None]

@@ -127,6 +127,9 @@ def test_a_missing_column_or_log_is_named(tmp_path: Path) -> None:
     path.write_text("id\tfile\n1\tlog.txt\n")
     with pytest.raises(ConfigError, match="lacks address"):
         read_corpus(path)
+    path.write_text("\t".join(NAMES) + "\n1\tlog.txt\n")
+    with pytest.raises(ConfigError, match="is no verdict"):
+        read_corpus(path)
     result = invoke(corpus(tmp_path, row()))
     assert isinstance(result.exception, ConfigError)
     assert "lacks log.txt of row 1" in str(result.exception)
