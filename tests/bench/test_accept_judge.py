@@ -28,7 +28,10 @@ from tests.bench import canned
 
 LOGS = Path(__file__).parent / "logs"
 # No program waits there: nccl-tests writes line by line.
-CUT_FRONT = (LOGS / "nccl_hung.txt").read_bytes() + b"    67108864      16777216     float    "
+CUT_ROW = b"    67108864      16777216     float    "
+CUT_FRONT = (
+    b"".join(line for line in (LOGS / "nccl_hung.txt").read_bytes().splitlines(True) if line[:1] == b"#") + CUT_ROW
+)
 NODES = [LOGS / f"nccl_node{number}.txt" for number in range(5)]
 
 
@@ -250,8 +253,8 @@ def test_a_second_table_that_breaks_off_is_not_taken_for_whole(tmp_path: Path) -
     (tmp_path / "log").write_text(whole + whole.partition("# Out")[0])
     assert [finding.check for finding in bad(judge_files([tmp_path / "log"]))] == ["run"]
     (tmp_path / "log").write_text(whole + whole.partition("# Out")[0][:-1])
-    [line] = judge_files([tmp_path / "log"]).damaged
-    assert "ends before '# Avg bus bandwidth'" in line
+    cut = [finding for finding in judge_files([tmp_path / "log"]).findings if finding.check == "run"]
+    assert ["is cut within a line" in finding.figure for finding in cut] == [True]
     (tmp_path / "log").write_text(whole * 2)
     assert bad(judge_files([tmp_path / "log"])) == []
 
@@ -406,8 +409,7 @@ DAMAGE = {
         b"\xffPU 0: H200\n\t Link 0: 26.562 GB/s\nGPU 1: H200\n\t Link 0: 26.562 GB/s\n",
         ":2: a line 'GPU 0",
     ),
-    "cut front": (CUT_FRONT, ":19: a row ends"),
-    "cut side": ((LOGS / "nccl_wrong_data.txt").read_bytes().partition(b"# Out")[0][:-3], "a row ends"),
+    "cut front": (CUT_FRONT, "a row ends"),
     "cut smi": ((LOGS / "nvidia_smi_good.txt").read_bytes()[:16000], "was cut"),
     "cut alone": ((LOGS / "nvidia_smi_h200_real.txt").read_bytes()[:1500], "ends before its section 'Clocks"),
     "cut late": ((LOGS / "nvidia_smi_h200_real.txt").read_bytes().partition(b"    Fabric")[0], "section 'Processes'"),
@@ -567,6 +569,17 @@ def test_ours_that_hangs_in_place_is_told_from_a_log_that_was_cut(options: dict[
 def test_exit_codes(arguments: tuple[str, ...], code: int) -> None:
     name, *options = arguments
     assert invoke(LOGS / name, *options).exit_code == code
+
+
+def test_whole_rows_of_a_log_that_was_cut_are_judged(tmp_path: Path) -> None:
+    (tmp_path / "hung.log").write_bytes((LOGS / "nccl_hung.txt").read_bytes() + CUT_ROW)
+    (tmp_path / "wrong.log").write_bytes((LOGS / "nccl_wrong_data.txt").read_bytes().partition(b"# Out")[0][:-3])
+    hung = judged(tmp_path / "hung.log")
+    [cut] = [finding for finding in hung.findings if finding.check == "run"]
+    assert cut.verdict is None  # no program waits within a line: it was cut, and may have gone on
+    assert "is cut within a line; its last whole figures are of" in cut.figure
+    assert hung.verdict == "NO VERDICT"
+    assert judged(tmp_path / "wrong.log").verdict == "FAIL"
 
 
 def test_record_and_junit_say_what_the_table_says(tmp_path: Path) -> None:

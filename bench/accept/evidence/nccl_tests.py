@@ -314,7 +314,11 @@ def _read_section(text: Text, section: _Section) -> Run:
     ranks = _ranks(section)
     hosts = [rank.host for rank in ranks] or [name for name in (section.prefix.host,) if name]
     mixed = len({(rank.group, rank.rank) for rank in ranks}) < len(ranks) or section.num_ends > 1
-    unended = None if section.ended else _unended(text, section)
+    unended: tuple[str, int] | None = None
+    cut = False
+    if not section.ended:
+        *stands, cut = _unended(text, section)
+        unended = (str(stands[0]), int(stands[1]))
     rows, lost = _rows(text, section, half=unended is not None)
     groups = [rank.group for rank in ranks]
     num_ranks = groups.count(groups[0]) if groups and not mixed else 0
@@ -339,7 +343,7 @@ def _read_section(text: Text, section: _Section) -> Run:
     sides = [side for row in rows for side in row.sides]
     run = Run(collective, hosts, facts, sides, possible, lost, unended=unended)
     if unended and sides:
-        run.is_part = not section.num_starts or _is_elided(section)
+        run.is_part = cut or not section.num_starts or _is_elided(section)
         run.has_all_rows = _is_whole(section)
     _read_foot(section, run)
     who = who_of(hosts, text)
@@ -347,6 +351,15 @@ def _read_section(text: Text, section: _Section) -> Run:
     if run.ending and not run.ending.reason and (why := nccl_debug.cause(section.lines)):
         run.ending = run.ending._replace(words=f"{run.ending.words}; NCCL: {why}"[:300])
     run.findings += nccl_debug.warnings(section.lines, list(dict.fromkeys(hosts)), text.file, who)
+    _mark_unusable(text, section, run, num_ranks, mixed=mixed)
+    return run
+
+
+def _mark_unusable(text: Text, section: _Section, run: Run, num_ranks: int, *, mixed: bool) -> None:
+    """Note that the figures of a run are no measurement of links: of mixed lines, or of a rank alone."""
+    who, sides = who_of(run.hosts, text), run.sides
+    # 2 (n-1)/n and the other factors of the bus bandwidth are 0 for one rank.
+    alone = num_ranks == 1 or (not num_ranks and bool(sides) and not any(side.bus_bw for side in sides))
     if mixed:
         first = section.lines[0].number
         words = (
@@ -355,12 +368,11 @@ def _read_section(text: Text, section: _Section) -> Run:
         step = "take each run's output on its own: srun --label, mpirun --tag-output, a file a host"
         run.findings.append(Finding("WARN", who, RUN, words, "one run after the other", step, text.file, first))
         run.is_measurement = False
-    elif num_ranks == 1 and sides:
+    elif alone and sides:
         step = "take it over two GPUs or more"
         run.is_measurement = False
         words = "one rank: no byte crossed a link, its bandwidth says nothing"
         run.findings.append(Finding("WARN", who, RUN, words, "two ranks or more", step, text.file, sides[0].line))
-    return run
 
 
 def _collective(section: _Section, deduced: nccl_table.Deduction) -> tuple[str, tuple[str, ...]]:
@@ -391,28 +403,34 @@ def _read_foot(section: _Section, run: Run) -> None:
             run.too_slow = (line.words.partition(":")[2].strip(), line.number)
 
 
-def _unended(text: Text, section: _Section) -> tuple[str, int]:
-    """Where the run stands that has no end, and the line.
+def _unended(text: Text, section: _Section) -> tuple[str, int, bool]:
+    """Where the run stands that has no end, the line, and whether the log was cut: no program waits within a line.
 
     Raises:
-        ConfigError: the log ends where no program waits.
+        ConfigError: it was cut before the first whole row.
     """
-    last = text.lines[-1]
-    if section.lines[-1].number == len(text.lines) and last and not _is_half_row(last):
-        number = len(text.lines)
+    last, number = text.lines[-1], len(text.lines)
+    whole = [line for line in section.lines if nccl_table.is_row(line.words) and line.number < number]
+    cut = False
+    if section.lines[-1].number == number and last and not _is_half_row(last):
         row = nccl_table.read_row(last, number, _last_layout(section)) if nccl_table.is_row(last) else None
-        if isinstance(row, str):
-            raise text.damaged(number, f"a row ends after {row}: the run hung, or the log was cut", _AGAIN)
         # A part that was taken out of a log has its own end, and no program's.
-        if section.num_starts and nccl_debug.ending(section.lines) is None:
-            rule = f"ends before '{_ENDED}', within a line: the run hung, or the log was cut"
-            raise text.damaged(number, rule, _AGAIN)
+        cut = isinstance(row, str) or (bool(section.num_starts) and nccl_debug.ending(section.lines) is None)
+        if cut and not whole:
+            rule = f"a row ends after {row}" if isinstance(row, str) else f"ends before '{_ENDED}', within a line"
+            raise text.damaged(number, f"{rule}: the log was cut, and no whole row stands before", _AGAIN)
+    if cut:
+        return (
+            f"is cut within a line; its last whole figures are of {format_size(_size(whole[-1].words))}",
+            number,
+            True,
+        )
     stands = ("has no end, nor a row of figures", _first_mark(section))
     for line in section.lines:
         if nccl_table.is_row(line.words):
             where = f"{format_size(_size(line.words))}{' out of place' * _is_half_row(line.words)}"
             stands = (f"has no end; its last figures are of {where}", line.number)
-    return stands
+    return *stands, False
 
 
 def _is_whole(section: _Section) -> bool:
