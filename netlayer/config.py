@@ -15,9 +15,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from netlayer.config_errors import SWITCH_OR_AUTO, translate
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
-from netlayer.presets import MODELS
 from netlayer.results import hide_passwords
 from netlayer.units import parse_rate, parse_size
+from netlayer.workload.presets import MODELS
 
 Model = TypeVar("Model", bound=BaseModel)
 BitsPerSecond = Annotated[int, BeforeValidator(parse_rate), Field(gt=0, le=10**15)]

@@ -128,8 +128,8 @@ def _without_effect(job: JobConfig, env: RankEnv | None) -> list[str]:
 
 def _check_schedule(job: JobConfig) -> None:
     """Once a job: its ranks have the same schedule, and of thousands of micro-batches the proof takes a while."""
-    from trainer.memory import micro_batches
-    from trainer.schedule_check import check_job, num_actions
+    from netlayer.workload.schedule import micro_batches
+    from netlayer.workload.schedule_check import check_job, num_actions
 
     if num_actions(job) >= _MANY_ACTIONS:
         click.echo(f"checking the schedule of {micro_batches(job):,} micro-batches ...", err=True)

@@ -36,13 +36,14 @@ from collectives.recorder import Recorder, StepComm
 from netlayer.config import EvaluationConfig, JobConfig
 from netlayer.errors import CheckFailed
 from netlayer.rendezvous import Groups
+from netlayer.workload.flops import step_flops, utilisation
+from netlayer.workload.model_size import num_parameters
+from netlayer.workload.peaks import peak_flops
 from trainer import checkpoint
 from trainer.checkpoint_meta import Meta
 from trainer.data.batches import Slice, even_starts, micro_batches, rank_slice, sample_starts
 from trainer.data.prepare import Corpus
-from trainer.flops import peak_flops, step_flops, utilisation
 from trainer.linears import padded
-from trainer.memory import num_parameters
 from trainer.notes import Notes, NotesInFlight, every_ranks, spread_losses
 from trainer.optim import build_optimizer
 from trainer.parallel import MicroBatch, SplitModel

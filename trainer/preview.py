@@ -1,6 +1,6 @@
 """What a user is told of a job before any of it starts: its size, and what its file does not show.
 
-Left out: its memory (`trainer.memory`), and what is refused (`netlayer.config`, `trainer.train`). Needs no torch.
+Left out: its memory (`netlayer.workload.memory`), and what is refused (`netlayer.config`, `trainer.train`). No torch.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import Literal
 
 from netlayer.config import JobConfig, ModelConfig, Section
-from netlayer.presets import MODELS
-from trainer.memory import num_parameters, why_no_zero_bubble
+from netlayer.workload.model_size import num_parameters
+from netlayer.workload.presets import MODELS
+from netlayer.workload.stages import num_layers
+from netlayer.workload.zero_bubble import why_no_zero_bubble
 from trainer.ramps import batch_size
-from trainer.stages import num_layers
 
 _MOST_SHOWN = 8
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from netlayer import environ
 from netlayer.config import ModelConfig, build_section
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
+from netlayer.workload.model_size import num_parameters
 from trainer.checkpoint import PARAMETER, Files
 from trainer.checkpoint_meta import Meta
 from trainer.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
 from trainer.linears import parts
-from trainer.memory import num_parameters
 from trainer.model import GPT, build_model
 
 _UNFINISHED = "\ufffd"  # what a character shows as whose last bytes are still to come

@@ -39,9 +39,9 @@ from bench.peers.plain import check_plain, layers_of
 from netlayer.config import JobConfig
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
+from netlayer.workload.stages import half_blocks
 from trainer.model import build_model
 from trainer.parallel import MicroBatch
-from trainer.stages import half_blocks
 
 
 def check(job: JobConfig, backend: str, *, asynchronous: bool = False) -> None:

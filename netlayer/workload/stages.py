@@ -5,7 +5,7 @@ The head behind the last layer is as much work as one layer of a 7B GPT with 50,
 and since a block may be cut between attention and MLP, half blocks are counted.
 
 Half blocks are numbered: 2 l is the attention of layer l, 2 l + 1 its MLP. A parallel block is one piece. Left out:
-what a stage has the memory for (`trainer.memory`), runs of other numbers of half blocks where windows make some of them
+what a stage has the memory for (`memory`), runs of other numbers of half blocks where windows make some of them
 cheaper, recomputation, and steps of fewer micro-batches than stages.
 
 p stages, v chunks a stage; chunk c of stage s is the virtual stage c p + s.
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from netlayer.config import JobConfig, ModelConfig
-from trainer.flops import half_block_flops, head_flops
+from netlayer.workload.flops import half_block_flops, head_flops
 
 BlockPart = Literal["whole", "attention", "mlp"]
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from collectives.messages import DIRECTIONS, Direction, Message
-from trainer.schedule import Action, Schedule
+from netlayer.workload.messages import DIRECTIONS, Direction, Message
+from netlayer.workload.schedule import Action, Schedule
 
 
 @dataclass(frozen=True)
