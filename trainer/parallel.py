@@ -41,6 +41,8 @@ from collectives.windows import are_worth_it
 from netlayer.config import JobConfig
 from netlayer.layout import ParallelLayout
 from netlayer.rendezvous import Groups
+from netlayer.workload.comm_bytes import bucket_limit
+from netlayer.workload.dtypes import gradient_dtype
 from netlayer.workload.fit import has_room_for_copies, has_room_for_windows
 from netlayer.workload.schedule import Schedule, forward_only
 from netlayer.workload.stages import run_of
@@ -321,11 +323,11 @@ class SplitModel:
             module,
             lanes=self._data_lanes,
             units=module.units,
-            bucket_bytes=round(overlap.bucket_mib * 2**20) if overlap.bucket_mib else None,
+            bucket_bytes=bucket_limit(self.job),
             prefetch=overlap.prefetch,
             overlap=overlap.dp,
             param_dtype=dtype,
-            reduce_dtype=torch.float64 if self._is_wide else getattr(torch, overlap.reduce_dtype),
+            reduce_dtype=getattr(torch, gradient_dtype(self.job)),
             windows=self.has_windows,
             peer_reduce=self.has_peer_reduce,
             mean=False,

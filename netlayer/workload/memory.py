@@ -20,7 +20,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from netlayer.config import JobConfig, ModelConfig
-from netlayer.workload.dtypes import DTYPE_BYTES
+from netlayer.workload.buckets import COPIES_AT_ONCE, MOST_COPYING_RANKS, REDUCTIONS_IN_FLIGHT
+from netlayer.workload.dtypes import DTYPE_BYTES, gradient_dtype, master_dtype
 from netlayer.workload.model_size import (
     block_elements,
     num_branches,
@@ -34,9 +35,11 @@ from netlayer.workload.stages import BlockPart, count_parts, halves_in, run_of
 from netlayer.workload.zero_bubble import has_zero_bubble
 
 _TOKEN_BYTES = 8
-_LOGITS_ROWS = 2048  # trainer.ops.loss.CHUNK_ROWS, not imported: it would load torch
-_REDUCTIONS_AT_ONCE = 5  # of collectives.sharded: `in_flight`, and the one that is being filled
-_COPIED_AT_ONCE, _MOST_COPYING = 2, 8  # of collectives.peer_reduce, and ranks of collectives.symmetric; likewise
+LOGITS_ROWS = 2048
+"""Rows whose logits the loss holds at once where torch's operators compute it, three times over in float32."""
+KERNEL_LOGITS_ROWS = 4096
+"""The same where kernels do, which hold them once: half the passes over the weight's gradient for less memory."""
+_REDUCTIONS_AT_ONCE = REDUCTIONS_IN_FLIGHT + 1  # and the one that is being filled
 
 
 @dataclass(frozen=True)
@@ -99,12 +102,12 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
     """Of a rank of one pipeline stage."""
     model, parallel = job.model, job.parallel
     width = DTYPE_BYTES[model.dtype]
-    wide = max(4, width)
+    wide = DTYPE_BYTES[master_dtype(job)]
     elements = stage_elements(job, stage)
     share = -(-elements // parallel.dp)
     adds_up = parallel.dp > 1 and (micro_batches(job) > 1 or has_zero_bubble(job))
     tokens = job.batch.micro_size * model.seq_len
-    rows, table = min(_LOGITS_ROWS, tokens), table_elements(job)
+    rows, table = min(LOGITS_ROWS, tokens), table_elements(job)
     has_head = stage == parallel.pp - 1
     return Estimate(
         parameters=elements * width,
@@ -231,7 +234,7 @@ def _norm_saved_bytes(model: ModelConfig) -> int:
 
 def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds_up: bool) -> int:
     """Of gradients on their way while activations are still held, and of their sums where these land apart."""
-    reduced = wide if wide == 8 else DTYPE_BYTES[job.overlap.reduce_dtype]
+    reduced = DTYPE_BYTES[gradient_dtype(job)]
     if job.overlap.windows:
         return _window_elements(job, stage, sums_stay=reduced == wide) * reduced
     usual = _block_bucket_elements(job)
@@ -253,8 +256,8 @@ def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> int:
         blocks = [_block_bucket_elements(job, part) for part in count_parts(run)]
         has_table = run.start == 0 or run.stop == 2 * model.layers
         wholes.append(max([*blocks, table * has_table]))
-    may_copy = job.overlap.copies_gradients and 2 <= parallel.dp <= _MOST_COPYING and model.dtype != "float64"
-    copied = _COPIED_AT_ONCE if may_copy else 0
+    may_copy = job.overlap.copies_gradients and 2 <= parallel.dp <= MOST_COPYING_RANKS and model.dtype != "float64"
+    copied = COPIES_AT_ONCE if may_copy else 0
     shares = [0 if sums_stay else _REDUCTIONS_AT_ONCE * -(-whole // parallel.dp) for whole in wholes]
     beside = (max(copied * whole, share) for whole, share in zip(wholes, shares, strict=True))
     return _REDUCTIONS_AT_ONCE * sum(wholes) + sum(beside)

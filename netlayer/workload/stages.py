@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal
 
-from netlayer.config import JobConfig, ModelConfig
+from netlayer.config import JobConfig, ModelConfig, ParallelConfig
 from netlayer.workload.flops import half_block_flops, head_flops
 
 BlockPart = Literal["whole", "attention", "mlp"]
@@ -26,7 +26,7 @@ BlockPart = Literal["whole", "attention", "mlp"]
 
 def run_of(job: JobConfig, stage: int, chunk: int) -> range:
     """Half blocks of a chunk."""
-    cuts = _cuts_of(job)
+    cuts = _cuts_of(job.model, job.parallel)
     virtual = chunk * job.parallel.pp + stage
     return range(cuts[virtual], cuts[virtual + 1])
 
@@ -63,9 +63,9 @@ def count_parts(halves: range) -> dict[BlockPart, int]:
     return {part: number for part, number in found.items() if number}
 
 
-def _cuts_of(job: JobConfig) -> Sequence[int]:
+@functools.lru_cache(maxsize=256)  # asked once a chunk of every stage
+def _cuts_of(model: ModelConfig, parallel: ParallelConfig) -> Sequence[int]:
     """Where virtual stages begin, and the end of the last."""
-    model, parallel = job.model, job.parallel
     num = parallel.pp * parallel.vpp
     if num == 1 or not parallel.balance or model.layers < num:  # no job, but its memory can be counted
         return [2 * (model.layers * run // num) for run in range(num + 1)]
