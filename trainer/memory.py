@@ -6,10 +6,9 @@ from typing import Literal
 
 from netlayer import environ
 from netlayer.config import JobConfig
-from netlayer.errors import ConfigError
-from netlayer.workload.fit import has_room_for_copies, has_room_for_windows, remedy, with_overlap
+from netlayer.workload.fit import check_room, in_room, with_overlap
 from netlayer.workload.memory import estimate, gib
-from netlayer.workload.model_size import num_parameters
+from netlayer.workload.model_size import num_parameters as num_parameters
 
 
 def check_memory(job: JobConfig, ranks: int, backend: Literal["gloo", "nccl"]) -> str:
@@ -19,10 +18,7 @@ def check_memory(job: JobConfig, ranks: int, backend: Literal["gloo", "nccl"]) -
         ConfigError: the ranks together need more than this machine has free, or one more than its GPU has.
     """
     there, where = _room(backend)
-    if backend == "gloo" or (job.overlap.windows == "auto" and there and not has_room_for_windows(job, there)):
-        job = with_overlap(job, windows=False)
-    elif there and not has_room_for_copies(job, there):
-        job = with_overlap(job, peer_reduce=False)
+    job = with_overlap(job, windows=False) if backend == "gloo" else in_room(job, there)
     found = estimate(job)
     sharing = 1 if backend == "nccl" else ranks
     line = f"a rank will hold about {found}"
@@ -31,10 +27,7 @@ def check_memory(job: JobConfig, ranks: int, backend: Literal["gloo", "nccl"]) -
     if not there:
         return line
     line += f"; {where} {gib(there)}"
-    if found.total * sharing > there:
-        raise ConfigError(
-            "job", job.name, f"{num_parameters(job.model):,} parameters: {line}", remedy(job, there, sharing)
-        )
+    check_room(job, line, there, sharing)
     return line
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from netlayer.config import JobConfig
+from netlayer.config import ClusterConfig, JobConfig
 from netlayer.errors import ConfigError
 from netlayer.workload.memory import estimate, gib
+from netlayer.workload.model_size import num_parameters
 
 # What to lower, by the key without which nothing of its kind is left. The width is in all of them.
 _LEADING = {
@@ -32,6 +33,36 @@ def has_room_for_copies(job: JobConfig, num_bytes: int) -> bool:
 
 def with_overlap(job: JobConfig, **overlap: bool) -> JobConfig:
     return job.model_copy(update={"overlap": job.overlap.model_copy(update=overlap)})
+
+
+def on_cluster(job: JobConfig, cluster: ClusterConfig) -> JobConfig:
+    """The job without what its groups cannot have there: windows and copies are of one host."""
+    spans_hosts = job.parallel.tp * job.parallel.dp > cluster.gpus_per_server
+    return with_overlap(job, windows=False) if spans_hosts and job.overlap.windows == "auto" else job
+
+
+def in_room(job: JobConfig, num_bytes: int) -> JobConfig:
+    """The job as it runs on a GPU of so many bytes, 0 where nobody knows: windows and copies take what is left."""
+    if not num_bytes:
+        return job
+    if job.overlap.windows == "auto" and not has_room_for_windows(job, num_bytes):
+        return with_overlap(job, windows=False)
+    return job if has_room_for_copies(job, num_bytes) else with_overlap(job, peer_reduce=False)
+
+
+def check_room(job: JobConfig, line: str, num_bytes: int, sharing: int = 1) -> None:
+    """Refuse a job whose ranks do not fit, and say the smallest change with which they do.
+
+    Args:
+        line: what is said of its memory.
+        sharing: ranks that share the bytes.
+
+    Raises:
+        ConfigError: they need more.
+    """
+    if estimate(job).total * sharing > num_bytes:
+        size = f"{num_parameters(job.model):,} parameters: {line}"
+        raise ConfigError("job", job.name, size, remedy(job, num_bytes, sharing))
 
 
 def remedy(job: JobConfig, there: int, sharing: int) -> str:

@@ -53,16 +53,16 @@ def check_schedule(schedule: Schedule, *, depth: int = 1, max_in_flight: int | N
         simulate(schedule, costs, coupled=coupled, one_queue=True, depth=0, slots=NUM_SLOTS)
 
 
-def check_job(job: JobConfig) -> None:
-    """`check_schedule` of what a job's stages will run in a full batch, within what `memory` counts for them.
+def check_job(job: JobConfig) -> Schedule:
+    """`check_schedule` of what a job's stages will run in a full batch, within what `memory` counts for them; gives it.
 
     Raises:
         ValueError: as there.
     """
-    if job.parallel.pp == 1:
-        return
-    held = max(in_flight(job, stage) for stage in range(job.parallel.pp))
-    check_schedule(of_job(job, micro_batches(job)), max_in_flight=held)
+    schedule = of_job(job, micro_batches(job))
+    if job.parallel.pp > 1:
+        check_schedule(schedule, max_in_flight=max(in_flight(job, stage) for stage in range(job.parallel.pp)))
+    return schedule
 
 
 def num_actions(job: JobConfig) -> int:
