@@ -33,6 +33,7 @@ _COLUMNS = {
     "layers": "layers",
     "parameters": "parameters",
     "memory_bytes": "memory",
+    "fits": "fits",
     "parameters_bytes": "parameters",
     "masters_bytes": "masters",
     "gradients_bytes": "gradients",
@@ -65,7 +66,13 @@ def preview(config: Config, *, echoes: bool) -> list[dict[str, Any]]:
     stages = stage_rows(job, cluster)
     if echoes:
         click.echo("\n".join([f"{job.name}: {lines[0]}", *lines[1:], _schedule_line(job, schedule)]))
-        shown = {key: heading for key, heading in _COLUMNS.items() if any(row[key] for row in stages)}
+        shown = {
+            key: heading
+            for key, heading in _COLUMNS.items()
+            if any(
+                row.get(key) or row.get(key) is False for row in stages
+            )  # of what no stage has any there is no column
+        }
         title = "A rank of each pipeline stage: what it holds (estimate), and what it sends in a step (predicted)"
         print_rows(title, stages, {"stage": "stage", **shown})
         for note in notes(job, _backend(config)):

@@ -23,7 +23,7 @@ def stage_rows(job: JobConfig, cluster: ClusterConfig) -> list[dict[str, Any]]:
     """A row a pipeline stage, of a rank: bytes that it holds, by part, and that it sends, by group.
 
     Memory is that of the job as the cluster lets it run (`fit.on_cluster`, and `fit.in_room` where the cluster says
-    how much memory a GPU has).
+    how much memory a GPU has; `fits` then says whether it has enough).
     """
     held_job = in_room(on_cluster(job, cluster), cluster.gpu_memory_bytes)
     rows = []
@@ -35,6 +35,7 @@ def stage_rows(job: JobConfig, cluster: ClusterConfig) -> list[dict[str, Any]]:
                 "layers": num_layers(job, stage),
                 "parameters": stage_elements(job, stage),
                 "memory_bytes": found.total,
+                **({"fits": found.total <= cluster.gpu_memory_bytes} if cluster.gpu_memory_bytes else {}),
                 **{f"{part}_bytes": num_bytes for part, num_bytes in found.parts().items()},
                 **{f"{group}_sent_bytes": total_bytes(collectives, group, sent=True) for group in GROUPS},
             }

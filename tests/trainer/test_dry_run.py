@@ -48,6 +48,15 @@ def test_what_does_not_fit_is_refused_with_the_change_that_would() -> None:
         dry_run(FLAGSHIP, "--set", "cluster.gpu_memory_bytes=30GiB")
 
 
+def test_stages_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    words = ["--dry-run", str(FLAGSHIP), "--set", "cluster.gpu_memory_bytes=33GiB", "--json", str(file)]
+    assert "fits" in CliRunner().invoke(train, words).stdout
+    stages = [row for row in json.loads(file.read_text())["rows"] if row["table"] == "stage"]
+    assert [row["fits"] for row in stages] == [row["memory_bytes"] <= 33 * 2**30 for row in stages]
+    assert {row["fits"] for row in stages} == {True, False}
+
+
 def test_groups_of_several_hosts_have_no_windows() -> None:
     """Nor the memory for them."""
     config = load_config(FLAGSHIP)
