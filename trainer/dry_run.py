@@ -58,24 +58,21 @@ def preview(config: Config, *, echoes: bool) -> list[dict[str, Any]]:
     """
     from topology.commands.printing import print_rows
 
-    job, cluster = config.job, config.cluster
-    lines = [size(job, _backend(config)), *job_lines(job, cluster)[1:]]
+    backend, cluster = _backend(config), config.cluster
+    job = fit.with_overlap(config.job, windows=False) if backend == "gloo" else config.job  # it has none
+    lines = [size(job, backend), *job_lines(job, cluster)[1:]]
     if num_actions(job) >= MANY_ACTIONS:
         click.echo(f"checking the schedule of {micro_batches(job):,} micro-batches ...", err=True)
     schedule = schedule_row(job, check_job(job))
     stages = stage_rows(job, cluster)
     if echoes:
         click.echo("\n".join([f"{job.name}: {lines[0]}", *lines[1:], _schedule_line(job, schedule)]))
-        shown = {
-            key: heading
-            for key, heading in _COLUMNS.items()
-            if any(
-                row.get(key) or row.get(key) is False for row in stages
-            )  # of what no stage has any there is no column
-        }
+        # Of what no stage has any there is no column.
+        has_any = {key for row in stages for key, value in row.items() if value or value is False}
+        shown = {key: heading for key, heading in _COLUMNS.items() if key in has_any}
         title = "A rank of each pipeline stage: what it holds (estimate), and what it sends in a step (predicted)"
         print_rows(title, stages, {"stage": "stage", **shown})
-        for note in notes(job, _backend(config)):
+        for note in notes(config.job, backend):
             click.echo(f"note: {note}")
     named = {"job": [{"lines": lines}], "schedule": [schedule], "stage": stages, "collective": collective_rows(job)}
     return [{"table": table, **row} for table, rows in named.items() for row in rows]

@@ -21,7 +21,7 @@ nothing yet. Left out: evaluation, checkpoints, what ranks agree upon at the sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,14 +103,11 @@ def total_bytes(
     return sum(each.sent_bytes if sent else each.num_bytes for each in chosen)
 
 
-def sent_by_group(job: JobConfig) -> dict[Group, float]:
-    """Bytes that the rank with most of a group's sends in a step, by group; groups that carry nothing are not there."""
-    found: dict[Group, float] = {}
-    for stage in range(job.parallel.pp):
-        collectives = stage_collectives(job, stage)
-        for group in dict.fromkeys(each.group for each in collectives):
-            found[group] = max(found.get(group, 0.0), total_bytes(collectives, group, sent=True))
-    return found
+def busiest(job: JobConfig, group: Group) -> list[Collective]:
+    """Collectives of a group, of the stage that sends most in it; empty where nothing is carried."""
+    of_stages = (stage_collectives(job, stage) for stage in range(job.parallel.pp))
+    of_group = [[each for each in collectives if each.group == group] for collectives in of_stages]
+    return max(of_group, key=lambda collectives: sum(each.sent_bytes for each in collectives))
 
 
 def bucket_limit(job: JobConfig) -> int | None:
@@ -128,11 +125,6 @@ def stage_buckets(job: JobConfig, stage: int) -> list[tuple[int, int]]:
         for unit in chunk_units(job, stage, chunk):
             found += [(numel, unit.count) for numel in _unit_buckets(job, unit)]
     return found
-
-
-def boundary_bytes(job: JobConfig) -> float:
-    """Of one message between pipeline stages: a rank's rows of a micro-batch's activations or their gradients."""
-    return _activation_bytes(job) / job.parallel.tp
 
 
 def _activation_bytes(job: JobConfig) -> float:
@@ -171,7 +163,8 @@ def _tensor_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
     for part, number in _stage_parts(job, stage).items():
         each = _block_gathers_and_scatters(job, part)
         gathers, scatters = gathers + number * each[0], scatters + number * each[1]
-    for kind, times in (("all_gather", count * gathers), ("reduce_scatter", count * scatters)):
+    of_blocks: Mapping[Kind, int] = {"all_gather": count * gathers, "reduce_scatter": count * scatters}
+    for kind, times in of_blocks.items():
         yield Collective("tp", kind, "activations", dtype, tp, times, times * activation)
         if stage == 0:
             yield Collective("tp", kind, "lookup", dtype, tp, count, count * activation)
@@ -207,9 +200,11 @@ def _block_gathers_and_scatters(job: JobConfig, part: BlockPart) -> tuple[int, i
 
 def _pipeline(job: JobConfig, stage: int) -> Iterator[Collective]:
     parallel, count, dtype = job.parallel, micro_batches(job), job.model.dtype
-    for carries, end in (("forward", parallel.pp - 1), ("backward", 0)):
+    boundary = _activation_bytes(job) / parallel.tp  # a rank's rows
+    ends: Mapping[Carries, int] = {"forward": parallel.pp - 1, "backward": 0}
+    for carries, end in ends.items():
         times = count * (parallel.vpp - (stage == end))  # at the model's end nobody waits for it
-        yield Collective("pp", "send", carries, dtype, parallel.pp, times, times * boundary_bytes(job))
+        yield Collective("pp", "send", carries, dtype, parallel.pp, times, times * boundary)
     if job.model.tied_embeddings and stage in (0, parallel.pp - 1):
         wide = master_dtype(job)
         mean = table_elements(job) / parallel.dp * DTYPE_BYTES[wide]

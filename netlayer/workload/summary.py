@@ -6,7 +6,7 @@ from typing import Any
 
 from netlayer.config import ClusterConfig, JobConfig
 from netlayer.units import format_size
-from netlayer.workload.comm_bytes import Collective, Group, stage_collectives, total_bytes
+from netlayer.workload.comm_bytes import Collective, Group, busiest, stage_collectives, total_bytes
 from netlayer.workload.fit import in_room, on_cluster
 from netlayer.workload.flops import half_block_flops, head_flops, step_flops
 from netlayer.workload.memory import estimate_stage, gib
@@ -16,7 +16,7 @@ from netlayer.workload.schedule_simulation import Costs, simulate
 from netlayer.workload.stages import num_layers, run_of
 
 GROUPS: tuple[Group, ...] = ("tp", "cp", "dp", "dp_replicate", "pp", "tied", "world")
-_LEAST_SHOWN = 1e6  # bytes: scalars of all ranks are no line of their own
+_LEAST_SHOWN = 1e6  # bytes: scalars of all ranks, and norms, are not worth a word
 
 
 def stage_rows(job: JobConfig, cluster: ClusterConfig) -> list[dict[str, Any]]:
@@ -83,8 +83,7 @@ def flops_costs(job: JobConfig) -> Costs:
             forward[stage][chunk] = sum(half_block_flops(model, half // 2)[half % 2] for half in halves)
     again = 1.0 if model.recompute == "full" else 0.0
     backward = [[(2 + again) * each for each in times] for times in forward]
-    forward[-1][-1] += head_flops(model)  # with its gradients, which the loss computes in its forward pass
-    backward[-1][-1] += 2 * head_flops(model)
+    forward[-1][-1] += 3 * head_flops(model)  # the loss computes the head's gradients in its forward pass
     return Costs(forward, backward, [0.0] * parallel.pp, weights_share=1 / (2 + again))
 
 
@@ -102,8 +101,7 @@ def job_lines(job: JobConfig, cluster: ClusterConfig) -> list[str]:
     return [
         f"{job.name}: {num_parameters(job.model):,} parameters on {ranks:,} rank{'s' * (ranks > 1)} ({degrees})",
         f"a step: {batch.global_size:,} sequences, {tokens:,} tokens, {count:,} micro-batch{'es' * (count > 1)} a "
-        f"pipeline; "
-        f"{flops.full:.4g} FLOPs with full attention, {flops.causal:.4g} with causal{windowed}",
+        f"pipeline; {flops.full:.4g} FLOPs with full attention, {flops.causal:.4g} with causal{windowed}",
         *_sent_lines(job),
         f"a rank holds about {most if least == most else f'{least} to {most}'} (estimate)",
     ]
@@ -111,23 +109,18 @@ def job_lines(job: JobConfig, cluster: ClusterConfig) -> list[str]:
 
 def _sent_lines(job: JobConfig) -> list[str]:
     """What the rank that has most to send of each group sends, and what that is."""
-    of_stages = [stage_collectives(job, stage) for stage in range(job.parallel.pp)]
     lines = []
     for group in GROUPS:
-        most = max(of_stages, key=lambda each: total_bytes(each, group, sent=True))
-        if total_bytes(most, group, sent=True) < _LEAST_SHOWN and group in ("world", "tied"):
-            continue
         parts: dict[tuple[str, str], float] = {}
-        for each in most:
-            if each.group == group:
-                key = each.carries, each.dtype
-                parts[key] = parts.get(key, 0.0) + each.sent_bytes
-        if parts:
-            shown = [
-                f"{carries} {format_size(round(sent))} in {dtype}"
-                for (carries, dtype), sent in parts.items()
-                if sent >= _LEAST_SHOWN
-            ]
-            what = f": {', '.join(shown)}" if shown else ""
-            lines.append(f"a rank sends in group {group} up to {format_size(round(sum(parts.values())))} a step{what}")
+        for each in busiest(job, group):
+            parts[each.carries, each.dtype] = parts.get((each.carries, each.dtype), 0.0) + each.sent_bytes
+        total = sum(parts.values())
+        if not parts or (group == "world" and total < _LEAST_SHOWN):
+            continue
+        shown = [
+            f"{carries} {format_size(round(sent))} in {dtype}"
+            for (carries, dtype), sent in parts.items()
+            if sent >= min(_LEAST_SHOWN, total / 100)
+        ]
+        lines.append(f"a rank sends in group {group} up to {format_size(round(total))} a step: {', '.join(shown)}")
     return lines or ["a rank sends nothing to others"]

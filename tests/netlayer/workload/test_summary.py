@@ -12,9 +12,9 @@ import pytest
 import netlayer.workload
 from netlayer.config import JobConfig
 from netlayer.config_file import load_config
-from netlayer.workload.comm_bytes import sent_by_group
+from netlayer.workload.comm_bytes import busiest
 from netlayer.workload.fit import in_room, on_cluster
-from netlayer.workload.summary import flops_costs, job_lines, stage_rows
+from netlayer.workload.summary import GROUPS, flops_costs, job_lines, stage_rows
 
 
 def test_no_module_loads_torch_or_what_stands_above() -> None:
@@ -28,17 +28,19 @@ def test_no_module_loads_torch_or_what_stands_above() -> None:
 def test_groups_without_other_ranks_are_not_said() -> None:
     config = load_config(Path("examples/laptop.toml"))
     assert not any("group tp" in line or "group pp" in line for line in job_lines(config.job, config.cluster))
-    assert sent_by_group(config.job).keys() == {"dp", "world"}
+    assert {group for group in GROUPS if busiest(config.job, group)} == {"dp", "world"}
     alone = config.job.model_copy(update={"parallel": config.job.parallel.model_copy(update={"dp": 1})})
     assert "a rank sends nothing to others" in job_lines(alone, config.cluster)
-    assert sent_by_group(alone) == {}
+    assert not any(busiest(alone, group) for group in GROUPS)
 
 
 def test_what_is_said_of_a_group_is_its_busiest_stage() -> None:
     config = load_config(Path("examples/megascale-12288.toml"))
-    rows, most = stage_rows(config.job, config.cluster), sent_by_group(config.job)
+    rows = stage_rows(config.job, config.cluster)
     for group in ("tp", "dp", "pp"):
-        assert max(row[f"{group}_sent_bytes"] for row in rows) == most[group]
+        most = max(row[f"{group}_sent_bytes"] for row in rows)
+        assert most == sum(each.sent_bytes for each in busiest(config.job, group))
+        assert any(line.startswith(f"a rank sends in group {group}") for line in job_lines(config.job, config.cluster))
 
 
 def test_windows_are_given_up_where_the_memory_or_the_host_has_none() -> None:
