@@ -7,7 +7,6 @@ times.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -99,14 +98,14 @@ def check_fits(config: Config, here: bool) -> str:
 
 
 def record_of(
-    config: Config, rows: list[dict[str, Any]], arguments: Mapping[str, Any], started: datetime, seed: int
+    config: Config, rows: list[dict[str, Any]], arguments: Mapping[str, Any], started_utc: str, seed: int
 ) -> RunRecord:
     """Predicted, as it is."""
     return RunRecord(
         name="train-dry-run",
         source="predicted",
         rows=rows,
-        started_utc=started,
+        started_utc=started_utc,
         ended_utc=utc_now(),
         arguments=arguments,
         config=config.model_dump(mode="json"),

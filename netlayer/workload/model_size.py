@@ -10,6 +10,7 @@ h hidden width, f inside the MLP, q of queries, keys and values together, V voca
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from netlayer.config import JobConfig, ModelConfig
@@ -34,7 +35,8 @@ class Parameter(NamedTuple):
         return math.prod(self.shape)
 
 
-class Unit(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Unit:
     """What is gathered and reduced as one: a block or half of it, or a token table; norms and positions of the ends go
     alone.
 
