@@ -2,7 +2,7 @@
 
 Who sends to whom, and how much, comes from `topology.traffic`: an edge of a ring is one flow, or several in turn, each
 after the receipt of the one before. A phase begins at a NIC once all that it sent and received in the last one is
-done. Left out: computation between phases, tensor parallelism (NVLink).
+done. Left out: computation between phases, tensor parallelism (NVLink), the sum of a tied token table's gradients.
 """
 
 from __future__ import annotations

@@ -16,9 +16,10 @@ from netlayer.config import Config, JobConfig
 from netlayer.results import RunRecord, utc_now
 from netlayer.workload import fit
 from netlayer.workload.memory import estimate, gib
-from netlayer.workload.schedule import micro_batches
+from netlayer.workload.schedule import Schedule, bubble_fraction, micro_batches
 from netlayer.workload.schedule_check import check_job, num_actions
-from netlayer.workload.summary import collective_rows, job_lines, schedule_row, stage_rows
+from netlayer.workload.schedule_simulation import flops_costs, simulate
+from netlayer.workload.summary import collective_rows, job_lines, stage_rows
 from trainer.memory import check_memory
 from trainer.preview import notes, size
 
@@ -62,7 +63,7 @@ def preview(config: Config, *, echoes: bool) -> list[dict[str, Any]]:
     lines = [size(job, backend), *job_lines(job, cluster)[1:]]
     if num_actions(job) >= MANY_ACTIONS:
         click.echo(f"checking the schedule of {micro_batches(job):,} micro-batches ...", err=True)
-    schedule = schedule_row(job, check_job(job))
+    schedule = _schedule_row(job, check_job(job))
     stages = stage_rows(job, cluster)
     if echoes:
         click.echo("\n".join([f"{job.name}: {lines[0]}", *lines[1:], _schedule_line(job, schedule)]))
@@ -120,6 +121,23 @@ def _backend(config: Config) -> Backend:
         return asked
     elsewhere = config.cluster.gpu_memory_bytes or config.cluster.servers > 1
     return "nccl" if elsewhere or environ.usable_gpus() else "gloo"
+
+
+def _schedule_row(job: JobConfig, schedule: Schedule) -> dict[str, Any]:
+    """The pipeline's schedule, and its bubble: by the formula, and run on paper with times by FLOPs.
+
+    The second has what the first leaves out: stages that differ, the head, gradients of weights that fill gaps.
+    Messages are free in both.
+    """
+    parallel, count = job.parallel, schedule.num_micro_batches
+    return {
+        "schedule": schedule.name,
+        "micro_batches": count,
+        "actions": sum(len(actions) for actions in schedule.stages),
+        "most_in_flight": max(map(schedule.peak_in_flight, range(parallel.pp))),
+        "bubble_formula": bubble_fraction(parallel.pp, count, parallel.vpp),
+        "bubble": simulate(schedule, flops_costs(job)).bubble,
+    }
 
 
 def _schedule_line(job: JobConfig, row: Mapping[str, Any]) -> str:

@@ -103,9 +103,8 @@ def total_bytes(
     return sum(each.sent_bytes if sent else each.num_bytes for each in chosen)
 
 
-def busiest(job: JobConfig, group: Group) -> list[Collective]:
+def busiest(of_stages: Iterable[Iterable[Collective]], group: Group) -> list[Collective]:
     """Collectives of a group, of the stage that sends most in it; empty where nothing is carried."""
-    of_stages = (stage_collectives(job, stage) for stage in range(job.parallel.pp))
     of_group = [[each for each in collectives if each.group == group] for collectives in of_stages]
     return max(of_group, key=lambda collectives: sum(each.sent_bytes for each in collectives))
 
@@ -177,7 +176,7 @@ def _tensor_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
         yield Collective("tp", "all_reduce", "softmax", master_dtype(job), tp, times, count * rows * 2 * tp * wide)
     shared = sum(
         unit.count * parameter.numel
-        for unit in _units(job, stage)
+        for unit in (_units(job, stage) if tp > 1 else ())
         for parameter in unit.parameters
         if not parameter.is_cut
     )

@@ -8,12 +8,11 @@ from netlayer.config import ClusterConfig, JobConfig
 from netlayer.units import format_size
 from netlayer.workload.comm_bytes import Collective, Group, busiest, stage_collectives, total_bytes
 from netlayer.workload.fit import in_room, on_cluster
-from netlayer.workload.flops import half_block_flops, head_flops, step_flops
+from netlayer.workload.flops import step_flops
 from netlayer.workload.memory import estimate_stage, gib
 from netlayer.workload.model_size import num_parameters, stage_elements
-from netlayer.workload.schedule import Schedule, bubble_fraction, micro_batches
-from netlayer.workload.schedule_simulation import Costs, simulate
-from netlayer.workload.stages import num_layers, run_of
+from netlayer.workload.schedule import micro_batches
+from netlayer.workload.stages import num_layers
 
 GROUPS: tuple[Group, ...] = ("tp", "cp", "dp", "dp_replicate", "pp", "tied", "world")
 _LEAST_SHOWN = 1e6  # bytes: scalars of all ranks, and norms, are not worth a word
@@ -25,7 +24,7 @@ def stage_rows(job: JobConfig, cluster: ClusterConfig) -> list[dict[str, Any]]:
     Memory is that of the job as the cluster lets it run (`fit.on_cluster`, and `fit.in_room` where the cluster says
     how much memory a GPU has; `fits` then says whether it has enough).
     """
-    held_job = in_room(on_cluster(job, cluster), cluster.gpu_memory_bytes)
+    held_job = _as_held(job, cluster)
     rows = []
     for stage in range(job.parallel.pp):
         found, collectives = estimate_stage(held_job, stage), stage_collectives(job, stage)
@@ -43,6 +42,11 @@ def stage_rows(job: JobConfig, cluster: ClusterConfig) -> list[dict[str, Any]]:
     return rows
 
 
+def _as_held(job: JobConfig, cluster: ClusterConfig) -> JobConfig:
+    """As the cluster lets it run: windows and copies are not everywhere."""
+    return in_room(on_cluster(job, cluster), cluster.gpu_memory_bytes)
+
+
 def collective_rows(job: JobConfig) -> list[dict[str, Any]]:
     """A row for each kind of collective of each stage, of a rank and a step."""
     return [
@@ -56,37 +60,6 @@ def collective_rows(job: JobConfig) -> list[dict[str, Any]]:
     ]
 
 
-def schedule_row(job: JobConfig, schedule: Schedule) -> dict[str, Any]:
-    """The pipeline's schedule, and its bubble: by the formula, and run on paper with times by FLOPs.
-
-    The second has what the first leaves out: stages that differ, the head, gradients of weights that fill gaps.
-    Messages are free in both.
-    """
-    parallel, count = job.parallel, schedule.num_micro_batches
-    return {
-        "schedule": schedule.name,
-        "micro_batches": count,
-        "actions": sum(len(actions) for actions in schedule.stages),
-        "most_in_flight": max(map(schedule.peak_in_flight, range(parallel.pp))),
-        "bubble_formula": bubble_fraction(parallel.pp, count, parallel.vpp),
-        "bubble": simulate(schedule, flops_costs(job)).bubble,
-    }
-
-
-def flops_costs(job: JobConfig) -> Costs:
-    """Times of a schedule's actions in proportion to their FLOPs: backward twice forward, and whole blocks again."""
-    parallel, model = job.parallel, job.model
-    forward = [[0.0] * parallel.vpp for _ in range(parallel.pp)]
-    for stage in range(parallel.pp):
-        for chunk in range(parallel.vpp):
-            halves = run_of(job, stage, chunk)
-            forward[stage][chunk] = sum(half_block_flops(model, half // 2)[half % 2] for half in halves)
-    again = 1.0 if model.recompute == "full" else 0.0
-    backward = [[(2 + again) * each for each in times] for times in forward]
-    forward[-1][-1] += 3 * head_flops(model)  # the loss computes the head's gradients in its forward pass
-    return Costs(forward, backward, [0.0] * parallel.pp, weights_share=1 / (2 + again))
-
-
 def job_lines(job: JobConfig, cluster: ClusterConfig) -> list[str]:
     """Size, FLOPs, bytes a step by group, memory a rank: a line each."""
     parallel, batch = job.parallel, job.batch
@@ -96,7 +69,8 @@ def job_lines(job: JobConfig, cluster: ClusterConfig) -> list[str]:
     flops, count = step_flops(job.model, batch.global_size), micro_batches(job)
     ranks = parallel.layout.world_size
     windowed = f", {flops.done:.4g} with its windows" * (job.model.attention_window > 0)
-    held = [round(row["memory_bytes"]) for row in stage_rows(job, cluster)]
+    held_job = _as_held(job, cluster)
+    held = [estimate_stage(held_job, stage).total for stage in range(parallel.pp)]
     least, most = gib(min(held)), gib(max(held))
     return [
         f"{job.name}: {num_parameters(job.model):,} parameters on {ranks:,} rank{'s' * (ranks > 1)} ({degrees})",
@@ -109,10 +83,11 @@ def job_lines(job: JobConfig, cluster: ClusterConfig) -> list[str]:
 
 def _sent_lines(job: JobConfig) -> list[str]:
     """What the rank that has most to send of each group sends, and what that is."""
+    of_stages = [stage_collectives(job, stage) for stage in range(job.parallel.pp)]
     lines = []
     for group in GROUPS:
         parts: dict[tuple[str, str], float] = {}
-        for each in busiest(job, group):
+        for each in busiest(of_stages, group):
             parts[each.carries, each.dtype] = parts.get((each.carries, each.dtype), 0.0) + each.sent_bytes
         total = sum(parts.values())
         if not parts or (group == "world" and total < _LEAST_SHOWN):

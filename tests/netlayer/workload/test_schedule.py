@@ -24,7 +24,7 @@ from netlayer.workload.schedule import (
     one_forward_one_backward,
 )
 from netlayer.workload.schedule_check import check_job, check_schedule, num_actions
-from netlayer.workload.schedule_simulation import Costs, _Stage, simulate
+from netlayer.workload.schedule_simulation import Costs, _Stage, flops_costs, simulate
 
 
 @st.composite
@@ -313,3 +313,11 @@ def test_stages_advance_in_turn_and_are_not_asked_again_and_again(monkeypatch: p
 def test_schedules_need_no_torch() -> None:
     code = "import sys, netlayer.workload.schedule, netlayer.workload.schedule_check; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 2), ("full", 3)])
+def test_a_backward_pass_is_twice_a_forward_and_blocks_may_run_again(recompute: str, times: int) -> None:
+    tree = {"model": {"layers": 4, "recompute": recompute}, "parallel": {"pp": 2, "dp": 1}}
+    costs = flops_costs(JobConfig.model_validate({**tree, "batch": {"global_size": 8, "micro_size": 1}}))
+    assert costs.backward_s[0][0] == times * costs.forward_s[0][0]
+    assert costs.forward_s[1][0] > 0

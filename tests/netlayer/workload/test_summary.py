@@ -7,14 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import netlayer.workload
-from netlayer.config import JobConfig
 from netlayer.config_file import load_config
-from netlayer.workload.comm_bytes import busiest
+from netlayer.workload.comm_bytes import busiest, stage_collectives
 from netlayer.workload.fit import in_room, on_cluster
-from netlayer.workload.summary import GROUPS, flops_costs, job_lines, stage_rows
+from netlayer.workload.summary import GROUPS, job_lines, stage_rows
 
 
 def test_no_module_loads_torch_or_what_stands_above() -> None:
@@ -28,18 +25,19 @@ def test_no_module_loads_torch_or_what_stands_above() -> None:
 def test_groups_without_other_ranks_are_not_said() -> None:
     config = load_config(Path("examples/laptop.toml"))
     assert not any("group tp" in line or "group pp" in line for line in job_lines(config.job, config.cluster))
-    assert {group for group in GROUPS if busiest(config.job, group)} == {"dp", "world"}
+    assert {group for group in GROUPS if busiest([stage_collectives(config.job, 0)], group)} == {"dp", "world"}
     alone = config.job.model_copy(update={"parallel": config.job.parallel.model_copy(update={"dp": 1})})
     assert "a rank sends nothing to others" in job_lines(alone, config.cluster)
-    assert not any(busiest(alone, group) for group in GROUPS)
+    assert not stage_collectives(alone, 0)
 
 
 def test_what_is_said_of_a_group_is_its_busiest_stage() -> None:
     config = load_config(Path("examples/megascale-12288.toml"))
     rows = stage_rows(config.job, config.cluster)
+    of_stages = [stage_collectives(config.job, stage) for stage in range(len(rows))]
     for group in ("tp", "dp", "pp"):
         most = max(row[f"{group}_sent_bytes"] for row in rows)
-        assert most == sum(each.sent_bytes for each in busiest(config.job, group))
+        assert most == sum(each.sent_bytes for each in busiest(of_stages, group))
         assert any(line.startswith(f"a rank sends in group {group}") for line in job_lines(config.job, config.cluster))
 
 
@@ -50,11 +48,3 @@ def test_windows_are_given_up_where_the_memory_or_the_host_has_none() -> None:
     assert in_room(config.job, 2**30).overlap.windows is False
     spread = config.cluster.model_copy(update={"servers": 2, "gpus_per_server": 4})
     assert on_cluster(config.job, spread).overlap.windows is False
-
-
-@pytest.mark.parametrize(("recompute", "times"), [("none", 2), ("full", 3)])
-def test_a_backward_pass_is_twice_a_forward_and_blocks_may_run_again(recompute: str, times: int) -> None:
-    tree = {"model": {"layers": 4, "recompute": recompute}, "parallel": {"pp": 2, "dp": 1}}
-    costs = flops_costs(JobConfig.model_validate({**tree, "batch": {"global_size": 8, "micro_size": 1}}))
-    assert costs.backward_s[0][0] == times * costs.forward_s[0][0]
-    assert costs.forward_s[1][0] > 0
