@@ -56,9 +56,9 @@ from netlayer.command import RunOptions, open_run, run_options
 from netlayer.early_end import ending_at, reason_of
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.meeting import MeetingPlace, meeting_place
-from netlayer.presets import MODELS
 from netlayer.progress import Stages
 from netlayer.results import RunRecord, check_target, utc_now, write_text
+from netlayer.workload.presets import MODELS
 from trainer.cli import words_of
 from trainer.data.prepare import Corpus
 from trainer.memory import check_memory

@@ -19,7 +19,8 @@ from typing import Any
 from netlayer.config import JobConfig
 from netlayer.errors import ConfigError
 from netlayer.results import write_text
-from trainer.flops import peak_flops, step_flops, utilisation
+from netlayer.workload.flops import step_flops, utilisation
+from netlayer.workload.peaks import peak_flops
 
 Row = dict[str, Any]
 RunKey = tuple[str, float]

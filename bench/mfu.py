@@ -3,7 +3,7 @@
 Same model, initial values, tokens, optimiser, clipping and dtype of reduction; a run is timed over N steps with one
 synchronisation at each end, systems take turns, and losses must agree. First the identical model in all systems; then,
 by `--also`, ours with changes, each a row of its own. MFU is given with full and with causal attention, and where there
-is a window with the keys that queries see (`trainer.flops`).
+is a window with the keys that queries see (`netlayer.workload.flops`).
 
 A peer has its best settings, which its module says, and on GPUs `job.model.compile`; ours has what the options say. Its
 best micro-batch is for `--micro-of`. What was measured is kept whatever ends the command: rows go into `rows.jsonl` as
@@ -38,7 +38,7 @@ from netlayer.early_end import ending_at
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.interrupt import uninterrupted
 from netlayer.results import RunRecord, utc_now, write_text
-from trainer.flops import peak_flops
+from netlayer.workload.peaks import peak_flops
 from trainer.preview import notes
 from trainer.step import WARM_UP
 

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from netlayer.config import JobConfig
-from trainer.flops import memory_bandwidth, peak_flops, step_flops
-from trainer.memory import num_parameters
+from netlayer.workload.flops import step_flops
+from netlayer.workload.model_size import num_parameters
+from netlayer.workload.peaks import memory_bandwidth, peak_flops
 
 Row = dict[str, Any]
 KINDS: tuple[tuple[str, str], ...] = (

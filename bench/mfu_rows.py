@@ -11,7 +11,8 @@ from bench.mfu_systems import OURS
 from netlayer.config import JobConfig
 from netlayer.errors import CheckFailed
 from netlayer.percentile import percentile
-from trainer.flops import peak_flops, step_flops, utilisation
+from netlayer.workload.flops import step_flops, utilisation
+from netlayer.workload.peaks import peak_flops
 
 Row = dict[str, Any]
 FORMULA = (

@@ -26,7 +26,8 @@ from netlayer.config import JobConfig
 from netlayer.errors import NetlayerError
 from netlayer.launch import launch
 from netlayer.meeting import meeting_place
-from trainer.flops import peak_flops, step_flops
+from netlayer.workload.flops import step_flops
+from netlayer.workload.peaks import peak_flops
 
 Row = dict[str, Any]
 Turn = tuple[int, Entry]

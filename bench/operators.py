@@ -24,7 +24,7 @@ from netlayer.command import RunOptions, open_out, run_options_without_config
 from netlayer.errors import CheckFailed, HardwareMissing
 from netlayer.percentile import percentile
 from netlayer.results import RunRecord, utc_now, write_text
-from trainer.flops import memory_bandwidth, peak_flops
+from netlayer.workload.peaks import memory_bandwidth, peak_flops
 
 if TYPE_CHECKING:
     import torch

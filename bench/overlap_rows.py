@@ -16,7 +16,8 @@ from typing import Any
 
 from bench.overlap_settings import PEERS, DpSettings, System
 from netlayer.percentile import percentile
-from trainer.flops import peak_flops, step_flops, utilisation
+from netlayer.workload.flops import step_flops, utilisation
+from netlayer.workload.peaks import peak_flops
 
 Row = dict[str, Any]
 

@@ -7,8 +7,8 @@ What the figures mean, p stages, v chunks a stage, m micro-batches:
 - `compute_ms`: the slowest stage's step with its messages removed (all else is done): the ideal.
 - `bubble`: step over compute, minus 1; `bubble_formula`: (p - 1) / (m v), for equal stages and free messages.
 - `transfer_ms`: one message alone on its link, all links busy, as measured here; `transfer_bw_gbs`: its rate.
-- `expected_ms`: the schedule run on paper (`trainer.schedule_simulation`) with the measured times of every action and
-  message: what the schedule itself costs, transfers included. `step_over_expected` is what we lose beyond.
+- `expected_ms`: the schedule run on paper (`netlayer.workload.schedule_simulation`) with the measured times of every
+  action and message: what the schedule itself costs, transfers included. `step_over_expected` is what we lose beyond.
 - `formula_ms`: compute (1 + formula) + 2 (p v - 1) transfers, where only the way down and up is exposed.
 - `sends_hidden_*`: share of the time of sends that lies under computation of their stage, by phase; None: no sends.
 - `step_over_formula`: step over that.
@@ -31,8 +31,8 @@ from netlayer.launch import launch
 from netlayer.meeting import meeting_place
 from netlayer.percentile import percentile
 from netlayer.rank import RankContext
-from trainer.schedule import Phase, Schedule, bubble_fraction, interleaved, one_forward_one_backward
-from trainer.schedule_simulation import Costs, simulate
+from netlayer.workload.schedule import Phase, Schedule, bubble_fraction, interleaved, one_forward_one_backward
+from netlayer.workload.schedule_simulation import Costs, simulate
 
 Row = dict[str, Any]
 Backend = Literal["gloo", "nccl"]

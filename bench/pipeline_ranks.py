@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from bench.control import Control, meet
 from bench.pipeline_overlap import SYSTEMS, Backend, Measured, Settings, System, Timed, make_runs
 from collectives.link import Link
-from collectives.messages import Message
 from collectives.pipeline import PipelineChannel
 from collectives.pipeline_links import Path, PipelineLinks
 from collectives.recorder import COMPUTE, Recorder, Span
 from collectives.trace import record_trace
 from netlayer.errors import CheckFailed, HardwareMissing
 from netlayer.rank import RankContext
+from netlayer.workload.messages import Message
+from netlayer.workload.schedule import Schedule
+from netlayer.workload.schedule_check import check_schedule
 from trainer.pipeline import StageModel, run_schedule
-from trainer.schedule import Schedule
-from trainer.schedule_check import check_schedule
 
 TIMEOUT = timedelta(minutes=5)
 NUM_MESSAGES = 10

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from collectives.exchange import TensorExchange as TensorExchange
     from collectives.exchange import open_exchange as open_exchange
     from collectives.health import HealthRow as HealthRow
-    from collectives.messages import Message as Message
-    from collectives.messages import Traffic as Traffic
     from collectives.nodes import virtual_node_environ as virtual_node_environ
     from collectives.pipeline import PipelineChannel as PipelineChannel
     from collectives.pipeline_links import PipelineLinks as PipelineLinks
@@ -35,12 +33,14 @@ if TYPE_CHECKING:
     from collectives.trace import write_trace as write_trace
     from collectives.tuning import TuningTable as TuningTable
     from collectives.watch import Watch as Watch
+    from netlayer.workload.messages import Message as Message
+    from netlayer.workload.messages import Traffic as Traffic
 
 _HOME = {
     "Collective": "recorder",
     "ColumnParallelLinear": "tensor",
     "HealthRow": "health",
-    "Message": "messages",
+    "Message": "netlayer.workload.messages",
     "PipelineChannel": "pipeline",
     "PipelineLinks": "pipeline_links",
     "Recorder": "recorder",
@@ -50,7 +50,7 @@ _HOME = {
     "Span": "recorder",
     "StepComm": "recorder",
     "TensorExchange": "exchange",
-    "Traffic": "messages",
+    "Traffic": "netlayer.workload.messages",
     "TuningTable": "tuning",
     "Watch": "watch",
     "align_clocks": "trace",
@@ -97,5 +97,6 @@ def __getattr__(name: str) -> Any:
     if name in ("health", "recorder"):  # whole modules, which are used by their names
         return importlib.import_module(f"collectives.{name}")
     if name in _HOME:
-        return getattr(importlib.import_module(f"collectives.{_HOME[name]}"), name)
+        home = _HOME[name] if "." in _HOME[name] else f"collectives.{_HOME[name]}"
+        return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,6 @@ Shapes: N padded elements of a bucket, W ranks, S = N / W elements of a rank's s
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives.slot import GradientSlot
+from netlayer.workload.buckets import cut, shard_elements
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class BucketPlan:
 
     @property
     def shard_numel(self) -> int:
-        return -(-self.numel // (self.world_size * self.align)) * self.align
+        return shard_elements(self.numel, self.world_size, self.align)
 
     @property
     def padded_numel(self) -> int:
@@ -106,19 +106,17 @@ def plan_buckets(
         units: for each parameter, which part of the model it belongs to; empty: all to one.
         align: every shard is a multiple of so many elements.
     """
-    limit = sys.maxsize if bucket_bytes is None else bucket_bytes
-    if limit < 1 or world_size < 1:
+    if (bucket_bytes is not None and bucket_bytes < 1) or world_size < 1:
         raise ValueError(f"bucket_bytes and world_size must be at least 1, got {bucket_bytes} and {world_size}")
-    runs: list[tuple[torch.dtype, list[Slot]]] = []
-    kind = None
-    for (name, shape, dtype), unit in zip(parameters, units or [0] * len(parameters), strict=True):
-        start = runs[-1][1][-1].end if runs else 0
-        if (dtype, unit) != kind or (start + shape.numel()) * dtype.itemsize > limit:
-            runs.append((dtype, []))
-            start = 0
-        runs[-1][1].append(Slot(name, shape, start))
-        kind = dtype, unit
-    return [BucketPlan(index, dtype, tuple(slots), world_size, align) for index, (dtype, slots) in enumerate(runs)]
+    sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in parameters]
+    kinds = [(dtype, unit) for (_, _, dtype), unit in zip(parameters, units or [0] * len(parameters), strict=True)]
+    plans = []
+    for index, run in enumerate(cut(sizes, kinds, bucket_bytes)):
+        slots: list[Slot] = []
+        for name, shape, _ in parameters[run.start : run.stop]:
+            slots.append(Slot(name, shape, slots[-1].end if slots else 0))
+        plans.append(BucketPlan(index, kinds[run.start][0], tuple(slots), world_size, align))
+    return plans
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from collectives.carrier import Carrier
 from collectives.current_stream import current_stream
-from collectives.messages import Direction, Message
 from collectives.recorder import Collective, Recorder
 from collectives.track import Operation
 from collectives.watch import Watch, backend_of
 from netlayer.errors import CollectiveFailed, CollectiveTimeout, PeerLost
+from netlayer.workload.messages import Direction, Message
 
 Kind = Literal["send", "recv"]
 

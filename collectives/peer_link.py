@@ -30,8 +30,8 @@ from torch import Tensor
 
 from collectives.current_stream import current_stream
 from collectives.link import Link
-from collectives.messages import DIRECTIONS, NUM_SLOTS, Direction, Message
 from collectives.symmetric import HEAD_BYTES, Window, driver
+from netlayer.workload.messages import DIRECTIONS, NUM_SLOTS, Direction, Message
 
 _GREATER_OR_EQUAL, _WITH_FENCE = 0, 0
 _WORDS = {("arrived", "forward"): 0, ("arrived", "backward"): 1, ("taken", "forward"): 2, ("taken", "backward"): 3}

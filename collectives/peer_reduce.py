@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.symmetric import PeerRounds, Streams
+from netlayer.workload.buckets import COPIES_AT_ONCE
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_AT_ONCE = 2  # the sends of one, and the sum of the one before
 
 
 class PeerReduce:
@@ -48,7 +48,7 @@ class PeerReduce:
     ) -> None:
         first = PeerRounds(group, part_bytes, device, streams)
         self.streams = first.streams
-        others = (PeerRounds(group, part_bytes, device, self.streams) for _ in range(_AT_ONCE - 1))
+        others = (PeerRounds(group, part_bytes, device, self.streams) for _ in range(COPIES_AT_ONCE - 1))
         self._turns = deque([first, *others])
 
     @property

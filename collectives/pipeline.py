@@ -31,9 +31,9 @@ stages and two micro-batches, to be run by `torchrun --nproc-per-node 2 example.
         channel.finish()
     dist.destroy_process_group()
 
-A `trainer.schedule` makes the traffic of many stages, and `trainer.pipeline` drives a channel through it. With
-`overlap=False` sends and receives go together and are waited for at once (`exchange`), as Megatron-LM does without
-overlap: the same numbers, for comparison.
+A schedule (`netlayer.workload.schedule`) makes the traffic of many stages, and `trainer.pipeline` drives a channel
+through it. With `overlap=False` sends and receives go together and are waited for at once (`exchange`), as Megatron-LM
+does without overlap: the same numbers, for comparison.
 
 Left out: shapes that change from message to message, and recovery: after an error neither a channel nor its links are
 used again.
@@ -42,9 +42,9 @@ used again.
 waits at the head of one holds up every stream behind it. A receive that is posted and runs holds up nothing, but a
 second one behind it on the same stream waits for the peer, and may hold up the very send that the peer waits for. So on
 CUDA one receive is posted ahead: one buffer is in use, one is on its way. Every instruction then waits, if at all, for
-what was issued before it, on all stages: `trainer.schedule_check` proves for a schedule that this ends even with a
-single queue. More depth would not make it faster, as long as a message takes less time than a computation. Through the
-memory of the peers none is posted ahead: `collectives.peer_link`, [Note: nothing is posted ahead].
+what was issued before it, on all stages: `netlayer.workload.schedule_check` proves for a schedule that this ends even
+with a single queue. More depth would not make it faster, as long as a message takes less time than a computation.
+Through the memory of the peers none is posted ahead: `collectives.peer_link`, [Note: nothing is posted ahead].
 
 [Note: first step] CUDA loads a kernel when it is first launched, and may wait until the device is idle for that; cuBLAS
 allocates in its first product. A host that waits so behind a posted receive never launches what the peer needs in order
@@ -67,10 +67,10 @@ from torch import Tensor
 
 from collectives.arguments import as_dtype
 from collectives.link import Link, Transfer
-from collectives.messages import DIRECTIONS, Direction, Message, Traffic
 from collectives.pipeline_links import PipelineLinks
 from collectives.recorder import Recorder
 from collectives.watch import Watch
+from netlayer.workload.messages import DIRECTIONS, Direction, Message, Traffic
 
 EndT = TypeVar("EndT")
 
@@ -81,7 +81,7 @@ class PipelineChannel:
     Args:
         shape: of every activation, and so of every gradient; the same on all stages.
         dtype: likewise; or its name.
-        traffic: this stage's messages of a step, in order; see `trainer.schedule`.
+        traffic: this stage's messages of a step, in order; see `netlayer.workload.schedule`.
         group: the ranks of the pipeline in the order of its stages; None: all ranks.
         device: of every tensor; where there are `links`, theirs.
         depth: receives posted ahead of the one in use, in each direction; 1 is double-buffered, and CUDA's limit.

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from collectives.alike import first_difference
 from collectives.carrier import new_stream
 from collectives.link import Kind, Link
-from collectives.messages import DIRECTIONS, Direction, Traffic, digest
 from collectives.nccl_options import nccl_options
 from collectives.peer_link import PeerLink, Slots
 from collectives.recorder import Recorder
@@ -37,6 +36,7 @@ from collectives.symmetric import why_unusable
 from collectives.watch import Watch, timeout_of
 from netlayer.errors import ConfigError, HardwareMissing
 from netlayer.layout import describe_ranks
+from netlayer.workload.messages import DIRECTIONS, Direction, Traffic, digest
 
 T = TypeVar("T")
 LinkGroups = Mapping[tuple[str, Direction], "dist.ProcessGroup"]

@@ -101,6 +101,7 @@ from collectives.state import (
 from collectives.step_check import UNSAID, Place, StepCheck
 from collectives.watch import Watch
 from collectives.windows import ALIGNMENT_BYTES, Windows
+from netlayer.workload.buckets import REDUCTIONS_IN_FLIGHT
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class ShardedDataParallel(nn.Module):
         reduce_dtype: torch.dtype | str = torch.float32,
         param_dtype: torch.dtype | str | None = None,
         recorder: Recorder | None = None,
-        in_flight: int = 4,
+        in_flight: int = REDUCTIONS_IN_FLIGHT,
         stage: Literal[1, 2] = 1,
         order: Sequence[str] | None = None,
         groups: GroupPair | None = None,

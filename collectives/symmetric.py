@@ -33,9 +33,10 @@ from torch import Tensor
 from collectives.current_stream import current_stream
 from collectives.leftovers import Leftover, release_left
 from collectives.nodes import host_id
+from netlayer.workload.buckets import MOST_COPYING_RANKS
 
 HEAD_BYTES = 4096
-MAX_RANKS = 8
+MAX_RANKS = MOST_COPYING_RANKS
 
 Streams = tuple["torch.cuda.Stream", "torch.cuda.Stream"]
 """For copies, and for the flags that follow them."""

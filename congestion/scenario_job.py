@@ -2,7 +2,7 @@
 
 Who sends to whom, and how much, comes from `topology.traffic`: an edge of a ring is one flow, or several in turn, each
 after the receipt of the one before. A phase begins at a NIC once all that it sent and received in the last one is
-done. Left out: computation between phases, tensor parallelism (NVLink).
+done. Left out: computation between phases, tensor parallelism (NVLink), the sum of a tied token table's gradients.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from congestion.files import MOST_CLASSES, FlowSet, Ints, nth_of_pair
 from congestion.scenario import Flows, Pattern, on_hosts, rng_of
 from netlayer.config import Bytes, ClusterConfig, JobConfig
 from netlayer.errors import ConfigError
+from netlayer.workload.schedule import micro_batches
 from topology import traffic
 from topology.graph import Graph
 from topology.traffic import Kind
@@ -36,7 +37,9 @@ class JobPhases(Pattern):
         description=f"in turn by commas, at once by +; of {', '.join(_PHASES)}",
     )
     bucket_bytes: Bytes = Field(
-        64 * 2**20, description="gradients or parameters of a rank that a ring moves; 0: all of a step"
+        64 * 2**20,
+        description="parameters of a rank that a ring gathers, in the computation's dtype; it reduces their gradients, "
+        "in the dtype in which these travel; 0: all of a step",
     )
     micro_batches: int = Field(1, ge=0, description="whose activations the pipeline sends; 0: all of a step")
     bytes_per_rank: Bytes = Field(
@@ -113,10 +116,9 @@ def _scaled(
         ring = np.isin(flows.kind, _RINGS)
         nics = traffic.nic_of_rank(cluster, np.arange(job.parallel.layout.world_size))
         stage = np.searchsorted(nics, flows.src_nic[ring]) // (job.parallel.tp * job.parallel.dp)
-        num_bytes[ring] *= p.bucket_bytes / traffic.gradient_bytes(job)[stage]
+        num_bytes[ring] *= p.bucket_bytes / traffic.parameter_bytes(job)[stage]
     if p.micro_batches:
-        in_step = job.batch.global_size // (job.batch.micro_size * job.parallel.dp)
-        num_bytes[np.isin(flows.kind, _PHASES["pipeline"])] *= p.micro_batches / in_step
+        num_bytes[np.isin(flows.kind, _PHASES["pipeline"])] *= p.micro_batches / micro_batches(job)
     total = sum(num_bytes[flows.kind == kind].sum() for kinds in turns for kind in kinds)
     if not total:
         rule = f"has no flow between its {cluster.servers} servers"

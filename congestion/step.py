@@ -23,6 +23,7 @@ import numpy as np
 from congestion.files import Ints
 from netlayer.config import JobConfig
 from netlayer.errors import ConfigError
+from netlayer.workload import schedule
 from topology import traffic
 
 MOST_REPEATS = 1_000_000
@@ -119,12 +120,12 @@ def step_of(job: JobConfig, bucket_bytes: int, micro_batches: int) -> tuple[Segm
     Stages with fewer parameters than the largest one get as many buckets as that.
 
     Args:
-        bucket_bytes: of a rank; 0: all in one.
+        bucket_bytes: of parameters, in the computation's dtype; 0: all in one.
         micro_batches: that the pipeline sends in a repetition; 0: all.
     """
-    most = int(traffic.gradient_bytes(job).max())
+    most = int(traffic.parameter_bytes(job).max())
     buckets = math.ceil(most / bucket_bytes) if bucket_bytes else 1
-    in_step = job.batch.global_size // (job.batch.micro_size * job.parallel.dp)
+    in_step = schedule.micro_batches(job)
     found = []
     if job.parallel.dp > 1:
         found += [Segment("all-gather", buckets)]

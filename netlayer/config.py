@@ -15,9 +15,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from netlayer.config_errors import SWITCH_OR_AUTO, translate
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
-from netlayer.presets import MODELS
 from netlayer.results import hide_passwords
 from netlayer.units import parse_rate, parse_size
+from netlayer.workload.presets import MODELS
 
 Model = TypeVar("Model", bound=BaseModel)
 BitsPerSecond = Annotated[int, BeforeValidator(parse_rate), Field(gt=0, le=10**15)]
@@ -69,6 +69,9 @@ class ClusterConfig(Section):
     servers_per_tor_set: Count = Field(64, description="servers that share one set of ToRs (one ToR a rail)")
     pods: Count = Field(1, description="pods: ToR sets that share their spines")
     core_switches_per_plane: Count = Field(4, description="core switches that each spine of a plane reaches (3 tiers)")
+    gpu_memory_bytes: Bytes = Field(
+        0, description="memory of one GPU, '80GiB', by which a preview says what does not fit; 0: it does not"
+    )
     prices: PricesConfig = Field(default_factory=PricesConfig, description="what parts cost; all may be left out")
 
     @property
@@ -97,7 +100,9 @@ class ClusterConfig(Section):
 class ModelConfig(Section):
     """A GPT: its shape."""
 
-    preset: str = Field("", description="a known shape, for all keys that are not given: 1m, 125m, 1.3b, 7b, 13b, ...")
+    preset: str = Field(
+        "", description="a known shape, for all keys that are not given: 125m, 7b, 175b, llama3-8b, ..."
+    )
     layers: Count = Field(4, description="transformer blocks")
     hidden: Count = Field(128, description="width of the residual stream")
     heads: Count = Field(4, description="attention heads")
@@ -172,6 +177,8 @@ class ParallelConfig(Section):
     tp: Count = Field(1, description="tensor-parallel degree, inside a server")
     pp: Count = Field(1, description="pipeline stages")
     dp: Count = Field(2, description="data-parallel degree")
+    cp: Count = Field(1, description="context-parallel degree; more than 1 is not built")
+    dp_replicate: Count = Field(1, description="replicas of the sharded data-parallel groups; more than 1 is not built")
     vpp: Count = Field(1, description="model chunks a pipeline rank holds (interleaved 1F1B)")
     balance: bool = Field(
         True,
@@ -184,7 +191,16 @@ class ParallelConfig(Section):
 
     @property
     def layout(self) -> ParallelLayout:
-        return ParallelLayout(tp=self.tp, pp=self.pp, dp=self.dp, vpp=self.vpp)
+        return ParallelLayout(
+            tp=self.tp, pp=self.pp, dp=self.dp, vpp=self.vpp, cp=self.cp, dp_replicate=self.dp_replicate
+        )
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        for name, remedy in (("cp", "tp or pp"), ("dp_replicate", "dp")):
+            if getattr(self, name) > 1:
+                _fail(f"job.parallel.{name}", getattr(self, name), "must be 1: more is not built", f"raise {remedy}")
+        return self
 
 
 class BatchConfig(Section):

@@ -2,8 +2,11 @@
 
 The order is tensor, data, pipeline, innermost first: a tensor-parallel group stays inside a server, and data-parallel
 groups are placed before pipeline groups, so that data-parallel traffic crosses fewer pods (MegaScale, NSDI'24, 3.2).
-Every group is an arithmetic progression of ranks, so it is a `range`: nothing here grows with the world size. Left
-out: groups that join two dimensions (context or expert parallelism).
+Every group is an arithmetic progression of ranks, so it is a `range`: nothing here grows with the world size.
+
+Two more axes have their places, and degree 1 until somebody builds them: context parallelism between tensor and data,
+and replicas of the sharded data-parallel groups between data and pipeline. They make no groups, and the order of ranks
+is what it is without them. Left out: groups that join two dimensions (expert parallelism).
 """
 
 from __future__ import annotations
@@ -37,24 +40,31 @@ class ParallelLayout:
         pp: pipeline stages; the outermost dimension.
         dp: data-parallel degree; between the two.
         vpp: model chunks a pipeline rank holds (interleaved 1F1B); it makes no groups.
+        cp: context-parallel degree, 1.
+        dp_replicate: replicas of the sharded data-parallel groups, 1.
 
     Raises:
-        ValueError: a degree below 1.
+        ValueError: a degree below 1, or above it where more is not built.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     vpp: int = 1
+    cp: int = 1
+    dp_replicate: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "vpp"):
+        for name in ("tp", "pp", "dp", "vpp", "cp", "dp_replicate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: a parallel degree is at least 1")
+        for name in ("cp", "dp_replicate"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be 1, more is not built")
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.dp * self.dp_replicate * self.pp
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of `rank` (0 <= rank < world_size)."""

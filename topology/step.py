@@ -1,7 +1,8 @@
 """The communication of one training step on a fabric: its phases, their collisions, and how long they take.
 
 A phase is flows that run at one time: the rings (the all-gather and the reduce-scatter take the same pairs, one after
-the other) and the pipeline (forward and backward overlap in 1F1B). A phase lasts until its last flow ends at max-min
+the other), the pipeline (forward and backward overlap in 1F1B), and the sum of a tied token table's gradients over the
+pipeline's ends. A phase lasts until its last flow ends at max-min
 fair rates; the step's communication is the sum of its phases. `time_s` fills the rates anew as flows end;
 `time_bound_s` takes those that hold while all run, in a hundredth of the time and a few percent above. Left out: what
 computation hides.
@@ -9,6 +10,7 @@ computation hides.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,10 +31,11 @@ from topology.traffic import Flows, Kind, headers, job_flows
 
 Floats = NDArray[np.float64]
 
-# Name, the kinds that run together, how often a step runs them.
-PHASES: tuple[tuple[str, tuple[Kind, ...], int], ...] = (
-    ("ring", (Kind.DP_REDUCE_SCATTER,), 2),
-    ("pipeline", (Kind.PP_FORWARD, Kind.PP_BACKWARD), 1),
+# Name, the kinds that run together, and those that take the same pairs in a turn of their own.
+PHASES: tuple[tuple[str, tuple[Kind, ...], tuple[Kind, ...]], ...] = (
+    ("ring", (Kind.DP_REDUCE_SCATTER,), (Kind.DP_ALL_GATHER,)),
+    ("pipeline", (Kind.PP_FORWARD, Kind.PP_BACKWARD), ()),
+    ("tied", (Kind.TIED_ALL_REDUCE,), ()),
 )
 # Of `time_s`: ends within a hundredth of a flow's own time are taken together.
 _RESOLUTION = 1e-2
@@ -113,25 +116,25 @@ def run_step(
         alive: a mask over links, where not all are.
     """
     phases = []
-    for phase, kinds, turns in PHASES:
+    for phase, kinds, others in PHASES:
         chosen = flows.select(*kinds)
         if len(chosen):
             ecmp = Ecmp(name, headers(fabric, chosen, seed), seed, offsets=offsets)
-            phases.append(run_phase(fabric, phase, chosen, ecmp, turns=turns, alive=alive))
+            num_bytes = chosen.num_bytes + sum(flows.select(kind).num_bytes for kind in others)
+            both = dataclasses.replace(chosen, num_bytes=num_bytes)
+            phases.append(run_phase(fabric, phase, both, ecmp, alive=alive))
     return Step(tuple(phases))
 
 
-def run_phase(
-    fabric: Clos, name: str, flows: Flows, ecmp: Ecmp, *, turns: int = 1, alive: Bools | None = None
-) -> Phase:
-    """One phase; `turns`: how often it runs."""
+def run_phase(fabric: Clos, name: str, flows: Flows, ecmp: Ecmp, *, alive: Bools | None = None) -> Phase:
+    """One phase: the flows run at one time, with the bytes of all its turns."""
     if alive is None or alive.all():
         paths, reached = route(fabric, flows.src_nic, flows.dst_nic, ecmp), np.ones(len(flows), dtype=np.bool_)
     else:
         paths, reached = route_around(fabric, flows.src_nic, flows.dst_nic, ecmp, alive)
     left = flows.where(reached)  # the others ask for nothing
     load = place(fabric, left, paths[reached])
-    return Phase(name, reached, load, max_min(load.paths, fabric.link_bps), turns * left.num_bytes)
+    return Phase(name, reached, load, max_min(load.paths, fabric.link_bps), left.num_bytes)
 
 
 def traffic_cost(fabric: Clos, flows: Flows) -> dict[str, float]:

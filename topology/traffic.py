@@ -1,12 +1,14 @@
 """What a training job sends over the fabric, as arrays: the collectives of its data-parallel groups and its pipeline.
 
 Rank r is GPU r % gpus_per_server of server r // gpus_per_server; tensor-parallel traffic and neighbours in one server
-use NVLink and make no flow. Beside the job's own flows stands a random permutation at full load, for the share of a
-ring that leaves its ToR depends on placement. Left out: when a flow of the job starts.
+use NVLink and make no flow. How many bytes, and in which dtype, `netlayer.workload` says. Beside the job's own flows
+stands a random permutation at full load, for the share of a ring that leaves its ToR depends on placement. Left out:
+when a flow of the job starts, and scalars of all ranks (the norm of gradients, losses, LAMB's norms: KiB a step).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal, get_args
@@ -16,6 +18,9 @@ from numpy.typing import NDArray
 
 from netlayer.config import ClusterConfig, JobConfig
 from netlayer.errors import ConfigError
+from netlayer.workload.comm_bytes import Carries, Collective, Group, stage_collectives, total_bytes
+from netlayer.workload.comm_bytes import Kind as CollectiveKind
+from netlayer.workload.model_size import stage_elements
 from topology.clos import Clos, Ints
 from topology.graph import Graph
 from topology.hashes import mix64
@@ -24,7 +29,6 @@ from topology.rings import Edges, Segments, all_pairs, ring, tree
 from topology.source_port import udp_source_port
 
 Algorithm = Literal["ring", "tree", "all_pairs"]
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _QPN_MASK = 0xFF_FFFF
 _FIRST_QPN = 2  # 0 and 1 are the management queue pairs
 
@@ -40,6 +44,7 @@ class Kind(IntEnum):
     DP_ALL_REDUCE = 5
     DP_ALL_TO_ALL = 6
     FILE = 7
+    TIED_ALL_REDUCE = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +94,8 @@ def job_flows(
     By `ring` a data-parallel group gathers its parameters and scatters its gradients (the same pairs, one flow a kind);
     by `tree` it reduces its gradients in one all-reduce, for NCCL has trees for nothing else; by `all_pairs` each rank
     spreads the bytes of its ring over its group. The pipeline sends activations forward and gradients backward, from
-    the last stage round to the first where ranks hold several model chunks. A cluster of one server has no flows.
+    the last stage round to the first where ranks hold several model chunks; the first and the last add up the gradient
+    of a token table that both hold. A cluster of one server has no flows.
 
     Args:
         num_channels: NCCL's channels of a group, each with its part of the bytes and one of the NICs that the group
@@ -100,8 +106,9 @@ def job_flows(
         ValueError: the algorithm is unknown, or a number is below 1.
     """
     _check(job, cluster, qps_per_connection, num_channels, algorithm)
-    groups = _data_parallel(job, cluster, algorithm, num_channels)
-    src, dst, num_bytes, kind = (np.concatenate(column) for column in zip(*groups, *_pipeline(job), strict=True))
+    stages = _Stages.of(job)
+    groups = [*_data_parallel(job, cluster, stages, algorithm, num_channels), *_pipeline(job, stages)]
+    src, dst, num_bytes, kind = (np.concatenate(column) for column in zip(*groups, strict=True))
     leaves = (src // cluster.gpus_per_server != dst // cluster.gpus_per_server) & (num_bytes > 0)
     connections = np.flatnonzero(leaves).repeat(qps_per_connection)
     flows = Flows(nic_of_rank(cluster, src), nic_of_rank(cluster, dst), num_bytes / qps_per_connection, kind)
@@ -115,63 +122,41 @@ def nic_of_rank(cluster: ClusterConfig, rank: Ints) -> Ints:
     return np.asarray(server * cluster.nics_per_server + local)
 
 
+@dataclass(frozen=True)
+class _Stages:
+    """What a rank of each pipeline stage carries in a step."""
+
+    collectives: Sequence[Sequence[Collective]]
+
+    @classmethod
+    def of(cls, job: JobConfig) -> _Stages:
+        return cls([stage_collectives(job, stage) for stage in range(job.parallel.pp)])
+
+    def buffers(self, group: Group, kind: CollectiveKind) -> NDArray[np.float64]:
+        """Bytes of whole buffers, shape (pp,)."""
+        return np.array([total_bytes(each, group, kind) for each in self.collectives], dtype=np.float64)
+
+    def sent(
+        self, group: Group, kind: CollectiveKind | None = None, carries: Carries | None = None
+    ) -> NDArray[np.float64]:
+        """Bytes that a rank sends along a ring or to a neighbour, shape (pp,)."""
+        return np.array([total_bytes(each, group, kind, carries, sent=True) for each in self.collectives])
+
+
 def stage_parameters(job: JobConfig) -> NDArray[np.float64]:
-    """Parameters that a rank of each pipeline stage holds, shape (pp,): matrices and embeddings.
-
-    Attention has 4 h^2 weights a block, the MLP 2 h f. Tokens (V h) and learned positions (s h) are embedded on the
-    first stage; the head (V h, untied) stands on the last. Biases and norms, under 0.1% together, are left out, and so
-    are layers that `parallel.balance` moves from the last stage to the others.
-    """
-    model, parallel = job.model, job.parallel
-    block = 4 * model.hidden**2 + 2 * model.hidden * model.ffn_hidden
-    stages = np.full(parallel.pp, model.layers / parallel.pp * block)
-    stages[0] += (model.vocab_size + model.seq_len) * model.hidden
-    stages[-1] += model.vocab_size * model.hidden
-    return stages / parallel.tp
+    """Parameters that a rank of each pipeline stage holds, shape (pp,)."""
+    return np.array([stage_elements(job, stage) for stage in range(job.parallel.pp)], dtype=np.float64)
 
 
-def ring_bytes(job: JobConfig) -> NDArray[np.float64]:
-    """Bytes that a rank sends its ring neighbour in one all-gather or reduce-scatter, a pipeline stage, shape (pp,).
-
-    A ring of n ranks passes all shards but one: (n - 1) / n of the data (nccl-tests, doc/PERFORMANCE.md). ZeRO stage 2
-    gathers all parameters and scatters all gradients once a step (MegaScale 3.2), here both in the computation's
-    dtype: the paper names none.
-    """
-    num_ranks = job.parallel.dp
-    return gradient_bytes(job) * (num_ranks - 1) / num_ranks
+def parameter_bytes(job: JobConfig) -> NDArray[np.float64]:
+    """Bytes of the all-gathers of a rank of each pipeline stage, shape (pp,): its parameters; 0 without other ranks."""
+    return _Stages.of(job).buffers("dp", "all_gather")
 
 
 def gradient_bytes(job: JobConfig) -> NDArray[np.float64]:
-    """Bytes of all gradients that a rank of each pipeline stage holds, shape (pp,)."""
-    return stage_parameters(job) * _DTYPE_BYTES[job.model.dtype]
-
-
-def pipeline_bytes(job: JobConfig) -> tuple[float, float]:
-    """Bytes a step and direction from a stage to the next one, and from the last stage round to the first.
-
-    One boundary of a micro-batch is b s h values; with sequence parallelism each tensor-parallel rank holds and sends
-    1/tp of them (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022). It is
-    crossed by each of the vpp chunks between stages, by vpp - 1 of them on the way round.
-    """
-    parallel, batch = job.parallel, job.batch
-    micro_batches = batch.global_size // (batch.micro_size * parallel.dp)
-    values = batch.micro_size * job.model.seq_len * job.model.hidden / parallel.tp
-    boundary = micro_batches * values * _DTYPE_BYTES[job.model.dtype]
-    return boundary * parallel.vpp, boundary * (parallel.vpp - 1)
-
-
-def tensor_bytes(job: JobConfig) -> float:
-    """Bytes a step that a rank sends to its tensor-parallel group, inside its server.
-
-    With sequence parallelism a pair of matrices (attention, MLP; both at once in a parallel block) gathers its input
-    and scatters its output, b s h values each, forward; backward does both of their gradients and gathers the input
-    once more, of which a rank keeps its part alone (Korthikanti et al., 2022, 4.2.2). Left out: embedding and head.
-    """
-    model, parallel, batch = job.model, job.parallel, job.batch
-    micro_batches = batch.global_size // (batch.micro_size * parallel.dp)
-    collectives = 5 * (1 if model.parallel_block else 2) * model.layers / parallel.pp * micro_batches
-    values = batch.micro_size * model.seq_len * model.hidden
-    return collectives * values * _DTYPE_BYTES[model.dtype] * (parallel.tp - 1) / parallel.tp
+    """Bytes of the reduce-scatters of a rank of each pipeline stage, shape (pp,): its gradients in the dtype in which
+    they travel; 0 without other ranks."""
+    return _Stages.of(job).buffers("dp", "reduce_scatter")
 
 
 def traffic_rows(job: JobConfig, flows: Flows) -> list[dict[str, Any]]:
@@ -186,7 +171,7 @@ def traffic_rows(job: JobConfig, flows: Flows) -> list[dict[str, Any]]:
         for kind in Kind
         if (flows.kind == kind).any()
     ]
-    inside = tensor_bytes(job) * job.parallel.layout.world_size
+    inside = float(_Stages.of(job).sent("tp").sum()) * job.parallel.tp * job.parallel.dp
     return [*rows, {"kind": "tp", "where": "inside servers", "flows": 0, "bytes": inside}]
 
 
@@ -233,36 +218,41 @@ _Connections = tuple[Ints, Ints, NDArray[np.float64], NDArray[np.int8]]
 
 
 def _data_parallel(
-    job: JobConfig, cluster: ClusterConfig, algorithm: Algorithm, num_channels: int | None
+    job: JobConfig, cluster: ClusterConfig, stages: _Stages, algorithm: Algorithm, num_channels: int | None
 ) -> list[_Connections]:
     """Rank to rank, bytes and kind, for the collectives of every data-parallel group."""
     table = job.parallel.layout.group_table("dp")
     segments = Segments.of(table, table // cluster.gpus_per_server, nic_of_rank(cluster, table))
     stage = table[:, 0] // (job.parallel.tp * job.parallel.dp)
-    whole = gradient_bytes(job)[stage]  # a group
+    gradients = stages.buffers("dp", "reduce_scatter")[stage]  # of a group
     if algorithm == "tree":
-        return [_of_edges(edges, whole, Kind.DP_ALL_REDUCE) for edges in tree(segments, num_channels)]
+        return [_of_edges(edges, gradients, Kind.DP_ALL_REDUCE) for edges in tree(segments, num_channels)]
     if algorithm == "all_pairs":
-        return [_of_edges(all_pairs(segments), whole, Kind.DP_ALL_TO_ALL)]
-    edges, sent = ring(segments, num_channels), ring_bytes(job)[stage]
-    return [_of_edges(edges, sent, kind) for kind in (Kind.DP_ALL_GATHER, Kind.DP_REDUCE_SCATTER)]
+        return [_of_edges(all_pairs(segments), gradients, Kind.DP_ALL_TO_ALL)]
+    edges = ring(segments, num_channels)
+    return [
+        _of_edges(edges, stages.sent("dp", "all_gather")[stage], Kind.DP_ALL_GATHER),
+        _of_edges(edges, stages.sent("dp", "reduce_scatter")[stage], Kind.DP_REDUCE_SCATTER),
+    ]
 
 
 def _of_edges(edges: Edges, group_bytes: NDArray[np.float64], kind: Kind) -> _Connections:
     return _connections(edges.src_rank, edges.dst_rank, edges.share * group_bytes[edges.row], kind)
 
 
-def _pipeline(job: JobConfig) -> list[_Connections]:
-    """Stage to next stage and back; the last stage's next is the first."""
+def _pipeline(job: JobConfig, stages: _Stages) -> list[_Connections]:
+    """Stage to next stage and back; the last stage's next is the first. Between these two, a tied table's gradient."""
     table = job.parallel.layout.group_table("pp")
     src, dst = table.ravel(), np.roll(table, -1, axis=1).ravel()
-    onward, around = pipeline_bytes(job)
-    stages = np.full(table.shape, onward)
-    stages[:, -1] = around
-    num_bytes = stages.ravel() if job.parallel.pp > 1 else np.zeros(len(src))
+    forward = np.broadcast_to(stages.sent("pp", "send", "forward"), table.shape)
+    backward = np.broadcast_to(np.roll(stages.sent("pp", "send", "backward"), -1), table.shape)
+    first, last = table[:, 0], table[:, -1]
+    tied = np.full(len(table), stages.sent("tied")[0])
     return [
-        _connections(src, dst, num_bytes, Kind.PP_FORWARD),
-        _connections(dst, src, num_bytes, Kind.PP_BACKWARD),
+        _connections(src, dst, forward.ravel(), Kind.PP_FORWARD),
+        _connections(dst, src, backward.ravel(), Kind.PP_BACKWARD),
+        _connections(first, last, tied, Kind.TIED_ALL_REDUCE),
+        _connections(last, first, tied, Kind.TIED_ALL_REDUCE),
     ]
 
 

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from trainer.train import Backend, Progress, Stop, TrainResult
 
 
-_MANY_ACTIONS = 10_000  # of a pipeline; to prove them right takes a few seconds
-
-
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @run_options
@@ -33,7 +30,8 @@ _MANY_ACTIONS = 10_000  # of a pipeline; to prove them right takes a few seconds
     "--resume", type=click.Path(path_type=Path), help="Go on from a checkpoint, or a run's newest, with its seed."
 )
 @click.option("--trace", metavar="STEPS", help="Write DIR/trace.json of a step, a range such as 3-5, or of the last.")
-def train(options: RunOptions, file: Path | None, resume: Path | None, trace: str | None) -> None:
+@click.option("--dry-run", is_flag=True, help="Start nothing: print what the job is, for any number of ranks.")
+def train(options: RunOptions, file: Path | None, resume: Path | None, trace: str | None, dry_run: bool) -> None:
     """Train the job of FILE: tensor, pipeline and data parallel as job.parallel says.
 
     Each step's loss, tokens/s, MFU and exposed communication go to DIR/metrics.jsonl, held-out losses to
@@ -41,6 +39,9 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     On one machine it starts the ranks itself; under torchrun, srun or mpirun each process is one. SIGTERM, or SIGUSR1
     as Slurm sends it ahead of a limit, ends it behind a step, with a checkpoint, as a good run; a second one, two
     seconds later or more, at once, and one while the text is made ready too, for there is nothing to save.
+
+    --dry-run prints size, layout, schedule, memory a rank by stage and bytes a step, and exits 2 where it does not fit
+    into cluster.gpu_memory_bytes, or, where that is not set, into this machine.
 
     \b
     Examples:
@@ -51,6 +52,7 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
       netlayer train examples/laptop.toml --trace 10-12                  # for ui.perfetto.dev
       netlayer train examples/laptop.toml --set metrics.tensorboard=true --set metrics.prometheus_port=9400
       netlayer train examples/laptop.toml --set loop.collect_every_steps=0   # garbage whenever Python will
+      netlayer train --dry-run examples/megascale-12288.toml
       torchrun --nproc-per-node 2 -m netlayer train examples/laptop.toml
     """
     from netlayer import environ
@@ -66,14 +68,16 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     from trainer.trace import parse_steps
     from trainer.train import check_supported
 
-    if file and options.config_path:
-        raise ConfigError("--config", options.config_path, f"is given beside {file}", "give one of them")
-    options = dataclasses.replace(options, config_path=file or options.config_path)
+    options = _with_file(options, file)
     config, env = options.load_config(), detect(os.environ)
+    if dry_run:
+        _dry_run(config, options, env, {"--resume": resume, "--trace": trace})
+        return
     here = config.cluster.num_gpus if env is None else env.local_world_size
     if env is None and config.cluster.servers > 1:
         rule = "only ranks of one machine are started from here"
-        raise ConfigError("cluster.servers", config.cluster.servers, rule, "start with torchrun, srun or mpirun")
+        remedy = "start with torchrun, srun or mpirun, or preview with --dry-run"
+        raise ConfigError("cluster.servers", config.cluster.servers, rule, remedy)
     backend = environ.choose_backend(config.job.launch.backend, here, env)
     check_supported(config.job, here if env is None else env.world_size)
     memory = check_memory(config.job, here, backend)
@@ -111,6 +115,38 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
         write_text(options.json_file, record.to_json())
 
 
+def _with_file(options: RunOptions, file: Path | None) -> RunOptions:
+    from netlayer.errors import ConfigError
+
+    if file and options.config_path:
+        raise ConfigError("--config", options.config_path, f"is given beside {file}", "give one of them")
+    return dataclasses.replace(options, config_path=file or options.config_path)
+
+
+def _dry_run(config: Config, options: RunOptions, env: RankEnv | None, others: Mapping[str, object]) -> None:
+    """Print what the job is; of a launcher's ranks the first one does.
+
+    Raises:
+        ConfigError: it does not fit, or an option has no effect.
+    """
+    from netlayer.errors import ConfigError
+    from netlayer.results import utc_now, write_text
+    from trainer.dry_run import check_fits, preview, record_of
+
+    for option, value in (*others.items(), ("--out", options.out)):
+        if value:
+            raise ConfigError(option, value, "has no effect with --dry-run, which starts nothing", "leave one out")
+    if env is not None and env.rank:
+        return
+    started, to_stdout = utc_now(), str(options.json_file) == "-"
+    config.check_world()
+    rows = preview(config, echoes=not to_stdout)
+    if options.json_file:
+        record = record_of(config, rows, options.arguments() | {"dry_run": True}, started, options.seed)
+        write_text(options.json_file, record.to_json())
+    click.echo(check_fits(config, here=config.cluster.servers == 1), err=to_stdout)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Asked:
     """What a call asks for beside its configuration: a checkpoint to go on from, and steps to trace."""
@@ -128,10 +164,11 @@ def _without_effect(job: JobConfig, env: RankEnv | None) -> list[str]:
 
 def _check_schedule(job: JobConfig) -> None:
     """Once a job: its ranks have the same schedule, and of thousands of micro-batches the proof takes a while."""
-    from trainer.memory import micro_batches
-    from trainer.schedule_check import check_job, num_actions
+    from netlayer.workload.schedule import micro_batches
+    from netlayer.workload.schedule_check import check_job, num_actions
+    from trainer.dry_run import MANY_ACTIONS
 
-    if num_actions(job) >= _MANY_ACTIONS:
+    if num_actions(job) >= MANY_ACTIONS:
         click.echo(f"checking the schedule of {micro_batches(job):,} micro-batches ...", err=True)
     check_job(job)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from collectives.exchange import TensorExchange
 from collectives.tensor import ColumnParallelLinear, RowParallelLinear
+from netlayer.workload.model_size import padded_vocabulary
 from trainer.ops.backend import Operators, chooses_products
 from trainer.ops.linear import join_gradients, joined_linear, summed_linear
 
@@ -179,17 +180,12 @@ class TokenTable(nn.Module):
     def __init__(self, vocab_size: int, hidden: int, exchange: TensorExchange | None) -> None:
         super().__init__()
         self.vocab_size, world_size = vocab_size, 1 if exchange is None else exchange.world_size
-        self.num_rows = padded(vocab_size, world_size)
+        self.num_rows = padded_vocabulary(vocab_size, world_size)
         self.weight = nn.Parameter(torch.empty(self.num_rows // world_size, hidden))
 
     def forward(self) -> Tensor:
         """[v, D]. Called where it is used, so that what waits for parameters before a forward waits for it."""
         return self.weight
-
-
-def padded(vocab_size: int, world_size: int) -> int:
-    """Rows of a token table: the next multiple of the ranks."""
-    return -(-vocab_size // world_size) * world_size
 
 
 def _in_features(linear: RowParallelLinear) -> tuple[int, ...]:

@@ -37,13 +37,13 @@ from collectives.watch import Watch
 from netlayer.config import EvaluationConfig, JobConfig
 from netlayer.errors import CheckFailed
 from netlayer.rendezvous import Groups
+from netlayer.workload.flops import step_flops, utilisation
+from netlayer.workload.model_size import num_parameters, padded_vocabulary
+from netlayer.workload.peaks import peak_flops
 from trainer import checkpoint
 from trainer.checkpoint_meta import Meta
 from trainer.data.batches import Slice, even_starts, micro_batches, rank_slice, sample_starts
 from trainer.data.prepare import Corpus
-from trainer.flops import peak_flops, step_flops, utilisation
-from trainer.linears import padded
-from trainer.memory import num_parameters
 from trainer.notes import Notes, NotesInFlight, every_ranks, spread_losses
 from trainer.optim import build_optimizer
 from trainer.parallel import MicroBatch, SplitModel
@@ -126,7 +126,7 @@ class Trainer:
         self.model = SplitModel(job, seed, place.rank, place.device, groups, self.recorder, watch)
         self.dp = self.model.place.dp
         if place.rank == 0 and job.model.vocab_size % job.parallel.tp:
-            rows = padded(job.model.vocab_size, job.parallel.tp)
+            rows = padded_vocabulary(job.model.vocab_size, job.parallel.tp)
             logger.info("the vocabulary of %d is padded to %d, a multiple of tp", job.model.vocab_size, rows)
         self.optimizer = self.model.optimizer(
             lambda chunk: build_optimizer(job.optimizer, chunk, step_in_backward=job.overlap.step_in_backward)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives.exchange import TensorExchange
 from netlayer.config import ModelConfig
+from netlayer.workload.stages import BlockPart, half_blocks, halves_in, parts_of
 from trainer.linears import Part, TokenTable, column, parts, row
 from trainer.ops.activation import bias_gelu, swiglu
 from trainer.ops.attention import attention
@@ -30,7 +31,6 @@ from trainer.ops.backend import check_operators, sums_narrowly
 from trainer.ops.loss import gather_rows, linear_cross_entropy, scatter_sum
 from trainer.ops.norm import Norm, add_branch
 from trainer.ops.rotary import rotate
-from trainer.stages import BlockPart, half_blocks, halves_in, parts_of
 
 INIT_STD = 0.02
 _FEW_ROWS = 3072
@@ -44,7 +44,7 @@ class GPT(nn.Module):
 
     Args:
         config: of the whole model.
-        halves: half blocks that are here (`trainer.stages`); None: all.
+        halves: half blocks that are here (`netlayer.workload.stages`); None: all.
         exchange: of the tensor-parallel group; None: this rank computes alone.
     """
 

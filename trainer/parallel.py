@@ -1,9 +1,9 @@
 """One rank's part of a model that is spread over tensor, pipeline and data parallel ranks, and a step through it.
 
-The blocks are cut into p * v runs (p stages, v chunks a stage: `trainer.stages`); a chunk's linears are spread over the
-tensor-parallel group, its masters and optimiser state over the data-parallel one (`collectives.sharded`, a wrapper a
-chunk, so that a chunk's gradients are scattered while the next one computes). Whatever the layout, losses and gradients
-are those of one process, but for the order of sums.
+The blocks are cut into p * v runs (p stages, v chunks a stage: `netlayer.workload.stages`); a chunk's linears are
+spread over the tensor-parallel group, its masters and optimiser state over the data-parallel one
+(`collectives.sharded`, a wrapper a chunk, so that a chunk's gradients are scattered while the next one computes).
+Whatever the layout, losses and gradients are those of one process, but for the order of sums.
 
 [Note: gradients that are not whole] Between the linears a tensor-parallel rank has some positions only, so gradients of
 norms and positions are sums over its own; they are added up over the group once a step, on the shards. A tied token
@@ -41,13 +41,15 @@ from collectives.windows import are_worth_it
 from netlayer.config import JobConfig
 from netlayer.layout import ParallelLayout
 from netlayer.rendezvous import Groups
+from netlayer.workload.comm_bytes import bucket_limit
+from netlayer.workload.dtypes import gradient_dtype
+from netlayer.workload.fit import has_room_for_copies, has_room_for_windows
+from netlayer.workload.schedule import Schedule, forward_only
+from netlayer.workload.stages import run_of
+from netlayer.workload.zero_bubble import of_job
 from trainer.linears import parts
-from trainer.memory import has_room_for_copies, has_room_for_windows
 from trainer.model import GPT, build_model
 from trainer.pipeline import StageModel, run_schedule
-from trainer.schedule import Schedule, forward_only
-from trainer.stages import run_of
-from trainer.zero_bubble import of_job
 
 logger = logging.getLogger(__name__)
 
@@ -321,11 +323,11 @@ class SplitModel:
             module,
             lanes=self._data_lanes,
             units=module.units,
-            bucket_bytes=round(overlap.bucket_mib * 2**20) if overlap.bucket_mib else None,
+            bucket_bytes=bucket_limit(self.job),
             prefetch=overlap.prefetch,
             overlap=overlap.dp,
             param_dtype=dtype,
-            reduce_dtype=torch.float64 if self._is_wide else getattr(torch, overlap.reduce_dtype),
+            reduce_dtype=getattr(torch, gradient_dtype(self.job)),
             windows=self.has_windows,
             peer_reduce=self.has_peer_reduce,
             mean=False,

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from collectives.messages import Message
 from collectives.pipeline import PipelineChannel
 from collectives.postponed import Postponed
 from collectives.recorder import Recorder
-from trainer.schedule import Action, Schedule
+from netlayer.workload.messages import Message
+from netlayer.workload.schedule import Action, Schedule
 
 
 class Stage(Protocol):

@@ -1,6 +1,6 @@
 """What a user is told of a job before any of it starts: its size, and what its file does not show.
 
-Left out: its memory (`trainer.memory`), and what is refused (`netlayer.config`, `trainer.train`). Needs no torch.
+Left out: its memory (`netlayer.workload.memory`), and what is refused (`netlayer.config`, `trainer.train`). No torch.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import Literal
 
 from netlayer.config import JobConfig, ModelConfig, Section
-from netlayer.presets import MODELS
-from trainer.memory import num_parameters, why_no_zero_bubble
+from netlayer.workload.model_size import num_parameters, padded_vocabulary
+from netlayer.workload.presets import MODELS
+from netlayer.workload.stages import num_layers
+from netlayer.workload.zero_bubble import why_no_zero_bubble
 from trainer.ramps import batch_size
-from trainer.stages import num_layers
 
 _MOST_SHOWN = 8
 
@@ -58,8 +59,8 @@ def notes(job: JobConfig, backend: Literal["gloo", "nccl"], *, is_traced: bool =
     said = [f"job.{key} has no effect: {why}" for key, why in _without_effect(job)]
     if others := _beside_preset(model):
         said.append(f"not all of the preset {model.preset}, for given beside it: {', '.join(others)}")
-    if rest := model.vocab_size % tp:
-        padded = model.vocab_size + tp - rest
+    padded = padded_vocabulary(model.vocab_size, tp)
+    if padded > model.vocab_size:
         said.append(
             f"job.model.vocab_size = {model.vocab_size:,} is no multiple of job.parallel.tp = {tp}: padded to "
             f"{padded:,} with rows that no token uses and the loss leaves out"

@@ -14,11 +14,11 @@ from torch import Tensor
 from netlayer import environ
 from netlayer.config import ModelConfig, build_section
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
+from netlayer.workload.model_size import num_parameters, up_width
 from trainer.checkpoint import PARAMETER, Files
 from trainer.checkpoint_meta import Meta
 from trainer.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
 from trainer.linears import parts
-from trainer.memory import num_parameters
 from trainer.model import GPT, build_model
 
 _UNFINISHED = "\ufffd"  # what a character shows as whose last bytes are still to come
@@ -129,8 +129,7 @@ def model_of(meta: Meta) -> ModelConfig:
 def needed_bytes(config: ModelConfig) -> int:
     """Parameters, the activations of one block and the float64 logits of one position, about."""
     width: int = getattr(torch, config.dtype).itemsize
-    up = config.ffn_hidden * (2 if config.activation == "swiglu" else 1)
-    context = config.seq_len * width * (6 * config.hidden + 3 * up)
+    context = config.seq_len * width * (6 * config.hidden + 3 * up_width(config))
     return num_parameters(config) * width + context + 8 * config.vocab_size
 
 

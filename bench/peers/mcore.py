@@ -25,11 +25,11 @@ from bench.peers.mcore_values import copy_values
 from bench.peers.plain import check_plain, layers_of
 from netlayer.config import JobConfig
 from netlayer.errors import ConfigError, HardwareMissing
+from netlayer.workload.stages import half_blocks
 from trainer.model import build_model
 from trainer.ops.attention import attention
 from trainer.ops.norm import EPS
 from trainer.parallel import MicroBatch
-from trainer.stages import half_blocks
 
 ENV: Mapping[str, str] = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """One hardware queue: kernels of communication start in the order of their launch, which its overlap counts on."""

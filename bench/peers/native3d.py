@@ -39,9 +39,10 @@ from bench.peers.plain import check_plain, layers_of
 from netlayer.config import JobConfig
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
+from netlayer.workload.schedule import micro_batches
+from netlayer.workload.stages import half_blocks
 from trainer.model import build_model
 from trainer.parallel import MicroBatch
-from trainer.stages import half_blocks
 
 
 def check(job: JobConfig, backend: str, *, asynchronous: bool = False) -> None:
@@ -53,8 +54,8 @@ def check(job: JobConfig, backend: str, *, asynchronous: bool = False) -> None:
     """
     name = "native3d_async" if asynchronous else "native3d"
     check_plain(name, job)
-    parallel, batch = job.parallel, job.batch
-    count = batch.global_size // (batch.micro_size * parallel.dp)
+    parallel = job.parallel
+    count = micro_batches(job)
     if count < parallel.pp:
         rule = f"are fewer than the {parallel.pp} stages, which --peers {name} cannot run"
         raise ConfigError("micro-batches", count, rule, "raise --micro-batches")

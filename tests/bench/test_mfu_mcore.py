@@ -22,9 +22,9 @@ from bench.peers.mcore import (
 from bench.peers.mcore_values import by_head, copy_values, renamed
 from netlayer.config import JobConfig, build_config
 from netlayer.errors import ConfigError
+from netlayer.workload.stages import half_blocks
 from trainer.model import build_model
 from trainer.ops.attention import attention
-from trainer.stages import half_blocks
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from collectives.link import Link
-from collectives.messages import Message, Traffic
 from collectives.nodes import virtual_node_environ
 from collectives.pipeline import PipelineChannel
 from collectives.pipeline_links import LinkGroups, PipelineLinks, open_link_groups
@@ -31,9 +30,10 @@ from collectives.trace import align_clocks, chrome_trace, hidden_share, record_t
 from collectives.watch import Watch, timeout_of
 from netlayer.errors import CollectiveTimeout, HardwareMissing
 from netlayer.layout import ParallelLayout
+from netlayer.workload.messages import Message, Traffic
+from netlayer.workload.schedule import Action, Schedule, interleaved, one_forward_one_backward
 from tests.collectives.harness import Case
 from trainer.pipeline import StageModel, run_schedule
-from trainer.schedule import Action, Schedule, interleaved, one_forward_one_backward
 
 CASES: list[Case] = []
 WIDTH, BATCH = 6, 3

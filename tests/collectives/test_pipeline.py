@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives.link import Link
-from collectives.messages import Message, Traffic
 from collectives.pipeline import PipelineChannel
 from collectives.pipeline_links import PipelineLinks, _colour, _links_of
 from netlayer.errors import ConfigError
+from netlayer.workload.messages import Message, Traffic
+from netlayer.workload.schedule import one_forward_one_backward
 from tests.collectives.conftest import RunCase
 from tests.collectives.harness import Case, Ranks, assert_passed, on_gpus, on_ranks
 from tests.collectives.pipeline_cases import CASES
 from trainer.pipeline import StageModel, run_schedule
-from trainer.schedule import one_forward_one_backward
 
 RANKS = [
     pytest.param((2, "cpu"), id="2-gloo"),

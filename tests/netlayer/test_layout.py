@@ -68,3 +68,15 @@ def test_groups_of_a_million_ranks_cost_nothing() -> None:
 def test_bad_arguments_name_the_value(call, words) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_context_and_replica_axes_have_their_places_and_degree_one() -> None:
+    plain, named = ParallelLayout(tp=2, pp=3, dp=4), ParallelLayout(tp=2, pp=3, dp=4, cp=1, dp_replicate=1)
+    assert plain == named
+    assert named.world_size == 24
+    assert named.coordinates(13) == plain.coordinates(13)
+    for name in ("cp", "dp_replicate"):
+        with pytest.raises(ValueError, match=f"{name} = 2: must be 1"):
+            ParallelLayout(**{name: 2})
+        with pytest.raises(ValueError, match=f"{name} = 0: a parallel degree is at least 1"):
+            ParallelLayout(**{name: 0})

@@ -13,14 +13,12 @@ from tests.topology.fabrics import EXAMPLES, cluster, clusters, megascale
 from topology.clos import Clos
 from topology.traffic import (
     Kind,
+    gradient_bytes,
     headers,
     job_flows,
     nic_of_rank,
+    parameter_bytes,
     permutation,
-    pipeline_bytes,
-    ring_bytes,
-    stage_parameters,
-    tensor_bytes,
     traffic_rows,
 )
 
@@ -43,39 +41,55 @@ def test_a_ring_passes_from_each_rank_to_the_next_and_nvlink_makes_no_flow() -> 
     assert ring.dst_nic.tolist() == [1, 2, 3, 0]
 
 
-def test_ring_bytes_by_hand() -> None:
+def test_gradients_travel_in_the_dtype_that_the_job_says_and_parameters_in_that_of_the_computation() -> None:
     tree = _job(tp=2, pp=2, dp=4)
-    block = 4 * 64 * 64 + 2 * 64 * 256
-    first, last = (6 * block + (100 + 10) * 64) / 2, (6 * block + 100 * 64) / 2
-    assert stage_parameters(tree.job).tolist() == [first, last]
-    assert ring_bytes(tree.job).tolist() == [first * 4 * 3 / 4, last * 4 * 3 / 4]
-    flows = job_flows(tree.job, tree.cluster).select(Kind.DP_ALL_GATHER)
-    assert sorted(set(flows.num_bytes.tolist())) == sorted({first * 3, last * 3})
+    wide, narrow = ({"model": tree.job.model.model_copy(update={"dtype": dtype})} for dtype in ("float32", "bfloat16"))
+    assert gradient_bytes(tree.job).tolist() == parameter_bytes(tree.job).tolist()
+    mixed = tree.job.model_copy(update=narrow)
+    assert (2 * parameter_bytes(mixed)).tolist() == parameter_bytes(tree.job.model_copy(update=wide)).tolist()
+    assert gradient_bytes(mixed).tolist() == gradient_bytes(tree.job).tolist()
+    overlap = tree.job.overlap.model_copy(update={"reduce_dtype": "bfloat16"})
+    assert gradient_bytes(mixed.model_copy(update={"overlap": overlap})).tolist() == parameter_bytes(mixed).tolist()
+    flows = job_flows(mixed, tree.cluster)
+    gathered, reduced = (flows.select(kind).num_bytes for kind in (Kind.DP_ALL_GATHER, Kind.DP_REDUCE_SCATTER))
+    assert (2 * gathered).tolist() == reduced.tolist()
 
 
-def test_pipeline_bytes_by_hand() -> None:
+def test_float64_jobs_have_bytes_too() -> None:
+    tree = _job(dp=8)
+    wide = tree.job.model_copy(update={"model": tree.job.model.model_copy(update={"dtype": "float64"})})
+    assert (2 * parameter_bytes(tree.job)).tolist() == parameter_bytes(wide).tolist() == gradient_bytes(wide).tolist()
+
+
+def test_a_pipeline_of_chunks_sends_a_boundary_less_on_the_way_round() -> None:
     tree = _job(tp=2, pp=3, dp=2, vpp=2)
     boundary = 3 * 2 * 10 * 64 * 4 / 2  # micro-batches, sequences, tokens, values, bytes, over tp
-    assert pipeline_bytes(tree.job) == (2 * boundary, boundary)
     forward = job_flows(tree.job, tree.cluster).select(Kind.PP_FORWARD)
     around = forward.src_nic > forward.dst_nic
     assert set(forward.num_bytes[around]) == {boundary}
     assert set(forward.num_bytes[~around]) == {2 * boundary}
 
 
-def test_tensor_bytes_by_hand() -> None:
-    """Three micro-batches of 2 x 10 tokens of 64 float32; 12 layers on 3 stages, 10 collectives each, half of each."""
+def test_a_tied_token_table_is_added_up_over_the_ends_of_the_pipeline() -> None:
     tree = _job(tp=2, pp=3, dp=2)
-    assert tensor_bytes(tree.job) == 3 * (2 * 10 * 64 * 4) * (12 / 3) * 10 / 2
-    parallel_block = tree.job.model.model_copy(update={"parallel_block": True})
-    assert 2 * tensor_bytes(tree.job.model_copy(update={"model": parallel_block})) == tensor_bytes(tree.job)
-    alone = _job(pp=2, dp=2)
-    assert tensor_bytes(alone.job) == 0
+    assert not len(job_flows(tree.job, tree.cluster).select(Kind.TIED_ALL_REDUCE))
+    tied = tree.job.model_copy(update={"model": tree.job.model.model_copy(update={"tied_embeddings": True})})
+    flows = job_flows(tied, tree.cluster).select(Kind.TIED_ALL_REDUCE)
+    assert set(zip(flows.src_nic.tolist(), flows.dst_nic.tolist(), strict=True)) == {(0, 4), (4, 0), (1, 5), (5, 1)}
+    assert set(flows.num_bytes.tolist()) == {100 * 64 / 2 / 2 * 4}  # rows x width over tp and dp, in float32
+
+
+def test_traffic_rows_have_the_flows_and_what_stays_inside_servers() -> None:
+    tree = _job(tp=2, pp=3, dp=2)
     flows = job_flows(tree.job, tree.cluster)
     rows = {row["kind"]: row for row in traffic_rows(tree.job, flows)}
-    assert rows["tp"]["bytes"] == 12 * tensor_bytes(tree.job)
     assert rows["dp_all_gather"]["bytes"] == flows.select(Kind.DP_ALL_GATHER).num_bytes.sum()
     assert sum(row["flows"] for row in rows.values()) == len(flows)
+    assert rows["tp"]["where"] == "inside servers"
+    kept = tree.job.model_copy(update={"overlap": tree.job.overlap.model_copy(update={"keep_gathered": True})})
+    assert 0 < traffic_rows(kept, flows)[-1]["bytes"] < rows["tp"]["bytes"]
+    alone = _job(pp=2, dp=2)
+    assert traffic_rows(alone.job, job_flows(alone.job, alone.cluster))[-1]["bytes"] == 0
 
 
 def test_where_groups_begin_inside_servers_a_channel_has_a_nic_in_each_of_them() -> None:
@@ -88,7 +102,7 @@ def test_where_groups_begin_inside_servers_a_channel_has_a_nic_in_each_of_them()
     ring = job_flows(tree.job, tree.cluster).select(Kind.DP_REDUCE_SCATTER)
     pairs = sorted(zip(ring.src_nic.tolist(), ring.dst_nic.tolist(), strict=True))
     assert pairs == [(6, 8), (7, 9), (8, 6), (9, 7), (12, 16), (13, 17), (16, 12), (17, 13)]
-    stages = np.repeat(ring_bytes(tree.job)[1:3], 4)
+    stages = np.repeat(gradient_bytes(tree.job)[1:3] * 5 / 6, 4)
     assert sorted(ring.num_bytes) == pytest.approx(sorted(stages / 2))
     tree_flows = job_flows(tree.job, tree.cluster, algorithm="tree").select(Kind.DP_ALL_REDUCE)
     assert set(tree_flows.src_nic) == {6, 7, 8, 9, 12, 13, 16, 17}
@@ -147,14 +161,14 @@ def test_a_group_with_many_nics_a_server_uses_all_of_them_on_their_rails() -> No
     ring = job_flows(tree.job, tree.cluster).select(Kind.DP_REDUCE_SCATTER)
     assert (ring.src_nic % 2 == ring.dst_nic % 2).all()
     assert np.bincount(ring.src_nic).tolist() == [1] * 8
-    whole = ring_bytes(tree.job)[0]
+    whole = gradient_bytes(tree.job)[0] * 7 / 8
     assert set(ring.num_bytes) == {whole / 2}
 
 
 def test_a_tree_sends_all_gradients_up_and_down() -> None:
     tree = _job(tp=2, dp=4)
     flows = job_flows(tree.job, tree.cluster, algorithm="tree").select(Kind.DP_ALL_REDUCE)
-    gradients = ring_bytes(tree.job)[0] * 4 / 3
+    gradients = gradient_bytes(tree.job)[0]
     assert flows.num_bytes.sum() == pytest.approx(2 * 2 * 3 * gradients)  # two groups, up and down, three edges
     received = np.bincount(flows.dst_nic, weights=flows.num_bytes, minlength=4)
     assert received == pytest.approx(np.bincount(flows.src_nic, weights=flows.num_bytes, minlength=4))
@@ -164,7 +178,7 @@ def test_all_to_all_keeps_a_ranks_own_part() -> None:
     tree = _job(tp=2, dp=4)
     flows = job_flows(tree.job, tree.cluster, algorithm="all_pairs").select(Kind.DP_ALL_TO_ALL)
     assert len(flows) == 2 * 4 * 3
-    assert flows.num_bytes.sum() == pytest.approx(2 * 4 * ring_bytes(tree.job)[0])
+    assert flows.num_bytes.sum() == pytest.approx(2 * 4 * gradient_bytes(tree.job)[0] * 3 / 4)
 
 
 def test_one_server_has_no_flows() -> None:

@@ -138,7 +138,7 @@ def test_a_schedule_is_proved_once_a_job_and_said_where_it_takes_long(
 ) -> None:
     as_rank(rank, monkeypatch)
     checked = mock.Mock(side_effect=ConfigError("the schedule", None, "ends here", "do not"))
-    monkeypatch.setattr("trainer.schedule_check.check_job", checked)
+    monkeypatch.setattr("netlayer.workload.schedule_check.check_job", checked)
     monkeypatch.setattr("trainer.cli._join", mock.Mock(side_effect=ConfigError("x", None, "ends here", "do not")))
     words = ["--set", "parallel.pp=2", "--set", "parallel.dp=1", "--set", "batch.micro_size=1", "--out", str(tmp_path)]
     done = CliRunner().invoke(train, [str(job_file), *words, "--set", f"batch.global_size={count}"])

@@ -22,25 +22,16 @@ from netlayer.config import JobConfig, ModelConfig
 from netlayer.config_file import load_config
 from netlayer.environ import Gpu
 from netlayer.errors import ConfigError
-from trainer.memory import (
-    _postponed_bytes,
-    _smaller,
-    block_bytes,
-    check_memory,
-    estimate,
-    estimate_stage,
-    has_room_for_copies,
-    has_room_for_windows,
-    in_flight,
-    micro_batches,
-    num_parameters,
-    stage_elements,
-)
+from netlayer.workload.fit import _smaller, has_room_for_copies, has_room_for_windows
+from netlayer.workload.memory import _postponed_bytes, block_bytes, estimate, estimate_stage, in_flight
+from netlayer.workload.model_size import num_parameters, stage_elements
+from netlayer.workload.schedule import micro_batches
+from netlayer.workload.stages import num_layers, run_of
+from netlayer.workload.zero_bubble import of_job
+from trainer.memory import check_memory
 from trainer.model import GPT, build_model
 from trainer.optim import build_optimizer
 from trainer.parallel import SplitModel
-from trainer.stages import num_layers, run_of
-from trainer.zero_bubble import of_job
 
 SMALL = {"layers": 3, "hidden": 128, "heads": 4, "ffn_hidden": 512, "vocab_size": 300, "seq_len": 128}
 # Without SwiGLU and RMSNorm: what a CPU computes them with saves more than the kernels that the estimate is of.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from netlayer.config import ModelConfig, build_config
-from netlayer.presets import MODELS
-from trainer.memory import num_parameters
+from netlayer.workload.model_size import num_parameters
+from netlayer.workload.presets import MODELS
 from trainer.model import GPT, build_model
 from trainer.ops.attention import window_mask
 from trainer.ops.loss import linear_cross_entropy
@@ -232,6 +232,8 @@ def test_gradient_of_a_token_that_comes_often_is_added_up_in_float32() -> None:
 
 # As others count them, but for 1m and 125m: the smaller, the more their second token table weighs.
 SIZES = {"1m": 0.001334, "125m": 0.1639, "1.3b": 1.419, "7b": 6.865, "13b": 13.11, "175b": 175.6, "530b": 531.2}
+# As published, to the parameter.
+SIZES |= {"llama3-1b": 1.235814400, "llama3-8b": 8.030261248, "llama3-70b": 70.553706496}
 
 
 @pytest.mark.parametrize(("name", "billions"), SIZES.items())
@@ -242,3 +244,5 @@ def test_presets_have_their_size_and_are_counted_without_memory(name: str, billi
     assert counted == num_parameters(config)
     assert counted / 1e9 == pytest.approx(billions, rel=1e-3)
     assert MODELS.keys() == SIZES.keys()
+    if name.startswith("llama3"):
+        assert counted == round(billions * 1e9)

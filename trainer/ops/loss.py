@@ -23,15 +23,11 @@ from torch.autograd.function import once_differentiable
 from collectives.exchange import TensorExchange
 from collectives.product import add_product, multiply
 from collectives.slot import slot_source
+from netlayer.workload.memory import KERNEL_LOGITS_ROWS, LOGITS_ROWS
 from trainer.ops.backend import HAS_TRITON, Operators, chooses_products, uses_triton
 
 if HAS_TRITON:
     from trainer.ops.loss_kernels import put_gradient, softmax_statistics
-
-CHUNK_ROWS = 2048
-"""Whose logits torch's operators hold, three times over in float32."""
-KERNEL_CHUNK_ROWS = 4096
-"""The kernels hold them once: half the passes over the weight's gradient for less memory."""
 
 
 def linear_cross_entropy(
@@ -56,7 +52,7 @@ def linear_cross_entropy(
         operators: for the softmax, and for the products, where there is no exchange.
     """
     kernels = uses_triton(operators, x_mD)
-    chunk_rows = chunk_rows or (KERNEL_CHUNK_ROWS if kernels else CHUNK_ROWS)
+    chunk_rows = chunk_rows or (KERNEL_LOGITS_ROWS if kernels else LOGITS_ROWS)
     trains = torch.is_grad_enabled() and (x_mD.requires_grad or weight_vD.requires_grad)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         x_mD,

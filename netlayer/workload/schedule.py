@@ -3,7 +3,7 @@
 A stage holds v chunks of the model; chunk c of stage s is the virtual stage c * p + s, and a micro-batch passes the
 virtual stages 0 to p * v - 1 forward and back (Narayanan et al., SC'21, section 2.2; MegaScale 3.2). 1F1B has one chunk
 a stage, interleaved 1F1B several. Left out: how long anything takes and whether it deadlocks
-(`trainer.schedule_simulation`), and running it (`trainer.pipeline`).
+(`schedule_simulation`), and running it (`trainer.pipeline`).
 
 p stages, v chunks a stage, m micro-batches a step.
 """
@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from collectives.messages import Direction, Message, Traffic
+from netlayer.workload.messages import Direction, Message, Traffic
 
 if TYPE_CHECKING:
+    from netlayer.config import JobConfig
     from netlayer.layout import ParallelLayout
 
 Phase = Literal["warm-up", "steady", "cool-down"]
@@ -128,7 +129,7 @@ class Schedule:
         """Most (micro-batch, chunk) pairs that wait for their backward at once: what activation memory must hold.
 
         A pair is one micro-batch through 1 / v of the stage's layers. One whose weights' gradients are still to be
-        computed counts: linears' inputs and the gradients of their outputs are about as many bytes (`trainer.memory`).
+        computed counts: linears' inputs and the gradients of their outputs are about as many bytes (`memory`).
         """
         held = peak = 0
         for action in self.stages[stage]:
@@ -190,6 +191,11 @@ def of_layout(layout: ParallelLayout, num_micro_batches: int) -> Schedule:
     if layout.vpp > 1:
         return interleaved(layout.pp, num_micro_batches, layout.vpp)
     return one_forward_one_backward(layout.pp, num_micro_batches)
+
+
+def micro_batches(job: JobConfig) -> int:
+    """Of a data-parallel rank, in a step of the full batch."""
+    return job.batch.global_size // (job.batch.micro_size * job.parallel.dp)
 
 
 def forward_only(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:

@@ -18,10 +18,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from collectives.messages import Message
 from netlayer.config import JobConfig
-from trainer.memory import has_zero_bubble
-from trainer.schedule import Action, Schedule, of_layout
+from netlayer.workload.messages import Message
+from netlayer.workload.schedule import Action, Schedule, of_layout
 
 _TIME = 1.0
 """Of a forward, of an input's gradient and of the weights': about the same, for a product each. They choose places."""
@@ -31,6 +30,24 @@ def of_job(job: JobConfig, num_micro_batches: int) -> Schedule:
     """What a training step of a job's stages runs."""
     schedule = of_layout(job.parallel.layout, num_micro_batches)
     return postpone_weights(schedule) if has_zero_bubble(job) else schedule
+
+
+def has_zero_bubble(job: JobConfig) -> bool:
+    """Whether stages compute weights' gradients where they would wait."""
+    return job.overlap.zero_bubble and why_no_zero_bubble(job) is None
+
+
+def why_no_zero_bubble(job: JobConfig) -> str | None:
+    """What `overlap.zero_bubble` has no effect for, if there is anything."""
+    reasons = {
+        "job.parallel.pp is 1": job.parallel.pp == 1,
+        "job.overlap.pp is false: a stage waits for what it sends before it goes on": not job.overlap.pp,
+        "job.model.compile is true: compiled linears hand their gradients to autograd": job.model.compile,
+        f"job.model.recompute is {job.model.recompute}, to save the memory that gradients would take while they wait": (
+            job.model.recompute != "none"
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def postpone_weights(schedule: Schedule) -> Schedule:

@@ -5,7 +5,7 @@ The head behind the last layer is as much work as one layer of a 7B GPT with 50,
 and since a block may be cut between attention and MLP, half blocks are counted.
 
 Half blocks are numbered: 2 l is the attention of layer l, 2 l + 1 its MLP. A parallel block is one piece. Left out:
-what a stage has the memory for (`trainer.memory`), runs of other numbers of half blocks where windows make some of them
+what a stage has the memory for (`memory`), runs of other numbers of half blocks where windows make some of them
 cheaper, recomputation, and steps of fewer micro-batches than stages.
 
 p stages, v chunks a stage; chunk c of stage s is the virtual stage c p + s.
@@ -18,15 +18,15 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal
 
-from netlayer.config import JobConfig, ModelConfig
-from trainer.flops import half_block_flops, head_flops
+from netlayer.config import JobConfig, ModelConfig, ParallelConfig
+from netlayer.workload.flops import half_block_flops, head_flops
 
 BlockPart = Literal["whole", "attention", "mlp"]
 
 
 def run_of(job: JobConfig, stage: int, chunk: int) -> range:
     """Half blocks of a chunk."""
-    cuts = _cuts_of(job)
+    cuts = _cuts_of(job.model, job.parallel)
     virtual = chunk * job.parallel.pp + stage
     return range(cuts[virtual], cuts[virtual + 1])
 
@@ -63,9 +63,9 @@ def count_parts(halves: range) -> dict[BlockPart, int]:
     return {part: number for part, number in found.items() if number}
 
 
-def _cuts_of(job: JobConfig) -> Sequence[int]:
+@functools.lru_cache(maxsize=256)  # asked once a chunk of every stage
+def _cuts_of(model: ModelConfig, parallel: ParallelConfig) -> Sequence[int]:
     """Where virtual stages begin, and the end of the last."""
-    model, parallel = job.model, job.parallel
     num = parallel.pp * parallel.vpp
     if num == 1 or not parallel.balance or model.layers < num:  # no job, but its memory can be counted
         return [2 * (model.layers * run // num) for run in range(num + 1)]

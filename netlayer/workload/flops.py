@@ -1,4 +1,4 @@
-"""Model FLOPs of a training step, peaks of a device, and MFU in both conventions.
+"""Model FLOPs of a training step, and MFU in both conventions.
 
 The formula is the paper's, 72 B L s h^2 (1 + s/(6h) + V/(12 L h)), written with the MLP's width f in place of 4h, and
 the width g of keys and values in place of h where heads share them: only matrix products count, a multiply-add is 2,
@@ -8,35 +8,9 @@ subtract a sliding window (the paper leaves open how it counts one); `done` coun
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from netlayer.config import ModelConfig
-
-# Dense bfloat16 peaks, FLOP/s: half of the figure "with sparsity" in NVIDIA's data sheets of these cards. Of the NVL
-# forms, GH200, H800, Blackwell and L40S it is as quoted from the sheets, not read in them. H20 (unknown to us) and V100
-# (has no bfloat16) are left out.
-_PEAKS_BF16 = (
-    (r"\bA100\b", 312e12),  # A100 data sheet, 2021 (all forms)
-    (r"\bA800\b", 312e12),  # as A100, with less NVLink
-    (r"\bH100 PCIe\b", 756.5e12),  # H100 data sheet: 1,513 with sparsity
-    (r"\bH100 NVL\b", 835.5e12),  # H100 data sheet: 1,671 with sparsity
-    (r"\bH100 80GB HBM3\b", 989.5e12),  # the name of an SXM5 card; H100 data sheet: 1,979 with sparsity
-    (r"\bH800$", 989.5e12),  # the name of an SXM card; as H100, with less NVLink and float64
-    (r"\bH200$", 989.5e12),  # the name of an SXM card; H200 data sheet: 1,979 with sparsity
-    (r"\bH200 NVL\b", 835.5e12),  # H200 data sheet: 1,671 with sparsity
-    (r"\bGH200\b", 989.5e12),  # GH200 data sheet: 1,979 with sparsity
-    (r"\bB200\b", 2250e12),  # Blackwell data sheet, HGX B200: 4.5 PFLOPS a GPU with sparsity
-    (r"\bGB200\b", 2500e12),  # likewise, GB200: 10 PFLOPS with sparsity for two GPUs
-    (r"\bL40S\b", 362.05e12),  # L40S data sheet: 362.05, 733 with sparsity
-)
-_MEMORY_BYTES_PER_S = (  # of the same sheets
-    (r"\bA100-SXM4-80GB\b", 2.039e12),
-    (r"\bH100 PCIe\b", 2.0e12),
-    (r"\bH100 80GB HBM3\b", 3.35e12),
-    (r"\bH200\b", 4.8e12),  # both forms
-)
 
 
 @dataclass(frozen=True)
@@ -91,25 +65,6 @@ def _mean_keys(num_positions: int, window: int) -> float:
     """Keys that a query sees, in the mean over positions."""
     w = min(window or num_positions, num_positions)
     return w - w * (w - 1) / 2 / max(1, num_positions)  # of none, no job, memory can be counted
-
-
-def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Peak FLOP/s of one device; None for a device or a dtype that the table lacks (float32 depends on TF32).
-
-    None for a MIG slice too, whose name begins with that of its card.
-    """
-    return _peak_of(device_name, _PEAKS_BF16) if dtype == "bfloat16" else None
-
-
-def memory_bandwidth(device_name: str) -> float | None:
-    """Of one device's memory, bytes/s, read and written together; None as in `peak_flops`."""
-    return _peak_of(device_name, _MEMORY_BYTES_PER_S)
-
-
-def _peak_of(device_name: str, peaks: Sequence[tuple[str, float]]) -> float | None:
-    if re.search(r"\bMIG\b", device_name):
-        return None
-    return next((peak for pattern, peak in peaks if re.search(pattern, device_name)), None)
 
 
 def utilisation(flops: float, seconds: float, peak: float | None, num_devices: int) -> float | None:

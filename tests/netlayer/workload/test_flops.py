@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from netlayer.config import ModelConfig
-from trainer.flops import memory_bandwidth, peak_flops, step_flops, utilisation
+from netlayer.workload.flops import step_flops, utilisation
+from netlayer.workload.peaks import memory_bandwidth, peak_flops
 
 GPT_175B = ModelConfig(layers=96, hidden=12288, heads=128, ffn_hidden=49152, vocab_size=64000, seq_len=2048)
 

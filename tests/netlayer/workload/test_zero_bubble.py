@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netlayer.config import JobConfig
-from tests.trainer.test_schedule import deadlock, schedules
-from trainer.memory import why_no_zero_bubble
-from trainer.schedule import Action, Schedule, interleaved, of_layout, one_forward_one_backward
-from trainer.schedule_check import check_schedule
-from trainer.schedule_simulation import Costs, simulate
-from trainer.zero_bubble import _Walk, of_job, postpone_weights
+from netlayer.workload.schedule import Action, Schedule, interleaved, of_layout, one_forward_one_backward
+from netlayer.workload.schedule_check import check_schedule
+from netlayer.workload.schedule_simulation import Costs, simulate
+from netlayer.workload.zero_bubble import _Walk, of_job, postpone_weights, why_no_zero_bubble
+from tests.netlayer.workload.test_schedule import deadlock, schedules
 
 LETTERS = {"forward": "F", "backward": "B", "weights": "W"}
 

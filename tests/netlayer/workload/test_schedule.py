@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netlayer.config import JobConfig
-from trainer.memory import micro_batches
-from trainer.schedule import (
+from netlayer.workload.schedule import (
     Action,
     Schedule,
     bubble_fraction,
     forward_only,
     interleaved,
+    micro_batches,
     of_layout,
     one_forward_one_backward,
 )
-from trainer.schedule_check import check_job, check_schedule, num_actions
-from trainer.schedule_simulation import Costs, _Stage, simulate
+from netlayer.workload.schedule_check import check_job, check_schedule, num_actions
+from netlayer.workload.schedule_simulation import Costs, _Stage, flops_costs, simulate
 
 
 @st.composite
@@ -265,7 +265,7 @@ def test_what_a_job_runs_is_proved_within_the_memory_that_is_counted_for_it(
     check_job(job)
     of_stages = of_layout(job.parallel.layout, micro_batches(job)).stages
     assert num_actions(job) == (sum(map(len, of_stages)) if pp > 1 else 0)
-    monkeypatch.setattr("trainer.schedule_check.in_flight", lambda _job, _stage: 1)
+    monkeypatch.setattr("netlayer.workload.schedule_check.in_flight", lambda _job, _stage: 1)
     if pp > 1:
         with pytest.raises(ValueError, match="activations at once, and memory is for 1"):
             check_job(job)
@@ -311,5 +311,13 @@ def test_stages_advance_in_turn_and_are_not_asked_again_and_again(monkeypatch: p
 
 
 def test_schedules_need_no_torch() -> None:
-    code = "import sys, trainer.schedule, trainer.schedule_check; sys.exit('torch' in sys.modules)"
+    code = "import sys, netlayer.workload.schedule, netlayer.workload.schedule_check; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 2), ("full", 3)])
+def test_a_backward_pass_is_twice_a_forward_and_blocks_may_run_again(recompute: str, times: int) -> None:
+    tree = {"model": {"layers": 4, "recompute": recompute}, "parallel": {"pp": 2, "dp": 1}}
+    costs = flops_costs(JobConfig.model_validate({**tree, "batch": {"global_size": 8, "micro_size": 1}}))
+    assert costs.backward_s[0][0] == times * costs.forward_s[0][0]
+    assert costs.forward_s[1][0] > 0

@@ -15,8 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from collectives.messages import DIRECTIONS, Direction, Message
-from trainer.schedule import Action, Schedule
+from netlayer.config import JobConfig
+from netlayer.workload.flops import half_block_flops, head_flops
+from netlayer.workload.messages import DIRECTIONS, Direction, Message
+from netlayer.workload.schedule import Action, Schedule
+from netlayer.workload.stages import run_of
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,20 @@ class Costs:
         if (action.micro_batch, action.chunk) not in schedule.postponed[stage]:
             return backward_s
         return backward_s * (self.weights_share if action.kind == "weights" else 1 - self.weights_share)
+
+
+def flops_costs(job: JobConfig) -> Costs:
+    """Times of a schedule's actions in proportion to their FLOPs: backward twice forward, and whole blocks again."""
+    parallel, model = job.parallel, job.model
+    forward = [[0.0] * parallel.vpp for _ in range(parallel.pp)]
+    for stage in range(parallel.pp):
+        for chunk in range(parallel.vpp):
+            halves = run_of(job, stage, chunk)
+            forward[stage][chunk] = sum(half_block_flops(model, half // 2)[half % 2] for half in halves)
+    again = 1.0 if model.recompute == "full" else 0.0
+    backward = [[(2 + again) * each for each in times] for times in forward]
+    forward[-1][-1] += 3 * head_flops(model)  # the loss computes the head's gradients in its forward pass
+    return Costs(forward, backward, [0.0] * parallel.pp, weights_share=1 / (2 + again))
 
 
 @dataclass(frozen=True)

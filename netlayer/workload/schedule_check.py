@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from collectives.messages import DIRECTIONS, NUM_SLOTS
 from netlayer.config import JobConfig
-from trainer.memory import in_flight, micro_batches
-from trainer.schedule import Kind, Phase, Schedule
-from trainer.schedule_simulation import Costs, simulate
-from trainer.zero_bubble import of_job
+from netlayer.workload.memory import in_flight
+from netlayer.workload.messages import DIRECTIONS, NUM_SLOTS
+from netlayer.workload.schedule import Kind, Phase, Schedule, micro_batches
+from netlayer.workload.schedule_simulation import Costs, simulate
+from netlayer.workload.zero_bubble import of_job
 
 _BEFORE: dict[Kind, Kind] = {"backward": "forward", "weights": "backward"}
 _PHASES: tuple[Phase, ...] = ("warm-up", "steady", "cool-down")
@@ -53,16 +53,16 @@ def check_schedule(schedule: Schedule, *, depth: int = 1, max_in_flight: int | N
         simulate(schedule, costs, coupled=coupled, one_queue=True, depth=0, slots=NUM_SLOTS)
 
 
-def check_job(job: JobConfig) -> None:
-    """`check_schedule` of what a job's stages will run in a full batch, within what `trainer.memory` counts for them.
+def check_job(job: JobConfig) -> Schedule:
+    """`check_schedule` of what a job's stages will run in a full batch, within what `memory` counts for them; gives it.
 
     Raises:
         ValueError: as there.
     """
-    if job.parallel.pp == 1:
-        return
-    held = max(in_flight(job, stage) for stage in range(job.parallel.pp))
-    check_schedule(of_job(job, micro_batches(job)), max_in_flight=held)
+    schedule = of_job(job, micro_batches(job))
+    if job.parallel.pp > 1:
+        check_schedule(schedule, max_in_flight=max(in_flight(job, stage) for stage in range(job.parallel.pp)))
+    return schedule
 
 
 def num_actions(job: JobConfig) -> int:

@@ -1,0 +1,47 @@
+"""Which parameters travel together: the cut of a rank's parameters into buckets, their padding, how many go at once.
+
+`collectives` lays its buffers out by this, and `comm_bytes` and `memory` count them by it. No configuration is read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Sequence
+
+REDUCTIONS_IN_FLIGHT = 4
+"""Reduce-scatters that may be under way beside the one that is being filled, where nobody says otherwise."""
+COPIES_AT_ONCE = 2
+"""Where copy engines carry gradients: the sends of one bucket, and the sum of the one before."""
+MOST_COPYING_RANKS = 8
+"""Of a group whose copy engines do."""
+
+
+def cut(sizes: Sequence[int], kinds: Sequence[Hashable], limit_bytes: int | None) -> list[range]:
+    """Runs of parameters that share a bucket, as indices.
+
+    A bucket ends where the kind changes, and where it would grow above the limit; it holds at least one parameter.
+
+    Args:
+        sizes: bytes of each parameter, in order of first use.
+        kinds: what must be alike in a bucket: the dtype, the part of the model.
+        limit_bytes: largest size of a bucket without its padding; None: no limit.
+    """
+    limit = sys.maxsize if limit_bytes is None else limit_bytes
+    runs: list[range] = []
+    size_of_run, kind_of_run = 0, None
+    for index, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
+        if not runs or kind != kind_of_run or size_of_run + size > limit:
+            runs.append(range(index, index))
+            size_of_run, kind_of_run = 0, kind
+        runs[-1] = range(runs[-1].start, index + 1)
+        size_of_run += size
+    return runs
+
+
+def shard_elements(numel: int, ranks: int, align: int = 1) -> int:
+    """Elements of a rank's shard of a bucket, its part of the padding among them.
+
+    Args:
+        align: a shard is a multiple of so many elements.
+    """
+    return -(-numel // (ranks * align)) * align

@@ -1,0 +1,235 @@
+"""What a rank's collectives carry in one optimiser step: of each group, how many, how large, in which dtype.
+
+Sizes are those of whole buffers, as nccl-tests and `collectives.recorder` count them: what a rank holds after an
+all-gather or before a reduce-scatter. `Collective.sent_bytes` is what of it leaves a rank that sends along a ring.
+
+- Data parallel (ZeRO, one gather and one reduction of every bucket a step, however many micro-batches add up):
+  parameters in the computation's dtype, gradients in `dtypes.gradient_dtype`, padding of buckets included.
+- Tensor parallel, with sequence parallelism (Korthikanti et al., arXiv 2205.05198, 4.2.2): an attention or an MLP
+  gathers its input and scatters its output; backward gathers the output's gradient, scatters the input's, and gathers
+  the input once more unless `overlap.keep_gathered`. A parallel block is one such pair. Recomputation repeats what lies
+  in it: a linear and its reduce-scatter are one operation. Beside blocks: the lookup, the head, and two numbers a row
+  of its softmax. Once a step: gradients of what all ranks hold whole (norms, positions, biases behind sums).
+- Pipeline: an activation and a gradient for each micro-batch and boundary between chunks; a rank of a tensor-parallel
+  group sends its rows of them.
+- A tied token table that both ends of a pipeline hold: its gradient, once.
+- Once a step: the norm of all gradients, the losses with a flag, LAMB's norms of w and of its update.
+
+When weights' gradients are computed (zero bubble) changes no byte. `cp` and `dp_replicate` have degree 1 and carry
+nothing yet. Left out: evaluation, checkpoints, what ranks agree upon at the start and compare now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from netlayer.config import JobConfig
+from netlayer.workload.buckets import cut, shard_elements
+from netlayer.workload.dtypes import DTYPE_BYTES, Dtype, gradient_dtype, master_dtype
+from netlayer.workload.memory import LOGITS_ROWS
+from netlayer.workload.model_size import Unit, chunk_units, num_branches, table_elements
+from netlayer.workload.schedule import micro_batches
+from netlayer.workload.stages import BlockPart, count_parts, run_of
+
+Group = Literal["tp", "cp", "dp", "dp_replicate", "pp", "tied", "world"]
+"""`tied`: the first and the last stage; `world`: all ranks."""
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
+Carries = Literal[
+    "parameters",
+    "gradients",
+    "activations",
+    "lookup",
+    "head",
+    "softmax",
+    "shared gradients",
+    "forward",
+    "backward",
+    "lamb norms",
+    "gradient norm",
+    "losses",
+]
+_NORM_BYTES = 8  # of LAMB's squared norms, in float64
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind that a rank of a pipeline stage takes part in during a step.
+
+    Args:
+        carries: what; `head` and `lookup` are activations and their gradients at the ends of the model.
+        ranks: of the group.
+        times: how many, each as one, in however many parts it is carried.
+        num_bytes: whole buffers of all of them together. Of gradients that ranks hold in shards (`shared gradients`,
+            and all of group `tied`) it is the mean over the data-parallel ranks: shards hold different parts.
+    """
+
+    group: Group
+    kind: Kind
+    carries: Carries
+    dtype: Dtype
+    ranks: int
+    times: int
+    num_bytes: float
+
+    @property
+    def sent_bytes(self) -> float:
+        """What a rank sends: along a ring, all shards but one, an all-reduce twice; of a send all."""
+        around = (self.ranks - 1) / self.ranks
+        return self.num_bytes * {"send": 1.0, "all_reduce": 2 * around}.get(self.kind, around)
+
+
+def stage_collectives(job: JobConfig, stage: int) -> list[Collective]:
+    """What a rank of one pipeline stage carries; groups of one rank carry nothing."""
+    found = [*_data_parallel(job, stage), *_tensor_parallel(job, stage), *_pipeline(job, stage), *_world(job)]
+    return [each for each in found if each.ranks > 1 and each.times]
+
+
+def total_bytes(
+    collectives: Iterable[Collective],
+    group: Group,
+    kind: Kind | None = None,
+    carries: Carries | None = None,
+    *,
+    sent: bool = False,
+) -> float:
+    """Buffers of what matches, or with `sent` what a rank sends of it."""
+    chosen = (
+        each
+        for each in collectives
+        if each.group == group and kind in (None, each.kind) and carries in (None, each.carries)
+    )
+    return sum(each.sent_bytes if sent else each.num_bytes for each in chosen)
+
+
+def busiest(of_stages: Iterable[Iterable[Collective]], group: Group) -> list[Collective]:
+    """Collectives of a group, of the stage that sends most in it; empty where nothing is carried."""
+    of_group = [[each for each in collectives if each.group == group] for collectives in of_stages]
+    return max(of_group, key=lambda collectives: sum(each.sent_bytes for each in collectives))
+
+
+def bucket_limit(job: JobConfig) -> int | None:
+    """Bytes of the computation's dtype in a bucket, unless one parameter is larger; None: a bucket a unit."""
+    return round(job.overlap.bucket_mib * 2**20) if job.overlap.bucket_mib else None
+
+
+def stage_buckets(job: JobConfig, stage: int) -> list[tuple[int, int]]:
+    """(elements with padding, how many such buckets) of all buckets of a rank.
+
+    Left out: the 16 bytes or more that shards are aligned to where they lie in windows, which the machine decides.
+    """
+    found = []
+    for chunk in range(job.parallel.vpp):
+        for unit in chunk_units(job, stage, chunk):
+            found += [(numel, unit.count) for numel in _unit_buckets(job, unit)]
+    return found
+
+
+def _activation_bytes(job: JobConfig) -> float:
+    """Of the residual stream of one micro-batch, all rows."""
+    return job.batch.micro_size * job.model.seq_len * job.model.hidden * DTYPE_BYTES[job.model.dtype]
+
+
+def _data_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
+    dp, computed, reduced = job.parallel.dp, job.model.dtype, gradient_dtype(job)
+    buckets = stage_buckets(job, stage)
+    times, elements = sum(count for _, count in buckets), sum(numel * count for numel, count in buckets)
+    yield Collective("dp", "all_gather", "parameters", computed, dp, times, elements * DTYPE_BYTES[computed])
+    yield Collective("dp", "reduce_scatter", "gradients", reduced, dp, times, elements * DTYPE_BYTES[reduced])
+    yield from _lamb_norms(job, stage, "dp", dp)
+
+
+def _unit_buckets(job: JobConfig, unit: Unit) -> list[int]:
+    """Elements of each bucket of one unit, with padding."""
+    width, dp = DTYPE_BYTES[job.model.dtype], job.parallel.dp
+    sizes = [parameter.numel for parameter in unit.parameters]
+    runs = cut([size * width for size in sizes], [unit.name] * len(sizes), bucket_limit(job))
+    return [shard_elements(sum(sizes[run.start : run.stop]), dp) * dp for run in runs]
+
+
+def _lamb_norms(job: JobConfig, stage: int, group: Group, ranks: int) -> Iterator[Collective]:
+    """Two numbers a matrix, a chunk at a time."""
+    if job.optimizer.name == "lamb":
+        num_bytes = sum(2 * _NORM_BYTES * _num_matrices(unit) for unit in _units(job, stage))
+        yield Collective(group, "all_reduce", "lamb norms", "float64", ranks, job.parallel.vpp, num_bytes)
+
+
+def _tensor_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
+    tp, count, dtype = job.parallel.tp, micro_batches(job), job.model.dtype
+    activation = _activation_bytes(job)
+    gathers, scatters = 0, 0
+    for part, number in _stage_parts(job, stage).items():
+        each = _block_gathers_and_scatters(job, part)
+        gathers, scatters = gathers + number * each[0], scatters + number * each[1]
+    of_blocks: Mapping[Kind, int] = {"all_gather": count * gathers, "reduce_scatter": count * scatters}
+    for kind, times in of_blocks.items():
+        yield Collective("tp", kind, "activations", dtype, tp, times, times * activation)
+        if stage == 0:
+            yield Collective("tp", kind, "lookup", dtype, tp, count, count * activation)
+        if stage == job.parallel.pp - 1:
+            yield Collective("tp", kind, "head", dtype, tp, count, count * activation)
+    wide = DTYPE_BYTES[master_dtype(job)]
+    if stage == job.parallel.pp - 1:
+        rows = job.batch.micro_size * job.model.seq_len
+        times = count * -(-rows // LOGITS_ROWS)
+        yield Collective("tp", "all_reduce", "softmax", master_dtype(job), tp, times, count * rows * 2 * tp * wide)
+    shared = sum(
+        unit.count * parameter.numel
+        for unit in (_units(job, stage) if tp > 1 else ())
+        for parameter in unit.parameters
+        if not parameter.is_cut
+    )
+    if shared:
+        mean = shared / job.parallel.dp * wide
+        yield Collective("tp", "all_reduce", "shared gradients", master_dtype(job), tp, 1, mean)
+    yield from _lamb_norms(job, stage, "tp", tp)
+
+
+def _block_gathers_and_scatters(job: JobConfig, part: BlockPart) -> tuple[int, int]:
+    """Of one block or a half of it, for one micro-batch."""
+    recompute, pairs = job.model.recompute, num_branches(job.model, part)
+    again = recompute == "full"
+    # Selective recomputation starts behind the activation's input: of a standard block, the MLP's last linear runs
+    # again; of a parallel one, the only one.
+    ends_again = pairs if again else int(recompute == "selective" and (job.model.parallel_block or part != "attention"))
+    gathers = pairs * (2 + (not job.overlap.keep_gathered) + again)
+    return gathers, 2 * pairs + ends_again
+
+
+def _pipeline(job: JobConfig, stage: int) -> Iterator[Collective]:
+    parallel, count, dtype = job.parallel, micro_batches(job), job.model.dtype
+    boundary = _activation_bytes(job) / parallel.tp  # a rank's rows
+    ends: Mapping[Carries, int] = {"forward": parallel.pp - 1, "backward": 0}
+    for carries, end in ends.items():
+        times = count * (parallel.vpp - (stage == end))  # at the model's end nobody waits for it
+        yield Collective("pp", "send", carries, dtype, parallel.pp, times, times * boundary)
+    if job.model.tied_embeddings and stage in (0, parallel.pp - 1):
+        wide = master_dtype(job)
+        mean = table_elements(job) / parallel.dp * DTYPE_BYTES[wide]
+        yield Collective("tied", "all_reduce", "shared gradients", wide, min(2, parallel.pp), 1, mean)
+
+
+def _world(job: JobConfig) -> Iterator[Collective]:
+    wide, ranks = master_dtype(job), job.parallel.layout.world_size
+    width = DTYPE_BYTES[wide]
+    yield Collective("world", "all_reduce", "gradient norm", wide, ranks, 1, width)
+    yield Collective("world", "all_reduce", "losses", wide, ranks, 1, (job.parallel.dp + 1) * width)
+
+
+def _units(job: JobConfig, stage: int) -> list[Unit]:
+    return [unit for chunk in range(job.parallel.vpp) for unit in chunk_units(job, stage, chunk)]
+
+
+def _stage_parts(job: JobConfig, stage: int) -> dict[BlockPart, int]:
+    """Blocks and halves of them on a stage."""
+    found: dict[BlockPart, int] = {}
+    for chunk in range(job.parallel.vpp):
+        for part, number in count_parts(run_of(job, stage, chunk)).items():
+            found[part] = found.get(part, 0) + number
+    return found
+
+
+def _num_matrices(unit: Unit) -> int:
+    """Of all units of the row."""
+    return unit.count * sum(len(parameter.shape) > 1 for parameter in unit.parameters)

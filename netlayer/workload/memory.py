@@ -1,0 +1,278 @@
+"""What a rank of a job will hold, part by part, before any of it is allocated.
+
+Parameters, masters, gradients and optimiser state are counted exactly (but for less than `dp` elements of padding a
+bucket). Activations are what the blocks of `trainer.model` save for their backward, operator by operator, as
+Korthikanti et al. count them (arXiv 2205.05198, section 4: their 34 s b h bytes a layer, here 32 s b h for a GPT in
+bfloat16, for there are no dropout masks, and attention keeps no scores; all of it over t), times the micro-batches that
+the schedule has in flight (Narayanan et al., SC'21, section 2.2). Work space is what the largest operators hold for a
+moment: an upper estimate. Left out: torch, CUDA and NCCL themselves (some hundred MiB a rank), fragmentation,
+evaluation, masks of sliding windows, gradients of vectors until their bucket takes them.
+
+[Note: where gradients are] Products write weights' gradients into their bucket (`collectives.slot`). Without other
+data-parallel ranks that is what the optimiser reads, in any number of micro-batches: there is nothing beside it. Among
+ranks it is what travels, or, where micro-batches add up or gradients wait (`zero_bubble`), whole wide sums,
+which travel themselves or as narrow copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from netlayer.config import JobConfig, ModelConfig
+from netlayer.workload.buckets import COPIES_AT_ONCE, MOST_COPYING_RANKS, REDUCTIONS_IN_FLIGHT
+from netlayer.workload.dtypes import DTYPE_BYTES, gradient_dtype, master_dtype
+from netlayer.workload.model_size import (
+    block_elements,
+    num_branches,
+    qkv_width,
+    stage_elements,
+    table_elements,
+    up_width,
+)
+from netlayer.workload.schedule import micro_batches
+from netlayer.workload.stages import BlockPart, count_parts, halves_in, run_of
+from netlayer.workload.zero_bubble import has_zero_bubble
+
+_TOKEN_BYTES = 8
+LOGITS_ROWS = 2048
+"""Rows whose logits the loss holds at once where torch's operators compute it, three times over in float32."""
+KERNEL_LOGITS_ROWS = 4096
+"""The same where kernels do, which hold them once: half the passes over the weight's gradient for less memory."""
+_REDUCTIONS_AT_ONCE = REDUCTIONS_IN_FLIGHT + 1  # and the one that is being filled
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that one rank holds.
+
+    Args:
+        parameters: whole, in the dtype of the computation.
+        masters: this rank's share in float32; none where the computation has that dtype already.
+        gradients: this rank's share of the reduced ones, and among ranks whole ones where several micro-batches add up.
+        optimizer: moments of this rank's share.
+        activations: of all micro-batches in flight.
+        logits: of the rows that the loss works on at once, and the table's gradient.
+        buckets: gradients on their way to other ranks, and sums on theirs to the share; or windows for both.
+        work: what one block's backward pass holds beside that.
+        step: what the optimiser holds while it steps, when activations are gone.
+        construction: the parameters in float32 as they are made, whole, with the first bucket that takes some over.
+    """
+
+    parameters: int
+    masters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    buckets: int
+    work: int
+    step: int
+    construction: int
+
+    @property
+    def total(self) -> int:
+        """At the peak: in the loss, in a block's backward pass, in the optimiser's step, or before all of them."""
+        return max(self._trains, self.construction)
+
+    @property
+    def _trains(self) -> int:
+        always = self.parameters + self.masters + self.gradients + self.optimizer
+        return always + max(self.activations + self.buckets + max(self.logits, self.work), self.step)
+
+    def parts(self) -> dict[str, int]:
+        """Of a step."""
+        found = dataclasses.asdict(self)
+        found.pop("construction")
+        return found
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self.parts().items() if num_bytes)
+        if self.construction > self._trains:
+            return f"{gib(self.construction)} while the model is made, then {gib(self._trains)} ({parts})"
+        return f"{gib(self.total)} ({parts})"
+
+
+def estimate(job: JobConfig) -> Estimate:
+    """Of the rank that holds most: the pipeline stage with the largest total."""
+    return max((estimate_stage(job, stage) for stage in range(job.parallel.pp)), key=lambda each: each.total)
+
+
+def estimate_stage(job: JobConfig, stage: int) -> Estimate:
+    """Of a rank of one pipeline stage."""
+    model, parallel = job.model, job.parallel
+    width = DTYPE_BYTES[model.dtype]
+    wide = DTYPE_BYTES[master_dtype(job)]
+    elements = stage_elements(job, stage)
+    share = -(-elements // parallel.dp)
+    adds_up = parallel.dp > 1 and (micro_batches(job) > 1 or has_zero_bubble(job))
+    tokens = job.batch.micro_size * model.seq_len
+    rows, table = min(LOGITS_ROWS, tokens), table_elements(job)
+    has_head = stage == parallel.pp - 1
+    return Estimate(
+        parameters=elements * width,
+        masters=share * wide if width < wide else 0,
+        gradients=share * wide + (elements * wide if adds_up else 0),
+        optimizer=2 * share * wide,
+        activations=_activation_bytes(job, stage),
+        logits=(rows * table // model.hidden * (2 * wide + width) + table * wide) if has_head else 0,
+        buckets=_travelling_bytes(job, stage, elements, wide, adds_up) if parallel.dp > 1 else 0,
+        work=_block_work_bytes(job),
+        step=share * wide if job.optimizer.name == "lamb" else 0,
+        construction=elements * 4 + max(table_elements(job), block_elements(model, parallel.tp)) * (wide + width),
+    )
+
+
+def in_flight(job: JobConfig, stage: int) -> int:
+    """(micro-batch, chunk) pairs that wait for their backward at once: `Schedule.peak_in_flight`."""
+    pp, vpp, count = job.parallel.pp, job.parallel.vpp, micro_batches(job)
+    behind = pp - 1 - stage
+    warm_up = behind if vpp == 1 else 2 * behind + (vpp - 1) * pp
+    postponed = stage if has_zero_bubble(job) else 0
+    return min(warm_up + 1 + postponed, count * vpp)
+
+
+def block_bytes(model: ModelConfig, tp: int) -> tuple[float, float]:
+    """What a block saves for one token on one rank: its input, and all beside that, without recomputation."""
+    kept, dropped = _kept_and_dropped(model)
+    return model.hidden * DTYPE_BYTES[model.dtype] / tp, (kept + dropped) / tp
+
+
+def _activation_bytes(job: JobConfig, stage: int) -> int:
+    model, parallel = job.model, job.parallel
+    tokens, width = job.batch.micro_size * model.seq_len, DTYPE_BYTES[model.dtype]
+    stream = model.hidden * width / parallel.tp
+    held = in_flight(job, stage)
+    each = held * (stream if parallel.pp > 1 else 0.0)  # what was sent is held until its gradient comes
+    chunks = []
+    for chunk in range(parallel.vpp):
+        parts = count_parts(run_of(job, stage, chunk))
+        chunks.append(sum(number * _saved_bytes(job, part) for part, number in parts.items()))
+    if stage == parallel.pp - 1:  # its last chunk is the shortest, and at the peak few may be of that
+        each += held * max(chunks)
+    else:  # as many micro-batches as there are stages through each in turn
+        rounds, rest = divmod(held, parallel.pp * parallel.vpp)
+        for chunk, num_bytes in enumerate(chunks):
+            num = rounds * parallel.pp + min(max(0, rest - chunk * parallel.pp), parallel.pp)
+            each += num * num_bytes
+    if stage == 0:
+        each += _TOKEN_BYTES * held
+    if stage == parallel.pp - 1:  # the last norm's input, and the loss' gradient; one micro-batch at a time
+        each += 2 * stream + _norm_saved_bytes(model) / parallel.tp
+    return round(each * tokens)
+
+
+def _saved_bytes(job: JobConfig, part: BlockPart) -> float:
+    """Of one token, what a block or a part of it holds from its forward pass until its gradients are computed."""
+    model, tp = job.model, job.parallel.tp
+    kept, dropped = _kept_and_dropped(model, part)
+    stream = model.hidden * DTYPE_BYTES[model.dtype]
+    own = {"none": kept + dropped, "selective": kept, "full": 0.0}[model.recompute]
+    has_input = part == "mlp" and model.recompute != "full"  # it is what a whole block keeps between its halves
+    saved = (own + (0 if has_input else stream)) / tp
+    if job.overlap.keep_gathered and model.recompute != "full":
+        saved += num_branches(model, part) * stream * (1 - 1 / tp)
+    return max(saved, _postponed_bytes(job, part)) if has_zero_bubble(job) else saved
+
+
+def _postponed_bytes(job: JobConfig, part: BlockPart = "whole") -> float:
+    """Of one token, what linears keep for weights' gradients that wait: inputs, and gradients of outputs.
+
+    Of the residual stream's width they are whole on every rank.
+    """
+    model = job.model
+    has_attention, has_mlp = halves_in(part)
+    branches = num_branches(model, part)
+    attention = (model.hidden + qkv_width(model)) * has_attention
+    inside = attention + (model.ffn_hidden + up_width(model)) * has_mlp
+    return (2 * branches * model.hidden + inside / job.parallel.tp) * DTYPE_BYTES[model.dtype]
+
+
+def _block_work_bytes(job: JobConfig) -> int:
+    """Of one block's backward pass: the gradients of its widest activations, and what is computed again.
+
+    A compiled block hands its weights' gradients over at its end.
+    """
+    model, tp = job.model, job.parallel.tp
+    tokens, width = job.batch.micro_size * model.seq_len, DTYPE_BYTES[model.dtype]
+    kept, dropped = _kept_and_dropped(model)
+    again = {"none": 0.0, "selective": dropped, "full": kept + dropped}[model.recompute] / tp
+    widest = (2 * up_width(model) + 2 * model.hidden) * width / tp
+    gathered = 2.0 * model.hidden * width if tp > 1 else 0.0  # rows of all ranks, in and out of a linear
+    by_nccl = not job.overlap.peer_memory or model.dtype == "float64"  # or between hosts, which the job does not say
+    if tp > 1 and job.overlap.tp and by_nccl:  # of the linear before too, whose weights' gradients wait
+        gathered += (2 * model.hidden + up_width(model) / tp) * width
+    handed = block_elements(model, tp) * width if model.compile else 0
+    return round(tokens * (again + widest + gathered)) + handed
+
+
+def _kept_and_dropped(model: ModelConfig, part: BlockPart = "whole") -> tuple[float, float]:
+    """Bytes a token that a block saves beside its input: with any recomputation but full, and without it only.
+
+    Norm outputs are what the linears read; queries, keys and values what attention reads (turned ones beside the plain
+    ones, of which the values are a part); its output and the activation what the last linears read. The MLP of a
+    standard block keeps its own input.
+    """
+    hidden, width = model.hidden, DTYPE_BYTES[model.dtype]
+    shared = hidden * model.num_kv_heads // model.heads
+    turned = hidden + shared if model.positions == "rotary" else 0
+    attended = (turned + hidden) * width + model.heads * 4  # one logarithm a head, float32
+    activated = model.ffn_hidden * width
+    norm = hidden * width + _norm_saved_bytes(model)
+    if model.parallel_block:  # computes attention again too; a standard one only what its activation gave
+        return norm + (qkv_width(model) + up_width(model)) * width, attended + activated
+    attention = norm + qkv_width(model) * width + attended
+    mlp = norm + (hidden + up_width(model)) * width
+    has_attention, has_mlp = halves_in(part)
+    return attention * has_attention + mlp * has_mlp, activated * has_mlp
+
+
+def _norm_saved_bytes(model: ModelConfig) -> int:
+    """Of one token: mean and reciprocal deviation in float32, or the latter alone."""
+    return 8 if model.norm == "layernorm" else 4
+
+
+def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds_up: bool) -> int:
+    """Of gradients on their way while activations are still held, and of their sums where these land apart."""
+    reduced = DTYPE_BYTES[gradient_dtype(job)]
+    if job.overlap.windows:
+        return _window_elements(job, stage, sums_stay=reduced == wide) * reduced
+    usual = _block_bucket_elements(job)
+    largest_and_others = max(usual, table_elements(job)) + (_REDUCTIONS_AT_ONCE - 1) * usual
+    travelling = min(largest_and_others, elements) * reduced
+    if reduced < wide:
+        return travelling + -(-travelling // job.parallel.dp)
+    return 0 if adds_up else travelling  # what has added up travels itself
+
+
+def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> int:
+    """Every chunk has windows of its own: as many as go at once, of its largest bucket whole and, cast, as a share.
+
+    Or for what peers copy there, which is as much as a whole bucket each: whether they do, only the machine can say.
+    """
+    model, parallel, table = job.model, job.parallel, table_elements(job)
+    wholes = []
+    for run in (run_of(job, stage, chunk) for chunk in range(parallel.vpp)):
+        blocks = [_block_bucket_elements(job, part) for part in count_parts(run)]
+        has_table = run.start == 0 or run.stop == 2 * model.layers
+        wholes.append(max([*blocks, table * has_table]))
+    may_copy = job.overlap.copies_gradients and 2 <= parallel.dp <= MOST_COPYING_RANKS and model.dtype != "float64"
+    copied = COPIES_AT_ONCE if may_copy else 0
+    shares = [0 if sums_stay else _REDUCTIONS_AT_ONCE * -(-whole // parallel.dp) for whole in wholes]
+    beside = (max(copied * whole, share) for whole, share in zip(wholes, shares, strict=True))
+    return _REDUCTIONS_AT_ONCE * sum(wholes) + sum(beside)
+
+
+def _block_bucket_elements(job: JobConfig, part: BlockPart = "whole") -> int:
+    """The largest bucket of a block or of a part of it."""
+    model, tp, bucket_mib = job.model, job.parallel.tp, job.overlap.bucket_mib
+    has_attention, has_mlp = halves_in(part)
+    qkv, up = qkv_width(model) * has_attention, up_width(model) * has_mlp
+    width = qkv + up if model.parallel_block else max(qkv, up)
+    block = block_elements(model, tp, part)
+    asked = round(bucket_mib * 2**20) // DTYPE_BYTES[model.dtype] if bucket_mib else block
+    return min(max(asked, model.hidden * width // tp), block)  # a bucket ends with its block
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,96 @@
+"""`netlayer train --dry-run`: what a job is, without ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from netlayer.config_file import load_config
+from netlayer.errors import ConfigError
+from netlayer.workload.comm_bytes import stage_collectives
+from netlayer.workload.memory import estimate_stage
+from netlayer.workload.model_size import num_parameters, stage_elements
+from trainer.cli import train
+
+FLAGSHIP = Path("examples/megascale-12288.toml")
+
+
+def dry_run(*words: object) -> Result:
+    result = CliRunner(catch_exceptions=False).invoke(train, ["--dry-run", *map(str, words)])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_a_job_of_12288_ranks_is_shown_on_a_machine_without_any(tmp_path: Path) -> None:
+    config, file = load_config(FLAGSHIP), tmp_path / "record.json"
+    shown = dry_run(FLAGSHIP, "--json", file).stdout
+    assert f"{num_parameters(config.job.model):,} parameters on 12288 ranks" in shown
+    assert "zero_bubble_interleaved_1f1b" in shown
+    assert "proved complete, in order, free of deadlock" in shown
+    assert "it fits: a rank will hold about" in shown
+    record = json.loads(file.read_text())
+    assert record["source"] == "predicted"
+    stages = [row for row in record["rows"] if row["table"] == "stage"]
+    assert [row["parameters"] for row in stages] == [stage_elements(config.job, stage) for stage in range(8)]
+    collectives = [row for row in record["rows"] if row["table"] == "collective"]
+    assert len(collectives) == sum(len(stage_collectives(config.job, stage)) for stage in range(8))
+    [schedule] = [row for row in record["rows"] if row["table"] == "schedule"]
+    assert 0 < schedule["bubble"] < schedule["bubble_formula"]  # gradients of weights fill gaps
+
+
+def test_what_does_not_fit_is_refused_with_the_change_that_would() -> None:
+    with pytest.raises(ConfigError, match=r"a GPU has 30\.0 GiB; set job\.overlap\.zero_bubble = false"):
+        dry_run(FLAGSHIP, "--set", "cluster.gpu_memory_bytes=30GiB")
+
+
+def test_stages_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    words = ["--dry-run", str(FLAGSHIP), "--set", "cluster.gpu_memory_bytes=33GiB", "--json", str(file)]
+    assert "fits" in CliRunner().invoke(train, words).stdout
+    stages = [row for row in json.loads(file.read_text())["rows"] if row["table"] == "stage"]
+    assert [row["fits"] for row in stages] == [row["memory_bytes"] <= 33 * 2**30 for row in stages]
+    assert {row["fits"] for row in stages} == {True, False}
+
+
+def test_groups_of_several_hosts_have_no_windows() -> None:
+    """Nor the memory for them."""
+    config = load_config(FLAGSHIP)
+    shown = dry_run(FLAGSHIP).stdout
+    assert estimate_stage(config.job, 0).buckets > 0
+    assert "buckets" not in shown.splitlines()[-1]
+
+
+def test_where_no_memory_is_named_a_job_of_several_servers_is_not_judged() -> None:
+    shown = dry_run(FLAGSHIP, "--set", "cluster.gpu_memory_bytes=0").stdout
+    assert "whether it fits is not said: set cluster.gpu_memory_bytes" in shown
+
+
+def test_a_job_of_one_machine_is_judged_by_it() -> None:
+    shown = dry_run("examples/laptop.toml").stdout
+    assert "schedule: none, for job.parallel.pp is 1" in shown
+    assert "a rank will hold about" in shown
+
+
+@pytest.mark.parametrize(("option", "value"), [("--resume", "runs/a"), ("--trace", "3"), ("--out", "runs/b")])
+def test_options_of_a_run_are_refused(option: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} = {value}: has no effect with --dry-run"):
+        dry_run("examples/laptop.toml", option, value)
+
+
+def test_the_record_on_stdout_stands_there_alone() -> None:
+    assert json.loads(dry_run("examples/laptop.toml", "--json", "-").stdout)["name"] == "train-dry-run"
+
+
+def test_a_job_of_several_servers_is_not_started_here_and_the_preview_is_named() -> None:
+    with pytest.raises(ConfigError, match="or preview with --dry-run"):
+        CliRunner(catch_exceptions=False).invoke(train, [str(FLAGSHIP)])
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, trainer.dry_run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
