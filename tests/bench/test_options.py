@@ -14,9 +14,10 @@ from bench import command as command_module
 from bench.all_gather import COLLECTIVE as ALL_GATHER
 from bench.all_reduce import COLLECTIVE as ALL_REDUCE
 from bench.all_reduce import command
-from bench.backends import BACKENDS, DTYPES, OPS, NcclBackend, choose_backend, libnccl, nccl_versions
+from bench.backends import BACKENDS, DTYPES, OPS, NcclBackend, choose_backend, nccl_versions
 from bench.driver import list_cases, load_collective
 from bench.options import BACKEND_NAMES, DIRECT_FLAGS, DTYPE_NAMES, OP_NAMES, PerfOptions, Request
+from collectives import libnccl
 from netlayer.errors import ConfigError, HardwareMissing
 
 
