@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-Verdict = Literal["PASS", "WARN", "FAIL"]
+Verdict = Literal["PASS", "NO VERDICT", "WARN", "FAIL"]
+"""From the best to the worst; `NO VERDICT` is worse than PASS, for whoever must be sure cannot be."""
 NO_EXPECTATION = "no expectation"
 # Of a normal distribution: its standard deviation over its median absolute deviation.
 _MAD_TO_SIGMA = 1.4826

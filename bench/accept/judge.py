@@ -17,7 +17,7 @@ from bench.accept.peers import Measured, judge_peers, judge_traits
 from netlayer.errors import ConfigError
 from netlayer.verdict import NO_EXPECTATION, Finding, Verdict, worst
 
-SEVERITY: tuple[Verdict | None, ...] = ("FAIL", "WARN", None, "PASS")
+SEVERITY: tuple[Verdict | None, ...] = ("FAIL", "WARN", "NO VERDICT", None, "PASS")
 _BELOW = "run it again on this node alone; where it stays below, read nvidia-smi -q and nvidia-smi nvlink -s of it"
 _SAY_NAME = "the log does not name its collective: run the binary under its own name, such as all_reduce_perf"
 _SAY_NVLS = "the log does not say whether NVLS was on; judge it with"

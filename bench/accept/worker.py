@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import subprocess
+import sys
 import traceback
 from datetime import timedelta
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from bench.accept.plant import Plant
+from bench.accept.plant import PERIOD_MS, Plant
 from bench.accept.probes import run_probe
 from bench.accept.watch import Watch, warm_up
 from bench.accept.wire import Message, Reader, write
@@ -25,6 +27,19 @@ from congestion.nic.env import exports, for_ranks
 from netlayer.config import NcclConfig
 from netlayer.rank import reason_of
 
+# Stops and continues its parent, the process named by its first argument, for as long as that lives.
+_PULSES = """
+import os, signal, sys, time
+pid, stopped_s, running_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+try:
+    while os.getppid() == pid:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(stopped_s)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(running_s)
+except ProcessLookupError:
+    pass
+"""
 # The run ends a task long before: a rank must not leave a collective on its own and seem to be the culprit.
 _PATIENCE = timedelta(hours=1)
 
@@ -50,6 +65,9 @@ class Worker:
         else:
             torch.set_num_threads(1)
         self._group = ""
+        for plant in self._plants:
+            if plant.kind == "pulse" and rank in plant.ranks:
+                _stop_in_pulses(plant.amount)
 
     def serve(self, requests: int, replies: int) -> None:
         """Answer until nobody asks any more."""
@@ -66,7 +84,7 @@ class Worker:
             watch = Watch(self._slots, self._slot, self._plants, members, self._rank)
             # Nothing of a rank that measures alone is counted; without a fault planted it runs bare.
             with watch if len(members) > 1 or self._plants else contextlib.nullcontext():
-                rows = run_probe(task["name"], self._device, {**task["args"], "members": members})
+                rows = run_probe(task["name"], self._device, {**task["args"], "members": members}, watch)
             if len(members) == 1:  # whatever group was formed before
                 rows = [{**row, "rank": 0} for row in rows]
             first = self._rank == members[0]
@@ -107,3 +125,10 @@ class Worker:
             timeout=_PATIENCE,
         )
         self._group = task["group"]
+
+
+def _stop_in_pulses(stopped_ms: float) -> None:
+    """A planted fault: another process stops this one for so long in every period, for as long as it lives."""
+    seconds = [str(ms / 1e3) for ms in (stopped_ms, PERIOD_MS - stopped_ms)]
+    command = [sys.executable, "-S", "-E", "-c", _PULSES, str(os.getpid()), *seconds]
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
