@@ -9,6 +9,7 @@ faults in hardware.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -26,8 +27,8 @@ from bench.accept.fleet import Fleet
 from bench.accept.gpu_speeds import measure_gpu_speeds
 from bench.accept.links import Link, start_local
 from bench.accept.pairing import measure_pairs
-from bench.accept.plant import Plant
-from bench.accept.run import Settings, members_of, run, worker_config
+from bench.accept.plant import Plant, PlantKind
+from bench.accept.run import Settings, members_of, worker_config
 from bench.accept.trial import Trial
 from bench.accept.work import work_for
 from netlayer import environ
@@ -74,7 +75,7 @@ Rows = list[dict[str, Any]]
     "--slow-gpu", multiple=True, type=float, metavar="SHARE", help="Time that another process computes on one."
 )
 @click.option("--each", type=click.IntRange(1, 100), default=10, show_default=True, help="Runs of each fault.")
-@click.option("--message-ms", type=float, default=0.75, show_default=True, help="Of a message between healthy GPUs.")
+@click.option("--gib-ms", type=float, default=2.87, show_default=True, help="Of a GiB between healthy GPUs, one way.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the record here.")
 def command(
     gpus: int | None, launches: int, only: Sequence[str], repeats: int, each: int, json_file: Path | None, **asked: Any
@@ -88,19 +89,21 @@ def command(
     started, rows = utc_now(), list[dict[str, Any]]()
 
     def keep(row: dict[str, Any]) -> None:
-        rows.append(row)
-        click.echo(json.dumps({key: value for key, value in row.items() if key != "rows"}), err=True)
+        rows.append({**row, "gpus": num})
+        click.echo(_line(row), err=True)
 
-    with contextlib.suppress(KeyboardInterrupt), _agent(num) as link:
-        if asked["spike"]:
-            for row in _spike(link, num, asked["ctas"]):
-                keep(row)
+    with contextlib.suppress(KeyboardInterrupt):
         for number in range(launches):
-            keep({"run": "launch", "number": number, "gpus": num, **_launch(num, only)})
-        for row in _repeat(link, num, repeats):
-            keep(row)
-        for row in _faults(link, num, each, asked):
-            keep(row)
+            keep({"run": "launch", "number": number, **_launch(num, only)})
+        if asked["spike"] or repeats or any(asked[name] for name in ("slow_pair", "few_ctas", "slow_gpu")):
+            with _agent(num) as link:
+                trial = _begin(link, num)
+                for row in itertools.chain(
+                    _spike(trial, asked["ctas"]) if asked["spike"] else (),
+                    _repeat(trial, repeats),
+                    _faults(trial, each, asked),
+                ):
+                    keep(row)
     record = RunRecord(
         name="bench.accept_gpu",
         source="measured",
@@ -127,36 +130,52 @@ def _agent(num: int) -> Iterator[Link]:
                 click.echo(f"the ranks' log ends:\n{text}", err=True)
 
 
-def _settings(num: int, plants: Sequence[Plant] = (), chosen: Sequence[str] = ()) -> Settings:
-    return Settings(members_of([("localhost", num)]), "nccl", work_for("nccl", None), plants, chosen)
-
-
-def _begin(link: Link, num: int, plants: Sequence[Plant] = ()) -> Trial:
+def _begin(link: Link, num: int) -> Trial:
     """Fresh workers, and a trial of them."""
-    link.began = False
-    settings = _settings(num, plants)
+    settings = Settings(members_of([("localhost", num)]), "nccl", work_for("nccl", None))
     fleet = Fleet([link], settings.work.form_s)
     trial = Trial(fleet, settings.members, settings.work, [member.rank for member in settings.members], drill=True)
     workers = {member.rank: worker_config(settings, member) for member in settings.members}
-    late = fleet.begin(workers, {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}, False)
-    if late:
+    if fleet.begin(workers, {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}, False):
         raise RuntimeError("the agent did not start")
     return trial
 
 
-def _spike(link: Link, num: int, ctas: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The pair 0-1: each size alone, then the size that is found by itself; few thread blocks, 256 MiB."""
-    trial = _begin(link, num)
-    for size in (*_SPIKE_SIZES, None):
-        args = {**trial.work.pairs, "bytes": size, "budget_s": 3.0, "only": [(0, 1)]}
-        began = time.monotonic()
-        rows = trial.together("spike", "pairs", args, [(0, 1)], turns=False)
-        yield {"run": "spike", "asked_bytes": size, "seconds": time.monotonic() - began, "pair": _in_short(rows)}
+def _spike(trial: Trial, ctas: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The pair 0-1: each size alone, then the size that is found by itself; a message a launch; few thread blocks."""
+    for messages in (None, 1):
+        for size in (*_SPIKE_SIZES, *([None] if messages is None else [])):
+            args = {**trial.work.pairs, "bytes": size, "budget_s": 1.5, "repeats": 6, "only": [(0, 1)]}
+            args |= {"messages": messages} if messages else {}
+            began = time.monotonic()
+            rows = trial.together("spike", "pairs", args, [(0, 1)], turns=False)
+            seconds = time.monotonic() - began
+            yield {
+                "run": "spike",
+                "asked_bytes": size,
+                "messages": messages,
+                "seconds": seconds,
+                "pair": _in_short(rows),
+            }
     for few in ctas:
-        trial = _begin(link, num, [Plant("ctas", (0, 1), few)])
-        args = {**trial.work.pairs, "bytes": 256 * _MIB, "budget_s": 2.0, "only": [(0, 1)]}
+        args = {**trial.work.pairs, "bytes": 1024 * _MIB, "budget_s": 1.0, "only": [(0, 1)]}
+        args["plants"] = [Plant("ctas", (0, 1), few).to_json()]
         rows = trial.together("spike", "pairs", args, [(0, 1)], turns=False)
         yield {"run": "spike", "ctas": few, "pair": _in_short(rows)}
+    trial.together("spike", "pairs", {**trial.work.pairs, "bytes": _MIB, "plants": []}, [(0, 1)], turns=False)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """What is worth a look while it runs."""
+    long = ("scores", "evidence", "phases_s", "pair")
+    text = json.dumps(
+        {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items() if key not in long}
+    )
+    if "pair" in row:
+        text += "".join(
+            f" {one['direction']} {one.get('bw_gbs', 0):.1f} GB/s {one['p50_us']:.2f} us" for one in row["pair"]
+        )
+    return text
 
 
 def _in_short(rows: Sequence[Mapping[str, Any]]) -> Rows:
@@ -221,18 +240,20 @@ def _scores_in_short(scores: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     return [[round(one[key], 4) if isinstance(one[key], float) else one[key] for key in keys] for one in scores]
 
 
-def _repeat(link: Link, num: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """Pairs and speeds again and again with the same workers; every series of pairs makes its own communicators."""
-    if not repeats:
-        return
-    trial = _begin(link, num)
+def _repeat(trial: Trial, repeats: int) -> Iterator[dict[str, Any]]:
+    """Pairs again and again with the same workers; every series of theirs makes its own communicators."""
     for number in range(repeats):
-        fresh = replace(trial, rows=[], findings=[], accused=[], scores=[], evidence=[])
+        fresh = _fresh(trial)
         began = time.monotonic()
-        measure_gpu_speeds(fresh, "gemm", _silent)
-        measure_gpu_speeds(fresh, "copy", _silent)
         measure_pairs(fresh, _silent)
-        yield {"run": "repeat", "number": number, "gpus": num, "seconds": time.monotonic() - began, **_told(fresh)}
+        yield {"run": "repeat", "number": number, "seconds": time.monotonic() - began, **_told(fresh)}
+
+
+def _fresh(trial: Trial, **args: Any) -> Trial:
+    """A trial of the same ranks, with nothing found yet; `args` replace some of the work's."""
+    changed: dict[str, Any] = {name: {**getattr(trial.work, name), **more} for name, more in args.items()}
+    work = replace(trial.work, **changed)
+    return replace(trial, work=work, rows=[], findings=[], accused=[], scores=[], evidence=[])
 
 
 def _told(trial: Trial) -> dict[str, Any]:
@@ -244,41 +265,36 @@ def _told(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _faults(link: Link, num: int, each: int, asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for share in asked["slow_pair"]:
-        wait_ms = asked["message_ms"] * (1 / share - 1)
-        for number in range(each):
-            yield _fault(link, num, "slow pair", share, number, "slowlink", wait_ms)
-    for few in asked["few_ctas"]:
-        for number in range(each):
-            yield _fault(link, num, "few ctas", few, number, "ctas", few)
-    for share in asked["slow_gpu"]:
-        for number in range(each):
-            rank = number % num
-            with _beside(rank, share):
-                settings = _settings(num, (), ("gemm",))
-                yield {"run": "slow gpu", "grade": share, "number": number, **_run(link, settings, (rank,))}
-
-
-def _fault(link: Link, num: int, name: str, grade: float, number: int, kind: Any, amount: float) -> dict[str, Any]:
-    """A pair of its own in every run."""
+def _faults(trial: Trial, each: int, asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The ranks live on from fault to fault; the pair, or GPU, is another one each time, or for each grade."""
+    num = len(trial.members)
     pairs = [(low, high) for low in range(num) for high in range(low + 1, num)]
-    pair = pairs[number % len(pairs)]
-    settings = _settings(num, [Plant(kind, pair, amount)], ("pairs",))
-    return {"run": name, "grade": grade, "number": number, "amount": amount, **_run(link, settings, pair)}
+    grades: list[tuple[str, PlantKind, float, float]]
+    grades = [("slow pair", "slowlink", share, asked["gib_ms"] * (1 / share - 1)) for share in asked["slow_pair"]]
+    grades += [("few ctas", "ctas", few, few) for few in asked["few_ctas"]]
+    for name, kind, grade, amount in grades:
+        for number in range(each):
+            pair = pairs[number % len(pairs)]
+            fresh = _fresh(trial, pairs={"plants": [Plant(kind, pair, amount).to_json()]})
+            began = time.monotonic()
+            measure_pairs(fresh, _silent)
+            yield {"run": name, "grade": grade, "number": number, **_judged(fresh, pair, began)}
+    if grades:
+        trial.together("pairs", "pairs", {**trial.work.pairs, "bytes": _MIB, "plants": []}, [trial.alive], turns=False)
+    for at, share in enumerate(asked["slow_gpu"]):
+        rank = at % num
+        with _beside(rank, share):
+            for number in range(each):
+                fresh, began = _fresh(trial), time.monotonic()
+                measure_gpu_speeds(fresh, "gemm", _silent)
+                yield {"run": "slow gpu", "grade": share, "number": number, **_judged(fresh, (rank,), began)}
 
 
-def _run(link: Link, settings: Settings, planted: tuple[int, ...]) -> dict[str, Any]:
-    link.began = False
-    began = time.monotonic()
-    result = run(settings, [link])
-    if result.stopped:
-        raise KeyboardInterrupt
-    trial = result.trial
+def _judged(trial: Trial, planted: tuple[int, ...], began: float) -> dict[str, Any]:
     accused = {one.ranks: one.verdict for one in trial.accused}
     share = [one["share"] for one in trial.scores if one["subject"] == trial.label(planted)]
     return {
-        "gpus": len(settings.members), "planted": list(planted), "verdict": accused.get(planted, "none"),
+        "planted": list(planted), "verdict": accused.get(planted, "none"),
         "others": [list(ranks) for ranks in accused if ranks != planted],
         "share": min(share, default=None), "seconds": time.monotonic() - began, **_told(trial),
     }  # fmt: skip

@@ -55,6 +55,7 @@ def gemm(
     *,
     budget_s: float = 10.0,
     num_blocks: int = 0,
+    warmup_s: float = 0.0,
     num_checked: int = 32,
     progress: Progress | None = None,
 ) -> list[HealthRow]:
@@ -70,6 +71,7 @@ def gemm(
         repeats: most iterations.
         budget_s: seconds for them.
         num_blocks: blocks of calls to time besides (`HealthRow.blocks_us`), at least 2; 0: none.
+        warmup_s: seconds of the same work before the blocks.
         num_checked: rows of the product, drawn at random, that are compared with a product in float64.
         progress: hears of the end.
     """
@@ -82,7 +84,7 @@ def gemm(
         return torch.mm(a_MK, b_KN, out=product_MN)
 
     times_us = measure(device, repeats, budget_s, multiply)
-    blocks_us = _blocks(device, num_blocks, budget_s, times_us, multiply)
+    blocks_us = _blocks(device, num_blocks, budget_s, times_us, multiply, warmup_s)
     wrong = _count_wrong_products(a_MK, b_KN, product_MN, num_checked)
     row = make_row("gemm", world_rank(), device_name(device), product_MN.nbytes, times_us, wrong)
     row["tflops"] = giga_per_second(2 * size**3, _typical_us(row, blocks_us)) / 1e3
@@ -241,10 +243,13 @@ def host_pauses(seconds: float = 0.1) -> list[HealthRow]:
 
 
 def _blocks(
-    device: torch.device, num: int, budget_s: float, times_us: list[float], call: Callable[[], object]
-) -> list[float]:
-    """Times of a call in blocks; one block more than those warms up."""
-    return measure_blocks(device, num, budget_s / (num + 1), percentile(times_us, 50), call) if num else []
+    device: torch.device, num: int, budget_s: float, times_us: list[float], call: Callable[[], object],
+    warmup_s: float = 0.0,
+) -> list[float]:  # fmt: skip
+    """Times of a call in blocks; one block more than those, and the warm-up, go before."""
+    if not num:
+        return []
+    return measure_blocks(device, num, budget_s / (num + 1), percentile(times_us, 50), call, warmup_s)
 
 
 def _typical_us(row: HealthRow, blocks_us: list[float]) -> float:

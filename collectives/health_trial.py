@@ -160,16 +160,20 @@ def time_launches(device: torch.device, num: int, launch: Callable[[], object]) 
 
 
 def measure_blocks(
-    device: torch.device, num: int, block_s: float, one_us: float, call: Callable[[], object]
+    device: torch.device, num: int, block_s: float, one_us: float, call: Callable[[], object], warmup_s: float = 0.0
 ) -> list[float]:
-    """Microseconds of a call in each of `num` blocks, each of as many calls as take `block_s` at `one_us` a call."""
+    """Microseconds of a call in each of `num` blocks, each of as many calls as take `block_s` at `one_us` a call.
+
+    `warmup_s` goes by before, under the same load: until clocks and power have settled.
+    """
     calls = max(1, round(1e6 * block_s / max(one_us, 1e-3)))
 
     def block() -> None:
         for _ in range(calls):
             call()
 
-    return [time_us / calls for time_us in time_launches(device, num, block)[0]]
+    num_warmup = round(warmup_s / block_s)
+    return [time_us / calls for time_us in time_launches(device, num_warmup + num, block)[0][num_warmup:]]
 
 
 def slowest_of(group: dist.ProcessGroup, device: torch.device) -> Callable[[float], float]:

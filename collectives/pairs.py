@@ -41,7 +41,7 @@ from netlayer.percentile import percentile
 _LATENCY_BYTES = 8
 _SIZES = (2**24, 2**26, 2**28, 2**30)  # tried in this order where no size is asked for
 _LEAST_GAIN = 0.03  # of bandwidth, from one size to the next: with less it has stopped rising
-_MEMORY_SHARE = 8  # a message is so small a part of what is free that all buffers of a meeting fit
+_MEMORY_SHARE = 16  # a message is so small a part of what is free: all buffers of a meeting fit, of twice its size too
 _LAUNCH_US = 40_000.0  # of one launch, if the budget allows: host and pulses are small beside it
 _MOST_MESSAGES = 512  # of one launch
 _ROUND_TRIPS = 50  # of a graph
@@ -73,6 +73,7 @@ def pairs(
     budget_s: float = 60.0,
     only: Sequence[tuple[int, int]] = (),
     progress: Progress | None = None,
+    messages: int | None = None,
     eager: bool = False,
     tap: Tap | None = None,
 ) -> list[HealthRow]:
@@ -91,6 +92,7 @@ def pairs(
         budget_s: seconds for all rounds together.
         only: these pairs of the group's ranks, the lower one first, each alone, in this order; empty: all, in rounds.
         progress: hears of every round.
+        messages: on CUDA, of a launch; None: as many as fill some ten milliseconds. 1 times what nccl-tests times.
         eager: launch message by message through torch also on CUDA.
         tap: stands between this and NCCL.
 
@@ -111,7 +113,11 @@ def pairs(
     mine: list[_Half] = []
     for number, meetings in enumerate(rounds):
         pair = next((pair for pair in meetings if rank in pair), None)
-        with _meeting(group, number, pair, meets_on, tap) if direct else _eager_meeting(group, number, pair) as meeting:
+        with (
+            _meeting(group, number, pair, meets_on, tap, messages)
+            if direct
+            else _eager_meeting(group, number, pair) as meeting
+        ):
             if num_bytes is None:  # the first round decides, for all: only alike messages are peers
                 size = meeting.find_size(budget_each_s) if meeting else 0
                 num_bytes = _greatest(size, group, meets_on)
@@ -216,10 +222,10 @@ class _DirectMeeting(_Meeting):
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, number: int, pair: tuple[int, int], rank: int,
-        link: PairLink, meets_on: torch.device, tap: Tap | None,
+        link: PairLink, meets_on: torch.device, tap: Tap | None, messages: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(group, device, number, pair, rank)
-        self._link, self._meets_on, self._tap = link, meets_on, tap
+        self._link, self._meets_on, self._tap, self._messages = link, meets_on, tap, messages
 
     def find_size(self, budget_s: float) -> int:
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
@@ -247,20 +253,27 @@ class _DirectMeeting(_Meeting):
         if direction == _LATENCY:
             times_us, messages, host_us = *self._time_round_trips(sent_N, received_N, repeats), None
         else:
-            messages, repeats = self._plan(send, recv, repeats, budget_s)
-            times_us, host_us = time_launches(self._device, repeats, partial(self._launch, send, recv, messages))
-            times_us = [time_us / messages for time_us in times_us]
+            messages, launches, repeats = self._plan(send, recv, repeats, budget_s)
+
+            def block() -> None:
+                for _ in range(launches):
+                    self._launch(send, recv, messages)
+
+            times_us, host_us = time_launches(self._device, repeats, block)
+            times_us = [time_us / (launches * messages) for time_us in times_us]
+            host_us = [time_us / launches for time_us in host_us]
         wrong = count_wrong(received_N, expected_N) if receives else 0
         return self._half(direction, num_bytes, times_us, wrong, messages, host_us)
 
-    def _plan(self, send: Tensor | None, recv: Tensor | None, repeats: int, budget_s: float) -> tuple[int, int]:
-        """Messages of a launch, and launches: the same on both ranks."""
+    def _plan(self, send: Tensor | None, recv: Tensor | None, repeats: int, budget_s: float) -> tuple[int, int, int]:
+        """Messages of a launch, launches between two marks, and how many of these: the same on both ranks."""
         [first_us], _ = time_launches(self._device, 1, partial(self._launch, send, recv, 4))
         one_us = max(self._agree(first_us) / 4, 1.0)
         launch_us = min(_LAUNCH_US, 1e6 * budget_s / (repeats + 1))
-        messages = max(1, min(_MOST_MESSAGES, round(launch_us / one_us)))
-        affordable = int(1e6 * budget_s / (messages * one_us)) - 1
-        return messages, max(3, min(repeats, affordable))
+        messages = self._messages or max(1, min(_MOST_MESSAGES, round(launch_us / one_us)))
+        launches = max(1, round(launch_us / (messages * one_us))) if self._messages else 1
+        affordable = int(1e6 * budget_s / (messages * launches * one_us)) - 1
+        return messages, launches, max(3, min(repeats, affordable))
 
     def _time_round_trips(self, sent_N: Tensor, received_N: Tensor, repeats: int) -> tuple[list[float], int]:
         """Half the time of a round trip, by graphs; and messages of a graph."""
@@ -308,7 +321,12 @@ def _eager_meeting(group: dist.ProcessGroup, number: int, pair: tuple[int, int] 
 
 @contextlib.contextmanager
 def _meeting(
-    group: dist.ProcessGroup, number: int, pair: tuple[int, int] | None, meets_on: torch.device, tap: Tap | None
+    group: dist.ProcessGroup,
+    number: int,
+    pair: tuple[int, int] | None,
+    meets_on: torch.device,
+    tap: Tap | None,
+    messages: int | None = None,
 ) -> Iterator[_DirectMeeting | None]:
     """As `_eager_meeting`, over a communicator of its own, which ends with it."""
     if pair is None:
@@ -324,7 +342,7 @@ def _meeting(
 
     link = PairLink(swap, pair.index(rank), None if tap is None else tap.max_ctas(peer))
     try:
-        yield _DirectMeeting(group, device, number, pair, rank, link, meets_on, tap)
+        yield _DirectMeeting(group, device, number, pair, rank, link, meets_on, tap, messages)
     except BaseException:
         link.abort()
         raise

@@ -31,7 +31,6 @@ from netlayer.verdict import NO_EXPECTATION, Finding, Verdict
 
 PHASE = "pairs"
 BANDWIDTHS = ("one way", "both ways")
-_SMALLEST_BYTES = 1 << 24
 _NODE = "run the pairs of {} over another port or NIC: where they stay slow, drain it; GEMM and copy tell of its GPU"
 _INSIDE = "read nvidia-smi nvlink -s and -e, and nvidia-smi -q (PCIe width) of {}; its GEMM and copy tell of itself"
 _SHARED = (
@@ -68,8 +67,11 @@ def measure_gpu_pairs(
         facts = facts or {key: large[0][key] for key in ("device", "nccl") if key in large[0]}
         sizes = sizes if number else _two_sizes(large[0]["size_bytes"])
         series.append(_blocks(rows))
-        if number + 1 >= work.least_batches and set(_verdicts(_scores(trial, series, facts)).values()) <= {"PASS"}:
-            break
+        if not number:
+            _show_host(trial, large)
+        verdicts = _verdicts(_scores(trial, series, facts))
+        if number + 1 >= work.least_batches and "NO VERDICT" not in verdicts.values():
+            break  # else what stood out in one series is tried in another one
     if series:
         _conclude(trial, series, facts)
     return {pair: _mean(blocks) for pair, blocks in (series[0]["one way"] if series else {}).items()}
@@ -88,9 +90,19 @@ def places(direction: str, low: int, high: int) -> list[tuple[str, Pair]]:
             return [("both ways", (low, high)), ("both ways", (high, low))]
 
 
+def _show_host(trial: Trial, rows: Sequence[Mapping[str, Any]]) -> None:
+    """What hosts take to launch: a figure of its own, and in no other."""
+    launches = [(row["host_us"], row["messages"] * row["p50_us"]) for row in rows if "host_us" in row]
+    if launches:
+        longest, beside = max(launches)
+        words = f"{longest:.0f} us for a launch at most, {100 * longest / beside:.1f}% of the time that it runs"
+        expected = "in no figure of a GPU"
+        trial.findings.append(Finding(None, f"{len(trial.alive)} ranks", "pairs, the host", words, expected, "", PHASE))
+
+
 def _two_sizes(size: int) -> list[int | None]:
-    """The size from which bandwidth rises no more, and one beside it: another size makes another series."""
-    return [size, size // 2 if size > _SMALLEST_BYTES else 2 * size]
+    """The size from which bandwidth rises no more, and twice that: another size makes another series."""
+    return [size, 2 * size]
 
 
 def _blocks(rows: Sequence[Mapping[str, Any]]) -> Blocks:
@@ -206,8 +218,12 @@ def _name_unsteady(trial: Trial, series: Sequence[Blocks], named: set[Subject]) 
     for low, high in {(min(pair), max(pair)) for pair in pairs}:
         if {(low,), (high,), (low, high)} & named:
             continue
+        ways = [(kind, pair) for kind in BANDWIDTHS for pair in ((low, high), (high, low))]
         each = [
-            [*blocks[kind][pair]] for blocks in series for kind in BANDWIDTHS for pair in ((low, high), (high, low))
+            min(
+                (blocks[kind].get(pair, []) for kind, pair in ways), key=lambda one: min(one) / max(one) if one else 1.0
+            )
+            for blocks in series
         ]
         if (share := unsteady(each)) is not None:
             shares[low, high] = share

@@ -1,7 +1,8 @@
 """Faults that are planted on purpose, so that the verdict can be seen to name them: `--inject`.
 
 `slow:3:0.2` rank 3 does a fifth more work for every multiplication and copy; `hang:3` it stops before a collective;
-`corrupt:3` one byte of what it sends is wrong; `slowlink:2-3` messages between two ranks wait first; `ctas:2-3:4` NCCL
+`corrupt:3` one byte of what it sends is wrong; `slowlink:2-3` messages between two ranks wait first, where NCCL is
+called directly again for every further GiB; `ctas:2-3:4` NCCL
 has four thread blocks for them, where it is called directly; `pulse:3` the rank's process is stopped 18 of every 20 ms.
 They are planted under the measurement, in the calls themselves (`watch`, `worker`): what judges does not know of them.
 """

@@ -32,7 +32,7 @@ def run_probe(name: str, device: torch.device, args: Mapping[str, Any], tap: Tap
 
 def _gemm(device: torch.device, args: Mapping[str, Any], _tap: Tap | None) -> Rows:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    how = {"budget_s": args["budget_s"], "num_blocks": args.get("blocks", 0)}
+    how = {"budget_s": args["budget_s"], "num_blocks": args.get("blocks", 0), "warmup_s": args.get("warmup_s", 0.0)}
     rows = health.gemm(device, args["size"], dtype, args["repeats"], **how)
     return [dict(row) for row in rows]
 
@@ -67,13 +67,15 @@ def _of_nccl(environ: Mapping[str, str]) -> dict[str, int | bool]:
     return facts | ({"nvls": False} if environ.get("NCCL_NVLS_ENABLE") == "0" else {})
 
 
-def _pairs(_device: torch.device, args: Mapping[str, Any], tap: Tap | None) -> Rows:
+def _pairs(device: torch.device, args: Mapping[str, Any], tap: Tap | None) -> Rows:
     """`only`, where it is given, names ranks of the run; pairs of which one is not in the group are left out."""
     places = {rank: place for place, rank in enumerate(args["members"])}
     only = [(places[low], places[high]) for low, high in args.get("only", ()) if {low, high} <= places.keys()]
     how: dict[str, Any] = {"only": only, "eager": args.get("eager", False), "tap": tap}
+    how["messages"] = args.get("messages")
     rows = health.pairs(_world(), args["bytes"], args["repeats"], budget_s=args["budget_s"], **how)
-    return [dict(row) for row in rows]
+    facts = _of_nccl(os.environ) if device.type == "cuda" else {}
+    return [dict(row) | facts for row in rows]
 
 
 def _world() -> dist.ProcessGroup:

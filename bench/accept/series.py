@@ -22,8 +22,10 @@ from netlayer.verdict import Verdict
 
 LEAST_PEERS = 8
 FAIL_SHARE, WARN_SHARE = 0.85, 0.92
-UNSTEADY_SHARE = 0.85
-"""Of its fastest block: a block that is slower, in series of one subject, is a pause or a throttle, not chance."""
+UNSTEADY_SHARE = 0.75
+"""Of its fastest block: a block that is slower, in two series of one subject, is a pause or a throttle, not chance.
+
+Healthy H100 that begin to multiply all at once draw so much power that they run at 0.83 for a third of a second."""
 KNOWN_SPREAD = 0.01
 """Of healthy devices around a value that is known for their kind, as a share: machines differ by so much."""
 _SPREADS: Mapping[Verdict, float] = {"FAIL": 6.0, "WARN": 4.0}
@@ -117,8 +119,13 @@ def combine(scores: Sequence[Score]) -> Verdict:
 
 
 def spread_of(values: Sequence[float]) -> float:
-    """Standard deviation as a share of the mean; 0 of fewer than two."""
-    return statistics.stdev(values) / statistics.fmean(values) if len(values) > 1 else 0.0
+    """Standard error of the mean of some blocks, as a share of it: how much repeats of the series differ.
+
+    0 of fewer than two.
+    """
+    if len(values) < 2:
+        return 0.0
+    return statistics.stdev(values) / math.sqrt(len(values)) / statistics.fmean(values)
 
 
 def peers_reference(values: Sequence[float]) -> Reference | None:

@@ -18,8 +18,8 @@ from bench.accept.trial import Say, Trial
 from netlayer.verdict import MIN_PEERS, NO_EXPECTATION, Finding
 
 _TURNS = 3
-_PULSED_RATIO = 2.0
-"""Times the mean time of its peers, from which a rank is looked at again, and named where it stays so."""
+_PULSED_RATIO, _SUSPECT_RATIO = 2.0, 1.5
+"""Times the mean time of its peers, from which a rank is named, and from which it is looked at again."""
 _MOST_PULSED = 4
 _LONG_TURN = {"repeats": 1000, "budget_s": 0.1}
 _PULSES = "see what stops or throttles the process of {} (top, cpu.stat: nr_throttled, its state in ps), and its clocks"
@@ -143,7 +143,7 @@ def _find_pulsed(trial: Trial, args: Mapping[str, Any], means: Mapping[int, Sequ
     middle = {rank: statistics.median(each) for rank, each in means.items() if rank in trial.alive}
     if len(middle) < MIN_PEERS:
         return
-    limit_us = _PULSED_RATIO * statistics.median(middle.values())
+    limit_us = _SUSPECT_RATIO * statistics.median(middle.values())
     order = sorted(set(middle) - accused, key=lambda rank: middle[rank])
     suspects = [rank for rank in reversed(order) if middle[rank] > limit_us][:_MOST_PULSED]
     controls = [rank for rank in order if rank not in suspects]

@@ -25,7 +25,8 @@ _FOREVER_S = 3600.0
 # What steers a measurement is smaller (128 bytes say where a communicator meets): a fault there would hang it instead
 # of spoiling its data.
 _LEAST_SPOILT_BYTES = 256
-_CYCLES_A_MS = 1_700_000  # of a GPU's clock, about
+_CYCLES_A_MS = 1_980_000  # of a H100's clock at most; others are near
+_GIB = 1 << 30
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 
 
@@ -72,8 +73,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         hang, link = self._plants.get("hang"), self._plants.get("slowlink")
         if hang and launched + 1 >= hang.amount:
             time.sleep(_FOREVER_S)
-        if link and self._members[peer] in link.ranks:
-            torch.cuda._sleep(round(num * link.amount * _CYCLES_A_MS))  # type: ignore[no-untyped-call]
+        if link and self._members[peer] in link.ranks and send is not None:
+            gibs = max(1, send.nbytes / _GIB)
+            torch.cuda._sleep(round(num * gibs * link.amount * _CYCLES_A_MS))  # type: ignore[no-untyped-call]
         if "corrupt" in self._plants and send is not None:
             send = self._spoilt_copy(send)
         SLOT.pack_into(self._slots, self._at, launched + 1, returned)

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -56,7 +57,7 @@ class Worker:
     def __init__(self, rank: int, config: Message, slots: mmap.mmap, slot: int) -> None:
         self._rank, self._slots, self._slot = rank, slots, slot
         os.environ.update(config["environ"])
-        self._plants = [Plant(one["kind"], tuple(one["ranks"]), one["amount"]) for one in config["plants"]]
+        self._plants = _plants(config["plants"])
         self._device = torch.device(config["device"])
         if self._device.type == "cuda":
             os.environ.update(exports(for_ranks("nccl", NcclConfig(**config["nccl"]))))
@@ -77,14 +78,16 @@ class Worker:
                 write(replies, {"task": task["task"], **self._answer(task, replies)})
 
     def _answer(self, task: Message, replies: int) -> dict[str, Any]:
-        members = task["members"]
+        members, args = task["members"], task["args"]
+        if "plants" in args:  # from this task on, in place of those from the start
+            self._plants = _plants(args["plants"])
         try:
             self._form(task)
             write(replies, {"task": task["task"], "formed": True})
             watch = Watch(self._slots, self._slot, self._plants, members, self._rank)
             # Nothing of a rank that measures alone is counted; without a fault planted it runs bare.
             with watch if len(members) > 1 or self._plants else contextlib.nullcontext():
-                rows = run_probe(task["name"], self._device, {**task["args"], "members": members}, watch)
+                rows = run_probe(task["name"], self._device, {**args, "members": members}, watch)
             if len(members) == 1:  # whatever group was formed before
                 rows = [{**row, "rank": 0} for row in rows]
             first = self._rank == members[0]
@@ -125,6 +128,10 @@ class Worker:
             timeout=_PATIENCE,
         )
         self._group = task["group"]
+
+
+def _plants(told: Sequence[Mapping[str, Any]]) -> list[Plant]:
+    return [Plant(one["kind"], tuple(one["ranks"]), one["amount"]) for one in told]
 
 
 def _stop_in_pulses(stopped_ms: float) -> None:
