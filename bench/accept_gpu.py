@@ -275,7 +275,8 @@ def _faults(trial: Trial, each: int, asked: Mapping[str, Any]) -> Iterator[dict[
     for name, kind, grade, amount in grades:
         for number in range(each):
             pair = pairs[number % len(pairs)]
-            fresh = _fresh(trial, pairs={"plants": [Plant(kind, pair, amount).to_json()]})
+            fault = {"plants": [Plant(kind, pair, amount).to_json()]}
+            fresh = _fresh(trial, pairs={**fault, "bytes": 1024 * _MIB, "budget_s": 1.2})  # short, for there are many
             began = time.monotonic()
             measure_pairs(fresh, _silent)
             yield {"run": name, "grade": grade, "number": number, **_judged(fresh, pair, began)}

@@ -1,7 +1,8 @@
-"""PASS, WARN or FAIL: one finding with its figure, what was expected and the next step; and who stands out among peers.
+"""PASS, NO VERDICT, WARN or FAIL: a finding, its figure, what was expected and the next step; who stands out of peers.
 
-Outliers are told by median and median absolute deviation, which a bad member among few hardly moves. Left out: where a
-figure comes from, and expected values; those who measure or read logs bring them.
+NO VERDICT is said where a figure was measured and nothing is known to hold it against. Outliers are told by median and
+median absolute deviation, which a bad member among few hardly moves. Left out: where a figure comes from, and expected
+values; those who measure or read logs bring them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Finding:
     """One thing that was looked at.
 
     Args:
-        verdict: None where nothing is known to hold the figure against.
+        verdict: None where nothing was to be judged: a check that was not run, or a figure of no weight beside others.
         subject: the node or part that it is about: `node7`, `mlx5_3`, `GPU 0`.
         check: what was looked at: `all_reduce bus bandwidth`.
         figure: what was found, with its unit.
@@ -78,6 +79,6 @@ def peers_of(values: Iterable[float]) -> Peers:
 
 
 def worst(verdicts: Iterable[Verdict | None]) -> Verdict | None:
-    """The worst of them; None where nothing was judged."""
+    """The worst of them; None where there is none."""
     found = set(verdicts)
     return next((word for word in reversed(get_args(Verdict)) if word in found), None)

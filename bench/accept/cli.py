@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from netlayer.errors import EXIT_FAILED, EXIT_USAGE
-from netlayer.results import check_target, utc_now, write_text
+from netlayer.results import check_target
 
 _FILE = click.Path(path_type=Path)
 
@@ -95,13 +94,21 @@ def _is_given(context: click.Context, name: str) -> bool:
 @accept.command()
 @click.argument("files", nargs=-1, required=True, type=_FILE)
 @click.option("--nvls", type=click.Choice(["on", "off"]), help="Whether NVLS was on, where the logs do not say it.")
-@click.option("--strict", is_flag=True, help="Exit 1 on WARN too.")
+@click.option(
+    "--nics", metavar="COUNTxGBPS", help="NICs of a host, such as 8x400: what runs over several hosts can reach."
+)
+@click.option("--expect", "expect_file", type=_FILE, help="TOML file with thresholds of your own; they go first.")
+@click.option("--explain", is_flag=True, help="Also say what each figure was held against, and what nearly fitted.")
+@click.option("--strict", is_flag=True, help="Exit 1 on WARN and NO VERDICT too.")
 @click.option("--json", "json_file", type=_FILE, help="Also write the findings here as a record; - is stdout.")
 @click.option("--junit", "junit_file", type=_FILE, help="Also write them as JUnit's XML; - is stdout.")
 @click.option("--html", "html_file", type=_FILE, help="Also write a page of them.")
 def judge(
     files: tuple[Path, ...],
     nvls: str | None,
+    nics: str | None,
+    expect_file: Path | None,
+    explain: bool,
     strict: bool,
     json_file: Path | None,
     junit_file: Path | None,
@@ -109,43 +116,58 @@ def judge(
 ) -> None:
     """Judge logs that you already have: no GPU is needed, nothing is run.
 
-    Known by their content: nccl-tests (text, and JSON of -J), perftest (ib_write_bw and the others), dcgmi diag -j,
-    nvbandwidth (text, and JSON of -j), nvidia-smi -q, nvidia-smi nvlink -s, and the kernel's log with XIDs. Several
-    files of one kind are held against each other: four of them are needed to tell the odd one.
+    FILES are logs, folders of logs, or - for standard input. Known by their content: nccl-tests (text, and JSON of -J),
+    perftest (ib_write_bw and the others), dcgmi diag -j, nvbandwidth (text, and JSON of -j), nvidia-smi -q, nvidia-smi
+    nvlink -s, and the kernel's log with XIDs.
 
-    Exit 0: PASS, or WARN; 1: FAIL; 2: a file could not be judged, whatever the others say.
+    A figure is held against what NVLink, PCIe and NICs carry, against published figures of the machine type
+    (bench/accept/expectations) or thresholds of yours (--expect), and against others that did the same work: four of
+    them are needed to tell the odd one. Where none of it applies the verdict is NO VERDICT: that the data was right
+    says nothing of the speed.
+
+    \b
+    --expect holds one table a threshold; without bytes, the largest message of a run is judged:
+      [[expect]]
+      collective = "all_reduce"      # also device, ranks, hosts, nvls, nics, bytes = "1G"
+      pass = 440                     # GB/s bus: PASS from here
+      fail = 400                     # FAIL below; WARN between
+
+    Exit 0: PASS, WARN, or NO VERDICT; 1: FAIL, with --strict WARN and NO VERDICT too; 2: a file could not be judged,
+    whatever the others say.
 
     \b
     Examples:
       netlayer accept judge node*.log                      # nccl-tests on every node alone: which one is slow?
+      netlayer accept judge pairs/                         # pairs of nodes: which node do the slow ones share?
       netlayer accept judge --nvls off all_reduce.json     # against what 8 x H200 gave without NVLS
+      netlayer accept judge --expect mine.toml --explain all_reduce.log
       netlayer accept judge rail*.txt smi/*.txt dcgm.json --html verdict.html --junit verdict.xml
       netlayer accept judge --strict --json - logs/*
     """
-    from bench.accept import output
-    from bench.accept.judge import judge_files
+    from bench.accept.judge_command import Asked, judge_command
 
-    started = utc_now()
-    for option, target in (("--json", json_file), ("--junit", junit_file), ("--html", html_file)):
-        check_target(option, target)
-    judgement = judge_files(files, {} if nvls is None else {"nvls": nvls == "on"})
-    if "-" not in (str(json_file), str(junit_file), str(html_file)):
-        click.echo("\n".join(output.format_table(judgement)))
-    if json_file or html_file:
-        from netlayer import environ
+    sys.exit(judge_command(Asked(files, nvls, nics, expect_file, explain, strict, json_file, junit_file, html_file)))
 
-        environment = environ.snapshot()
-        arguments = {"files": [str(file) for file in files], "nvls": nvls or "", "strict": strict}
-        if json_file:
-            record = output.record(judgement, arguments, environment, started, utc_now())
-            write_text(json_file, record.to_json())
-        if html_file:
-            write_text(html_file, output.page(judgement, environment["commit"]))
-    if junit_file:
-        write_text(junit_file, output.junit(judgement))
-    for line in judgement.damaged:
-        click.echo(f"error: {line}", err=True)
-    if judgement.damaged:
-        sys.exit(EXIT_USAGE)
-    if judgement.verdict == "FAIL" or (strict and judgement.verdict == "WARN"):
-        sys.exit(EXIT_FAILED)
+
+@accept.command()
+@click.argument("files", nargs=-1, required=True, type=_FILE)
+@click.option("--nvls", type=click.Choice(["on", "off"]), help="Whether NVLS was on, where the logs do not say it.")
+@click.option("--nics", metavar="COUNTxGBPS", help="NICs of a host, such as 8x400, for runs over several hosts.")
+@click.option("--address", default="", help="Page under which others can read how it was measured.")
+@click.option("--out", "out_file", type=_FILE, help="Write the entry here too [default: stdout alone].")
+def publish(files: tuple[Path, ...], nvls: str | None, nics: str | None, address: str, out_file: Path | None) -> None:
+    """Write your own results as an entry of the registry of expectations, anonymous.
+
+    What is written is shown on stdout: collective, device, ranks, hosts, NCCL, NVLS, sizes and bandwidths. No name of a
+    host or file, no serial number, bus id or address is in it. Nothing is sent anywhere: send the file yourself.
+
+    The logs must be of one machine type, with right data. The lowest bandwidth of each size is published.
+
+    \b
+    Examples:
+      netlayer accept publish node*.log --nvls off --out h200_8_ours.toml
+      netlayer accept judge --expect mine.toml new.log     # thresholds of yours need no publishing
+    """
+    from bench.accept.judge_command import publish_command
+
+    sys.exit(publish_command(files, nvls, nics, address, out_file))

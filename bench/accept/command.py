@@ -106,7 +106,7 @@ def accept_run(asked: Asked) -> int:
     if result.stopped:
         return _INTERRUPTED
     verdict = run_output.judgement_of(result).verdict
-    return EXIT_FAILED if verdict == "FAIL" or (asked.strict and verdict != "PASS") else EXIT_OK
+    return EXIT_FAILED if verdict == "FAIL" or (asked.strict and verdict in ("WARN", "NO VERDICT")) else EXIT_OK
 
 
 def _chosen(asked: Asked) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.accept.evidence.log import Log, Text
-from bench.accept.evidence.nccl_tests import RUN
+from bench.accept.evidence.nccl_run import RUN
 from bench.accept.evidence.recognise import parse
 from bench.accept.expectations import load
 from bench.accept.fleet import Fleet

@@ -1,4 +1,4 @@
-"""A judgement as a table, a record, JUnit's XML and a page."""
+"""A judgement as a table, a verdict a node, a record, JUnit's XML and a page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from bench.accept.evidence.log import one_line, printable
 from bench.accept.judge import Judgement
+from bench.accept.nodes import NodeVerdict
+from bench.junit import finish_suite, open_suite
 from netlayer.results import RunRecord
 from netlayer.verdict import Finding
 
@@ -18,39 +20,100 @@ if TYPE_CHECKING:
     from netlayer.report import Report
 
 _HEADS = ("verdict", "subject", "check", "figure", "expected", "file")
-# Of a row, on a terminal or not, so that a file is the same everywhere. Where a row would be wider, cells are broken
-# between words into several lines, and a path goes below its row, so that it can be copied whole.
-_WIDTH = 120
+# Of a row, where no terminal says another, so that a file is the same everywhere. Where a row would be wider, cells are
+# broken between words into several lines, and a path goes below its row, so that it can be copied whole.
+WIDTH = 120
+_LEAST_WIDTH = 72
+# Below this what was expected has a line of its own: five columns of a few words each cannot be read.
+_NARROW = 100
 _GAP = "  "
 _WIDEST_PLACE = 20
+# Columns keep their longest word whole up to so many characters: names of two hosts.
+_LONGEST_WORD, _LEAST_COLUMN = 34, 6
+_MARGIN = 7
+_MOST_OTHERS = 6
+_MOST_SKIPPED = 3
 
 
-def format_table(judgement: Judgement, where: str = "file") -> Iterator[str]:
-    """The lines of the table, each next step below its row; then the damaged files, and the verdict."""
+def format_table(judgement: Judgement, where: str = "file", width: int = WIDTH) -> Iterator[str]:
+    """The lines of the table, each next step below its row; then the damaged files, and the verdict.
+
+    Args:
+        judgement: what to show.
+        where: the head of the last column.
+        width: of the terminal, in characters.
+    """
+    width = max(width, _LEAST_WIDTH)
     heads: tuple[str, ...] = (*_HEADS[:-1], where)
     rows = [_cells(finding) for finding in judgement.findings]
-    places = _places_below([heads, *rows])
+    narrow = width < _NARROW
+    places = [row[-1] for row in (heads, *rows)] if narrow else _places_below([heads, *rows], width)
     if places:
         heads, *rows = (row[:-1] for row in (heads, *rows))
-    widths = _widths([heads, *rows])
-    margin = " " * widths[0] + _GAP
+    below = [row[-1] for row in (heads, *rows)] if narrow else []
+    if below:
+        heads, *rows = (row[:-1] for row in (heads, *rows))
+    widths = _widths([heads, *rows], width)
+    margin = " " * min(widths[0], _MARGIN) + _GAP
     if rows:
         yield from _lines(heads, widths)
     for at, (finding, row) in enumerate(zip(judgement.findings, rows, strict=True), 1):
         yield from _lines(row, widths)
+        if below and below[at]:
+            yield from _wrapped(f"{margin}expected: {below[at]}", width, f"{margin}          ")
         if places:
             yield f"{margin}{where}: {places[at]}"
         if finding.next_step:
-            yield from _wrapped(f"{margin}next: {one_line(finding.next_step)}", _WIDTH, f"{margin}      ")
+            yield from _wrapped(f"{margin}next: {one_line(finding.next_step)}", width, f"{margin}      ")
+    yield from (f"no log: {line}" for line in judgement.skipped[:_MOST_SKIPPED])
+    if len(judgement.skipped) > _MOST_SKIPPED:
+        yield f"no log: {len(judgement.skipped) - _MOST_SKIPPED} more things in the folders"
     yield from (f"not judged: {line}" for line in judgement.damaged)
     yield f"{judgement.verdict}: {summary(judgement)}"
 
 
+def format_nodes(judgement: Judgement, width: int = WIDTH) -> Iterator[str]:
+    """Lines for each node with several things against it: verdict, decisive evidence, the rest, one next step.
+
+    A node with one finding of one file has its row in the table.
+    """
+    for node in judgement.nodes:
+        if not node.findings or (len(node.findings) == 1 and len(node.files) < 2):
+            continue
+        first, *others = node.findings
+        yield from _wrapped(one_line(f"{node.node}: {node.verdict}: {_evidence(first)}"), width, "    ")
+        if others:
+            yield from _wrapped(one_line(f"  also: {_also(others)}"), width, "        ")
+        yield from _wrapped(one_line(f"  read: {_read(node)}"), width, "        ")
+        if node.next_step:
+            yield from _wrapped(one_line(f"  next: {node.next_step}"), width, "        ")
+
+
+def _evidence(finding: Finding) -> str:
+    where = f" ({finding.file}:{finding.line})" if finding.line else f" ({finding.file})" if finding.file else ""
+    return f"{finding.check}: {finding.figure}{where}"
+
+
+def _also(others: Sequence[Finding]) -> str:
+    """The other evidence by its names, each once: `FAIL XID 94, FAIL throttling, WARN VBIOS Version`."""
+    checks: dict[str, None] = dict.fromkeys(f"{one.verdict} {one.check}" for one in others)
+    shown = ", ".join(list(checks)[:_MOST_OTHERS])
+    return shown + (f" and {len(checks) - _MOST_OTHERS} more" if len(checks) > _MOST_OTHERS else "")
+
+
+def _read(node: NodeVerdict) -> str:
+    files = f"{len(node.files)} file{'s' * (len(node.files) != 1)}"
+    return f"{', '.join(node.kinds) or 'no file of its own'} in {files}, known by {node.known_by}"
+
+
 def summary(judgement: Judgement) -> str:
-    """`2 faults and 1 warning in 12 files; 1 file not judged`."""
+    """`2 faults and 1 warning in 12 files; 1 without a verdict; 1 file not judged`."""
     counts = {word: sum(finding.verdict == word for finding in judgement.findings) for word in ("FAIL", "WARN")}
     words = f"{_count(counts['FAIL'], 'fault')} and {_count(counts['WARN'], 'warning')} in "
     words += _count(len(judgement.kinds), "file")
+    unjudged = sum(finding.verdict == "NO VERDICT" for finding in judgement.findings)
+    if unjudged:
+        words += f"; nothing to hold the figures of {_count(unjudged, 'run')} against"
     unknown = sum(finding.verdict is None for finding in judgement.findings)
     words += f"; {_count(unknown, 'figure')} without expectation" if unknown else ""
     return words + (f"; {_count(len(judgement.damaged), 'file')} not judged" if judgement.damaged else "")
@@ -59,42 +122,47 @@ def summary(judgement: Judgement) -> str:
 def record(
     judgement: Judgement, arguments: Mapping[str, Any], environment: Mapping[str, Any], started: str, ended: str
 ) -> RunRecord:
-    """The findings as rows, one row for each file that was not judged, and first one for all of it."""
+    """The findings as rows, one row for each file that was not judged, and first one for all of it, with the nodes."""
     overall = Finding(judgement.verdict, "all", "overall", summary(judgement))
     lost = [Finding(None, "", "not judged", line) for line in judgement.damaged]
     rows = [_row(finding, judgement.kinds) for finding in (overall, *judgement.findings, *lost)]
+    rows[0] |= {"nodes": [_node_row(node) for node in judgement.nodes]}
     return RunRecord("bench.accept.judge", "measured", rows, started, ended, arguments, environment=environment)
 
 
-def junit(judgement: Judgement, suite_name: str = "netlayer accept judge") -> str:
-    """A test case for each finding: FAIL is a failure, what was not judged is skipped, a damaged file is an error."""
-    findings, damaged = judgement.findings, judgement.damaged
-    suite = ET.Element(
-        "testsuite",
-        name=suite_name,
-        tests=str(len(findings) + len(damaged)),
-        failures=str(sum(finding.verdict == "FAIL" for finding in findings)),
-        errors=str(len(damaged)),
-        skipped=str(sum(finding.verdict is None for finding in findings)),
-    )
-    for finding in findings:
+def junit(
+    judgement: Judgement, suite_name: str = "netlayer accept judge", started: str = "", seconds: float = 0.0
+) -> str:
+    """A test case for each finding: FAIL is a failure, NO VERDICT is skipped, a damaged file is an error.
+
+    What passed with a warning stands in the suite's output: a test case of the common schema has room for no text.
+
+    Args:
+        judgement: what to show.
+        suite_name: of the one suite.
+        started: when the judging began, ISO 8601 UTC; now, where it is empty.
+        seconds: that it took.
+    """
+    suite = open_suite(suite_name, started, seconds)
+    notes = []
+    for finding in judgement.findings:
         name = f"{finding.check}: {finding.subject}" + (f" ({finding.file}:{finding.line})" if finding.line else "")
-        case = ET.SubElement(
-            suite, "testcase", classname=printable(judgement.kinds.get(finding.file, "judge")), name=printable(name)
-        )
+        kind = printable(judgement.kinds.get(finding.file, "judge"))
+        case = ET.SubElement(suite, "testcase", classname=kind, name=printable(name), time="0")
         words = f"{finding.figure}; expected {finding.expected}"
         if finding.verdict == "FAIL":
-            failure = ET.SubElement(case, "failure", message=printable(words))
+            failure = ET.SubElement(case, "failure", type=printable(finding.check), message=printable(words))
             failure.text = printable(f"{words}; next: {finding.next_step}")
-        elif finding.verdict is None:
-            ET.SubElement(case, "skipped", message=printable(words))
-        else:
-            ET.SubElement(case, "system-out").text = printable(f"{finding.verdict}: {words}; {finding.next_step}")
-    for line in damaged:
-        case = ET.SubElement(suite, "testcase", classname="judge", name=printable(line.partition(": ")[0]))
-        ET.SubElement(case, "error", message=printable(line))
-    ET.indent(suite)
-    return ET.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+        elif finding.verdict in (None, "NO VERDICT"):
+            ET.SubElement(case, "skipped", message=printable(f"{finding.verdict or 'not judged'}: {words}"))
+        elif finding.verdict == "WARN":
+            notes.append(printable(f"WARN {name}: {words}; next: {finding.next_step}"))
+    for line in judgement.damaged:
+        name = printable(line.partition(": ")[0])
+        case = ET.SubElement(suite, "testcase", classname="judge", name=name, time="0")
+        ET.SubElement(case, "error", type="unreadable", message=printable(line))
+    notes += [printable(line) for line in format_nodes(judgement)]
+    return finish_suite(suite, "\n".join([*notes, f"{judgement.verdict}: {summary(judgement)}"]))
 
 
 def page(judgement: Judgement, commit: str) -> str:
@@ -105,6 +173,11 @@ def page(judgement: Judgement, commit: str) -> str:
 
     report: Report = Report("Acceptance: verdicts from logs", summary(judgement), commit=commit)
     report.verdict(judgement.verdict, f"{summary(judgement)}.")
+    nodes = [node_cells(node) for node in judgement.nodes if node.findings]
+    if nodes:
+        lead = "All evidence on a node together: what decides first, and the one thing to do."
+        report.section("Nodes", lead, source="measured").table(pd.DataFrame(nodes), max_rows=500)
+    open_figures = [finding for finding in judgement.findings if finding.verdict == "NO VERDICT"]
     bad = [finding for finding in judgement.findings if finding.verdict in ("FAIL", "WARN")]
     if bad:
         lead = "What was found, what it was held against, and what to do next."
@@ -113,13 +186,15 @@ def page(judgement: Judgement, commit: str) -> str:
     if judgement.damaged:
         rows = [{"what could not be read, and what to do": line} for line in judgement.damaged]
         report.section("Files that were not judged").table(pd.DataFrame(rows), max_rows=500)
-    good = [finding for finding in judgement.findings if finding.verdict not in ("FAIL", "WARN")]
+    if open_figures:
+        lead = "Measured, and nothing is known to hold it against. That data was right says nothing of the speed."
+        rows = [told(finding) for finding in open_figures]
+        report.section("No verdict", lead, source="measured").table(pd.DataFrame(rows), max_rows=500)
+    good = [finding for finding in judgement.findings if finding.verdict in ("PASS", None)]
     if good:
         rows = [shown(finding) for finding in good]
-        lead = "Without a verdict: no expectation is known for it, and too few peers did the same work."
-        report.section("Passed, or without expectation", lead, source="measured").table(
-            pd.DataFrame(rows), max_rows=500
-        )
+        lead = "Without a verdict: figures beside others of the same run that were judged."
+        report.section("Passed", lead, source="measured").table(pd.DataFrame(rows), max_rows=500)
     files = [{"file": printable(file), "written by": kind} for file, kind in judgement.kinds.items()]
     if files:
         report.section("Files").table(pd.DataFrame(files), max_rows=500)
@@ -129,6 +204,26 @@ def page(judgement: Judgement, commit: str) -> str:
 def plain_row(finding: Finding) -> dict[str, Any]:
     """Its fields, without control characters."""
     return {key: printable(value) if isinstance(value, str) else value for key, value in asdict(finding).items()}
+
+
+def node_cells(node: NodeVerdict) -> dict[str, str]:
+    """A node as a row of a page, in few columns."""
+    first, *others = node.findings
+    also = f"; also {_also(others)}" if others else ""
+    cells = {"verdict": node.verdict, "node": f"{node.node} ({_read(node)})"}
+    cells |= {"evidence": f"{_evidence(first)}{also}", "next step": node.next_step}
+    return {name: one_line(cell) for name, cell in cells.items()}
+
+
+def _node_row(node: NodeVerdict) -> dict[str, Any]:
+    """A node as a row of a record, its evidence in order."""
+    row = {"node": node.node, "known_by": node.known_by, "verdict": node.verdict, "next_step": node.next_step}
+    evidence = [plain_row(finding) for finding in node.findings]
+    return {name: printable(value) for name, value in row.items()} | {
+        "files": [printable(file) for file in node.files],
+        "kinds": list(node.kinds),
+        "evidence": evidence,
+    }
 
 
 def _row(finding: Finding, kinds: Mapping[str, str]) -> dict[str, Any]:
@@ -154,20 +249,27 @@ def told(finding: Finding) -> dict[str, str]:
     return {**found, "next step": printable(finding.next_step)}
 
 
-def _places_below(rows: Sequence[Sequence[str]]) -> list[str]:
+def _places_below(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """The last cells, where rows have no room for them."""
     places = [row[-1] for row in rows]
-    wide = sum(_natural(rows)) + len(_GAP) * (len(rows[0]) - 1) > _WIDTH
+    wide = sum(_natural(rows)) + len(_GAP) * (len(rows[0]) - 1) > width
     return places if wide and max(map(len, places)) > _WIDEST_PLACE else []
 
 
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Of the columns; where a row would be too wide, the widest of them give way."""
-    widths = _natural(rows)
-    most = max(widths)
-    while sum(min(width, most) for width in widths) > _WIDTH - len(_GAP) * (len(widths) - 1):
-        most -= 1
-    return [min(width, most) for width in widths]
+def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Of the columns; where a row would be too wide, the widest give way, but not below their longest word."""
+    widths, words = _natural(rows), [_longest_word(column) for column in zip(*rows, strict=True)]
+    room = width - len(_GAP) * (len(widths) - 1)
+    for floors in (words, [0] * len(words)):
+        for most in range(max(widths), _LEAST_COLUMN - 1, -1):
+            given = [max(min(one, most), floor) for one, floor in zip(widths, floors, strict=True)]
+            if sum(given) <= room:
+                return given
+    return [min(one, max(1, room // len(widths))) for one in widths]
+
+
+def _longest_word(column: Sequence[str]) -> int:
+    return min(_LONGEST_WORD, max((len(word) for cell in column for word in cell.split()), default=0))
 
 
 def _natural(rows: Sequence[Sequence[str]]) -> list[int]:
@@ -176,16 +278,16 @@ def _natural(rows: Sequence[Sequence[str]]) -> list[int]:
 
 def _lines(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
     """A row, and what is left of the cells that are too wide for it."""
-    columns = [_wrapped(cell, width) for cell, width in zip(cells, widths, strict=True)]
+    columns = [_wrapped(cell, width, breaks=True) for cell, width in zip(cells, widths, strict=True)]
     for parts in zip_longest(*columns, fillvalue=""):
         yield _GAP.join(f"{part:<{width}}" for part, width in zip(parts, widths, strict=True)).rstrip()
 
 
-def _wrapped(text: str, width: int, margin: str = "") -> list[str]:
-    """Its lines, later ones behind the margin."""
+def _wrapped(text: str, width: int, margin: str = "", *, breaks: bool = False) -> list[str]:
+    """Its lines, later ones behind the margin; a word that is longer than a line is broken where `breaks` is set."""
     if len(text) <= width:
         return [text]
-    return textwrap.wrap(text, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(text, width, subsequent_indent=margin, break_long_words=breaks, break_on_hyphens=False)
 
 
 def _count(number: int, what: str) -> str:

@@ -1,18 +1,21 @@
 """Figures held against their peers: nodes, NICs, GPUs and pairs that did the same work, by median and MAD.
 
-A subject's score in a series is the median, over the points of the series, of its value over that of its peers: one bad
-point accuses nobody. Points below 1 MiB count only where there are no larger ones, for they scatter.
+Peers are what is shown alike: one tool, series, device, NCCL, NVLS state and number of hosts. Several runs of one node
+are repeats and count once. A subject's score in a series is the median, over the points of the series, of its value
+over that of its peers: one bad point accuses nobody. Points below 1 MiB count only where there are no larger ones, for
+they scatter. Runs over several hosts are intersected in `host_pairs`.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from bench.accept.evidence.log import Figure, Log
+from bench.accept.host_pairs import HostRun, judge_host_runs
 from netlayer.verdict import MIN_PEERS, Finding, Peers, Verdict, peers_of
 
 _LARGE_BYTES = 1 << 20
@@ -23,14 +26,53 @@ _STEPS = {
     "nvbandwidth": "read nvidia-smi nvlink -s and nvidia-smi -q (PCIe width, clocks) of {}",
 }
 _STEP = "look at {} alone"
+# Of the best over the worst: what nodes that did the same work do not differ by when they are well. Among two or three
+# nobody can tell which one is ill; among more, where they scatter so that no one stands out, nobody can either.
+SPREAD = 1.25
+_FEW_STEP = "run the same on {} nodes or more, or give --expect FILE: among {} nobody can tell which one is ill"
+_SCATTER_STEP = "run each again on its own: what differs from run to run is no fault of one node"
+_REPEAT_STEP = "run it again with nothing else on the node; clocks, throttling and neighbours differ from run to run"
+# Facts that must be the same, beside tool, series and device. A log that is silent is like another silent one only.
+_ALIKE_FACTS = ("device", "nccl", "nvls", "graph", "hosts", "ranks")
 
 
 class Measured(NamedTuple):
-    """A figure and whose log it stands in."""
+    """A figure and whose log it stands in.
+
+    Args:
+        file, kind: the log's.
+        node: the node that the log is about, where that is known: files of one node are repeats.
+        run: of the file.
+    """
 
     file: str
     kind: str
     figure: Figure
+    node: str = ""
+    run: int = 0
+
+
+class Series(NamedTuple):
+    """A series of one run: what is judged or not."""
+
+    file: str
+    run: int
+    series: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What peers say.
+
+    Args:
+        findings: in no order.
+        judged: the series that were held against peers.
+        notes: of each series that was not, why not, for `--explain`; of each that was, what with.
+    """
+
+    findings: tuple[Finding, ...]
+    judged: frozenset[Series]
+    notes: Mapping[Series, str]
 
 
 class _Score(NamedTuple):
@@ -41,16 +83,57 @@ class _Score(NamedTuple):
     sample_median: float
 
 
+Who = tuple[str, str]
+"""Node, or file where the node is not known; and subject."""
+
+
 def judge_peers(measured: Sequence[Measured]) -> Iterator[Finding]:
-    """A finding for each subject that has enough peers."""
-    for (kind, series, _), group in _series(measured).items():
-        scores = _scores(group)
-        if len(scores) < MIN_PEERS:
+    """A finding for each subject that has enough peers, and for groups that differ too much to tell."""
+    yield from compare_peers(measured).findings
+
+
+def compare_peers(measured: Sequence[Measured]) -> Comparison:
+    """Every figure beside those that did the same work."""
+    findings: list[Finding] = []
+    judged: set[Series] = set()
+    notes: dict[Series, str] = {}
+    for (kind, series, *_), group in _groups(measured).items():
+        members = {Series(one.file, one.run, series) for one in group}
+        if lacking := _lacking(group[0]):
+            notes |= dict.fromkeys(members, f"no peers: the log does not say its {' and '.join(lacking)}")
             continue
-        peers = peers_of(score.value for score in scores.values())
-        verdicts = {who: peers.judge(score.value) for who, score in scores.items()}
-        findings = {who: _finding(kind, series, scores[who], peers, word) for who, word in verdicts.items()}
-        yield from _blamed(findings, scores)
+        found, note, is_judged = _judge_group(kind, series, group)
+        findings += found
+        notes |= dict.fromkeys(members, note)
+        judged |= members if is_judged else set()
+    return Comparison(tuple(findings), frozenset(judged), notes)
+
+
+def _judge_group(kind: str, series: str, group: Sequence[Measured]) -> tuple[list[Finding], str, bool]:
+    """The findings on one group of alike measurements, what it was held against, and whether it was judged."""
+    scores = _scores(group)
+    repeats = list(_unsteady(series, group))
+    if kind == "nccl-tests" and len(group[0].figure.parts) > 1:
+        runs = [HostRun(score.sample.figure.parts, score.value, score.sample.file, score.sample.figure,
+                        score.sample_median) for score in scores.values()]  # fmt: skip
+        found = judge_host_runs(series, runs)
+        return [*found.findings, *repeats], found.note, found.judged
+    if len(scores) < MIN_PEERS:
+        spread = _spread(series, scores)
+        others = (
+            f"{len(scores) - 1} other{'s' * (len(scores) != 2)} did the same work" if len(scores) > 1 else "no peers"
+        )
+        note = f"{others}; {MIN_PEERS} alike are needed to tell the odd one"
+        return [*spread, *repeats], note, bool(spread or repeats)
+    peers = peers_of(score.value for score in scores.values())
+    verdicts = {who: peers.judge(score.value) for who, score in scores.items()}
+    findings = {who: _finding(kind, series, scores[who], peers, word) for who, word in verdicts.items()}
+    note = f"{len(scores)} peers: median score {peers.median:.3f}, MAD {peers.mad:.3f}"
+    healthy = {who: score for who, score in scores.items() if verdicts[who] == "PASS"}
+    if _ratio(healthy) > SPREAD and kind != "nvbandwidth":  # whose matrices hold paths of several kinds
+        bad = [findings[who] for who in findings if verdicts[who] != "PASS"]
+        return [*bad, _scattered(series, healthy), *repeats], note, True
+    return [*_blamed(findings, scores), *repeats], note, True
 
 
 def judge_traits(logs: Mapping[str, Log]) -> Iterator[Finding]:
@@ -70,11 +153,13 @@ def judge_traits(logs: Mapping[str, Log]) -> Iterator[Finding]:
                 yield Finding("WARN", who, name.rpartition("/")[2], value, expected, step, file)
 
 
-def _series(measured: Sequence[Measured]) -> dict[tuple[str, str, str], list[Measured]]:
-    """By tool, series and device: other GPUs are no peers."""
-    groups: dict[tuple[str, str, str], list[Measured]] = defaultdict(list)
+def _groups(measured: Iterable[Measured]) -> dict[tuple[Any, ...], list[Measured]]:
+    """By tool, series and all facts that must be alike; of large messages, where there are any."""
+    groups: dict[tuple[Any, ...], list[Measured]] = defaultdict(list)
     for one in measured:
-        groups[one.kind, one.figure.series, str(one.figure.facts.get("device", ""))].append(one)
+        facts = one.figure.facts
+        alike = tuple(facts.get(key) for key in _ALIKE_FACTS)
+        groups[(one.kind, one.figure.series, len(one.figure.parts), *alike)].append(one)
     large = {
         key: [one for one in group if int(one.figure.facts.get("bytes", _LARGE_BYTES)) >= _LARGE_BYTES]
         for key, group in groups.items()
@@ -82,17 +167,31 @@ def _series(measured: Sequence[Measured]) -> dict[tuple[str, str, str], list[Mea
     return {key: large[key] or group for key, group in groups.items()}
 
 
-def _scores(group: Sequence[Measured]) -> dict[tuple[str, str], _Score]:
-    """By file and subject; where a point was measured twice, its median counts."""
-    points: dict[str, dict[tuple[str, str], list[Measured]]] = defaultdict(lambda: defaultdict(list))
+def _lacking(one: Measured) -> list[str]:
+    """What a bus bandwidth must have to be like another, and the log does not tell."""
+    facts = one.figure.facts
+    wanted = ("collective", "device", "ranks") if facts.get("quantity") == "bus_bw_gbs" else ()
+    return [key for key in wanted if key not in facts]
+
+
+def _who(one: Measured) -> Who:
+    if one.kind == "nccl-tests" and len(one.figure.parts) > 1:  # the same hosts again are a repeat, in any order
+        return " ".join(sorted(one.figure.parts)), ""
+    return one.node or one.file, one.figure.subject
+
+
+def _scores(group: Sequence[Measured]) -> dict[Who, _Score]:
+    """By node and subject; where a point was measured more than once, in the same run or in repeats, its median."""
+    points: dict[str, dict[Who, list[Measured]]] = defaultdict(lambda: defaultdict(list))
     for one in group:
-        points[one.figure.at][one.file, one.figure.subject].append(one)
-    found: dict[tuple[str, str], list[_Score]] = defaultdict(list)
+        points[one.figure.at][_who(one)].append(one)
+    found: dict[Who, list[_Score]] = defaultdict(list)
     for subjects in points.values():
         values = {who: statistics.median(one.figure.value for one in ones) for who, ones in subjects.items()}
         middle = statistics.median(values.values())
         for who, value in values.items():
-            sample = subjects[who][0]
+            # The repeat that is nearest to the median stands for them.
+            sample = min(subjects[who], key=lambda one: abs(one.figure.value - value))
             ratio = value / middle if sample.figure.higher_is_better else middle / value
             found[who].append(_Score(ratio, sample, middle))
     # The largest point is what is shown: sizes rise in every tool.
@@ -100,6 +199,65 @@ def _scores(group: Sequence[Measured]) -> dict[tuple[str, str], _Score]:
         who: _Score(statistics.median(score.value for score in scores), scores[-1].sample, scores[-1].sample_median)
         for who, scores in found.items()
     }
+
+
+def _ratio(scores: Mapping[Who, _Score]) -> float:
+    values = [score.value for score in scores.values()]
+    return max(values) / min(values) if values else 1.0
+
+
+def _ends(scores: Mapping[Who, _Score]) -> tuple[_Score, _Score]:
+    ordered = sorted(scores.values(), key=lambda score: score.value)
+    return ordered[0], ordered[-1]
+
+
+def _spread(series: str, scores: Mapping[Who, _Score]) -> list[Finding]:
+    """Two or three that differ too much: something is wrong, and nobody can tell with which."""
+    ratio = _ratio(scores)
+    if len(scores) < 2 or ratio <= SPREAD:
+        return []
+    worst, best = _ends(scores)
+    names = " and ".join(dict.fromkeys((worst.sample.figure.subject, best.sample.figure.subject)))
+    figure = f"{worst.sample.figure.text}, the best {best.sample.figure.text}: {ratio:.2f} times"
+    expected = f"alike: within {SPREAD:g} times; too few to tell which one is ill"
+    step = _FEW_STEP.format(MIN_PEERS, len(scores))
+    sample = worst.sample
+    return [Finding("WARN", names, series, figure, expected, step, sample.file, sample.figure.line)]
+
+
+def _scattered(series: str, scores: Mapping[Who, _Score]) -> Finding:
+    """Where nobody stands out, for all scatter: one finding on all of them in place of a PASS for each."""
+    worst, best = _ends(scores)
+    figure = f"{worst.sample.figure.text} ({worst.sample.figure.subject}) to {best.sample.figure.text} "
+    figure += f"({best.sample.figure.subject}): {_ratio(scores):.2f} times"
+    expected = f"alike: within {SPREAD:g} times; they scatter so that no one stands out"
+    sample = worst.sample
+    who = f"{len(scores)} like {sample.figure.subject}"
+    return Finding("WARN", who, series, figure, expected, _SCATTER_STEP, sample.file, sample.figure.line)
+
+
+def _unsteady(series: str, group: Sequence[Measured]) -> Iterator[Finding]:
+    """Nodes whose own repeats differ too much."""
+    runs: dict[Who, dict[tuple[str, int], dict[str, Measured]]] = defaultdict(lambda: defaultdict(dict))
+    for one in group:
+        runs[_who(one)][one.file, one.run].setdefault(one.figure.at, one)
+    for by_run in runs.values():
+        if len(by_run) < 2:
+            continue
+        common = set.intersection(*(set(points) for points in by_run.values()))
+        ratios = {
+            at: max(points[at].figure.value for points in by_run.values())
+            / min(points[at].figure.value for points in by_run.values())
+            for at in common
+        }
+        if not ratios or statistics.median(ratios.values()) <= SPREAD:
+            continue
+        at = max(ratios, key=lambda name: ratios[name])
+        least = min((points[at] for points in by_run.values()), key=lambda one: one.figure.value)
+        figure = f"{least.figure.text}, another run {ratios[at]:.2f} times that"
+        who, expected = least.figure.subject, f"{len(by_run)} runs within {SPREAD:g} times"
+        check = f"{series}: repeats"
+        yield Finding("WARN", who, check, figure, expected, _REPEAT_STEP, least.file, least.figure.line)
 
 
 def _finding(kind: str, series: str, score: _Score, peers: Peers, word: Verdict) -> Finding:
@@ -121,23 +279,23 @@ def _finding(kind: str, series: str, score: _Score, peers: Peers, word: Verdict)
     )
 
 
-def _blamed(findings: Mapping[tuple[str, str], Finding], scores: Mapping[tuple[str, str], _Score]) -> Iterator[Finding]:
+def _blamed(findings: Mapping[Who, Finding], scores: Mapping[Who, _Score]) -> Iterator[Finding]:
     """The findings, but one for a part that is in most of the bad pairs and whose pairs are mostly bad.
 
-    Those that passed come as one finding for each file.
+    Those that passed come as one finding for each node.
     """
     left = {who: finding for who, finding in findings.items() if finding.verdict != "PASS"}
-    own = Counter((who[0], part) for who, score in scores.items() for part in _ends(score))
+    own = Counter((who[0], part) for who, score in scores.items() for part in _parts(score))
     while part := _common_part(left, scores, own):
-        file, name = part
-        pairs = [who for who in left if who[0] == file and name in scores[who].sample.figure.parts]
+        node, name = part
+        pairs = [who for who in left if who[0] == node and name in scores[who].sample.figure.parts]
         worst = min(pairs, key=lambda who: scores[who].value)
         words = f"{left[worst].figure}, {worst[1]}; {len(pairs)} pairs of it are slow"
         step = _STEPS.get(scores[worst].sample.kind, _STEP).format(name)
         yield replace(left[worst], subject=name, figure=words, next_step=step)
         left = {who: finding for who, finding in left.items() if who not in pairs}
     yield from left.values()
-    passed: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    passed: dict[str, list[Who]] = defaultdict(list)
     for who, finding in findings.items():
         if finding.verdict == "PASS":
             passed[who[0]].append(who)
@@ -151,17 +309,17 @@ def _blamed(findings: Mapping[tuple[str, str], Finding], scores: Mapping[tuple[s
 
 
 def _common_part(
-    bad: Mapping[tuple[str, str], Finding],
-    scores: Mapping[tuple[str, str], _Score],
+    bad: Mapping[Who, Finding],
+    scores: Mapping[Who, _Score],
     own: Mapping[tuple[str, str], int],
 ) -> tuple[str, str] | None:
     """The part in most of the bad pairs, where more than half of its own pairs, and at least two, are bad."""
-    counts = Counter((who[0], part) for who in bad for part in _ends(scores[who]))
+    counts = Counter((who[0], part) for who in bad for part in _parts(scores[who]))
     part, count = max(counts.items(), key=lambda item: item[1], default=(("", ""), 0))
     return part if count >= 2 and 2 * count > own[part] else None
 
 
-def _ends(score: _Score) -> tuple[str, ...]:
+def _parts(score: _Score) -> tuple[str, ...]:
     """The two ends of a pair; what has one end only is its own subject."""
     parts = score.sample.figure.parts
     return parts if len(parts) > 1 else ()

@@ -60,7 +60,7 @@ class Report:
         """The badge at the top; a later one replaces it.
 
         Raises:
-            ValueError: the word is none of PASS, WARN, FAIL.
+            ValueError: the word is none of PASS, NO VERDICT, WARN, FAIL.
         """
         if word not in get_args(Verdict):
             raise ValueError(f"verdict = {word!r}: one of {', '.join(get_args(Verdict))}")

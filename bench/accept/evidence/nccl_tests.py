@@ -1,7 +1,9 @@
-"""nccl-tests' text and JSON (`-J`), any binary of it: wrong data, failed runs, bus bandwidth by size and place.
+"""nccl-tests' and rccl-tests' text and JSON (`-J`), any binary of them: wrong data, failed runs, bus bandwidth by size.
 
-Format: github.com/NVIDIA/nccl-tests, src/common.cu and src/util.cu (2.19.6; older tables too). Our own `*_perf` write
-the same. Lines of NCCL_DEBUG between the rows are passed over, but they tell the version and whether NVLS was there.
+Format: github.com/NVIDIA/nccl-tests, src/common.cu and src/util.cu, 2.0 to 2.19.6 (`nccl_table.py` has the tables).
+Our own `*_perf` write the same. One log a run: a file may hold several, one after the other, or those of several hosts
+or processes behind a prefix; a row that another line has broken costs that row. NCCL_DEBUG's lines tell the version,
+whether NVLS was there, and what NCCL warns of (`nccl_debug.py`).
 
 A table without its closing lines is a run without an end where the log stops as a program does that waits: behind a
 whole line (nccl-tests writes line by line), or where one of ours has written half a row. Elsewhere the log was cut.
@@ -10,98 +12,122 @@ whole line (nccl-tests writes line by line), or where one of ours has written ha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from bench.accept.evidence.log import Figure, Log, Text, mapping, number, sequence, word
+from bench.accept.evidence import nccl_debug, nccl_table
+from bench.accept.evidence.log import MAX_ROWS, Log, Text, mapping, number, sequence, word
+from bench.accept.evidence.nccl_debug import Line
+from bench.accept.evidence.nccl_run import ALONE, KIND, RUN, Run, facts_of, to_log, who_of
+from bench.accept.evidence.nccl_table import IN_PLACE, OUT_OF_PLACE, Layout, Row, Side
+from bench.accept.evidence.prefixes import NOBODY, Prefix
 from netlayer.units import format_size
 from netlayer.verdict import Finding
 
-KIND = "nccl-tests"
-_PLACES = ("out of place", "in place")
-_RANK = re.compile(r"^#\s+Rank\s+\d+\s+(?:Group\s+\d+\s+)?Pid\s+\d+ on\s+(\S+) device\s+\d+ \[[^\]]*\] (.*)$")
+_TEXT = re.compile(
+    r"^[#\s]*[nr]ccl-tests version \S|^[#\s]*rccl-tests: Version|^[#\s]*nThreads?:? \d{1,6} nGpus"
+    r"|^# Collective test starting|^[#\s]*Avg bus bandwidth\s*:|^[#\s|]*(?:size|bytes) +(?:count|N) .*\balgbw\s+busbw\b"
+    r"|(?:^|: Test )(?:NCCL|CUDA|Cuda|HIP) failure \S{1,80}:\d"
+    r"|^\s*\d{1,18}\s+\d{1,18}\s+(?:float|half|double|bfloat16|u?int\d{1,2})\s+"
+    r"(?:sum|prod|min|max|avg|mulsum|none)\s+-?\d{1,6}\s+\d",
+    re.MULTILINE,
+)
+_RANK = re.compile(
+    r"[#\s]*Rank\s+(\d{1,7})\s+(?:Group\s+(\d{1,7})\s+)?(?:Pid\s+\d{1,9}\s+)?on\s+(\S{1,255})\s+device\s+\d{1,4} "
+    r"\[[^\]]{0,40}\] (.*)$"
+)
 _PROGRAM = re.compile(r"(\w{1,40}?)_perf(?:_mpi)?\b")
-_LIBRARY = re.compile(r"nccl-library=(\d{1,9})|NCCL version (\d{1,4})\.(\d{1,4})\.(\d{1,4})")
+_LIBRARY = re.compile(r"[nr]ccl-library=(\d{1,9})|NCCL version (\d{1,4})\.(\d{1,4})\.(\d{1,4})")
 _GRAPH = re.compile(r"\bgraph: (\d{1,9})")
-_STARTED = re.compile(r"^# nThread ")
-_BOUNDS = re.compile(r"^# Out of bounds values\s*:\s*(\d{1,18})\s+(OK|FAILED)")
+_LARGEST = re.compile(r"minBytes:? (\d{1,18}) maxBytes:? (\d{1,18}) step:? (\d{1,18})\((factor|bytes)\)")
+_REDUCED = re.compile(r"# Reducing maxBytes to (\d{1,18}) ")
+_BOUNDS = re.compile(r"[#\s]*Out of bounds values\s*:\s*(\d{1,18})\s+(OK|FAILED)")
+_ERROR = re.compile(r"# error: (.+)")
+_LAUNCHER = re.compile(r"\b(?:mpirun|mpiexec|srun|prterun|orterun|mpirun_rsh)\b")
+# What a run prints, in order; what comes again or too early belongs to the next one. Ranks, headers and rows repeat.
+_MARKS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"[#\s]*[nr]ccl-tests version ",
+        r"[#\s]*Collective test starting",
+        r"[#\s]*nThreads?:? \d|[#\s]*nGpus\(perProc\) \d",
+        r"[#\s]*Using devices",
+    )
+)
+_RANKS, _HEADER, _ROWS, _OUT_OF_BOUNDS, _END, _CONCLUDED = 4, 5, 6, 7, 8, 9
+_STARTED = 2
 # Ours says which algorithms ran; NCCL_DEBUG says whether NCCL was let and whether it could.
 _NVLS_USED = re.compile(r"# NVLS used: (yes|no)\b")
-_NVLS_OFF = re.compile(r"NCCL_NVLS_ENABLE set by environment to 0\b")
+_NVLS_OFF = re.compile(r"NCCL_NVLS_ENABLE(?: set by environment to |=)0\b")
 _MULTICAST = re.compile(
     r"NVLS multicast support is (not )?available|# NVLS used: unknown \(multicast: (not )?available\)"
 )
-_FAILURE = re.compile(r"Test (?:NCCL|CUDA) failure|Test failure|Segmentation fault|Aborted \(core dumped\)")
-_ALONE = "run netlayer accept --hosts with this node alone, then with one neighbour"
-_CORRUPT = "drain the node; run each of its GPUs and NICs alone with -c 1 to find the one that corrupts"
-_AGAIN = f"take it again; where it hangs, {_ALONE}"
-_NO_END = f"where it hung, {_ALONE}; where it still ran, was killed, or the log was cut at a line, take it again"
+_AGAIN = f"take it again; where it hangs, {ALONE}"
+_NO_MPI = "where mpirun or srun started them, build nccl-tests with MPI=1; the bandwidth of one rank says nothing"
 _ENDED = "# Avg bus bandwidth"
 # Widths and cells of our rows without their in-place side: plain, and with figures of iterations.
 _HALF_ROWS = {85: 9, 121: 13}
-RUN = "run"
+# A process whose times lie so far above its neighbours' in nearly all measurements is slow, and not by chance.
+_SLOW, _MOST, _MIN_PROCESSES, _MIN_MEASUREMENTS = 1.25, 0.9, 3, 2
 
 
-class _Side(NamedTuple):
-    """One side of a row; `wrong` is None where the data was not checked."""
+class _Rank(NamedTuple):
+    """A line of the list of devices."""
 
-    size: int
-    what: str
-    place: str
-    bus_bw: float
-    wrong: float | None
-    line: int
+    rank: int
+    group: int
+    host: str
+    device: str
 
 
-class _Run(NamedTuple):
-    """What both forms say."""
+@dataclass
+class _Section:
+    """The lines of one run, or of several whose lines are mixed.
 
-    collective: str
-    hosts: list[str]
-    facts: dict[str, str | int | bool]
-    sides: list[_Side]
-    # What nccl-tests itself counts as wrong at the end, as (count, line), where it counts any.
-    out_of_bounds: tuple[str, int] | None
-    # Mean bandwidth under what was asked for by NCCL_TESTS_MIN_BW, as (figure, line).
-    too_slow: tuple[str, int] | None
-    # Where a table stands that has no end, as (words, line).
-    unended: tuple[str, int] | None = None
+    Args:
+        stage: how far it came: the last of `_MARKS` and what follows them.
+        num_ends: how many closing lines it has.
+        before: lines between the run before and this one: whoever started it may name it there.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    stage: int = -1
+    num_starts: int = 0
+    num_ends: int = 0
+    prefix: Prefix = NOBODY
+    before: list[Line] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has closing lines: an edited log may lack one of them."""
+        return self.num_ends > 0 or self.stage >= _OUT_OF_BOUNDS
 
 
 def is_text(content: str) -> bool:
-    return "# nccl-tests version" in content or "# nThread " in content or "Collective test starting" in content
+    return bool(_TEXT.search(content))
 
 
 def is_json(tree: Mapping[str, Any]) -> bool:
     return "results" in tree and "nccl_version" in tree
 
 
-def parse_text(text: Text) -> Log:
-    """Every table of the file.
+def parse_runs(text: Text) -> tuple[Log, ...]:
+    """Return one log for each run in the file, in the order in which they begin.
 
     Raises:
-        ConfigError: a row is broken, or the log ends within a line.
+        ConfigError: the log ends within a line, or no run of it has measured or failed.
     """
-    for line, words in enumerate(text.lines, 1):
-        if _FAILURE.search(words):
-            step = f"read the lines around it; {_ALONE}"
-            return Log(
-                KIND,
-                (
-                    Finding(
-                        "FAIL",
-                        _who(_hosts(text), text),
-                        RUN,
-                        words.strip()[:200],
-                        "a run that ends",
-                        step,
-                        text.file,
-                        line,
-                    ),
-                ),
-            )
-    return _log(text, _read_text(text))
+    sections = _sections(text)
+    alone = _ran_alone(sections)
+    # Those that ran alone are one run that failed.
+    runs = [[section] for section in sections if section not in alone] + ([alone] if alone else [])
+    runs.sort(key=lambda run: run[0].lines[0].number)
+    return tuple(
+        _alone_log(text, run, number) if run is alone else _section_log(text, run[0], number)
+        for number, run in enumerate(runs, 1 if len(runs) > 1 else 0)
+    )
 
 
 def parse_json(text: Text, tree: Mapping[str, Any]) -> Log:
@@ -110,233 +136,394 @@ def parse_json(text: Text, tree: Mapping[str, Any]) -> Log:
     Raises:
         ConfigError: results or figures are missing.
     """
-    log = _log(text, _read_json(text, tree))
+    run = _read_json(text, tree)
+    who = who_of(run.hosts, text)
     errors = [word(error) or word(mapping(error).get("message")) for error in sequence(tree.get("errors"))]
-    if not errors:
-        return log
-    step = f"read what it printed; {_ALONE}"
-    who, line = log.findings[0].subject, text.line_of('"errors"')
-    failed = Finding("FAIL", who, RUN, "; ".join(errors)[:200] or "errors", "no errors", step, text.file, line)
-    return replace(log, findings=(failed, *log.findings))
+    # NCCL's last error, which a run that passed may have too: an empty one where there was none.
+    errors = [error for error in errors if error]
+    if errors:
+        step, line = f"read what it printed; {ALONE}", text.line_of('"errors"')
+        run.findings.append(Finding("FAIL", who, RUN, "; ".join(errors)[:200], "no errors", step, text.file, line))
+    slow = _slow_process(text, tree)
+    if slow:
+        run.findings.append(slow)
+    return to_log(text, run)
 
 
-def _log(text: Text, run: _Run) -> Log:
-    who = _who(run.hosts, text)
-    name = run.collective or "collective of unknown name"
-    findings = [_data_finding(text, who, name, run)] if run.sides else []
-    if run.unended:
-        words, line = run.unended
-        findings.insert(0, Finding("FAIL", who, RUN, words, "a run that ends", _NO_END, text.file, line))
-    if run.too_slow:
-        figure, line = run.too_slow
-        findings.append(
-            Finding(
-                "FAIL",
-                who,
-                f"{name} mean bus bandwidth",
-                figure,
-                "0.9 of NCCL_TESTS_MIN_BW, as its user set it",
-                _ALONE,
-                text.file,
-                line,
-            )
-        )
-    ranks = run.facts.get("ranks", 0)
-    figures = tuple(
-        Figure(
-            f"{name} {side.what}, {ranks or 'unknown'} ranks",
-            f"{format_size(side.size)} {side.place}",
-            who,
-            side.bus_bw,
-            "GB/s bus",
-            side.line,
-            facts={**run.facts, "bytes": side.size},
-        )
-        for side in run.sides
-        if side.bus_bw > 0
+def _sections(text: Text) -> list[_Section]:
+    """The runs of the file, each with its lines.
+
+    Where the tables of several processes or hosts stand behind prefixes, each has its own; all else that a prefix
+    tells apart (another rank's warnings) belongs to the one table there is.
+    """
+    prefixes = text.prefixes
+    tables = dict.fromkeys(
+        prefix for prefix, words in zip(prefixes, text.lines, strict=True) if prefix != NOBODY and _is_table(words)
     )
-    return Log(KIND, tuple(findings), figures)
+    sections: list[_Section] = []
+    num_rows = 0
+    streams: dict[Prefix, list[Line]] = {prefix: [] for prefix in tables} if len(tables) > 1 else {NOBODY: []}
+    for at, words in enumerate(text.lines):
+        line = Line(at + 1, words, prefixes[at].host)
+        num_rows += nccl_table.is_row(words)
+        if prefixes[at] in streams or len(tables) < 2:
+            streams[prefixes[at] if len(tables) > 1 else NOBODY].append(line)
+    text.check_rows(num_rows, MAX_ROWS)
+    shared = [
+        Line(at + 1, words, prefixes[at].host)
+        for at, words in enumerate(text.lines)
+        if len(tables) > 1 and prefixes[at] not in streams
+    ]
+    for prefix, lines in streams.items():
+        for section in _split(lines):
+            section.prefix = prefix if len(tables) > 1 else next(iter(tables), NOBODY)
+            sections.append(section)
+    if shared and sections:
+        # What nobody's table has: the launcher's last words say of each unended run how it ended.
+        for section in sections:
+            if not section.ended:
+                section.lines.extend(line for line in shared if line.number > section.lines[0].number)
+    return sections
 
 
-def _data_finding(text: Text, who: str, name: str, run: _Run) -> Finding:
-    sides = run.sides
-    bad = [side for side in sides if side.wrong]
-    unchecked = sum(side.wrong is None for side in sides)
-    check = f"{name} data"
-    if bad:
-        first = bad[0]
-        figure = f"{sum(side.wrong or 0 for side in bad):g} wrong elements in {len(bad)} of {len(sides)} measurements"
-        figure += f", first at {format_size(first.size)} {first.place}"
-        return Finding("FAIL", who, check, figure, "#wrong = 0", _CORRUPT, text.file, first.line)
-    if run.out_of_bounds:
-        count, line = run.out_of_bounds
-        figure = f"{count} out-of-bounds values, though no row tells of a wrong element"
-        return Finding("FAIL", who, check, figure, "out of bounds values: 0 OK", _CORRUPT, text.file, line)
-    if unchecked == len(sides):
-        step = "run again with -c 1: a bandwidth counts only where the data was right"
-        return Finding("WARN", who, check, "not checked (-c 0)", "#wrong = 0", step, text.file, sides[0].line)
-    return Finding(
-        "PASS",
-        who,
-        check,
-        f"0 wrong in {len(sides) - unchecked} measurements",
-        "#wrong = 0",
-        "",
-        text.file,
-        sides[0].line,
+def _is_table(words: str) -> bool:
+    return nccl_table.is_row(words) or any(mark.match(words) for mark in _MARKS)
+
+
+def _split(lines: Sequence[Line]) -> list[_Section]:
+    """Sections of one stream of lines; those whose lines are mixed come as one."""
+    sections = [_Section()]
+    for line in lines:
+        section, stage = sections[-1], _stage(line.words)
+        if stage is not None:
+            repeats = stage in (_RANKS, _HEADER, _ROWS)
+            again = stage < section.stage or (stage == section.stage and not repeats)
+            if again and not (stage in (_OUT_OF_BOUNDS, _END, _CONCLUDED) and section.stage >= _OUT_OF_BOUNDS):
+                sections.append(section := _Section(before=_after_end(section)))
+            section.stage = max(section.stage, stage)
+            section.num_starts += stage == _STARTED
+            section.num_ends += stage == _END
+        section.lines.append(line)
+    # What stands before the first mark, and fragments of what mixed runs print first, are no runs of their own.
+    merged: list[_Section] = []
+    for section in sections:
+        while section.num_ends > 1 and merged and not merged[-1].ended:
+            section = _joined(merged.pop(), section)
+        merged.append(section)
+    return [section for section in merged if section.stage >= 0 or len(merged) == 1]
+
+
+def _stage(words: str) -> int | None:
+    if nccl_table.is_row(words):
+        return _ROWS
+    if not words or words[0] not in "#Rnuoars \t":
+        return None if "busbw" not in words and "Out of" not in words and "Avg bus" not in words else _late_stage(words)
+    for stage, mark in enumerate(_MARKS):
+        if mark.match(words):
+            return stage
+    return _RANKS if _RANK.match(words) else _late_stage(words)
+
+
+def _late_stage(words: str) -> int | None:
+    if "busbw" in words and nccl_table.read_header(words, ""):
+        return _HEADER
+    if _BOUNDS.match(words):
+        return _OUT_OF_BOUNDS
+    if re.match(r"[#\s]*Avg bus bandwidth", words):
+        return _END
+    return _CONCLUDED if re.match(r"[#\s]*Collective test concluded", words) else None
+
+
+def _after_end(section: _Section) -> list[Line]:
+    """The lines behind the last mark of a run: who starts the next one may name it there."""
+    last = max((at for at, line in enumerate(section.lines) if _stage(line.words) is not None), default=-1)
+    return section.lines[last + 1 :]
+
+
+def _joined(first: _Section, second: _Section) -> _Section:
+    return _Section(
+        [*first.lines, *second.lines],
+        second.stage,
+        first.num_starts + second.num_starts,
+        first.num_ends + second.num_ends,
+        before=first.before,
     )
 
 
-def _hosts(text: Text) -> list[str]:
-    return [match[1] for words in text.lines if (match := _RANK.match(words))]
+def _ranks(section: _Section) -> list[_Rank]:
+    matches = (_RANK.match(line.words) for line in section.lines)
+    return [_Rank(int(match[1]), int(match[2] or 0), match[3], match[4].strip()) for match in matches if match]
 
 
-def _who(hosts: list[str], text: Text) -> str:
-    names = list(dict.fromkeys(hosts))
-    return text.stem if not names else names[0] if len(names) == 1 else f"{names[0]}..{names[-1]} ({len(names)} hosts)"
+def _ran_alone(sections: Sequence[_Section]) -> list[_Section]:
+    """The sections of processes that were started together, each of which took itself for rank 0 of 1.
+
+    Runs of one GPU that their user started one after the other, or on each host by pdsh, are none.
+    """
+    single = [section for section in sections if (ranks := _ranks(section)) and {rank.rank for rank in ranks} == {0}]
+    mixed = [section for section in single if len(_ranks(section)) > 1]
+    if mixed:
+        return mixed
+    by_rank = len({section.prefix.rank for section in single}) > 1
+    by_host = len({section.prefix.host or section.prefix.task for section in single}) > 1
+    commands = sum(bool(_PROGRAM.search(line.words)) for section in single[1:] for line in section.before)
+    if len(single) < 2 or (by_host and not by_rank) or commands >= len(single) - 1:
+        return []
+    return single
 
 
-def _read_text(text: Text) -> _Run:
-    ranks = [match for words in text.lines if (match := _RANK.match(words))]
-    unended = _unended(text)
-    sides, collective, too_slow, out_of_bounds = list(_rows(text, half=unended is not None)), "", None, None
-    for line, words in enumerate(text.lines, 1):
-        if words.startswith("# Collective test starting") and (named := _PROGRAM.search(words)):
-            collective = named[1]
-        bounds = _BOUNDS.match(words)
-        if bounds and (bounds[2] == "FAILED" or bounds[1].strip("0")):
-            out_of_bounds = out_of_bounds or (bounds[1], line)
-        if words.startswith(_ENDED) and words.rstrip().endswith("FAILED"):
-            too_slow = (words.partition(":")[2].strip(), line)
-    if not sides and unended is None:
-        raise text.damaged(len(text.lines), "has no row of figures", "give the output of a run that measured")
-    hosts, names = [match[1] for match in ranks], [match[2].strip() for match in ranks]
-    facts = _facts(collective, names, hosts, _version(text.content))
-    graph = _GRAPH.search(text.content)
-    if graph:
+def _alone_log(text: Text, sections: Sequence[_Section], number: int) -> Log:
+    ranks = [rank for section in sections for rank in _ranks(section)]
+    hosts = list(dict.fromkeys(rank.host for rank in ranks))
+    words = f"each of {len(ranks)} processes ran alone, as rank 0 of 1: the binary was built without MPI=1"
+    line = next(line.number for line in sections[0].lines if _RANK.match(line.words))
+    finding = Finding("FAIL", who_of(hosts, text), RUN, words, "one run of all ranks", _NO_MPI, text.file, line)
+    return Log(KIND, (finding,), host=hosts[0] if len(hosts) == 1 else "", run=number)
+
+
+def _section_log(text: Text, section: _Section, number: int) -> Log:
+    run = _read_section(text, section)
+    measures = bool(run.sides or run.findings)
+    if not measures and (run.unended is None or not section.num_starts) and run.ending is None:
+        if run.lost:
+            reason, line = run.lost[0]
+            raise text.damaged(line, f"a row cannot be read: {reason}", _AGAIN)
+        last = section.lines[-1].number
+        raise text.damaged(last, "has no row of figures", "give the output of a run that measured")
+    return to_log(text, run, number)
+
+
+def _read_section(text: Text, section: _Section) -> Run:
+    ranks = _ranks(section)
+    hosts = [rank.host for rank in ranks] or [name for name in (section.prefix.host,) if name]
+    mixed = len({(rank.group, rank.rank) for rank in ranks}) < len(ranks) or section.num_ends > 1
+    unended = None if section.ended else _unended(text, section)
+    rows, lost = _rows(text, section, half=unended is not None)
+    groups = [rank.group for rank in ranks]
+    num_ranks = groups.count(groups[0]) if groups and not mixed else 0
+    deduced = nccl_table.deduce(rows, num_ranks)
+    collective, possible = _collective(section, deduced)
+    hosts_known = bool(ranks) and not mixed
+    if not num_ranks or (collective in deduced.names and not deduced.fits_list):
+        # No list of devices, or one that was cut.
+        num_ranks, hosts_known = deduced.num_ranks, False
+        hosts = hosts if deduced.fits_list else []
+    words = "\n".join(line.words for line in section.lines)
+    facts = facts_of(collective, num_ranks, [rank.device for rank in ranks], _version(words))
+    if hosts_known:
+        facts["hosts"] = len(set(hosts))
+    if graph := _GRAPH.search(words):
         facts["graph"] = int(graph[1]) > 0
-    nvls = _nvls(text.content)
+    nvls = _nvls(words)
     if nvls is not None:
         facts["nvls"] = nvls
-    return _Run(collective, hosts, facts, sides, out_of_bounds, too_slow, unended)
+    sides = [side for row in rows for side in row.sides]
+    run = Run(collective, hosts, facts, sides, possible, lost, unended=unended)
+    if unended and sides:
+        run.is_part = not section.num_starts or _is_elided(section)
+        run.has_all_rows = _is_whole(section)
+    _read_foot(section, run)
+    who = who_of(hosts, text)
+    run.ending = nccl_debug.ending(section.lines if unended else _after_end(section))
+    if run.ending and not run.ending.reason and (why := nccl_debug.cause(section.lines)):
+        run.ending = run.ending._replace(words=f"{run.ending.words}; NCCL: {why}"[:300])
+    run.findings += nccl_debug.warnings(section.lines, list(dict.fromkeys(hosts)), text.file, who)
+    if mixed:
+        first = section.lines[0].number
+        words = (
+            f"the lines of {max(section.num_starts, section.num_ends)} runs are mixed: whose a row is cannot be told"
+        )
+        step = "take each run's output on its own: srun --label, mpirun --tag-output, a file a host"
+        run.findings.append(Finding("WARN", who, RUN, words, "one run after the other", step, text.file, first))
+        run.is_measurement = False
+    elif num_ranks == 1 and sides:
+        step = "take it over two GPUs or more"
+        run.is_measurement = False
+        words = "one rank: no byte crossed a link, its bandwidth says nothing"
+        run.findings.append(Finding("WARN", who, RUN, words, "two ranks or more", step, text.file, sides[0].line))
+    return run
 
 
-def _unended(text: Text) -> tuple[str, int] | None:
-    """Where the first table stands that has no end, and the line; None where all have one.
+def _collective(section: _Section, deduced: nccl_table.Deduction) -> tuple[str, tuple[str, ...]]:
+    """The collective's name; where nothing tells it, those that it can be."""
+    for line in section.lines:
+        if "Collective test starting" in line.words and (named := _PROGRAM.search(line.words)):
+            return named[1], ()
+    # The command that started it, where one and only one stands there and its rows allow it.
+    commands = {
+        match[1].rpartition("/")[2]
+        for line in [*section.before, *section.lines]
+        for match in _PROGRAM.finditer(line.words)
+        if _stage(line.words) is None
+    } & nccl_table.COLLECTIVES
+    if len(commands) == 1 and (name := commands.pop()) in deduced.names:
+        return name, ()
+    return (deduced.names[0], ()) if len(deduced.names) == 1 else ("", deduced.names)
+
+
+def _read_foot(section: _Section, run: Run) -> None:
+    for line in section.lines:
+        bounds = _BOUNDS.match(line.words)
+        if bounds:
+            run.bounds_known = True
+            if bounds[2] == "FAILED" or bounds[1].strip("0"):
+                run.out_of_bounds = run.out_of_bounds or (bounds[1], line.number)
+        elif _stage(line.words) == _END and line.words.rstrip().endswith("FAILED"):
+            run.too_slow = (line.words.partition(":")[2].strip(), line.number)
+
+
+def _unended(text: Text, section: _Section) -> tuple[str, int]:
+    """Where the run stands that has no end, and the line.
 
     Raises:
-        ConfigError: none has begun, or the log ends where no program waits.
+        ConfigError: the log ends where no program waits.
     """
-    num_started = sum(bool(_STARTED.match(words)) for words in text.lines)
-    num_ended = sum(words.startswith(_ENDED) for words in text.lines)
-    if num_ended >= max(1, num_started):
-        return None
     last = text.lines[-1]
-    if not num_started or (last and not _is_half_row(last)):
-        if _is_row(last):
-            list(_rows(text, half=False))  # which says what the row lacks
-        rule = f"ends before '{_ENDED}', within a line: the run hung, or the log was cut"
-        raise text.damaged(len(text.lines), rule, _AGAIN)
-    stands: tuple[str, int] | None = None
-    for line, words in enumerate(text.lines, 1):
-        if _STARTED.match(words):
-            if stands:
-                break
-            stands = ("has no end, nor a row of figures", line)
-        elif words.startswith(_ENDED):
-            stands = None
-        elif stands and _is_row(words):
-            where = f"{format_size(int(words.split()[0]))}{' out of place' * _is_half_row(words)}"
-            stands = (f"has no end; its last figures are of {where}", line)
+    if section.lines[-1].number == len(text.lines) and last and not _is_half_row(last):
+        number = len(text.lines)
+        row = nccl_table.read_row(last, number, _last_layout(section)) if nccl_table.is_row(last) else None
+        if isinstance(row, str):
+            raise text.damaged(number, f"a row ends after {row}: the run hung, or the log was cut", _AGAIN)
+        # A part that was taken out of a log has its own end, and no program's.
+        if section.num_starts and nccl_debug.ending(section.lines) is None:
+            rule = f"ends before '{_ENDED}', within a line: the run hung, or the log was cut"
+            raise text.damaged(number, rule, _AGAIN)
+    stands = ("has no end, nor a row of figures", _first_mark(section))
+    for line in section.lines:
+        if nccl_table.is_row(line.words):
+            where = f"{format_size(_size(line.words))}{' out of place' * _is_half_row(line.words)}"
+            stands = (f"has no end; its last figures are of {where}", line.number)
     return stands
+
+
+def _is_whole(section: _Section) -> bool:
+    """Whether the last row is of the largest size that the run was to measure."""
+    largest = next((match for line in section.lines if (match := _LARGEST.search(line.words))), None)
+    rows = [line for line in section.lines if nccl_table.is_row(line.words)]
+    if largest is None or not rows:
+        return False
+    low, high = int(largest[1]), int(largest[2])
+    reduced = [int(match[1]) for line in section.lines if (match := _REDUCED.search(line.words))]
+    high = reduced[-1] if reduced else high
+    step, factor = int(largest[3]), largest[4] == "factor"
+    row = nccl_table.read_row(rows[-1].words, rows[-1].number, _last_layout(section))
+    # The next size is above the largest; sizes of sharded collectives are rounded down to whole elements.
+    size = _size(rows[-1].words)
+    following = size * step if factor and step > 1 else size + max(1, step)
+    return isinstance(row, Row) and len(row.sides) == 2 and size >= low - 4096 and following > high
+
+
+def _is_elided(section: _Section) -> bool:
+    """Whether whoever quoted the log has left out what follows the last row."""
+    last = max(at for at, line in enumerate(section.lines) if nccl_table.is_row(line.words))
+    return any(re.match(r"[#\s]*(?:\.\.\.|\[\.\.\.\]|<snip>)", line.words) for line in section.lines[last + 1 :])
+
+
+def _last_layout(section: _Section) -> Layout | None:
+    headers = (line.words for line in reversed(section.lines) if "busbw" in line.words)
+    return next((layout for words in headers if (layout := nccl_table.read_header(words, ""))), None)
+
+
+def _size(row: str) -> int:
+    return next(int(cell) for cell in row.split() if cell.isdecimal())
+
+
+def _first_mark(section: _Section) -> int:
+    started = (line.number for line in section.lines if _stage(line.words) == _STARTED)
+    return next(started, section.lines[0].number)
 
 
 def _is_half_row(words: str) -> bool:
     """Whether it is a row as we write it before the in-place side is measured."""
     cells = words.split()
     width = len(words) + cells.count("N/A")  # which is one narrower than a number
-    return _is_row(words) and _HALF_ROWS.get(width) == len(cells)
+    return nccl_table.is_row(words) and _HALF_ROWS.get(width) == len(cells)
 
 
-def _is_row(words: str) -> bool:
-    # A row begins with size and count; lines of NCCL_DEBUG begin with host:pid:tid, all others with '#' or words.
-    return any(_is_size(cell) for cell in words.split()[:1])
+def _rows(text: Text, section: _Section, *, half: bool) -> tuple[list[Row], list[tuple[str, int]]]:
+    """The rows, and those that cannot be read; a half one at the end is passed over where there may be one."""
+    layout: Layout | None = None
+    title = ""
+    rows: list[Row] = []
+    lost: list[tuple[str, int]] = []
+    for line in section.lines:
+        if "busbw" in line.words and (header := nccl_table.read_header(line.words, title)):
+            layout = header
+        elif nccl_table.is_row(line.words) and not (half and line.number == len(text.lines)):
+            row = nccl_table.read_row(line.words, line.number, layout)
+            if isinstance(row, Row):
+                rows.append(row)
+            else:
+                lost.append((row, line.number))
+        title = line.words
+    return rows, lost
 
 
 def _nvls(content: str) -> bool | None:
     """Whether NVLS was there; None where the text does not say it, or says both of several runs."""
-    said = {match[1] == "yes" for match in _NVLS_USED.finditer(content)}
-    if not said and _NVLS_OFF.search(content):
+    states = {match[1] == "yes" for match in _NVLS_USED.finditer(content)}
+    if not states and _NVLS_OFF.search(content):
         return False
-    said = said or {match[1] is None and match[2] is None for match in _MULTICAST.finditer(content)}
-    return said.pop() if len(said) == 1 else None
+    states = states or {match[1] is None and match[2] is None for match in _MULTICAST.finditer(content)}
+    return states.pop() if len(states) == 1 else None
 
 
-def _rows(text: Text, *, half: bool) -> Iterator[_Side]:
-    """Both sides of every row; a half one at the end is passed over where there may be one."""
-    rows = [(line, words.split()) for line, words in enumerate(text.lines, 1) if _is_row(words)]
-    text.check_rows(len(rows))
-    if half and rows and rows[-1][0] == len(text.lines):
-        rows.pop()
-    for line, cells in rows:
-        per_side = 8 if len(cells) >= 21 else 4
-        if len(cells) < 5 + per_side:
-            rule = f"a row ends after {len(cells)} of {5 + per_side} columns: the run hung, or the log was cut"
-            raise text.damaged(line, rule, _AGAIN)
-        what = " ".join(cell for cell in cells[2:4] if cell != "none")
-        starts = range(5, len(cells) - per_side + 1, per_side)
-        # A replayed trace has the in-place side alone.
-        for place, start in zip(_PLACES if len(starts) > 1 else _PLACES[1:], starts, strict=False):
-            yield _side(text, int(cells[0]), what, place, cells[start : start + 4], line)
-
-
-def _is_size(cell: str) -> bool:
-    return cell.isascii() and cell.isdecimal() and len(cell) < 19
-
-
-def _side(text: Text, size: int, what: str, place: str, cells: list[Any], line: int) -> _Side:
-    bus_bw, wrong = number(cells[2]), number(cells[3])
-    if number(cells[0]) is None or bus_bw is None or (wrong is None and cells[3] not in ("N/A", None)):
-        raise text.damaged(
-            line,
-            f"the {place} figures of {format_size(size)} are {word(' '.join(map(str, cells)))}"
-            ": time, algbw, busbw and #wrong are expected",
-        )
-    return _Side(size, what, place, bus_bw, wrong, line)
-
-
-def _read_json(text: Text, tree: Mapping[str, Any]) -> _Run:
+def _read_json(text: Text, tree: Mapping[str, Any]) -> Run:
     config = mapping(tree.get("config"))
     devices = [mapping(device) for device in sequence(config.get("devices"))]
     arguments = [word(argument) for argument in sequence(tree.get("args"))]
     named = _PROGRAM.search(arguments[0]) if arguments else None
-    collective = named[1] if named else ""
     version = tree.get("nccl_version")
     names, hosts = ([word(device.get(key)) for device in devices] for key in ("device_info", "hostname"))
-    facts = _facts(collective, names, hosts, version if isinstance(version, int) else 0)
+    groups = [device.get("group") for device in devices]
+    num_ranks = groups.count(groups[0]) if groups else 0
+    # The first version of this form spelt it so.
+    average = mapping(tree.get("average_bus_bandwidth", tree.get("average_bus_bandwidith")))
+    if "end_time" not in tree and not average:
+        raise text.damaged(len(text.content.splitlines()), "has no 'end_time': the run did not end", _AGAIN)
+    results = [mapping(result) for result in sequence(tree.get("results"))]
+    text.check_rows(len(results))
+    lines = _result_lines(text)
+    rows, lost = [], []
+    for result in results:
+        line = lines.get(int(number(result.get("size")) or 0), 0)
+        row = _json_row(text, result, line)
+        rows.append(row)
+        lost += [
+            ("a bandwidth that is no number", line) for key in ("out_of_place", "in_place") if _is_nan(result, key)
+        ]
+    sides = [side for row in rows for side in row.sides]
+    if not sides:
+        raise text.damaged(text.line_of('"results"'), "'results' must hold at least one measurement")
+    deduced = nccl_table.deduce(rows, num_ranks)
+    collective = named[1] if named else deduced.names[0] if len(deduced.names) == 1 else ""
+    facts = facts_of(collective, num_ranks, names, version if isinstance(version, int) else 0)
+    if hosts and all(hosts):
+        facts["hosts"] = len(set(hosts))
     if isinstance(config.get("graph"), int):
         facts["graph"] = config["graph"] > 0
     nvls = _json_nvls(tree)
     if nvls is not None:
         facts["nvls"] = nvls
-    if "end_time" not in tree and "average_bus_bandwidth" not in tree:
-        raise text.damaged(len(text.lines), "has no 'end_time': the run did not end", _AGAIN)
-    text.check_rows(len(sequence(tree.get("results"))))
-    sides = [side for result in sequence(tree.get("results")) for side in _json_sides(text, mapping(result))]
-    if not sides:
-        raise text.damaged(text.line_of('"results"'), "'results' must hold at least one measurement")
     bounds = mapping(tree.get("out_of_bounds"))
-    out_of_bounds = bounds.get("okay") in ("false", False) or (number(bounds.get("count")) or 0) > 0
-    average = mapping(tree.get("average_bus_bandwidth"))
-    slow = (f"{word(average.get('bandwidth'))} GB/s", text.line_of('"average_bus_bandwidth"'))
-    return _Run(
+    wrong = _is_false(bounds.get("okay")) or (number(bounds.get("count")) or 0) > 0
+    mean = word(average.get("bandwidth", average.get("bandwidith")))
+    return Run(
         collective,
         [host for host in hosts if host],
         facts,
         sides,
-        (word(bounds.get("count")) or "unknown", text.line_of('"out_of_bounds"')) if out_of_bounds else None,
-        slow if average.get("okay") in ("false", False) else None,
+        deduced.names if not collective else (),
+        lost,
+        (word(bounds.get("count")) or "unknown", text.line_of('"out_of_bounds"')) if wrong else None,
+        bool(bounds),
+        (f"{mean} GB/s", text.line_of('"average_bus_bandw')) if _is_false(average.get("okay")) else None,
     )
+
+
+def _is_false(okay: object) -> bool:
+    """Whether a verdict of nccl-tests is no: its booleans are words."""
+    return okay is False or (isinstance(okay, str) and okay.lower() == "false")
 
 
 def _json_nvls(tree: Mapping[str, Any]) -> bool | None:
@@ -349,34 +536,104 @@ def _json_nvls(tree: Mapping[str, Any]) -> bool | None:
     return {"available": True, "not available": False}.get(word(ours.get("multicast")))
 
 
-def _json_sides(text: Text, result: Mapping[str, Any]) -> Iterator[_Side]:
+def _result_lines(text: Text) -> dict[int, int]:
+    """The first line of each size, where the tree stands on several lines."""
+    lines: dict[int, int] = {}
+    for line, words in enumerate(text.content.split("\n"), 1):
+        for match in re.finditer(r'"size": ?(\d{1,18})\b', words):
+            lines.setdefault(int(match[1]), line)
+    return lines
+
+
+def _json_row(text: Text, result: Mapping[str, Any], line: int) -> Row:
     size = number(result.get("size"))
     if size is None:
         raise text.damaged(text.line_of('"results"'), "every result needs its 'size' in bytes")
-    what = " ".join(cell for cell in (word(result.get("type")), word(result.get("redop"))) if cell not in ("", "none"))
-    line = text.line_of(f'"size": {int(size)}') or text.line_of(f'"size":{int(size)}')
-    for place, key in zip(_PLACES, ("out_of_place", "in_place"), strict=True):
-        if result.get(key) is not None:
-            side = mapping(result[key])
-            time = side.get("time", side.get("cpu_time"))
-            figures = [time, side.get("alg_bw"), side.get("bus_bw"), side.get("nwrong")]
-            yield _side(text, int(size), what, place, figures, line)
+    dtype, op, root = (word(result.get(key)) for key in ("type", "redop", "root"))
+    what = " ".join(cell for cell in (dtype, op) if cell not in ("", "none"))
+    sides = tuple(
+        _json_side(text, int(size), what, place, mapping(result[key]), line)
+        for place, key in ((OUT_OF_PLACE, "out_of_place"), (IN_PLACE, "in_place"))
+        if result.get(key) is not None and not _is_nan(result, key)
+    )
+    known_root = int(root) if re.match(r"-?\d{1,6}$", root) else None
+    return Row(int(size), int(number(result.get("count")) or 0), dtype, op or None, known_root, sides)
 
 
-def _facts(collective: str, names: list[str], hosts: list[str], version: int) -> dict[str, str | int | bool]:
-    """What expectations are keyed by, as far as the log says it of every rank; a mixture of devices is no device."""
-    facts: dict[str, str | int | bool] = {"quantity": "bus_bw_gbs"}
-    if collective:
-        facts["collective"] = collective
-    if names:
-        facts["ranks"] = len(names)
-    if hosts and all(hosts):
-        facts["hosts"] = len(set(hosts))
-    if len(set(names)) == 1:
-        facts["device"] = names[0]
-    if version:
-        facts["nccl"] = version
-    return facts
+def _is_nan(result: Mapping[str, Any], key: str) -> bool:
+    """Whether nccl-tests could not compute a side: it writes the word."""
+    side = mapping(result.get(key))
+    return "nan" in (side.get("bus_bw"), side.get("alg_bw"), side.get("time"))
+
+
+def _json_side(text: Text, size: int, what: str, place: str, side: Mapping[str, Any], line: int) -> Side:
+    time, wrong = side.get("time", side.get("cpu_time")), side.get("nwrong")
+    alg_bw, bus_bw, errors = number(side.get("alg_bw")), number(side.get("bus_bw")), number(wrong)
+    if number(time) is None or bus_bw is None or (errors is None and wrong not in ("N/A", None)):
+        figures = " ".join(map(str, (time, side.get("alg_bw"), side.get("bus_bw"), wrong)))
+        rule = f"the {place} figures of {format_size(size)} are {word(figures)}"
+        raise text.damaged(line, f"{rule}: time, algbw, busbw and #wrong are expected")
+    # Printed with six decimals.
+    return Side(size, what, place, alg_bw or 0.0, bus_bw, errors, line, rounding=(5e-7, 5e-7))
+
+
+def _slow_process(text: Text, tree: Mapping[str, Any]) -> Finding | None:
+    """The process whose times (-I 1) lie above all others' in nearly every measurement.
+
+    Waiting for a slow one makes the times of all longer alike: that shows in the bandwidth. What shows here is a
+    process that alone needs longer from its own start to its own end.
+    """
+    measurements = [
+        [statistics.median(times) for times in processes]
+        for result in sequence(tree.get("results"))
+        for key in ("out_of_place_per_iter", "in_place_per_iter")
+        if (processes := _process_times(mapping(mapping(result).get(key))))
+    ]
+    num_processes = {len(times) for times in measurements}
+    if len(num_processes) != 1 or min(num_processes) < _MIN_PROCESSES or len(measurements) < _MIN_MEASUREMENTS:
+        return None
+    ratios = []
+    votes: dict[int, int] = {}
+    for times in measurements:
+        slowest = max(range(len(times)), key=times.__getitem__)
+        middle = statistics.median(times[:slowest] + times[slowest + 1 :])
+        # Each of the others must lie near their middle: where they scatter, the largest of them says nothing.
+        others = [time for at, time in enumerate(times) if at != slowest]
+        if middle > 0 and times[slowest] >= _SLOW * max(others):
+            votes[slowest] = votes.get(slowest, 0) + 1
+            ratios.append(times[slowest] / middle)
+    process, count = max(votes.items(), key=lambda vote: vote[1], default=(0, 0))
+    if count < _MOST * len(measurements):
+        return None
+    return _slow_finding(text, tree, process, f"{statistics.median(ratios):.2f} times", count, len(measurements))
+
+
+def _slow_finding(
+    text: Text, tree: Mapping[str, Any], process: int, ratio: str, count: int, num_measurements: int
+) -> Finding:
+    config = mapping(tree.get("config"))
+    devices = [mapping(device) for device in sequence(config.get("devices"))]
+    per_process = max(1, int(number(config.get("ngpus")) or 1) * int(number(config.get("nthreads")) or 1))
+    # Ours give each GPU a process of its own, and count them all in ngpus.
+    ranks = (
+        [process] if len(devices) <= per_process else list(range(process * per_process, (process + 1) * per_process))
+    )
+    host = word(devices[ranks[0]].get("hostname")) if ranks[0] < len(devices) else ""
+    who = f"{host} rank {ranks[0]}" if host else f"rank {ranks[0]}"
+    figure = f"needs {ratio} as long as the other processes, in {count} of {num_measurements} measurements"
+    step = f"run netlayer accept --hosts with {host or 'its node'} alone; read clocks and PCIe width of this GPU"
+    line = text.line_of("per_process_max_times_us")
+    return Finding("WARN", who, "time of each process", figure, "alike in all processes", step, text.file, line)
+
+
+def _process_times(per_iter: Mapping[str, Any]) -> list[list[float]]:
+    """The times of each process in us, without iterations that the run itself skips; empty where not all have some."""
+    skipped = int(number(per_iter.get("skipped_iterations")) or 0)
+    processes = [
+        [time for value in sequence(times) if (time := number(value)) is not None][skipped:]
+        for times in sequence(per_iter.get("per_process_max_times_us"))
+    ]
+    return processes if processes and all(processes) else []
 
 
 def _version(content: str) -> int:

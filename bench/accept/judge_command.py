@@ -1,0 +1,114 @@
+"""What `netlayer accept judge` and `netlayer accept publish` do, from options to exit code."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.accept import output
+from bench.accept.bounds import nics_gbs
+from bench.accept.expectations import load, load_user
+from bench.accept.explain import explain
+from bench.accept.judge import Judgement, judge_files
+from bench.accept.publish import check, publish
+from netlayer.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, ConfigError
+from netlayer.results import check_target, utc_now, write_text
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of `judge`."""
+
+    files: tuple[Path, ...]
+    nvls: str | None
+    nics: str | None
+    expect_file: Path | None
+    explain: bool
+    strict: bool
+    json_file: Path | None
+    junit_file: Path | None
+    html_file: Path | None
+
+
+def judge_command(asked: Asked) -> int:
+    """Judge, print, write what was asked for; returns the exit code."""
+    started, clock = utc_now(), time.monotonic()
+    for option, target in (("--json", asked.json_file), ("--junit", asked.junit_file), ("--html", asked.html_file)):
+        check_target(option, target)
+    said = _facts(asked.nvls, asked.nics)
+    entries = (*(load_user(asked.expect_file) if asked.expect_file else ()), *load())
+    judgement = judge_files(asked.files, said, entries)
+    if "-" not in (str(asked.json_file), str(asked.junit_file), str(asked.html_file)):
+        width = shutil.get_terminal_size((output.WIDTH, 24)).columns
+        click.echo("\n".join(_shown(judgement, asked, width, entries, said)))
+    if asked.json_file or asked.html_file:
+        from netlayer import environ
+
+        environment = environ.snapshot()
+        arguments: dict[str, Any] = {
+            "files": [str(file) for file in asked.files],
+            "nvls": asked.nvls or "",
+            "nics": asked.nics or "",
+        }
+        arguments |= {"expect": str(asked.expect_file or ""), "strict": asked.strict}
+        if asked.json_file:
+            record = output.record(judgement, arguments, environment, started, utc_now())
+            write_text(asked.json_file, record.to_json())
+        if asked.html_file:
+            write_text(asked.html_file, output.page(judgement, environment["commit"]))
+    if asked.junit_file:
+        write_text(asked.junit_file, output.junit(judgement, started=started, seconds=time.monotonic() - clock))
+    for line in judgement.damaged:
+        click.echo(f"error: {line}", err=True)
+    return _exit_code(judgement, asked.strict)
+
+
+def publish_command(
+    files: Sequence[Path], nvls: str | None, nics: str | None, address: str, out_file: Path | None
+) -> int:
+    """Print the entry, write it, and say what is in it; returns the exit code."""
+    check_target("--out", out_file)
+    said = _facts(nvls, nics)
+    text = publish(judge_files(files, said), said, address)
+    with tempfile.TemporaryDirectory() as folder:
+        entries = check(text, Path(folder) / "entry.toml")
+    click.echo(text, nl=False)
+    if out_file:
+        write_text(out_file, text)
+    keys = ", ".join(key for key in entries[0].keys if key != "quantity")
+    click.echo(f"{len(entries)} sizes; facts in it: {keys}; no host, serial number, bus id or address", err=True)
+    if not address:
+        click.echo("note: without --address others cannot read how it was measured", err=True)
+    return EXIT_OK
+
+
+def _facts(nvls: str | None, nics: str | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {} if nvls is None else {"nvls": nvls == "on"}
+    if nics is not None:
+        if not nics_gbs({"nics": nics}):
+            raise ConfigError("--nics", nics, "must be COUNTxGBPS, the NICs of one host", "write it as 8x400")
+        facts["nics"] = nics
+    return facts
+
+
+def _shown(judgement: Judgement, asked: Asked, width: int, entries: Sequence[Any], said: dict[str, Any]) -> list[str]:
+    """Table, nodes, reasons; the verdict is the last line of all."""
+    *table, last = output.format_table(judgement, width=width)
+    nodes = list(output.format_nodes(judgement, width))
+    reasons = list(explain(judgement, entries, said)) if asked.explain else []
+    lines = table + (["", "nodes:", *nodes] if nodes else []) + (["", "why:", *reasons] if reasons else [])
+    return [*lines, *([""] if nodes or reasons else []), last]
+
+
+def _exit_code(judgement: Judgement, strict: bool) -> int:
+    if judgement.damaged:
+        return EXIT_USAGE
+    failing = ("FAIL", "WARN", "NO VERDICT") if strict else ("FAIL",)
+    return EXIT_FAILED if judgement.verdict in failing else EXIT_OK
