@@ -57,6 +57,14 @@ def test_short_and_long_names_mean_the_same(asked: list[Request]) -> None:
     assert asked[0].options.sizes() == [8 * 8**power for power in range(8)]
 
 
+def test_the_forms_of_nccl_tests_own_pages_are_read(asked: list[Request]) -> None:
+    """Roots, operators and types by `all`, sizes with a fraction or a small letter, numbers in base 16."""
+    call("-r all -o all -d all -b 0.5k -e 1.5m -f 2 -n 0x14")
+    options = asked[0].options
+    assert (options.root, options.op, options.dtype) == (-1, "all", "all")
+    assert (options.min_bytes, options.max_bytes, options.iters) == (512, 3 << 19, 20)
+
+
 def test_flags_at_their_default_are_not_refused(asked: list[Request]) -> None:
     call("-t 1 -p 0 -z 0 -y 0 -G 0 -R 0 -x -1 -D 0 -V 16 -M 0 -m 1")
     assert len(asked) == 1
