@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives import libnccl
 from collectives.health_trial import (
     HealthRow,
     Progress,
@@ -93,15 +94,15 @@ def pairs(
         only: these pairs of the group's ranks, the lower one first, each alone, in this order; empty: all, in rounds.
         progress: hears of every round.
         messages: on CUDA, of a launch; None: as many as fill some ten milliseconds. 1 times what nccl-tests times.
-        eager: launch message by message through torch also on CUDA.
+        eager: launch message by message through torch also on CUDA, as is done where a rank does not find NCCL's
+            library; rows have no `messages` then, and hold what the host takes to launch.
         tap: stands between this and NCCL.
 
     Raises:
         ValueError: `only` names no pair of two ranks of the group, the lower one first; no size without CUDA.
     """
     rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), group_device(group)
-    direct = device.type == "cuda" and not eager
-    if num_bytes is None and not direct:
+    if num_bytes is None and (eager or device.type != "cuda"):
         raise ValueError("num_bytes = None: sizes rise on CUDA without eager alone")
     check_arguments(num_bytes or _SIZES[0], repeats, budget_s)
     if any(not 0 <= low < high < ranks for low, high in only):
@@ -109,6 +110,8 @@ def pairs(
     _meet(group, device)  # all ranks must take part in the first call of a communicator
     rounds = [[pair] for pair in only] or pair_rounds(ranks)
     meets_on = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
+    direct = device.type == "cuda" and not eager and not _greatest(not libnccl.is_there(), group, meets_on)
+    num_bytes = num_bytes if num_bytes or direct else 2**26
     budget_each_s = budget_s / (4 * len(rounds))
     mine: list[_Half] = []
     for number, meetings in enumerate(rounds):

@@ -118,5 +118,6 @@ class SimulatedFleet:
                 wrong = wrong or (world.kind == "corrupt link" and set(ends) == set(world.ranks))
                 base = 20.0 if direction == "latency" else 1000.0
                 row = self._row("pairs", low, base * factor, int(wrong and direction != "latency"))
-                rows.append({**row, "peer": high, "round": 0, "direction": direction})
+                launches = {} if direction == "latency" else {"messages": 1, "host_us": 1.0}
+                rows.append({**row, **launches, "peer": high, "round": 0, "direction": direction})
         return rows

@@ -124,6 +124,9 @@ def test_a_planted_fault_is_named_on_nccl_and_the_rest_goes_on(
     work = work_for("nccl", 6.0, virtual_nodes=True, shares_gpus=bool(shared_gpus))
     members = members_of([("localhost", RANKS)], 1)
     result = run(Settings(members, "nccl", work, [plant], chosen, virtual_nodes=True, shared_gpus=shared_gpus), [link])
+    if plant.kind == "slowlink" and not shared_gpus:  # of four nodes that nothing is known of, nobody is accused
+        assert not result.trial.accused
+        return
     assert {one.ranks for one in result.trial.accused if one.verdict == "FAIL"} == {plant.ranks}, result.trial.findings
     assert result.done == list(chosen)
     if len(plant.ranks) == 1:

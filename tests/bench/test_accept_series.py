@@ -184,6 +184,22 @@ def test_of_an_unknown_device_nothing_is_judged_and_the_step_says_what_would_dec
     assert all(step.startswith("to decide it: run this on 8 or more NVIDIA Unheard") for step in steps)
 
 
+def test_times_that_hold_the_host_judge_no_link() -> None:
+    """Where NCCL's library is not found, each message is launched by the host."""
+
+    class Eager(KnownFleet):
+        def pair(self, *given: Any) -> Iterable[dict[str, Any]]:
+            for row in super().pair(*given):
+                yield {key: value for key, value in row.items() if key not in ("messages", "host_us")}
+
+    fleet = Eager(only("pairs", (0, 1), 0.5))
+    trial = Trial(cast(Fleet, fleet), members_of([("vm", 8)]), work_for("nccl", None), list(range(8)))
+    measure_pairs(trial, silent)
+    assert not trial.accused
+    [told] = [finding for finding in trial.findings if finding.verdict == "NO VERDICT"]
+    assert "libnccl.so.2" in told.next_step
+
+
 def test_a_failed_link_inside_a_host_drains_it_and_a_warning_writes_a_ticket_alone() -> None:
     failed = trial_of(4, only("pairs", (0, 1), 0.5))
     assert [line for line in drain_lists(failed)["Slurm"] if "nodename=vm " in line]
