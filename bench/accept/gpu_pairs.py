@@ -43,6 +43,8 @@ Pair = tuple[int, int]
 Subject = tuple[int, ...]
 Blocks = dict[str, dict[Pair, list[float]]]
 """By series, and by who sends to whom: GB/s of each block; of latency, one over microseconds."""
+Facts = Mapping[Pair, Mapping[str, Any]]
+"""Of each pair, the lower rank first: devices, and the NCCL; none where times hold what the host takes to launch."""
 
 
 def measure_gpu_pairs(
@@ -55,7 +57,7 @@ def measure_gpu_pairs(
     """
     work, series = trial.work, list[Blocks]()
     sizes: list[int | None] = [work.pairs["bytes"]]
-    facts: dict[str, Any] = {}
+    facts: dict[Pair, dict[str, Any]] = {}
     for number in range(work.most_batches):
         say(number, work.most_batches, "again: some stand out" if number >= work.least_batches else "")
         args = {**work.pairs, "bytes": sizes[number % len(sizes)]}
@@ -64,7 +66,7 @@ def measure_gpu_pairs(
         large = [row for row in rows if row["direction"] != "latency"]
         if not large:
             break
-        facts = facts or {key: large[0][key] for key in ("device", "nccl", "messages") if key in large[0]}
+        facts |= {(row["rank"], row["peer"]): _facts(row) for row in large if "messages" in row}
         sizes = sizes if number else _two_sizes(large[0]["size_bytes"])
         series.append(_blocks(rows))
         if not number:
@@ -100,6 +102,10 @@ def _show_host(trial: Trial, rows: Sequence[Mapping[str, Any]]) -> None:
         trial.findings.append(Finding(None, f"{len(trial.alive)} ranks", "pairs, the host", words, expected, "", PHASE))
 
 
+def _facts(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: row[key] for key in ("device", "nccl") if key in row}
+
+
 def _two_sizes(size: int) -> list[int | None]:
     """The size from which bandwidth rises no more, and twice that: another size makes another series."""
     return [size, 2 * size]
@@ -120,27 +126,29 @@ def _mean(speeds: Sequence[float]) -> float:
     return statistics.harmonic_mean(speeds)
 
 
-def _scores(trial: Trial, series: Sequence[Blocks], facts: Mapping[str, Any]) -> dict[Subject, list[list[Score]]]:
-    """Of every node and link, by series: its scores in each kind of bandwidth."""
+def _scores(trial: Trial, series: Sequence[Blocks], facts: Facts) -> dict[Subject, list[list[Score]]]:
+    """Of every node and link, by series: its scores in each kind of bandwidth.
+
+    Alike are pairs of the same devices, all inside a node or all between nodes.
+    """
     found: dict[Subject, list[list[Score]]] = defaultdict(list)
-    if "messages" not in facts:  # single messages: the host's launches are in their times
-        return found
     for blocks in series:
         once: dict[Subject, list[Score]] = defaultdict(list)
         for kind in BANDWIDTHS:
-            for inside in (True, False):
-                alike = {pair: each for pair, each in blocks[kind].items() if _is_alive(trial, pair, inside=inside)}
-                known = reference_for({**facts, "quantity": "pair_bw_gbs", "case": kind}) if inside else None
-                for subject, one in _judge(kind, alike, known):
+            alike: dict[tuple[bool, str], dict[Pair, list[float]]] = defaultdict(dict)
+            for (src, dst), each in blocks[kind].items():
+                pair = (min(src, dst), max(src, dst))
+                if pair in facts and {src, dst} <= set(trial.alive):
+                    inside = trial.members[src].node == trial.members[dst].node
+                    alike[inside, facts[pair].get("device", "")][src, dst] = each
+            for (inside, _), group in alike.items():
+                src, dst = next(iter(group))
+                about = {**facts[min(src, dst), max(src, dst)], "quantity": "pair_bw_gbs", "case": kind}
+                for subject, one in _judge(kind, group, reference_for(about) if inside else None):
                     once[subject].append(one)
         for subject, scores in once.items():
             found[subject].append(scores)
     return found
-
-
-def _is_alive(trial: Trial, pair: Pair, *, inside: bool) -> bool:
-    src, dst = (trial.members[rank].node for rank in pair)
-    return set(pair) <= set(trial.alive) and (src == dst) is inside
 
 
 def _judge(
@@ -175,7 +183,7 @@ def _verdicts(scores: Mapping[Subject, Sequence[Sequence[Score]]]) -> dict[Subje
     return {subject: combine([worst_of(each) for each in by_series]) for subject, by_series in scores.items()}
 
 
-def _conclude(trial: Trial, series: Sequence[Blocks], facts: Mapping[str, Any]) -> None:
+def _conclude(trial: Trial, series: Sequence[Blocks], facts: Facts) -> None:
     scores = _scores(trial, series, facts)
     for subject, by_series in scores.items():
         for number, each in enumerate(by_series):
@@ -252,9 +260,9 @@ def _accuse(trial: Trial, ranks: Subject, verdict: Verdict, check: str, words: s
 
 def _of_the_rest(
     trial: Trial, series: Sequence[Blocks], scores: Mapping[Subject, Sequence[Sequence[Score]]], named: set[Subject],
-    facts: Mapping[str, Any],
+    facts: Facts,
 ) -> list[Finding]:  # fmt: skip
-    """One finding for all that passed, or what would decide it where nothing could be judged."""
+    """One finding for all that passed, where nobody was named; what would decide it for those that nothing judged."""
     alive = {pair: each for pair, each in series[0]["one way"].items() if set(pair) <= set(trial.alive)}
     latencies = [1 / _mean(each) for pair, each in series[0]["latency"].items() if pair in alive]
     found = []
@@ -262,25 +270,26 @@ def _of_the_rest(
         words = f"{min(latencies):.2f} to {max(latencies):.2f} us"
         found.append(Finding(None, f"{len(alive) // 2} pairs", "pairs latency", words, "shown, not judged", "", PHASE))
     judged = [one for subject, by in scores.items() if subject not in named for each in by for one in each]
+    unjudged = {pair: each for pair, each in alive.items() if (min(pair), max(pair)) not in scores}
     if judged and not named:
         least = min(judged, key=lambda one: one.from_fail)
         words = f"worst {least.share:.3f} ({least.series}), {least.from_fail:.0f} spreads above FAIL"
-        who = f"{len(alive) // 2} pairs of {len({rank for pair in alive for rank in pair})}"
+        who = f"{(len(alive) - len(unjudged)) // 2} pairs of {len({rank for pair in alive for rank in pair})}"
         found.append(Finding("PASS", who, "pairs", words, least.source, "", PHASE))
-    if alive and not judged and not named:
-        middle = statistics.median(_mean(each) for each in alive.values())
-        pair = min(alive, key=lambda pair: _mean(alive[pair]))
-        words = f"{middle:.4g} GB/s one way; worst {_mean(alive[pair]) / middle:.3f} of that ({trial.label(pair)})"
-        device = facts.get("device", "such devices")
+    if unjudged:
+        middle = statistics.median(_mean(each) for each in unjudged.values())
+        pair = min(unjudged, key=lambda pair: _mean(unjudged[pair]))
+        words = f"{middle:.4g} GB/s one way; worst {_mean(unjudged[pair]) / middle:.3f} of that ({trial.label(pair)})"
+        device = next((one["device"] for one in facts.values() if "device" in one), "such devices")
         step = (
             f"to decide it: run this on {LEAST_PEERS} or more {device}, or beside a pair that is known to be good"
             " (sendrecv_perf -g 2)"
         )
         expected = f"{NO_EXPECTATION}; fewer than {LEAST_PEERS} peers"
-        if "messages" not in facts:
+        if not facts:
             expected = (
                 "times of the link alone: NCCL's library was not found, and each message was launched by the host"
             )
             step = "install nvidia-nccl-cu13, or set LD_LIBRARY_PATH to where libnccl.so.2 is"
-        found.append(Finding("NO VERDICT", f"{len(alive) // 2} pairs", "pairs", words, expected, step, PHASE))
+        found.append(Finding("NO VERDICT", f"{len(unjudged) // 2} pairs", "pairs", words, expected, step, PHASE))
     return found

@@ -37,6 +37,8 @@ _HOST = "see what else runs on the cores of {} (top), and whether a quota thrott
 _UNJUDGED = ("host_to_device", "device_to_host")  # the host's memory decides them, and its kind is not known
 Blocks = dict[str, dict[int, list[float]]]
 """By name of the figure, and by rank: speed of each block; TFLOP/s or GB/s."""
+Devices = Mapping[int, str]
+"""Of each rank, as its vendor calls it: only the same are peers."""
 Scores = Mapping[tuple[str, int], Sequence[Score]]
 """By figure and rank: one of each series."""
 
@@ -60,7 +62,7 @@ def find_stopped_hosts(trial: Trial, say: Say) -> None:
 
 def measure_gpu_speeds(trial: Trial, name: str, say: Say) -> None:
     """One probe of every rank, `gemm` or `copy`; findings and accused go to the trial."""
-    work, series, device = trial.work, list[Blocks](), ""
+    work, series, devices = trial.work, list[Blocks](), dict[int, str]()
     if name == "gemm":
         find_stopped_hosts(trial, say)
     sizes = _sizes(work.gemm if name == "gemm" else work.copy, name)
@@ -69,13 +71,13 @@ def measure_gpu_speeds(trial: Trial, name: str, say: Say) -> None:
         rows = trial.alone(name, name, sizes[number % len(sizes)], trial.alive, turns=False)
         if not rows:
             break
-        device = device or rows[0]["device"]
+        devices |= {row["rank"]: row["device"] for row in rows}
         series.append(_blocks(name, rows))
-        verdicts = _verdicts(_scores(trial, series, device))
+        verdicts = _verdicts(_scores(trial, series, devices))
         if number + 1 >= work.least_batches and "NO VERDICT" not in verdicts.values():
             break
     if series:
-        _conclude(trial, name, series, device)
+        _conclude(trial, name, series, devices)
 
 
 def _sizes(args: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
@@ -98,17 +100,17 @@ def _blocks(name: str, rows: Sequence[Mapping[str, Any]]) -> Blocks:
     return found
 
 
-def _scores(trial: Trial, series: Sequence[Blocks], device: str) -> Scores:
+def _scores(trial: Trial, series: Sequence[Blocks], devices: Devices) -> Scores:
     found: dict[tuple[str, int], list[Score]] = defaultdict(list)
     for blocks in series:
         for figure, by_rank in blocks.items():
-            alive = {rank: each for rank, each in by_rank.items() if rank in trial.alive}
-            means = {rank: statistics.harmonic_mean(each) for rank, each in alive.items()}
-            reference = _reference(figure, device, [*means.values()])
-            for rank, mean in means.items() if reference else ():
-                assert reference is not None
-                one = score(figure, mean / reference.value, spread_of(alive[rank]), reference, mean)
-                found[figure.partition(" ")[0], rank].append(one)
+            means = {rank: statistics.harmonic_mean(each) for rank, each in by_rank.items() if rank in trial.alive}
+            for rank, mean in means.items():
+                alike = [other for one, other in means.items() if devices[one] == devices[rank]]
+                reference = _reference(figure, devices[rank], alike)
+                if reference is not None:
+                    one = score(figure, mean / reference.value, spread_of(by_rank[rank]), reference, mean)
+                    found[figure.partition(" ")[0], rank].append(one)
     return found
 
 
@@ -123,8 +125,8 @@ def _verdicts(scores: Scores) -> dict[tuple[str, int], Verdict]:
     return {key: combine(each) for key, each in scores.items()}
 
 
-def _conclude(trial: Trial, name: str, series: Sequence[Blocks], device: str) -> None:
-    scores = _scores(trial, series, device)
+def _conclude(trial: Trial, name: str, series: Sequence[Blocks], devices: Devices) -> None:
+    scores = _scores(trial, series, devices)
     for (_, rank), each in scores.items():
         for number, one in enumerate(each):
             trial.scores.append({"phase": name, "subject": trial.label([rank]), "number": number, **one.to_row()})
@@ -134,9 +136,8 @@ def _conclude(trial: Trial, name: str, series: Sequence[Blocks], device: str) ->
         ranks = [rank for one, rank in scores if one == figure]
         bad = [rank for rank in ranks if verdicts[figure, rank] != "PASS"]
         check = name if figure == name else f"{name} {figure.replace('_', ' ')}"
-        if not ranks:
-            trial.findings.append(_unjudged(trial, name, check, figure, series, device))
-        elif 2 * sum(verdicts[figure, rank] in ("FAIL", "WARN") for rank in bad) > len(ranks) > 1:
+        trial.findings += _unjudged(trial, name, check, figure, series, ranks, devices)
+        if 2 * sum(verdicts[figure, rank] in ("FAIL", "WARN") for rank in bad) > len(ranks) > 1:
             _blame_all(trial, name, check, [worst_of(scores[figure, rank]) for rank in bad], ranks)
         else:
             for rank in bad:
@@ -196,17 +197,22 @@ def _passed(name: str, check: str, good: Sequence[Score]) -> list[Finding]:
     return [Finding("PASS", f"{len(good)} ranks", check, words, least.source, "", name)]
 
 
-def _unjudged(trial: Trial, name: str, check: str, figure: str, series: Sequence[Blocks], device: str) -> Finding:
-    """Shown where nothing is known to hold it against; and what would decide it."""
+def _unjudged(
+    trial: Trial, name: str, check: str, figure: str, series: Sequence[Blocks], judged: Sequence[int], devices: Devices
+) -> list[Finding]:
+    """Ranks that nothing is known to hold against: one finding, and what would decide it."""
     full, blocks = next((key, one[key]) for one in series for key in one if key.partition(" ")[0] == figure)
-    means = {rank: statistics.harmonic_mean(each) for rank, each in blocks.items()}
+    alive = [rank for rank in blocks if rank in trial.alive and rank not in judged]
+    if not alive:
+        return []
+    means = {rank: statistics.harmonic_mean(blocks[rank]) for rank in alive}
     slowest = min(means, key=lambda rank: means[rank])
     words = f"worst {means[slowest]:.4g} {_unit(name)} ({trial.label([slowest])})"
     expected = f"{NO_EXPECTATION} of {full.replace('_', ' ')}; fewer than {LEAST_PEERS} peers"
     if figure in _UNJUDGED:
-        return Finding(None, f"{len(means)} ranks", check, words, expected, "", name)
-    step = f"to decide it: run this on {LEAST_PEERS} or more {device}, or beside one that is known to be good"
-    return Finding("NO VERDICT", f"{len(means)} ranks", check, words, expected, step, name)
+        return [Finding(None, f"{len(means)} ranks", check, words, expected, "", name)]
+    step = f"to decide it: run this on {LEAST_PEERS} or more {devices[slowest]}, or beside one that is known to be good"
+    return [Finding("NO VERDICT", f"{len(means)} ranks", check, words, expected, step, name)]
 
 
 def _unit(name: str) -> str:

@@ -20,6 +20,7 @@ from netlayer.verdict import Finding, Verdict
 
 Say = Callable[[int, int, str], None]
 _LOST_PEER = re.compile(r"connection|closed by|reset|refused|broken pipe|timed? ?out|socket|ncclRemoteError", re.I)
+_ROUND_S = 2.0  # that a round of pairs of GPUs may take
 _AGAIN = "run it again; where it comes back, take {} out of service"
 _DRAIN = "drain {}; read its kernel log and the NIC's and GPU's error counters, then run this again with it alone"
 _SLOW = "it gets on: see what else runs there (top), or give a longer --limit"
@@ -128,7 +129,10 @@ class Trial:
     def _run(self, phase: str, name: str, args: Mapping[str, Any], batches: Sequence[Sequence[Sequence[int]]]) -> Rows:
         found: Rows = []
         for batch in batches:
-            for outcome in self.fleet.run(name, args, batch, self.work.limit_s) if batch else ():
+            limit_s = self.work.limit_s
+            if name == "pairs" and not self.work.shared:  # as many rounds as ranks, each with a communicator to be made
+                limit_s += _ROUND_S * max(map(len, batch), default=0)
+            for outcome in self.fleet.run(name, args, batch, limit_s) if batch else ():
                 found += self._judged(phase, name, args, outcome)
         return found
 

@@ -184,6 +184,29 @@ def test_of_an_unknown_device_nothing_is_judged_and_the_step_says_what_would_dec
     assert all(step.startswith("to decide it: run this on 8 or more NVIDIA Unheard") for step in steps)
 
 
+def test_gpus_of_another_kind_are_no_peers_and_pairs_between_few_nodes_are_not_judged() -> None:
+    """Two hosts of two: inside each, what is known judges; between them nothing does. Copies of one kind are slower."""
+
+    class Mixed(KnownFleet):
+        def rows(self, name: str, args: Mapping[str, Any], group: tuple[int, ...]) -> list[dict[str, Any]]:
+            rows = super().rows(name, args, group)
+            return [{**row, "device": "NVIDIA Unheard"} if group == (3,) else row for row in rows]
+
+    fleet = Mixed(only("copy", (3,), 0.5))
+    members = members_of([("left", 2), ("right", 2)])
+    trial = Trial(cast(Fleet, fleet), members, work_for("nccl", None), [0, 1, 2, 3])
+    measure_gpu_speeds(trial, "copy", silent)
+    measure_pairs(trial, silent)
+    assert not trial.accused
+    told = {(one.verdict, one.subject, one.check) for one in trial.findings if one.verdict}
+    assert told == {
+        ("PASS", "3 ranks", "copy device to device"),
+        ("NO VERDICT", "1 ranks", "copy device to device"),
+        ("PASS", "2 pairs of 4", "pairs"),
+        ("NO VERDICT", "4 pairs", "pairs"),
+    }
+
+
 def test_times_that_hold_the_host_judge_no_link() -> None:
     """Where NCCL's library is not found, each message is launched by the host."""
 
