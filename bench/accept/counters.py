@@ -35,20 +35,20 @@ Counts = dict[int, dict[str, int]]
 
 
 class Counters:
-    """Reads all hosts of a run; one reading before, one after."""
+    """Reads all hosts of a run, at once; one reading before, one after."""
 
-    def __init__(self, fleet: Fleet, hosts: Sequence[str]) -> None:
-        self._fleet, self._hosts = fleet, list(dict.fromkeys(hosts))
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self._before: dict[str, Counts] = {}
 
     def before(self, trial: Trial) -> None:
-        for host in self._hosts:
-            self._before[host] = self._read(trial, host, "before")
+        self._before = self._read(trial, "before")
 
     def after(self, trial: Trial) -> None:
         """Besides, the differences, and a warning for GPUs whose links have counted errors."""
+        after = self._read(trial, "after")
         for host, earlier in self._before.items():
-            later = self._read(trial, host, "after")
+            later = after.get(host, {})
             for gpu in sorted(earlier.keys() & later.keys()):
                 grown = {name: later[gpu][name] - count for name, count in earlier[gpu].items() if name in later[gpu]}
                 trial.evidence.append({"host": host, "when": "meanwhile", "gpu": gpu, **grown})
@@ -56,20 +56,23 @@ class Counters:
                 if errors:
                     _warn(trial, host, gpu, errors, is_rank=len(earlier) == _num_ranks(trial, host))
 
-    def _read(self, trial: Trial, host: str, when: str) -> Counts:
-        counts: Counts = defaultdict(dict)
-        for line in self._run(host, _SMI):
-            values = [value.strip() for value in line.split(",")]
-            if len(values) == len(_FIELDS):
-                trial.evidence.append({"host": host, "when": when, **dict(zip(_FIELDS, values, strict=True))})
+    def _read(self, trial: Trial, when: str) -> dict[str, Counts]:
+        """By host; what it told of its GPUs goes to the trial."""
+        counts: dict[str, Counts] = defaultdict(dict)
+        for host, lines in self._run(_SMI).items():
+            for line in lines:
+                values = [value.strip() for value in line.split(",")]
+                if len(values) == len(_FIELDS):
+                    trial.evidence.append({"host": host, "when": when, **dict(zip(_FIELDS, values, strict=True))})
         for command in (_BYTES, _ERRORS):
-            for gpu, sums in read_nvlink(self._run(host, command)).items():
-                counts[gpu] |= sums
+            for host, lines in self._run(command).items():
+                for gpu, sums in read_nvlink(lines).items():
+                    counts[host].setdefault(gpu, {}).update(sums)
         return dict(counts)
 
-    def _run(self, host: str, command: Sequence[str]) -> list[str]:
-        answer = self._fleet.execute(host, command, _LIMIT_S) or {}
-        return str(answer.get("text", "")).splitlines() if answer.get("code") == 0 else []
+    def _run(self, command: Sequence[str]) -> dict[str, list[str]]:
+        answers = self._fleet.execute_all(command, _LIMIT_S)
+        return {host: str(one["text"]).splitlines() for host, one in answers.items() if one["code"] == 0}
 
 
 def read_nvlink(lines: Sequence[str]) -> Counts:

@@ -144,7 +144,7 @@ def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages
     trial.alive = [member.rank for member in settings.members]
     for link in late:
         accuse_late(trial, link)
-    counters = Counters(fleet, [one.host for one in settings.members]) if settings.backend == "nccl" else None
+    counters = Counters(fleet) if settings.backend == "nccl" else None
     if counters:
         with stages.open("counters"):
             counters.before(trial)

@@ -313,7 +313,10 @@ class SmiFleet:
     def __init__(self, errors: int) -> None:
         self.reading, self.errors = 0, errors
 
-    def execute(self, _host: str, command: Sequence[str], _limit_s: float) -> dict[str, Any]:
+    def execute_all(self, command: Sequence[str], _limit_s: float) -> dict[str, dict[str, Any]]:
+        return {"vm": self.answer(command), "bare": {"code": None, "text": "", "error": "cannot be run"}}
+
+    def answer(self, command: Sequence[str]) -> dict[str, Any]:
         if command[1] != "nvlink":
             self.reading += 1
             row = "{}, GPU-{}, 1980, 2619, 0x0, 40, 130.0, 5, 16, 0, 0"
@@ -335,7 +338,7 @@ class SmiFleet:
 def test_link_errors_that_came_meanwhile_are_a_warning_and_counters_are_evidence(errors: int) -> None:
     fleet = cast(Fleet, SmiFleet(errors))
     trial = Trial(fleet, members_of([("vm", 2)]), work_for("nccl", None), [0, 1])
-    counters = Counters(fleet, ["vm", "vm"])
+    counters = Counters(fleet)
     counters.before(trial)
     counters.after(trial)
     grown = [row for row in trial.evidence if row["when"] == "meanwhile"]
