@@ -1,7 +1,8 @@
 """How much an acceptance run does on a kind of device, and what of the measured times counts there.
 
-On GPUs every rank has its own device, all work at once, and the median counts. Ranks that share cores (gloo) take turns
-where they can, and their fastest time counts: whatever else runs there only adds to it.
+On GPUs every rank has its own device, and all work at once: series of blocks count (`series`), else the median. Ranks
+that share cores (gloo) take turns where they can, and their fastest time counts: whatever else runs there only adds to
+it; but ranks that stand still in between are found by their means (`speeds`).
 """
 
 from __future__ import annotations
