@@ -322,6 +322,7 @@ BAD_OPTIONS: list[tuple[tuple[object, ...], str]] = [
     (("--inject", "slowlink:3"), "must be one of"),
     (("--inject", "slowlink:2-2"), "each once"),
     (("--inject", "slow:9"), "must name ranks of 0..3"),
+    (("--inject", "ctas:0-1:2"), "--inject = ctas:0-1:2: has no effect on gloo"),
     (("--inject", "slow:1:0"), "its amount must be above 0"),
     (("--only", "gem"), "--only = gem: must be one of preflight, verbs, gemm"),
     (("--ranks-per-node", "3"), "--ranks = 4: must be a multiple of --ranks-per-node = 3"),
