@@ -1,11 +1,13 @@
 """`python -m bench.accept_plantings`: random faults planted in real ranks, and whether they are named.
 
-Each run draws a fault (slow, hang, corrupt, slow link), its place and its size, and goes through the phases with fresh
-workers. Healthy runs go beside a process that takes a core in bursts. Left out: faults in hardware, and two at once.
+Each run draws a fault (slow, hang, corrupt, slow link, stopped in pulses), its place and its size, and goes through the
+phases with fresh workers. Healthy runs go beside a process that takes a core in bursts; with `--busy`, all runs beside
+processes that load a core each. Left out: faults in hardware, and two at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import subprocess
 import sys
@@ -31,7 +33,7 @@ from netlayer.results import RunRecord, utc_now, write_text
 _PHASES = ("gemm", "neighbours", "all_reduce", "pairs", "train")
 _LINK_MS, _SHARED_LINK_MS = (5.0, 50.0), (40.0, 100.0)
 """Of a slow link. Ranks that take turns on a GPU need 5 to 10 ms for a message, and four times as long is slow."""
-_KINDS: tuple[PlantKind, ...] = ("slow", "hang", "corrupt", "slowlink")
+_KINDS: tuple[PlantKind, ...] = ("slow", "hang", "corrupt", "slowlink", "pulse")
 _BURSTS = """
 import random, time
 while True:
@@ -53,8 +55,11 @@ while True:
     show_default=True,
     help="nccl: on virtual nodes; ranks share GPUs where these are fewer.",
 )
+@click.option(
+    "--busy", type=click.IntRange(0, 64), default=0, show_default=True, help="Other processes that load a core."
+)
 @click.option("--limit", "limit_s", type=click.FloatRange(1, 600), default=6.0, show_default=True, help="As of accept.")
-def command(options: RunOptions, runs: int, healthy: int, ranks: int, backend: str, limit_s: float) -> None:
+def command(options: RunOptions, runs: int, healthy: int, ranks: int, backend: str, busy: int, limit_s: float) -> None:
     """Plant faults, and count how often the culprit, and nobody else, is named.
 
     Exit 0: every culprit was named, and nobody else accused of a fault; 1: not so.
@@ -62,9 +67,12 @@ def command(options: RunOptions, runs: int, healthy: int, ranks: int, backend: s
     started = utc_now()
     rows: list[dict[str, Any]] = []
     try:
-        for row in measure(options.seed, runs, healthy, ranks, backend, limit_s):
-            rows.append(row)
-            click.echo(_line(row), err=True)
+        with contextlib.ExitStack() as beside:
+            for _ in range(busy):
+                beside.enter_context(_noise("while True: pass"))
+            for row in measure(options.seed, runs, healthy, ranks, backend, limit_s):
+                rows.append(row)
+                click.echo(_line(row), err=True)
     except KeyboardInterrupt:
         click.echo(f"interrupted after {len(rows)} runs", err=True)
     record = RunRecord(
@@ -79,6 +87,7 @@ def command(options: RunOptions, runs: int, healthy: int, ranks: int, backend: s
             "healthy": healthy,
             "ranks": ranks,
             "backend": backend,
+            "busy": busy,
             "limit_s": limit_s,
         },
         environment=environ.snapshot(options.seed),
@@ -114,7 +123,8 @@ def draw_plant(kind: PlantKind, ranks: int, draw: random.Random, shares_gpus: bo
     if kind == "slowlink":
         first, second = sorted(draw.sample(range(ranks), 2))
         return Plant(kind, (first, second), draw.uniform(*_SHARED_LINK_MS if shares_gpus else _LINK_MS))
-    amount = {"slow": draw.uniform(0.2, 1.0), "hang": float(draw.randint(1, 12)), "corrupt": 1.0}[kind]
+    amounts = {"slow": draw.uniform(0.2, 1.0), "hang": float(draw.randint(1, 12)), "corrupt": 1.0, "pulse": 18.0}
+    amount = amounts[kind]
     return Plant(kind, (draw.randrange(ranks),), amount)
 
 
@@ -143,7 +153,7 @@ def _run_one(
     )
     link.began = False
     began = time.monotonic()
-    with _noise(plant is None):
+    with _noise(_BURSTS) if plant is None else contextlib.nullcontext():
         result = run(settings, [link])
     if result.stopped:
         raise KeyboardInterrupt
@@ -166,12 +176,9 @@ def _run_one(
 
 
 @contextmanager
-def _noise(wanted: bool) -> Iterator[None]:
-    """Beside healthy runs: a process that takes a core in bursts."""
-    if not wanted:
-        yield
-        return
-    with subprocess.Popen([sys.executable, "-c", _BURSTS], start_new_session=True) as process:
+def _noise(program: str) -> Iterator[None]:
+    """Another process on this machine."""
+    with subprocess.Popen([sys.executable, "-c", program], start_new_session=True) as process:
         try:
             yield
         finally:

@@ -32,7 +32,7 @@ class PerfOptions:
         cycles: how often all sizes are run; 0 is for ever.
         check: how often the data of a size is checked; 0 leaves `wrong` unknown.
         op, dtype: a name, or `all`.
-        root: a rank; -1 is every rank in turn.
+        root: a rank; -1 (`all`) is every rank in turn.
         average: the time shown: 0 rank 0's, 1 the mean over ranks, 2 the shortest, 3 the longest.
         cpu_time: show the time in which calls were launched instead of the time until they were done.
         timestamps: end each line with the local time.
@@ -162,7 +162,7 @@ FLAGS = (
     Flag("-c", "--check", "check", "Check the data of a size so often.", 1),
     Flag("-o", "--op", "op", "Operator, or all.", "sum", None, words=(*OP_NAMES, "all")),
     Flag("-d", "--datatype", "dtype", "Type, or all.", "float", None, words=(*DTYPE_NAMES, "all")),
-    Flag("-r", "--root", "root", "Root; -1: every rank in turn.", 0, -1),
+    Flag("-r", "--root", "root", "Root; all, or -1: every rank in turn.", 0, -1),
     Flag("-a", "--average", "average", "Time shown: 0 rank 0's, 1 mean, 2 least, 3 greatest of the ranks.", 1, 0, 3),
     Flag("-T", "--timeout", "timeout_s", "Give up after so many seconds without an answer; 0: the library's own."),
     Flag("-I", "--per_iter_timing", "per_iter", "1: show statistics of single calls.", 0, 0, 1),

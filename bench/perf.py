@@ -88,7 +88,9 @@ class _Value(_ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
         flag = self._flag
-        read: Callable[[str], Any] = str if flag.words else parse_size if flag.field.endswith("_bytes") else int
+        read: Callable[[str], Any] = str if flag.words else parse_size if flag.field.endswith("_bytes") else _whole
+        if flag.field == "root" and value == "all":
+            value = "-1"
         try:
             result = read(value)
         except ValueError as exc:
@@ -96,6 +98,14 @@ class _Value(_ParamType):
             raise ConfigError(flag.shown, value, f"is not {wanted}", f"the default is {flag.default}") from exc
         flag.check(result)
         return result
+
+
+def _whole(text: str) -> int:
+    """A whole number; 0x10 is 16, as in nccl-tests."""
+    try:
+        return int(text)
+    except ValueError:
+        return int(text, 0)
 
 
 def _path(*names: str, help: str) -> click.Option:  # noqa: A002 - click's own word

@@ -7,6 +7,7 @@ out: what a good figure is.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,11 @@ class HealthRow(TypedDict):
         tflops: 1e12 operations a second; a multiplication and its addition are two.
         bw_gbs: 1e9 bytes a second that arrived; a copy's bytes count once.
         alg_bw_gbs, bus_bw_gbs: as in nccl-tests.
+        messages: of a pair, of one launch; times are means over these.
+        host_us: what the host took for a launch, in the middle; no part of the other times.
+        blocks_us: times of a call, as means over blocks of calls without a gap between them: what holds the device up
+            between two calls is in them, and in no time of a single call.
+        stopped_share: of the time, in which the host's thread was stopped or kept from its core.
     """
 
     check: str
@@ -63,6 +69,10 @@ class HealthRow(TypedDict):
     bw_gbs: NotRequired[float]
     alg_bw_gbs: NotRequired[float]
     bus_bw_gbs: NotRequired[float]
+    messages: NotRequired[int]
+    host_us: NotRequired[float]
+    blocks_us: NotRequired[list[float]]
+    stopped_share: NotRequired[float]
 
 
 def make_row(check: str, rank: int, device: str, size_bytes: int, times_us: Sequence[float], wrong: int) -> HealthRow:
@@ -126,6 +136,44 @@ def measure(
     one_us = agree(time_calls(device, 1, call, before)[0])
     affordable = int(1e6 * budget_s / one_us) if one_us > 0 else repeats
     return time_calls(device, min(repeats, max(affordable, _LEAST_REPEATS)), call, before)
+
+
+def time_launches(device: torch.device, num: int, launch: Callable[[], object]) -> tuple[list[float], list[float]]:
+    """Microseconds of `num` launches in a row on the device, and of the host for each; one before them is not timed.
+
+    Marks lie between launches, and nothing but the launches lies between marks: what holds the device up counts,
+    wherever it does. The host is not waited for unless it falls behind by a whole launch. Waits for the device.
+    """
+    if device.type != "cuda":
+        launch()
+        times_us = [_time_on_host(launch, None) for _ in range(num)]
+        return times_us, times_us
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(num + 1)]  # type: ignore[no-untyped-call]
+    host_us = []
+    launch()
+    marks[0].record()
+    for mark in marks[1:]:
+        host_us.append(_time_on_host(launch, None))
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [1e3 * float(begin.elapsed_time(end)) for begin, end in itertools.pairwise(marks)], host_us
+
+
+def measure_blocks(
+    device: torch.device, num: int, block_s: float, one_us: float, call: Callable[[], object], warmup_s: float = 0.0
+) -> list[float]:
+    """Microseconds of a call in each of `num` blocks, each of as many calls as take `block_s` at `one_us` a call.
+
+    `warmup_s` goes by before, under the same load: until clocks and power have settled.
+    """
+    calls = max(1, round(1e6 * block_s / max(one_us, 1e-3)))
+
+    def block() -> None:
+        for _ in range(calls):
+            call()
+
+    num_warmup = round(warmup_s / block_s)
+    return [time_us / calls for time_us in time_launches(device, num_warmup + num, block)[0][num_warmup:]]
 
 
 def slowest_of(group: dist.ProcessGroup, device: torch.device) -> Callable[[float], float]:

@@ -98,6 +98,33 @@ def time_in_turn(
     return times
 
 
+def time_replays(replay: Replay, meet: Callable[[], object], count: int) -> tuple[list[bool], list[float]]:
+    """Whether the host was late for each replay, and its microseconds, on the current CUDA stream.
+
+    Args:
+        replay: of a graph.
+        meet: launches what makes the ranks meet on the device.
+        count: replays that are timed.
+    """
+    late, each_us, sleep = [], [], 1
+    for _ in range(_WARM_UPS + count):
+        # One replay at a time: a launch of a graph that is still under way can hold up the host until it has ended.
+        slept = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(sleep * _SLEEP_CYCLES)  # type: ignore[no-untyped-call] # the host runs ahead meanwhile
+        slept.record()
+        meet()
+        begin.record()
+        replay()
+        end.record()
+        late.append(bool(slept.query()))  # type: ignore[no-untyped-call]
+        end.synchronize()
+        each_us.append(1e3 * float(begin.elapsed_time(end)))
+        if late[-1]:
+            sleep = min(2 * sleep, _MOST_SLEEP)
+    return late[_WARM_UPS:], each_us[_WARM_UPS:]
+
+
 def greatest(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """The greatest of the ranks, value by value."""
     tensor = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
@@ -118,25 +145,8 @@ def _repeat(launch: Callable[[], object], times: int) -> None:
 def _time_on_cuda(
     replay: Replay, group: dist.ProcessGroup, device: torch.device, count: int
 ) -> tuple[list[bool], list[float]]:
-    """Whether the host was late for each replay, and its microseconds."""
     token = torch.zeros(1, device=device)
-    late, each_us, sleep = [], [], 1
-    for _ in range(_WARM_UPS + count):
-        # One replay at a time: a launch of a graph that is still under way can hold up the host until it has ended.
-        slept = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(sleep * _SLEEP_CYCLES)  # type: ignore[no-untyped-call] # the host runs ahead meanwhile
-        slept.record()
-        dist.all_reduce(token, group=group)
-        begin.record()
-        replay()
-        end.record()
-        late.append(bool(slept.query()))  # type: ignore[no-untyped-call]
-        end.synchronize()
-        each_us.append(1e3 * float(begin.elapsed_time(end)))
-        if late[-1]:
-            sleep = min(2 * sleep, _MOST_SLEEP)
-    return late[_WARM_UPS:], each_us[_WARM_UPS:]
+    return time_replays(replay, lambda: dist.all_reduce(token, group=group), count)
 
 
 def _time_on_cpu(

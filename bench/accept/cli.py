@@ -23,7 +23,12 @@ _FILE = click.Path(path_type=Path)
 @click.option("--hosts", type=_FILE, help="Hosts to run on, one a line, `slots=N` behind each that has several GPUs.")
 @click.option("--ssh", default="ssh", show_default=True, help="The command that reaches a host, with its options.")
 @click.option("--backend", type=click.Choice(["gloo", "nccl"]), help="[default: nccl where there are GPUs]")
-@click.option("--inject", multiple=True, metavar="FAULT", help="slow:3:0.2, hang:3, corrupt:3 or slowlink:2-3.")
+@click.option(
+    "--inject",
+    multiple=True,
+    metavar="FAULT",
+    help="slow:3:0.2, hang:3, corrupt:3, slowlink:2-3, ctas:2-3:2 or pulse:3.",
+)
 @click.option("--only", multiple=True, metavar="PHASE", help="This phase alone; repeatable. [default: all]")
 @click.option(
     "--verbs",
@@ -37,7 +42,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--config", type=_FILE, help="TOML file with the cluster that the hosts should be.")
 @click.option("--runner", type=click.Choice(["netlayer", "nccl-tests"]), default="netlayer", show_default=True)
 @click.option("--nccl-tests", type=_FILE, help="Folder of its binaries [default: on the PATH].")
-@click.option("--strict", is_flag=True, help="Exit 1 on WARN too.")
+@click.option("--strict", is_flag=True, help="Exit 1 on WARN and NO VERDICT too.")
 @click.option("--json", "json_file", type=_FILE, help="Write the record here; - is stdout.")
 @click.option("--html", "html_file", type=_FILE, help="Write a page with the pair heat map.")
 @click.option("--junit", "junit_file", type=_FILE, help="Write the findings as JUnit's XML; - is stdout.")
@@ -51,8 +56,8 @@ def accept(context: click.Context, /, verbose: int, **given: Any) -> None:
     neighbours, every pair in rounds, all of them, a training step. Who hangs, computes wrong data or lags behind its
     peers is named; the rest goes on without whoever stops it. Also under torchrun, srun or mpirun, one rank a GPU.
 
-    Exit 0: PASS, or WARN; 1: FAIL; 2: options that cannot be used; 3: hardware or nccl-tests missing; 130: broken off,
-    with the verdict on what was measured.
+    Exit 0: PASS, WARN, or NO VERDICT, with what would decide it; 1: FAIL; 2: options that cannot be used; 3: hardware
+    or nccl-tests missing; 130: broken off, with the verdict on what was measured.
 
     \b
     Examples:

@@ -82,6 +82,8 @@ def accept_run(asked: Asked) -> int:
     env = detect(os.environ)
     _refuse_ignored(asked, env)
     backend = _backend(asked)
+    if backend == "gloo" and (text := next((one for one in asked.inject if one.startswith("ctas:")), None)):
+        raise ConfigError("--inject", text, "has no effect on gloo: thread blocks are NCCL's", "give slowlink:2-3")
     if env is not None and env.rank != 0:
         join_run(env, *master_address())
         return EXIT_OK

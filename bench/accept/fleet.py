@@ -133,6 +133,16 @@ class Fleet:
         found: Message | None = link.said.get("exec")
         return found
 
+    def execute_all(self, command: Sequence[str], limit_s: float) -> dict[str, Message]:
+        """Run a program on every host at once; what it printed, by host. Those that were lost are missing."""
+        first = {link.host: link for link in reversed(self._links) if link.alive}
+        for link in first.values():
+            link.said.pop("exec", None)
+            link.say({"do": "exec", "command": list(command), "limit_s": limit_s})
+        waited_s = limit_s + _ANSWER_S
+        self._wait(lambda: all("exec" in link.said or not link.alive for link in first.values()), waited_s)
+        return {host: link.said["exec"] for host, link in first.items() if "exec" in link.said}
+
     def address(self, host: str) -> str:
         """At which the others reach a host; empty where it is lost."""
         link = self._link(host)

@@ -19,6 +19,9 @@ Directed = Mapping[tuple[int, int], float]
 """From one node to another: a value that should be high."""
 
 
+_LEAST_LINKS = 2
+
+
 class Score(NamedTuple):
     """How a node or link stands: `share` of what its peers reach."""
 
@@ -39,17 +42,26 @@ def judge_matrix(values: Directed, least_ratio: float = 1.0) -> MatrixScores | N
         values: from each node to each other.
         least_ratio: times slower than its peers that one must be to be accused, whatever they scatter.
     """
-    names = sorted({end for pair in values for end in pair})
+    names = {end for pair in values for end in pair}
     known = {pair: value for pair, value in values.items() if value > 0}
     if len(names) < MIN_PEERS or not known:
         return None
     middle = statistics.median(known.values())
-    logs = {pair: math.log(value / middle) for pair, value in known.items()}
+    of_nodes, rest = split_matrix({pair: math.log(value / middle) for pair, value in known.items()})
+    return MatrixScores(judge_logs(of_nodes, least_ratio), judge_logs(rest, least_ratio))
+
+
+def split_matrix(logs: Directed) -> tuple[dict[int, float], dict[tuple[int, int], float]]:
+    """What is each node's, and what is left of each link without its two nodes; values are logarithms.
+
+    A node's is the middle one of its links, in the worse direction. Of two links it is the better one, for slow is a
+    node whose links all are; of one, nothing is the node's.
+    """
+    names = sorted({end for pair in logs for end in pair})
     sent = {name: _middle([log for (src, _), log in logs.items() if src == name]) for name in names}
     received = {name: _middle([log for (_, dst), log in logs.items() if dst == name]) for name in names}
     of_nodes = {name: min(sent[name], received[name]) for name in names}
-    rest = {(src, dst): log - min(sent[src], received[dst]) for (src, dst), log in logs.items()}
-    return MatrixScores(judge_logs(of_nodes, least_ratio), judge_logs(rest, least_ratio))
+    return of_nodes, {(src, dst): log - min(sent[src], received[dst]) for (src, dst), log in logs.items()}
 
 
 def judge_logs(logs: Mapping[Key, float], least_ratio: float = 1.0) -> dict[Key, Score]:
@@ -83,4 +95,7 @@ def find_ends(pairs: Collection[tuple[int, int]]) -> Iterator[tuple[tuple[int, .
 
 
 def _middle(logs: list[float]) -> float:
-    return statistics.median(logs) if logs else 0.0
+    """Of the links of a node in one direction."""
+    if len(logs) < _LEAST_LINKS:
+        return 0.0
+    return statistics.median(logs) if len(logs) > _LEAST_LINKS else max(logs)

@@ -1,27 +1,28 @@
 """Every pair of ranks, in rounds of disjoint pairs: data that came out wrong, nodes and links that are slow.
 
-What stands out is measured again before anybody is accused; where ranks share cores, pair by pair in turn with good
-ones (`confirm`). Left out: what pairs of a round share (switches, uplinks).
+Where ranks share cores, what stands out is measured again, pair by pair in turn with good ones (`confirm`), before
+anybody is accused; GPUs have series instead (`gpu_pairs`). Left out: what pairs of a round share (switches, uplinks).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from bench.accept.confirm import MOST_CONTROLS, Evidence, confirm, inconclusive, open_of, state_of
+from bench.accept.gpu_pairs import PHASE, Pair, measure_gpu_pairs, places
 from bench.accept.matrix import MatrixScores, Score, find_ends, judge_matrix
 from bench.accept.trial import CORRUPT, Say, Trial
 from netlayer.verdict import MIN_PEERS, Finding
 
-PHASE = "pairs"
 _SERIES = ("latency", "one way", "both ways")
+_BATCHES = 3
 _MOST_AGAIN = 24
 _LEAST_GOOD = 3
 _NODE = "run the pairs of {} over another port or NIC: where they stay slow, drain it; GEMM and copy tell of its GPU"
 _INSIDE = "read nvidia-smi nvlink -s and -e, and nvidia-smi -q (PCIe width) of {}; its GEMM and copy tell of itself"
-Pair = tuple[int, int]
 Times = dict[str, dict[Pair, list[float]]]
 """By series, and by who sends to whom: microseconds."""
 Proof = Mapping[tuple[Pair, str], Evidence]
@@ -31,8 +32,10 @@ Proof = Mapping[tuple[Pair, str], Evidence]
 def measure_pairs(trial: Trial, say: Say) -> Mapping[tuple[int, int], float]:
     """All pairs of those alive. Returns the bandwidth from each to each, GB/s, for the heat map."""
     work = trial.work
+    if not work.shared:
+        return measure_gpu_pairs(trial, say, partial(_name_wrong, trial))
     times: Times = {series: defaultdict(list) for series in _SERIES}
-    for batch in range(3 if work.shared else 1):
+    for batch in range(_BATCHES):
         say(batch, 4, "")
         rows = trial.together(PHASE, "pairs", work.pairs, [trial.alive], turns=False)
         _take(rows, times, work.time_us)
@@ -42,12 +45,9 @@ def measure_pairs(trial: Trial, say: Say) -> Mapping[tuple[int, int], float]:
     scores = _scores(trial, times)
     suspects = _suspects(trial, scores)
     proof: Proof = {}
-    if suspects and work.shared:
+    if suspects:
         proof = _confirm(trial, scores, suspects)
         scores = {series: _proven(series, matrix, proof) for series, matrix in scores.items()}
-    elif suspects:  # groups of their own would cost more than all pairs once more
-        _take(trial.together(PHASE, "pairs", work.pairs, [trial.alive], turns=False), times, work.time_us)
-        scores = _scores(trial, times)
     _conclude(trial, scores, proof)
     return {pair: work.pairs["bytes"] / work.combined(each) / 1e3 for pair, each in times["one way"].items()}
 
@@ -89,7 +89,7 @@ def _proven(series: str, matrix: MatrixScores, proof: Proof) -> MatrixScores:
         ends: 1 / evidence.ratio
         for (pair, direction), evidence in proof.items()
         if evidence.state == "slow"
-        for name, ends in _places(direction, *pair)
+        for name, ends in places(direction, *pair)
         if name == series
     }
     slow = {pair for pair, _ in proof if state_of(proof, pair) == "slow"}
@@ -106,21 +106,8 @@ def _proven(series: str, matrix: MatrixScores, proof: Proof) -> MatrixScores:
 
 def _take(rows: Sequence[Mapping[str, Any]], times: Times, time_us: Callable[[Mapping[str, Any]], float]) -> None:
     for row in rows:
-        for series, pair in _places(row["direction"], row["rank"], row["peer"]):
+        for series, pair in places(row["direction"], row["rank"], row["peer"]):
             times[series][pair].append(time_us(row))
-
-
-def _places(direction: str, low: int, high: int) -> list[tuple[str, Pair]]:
-    """Where a row of a pair stands: by series, and who sends to whom."""
-    match direction:
-        case "low_to_high":
-            return [("one way", (low, high))]
-        case "high_to_low":
-            return [("one way", (high, low))]
-        case "latency":
-            return [("latency", (low, high)), ("latency", (high, low))]
-        case _:
-            return [("both ways", (low, high)), ("both ways", (high, low))]
 
 
 def _name_wrong(trial: Trial, rows: Sequence[Mapping[str, Any]]) -> bool:

@@ -19,7 +19,7 @@ from bench.accept.judge import held
 from bench.accept.matrix import judge_logs
 from bench.accept.speeds import measure_speeds
 from bench.accept.trial import Say, Trial
-from netlayer.verdict import MIN_PEERS, NO_EXPECTATION, Finding, Verdict
+from netlayer.verdict import NO_EXPECTATION, Finding, Verdict
 
 Phase = Callable[[Trial, Say], None]
 _AGAIN = 3
@@ -182,7 +182,7 @@ def _slow(trial: Trial, times: Mapping[tuple[int, ...], list[float]]) -> list[tu
     found = []
     for size in {len(group) for group in times}:
         alike = {group: trial.work.combined(each) for group, each in times.items() if len(group) == size}
-        if len(alike) < MIN_PEERS:
+        if len(alike) < work.least_peers:
             continue
         middle = statistics.median(alike.values())
         if work.shared:
@@ -271,10 +271,9 @@ def _compared(
     each = [trial.work.combined(times[group]) / 1e3 for group in groups]
     words = f"{min(each):.3f} to {max(each):.3f} ms, 0 wrong"
     who = f"{len(groups)} group{'s' * (len(groups) > 1)} of {len(groups[0])}"
-    if len(groups) < MIN_PEERS:
-        return Finding(
-            None, who, f"{phase}: {name}", words, f"{NO_EXPECTATION}; {MIN_PEERS} groups are peers", "", phase
-        )
+    if len(groups) < trial.work.least_peers:
+        expected = f"{NO_EXPECTATION}; {trial.work.least_peers} groups are peers"
+        return Finding(None, who, f"{phase}: {name}", words, expected, "", phase)
     return Finding("PASS", who, f"{phase}: {name}", words, "like each other", "", phase)
 
 

@@ -1,8 +1,10 @@
 """Faults that are planted on purpose, so that the verdict can be seen to name them: `--inject`.
 
 `slow:3:0.2` rank 3 does a fifth more work for every multiplication and copy; `hang:3` it stops before a collective;
-`corrupt:3` one byte of what it sends is wrong; `slowlink:2-3` messages between two ranks wait first. They are planted
-under the measurement, in the calls themselves (`watch`): what judges does not know of them.
+`corrupt:3` one byte of what it sends is wrong; `slowlink:2-3` messages between two ranks wait first, where NCCL is
+called directly again for every further GiB; `ctas:2-3:4` NCCL
+has four thread blocks for them, where it is called directly; `pulse:3` the rank's process is stopped 18 of every 20 ms.
+They are planted under the measurement, in the calls themselves (`watch`, `worker`): what judges does not know of them.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ from typing import Any, Literal, get_args
 
 from netlayer.errors import ConfigError
 
-PlantKind = Literal["slow", "hang", "corrupt", "slowlink"]
-# slow: share of the work that is done twice; hang: which of the rank's collectives; slowlink: milliseconds.
-_DEFAULTS: dict[str, float] = {"slow": 0.2, "hang": 3, "corrupt": 1, "slowlink": 10}
+PlantKind = Literal["slow", "hang", "corrupt", "slowlink", "ctas", "pulse"]
+PERIOD_MS = 20.0
+"""Of `pulse`."""
+_LINKS = ("slowlink", "ctas")
+# slow: share of the work that is done twice; hang: which of the rank's collectives; slowlink: milliseconds; ctas:
+# thread blocks; pulse: milliseconds of every `PERIOD_MS`.
+_DEFAULTS: dict[str, float] = {"slow": 0.2, "hang": 3, "corrupt": 1, "slowlink": 10, "ctas": 2, "pulse": 18}
 _FORM = re.compile(r"(\w+):(\d{1,6})(?:-(\d{1,6}))?(?::(\d{1,6}(?:\.\d{1,6})?))?")
-_REMEDY = "write slow:RANK:SHARE, hang:RANK, corrupt:RANK or slowlink:RANK-RANK"
+_REMEDY = "write slow:RANK:SHARE, hang:RANK, corrupt:RANK, slowlink:RANK-RANK:MS, ctas:RANK-RANK:NUM or pulse:RANK:MS"
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ def parse_plants(texts: Sequence[str], num_ranks: int) -> list[Plant]:
 def _parse(text: str, num_ranks: int) -> Plant:
     match = _FORM.fullmatch(text)
     kinds = get_args(PlantKind)
-    if match is None or match[1] not in kinds or (match[1] == "slowlink") != bool(match[3]):
+    if match is None or match[1] not in kinds or (match[1] in _LINKS) != bool(match[3]):
         raise ConfigError("--inject", text, f"must be one of {', '.join(kinds)} with its rank", _REMEDY)
     kind: PlantKind = match[1]  # type: ignore[assignment]
     ranks = tuple(int(rank) for rank in (match[2], match[3]) if rank)
@@ -60,4 +66,8 @@ def _parse(text: str, num_ranks: int) -> Plant:
     amount = float(match[4] or _DEFAULTS[kind])
     if not 0 < amount <= 100_000:
         raise ConfigError("--inject", text, "its amount must be above 0", _REMEDY)
+    if kind == "pulse" and amount >= PERIOD_MS:
+        raise ConfigError("--inject", text, f"must leave some of every {PERIOD_MS:g} ms", "give pulse:RANK:18")
+    if kind == "ctas" and (amount < 1 or amount != round(amount)):
+        raise ConfigError("--inject", text, "its amount must be a whole number of thread blocks", "give ctas:2-3:4")
     return Plant(kind, ranks, amount)

@@ -16,29 +16,43 @@ from torch import Tensor
 
 from collectives import health
 from collectives.health_trial import device_name, gather, make_row
+from collectives.pair_link import Tap
 
 Rows = list[dict[str, Any]]
 _WIDTH, _BATCH, _LEARNING_RATE = 64, 16, 0.05
 
 
-def run_probe(name: str, device: torch.device, args: Mapping[str, Any]) -> Rows:
-    """The rows of one probe; those of a group come the same on all of its ranks."""
-    return PROBES[name](device, args)
+def run_probe(name: str, device: torch.device, args: Mapping[str, Any], tap: Tap | None = None) -> Rows:
+    """The rows of one probe; those of a group come the same on all of its ranks.
+
+    `tap` stands between pairs and NCCL where they call it directly.
+    """
+    return PROBES[name](device, args, tap)
 
 
-def _gemm(device: torch.device, args: Mapping[str, Any]) -> Rows:
+def _gemm(device: torch.device, args: Mapping[str, Any], _tap: Tap | None) -> Rows:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rows = health.gemm(device, args["size"], dtype, args["repeats"], budget_s=args["budget_s"])
+    how = {"budget_s": args["budget_s"], "num_blocks": args.get("blocks", 0), "warmup_s": args.get("warmup_s", 0.0)}
+    rows = health.gemm(device, args["size"], dtype, args["repeats"], **how)
     return [dict(row) for row in rows]
 
 
-def _copy(device: torch.device, args: Mapping[str, Any]) -> Rows:
-    return [dict(row) for row in health.copy(device, args["bytes"], args["repeats"], budget_s=args["budget_s"])]
+def _copy(device: torch.device, args: Mapping[str, Any], _tap: Tap | None) -> Rows:
+    how = {"budget_s": args["budget_s"], "num_blocks": args.get("blocks", 0)}
+    return [dict(row) for row in health.copy(device, args["bytes"], args["repeats"], **how)]
 
 
-def _grouped(check: Callable[..., list[health.HealthRow]]) -> Callable[[torch.device, Mapping[str, Any]], Rows]:
-    def probe(device: torch.device, args: Mapping[str, Any]) -> Rows:
-        rows = check(_world(), args["bytes"], args["repeats"], budget_s=args["budget_s"])
+def _host(_device: torch.device, args: Mapping[str, Any], _tap: Tap | None) -> Rows:
+    return [dict(row) for row in health.host_pauses(args["budget_s"])]
+
+
+Probe = Callable[[torch.device, Mapping[str, Any], Tap | None], Rows]
+
+
+def _grouped(check: Callable[..., list[health.HealthRow]]) -> Probe:
+    def probe(device: torch.device, args: Mapping[str, Any], _tap: Tap | None) -> Rows:
+        how = {"graph_calls": args["graph_calls"]} if "graph_calls" in args else {}
+        rows = check(_world(), args["bytes"], args["repeats"], budget_s=args["budget_s"], **how)
         facts = _of_nccl(os.environ) if device.type == "cuda" else {}
         return [dict(row) | facts for row in rows]
 
@@ -53,12 +67,15 @@ def _of_nccl(environ: Mapping[str, str]) -> dict[str, int | bool]:
     return facts | ({"nvls": False} if environ.get("NCCL_NVLS_ENABLE") == "0" else {})
 
 
-def _pairs(_device: torch.device, args: Mapping[str, Any]) -> Rows:
+def _pairs(device: torch.device, args: Mapping[str, Any], tap: Tap | None) -> Rows:
     """`only`, where it is given, names ranks of the run; pairs of which one is not in the group are left out."""
     places = {rank: place for place, rank in enumerate(args["members"])}
     only = [(places[low], places[high]) for low, high in args.get("only", ()) if {low, high} <= places.keys()]
-    rows = health.pairs(_world(), args["bytes"], args["repeats"], budget_s=args["budget_s"], only=only)
-    return [dict(row) for row in rows]
+    how: dict[str, Any] = {"only": only, "eager": args.get("eager", False), "tap": tap}
+    how["messages"] = args.get("messages")
+    rows = health.pairs(_world(), args["bytes"], args["repeats"], budget_s=args["budget_s"], **how)
+    facts = _of_nccl(os.environ) if device.type == "cuda" else {}
+    return [dict(row) | facts for row in rows]
 
 
 def _world() -> dist.ProcessGroup:
@@ -67,7 +84,7 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-def _train(device: torch.device, args: Mapping[str, Any]) -> Rows:
+def _train(device: torch.device, args: Mapping[str, Any], _tap: Tap | None) -> Rows:
     """Data-parallel steps of a small perceptron; wrong where they differ from one rank's steps over the whole batch."""
     rank, ranks, steps = dist.get_rank(), dist.get_world_size(), args["repeats"]
     dice = torch.Generator("cpu").manual_seed(7)
@@ -105,7 +122,8 @@ def _step(weights: list[Tensor], x_BD: Tensor, y_B1: Tensor, ranks: int) -> floa
     return float(loss.detach())
 
 
-PROBES: Mapping[str, Callable[[torch.device, Mapping[str, Any]], Rows]] = {
+PROBES: Mapping[str, Probe] = {
+    "host": _host,
     "gemm": _gemm,
     "copy": _copy,
     "all_to_all": _grouped(health.all_to_all),

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from bench.accept import phases
+from bench.accept.counters import Counters
 from bench.accept.fleet import Fleet
 from bench.accept.links import Link
 from bench.accept.nics import NicJobs
@@ -143,6 +144,10 @@ def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages
     trial.alive = [member.rank for member in settings.members]
     for link in late:
         accuse_late(trial, link)
+    counters = Counters(fleet) if settings.backend == "nccl" else None
+    if counters:
+        with stages.open("counters"):
+            counters.before(trial)
     for name in settings.chosen:
         with stages.open(name) as bar:
             if name == "preflight":
@@ -164,6 +169,9 @@ def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages
         with stages.open("soak") as bar:
             soak(trial, settings.soak_s, bar)
         result.done.append("soak")
+    if counters:
+        with stages.open("counters"):
+            counters.after(trial)
 
 
 def worker_config(settings: Settings, member: Member) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Left out: what was found; `trial` holds it.
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -104,13 +105,16 @@ def _named(trial: Trial, verdict: Verdict) -> str:
 def drain_lists(trial: Trial) -> dict[str, list[str]]:
     """Commands that take hosts with faulty ranks, NICs or other parts out of service.
 
-    A link drains nobody, nor does a name without a host, nor a rank in a drill: no host has the name of a virtual node,
-    or the planted fault.
+    A host is a scheduler's unit: one GPU of it drains it, and so does a link inside of it; a link between hosts drains
+    nobody. Nor does a warning, a name without a host, or a rank in a drill: no host has the name of a virtual node, or
+    the planted fault.
     """
     kinds = ("NIC", "part") if trial.drill else ("NIC", "part", "node")
     reasons: dict[str, str] = {}
     for one in trial.accused:
-        if one.verdict == "FAIL" and one.kind in kinds:
+        hosts = {trial.members[rank].host for rank in one.ranks}
+        inside = one.kind == "link" and len(hosts) == 1 and not trial.drill
+        if one.verdict == "FAIL" and (one.kind in kinds or inside):
             for rank in one.ranks:
                 member = trial.members[rank]
                 label = member.label if one.kind == "node" else one.label
@@ -128,15 +132,20 @@ def _node_name(host: str) -> str:
 
 
 def tickets(result: Result) -> dict[str, str]:
-    """A text for each faulty part: what was found, beside what, and what was not done yet."""
+    """A text for each part that failed or is to be looked at: what was found, beside what, and what to do next."""
     found: dict[str, list[Finding]] = {}
     unknown = _unknown(result.trial)
+    accused = {one.label for one in result.trial.accused}
     for finding in result.trial.findings:
-        if finding.verdict == "FAIL" and finding.subject not in unknown:
+        warned = finding.verdict == "WARN" and finding.subject in accused
+        if (finding.verdict == "FAIL" or warned) and finding.subject not in unknown:
             found.setdefault(finding.subject, []).append(finding)
     texts = {}
     for subject, findings in found.items():
-        lines = [f"{subject}: failed acceptance in {', '.join(dict.fromkeys(one.file for one in findings))}", ""]
+        word = (
+            "failed acceptance" if any(one.verdict == "FAIL" for one in findings) else "to be looked at, not drained:"
+        )
+        lines = [f"{subject}: {word} in {', '.join(dict.fromkeys(one.file for one in findings))}", ""]
         for one in findings:
             lines += [f"Check:    {one.check}", f"Found:    {one.figure}", f"Expected: {one.expected}"]
             lines += [f"Next:     {one.next_step}", ""]
@@ -157,6 +166,8 @@ def record(
     rows += accused_rows(trial)
     rows += [{"table": "drain", "system": name, "lines": lines} for name, lines in drain_lists(trial).items()]
     rows += [{"table": "ticket", "subject": name, "text": text} for name, text in tickets(result).items()]
+    rows += [{"table": "score", **row} for row in trial.scores]
+    rows += [{"table": "evidence", **row} for row in trial.evidence]
     rows += [{"table": "measured", **row} for row in trial.rows]
     devices = sorted({row["device"] for row in trial.rows if "device" in row})
     return RunRecord(
@@ -230,21 +241,25 @@ def _device_speeds(report: Any, trial: Trial, prefix: str) -> None:
 
     from netlayer.report import Axis, charts
 
-    work = trial.work
-    best: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {}
     for row in trial.rows:
-        if row["phase"] == "gemm":
-            best.setdefault(trial.label([row["rank"]]), []).append(work.time_us(row))
-    if not best:
+        if row["check"] == "gemm" and row["phase"] == "gemm" and row["size_bytes"] == _largest_gemm(trial):
+            operations = row["tflops"] * row["p50_us"]  # of the time that counts on such devices
+            rates.setdefault(trial.label([row["rank"]]), []).append(operations / trial.work.time_us(row))
+    if not rates:
         return
-    operations = 2 * work.gemm["size"] ** 3
-    rows = [{"rank": name, "tflops": operations / work.combined(each) / 1e6} for name, each in best.items()]
+    pick = max if trial.work.shared else statistics.median
+    rows = [{"rank": name, "tflops": pick(each)} for name, each in rates.items()]
     section = report.section("Devices", "Product of two matrices on every rank.", source="measured")
     section.chart(
         charts.bars(pd.DataFrame(rows), "rank", Axis("tflops", title="GEMM", unit="TFLOP/s")),
         name=f"{prefix}-gemm",
         caption="Each rank's GEMM rate; a slow device is a short bar.",
     )
+
+
+def _largest_gemm(trial: Trial) -> int:
+    return max((int(row["size_bytes"]) for row in trial.rows if row["check"] == "gemm"), default=0)
 
 
 def _without_file(row: dict[str, str]) -> dict[str, str]:

@@ -45,7 +45,8 @@ def _cycle(trial: Trial, cycle: int, times: dict[tuple[str, tuple[int, ...]], li
     found: dict[tuple[str, tuple[int, ...]], list[float]] = defaultdict(list)
     for row in trial.rows[before:]:
         row["cycle"] = cycle
-        row.pop("iterations_us", None)  # hours of them would fill the disk
+        for name in ("iterations_us", "blocks_us"):  # hours of them would fill the disk
+            row.pop(name, None)
         found[row["check"], tuple(row["group"])].append(work.time_us(row))
     for key, each in found.items():
         times[key].append(work.combined(each))

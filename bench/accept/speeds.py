@@ -9,19 +9,23 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from bench.accept.confirm import confirm, inconclusive, open_of, state_of
+from bench.accept.gpu_speeds import STEPS, measure_gpu_speeds
 from bench.accept.matrix import Score, judge_logs
 from bench.accept.trial import Say, Trial
 from netlayer.verdict import MIN_PEERS, NO_EXPECTATION, Finding
 
 _TURNS = 3
+_PULSED_RATIO, _SUSPECT_RATIO = 2.0, 1.5
+"""Times the mean time of its peers, from which a rank is named, and from which it is looked at again."""
+_MOST_PULSED = 4
+_LONG_TURN = {"repeats": 1000, "budget_s": 0.1}
+_PULSES = "see what stops or throttles the process of {} (top, cpu.stat: nr_throttled, its state in ps), and its clocks"
 _STABLE_BATCHES = 3
 _QUIET_MAD = 0.01
 """Of the scores, above which ranks are measured again: a slow one could hide in the scatter."""
-_STEPS = {
-    "gemm": "read clocks, throttle reasons, power limit and temperature of {} (nvidia-smi -q) while it works",
-    "copy": "read PCIe width and speed (nvidia-smi -q, lspci -vv) and memory errors of {}",
-}
 Times = dict[str, dict[int, float]]
 """By series (the direction of a copy) and rank: microseconds."""
 Scores = dict[str, dict[int, Score]]
@@ -30,22 +34,29 @@ Scores = dict[str, dict[int, Score]]
 def measure_speeds(trial: Trial, name: str, say: Say) -> None:
     """One probe of every rank; findings and accused go to the trial."""
     work = trial.work
+    if not work.shared:
+        measure_gpu_speeds(trial, name, say)
+        return
     args = {"gemm": work.gemm, "copy": work.copy}[name]
     each: dict[tuple[str, int], list[float]] = defaultdict(list)
+    means: dict[int, list[float]] = defaultdict(list)
     before: list[Times] = []
     # Copies scatter more: there, more batches than this change little.
     most = work.most_batches if name == "gemm" else max(work.least_batches, work.most_batches // 3)
     for batch in range(most):
         say(batch, most, "again: some stand out, or all scatter" if batch >= work.least_batches else "")
-        for _ in range(_TURNS if work.shared else 1):
-            for row in trial.alone(name, name, args, trial.alive, turns=work.shared):
+        for _ in range(_TURNS):
+            for row in trial.alone(name, name, args, trial.alive, turns=True):
                 each[row.get("direction", "").replace("_", " "), row["rank"]].append(work.time_us(row))
+                means[row["rank"]].append(statistics.fmean(row["iterations_us"]))
         times = _times(trial, each)
         scores = _scores(trial, times)
         if batch + 1 >= work.least_batches and _is_settled(times, scores, before):
             break
         before.append(times)
     _conclude(trial, name, times, scores)
+    if name == "gemm":
+        _find_pulsed(trial, args, means)
 
 
 def _times(trial: Trial, each: Mapping[tuple[str, int], Sequence[float]]) -> Times:
@@ -104,7 +115,7 @@ def _conclude(trial: Trial, name: str, times: Times, scores: Scores) -> None:
             who = trial.label([rank])
             figure = f"{_rate(trial, name, by_rank[rank])}, {score.share:.3f} of its peers"
             expected = f"peers: median {middle} of {score.peers.num_peers}, MAD {score.peers.mad:.3f}"
-            finding = Finding(score.verdict, who, check, figure, expected, _STEPS[name].format(who), name)
+            finding = Finding(score.verdict, who, check, figure, expected, STEPS[name].format(who), name)
             trial.accuse(name, "node", [rank], finding)
         trial.findings += _passed(trial, name, check, by_rank, scores[series], middle)
 
@@ -120,6 +131,41 @@ def _passed(
     figure = f"worst {_rate(trial, name, by_rank[worst])}, {trial.label([worst])}"
     expected = f"peers: median {middle} of {len(scores)}, MAD {good[worst].peers.mad:.3f}"
     return [Finding("PASS", f"{len(good)} ranks", check, figure, expected, "", name)]
+
+
+def _find_pulsed(trial: Trial, args: Mapping[str, Any], means: Mapping[int, Sequence[float]]) -> None:
+    """Name ranks whose fastest times are good, and which stand still in between: by means, tried again in turns.
+
+    A mean of a turn is of so long that pauses of some ten milliseconds lie within each: then no turn of such a rank is
+    fast. Other work on the machine meets all ranks alike (`confirm`).
+    """
+    accused = {rank for one in trial.accused for rank in one.ranks}
+    middle = {rank: statistics.median(each) for rank, each in means.items() if rank in trial.alive}
+    if len(middle) < MIN_PEERS:
+        return
+    limit_us = _SUSPECT_RATIO * statistics.median(middle.values())
+    order = sorted(set(middle) - accused, key=lambda rank: middle[rank])
+    suspects = [rank for rank in reversed(order) if middle[rank] > limit_us][:_MOST_PULSED]
+    controls = [rank for rank in order if rank not in suspects]
+    if not suspects:
+        return
+
+    def measure(ranks: Sequence[int]) -> dict[int, dict[str, float]]:
+        rows = trial.alone("gemm", "gemm", {**args, **_LONG_TURN}, ranks, turns=True)
+        return {row["rank"]: {"mean": statistics.fmean(row["iterations_us"])} for row in rows}
+
+    proof = confirm(suspects, controls, measure, _PULSED_RATIO, trial.work.turn_s)
+    for rank in suspects:
+        if state_of(proof, rank) != "slow":
+            continue
+        found, who = proof[rank, "mean"], trial.label([rank])
+        words = f"{found.ratio:.1f} times the mean time of its peers, though now and then as fast; {found.words}"
+        finding = Finding("FAIL", who, "gemm, steadily", words, "means like its peers'", _PULSES.format(who), "gemm")
+        trial.accuse("gemm", "node", [rank], finding)
+    if unsure := open_of(proof):
+        trial.findings.append(
+            inconclusive(trial.alive, "gemm", "gemm, steadily", [trial.label([one]) for one in unsure])
+        )
 
 
 def _rate(trial: Trial, name: str, time_us: float) -> str:

@@ -12,12 +12,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bench.accept.bisect import Culprits, find_culprits
+from bench.accept.expectations import load
 from bench.accept.fleet import Fleet, Outcome, Rows, hindmost
+from bench.accept.series import KNOWN_SPREAD, Reference
 from bench.accept.work import Work
 from netlayer.verdict import Finding, Verdict
 
 Say = Callable[[int, int, str], None]
 _LOST_PEER = re.compile(r"connection|closed by|reset|refused|broken pipe|timed? ?out|socket|ncclRemoteError", re.I)
+_ROUND_S = 2.0  # that a round of pairs of GPUs may take
 _AGAIN = "run it again; where it comes back, take {} out of service"
 _DRAIN = "drain {}; read its kernel log and the NIC's and GPU's error counters, then run this again with it alone"
 _SLOW = "it gets on: see what else runs there (top), or give a longer --limit"
@@ -61,6 +64,9 @@ class Trial:
     Args:
         alive: ranks that take part still.
         drill: nodes are virtual or faults are planted: no host is to be drained for what ranks do.
+        scores: of single series, with their distance to the threshold; for the record.
+        evidence: what hosts told of their GPUs before and after; for the record.
+        stopped_hosts: ranks whose process is kept from its core: nothing of that is charged to their GPUs.
     """
 
     fleet: Fleet
@@ -71,6 +77,9 @@ class Trial:
     findings: list[Finding] = field(default_factory=list)
     accused: list[Accused] = field(default_factory=list)
     drill: bool = False
+    scores: list[dict[str, Any]] = field(default_factory=list)
+    evidence: list[dict[str, Any]] = field(default_factory=list)
+    stopped_hosts: set[int] = field(default_factory=set)
 
     def label(self, ranks: Iterable[int]) -> str:
         """`node3`, or `node2 - node3` for a link."""
@@ -120,7 +129,10 @@ class Trial:
     def _run(self, phase: str, name: str, args: Mapping[str, Any], batches: Sequence[Sequence[Sequence[int]]]) -> Rows:
         found: Rows = []
         for batch in batches:
-            for outcome in self.fleet.run(name, args, batch, self.work.limit_s) if batch else ():
+            limit_s = self.work.limit_s
+            if name == "pairs" and not self.work.shared:  # as many rounds as ranks, each with a communicator to be made
+                limit_s += _ROUND_S * max(map(len, batch), default=0)
+            for outcome in self.fleet.run(name, args, batch, limit_s) if batch else ():
                 found += self._judged(phase, name, args, outcome)
         return found
 
@@ -207,6 +219,17 @@ class Trial:
         """Those that had come least far, where they are several but not all; else all."""
         least = hindmost(outcome.where)
         return least if 2 <= len(least) < len(outcome.group) else outcome.group
+
+
+def reference_for(facts: Mapping[str, Any]) -> Reference | None:
+    """What is known of such a device with these facts; None where nothing is."""
+    entry = next((one for one in load() if one.fits(facts)), None)
+    return None if entry is None else Reference(entry.value, KNOWN_SPREAD, f"{entry.value:g}: {entry.source}")
+
+
+def inconclusive_step(who: str) -> str:
+    """What to do where something stood out once, and not again."""
+    return f"run it again: {who} stood out in one series, and a fault shows in several"
 
 
 def evidence(outcome: Outcome) -> Iterable[tuple[tuple[int, ...], str]]:

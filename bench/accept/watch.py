@@ -22,13 +22,18 @@ SLOT = struct.Struct("qq")
 """In shared memory, for each rank: collectives and messages that it has launched, and those that have returned."""
 
 _FOREVER_S = 3600.0
-# What steers a measurement is smaller: a fault there would hang it instead of spoiling its data.
-_LEAST_SPOILT_BYTES = 64
+# What steers a measurement is smaller (128 bytes say where a communicator meets): a fault there would hang it instead
+# of spoiling its data.
+_LEAST_SPOILT_BYTES = 256
+_CYCLES_A_MS = 1_980_000  # of a H100's clock at most; others are near
+_GIB = 1 << 30
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Put it around what a task calls.
+
+    It is a `collectives.pair_link.Tap` too: what pairs of ranks launch through NCCL itself passes torch by.
 
     Args:
         slots: shared memory of the counts.
@@ -56,6 +61,30 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if plant := self._plants.get("slow"):
             _work_again(func, args, plant.amount)
         return out
+
+    def max_ctas(self, peer: int) -> int | None:
+        """As a planted fault wants it for the communicator with this member."""
+        plant = self._plants.get("ctas")
+        return round(plant.amount) if plant and self._members[peer] in plant.ranks else None
+
+    def before(self, peer: int, send: Tensor | None, num: int) -> Tensor | None:
+        """Count a launch of messages, and do to it what is planted; what is slow is so on the device."""
+        launched, returned = SLOT.unpack_from(self._slots, self._at)
+        hang, link = self._plants.get("hang"), self._plants.get("slowlink")
+        if hang and launched + 1 >= hang.amount:
+            time.sleep(_FOREVER_S)
+        if link and self._members[peer] in link.ranks and send is not None:
+            gibs = max(1, send.nbytes / _GIB)
+            torch.cuda._sleep(round(num * gibs * link.amount * _CYCLES_A_MS))  # type: ignore[no-untyped-call]
+        if "corrupt" in self._plants and send is not None:
+            send = self._spoilt_copy(send)
+        SLOT.pack_into(self._slots, self._at, launched + 1, returned)
+        return send
+
+    def after(self) -> None:
+        """Count that it has returned."""
+        launched, returned = SLOT.unpack_from(self._slots, self._at)
+        SLOT.pack_into(self._slots, self._at, launched, returned + 1)
 
     def _communicate(self, func: Any, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         launched, returned = SLOT.unpack_from(self._slots, self._at)

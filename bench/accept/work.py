@@ -1,7 +1,8 @@
 """How much an acceptance run does on a kind of device, and what of the measured times counts there.
 
-On GPUs every rank has its own device, all work at once, and the median counts. Ranks that share cores (gloo) take turns
-where they can, and their fastest time counts: whatever else runs there only adds to it.
+On GPUs every rank has its own device, and all work at once: series of blocks count (`series`), else the median. Ranks
+that share cores (gloo) take turns where they can, and their fastest time counts: whatever else runs there only adds to
+it; but ranks that stand still in between are found by their means (`speeds`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from bench.accept.series import LEAST_PEERS
+from netlayer.verdict import MIN_PEERS
 
 Args = Mapping[str, Any]
 
@@ -25,12 +29,14 @@ class Work:
         least_speed_ratio: times as long as its peers a device must take to be accused.
         least_ratio: times as long as its peers a link or group must take to be accused: where messages go through
             cores that ranks share, less than that is chance.
+        least_peers: so many must have done the same work before one of them is held against the others.
         turn_s: of what stands out on shared cores, which is tried again in turns: from one turn to the next.
         limit_s: a task that takes longer hangs.
         form_s: so long a group may take to form before that: NCCL and the devices are initialised in the first one.
     """
 
     shared: bool
+    host: Args
     gemm: Args
     copy: Args
     all_to_all: Args
@@ -42,6 +48,7 @@ class Work:
     most_batches: int
     least_speed_ratio: float
     least_ratio: float
+    least_peers: int
     turn_s: float
     limit_s: float
     form_s: float
@@ -65,6 +72,7 @@ def work_for(backend: str, limit_s: float | None, virtual_nodes: bool = False, s
         turn = {"repeats": 8, "budget_s": 0.1}
         return Work(
             shared=True,
+            host={"budget_s": 0.1},
             gemm={"size": 384, **turn},
             copy={"bytes": 2 << 20, **turn},
             all_to_all={"bytes": 1 << 20, "repeats": 10, "budget_s": 0.5},
@@ -76,30 +84,47 @@ def work_for(backend: str, limit_s: float | None, virtual_nodes: bool = False, s
             most_batches=20,
             least_speed_ratio=1.15,
             least_ratio=4.0,
+            least_peers=MIN_PEERS,
             turn_s=1.0,
             limit_s=limit_s or 10.0,
             form_s=8.0,
         )
-    alone_s = 0.5
     if shares_gpus:  # one after the other, and virtual nodes' bytes go through loopback: less of each
-        alone_s = 0.15
-        sizes = {"gemm": 4096, "copy": 1 << 25, "group": 1 << 22, "pair": 1 << 20}
-    else:
-        sizes = {"gemm": 8192, "copy": 1 << 28, "group": 1 << 26, "pair": 1 << 24}
+        return Work(
+            shared=True,
+            host={"budget_s": 0.1},
+            gemm={"size": 4096, "repeats": 30, "budget_s": 0.15},
+            copy={"bytes": 1 << 25, "repeats": 20, "budget_s": 0.15},
+            all_to_all={"bytes": 1 << 22, "repeats": 20, "budget_s": 0.5},
+            all_reduce={"bytes": 1 << 22, "repeats": 20, "budget_s": 0.5},
+            pairs={"bytes": 1 << 20, "repeats": 10, "budget_s": 6.0, "eager": True},
+            latency={"bytes": 8, "repeats": 200, "budget_s": 0.5},
+            train={"bytes": 0, "repeats": 20, "budget_s": 1.0},
+            least_batches=1,
+            most_batches=6,
+            least_speed_ratio=1.15,
+            least_ratio=4.0,
+            least_peers=MIN_PEERS,
+            turn_s=1.0,
+            limit_s=limit_s or 10.0,
+            form_s=40.0,
+        )
     return Work(
-        shared=shares_gpus,
-        gemm={"size": sizes["gemm"], "repeats": 30, "budget_s": alone_s},
-        copy={"bytes": sizes["copy"], "repeats": 20, "budget_s": alone_s},
-        all_to_all={"bytes": sizes["group"], "repeats": 20, "budget_s": 0.5},
-        all_reduce={"bytes": sizes["group"], "repeats": 20, "budget_s": 0.5},
-        pairs={"bytes": sizes["pair"], "repeats": 10, "budget_s": 6.0},
-        latency={"bytes": 8, "repeats": 200, "budget_s": 0.5},
+        shared=False,
+        host={"budget_s": 0.1},
+        gemm={"size": 8192, "repeats": 30, "budget_s": 1.6, "blocks": 15, "warmup_s": 0.5},
+        copy={"bytes": 1 << 28, "repeats": 20, "budget_s": 0.9, "blocks": 6},
+        all_to_all={"bytes": 1 << 26, "repeats": 20, "budget_s": 0.5},
+        all_reduce={"bytes": 1 << 26, "repeats": 20, "budget_s": 0.5},
+        pairs={"bytes": None, "repeats": 6, "budget_s": 3.0},
+        latency={"bytes": 8, "repeats": 50, "budget_s": 0.5, "graph_calls": 50},
         train={"bytes": 0, "repeats": 20, "budget_s": 1.0},
-        least_batches=1,
-        most_batches=6 if shares_gpus else 4,
-        least_speed_ratio=1.15 if shares_gpus else 1.0,
-        least_ratio=4.0 if shares_gpus else 2.0 if virtual_nodes else 1.0,
-        turn_s=1.0 if shares_gpus else 0.0,
+        least_batches=2,
+        most_batches=3,
+        least_speed_ratio=1.0,
+        least_ratio=2.0 if virtual_nodes else 1.0,
+        least_peers=LEAST_PEERS,
+        turn_s=0.0,
         limit_s=limit_s or (10.0 if virtual_nodes else 30.0),  # a fabric is slower to begin with than loopback
         form_s=40.0,
     )

@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import subprocess
+import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from bench.accept.plant import Plant
+from bench.accept.plant import PERIOD_MS, Plant
 from bench.accept.probes import run_probe
 from bench.accept.watch import Watch, warm_up
 from bench.accept.wire import Message, Reader, write
@@ -25,6 +28,19 @@ from congestion.nic.env import exports, for_ranks
 from netlayer.config import NcclConfig
 from netlayer.rank import reason_of
 
+# Stops and continues its parent, the process named by its first argument, for as long as that lives.
+_PULSES = """
+import os, signal, sys, time
+pid, stopped_s, running_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+try:
+    while os.getppid() == pid:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(stopped_s)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(running_s)
+except ProcessLookupError:
+    pass
+"""
 # The run ends a task long before: a rank must not leave a collective on its own and seem to be the culprit.
 _PATIENCE = timedelta(hours=1)
 
@@ -41,7 +57,7 @@ class Worker:
     def __init__(self, rank: int, config: Message, slots: mmap.mmap, slot: int) -> None:
         self._rank, self._slots, self._slot = rank, slots, slot
         os.environ.update(config["environ"])
-        self._plants = [Plant(one["kind"], tuple(one["ranks"]), one["amount"]) for one in config["plants"]]
+        self._plants = _plants(config["plants"])
         self._device = torch.device(config["device"])
         if self._device.type == "cuda":
             os.environ.update(exports(for_ranks("nccl", NcclConfig(**config["nccl"]))))
@@ -50,6 +66,9 @@ class Worker:
         else:
             torch.set_num_threads(1)
         self._group = ""
+        for plant in self._plants:
+            if plant.kind == "pulse" and rank in plant.ranks:
+                _stop_in_pulses(plant.amount)
 
     def serve(self, requests: int, replies: int) -> None:
         """Answer until nobody asks any more."""
@@ -59,14 +78,16 @@ class Worker:
                 write(replies, {"task": task["task"], **self._answer(task, replies)})
 
     def _answer(self, task: Message, replies: int) -> dict[str, Any]:
-        members = task["members"]
+        members, args = task["members"], task["args"]
+        if "plants" in args:  # from this task on, in place of those from the start
+            self._plants = _plants(args["plants"])
         try:
             self._form(task)
             write(replies, {"task": task["task"], "formed": True})
             watch = Watch(self._slots, self._slot, self._plants, members, self._rank)
             # Nothing of a rank that measures alone is counted; without a fault planted it runs bare.
             with watch if len(members) > 1 or self._plants else contextlib.nullcontext():
-                rows = run_probe(task["name"], self._device, {**task["args"], "members": members})
+                rows = run_probe(task["name"], self._device, {**args, "members": members}, watch)
             if len(members) == 1:  # whatever group was formed before
                 rows = [{**row, "rank": 0} for row in rows]
             first = self._rank == members[0]
@@ -107,3 +128,14 @@ class Worker:
             timeout=_PATIENCE,
         )
         self._group = task["group"]
+
+
+def _plants(told: Sequence[Mapping[str, Any]]) -> list[Plant]:
+    return [Plant(one["kind"], tuple(one["ranks"]), one["amount"]) for one in told]
+
+
+def _stop_in_pulses(stopped_ms: float) -> None:
+    """A planted fault: another process stops this one for so long in every period, for as long as it lives."""
+    seconds = [str(ms / 1e3) for ms in (stopped_ms, PERIOD_MS - stopped_ms)]
+    command = [sys.executable, "-S", "-E", "-c", _PULSES, str(os.getpid()), *seconds]
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from bench.backends import libnccl
 from bench.backends.base import DTYPES
 from bench.backends.gpu import Gpu
-from bench.backends.libnccl import DATA_TYPES, Libnccl
 from bench.checks import premultiplier
+from collectives import libnccl
+from collectives.libnccl import DATA_TYPES, Libnccl
 from netlayer.rank import RankEnv
 
 REGISTER, SYMMETRIC = 1, 2  # of -R

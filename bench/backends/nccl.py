@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bench.backends import libnccl, nccl_versions
+from bench.backends import nccl_versions
 from bench.backends.base import DTYPES, Backend, Call, Device, Facts, Heard, Launch
 from bench.backends.communicator import Communicator
 from bench.backends.distributed import local_gpu
 from bench.backends.gpu import Gpu
-from bench.backends.libnccl import DATA_TYPES, RED_OPS, Libnccl, show_version
 from bench.backends.nccl_log import NcclLog, read_algorithm, read_nvls
 from bench.options import OP_NAMES, PerfOptions
+from collectives import libnccl
+from collectives.libnccl import DATA_TYPES, RED_OPS, Libnccl, show_version
 from netlayer.rank import RankEnv
 
 if TYPE_CHECKING:

@@ -14,7 +14,11 @@ from typing import Any, Literal
 from bench.accept.fleet import Outcome, Where
 
 FaultKind = Literal["none", "slow", "hang", "stuck inside", "dead", "corrupt", "corrupt link", "slow node", "slow link"]
-_BASE_US = {"gemm": 500.0, "copy": 800.0, "all_reduce": 900.0, "all_to_all": 700.0, "train": 2000.0}
+_BLOCKS = 6
+_BASE_US = {"host": 1.0, "gemm": 500.0, "copy": 800.0, "all_reduce": 900.0, "all_to_all": 700.0, "train": 2000.0}
+
+
+_ALONE = ("host", "gemm", "copy")
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class SimulatedFleet:
 
     def _outcome(self, name: str, group: tuple[int, ...], only: Sequence[tuple[int, ...]]) -> Outcome:
         world, outcome = self.world, Outcome(group)
-        met = set(world.ranks) <= set(group) and (len(group) > 1 or name in ("gemm", "copy"))
+        met = set(world.ranks) <= set(group) and (len(group) > 1 or name in _ALONE)
         if met and world.kind == "dead":
             outcome.dead = {world.ranks[0]: "was ended by SIGKILL"}
         elif met and len(group) > 1 and world.kind == "stuck inside":
@@ -70,7 +74,7 @@ class SimulatedFleet:
     def _rows(self, name: str, group: tuple[int, ...]) -> list[dict[str, Any]]:
         world = self.world
         in_group = set(world.ranks) <= set(group)
-        grouped = name not in ("gemm", "copy")
+        grouped = name not in _ALONE
         factor = 1.0
         if in_group and (grouped and world.kind in ("slow node", "slow link")):
             factor = world.factor
@@ -89,7 +93,15 @@ class SimulatedFleet:
         if self._bursts and self._busy:  # in half of all rows some call finds the cores free
             time_us += max(0.0, self._draw.uniform(-self._bursts.most_us, self._bursts.most_us))
         row: dict[str, Any] = {"check": name, "rank": rank, "device": "simulated", "size_bytes": 1 << 26}
-        row |= {"p50_us": time_us, "p99_us": time_us * 1.2, "min_us": time_us * 0.98, "wrong": wrong, "ok": not wrong}
+        row |= {"iterations_us": [time_us * max(0.5, self._draw.gauss(1, self.world.noise)) for _ in range(_BLOCKS)]}
+        row |= {
+            "stopped_share": 0.0,
+            "p50_us": time_us,
+            "p99_us": time_us * 1.2,
+            "min_us": time_us * 0.98,
+            "wrong": wrong,
+            "ok": not wrong,
+        }
         return {**row, "bus_bw_gbs": 1e5 / time_us, "first_loss": 1.0, "last_loss": 0.5}
 
     def _pairs(self, group: tuple[int, ...], only: Sequence[tuple[int, ...]]) -> list[dict[str, Any]]:
@@ -106,5 +118,6 @@ class SimulatedFleet:
                 wrong = wrong or (world.kind == "corrupt link" and set(ends) == set(world.ranks))
                 base = 20.0 if direction == "latency" else 1000.0
                 row = self._row("pairs", low, base * factor, int(wrong and direction != "latency"))
-                rows.append({**row, "peer": high, "round": 0, "direction": direction})
+                launches = {} if direction == "latency" else {"messages": 1, "host_us": 1.0}
+                rows.append({**row, **launches, "peer": high, "round": 0, "direction": direction})
         return rows

@@ -124,6 +124,9 @@ def test_a_planted_fault_is_named_on_nccl_and_the_rest_goes_on(
     work = work_for("nccl", 6.0, virtual_nodes=True, shares_gpus=bool(shared_gpus))
     members = members_of([("localhost", RANKS)], 1)
     result = run(Settings(members, "nccl", work, [plant], chosen, virtual_nodes=True, shared_gpus=shared_gpus), [link])
+    if plant.kind == "slowlink" and not shared_gpus:  # of four nodes that nothing is known of, nobody is accused
+        assert not result.trial.accused
+        return
     assert {one.ranks for one in result.trial.accused if one.verdict == "FAIL"} == {plant.ranks}, result.trial.findings
     assert result.done == list(chosen)
     if len(plant.ranks) == 1:
@@ -319,6 +322,7 @@ BAD_OPTIONS: list[tuple[tuple[object, ...], str]] = [
     (("--inject", "slowlink:3"), "must be one of"),
     (("--inject", "slowlink:2-2"), "each once"),
     (("--inject", "slow:9"), "must name ranks of 0..3"),
+    (("--inject", "ctas:0-1:2"), "--inject = ctas:0-1:2: has no effect on gloo"),
     (("--inject", "slow:1:0"), "its amount must be above 0"),
     (("--only", "gem"), "--only = gem: must be one of preflight, verbs, gemm"),
     (("--ranks-per-node", "3"), "--ranks = 4: must be a multiple of --ranks-per-node = 3"),

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from bench.backends import DTYPES, NcclBackend, libnccl
-from bench.backends.libnccl import DATA_TYPES, PROTOTYPES, RED_OPS, Config, NcclError
+from bench.backends import DTYPES, NcclBackend
 from bench.buffers import Buffers
 from bench.control import meet
 from bench.driver import load_collective
 from bench.measure import join
 from bench.options import PerfOptions
 from bench.table import format_table, nccl_tests_json
+from collectives import libnccl
+from collectives.libnccl import DATA_TYPES, PROTOTYPES, RED_OPS, Config, NcclError
 from netlayer.errors import HardwareMissing
 from netlayer.meeting import MeetingPlace
 from netlayer.rank import RankEnv

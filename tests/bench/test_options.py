@@ -14,9 +14,10 @@ from bench import command as command_module
 from bench.all_gather import COLLECTIVE as ALL_GATHER
 from bench.all_reduce import COLLECTIVE as ALL_REDUCE
 from bench.all_reduce import command
-from bench.backends import BACKENDS, DTYPES, OPS, NcclBackend, choose_backend, libnccl, nccl_versions
+from bench.backends import BACKENDS, DTYPES, OPS, NcclBackend, choose_backend, nccl_versions
 from bench.driver import list_cases, load_collective
 from bench.options import BACKEND_NAMES, DIRECT_FLAGS, DTYPE_NAMES, OP_NAMES, PerfOptions, Request
+from collectives import libnccl
 from netlayer.errors import ConfigError, HardwareMissing
 
 
@@ -54,6 +55,14 @@ def test_short_and_long_names_mean_the_same(asked: list[Request]) -> None:
     assert asked[0] == asked[1]
     assert asked[0].options.max_bytes == 16 << 20
     assert asked[0].options.sizes() == [8 * 8**power for power in range(8)]
+
+
+def test_the_forms_of_nccl_tests_own_pages_are_read(asked: list[Request]) -> None:
+    """Roots, operators and types by `all`, sizes with a fraction or a small letter, numbers in base 16."""
+    call("-r all -o all -d all -b 0.5k -e 1.5m -f 2 -n 0x14")
+    options = asked[0].options
+    assert (options.root, options.op, options.dtype) == (-1, "all", "all")
+    assert (options.min_bytes, options.max_bytes, options.iters) == (512, 3 << 19, 20)
 
 
 def test_flags_at_their_default_are_not_refused(asked: list[Request]) -> None:

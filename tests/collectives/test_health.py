@@ -102,6 +102,25 @@ def test_a_budget_bounds_the_repeats() -> None:
     assert len(health.copy(CPU, 2**20, repeats=2, budget_s=0.05)[0]["iterations_us"]) == 2
 
 
+def test_blocks_are_timed_beside_single_calls_and_make_the_figure() -> None:
+    (gemm,) = health.gemm(CPU, 64, torch.float32, repeats=3, budget_s=0.02, num_blocks=4, warmup_s=0.01)
+    (copy,) = health.copy(CPU, 2**16, repeats=3, budget_s=0.02, num_blocks=2)
+    for row, num in ((gemm, 4), (copy, 2)):
+        assert len(row["blocks_us"]) == num
+        assert len(row["iterations_us"]) == 3
+    mean_us = sum(gemm["blocks_us"]) / 4
+    assert gemm["tflops"] == pytest.approx(2 * 64**3 / mean_us / 1e6)
+
+
+def test_a_host_that_is_stopped_shows_in_its_pauses() -> None:
+    """The clock of this test jumps: a tenth of a second is 0.06 s of pauses and 0.04 s in which it is read."""
+    steps_ns = itertools.cycle([30_000_000, *([100_000] * 200)])
+    with mock.patch("time.perf_counter_ns", side_effect=itertools.accumulate(steps_ns)):
+        (row,) = health.host_pauses(0.1)
+    assert (row["check"], row["p50_us"]) == ("host", 30_000.0)
+    assert row["stopped_share"] == pytest.approx(0.6, abs=0.02)
+
+
 @pytest.mark.parametrize("bad", [{"num_bytes": 0}, {"repeats": 0}, {"budget_s": 0.0}])
 def test_bad_arguments_are_value_errors(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="above zero"):
@@ -118,7 +137,7 @@ def all_checks(rank: int, members: list[int]) -> dict[str, Rows]:
         "pairs": health.pairs(group, 70_000, repeats=3, progress=lambda done, total: seen.append((done, total))),
         "asked": health.pairs(group, 1000, repeats=3, only=[(1, 2), (0, 1), (1, 2)]) if len(members) > 2 else [],
         "all_to_all": health.all_to_all(group, 40_000, repeats=3),
-        "all_reduce": health.all_reduce(group, 40_001, repeats=3),
+        "all_reduce": health.all_reduce(group, 40_001, repeats=3, graph_calls=2),
     }
     num_rounds = len(health.pair_rounds(len(members)))
     assert seen == [(number + 1, num_rounds) for number in range(num_rounds)]

@@ -207,6 +207,15 @@ def load() -> Libnccl:
         raise
 
 
+def is_there() -> bool:
+    """Whether `load` finds a library."""
+    try:
+        load()
+    except HardwareMissing:
+        return False
+    return True
+
+
 def show_version(version: int) -> str:
     """22809 as 2.28.9."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
