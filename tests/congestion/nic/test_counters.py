@@ -441,6 +441,9 @@ def _damage(folder: Path, kind: str) -> None:
         table = pq.read_table(file)
         words = pa.array(["x"] * len(table))
         pq.write_table(table.set_column(1, table.schema.names[1], words), file)
+    elif kind == "nested":
+        deep = {b"netlayer.nic.counters": b"[" * 100_000}
+        pq.write_table(pq.read_table(file).replace_schema_metadata(deep), file)
     elif kind == "columns":
         pq.write_table(pq.read_table(file).drop_columns(["mlx5_0/1/rcv_bytes"]), folder / "part-00001.parquet")
     elif kind == "twice":
@@ -456,6 +459,7 @@ def _damage(folder: Path, kind: str) -> None:
         ("other", "is no log of NIC counters"),
         ("words", "has no whole numbers"),
         ("columns", "has other counters"),
+        ("nested", "has notes that are no JSON object"),
         ("twice", "goes back in time"),
         ("none", "holds no *.parquet"),
     ],
