@@ -62,7 +62,7 @@ class Headroom:
         return self.xoff_bytes + self.reserve_bytes
 
     def profile_bytes(self, *, shared_pool: bool) -> int:
-        """`size` of a buffer profile: with a shared headroom pool xoff comes out of that, and SONiC reserves xon alone."""
+        """`size` of a buffer profile: with a shared headroom pool xoff comes out of that, and xon alone is reserved."""
         if self.from_pool:
             return self.reserve_bytes
         return self.xon_bytes if shared_pool else self.size_bytes
