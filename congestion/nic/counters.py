@@ -1,9 +1,14 @@
 """Which counters RDMA NICs have: hw_counters and port counters of sysfs, statistics of ethtool.
 
 A column is `<device>/<port>/<counter>`. `port_xmit_data` and `port_rcv_data`, which count four bytes at a time, become
-`xmit_bytes` and `rcv_bytes`. Fast counters are read at every sample, the others five times a second at most: a NIC
-answers many of them through its firmware. All paths are walked below the root (`congestion.nic.tree`), and a name that
-is none is left out. Left out, too: counters of single queue pairs.
+`xmit_bytes` and `rcv_bytes`, and what another driver counts under another name gets mlx5's. Fast counters are read at
+every sample, the others five times a second at most: a NIC answers many of them through its firmware. All paths are
+walked below the root (`congestion.nic.tree`), and a name that is none is left out. Left out, too: counters of single
+queue pairs.
+
+Names: Linux, drivers/infiniband/hw/bnxt_re/hw_counters.c (of 6.x, and as renamed in 2025), irdma/verbs.c and the names
+that irdma out of tree gives the same counters, ionic/ionic_hw_stats.c (which asks the firmware for them: those of
+AMD's Pollara, as its tools list them), mana/counters.c, sw/rxe/rxe_hw_counters.c.
 """
 
 from __future__ import annotations
@@ -23,7 +28,43 @@ logger = logging.getLogger(__name__)
 
 MISSING = -1  # not read at this sample, or unreadable
 _RENAMED = {"port_xmit_data": ("xmit_bytes", 4), "port_rcv_data": ("rcv_bytes", 4)}
-FAST = frozenset({"xmit_bytes", "rcv_bytes", "port_rcv_packets", "np_ecn_marked_roce_packets"})
+# By mlx5's name, what other drivers call the same.
+_ALIASES = {
+    "xmit_bytes": ("tx_bytes", "tx_rdma_ucast_bytes"),  # bnxt_re and mana, ionic
+    "rcv_bytes": ("rx_bytes", "rx_rdma_ucast_bytes"),
+    "port_rcv_packets": ("rx_pkts", "rx_rdma_ucast_pkts", "RxUDP", "rcvd_pkts"),  # bnxt_re, ionic, irdma, rxe
+    "np_ecn_marked_roce_packets": ("rx_ecn_marked_pkts", "rx_rdma_ecn_pkts", "RxECNMrkd"),
+    "np_cnp_sent": ("tx_cnp_pkts", "np_cnp_pkts", "tx_rdma_cnp_pkts", "cnpSent"),
+    "rp_cnp_handled": ("rx_cnp_pkts", "rx_rdma_cnp_pkts", "cnpHandled"),
+    "local_ack_timeout_err": ("to_retransmits", "tx_rdma_ack_timeout", "RTO", "requester_timeout"),
+    "packet_seq_err": (
+        "seq_err_naks_rcvd",
+        "req_rx_pkt_seq_err",
+        "Nak Sequence Error",
+        "requester_oos_nak",
+        "rcvd_seq_err",
+    ),
+    "implied_nak_seq_err": (
+        "missing_resp",
+        "req_rx_impl_nak_seq_err",
+        "Nak Sequence Error Implied",
+        "requester_implicit_nak",
+    ),
+    "out_of_sequence": (
+        "oos_drop_count",
+        "resp_rx_outouf_seq",
+        "Rcvd Out of order packets",
+        "responder_oos",
+        "out_of_seq_request",
+    ),
+    "req_transport_retries_exceeded": ("max_retry_exceeded", "req_tx_retry_excd_err", "retry_exceeded_err"),
+    "rnr_nak_retry_err": ("rnr_naks_rcvd", "req_rx_rnr_retry_err", "RNR received", "requester_rnr_nak", "rcvd_rnr_err"),
+    "out_of_buffer": ("rx_out_of_buffer", "resp_rx_outof_buf"),
+}
+_RENAMED |= {alias: (name, 1) for name, aliases in _ALIASES.items() for alias in aliases}
+_IRDMA_BYTES = {f"ip{version}{way}Octets" for version in (4, 6) for way in ("In", "Out")}  # it counts no others
+_COUNTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_. -]{0,63}")  # irdma's have spaces
+FAST = frozenset({"xmit_bytes", "rcv_bytes", "port_rcv_packets", "np_ecn_marked_roce_packets", *_IRDMA_BYTES})
 _WATCHED = FAST | {
     "np_cnp_sent",
     "rp_cnp_handled",
@@ -68,7 +109,7 @@ def find_counters(root: Path, devices: Iterable[str] = (), *, everything: bool =
     unknown = sorted(set(devices) - set(present))
     if unknown:
         raise HardwareMissing(f"--device {unknown[0]}: there is none; {folder} has {', '.join(present)}")
-    found: dict[str, Counter] = {}  # a name that stands in both folders is one counter
+    found: dict[str, Counter] = {}  # what stands in both folders, or under two names, is one counter
     for device in _devices(tree, devices):
         for port in _ports(tree, device):
             for kind in ("counters", "hw_counters"):
@@ -78,6 +119,37 @@ def find_counters(root: Path, devices: Iterable[str] = (), *, everything: bool =
     if not found:
         raise HardwareMissing(f"{folder}: no port of {', '.join(present)} has counters; it needs Linux 4.8 or later")
     return list(found.values())
+
+
+@dataclass(frozen=True)
+class Port:
+    """An RDMA port, or a device that has none (`number` is empty).
+
+    Args:
+        driver: of the PCI device; empty for a soft one.
+        link_layer: Ethernet or InfiniBand; empty where the kernel does not say.
+    """
+
+    device: str
+    number: str
+    driver: str
+    link_layer: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.device}/{self.number}" if self.number else self.device
+
+
+def find_ports(root: Path, devices: Iterable[str] = ()) -> list[Port]:
+    """Every port of the RDMA devices below `root`, with counters or without."""
+    tree = Tree(root)
+    found = []
+    for device in _devices(tree, devices):
+        driver = (tree.real(f"{RDMA}/{device}/device/driver") or ("",))[-1]
+        for number in _ports(tree, device) or [""]:
+            layer = tree.text(f"{RDMA}/{device}/ports/{number}/link_layer") if number else None
+            found.append(Port(device, number, driver, layer or ""))
+    return found
 
 
 def find_ethtool(root: Path, devices: Iterable[str] = ()) -> list[Ethtool]:
@@ -131,8 +203,8 @@ def _of_gids(tree: Tree, port: str, own: Sequence[str]) -> str | None:
 
 def _of_folder(tree: Tree, folder: str, port: str, everything: bool) -> Iterator[Counter]:
     for file in tree.names(folder):
-        name, scale = _RENAMED.get(file, (file, 1))
-        if not is_name(file) or file == "lifespan" or not (everything or name in _WATCHED):
+        name, scale = _RENAMED.get(file, (file.replace(" ", "_"), 1))
+        if _COUNTER.fullmatch(file) is None or file == "lifespan" or not (everything or name in _WATCHED):
             continue
         if tree.is_file(f"{folder}/{file}"):
             yield Counter(f"{port}/{name}", tree.root.joinpath(*tree.real(f"{folder}/{file}")), scale)

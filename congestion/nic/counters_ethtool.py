@@ -17,10 +17,12 @@ _GSTRINGS, _GSTATS, _GSSET_INFO = 0x1B, 0x1D, 0x37
 _SET_STATS = 1
 _NAME_BYTES = 32
 _MISSING = -1
-# PFC of each priority, what the port dropped, and that its link went down.
+# PFC of each priority, what the port dropped, and that its link went down; mlx5's names, bnxt_en's, ice's.
 _WATCHED = re.compile(
     r"[rt]x_prio\d_(pause|pause_duration|pause_transition)|rx_prio\d_discards|[rt]x_discards_phy|link_down_events_phy"
     r"|[rt]x_pause_storm_(warning|error)_events|rx_prio\d_buf_discard"
+    r"|pfc_pri\d_[rt]x_(duration_us|transitions)|[rt]x_pfc_ena_frames_pri\d|link_down_events"
+    r"|[rt]x_priority_\d_xo(n|ff)\.nic"
 )
 
 

@@ -163,7 +163,7 @@ def log_parts(path: Path) -> Iterator[Log]:
         for place, name in enumerate(columns):
             values[:, place] = table[name].fill_null(MISSING).to_numpy()
         before, last = before + len(table), time_ns[-1:] if len(time_ns) else last
-        yield Log(columns, time_ns, values, json.loads((table.schema.metadata or {}).get(_KEY, b"{}")))
+        yield Log(columns, time_ns, values, _about(file, table))
 
 
 def _files(path: Path) -> list[Path]:
@@ -193,6 +193,21 @@ def _table(file: Path) -> pa.Table:
         rule = f"has no whole numbers in {wrong[0] if wrong else TIME}"
         raise ConfigError("--replay", file, rule, "give one that netlayer nic watch wrote")
     return table
+
+
+def _about(file: Path, table: pa.Table) -> dict[str, Any]:
+    """What the writer noted of the log.
+
+    Raises:
+        ConfigError: it is no JSON object.
+    """
+    try:
+        about: Any = json.loads((table.schema.metadata or {}).get(_KEY, b"{}"))
+    except (ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict):
+        raise ConfigError("--replay", file, "has notes that are no JSON object", "leave it out of the folder")
+    return about
 
 
 def _damaged(file: Path, exc: Exception) -> ConfigError:

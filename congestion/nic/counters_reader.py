@@ -26,6 +26,7 @@ Ints = NDArray[np.int64]
 NUM_LATE = 100_001  # places of `late_us`, 0.1 s; the last one is for all that was later
 _MOST_BYTES = 24  # of a counter's text: 20 digits and the end of the line
 _LARGEST = int(np.iinfo(np.int64).max)
+_NO_STATISTIC = 2**64 - 1  # what ionic gives for a statistic that its firmware does not fill
 _MONOTONIC, _ABSOLUTE = 1, 1  # CLOCK_MONOTONIC and TIMER_ABSTIME of Linux
 _pread: Any = types.ExternalFunction("pread", types.int64(types.int32, types.uintp, types.uintp, types.int64))
 _gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.uintp))
@@ -60,7 +61,12 @@ class Samples:
 
 
 class Reader:
-    """All counters, open. `columns` in the order of the values; a context manager, which closes them."""
+    """All counters, open, as a context manager, which closes them.
+
+    Args:
+        columns: in the order of the values.
+        unreadable: by column, why a counter that is there gave no number when it was opened.
+    """
 
     def __init__(self, counters: Sequence[Counter], ethtool: Sequence[Ethtool] = ()) -> None:
         ordered = sorted(counters, key=lambda counter: not counter.is_fast)  # stable: fast ones first
@@ -69,9 +75,11 @@ class Reader:
         self._open: list[int] = []
         self.columns = [counter.column for counter in ordered]
         self.columns += [column for statistics in self._ethtool for column in statistics.columns]
+        self.unreadable: dict[str, str] = {}
         try:
             for counter in ordered:
                 self._open.append(os.open(counter.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+                self._try(counter)
         except OSError as exc:
             self.close()
             raise HardwareMissing(f"{exc.filename}: cannot be opened ({exc.strerror}); read as root") from exc
@@ -80,6 +88,18 @@ class Reader:
         self._text, self._timespec = np.zeros(_MOST_BYTES, dtype=np.uint8), np.zeros(2, dtype=np.int64)
         nothing = Samples(1, len(self.columns), np.zeros(NUM_LATE, dtype=np.int64))
         self.read(Schedule(0, 1), 0, 0, nothing)  # compiles, which no sample should wait for
+
+    def _try(self, counter: Counter) -> None:
+        """Read a counter once, to name it where its driver has it in sysfs and gives no number."""
+        try:
+            text = os.pread(self._open[-1], _MOST_BYTES, 0).strip()
+        except OSError as exc:
+            self.unreadable[counter.column] = exc.strerror or str(exc)
+            return
+        if not text.isdigit():
+            self.unreadable[counter.column] = "is no number"
+        elif int(text) == _NO_STATISTIC:
+            self.unreadable[counter.column] = "the driver has no value for it"
 
     def __enter__(self) -> Reader:
         return self

@@ -21,19 +21,28 @@ Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 # Of which counters a port's signal is made; several add up, `pause` is the largest.
 _PATTERNS = {
-    "traffic": r"xmit_bytes|rcv_bytes",
+    "traffic": r"xmit_bytes|rcv_bytes|ip[46](In|Out)Octets",
     "packets": r"port_rcv_packets",
     "marked": r"np_ecn_marked_roce_packets",
     "cnps": r"rp_cnp_handled",
-    "pause": r"[rt]x_prio\d_pause_duration",
-    "pause_frames": r"[rt]x_prio\d_pause",
-    "link_downs": r"link_downed|link_down_events_phy",
+    "pause": r"[rt]x_prio\d_pause_duration|pfc_pri\d_[rt]x_duration_us",
+    "pause_frames": r"[rt]x_prio\d_pause|[rt]x_pfc_ena_frames_pri\d|[rt]x_priority_\d_xoff\.nic",
+    "link_downs": r"link_downed|link_down_events(_phy)?",
     "timeouts": r"local_ack_timeout_err|roce_adp_retrans|roce_adp_retrans_to|req_transport_retries_exceeded",
     "resent": r"packet_seq_err|implied_nak_seq_err|out_of_sequence",
     "drops": r"rx_prio\d_discards|rx_discards_phy|out_of_buffer",
 }
 KINDS = tuple(_PATTERNS)
 _LARGEST = {"pause", "pause_frames", "link_downs"}  # of the last, two counters count the same thing
+# What cannot be told of a port that lacks all signals of a row; the second row needs both.
+_NEEDS = (
+    (("traffic",), any, "traffic (no silent, slow or stalled)"),
+    (("packets", "marked"), all, "ECN marks"),
+    (("pause", "pause_frames"), any, "PFC pauses"),
+    (("link_downs",), any, "link flaps"),
+    (("timeouts",), any, "timeouts"),
+    (("resent",), any, "sequence errors"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +92,13 @@ class Signals:
         """Which ports have counters of that signal; shape (ports,)."""
         found: Bools = self._has[self._row[kind]]
         return found
+
+    def missing(self, port: str) -> list[str]:
+        """What cannot be told of a port, for want of counters."""
+        if port not in self.ports:
+            return ["anything"]
+        has = dict(zip(KINDS, self._has[:, self.ports.index(port)].tolist(), strict=True))
+        return [what for kinds, enough, what in _NEEDS if not enough(has[kind] for kind in kinds)]
 
     def update(self, time_s: float, values: Sequence[int] | Ints) -> None:
         """The next sample; `get` tells what it holds.

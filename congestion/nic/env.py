@@ -2,8 +2,8 @@
 
 A user's value may stand in the environment or in a file that NCCL reads itself (NCCL_CONF_FILE, ~/.nccl.conf,
 /etc/nccl.conf), which an exported variable would override: both are kept. Releases and defaults were read from NCCL's
-own tags, v2.3.7 to v2.30.7 (github.com/NVIDIA/nccl, src/transport/net_ib*, src/misc/param.cc). Left out: what picks an
-algorithm or a protocol.
+own tags, v2.3.7 to v2.30.7 (github.com/NVIDIA/nccl, src/transport/net_ib*, src/misc/param.cc), and from the libraries
+of 2.31.2 and 2.32.3. Left out: what picks an algorithm or a protocol.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NEWEST = "2.30.7"
+NEWEST = "2.32.3"  # the newest release that was read
 PREFIX = "job.nccl"
 Action = Literal["set", "kept", "left out"]
 
@@ -134,7 +134,7 @@ def parse_release(field: str, text: str) -> Release:
     """
     release = read_release(text)
     if release is None:
-        raise ConfigError(field, text, "is no release of NCCL 2", "give one such as 2.30.7")
+        raise ConfigError(field, text, "is no release of NCCL 2", "give one such as 2.32.3")
     return release
 
 
@@ -181,11 +181,16 @@ def _choice(
                 name, text, "kept", f"set in {where}; without effect: NCCL {release} lacks it (since {since})"
             )
         other = f"; the job would set {wanted}" if wanted not in (None, text) else ""
+        if number < variable.zero_is_unset_before and _c_number(text) == 0:
+            other = f"; without effect: NCCL {release} takes 0 for unset{other}"
         return Choice(name, text, "kept", f"set in {where}{other}")
     if wanted is None:
         return None
     if lacks:
         return Choice(name, None, "left out", f"NCCL {release} lacks it (since {since}); the job wants {wanted}")
+    if number < variable.zero_is_unset_before and wanted == "0":
+        until = ".".join(map(str, variable.zero_is_unset_before))
+        return Choice(name, None, "left out", f"NCCL {release} takes 0 for unset (until {until}); the job wants 0")
     return Choice(name, wanted, "set", why)
 
 
@@ -194,6 +199,8 @@ def _wanted(variable: Variable, settings: NcclConfig, release: str, number: Rele
     value = getattr(settings, variable.field)
     preset = variable.preset(number)
     beside = f"NCCL {release} by itself: {preset}" if preset is not None else "NCCL chooses by itself"
+    if number[:2] > (read_release(NEWEST) or number)[:2]:  # of 2.33 nothing is known yet
+        beside += f", if it is as {NEWEST}, the newest that was read"
     if variable.field == "timeout" and value is None:
         if not settings.retry_cnt:
             rule = "with retry_cnt = 0 nothing is sent again: no timeout outlives a flap"

@@ -21,7 +21,7 @@ _SECTIONS = ("job.nccl.", "nccl.")
 @click.option("--job", type=_PATH, help="TOML file of the job; its table [job.nccl] is read [default: the defaults].")
 @click.option("--profile", type=_PATH, help="NIC profile: its DSCP and timers, where the job is silent.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="One key of job.nccl; repeatable.")
-@click.option("--nccl", help="Release of NCCL that will run [default: the one beside torch, else 2.30.7].")
+@click.option("--nccl", help="Release of NCCL that will run [default: the one beside torch, else 2.32.3].")
 @click.option("--json", "json_file", type=_PATH, help="Also write the choices here; - is stdout, without the exports.")
 def env(
     job: Path | None, profile: Path | None, overrides: tuple[str, ...], nccl: str | None, json_file: Path | None

@@ -1,6 +1,10 @@
 """NCCL's variables that concern RoCE: since which release, what values, what NCCL does by itself.
 
-Read from NCCL's tags v2.3.7 to v2.30.7: a variable's first release is the first tag whose sources name it.
+Read from NCCL's tags v2.3.7 to v2.30.7: a variable's first release is the first tag whose sources name it. Of 2.31.2
+and 2.32.3 there are packages alone (nvidia-nccl-cu13): names and defaults are those that stand in their libraries, read
+in the same way as in 2.30.7's, where they are those of the sources. New in them, and none that a job asks for:
+NCCL_IB_EVENT_BASED_LB, NCCL_IB_PKEY_VALUE and NCCL_IB_WQE_LATENCY_* (2.31.2), NCCL_IB_RAIL_POLICY and
+NCCL_IB_SORT_MERGE_NICS (2.32.3), all off unless set.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ class Variable:
         low, high: of its whole numbers; None where it is text.
         rule: why these, in words.
         unset: a number out of them that stands for NCCL's own choice, where no preset says it.
+        zero_is_unset_before: releases below it take a 0 for "not set".
         presets: what NCCL does by itself from a release on, newest first.
     """
 
@@ -35,6 +40,7 @@ class Variable:
     rule: str = ""
     presets: tuple[tuple[Release, int], ...] = ()
     unset: int | None = None
+    zero_is_unset_before: Release = _EVER
 
     def preset(self, release: Release) -> int | None:
         """What that release does by itself, where it is a number."""
@@ -83,7 +89,8 @@ VARIABLES = (
         low=0,
         high=255,
         rule=_BYTE,
-        presets=(((2, 22, 3), -1),),
+        presets=(((2, 24, 3), -1), ((2, 22, 3), 0)),
+        zero_is_unset_before=(2, 24, 3),
     ),
     Variable(
         "NCCL_IB_GID_INDEX",

@@ -220,6 +220,10 @@ def _check(entry: Entry) -> None:
     Raises:
         ValueError: no plan of ours has such an entry.
     """
+    texts = (entry.kind, entry.target, entry.old, entry.new, *entry.fields, *entry.undo)
+    pairs = [one for pair in entry.touches for one in pair]
+    if not all(isinstance(one, str) for one in (*texts, *pairs)):
+        raise ValueError(f"an entry of {str(entry.target)[:80]!r} holds what is no text")
     if entry.kind == "tool":
         _ = entry.setting
         return
@@ -242,7 +246,7 @@ def _load(path: Path) -> Journal:
             _check(entry)
     except OSError as exc:
         raise ConfigError("--state", path, f"cannot be read ({exc.strerror})", "run as the user who applied") from exc
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         remedy = "it was written by something else: restore by hand what it names, then move it away"
         raise ConfigError("--state", path, f"is no journal ({exc})", remedy) from exc
     return journal

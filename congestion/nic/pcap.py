@@ -1,7 +1,7 @@
 """RoCEv2 packets of a capture as arrays: addresses, BTH, and what the operation adds to it, all packets at once.
 
-Link layers: Ethernet with up to two VLAN tags, raw IP, Linux' cooked captures, BSD loopback; IPv4 and IPv6. Left out:
-IP fragments, IPv6 extension headers, tunnels, RoCEv1 and InfiniBand's own link layer: such frames are counted alone.
+Link layers: Ethernet with up to two VLAN tags, raw IP, Linux' cooked captures, BSD loopback; IPv4 and IPv6. Not read:
+IP fragments, IPv6 extension headers, tunnels, MPLS, RoCE v1 and other link layers: such frames are counted by kind.
 
 Source of the headers: InfiniBand Architecture Specification 1.5, chapter 9, and its annexes A16 and A17.
 """
@@ -9,7 +9,7 @@ Source of the headers: InfiniBand Architecture Specification 1.5, chapter 9, and
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,12 @@ _UDP_PROTOCOL, _UDP_BYTES, _BTH_BYTES = 17, 8, 12
 _LINKS = {0: (4, -1), 1: (14, 12), 12: (0, -1), 14: (0, -1), 101: (0, -1), 108: (4, -1), 113: (16, 14), 228: (0, -1)}
 _LINKS |= {229: (0, -1), 276: (20, 0)}
 _IPV4, _IPV6, _VLAN_TAGS = 0x0800, 0x86DD, (0x8100, 0x88A8)
+# What may carry RoCE and is not read: by EtherType, by IP protocol, by UDP port, by the protocol in a GRE header.
+_ETHERTYPES = {0x8915: "RoCE v1", 0x8847: "MPLS", 0x8848: "MPLS", **dict.fromkeys(_VLAN_TAGS, "VLAN tags beyond two")}
+_IN_IP = {4: "IP in IP", 41: "IPv6 in IP", 47: "GRE", 50: "IPsec", 51: "IPsec"}
+_UDP_TUNNELS = {4789: "VXLAN", 8472: "VXLAN", 4790: "VXLAN-GPE", 6081: "GENEVE", 6635: "MPLS in UDP"}
+_GRE, _ERSPAN_TYPES = 47, (0x88BE, 0x22EB)
+_IPV6_EXTENSIONS = (0, 43, 44, 60)
 _MAPPED = bytes(10) + b"\xff\xff"  # how an IPv4 address stands in a GID: ::ffff:a.b.c.d
 
 # Operations by the low 5 bits of the opcode; the high 3 say RC, UC, RD or UD.
@@ -61,6 +67,7 @@ class Packets:
         icrc: 1 right, 0 wrong, -1 unknown: not checked, or the capture cut the packet.
         num_frames: of the whole file.
         num_skipped: frames that are not RoCEv2.
+        unread: of those, by kind, the frames that may carry RoCE and are not read: {"VXLAN": 12}.
         num_damaged: frames that are RoCEv2, and whose lengths cannot be right or that were cut inside their headers.
         cut: the file ends inside a frame.
     """
@@ -83,6 +90,7 @@ class Packets:
     num_skipped: int
     num_damaged: int
     cut: bool
+    unread: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.opcode)
@@ -160,7 +168,39 @@ def parse(frames: Frames, *, check_icrc: bool = True) -> Packets:
         num_skipped=len(frames) - int(is_roce.sum()),
         num_damaged=int(is_roce.sum()) - len(kept),
         cut=frames.cut,
+        unread=_unread(frames, ip, ethertype, np.flatnonzero(~is_roce)),
     )
+
+
+def _unread(frames: Frames, ip: Ints, ethertype: Ints, left: Ints) -> dict[str, int]:
+    """By kind, how many of the frames in `left` may carry RoCE and were not looked into; the most frequent first."""
+    data, at, stop = frames.data, ip[left], (frames.start + frames.captured)[left]
+    kind_of, link = ethertype[left], frames.link[left]
+    counts: dict[str, int] = {}
+    for number, name in _ETHERTYPES.items():
+        counts[name] = counts.get(name, 0) + int((kind_of == number).sum())
+    version = np.where(at + 20 <= stop, _number(data, at, 1) >> 4, 0)
+    version[(kind_of >= 0) & (kind_of != np.where(version == 6, _IPV6, _IPV4))] = 0
+    four, six = version == 4, version == 6
+    protocol = np.where(four | six, _number(data, np.where(four, at + 9, at + 6), 1), -1)
+    inner = at + np.where(four, (_number(data, at, 1) & 0xF) * 4, 40)
+    fragment = four & ((_number(data, at + 6, 2) & 0x3FFF) != 0)
+    counts["IP fragments"] = int((fragment & (protocol == _UDP_PROTOCOL)).sum())
+    whole = ~fragment & (inner + 4 <= stop)
+    # Of IPv6 packets with an extension header, those that go on to UDP or to another one; multicast reports do not.
+    after = np.isin(_number(data, inner, 1), (_UDP_PROTOCOL, *_IPV6_EXTENSIONS))
+    counts["IPv6 extension headers"] = int((six & whole & after & np.isin(protocol, _IPV6_EXTENSIONS)).sum())
+    gre = whole & (protocol == _GRE)
+    counts["ERSPAN"] = int(np.isin(_number(data, inner[gre] + 2, 2), _ERSPAN_TYPES).sum())
+    for number, name in _IN_IP.items():
+        counts[name] = counts.get(name, 0) + int((whole & (protocol == number)).sum())
+    counts["GRE"] -= counts["ERSPAN"]
+    port = np.where(whole & (protocol == _UDP_PROTOCOL), _number(data, inner + 2, 2), -1)
+    for number, name in _UDP_TUNNELS.items():
+        counts[name] = counts.get(name, 0) + int((port == number).sum())
+    for other in np.unique(link[~np.isin(link, list(_LINKS))]).tolist():
+        counts[f"link type {other}"] = int((link == other).sum())
+    return dict(sorted(((name, num) for name, num in counts.items() if num), key=lambda one: -one[1]))
 
 
 def _network(frames: Frames) -> tuple[Ints, Ints]:

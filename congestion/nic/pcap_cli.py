@@ -74,6 +74,9 @@ def pcap(file: Path, json_file: Path | None, top: int, icrc: bool, reorder_us: f
     that were sent before, and its cause what had asked for it since: `nak` (it was missing), `rnr` (the receiver had no
     buffer), else `timeout`. Round trips are from a request to its ACK, at the place of the capture.
 
+    Frames in VXLAN, GENEVE, GRE, ERSPAN, MPLS, RoCE v1, IP fragments and the like are not read: they are counted by
+    kind, in a warning and in the record.
+
     Exit 0; 1: no RoCEv2 in the file, or a packet with a wrong CRC; 2: the file cannot be read or is damaged.
 
     \b
@@ -92,8 +95,12 @@ def pcap(file: Path, json_file: Path | None, top: int, icrc: bool, reorder_us: f
     packets = read_pcap(file, check_icrc=icrc)
     if packets.cut:
         click.echo(f"warning: {file} ends inside frame {packets.num_frames + 1}: those before it are read", err=True)
+    unread = ", ".join(f"{num} in {name}" for name, num in packets.unread.items())
     if not len(packets):
-        raise CheckFailed(f"{file}: no RoCEv2 packet (UDP port 4791) among {packets.num_frames} frames")
+        beside = f"; not read: {unread}" if unread else ""
+        raise CheckFailed(f"{file}: no RoCEv2 packet (UDP port 4791) among {packets.num_frames} frames{beside}")
+    if unread:
+        click.echo(f"warning: frames that may carry RoCE and are not read, so are in no table: {unread}", err=True)
     total = summarise(packets)
     rows = [total, *analyse(packets, reorder_ns=round(reorder_us * 1e3))]
     if json_file:

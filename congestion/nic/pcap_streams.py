@@ -81,6 +81,7 @@ def summarise(packets: Packets) -> dict[str, Any]:
         "frames": packets.num_frames,
         "roce_packets": len(packets),
         "skipped_frames": packets.num_skipped,
+        "unread_frames": packets.unread,
         "damaged_packets": packets.num_damaged,
         "cut": packets.cut,
         "span_s": span / 1e9,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from congestion.nic.host_options import count
-from congestion.nic.switch import FORMATS
+from congestion.nic.switch import CHIP_NAMES, FORMATS
 from netlayer import log
 
 if TYPE_CHECKING:  # `--help` needs no pydantic
@@ -51,6 +51,7 @@ _PATH = click.Path(path_type=Path)
 )
 @click.option("--switches", "form", type=click.Choice(FORMATS), help="Also the switches' side, as these take it.")
 @click.option("--cable-m", type=int, help="Longest cable at a switch, metres [default: 40].")
+@click.option("--chip", type=click.Choice(CHIP_NAMES), help="Of the switches; sonic needs it for PFC headroom.")
 @click.option("--out", type=_PATH, help="Folder for scripts, lists of hosts, switch files, writes.csv.")
 @click.option("--json", "json_file", type=_PATH, help="Also write the whole plan here; - is stdout.")
 @click.option("-v", "--verbose", count=True, help="More log on stderr; -vv for all.")
@@ -61,6 +62,7 @@ def fabric(
     inventory_file: Path | None,
     form: Format | None,
     cable_m: int | None,
+    chip: str | None,
     out: Path | None,
     json_file: Path | None,
     verbose: int,
@@ -74,7 +76,8 @@ def fabric(
 
     \b
     Examples:
-      netlayer nic fabric --cluster cluster.toml --profile p.toml --nic ConnectX-7 --switches sonic --out plan
+      netlayer nic fabric --cluster cluster.toml --profile p.toml --nic ConnectX-7 --switches nvue --out plan
+      netlayer nic fabric --cluster cluster.toml --profile p.toml --nic ConnectX-7 --switches sonic --chip tomahawk-5
       netlayer nic fabric --cluster cluster.toml --profile p.toml --inventory inventory.json --out plan
       ssh node1 sudo bash -s < plan/nics-1.sh > node1.before
     """
@@ -87,8 +90,9 @@ def fabric(
 
     log.configure(verbose)
     check_target("--json", json_file)
-    if cable_m is not None and form is None:
-        raise ConfigError("--cable-m", cable_m, "has no effect without --switches", "give both, or leave it out")
+    for option, value in (("--cable-m", cable_m), ("--chip", chip)):
+        if value is not None and form is None:
+            raise ConfigError(option, value, "has no effect without --switches", "give both, or leave it out")
     if out and (out / _WRITES).exists():
         rule = "holds an earlier plan, whose scripts could be taken for this one's"
         raise ConfigError("--out", out, rule, "give a new folder, or remove that one")
@@ -101,7 +105,9 @@ def fabric(
     files |= {f"nics-{number}.hosts": "\n".join(one.hosts) + "\n" for number, one in enumerate(groups, 1)}
     files[_WRITES] = _csv(groups)
     configured = (
-        _switch_files(switches, wanted, cluster, form, _CABLE_M if cable_m is None else cable_m) if form else {}
+        _switch_files(switches, wanted, cluster, form, _CABLE_M if cable_m is None else cable_m, chip or "")
+        if form
+        else {}
     )
     files |= {name: text for name, (_, text) in configured.items()}
     if out:
@@ -172,7 +178,7 @@ def _csv(groups: Sequence[HostGroup]) -> str:
 
 
 def _switch_files(
-    groups: Sequence[SwitchGroup], profile: Profile, cluster: ClusterConfig, form: Format, cable_m: int
+    groups: Sequence[SwitchGroup], profile: Profile, cluster: ClusterConfig, form: Format, cable_m: int, chip: str
 ) -> dict[str, tuple[SwitchGroup, str]]:
     """By file name: what is set alike, and how."""
     from congestion.nic.plan_switches import switch_file
@@ -181,7 +187,7 @@ def _switch_files(
     for group in groups:
         same = sum(one.level == group.level for one, _ in found.values())
         name = f"{form}-{group.level}{f'-{same + 1}' if same else ''}.{'json' if form == 'sonic' else 'txt'}"
-        found[name] = group, switch_file(group, profile, cluster, form, cable_m)[0]
+        found[name] = group, switch_file(group, profile, cluster, form, cable_m, chip)[0]
     return found
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from congestion.nic import switch_sonic, switch_text
 from congestion.nic.profile import Profile
-from congestion.nic.switch import Format, SwitchPlan, check_ports, plan_switch
+from congestion.nic.switch import ETHERNET_BYTES, MTU_BYTES, Format, SwitchPlan, check_ports, plan_switch
+from congestion.nic.switch_buffers import find_headroom
+from congestion.nic.switch_chips import CHIPS
 from netlayer.config import ClusterConfig
 from netlayer.errors import ConfigError
 from topology.plant import Plant
@@ -57,12 +59,15 @@ def group_switches(cluster: ClusterConfig) -> list[SwitchGroup]:
 
 
 def switch_file(
-    group: SwitchGroup, profile: Profile, cluster: ClusterConfig, form: Format, cable_m: int
+    group: SwitchGroup, profile: Profile, cluster: ClusterConfig, form: Format, cable_m: int, chip: str = ""
 ) -> tuple[str, SwitchPlan]:
     """What to configure on a group's switches, and the plan of its fastest ports.
 
+    Args:
+        chip: of the switches; empty where it is not known, which SONiC's tables of a lossless fabric do not do without.
+
     Raises:
-        ConfigError: see `plan_switch`; or ports that the system cannot split so.
+        ConfigError: see `plan_switch`; ports that the system cannot split so; a chip that is not known.
     """
     by_rate: dict[int, list[str]] = {}
     for label, bps in group.ports:
@@ -71,9 +76,9 @@ def switch_file(
     check_ports(names, form)
     fastest = max(by_rate)
     if form != "sonic":  # headroom and cable are said once there
-        plan = plan_switch(profile, names, rate_bps=fastest, cable_m=cable_m)
+        plan = _plan(profile, names, fastest, cable_m, chip)
         return getattr(switch_text, form)(plan), plan
-    plans = {bps: plan_switch(profile, own, rate_bps=bps, cable_m=cable_m) for bps, own in by_rate.items()}
+    plans = {bps: _plan(profile, own, bps, cable_m, chip) for bps, own in by_rate.items()}
     tables: dict[str, dict[str, Any]] = {}
     for plan in plans.values():
         for table, rows in switch_sonic.tables_of(plan).items():
@@ -81,6 +86,12 @@ def switch_file(
             for key, row in rows.items():
                 own_rows[key] = {**own_rows.get(key, {}), **row}
     return json.dumps(tables, indent=4) + "\n", plans[fastest]
+
+
+def _plan(profile: Profile, ports: list[str], bps: int, cable_m: int, chip: str) -> SwitchPlan:
+    needed = bool(chip) and bool(profile.pfc.priorities)
+    room = find_headroom(CHIPS[chip], bps, cable_m, MTU_BYTES + ETHERNET_BYTES) if needed else None
+    return plan_switch(profile, ports, rate_bps=bps, cable_m=cable_m, mtu_bytes=MTU_BYTES, room=room, chip=chip)
 
 
 def port_name(form: Format, label: str, bps: int, port_bps: int) -> str:

@@ -13,12 +13,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from congestion.nic.profile import Profile
-from congestion.nic.switch_buffers import Asic, Headroom, headroom
+from congestion.nic.switch_buffers import Headroom
 from netlayer.errors import ConfigError
 
 Format = Literal["sonic", "nvue", "arista", "cisco"]
+CHIP_NAMES = (
+    *(f"spectrum-{number}" for number in range(1, 7)),
+    *(f"tomahawk-{number}" for number in range(3, 7)),
+    "trident-4",
+)  # those of `switch_chips`
 FORMATS: tuple[Format, ...] = ("sonic", "nvue", "arista", "cisco")
 NAME = "NETLAYER"  # of maps and profiles on the switch
+MTU_BYTES = 9216  # usual in a RoCE fabric
 ETHERNET_BYTES = 22  # header, VLAN tag and checksum, which SONiC's and NVUE's MTU leave out
 WATCHDOG_MS = 200
 MOST_SEED = 2**32 - 1
@@ -49,7 +55,8 @@ class SwitchPlan:
         lossless: priorities that are paused; none for a lossy fabric.
         marking: None where the profile says nothing of it.
         hash_seed, hash_offset: of ECMP; None leaves the switch's own.
-        lossless_headroom: of each lossless priority on each port; None where there is none.
+        lossless_headroom: of each lossless priority on each port; None where there is none, or the chip is not known.
+        chip: of the switch, as `switch_chips` names it; empty where it is not known.
         notes: what a person must know before using it.
     """
 
@@ -68,6 +75,7 @@ class SwitchPlan:
     hash_offset: int | None = None
     lossless_headroom: Headroom | None = None
     notes: tuple[str, ...] = field(default=())
+    chip: str = ""
 
     @property
     def dscp_to_class(self) -> dict[int, int]:
@@ -81,12 +89,17 @@ def plan_switch(
     *,
     rate_bps: int,
     cable_m: int = 40,
-    mtu_bytes: int = 9216,
+    mtu_bytes: int = MTU_BYTES,
     hash_seed: int | None = None,
     hash_offset: int | None = None,
-    asic: Asic | None = None,
+    room: Headroom | None = None,
+    chip: str = "",
 ) -> SwitchPlan:
     """The plan of one switch.
+
+    Args:
+        room: the headroom of its chip (`switch_buffers`); a system that computes it by itself needs none.
+        chip: the chip's name.
 
     Raises:
         ConfigError: data and CNPs in one class, half of a marking, an MTU or a cable that cannot be.
@@ -98,14 +111,8 @@ def plan_switch(
     if cnp.dscp == traffic.dscp:
         rule = f"is the DSCP of the data too: a switch could not tell the two priorities {cnp.priority} and "
         raise ConfigError("cnp.dscp", cnp.dscp, f"{rule}{traffic.priority} apart", "give CNPs one of their own: 48")
-    if not 1 <= cable_m <= 100_000:
-        raise ConfigError("--cable-m", cable_m, "must be 1..100000 metres", "give the longest cable of a port")
-    if not 1280 <= mtu_bytes <= 9216:
-        raise ConfigError("--mtu", mtu_bytes, "must be 1280..9216 bytes", "9216 is usual in a RoCE fabric")
+    check_cable_and_mtu(cable_m, mtu_bytes)
     lossless = tuple(sorted(profile.pfc.priorities))
-    room = (
-        headroom(rate_bps, cable_m, mtu_bytes + ETHERNET_BYTES, mtu_bytes + ETHERNET_BYTES, asic) if lossless else None
-    )
     return SwitchPlan(
         profile.name,
         traffic.dscp,
@@ -120,9 +127,21 @@ def plan_switch(
         tuple(ports),
         hash_seed,
         hash_offset,
-        room,
+        room if lossless else None,
         tuple(_notes(profile, hash_seed, hash_offset)),
+        chip,
     )
+
+
+def check_cable_and_mtu(cable_m: int, mtu_bytes: int) -> None:
+    """
+    Raises:
+        ConfigError: one of them cannot be.
+    """
+    if not 1 <= cable_m <= 100_000:
+        raise ConfigError("--cable-m", cable_m, "must be 1..100000 metres", "give the longest cable of a port")
+    if not 1280 <= mtu_bytes <= 9216:
+        raise ConfigError("--mtu", mtu_bytes, "must be 1280..9216 bytes", "9216 is usual in a RoCE fabric")
 
 
 def check_ports(ports: Sequence[str], form: Format) -> None:

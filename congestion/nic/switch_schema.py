@@ -2,8 +2,8 @@
 
 Written from the models of sonic-net/sonic-buildimage, src/sonic-yang-models (sonic-wred-profile, -queue, -scheduler,
 -port-qos-map, -dscp-tc-map, -tc-queue-map, -tc-priority-group-map, -pfc-priority-queue-map,
--pfc-priority-priority-group-map, -buffer-profile, -buffer-pg, -cable-length, -pfcwd, -hash), which no package index
-has. Left out: every table and field that a plan does not write.
+-pfc-priority-priority-group-map, -buffer-profile, -buffer-pg, -buffer-queue, -cable-length, -pfcwd, -hash), which no
+package index has. Left out: every table and field that a plan does not write.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def check_tables(tables: Mapping[str, Mapping[str, Any]], known: Known | None = 
     Raises:
         ConfigError: an unknown table, a row or field that is out of form, or a reference to nothing.
     """
-    everything: Known = {**(known or {}), **tables}
+    everything: dict[str, Any] = {**(known or {})}
+    for table, rows in tables.items():
+        base = everything.get(table)
+        everything[table] = {**base, **rows} if isinstance(base, Mapping) else rows
     for table, rows in tables.items():
         form = _TABLES.get(table)
         if form is None:
@@ -87,8 +90,19 @@ def _are_hash_fields(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(one in _HASH_FIELDS for one in value)
 
 
+def plain_reference(value: Any, table: str) -> Any:
+    """`x` of `[BUFFER_POOL|x]`, as releases before 202111 refer to it."""
+    text = str(value)
+    return text[len(table) + 2 : -1] if text.startswith(f"[{table}|") and text.endswith("]") else value
+
+
 def _pool(value: Any, known: Known) -> bool:
+    value = plain_reference(value, "BUFFER_POOL")
     return value in known["BUFFER_POOL"] if "BUFFER_POOL" in known else _NAME.fullmatch(str(value)) is not None
+
+
+def _profile(value: Any, known: Known) -> bool:
+    return plain_reference(value, "BUFFER_PROFILE") in known.get("BUFFER_PROFILE", {})
 
 
 def _name(key: str, _: Known) -> bool:
@@ -174,7 +188,11 @@ _TABLES: dict[str, tuple[Callable[[str, Known], bool], dict[str, Check]]] = {
     ),
     "BUFFER_PG": (
         _port_and("[0-7](-[0-7])?"),
-        {"profile": lambda value, known: value == "NULL" or value in known.get("BUFFER_PROFILE", {})},
+        {"profile": lambda value, known: value == "NULL" or _profile(value, known)},
+    ),
+    "BUFFER_QUEUE": (
+        _port_and(r"(1[0-5]|\d)(-(1[0-5]|\d))?"),
+        {"profile": _profile},
     ),
     "CABLE_LENGTH": (_name, {r"[\w/-]+": _matching(r"\d+m")}),
     "PFC_WD": (

@@ -7,7 +7,7 @@ Flow Control" and "WRED". Left out: any check on a switch; none was at hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from congestion.nic.switch import NAME, WATCHDOG_MS, SwitchPlan
 from netlayer.errors import ConfigError
@@ -17,7 +17,12 @@ _DATA_PERCENT = 90  # of what strict priority leaves
 _EOS_MOST_SEED = 5  # of Trident and Tomahawk
 _NXOS_MOST_ROTATE = 63
 _NXOS_SEEDS = range(1, 2**32)
-_OTHER_CHIP = "(with Spectrum-4's MAC, PHY and pipeline: this switch's chip differs, ask for its own figures)"
+_LOSSLESS_PERCENT = 50  # of the buffer, as NVIDIA's own RoCE configuration has it
+# What Arista documents for its switches on Trident and Tomahawk; those on Jericho, Ramon and others differ.
+_XGS_ONLY = (
+    "for switches on Broadcom XGS (Trident, Tomahawk: 7050, 7060, 7260, 7300X) alone: not for DNX (Jericho: 7280,",
+    "7500, 7800), where headroom, ECN and hash have other commands",
+)
 _NXOS_SHORT_M = 100  # longer cables need a pause buffer that NX-OS is told of
 
 
@@ -32,7 +37,7 @@ def arista(plan: SwitchPlan) -> str:
     Raises:
         ConfigError: a hash seed that EOS does not take.
     """
-    return _text("!", plan, _arista(plan), _OTHER_CHIP)
+    return _text("!", plan, _arista(plan), _XGS_ONLY)
 
 
 def cisco(plan: SwitchPlan) -> str:
@@ -41,18 +46,18 @@ def cisco(plan: SwitchPlan) -> str:
     Raises:
         ConfigError: a hash seed or offset that NX-OS does not take.
     """
-    return _text("!", plan, _cisco(plan), _OTHER_CHIP)
+    return _text("!", plan, _cisco(plan))
 
 
-def _text(comment: str, plan: SwitchPlan, lines: Iterator[str], beside: str = "") -> str:
-    head = [f"profile {plan.profile}; not checked on a switch: try it on one port first"]
+def _text(comment: str, plan: SwitchPlan, lines: Iterator[str], scope: Sequence[str] = ()) -> str:
+    head = [f"profile {plan.profile}; not checked on a switch: try it on one port first", *scope]
     if plan.lossless_headroom:
         need = plan.lossless_headroom
         head.append(
             f"PFC headroom of a lossless priority on one port: {need.size_bytes} bytes (xoff {need.xoff_bytes}, xon "
             f"{need.xon_bytes}) at {format_rate(plan.rate_bps)}, {plan.cable_m} m, MTU {plan.mtu_bytes}"
         )
-        head += [beside] if beside else []
+        head.append(f"({plan.chip or 'chip not named'}: {need.source})")
     return "\n".join([*(f"{comment} {line}" for line in [*head, *plan.notes]), *lines, ""])
 
 
@@ -76,6 +81,9 @@ def _nvue(plan: SwitchPlan) -> Iterator[str]:
         yield f"{ecn} probability {plan.marking.pmax_percent}"
     if plan.lossless:
         profiles.append("pfc")
+        # All of the buffer is one lossy pool at first: PFC alone leaves every priority to be dropped in it.
+        yield f"nv set qos traffic-pool default-lossy memory-percent {100 - _LOSSLESS_PERCENT}"
+        yield f"nv set qos traffic-pool default-lossless memory-percent {_LOSSLESS_PERCENT}"
         yield f"nv set qos pfc {NAME} switch-priority {','.join(map(str, plan.lossless))}"
         yield f"nv set qos pfc {NAME} tx enable"
         yield f"nv set qos pfc {NAME} rx enable"
@@ -98,6 +106,8 @@ def _arista(plan: SwitchPlan) -> Iterator[str]:
     for dscp, priority in plan.dscp_to_class.items():
         yield f"qos map dscp {dscp} to traffic-class {priority}"
     if plan.lossless:
+        if plan.lossless_headroom:
+            yield "! the headroom above is not written; EOS: `platform trident mmu queue profile`, `ingress headroom`"
         watchdog = "priority-flow-control pause watchdog"
         yield f"{watchdog} default timeout {WATCHDOG_MS / 1e3:.2f}"
         yield f"{watchdog} default recovery-time {2 * WATCHDOG_MS / 1e3:.2f}"

@@ -33,7 +33,7 @@ def _duration(_context: click.Context, _option: click.Parameter, text: str) -> f
 @click.option(
     "--flap", "flap_s", default="5s", show_default=True, callback=_duration, help="Flap to outlive: 5, 300ms."
 )
-@click.option("--nccl", help="Release of NCCL [default: the one beside torch, else 2.30.7].")
+@click.option("--nccl", help="Release of NCCL [default: the one beside torch, else 2.32.3].")
 @click.option(
     "--nic",
     type=click.Choice(tuple(NICS)),

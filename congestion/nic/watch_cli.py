@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from congestion.nic.counters import Port
     from congestion.nic.counters_detect import Detector, Event, Thresholds
     from congestion.nic.counters_log import Log
     from congestion.nic.counters_reader import Ints, Reader
@@ -52,7 +53,8 @@ _COLUMNS = {
 def watch(**asked: Any) -> None:
     """Watch the counters of all RDMA NICs: storms of PFC and ECN, link flaps, retransmissions, silent and slow NICs.
 
-    Alarms go to stderr as they are told. Ctrl-C ends it and keeps what was sampled. Exit 1 where there was an alarm.
+    Every RDMA device is named, with what no counter of it tells. Alarms go to stderr as they are told. Ctrl-C ends it
+    and keeps what was sampled. Exit 1 where there was an alarm.
     With a period below 200 ms, alarms and the slower counters are looked at each 200 ms, or in every 20th sample.
 
     \b
@@ -141,7 +143,8 @@ def _sample(asked: dict[str, Any], limits: Thresholds, folder: Path) -> tuple[Lo
         writer = LogWriter(folder / "log", reader.columns, about)
         stack.callback(writer.close)
         every = slow_every(period_ns)
-        _say_begin(reader, detector, root)
+        covered = _coverage(counters.find_ports(root, asked["devices"]), reader, detector)
+        _say_begin(reader, covered, root)
 
         def take(time_ns: Ints, values: Ints, is_whole: bool) -> None:
             writer.add(time_ns, values)
@@ -154,7 +157,15 @@ def _sample(asked: dict[str, Any], limits: Thresholds, folder: Path) -> tuple[Lo
         sample(reader, take, period_ns, num_samples=num, sampled=done, stopped=stopped.is_set)
     log = load_log(folder / "log", most_rows=_MOST_ROWS, step=every)
     late_s = {f"late_p{round(100 * share)}_s": done.late_at(share) for share in (0.5, 0.99)}
-    figures = {"samples": done.taken, "left_out": done.left_out, "cpu_share": round(done.cpu_share, 5), **late_s}
+    left = {row["port"]: row["not_read"] for row in covered if row["not_read"]}
+    figures = {
+        "devices": [row["port"] for row in covered],
+        "not_read": left,
+        "samples": done.taken,
+        "left_out": done.left_out,
+        "cpu_share": round(done.cpu_share, 5),
+        **late_s,
+    }
     said = f"{done.taken} samples, {done.left_out} left out, {done.cpu_share:.2%} of a core"
     click.echo(f"{said}; log: {folder / 'log'}", err=True)
     return log, detector, figures
@@ -272,12 +283,34 @@ def _refuse_without_effect(asked: dict[str, Any]) -> None:
     )
 
 
-def _say_begin(reader: Reader, detector: Detector, root: Path) -> None:
-    ports = ", ".join(detector.ports)
+def _coverage(ports: Sequence[Port], reader: Reader, detector: Detector) -> list[dict[str, Any]]:
+    """A row for every RDMA port: how many counters of it are read, and what of it cannot be."""
+    rows = []
+    for port in ports:
+        own = [column for column in reader.columns if column.rpartition("/")[0] == port.name]
+        missing = detector.signals.missing(port.name)
+        if port.link_layer == "InfiniBand":  # which has neither
+            missing = [what for what in missing if what not in ("ECN marks", "PFC pauses")]
+        bad = [
+            f"{column.rpartition('/')[2]} ({reader.unreadable[column]})"
+            for column in own
+            if column in reader.unreadable
+        ]
+        rows.append({"port": port.name, "driver": port.driver, "counters": len(own), "not_read": [*missing, *bad]})
+    return rows
+
+
+def _say_begin(reader: Reader, covered: Sequence[dict[str, Any]], root: Path) -> None:
+    ports = ", ".join(row["port"] for row in covered if row["counters"])
     click.echo(f"watching {len(reader.columns)} counters of {ports}; Ctrl-C ends it", err=True)
-    if not detector.signals.has("pause").any() and not detector.signals.has("pause_frames").any():
-        why = "they come from the kernel" if root.resolve() != Path("/") else "no driver here has them"
-        click.echo(f"note: no PFC counters of ethtool ({why}): PFC storms cannot be told", err=True)
+    for row in covered:
+        driver = f" ({row['driver']})" if row["driver"] else ""
+        if not row["counters"]:
+            click.echo(f"note: {row['port']}{driver}: its driver has no counters in sysfs: it is not watched", err=True)
+        elif row["not_read"]:
+            click.echo(f"note: {row['port']}{driver}: cannot be told: {', '.join(row['not_read'])}", err=True)
+    if root.resolve() != Path("/"):
+        click.echo("note: PFC counters of ethtool come from the kernel: none below another --root", err=True)
 
 
 def _line(event: Event) -> str:

@@ -346,7 +346,20 @@ def test_a_journal_of_another_root_is_not_used(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"version": 2}', '{"version": 1, "entries": [{"kind": "tool", "target": "rm"}]}']
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"version": 2}',
+        '{"version": 1, "entries": [{"kind": "tool", "target": "rm"}]}',
+        "[" * 100_000,
+        '{"version": 1, "entries": ' + "[" * 100_000,
+        '{"version": 1, "entries": [' + '{"kind":' * 50_000,
+        '{"version": 1, "root": "/", "profile": "p", "started_utc": "", "entries":'
+        ' [{"kind": "file", "target": "sys/class/x", "old": [[["1"]]]}]}',
+    ],
+    ids=lambda text: text[:40],
 )
 def test_a_journal_that_is_none_is_refused(text, tmp_path):
     host = host_of(tmp_path, "mlx5")

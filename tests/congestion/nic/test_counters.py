@@ -32,12 +32,13 @@ from congestion.nic.counters_log import Log, LogWriter, load_log
 from congestion.nic.counters_page import _rates
 from congestion.nic.counters_reader import NUM_LATE, Reader, Samples, Schedule
 from congestion.nic.counters_sampler import Sampled, sample, slow_every
+from congestion.nic.counters_signals import Signals
 from congestion.nic.counters_simulate import Fault, simulate_log
 from congestion.nic.tree import Tree
 from congestion.nic.watch_cli import watch
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from tests.browser import browse, drawn_plots, needs_chromium
-from tests.congestion.nic.counter_trees import counter, write_tree
+from tests.congestion.nic.counter_trees import VENDORS, counter, write_tree, write_vendor
 
 
 @pytest.fixture
@@ -178,6 +179,94 @@ def test_names_that_are_none_are_left_out(root, caplog):
     assert {one.column.rpartition("/")[0] for one in found} == {"mlx5_0/1", "mlx5_1/1"}
     assert all(one.column.isprintable() for one in found)
     assert "is no name of a device" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (
+            "bnxt_re0",
+            {
+                "port_rcv_packets": 2, "rcv_bytes": 3, "xmit_bytes": 5, "local_ack_timeout_err": 6, "packet_seq_err": 7,
+                "req_transport_retries_exceeded": 8, "rnr_nak_retry_err": 9, "implied_nak_seq_err": 10,
+                "out_of_sequence": 11, "out_of_buffer": 12, "np_cnp_sent": 13, "rp_cnp_handled": 14,
+                "np_ecn_marked_roce_packets": 15,
+            },
+        ),
+        (
+            "irdma0",
+            {
+                "ip4InOctets": 1, "ip4OutOctets": 2, "ip6InOctets": 3, "ip6OutOctets": 4, "rp_cnp_handled": 5,
+                "np_cnp_sent": 7, "port_rcv_packets": 8, "np_ecn_marked_roce_packets": 9, "rnr_nak_retry_err": 10,
+                "packet_seq_err": 11, "implied_nak_seq_err": 12, "local_ack_timeout_err": 13, "out_of_sequence": 14,
+            },
+        ),
+        (
+            "ionic_0",
+            {
+                "xmit_bytes": 1, "rcv_bytes": 2, "port_rcv_packets": 3, "np_cnp_sent": 4, "rp_cnp_handled": 5,
+                "np_ecn_marked_roce_packets": 6, "packet_seq_err": 7, "implied_nak_seq_err": 8,
+                "req_transport_retries_exceeded": 9, "local_ack_timeout_err": 10, "out_of_sequence": 11,
+                "out_of_buffer": 12, "rnr_nak_retry_err": 13,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_counters_of_other_drivers_are_those_of_the_same_meaning(tmp_path, device, expected):
+    write_vendor(tmp_path, device)
+    with Reader(find_counters(tmp_path)) as reader:
+        assert _read(reader) == {f"{device}/1/{name}": value for name, value in expected.items()}
+        signals = Signals(reader.columns)
+    assert signals.missing(f"{device}/1") == ["PFC pauses", "link flaps"]
+    with Reader(find_counters(tmp_path, everything=True)) as reader:
+        assert len(reader.columns) == len(VENDORS[device])
+
+
+@pytest.mark.parametrize("name", sorted(VENDORS))
+def test_a_timeout_of_any_nic_is_an_alarm(tmp_path, name):
+    write_vendor(tmp_path, name)
+    alias = {"bnxt_re0": "to_retransmits", "irdma0": "RTO", "ionic_0": "tx_rdma_ack_timeout"}[name]
+    with Reader(find_counters(tmp_path)) as reader:
+        detector = Detector(reader.columns)
+        detector.update(10**9, list(_read(reader).values()))
+        (tmp_path / f"sys/class/infiniband/{name}/ports/1/hw_counters/{alias}").write_text("40\n")
+        events = detector.update(2 * 10**9, list(_read(reader).values()))
+    assert [(event.kind, event.port) for event in events] == [("timeout", f"{name}/1")]
+
+
+def test_every_device_is_named_with_what_it_cannot_tell(root, tmp_path):
+    write_vendor(root, "ionic_0")
+    (root / "sys/class/infiniband/ionic_0/ports/1/hw_counters/tx_rdma_ack_timeout").write_text(f"{2**64 - 1}\n")
+    (root / "sys/class/infiniband/siw0/ports/1").mkdir(parents=True)
+    ib = root / "sys/class/infiniband/mlx5_1/ports/1/link_layer"
+    ib.write_text("InfiniBand\n")
+    asked = ["--root", str(root), "--seconds", "0.1", "--out", str(tmp_path / "out"), "--json", "-"]
+    result = CliRunner().invoke(watch, asked)
+    assert result.exit_code == 0, result.output
+    notes = [line for line in result.stderr.splitlines() if line.startswith("note: ")]
+    assert notes == [
+        "note: ionic_0/1: cannot be told: PFC pauses, link flaps, "
+        "local_ack_timeout_err (the driver has no value for it)",
+        "note: mlx5_0/1: cannot be told: PFC pauses",
+        "note: siw0/1: its driver has no counters in sysfs: it is not watched",
+        "note: PFC counters of ethtool come from the kernel: none below another --root",
+    ]
+    arguments = json.loads(result.stdout)["arguments"]
+    assert arguments["devices"] == ["ionic_0/1", "mlx5_0/1", "mlx5_1/1", "siw0/1"]
+    assert arguments["not_read"]["siw0/1"] == ["anything"]
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["pfc_pri3_rx_duration_us", "rx_pfc_ena_frames_pri3"], "pause"),  # bnxt_en
+        (["rx_priority_3_xoff.nic", "rx_priority_3_xon.nic"], "pause_frames"),  # ice
+        (["link_down_events"], "link_downs"),
+    ],
+)
+def test_pauses_of_other_ethernet_drivers_are_watched(names, kind):
+    assert all(map(counters_ethtool.is_watched, names))
+    assert Signals([f"a/1/{name}" for name in names]).has(kind).all()
 
 
 def test_a_counter_of_both_folders_comes_once(root):
@@ -441,6 +530,9 @@ def _damage(folder: Path, kind: str) -> None:
         table = pq.read_table(file)
         words = pa.array(["x"] * len(table))
         pq.write_table(table.set_column(1, table.schema.names[1], words), file)
+    elif kind == "nested":
+        deep = {b"netlayer.nic.counters": b"[" * 100_000}
+        pq.write_table(pq.read_table(file).replace_schema_metadata(deep), file)
     elif kind == "columns":
         pq.write_table(pq.read_table(file).drop_columns(["mlx5_0/1/rcv_bytes"]), folder / "part-00001.parquet")
     elif kind == "twice":
@@ -456,6 +548,7 @@ def _damage(folder: Path, kind: str) -> None:
         ("other", "is no log of NIC counters"),
         ("words", "has no whole numbers"),
         ("columns", "has other counters"),
+        ("nested", "has notes that are no JSON object"),
         ("twice", "goes back in time"),
         ("none", "holds no *.parquet"),
     ],
@@ -530,7 +623,7 @@ def test_watching_writes_log_record_and_report(root, tmp_path):
     assert record["arguments"]["ports"] == ["mlx5_0/1", "mlx5_1/1"]
     assert record["arguments"]["samples"] + record["arguments"]["left_out"] >= 31
     assert len(load_log(out).time_ns) == record["arguments"]["samples"]
-    assert "PFC storms cannot be told" in result.stderr
+    assert "mlx5_0/1: cannot be told: PFC pauses" in result.stderr
     assert (out / "report.html").is_file()
     again = CliRunner().invoke(watch, ["--root", str(root), "--seconds", "1", "--out", str(out)])
     assert "holds an earlier run" in str(again.exception)

@@ -93,7 +93,9 @@ def test_a_variable_that_the_release_lacks_is_left_out_and_said(field, value, si
     assert f"NCCL {before} lacks it (since {since})" in left[0].why
 
 
-@pytest.mark.parametrize("release", ["2.13.4", "2.14", "2.14.3", "2.22.3", "2.23", "2.23.4", "2.30"])
+@pytest.mark.parametrize(
+    "release", ["2.13.4", "2.14", "2.14.3", "2.22.3", "2.23", "2.23.4", "2.30", "2.31.2", "2.32.3", "2.32"]
+)
 def test_the_timeout_of_a_release_is_the_same_wherever_it_is_told(release):
     told = chosen(NcclConfig(), release)["NCCL_IB_TIMEOUT"].why
     assert told.endswith(f"NCCL {release} by itself: {nccl_timeout(release)}")
@@ -158,6 +160,31 @@ def test_a_users_value_that_nccl_would_misread_is_refused(name, value, said):
     with pytest.raises(ConfigError, match=name) as caught:
         chosen(NcclConfig(), environ={name: value})
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("release", "preset"), [("2.22.3", 0), ("2.23.4", 0), ("2.24.3", -1), ("2.32.3", -1)])
+def test_control_messages_go_as_data_do_unless_told(release, preset):
+    settings = settings_of({"traffic_class": 106, "fifo_traffic_class": 104})
+    found = chosen(settings, release)["NCCL_IB_FIFO_TC"]
+    assert found.action == "set"
+    assert f"NCCL {release} by itself: {preset}" in found.why
+
+
+@pytest.mark.parametrize("release", ["2.22.3", "2.23.4"])
+def test_a_class_of_0_for_control_messages_is_said_to_have_no_effect_where_0_is_unset(release):
+    wanted = chosen(settings_of({"traffic_class": 106, "fifo_traffic_class": 0}), release)["NCCL_IB_FIFO_TC"]
+    assert (wanted.action, wanted.value) == ("left out", None)
+    assert f"NCCL {release} takes 0 for unset (until 2.24.3)" in wanted.why
+    users = chosen(NcclConfig(), release, {"NCCL_IB_FIFO_TC": "0x0"})["NCCL_IB_FIFO_TC"]
+    assert "without effect" in users.why
+    with pytest.raises(ConfigError, match=r"out of 0\.\.255"):  # it would go out as 255
+        chosen(NcclConfig(), release, {"NCCL_IB_FIFO_TC": "-1"})
+    assert chosen(settings_of({"fifo_traffic_class": 0}), "2.24.3")["NCCL_IB_FIFO_TC"].value == "0"
+
+
+def test_a_release_newer_than_what_was_read_is_said():
+    assert "as 2.32.3" in chosen(NcclConfig(), "2.33.1")["NCCL_IB_TIMEOUT"].why
+    assert "as 2.32.3" not in chosen(NcclConfig(), "2.31.2")["NCCL_IB_TIMEOUT"].why
 
 
 def test_a_number_for_nccls_own_choice_is_refused_where_the_release_would_take_it_as_it_is():

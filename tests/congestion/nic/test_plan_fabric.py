@@ -66,7 +66,9 @@ def look(root: Path) -> dict[str, Any]:
 
 def test_the_paper_s_fabric_is_one_script_and_a_file_a_level(tmp_path):
     out = tmp_path / "out"
-    result = good("--cluster", BIG, "--nic", "ConnectX-6", "--switches", "sonic", "--out", str(out))
+    result = good(
+        "--cluster", BIG, "--nic", "ConnectX-6", "--switches", "sonic", "--chip", "spectrum-4", "--out", str(out)
+    )
     assert "331,776" not in result.stdout  # that is the other profile's
     assert "srv0000 ... srv1535 (1,536)" in result.stdout
     assert "ports of 200 Gb/s, 400 Gb/s mark at the same thresholds" in result.stderr
@@ -346,5 +348,5 @@ def test_every_switch_is_in_one_group():
 @pytest.mark.parametrize("form", ["nvue", "arista", "cisco"])
 def test_each_system_takes_its_own_file(tmp_path, form):
     out = tmp_path / "out"
-    good("--cluster", BIG, "--nic", "ConnectX-6", "--switches", form, "--out", str(out))
+    good("--cluster", BIG, "--nic", "ConnectX-6", "--switches", form, "--chip", "spectrum-4", "--out", str(out))
     assert port_name(form, "1/1", 200 * 10**9, 400 * 10**9) in (out / f"{form}-tor.txt").read_text()

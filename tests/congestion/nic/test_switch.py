@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from congestion.nic.profile import build_profile, load_profile
-from congestion.nic.switch import SwitchPlan, check_ports, plan_switch
-from congestion.nic.switch_buffers import Asic, cell_occupancy, headroom
+from congestion.nic.switch import CHIP_NAMES, SwitchPlan, check_ports, plan_switch
+from congestion.nic.switch_buffers import cell_occupancy, find_headroom, headroom
+from congestion.nic.switch_chips import CHIPS, Asic, find_chip
 from congestion.nic.switch_cli import switch
 from congestion.nic.switch_schema import check_tables
-from congestion.nic.switch_sonic import merge, switch_json, tables_of
+from congestion.nic.switch_sonic import merge, notes_on, switch_json, tables_of
 from congestion.nic.switch_text import cisco
 from netlayer.config import ClusterConfig
 from netlayer.errors import ConfigError
@@ -36,13 +37,17 @@ MODELS = os.environ.get("NETLAYER_SONIC_YANG", "")
 
 
 def plan_of(profile: Any = PROFILE, ports: tuple[str, ...] = ("Ethernet0", "Ethernet8"), **more: Any) -> SwitchPlan:
-    return plan_switch(profile, ports, **{"rate_bps": 400_000_000_000, **more})
+    about = {"rate_bps": 400_000_000_000, "cable_m": 40, "chip": "spectrum-4", **more}
+    room = find_headroom(CHIPS[about["chip"]], about["rate_bps"], about["cable_m"], 9238)
+    return plan_switch(profile, ports, **{"room": room, **about})
 
 
 def run(folder: Path, form: str, *more: str, profile: str = "") -> Result:
     path = folder / "profile.toml"
     path.write_text(profile or "[switch]\nkmin_bytes = 800000\nkmax_bytes = 3200000\npmax_percent = 20\n")
-    return CliRunner().invoke(switch, ["--profile", str(path), "--format", form, *more])
+    chip = [] if {"--chip", "--headroom-bytes", "--no-chip"}.intersection(more) else ["--chip", "spectrum-4"]
+    asked = [word for word in more if word != "--no-chip"]
+    return CliRunner().invoke(switch, ["--profile", str(path), "--format", form, *chip, *asked])
 
 
 @pytest.mark.parametrize("form", ["sonic", "nvue", "arista", "cisco"])
@@ -60,7 +65,7 @@ def test_the_files_are_the_golden_ones(tmp_path, form):
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("form", ["sonic", "nvue", "arista", "cisco"])
 def test_every_example_profile_can_be_written(path, form):
-    asked = ["--profile", str(path), "--format", form, "--ports", PORTS[form][0]]
+    asked = ["--profile", str(path), "--format", form, "--ports", PORTS[form][0], "--chip", "spectrum-4"]
     result = CliRunner().invoke(switch, asked)
     assert result.exit_code == 0, result.output
     pauses = {"sonic": "pfc_enable", "nvue": "qos pfc", "arista": "priority-flow-control on", "cisco": "pause pfc-cos"}
@@ -87,18 +92,67 @@ def test_a_lossy_fabric_has_no_pause_in_it():
 def test_headroom_is_the_sum_of_its_terms():
     room = headroom(400_000_000_000, 40, 9238, 9238, Asic(small_share=0.0))
     cable = 2 * 40 / 198e6 * 400e9 / 8
-    exact = 9238 + 9238 + cable + 819 + 905 * 64
+    exact = 9238 + 9238 + cable + 819 + 905 * 64 + 6000
     assert room.xoff_bytes == -(-exact // 1024) * 1024
     assert room.size_bytes == room.xoff_bytes + 19 * 1024
 
 
-def test_headroom_is_sonics_for_its_own_example():
-    # buffer_headroom_mellanox.lua by hand: 100G, 40 m, MTU 9100, lossless MTU 1024, Spectrum-2, half small packets
-    occupancy = 0.5 + 0.5 * 144 / 64
-    cable = 2 * 40 * 100_000 * 1e9 / 198e6 / (8 * 1024)
-    sonics = -(-(1024 + (9100 + cable + 819.2 + 394 * 64) * occupancy) // 1024) * 1024
-    ours = headroom(100_000_000_000, 40, 9100, 1024, Asic(cell_bytes=144)).xoff_bytes
-    assert 0 <= ours - sonics <= 1024
+@pytest.mark.parametrize(
+    ("rate_g", "cable_m", "xoff", "xon", "size"),
+    [(400, 40, 283_648, 19_456, 303_104), (200, 40, 157_696, 19_456, 177_152), (800, 40, 362_496, 38_912, 410_624)],
+)
+def test_headroom_is_that_of_nvidias_own_table_for_the_sn5600(rate_g, cable_m, xoff, xon, size):
+    # device/mellanox/x86_64-nvidia_sn5600-r0/ACS-SN5600: MTU 9100, lossless MTU 1024, all packets small
+    room = headroom(rate_g * 10**9, cable_m, 9100, 1024, many_lanes=rate_g == 800)
+    assert (room.xoff_bytes, room.xon_bytes, room.size_bytes) == (xoff, xon, size)
+
+
+@pytest.mark.parametrize(
+    ("chip", "cable_m", "low", "high"),
+    [
+        ("spectrum-2", 40, 55_296, 300_000),
+        ("spectrum-3", 40, 144_384, 300_000),
+        ("spectrum-4", 40, 283_648, 300_000),
+        ("tomahawk-3", 40, 201_930, 201_930),
+        ("tomahawk-4", 40, 424_434, 424_434),
+        ("tomahawk-5", 40, 612_140, 612_140),
+        ("tomahawk-5", 300, 839_216, 839_216),
+        ("tomahawk-5", 41, 475_136, 475_136),  # the table with the nearest longer cable
+        ("trident-4", 5, 470_004, 470_004),
+    ],
+)
+def test_a_chip_has_at_least_the_headroom_of_its_public_tables(chip, cable_m, low, high):
+    rate = 200 if chip == "spectrum-2" else 400
+    room = find_headroom(CHIPS[chip], rate * 10**9, cable_m, 9238)
+    assert low <= room.xoff_bytes <= high
+    assert all(xoff <= room.xoff_bytes for xoff, source in room.others if source.endswith(f"({cable_m} m)"))
+    assert room.source
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_more_cable_is_never_less_headroom_in_a_table(name):
+    for table in CHIPS[name].tables:
+        if "C128" in table.source:  # as published: 2,000 m need less than 1,500 there
+            continue
+        for row in table.xoff_bytes.values():
+            assert sorted(row.values()) == [row[length] for length in sorted(row)], table.source
+    assert name in CHIP_NAMES
+    assert set(CHIPS) == set(CHIP_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("platform", "chip"),
+    [
+        ("x86_64-nvidia_sn5600-r0", "spectrum-4"),
+        ("x86_64-mlnx_msn4700-r0", "spectrum-3"),
+        ("x86_64-arista_7060x6_64pe", "tomahawk-5"),
+        ("x86_64-dellemc_s5448f-r0", "trident-4"),
+        ("x86_64-kvm_x86_64-r0", None),
+    ],
+)
+def test_the_chip_of_a_platform_is_known(platform, chip):
+    found = find_chip(platform)
+    assert (found.name if found else None) == chip
 
 
 @given(cable_m=st.integers(1, 100_000), mtu=st.integers(1280, 9216), small=st.floats(0, 1), cell=st.integers(64, 1024))
@@ -256,6 +310,16 @@ def test_no_port_name_can_carry_a_command(port, form):
         ("[switch]\nkmin_bytes = 5\n", [], "switch.kmax_bytes: is missing"),
         ("[traffic]\necn = false\n[switch]\nkmin_bytes = 5\nkmax_bytes = 9\npmax_percent = 1\n", [], "no effect"),
         ("", ["--rate", "123G"], "has no response time for that rate"),
+        ("", ["--rate", "400G", "--chip", "spectrum-2"], "has no port of 400 Gb/s"),
+        ("", ["--rate", "10G", "--chip", "tomahawk-6", "--cable-m", "600"], "the longest cable at that speed is 500 m"),
+        (
+            "",
+            ["--cable-m", "5000", "--chip", "tomahawk-5"],
+            "the longest cable at that speed is 500 m; give its headroom",
+        ),
+        ("", ["--no-chip"], "--chip: is missing: PFC headroom differs from chip to chip; give --chip (spectrum-1,"),
+        ("", ["--headroom-bytes", "400000"], "says nothing without --cell-bytes"),
+        ("", ["--no-chip", "--cell-bytes", "256"], "says nothing without --headroom-bytes"),
         ("", ["--rate", "fast"], "is not a rate"),
         ("", ["--cable-m", "0"], "must be 1..100000 metres"),
         ("", ["--mtu", "100"], "must be 1280..9216"),
@@ -306,10 +370,158 @@ def test_nx_os_shares_out_all_of_its_bandwidth_and_names_each_class_once(order, 
     ]
 
 
-@pytest.mark.parametrize("form", ["sonic", "nvue", "arista", "cisco"])
-def test_whose_figures_the_headroom_is_made_of_is_said_where_the_chip_is_another(tmp_path, form):
-    result = run(tmp_path, form, "--ports", PORTS[form][0])
-    assert ("Spectrum-4" in result.stdout) == ("Spectrum-4" in result.stderr) == (form in ("arista", "cisco"))
+@pytest.mark.parametrize("form", ["nvue", "arista", "cisco"])
+def test_no_headroom_is_made_up_where_the_chip_is_not_named(tmp_path, form):
+    result = run(tmp_path, form, "--ports", PORTS[form][0], "--no-chip")
+    assert result.exit_code == 0, result.output
+    assert "headroom of a lossless priority" not in result.stdout
+    assert "PFC headroom is not written" in result.stdout
+    assert "PFC headroom is not written" in result.stderr
+    named = run(tmp_path, form, "--ports", PORTS[form][0], "--chip", "tomahawk-5")
+    assert "xoff 612140" in named.stdout
+    assert "7060X6-64PE-O128S2" in named.stdout
+
+
+def test_eos_text_says_whose_chips_it_is_for(tmp_path):
+    result = run(tmp_path, "arista", "--ports", "Ethernet1", "--chip", "tomahawk-4")
+    assert "Broadcom XGS (Trident, Tomahawk" in result.stdout
+    assert "not for DNX (Jericho" in result.stdout
+    assert "Broadcom XGS" in result.stderr
+
+
+def test_nvue_gives_lossless_priorities_a_pool_before_it_pauses_them(tmp_path):
+    lines = run(tmp_path, "nvue", "--ports", "swp1").stdout.splitlines()
+    pools = [line for line in lines if line.startswith("nv set qos traffic-pool")]
+    assert [line.split()[4:] for line in pools] == [
+        ["default-lossy", "memory-percent", "50"],
+        ["default-lossless", "memory-percent", "50"],
+    ]
+    assert lines.index(pools[1]) < lines.index("nv set qos pfc NETLAYER switch-priority 3")
+    lossy = run(tmp_path, "nvue", "--ports", "swp1", profile="[pfc]\npriorities = []\n")
+    assert "traffic-pool" not in lossy.stdout
+
+
+def traditional(**changed: Any) -> dict[str, Any]:
+    """A small switch with SONiC's traditional buffer model, priorities 3 and 4 lossless."""
+    pg = {"Ethernet0|0": "ingress_lossy_profile", "Ethernet0|3-4": "pg_lossless_400000_40m_profile"}
+    return {
+        "DEVICE_METADATA": {"localhost": {"buffer_model": "traditional"}},
+        "PORT": {"Ethernet0": {"speed": "400000", "lanes": "1,2,3,4"}, "Ethernet8": {"speed": "400000"}},
+        "BUFFER_POOL": {
+            "ingress_lossless_pool": {"type": "ingress", "mode": "dynamic", "size": "9000000", "xoff": "4000000"},
+            "egress_lossless_pool": {"type": "egress", "mode": "static", "size": "9000000"},
+        },
+        "BUFFER_PROFILE": {
+            "ingress_lossy_profile": {"pool": "ingress_lossless_pool", "size": "0", "dynamic_th": "3"},
+            "egress_lossless_profile": {"pool": "egress_lossless_pool", "size": "0", "static_th": "9000000"},
+            "egress_lossy_profile": {"pool": "egress_lossless_pool", "size": "1518", "dynamic_th": "3"},
+            "pg_lossless_400000_40m_profile": {
+                "pool": "ingress_lossless_pool", "xon": "18432", "xoff": "100000", "size": "18432", "dynamic_th": "0",
+            },
+        },
+        "BUFFER_PG": {key: {"profile": profile} for key, profile in pg.items()},
+        "BUFFER_QUEUE": {"Ethernet0|0-4": {"profile": "egress_lossy_profile"}},
+        "CABLE_LENGTH": {"OTHER": {"Ethernet0": "5m", "Ethernet8": "5m"}},
+        **changed,
+    }  # fmt: skip
+
+
+def test_with_the_traditional_model_the_profile_has_the_name_that_is_left_as_it_is():
+    base = traditional()
+    plan = plan_of(ports=("Ethernet0",), chip="tomahawk-5")
+    merged = merge(base, plan)
+    name = "pg_lossless_400000_40m_profile"  # what buffermgrd looks for: speed and cable of the port
+    assert merged["BUFFER_PG"]["Ethernet0|3"] == {"profile": name}
+    assert merged["CABLE_LENGTH"] == {"OTHER": {"Ethernet8": "5m"}, "AZURE": {"Ethernet0": "40m"}}
+    row = merged["BUFFER_PROFILE"][name]
+    assert (row["xoff"], row["size"], row["xon"], row["xon_offset"]) == ("612140", "18796", "0", "3556")
+    assert not any(key.startswith("NETLAYER") for key in merged["BUFFER_PROFILE"])
+    assert merged["BUFFER_QUEUE"]["Ethernet0|3"] == {"profile": "egress_lossless_profile"}
+    assert merged["BUFFER_QUEUE"]["Ethernet0|2"] == {"profile": "egress_lossy_profile"}
+    assert merge(merged, plan) == merged
+    notes = " ".join(notes_on(base, plan))
+    assert "has xoff 100000, the plan 612140: the plan replaces it" in notes
+    assert "traditional buffer model" in notes
+    assert "Ethernet0|3-4: keeps lossless headroom" in notes
+
+
+def test_with_the_traditional_model_groups_are_the_ranges_that_sonic_writes():
+    profile = build_profile({"pfc": {"priorities": [2, 3, 4, 6]}, "cnp": {"priority": 7}})
+    merged = merge(traditional(), plan_of(profile, ports=("Ethernet0", "Ethernet8"), chip="trident-4"))
+    assert set(merged["BUFFER_PG"]) == {
+        "Ethernet0|0", "Ethernet0|2-4", "Ethernet0|6", "Ethernet8|2-4", "Ethernet8|6",
+    }  # fmt: skip
+
+
+def test_more_headroom_than_planned_is_kept():
+    base = traditional()
+    base["BUFFER_PROFILE"]["pg_lossless_400000_40m_profile"]["xoff"] = "700000"
+    plan = plan_of(ports=("Ethernet0",), chip="tomahawk-5")
+    assert merge(base, plan)["BUFFER_PROFILE"]["pg_lossless_400000_40m_profile"]["xoff"] == "700000"
+    assert "the larger one is kept" in " ".join(notes_on(base, plan))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "name"),
+    [
+        ({"localhost": {"buffer_model": "dynamic"}}, "NETLAYER_lossless_400G_40m"),
+        ({"localhost": {"hostname": "tor0"}}, "pg_lossless_400000_40m_profile"),  # what buffermgrd takes it for
+    ],
+)
+def test_the_buffer_model_of_the_base_decides(metadata, name):
+    merged = merge(traditional(DEVICE_METADATA=metadata), plan_of(ports=("Ethernet0",)))
+    assert merged["BUFFER_PG"]["Ethernet0|3"] == {"profile": name}
+
+
+def test_size_holds_the_headroom_only_where_no_pool_does():
+    pools = traditional()["BUFFER_POOL"]
+    plan = plan_of(ports=("Ethernet0",))
+    with_pool = merge(traditional(), plan)["BUFFER_PROFILE"]["pg_lossless_400000_40m_profile"]
+    del pools["ingress_lossless_pool"]["xoff"]
+    without = merge(traditional(BUFFER_POOL=pools), plan)["BUFFER_PROFILE"]["pg_lossless_400000_40m_profile"]
+    assert int(without["size"]) == int(with_pool["size"]) + int(with_pool["xoff"])
+    tomahawk = plan_of(ports=("Ethernet0",), chip="tomahawk-5")
+    assert "has no xoff, and tomahawk-5 takes its headroom out of that" in " ".join(
+        notes_on(traditional(BUFFER_POOL=pools), tomahawk)
+    )
+    pools["ingress_lossless_pool"]["mode"] = "static"
+    static = merge(traditional(BUFFER_POOL=pools), plan)["BUFFER_PROFILE"]["pg_lossless_400000_40m_profile"]
+    assert static["static_th"] == "9000000"
+    assert "dynamic_th" not in static
+
+
+def test_a_base_of_an_older_release_refers_to_rows_in_brackets():
+    base = traditional()
+    for row in base["BUFFER_PROFILE"].values():
+        row["pool"] = f"[BUFFER_POOL|{row['pool']}]"
+    for row in base["BUFFER_PG"].values():
+        row["profile"] = f"[BUFFER_PROFILE|{row['profile']}]"
+    assert merge(base, plan_of(ports=("Ethernet0",)))["BUFFER_PG"]["Ethernet0|3"]
+    base["BUFFER_PG"]["Ethernet0|0"]["profile"] = "[BUFFER_PROFILE|nothing]"
+    with pytest.raises(ConfigError, match="is not what SONiC takes"):
+        merge(base, plan_of(ports=("Ethernet0",)))
+
+
+@pytest.mark.parametrize(
+    ("platform", "more", "said"),
+    [
+        ("x86_64-nvidia_sn5600-r0", ["--no-chip"], ""),
+        ("x86_64-nvidia_sn5600-r0", ["--chip", "tomahawk-5"], "is not the chip of x86_64-nvidia_sn5600-r0"),
+        ("x86_64-somebody_s9000-r0", ["--no-chip"], "is a platform whose switch chip is not known here; give --chip ("),
+        ("x86_64-somebody_s9000-r0", ["--headroom-bytes", "400000", "--cell-bytes", "256"], ""),
+    ],
+)
+def test_the_chip_is_that_of_the_base_or_asked_for(tmp_path, platform, more, said):
+    base = tmp_path / "config_db.json"
+    base.write_text(json.dumps(traditional(DEVICE_METADATA={"localhost": {"platform": platform}})))
+    result = run(tmp_path, "sonic", "--base", str(base), *more)
+    if said:
+        assert isinstance(result.exception, ConfigError)
+        assert said in str(result.exception)
+        return
+    assert result.exit_code == 0, result.output
+    row = json.loads(result.stdout)["BUFFER_PROFILE"]["pg_lossless_400000_40m_profile"]
+    assert int(row["xoff"]) == (400_128 if "--headroom-bytes" in more else 291_840)
 
 
 def test_the_arithmetic_is_shown_and_recorded(tmp_path):
@@ -317,7 +529,9 @@ def test_the_arithmetic_is_shown_and_recorded(tmp_path):
     result = run(tmp_path, "nvue", "--ports", "swp1", "--out", str(tmp_path / "out"), "--json", str(file))
     assert "905 pause quanta * 512 / 8" in result.stdout
     plan = json.loads(file.read_text())["plan"]
-    assert plan["lossless_headroom"]["xoff_bytes"] == 186_368
+    assert plan["lossless_headroom"]["xoff_bytes"] == 291_840
+    assert plan["chip"] == "spectrum-4"
+    assert "another public table for the chip: xoff" in result.stdout
     assert plan["marking"] == {"kmin_bytes": 800_000, "kmax_bytes": 3_200_000, "pmax_percent": 20}
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from scapy.contrib.roce import BTH
 from scapy.layers.inet import ICMP, IP, TCP, UDP
 from scapy.layers.inet6 import IPv6
-from scapy.layers.l2 import ARP, CookedLinux, Dot1Q, Ether
+from scapy.layers.l2 import ARP, GRE, CookedLinux, Dot1Q, Ether
+from scapy.layers.vxlan import VXLAN
 from scapy.packet import Raw
 from scapy.utils import EDecimal, RawPcapNgWriter
 
@@ -136,6 +137,42 @@ def test_frames_of_others_are_counted_and_left_out(tmp_path):
     ]
     found = _read(tmp_path, [*(bytes(other) for other in others), *_simple()])
     assert (len(found), found.num_skipped, found.num_damaged) == (5, len(others), 0)
+    assert found.unread == {"IP fragments": 2}
+
+
+_INNER = Ether() / request(0x04, 1, payload=b"data", **ENDS)
+_HIDDEN = [
+    ("VXLAN", Ether() / IP() / UDP(dport=4789) / VXLAN(vni=7) / _INNER),
+    ("VXLAN", Ether() / Dot1Q(vlan=9) / IPv6() / UDP(dport=8472) / Raw(bytes(8)) / _INNER),
+    ("GENEVE", Ether() / IP() / UDP(dport=6081) / Raw(bytes(8)) / _INNER),
+    ("GRE", Ether() / IP(proto=47) / GRE(proto=0x0800) / _INNER[IP]),
+    ("GRE", Ether() / IP(proto=47) / GRE(proto=0x6558, key_present=1, key=3) / _INNER),
+    ("ERSPAN", Ether() / IP(proto=47) / GRE(proto=0x88BE, seqnum_present=1) / Raw(bytes(8)) / _INNER),
+    ("ERSPAN", Ether() / IPv6(nh=47) / GRE(proto=0x22EB, seqnum_present=1) / Raw(bytes(12)) / _INNER),
+    ("MPLS", Ether(type=0x8847) / Raw(bytes([0, 1, 1, 64])) / _INNER[IP]),
+    ("MPLS", Ether() / Dot1Q(type=0x8848) / Raw(bytes([0, 1, 1, 64])) / _INNER[IP]),
+    ("RoCE v1", Ether(type=0x8915) / Raw(b"\x60" + bytes(60))),
+    ("IP in IP", Ether() / IP(proto=4) / _INNER[IP]),
+    ("IPv6 extension headers", Ether() / IPv6(nh=60) / Raw(b"\x11" + bytes(7)) / _INNER[UDP]),
+    ("VLAN tags beyond two", Ether() / Dot1Q() / Dot1Q() / Dot1Q() / _INNER[IP]),
+]
+
+
+@pytest.mark.parametrize(("name", "frame"), _HIDDEN, ids=range(len(_HIDDEN)))
+def test_what_may_carry_roce_and_is_not_read_is_named(tmp_path, name, frame):
+    found = _read(tmp_path, [*_simple(), bytes(frame), bytes(frame)])
+    assert (len(found), found.num_skipped, found.unread) == (5, 2, {name: 2})
+    for cut in range(0, len(bytes(frame)), 7):  # cut off anywhere, it is that kind or none
+        assert set(_read(tmp_path, [bytes(frame)[:cut]]).unread) <= {name}
+
+
+def test_a_multicast_report_is_nothing_that_was_not_read(tmp_path):
+    report = Ether() / IPv6(nh=0) / Raw(b"\x3a" + bytes(7)) / Raw(bytes(28))
+    assert _read(tmp_path, [bytes(report)]).unread == {}
+
+
+def test_a_link_layer_that_is_not_known_is_named(tmp_path):
+    assert _read(tmp_path, _simple(), link=247).unread == {"link type 247": 5}
 
 
 def test_packets_whose_lengths_cannot_be_right_are_counted_as_damaged(tmp_path):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from scapy.layers.inet import IP, UDP
 from scapy.layers.l2 import ARP, Ether
+from scapy.packet import Raw
 
 from congestion.nic.pcap_cli import pcap
 from netlayer.errors import CheckFailed, ConfigError
@@ -60,7 +63,20 @@ def test_a_wrong_crc_is_a_failed_check_after_the_tables(talk, tmp_path):
 def test_a_capture_without_roce_says_so(tmp_path):
     result = CliRunner().invoke(pcap, [str(save(tmp_path / "x.pcap", [bytes(Ether() / ARP())], [0]))])
     assert isinstance(result.exception, CheckFailed)
-    assert "among 1 frames" in str(result.exception)
+    assert str(result.exception).endswith("among 1 frames")
+
+
+def test_what_was_not_read_is_said(talk, tmp_path):
+    hidden = bytes(Ether() / IP() / UDP(dport=4789) / Raw(bytes(90)))
+    result = CliRunner().invoke(pcap, [str(save(tmp_path / "x.pcap", [hidden] * 3, range(3)))])
+    assert str(result.exception).endswith("among 3 frames; not read: 3 in VXLAN")
+    path = talk.save(tmp_path / "y.pcap")
+    with path.open("ab") as file:
+        file.write(struct.pack("<IIII", 0, 0, len(hidden), len(hidden)) + hidden)
+    result = CliRunner().invoke(pcap, [str(path), "--json", "-"])
+    assert result.exit_code == 0, result.output
+    assert "not read, so are in no table: 1 in VXLAN" in result.stderr
+    assert json.loads(result.stdout)["rows"][0]["unread_frames"] == {"VXLAN": 1}
 
 
 def test_a_file_that_breaks_off_is_read_so_far_with_a_warning(talk, tmp_path):
