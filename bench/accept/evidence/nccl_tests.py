@@ -317,8 +317,8 @@ def _read_section(text: Text, section: _Section) -> Run:
     unended: tuple[str, int] | None = None
     cut = False
     if not section.ended:
-        *stands, cut = _unended(text, section)
-        unended = (str(stands[0]), int(stands[1]))
+        words, line, cut = _unended(text, section)
+        unended = (words, line)
     rows, lost = _rows(text, section, half=unended is not None)
     groups = [rank.group for rank in ranks]
     num_ranks = groups.count(groups[0]) if groups and not mixed else 0
@@ -329,16 +329,16 @@ def _read_section(text: Text, section: _Section) -> Run:
         # No list of devices, or one that was cut.
         num_ranks, hosts_known = deduced.num_ranks, False
         hosts = hosts if deduced.fits_list else []
-    words = "\n".join(line.words for line in section.lines)
-    facts = facts_of(collective, num_ranks, [rank.device for rank in ranks], _version(words))
+    content = "\n".join(line.words for line in section.lines)
+    facts = facts_of(collective, num_ranks, [rank.device for rank in ranks], _version(content))
     if hosts_known:
         facts["hosts"] = len(set(hosts))
-    if graph := _GRAPH.search(words):
+    if graph := _GRAPH.search(content):
         facts["graph"] = int(graph[1]) > 0
-    nvls = _nvls(words)
+    nvls = _nvls(content)
     if nvls is not None:
         facts["nvls"] = nvls
-    if _P2P_OFF.search(words):
+    if _P2P_OFF.search(content):
         facts["p2p_off"] = True
     sides = [side for row in rows for side in row.sides]
     run = Run(collective, hosts, facts, sides, possible, lost, unended=unended)
