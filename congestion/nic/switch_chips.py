@@ -85,7 +85,8 @@ def _table(source: str, size: int, xon: int, xon_offset: int, rows: str) -> Tabl
     found: dict[int, dict[int, int]] = {}
     for line in rows.strip().splitlines():
         speed, _, pairs = line.partition(":")
-        found[int(speed)] = dict((int(one) for one in pair.split("/")) for pair in pairs.split())
+        cables = (pair.partition("/") for pair in pairs.split())
+        found[int(speed)] = {int(length): int(xoff) for length, _, xoff in cables}
     return Table(source, size, xon, xon_offset, found)
 
 
