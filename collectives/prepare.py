@@ -279,6 +279,21 @@ def same_start(module: nn.Module, lane: Lane, param_dtype: torch.dtype | None) -
     return frozen
 
 
+@torch.no_grad()
+def send_buffers(module: nn.Module, lane: Lane) -> None:
+    """Rank 0's values into the buffers of every rank: one broadcast a dtype, waited for."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in module.buffers():
+        if buffer.device.type == lane.device.type and buffer.layout == torch.strided and buffer.numel():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
+        values = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        lane.broadcast(values.view(torch.uint8))  # backends lack some dtypes
+        if lane.rank != 0:
+            for buffer, own in zip(buffers, values.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(own.view(buffer.shape))
+
+
 def find_owners(
     module: nn.Module, buckets: Sequence[Bucket], units: Sequence[nn.Module] = ()
 ) -> dict[nn.Module, list[int]]:

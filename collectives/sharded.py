@@ -57,13 +57,14 @@ graph holds a call of it, and waits for that without end.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,7 @@ from collectives.arguments import as_dtype
 from collectives.bucket import Bucket, BucketPlan
 from collectives.departure import Travel
 from collectives.gather import ParameterGather
+from collectives.guard import CompanionHook, Unsharded
 from collectives.lane import Lane
 from collectives.norms import total_norm
 from collectives.optimizer_steps import OptimizerSteps, Options, parameter_groups
@@ -87,10 +89,12 @@ from collectives.prepare import (
     open_travel,
     plan_module,
     same_start,
+    send_buffers,
 )
 from collectives.recorder import Recorder
 from collectives.reduce import GradientReduce, inside_backward
 from collectives.scaler import ScalerCheck
+from collectives.sharded_gradient import combine_norms
 from collectives.state import (
     attach_state_hooks,
     calling_all,
@@ -123,7 +127,8 @@ class ShardedDataParallel(nn.Module):
             parts are called through them alone. None: every module that holds parameters waits for itself.
         bucket_bytes: largest bucket, in bytes of the computation's dtype, unless one parameter is larger; None: a
             bucket a unit, or 32 MiB without units.
-        prefetch: all-gathers launched ahead of the computation that waits for one.
+        prefetch: all-gathers launched ahead of the computation that waits for one. None: all of them where a step ends,
+            so that a read or a forward pass on one rank alone needs no other rank.
         overlap: False: every collective is waited for at once; same numbers, for comparison.
         reduce_dtype: of gradients on the wire, or its name (`"bfloat16"`). Gradients accumulate locally in float32 or
             wider; one rank alone rounds none.
@@ -147,6 +152,9 @@ class ShardedDataParallel(nn.Module):
             watch. Several wrappers, chunks of one model, may share them where every rank uses these in one order.
         mean: gradients are means over the ranks. False: sums, for a loss that the caller has divided by their number,
             which saves a pass over each shard where NCCL does not divide as it adds (from windows, over three ranks).
+        unused: parameters that get a gradient on no rank: `"skip"`, the optimiser leaves them alone, as in plain torch;
+            `"zero"`: their gradient counts as zeros (they decay, momentum goes on), and ranks need not ask each other.
+        broadcast_buffers: rank 0's buffers (of batch norms, say) go to all ranks after each step.
 
     Raises:
         ValueError: something here is not supported, or ranks differ in module or arguments; it names the first
@@ -161,7 +169,7 @@ class ShardedDataParallel(nn.Module):
         group: dist.ProcessGroup | None = None,
         units: Iterable[nn.Module] | None = None,
         bucket_bytes: int | None = None,
-        prefetch: int = 2,
+        prefetch: int | None = None,
         overlap: bool = True,
         reduce_dtype: torch.dtype | str = torch.float32,
         param_dtype: torch.dtype | str | None = None,
@@ -176,12 +184,16 @@ class ShardedDataParallel(nn.Module):
         peer_reduce: bool = False,
         lanes: LanePair | None = None,
         mean: bool = True,
+        unused: Literal["skip", "zero"] = "skip",
+        broadcast_buffers: bool = True,
     ) -> None:
         super().__init__()
-        if prefetch < 1 or in_flight < 1:
+        if (prefetch is not None and prefetch < 1) or in_flight < 1:
             raise ValueError(f"prefetch and in_flight must be at least 1, got {prefetch} and {in_flight}")
         if stage not in (1, 2):
             raise ValueError(f"stage = {stage}: ZeRO stage 1 or 2 (stage 3 is not built)")
+        if unused not in ("skip", "zero"):
+            raise ValueError(f'unused = {unused!r}: must be "skip" or "zero"')
         reduce_dtype = as_dtype(reduce_dtype, "reduce_dtype")
         param_dtype = None if param_dtype is None else as_dtype(param_dtype, "param_dtype")
         device, parts = check_module(module), tuple(units or ())
@@ -199,7 +211,7 @@ class ShardedDataParallel(nn.Module):
         plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts, align)
         settings: dict[str, object] = {"bucket_bytes": bucket_bytes, "prefetch": prefetch, "overlap": overlap}
         settings |= {"reduce_dtype": reduce_dtype, "in_flight": in_flight, "stage": stage, "windows": windows}
-        settings |= {"mean": mean, "peer_reduce": peer_reduce}
+        settings |= {"mean": mean, "peer_reduce": peer_reduce, "unused": unused, "broadcast_buffers": broadcast_buffers}
         check_same(self.reduce_lane, module, plans, settings)
         self.reduce_lane.can_reduce_scatter(reduce_dtype)
         room = open_parameter_windows(self.gather_lane, plans) if in_windows else None
@@ -214,7 +226,7 @@ class ShardedDataParallel(nn.Module):
         self._asked_for_shards = False
         self._num_forwards = 0
         self._frozen = same_start(module, self.reduce_lane, param_dtype)
-        self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap)
+        self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap, self.start_step)
         self._reduce = GradientReduce(
             self.buckets,
             self.reduce_lane,
@@ -225,7 +237,10 @@ class ShardedDataParallel(nn.Module):
             self._before_round,
             travel,
             mean,
+            unused == "skip",
+            self,
         )
+        self._broadcasts_buffers = broadcast_buffers and self.gather_lane.world_size > 1
         self._steps = OptimizerSteps(
             self.buckets,
             self._gather,
@@ -240,24 +255,34 @@ class ShardedDataParallel(nn.Module):
         self._upfront = list(range(len(self.buckets)))
         """Buckets to wait for before any forward; all of them until one has shown which modules it calls."""
         self._seen_forward = False
+        # A compiler that is given the wrapper compiles the module alone.
+        self._before_forward = torch.compiler.disable(self._before_forward)  # type: ignore[method-assign, no-untyped-call]
+        self._after_forward = torch.compiler.disable(self._after_forward)  # type: ignore[method-assign, no-untyped-call]
         self._attach_hooks()
         make_current = functools.partial(self._make_current, "state_dict() or load_state_dict()")
         attach_state_hooks(module, self.buckets, make_current, self._gather.note_changed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; publishes the shards if `start_step` has not."""
-        if not inside_backward():
-            self._check_unchanged()
-            self._gather.adopt(unseen=not self._seen_forward)
-            self._warn_of_no_optimizer()
-            if torch.is_grad_enabled() and self.module.training:
-                self._reduce.note_forward()
-            self.start_step()
-            self._gather.wait_for(self._upfront)
+        self._before_forward()
         result = self.module(*args, **kwargs)
+        self._after_forward()
+        return result
+
+    def _before_forward(self) -> None:
+        if inside_backward():
+            return
+        self._check_unchanged()
+        self._gather.adopt(unseen=not self._seen_forward)
+        self._warn_of_no_optimizer()
+        if torch.is_grad_enabled() and self.module.training:
+            self._reduce.note_forward()
+        self.start_step()
+        self._gather.wait_for(self._upfront)
+
+    def _after_forward(self) -> None:
         self._gather.launch_all()
         self._learn_order()
-        return result
 
     def start_step(self, step: int | None = None) -> None:
         """Launch the first all-gathers of changed shards: call it before loading data. A second call does nothing.
@@ -270,6 +295,8 @@ class ShardedDataParallel(nn.Module):
             self._reduce.abandon()
         if self._gather.stale:
             self._reduce.begin_step()
+            if self._broadcasts_buffers:
+                send_buffers(self.module, self.gather_lane)
             self._gather.publish()
 
     @contextmanager
@@ -319,7 +346,7 @@ class ShardedDataParallel(nn.Module):
 
         The next `start_step` or forward gathers them.
         """
-        self._gather.stale = True
+        self._gather.note_changed_unseen()
 
     def finish_gradients(self, *, waits: bool = True) -> None:
         """Set `.grad` of every shard: the mean (or sum) over ranks of the sum over this step's backward passes.
@@ -342,27 +369,66 @@ class ShardedDataParallel(nn.Module):
         """All buckets, behind `finish_gradients`: those whose gradients are there, then the others one by one."""
         return self._reduce.departures.as_they_come(self.buckets)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm over all shards and ranks is at most `max_norm`; the norm before.
 
         Finishes the gradients first. Infinity only measures. The device is not waited for.
 
+        Args:
+            max_norm: above 0.
+            norm_type: above 0; infinity: the largest absolute value.
+            error_if_nonfinite: raise where the norm is not finite, for which the device is waited for.
+
         Raises:
             ValueError: the optimiser steps in the backward pass, before the norm of all gradients can be known.
+            RuntimeError: `error_if_nonfinite` does.
         """
-        if self.step_in_backward:
-            raise ValueError("no norm of all gradients before step_in_backward updates: build the optimiser without it")
+        self._check_not_stepped("no norm of all gradients")
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, got {max_norm}")
         self.finish_gradients()
         pieces = [piece.parameter for bucket in self.buckets for piece in bucket.pieces]
-        squared = torch.zeros((), dtype=self._norm_dtype(), device=self.reduce_lane.device)
-        if pieces:
-            squared += total_norm([p.grad for p in pieces if p.grad is not None]).square()
-        self.reduce_lane.all_reduce(squared)
-        norm = squared.sqrt()
+        grads = [p.grad for p in pieces if p.grad is not None]
+        norm = torch.zeros((), dtype=self._norm_dtype(), device=self.reduce_lane.device)
+        if grads:
+            own = total_norm(grads) if norm_type == 2 else torch.nn.utils.get_total_norm(grads, norm_type)
+            norm += own
+        norm = combine_norms(norm, norm_type, self.reduce_lane.all_reduce)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"the norm of order {norm_type} of all gradients is {norm.item()}, so nothing was clipped")
         torch.nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
         return norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of the gradients to -`clip_value` .. `clip_value`. Finishes the gradients first.
+
+        Raises:
+            ValueError: the optimiser steps in the backward pass.
+        """
+        self._check_not_stepped("no gradients to clip")
+        self.finish_gradients()
+        torch.nn.utils.clip_grad_value_(
+            [piece.parameter for bucket in self.buckets for piece in bucket.pieces], clip_value
+        )
+
+    def reduced_pieces(self, places: Sequence[tuple[int, int]]) -> list[Tensor | None]:
+        """This rank's pieces of reduced gradients by (bucket, position): see `collectives.sharded_gradient`."""
+        self._check_not_stepped("no gradients left")
+        self.finish_gradients()
+        held = {
+            (bucket.plan.index, piece.position): piece.parameter.grad
+            for bucket in self.buckets
+            for piece in bucket.pieces
+        }
+        return [held.get(place) for place in places]
+
+    def reduce_norms(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """All-reduce in place: see `collectives.sharded_gradient`."""
+        self.reduce_lane.all_reduce(values, op)
+
+    def _check_not_stepped(self, lack: str) -> None:
+        if self.step_in_backward:
+            raise ValueError(f"{lack} before step_in_backward updates: build the optimiser without it")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient: of shards, accumulated ones, and those of a backward pass that raised."""
@@ -456,13 +522,13 @@ class ShardedDataParallel(nn.Module):
         self._gather.overlap = self._reduce.departures.overlap = value
 
     @property
-    def prefetch(self) -> int:
+    def prefetch(self) -> int | None:
         """All-gathers launched ahead of the computation; may be changed between steps, on every rank alike."""
         return self._gather.prefetch
 
     @prefetch.setter
-    def prefetch(self, value: int) -> None:
-        if value < 1:
+    def prefetch(self, value: int | None) -> None:
+        if value is not None and value < 1:
             raise ValueError(f"prefetch must be at least 1, got {value}")
         self._gather.prefetch = value
 
@@ -532,8 +598,23 @@ class ShardedDataParallel(nn.Module):
         load_parameters(self.buckets, whole)
         self._gather.note_changed()
 
-    def _apply(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError("parameters are views of communication buffers: move or cast the module before wrapping it")
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Refuse to move or cast; what leaves all as it is, such as `.to()` the same device, is no such thing."""
+        for tensor in (*self._wrapped, *self._frozen, *self.module.buffers()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            values = tensor.detach()
+            if fn(probe) is not probe or probe.is_shared() or fn(values) is not values:
+                raise RuntimeError(
+                    "parameters are views of communication buffers: move or cast the module before wrapping it"
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unsharded:
+        """The module alone, which drives no collective, behind the same names: what a mean of models needs."""
+        return Unsharded(copy.deepcopy(self.module, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Unsharded, (self.module,)
 
     def _make_current(self, caller: str) -> None:
         """For a state that the host will read: it waits, so that whoever is alone hears of it here."""
@@ -549,7 +630,7 @@ class ShardedDataParallel(nn.Module):
         return Place(
             said=self._said_step(),
             counted=self._reduce.num_finished + 1 + self._reduce.num_left_out,
-            prefetch=self.prefetch,
+            prefetch=self.prefetch or 0,
             overlap=self.overlap,
             step_in_backward=self.step_in_backward,
             gather_in_backward=round(self._steps.gather_share * 1e6) if self.step_in_backward else 0,
@@ -564,7 +645,7 @@ class ShardedDataParallel(nn.Module):
     def _attach_hooks(self) -> None:
         for module, indices in self._owners.items():
             # First of all hooks: another one may read the parameters (weight norm).
-            hook = torch.compiler.disable(functools.partial(self._before_module, indices))  # type: ignore[no-untyped-call]
+            hook = CompanionHook(functools.partial(self._before_module, indices))
             module.register_forward_pre_hook(hook, prepend=True)
         for bucket in self.buckets:
             for position, parameter in enumerate(bucket.parameters):

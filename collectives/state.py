@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives.bucket import Bucket, Piece
+from collectives.guard import CompanionHook
 from collectives.lane import Lane
 from netlayer.errors import CollectiveFailed
 
@@ -131,9 +132,9 @@ def attach_state_hooks(
                 bucket.master_S.copy_(bucket.own_S)
         note_changed()
 
-    module.register_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
+    module.register_state_dict_pre_hook(CompanionHook(before))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(CompanionHook(before))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(CompanionHook(after))  # type: ignore[no-untyped-call]
 
 
 def _gather_masters(bucket: Bucket, lane: Lane) -> Tensor:

@@ -323,6 +323,8 @@ class SplitModel:
             units=module.units,
             bucket_bytes=round(overlap.bucket_mib * 2**20) if overlap.bucket_mib else None,
             prefetch=overlap.prefetch,
+            unused="zero",  # every parameter is used, and ranks need not ask each other
+            broadcast_buffers=False,  # constants
             overlap=overlap.dp,
             param_dtype=dtype,
             reduce_dtype=torch.float64 if self._is_wide else getattr(torch, overlap.reduce_dtype),
