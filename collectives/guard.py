@@ -46,7 +46,8 @@ def _getters(*names: str) -> set[Any]:
 def _needs_no_values() -> frozenset[Any]:
     """What of a tensor tells nothing of its values; its gradient is another tensor."""
     getters = _getters("shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "grad_fn", "_version")
-    getters |= _getters("itemsize", "nbytes", "names", "output_nr", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+    getters |= _getters("itemsize", "nbytes", "names", "output_nr", "grad")
+    getters |= _getters("_backward_hooks", "_post_accumulate_grad_hooks")
     getters |= _getters("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla")
     getters |= _getters("is_mps", "is_xpu", "retains_grad", "is_sparse_csr")
     setters = {Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
@@ -100,9 +101,11 @@ class CompanionHook:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        self._function = function
+        if "__call__" not in vars(CompanionHook):  # a compiler comes with the first hook, not with the import
+            CompanionHook.__call__ = torch.compiler.disable(CompanionHook._call)  # type: ignore[attr-defined]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
     def __deepcopy__(self, _memo: object) -> Callable[..., None]:

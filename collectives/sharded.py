@@ -64,15 +64,17 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from collectives.arguments import as_dtype
 from collectives.bucket import Bucket, BucketPlan
 from collectives.departure import Travel
+from collectives.elementwise import check_elementwise
 from collectives.gather import ParameterGather
 from collectives.guard import CompanionHook, Unsharded
 from collectives.lane import Lane
@@ -80,6 +82,7 @@ from collectives.norms import total_norm
 from collectives.optimizer_steps import OptimizerSteps, Options, parameter_groups
 from collectives.postponed import Postponed
 from collectives.prepare import (
+    as_group,
     build_buckets,
     check_module,
     check_same,
@@ -93,9 +96,10 @@ from collectives.prepare import (
 )
 from collectives.recorder import Recorder
 from collectives.reduce import GradientReduce, inside_backward
-from collectives.scaler import ScalerCheck
+from collectives.scaler import ScalerCheck, make_scalers_finish
 from collectives.sharded_gradient import combine_norms
 from collectives.state import (
+    attach_shard_check,
     attach_state_hooks,
     calling_all,
     full_state_dict,
@@ -122,7 +126,7 @@ class ShardedDataParallel(nn.Module):
 
     Args:
         module: on one device; changed in place (its parameters become views of the buckets).
-        group: ranks that hold replicas; None: all. Two new groups are made of it (see `open_groups`).
+        group: ranks that hold replicas, a process group or a DeviceMesh of one dimension; None: all. Two new groups are made of it (see `open_groups`).
         units: parts of the module, such as its blocks, that are waited for, reduced and gathered as one; their own
             parts are called through them alone. None: every module that holds parameters waits for itself.
         bucket_bytes: largest bucket, in bytes of the computation's dtype, unless one parameter is larger; None: a
@@ -130,8 +134,8 @@ class ShardedDataParallel(nn.Module):
         prefetch: all-gathers launched ahead of the computation that waits for one. None: all of them where a step ends,
             so that a read or a forward pass on one rank alone needs no other rank.
         overlap: False: every collective is waited for at once; same numbers, for comparison.
-        reduce_dtype: of gradients on the wire, or its name (`"bfloat16"`). Gradients accumulate locally in float32 or
-            wider; one rank alone rounds none.
+        reduce_dtype: of gradients on the wire, or its name (`"bfloat16"`); None: float32, or float64 where a parameter
+            is. Gradients accumulate locally in float32 or wider; one rank alone rounds none.
         param_dtype: of the computation, or its name; None: as the module is. Inputs and buffers are the caller's
             business.
         recorder: notes every collective.
@@ -166,12 +170,12 @@ class ShardedDataParallel(nn.Module):
         self,
         module: nn.Module,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         units: Iterable[nn.Module] | None = None,
         bucket_bytes: int | None = None,
         prefetch: int | None = None,
         overlap: bool = True,
-        reduce_dtype: torch.dtype | str = torch.float32,
+        reduce_dtype: torch.dtype | str | None = None,
         param_dtype: torch.dtype | str | None = None,
         recorder: Recorder | None = None,
         in_flight: int = 4,
@@ -194,9 +198,13 @@ class ShardedDataParallel(nn.Module):
             raise ValueError(f"stage = {stage}: ZeRO stage 1 or 2 (stage 3 is not built)")
         if unused not in ("skip", "zero"):
             raise ValueError(f'unused = {unused!r}: must be "skip" or "zero"')
-        reduce_dtype = as_dtype(reduce_dtype, "reduce_dtype")
         param_dtype = None if param_dtype is None else as_dtype(param_dtype, "param_dtype")
         device, parts = check_module(module), tuple(units or ())
+        group = as_group(group)
+        if reduce_dtype is None:
+            dtypes = (param_dtype or p.dtype for p in module.parameters() if p.requires_grad)
+            reduce_dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        reduce_dtype = as_dtype(reduce_dtype, "reduce_dtype")
         if bucket_bytes is None and not parts:
             bucket_bytes = DEFAULT_BUCKET_BYTES
         self.module = module
@@ -223,7 +231,7 @@ class ShardedDataParallel(nn.Module):
         """Kept as long as what lies there."""
         self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, room, travel.gradients)
         self._wrapped = tuple(module.parameters())
-        self._asked_for_shards = False
+        self._asked_for_shards = self._has_optimizer = False
         self._num_forwards = 0
         self._frozen = same_start(module, self.reduce_lane, param_dtype)
         self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap, self.start_step)
@@ -245,7 +253,7 @@ class ShardedDataParallel(nn.Module):
             self.buckets,
             self._gather,
             self._reduce,
-            lambda waits: self.finish_gradients(waits=waits),
+            self._finish_for_step,
             self.start_step,
         )
         self._step_check = StepCheck(self.reduce_lane, self._place)
@@ -360,10 +368,14 @@ class ShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: the last backward pass raised.
         """
-        self._gather.adopt()
+        self._gather.adopt(unseen=not self._has_optimizer)  # where that is ours, its step looks at every value
         self._reduce.finish(waits)
         if not self._reduce.stepped:
             self._gather.stale = True
+
+    def _finish_for_step(self, waits: bool) -> None:
+        self._gather.adopt(unseen=True)
+        self.finish_gradients(waits=waits)
 
     def as_gradients_come(self) -> Iterator[Sequence[Bucket]]:
         """All buckets, behind `finish_gradients`: those whose gradients are there, then the others one by one."""
@@ -395,7 +407,9 @@ class ShardedDataParallel(nn.Module):
             norm += own
         norm = combine_norms(norm, norm_type, self.reduce_lane.all_reduce)
         if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(f"the norm of order {norm_type} of all gradients is {norm.item()}, so nothing was clipped")
+            raise RuntimeError(
+                f"the norm of order {norm_type} of all gradients is {norm.item()}, so nothing was clipped"
+            )
         torch.nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
         return norm
 
@@ -493,10 +507,14 @@ class ShardedDataParallel(nn.Module):
         """
         if gather_in_backward is not None and not step_in_backward:
             raise ValueError(f"gather_in_backward = {gather_in_backward}: has no effect without step_in_backward=True")
+        check_elementwise(kind, settings)
         held = {name: piece for name, _, piece in self.named_shards()}
         optimizer = kind(parameter_groups(self.shapes(), held, options), **settings)
+        attach_shard_check(optimizer, self.buckets, self.reduce_lane)
+        make_scalers_finish()
+        self._has_optimizer = True
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
-        optimizer._step_supports_amp_scaling = ScalerCheck(self._reduce)  # type: ignore[attr-defined]
+        optimizer._step_supports_amp_scaling = ScalerCheck(self._reduce, self._finish_for_step)  # type: ignore[attr-defined]
         if step_in_backward:
             self._steps.tie_inside(optimizer, gather_in_backward)
         else:
@@ -577,6 +595,7 @@ class ShardedDataParallel(nn.Module):
         """
         with calling_all("full_state_dict()"):
             self._make_current("full_state_dict()")
+            self._gather.adopt(unseen=True)
             state = full_state_dict(self.module, self.buckets, self.gather_lane)
             self.gather_lane.wait_on_host()
         return state
@@ -598,7 +617,7 @@ class ShardedDataParallel(nn.Module):
         load_parameters(self.buckets, whole)
         self._gather.note_changed()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], _recurse: bool = True) -> Self:
         """Refuse to move or cast; what leaves all as it is, such as `.to()` the same device, is no such thing."""
         for tensor in (*self._wrapped, *self._frozen, *self.module.buffers()):
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -615,6 +634,15 @@ class ShardedDataParallel(nn.Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Unsharded, (self.module,)
+
+    def join_hook(self, **_: Any) -> NoReturn:
+        """torch's `Join` for ranks with fewer batches: refused, because all of them reduce every step."""
+        raise RuntimeError(
+            "Join: ranks with uneven numbers of batches are not supported; give every rank as many (drop_last=True), or "
+            "let a rank that has run out call finish_gradients() and optimizer.step() without a backward pass"
+        )
+
+    join = join_hook
 
     def _make_current(self, caller: str) -> None:
         """For a state that the host will read: it waits, so that whoever is alone hears of it here."""

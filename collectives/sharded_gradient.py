@@ -2,8 +2,9 @@
 
 The gradient itself lies in pieces on all ranks, and not on the parameter. A `ShardedGradient` has its shape and no
 memory. torch's clipping works on it: norms are taken over all ranks, so every rank asks for them, and what is
-multiplied or clamped in place is the rank's own piece. Whatever else reads or writes it raises, where an absent gradient
-would pass for one that is zero. Setting `.grad = None` forgets the reduced gradient, as it does of any parameter.
+multiplied or clamped in place is the rank's own piece. Whatever else reads or writes it raises, where an absent
+gradient would pass for one that is zero. Setting `.grad = None` forgets the reduced gradient, as it does of any
+parameter.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class ShardedGradient(Tensor):
 
 _REFUSAL = (
     "{} of a parameter's gradient: the gradients are reduced and lie in shards on all ranks; clip them by"
-    " clip_grad_norm_() or clip_grad_value_() of the wrapper, or read this rank's by finish_gradients() and named_shards()"
+    " clip_grad_norm_() or clip_grad_value_() of the wrapper, step them by the optimiser of model.optimizer(kind, ...),"
+    " and read this rank's by finish_gradients() and named_shards()"
 )
 _NORMS = frozenset({"_foreach_norm", "linalg_vector_norm", "norm"})
 _IN_PLACE = frozenset(

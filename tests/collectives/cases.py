@@ -80,7 +80,7 @@ def batches(num: int, world_size: int, seed: int = 7) -> Iterator[Tensor]:
 
 
 adamw = functools.partial(torch.optim.AdamW, lr=0.03, weight_decay=0.1)
-wrap = functools.partial(ShardedDataParallel, bucket_bytes=BUCKET_BYTES)
+wrap = functools.partial(ShardedDataParallel, bucket_bytes=BUCKET_BYTES, unused="zero")
 wrap64 = functools.partial(wrap, reduce_dtype=torch.float64, bucket_bytes=2 * BUCKET_BYTES)
 
 
