@@ -206,7 +206,7 @@ class Bucket:
             )
         ]
         self.used: set[int] = set()
-        """Positions of the parameters that have had a gradient on this rank in this step."""
+        """Positions of the parameters that have had a gradient on this rank since gradients were dropped."""
         self.cleared: set[int] = set()
         """Of those whose reduced gradient somebody has forgotten by `.grad = None`."""
         self._stand_ins: list[ShardedGradient] = []
@@ -424,11 +424,6 @@ class Bucket:
                 piece.parameter.grad = None
                 piece.grad.zero_()
         self.used -= self.cleared
-        self.cleared.clear()
-
-    def begin_step(self) -> None:
-        """What is known of the gradients of a step is known of another one."""
-        self.used.clear()
         self.cleared.clear()
 
     def _put(self, flat_N: Tensor, grads: Sequence[Tensor | None], written: Set[int]) -> None:

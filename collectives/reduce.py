@@ -311,33 +311,31 @@ class GradientReduce:
             loss = self._loss()
             self.abandon()
             raise RuntimeError(f"the backward pass did not complete: {loss}")
-        for bucket in self.buckets:
-            bucket.note_cleared(hides=False)
+        cleared = self._take_cleared(hides=False)
         if self._finished:
             if waits:
                 self.departures.wait_all()
-            self._forget_cleared_pieces()
             return
         if self._unreduced or self._num_rounds == 0:
             self._begin_round()
             self._end_round()
+            self._show_reduced()
         if waits:
             self.departures.wait_all()
         unused = self._unused_on_all()
         for bucket in self.buckets if not self.stepped else ():
             for piece in bucket.pieces:
-                if (bucket.plan.index, piece.position) not in unused:
+                if (bucket.plan.index, piece.position) not in unused | cleared:
                     piece.parameter.grad = piece.grad
-        self._forget_cleared_pieces()
         self._reduced.clear()
         self._num_rounds, self._finished = 0, True
         self.num_finished, self._num_forwards = self.num_finished + 1, 0
 
     def begin_step(self) -> None:
         """The shards are published again: the gradients to come belong to another step."""
+        for bucket in self.buckets if self.stepped else ():
+            bucket.used.clear()
         self._finished = self.stepped = False
-        for bucket in self.buckets:
-            bucket.begin_step()
 
     def drop(self, set_to_none: bool = True) -> None:
         """Forget all gradients, finished or not; every rank does so at the same place."""
@@ -347,7 +345,7 @@ class GradientReduce:
         self._waiting.clear()
         for bucket in self.buckets:
             bucket.forget()
-            bucket.begin_step()
+            bucket.used.clear()
             for piece in bucket.pieces:
                 if set_to_none:
                     piece.parameter.grad = None
@@ -378,12 +376,7 @@ class GradientReduce:
                 "a second backward pass outside no_sync() in one step: with step_in_backward the first has taken the "
                 "step already; put all but the last one under no_sync(), and call optimizer.step() after it"
             )
-        for bucket in self.buckets:
-            bucket.note_cleared(hides=True)
-        if any(bucket.cleared for bucket in self.buckets):
-            self.departures.wait_all()
-            for bucket in self.buckets:
-                bucket.forget_cleared()
+        self._take_cleared(hides=True)
         self._in_backward, self._finished = True, False
         self.num_left_out += max(0, self._num_forwards - 1)
         self._num_forwards = 0
@@ -460,11 +453,21 @@ class GradientReduce:
         places = ((bucket.plan.index, p) for bucket in self.buckets for p in range(len(bucket.parameters)))
         return unused & {place for place, is_used in zip(places, shared.tolist(), strict=True) if not is_used}
 
-    def _forget_cleared_pieces(self) -> None:
+    def _take_cleared(self, hides: bool) -> set[tuple[int, int]]:
+        """Forget the reduced gradients of parameters whose `.grad` somebody has set to None: their (bucket, position).
+
+        Args:
+            hides: take away what stands for the other ones, for new gradients to come.
+        """
+        cleared = set()
         for bucket in self.buckets:
-            for piece in bucket.pieces if bucket.cleared else ():
-                if piece.position in bucket.cleared:
-                    piece.parameter.grad = None
+            bucket.note_cleared(hides)
+            cleared |= {(bucket.plan.index, position) for position in bucket.cleared}
+        if cleared:
+            self.departures.wait_all()
+            for bucket in self.buckets:
+                bucket.forget_cleared()
+        return cleared
 
     def _begin_round(self) -> None:
         self._check_nothing_waits()

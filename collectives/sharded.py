@@ -126,7 +126,8 @@ class ShardedDataParallel(nn.Module):
 
     Args:
         module: on one device; changed in place (its parameters become views of the buckets).
-        group: ranks that hold replicas, a process group or a DeviceMesh of one dimension; None: all. Two new groups are made of it (see `open_groups`).
+        group: ranks that hold replicas, a process group or a DeviceMesh of one dimension; None: all. Two new groups
+            are made of it (see `open_groups`).
         units: parts of the module, such as its blocks, that are waited for, reduced and gathered as one; their own
             parts are called through them alone. None: every module that holds parameters waits for itself.
         bucket_bytes: largest bucket, in bytes of the computation's dtype, unless one parameter is larger; None: a
@@ -638,8 +639,8 @@ class ShardedDataParallel(nn.Module):
     def join_hook(self, **_: Any) -> NoReturn:
         """torch's `Join` for ranks with fewer batches: refused, because all of them reduce every step."""
         raise RuntimeError(
-            "Join: ranks with uneven numbers of batches are not supported; give every rank as many (drop_last=True), or "
-            "let a rank that has run out call finish_gradients() and optimizer.step() without a backward pass"
+            "Join: ranks with uneven numbers of batches are not supported; give every rank as many (drop_last=True), "
+            "or let a rank that has run out call finish_gradients() and optimizer.step() without a backward pass"
         )
 
     join = join_hook
