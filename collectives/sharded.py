@@ -14,35 +14,33 @@ as they complete. Where nothing needs all gradients before the first update (no 
 (`collectives.backward_step`). The results do not depend on that, on `overlap`, `prefetch`, and the speed of a rank, bit
 by bit.
 
-A parameter must be read inside the forward of the module that owns it (of its unit, where units are given), or after
-that forward has begun; parameters whose module is not called in the first forward are waited for before every forward.
-A parameter without a gradient counts as one with zeros, also where no rank has one (plain torch would leave it out of
-weight decay and momentum). Sparse embeddings, complex or unmaterialised parameters, several devices, and moving or
-unfreezing parameters after wrapping raise, and so does replacing or adding some. Clip by `clip_grad_norm_` of the
-wrapper: `torch.nn.utils.clip_grad_norm_` finds no gradients on the module's own parameters, and an optimiser built on
-these has nothing to do. Left out: ZeRO stage 3, optimisers that need whole matrices.
+The loop stays as it is: parameters may be read, written, copied and saved wherever plain torch allows it, and whoever
+reads one before its gather has landed waits for that (`collectives.guard`); so do torch's own clipping, its scalers, and
+parameters that have no gradient on any rank. What would train something else is refused. `docs/dropin.md` lists both.
+
+Sparse embeddings, complex or unmaterialised parameters, several devices, and moving or unfreezing parameters after
+wrapping raise, and so does replacing or adding some. Left out: ZeRO stage 3, optimisers that need whole matrices.
 
 [Note: a step left out] Ranks leave a step out together or not at all. Where one does so alone, the steps of all ranks
 are compared now and then (`collectives.step_check`), and CheckFailed names ranks and steps; say the step, by
 `start_step(step)` or a watch's or a recorder's `begin_step`, or a rank that left out its forward pass too goes
 unnoticed. A rank that leaves out `optimizer.step()` alone makes the others wait: a `watch` says for whom.
 
-[Note: states] `state_dict()` of the wrapper or its module, `full_state_dict()` and the `load_` of each are collective
-calls: every rank calls them, whoever keeps the result. `optimizer.state_dict()` is local, and holds the state of this
-rank's shard alone: save it on every rank, a file each, and load it on as many ranks, wrapped with the same arguments.
+[Note: states] `state_dict()` of the wrapper or its module needs other ranks only where shards have changed and nothing
+has launched their gathers (an optimiser of one's own, a `prefetch` of a number). `full_state_dict()` and the `load_` of
+each are collective calls: every rank calls them, whoever keeps the result. `optimizer.state_dict()` is local, and holds
+the state of this rank's shard alone: save it on every rank, a file each, and load it on as many ranks, wrapped with the
+same arguments; it is refused elsewhere.
 
-[Note: writing into parameters] Between steps, after `wait_parameters()` and the same on every rank, parameters may be
-written in place under `torch.no_grad()`; masters of another dtype follow where a value has changed. What is written
-through `.data` autograd does not count: it is found before the first forward, and later where `adopt_parameters()` is
-called; the next step loses it else.
+[Note: writing into parameters] Write the same on every rank. Masters of another dtype follow where a value has changed:
+in a forward pass what autograd counts, in the next step also what was written through `.data`.
 
-[Note: GradScaler] torch's scaler looks for infinities before gradients are finished, and skips a step on the rank alone
-that finds one. Use `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler` on the group of these ranks, and call
-`finish_gradients()` before its `unscale_` or `step`. bfloat16 needs no scaler.
+[Note: GradScaler] torch's scalers work as they are: reading the gradients finishes them, and an infinity on one rank is
+one on all (`collectives.scaler`). bfloat16 needs no scaler.
 
 [Note: torch.compile] Give `units`, and compile each of them (`unit.compile()`, or `unit.forward = torch.compile(...)`):
 the wait is then outside the compiled region, and does not break its graph. Modules outside the units wait for
-themselves: a graph around one of these breaks there.
+themselves: a graph around one of these, or of the whole wrapper, breaks there.
 
 [Note: gradients without copies] An operator may write a parameter's gradient straight to where it travels from, or
 where the optimiser reads it, and keep it wide (`collectives.slot`); what comes by autograd is copied there.
