@@ -69,6 +69,7 @@ class BackwardStep:
         """The first gradient has come: no gather that reads a shard is under way when that shard is stepped."""
         self._behind.clear()
         self._gather.wait_all()
+        self._gather.adopt(unseen=True)
 
     def reduced(self, index: int, flight: Flight) -> None:
         """The reduction of this bucket has been launched."""

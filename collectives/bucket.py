@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from collectives.guard import num_holders, own_storage
+from collectives.sharded_gradient import ReducedPieces, ShardedGradient
 from collectives.slot import GradientSlot
 from netlayer.workload.buckets import cut, shard_elements
 
@@ -125,12 +127,14 @@ class Piece:
 
     Args:
         name, shape: of the whole parameter.
+        position: of the parameter in its bucket.
         parameter: a 1-D view of the master shard.
         grad: the same elements of the reduced gradient; becomes `parameter.grad` once it is complete.
     """
 
     name: str
     shape: torch.Size
+    position: int
     parameter: nn.Parameter
     grad: Tensor
 
@@ -187,15 +191,25 @@ class Bucket:
         """Where gradients of this rank add up that are not reduced yet: of those in `_written`, the rest is nothing."""
         self._written: set[int] = set()
         for parameter, view in zip(self.parameters, plan.views(self.full_N), strict=True):
-            parameter.data = view
+            parameter.data = own_storage(view)
             parameter.grad = None
         self._addresses = tuple(parameter.data_ptr() for parameter in self.parameters)
+        self._num_holders = [num_holders(parameter) for parameter in self.parameters]
         self._published: int | None = None
         """Version of the masters that `own_S` holds, where an optimiser has written it."""
         self.pieces = [
-            Piece(slot.name, slot.shape, nn.Parameter(self.master_S[start:end]), self.grad_S[start:end])
-            for slot, start, end in ((plan.slots[index], start, end) for index, start, end in plan.pieces(rank))
+            Piece(slot.name, slot.shape, index, nn.Parameter(self.master_S[start:end]), self.grad_S[start:end])
+            for slot, index, start, end in (
+                (plan.slots[index], index, start, end) for index, start, end in plan.pieces(rank)
+            )
         ]
+        self.used: set[int] = set()
+        """Positions of the parameters that have had a gradient on this rank since gradients were dropped."""
+        self.cleared: set[int] = set()
+        """Of those whose reduced gradient somebody has forgotten by `.grad = None`."""
+        self._stand_ins: list[ShardedGradient] = []
+        self._shown: set[int] = set()
+        """Positions of the parameters that a stand-in was put on, as their `.grad`."""
 
     def note_published(self) -> None:
         """An optimiser has written `own_S` with the masters, behind the backward pass.
@@ -223,11 +237,22 @@ class Bucket:
     @property
     def num_writes(self) -> int:
         """Grows with every write into a parameter that autograd counts: in place, and not through `.data`."""
-        return sum(parameter._version for parameter in self.parameters)
+        with torch._C.DisableTorchFunctionSubclass():  # of parameters that are not current: see `collectives.guard`
+            return sum(parameter._version for parameter in self.parameters)
 
     def is_in_place(self) -> bool:
         """Whether the module still computes with this buffer (`module.to()` would have moved it away)."""
-        return tuple(parameter.data_ptr() for parameter in self.parameters) == self._addresses
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple(parameter.data_ptr() for parameter in self.parameters) == self._addresses
+
+    def has_aliases(self) -> bool:
+        """Whether somebody holds a tensor over the memory of a parameter, such as its `.data`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(
+                num_holders(parameter) > usual
+                for parameter, usual in zip(self.parameters, self._num_holders, strict=True)
+                if parameter.numel()
+            )
 
     def open(self, flat_N: Tensor, holds_all: bool = False) -> None:
         """Let gradients add up in `flat_N` from now on.
@@ -255,6 +280,7 @@ class Bucket:
             return None
         place, adds = self.plan.slots[position], position in self._written
         self._written.add(position)
+        self.used.add(position)
         return GradientSlot(self.local_N[place.offset : place.end].view(place.shape), adds)
 
     @torch.no_grad()
@@ -265,7 +291,9 @@ class Bucket:
         grads = self._grads()
         assert self.local_N is not None
         self._put(self.local_N, grads, self._written)
-        self._written.update(position for position, grad in enumerate(grads) if grad is not None)
+        present = {position for position, grad in enumerate(grads) if grad is not None}
+        self._written |= present
+        self.used |= present
         self.drop_gradients()
 
     def hand_over(self, dtype: torch.dtype, divisor: int = 1, buffer_N: Tensor | None = None) -> Handover:
@@ -280,6 +308,7 @@ class Bucket:
             self.open_new(dtype)
         local_N, written, grads = self.local_N, self._written, self._grads()
         assert local_N is not None
+        self.used |= {position for position, grad in enumerate(grads) if grad is not None}
         self.forget()
         flat_N = buffer_N
         if flat_N is None:
@@ -304,8 +333,10 @@ class Bucket:
 
     def drop_gradients(self) -> None:
         """Forget the gradients on the parameters; what has added up stays."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._shown.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.parameters:
+                parameter.grad = None
 
     def keep_reduced(self) -> bool:
         """Whether pieces hold gradients that the next reduction must add to; if so, `grad_S` holds just those."""
@@ -336,7 +367,62 @@ class Bucket:
             self.grad_S.copy_(reduced_S).mul_(scale)
 
     def _grads(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self.parameters]
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [parameter.grad for parameter in self.parameters]
+        return [None if isinstance(grad, ShardedGradient) else grad for grad in grads]
+
+    def has_gradients(self) -> bool:
+        """Whether a parameter has one that is not reduced."""
+        return any(grad is not None for grad in self._grads())
+
+    def show_reduced(self, positions: Iterable[int], source: ReducedPieces) -> None:
+        """Let `.grad` of these parameters stand for the reduced gradients that `source` can reach."""
+        if not self._stand_ins:
+            places = ((self.plan.index, position) for position in range(len(self.parameters)))
+            self._stand_ins = [
+                ShardedGradient(parameter, source, place)
+                for parameter, place in zip(self.parameters, places, strict=True)
+            ]
+        self._shown = set(positions)
+        with torch._C.DisableTorchFunctionSubclass():
+            for position in self._shown:
+                self.parameters[position].grad = self._stand_ins[position]
+
+    def note_cleared(self, hides: bool, positions: Iterable[int] | None = None) -> None:
+        """Find whose `.grad` somebody has set to None since `show_reduced`: into `cleared`.
+
+        Args:
+            hides: take the stand-ins away, for new gradients to come.
+            positions: to look at; None: all.
+
+        Raises:
+            RuntimeError: somebody has put another gradient there.
+        """
+        for position in list(self._shown) if positions is None else self._shown.intersection(positions):
+            parameter = self.parameters[position]
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = parameter.grad
+            if grad is None:
+                self._shown.discard(position)
+                self.cleared.add(position)
+            elif not isinstance(grad, ShardedGradient):
+                raise RuntimeError(
+                    f"a gradient was put on parameter {self.plan.slots[position].name} after the backward pass had "
+                    "reduced it: change this rank's piece, by finish_gradients() and named_shards() of the wrapper"
+                )
+            elif hides:
+                self._shown.discard(position)
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.grad = None
+
+    def forget_cleared(self) -> None:
+        """Before gradients are added to what was reduced: of the cleared ones that is nothing."""
+        for piece in self.pieces:
+            if piece.position in self.cleared:
+                piece.parameter.grad = None
+                piece.grad.zero_()
+        self.used -= self.cleared
+        self.cleared.clear()
 
     def _put(self, flat_N: Tensor, grads: Sequence[Tensor | None], written: Set[int]) -> None:
         """Gradients into their places, added where something is."""

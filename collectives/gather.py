@@ -1,23 +1,31 @@
 """All-gathers of parameters, launched ahead of the computation that waits for them (MegaScale 3.2).
 
 After an optimiser step only a rank's own shards are current. `publish` starts the gathers of all buckets, in the order
-of the buckets on every rank, `prefetch` of them ahead of the computation; the first ones so run under data loading.
+of the buckets on every rank, so that they run under data loading and the forward pass: all of them at once, so that
+whoever reads a parameter later waits on this rank alone, or `prefetch` of them ahead of the computation.
 Where the optimiser steps inside the backward pass, some buckets are gathered there already (`gather_early`), and
 `publish_rest` starts the others. Left out: letting go of the parameters after their use (ZeRO stage 3).
 
 [Note: parameters that others write] Where parameters are of another dtype than the masters, the next `publish` would
-overwrite what somebody has written into them (a checkpoint, say). Autograd counts such writes, but for those through
-`.data`; `adopt` takes them over into the masters, before an optimiser changes these.
+overwrite what somebody has written into them (a checkpoint, say). `adopt` takes that over into the masters before an
+optimiser changes these: it looks at every value of a rank's own shard, for autograd does not count writes by `.data`.
+
+[Note: parameters that others read] Those of a bucket that is not current are marked (`collectives.guard`): whoever
+reads or writes one, on whatever thread, comes by `before_access`. Only where nothing has been launched since the shards
+changed does that drive collectives, which every rank must then do at the same place.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from collectives.bucket import Bucket
+from collectives.current_stream import current_stream
+from collectives.guard import mark_current, mark_pending, watch_access
 from collectives.lane import Flight, Lane
 
 
@@ -27,14 +35,25 @@ class ParameterGather:
     Args:
         buckets: in order of first use.
         lane: which nothing else uses but calls from the same place in every rank's program.
-        prefetch: all-gathers launched ahead of the one that is waited for.
+        prefetch: all-gathers launched ahead of the one that is waited for; None: all.
         overlap: False: each is waited for at once, all of them in `publish`.
+        start_step: publishes shards that have changed, where somebody reads a parameter before that; None: `publish`.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], lane: Lane, prefetch: int, overlap: bool) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        lane: Lane,
+        prefetch: int | None,
+        overlap: bool,
+        start_step: Callable[[], None] | None = None,
+    ) -> None:
         self.buckets, self.lane, self.prefetch, self.overlap = buckets, lane, prefetch, overlap
-        self.stale = False
-        """Whether an optimiser may have changed the shards since they were published."""
+        self._start_step = start_step or self.publish
+        self._stale = self._changed_unseen = False
+        self._lock = threading.RLock()
+        self._home: torch.cuda.Stream | None = None
+        """The stream that the last `publish` stood in, which the optimiser and the forward pass run in."""
         self._to_launch: deque[int] = deque()
         self._early: set[int] = set()
         """Buckets that this backward pass has gathered already."""
@@ -48,6 +67,44 @@ class ParameterGather:
         self._versions = [bucket.master_S._version for bucket in buckets]
         self._writes = [bucket.num_writes for bucket in buckets]
         """By bucket, of its parameters: those that are known here."""
+        for index, bucket in enumerate(buckets):
+            watch_access(bucket.parameters, self, index)
+
+    @property
+    def stale(self) -> bool:
+        """Whether an optimiser may have changed the shards since they were published."""
+        return self._stale
+
+    @stale.setter
+    def stale(self, value: bool) -> None:
+        self._stale = value
+        if value:
+            for bucket in self.buckets:
+                mark_pending(bucket.parameters)
+        else:
+            self._changed_unseen = False
+
+    def note_changed_unseen(self) -> None:
+        """The shards have changed, which their versions do not show."""
+        self.stale = self._changed_unseen = True
+
+    @property
+    def shards_have_changed(self) -> bool:
+        """Whether some shard is another than its bucket's parameters hold, or than they will when they are gathered."""
+        return self._changed_unseen or any(
+            bucket.master_S._version != version for bucket, version in zip(self.buckets, self._versions, strict=True)
+        )
+
+    def before_access(self, index: int) -> None:
+        """Have bucket `index` current, whose parameters somebody reads or writes: see the note above.
+
+        Raises:
+            RuntimeError: in a backward pass that has stepped it already.
+        """
+        with self._lock:
+            if self.stale and self.shards_have_changed:  # else gradients are finished, and nobody has stepped yet
+                self._start_step()
+            self.wait_for((index,))
 
     @property
     def settled(self) -> bool:
@@ -62,6 +119,7 @@ class ParameterGather:
         self.wait_all()
         # Gathers start from here, whenever they are launched: not behind the computation queued up by then.
         now = self.lane.mark()
+        self._home = None if now is None or self.lane.is_capturing else current_stream(self.lane.device)
         self._after = {} if now is None else dict.fromkeys(range(len(self.buckets)), now)
         self.stale = False
         self._start(range(len(self.buckets)))
@@ -91,8 +149,10 @@ class ParameterGather:
             after: the points from which own slices are current, as in `gather_early`.
         """
         rest = [index for index in range(len(self.buckets)) if index not in self._early]
-        self._early.clear()
         self._stepped.clear()
+        for index in self._early - self._flights.keys():
+            mark_current(self.buckets[index].parameters)
+        self._early.clear()
         self._after.update(after)
         self._in_place.update(rest)
         self._start(rest)
@@ -105,10 +165,26 @@ class ParameterGather:
                     f"parameters of bucket {index} ({self.buckets[index].plan.slots[0].name}, ...) are read in a "
                     "backward pass that has stepped them already: build the optimiser without step_in_backward"
                 )
-            self._launch_until(index + 1 + self.prefetch)
-            flight = self._flights.pop(index, None)
-            if flight is not None:
-                flight.wait()
+            with self._lock:
+                self._launch_until(index + 1 + self._depth)
+                flight = self._flights.get(index)
+                if flight is not None:
+                    flight.wait()
+                    self._note_current(index)
+
+    def _note_current(self, index: int) -> None:
+        """The current stream has waited for this bucket. So does the one that computes, if that is another."""
+        if self._home is not None and not self.lane.is_capturing:
+            here = current_stream(self.lane.device)
+            if here != self._home:
+                self._home.wait_stream(here)
+        del self._flights[index]
+        if not self.stale and index not in self._stepped:
+            mark_current(self.buckets[index].parameters)
+
+    @property
+    def _depth(self) -> int:
+        return len(self.buckets) if self.prefetch is None else self.prefetch
 
     def launch_all(self) -> None:
         """Launch what is left, so that every rank has launched the same, whatever its forward pass has used."""
@@ -139,7 +215,7 @@ class ParameterGather:
         Raises:
             RuntimeError: something was written while the gather that overwrites it was under way.
         """
-        if self.stale:
+        if self.stale and self.shards_have_changed:
             return
         written = [index for index in range(len(self.buckets)) if self._is_written(index)]
         self._refuse_writes(index for index in written if index in self._flights or index in self._to_launch)
@@ -152,6 +228,8 @@ class ParameterGather:
     def note_changed(self) -> None:
         """Shards and full parameters were both changed alike on every rank: there is nothing to publish."""
         self.stale = False
+        for bucket in self.buckets:
+            mark_current(bucket.parameters)
         self._versions = [bucket.master_S._version for bucket in self.buckets]
         self._writes = [bucket.num_writes for bucket in self.buckets]
 
@@ -170,11 +248,14 @@ class ParameterGather:
     def _start(self, indices: Sequence[int]) -> None:
         self._to_launch.extend(indices)
         self._changing(indices)
-        self._launch_until(self.prefetch if self.overlap else len(self.buckets))
+        self._launch_until(self._depth if self.overlap else len(self.buckets))
+        # Nothing asks before those are read: see `collectives.guard`, [Note: aliases].
+        self.wait_for(index for index, bucket in enumerate(self.buckets) if bucket.has_aliases())
 
     def _changing(self, indices: Sequence[int]) -> None:
         # The gathers overwrite what a graph that is kept for another backward has saved: autograd shall notice.
         parameters = [parameter for index in indices for parameter in self.buckets[index].parameters]
+        mark_pending(parameters)
         torch.autograd.graph.increment_version(parameters)
         for index in indices:
             self._writes[index] += len(self.buckets[index].parameters)
@@ -192,3 +273,4 @@ class ParameterGather:
         self._flights[index] = flight
         if not self.overlap:
             flight.wait()
+            self._note_current(index)

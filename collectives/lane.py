@@ -299,13 +299,15 @@ class Lane(Carrier):
         """In place, and waited for."""
         self.start_all_reduce(tensor, op).wait()
 
-    def start_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Flight:
-        """In place; `tensor` is to be left alone until it was waited for."""
+    def start_all_reduce(
+        self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_recorded: bool = True
+    ) -> Flight:
+        """In place; `tensor` is to be left alone until it was waited for. `is_recorded` as of `all_gather`."""
 
         def issue(async_op: bool) -> dist.Work | None:
             return _all_reduce(tensor, op=op, group=self.group, async_op=async_op)
 
-        return self._launch("all_reduce", tensor, issue)
+        return self._launch("all_reduce", tensor, issue, is_recorded=is_recorded)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values into every rank's `tensor` (contiguous), and waited for."""

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from collectives.alike import first_difference
 from collectives.bucket import Bucket, BucketPlan, plan_buckets
@@ -36,6 +38,11 @@ def check_module(module: nn.Module) -> torch.device:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
             raise ValueError(f"{name} has no values yet; initialise the module before wrapping it")
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor: parameters that another scheme has cut cannot be sharded here; take the tensor-"
+                "parallel linears of this package, or torch's fully_shard"
+            )
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ValueError(f"{name} is {parameter.dtype}: only floating-point parameters can be sharded")
     for name, child in module.named_modules():
@@ -47,6 +54,18 @@ def check_module(module: nn.Module) -> torch.device:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("no parameter of the module requires a gradient")
     return devices.pop()
+
+
+def as_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The process group of a mesh of one dimension; a group as it is."""
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(
+            f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names or ''}: give the one of the "
+            'replicas, such as mesh["dp"]'
+        )
+    return group.get_group()
 
 
 def open_groups(
@@ -277,6 +296,21 @@ def same_start(module: nn.Module, lane: Lane, param_dtype: torch.dtype | None) -
             if param_dtype is not None and tensor.is_floating_point():
                 tensor.data = tensor.data.to(param_dtype)
     return frozen
+
+
+@torch.no_grad()
+def send_buffers(module: nn.Module, lane: Lane) -> None:
+    """Rank 0's values into the buffers of every rank: one broadcast a dtype, waited for."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in module.buffers():
+        if buffer.device.type == lane.device.type and buffer.layout == torch.strided and buffer.numel():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
+        values = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        lane.broadcast(values.view(torch.uint8))  # backends lack some dtypes
+        if lane.rank != 0:
+            for buffer, own in zip(buffers, values.split([buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(own.view(buffer.shape))
 
 
 def find_owners(

@@ -31,8 +31,9 @@ from collectives.backward_step import BackwardStep
 from collectives.bucket import Bucket
 from collectives.current_stream import current_stream
 from collectives.departure import Departures, Travel
-from collectives.lane import Lane
+from collectives.lane import Flight, Lane
 from collectives.postponed import Postponed
+from collectives.sharded_gradient import ReducedPieces
 from collectives.slot import GradientSlot, Promise, SlotSource, Write, set_slot_source
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class GradientReduce:
         before_round: called before the first launch of a round; what it raises, a backward pass raises.
         travel: the memory that gradients travel in, and what reduces them; None: allocated, and the lane's backend.
         mean: over ranks; False: sums, of losses that were divided by the number of ranks.
+        skips_unused: whether a parameter that has a gradient on no rank has none for the optimiser; False: zeros.
+        source: held weakly; reaches the reduced gradients for whom asks a parameter for its `.grad`.
     """
 
     def __init__(
@@ -64,7 +67,13 @@ class GradientReduce:
         before_round: Callable[[], None] = lambda: None,
         travel: Travel | None = None,
         mean: bool = True,
+        skips_unused: bool = False,
+        source: ReducedPieces | None = None,
     ) -> None:
+        self._skips_unused = skips_unused
+        self._source = None if source is None else weakref.ref(source)
+        self._used_by_all: tuple[Flight, Tensor, Tensor] | None = None
+        """On its way: which parameters have a gradient on some rank; and what the host has told of that."""
         self.buckets, self.lane, self.stage = buckets, lane, stage
         self.departures = Departures(lane, dtype, in_flight, overlap, travel or Travel(), mean)
         self.is_last = True
@@ -123,8 +132,11 @@ class GradientReduce:
         owner = weakref.ref(self)
 
         def before(gradient: Tensor | None) -> None:
-            if gradient is None and (reduce := owner()) is not None:
-                reduce._on_gradient(index)
+            if (reduce := owner()) is not None:
+                # Nothing is to be added to what stands for a reduced gradient.
+                reduce.buckets[index].note_cleared(True, (position,))
+                if gradient is None:
+                    reduce._on_gradient(index)
 
         def after(parameter: Tensor) -> None:
             if parameter.grad is not None and (reduce := owner()) is not None:
@@ -299,6 +311,7 @@ class GradientReduce:
             loss = self._loss()
             self.abandon()
             raise RuntimeError(f"the backward pass did not complete: {loss}")
+        cleared = self._take_cleared(hides=False)
         if self._finished:
             if waits:
                 self.departures.wait_all()
@@ -306,16 +319,22 @@ class GradientReduce:
         if self._unreduced or self._num_rounds == 0:
             self._begin_round()
             self._end_round()
+            self._show_reduced()
         if waits:
             self.departures.wait_all()
-        for piece in (piece for bucket in self.buckets if not self.stepped for piece in bucket.pieces):
-            piece.parameter.grad = piece.grad
+        unused = self._unused_on_all()
+        for bucket in self.buckets if not self.stepped else ():
+            for piece in bucket.pieces:
+                if (bucket.plan.index, piece.position) not in unused | cleared:
+                    piece.parameter.grad = piece.grad
         self._reduced.clear()
         self._num_rounds, self._finished = 0, True
         self.num_finished, self._num_forwards = self.num_finished + 1, 0
 
     def begin_step(self) -> None:
         """The shards are published again: the gradients to come belong to another step."""
+        for bucket in self.buckets if self.stepped else ():
+            bucket.used.clear()
         self._finished = self.stepped = False
 
     def drop(self, set_to_none: bool = True) -> None:
@@ -326,6 +345,7 @@ class GradientReduce:
         self._waiting.clear()
         for bucket in self.buckets:
             bucket.forget()
+            bucket.used.clear()
             for piece in bucket.pieces:
                 if set_to_none:
                     piece.parameter.grad = None
@@ -356,6 +376,7 @@ class GradientReduce:
                 "a second backward pass outside no_sync() in one step: with step_in_backward the first has taken the "
                 "step already; put all but the last one under no_sync(), and call optimizer.step() after it"
             )
+        self._take_cleared(hides=True)
         self._in_backward, self._finished = True, False
         self.num_left_out += max(0, self._num_forwards - 1)
         self._num_forwards = 0
@@ -379,10 +400,74 @@ class GradientReduce:
         else:
             self._unreduced = True
             for index, bucket in enumerate(self.buckets):
-                if any(parameter.grad is not None for parameter in bucket.parameters):
+                if bucket.has_gradients():
                     self._fold(index)
             self._join_writers()
-        self._in_backward = self._follows = False
+        is_round, self._in_backward, self._follows = self._is_round, False, False
+        if is_round:
+            self._show_reduced()
+
+    def _show_reduced(self) -> None:
+        unused, source = self._unused_on_all(), None if self._source is None else self._source()
+        for bucket in self.buckets if source is not None else ():
+            index, positions = bucket.plan.index, range(len(bucket.parameters))
+            bucket.show_reduced((p for p in positions if (index, p) not in unused), source)
+        if unused and self.stepped:
+            index, position = min(unused)
+            raise RuntimeError(
+                f"{self.buckets[index].plan.slots[position].name} had no gradient on any rank, and step_in_backward "
+                'has stepped it as one with zeros: wrap with unused="zero" if that is meant, or build the optimiser '
+                "without step_in_backward"
+            )
+
+    def _exchange_used(self) -> None:
+        """Let all ranks know which parameters have a gradient; whoever has all of them never waits for the answer."""
+        lane = self.lane
+        if self._used_by_all is not None:
+            self._used_by_all[0].wait()  # of a round before: it has landed long ago
+            self._used_by_all = None
+        if not self._skips_unused or lane.world_size == 1 or lane.muted or lane.is_capturing:
+            return
+        is_used = [position in bucket.used for bucket in self.buckets for position in range(len(bucket.parameters))]
+        on_cuda = lane.device.type == "cuda"
+        own = torch.tensor(is_used, dtype=torch.uint8, device="cpu", pin_memory=on_cuda)
+        shared = own.to(lane.device, non_blocking=True) if on_cuda else own
+        flight = lane.start_all_reduce(shared, torch.distributed.ReduceOp.MAX, is_recorded=False)
+        self._used_by_all = flight, shared, own
+
+    def _unused_on_all(self) -> set[tuple[int, int]]:
+        """(bucket, position) of parameters without a gradient on any rank, where those are skipped."""
+        unused = {
+            (bucket.plan.index, position)
+            for bucket in self.buckets
+            if self._skips_unused and len(bucket.used) < len(bucket.parameters)
+            for position in range(len(bucket.parameters))
+            if position not in bucket.used
+        }
+        if not unused or self.lane.world_size == 1:
+            return unused
+        if self._used_by_all is None:  # nobody can tell inside the capture of a CUDA graph
+            return set()
+        flight, shared, _ = self._used_by_all
+        flight.wait()
+        places = ((bucket.plan.index, p) for bucket in self.buckets for p in range(len(bucket.parameters)))
+        return unused & {place for place, is_used in zip(places, shared.tolist(), strict=True) if not is_used}
+
+    def _take_cleared(self, hides: bool) -> set[tuple[int, int]]:
+        """Forget the reduced gradients of parameters whose `.grad` somebody has set to None: their (bucket, position).
+
+        Args:
+            hides: take away what stands for the other ones, for new gradients to come.
+        """
+        cleared = set()
+        for bucket in self.buckets:
+            bucket.note_cleared(hides)
+            cleared |= {(bucket.plan.index, position) for position in bucket.cleared}
+        if cleared:
+            self.departures.wait_all()
+            for bucket in self.buckets:
+                bucket.forget_cleared()
+        return cleared
 
     def _begin_round(self) -> None:
         self._check_nothing_waits()
@@ -397,6 +482,7 @@ class GradientReduce:
         while self._next >= 0:
             self._launch_next()
         self.departures.land()
+        self._exchange_used()
         if self._follows and self.follower is not None:
             self.follower.complete()
             self.stepped = True

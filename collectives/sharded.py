@@ -14,35 +14,33 @@ as they complete. Where nothing needs all gradients before the first update (no 
 (`collectives.backward_step`). The results do not depend on that, on `overlap`, `prefetch`, and the speed of a rank, bit
 by bit.
 
-A parameter must be read inside the forward of the module that owns it (of its unit, where units are given), or after
-that forward has begun; parameters whose module is not called in the first forward are waited for before every forward.
-A parameter without a gradient counts as one with zeros, also where no rank has one (plain torch would leave it out of
-weight decay and momentum). Sparse embeddings, complex or unmaterialised parameters, several devices, and moving or
-unfreezing parameters after wrapping raise, and so does replacing or adding some. Clip by `clip_grad_norm_` of the
-wrapper: `torch.nn.utils.clip_grad_norm_` finds no gradients on the module's own parameters, and an optimiser built on
-these has nothing to do. Left out: ZeRO stage 3, optimisers that need whole matrices.
+The loop stays as it is: parameters may be read, written, copied and saved wherever plain torch allows it, and whoever
+reads one before its gather has landed waits for that (`collectives.guard`); so do torch's own clipping, its scalers, and
+parameters that have no gradient on any rank. What would train something else is refused. `docs/dropin.md` lists both.
+
+Sparse embeddings, complex or unmaterialised parameters, several devices, and moving or unfreezing parameters after
+wrapping raise, and so does replacing or adding some. Left out: ZeRO stage 3, optimisers that need whole matrices.
 
 [Note: a step left out] Ranks leave a step out together or not at all. Where one does so alone, the steps of all ranks
 are compared now and then (`collectives.step_check`), and CheckFailed names ranks and steps; say the step, by
 `start_step(step)` or a watch's or a recorder's `begin_step`, or a rank that left out its forward pass too goes
 unnoticed. A rank that leaves out `optimizer.step()` alone makes the others wait: a `watch` says for whom.
 
-[Note: states] `state_dict()` of the wrapper or its module, `full_state_dict()` and the `load_` of each are collective
-calls: every rank calls them, whoever keeps the result. `optimizer.state_dict()` is local, and holds the state of this
-rank's shard alone: save it on every rank, a file each, and load it on as many ranks, wrapped with the same arguments.
+[Note: states] `state_dict()` of the wrapper or its module needs other ranks only where shards have changed and nothing
+has launched their gathers (an optimiser of one's own, a `prefetch` of a number). `full_state_dict()` and the `load_` of
+each are collective calls: every rank calls them, whoever keeps the result. `optimizer.state_dict()` is local, and holds
+the state of this rank's shard alone: save it on every rank, a file each, and load it on as many ranks, wrapped with the
+same arguments; it is refused elsewhere.
 
-[Note: writing into parameters] Between steps, after `wait_parameters()` and the same on every rank, parameters may be
-written in place under `torch.no_grad()`; masters of another dtype follow where a value has changed. What is written
-through `.data` autograd does not count: it is found before the first forward, and later where `adopt_parameters()` is
-called; the next step loses it else.
+[Note: writing into parameters] Write the same on every rank. Masters of another dtype follow where a value has changed:
+in a forward pass what autograd counts, in the next step also what was written through `.data`.
 
-[Note: GradScaler] torch's scaler looks for infinities before gradients are finished, and skips a step on the rank alone
-that finds one. Use `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler` on the group of these ranks, and call
-`finish_gradients()` before its `unscale_` or `step`. bfloat16 needs no scaler.
+[Note: GradScaler] torch's scalers work as they are: reading the gradients finishes them, and an infinity on one rank is
+one on all (`collectives.scaler`). bfloat16 needs no scaler.
 
 [Note: torch.compile] Give `units`, and compile each of them (`unit.compile()`, or `unit.forward = torch.compile(...)`):
 the wait is then outside the compiled region, and does not break its graph. Modules outside the units wait for
-themselves: a graph around one of these breaks there.
+themselves: a graph around one of these, or of the whole wrapper, breaks there.
 
 [Note: gradients without copies] An operator may write a parameter's gradient straight to where it travels from, or
 where the optimiser reads it, and keep it wide (`collectives.slot`); what comes by autograd is copied there.
@@ -57,27 +55,32 @@ graph holds a call of it, and waits for that without end.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from collectives.arguments import as_dtype
 from collectives.bucket import Bucket, BucketPlan
 from collectives.departure import Travel
+from collectives.elementwise import check_elementwise
 from collectives.gather import ParameterGather
+from collectives.guard import CompanionHook, Unsharded
 from collectives.lane import Lane
 from collectives.norms import total_norm
 from collectives.optimizer_steps import OptimizerSteps, Options, parameter_groups
 from collectives.postponed import Postponed
 from collectives.prepare import (
+    as_group,
     build_buckets,
     check_module,
     check_same,
@@ -87,11 +90,14 @@ from collectives.prepare import (
     open_travel,
     plan_module,
     same_start,
+    send_buffers,
 )
 from collectives.recorder import Recorder
 from collectives.reduce import GradientReduce, inside_backward
-from collectives.scaler import ScalerCheck
+from collectives.scaler import ScalerCheck, make_scalers_finish
+from collectives.sharded_gradient import combine_norms
 from collectives.state import (
+    attach_shard_check,
     attach_state_hooks,
     calling_all,
     full_state_dict,
@@ -119,15 +125,17 @@ class ShardedDataParallel(nn.Module):
 
     Args:
         module: on one device; changed in place (its parameters become views of the buckets).
-        group: ranks that hold replicas; None: all. Two new groups are made of it (see `open_groups`).
+        group: ranks that hold replicas, a process group or a DeviceMesh of one dimension; None: all. Two new groups
+            are made of it (see `open_groups`).
         units: parts of the module, such as its blocks, that are waited for, reduced and gathered as one; their own
             parts are called through them alone. None: every module that holds parameters waits for itself.
         bucket_bytes: largest bucket, in bytes of the computation's dtype, unless one parameter is larger; None: a
             bucket a unit, or 32 MiB without units.
-        prefetch: all-gathers launched ahead of the computation that waits for one.
+        prefetch: all-gathers launched ahead of the computation that waits for one. None: all of them where a step ends,
+            so that a read or a forward pass on one rank alone needs no other rank.
         overlap: False: every collective is waited for at once; same numbers, for comparison.
-        reduce_dtype: of gradients on the wire, or its name (`"bfloat16"`). Gradients accumulate locally in float32 or
-            wider; one rank alone rounds none.
+        reduce_dtype: of gradients on the wire, or its name (`"bfloat16"`); None: float32, or float64 where a parameter
+            is. Gradients accumulate locally in float32 or wider; one rank alone rounds none.
         param_dtype: of the computation, or its name; None: as the module is. Inputs and buffers are the caller's
             business.
         recorder: notes every collective.
@@ -148,6 +156,9 @@ class ShardedDataParallel(nn.Module):
             watch. Several wrappers, chunks of one model, may share them where every rank uses these in one order.
         mean: gradients are means over the ranks. False: sums, for a loss that the caller has divided by their number,
             which saves a pass over each shard where NCCL does not divide as it adds (from windows, over three ranks).
+        unused: parameters that get a gradient on no rank: `"skip"`, the optimiser leaves them alone, as in plain torch;
+            `"zero"`: their gradient counts as zeros (they decay, momentum goes on), and ranks need not ask each other.
+        broadcast_buffers: rank 0's buffers (of batch norms, say) go to all ranks after each step.
 
     Raises:
         ValueError: something here is not supported, or ranks differ in module or arguments; it names the first
@@ -159,12 +170,12 @@ class ShardedDataParallel(nn.Module):
         self,
         module: nn.Module,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         units: Iterable[nn.Module] | None = None,
         bucket_bytes: int | None = None,
-        prefetch: int = 2,
+        prefetch: int | None = None,
         overlap: bool = True,
-        reduce_dtype: torch.dtype | str = torch.float32,
+        reduce_dtype: torch.dtype | str | None = None,
         param_dtype: torch.dtype | str | None = None,
         recorder: Recorder | None = None,
         in_flight: int = REDUCTIONS_IN_FLIGHT,
@@ -177,15 +188,23 @@ class ShardedDataParallel(nn.Module):
         peer_reduce: bool = False,
         lanes: LanePair | None = None,
         mean: bool = True,
+        unused: Literal["skip", "zero"] = "skip",
+        broadcast_buffers: bool = True,
     ) -> None:
         super().__init__()
-        if prefetch < 1 or in_flight < 1:
+        if (prefetch is not None and prefetch < 1) or in_flight < 1:
             raise ValueError(f"prefetch and in_flight must be at least 1, got {prefetch} and {in_flight}")
         if stage not in (1, 2):
             raise ValueError(f"stage = {stage}: ZeRO stage 1 or 2 (stage 3 is not built)")
-        reduce_dtype = as_dtype(reduce_dtype, "reduce_dtype")
+        if unused not in ("skip", "zero"):
+            raise ValueError(f'unused = {unused!r}: must be "skip" or "zero"')
         param_dtype = None if param_dtype is None else as_dtype(param_dtype, "param_dtype")
         device, parts = check_module(module), tuple(units or ())
+        group = as_group(group)
+        if reduce_dtype is None:
+            dtypes = (param_dtype or p.dtype for p in module.parameters() if p.requires_grad)
+            reduce_dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        reduce_dtype = as_dtype(reduce_dtype, "reduce_dtype")
         if bucket_bytes is None and not parts:
             bucket_bytes = DEFAULT_BUCKET_BYTES
         self.module = module
@@ -200,7 +219,7 @@ class ShardedDataParallel(nn.Module):
         plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts, align)
         settings: dict[str, object] = {"bucket_bytes": bucket_bytes, "prefetch": prefetch, "overlap": overlap}
         settings |= {"reduce_dtype": reduce_dtype, "in_flight": in_flight, "stage": stage, "windows": windows}
-        settings |= {"mean": mean, "peer_reduce": peer_reduce}
+        settings |= {"mean": mean, "peer_reduce": peer_reduce, "unused": unused, "broadcast_buffers": broadcast_buffers}
         check_same(self.reduce_lane, module, plans, settings)
         self.reduce_lane.can_reduce_scatter(reduce_dtype)
         room = open_parameter_windows(self.gather_lane, plans) if in_windows else None
@@ -212,10 +231,10 @@ class ShardedDataParallel(nn.Module):
         """Kept as long as what lies there."""
         self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, room, travel.gradients)
         self._wrapped = tuple(module.parameters())
-        self._asked_for_shards = False
+        self._asked_for_shards = self._has_optimizer = False
         self._num_forwards = 0
         self._frozen = same_start(module, self.reduce_lane, param_dtype)
-        self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap)
+        self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap, self.start_step)
         self._reduce = GradientReduce(
             self.buckets,
             self.reduce_lane,
@@ -226,12 +245,15 @@ class ShardedDataParallel(nn.Module):
             self._before_round,
             travel,
             mean,
+            unused == "skip",
+            self,
         )
+        self._broadcasts_buffers = broadcast_buffers and self.gather_lane.world_size > 1
         self._steps = OptimizerSteps(
             self.buckets,
             self._gather,
             self._reduce,
-            lambda waits: self.finish_gradients(waits=waits),
+            self._finish_for_step,
             self.start_step,
         )
         self._step_check = StepCheck(self.reduce_lane, self._place)
@@ -241,24 +263,34 @@ class ShardedDataParallel(nn.Module):
         self._upfront = list(range(len(self.buckets)))
         """Buckets to wait for before any forward; all of them until one has shown which modules it calls."""
         self._seen_forward = False
+        # A compiler that is given the wrapper compiles the module alone.
+        self._before_forward = torch.compiler.disable(self._before_forward)  # type: ignore[method-assign, no-untyped-call]
+        self._after_forward = torch.compiler.disable(self._after_forward)  # type: ignore[method-assign, no-untyped-call]
         self._attach_hooks()
         make_current = functools.partial(self._make_current, "state_dict() or load_state_dict()")
         attach_state_hooks(module, self.buckets, make_current, self._gather.note_changed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; publishes the shards if `start_step` has not."""
-        if not inside_backward():
-            self._check_unchanged()
-            self._gather.adopt(unseen=not self._seen_forward)
-            self._warn_of_no_optimizer()
-            if torch.is_grad_enabled() and self.module.training:
-                self._reduce.note_forward()
-            self.start_step()
-            self._gather.wait_for(self._upfront)
+        self._before_forward()
         result = self.module(*args, **kwargs)
+        self._after_forward()
+        return result
+
+    def _before_forward(self) -> None:
+        if inside_backward():
+            return
+        self._check_unchanged()
+        self._gather.adopt(unseen=not self._seen_forward)
+        self._warn_of_no_optimizer()
+        if torch.is_grad_enabled() and self.module.training:
+            self._reduce.note_forward()
+        self.start_step()
+        self._gather.wait_for(self._upfront)
+
+    def _after_forward(self) -> None:
         self._gather.launch_all()
         self._learn_order()
-        return result
 
     def start_step(self, step: int | None = None) -> None:
         """Launch the first all-gathers of changed shards: call it before loading data. A second call does nothing.
@@ -271,6 +303,8 @@ class ShardedDataParallel(nn.Module):
             self._reduce.abandon()
         if self._gather.stale:
             self._reduce.begin_step()
+            if self._broadcasts_buffers:
+                send_buffers(self.module, self.gather_lane)
             self._gather.publish()
 
     @contextmanager
@@ -320,7 +354,7 @@ class ShardedDataParallel(nn.Module):
 
         The next `start_step` or forward gathers them.
         """
-        self._gather.stale = True
+        self._gather.note_changed_unseen()
 
     def finish_gradients(self, *, waits: bool = True) -> None:
         """Set `.grad` of every shard: the mean (or sum) over ranks of the sum over this step's backward passes.
@@ -334,36 +368,81 @@ class ShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: the last backward pass raised.
         """
-        self._gather.adopt()
+        self._gather.adopt(unseen=not self._has_optimizer)  # where that is ours, its step looks at every value
         self._reduce.finish(waits)
         if not self._reduce.stepped:
             self._gather.stale = True
+
+    def _finish_for_step(self, waits: bool) -> None:
+        self._gather.adopt(unseen=True)
+        self.finish_gradients(waits=waits)
 
     def as_gradients_come(self) -> Iterator[Sequence[Bucket]]:
         """All buckets, behind `finish_gradients`: those whose gradients are there, then the others one by one."""
         return self._reduce.departures.as_they_come(self.buckets)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm over all shards and ranks is at most `max_norm`; the norm before.
 
         Finishes the gradients first. Infinity only measures. The device is not waited for.
 
+        Args:
+            max_norm: above 0.
+            norm_type: above 0; infinity: the largest absolute value.
+            error_if_nonfinite: raise where the norm is not finite, for which the device is waited for.
+
         Raises:
             ValueError: the optimiser steps in the backward pass, before the norm of all gradients can be known.
+            RuntimeError: `error_if_nonfinite` does.
         """
-        if self.step_in_backward:
-            raise ValueError("no norm of all gradients before step_in_backward updates: build the optimiser without it")
+        self._check_not_stepped("no norm of all gradients")
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, got {max_norm}")
         self.finish_gradients()
         pieces = [piece.parameter for bucket in self.buckets for piece in bucket.pieces]
-        squared = torch.zeros((), dtype=self._norm_dtype(), device=self.reduce_lane.device)
-        if pieces:
-            squared += total_norm([p.grad for p in pieces if p.grad is not None]).square()
-        self.reduce_lane.all_reduce(squared)
-        norm = squared.sqrt()
+        grads = [p.grad for p in pieces if p.grad is not None]
+        norm = torch.zeros((), dtype=self._norm_dtype(), device=self.reduce_lane.device)
+        if grads:
+            own = total_norm(grads) if norm_type == 2 else torch.nn.utils.get_total_norm(grads, norm_type)
+            norm += own
+        norm = combine_norms(norm, norm_type, self.reduce_lane.all_reduce)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the norm of order {norm_type} of all gradients is {norm.item()}, so nothing was clipped"
+            )
         torch.nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
         return norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of the gradients to -`clip_value` .. `clip_value`. Finishes the gradients first.
+
+        Raises:
+            ValueError: the optimiser steps in the backward pass.
+        """
+        self._check_not_stepped("no gradients to clip")
+        self.finish_gradients()
+        torch.nn.utils.clip_grad_value_(
+            [piece.parameter for bucket in self.buckets for piece in bucket.pieces], clip_value
+        )
+
+    def reduced_pieces(self, places: Sequence[tuple[int, int]]) -> list[Tensor | None]:
+        """This rank's pieces of reduced gradients by (bucket, position): see `collectives.sharded_gradient`."""
+        self._check_not_stepped("no gradients left")
+        self.finish_gradients()
+        held = {
+            (bucket.plan.index, piece.position): piece.parameter.grad
+            for bucket in self.buckets
+            for piece in bucket.pieces
+        }
+        return [held.get(place) for place in places]
+
+    def reduce_norms(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """All-reduce in place: see `collectives.sharded_gradient`."""
+        self.reduce_lane.all_reduce(values, op)
+
+    def _check_not_stepped(self, lack: str) -> None:
+        if self.step_in_backward:
+            raise ValueError(f"{lack} before step_in_backward updates: build the optimiser without it")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient: of shards, accumulated ones, and those of a backward pass that raised."""
@@ -428,10 +507,14 @@ class ShardedDataParallel(nn.Module):
         """
         if gather_in_backward is not None and not step_in_backward:
             raise ValueError(f"gather_in_backward = {gather_in_backward}: has no effect without step_in_backward=True")
+        check_elementwise(kind, settings)
         held = {name: piece for name, _, piece in self.named_shards()}
         optimizer = kind(parameter_groups(self.shapes(), held, options), **settings)
+        attach_shard_check(optimizer, self.buckets, self.reduce_lane)
+        make_scalers_finish()
+        self._has_optimizer = True
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
-        optimizer._step_supports_amp_scaling = ScalerCheck(self._reduce)  # type: ignore[attr-defined]
+        optimizer._step_supports_amp_scaling = ScalerCheck(self._reduce, self._finish_for_step)  # type: ignore[attr-defined]
         if step_in_backward:
             self._steps.tie_inside(optimizer, gather_in_backward)
         else:
@@ -457,13 +540,13 @@ class ShardedDataParallel(nn.Module):
         self._gather.overlap = self._reduce.departures.overlap = value
 
     @property
-    def prefetch(self) -> int:
+    def prefetch(self) -> int | None:
         """All-gathers launched ahead of the computation; may be changed between steps, on every rank alike."""
         return self._gather.prefetch
 
     @prefetch.setter
-    def prefetch(self, value: int) -> None:
-        if value < 1:
+    def prefetch(self, value: int | None) -> None:
+        if value is not None and value < 1:
             raise ValueError(f"prefetch must be at least 1, got {value}")
         self._gather.prefetch = value
 
@@ -512,6 +595,7 @@ class ShardedDataParallel(nn.Module):
         """
         with calling_all("full_state_dict()"):
             self._make_current("full_state_dict()")
+            self._gather.adopt(unseen=True)
             state = full_state_dict(self.module, self.buckets, self.gather_lane)
             self.gather_lane.wait_on_host()
         return state
@@ -533,8 +617,32 @@ class ShardedDataParallel(nn.Module):
         load_parameters(self.buckets, whole)
         self._gather.note_changed()
 
-    def _apply(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError("parameters are views of communication buffers: move or cast the module before wrapping it")
+    def _apply(self, fn: Callable[[Tensor], Tensor], _recurse: bool = True) -> Self:
+        """Refuse to move or cast; what leaves all as it is, such as `.to()` the same device, is no such thing."""
+        for tensor in (*self._wrapped, *self._frozen, *self.module.buffers()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            values = tensor.detach()
+            if fn(probe) is not probe or probe.is_shared() or fn(values) is not values:
+                raise RuntimeError(
+                    "parameters are views of communication buffers: move or cast the module before wrapping it"
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unsharded:
+        """The module alone, which drives no collective, behind the same names: what a mean of models needs."""
+        return Unsharded(copy.deepcopy(self.module, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Unsharded, (self.module,)
+
+    def join_hook(self, **_: Any) -> NoReturn:
+        """torch's `Join` for ranks with fewer batches: refused, because all of them reduce every step."""
+        raise RuntimeError(
+            "Join: ranks with uneven numbers of batches are not supported; give every rank as many (drop_last=True), "
+            "or let a rank that has run out call finish_gradients() and optimizer.step() without a backward pass"
+        )
+
+    join = join_hook
 
     def _make_current(self, caller: str) -> None:
         """For a state that the host will read: it waits, so that whoever is alone hears of it here."""
@@ -550,7 +658,7 @@ class ShardedDataParallel(nn.Module):
         return Place(
             said=self._said_step(),
             counted=self._reduce.num_finished + 1 + self._reduce.num_left_out,
-            prefetch=self.prefetch,
+            prefetch=self.prefetch or 0,
             overlap=self.overlap,
             step_in_backward=self.step_in_backward,
             gather_in_backward=round(self._steps.gather_share * 1e6) if self.step_in_backward else 0,
@@ -565,7 +673,7 @@ class ShardedDataParallel(nn.Module):
     def _attach_hooks(self) -> None:
         for module, indices in self._owners.items():
             # First of all hooks: another one may read the parameters (weight norm).
-            hook = torch.compiler.disable(functools.partial(self._before_module, indices))  # type: ignore[no-untyped-call]
+            hook = CompanionHook(functools.partial(self._before_module, indices))
             module.register_forward_pre_hook(hook, prepend=True)
         for bucket in self.buckets:
             for position, parameter in enumerate(bucket.parameters):

@@ -5,6 +5,8 @@ Left out: files.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from collectives.bucket import Bucket, Piece
+from collectives.guard import CompanionHook
 from collectives.lane import Lane
 from netlayer.errors import CollectiveFailed
+from netlayer.layout import describe_ranks
 
 _CALLED_ALONE = "called on every rank?"
 
@@ -131,9 +135,53 @@ def attach_state_hooks(
                 bucket.master_S.copy_(bucket.own_S)
         note_changed()
 
-    module.register_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
+    module.register_state_dict_pre_hook(CompanionHook(before))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(CompanionHook(before))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(CompanionHook(after))  # type: ignore[no-untyped-call]
+
+
+_SHARD = "netlayer_shard"
+_SHARD_VERSION = 1
+
+
+def attach_shard_check(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], lane: Lane) -> None:
+    """Have the optimiser's state say which shard it is of, and refuse one of another shard.
+
+    Its `load_state_dict` is then called on every rank, and raises ValueError on all of them where rank, world size or
+    layout differ on one, or a state says none.
+    """
+    layout = hashlib.sha256(
+        json.dumps(
+            [[b.plan.shard_numel, [(slot.name, *slot.shape) for slot in b.plan.slots]] for b in buckets]
+        ).encode()
+    ).hexdigest()[:16]
+    own = {"version": _SHARD_VERSION, "rank": lane.rank, "world_size": lane.world_size, "layout": layout}
+
+    def note(_optimizer: object, state: dict[str, Any]) -> dict[str, Any]:
+        state[_SHARD] = dict(own)
+        return state
+
+    def check(_optimizer: object, state: dict[str, Any]) -> None:
+        shard = state.get(_SHARD)
+        differing = [field for field, value in own.items() if shard is None or shard.get(field) != value]
+        # All ranks hear of it: one that went on alone would wait for the others.
+        wrong = [
+            rank for rank, [is_wrong] in zip(lane.ranks, lane.tell([bool(differing)], "state"), strict=True) if is_wrong
+        ]
+        remedy = "load each rank's own file, on as many ranks, wrapped with the same arguments"
+        if differing and shard is not None:
+            field = differing[0]
+            raise ValueError(
+                f"the optimiser state is of a shard with {field} = {shard.get(field)}, and this one has "
+                f"{field} = {own[field]}: {remedy}"
+            )
+        if differing:
+            raise ValueError(f"the optimiser state does not say of which shard it is: {remedy}")
+        if wrong:
+            raise ValueError(f"the optimiser state is of another shard on {describe_ranks(wrong)}: {remedy}")
+
+    optimizer.register_state_dict_post_hook(note)
+    optimizer.register_load_state_dict_pre_hook(check)
 
 
 def _gather_masters(bucket: Bucket, lane: Lane) -> Tensor:

@@ -325,6 +325,8 @@ class SplitModel:
             units=module.units,
             bucket_bytes=bucket_limit(self.job),
             prefetch=overlap.prefetch,
+            unused="zero",  # every parameter is used, and ranks need not ask each other
+            broadcast_buffers=False,  # constants
             overlap=overlap.dp,
             param_dtype=dtype,
             reduce_dtype=getattr(torch, gradient_dtype(self.job)),

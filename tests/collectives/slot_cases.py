@@ -82,7 +82,9 @@ def wrapped(dtype: torch.dtype = torch.float64, **settings: Any) -> ShardedDataP
     order = ["token.weight", "at_times", "norms.0.weight", "norms.0.bias", "never", "once", "norms.1.weight"]
     order += ["norms.1.bias", "twice", "norms.2.weight", "norms.2.bias", "mixed", "head"]
     settings = {"reduce_dtype": dtype, **settings}
-    return ShardedDataParallel(slotted(dtype), bucket_bytes=500 * dtype.itemsize, order=order, **settings)
+    return ShardedDataParallel(
+        slotted(dtype), bucket_bytes=500 * dtype.itemsize, order=order, unused="zero", **settings
+    )
 
 
 def trained(with_slots: bool, dtype: torch.dtype, run: Train, rank: int, world_size: int, **settings: Any) -> Any:

@@ -127,7 +127,7 @@ def the_share_asked_for_is_gathered_in_backward(rank: int, world_size: int) -> N
     moved = []
     for share in (0.0, 0.5, 1.0):
         recorder = Recorder()
-        sharded = wrap(net(torch.float32), recorder=recorder)
+        sharded = wrap(net(torch.float32), recorder=recorder, prefetch=2, broadcast_buffers=False)
         optimizer = sharded.optimizer(adamw, step_in_backward=True, gather_in_backward=share)
         num_buckets = len(sharded.plans)
         for step, tokens in enumerate(batches(2, world_size)):

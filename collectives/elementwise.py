@@ -1,0 +1,69 @@
+"""Whether an optimiser steps each element by itself: only such a one may be given shards of parameters.
+
+Others train something else on shards, without a word: those that factor a matrix or take a norm of it (Adafactor,
+Shampoo, SOAP, LAMB, LARS), that make it orthogonal (Muon), or that look at all parameters together (LBFGS, Prodigy). So
+an optimiser of the same kind and settings steps a small tensor whole, and another two the halves of it, as two ranks
+would; the results agree to rounding, or it is refused. One that cannot be tried out is judged by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_STEPS = 3
+_SHAPE = (4, 6)
+_CUT = 10
+"""Elements of the first part: it ends inside a row, as shards do."""
+_TOLERANCE = 1e-3
+"""Of the largest change: rounding is a thousandth of that, and what is not elementwise changes a good part."""
+_NAMES = re.compile(r"adafactor|muon|shampoo|soap|lbfgs|lamb|lars|prodigy|dadapt|kron|galore|came", re.IGNORECASE)
+
+
+def check_elementwise(kind: Callable[..., torch.optim.Optimizer], settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if `kind(..., **settings)` is known, or shows, to need whole matrices or all parameters."""
+    name = getattr(kind, "__name__", type(kind).__name__)
+    refusal = (
+        f"{name} is not elementwise: {{}}, and each rank would step its own shard only; take an elementwise optimiser, "
+        "such as torch.optim.AdamW, or train this model with torch.nn.parallel.DistributedDataParallel"
+    )
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(_SHAPE, generator=generator, device="cpu")
+    grads = [torch.randn(_SHAPE, generator=generator, device="cpu") * 10.0**-step for step in range(_STEPS)]
+    try:
+        stepped = _step(kind, settings, whole, grads)
+    except Exception:  # noqa: BLE001 - whatever it cannot do here, it may be able to where it is meant to run
+        if _NAMES.search(name):
+            known = "its kind is known to look at whole matrices or at all parameters"
+            raise ValueError(refusal.format(known)) from None
+        return
+    try:
+        parts = [
+            _step(kind, settings, whole.flatten()[part], [grad.flatten()[part] for grad in grads])
+            for part in (slice(_CUT), slice(_CUT, None))
+        ]
+    except Exception as exc:  # it takes a matrix, and no piece of one
+        raise ValueError(refusal.format(f"it steps a matrix, and not a piece of one ({exc})")) from exc
+    change = (stepped - whole).abs().max()
+    off = (torch.cat(parts) - stepped.flatten()).abs().max()
+    if not off <= _TOLERANCE * change:  # also where one of them is no number
+        raise ValueError(refusal.format("it steps the pieces of a matrix otherwise than the whole"))
+
+
+def _step(
+    kind: Callable[..., torch.optim.Optimizer], settings: Mapping[str, Any], values: Tensor, grads: Sequence[Tensor]
+) -> Tensor:
+    parameter = nn.Parameter(values.clone())
+    # A fused or capturable step needs a GPU; elsewhere it is the same mathematics.
+    plain = {key: value for key, value in settings.items() if key not in ("fused", "capturable")}
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(1)
+        optimizer = kind([{"params": [parameter]}], **plain)
+        for grad in grads:
+            parameter.grad = grad.clone()
+            optimizer.step()
+    return parameter.detach()

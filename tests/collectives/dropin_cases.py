@@ -1,0 +1,462 @@
+"""Usual habits of torch programs under the wrapper, beside plain torch on the whole batch, which every rank computes.
+
+Each case trains both in float64 and compares what a program can see: losses, parameters, norms, copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+from collectives import ShardedDataParallel
+from tests.collectives.cases import assert_raises
+from tests.collectives.harness import Case, meet
+
+WIDTH = 6
+DROPIN_CASES: list[Case] = []
+
+
+def case(function: Case) -> Case:
+    DROPIN_CASES.append(function)
+    return function
+
+
+def net(depth: int = 3) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(3)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth)]
+    return nn.Sequential(*layers).to(torch.get_default_device(), torch.float64)
+
+
+class Pair:
+    """One model, trained by plain torch and by the wrapper, in buckets of one or two parameters."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        module: nn.Module | None = None,
+        kind: Any = torch.optim.AdamW,
+        **settings: Any,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.plain = net() if module is None else module
+        self.inner = copy.deepcopy(self.plain)
+        self.sharded = ShardedDataParallel(self.inner, bucket_bytes=WIDTH * (WIDTH + 1) * 8)
+        settings = settings or {"lr": 0.05, "weight_decay": 0.1}
+        self.theirs = kind(self.plain.parameters(), **settings)
+        self.ours = self.sharded.optimizer(kind, **settings)
+        self._generator = torch.Generator("cpu").manual_seed(7)
+
+    def batch(self) -> Tensor:
+        values = torch.randn(2 * self.world_size, WIDTH, generator=self._generator, dtype=torch.float64, device="cpu")
+        return values.to(torch.get_default_device())
+
+    def sides(self) -> Iterator[tuple[nn.Module, nn.Module, torch.optim.Optimizer, Callable[[Tensor], Tensor]]]:
+        """(what is called, its module, optimiser, this side's part of a batch)."""
+        yield self.plain, self.plain, self.theirs, lambda x: x
+        yield self.sharded, self.inner, self.ours, lambda x: x[self.rank :: self.world_size]
+
+    def backward(self, loss: Callable[[nn.Module, nn.Module, Tensor], Tensor] | None = None) -> None:
+        x = self.batch()
+        for model, module, optimizer, part in self.sides():
+            optimizer.zero_grad()
+            (model(part(x)).square().mean() if loss is None else loss(model, module, part(x))).backward()
+
+    def step(self) -> None:
+        self.theirs.step()
+        self.ours.step()
+
+    def train(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            self.backward()
+            self.step()
+
+    def check(self) -> None:
+        """Every parameter, read at once, is that of plain torch."""
+        assert_equal(list(self.inner.parameters()), list(self.plain.parameters()))
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+@case
+def parameters_that_are_read_after_a_step_are_current(rank: int, world_size: int) -> None:
+    reads: list[Callable[[nn.Module], Any]] = [
+        lambda m: [p.detach().clone() for p in m.parameters()],
+        lambda m: [p.data.sum() for p in m.parameters()],
+        lambda m: torch._foreach_norm(list(m.parameters())),
+        lambda m: nn.utils.parameters_to_vector(m.parameters()),
+        lambda m: [torch.from_numpy(p.detach().cpu().numpy().copy()) for p in m.parameters()],
+        lambda m: [p.tolist() for p in m.parameters()],
+        lambda m: [p[0].clone() for p in m.parameters()],
+        lambda m: list(copy.deepcopy(m).parameters()),
+        lambda m: [copy.copy(p) + 0 for p in m.parameters()],
+        lambda m: list(m.state_dict().values()),
+        lambda m: torch.stack([torch.zeros(p.shape, dtype=p.dtype).copy_(p).sum() for p in m.parameters()]),
+        lambda m: [repr(p) for p in m.parameters()],
+        lambda m: torch.func.functional_call(m, dict(m.named_parameters()), torch.ones(1, WIDTH, dtype=torch.float64)),
+    ]
+    pair = Pair(rank, world_size)
+    for read in reads:
+        pair.train()
+        found = read(pair.inner)
+        expected = read(pair.plain)
+        if isinstance(expected, list) and isinstance(expected[0], str):
+            assert [text.partition("\n")[0] for text in found] == [text.partition("\n")[0] for text in expected]
+        else:
+            assert_equal(found, expected)
+
+
+@case
+def an_average_of_the_model_follows_it(rank: int, world_size: int) -> None:
+    for of_wrapper in (False, True):
+        pair = Pair(rank, world_size)
+        average = get_ema_multi_avg_fn(0.9)
+        theirs = AveragedModel(pair.plain, multi_avg_fn=average)
+        source = pair.sharded if of_wrapper else pair.inner
+        ours = AveragedModel(source, multi_avg_fn=average)
+        for _ in range(4):
+            pair.train()
+            theirs.update_parameters(pair.plain)
+            ours.update_parameters(source)
+            x = pair.batch()
+            assert_equal(ours(x), theirs(x))
+
+
+@case
+def a_term_on_parameters_before_the_forward_pass_is_trained(rank: int, world_size: int) -> None:
+    def loss(model: nn.Module, module: nn.Module, x: Tensor) -> Tensor:
+        penalty = torch.stack([p.square().sum() for p in module.parameters()]).sum()
+        return 0.01 * penalty + model(x).square().mean()
+
+    pair = Pair(rank, world_size)
+    for _ in range(4):
+        pair.backward(loss)
+        pair.step()
+        pair.check()
+
+
+@case
+def what_is_written_after_a_step_is_trained_from(rank: int, world_size: int) -> None:
+    def by_data(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+
+    @torch.no_grad()
+    def in_place(module: nn.Module) -> None:
+        torch._foreach_mul_(list(module.parameters()), 0.5)
+
+    for write in (by_data, in_place):
+        pair = Pair(rank, world_size)
+        for _ in range(4):
+            pair.train()
+            write(pair.plain)
+            write(pair.inner)
+        pair.train()
+        pair.check()
+
+
+@case
+def what_is_written_by_data_reaches_masters_of_another_dtype(rank: int, world_size: int) -> None:
+    for inside in (False, True):
+        sharded = ShardedDataParallel(net().float(), param_dtype="bfloat16", bucket_bytes=100)
+        optimizer = sharded.optimizer(torch.optim.SGD, lr=0.0, step_in_backward=inside)
+        for value in (0.25, 0.75):
+            for parameter in sharded.module.parameters():
+                parameter.data.fill_(value)
+            sharded(torch.ones(1, WIDTH, dtype=torch.bfloat16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all((values.bfloat16() == value).all() for values in sharded.full_state_dict().values())
+
+
+@case
+def a_tensor_made_of_a_parameter_before_shows_its_new_values(rank: int, world_size: int) -> None:
+    pair = Pair(rank, world_size)
+    ours, theirs = list(pair.inner.state_dict().values()), list(pair.plain.state_dict().values())
+    for _ in range(3):
+        pair.train()
+        assert_equal(ours, theirs)
+
+
+@case
+def a_thread_reads_current_parameters(rank: int, world_size: int) -> None:
+    pair = Pair(rank, world_size)
+    for _ in range(3):
+        pair.train()
+        found: list[Tensor] = []
+        thread = threading.Thread(target=lambda f=found: f.extend(p.detach().clone() for p in pair.inner.parameters()))
+        thread.start()
+        thread.join()
+        assert_equal(found, [p.detach() for p in pair.plain.parameters()])
+
+
+@case
+def one_rank_alone_may_evaluate_copy_and_save(rank: int, world_size: int) -> None:
+    pair = Pair(rank, world_size)
+    x = pair.batch()
+    for step in range(3):
+        pair.train()
+        if rank == 0:
+            with torch.no_grad():
+                assert_equal(pair.sharded(x), pair.plain(x))
+            assert_equal(copy.deepcopy(pair.inner)(x), pair.plain(x))
+            assert_equal(pair.sharded.state_dict()["module.0.0.weight"], pair.plain.state_dict()["0.0.weight"])
+        meet(f"step {step}")
+
+
+@case
+def a_copy_is_a_plain_module(rank: int, world_size: int) -> None:
+    pair = Pair(rank, world_size)
+    pair.train()
+    file = io.BytesIO()
+    torch.save(pair.inner, file)
+    file.seek(0)
+    copies = [copy.deepcopy(pair.inner), torch.load(file, weights_only=False), copy.deepcopy(pair.sharded)]
+    assert all(type(parameter) is nn.Parameter for copied in copies for parameter in copied.parameters())
+    x = pair.batch()
+    expected = pair.plain(x)
+    pair.train()
+    if rank == 0:
+        for copied in copies:
+            assert_equal(copied(x), expected)
+            copied(x).sum().backward()
+            copied.load_state_dict(copied.state_dict())
+            assert all(parameter.grad is not None for parameter in copied.parameters())
+
+
+@case
+def a_layer_saved_alone_is_as_large_as_it_is(rank: int, world_size: int) -> None:
+    module = net(depth=20)
+    sharded = ShardedDataParallel(module)
+    file = io.BytesIO()
+    torch.save(sharded.module[0].state_dict(), file)
+    assert file.getbuffer().nbytes < 4000 < 20 * WIDTH * (WIDTH + 1) * 8
+
+
+@case
+def torchs_clipping_is_that_of_plain_torch(rank: int, world_size: int) -> None:
+    pair = Pair(rank, world_size, kind=torch.optim.SGD, lr=0.5)
+    for order in (2.0, 1.0, 3.0, float("inf")):
+        pair.backward()
+        for module in (pair.plain, pair.inner):
+            nn.utils.clip_grad_value_(module.parameters(), 0.01)
+        norms = [nn.utils.clip_grad_norm_(module.parameters(), 0.01, order) for module in (pair.plain, pair.inner)]
+        assert_equal(norms[1], norms[0])
+        norms = [nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.005, order)]
+        assert_equal(pair.sharded.clip_grad_norm_(0.005, order), norms[0])
+        pair.step()
+        pair.check()
+
+
+@case
+def gradients_that_are_read_after_they_were_reduced_raise(rank: int, world_size: int) -> None:
+    pair = Pair(rank, world_size)
+    pair.backward()
+    weight = pair.inner[0][0].weight
+    for read in (lambda: weight.grad + 1, weight.grad.abs, weight.grad.clone, lambda: weight.grad[0]):
+        assert_raises(RuntimeError, r"clip_grad_norm_\(\) or clip_grad_value_\(\) of the wrapper", read)
+    foreign = torch.optim.SGD(pair.inner.parameters(), lr=0.1)
+    assert_raises(RuntimeError, r"optimiser of model\.optimizer", foreign.step)
+    weight.grad = torch.ones_like(weight)
+    assert_raises(RuntimeError, "after the backward pass had reduced it", pair.ours.step)
+
+
+@case
+def a_gradient_that_was_set_to_none_is_none(rank: int, world_size: int) -> None:
+    """As where a layer is kept for the first steps, and where a loop clears gradients by the parameters."""
+    pair = Pair(rank, world_size)
+    for step in range(4):
+        x = pair.batch()
+        for model, module, optimizer, part in pair.sides():
+            for parameter in module.parameters():
+                parameter.grad = None
+            model(part(x)).square().mean().backward()
+            if step < 2:
+                module[2][0].weight.grad = None
+            optimizer.step()
+        pair.check()
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.never, self.turn = nn.ModuleList([*net(2)]), net(1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turn += 1
+        return self.heads[self.turn % 3 == 0](x)
+
+
+@case
+def parameters_without_a_gradient_on_any_rank_are_left_alone(rank: int, world_size: int) -> None:
+    pair = Pair(rank, world_size, Heads())
+    pair.train(7)
+    pair.check()
+
+
+@case
+def a_parameter_that_one_rank_uses_is_stepped_on_all(rank: int, world_size: int) -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.rare = net(1), net(1)
+
+        def forward(self, x: Tensor, rare: bool) -> Tensor:
+            return self.rare(self.always(x)) if rare else self.always(x)
+
+    sharded = ShardedDataParallel(Sometimes(), bucket_bytes=100)
+    optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1)
+    before = sharded.full_state_dict()
+    sharded(torch.ones(1, WIDTH, dtype=torch.float64), rank == world_size - 1).square().mean().backward()
+    optimizer.step()
+    after = sharded.full_state_dict()
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+
+
+@case
+def steps_in_the_backward_pass_refuse_what_has_no_gradient(rank: int, world_size: int) -> None:
+    sharded = ShardedDataParallel(Heads())
+    sharded.optimizer(torch.optim.SGD, lr=0.1, step_in_backward=True)
+    loss = sharded(torch.ones(1, WIDTH, dtype=torch.float64)).sum()
+    assert_raises(RuntimeError, 'had no gradient on any rank, .* unused="zero"', loss.backward)
+
+
+@case
+def buffers_are_those_of_rank_0(rank: int, world_size: int) -> None:
+    sharded = ShardedDataParallel(nn.Sequential(nn.Linear(WIDTH, 2), nn.BatchNorm1d(2)))
+    optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        sharded(torch.randn(4, WIDTH)).square().mean().backward()  # another batch on each rank
+        optimizer.step()
+        optimizer.zero_grad()
+    mean = sharded.module[1].running_mean.clone()
+    dist.broadcast(mean, 0)
+    assert torch.equal(sharded.module[1].running_mean, mean)
+    assert sharded.module[1].num_batches_tracked == 2
+
+
+@case
+def a_scaler_skips_the_step_on_all_ranks(rank: int, world_size: int) -> None:
+    device = torch.get_default_device().type
+    for clips in (False, True):
+        pair = Pair(rank, world_size)
+        scalers = [torch.amp.GradScaler(device, init_scale=4.0) for _ in range(2)]
+        for step in range(3):
+            x = pair.batch()
+            factor = torch.inf if step == 1 and rank == world_size - 1 else 1.0
+            for (model, _, optimizer, part), scaler in zip(pair.sides(), scalers, strict=True):
+                optimizer.zero_grad()
+                of_side = factor if model is pair.sharded or step != 1 else torch.inf
+                scaler.scale(model(part(x)).square().mean() * of_side).backward()
+                if clips:
+                    scaler.unscale_(optimizer)
+                    clip = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    assert clip.isfinite() or step == 1
+                scaler.step(optimizer)
+                scaler.update()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+            pair.check()
+
+
+@case
+def the_state_of_another_shard_is_refused_on_all_ranks(rank: int, world_size: int) -> None:
+    pair = Pair(rank, world_size)
+    pair.train()
+    box = [pair.ours.state_dict()]
+    pair.ours.load_state_dict(copy.deepcopy(box[0]))
+    dist.broadcast_object_list(box)  # what `torch.save` on rank 0 and `torch.load` on all ranks do
+    again = Pair(rank, world_size)
+    assert_raises(ValueError, "load each rank's own file", lambda: again.ours.load_state_dict(box[0]))
+    own = {key: value for key, value in pair.ours.state_dict().items() if key != "netlayer_shard"}
+    assert_raises(ValueError, "does not say of which shard", lambda: again.ours.load_state_dict(own))
+    again.train()
+
+
+@case
+def recomputation_inside_the_backward_pass_is_trained(rank: int, world_size: int) -> None:
+    class Recomputing(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self[0](x)
+            for layer in (self[1], self[2]):
+                x = checkpoint(layer, x, use_reentrant=True)
+            return self[3](x)
+
+    pair = Pair(rank, world_size, Recomputing(*net(4)))
+    pair.train(3)
+    pair.check()
+
+
+@case
+def a_mesh_of_one_dimension_is_a_group(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh(torch.get_default_device().type, (world_size, 1), mesh_dim_names=("dp", "tp"))
+    assert ShardedDataParallel(net(), group=mesh["dp"]).gather_lane.world_size == world_size
+    assert_raises(ValueError, r'give the one of the replicas, such as mesh\["dp"\]', lambda: _wrapped(mesh))
+
+
+def _wrapped(group: Any) -> ShardedDataParallel:
+    return ShardedDataParallel(net(), group=group)
+
+
+@case
+def random_programs_see_what_plain_torch_shows(rank: int, world_size: int) -> None:
+    for seed in range(20):
+        _run_program(rank, world_size, seed)
+
+
+def _run_program(rank: int, world_size: int, seed: int) -> None:  # noqa: C901 - one branch a call
+    """The same random calls on both sides and on every rank; whatever one can see is compared where it is seen."""
+    chance = random.Random(seed)
+    kind = chance.choice([torch.optim.AdamW, torch.optim.SGD])
+    pair = Pair(rank, world_size, net(chance.randint(1, 5)), kind, lr=0.05)
+    calls = ["backward", "step", "read", "write", "copy", "save", "load", "evaluate", "clip", "clear", "layer"]
+    has_gradients = False
+    for number in range(chance.randint(4, 14)):
+        call, layer = chance.choice(calls), chance.randrange(len(pair.plain))
+        if call == "backward":
+            pair.backward()
+            has_gradients = True
+        elif call == "step":
+            if not has_gradients:
+                pair.backward()
+                has_gradients = True
+            pair.step()
+        elif call == "write":
+            for module in (pair.plain, pair.inner):
+                module[layer][0].weight.data.mul_(0.9)
+        elif call == "copy":
+            assert_equal(list(copy.deepcopy(pair.inner).parameters()), list(pair.plain.parameters()))
+        elif call == "save":
+            assert_equal(dict(pair.inner.state_dict()), dict(pair.plain.state_dict()))
+        elif call == "load":
+            state = {name: value * 0.9 for name, value in pair.plain.state_dict().items()}
+            pair.plain.load_state_dict(state)
+            pair.inner.load_state_dict(state)
+        elif call == "evaluate" and rank == number % world_size:
+            with torch.no_grad():
+                x = torch.ones(2, WIDTH, dtype=torch.float64)
+                assert_equal(pair.sharded(x), pair.plain(x))
+        elif call == "clip" and has_gradients:
+            norms = [nn.utils.clip_grad_norm_(module.parameters(), 0.05) for module in (pair.plain, pair.inner)]
+            assert_equal(norms[1], norms[0])
+        elif call == "clear" and has_gradients:
+            for module in (pair.plain, pair.inner):
+                module[layer][0].bias.grad = None
+        elif call == "layer":
+            assert_equal(pair.inner[layer][0].weight.norm(), pair.plain[layer][0].weight.norm())
+        elif call == "read":
+            pair.check()
+    pair.check()
