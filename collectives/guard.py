@@ -50,7 +50,9 @@ def _needs_no_values() -> frozenset[Any]:
     getters |= _getters("_backward_hooks", "_post_accumulate_grad_hooks")
     getters |= _getters("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla")
     getters |= _getters("is_mps", "is_xpu", "retains_grad", "is_sparse_csr")
-    setters = {Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+    grad: Any = Tensor.grad
+    requires_grad: Any = Tensor.requires_grad
+    setters = {grad.__set__, grad.__delete__, requires_grad.__set__}
     methods = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size}
     methods |= {Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.__hash__}
     methods |= {Tensor.storage_offset, Tensor.ndimension, Tensor.__len__, Tensor.register_hook, Tensor.requires_grad_}
@@ -61,12 +63,12 @@ def _needs_no_values() -> frozenset[Any]:
 
 def own_storage(view: Tensor) -> Tensor:
     """The same memory as a tensor with a storage of its own: saved alone it is as large as it looks; see the note."""
-    return dlpack.from_dlpack(dlpack.to_dlpack(view)).view(view.shape) if view.numel() else view
+    return dlpack.from_dlpack(torch._C._to_dlpack(view)).view(view.shape) if view.numel() else view
 
 
 def num_holders(parameter: Tensor) -> int:
     """Grows by one with every other tensor over the parameter's storage."""
-    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
 
 
 def watch_access(parameters: Iterable[nn.Parameter], waiter: Waiter, index: int) -> None:
@@ -78,7 +80,7 @@ def watch_access(parameters: Iterable[nn.Parameter], waiter: Waiter, index: int)
 def mark_pending(parameters: Iterable[nn.Parameter]) -> None:
     """From now on, who reads or writes one of these waits first."""
     for parameter in parameters:
-        own = type(parameter)
+        own: Any = type(parameter)
         if not issubclass(own, _Pending):
             parameter.__class__ = _pending_of(own)
 
@@ -86,7 +88,7 @@ def mark_pending(parameters: Iterable[nn.Parameter]) -> None:
 def mark_current(parameters: Iterable[nn.Parameter]) -> None:
     """They may be read again as any others."""
     for parameter in parameters:
-        pending = type(parameter)
+        pending: Any = type(parameter)
         if issubclass(pending, _Pending):
             parameter.__class__ = _own_of(pending)
 
@@ -103,7 +105,8 @@ class CompanionHook:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         if "__call__" not in vars(CompanionHook):  # a compiler comes with the first hook, not with the import
-            CompanionHook.__call__ = torch.compiler.disable(CompanionHook._call)  # type: ignore[attr-defined]
+            disable: Any = torch.compiler.disable
+            type.__setattr__(CompanionHook, "__call__", disable(CompanionHook._call))
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
@@ -128,9 +131,6 @@ class Unsharded(nn.Module):
 
 class _Pending:
     """Mixed into the class of a parameter whose bucket is not current."""
-
-    __slots__ = ()
-    __class__: type
 
     @classmethod
     def __torch_function__(
@@ -164,7 +164,7 @@ class _Pending:
 @contextlib.contextmanager
 def _own_class(parameter: Any) -> Iterator[Any]:
     _wait_for(parameter)
-    pending = type(parameter)
+    pending: Any = type(parameter)
     if not isinstance(parameter, _Pending):
         yield parameter
         return
@@ -180,16 +180,17 @@ def _wait_for(parameter: Any) -> None:
         reference, index = _waiters.get(parameter, (None, 0))
         waiter = None if reference is None else reference()
         if waiter is None:  # the wrapper is gone, and so is all that was under way
-            parameter.__class__ = _own_of(type(parameter))
+            own: Any = type(parameter)
+            parameter.__class__ = _own_of(own)
         else:
             waiter.before_access(index)
 
 
 @functools.cache
-def _pending_of(own: type) -> type:
+def _pending_of(own: Any) -> Any:
     return type(own.__name__, (_Pending, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
 
 
 @functools.cache
-def _own_of(pending: type) -> type:
+def _own_of(pending: Any) -> Any:
     return pending.__mro__[pending.__mro__.index(_Pending) + 1]

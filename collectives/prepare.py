@@ -309,7 +309,8 @@ def send_buffers(module: nn.Module, lane: Lane) -> None:
         values = torch.cat([buffer.reshape(-1) for buffer in buffers])
         lane.broadcast(values.view(torch.uint8))  # backends lack some dtypes
         if lane.rank != 0:
-            for buffer, own in zip(buffers, values.split([buffer.numel() for buffer in buffers]), strict=True):
+            parts = torch.split(values, [buffer.numel() for buffer in buffers])
+            for buffer, own in zip(buffers, parts, strict=True):
                 buffer.copy_(own.view(buffer.shape))
 
 

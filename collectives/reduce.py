@@ -409,9 +409,10 @@ class GradientReduce:
 
     def _show_reduced(self) -> None:
         unused, source = self._unused_on_all(), None if self._source is None else self._source()
-        for bucket in self.buckets if source is not None else ():
+        for bucket in self.buckets:
             index, positions = bucket.plan.index, range(len(bucket.parameters))
-            bucket.show_reduced((p for p in positions if (index, p) not in unused), source)
+            if source is not None:
+                bucket.show_reduced((p for p in positions if (index, p) not in unused), source)
         if unused and self.stepped:
             index, position = min(unused)
             raise RuntimeError(

@@ -15,8 +15,8 @@ as they complete. Where nothing needs all gradients before the first update (no 
 by bit.
 
 The loop stays as it is: parameters may be read, written, copied and saved wherever plain torch allows it, and whoever
-reads one before its gather has landed waits for that (`collectives.guard`); so do torch's own clipping, its scalers, and
-parameters that have no gradient on any rank. What would train something else is refused. `docs/dropin.md` lists both.
+reads one before its gather has landed waits for that (`collectives.guard`). torch's own clipping and scalers work, and
+parameters that have no gradient on any rank are left alone. What would train something else is refused.
 
 Sparse embeddings, complex or unmaterialised parameters, several devices, and moving or unfreezing parameters after
 wrapping raise, and so does replacing or adding some. Left out: ZeRO stage 3, optimisers that need whole matrices.
@@ -622,7 +622,8 @@ class ShardedDataParallel(nn.Module):
         for tensor in (*self._wrapped, *self._frozen, *self.module.buffers()):
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             values = tensor.detach()
-            if fn(probe) is not probe or probe.is_shared() or fn(values) is not values:
+            is_same = fn(probe) is probe and not probe.is_shared()  # type: ignore[no-untyped-call]
+            if not is_same or fn(values) is not values:
                 raise RuntimeError(
                     "parameters are views of communication buffers: move or cast the module before wrapping it"
                 )
@@ -673,7 +674,7 @@ class ShardedDataParallel(nn.Module):
     def _attach_hooks(self) -> None:
         for module, indices in self._owners.items():
             # First of all hooks: another one may read the parameters (weight norm).
-            hook = CompanionHook(functools.partial(self._before_module, indices))
+            hook: Any = CompanionHook(functools.partial(self._before_module, indices))
             module.register_forward_pre_hook(hook, prepend=True)
         for bucket in self.buckets:
             for position, parameter in enumerate(bucket.parameters):

@@ -41,7 +41,7 @@ class ShardedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, parameter: nn.Parameter, source: ReducedPieces, place: tuple[int, int]) -> Self:
-        made: Self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Self = Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
         made._source, made.place = weakref.ref(source), place
@@ -61,7 +61,9 @@ class ShardedGradient(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, _types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name, first = func._schema.name.removeprefix("aten::"), args[0]
         if name == "detach":
             return first

@@ -51,8 +51,8 @@ class Pair:
         **settings: Any,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.plain = net() if module is None else module
-        self.inner = copy.deepcopy(self.plain)
+        self.plain: Any = net() if module is None else module
+        self.inner: Any = copy.deepcopy(self.plain)
         self.sharded = ShardedDataParallel(self.inner, bucket_bytes=WIDTH * (WIDTH + 1) * 8)
         settings = settings or {"lr": 0.05, "weight_decay": 0.1}
         self.theirs = kind(self.plain.parameters(), **settings)
@@ -63,7 +63,7 @@ class Pair:
         values = torch.randn(2 * self.world_size, WIDTH, generator=self._generator, dtype=torch.float64, device="cpu")
         return values.to(torch.get_default_device())
 
-    def sides(self) -> Iterator[tuple[nn.Module, nn.Module, torch.optim.Optimizer, Callable[[Tensor], Tensor]]]:
+    def sides(self) -> Iterator[tuple[Any, Any, torch.optim.Optimizer, Callable[[Tensor], Tensor]]]:
         """(what is called, its module, optimiser, this side's part of a batch)."""
         yield self.plain, self.plain, self.theirs, lambda x: x
         yield self.sharded, self.inner, self.ours, lambda x: x[self.rank :: self.world_size]
@@ -124,7 +124,7 @@ def parameters_that_are_read_after_a_step_are_current(rank: int, world_size: int
 def an_average_of_the_model_follows_it(rank: int, world_size: int) -> None:
     for of_wrapper in (False, True):
         pair = Pair(rank, world_size)
-        average = get_ema_multi_avg_fn(0.9)
+        average = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
         theirs = AveragedModel(pair.plain, multi_avg_fn=average)
         source = pair.sharded if of_wrapper else pair.inner
         ours = AveragedModel(source, multi_avg_fn=average)
@@ -140,7 +140,8 @@ def an_average_of_the_model_follows_it(rank: int, world_size: int) -> None:
 def a_term_on_parameters_before_the_forward_pass_is_trained(rank: int, world_size: int) -> None:
     def loss(model: nn.Module, module: nn.Module, x: Tensor) -> Tensor:
         penalty = torch.stack([p.square().sum() for p in module.parameters()]).sum()
-        return 0.01 * penalty + model(x).square().mean()
+        total: Tensor = 0.01 * penalty + model(x).square().mean()
+        return total
 
     pair = Pair(rank, world_size)
     for _ in range(4):
@@ -243,7 +244,7 @@ def a_layer_saved_alone_is_as_large_as_it_is(rank: int, world_size: int) -> None
     module = net(depth=20)
     sharded = ShardedDataParallel(module)
     file = io.BytesIO()
-    torch.save(sharded.module[0].state_dict(), file)
+    torch.save(_module(sharded)[0].state_dict(), file)
     assert file.getbuffer().nbytes < 4000 < 20 * WIDTH * (WIDTH + 1) * 8
 
 
@@ -298,7 +299,8 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.turn += 1
-        return self.heads[self.turn % 3 == 0](x)
+        y: Tensor = self.heads[self.turn % 3 == 0](x)
+        return y
 
 
 @case
@@ -316,7 +318,8 @@ def a_parameter_that_one_rank_uses_is_stepped_on_all(rank: int, world_size: int)
             self.always, self.rare = net(1), net(1)
 
         def forward(self, x: Tensor, rare: bool) -> Tensor:
-            return self.rare(self.always(x)) if rare else self.always(x)
+            y: Tensor = self.rare(self.always(x)) if rare else self.always(x)
+            return y
 
     sharded = ShardedDataParallel(Sometimes(), bucket_bytes=100)
     optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1)
@@ -343,10 +346,10 @@ def buffers_are_those_of_rank_0(rank: int, world_size: int) -> None:
         sharded(torch.randn(4, WIDTH)).square().mean().backward()  # another batch on each rank
         optimizer.step()
         optimizer.zero_grad()
-    mean = sharded.module[1].running_mean.clone()
+    mean = _module(sharded)[1].running_mean.clone()
     dist.broadcast(mean, 0)
-    assert torch.equal(sharded.module[1].running_mean, mean)
-    assert sharded.module[1].num_batches_tracked == 2
+    assert torch.equal(_module(sharded)[1].running_mean, mean)
+    assert _module(sharded)[1].num_batches_tracked == 2
 
 
 @case
@@ -393,7 +396,8 @@ def recomputation_inside_the_backward_pass_is_trained(rank: int, world_size: int
             x = self[0](x)
             for layer in (self[1], self[2]):
                 x = checkpoint(layer, x, use_reentrant=True)
-            return self[3](x)
+            y: Tensor = self[3](x)
+            return y
 
     pair = Pair(rank, world_size, Recomputing(*net(4)))
     pair.train(3)
@@ -405,6 +409,10 @@ def a_mesh_of_one_dimension_is_a_group(rank: int, world_size: int) -> None:
     mesh = init_device_mesh(torch.get_default_device().type, (world_size, 1), mesh_dim_names=("dp", "tp"))
     assert ShardedDataParallel(net(), group=mesh["dp"]).gather_lane.world_size == world_size
     assert_raises(ValueError, r'give the one of the replicas, such as mesh\["dp"\]', lambda: _wrapped(mesh))
+
+
+def _module(sharded: ShardedDataParallel) -> Any:
+    return sharded.module
 
 
 def _wrapped(group: Any) -> ShardedDataParallel:
