@@ -87,7 +87,7 @@ class Operation:
         """The call has returned: its data is there, or the current stream is on its way to it."""
         if self.done or self.is_done is not None:
             return
-        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if on_cuda and not torch.cuda.is_current_stream_capturing():
             self.until(current_stream().record_event().query)
         else:
@@ -198,12 +198,17 @@ class Track:
         self, kind: str, num_bytes: int, call: Callable[[], dist.Work | None], detail: str = ""
     ) -> dist.Work | None:
         """Launch a collective by `call`; of an asynchronous one, a handle to wait on (only that), which is watched."""
-        with self.around(kind, num_bytes, detail) as operation:
+        operation = self.launch(
+            kind, num_bytes, detail
+        )  # as `around`, which costs a generator: there are many of these
+        with operation:
             work = call()
-            if work is None:
-                return None
-            operation.follow(work)
-            return cast(dist.Work, WatchedWork(operation, work))
+            if work is not None:
+                operation.follow(work)
+        if work is None:
+            operation.settle()
+            return None
+        return cast(dist.Work, WatchedWork(operation, work))
 
     def progress(self) -> GroupProgress:
         """For a report."""
