@@ -69,7 +69,7 @@ class BackwardStep:
         """The first gradient has come: no gather that reads a shard is under way when that shard is stepped."""
         self._behind.clear()
         self._gather.wait_all()
-        self._gather.adopt(unseen=True)
+        self._gather.adopt(unseen=self._gather.compares_each_step)
 
     def reduced(self, index: int, flight: Flight) -> None:
         """The reduction of this bucket has been launched."""

@@ -51,6 +51,8 @@ class ParameterGather:
         self.buckets, self.lane, self.prefetch, self.overlap = buckets, lane, prefetch, overlap
         self._start_step = start_step or self.publish
         self._stale = self._changed_unseen = False
+        self.compares_each_step = True
+        """Whether each step looks for what was written through `.data` (a pass over every shard)."""
         self._lock = threading.RLock()
         self._home: torch.cuda.Stream | None = None
         """The stream that the last `publish` stood in, which the optimiser and the forward pass run in."""

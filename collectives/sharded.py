@@ -158,6 +158,9 @@ class ShardedDataParallel(nn.Module):
             which saves a pass over each shard where NCCL does not divide as it adds (from windows, over three ranks).
         unused: parameters that get a gradient on no rank: `"skip"`, the optimiser leaves them alone, as in plain torch;
             `"zero"`: their gradient counts as zeros (they decay, momentum goes on), and ranks need not ask each other.
+        data_writes: into parameters through `.data`, which autograd does not count. `"adopt"`: before each step every
+            rank compares its shard with its master, 34 bytes of memory traffic an element where their dtypes differ;
+            `"ignore"`: for a loop that writes none.
         broadcast_buffers: rank 0's buffers (of batch norms, say) go to all ranks after each step.
 
     Raises:
@@ -189,6 +192,7 @@ class ShardedDataParallel(nn.Module):
         lanes: LanePair | None = None,
         mean: bool = True,
         unused: Literal["skip", "zero"] = "skip",
+        data_writes: Literal["adopt", "ignore"] = "adopt",
         broadcast_buffers: bool = True,
     ) -> None:
         super().__init__()
@@ -198,6 +202,8 @@ class ShardedDataParallel(nn.Module):
             raise ValueError(f"stage = {stage}: ZeRO stage 1 or 2 (stage 3 is not built)")
         if unused not in ("skip", "zero"):
             raise ValueError(f'unused = {unused!r}: must be "skip" or "zero"')
+        if data_writes not in ("adopt", "ignore"):
+            raise ValueError(f'data_writes = {data_writes!r}: must be "adopt" or "ignore"')
         param_dtype = None if param_dtype is None else as_dtype(param_dtype, "param_dtype")
         device, parts = check_module(module), tuple(units or ())
         group = as_group(group)
@@ -220,6 +226,7 @@ class ShardedDataParallel(nn.Module):
         settings: dict[str, object] = {"bucket_bytes": bucket_bytes, "prefetch": prefetch, "overlap": overlap}
         settings |= {"reduce_dtype": reduce_dtype, "in_flight": in_flight, "stage": stage, "windows": windows}
         settings |= {"mean": mean, "peer_reduce": peer_reduce, "unused": unused, "broadcast_buffers": broadcast_buffers}
+        settings |= {"data_writes": data_writes}
         check_same(self.reduce_lane, module, plans, settings)
         self.reduce_lane.can_reduce_scatter(reduce_dtype)
         room = open_parameter_windows(self.gather_lane, plans) if in_windows else None
@@ -235,6 +242,7 @@ class ShardedDataParallel(nn.Module):
         self._num_forwards = 0
         self._frozen = same_start(module, self.reduce_lane, param_dtype)
         self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap, self.start_step)
+        self._gather.compares_each_step = data_writes == "adopt"
         self._reduce = GradientReduce(
             self.buckets,
             self.reduce_lane,
@@ -368,13 +376,14 @@ class ShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: the last backward pass raised.
         """
-        self._gather.adopt(unseen=not self._has_optimizer)  # where that is ours, its step looks at every value
+        # Where the optimiser is ours, its step looks at every value.
+        self._gather.adopt(unseen=not self._has_optimizer and self._gather.compares_each_step)
         self._reduce.finish(waits)
         if not self._reduce.stepped:
             self._gather.stale = True
 
     def _finish_for_step(self, waits: bool) -> None:
-        self._gather.adopt(unseen=True)
+        self._gather.adopt(unseen=self._gather.compares_each_step)
         self.finish_gradients(waits=waits)
 
     def as_gradients_come(self) -> Iterator[Sequence[Bucket]]:

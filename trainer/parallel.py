@@ -326,6 +326,7 @@ class SplitModel:
             bucket_bytes=bucket_limit(self.job),
             prefetch=overlap.prefetch,
             unused="zero",  # every parameter is used, and ranks need not ask each other
+            data_writes="ignore",  # nobody writes there but a checkpoint, which says so
             broadcast_buffers=False,  # constants
             overlap=overlap.dp,
             param_dtype=dtype,
