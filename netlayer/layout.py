@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # a quarter of what `netlayer config show` takes
+    import numpy as np
+    from numpy.typing import NDArray
 
 Dimension = Literal["tp", "dp", "pp"]
 DIMENSIONS: tuple[Dimension, ...] = ("tp", "dp", "pp")
@@ -114,6 +115,8 @@ class ParallelLayout:
 
     def group_table(self, dimension: Dimension) -> NDArray[np.int64]:
         """Every group as one array, shape (num_groups, degree): for code that works on all ranks at once."""
+        import numpy as np
+
         stride, degree = self._shape(dimension)
         blocks = np.arange(self.world_size, dtype=np.int64).reshape(-1, degree, stride)
         return np.ascontiguousarray(blocks.transpose(0, 2, 1)).reshape(-1, degree)
