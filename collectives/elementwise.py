@@ -25,7 +25,12 @@ _NAMES = re.compile(r"adafactor|muon|shampoo|soap|lbfgs|lamb|lars|prodigy|dadapt
 
 
 def check_elementwise(kind: Callable[..., torch.optim.Optimizer], settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if `kind(..., **settings)` is known, or shows, to need whole matrices or all parameters."""
+    """Raise ValueError if `kind(..., **settings)` is known, or shows, to need whole matrices or all parameters.
+
+    A kind that is made for shards says so by an attribute `steps_shards = True`.
+    """
+    if getattr(getattr(kind, "func", kind), "steps_shards", False):
+        return
     name = getattr(kind, "__name__", type(kind).__name__)
     refusal = (
         f"{name} is not elementwise: {{}}, and each rank would step its own shard only; take an elementwise optimiser, "
@@ -41,6 +46,8 @@ def check_elementwise(kind: Callable[..., torch.optim.Optimizer], settings: Mapp
             known = "its kind is known to look at whole matrices or at all parameters"
             raise ValueError(refusal.format(known)) from None
         return
+    if not stepped.isfinite().all():  # a learning rate that is no number, say: nothing can be told from it
+        return
     try:
         parts = [
             _step(kind, settings, whole.flatten()[part], [grad.flatten()[part] for grad in grads])
@@ -50,7 +57,7 @@ def check_elementwise(kind: Callable[..., torch.optim.Optimizer], settings: Mapp
         raise ValueError(refusal.format(f"it steps a matrix, and not a piece of one ({exc})")) from exc
     change = (stepped - whole).abs().max()
     off = (torch.cat(parts) - stepped.flatten()).abs().max()
-    if not off <= _TOLERANCE * change:  # also where one of them is no number
+    if not off <= _TOLERANCE * change:  # also where a piece is no number
         raise ValueError(refusal.format("it steps the pieces of a matrix otherwise than the whole"))
 
 

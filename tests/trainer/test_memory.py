@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from collectives import ShardedDataParallel
 from collectives.prepare import plan_module
+from collectives.sharded_gradient import ShardedGradient
 from netlayer import environ
 from netlayer.config import JobConfig, ModelConfig
 from netlayer.config_file import load_config
@@ -91,6 +92,7 @@ class Held(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}
+        self._places: dict[int, tuple[int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -98,16 +100,21 @@ class Held(TorchDispatchMode):
         return result
 
     def _note(self, tensors: Iterable[Tensor]) -> None:
-        for storage in (tensor.untyped_storage() for tensor in tensors):
-            key = storage._cdata
-            if key not in self._sizes:
+        # What stands for a sharded gradient has a shape and no memory.
+        real = (tensor for tensor in tensors if not isinstance(tensor, ShardedGradient))
+        for storage in (tensor.untyped_storage() for tensor in real):
+            key, begin = storage._cdata, storage.data_ptr()
+            # A parameter has a storage of its own over the memory of its bucket.
+            if key not in self._sizes and not any(low <= begin < high for low, high in self._places.values()):
                 self._sizes[key] = storage.nbytes()
+                self._places[key] = begin, begin + storage.nbytes()
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self._forget, key)
         self.peak = max(self.peak, self.now)
 
     def _forget(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
+        del self._places[key]
 
 
 @pytest.mark.parametrize("count", [1, 3])

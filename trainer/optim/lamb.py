@@ -68,6 +68,8 @@ class Lamb(torch.optim.Optimizer):
             parameters are not the same.
     """
 
+    steps_shards = True  # the norms of whole matrices are added up over the ranks
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[Group],

@@ -39,6 +39,8 @@ class ShardAdamW(torch.optim.AdamW):
         ValueError: a parameter is in no bucket.
     """
 
+    steps_shards = True
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[Group],
