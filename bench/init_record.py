@@ -118,10 +118,23 @@ class Relay:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if isinstance(self._server, Path):
-            up_reader, up_writer = await asyncio.open_unix_connection(self._server)
-        else:
-            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._server)
+        # Ends without an error when `_serve` cancels it: asyncio reports a cancelled connection as an exception of its
+        # own in Python 3.11. Both sides are closed, whatever ends it.
+        with contextlib.closing(writer), contextlib.suppress(asyncio.CancelledError, ConnectionError):
+            if isinstance(self._server, Path):
+                up_reader, up_writer = await asyncio.open_unix_connection(self._server)
+            else:
+                up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._server)
+            with contextlib.closing(up_writer):
+                await self._pass_on(reader, writer, up_reader, up_writer)
+
+    async def _pass_on(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        up_reader: asyncio.StreamReader,
+        up_writer: asyncio.StreamWriter,
+    ) -> None:
         talk = Talk()
         self.talks.append(talk)
 

@@ -114,9 +114,13 @@ class Membership:
 
     def _admit(self, ask: Callable[..., Any]) -> None:
         if self._epoch is None:
-            self._refuse_eviction(ask)
             words = (self._member, self._token, secrets.token_hex(8))
-            epoch = ask("EVAL", scripts.JOIN.text, 1, self.namespace, *words)
+            try:
+                epoch = ask("EVAL", scripts.JOIN.text, 1, self.namespace, *words)
+            except ResponseError as exc:
+                if scripts.EVICTS not in str(exc):
+                    raise
+                raise self._evicts(str(exc)) from exc
             if epoch == scripts.HAS_LEFT:
                 raise _HasLeft
             if epoch is None:
@@ -128,21 +132,14 @@ class Membership:
                 "start the run again (a server with appendonly yes keeps them over a restart)"
             )
 
-    def _refuse_eviction(self, ask: Callable[..., Any]) -> None:
-        """Raise where the server would drop keys to make room; `volatile-*` spares ours, which never expire."""
-        try:
-            memory = dict(line.partition(":")[::2] for line in ask("INFO", "memory").decode().splitlines())
-        except ResponseError as exc:  # INFO is not among the user's rights
-            logger.debug("whether %s evicts keys is not known: %s", self.links.address, exc)
-            return
-        policy, limit = memory.get("maxmemory_policy", ""), memory.get("maxmemory", "0")
-        if policy.startswith("allkeys-") and limit != "0":
-            raise ConfigError(
-                "maxmemory-policy",
-                policy,
-                f"the server at {self.links.address} drops keys of the run once it holds {limit} bytes (maxmemory)",
-                "CONFIG SET maxmemory-policy noeviction there, or give the run a server of its own",
-            )
+    def _evicts(self, answer: str) -> ConfigError:
+        policy, limit = answer.partition(f"{scripts.EVICTS} ")[2].split()[:2]
+        return ConfigError(
+            "maxmemory-policy",
+            policy,
+            f"the server at {self.links.address} drops keys of the run once it holds {limit} bytes (maxmemory)",
+            "CONFIG SET maxmemory-policy noeviction there, or give the run a server of its own",
+        )
 
     def _is_taken(self) -> ConfigError:
         return ConfigError(

@@ -25,6 +25,7 @@ __all__ = [
     "CLEAR",
     "COMPARE_SET",
     "DELETE",
+    "EVICTS",
     "HAS_LEFT",
     "JOIN",
     "LEAVE",
@@ -186,10 +187,19 @@ return 1
 """)
 
 # ARGV: member, token, new epoch. The epoch of the run, or nil where another process is that member; HAS_LEFT where it
-# was, and the others of its run are yet to leave.
+# was, and the others of its run are yet to leave. An error `EVICTS policy limit` where the server would drop keys to
+# make room: asked for here, so that joining stays one request a rank. `volatile-*` spares ours, which never expire.
 HAS_LEFT = b"left"
+EVICTS = "EVICTS"
 JOIN = Script("""
 local ns = KEYS[1]
+local memory = redis.pcall('INFO', 'memory')
+if type(memory) == 'string' then  -- a table where INFO is not among the user's rights
+  local policy, limit = memory:match('maxmemory_policy:(%S+)'), memory:match('maxmemory:(%d+)')
+  if policy and policy:sub(1, 8) == 'allkeys-' and limit ~= '0' then
+    return redis.error_reply('EVICTS ' .. policy .. ' ' .. limit)
+  end
+end
 if redis.call('HSETNX', ns .. 'ranks', ARGV[1], ARGV[2]) == 0
     and redis.call('HGET', ns .. 'ranks', ARGV[1]) ~= ARGV[2] then
   return redis.call('SISMEMBER', ns .. 'left', ARGV[1]) == 1 and 'left' or nil

@@ -234,7 +234,9 @@ def test_a_rank_killed_in_training_is_named_and_nothing_is_left(
     _, said = started.communicate(timeout=60)
     assert started.returncode == 1
     *_, note, last = said.strip().splitlines()
-    assert last.startswith("error: rank 1 failed: killed by SIGKILL before it returned (out of memory? see dmesg)")
+    assert last.startswith("error: rank 1 (tp=0, pp=0, dp=1; ")
+    assert "after step" in last  # the watch tells how far the rank came
+    assert ") failed: killed by SIGKILL before it returned (out of memory? see dmesg)" in last
     assert note == f"note: what was done until then is in {tmp_path}"
     page = (tmp_path / "report.html").read_text()
     assert "netlayer quickstart, incomplete" in page
