@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from collectives.guard import num_holders, own_storage
 from collectives.sharded_gradient import ReducedPieces, ShardedGradient
 from collectives.slot import GradientSlot
+from collectives.triton_support import HAS_TRITON, IS_INTERPRETED
 from netlayer.workload.buckets import cut, shard_elements
 
 
@@ -154,6 +155,15 @@ class Handover:
     read: Sequence[Tensor]
 
 
+def _kernel_adopts(master_S: Tensor, own_S: Tensor) -> bool:
+    """Whether `collectives.adopt_kernel` computes on these.
+
+    Triton's interpreter rounds to bfloat16 otherwise than GPUs and torch do, so there it is left to torch.
+    """
+    dtypes = (torch.float16, torch.bfloat16) if master_S.is_cuda else (torch.float16,) if IS_INTERPRETED else ()
+    return HAS_TRITON and master_S.dtype == torch.float32 and own_S.dtype in dtypes
+
+
 class Bucket:
     """The buffers of one bucket on this rank.
 
@@ -231,8 +241,15 @@ class Bucket:
         """
         if self.own_S is None:
             return
-        is_kept_S = self.own_S == self.master_S.to(self.own_S.dtype)
-        self.master_S.copy_(torch.where(is_kept_S, self.master_S, self.own_S.to(self.master_S.dtype)))
+        if _kernel_adopts(self.master_S, self.own_S):
+            # Imported here: Triton takes a second to load, and only a program on GPUs has it.
+            from collectives.adopt_kernel import adopt_written
+
+            adopt_written(self.master_S, self.own_S)
+            torch.autograd.graph.increment_version(self.master_S)
+        else:
+            is_kept_S = self.own_S == self.master_S.to(self.own_S.dtype)
+            torch.where(is_kept_S, self.master_S, self.own_S, out=self.master_S)
 
     @property
     def num_writes(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -13,6 +16,10 @@ from torch import Tensor, nn
 from collectives.bucket import Bucket, BucketPlan, plan_buckets
 from collectives.departure import Departures, Travel
 from collectives.lane import Lane
+from collectives.triton_support import HAS_TRITON, IS_INTERPRETED
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = HAS_TRITON and (DEVICE == "cuda" or IS_INTERPRETED)
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(torch.Size), min_size=1, max_size=8)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
@@ -164,3 +171,51 @@ def test_float32_parameters_and_masters_are_one_storage() -> None:
     assert alike.master_S.data_ptr() == alike.full_N.data_ptr()
     assert apart.master_S.dtype == torch.float32
     assert apart.full_N.dtype == torch.bfloat16
+
+
+def _written_bucket(dtype: torch.dtype, device: str) -> tuple[Bucket, Tensor, Tensor]:
+    """A bucket with values written through `.data` at `written_S`, and its masters before that."""
+    generator = torch.Generator().manual_seed(7)
+    values = torch.randn(5000, generator=generator).to(device)  # more than a block of the kernel, and no multiple
+    plan = BucketPlan(0, dtype, plan_buckets([("p", torch.Size([5000]), dtype)], 1 << 20, 1)[0].slots, 1)
+    bucket = Bucket(plan, values, [nn.Parameter(values.to(dtype))], 0)
+    written_S = (torch.rand(5000, generator=generator) < 0.3).to(device)
+    assert bucket.own_S is not None
+    bucket.own_S[written_S] += 1  # rounds to itself where a value is large: none here
+    bucket.own_S[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    written_S[:4] = True
+    return bucket, bucket.master_S.clone(), written_S
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_adopt_takes_what_was_written_and_leaves_the_digits_of_the_rest(dtype: torch.dtype) -> None:
+    bucket, before_S, written_S = _written_bucket(dtype, DEVICE)
+    assert bucket.own_S is not None
+    version = bucket.master_S._version
+    bucket.adopt()
+    assert torch.equal(bucket.master_S[~written_S], before_S[~written_S])
+    torch.testing.assert_close(
+        bucket.master_S[written_S], bucket.own_S[written_S].float(), rtol=0, atol=0, equal_nan=True
+    )
+    assert bucket.master_S._version > version  # what was taken over is published
+
+
+@pytest.mark.skipif(not KERNELS, reason="no Triton with a GPU here")
+def test_triton_adopts_as_torch_does() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        bucket, before_S, _ = _written_bucket(dtype, DEVICE)
+        other, _, _ = _written_bucket(dtype, DEVICE)
+        assert torch.equal(other.master_S, before_S)
+        bucket.adopt()
+        with mock.patch("collectives.bucket.HAS_TRITON", False):
+            other.adopt()
+        torch.testing.assert_close(bucket.master_S, other.master_S, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON or IS_INTERPRETED or DEVICE == "cuda", reason="no Triton, or it is under test")
+def test_adopt_kernel_in_the_interpreter() -> None:
+    """Both tests above by Triton's interpreter, which is chosen before Triton is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "adopt", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]

@@ -6,21 +6,17 @@ Left out: what the kernels compute (`norm`, `activation`, `loss`).
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from collectives.triton_support import HAS_TRITON, IS_INTERPRETED
 from netlayer.errors import ConfigError
 
 Operators = Literal["auto", "torch", "triton"]
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Kernels run on the CPU, by Triton's interpreter."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
