@@ -123,7 +123,7 @@ def _blocks(rows: Sequence[Mapping[str, Any]]) -> Blocks:
 
 def _mean(speeds: Sequence[float]) -> float:
     """Over the time that went by: slow blocks count for as long as they took."""
-    return statistics.harmonic_mean(speeds)
+    return len(speeds) / math.fsum(1 / speed for speed in speeds)  # `statistics.harmonic_mean` sums fractions
 
 
 def _scores(trial: Trial, series: Sequence[Blocks], facts: Facts) -> dict[Subject, list[list[Score]]]:

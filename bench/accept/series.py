@@ -125,7 +125,10 @@ def spread_of(values: Sequence[float]) -> float:
     """
     if len(values) < 2:
         return 0.0
-    return statistics.stdev(values) / math.sqrt(len(values)) / statistics.fmean(values)
+    # `statistics.stdev` sums exact fractions, at 100 times the price of floats: a fleet has 10^5 pairs.
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return math.sqrt(variance / len(values)) / mean
 
 
 def peers_reference(values: Sequence[float]) -> Reference | None:
