@@ -273,6 +273,7 @@ def test_a_copy_and_a_dump_of_another_run_cost_nothing(tmp_path: Path) -> None:
     assert set(blame.culprits) <= {*expected.culprits, 1}
 
 
+@pytest.mark.no_cover  # to trace it would take most of its time
 def test_objects_that_are_shared_many_times_are_not_walked_through(tmp_path: Path) -> None:
     shape, text = [[4]] * 300_000, str(list(range(200_000)))
     dump = pickle.loads(write_dumps(random_world(1, "hang"), tmp_path, 1)[0].read_bytes())

@@ -40,11 +40,13 @@ def bubble_of(schedule: Schedule) -> float:
     return bubble_fraction(schedule.num_stages, schedule.num_micro_batches, schedule.num_chunks)
 
 
+@pytest.mark.no_cover  # to trace it would take most of its time
 @given(schedule=schedules(), depth=st.integers(1, 4))
 def test_every_schedule_is_proved_right(schedule: Schedule, depth: int) -> None:
     check_schedule(schedule, depth=depth)
 
 
+@pytest.mark.no_cover  # to trace it would take most of its time
 @given(schedule=schedules(), coupled=st.booleans())
 def test_the_bubble_is_the_formula_where_messages_are_free(schedule: Schedule, coupled: bool) -> None:
     timeline = simulate(schedule, Costs.even(schedule, 1.0, 2.0), coupled=coupled)
@@ -52,6 +54,7 @@ def test_the_bubble_is_the_formula_where_messages_are_free(schedule: Schedule, c
     assert timeline.ideal_s == pytest.approx(3.0 * schedule.num_micro_batches * schedule.num_chunks)
 
 
+@pytest.mark.no_cover  # to trace it would take most of its time
 @given(
     schedule=schedules(kinds=("eager", "interleaved")),
     transfer_s=st.floats(0.0, 0.3),
@@ -70,6 +73,7 @@ def test_only_the_way_through_the_pipeline_exposes_decoupled_transfers(
     assert timeline.step_s == pytest.approx(without + 2 * (num_virtual - 1) * transfer_s)
 
 
+@pytest.mark.no_cover  # to trace it would take most of its time
 @given(schedule=schedules(), data=st.data())
 def test_decoupled_is_never_slower_than_coupled(schedule: Schedule, data: st.DataObject) -> None:
     p, v = schedule.num_stages, schedule.num_chunks
@@ -105,6 +109,7 @@ def test_a_transfer_costs_plain_1f1b_every_micro_batch_and_eager_only_the_ends()
     assert steps(40, eager=False) - steps(8, eager=False) == pytest.approx(0.2 * 32 * 2 * 3 / 4)
 
 
+@pytest.mark.no_cover  # to trace it would take most of its time
 @given(p=st.integers(1, 6), m=st.integers(1, 12))
 def test_1f1b_holds_as_many_activations_as_stages_behind_it(p: int, m: int) -> None:
     plain, eager = one_forward_one_backward(p, m), one_forward_one_backward(p, m, eager=True)
@@ -112,6 +117,7 @@ def test_1f1b_holds_as_many_activations_as_stages_behind_it(p: int, m: int) -> N
     assert [eager.peak_in_flight(s) for s in range(p)] == [min(m, 2 * (p - 1 - s) + 1) for s in range(p)]
 
 
+@pytest.mark.no_cover  # to trace it would take most of its time
 @given(p=st.integers(2, 5), groups=st.integers(1, 4), v=st.integers(1, 3))
 def test_interleaved_memory_and_order_are_those_of_megatron(p: int, groups: int, v: int) -> None:
     schedule = interleaved(p, p * groups, v)

@@ -64,6 +64,7 @@ def step_of(job: JobConfig) -> float:
     return simulate(postpone_weights(schedule), costs).step_s
 
 
+@pytest.mark.no_cover  # to trace it would take most of its time
 @pytest.mark.parametrize(
     ("pp", "vpp", "num", "model", "at_most"),
     [

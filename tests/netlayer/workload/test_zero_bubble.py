@@ -19,6 +19,7 @@ from tests.netlayer.workload.test_schedule import deadlock, schedules
 LETTERS = {"forward": "F", "backward": "B", "weights": "W"}
 
 
+@pytest.mark.no_cover  # to trace it would take most of its time
 @given(schedule=schedules(), depth=st.integers(1, 4))
 def test_what_waits_is_computed_behind_its_backward_pass_and_moves_nothing_else(schedule: Schedule, depth: int) -> None:
     found = postpone_weights(schedule)
@@ -32,6 +33,7 @@ def test_what_waits_is_computed_behind_its_backward_pass_and_moves_nothing_else(
     ]
 
 
+@pytest.mark.no_cover  # to trace it would take most of its time
 @given(schedule=schedules(kinds=("1f1b", "interleaved")))
 def test_of_the_bubble_the_forwards_are_left(schedule: Schedule) -> None:
     """Where all three computations take as long, and the stages have enough of them."""
@@ -43,6 +45,7 @@ def test_of_the_bubble_the_forwards_are_left(schedule: Schedule) -> None:
         assert found.step_s == pytest.approx(found.ideal_s + schedule.num_stages - 1)
 
 
+@pytest.mark.no_cover  # to trace it would take most of its time
 @given(schedule=schedules(), share=st.floats(0.3, 0.6), backward_s=st.floats(1.5, 2.5), transfer_s=st.floats(0.0, 0.1))
 def test_with_other_times_it_is_not_the_slower_one(
     schedule: Schedule, share: float, backward_s: float, transfer_s: float
@@ -64,6 +67,7 @@ def test_small_ones_read_as_drawn(schedule: Schedule, lines: list[str | None]) -
         assert line is None or drawn == line
 
 
+@pytest.mark.no_cover  # to trace it would take most of its time
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 8), (3, 2, 24), (3, 3, 24), (4, 2, 16), (4, 1, 8), (2, 1, 8)])
 def test_about_as_few_wait_as_must(p: int, v: int, m: int) -> None:
     schedule = interleaved(p, m, v) if v > 1 else one_forward_one_backward(p, m)
