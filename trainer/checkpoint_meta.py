@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from netlayer.config import JobConfig
+from netlayer.config import JobConfig, ModelConfig
 from netlayer.errors import ConfigError
 from netlayer.units import format_size
 from trainer.checkpoint_digest import digest
@@ -24,6 +24,7 @@ UNPROVEN = ".new"
 """How the name of a checkpoint ends that nothing vouches for yet."""
 # Of job.model: neither shapes nor meaning.
 _SHAPELESS = frozenset({"preset", "dtype", "compile", "recompute", "operators"})
+_DEFAULTS: Mapping[str, Any] = ModelConfig().model_dump(mode="json")
 _OWN_DIGEST = "digest"
 _ALTERED = "it is not as it was written"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -140,12 +141,14 @@ def check_model(meta: Meta, job: JobConfig) -> None:
     """Raise ConfigError for another model: it would load in part, or not at all, with torch's words."""
     model = job.model
     for name, value in model.model_dump(mode="json").items():
-        if name in _SHAPELESS or name not in meta.model or meta.model[name] == value:
+        # A key that an older version did not have: its model was what the key's default says.
+        before = meta.model.get(name, _DEFAULTS[name])
+        if name in _SHAPELESS or before == value:
             continue
         is_free = name == "seq_len" and model.positions == "rotary"  # no parameter has its length
         if is_free and job.checkpoint.other_text:
             continue
-        rule = f"is of a model with {name} = {meta.model[name]}, and the job has {value}"
+        rule = f"is of a model with {name} = {before}, and the job has {value}"
         remedy = f"set job.model.{name} to that" + (", or job.checkpoint.other_text to true" if is_free else "")
         raise ConfigError(meta.field, meta.path, rule, remedy)
 
