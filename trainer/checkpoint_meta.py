@@ -104,7 +104,7 @@ def find(path: Path, field: str = "--resume") -> Meta:
         told = {name: meta[name] for name in ("step", "seed", "tp", "pp", "job", "corpus", "digests")}
         newer = [each for each in folders[: folders.index(folder)] if each != path]
         if folder != path:
-            newer += [each for each in unproven_in(folder.parent) if _step(each) > meta["step"]]
+            newer += [each for each in unproven_in(folder.parent) if step_of(each) > meta["step"]]
         found = Meta(folder, **told, field=field, passed_over=newer)
     for tp, pp in itertools.product(range(found.tp), range(found.pp)):
         if not (folder / file_name(tp, pp)).is_file():
@@ -207,10 +207,11 @@ def going_on(meta: Meta, job: JobConfig) -> list[str]:
 
 def _named(folder: Path, suffix: str) -> list[Path]:
     paths = (path for path in folder.glob(f"step-*{suffix}") if _NAME.fullmatch(path.name.removesuffix(suffix)))
-    return sorted(paths, key=_step)
+    return sorted(paths, key=step_of)
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """After which a checkpoint was saved, by its name."""
     return int(path.name.removeprefix("step-").removesuffix(UNPROVEN))
 
 

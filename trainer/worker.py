@@ -12,11 +12,11 @@ import hashlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from io import FileIO
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from netlayer.environ import has_own_gpu, more_in_sight
 from netlayer.errors import CollectiveFailed, HardwareMissing, RanksMissing
 from netlayer.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
-from netlayer.results import writing
 from trainer.checkpoint_meta import Meta, find
+from trainer.history import METRICS, VALIDATION, append_row, go_on
 from trainer.loop import Place, Row, Trainer, run
 from trainer.metrics import Sink, open_sinks
 from trainer.parallel import further_groups
@@ -109,8 +109,9 @@ def _train_watched(
         logger.info("%d parameters, %d ranks on %s%s", *said)
     tracer = StepTracer(work.trace, work.out / TRACE, work.job.parallel.layout, place.rank)
     checkpoints = work.out / CHECKPOINTS if work.is_shared else None
-    with _Rows(context, work) as rows:
-        ended = run(trainer, work.job.evaluation, rows.add_step, rows.add_evaluation, checkpoints, tracer.add)
+    with _Rows(context, work, trainer.steps_done) as rows:
+        calls = rows.add_step, rows.add_evaluation, checkpoints, tracer.add, rows.warn
+        ended = run(trainer, work.job.evaluation, *calls)
         with trainer.phase("writes the trace"):
             tracer.write()
     if watch is not None:
@@ -206,30 +207,17 @@ def _be_deterministic(place: Place, seed: int) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def append_row(file: FileIO, row: Row) -> None:
-    """Add a line of JSON, whole or not at all.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    start, left = file.tell(), memoryview(json.dumps(row, allow_nan=False).encode() + b"\n")
-    with writing(Path(str(file.name)), "--out"):
-        try:
-            while left:
-                left = left[file.write(left) :]
-        except OSError:
-            file.seek(start)
-            file.truncate()
-            raise
-
-
 class _Rows:
-    """Rank 0's rows: kept, written line by line, shown where the job says, and reported; other ranks keep none."""
+    """Rank 0's rows: kept, written line by line, shown where the job says, and reported; other ranks keep none.
 
-    def __init__(self, context: RankContext, work: Work) -> None:
+    Args:
+        first: steps that were taken before this start of the run.
+    """
+
+    def __init__(self, context: RankContext, work: Work, first: int = 0) -> None:
         self.steps: list[Row] = []
         self.evaluations: list[Row] = []
-        self._context, self._work = context, work
+        self._context, self._work, self._steps_before = context, work, first
         self._is_first = context.env.rank == 0
         self._files = contextlib.ExitStack()
         self._sinks: list[Sink] = []
@@ -239,11 +227,17 @@ class _Rows:
     def __enter__(self) -> _Rows:
         if self._is_first:
             job, out = self._work.job, self._work.out
+            # Only here: every rank has read the checkpoint, and it is whole.
+            restart = go_on(out, self._steps_before, self._work.resume) if self._work.continues else None
+            mode = "wb" if restart is None else "ab"
             with contextlib.ExitStack() as files:
                 self._sinks = files.enter_context(open_sinks(job.metrics, job.name, out))
-                self._metrics = files.enter_context((out / "metrics.jsonl").open("wb", buffering=0))
-                self._validation = files.enter_context((out / "validation.jsonl").open("wb", buffering=0))
+                self._metrics = files.enter_context((out / METRICS).open(mode, buffering=0))
+                self._validation = files.enter_context((out / VALIDATION).open(mode, buffering=0))
                 self._files = files.pop_all()
+            if restart and restart.missing:
+                first, last = restart.missing
+                self.warn(f"{out / METRICS} has no rows of steps {first}-{last}, which were taken before this start")
         return self
 
     def __exit__(self, *exc: Any) -> bool | None:
@@ -254,12 +248,25 @@ class _Rows:
             self._first_s = self._first_s or time.monotonic()
             self.steps.append(row)
             self._tell(self._metrics, "training", row)
+            if row["checkpoint_s"]:  # whoever goes on from it finds the rows before it, after a power cut too
+                os.fsync(self._metrics.fileno())
 
     def add_evaluation(self, row: Row) -> None:
         if self._is_first:
             self.evaluations.append(row)
             self._tell(self._validation, "validating", row)
             logger.info("step %d: held-out loss %.4f", row["step"], row["validation_loss"])
+
+    def warn(self, line: str) -> None:
+        """Have the user see it: where the launcher is not ours, the log is on its stderr."""
+        if self._is_first:
+            logger.warning("%s", line)
+            steps = self._work.job.optimizer.steps
+            self._context.report(Progress("warning", self._steps_done, steps, {}, warning=line))
+
+    @property
+    def _steps_done(self) -> int:
+        return self.steps[-1]["step"] if self.steps else self._steps_before
 
     def _tell(self, file: FileIO, stage: str, row: Row) -> None:
         append_row(file, row)
