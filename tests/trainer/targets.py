@@ -39,6 +39,7 @@ def full_on_rank_1(context: RankContext, work: Work) -> list[str]:
                 said.append(f"step {step}: {trainer.save(work.out / 'checkpoints').name}")
             except NoRoom as exc:
                 said.append(f"step {step}: {exc}")
+        trainer.model.wait_for_all()
         left = sorted(str(path.relative_to(work.out)) for path in Path(work.out).rglob("*step-*"))
         trainer.model.wait_for_all()
         said.append(f"there: {', '.join(left)}")
