@@ -348,7 +348,12 @@ class MetricsConfig(Section):
     """Where else each step's row goes, beside metrics.jsonl; from rank 0."""
 
     tensorboard: bool = Field(False, description="events for TensorBoard in the folder tensorboard/ of the output")
-    prometheus_port: int = Field(0, ge=0, le=65535, description="serve the last row as gauges on this port; 0: nowhere")
+    prometheus_port: int = Field(
+        0, ge=0, le=65535, description="serve the last row as gauges, and counters, here; 0: nowhere"
+    )
+    prometheus_old_names: bool = Field(
+        False, description="serve step_ms, tokens_per_s and memory_gib too, as gauges had been named"
+    )
     prometheus_address: str = Field("127.0.0.1", min_length=1, description="to listen on; 0.0.0.0: for all hosts")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from netlayer.config import JobConfig, ModelConfig, Section
+from netlayer.config import JobConfig, MetricsConfig, ModelConfig, Section
 from netlayer.workload.model_size import num_parameters, padded_vocabulary
 from netlayer.workload.presets import MODELS
 from netlayer.workload.stages import num_layers
@@ -107,8 +107,13 @@ def _without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
     if not job.parallel.balance and job.parallel.pp == 1:
         yield "parallel.balance = false", "job.parallel.pp is 1"
     yield from _overlap_without_effect(job)
-    if _is_given(job.metrics, "prometheus_address") and not job.metrics.prometheus_port:
-        yield f"metrics.prometheus_address = {job.metrics.prometheus_address}", "job.metrics.prometheus_port is 0"
+    yield from _metrics_without_effect(job.metrics)
+
+
+def _metrics_without_effect(metrics: MetricsConfig) -> Iterator[tuple[str, str]]:
+    for key in ("prometheus_address", "prometheus_old_names"):
+        if _is_given(metrics, key) and not metrics.prometheus_port:
+            yield f"metrics.{key} = {str(getattr(metrics, key)).lower()}", "job.metrics.prometheus_port is 0"
 
 
 def _scaling_without_effect(model: ModelConfig) -> Iterator[tuple[str, str]]:

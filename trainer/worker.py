@@ -231,7 +231,9 @@ class _Rows:
             restart = go_on(out, self._steps_before, self._work.resume) if self._work.continues else None
             mode = "wb" if restart is None else "ab"
             with contextlib.ExitStack() as files:
-                self._sinks = files.enter_context(open_sinks(job.metrics, job.name, out))
+                earlier = (restart.count, self._steps_before) if restart else (0, 0)
+                evaluated = restart is not None and restart.is_evaluated
+                self._sinks = files.enter_context(open_sinks(job.metrics, job.name, out, *earlier, evaluated=evaluated))
                 self._metrics = files.enter_context((out / METRICS).open(mode, buffering=0))
                 self._validation = files.enter_context((out / VALIDATION).open(mode, buffering=0))
                 self._files = files.pop_all()

@@ -351,6 +351,19 @@ def test_a_save_gathers_one_bucket_at_a_time(text_folder: Path) -> None:
     assert len(set(wholes)) == 1  # one memory, in which they take turns
 
 
+def test_a_checkpoint_from_before_a_key_is_of_a_model_with_its_default(text_folder: Path, tmp_path: Path) -> None:
+    job = job_for(text_folder)
+    written = job.model_dump(mode="json")
+    for key in ("head_dim", "qk_norm", "norm_eps", "rope_scaling"):
+        del written["model"][key]
+    meta = Meta(tmp_path, 3, 0, 1, 1, written, {}, {})
+    check_model(meta, job)
+    with pytest.raises(ConfigError, match=r"is of a model with norm_eps = 1e-05, and the job has 1e-06; set job"):
+        check_model(meta, job_for(text_folder, norm_eps=1e-6))
+    with pytest.raises(ConfigError, match=r"is of a model with rope_scaling = \{'rope_type': 'default'"):
+        check_model(meta, job_for(text_folder, rope_scaling={"rope_type": "linear", "factor": 2.0}))
+
+
 def test_other_text_is_refused_unless_it_is_meant(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
     job = job_for(text_folder, steps=3)
     train(job, corpus, tmp_path / "checkpoints")

@@ -153,7 +153,7 @@ def test_a_run_s_own_error_is_what_its_sinks_are_told(tmp_path: Path, monkeypatc
     told = list[BaseException]()
 
     @contextlib.contextmanager
-    def sinks(*_: object) -> Iterator[list[object]]:
+    def sinks(*_: object, **__: object) -> Iterator[list[object]]:
         try:
             yield []
         except BaseException as exc:
