@@ -53,7 +53,7 @@ def test_a_job_is_said_in_size_and_memory(tmp_path: Path) -> None:
             "metrics.prometheus_old_names = true has no effect: job.metrics.prometheus_port is 0",
         ),
         (
-            {"model": {"preset": "llama3-1b", "layers": 2, "rope_scaling": {"rope_type": "linear"}}},
+            {"model": {"preset": "llama3-1b", "heads": 8, "rope_scaling": {"rope_type": "linear"}}},
             "not all of the preset llama3-1b, for given beside it: job.model.layers = 2, ",
         ),
         ({"optimizer": {"decay_share": 0.5}}, "decay_share = 0.5 has no effect: job.optimizer.schedule is cosine"),
