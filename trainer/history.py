@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from netlayer.errors import FULL_DISK, ConfigError
 from netlayer.results import sync_folder, utc_now, writing
 from trainer.checkpoint_meta import checkpoints_in, step_of
 
@@ -75,6 +76,67 @@ def go_on(out: Path, step: int, resume: Path | None) -> Restart:
     last = steps[-1]["step"] if steps else None
     missing = (last + 1, step) if last is not None and last < step else None
     return Restart(count, missing, any(row["step"] == step for row in evaluations_after if isinstance(row, dict)))
+
+
+class RowFile:
+    """A file of rows. While the disk is full they wait in memory, in order, until one finds room.
+
+    Args:
+        path: of the file.
+        appends: what is there stays.
+        on_full: gets a line for the user when rows begin to wait.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, appends: bool, on_full: Callable[[str], None]) -> None:
+        self._on_full = on_full
+        self._waiting: list[Row] = []
+        with writing(path, "--out"):
+            self._file = path.open("ab" if appends else "wb", buffering=0)
+
+    def add(self, row: Row, *, durably: bool = False) -> None:
+        """The row is in the file, or waits.
+
+        Args:
+            durably: it and those before it outlive a power cut.
+
+        Raises:
+            ConfigError: it cannot be written, for another reason than a full disk.
+        """
+        is_news = not self._waiting
+        self._waiting.append(row)
+        try:
+            self._write(durably)
+        except ConfigError as exc:
+            if not _is_full(exc):
+                raise
+            if is_news:
+                self._on_full(f"{exc.field} = {exc.value}: {exc.rule}: rows wait in memory until there is room")
+
+    def close(self) -> None:
+        """Write what waits.
+
+        Raises:
+            ConfigError: there is no room for it still.
+        """
+        try:
+            self._write(durably=False)
+        finally:
+            self._file.close()
+
+    def _write(self, durably: bool) -> None:
+        while self._waiting:
+            append_row(self._file, self._waiting[0])
+            del self._waiting[0]
+        if durably:
+            with writing(Path(str(self._file.name)), "--out"):
+                os.fsync(self._file.fileno())
+
+
+def _is_full(exc: ConfigError) -> bool:
+    return isinstance(exc.__cause__, OSError) and exc.__cause__.errno in FULL_DISK
 
 
 def append_row(file: FileIO, row: Row) -> None:

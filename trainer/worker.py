@@ -12,11 +12,9 @@ import hashlib
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from io import FileIO
 from typing import Any
 
 import torch
@@ -26,11 +24,11 @@ from collectives.hang import HangLimits
 from collectives.watch import Watch
 from netlayer.config import JobConfig
 from netlayer.environ import has_own_gpu, more_in_sight
-from netlayer.errors import CollectiveFailed, HardwareMissing, RanksMissing
+from netlayer.errors import CollectiveFailed, ConfigError, HardwareMissing, RanksMissing
 from netlayer.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
 from trainer.checkpoint_meta import Meta, find
-from trainer.history import METRICS, VALIDATION, append_row, go_on
+from trainer.history import METRICS, VALIDATION, RowFile, go_on
 from trainer.loop import Place, Row, Trainer, run
 from trainer.metrics import Sink, open_sinks
 from trainer.parallel import further_groups
@@ -229,13 +227,14 @@ class _Rows:
             job, out = self._work.job, self._work.out
             # Only here: every rank has read the checkpoint, and it is whole.
             restart = go_on(out, self._steps_before, self._work.resume) if self._work.continues else None
-            mode = "wb" if restart is None else "ab"
             with contextlib.ExitStack() as files:
                 earlier = (restart.count, self._steps_before) if restart else (0, 0)
                 evaluated = restart is not None and restart.is_evaluated
                 self._sinks = files.enter_context(open_sinks(job.metrics, job.name, out, *earlier, evaluated=evaluated))
-                self._metrics = files.enter_context((out / METRICS).open(mode, buffering=0))
-                self._validation = files.enter_context((out / VALIDATION).open(mode, buffering=0))
+                self._metrics, self._validation = (
+                    RowFile(out / name, appends=restart is not None, on_full=self.warn)
+                    for name in (METRICS, VALIDATION)
+                )
                 self._files = files.pop_all()
             if restart and restart.missing:
                 first, last = restart.missing
@@ -243,20 +242,29 @@ class _Rows:
         return self
 
     def __exit__(self, *exc: Any) -> bool | None:
-        return self._files.__exit__(*exc)
+        try:
+            if self._is_first:
+                # Where the run has failed, its own error is what counts.
+                with contextlib.suppress(ConfigError) if exc[0] else contextlib.nullcontext():
+                    self._metrics.close()
+                    self._validation.close()
+        finally:
+            self._files.__exit__(*exc)
+        return None
 
     def add_step(self, row: Row) -> None:
         if self._is_first:
             self._first_s = self._first_s or time.monotonic()
             self.steps.append(row)
-            self._tell(self._metrics, "training", row)
-            if row["checkpoint_s"]:  # whoever goes on from it finds the rows before it, after a power cut too
-                os.fsync(self._metrics.fileno())
+            # Whoever goes on from a checkpoint finds the rows before it, after a power cut too.
+            self._metrics.add(row, durably=row["checkpoint_s"] > 0)
+            self._tell("training", row)
 
     def add_evaluation(self, row: Row) -> None:
         if self._is_first:
             self.evaluations.append(row)
-            self._tell(self._validation, "validating", row)
+            self._validation.add(row)
+            self._tell("validating", row)
             logger.info("step %d: held-out loss %.4f", row["step"], row["validation_loss"])
 
     def warn(self, line: str) -> None:
@@ -270,8 +278,7 @@ class _Rows:
     def _steps_done(self) -> int:
         return self.steps[-1]["step"] if self.steps else self._steps_before
 
-    def _tell(self, file: FileIO, stage: str, row: Row) -> None:
-        append_row(file, row)
+    def _tell(self, stage: str, row: Row) -> None:
         if time.monotonic() > self._noted_s + _NOTE_EVERY_S:
             self._noted_s = time.monotonic()
             self._work.corpus.note_in_use()

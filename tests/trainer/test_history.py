@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from netlayer.errors import ConfigError
-from trainer.history import Restart, append_row, go_on
+from trainer.history import Restart, RowFile, append_row, go_on
 
 
 def write(file: Path, *rows: dict[str, Any]) -> None:
@@ -129,3 +131,31 @@ def test_a_row_that_does_not_fit_is_no_row_and_one_line(tmp_path: Path) -> None:
         append_row(file, {"step": 3})
     rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row) for row in rows] == [{"step": 1}, {"step": 3}]
+
+
+def test_rows_wait_while_the_disk_is_full_and_come_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to a limit of a file's size, which the system takes like a disk without room."""
+    limits, warnings = resource.getrlimit(resource.RLIMIT_FSIZE), list[str]()
+    file = RowFile(tmp_path / "metrics.jsonl", appends=False, on_full=warnings.append)
+    file.add({"step": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        file.add({"step": 2, "loss": 1.0}, durably=True)
+        file.add({"step": 3})
+        [warning] = warnings
+        assert warning.endswith(
+            "metrics.jsonl: cannot be written (File too large): rows wait in memory until there is room"
+        )
+        assert read(tmp_path / "metrics.jsonl") == [{"step": 1}]
+        full = RowFile(tmp_path / "full.jsonl", appends=False, on_full=warnings.append)
+        full.add({"step": 1, "loss": 0.123456789})
+        with pytest.raises(ConfigError, match=r"full\.jsonl: cannot be written \(File too large\); make room"):
+            full.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.add({"step": 4})
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: cannot be written \(Input/output error\)"):
+        file.add({"step": 5}, durably=True)
+    file.close()
