@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -110,28 +111,32 @@ def test_a_rank_that_is_killed_under_torchrun_costs_no_row_and_no_folder(job_fil
         run = subprocess.Popen(
             [sys.executable, *map(str, [*words, "--resume", "auto", "--out", out])], stderr=file, stdout=file
         )
+    restarts = out / "restarts.jsonl"
+
+    def wait_until(happened: Callable[[], bool]) -> None:
+        until = time.monotonic() + 120
+        while not happened() and run.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        assert happened(), log.read_text()
+
     try:
-        for step in (3, 30):  # before the first checkpoint, and behind some
-            until = time.monotonic() + 120
-            while not ((out / "metrics.jsonl").is_file() and len(rows(out)) >= step) and time.monotonic() < until:
-                time.sleep(0.02)
+        for count, step in enumerate((3, 30), 1):  # before the first checkpoint, and behind some
+            wait_until(lambda step=step: (out / "metrics.jsonl").is_file() and len(rows(out)) >= step)  # type: ignore[misc]
             family = psutil.Process(run.pid).children(recursive=True)
-            ranks = [each for each in family if each.environ().get("RANK") == "1"]
-            ranks[0].kill()
-            psutil.wait_procs(ranks, timeout=30)
-            while rows(out)[-1]["step"] >= step and run.poll() is None and time.monotonic() < until:
-                time.sleep(0.02)  # until the next start has replaced rows
+            [rank] = [each for each in family if each.environ().get("RANK") == "1"]
+            rank.kill()
+            # The next start has replaced rows.
+            wait_until(lambda count=count: restarts.is_file() and restarts.read_text().count("\n") == count)  # type: ignore[misc]
         assert run.wait(200) == 0, log.read_text()
     finally:
-        run.kill()
+        run.kill()  # its ranks end with it
+        run.wait()
     keys = ("step", "loss", "grad_norm", "lr")
     assert [[row[key] for key in keys] for row in rows(out)] == [
         [row[key] for key in keys] for row in rows(tmp_path / "whole")
     ]
-    restarts = [json.loads(line)["resumed_step"] for line in (out / "restarts.jsonl").read_text().splitlines()]
-    assert len(restarts) == 2
-    assert restarts[0] == 0
-    assert restarts[1] > 0
+    first, second = (json.loads(line)["resumed_step"] for line in restarts.read_text().splitlines())
+    assert first == 0 < second
 
 
 def test_processes_of_a_launcher_train_together(job_file: Path, tmp_path: Path) -> None:
@@ -219,7 +224,7 @@ def test_a_record_says_what_was_run(job_file: Path, tmp_path: Path, monkeypatch:
     job = load_config(job_file).job.model_dump(mode="json")
     meta = Meta(tmp_path / "step-000004", 4, 0, 1, 1, job, {}, {})
     facts = CorpusFacts(36, 4, 0, 50_000, 20_000, 2_000, 300, cache_hit=True)
-    monkeypatch.setattr("trainer.checkpoint_meta.find", lambda _path: meta)
+    monkeypatch.setattr("trainer.resume.find", lambda _path: meta)
     rows = ({"step": 0, "validation_loss": 2.0},)
     monkeypatch.setattr("trainer.cli._start", lambda *_, **__: TrainResult((), rows, facts, 1, ("CPU",)))
     words = [str(job_file), "--out", str(tmp_path / "a"), "--resume", "runs/old", "--trace", "5-6"]
