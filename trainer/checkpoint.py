@@ -130,7 +130,7 @@ class _Room:
     def __init__(self, model: SplitModel, path: Path) -> None:
         self._model, self._path = model, path
         self._refused = 0  # errno of this rank
-        self._free_bytes = 0  # as the first rank has seen it; 0 too where the file system does not say
+        self._free_bytes = -1  # where the first rank does not know
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -172,7 +172,7 @@ class _Room:
         if not refused:
             return
         free_bytes = round(every_ranks(self._model, float(self._free_bytes))[0])
-        free = f", {format_size(free_bytes)} were free" if free_bytes else ""
+        free = f", {format_size(free_bytes)} were free" if free_bytes >= 0 else ""
         rule = f"cannot be written ({os.strerror(refused)}): it needs {format_size(self.needed_bytes)}{free}"
         raise NoRoom("--out", good_name(self._path), rule, "make room there, or give another place")
 

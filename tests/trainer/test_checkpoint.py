@@ -218,6 +218,9 @@ def test_a_disk_that_has_too_little_room_is_not_filled(
     monkeypatch.setattr("trainer.checkpoint.TensorWriter", mock.Mock(side_effect=AssertionError("was written to")))
     with pytest.raises(NoRoom, match=r"No space left on device\): it needs 432 KiB, 1000 B were free; make room"):
         trainer.save(tmp_path)
+    free.free = 0
+    with pytest.raises(NoRoom, match=r"it needs 432 KiB, 0 B were free; make room"):
+        trainer.save(tmp_path)
     assert not list(tmp_path.iterdir())
     free.total = 0  # of a file system that does not say
     with pytest.raises(AssertionError, match="was written to"):
