@@ -261,16 +261,20 @@ def _join(config: Config, options: RunOptions, backend: Backend, asked: _Asked, 
         from trainer import train as training
         from trainer.worker import run_rank
     with exported(nccl), contextlib.ExitStack() as stack:
-        report: Callable[[Any], None] = lambda _progress: None  # noqa: E731
         corpus = training.prepare(job, env.world_size, options.seed, out, resume=asked.resume)
+        context = RankContext(env)
         if env.rank == 0:
             bar = stack.enter_context(stack.enter_context(Stages()).open("training"))
-            # Warnings are in the log, which is on this stderr.
-            report = lambda each: None if each.warning else bar(each.done, each.total, words_of(each))  # noqa: E731
+
+            def report(progress: Progress) -> None:
+                if not progress.warning:  # that is in the log, which is on this stderr
+                    bar(progress.done, progress.total, words_of(progress))
+
+            context = RankContext(env, report)
         is_shared = options.out is not None
         told = (asked.resume, asked.trace, is_shared, True, asked.continues)
         work = training.Work(job, corpus, init_method, backend, out, options.seed, *told)
-        outcome = run_rank(RankContext(env, report), work)
+        outcome = run_rank(context, work)
     devices = (outcome.device,) * env.world_size
     settings = as_record(nccl)
     return training.TrainResult(
@@ -308,6 +312,8 @@ def _recorded(
 def words_of(progress: Progress) -> str:
     """A row for the progress line."""
     row = progress.row
+    if progress.warning:
+        return f"warning: {progress.warning}"
     left = "" if progress.left_s is None else f", {short_time(progress.left_s)} left"
     step = f"step {progress.done:,}/{progress.total:,}"
     if "validation_loss" in row:

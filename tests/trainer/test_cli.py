@@ -336,6 +336,7 @@ def test_progress_says_what_a_person_looks_for() -> None:
     words = words_of(Progress("training", 3, 10, {**row, "memory_gib": 40.25}))
     assert words == "step 3/10, loss 2.500, 12,346 tokens/s, MFU 0.610 full, 0.580 causal, exposed 1.2%, 40.2 GiB"
     assert words_of(Progress("validating", 3, 10, {"validation_loss": 1.25})) == "step 3/10, held-out loss 1.250"
+    assert words_of(Progress("warning", 3, 10, {}, warning="no room")) == "warning: no room"
     held_out = Progress("validating", 3, 10, {"validation_loss": 1.25}, 90)
     assert words_of(held_out) == "step 3/10, held-out loss 1.250, 2 min left"
 
