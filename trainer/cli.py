@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option(
     "--resume",
     type=click.Path(path_type=Path),
-    help="Go on from a checkpoint, or a run's newest, with its seed; auto: the newest of --out, or none yet.",
+    help="Resume from a checkpoint, or a run's newest, with its seed; auto: the newest of --out, or none yet.",
 )
 @click.option("--trace", metavar="STEPS", help="Write DIR/trace.json of a step, a range such as 3-5, or of the last.")
 @click.option("--dry-run", is_flag=True, help="Start nothing: print what the job is, for any number of ranks.")
@@ -50,7 +50,7 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
       netlayer train examples/laptop.toml --set parallel.tp=2 --set parallel.dp=1 --out runs/tp2
       netlayer train examples/laptop.toml --set checkpoint.every_steps=50 --out runs/a
       netlayer train examples/laptop.toml --resume runs/a/checkpoints/step-000250 --out runs/b
-      netlayer train examples/laptop.toml --resume runs/a --out runs/a       # goes on in its folder
+      netlayer train examples/laptop.toml --resume runs/a --out runs/a       # resumes in its folder
       torchrun --max-restarts 3 --nproc-per-node 2 -m netlayer train job.toml --resume auto --out runs/a
       netlayer train examples/laptop.toml --trace 10-12                  # for ui.perfetto.dev
       netlayer train examples/laptop.toml --set metrics.tensorboard=true --set metrics.prometheus_port=9400
@@ -146,7 +146,7 @@ def _dry_run(config: Config, options: RunOptions, env: RankEnv | None, others: M
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What a call asks for beside its configuration: a checkpoint, steps to trace, whether to go on in a folder."""
+    """What a call asks for beside its configuration: a checkpoint, steps to trace, whether to resume in a folder."""
 
     resume: Path | None
     steps_done: int
@@ -199,10 +199,10 @@ def _asked_of(
             said = [f"{path} has taken all {steps_done:,} steps of the job: nothing to do"]
     traced = range(0)
     if trace and not is_done:
-        # Of a run that goes on in its folder, an earlier start may have traced them.
+        # Of a run that resumes in its folder, an earlier start may have traced them.
         traced = parse_steps(trace, 1 if start.continues else steps_done + 1, job.optimizer.steps)
         if traced[0] <= steps_done:
-            said.append(f"note: --trace {trace} has no effect up to step {steps_done}, from which it goes on")
+            said.append(f"note: --trace {trace} has no effect up to step {steps_done}, from which it resumes")
             traced = range(steps_done + 1, max(traced.stop, steps_done + 1))
     if speaks and said:
         click.echo("\n".join(said), err=True)

@@ -1,11 +1,11 @@
 """The rows of a run in its folder: one history of steps, however often the run was stopped, killed and started again.
 
-`metrics.jsonl` and `validation.jsonl` hold each step once, in order. A run that goes on after step S keeps the rows up
+`metrics.jsonl` and `validation.jsonl` hold each step once, in order. A run that resumes after step S keeps the rows up
 to S, and takes later ones again: those that are there are replaced. What is replaced is not lost: `restarts.jsonl` has
-a line each time a run goes on in its folder, with the step and with the rows that it replaced. Good checkpoints of
-later steps, of which the run does not know any more, are renamed to `step-NNNNNN.replaced`.
+a line each time a run resumes in its folder, with the step and with the rows that it replaced. Good checkpoints of
+later steps, which are of a history that has ended, are renamed to `step-NNNNNN.replaced`.
 
-[Note: killed while it goes on] The line of `restarts.jsonl` is on the disk before a row is replaced, and files are
+[Note: killed while it resumes] The line of `restarts.jsonl` is on the disk before a row is replaced, and files are
 replaced whole. Killed in between, the next start finds the same rows again, and names them again.
 """
 
@@ -32,12 +32,12 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Restart:
-    """A run that goes on in its folder.
+    """A run that resumes in its folder.
 
     Args:
         count: how often it has, this time too; 0: there was nothing yet.
         missing: steps before it that have no row, as first and last; None: all there are.
-        is_evaluated: whether the step that it goes on from had a held-out loss.
+        is_evaluated: whether the step that it resumes from had a held-out loss.
     """
 
     count: int
@@ -45,7 +45,7 @@ class Restart:
     is_evaluated: bool
 
 
-def go_on(out: Path, step: int, resume: Path | None) -> Restart:
+def resume_history(out: Path, step: int, resume: Path | None) -> Restart:
     """Make the history in `out` end with `step`, and note what is replaced.
 
     Args:

@@ -349,7 +349,7 @@ def run(
         CheckFailed: a loss, the gradient, or what a checkpoint would hold is not finite; on all ranks alike.
         NoRoom: the last checkpoint does not fit; on all ranks alike.
     """
-    between = _Between(trainer, evaluation, on_evaluation, checkpoints, on_warning)
+    between = _BetweenSteps(trainer, evaluation, on_evaluation, checkpoints, on_warning)
     under_way: list[Launched] = []
 
     def read_one() -> tuple[Row, bool]:
@@ -387,7 +387,7 @@ def run(
     return stopped
 
 
-class _Between:
+class _BetweenSteps:
     """Evaluations and checkpoints, with no step under way; the arguments are those of `run`."""
 
     def __init__(
@@ -402,7 +402,7 @@ class _Between:
         self._checkpoints, self._on_warning = checkpoints, on_warning
         self.last = trainer.job.optimizer.steps
         self._save_every = trainer.job.checkpoint.every_steps if checkpoints else 0
-        self._is_owed = False
+        self._retry_due = False
         """Whether the last checkpoint that was due found no room."""
 
     def evaluates(self, step: int) -> bool:
@@ -411,7 +411,7 @@ class _Between:
     def saves(self, step: int) -> bool:
         if not self._save_every:
             return False
-        return step % self._save_every == 0 or step == self.last or (self._is_owed and self.evaluates(step))
+        return step % self._save_every == 0 or step == self.last or (self._retry_due and self.evaluates(step))
 
     def evaluate(self, step: int) -> None:
         with _timed() as seconds:
@@ -435,12 +435,12 @@ class _Between:
         try:
             with _timed(row, "checkpoint_s"):
                 self._trainer.save(self._checkpoints)
-            self._is_owed = False
+            self._retry_due = False
         except checkpoint.NoRoom as exc:
             row["checkpoint_failures"] += 1
             if ends:
                 raise
-            self._is_owed = True
+            self._retry_due = True
             self._on_warning(f"no checkpoint of step {step}, training goes on: {exc}")
         if not ends:
             return None

@@ -59,10 +59,10 @@ _OLD_NAMES = {
 _COUNTERS = {
     "steps": "optimiser steps taken since this start",
     "tokens": "tokens trained on since this start",
-    "restarts": "times that the run went on in its folder",
+    "restarts": "times that the run resumed in its folder",
     "checkpoint_failures": "checkpoints for which there was no room, since this start",
     "checkpoint_seconds": "time in which checkpoints were written, since this start",
-    "evaluation_seconds": "time in which held-out losses were taken behind steps, since this start",
+    "evaluation_seconds": "time in which held-out losses were taken after steps, since this start",
 }
 
 
@@ -98,8 +98,8 @@ def open_sinks(
     Args:
         job: its name, the label of every metric.
         out: the output of the run.
-        restarts: how often the run went on in its folder.
-        first: the step that it goes on from; TensorBoard forgets what it has of later ones.
+        restarts: how often the run resumed in its folder.
+        first: the step that it resumes from; TensorBoard forgets what it has of later ones.
         evaluated: whether TensorBoard has a held-out loss of that step.
 
     Raises:

@@ -1,8 +1,8 @@
 """From where a run starts: `--resume` and `--out` together, and what of it a restart by torchrun means.
 
-A checkpoint of another folder starts a run in `--out`, which must be new. One in `--out` itself goes on there
+A checkpoint of another folder starts a run in `--out`, which must be new. One in `--out` itself resumes there
 (`trainer.history`). `--resume auto` is the newest good checkpoint of `--out`, or none while there is none: the same
-command starts a run and goes on with it, as torchrun's restarts and a queue that requeues need it. A restart by
+command starts a run and resumes it, as torchrun's restarts and a queue that requeues need it. A restart by
 torchrun repeats the arguments, so there too it is the newest good one of `--out`, whatever `--resume` names. Needs no
 torch.
 """
@@ -27,15 +27,15 @@ class Start:
     """Where a run starts.
 
     Args:
-        meta: checkpoint to go on from; None: the first step.
-        continues: it goes on in its folder, whose rows stay.
-        unasked: it was looked for, so that a run which has taken all its steps is a good one.
+        meta: checkpoint to resume from; None: the first step.
+        continues: it resumes in its folder, whose rows stay.
+        automatic: the checkpoint was looked for and not named: a run that has taken all its steps is then complete.
         notes: lines for the user.
     """
 
     meta: Meta | None = None
     continues: bool = False
-    unasked: bool = False
+    automatic: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -62,7 +62,7 @@ def start_of(resume: Path | None, out: Path | None, environ: Mapping[str, str]) 
         return Start(meta)
     later = [path for path in checkpoints_in(out / CHECKPOINTS) if step_of(path) > meta.step]
     if later and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        rule = f"is not the newest of --out, {later[-1].name}, from which a restart by torchrun would go on"
+        rule = f"is not the newest of --out, {later[-1].name}, from which a restart by torchrun would resume"
         raise ConfigError("--resume", resume, rule, "start without --max-restarts, or move later checkpoints away")
     notes = [f"note: {path} is of a later step, and becomes {path.name}{REPLACED}" for path in later]
     return Start(meta, continues=True, notes=tuple(notes))
@@ -76,7 +76,7 @@ def check_steps_left(start: Start, job: JobConfig) -> bool:
     """
     if start.meta is None or start.meta.step < job.optimizer.steps:
         return True
-    if start.unasked:
+    if start.automatic:
         return False
     rule = f"has taken {start.meta.step} steps, and job.optimizer.steps is {job.optimizer.steps}"
     raise ConfigError("--resume", start.meta.path, rule, "raise job.optimizer.steps")

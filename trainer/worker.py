@@ -28,7 +28,7 @@ from netlayer.errors import CollectiveFailed, ConfigError, HardwareMissing, Rank
 from netlayer.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
 from trainer.checkpoint_meta import Meta, find
-from trainer.history import METRICS, VALIDATION, RowFile, go_on
+from trainer.history import METRICS, VALIDATION, RowFile, resume_history
 from trainer.loop import Place, Row, Trainer, run
 from trainer.metrics import Sink, open_sinks
 from trainer.parallel import further_groups
@@ -226,7 +226,7 @@ class _Rows:
         if self._is_first:
             job, out = self._work.job, self._work.out
             # Only here: every rank has read the checkpoint, and it is whole.
-            restart = go_on(out, self._steps_before, self._work.resume) if self._work.continues else None
+            restart = resume_history(out, self._steps_before, self._work.resume) if self._work.continues else None
             with contextlib.ExitStack() as files:
                 earlier = (restart.count, self._steps_before) if restart else (0, 0)
                 evaluated = restart is not None and restart.is_evaluated

@@ -144,7 +144,7 @@ def test_a_restart_by_torchrun_is_told_how_to_go_on(tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError, match="start again, with a new folder"), open_run(tmp_path, "x"):
         pass
     with (
-        pytest.raises(ConfigError, match=r"earlier run .*; go on in it with --resume auto$"),
+        pytest.raises(ConfigError, match=r"earlier run .*; resume in it with --resume auto$"),
         open_run(tmp_path, "train"),
     ):
         pass

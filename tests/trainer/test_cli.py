@@ -86,7 +86,7 @@ def test_a_run_goes_on_in_its_folder_from_the_step_that_is_asked_for(job_file: P
     assert again.returncode == 0, again.stderr
     said = f"note: {out / 'checkpoints' / 'step-000006'} is of a later step, and becomes step-000006.replaced\n"
     assert said in again.stderr
-    assert "note: --trace 2-5 has no effect up to step 4, from which it goes on\n" in again.stderr
+    assert "note: --trace 2-5 has no effect up to step 4, from which it resumes\n" in again.stderr
     keys = ("step", "loss", "grad_norm", "lr")
     assert [[row[key] for key in keys] for row in rows(out)] == [[row[key] for key in keys] for row in before]
     [line] = (out / "restarts.jsonl").read_text().splitlines()

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from netlayer.errors import ConfigError
-from trainer.history import Restart, RowFile, append_row, go_on
+from trainer.history import Restart, RowFile, append_row, resume_history
 
 
 def write(file: Path, *rows: dict[str, Any]) -> None:
@@ -38,24 +38,24 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_a_folder_without_rows_has_no_history_to_go_on_with(tmp_path: Path) -> None:
-    assert go_on(tmp_path, 0, None) == Restart(0, None, False)
+    assert resume_history(tmp_path, 0, None) == Restart(0, None, False)
     assert not list(tmp_path.iterdir())
 
 
 def test_rows_behind_the_checkpoint_are_replaced_and_kept_aside(out: Path) -> None:
-    assert go_on(out, 4, out / "checkpoints" / "step-000004") == Restart(1, None, True)
+    assert resume_history(out, 4, out / "checkpoints" / "step-000004") == Restart(1, None, True)
     assert read(out / "metrics.jsonl") == steps(1, 2, 3, 4)
     assert [row["step"] for row in read(out / "validation.jsonl")] == [0]  # that of step 4 is taken again at once
     [line] = read(out / "restarts.jsonl")
     assert (line["resumed_step"], line["checkpoint"]) == (4, "step-000004")
     assert line["replaced"]["metrics.jsonl"] == steps(5, 6)
     assert [row["step"] for row in line["replaced"]["validation.jsonl"]] == [4, 6]
-    assert (go_on(out, 2, None).count, go_on(out, 2, None).count) == (2, 3)
+    assert (resume_history(out, 2, None).count, resume_history(out, 2, None).count) == (2, 3)
     assert len(read(out / "restarts.jsonl")) == 3
 
 
 def test_a_run_without_a_checkpoint_starts_again(out: Path) -> None:
-    assert go_on(out, 0, None) == Restart(1, None, True)
+    assert resume_history(out, 0, None) == Restart(1, None, True)
     assert read(out / "metrics.jsonl") == read(out / "validation.jsonl") == []
     assert read(out / "restarts.jsonl")[0]["replaced"]["metrics.jsonl"] == steps(1, 2, 3, 4, 5, 6)
 
@@ -63,7 +63,7 @@ def test_a_run_without_a_checkpoint_starts_again(out: Path) -> None:
 def test_what_is_no_row_is_kept_aside_too(out: Path) -> None:
     with (out / "metrics.jsonl").open("ab") as file:
         file.write(b'[7]\n\x00\x00\n{"step": 7, "lo')
-    go_on(out, 6, None)
+    resume_history(out, 6, None)
     assert read(out / "metrics.jsonl") == steps(1, 2, 3, 4, 5, 6)
     [line] = read(out / "restarts.jsonl")
     assert line["replaced"]["metrics.jsonl"] == ["[7]", "\x00\x00", '{"step": 7, "lo']
@@ -73,7 +73,7 @@ def test_half_of_a_line_does_not_swallow_the_next_one(out: Path) -> None:
     text = (out / "metrics.jsonl").read_text()
     (out / "metrics.jsonl").write_text(text.removesuffix("\n"))  # killed a byte early
     (out / "restarts.jsonl").write_text('{"utc": "2')
-    assert go_on(out, 6, None).count == 2
+    assert resume_history(out, 6, None).count == 2
     with (out / "metrics.jsonl").open("ab", buffering=0) as file:
         append_row(file, {"step": 7})
     assert [row["step"] for row in read(out / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
@@ -81,13 +81,13 @@ def test_half_of_a_line_does_not_swallow_the_next_one(out: Path) -> None:
 
 
 def test_steps_that_have_no_row_are_told(out: Path) -> None:
-    assert go_on(out, 9, None).missing == (7, 9)
+    assert resume_history(out, 9, None).missing == (7, 9)
 
 
 def test_good_checkpoints_of_later_steps_are_set_aside(out: Path) -> None:
     for name in ("step-000006", "step-000006.replaced", "step-000008", "step-000008.new"):
         (out / "checkpoints" / name).mkdir()
-    go_on(out, 4, None)
+    resume_history(out, 4, None)
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
     replaced = ["step-000006.replaced", "step-000006.replaced-2", "step-000008.replaced"]
     assert names == sorted(["step-000004", "step-000008.new", *replaced])
@@ -107,9 +107,9 @@ def test_a_start_that_is_killed_while_it_replaces_rows_loses_none(
 
     monkeypatch.setattr(os, "fsync", killed)
     with pytest.raises(KeyboardInterrupt):
-        go_on(out, 4, None)
+        resume_history(out, 4, None)
     monkeypatch.setattr(os, "fsync", sync)
-    go_on(out, 4, None)
+    resume_history(out, 4, None)
     assert read(out / "metrics.jsonl") == steps(1, 2, 3, 4)
     assert [row["step"] for row in read(out / "validation.jsonl")] == [0]
     noted = [row["step"] for line in read(out / "restarts.jsonl") for row in line["replaced"]["metrics.jsonl"]]

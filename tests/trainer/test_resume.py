@@ -36,7 +36,7 @@ def test_without_resume_a_run_starts_with_its_first_step(tmp_path: Path) -> None
 
 
 def test_auto_is_the_newest_good_checkpoint_of_the_folder(tmp_path: Path) -> None:
-    assert start_of(AUTO, tmp_path / "new", {}) == Start(None, continues=True, unasked=True)
+    assert start_of(AUTO, tmp_path / "new", {}) == Start(None, continues=True, automatic=True)
     checkpoint(tmp_path, 4)
     newest = checkpoint(tmp_path, 8)
     unproven = checkpoint(tmp_path, 12, ".new")
