@@ -266,7 +266,7 @@ def _join(config: Config, options: RunOptions, backend: Backend, asked: _Asked, 
         if env.rank == 0:
             bar = stack.enter_context(stack.enter_context(Stages()).open("training"))
 
-            def report(progress: Progress) -> None:
+            def report(progress: Any) -> None:
                 if not progress.warning:  # that is in the log, which is on this stderr
                     bar(progress.done, progress.total, words_of(progress))
 

@@ -166,7 +166,7 @@ def _served(config: MetricsConfig, metrics: _Metrics) -> Iterator[Sink]:
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    registry.register(metrics)  # type: ignore[arg-type]
+    registry.register(metrics)
     with _listening(config.prometheus_address, config.prometheus_port):
         server, thread = start_http_server(config.prometheus_port, addr=config.prometheus_address, registry=registry)
     try:

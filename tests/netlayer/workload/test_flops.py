@@ -24,8 +24,9 @@ def test_formula_counts_every_matrix_product() -> None:
 
 
 def test_formula_counts_heads_of_a_width_of_their_own() -> None:
-    shape = {"layers": 3, "hidden": 8, "heads": 4, "kv_heads": 2, "head_dim": 6, "qk_norm": True}
-    model = ModelConfig(**shape, ffn_hidden=40, vocab_size=50, seq_len=16)
+    heads = {"heads": 4, "kv_heads": 2, "head_dim": 6, "qk_norm": True}
+    shape = {"layers": 3, "hidden": 8, "ffn_hidden": 40, "vocab_size": 50, "seq_len": 16}
+    model = ModelConfig.model_validate(shape | heads)
     tokens, sequences = 2 * 16, 2
     products = [(tokens, 8, 24 + 12 + 12), (tokens, 24, 8), (tokens, 8, 40), (tokens, 40, 8)] * 3
     products += [(16, 6, 16), (16, 16, 6)] * (3 * 4 * sequences)  # a norm of queries and keys is no product
