@@ -55,7 +55,8 @@ class Meta:
 
     @property
     def model(self) -> Mapping[str, Any]:
-        return self.job["model"]
+        """Keys of job.model; one that its version did not have is what the default says, not what a preset does now."""
+        return {**_DEFAULTS, **self.job["model"]}
 
     @property
     def tokenizer_file(self) -> Path:
@@ -141,8 +142,7 @@ def check_model(meta: Meta, job: JobConfig) -> None:
     """Raise ConfigError for another model: it would load in part, or not at all, with torch's words."""
     model = job.model
     for name, value in model.model_dump(mode="json").items():
-        # A key that an older version did not have: its model was what the key's default says.
-        before = meta.model.get(name, _DEFAULTS[name])
+        before = meta.model[name]
         if name in _SHAPELESS or before == value:
             continue
         is_free = name == "seq_len" and model.positions == "rotary"  # no parameter has its length

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from collectives.state import gather_whole
-from netlayer.config import EvaluationConfig, JobConfig
+from netlayer.config import EvaluationConfig, JobConfig, build_config
 from netlayer.errors import ConfigError
 from netlayer.launch import launch
 from netlayer.meeting import meeting_place
@@ -29,6 +29,7 @@ from trainer.checkpoint_meta import FORMAT, Meta, check_model, find, going_on, s
 from trainer.data.prepare import Corpus
 from trainer.loop import Place, Trainer, run
 from trainer.parallel import SplitModel
+from trainer.sample import model_of
 from trainer.train import Work, prepare
 
 from .conftest import tiny_job
@@ -365,6 +366,13 @@ def test_a_checkpoint_from_before_a_key_is_of_a_model_with_its_default(text_fold
         check_model(meta, job_for(text_folder, norm_eps=1e-6))
     with pytest.raises(ConfigError, match=r"is of a model with rope_scaling = \{'rope_type': 'default'"):
         check_model(meta, job_for(text_folder, rope_scaling={"rope_type": "linear", "factor": 2.0}))
+
+
+def test_a_checkpoint_from_before_a_preset_had_a_key_is_read_as_it_was_trained(tmp_path: Path) -> None:
+    written = build_config({"job": {"model": {"preset": "llama3-1b"}}}).job.model_dump(mode="json")
+    assert model_of(Meta(tmp_path, 3, 0, 1, 1, written, {}, {})).rope_scaling.rope_type == "llama3"
+    del written["model"]["rope_scaling"]
+    assert model_of(Meta(tmp_path, 3, 0, 1, 1, written, {}, {})).rope_scaling.rope_type == "default"
 
 
 def test_other_text_is_refused_unless_it_is_meant(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
