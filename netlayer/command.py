@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _PATH = click.Path(path_type=Path)
 _OF_A_RUN = ("report.html", "metrics.jsonl", "validation.jsonl", "trace.json", "checkpoints", "tensorboard")
+_RESUMES = "train"
+"""The command that can resume a run in its folder."""
 _LOCK = ".run.lock"
 _LOGS = "logs"
 """Of a run that did nothing else, they do not keep the next one out: a refused checkpoint leaves them."""
@@ -118,17 +120,23 @@ def open_out(out: Path | None, command: str) -> Path:
 
 
 @contextlib.contextmanager
-def open_run(out: Path | None, command: str) -> Iterator[Path]:
+def open_run(out: Path | None, command: str, *, continues: bool = False) -> Iterator[Path]:
     """`open_out` for a long run: one that breaks off says where its parts are, or leaves no folder where it has none.
+
+    Args:
+        continues: it may resume an earlier run in the folder.
 
     Raises:
         ConfigError: the folder cannot be made or written to, or holds another run: two would mix.
     """
     earlier = next((name for name in _OF_A_RUN if (out / name).exists()), None) if out else None
-    if out is not None and (earlier or _records_in(out)):
+    if out is not None and not continues and (earlier or _records_in(out)):
         rule, remedy = f"holds an earlier run ({earlier or 'records'})", "give a new folder, or remove that one"
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            remedy = "a restart by torchrun cannot go on in it: start again, with a new folder and --resume"
+        is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if command == _RESUMES:
+            remedy = "resume in it with --resume auto" + ", or give a new folder" * (not is_restart)
+        elif is_restart:
+            remedy = "a restart by torchrun cannot go on in it: start again, with a new folder"
         raise ConfigError("--out", out, rule, remedy)
     wanted = out or Path("runs")
     made = [path for path in (wanted, *wanted.parents) if not path.exists()]

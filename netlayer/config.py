@@ -97,6 +97,41 @@ class ClusterConfig(Section):
         return self
 
 
+class RopeScalingConfig(Section):
+    """How rotary frequencies are lowered, so that a model reads more tokens than it was first trained on.
+
+    Keys and values are those of `rope_scaling` in a model's config.json on Hugging Face.
+    """
+
+    rope_type: Literal["default", "linear", "llama3"] = Field(
+        "default", description="default: not at all; linear: all by the factor; llama3: low ones by it, high ones not"
+    )
+    factor: float = Field(1.0, ge=1, description="by which frequencies are divided")
+    low_freq_factor: float = Field(
+        1.0, gt=0, description="llama3: wavelengths above the original length over this are divided by the whole factor"
+    )
+    high_freq_factor: float = Field(
+        4.0, gt=0, description="llama3: wavelengths below the original length over this stay as they are"
+    )
+    original_max_position_embeddings: Count = Field(
+        8192, description="llama3: tokens that the model was first trained on"
+    )
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            _fail(
+                "job.model.rope_scaling.low_freq_factor",
+                self.low_freq_factor,
+                f"must be below high_freq_factor = {self.high_freq_factor:g}",
+                "take both from the model's config.json",
+            )
+        if self.rope_type == "default" and self.factor != 1:
+            rule = "has no effect with rope_type = default"
+            _fail("job.model.rope_scaling.factor", self.factor, rule, "set rope_type to linear or llama3")
+        return self
+
+
 class ModelConfig(Section):
     """A GPT: its shape."""
 
@@ -107,6 +142,8 @@ class ModelConfig(Section):
     hidden: Count = Field(128, description="width of the residual stream")
     heads: Count = Field(4, description="attention heads")
     kv_heads: int = Field(0, ge=0, description="key and value heads, each shared by heads / kv_heads; 0 = heads")
+    head_dim: int = Field(0, ge=0, description="values of one attention head; 0 = hidden / heads")
+    qk_norm: bool = Field(False, description="RMSNorm of each head's queries and keys, before they are turned (Qwen3)")
     ffn_hidden: Count = Field(512, description="width inside the MLP")
     vocab_size: Count = Field(2048, description="tokens of the vocabulary")
     seq_len: Count = Field(128, description="tokens of one sequence")
@@ -117,7 +154,13 @@ class ModelConfig(Section):
     )
     positions: Literal["learned", "rotary"] = Field("learned", description="learned embedding, or rotary (RoFormer)")
     rotary_base: float = Field(10_000.0, gt=1, description="rotary: longest wavelength over 2 pi, in tokens")
+    rope_scaling: RopeScalingConfig = Field(
+        default_factory=RopeScalingConfig, description="rotary: lower frequencies, for longer texts"
+    )
     norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="how the residual stream is normalised")
+    norm_eps: float = Field(
+        1e-5, gt=0, lt=1, description="added to the variance of every norm; rms_norm_eps of a config.json"
+    )
     activation: Literal["gelu", "swiglu"] = Field("gelu", description="of the MLP; swiglu has a gate beside it")
     bias: bool = Field(True, description="whether linears of the blocks add a bias")
     tied_embeddings: bool = Field(False, description="the head's projection is the token embedding")
@@ -136,6 +179,21 @@ class ModelConfig(Section):
     def num_kv_heads(self) -> int:
         return self.kv_heads or self.heads
 
+    @property
+    def head_width(self) -> int:
+        """Values of one head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def attention_width(self) -> int:
+        """Values of all heads: of the queries, and of what attention gives; not always `hidden`."""
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Values of all heads of keys, or of values."""
+        return self.num_kv_heads * self.head_width
+
     def window(self, layer: int) -> int:
         """Keys that a query of the layer sees; 0 = all before it."""
         return self.attention_window if self.window_pattern[layer % len(self.window_pattern)] == "w" else 0
@@ -152,14 +210,14 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        if self.hidden % self.heads:
-            _fail("job.model.heads", self.heads, f"must divide job.model.hidden = {self.hidden}", "change either")
+        if not self.head_dim and self.hidden % self.heads:
+            rule = f"must divide job.model.hidden = {self.hidden}"
+            _fail("job.model.heads", self.heads, rule, "change either, or set job.model.head_dim")
         if self.heads % self.num_kv_heads:
             _fail("job.model.kv_heads", self.kv_heads, f"must divide job.model.heads = {self.heads}", "change either")
-        if self.positions == "rotary" and self.hidden // self.heads % 2:
-            rule = (
-                f"turns pairs, and a head has job.model.hidden / job.model.heads = {self.hidden // self.heads} values"
-            )
+        if self.positions == "rotary" and self.head_width % 2:
+            width = "job.model.head_dim" if self.head_dim else "job.model.hidden / job.model.heads"
+            rule = f"turns pairs, and a head has {width} = {self.head_width} values"
             _fail("job.model.positions", self.positions, rule, "make it even")
         if self.attention_window > self.seq_len:
             _fail(
@@ -290,7 +348,12 @@ class MetricsConfig(Section):
     """Where else each step's row goes, beside metrics.jsonl; from rank 0."""
 
     tensorboard: bool = Field(False, description="events for TensorBoard in the folder tensorboard/ of the output")
-    prometheus_port: int = Field(0, ge=0, le=65535, description="serve the last row as gauges on this port; 0: nowhere")
+    prometheus_port: int = Field(
+        0, ge=0, le=65535, description="serve the last row as gauges, and counters, here; 0: nowhere"
+    )
+    prometheus_old_names: bool = Field(
+        False, description="serve step_ms, tokens_per_s and memory_gib too, as gauges had been named"
+    )
     prometheus_address: str = Field("127.0.0.1", min_length=1, description="to listen on; 0.0.0.0: for all hosts")
 
 

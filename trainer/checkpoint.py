@@ -9,10 +9,16 @@ dot, then the folder is renamed, then the rename is made durable. An older one i
 a folder that has a checkpoint's name is whole, whenever the process or the power goes. Until it is vouched for, that
 name ends in `.new`: its update may have broken the parameters, which only what is computed with them shows. What is
 damaged later is noticed when it is read (`trainer.checkpoint_digest`).
+
+[Note: no room] A disk that is full on one rank is no rank's end: who cannot write goes on to take part in the gathers,
+all ranks agree on it, the part is removed, and `save` raises `NoRoom` on all of them alike. What fails for any other
+reason ends the run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import json
 import os
@@ -28,8 +34,10 @@ from torch import Tensor
 from collectives.bucket import Piece
 from collectives.exchange import TensorExchange
 from collectives.state import gather_whole, own_pieces
-from netlayer.errors import CheckFailed, ConfigError
+from netlayer.errors import FULL_DISK, CheckFailed, ConfigError
 from netlayer.results import sync_folder, writing
+from netlayer.units import format_size
+from netlayer.workload.model_size import stage_elements
 from trainer.checkpoint_digest import digest
 from trainer.checkpoint_file import TensorFile, TensorWriter, header_digest
 from trainer.checkpoint_meta import (
@@ -46,6 +54,7 @@ from trainer.checkpoint_meta import (
 )
 from trainer.data.prepare import Corpus
 from trainer.linears import Part, parts
+from trainer.notes import every_ranks
 from trainer.parallel import Optimizers, SplitModel
 
 PARAMETER = "parameter"
@@ -67,6 +76,10 @@ class Text:
         return cls(corpus.tokenizer_file.read_bytes(), corpus.identity)
 
 
+class NoRoom(ConfigError):
+    """A checkpoint did not fit where it goes; nothing of it is left. The same on all ranks."""
+
+
 def save(
     model: SplitModel, optimizers: Optimizers, step: int, seed: int, folder: Path, text: Text | None = None
 ) -> Path:
@@ -76,30 +89,92 @@ def save(
         text: trained on.
 
     Raises:
-        ConfigError: it cannot be written; the next one removes what is left of it.
+        NoRoom: the disk is full, or will be; on all ranks alike.
+        ConfigError: it cannot be written for another reason; the next one removes what is left of it.
     """
     path, place = folder / f"step-{step:06d}{UNPROVEN}", model.place
     aside = folder / f".step-{step:06d}.part"
     is_first = place == (0, 0, 0)
+    room = _Room(model, path)
     try:
         with writing(good_name(path), "--out"):
             if is_first:
-                _clear(folder)
-                aside.mkdir(parents=True)
-            model.wait_for_all()
-            _write(model, optimizers, aside / file_name(place.tp, place.pp))
-            model.wait_for_all()
+                with room.watched():
+                    _clear(folder)
+                    aside.mkdir(parents=True)
+                    room.check(folder)
+            room.agree()
+            _write(model, optimizers, aside / file_name(place.tp, place.pp), room)
+            room.agree()
             if is_first:
-                _write_beside(model, aside, step, seed, text)
-                _rename(aside, path)
+                with room.watched():
+                    _write_beside(model, aside, step, seed, text)
+                    _rename(aside, path)
+            room.agree()
     except BaseException:
         if is_first:
             shutil.rmtree(aside, ignore_errors=True)
         else:  # the rest of the folder may be under way to its name
             (aside / file_name(place.tp, place.pp)).unlink(missing_ok=True)
         raise
-    model.wait_for_all()
     return path
+
+
+class _Room:
+    """Whether every rank has found room for its part of a checkpoint: [Note: no room].
+
+    Args:
+        path: of the checkpoint.
+    """
+
+    def __init__(self, model: SplitModel, path: Path) -> None:
+        self._model, self._path = model, path
+        self._refused = 0  # errno of this rank
+        self._free_bytes = -1  # where the first rank does not know
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around what writes: that it finds no room is noted, and the block ends there."""
+        try:
+            yield
+        except OSError as exc:
+            if exc.errno not in FULL_DISK:
+                raise
+            self._refused = exc.errno or errno.ENOSPC
+
+    def check(self, folder: Path) -> None:
+        """Refuse what cannot fit before any of it is written: a disk filled to the brim hurts others too.
+
+        Raises:
+            OSError: the disk says that it has less room than is needed.
+        """
+        usage = shutil.disk_usage(folder)
+        if not usage.total:  # some network file systems do not say
+            return
+        self._free_bytes = usage.free
+        if usage.free < self.needed_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of all files of tensors together: a parameter and two moments an element."""
+        job, width = self._model.job, self._model.chunks[0].buckets[0].master_S.itemsize
+        elements = sum(stage_elements(job, stage) for stage in range(job.parallel.pp)) * job.parallel.tp
+        return elements * width * (1 + len(_MOMENTS))
+
+    def agree(self) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            NoRoom: one of them has found none.
+        """
+        refused = round(max(every_ranks(self._model, float(self._refused))))
+        if not refused:
+            return
+        free_bytes = round(every_ranks(self._model, float(self._free_bytes))[0])
+        free = f", {format_size(free_bytes)} were free" if free_bytes >= 0 else ""
+        rule = f"cannot be written ({os.strerror(refused)}): it needs {format_size(self.needed_bytes)}{free}"
+        raise NoRoom("--out", good_name(self._path), rule, "make room there, or give another place")
 
 
 def good_name(path: Path) -> Path:
@@ -198,22 +273,23 @@ class Files:
         return self._open[tp, pp]
 
 
-def _write(model: SplitModel, optimizers: Optimizers, path: Path) -> None:
+def _write(model: SplitModel, optimizers: Optimizers, path: Path, room: _Room) -> None:
     """The state of this place, by its first data-parallel rank; the others send theirs."""
     states = _states(model, optimizers)
-    if model.place.dp:
-        for _ in states:
-            pass
-        return
-    kinds = (PARAMETER, *_MOMENTS)
-    names = [(_key(kind, n), shape) for chunk in model.chunks for kind in kinds for n, shape in chunk.shapes().items()]
-    cut = {name: part for chunk in model.chunks for name, part in parts(chunk.module).items()}
-    spread = json.dumps({name: (part.dim, part.sizes) for name, part in cut.items()})
-    dtype = model.chunks[0].buckets[0].master_S.dtype
-    with TensorWriter(path, names, dtype, {_PARTS: spread}) as writer:
-        for name, whole in states:
-            writer.add(name, whole)
-    sync_folder(path.parent)
+    if model.place.dp == 0:
+        kinds = (PARAMETER, *_MOMENTS)
+        shapes = [(kind, chunk.shapes().items()) for chunk in model.chunks for kind in kinds]
+        names = [(_key(kind, name), shape) for kind, of_chunk in shapes for name, shape in of_chunk]
+        cut = {name: part for chunk in model.chunks for name, part in parts(chunk.module).items()}
+        spread = json.dumps({name: (part.dim, part.sizes) for name, part in cut.items()})
+        dtype = model.chunks[0].buckets[0].master_S.dtype
+        with room.watched():
+            with TensorWriter(path, names, dtype, {_PARTS: spread}) as writer:
+                for name, whole in states:
+                    writer.add(name, whole)
+            sync_folder(path.parent)
+    for _ in states:  # of a rank that does not write, or cannot: the others gather with it
+        pass
 
 
 def _write_beside(model: SplitModel, aside: Path, step: int, seed: int, text: Text | None) -> None:

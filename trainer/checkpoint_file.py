@@ -56,7 +56,11 @@ class TensorWriter:
         self._file = path.open("wb")
 
     def __enter__(self) -> TensorWriter:
-        self._file.write(self._header)
+        try:
+            self._file.write(self._header)
+        except BaseException:
+            with self._thread, self._file:
+                raise
         return self
 
     def add(self, name: str, tensor: Tensor) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from netlayer.config import JobConfig
+from netlayer.config import JobConfig, ModelConfig
 from netlayer.errors import ConfigError
 from netlayer.units import format_size
 from trainer.checkpoint_digest import digest
@@ -24,6 +24,7 @@ UNPROVEN = ".new"
 """How the name of a checkpoint ends that nothing vouches for yet."""
 # Of job.model: neither shapes nor meaning.
 _SHAPELESS = frozenset({"preset", "dtype", "compile", "recompute", "operators"})
+_DEFAULTS: Mapping[str, Any] = ModelConfig().model_dump(mode="json")
 _OWN_DIGEST = "digest"
 _ALTERED = "it is not as it was written"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -54,7 +55,8 @@ class Meta:
 
     @property
     def model(self) -> Mapping[str, Any]:
-        return self.job["model"]
+        """Keys of job.model; one that its version did not have is what the default says, not what a preset does now."""
+        return {**_DEFAULTS, **self.job["model"]}
 
     @property
     def tokenizer_file(self) -> Path:
@@ -103,7 +105,7 @@ def find(path: Path, field: str = "--resume") -> Meta:
         told = {name: meta[name] for name in ("step", "seed", "tp", "pp", "job", "corpus", "digests")}
         newer = [each for each in folders[: folders.index(folder)] if each != path]
         if folder != path:
-            newer += [each for each in unproven_in(folder.parent) if _step(each) > meta["step"]]
+            newer += [each for each in unproven_in(folder.parent) if step_of(each) > meta["step"]]
         found = Meta(folder, **told, field=field, passed_over=newer)
     for tp, pp in itertools.product(range(found.tp), range(found.pp)):
         if not (folder / file_name(tp, pp)).is_file():
@@ -140,12 +142,13 @@ def check_model(meta: Meta, job: JobConfig) -> None:
     """Raise ConfigError for another model: it would load in part, or not at all, with torch's words."""
     model = job.model
     for name, value in model.model_dump(mode="json").items():
-        if name in _SHAPELESS or name not in meta.model or meta.model[name] == value:
+        before = meta.model[name]
+        if name in _SHAPELESS or before == value:
             continue
         is_free = name == "seq_len" and model.positions == "rotary"  # no parameter has its length
         if is_free and job.checkpoint.other_text:
             continue
-        rule = f"is of a model with {name} = {meta.model[name]}, and the job has {value}"
+        rule = f"is of a model with {name} = {before}, and the job has {value}"
         remedy = f"set job.model.{name} to that" + (", or job.checkpoint.other_text to true" if is_free else "")
         raise ConfigError(meta.field, meta.path, rule, remedy)
 
@@ -204,10 +207,11 @@ def going_on(meta: Meta, job: JobConfig) -> list[str]:
 
 def _named(folder: Path, suffix: str) -> list[Path]:
     paths = (path for path in folder.glob(f"step-*{suffix}") if _NAME.fullmatch(path.name.removesuffix(suffix)))
-    return sorted(paths, key=_step)
+    return sorted(paths, key=step_of)
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """After which a checkpoint was saved, by its name."""
     return int(path.name.removeprefix("step-").removesuffix(UNPROVEN))
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from netlayer.config import Config, JobConfig
     from netlayer.rank import RankEnv
     from netlayer.results import RunRecord
-    from trainer.checkpoint_meta import Meta
     from trainer.train import Backend, Progress, Stop, TrainResult
 
 
@@ -27,7 +26,9 @@ if TYPE_CHECKING:
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @run_options
 @click.option(
-    "--resume", type=click.Path(path_type=Path), help="Go on from a checkpoint, or a run's newest, with its seed."
+    "--resume",
+    type=click.Path(path_type=Path),
+    help="Resume from a checkpoint, or a run's newest, with its seed; auto: the newest of --out, or none yet.",
 )
 @click.option("--trace", metavar="STEPS", help="Write DIR/trace.json of a step, a range such as 3-5, or of the last.")
 @click.option("--dry-run", is_flag=True, help="Start nothing: print what the job is, for any number of ranks.")
@@ -49,6 +50,8 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
       netlayer train examples/laptop.toml --set parallel.tp=2 --set parallel.dp=1 --out runs/tp2
       netlayer train examples/laptop.toml --set checkpoint.every_steps=50 --out runs/a
       netlayer train examples/laptop.toml --resume runs/a/checkpoints/step-000250 --out runs/b
+      netlayer train examples/laptop.toml --resume runs/a --out runs/a       # resumes in its folder
+      torchrun --max-restarts 3 --nproc-per-node 2 -m netlayer train job.toml --resume auto --out runs/a
       netlayer train examples/laptop.toml --trace 10-12                  # for ui.perfetto.dev
       netlayer train examples/laptop.toml --set metrics.tensorboard=true --set metrics.prometheus_port=9400
       netlayer train examples/laptop.toml --set loop.collect_every_steps=0   # garbage whenever Python will
@@ -61,11 +64,9 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     from netlayer.launch import PASSED_ON
     from netlayer.rank import detect
     from netlayer.results import write_text
-    from trainer.checkpoint_meta import going_on
     from trainer.memory import check_memory
     from trainer.metrics import check_metrics
     from trainer.preview import lines
-    from trainer.trace import parse_steps
     from trainer.train import check_supported
 
     options = _with_file(options, file)
@@ -87,13 +88,9 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
         click.echo("\n".join([*said, *_without_effect(config.job, env)]), err=True)
         check_metrics(config.job.metrics)
         _check_schedule(config.job)
-    checkpoint, steps_done = None, 0
-    if resume:
-        meta, options = _checkpoint_of(resume, options, config.job)
-        checkpoint, steps_done = meta.path, meta.step
-        for line in going_on(meta, config.job) if speaks else ():
-            click.echo(line, err=True)
-    asked = _Asked(checkpoint, parse_steps(trace, steps_done + 1, config.job.optimizer.steps) if trace else range(0))
+    asked, options = _asked_of(resume, trace, options, config.job, speaks=speaks)
+    if asked.is_done:
+        return
     if env is not None and config.job.checkpoint.every_steps and options.out is None:
         rule = f"is needed for checkpoints: {env.launcher} started ranks that write to one folder"
         raise ConfigError("--out", None, rule, "give a folder that all of them see")
@@ -101,10 +98,10 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
         with ending_at(*PASSED_ON):  # until training takes them over; the first rank says it for all
             _join(config, options, backend, asked, env, options.out or Path())
         return
-    with ending_at(*PASSED_ON), open_run(options.out, "train") as out:
+    with ending_at(*PASSED_ON), open_run(options.out, "train", continues=asked.continues) as out:
         train_it = _start if env is None else functools.partial(_join, env=env)
         with _end_in_words(out):
-            arguments = options.arguments() | {"resume": str(checkpoint or ""), "resumed_step": steps_done}
+            arguments = options.arguments() | {"resume": str(asked.resume or ""), "resumed_step": asked.steps_done}
             arguments["trace"] = trace or ""
             run = functools.partial(train_it, config, options, backend, asked, out=out)
             result, record = _recorded(config, options.seed, arguments, out, run)
@@ -149,10 +146,13 @@ def _dry_run(config: Config, options: RunOptions, env: RankEnv | None, others: M
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What a call asks for beside its configuration: a checkpoint to go on from, and steps to trace."""
+    """What a call asks for beside its configuration: a checkpoint, steps to trace, whether to resume in a folder."""
 
     resume: Path | None
+    steps_done: int
     trace: range
+    continues: bool
+    is_done: bool = False
 
 
 def _without_effect(job: JobConfig, env: RankEnv | None) -> list[str]:
@@ -173,23 +173,40 @@ def _check_schedule(job: JobConfig) -> None:
     check_job(job)
 
 
-def _checkpoint_of(resume: Path, options: RunOptions, job: JobConfig) -> tuple[Meta, RunOptions]:
-    """What to go on from, and the options with its seed.
+def _asked_of(
+    resume: Path | None, trace: str | None, options: RunOptions, job: JobConfig, *, speaks: bool
+) -> tuple[_Asked, RunOptions]:
+    """What `--resume` and `--trace` come to, said to the user, and the options with the checkpoint's seed.
 
     Raises:
-        ConfigError: there is none, it is of another model or seed, or it has taken all steps.
+        ConfigError: there is no such checkpoint, it is of another model or seed, it has taken all steps, or the steps
+            to trace are none of this run.
     """
-    from netlayer.errors import ConfigError
-    from trainer.checkpoint_meta import check_model, find, seed_of
+    from trainer.checkpoint_meta import check_model, going_on, seed_of
+    from trainer.resume import check_steps_left, start_of
+    from trainer.trace import parse_steps
 
-    meta = find(resume)
-    is_given = click.get_current_context().get_parameter_source("seed") is not ParameterSource.DEFAULT
-    seed = seed_of(meta, options.seed if is_given else None, job)
-    check_model(meta, job)
-    if meta.step >= job.optimizer.steps:
-        rule = f"has taken {meta.step} steps, and job.optimizer.steps is {job.optimizer.steps}"
-        raise ConfigError("--resume", meta.path, rule, "raise job.optimizer.steps")
-    return meta, dataclasses.replace(options, seed=seed)
+    start = start_of(resume, options.out, os.environ)
+    said, path, steps_done, is_done = list(start.notes), None, 0, False
+    if start.meta:
+        path, steps_done = start.meta.path, start.meta.step
+        is_given = click.get_current_context().get_parameter_source("seed") is not ParameterSource.DEFAULT
+        seed = seed_of(start.meta, options.seed if is_given else None, job)
+        check_model(start.meta, job)
+        options = dataclasses.replace(options, seed=seed)
+        said += going_on(start.meta, job)
+        if is_done := not check_steps_left(start, job):
+            said = [f"{path} has taken all {steps_done:,} steps of the job: nothing to do"]
+    traced = range(0)
+    if trace and not is_done:
+        # Of a run that resumes in its folder, an earlier start may have traced them.
+        traced = parse_steps(trace, 1 if start.continues else steps_done + 1, job.optimizer.steps)
+        if traced[0] <= steps_done:
+            said.append(f"note: --trace {trace} has no effect up to step {steps_done}, from which it resumes")
+            traced = range(steps_done + 1, max(traced.stop, steps_done + 1))
+    if speaks and said:
+        click.echo("\n".join(said), err=True)
+    return _Asked(path, steps_done, traced, start.continues, is_done), options
 
 
 def _start(config: Config, options: RunOptions, backend: Backend, asked: _Asked, out: Path) -> TrainResult:
@@ -208,6 +225,13 @@ def _start(config: Config, options: RunOptions, backend: Backend, asked: _Asked,
                 job, ranks, options.seed, out, lambda stage, done, total: bar(done, total, stage), asked.resume
             )
         with stages.open("training") as bar:
+
+            def show(progress: Progress) -> None:
+                if progress.warning:
+                    stages.say(f"warning: {progress.warning}")
+                else:
+                    bar(progress.done, progress.total, words_of(progress))
+
             return training.train(
                 job,
                 corpus,
@@ -216,10 +240,11 @@ def _start(config: Config, options: RunOptions, backend: Backend, asked: _Asked,
                 backend=backend,
                 out=out,
                 seed=options.seed,
-                on_progress=lambda progress: bar(progress.done, progress.total, words_of(progress)),
+                on_progress=show,
                 resume=asked.resume,
                 trace=asked.trace,
                 stops_gently=True,
+                continues=asked.continues,
             )
 
 
@@ -236,15 +261,20 @@ def _join(config: Config, options: RunOptions, backend: Backend, asked: _Asked, 
         from trainer import train as training
         from trainer.worker import run_rank
     with exported(nccl), contextlib.ExitStack() as stack:
-        report: Callable[[Any], None] = lambda _progress: None  # noqa: E731
         corpus = training.prepare(job, env.world_size, options.seed, out, resume=asked.resume)
+        context = RankContext(env)
         if env.rank == 0:
             bar = stack.enter_context(stack.enter_context(Stages()).open("training"))
-            report = lambda progress: bar(progress.done, progress.total, words_of(progress))  # noqa: E731
+
+            def report(progress: Any) -> None:
+                if not progress.warning:  # that is in the log, which is on this stderr
+                    bar(progress.done, progress.total, words_of(progress))
+
+            context = RankContext(env, report)
         is_shared = options.out is not None
-        told = (asked.resume, asked.trace, is_shared)
-        work = training.Work(job, corpus, init_method, backend, out, options.seed, *told, stops_gently=True)
-        outcome = run_rank(RankContext(env, report), work)
+        told = (asked.resume, asked.trace, is_shared, True, asked.continues)
+        work = training.Work(job, corpus, init_method, backend, out, options.seed, *told)
+        outcome = run_rank(context, work)
     devices = (outcome.device,) * env.world_size
     settings = as_record(nccl)
     return training.TrainResult(
@@ -282,6 +312,8 @@ def _recorded(
 def words_of(progress: Progress) -> str:
     """A row for the progress line."""
     row = progress.row
+    if progress.warning:
+        return f"warning: {progress.warning}"
     left = "" if progress.left_s is None else f", {short_time(progress.left_s)} left"
     step = f"step {progress.done:,}/{progress.total:,}"
     if "validation_loss" in row:
@@ -319,7 +351,8 @@ def _end_in_words(out: Path) -> Iterator[None]:
         yield
     except BaseException as exc:
         if kept := checkpoints_in(out / CHECKPOINTS):
-            click.echo(f"note: --resume {kept[-1]} goes on from the last good checkpoint", err=True)
+            where = f"in this folder with --out {out}, or in a new one"
+            click.echo(f"note: --resume {kept[-1]} goes on from the last good checkpoint, {where}", err=True)
         elif unproven := unproven_in(out / CHECKPOINTS):
             click.echo(f"note: {unproven[-1]} is the one checkpoint, and nothing vouches for it", err=True)
         elif isinstance(exc, Ended) and not _has_rows(out):
@@ -346,7 +379,7 @@ def _how_to_go_on(stop: Stop, out: Path) -> str:
     said = f"stopped behind step {stop.step}, as asked"
     if stop.checkpoint is None:
         return f"{said}; no checkpoint, for ranks of a launcher need --out: a folder that all of them see"
-    return f"{said}; go on with the same command and --resume {out}, and a new --out"
+    return f"{said}; go on with the same command and --resume {out} --out {out}, or a new --out"
 
 
 def _what_is_not_traced(stop: Stop, asked: range, out: Path) -> str:

@@ -13,6 +13,10 @@ numbers, so all of them stop at the same step.
 [Note: good checkpoints] The numbers of a step are those of the parameters before its update, which may break them. So a
 checkpoint, of which every element is finite, is vouched for by the step behind it, whose loss and gradient are finite;
 where none follows, by a held-out loss. Older ones go only then, and only such a one is gone on with unasked.
+
+[Note: time beside steps] Evaluations and checkpoints are no step's time: a step is timed from the end of the one before
+only where nothing came between. Their seconds stand in the row of the step that they follow (`eval_s`, `checkpoint_s`),
+which is handed over when they are done, or have failed.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import contextlib
 import gc
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +40,7 @@ from torch import Tensor
 from collectives.recorder import Recorder, StepComm
 from collectives.watch import Watch
 from netlayer.config import EvaluationConfig, JobConfig
-from netlayer.errors import CheckFailed
+from netlayer.errors import CheckFailed, NetlayerError
 from netlayer.rendezvous import Groups
 from netlayer.workload.flops import step_flops, utilisation
 from netlayer.workload.model_size import num_parameters, padded_vocabulary
@@ -159,7 +164,8 @@ class Trainer:
 
         Raises:
             CheckFailed: a parameter or a moment is not finite; on all ranks alike.
-            ConfigError: it cannot be written.
+            NoRoom: the disk is full; on all ranks alike.
+            ConfigError: it cannot be written for another reason.
         """
         self.leave_out()
         with self.phase("saves a checkpoint"):
@@ -311,6 +317,9 @@ class Trainer:
             "memory_gib": launched.memory_bytes / 2**30,
             "mfu_full": utilisation(flops.full, seconds, self.peak, ranks),
             "mfu_causal": utilisation(flops.causal, seconds, self.peak, ranks),
+            "eval_s": 0.0,
+            "checkpoint_s": 0.0,
+            "checkpoint_failures": 0,
         }
 
 
@@ -321,53 +330,56 @@ def run(
     on_evaluation: Callable[[Row], None],
     checkpoints: Path | None = None,
     on_comm: Callable[[StepComm], bool] = lambda _comm: False,
+    on_warning: Callable[[str], None] = lambda _line: None,
 ) -> Stop | None:
     """Train to the end of the job, or until it is asked to stop; each row is handed over as soon as it is known.
+
+    A checkpoint for which there is no room is tried again at the next one that is due, or after the next evaluation,
+    whichever comes first. Only where nothing follows, at the end or a stop, does it end the run.
 
     Args:
         checkpoints: folder for those that the job asks for, and for one where the training is asked to stop.
         on_comm: gets what the recorder has of each step, with its row; says whether it took time that is no step's.
+        on_warning: gets a line that the user is to see; on all ranks alike.
 
     Returns:
         None at the end of the job.
 
     Raises:
         CheckFailed: a loss, the gradient, or what a checkpoint would hold is not finite; on all ranks alike.
+        NoRoom: the last checkpoint does not fit; on all ranks alike.
     """
-    save_every = trainer.job.checkpoint.every_steps if checkpoints else 0
+    between = _BetweenSteps(trainer, evaluation, on_evaluation, checkpoints, on_warning)
     under_way: list[Launched] = []
 
-    def read_one() -> bool:
-        return _hand_over(trainer, under_way.pop(0), on_step, on_comm)
+    def read_one() -> tuple[Row, bool]:
+        launched = under_way.pop(0)
+        row, is_asked = trainer.read(launched)
+        if on_comm(launched.comm):
+            trainer.leave_out()
+        return row, is_asked
 
-    def evaluate(step: int) -> None:
-        row = {"step": step, "validation_loss": trainer.evaluate(evaluation.global_batches)}
-        with trainer.phase("writes a row"):
-            on_evaluation(row)
+    def hand_over(row: Row) -> None:
+        with trainer.phase("writes a row"):  # to a disk or a launcher that may be slow
+            on_step(row)
 
-    steps, stopped = trainer.job.optimizer.steps, None
+    stopped = None
     with _collected(trainer.job.loop.collect_every_steps) as collect:
-        evaluate(trainer.steps_done)
-        for step in range(trainer.steps_done + 1, steps + 1):
+        between.evaluate(trainer.steps_done)
+        for step in range(trainer.steps_done + 1, between.last + 1):
             under_way.append(trainer.launch(step))
             with trainer.phase("collects garbage"):
                 collect(step)  # the device has a step to do meanwhile
-            is_asked = len(under_way) > 1 and read_one()
-            is_last = step == steps
-            saves = save_every > 0 and (step % save_every == 0 or is_last)
-            evaluates = step % evaluation.every_steps == 0 or is_last
-            if is_asked or saves or evaluates:
-                is_asked |= read_one()
-            stops = is_asked and not is_last
-            path = None
-            if evaluates and not stops:  # who asks for a stop waits; the evaluation is the first thing of a resumed run
-                evaluate(step)
-            if checkpoints and (saves or stops):
-                trainer.save(checkpoints)
-                if stops:
-                    trainer.evaluate(1)
-                if stops or is_last:
-                    path = trainer.vouch()
+            is_asked = False
+            if len(under_way) > 1:
+                row, is_asked = read_one()
+                hand_over(row)
+            if not (is_asked or between.saves(step) or between.evaluates(step)):
+                continue
+            row, is_asked_now = read_one()
+            stops = (is_asked or is_asked_now) and step < between.last
+            with _handed_over_after(row, hand_over):
+                path = between.run(step, row, stops=stops)
             if stops:
                 stopped = Stop(step, path)
                 break
@@ -375,16 +387,93 @@ def run(
     return stopped
 
 
-def _hand_over(
-    trainer: Trainer, launched: Launched, on_step: Callable[[Row], None], on_comm: Callable[[StepComm], bool]
-) -> bool:
-    """Read a step; whether a rank was asked to stop."""
-    row, is_asked = trainer.read(launched)
-    with trainer.phase("writes a row"):  # to a disk or a launcher that may be slow
-        on_step(row)
-    if on_comm(launched.comm):
-        trainer.leave_out()
-    return is_asked
+class _BetweenSteps:
+    """Evaluations and checkpoints, with no step under way; the arguments are those of `run`."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        evaluation: EvaluationConfig,
+        on_evaluation: Callable[[Row], None],
+        checkpoints: Path | None,
+        on_warning: Callable[[str], None],
+    ) -> None:
+        self._trainer, self._evaluation, self._on_evaluation = trainer, evaluation, on_evaluation
+        self._checkpoints, self._on_warning = checkpoints, on_warning
+        self.last = trainer.job.optimizer.steps
+        self._save_every = trainer.job.checkpoint.every_steps if checkpoints else 0
+        self._retry_due = False
+        """Whether the last checkpoint that was due found no room."""
+
+    def evaluates(self, step: int) -> bool:
+        return step % self._evaluation.every_steps == 0 or step == self.last
+
+    def saves(self, step: int) -> bool:
+        if not self._save_every:
+            return False
+        return step % self._save_every == 0 or step == self.last or (self._retry_due and self.evaluates(step))
+
+    def evaluate(self, step: int) -> None:
+        with _timed() as seconds:
+            loss = self._trainer.evaluate(self._evaluation.global_batches)
+        with self._trainer.phase("writes a row"):
+            self._on_evaluation({"step": step, "validation_loss": loss, "eval_s": sum(seconds)})
+
+    def run(self, step: int, row: Row, *, stops: bool) -> Path | None:
+        """What is due after a step; the last checkpoint where nothing follows.
+
+        Args:
+            row: of the step, which gets the times.
+            stops: somebody has asked for the end, and waits: an evaluation is the first thing of a resumed run.
+        """
+        if self.evaluates(step) and not stops:
+            with _timed(row, "eval_s"):
+                self.evaluate(step)
+        if self._checkpoints is None or not (self.saves(step) or stops):
+            return None
+        ends = stops or step == self.last
+        try:
+            with _timed(row, "checkpoint_s"):
+                self._trainer.save(self._checkpoints)
+            self._retry_due = False
+        except checkpoint.NoRoom as exc:
+            row["checkpoint_failures"] += 1
+            if ends:
+                raise
+            self._retry_due = True
+            self._on_warning(f"no checkpoint of step {step}, training goes on: {exc}")
+        if not ends:
+            return None
+        if stops:
+            with _timed(row, "eval_s"):
+                self._trainer.evaluate(1)
+        with _timed(row, "checkpoint_s"):
+            return self._trainer.vouch()
+
+
+@contextlib.contextmanager
+def _timed(row: Row | None = None, column: str = "") -> Iterator[list[float]]:
+    """Seconds of the block, in the list that it gets, and added to a column of the row."""
+    seconds: list[float] = []
+    start = time.perf_counter()
+    try:
+        yield seconds
+    finally:
+        seconds.append(time.perf_counter() - start)
+        if row is not None:
+            row[column] += seconds[0]
+
+
+@contextlib.contextmanager
+def _handed_over_after(row: Row, hand_over: Callable[[Row], None]) -> Iterator[None]:
+    """A row to which the block adds; where the block fails, its own error is what counts."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(NetlayerError, OSError):
+            hand_over(row)
+        raise
+    hand_over(row)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,11 @@
-"""Where a row of numbers goes beside its file: TensorBoard's events, and gauges that Prometheus asks for.
+"""Where a row of numbers goes beside its file: TensorBoard's events, and metrics that Prometheus asks for.
 
-Both hold what the row holds, the gauges under its names, TensorBoard in two sections; what is null is left out. The
-server of the gauges listens on the loopback interface unless `job.metrics.prometheus_address` says otherwise: it knows
-no password. Left out: pushing, and what other ranks know (a row speaks for all of them).
+TensorBoard has what the row holds under its names, in two sections; what is null is left out. Prometheus has the last
+row as gauges, in base units, and counters of this process (Prometheus knows a counter that starts again), but for the
+restarts, which are those of the run. Names follow https://prometheus.io/docs/practices/naming/, so that
+`promtool check metrics` finds nothing. The server listens on the loopback interface unless
+`job.metrics.prometheus_address` says otherwise: it knows no password. Left out: pushing, and what other ranks know (a
+row speaks for all of them).
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import socket
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from netlayer.config import MetricsConfig
 from netlayer.errors import ConfigError
@@ -21,18 +26,43 @@ from netlayer.results import writing
 Row = Mapping[str, Any]
 EVENTS = "tensorboard"
 """Folder of TensorBoard's events in the output of a run."""
-_MEANINGS = {
-    "step": "optimiser steps taken",
-    "loss": "mean loss of the last step",
-    "lr": "learning rate of the last step",
-    "grad_norm": "gradient norm before clipping",
+_PREFIX = "netlayer_train"
+
+
+class _Gauge(NamedTuple):
+    """A column of a row as a gauge: its value times `scale`."""
+
+    name: str
+    meaning: str
+    scale: float = 1.0
+
+
+_GAUGES = {
+    "step": _Gauge("step", "optimiser steps taken, those before this start too"),
+    "loss": _Gauge("loss", "mean loss of the last step, nats a token"),
+    "lr": _Gauge("lr", "learning rate of the last step"),
+    "grad_norm": _Gauge("grad_norm", "gradient norm before clipping"),
+    "step_ms": _Gauge("step_seconds", "wall time of the last step", 1e-3),
+    "tokens_per_s": _Gauge("tokens_per_second", "tokens a second over all ranks, in the last step"),
+    "exposed_comm": _Gauge("exposed_comm", "share of the step in which computation waited for communication"),
+    "memory_gib": _Gauge("memory_bytes", "peak memory of rank 0", 2.0**30),
+    "mfu_full": _Gauge("mfu_full", "model FLOPs utilisation, full attention counted"),
+    "mfu_causal": _Gauge("mfu_causal", "model FLOPs utilisation, half of the attention counted"),
+    "validation_loss": _Gauge("validation_loss", "held-out loss, nats a token"),
+}
+_OLD_NAMES = {
     "step_ms": "wall time of the last step, milliseconds",
     "tokens_per_s": "tokens a second over all ranks",
-    "exposed_comm": "share of the step in which computation waited for communication",
     "memory_gib": "peak memory of rank 0, GiB",
-    "mfu_full": "model FLOPs utilisation, full attention counted",
-    "mfu_causal": "model FLOPs utilisation, half of the attention counted",
-    "validation_loss": "held-out loss",
+}
+"""Of gauges that other names replace; `job.metrics.prometheus_old_names`."""
+_COUNTERS = {
+    "steps": "optimiser steps taken since this start",
+    "tokens": "tokens trained on since this start",
+    "restarts": "times that the run resumed in its folder",
+    "checkpoint_failures": "checkpoints for which there was no room, since this start",
+    "checkpoint_seconds": "time in which checkpoints were written, since this start",
+    "evaluation_seconds": "time in which held-out losses were taken after steps, since this start",
 }
 
 
@@ -60,12 +90,17 @@ def check_metrics(config: MetricsConfig) -> None:
 
 
 @contextlib.contextmanager
-def open_sinks(config: MetricsConfig, job: str, out: Path) -> Iterator[list[Sink]]:
+def open_sinks(
+    config: MetricsConfig, job: str, out: Path, restarts: int = 0, first: int = 0, *, evaluated: bool = False
+) -> Iterator[list[Sink]]:
     """Those that the configuration asks for; closed with the block.
 
     Args:
-        job: its name, the label of every gauge.
+        job: its name, the label of every metric.
         out: the output of the run.
+        restarts: how often the run resumed in its folder.
+        first: the step that it resumes from; TensorBoard forgets what it has of later ones.
+        evaluated: whether TensorBoard has a held-out loss of that step.
 
     Raises:
         ConfigError: the port cannot be had, or the package is missing.
@@ -74,20 +109,22 @@ def open_sinks(config: MetricsConfig, job: str, out: Path) -> Iterator[list[Sink
     with contextlib.ExitStack() as stack:
         sinks: list[Sink] = []
         if config.tensorboard:
-            sinks.append(stack.enter_context(_events(out / EVENTS)))
+            purged = first + 1 if restarts else None
+            sinks.append(stack.enter_context(_events(out / EVENTS, purged, first if evaluated else None)))
         if config.prometheus_port:
-            sinks.append(stack.enter_context(_gauges(config.prometheus_address, config.prometheus_port, job)))
+            sinks.append(stack.enter_context(_served(config, _Metrics(job, restarts, config.prometheus_old_names))))
         yield sinks
 
 
 @contextlib.contextmanager
-def _events(folder: Path) -> Iterator[Sink]:
+def _events(folder: Path, purged: int | None, evaluated: int | None) -> Iterator[Sink]:
+    """Args: purged: first step of which what is there is forgotten; evaluated: step whose held-out loss is there."""
     from torch.utils.tensorboard import SummaryWriter
 
     with writing(folder, "--out"):
-        writer = SummaryWriter(str(folder))
+        writer = SummaryWriter(str(folder), purge_step=purged)
     try:
-        yield _Events(writer, folder)
+        yield _Events(writer, folder, evaluated)
     except BaseException:
         with contextlib.suppress(OSError):  # the run's own error is what counts
             writer.close()
@@ -102,13 +139,15 @@ _CHARTS = {"loss": "loss/training", "validation_loss": "loss/held_out"}
 class _Events:
     """A name before a slash is a section of TensorBoard's page: losses in one, all else of a step in another."""
 
-    def __init__(self, writer: Any, folder: Path) -> None:
-        self._writer, self._folder = writer, folder
+    def __init__(self, writer: Any, folder: Path, evaluated: int | None = None) -> None:
+        self._writer, self._folder, self._evaluated = writer, folder, evaluated
 
     def add(self, row: Row) -> None:
+        if "validation_loss" in row and row["step"] == self._evaluated:
+            return
         with writing(self._folder, "--out"):  # a thread does it: what failed there is raised here, a row or two later
-            for name, value in _numbers(row):
-                if name != "step":
+            for name, value in row.items():
+                if name != "step" and value is not None:
                     self._writer.add_scalar(_CHARTS.get(name, f"step/{name}"), value, row["step"])
 
 
@@ -123,35 +162,64 @@ def _listening(address: str, port: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _gauges(address: str, port: int, job: str) -> Iterator[Sink]:
+def _served(config: MetricsConfig, metrics: _Metrics) -> Iterator[Sink]:
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    with _listening(address, port):
-        server, thread = start_http_server(port, addr=address, registry=registry)
+    registry.register(metrics)
+    with _listening(config.prometheus_address, config.prometheus_port):
+        server, thread = start_http_server(config.prometheus_port, addr=config.prometheus_address, registry=registry)
     try:
-        yield _Gauges(registry, job)
+        yield metrics
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
 
 
-class _Gauges:
-    """One gauge a name, made when it first has a value."""
+class _Metrics:
+    """The last values of all columns, and sums over rows: a collector of `prometheus_client`."""
 
-    def __init__(self, registry: Any, job: str) -> None:
-        self._registry, self._job, self._known = registry, job, dict[str, Any]()
+    def __init__(self, job: str, restarts: int, old_names: bool) -> None:
+        self._job, self._old_names = job, old_names
+        self._lock = threading.Lock()
+        self._last: dict[str, float] = {}
+        self._totals = dict.fromkeys(_COUNTERS, 0.0) | {"restarts": float(restarts)}
+        self._stepped_at_s: float | None = None
 
     def add(self, row: Row) -> None:
-        from prometheus_client import Gauge
+        with self._lock:
+            self._last |= {name: value for name, value in row.items() if value is not None}
+            if "loss" not in row:  # of an evaluation
+                return
+            self._stepped_at_s = time.time()
+            self._totals["steps"] += 1
+            self._totals["tokens"] += round(row["tokens_per_s"] * row["step_ms"] / 1e3)
+            self._totals["checkpoint_failures"] += row["checkpoint_failures"]
+            self._totals["checkpoint_seconds"] += row["checkpoint_s"]
+            self._totals["evaluation_seconds"] += row["eval_s"]
 
-        for name, value in _numbers(row):
-            if name not in self._known:
-                meaning = _MEANINGS.get(name, name)
-                self._known[name] = Gauge(f"netlayer_train_{name}", meaning, ["job"], registry=self._registry)
-            self._known[name].labels(self._job).set(value)
+    def collect(self) -> Iterator[Any]:
+        """What the server asks for, in its thread."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        with self._lock:
+            last, totals, stepped_at_s = dict(self._last), dict(self._totals), self._stepped_at_s
 
-def _numbers(row: Row) -> Iterator[tuple[str, float]]:
-    return ((name, value) for name, value in row.items() if value is not None)
+        def gauge(name: str, meaning: str, value: float) -> Any:
+            family = GaugeMetricFamily(f"{_PREFIX}_{name}", meaning, labels=["job"])
+            family.add_metric([self._job], value)
+            return family
+
+        for column, (name, meaning, scale) in _GAUGES.items():
+            if column in last:
+                yield gauge(name, meaning, last[column] * scale)
+        for column in _OLD_NAMES if self._old_names else ():
+            if column in last:
+                yield gauge(column, _OLD_NAMES[column], last[column])
+        if stepped_at_s is not None:
+            yield gauge("last_step_timestamp_seconds", "unix time at which the last step was done", stepped_at_s)
+        for name, meaning in _COUNTERS.items():
+            counter = CounterMetricFamily(f"{_PREFIX}_{name}", meaning, labels=["job"])  # which adds _total
+            counter.add_metric([self._job], totals[name])
+            yield counter

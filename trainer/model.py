@@ -4,8 +4,8 @@ Activations are [T, B, D]; in a tensor-parallel group a rank holds T / W positio
 parallel), all of them inside. A parallel block makes queries, keys, values and the MLP's first half in one product, and
 adds both outputs in one more: one gather and one reduce-scatter. Left out: dropout.
 
-Shapes: B sequences, T positions, D hidden, H heads, G heads of keys and values, K = D / H, F inside the MLP, V
-vocabulary, W ranks of the tensor-parallel group.
+Shapes: B sequences, T positions, D hidden, H heads, G heads of keys and values, K values a head (D / H unless the job
+says otherwise), F inside the MLP, V vocabulary, W ranks of the tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer.ops.attention import attention
 from trainer.ops.backend import check_operators, sums_narrowly
 from trainer.ops.loss import gather_rows, linear_cross_entropy, scatter_sum
 from trainer.ops.norm import Norm, add_branch
-from trainer.ops.rotary import rotate
+from trainer.ops.rotary import rotate, scaling_of
 
 INIT_STD = 0.02
 _FEW_ROWS = 3072
@@ -142,10 +142,11 @@ class Block(nn.Module):
             raise ValueError(f"layer {layer}: of a parallel block there is no {part} alone; cut between blocks")
         self.part = part
         width, bias = config.hidden, config.bias
-        self.head_width, self.window = width // config.heads, config.window(layer)
+        self.head_width, self.window = config.head_width, config.window(layer)
         self.rotary_base = config.rotary_base if config.positions == "rotary" else None
-        shared = config.num_kv_heads * self.head_width
-        qkv, up = (width, shared, shared), (config.ffn_hidden,) * (2 if config.activation == "swiglu" else 1)
+        self.rope_scaling = scaling_of(config.rope_scaling)
+        qkv = config.attention_width, config.kv_width, config.kv_width
+        up = (config.ffn_hidden,) * (2 if config.activation == "swiglu" else 1)
         self.keeps_inputs_alone = config.recompute == "selective"
         self.is_parallel, self.operators = config.parallel_block, config.operators
         # GeLU adds the bias of the product before it, and sums its gradient in the same pass; so do norms. With full
@@ -155,19 +156,31 @@ class Block(nn.Module):
         if self.is_parallel:
             self.norm = build_norm(config)
             self.inner = column(width, (*qkv, *up), bias, exchange, operators=self.operators)
-            inputs: tuple[int, ...] = width, config.ffn_hidden
+            self._build_qk_norms(config)
+            inputs: tuple[int, ...] = config.attention_width, config.ffn_hidden
             self.outer = row(inputs, width, bias, exchange, not self.leaves_branch, operators=self.operators)
             return
         has_attention, has_mlp = halves_in(part)
         if has_attention:
             self.norm = build_norm(config)
             self.qkv = column(width, qkv, bias, exchange, operators=self.operators)
-            self.out = row((width,), width, bias, exchange, adds_bias=False, operators=self.operators)
+            self._build_qk_norms(config)
+            inputs = (config.attention_width,)
+            self.out = row(inputs, width, bias, exchange, adds_bias=False, operators=self.operators)
         if has_mlp:
             self.mlp_norm = build_norm(config)
             self.up = column(width, up, bias, exchange, adds_bias=not self.adds_bias, operators=self.operators)
             inputs = (config.ffn_hidden,)
             self.down = row(inputs, width, bias, exchange, not self.leaves_branch, operators=self.operators)
+
+    def _build_qk_norms(self, config: ModelConfig) -> None:
+        """One weight a value of a head, for all heads: a tensor-parallel rank's gradient is that of its own heads."""
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (
+                Norm(config.head_width, bias=False, operators=config.operators, eps=config.norm_eps) for _ in "qk"
+            )
 
     @property
     def branch_bias(self) -> Tensor | None:
@@ -225,8 +238,10 @@ class Block(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[T, B, heads of this rank * K] each -> the same shape as `q`."""
         q, k, v = (each.view(*each.shape[:-1], -1, self.head_width) for each in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q)[0], self.k_norm(k)[0]
         if self.rotary_base is not None:
-            q, k = rotate(q, self.rotary_base), rotate(k, self.rotary_base)
+            q, k = (rotate(each, self.rotary_base, self.rope_scaling) for each in (q, k))
         y_BHTK = attention(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), self.window)
         return y_BHTK.permute(2, 0, 1, 3).flatten(2)
 
@@ -261,7 +276,7 @@ class Head(nn.Module):
 
 
 def build_norm(config: ModelConfig) -> Norm:
-    return Norm(config.hidden, bias=config.norm == "layernorm", operators=config.operators)
+    return Norm(config.hidden, config.norm == "layernorm", config.operators, config.norm_eps)
 
 
 def _look_up(weight_VD: Tensor, tokens_TB: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from netlayer.config import JobConfig, ModelConfig, Section
+from netlayer.config import JobConfig, MetricsConfig, ModelConfig, Section
 from netlayer.workload.model_size import num_parameters, padded_vocabulary
 from netlayer.workload.presets import MODELS
 from netlayer.workload.stages import num_layers
@@ -97,6 +97,7 @@ def _without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
         yield pattern, f"its f comes behind the last of job.model.layers = {model.layers}"
     if _is_given(model, "rotary_base") and model.positions != "rotary":
         yield f"model.rotary_base = {model.rotary_base:g}", f"job.model.positions is {model.positions}"
+    yield from _scaling_without_effect(model)
     if _is_given(optimizer, "decay_share") and optimizer.schedule != "wsd":
         yield f"optimizer.decay_share = {optimizer.decay_share:g}", f"job.optimizer.schedule is {optimizer.schedule}"
     if _is_given(optimizer, "min_lr_share") and optimizer.schedule == "constant":
@@ -106,8 +107,27 @@ def _without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
     if not job.parallel.balance and job.parallel.pp == 1:
         yield "parallel.balance = false", "job.parallel.pp is 1"
     yield from _overlap_without_effect(job)
-    if _is_given(job.metrics, "prometheus_address") and not job.metrics.prometheus_port:
-        yield f"metrics.prometheus_address = {job.metrics.prometheus_address}", "job.metrics.prometheus_port is 0"
+    yield from _metrics_without_effect(job.metrics)
+
+
+def _metrics_without_effect(metrics: MetricsConfig) -> Iterator[tuple[str, str]]:
+    for key in ("prometheus_address", "prometheus_old_names"):
+        if _is_given(metrics, key) and not metrics.prometheus_port:
+            yield f"metrics.{key} = {str(getattr(metrics, key)).lower()}", "job.metrics.prometheus_port is 0"
+
+
+def _scaling_without_effect(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    scaling = model.rope_scaling
+    if model.positions != "rotary":
+        if scaling.rope_type != "default":
+            yield f"model.rope_scaling.rope_type = {scaling.rope_type}", f"job.model.positions is {model.positions}"
+        return
+    if scaling.rope_type == "llama3":
+        return
+    for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+        if _is_given(scaling, key):
+            why = f"job.model.rope_scaling.rope_type is {scaling.rope_type}"
+            yield f"model.rope_scaling.{key} = {getattr(scaling, key):g}", why
 
 
 def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
@@ -147,4 +167,9 @@ def _is_given(section: Section, key: str) -> bool:
 def _beside_preset(model: ModelConfig) -> list[str]:
     """Keys of the shape that are not the preset's: a file gives them, and `--set job.model.preset` leaves them."""
     preset = MODELS.get(model.preset, {})
-    return [f"job.model.{key} = {getattr(model, key)}" for key, value in preset.items() if getattr(model, key) != value]
+    return [f"job.model.{key} = {getattr(model, key)}" for key, value in preset.items() if _differs(model, key, value)]
+
+
+def _differs(model: ModelConfig, key: str, value: object) -> bool:
+    own = getattr(model, key)
+    return bool(own != (type(own).model_validate(value) if isinstance(own, Section) else value))

@@ -14,7 +14,7 @@ from torch import Tensor
 from netlayer import environ
 from netlayer.config import ModelConfig, build_section
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
-from netlayer.workload.model_size import num_parameters, up_width
+from netlayer.workload.model_size import num_parameters, qkv_width, up_width
 from trainer.checkpoint import PARAMETER, Files
 from trainer.checkpoint_meta import Meta
 from trainer.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
@@ -129,7 +129,8 @@ def model_of(meta: Meta) -> ModelConfig:
 def needed_bytes(config: ModelConfig) -> int:
     """Parameters, the activations of one block and the float64 logits of one position, about."""
     width: int = getattr(torch, config.dtype).itemsize
-    context = config.seq_len * width * (6 * config.hidden + 3 * up_width(config))
+    attention = qkv_width(config) + config.attention_width
+    context = config.seq_len * width * (2 * config.hidden + attention + 3 * up_width(config))
     return num_parameters(config) * width + context + 8 * config.vocab_size
 
 

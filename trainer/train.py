@@ -21,6 +21,7 @@ from netlayer.launch import launch
 from netlayer.rank import RankContext
 from trainer.checkpoint_meta import TOKENIZER, check_same_text, find
 from trainer.data.prepare import Corpus, CorpusFacts, OnStage, check_enough, prepare_corpus
+from trainer.history import CHECKPOINTS as CHECKPOINTS
 from trainer.metrics import check_metrics
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,6 @@ _FRAME = re.compile(r'^  File "([^"]+)", line (\d+), in (\S+)$', re.MULTILINE)
 
 Backend = Literal["gloo", "nccl"]
 Row = Mapping[str, Any]
-CHECKPOINTS = "checkpoints"
-"""Folder of them in the output of a run."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class Progress:
         done: steps, of `total`.
         row: that was just added.
         left_s: seconds to the end at the pace of this run so far, evaluations and checkpoints too; None: not known yet.
+        warning: a line that the user is to see; then there is nothing else.
     """
 
     stage: str
@@ -49,6 +49,7 @@ class Progress:
     total: int
     row: Row
     left_s: float | None = None
+    warning: str = ""
 
 
 OnProgress = Callable[[Progress], None]
@@ -102,7 +103,7 @@ class Work:
     Args:
         trace: steps for `trace.json`.
         is_shared: whether all ranks see `out`; without that there are no checkpoints.
-        stops_gently: as in `train`.
+        stops_gently, continues: as in `train`.
     """
 
     job: JobConfig
@@ -115,6 +116,7 @@ class Work:
     trace: range = range(0)
     is_shared: bool = True
     stops_gently: bool = False
+    continues: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ def train(
     resume: Path | None = None,
     trace: range = range(0),
     stops_gently: bool = False,
+    continues: bool = False,
 ) -> TrainResult:
     """Train `job` on `ranks` processes of this machine.
 
@@ -197,6 +200,8 @@ def train(
         trace: steps for `out/trace.json`.
         stops_gently: the first SIGTERM or SIGUSR1 ends the run behind a step, with a checkpoint, as a good one; a
             second one, two seconds later or more, ends it at once. False: the first one does.
+        continues: the rows in `out` up to the checkpoint stay, later ones are replaced (`trainer.history`); without a
+            checkpoint all of them are.
 
     Raises:
         ConfigError: the job does not fit the ranks, or a variable that NCCL would misread is set.
@@ -214,11 +219,13 @@ def train(
         steps_done = max(steps_done, progress.done)
         on_progress(progress)
 
+    told = {"stops_gently": stops_gently, "continues": continues}
+    work = Work(job, corpus, init_method, backend, out, seed, resume, trace, **told)
     try:
         outcomes = launch(
             _run_rank,
             ranks,
-            args=(Work(job, corpus, init_method, backend, out, seed, resume, trace, stops_gently=stops_gently),),
+            args=(work,),
             log_dir=out / "logs",
             env=exports(nccl),
             on_message=on_message,

@@ -15,8 +15,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from io import FileIO
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +24,11 @@ from collectives.hang import HangLimits
 from collectives.watch import Watch
 from netlayer.config import JobConfig
 from netlayer.environ import has_own_gpu, more_in_sight
-from netlayer.errors import CollectiveFailed, HardwareMissing, RanksMissing
+from netlayer.errors import CollectiveFailed, ConfigError, HardwareMissing, RanksMissing
 from netlayer.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
-from netlayer.results import writing
 from trainer.checkpoint_meta import Meta, find
+from trainer.history import METRICS, VALIDATION, RowFile, resume_history
 from trainer.loop import Place, Row, Trainer, run
 from trainer.metrics import Sink, open_sinks
 from trainer.parallel import further_groups
@@ -109,8 +107,9 @@ def _train_watched(
         logger.info("%d parameters, %d ranks on %s%s", *said)
     tracer = StepTracer(work.trace, work.out / TRACE, work.job.parallel.layout, place.rank)
     checkpoints = work.out / CHECKPOINTS if work.is_shared else None
-    with _Rows(context, work) as rows:
-        ended = run(trainer, work.job.evaluation, rows.add_step, rows.add_evaluation, checkpoints, tracer.add)
+    with _Rows(context, work, trainer.steps_done) as rows:
+        calls = rows.add_step, rows.add_evaluation, checkpoints, tracer.add, rows.warn
+        ended = run(trainer, work.job.evaluation, *calls)
         with trainer.phase("writes the trace"):
             tracer.write()
     if watch is not None:
@@ -206,30 +205,17 @@ def _be_deterministic(place: Place, seed: int) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def append_row(file: FileIO, row: Row) -> None:
-    """Add a line of JSON, whole or not at all.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    start, left = file.tell(), memoryview(json.dumps(row, allow_nan=False).encode() + b"\n")
-    with writing(Path(str(file.name)), "--out"):
-        try:
-            while left:
-                left = left[file.write(left) :]
-        except OSError:
-            file.seek(start)
-            file.truncate()
-            raise
-
-
 class _Rows:
-    """Rank 0's rows: kept, written line by line, shown where the job says, and reported; other ranks keep none."""
+    """Rank 0's rows: kept, written line by line, shown where the job says, and reported; other ranks keep none.
 
-    def __init__(self, context: RankContext, work: Work) -> None:
+    Args:
+        first: steps that were taken before this start of the run.
+    """
+
+    def __init__(self, context: RankContext, work: Work, first: int = 0) -> None:
         self.steps: list[Row] = []
         self.evaluations: list[Row] = []
-        self._context, self._work = context, work
+        self._context, self._work, self._steps_before = context, work, first
         self._is_first = context.env.rank == 0
         self._files = contextlib.ExitStack()
         self._sinks: list[Sink] = []
@@ -239,30 +225,60 @@ class _Rows:
     def __enter__(self) -> _Rows:
         if self._is_first:
             job, out = self._work.job, self._work.out
+            # Only here: every rank has read the checkpoint, and it is whole.
+            restart = resume_history(out, self._steps_before, self._work.resume) if self._work.continues else None
             with contextlib.ExitStack() as files:
-                self._sinks = files.enter_context(open_sinks(job.metrics, job.name, out))
-                self._metrics = files.enter_context((out / "metrics.jsonl").open("wb", buffering=0))
-                self._validation = files.enter_context((out / "validation.jsonl").open("wb", buffering=0))
+                earlier = (restart.count, self._steps_before) if restart else (0, 0)
+                evaluated = restart is not None and restart.is_evaluated
+                self._sinks = files.enter_context(open_sinks(job.metrics, job.name, out, *earlier, evaluated=evaluated))
+                self._metrics, self._validation = (
+                    RowFile(out / name, appends=restart is not None, on_full=self.warn)
+                    for name in (METRICS, VALIDATION)
+                )
                 self._files = files.pop_all()
+            if restart and restart.missing:
+                first, last = restart.missing
+                self.warn(f"{out / METRICS} has no rows of steps {first}-{last}, which were taken before this start")
         return self
 
     def __exit__(self, *exc: Any) -> bool | None:
-        return self._files.__exit__(*exc)
+        try:
+            if self._is_first:
+                # Where the run has failed, its own error is what counts.
+                with contextlib.suppress(ConfigError) if exc[0] else contextlib.nullcontext():
+                    self._metrics.close()
+                    self._validation.close()
+        finally:
+            self._files.__exit__(*exc)
+        return None
 
     def add_step(self, row: Row) -> None:
         if self._is_first:
             self._first_s = self._first_s or time.monotonic()
             self.steps.append(row)
-            self._tell(self._metrics, "training", row)
+            # Whoever goes on from a checkpoint finds the rows before it, after a power cut too.
+            self._metrics.add(row, durably=row["checkpoint_s"] > 0)
+            self._tell("training", row)
 
     def add_evaluation(self, row: Row) -> None:
         if self._is_first:
             self.evaluations.append(row)
-            self._tell(self._validation, "validating", row)
+            self._validation.add(row)
+            self._tell("validating", row)
             logger.info("step %d: held-out loss %.4f", row["step"], row["validation_loss"])
 
-    def _tell(self, file: FileIO, stage: str, row: Row) -> None:
-        append_row(file, row)
+    def warn(self, line: str) -> None:
+        """Have the user see it: where the launcher is not ours, the log is on its stderr."""
+        if self._is_first:
+            logger.warning("%s", line)
+            steps = self._work.job.optimizer.steps
+            self._context.report(Progress("warning", self._steps_done, steps, {}, warning=line))
+
+    @property
+    def _steps_done(self) -> int:
+        return self.steps[-1]["step"] if self.steps else self._steps_before
+
+    def _tell(self, stage: str, row: Row) -> None:
         if time.monotonic() > self._noted_s + _NOTE_EVERY_S:
             self._noted_s = time.monotonic()
             self._work.corpus.note_in_use()

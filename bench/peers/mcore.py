@@ -70,7 +70,7 @@ def transformer_settings(job: JobConfig, *, overlap: bool) -> dict[str, Any]:
         "num_attention_heads": model.heads,
         "num_query_groups": model.num_kv_heads,
         "ffn_hidden_size": model.ffn_hidden,
-        "layernorm_epsilon": EPS,
+        "layernorm_epsilon": model.norm_eps,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "add_bias_linear": model.bias,

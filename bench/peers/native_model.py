@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from trainer.linears import JoinedLinear, Part, SummedLinear
 from trainer.model import GPT, Block
 from trainer.ops.attention import attention
-from trainer.ops.norm import EPS, Norm
+from trainer.ops.norm import Norm
 
 
 class NativeBlock(nn.Module):
@@ -150,7 +150,7 @@ def _summed(linear: nn.Module) -> nn.Sequential:
 
 
 def _norm(norm: Norm) -> nn.LayerNorm:
-    made = nn.LayerNorm(norm.weight.shape[0], eps=EPS, device="meta")
+    made = nn.LayerNorm(norm.weight.shape[0], eps=norm.eps, device="meta")
     made.weight = norm.weight
     assert norm.bias is not None
     made.bias = norm.bias

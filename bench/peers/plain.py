@@ -19,6 +19,8 @@ def check_plain(peer: str, job: JobConfig) -> None:
         ("model.attention_window", model.attention_window, 0),
         ("model.positions", model.positions, "learned"),
         ("model.norm", model.norm, "layernorm"),
+        ("model.head_dim", model.head_dim, 0),
+        ("model.qk_norm", model.qk_norm, False),
         ("model.activation", model.activation, "gelu"),
         ("model.tied_embeddings", model.tied_embeddings, False),
         ("model.recompute", model.recompute, "none"),

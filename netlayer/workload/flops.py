@@ -1,8 +1,9 @@
 """Model FLOPs of a training step, and MFU in both conventions.
 
-The formula is the paper's, 72 B L s h^2 (1 + s/(6h) + V/(12 L h)), written with the MLP's width f in place of 4h, and
-the width g of keys and values in place of h where heads share them: only matrix products count, a multiply-add is 2,
-backward is twice forward. Left out: recomputation (no useful work), norms, GeLU, softmax. `full` and `causal` do not
+The formula is the paper's, 72 B L s h^2 (1 + s/(6h) + V/(12 L h)), written with the MLP's width f in place of 4h, the
+width a of all heads in place of h inside attention (they differ where a head's width is given), and the width g of keys
+and values where heads share them: only matrix products count, a multiply-add is 2, backward is twice forward. Left out:
+recomputation (no useful work), norms (of queries and keys too), GeLU, softmax. `full` and `causal` do not
 subtract a sliding window (the paper leaves open how it counts one); `done` counts the keys that each query sees.
 """
 
@@ -32,7 +33,7 @@ def step_flops(model: ModelConfig, sequences: int) -> StepFlops:
         raise ValueError(f"sequences = {sequences}: must be at least 1")
     attention, mlp = _linear_flops(model)
     linears = model.layers * (attention + mlp) + head_flops(model)
-    full = model.layers * 4 * model.hidden * model.seq_len
+    full = model.layers * 4 * model.attention_width * model.seq_len
     done = sum(_scores_flops(model, layer) for layer in range(model.layers))
     tokens = 3.0 * sequences * model.seq_len
     return StepFlops(tokens * (linears + full), tokens * (linears + full / 2), tokens * (linears + done))
@@ -51,14 +52,13 @@ def head_flops(model: ModelConfig) -> float:
 
 def _linear_flops(model: ModelConfig) -> tuple[float, float]:
     """Of the linears of one layer's attention, and of its MLP."""
-    h, f = model.hidden, model.ffn_hidden
-    g = h * model.num_kv_heads // model.heads
-    return 4.0 * h * h + 4 * h * g, (6.0 if model.activation == "swiglu" else 4.0) * h * f
+    h, f, a, g = model.hidden, model.ffn_hidden, model.attention_width, model.kv_width
+    return 4.0 * h * a + 4 * h * g, (6.0 if model.activation == "swiglu" else 4.0) * h * f
 
 
 def _scores_flops(model: ModelConfig, layer: int) -> float:
     """Of what lies between the linears of attention, in the mean over positions."""
-    return 4 * model.hidden * _mean_keys(model.seq_len, model.window(layer))
+    return 4 * model.attention_width * _mean_keys(model.seq_len, model.window(layer))
 
 
 def _mean_keys(num_positions: int, window: int) -> float:

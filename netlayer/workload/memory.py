@@ -183,7 +183,7 @@ def _postponed_bytes(job: JobConfig, part: BlockPart = "whole") -> float:
     model = job.model
     has_attention, has_mlp = halves_in(part)
     branches = num_branches(model, part)
-    attention = (model.hidden + qkv_width(model)) * has_attention
+    attention = (model.attention_width + qkv_width(model)) * has_attention
     inside = attention + (model.ffn_hidden + up_width(model)) * has_mlp
     return (2 * branches * model.hidden + inside / job.parallel.tp) * DTYPE_BYTES[model.dtype]
 
@@ -197,7 +197,7 @@ def _block_work_bytes(job: JobConfig) -> int:
     tokens, width = job.batch.micro_size * model.seq_len, DTYPE_BYTES[model.dtype]
     kept, dropped = _kept_and_dropped(model)
     again = {"none": 0.0, "selective": dropped, "full": kept + dropped}[model.recompute] / tp
-    widest = (2 * up_width(model) + 2 * model.hidden) * width / tp
+    widest = (2 * max(up_width(model), qkv_width(model)) + 2 * model.hidden) * width / tp
     gathered = 2.0 * model.hidden * width if tp > 1 else 0.0  # rows of all ranks, in and out of a linear
     by_nccl = not job.overlap.peer_memory or model.dtype == "float64"  # or between hosts, which the job does not say
     if tp > 1 and job.overlap.tp and by_nccl:  # of the linear before too, whose weights' gradients wait
@@ -209,14 +209,17 @@ def _block_work_bytes(job: JobConfig) -> int:
 def _kept_and_dropped(model: ModelConfig, part: BlockPart = "whole") -> tuple[float, float]:
     """Bytes a token that a block saves beside its input: with any recomputation but full, and without it only.
 
-    Norm outputs are what the linears read; queries, keys and values what attention reads (turned ones beside the plain
-    ones, of which the values are a part); its output and the activation what the last linears read. The MLP of a
-    standard block keeps its own input.
+    Norm outputs are what the linears read; queries, keys and values what attention reads (normalised and turned ones
+    beside the plain ones, of which the values are a part); its output and the activation what the last linears read.
+    The MLP of a standard block keeps its own input.
     """
     hidden, width = model.hidden, DTYPE_BYTES[model.dtype]
-    shared = hidden * model.num_kv_heads // model.heads
-    turned = hidden + shared if model.positions == "rotary" else 0
-    attended = (turned + hidden) * width + model.heads * 4  # one logarithm a head, float32
+    queries_and_keys = model.attention_width + model.kv_width
+    # Attention keeps what it reads: the plain ones, unless they were normalised or turned; then these beside the plain.
+    apart = queries_and_keys * (model.qk_norm or model.positions == "rotary")
+    attended = (apart + model.attention_width) * width + model.heads * 4  # one logarithm a head, float32
+    if model.qk_norm:  # its backward reads a contiguous copy of the plain ones, and one float32 a head
+        attended += queries_and_keys * width + (model.heads + model.num_kv_heads) * 4
     activated = model.ffn_hidden * width
     norm = hidden * width + _norm_saved_bytes(model)
     if model.parallel_block:  # computes attention again too; a standard one only what its activation gave

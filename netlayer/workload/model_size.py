@@ -4,7 +4,8 @@ Shapes are those of `trainer.model.GPT`, in the order in which it registers them
 (`buckets`), LAMB takes a norm of each matrix, and what a tensor-parallel group holds whole is what its ranks add up
 once a step (`comm_bytes`).
 
-h hidden width, f inside the MLP, q of queries, keys and values together, V vocabulary, t tensor-parallel ranks.
+A head's width need not be hidden / heads: what queries, keys and values are wide is `ModelConfig.attention_width` and
+`kv_width`.
 """
 
 from __future__ import annotations
@@ -92,14 +93,15 @@ def chunk_units(job: JobConfig, stage: int, chunk: int) -> list[Unit]:
 def block_parameters(model: ModelConfig, tp: int, part: BlockPart = "whole") -> tuple[Parameter, ...]:
     """Of a block or a half of it on one rank: linears are cut, what they add behind a sum and norms are whole."""
     if model.parallel_block:
-        inputs = (model.hidden, model.ffn_hidden)
+        inputs = (model.attention_width, model.ffn_hidden)
         inner = _column(model, tp, "inner", qkv_width(model) + up_width(model))
-        return (*_norm(model, "norm"), *inner, *_row(model, tp, "outer", inputs))
+        return (*_norm(model, "norm"), *inner, *_qk_norms(model), *_row(model, tp, "outer", inputs))
     has_attention, has_mlp = halves_in(part)
     found: tuple[Parameter, ...] = ()
     if has_attention:
         qkv = _column(model, tp, "qkv", qkv_width(model))
-        found += (*_norm(model, "norm"), *qkv, *_row(model, tp, "out", (model.hidden,)))
+        out = _row(model, tp, "out", (model.attention_width,))
+        found += (*_norm(model, "norm"), *qkv, *_qk_norms(model), *out)
     if has_mlp:
         up = _column(model, tp, "up", up_width(model))
         found += (*_norm(model, "mlp_norm"), *up, *_row(model, tp, "down", (model.ffn_hidden,)))
@@ -135,7 +137,7 @@ def table_elements(job: JobConfig) -> int:
 
 
 def qkv_width(model: ModelConfig) -> int:
-    return model.hidden + 2 * (model.hidden * model.num_kv_heads // model.heads)
+    return model.attention_width + 2 * model.kv_width
 
 
 def up_width(model: ModelConfig) -> int:
@@ -151,6 +153,12 @@ def _norm(model: ModelConfig, name: str) -> tuple[Parameter, ...]:
     """LayerNorm has a bias, RMSNorm none."""
     weight = Parameter(f"{name}.weight", (model.hidden,), False)
     return (weight, weight._replace(name=f"{name}.bias")) if model.norm == "layernorm" else (weight,)
+
+
+def _qk_norms(model: ModelConfig) -> tuple[Parameter, ...]:
+    """One weight a value of a head, which all heads share: whole on every rank."""
+    names = ("q_norm", "k_norm") if model.qk_norm else ()
+    return tuple(Parameter(f"{name}.weight", (model.head_width,), False) for name in names)
 
 
 def _column(model: ModelConfig, tp: int, name: str, width: int) -> tuple[Parameter, ...]:

@@ -3,10 +3,9 @@
 A name is the size as others give it. The token table and the head are two tables here unless a job ties them, which
 counts where the layers are few: 125m has 163.9 million parameters, and 125.3 million tied.
 
-The Llama 3 shapes are as published with the weights (Llama-3.2-1B; Meta-Llama-3-8B and -70B), so are their numbers of
-parameters: 1,235,814,400, 8,030,261,248 and 70,553,706,496. What `job.model` cannot say yet: the scaling of rotary
-frequencies that takes Llama-3.2-1B from 8,192 to 131,072 tokens (factor 32, low and high frequency factors 1 and 4),
-without which its `seq_len` is 8,192 here; and the norms' epsilon, which is 1e-5 in these models and in all of ours.
+The Llama 3 and Qwen3 shapes are as published with the weights (Llama-3.2-1B, Meta-Llama-3-8B and -70B; Qwen3-0.6B and
+-8B), so are their numbers of parameters: 1,235,814,400, 8,030,261,248 and 70,553,706,496; 596,049,920 and
+8,190,735,360. `seq_len` is what a training sequence has here, not the most that the published model reads.
 """
 
 from __future__ import annotations
@@ -20,11 +19,29 @@ def _gpt(layers: int, hidden: int, heads: int, vocab_size: int = 50_304, seq_len
 
 
 def _llama3(
-    layers: int, hidden: int, heads: int, ffn_hidden: int, *, tied_embeddings: bool = False
+    layers: int, hidden: int, heads: int, ffn_hidden: int, *, tied_embeddings: bool = False, **more: object
 ) -> Mapping[str, object]:
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": 8, "ffn_hidden": ffn_hidden}
     kinds = {"positions": "rotary", "rotary_base": 500_000.0, "norm": "rmsnorm", "activation": "swiglu", "bias": False}
-    return {**shape, **kinds, "vocab_size": 128_256, "seq_len": 8192, "tied_embeddings": tied_embeddings}
+    ends = {"vocab_size": 128_256, "seq_len": 8192, "tied_embeddings": tied_embeddings}
+    return {**shape, **kinds, **ends, "norm_eps": 1e-5, **more}
+
+
+def _qwen3(
+    layers: int, hidden: int, heads: int, ffn_hidden: int, *, tied_embeddings: bool = False
+) -> Mapping[str, object]:
+    qwen3 = {"vocab_size": 151_936, "rotary_base": 1e6, "norm_eps": 1e-6, "head_dim": 128, "qk_norm": True}
+    return _llama3(layers, hidden, heads, ffn_hidden, tied_embeddings=tied_embeddings, **qwen3)
+
+
+# https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
+_LLAMA_32_SCALING = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 MODELS: Mapping[str, Mapping[str, object]] = {
@@ -35,7 +52,9 @@ MODELS: Mapping[str, Mapping[str, object]] = {
     "13b": _gpt(40, 5120, 40),
     "175b": _gpt(96, 12_288, 128, vocab_size=64_000),  # MegaScale, NSDI'24, table 1
     "530b": _gpt(105, 20_480, 160, vocab_size=64_000),  # likewise
-    "llama3-1b": _llama3(16, 2048, 32, 8192, tied_embeddings=True),
+    "llama3-1b": _llama3(16, 2048, 32, 8192, tied_embeddings=True, rope_scaling=_LLAMA_32_SCALING),
     "llama3-8b": _llama3(32, 4096, 32, 14_336),
     "llama3-70b": _llama3(80, 8192, 64, 28_672),
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied_embeddings=True),
+    "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
 }

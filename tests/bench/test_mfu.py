@@ -260,6 +260,7 @@ def test_the_native_peer_has_our_losses_when_it_is_compiled(tmp_path: Path, layo
         (["--peers", "native3d_async", "--layout", "tp2", "--channels", "2"], "--channels = 2: does not hold native3d"),
         (["--peers", "native3d_async", "--layout", "tp2"], "needs GPUs, job.model.compile and tp above 1"),
         (["--peers", "mcore", "--set", "model.parallel_block=true"], "is not what --peers mcore can train (false)"),
+        (["--peers", "mcore", "--set", "model.head_dim=64"], "is not what --peers mcore can train (0)"),
         (["--also", "batch.global_size=8"], "changes none of model, optimizer, overlap"),
         (["--also", "model.parallel_blok=true"], "did you mean parallel_block?"),
         (["--micro-of", "mcore=2"], "is none of ours, fsdp2"),

@@ -25,6 +25,8 @@ SWITCHES: Mapping[tuple[str, str], Sequence[Any]] = {
     ("parallel", "balance"): (True, False),
     ("model", "vocab_size"): (300, 306),  # padded over two ranks, over four
     ("model", "kv_heads"): (0, 4),
+    ("model", "head_dim"): (0, 8),  # twice as wide as the stream
+    ("model", "qk_norm"): (False, True),
     ("model", "parallel_block"): (False, True),
     ("model", "attention_window"): (0, 8),
     ("model", "window_pattern"): ("w", "wf"),

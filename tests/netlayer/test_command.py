@@ -141,8 +141,15 @@ def test_a_folder_of_an_earlier_run_is_refused(tmp_path: Path, left: str) -> Non
 def test_a_restart_by_torchrun_is_told_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metrics.jsonl").touch()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(ConfigError, match="start again, with a new folder and --resume"), open_run(tmp_path, "x"):
+    with pytest.raises(ConfigError, match="start again, with a new folder"), open_run(tmp_path, "x"):
         pass
+    with (
+        pytest.raises(ConfigError, match=r"earlier run .*; resume in it with --resume auto$"),
+        open_run(tmp_path, "train"),
+    ):
+        pass
+    with open_run(tmp_path, "train", continues=True) as folder:
+        assert folder == tmp_path
 
 
 def test_a_run_that_left_logs_alone_does_not_keep_the_next_one_out(

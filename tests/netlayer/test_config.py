@@ -1,9 +1,10 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from netlayer.config import Config
-from netlayer.config_file import load_config
+from netlayer.config import Config, build_config
+from netlayer.config_file import load_config, to_toml
 from netlayer.errors import ConfigError
 from tests.netlayer.refusal import refusal
 
@@ -87,3 +88,39 @@ def test_every_key_has_a_description() -> None:
                 walk(field.annotation)
 
     walk(Config)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"heads": 5}, r"job\.model\.heads = 5: must divide job\.model\.hidden = 12; .* or set job\.model\.head_dim"),
+        ({"head_dim": 5}, r"positions = rotary: turns pairs, and a head has job\.model\.head_dim = 5 values; make it"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}},
+            r"rope_scaling\.low_freq_factor = 4\.0: must be below high_freq_factor = 4;",
+        ),
+        ({"rope_scaling": {"factor": 8.0}}, r"rope_scaling\.factor = 8\.0: has no effect with rope_type = default;"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, r"job\.model\.rope_scaling\.rope_type = yarn: "),
+        ({"norm_eps": 0.0}, r"job\.model\.norm_eps = 0\.0: must be above 0"),
+    ],
+)
+def test_a_model_that_cannot_be_is_one_line(keys: dict[str, Any], said: str) -> None:
+    tree = {"hidden": 12, "heads": 6, "positions": "rotary", **keys}
+    with pytest.raises(ConfigError, match=said):
+        build_config({"job": {"model": tree}})
+
+
+def test_heads_of_a_width_of_their_own_need_not_divide_the_stream() -> None:
+    model = build_config({"job": {"model": {"hidden": 14, "heads": 6, "kv_heads": 2, "head_dim": 4}}}).job.model
+    assert (model.head_width, model.attention_width, model.kv_width) == (4, 24, 8)
+    usual = build_config({"job": {"model": {"hidden": 12, "heads": 6}}}).job.model
+    assert (usual.head_width, usual.attention_width, usual.kv_width) == (2, 12, 12)
+
+
+def test_a_table_inside_a_section_comes_back_from_its_file(tmp_path: Path) -> None:
+    config = load_config(None, ["job.model.preset=llama3-1b", "job.model.norm_eps=1e-6"])
+    assert config.job.model.rope_scaling.factor == 32
+    file = tmp_path / "job.toml"
+    for describe in (False, True):
+        file.write_text(to_toml(config, describe=describe))
+        assert load_config(file) == config

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+from unittest import mock
+
 import torch
 
 from netlayer.rank import RankContext
+from trainer.checkpoint import NoRoom
 from trainer.loop import Trainer
 from trainer.train import Work
 from trainer.worker import meet
@@ -18,3 +24,24 @@ def poisoned_on_rank_1(context: RankContext, work: Work) -> None:
     if context.env.rank == 1:
         trainer.model.chunks[0].module.register_forward_hook(lambda _module, _args, loss: loss * torch.nan)
     trainer.step(3)
+
+
+def full_on_rank_1(context: RankContext, work: Work) -> list[str]:
+    """What a save says on this rank where rank 1 alone finds the disk full; the next one finds room."""
+    trainer = Trainer(work.job, work.corpus, work.seed, *meet(context, work))
+    said = []
+    sync = os.fsync
+    for step in (1, 2):
+        trainer.step(step)
+        full = mock.patch("os.fsync", side_effect=OSError(errno.ENOSPC, "full"))
+        with full if (step, context.env.rank) == (1, 1) else mock.patch("os.fsync", side_effect=sync):
+            try:
+                said.append(f"step {step}: {trainer.save(work.out / 'checkpoints').name}")
+            except NoRoom as exc:
+                said.append(f"step {step}: {exc}")
+        trainer.model.wait_for_all()
+        left = sorted(str(path.relative_to(work.out)) for path in Path(work.out).rglob("*step-*"))
+        trainer.model.wait_for_all()
+        said.append(f"there: {', '.join(left)}")
+    trainer.close()
+    return said

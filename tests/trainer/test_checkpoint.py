@@ -11,22 +11,26 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from collectives.state import gather_whole
-from netlayer.config import EvaluationConfig, JobConfig
+from netlayer.config import EvaluationConfig, JobConfig, build_config
 from netlayer.errors import ConfigError
 from netlayer.launch import launch
 from netlayer.meeting import meeting_place
-from tests.trainer import layout_ranks
+from tests.trainer import layout_ranks, targets
 from tests.trainer.test_layouts import LLAMA, job_of
+from trainer.checkpoint import NoRoom, _Room
+from trainer.checkpoint_file import TensorWriter
 from trainer.checkpoint_meta import FORMAT, Meta, check_model, find, going_on, sealed, seed_of
 from trainer.data.prepare import Corpus
 from trainer.loop import Place, Trainer, run
 from trainer.parallel import SplitModel
-from trainer.train import prepare
+from trainer.sample import model_of
+from trainer.train import Work, prepare
 
 from .conftest import tiny_job
 
@@ -171,10 +175,101 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_of_it(
         before(opened)
 
     monkeypatch.setattr(os, "fsync", refuse)
-    said = r"step-000002: cannot be written \(No space left on device\); make room there, or give another place"
+    said = r"step-000002: cannot be written \(No space .* device\): it needs 432 KiB, .* were free; make room there, or"
     with pytest.raises(ConfigError, match=said):
         train(job_for(text_folder, steps=2), corpus, tmp_path, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_step(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full at steps 4 and 6: tried again after the evaluation of step 6, then at step 8, which is due."""
+    job = tiny_job(text_folder, optimizer={"steps": 10}, checkpoint={"every_steps": 4})
+    whole = train(job, corpus, tmp_path / "whole")
+    trainer, rows, warnings = Trainer(job, corpus, 0, ALONE), list[dict[str, Any]](), list[str]()
+    add, save, saved = TensorWriter.add, trainer.save, list[int]()
+
+    def refuse(writer: TensorWriter, name: str, tensor: torch.Tensor) -> None:
+        if trainer.steps_done in (4, 6) and name.endswith("out.bias"):  # after some of it was written
+            raise OSError(errno.ENOSPC, "No space left on device")
+        add(writer, name, tensor)
+
+    monkeypatch.setattr(TensorWriter, "add", refuse)
+    monkeypatch.setattr(trainer, "save", lambda folder: saved.append(trainer.steps_done) or save(folder))
+    out = tmp_path / "out"
+    run(trainer, EvaluationConfig(every_steps=3), rows.append, lambda _row: None, out, on_warning=warnings.append)
+    assert [row["loss"] for row in rows] == whole
+    assert saved == [4, 6, 8, 10]
+    assert [row["step"] for row in rows if row["checkpoint_failures"]] == [4, 6]
+    assert all(rows[step - 1]["checkpoint_s"] > 0 for step in saved)
+    said = f"training goes on: --out = {out}/step-000006: cannot be written (No space left on device): it needs 432 KiB"
+    assert len(warnings) == 2
+    assert said in warnings[1]
+    assert sorted(path.name for path in out.iterdir()) == ["step-000008", "step-000010"]
+
+
+def test_a_disk_that_has_too_little_room_is_not_filled(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(job_for(text_folder), corpus, 0, ALONE)
+    trainer.step(1)
+    free = mock.Mock(total=10**12, free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: free)
+    monkeypatch.setattr("trainer.checkpoint.TensorWriter", mock.Mock(side_effect=AssertionError("was written to")))
+    with pytest.raises(NoRoom, match=r"No space left on device\): it needs 432 KiB, 1000 B were free; make room"):
+        trainer.save(tmp_path)
+    free.free = 0
+    with pytest.raises(NoRoom, match=r"it needs 432 KiB, 0 B were free; make room"):
+        trainer.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+    free.total = 0  # of a file system that does not say
+    with pytest.raises(AssertionError, match="was written to"):
+        trainer.save(tmp_path)
+
+
+def test_what_is_needed_is_what_is_written(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    trainer = Trainer(job_for(text_folder), corpus, 0, ALONE)
+    trainer.step(1)
+    size = (trainer.save(tmp_path) / "tp0-pp0.safetensors").stat().st_size
+    needed = _Room(trainer.model, tmp_path).needed_bytes
+    assert needed < size < needed + 20_000  # the header
+
+
+def test_a_disk_that_is_full_on_one_rank_is_so_on_all(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    job = tiny_job(text_folder, 2, parallel={"tp": 2, "dp": 1})
+    with meeting_place() as place:
+        work = Work(job, corpus, place.init_method("full"), "gloo", tmp_path, 0)
+        first, second = launch(targets.full_on_rank_1, 2, args=(work,), log_dir=tmp_path / "logs")
+    assert first == second
+    assert "step-000001: cannot be written (No space left on device): it needs " in first[0]
+    assert first[1:] == ["there: ", "step 2: step-000002.new", "there: checkpoints/step-000002.new"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts a file system")
+def test_a_disk_that_is_really_full(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+    """A tmpfs with room for one checkpoint: the second finds none, until somebody removes what else is there."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", disk], check=False).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        (disk / "ballast").write_bytes(bytes(700 << 10))
+        job = tiny_job(text_folder, optimizer={"steps": 9}, checkpoint={"every_steps": 2, "keep": 1})
+        trainer, rows, warnings = Trainer(job, corpus, 0, ALONE), list[dict[str, Any]](), list[str]()
+
+        def note(row: dict[str, Any]) -> None:
+            rows.append(row)
+            if row["step"] == 5:
+                (disk / "ballast").unlink()
+
+        run(trainer, EvaluationConfig(), note, lambda _row: None, disk / "a", on_warning=warnings.append)
+        assert [row["step"] for row in rows if row["checkpoint_failures"]] == [4]
+        assert [path.name for path in (disk / "a").iterdir()] == ["step-000009"]
+        assert "no checkpoint of step 4, training goes on: " in warnings[0]
+    finally:
+        subprocess.run(["umount", disk], check=True)
 
 
 @pytest.mark.parametrize("model", [LLAMA])
@@ -258,6 +353,26 @@ def test_a_save_gathers_one_bucket_at_a_time(text_folder: Path) -> None:
     assert names == list(chunk.shapes())
     assert len(wholes) == len(chunk.buckets) > 6
     assert len(set(wholes)) == 1  # one memory, in which they take turns
+
+
+def test_a_checkpoint_from_before_a_key_is_of_a_model_with_its_default(text_folder: Path, tmp_path: Path) -> None:
+    job = job_for(text_folder)
+    written = job.model_dump(mode="json")
+    for key in ("head_dim", "qk_norm", "norm_eps", "rope_scaling"):
+        del written["model"][key]
+    meta = Meta(tmp_path, 3, 0, 1, 1, written, {}, {})
+    check_model(meta, job)
+    with pytest.raises(ConfigError, match=r"is of a model with norm_eps = 1e-05, and the job has 1e-06; set job"):
+        check_model(meta, job_for(text_folder, norm_eps=1e-6))
+    with pytest.raises(ConfigError, match=r"is of a model with rope_scaling = \{'rope_type': 'default'"):
+        check_model(meta, job_for(text_folder, rope_scaling={"rope_type": "linear", "factor": 2.0}))
+
+
+def test_a_checkpoint_from_before_a_preset_had_a_key_is_read_as_it_was_trained(tmp_path: Path) -> None:
+    written = build_config({"job": {"model": {"preset": "llama3-1b"}}}).job.model_dump(mode="json")
+    assert model_of(Meta(tmp_path, 3, 0, 1, 1, written, {}, {})).rope_scaling.rope_type == "llama3"
+    del written["model"]["rope_scaling"]
+    assert model_of(Meta(tmp_path, 3, 0, 1, 1, written, {}, {})).rope_scaling.rope_type == "default"
 
 
 def test_other_text_is_refused_unless_it_is_meant(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -67,6 +69,74 @@ def test_a_job_trains_and_is_gone_on_with_in_another_layout(job_file: Path, tmp_
     over = CliRunner().invoke(train, [str(job_file), "--resume", str(tmp_path / "a"), "--out", str(tmp_path / "c")])
     assert "has taken 6 steps, and job.optimizer.steps is 6" in str(over.exception)
     assert again == pytest.approx([row["loss"] for row in rows(tmp_path / "a")[4:]], abs=1e-4)
+    done = CliRunner().invoke(train, [str(job_file), "--resume", "auto", "--out", str(tmp_path / "a")])
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (
+        0,
+        f"{tmp_path / 'a' / 'checkpoints' / 'step-000006'} has taken all 6 steps of the job: nothing to do",
+    )
+
+
+def test_a_run_goes_on_in_its_folder_from_the_step_that_is_asked_for(job_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a"
+    first = netlayer(job_file, "--out", out, "--trace", "2")
+    assert first.returncode == 0, first.stderr
+    before = rows(out)
+    earlier = out / "checkpoints" / "step-000004"
+    again = netlayer(job_file, "--out", out, "--resume", earlier, "--trace", "2-5")
+    assert again.returncode == 0, again.stderr
+    said = f"note: {out / 'checkpoints' / 'step-000006'} is of a later step, and becomes step-000006.replaced\n"
+    assert said in again.stderr
+    assert "note: --trace 2-5 has no effect up to step 4, from which it resumes\n" in again.stderr
+    keys = ("step", "loss", "grad_norm", "lr")
+    assert [[row[key] for key in keys] for row in rows(out)] == [[row[key] for key in keys] for row in before]
+    [line] = (out / "restarts.jsonl").read_text().splitlines()
+    assert json.loads(line)["replaced"]["metrics.jsonl"] == before[4:]
+    assert len(list((out / "records").iterdir())) == 2
+    names = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert names == ["step-000004", "step-000006", "step-000006.replaced"]
+    evaluated = [json.loads(row)["step"] for row in (out / "validation.jsonl").read_text().splitlines()]
+    assert evaluated == [0, 4, 6]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_under_torchrun_costs_no_row_and_no_folder(job_file: Path, tmp_path: Path) -> None:
+    """The restart finds the newest good checkpoint by itself; losses are those of a run that nobody broke off."""
+    more = ("--set", "optimizer.steps=60", "--set", "checkpoint.every_steps=8", "--set", "evaluation.every_steps=100")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    whole = netlayer(job_file, *more, "--out", tmp_path / "whole", launcher=torchrun)
+    assert whole.returncode == 0, whole.stderr
+    out, log = tmp_path / "a", tmp_path / "stderr"
+    words = [*torchrun, "--max-restarts", "2", "-m", "netlayer", "train", job_file, *more]
+    with log.open("w") as file:
+        run = subprocess.Popen(
+            [sys.executable, *map(str, [*words, "--resume", "auto", "--out", out])], stderr=file, stdout=file
+        )
+    restarts = out / "restarts.jsonl"
+
+    def wait_until(happened: Callable[[], bool]) -> None:
+        until = time.monotonic() + 120
+        while not happened() and run.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        assert happened(), log.read_text()
+
+    try:
+        for count, step in enumerate((3, 30), 1):  # before the first checkpoint, and behind some
+            wait_until(lambda step=step: (out / "metrics.jsonl").is_file() and len(rows(out)) >= step)  # type: ignore[misc]
+            family = psutil.Process(run.pid).children(recursive=True)
+            [rank] = [each for each in family if each.environ().get("RANK") == "1"]
+            rank.kill()
+            # The next start has replaced rows.
+            wait_until(lambda count=count: restarts.is_file() and restarts.read_text().count("\n") == count)  # type: ignore[misc]
+        assert run.wait(200) == 0, log.read_text()
+    finally:
+        run.kill()  # its ranks end with it
+        run.wait()
+    keys = ("step", "loss", "grad_norm", "lr")
+    assert [[row[key] for key in keys] for row in rows(out)] == [
+        [row[key] for key in keys] for row in rows(tmp_path / "whole")
+    ]
+    first, second = (json.loads(line)["resumed_step"] for line in restarts.read_text().splitlines())
+    assert first == 0 < second
 
 
 def test_processes_of_a_launcher_train_together(job_file: Path, tmp_path: Path) -> None:
@@ -154,7 +224,7 @@ def test_a_record_says_what_was_run(job_file: Path, tmp_path: Path, monkeypatch:
     job = load_config(job_file).job.model_dump(mode="json")
     meta = Meta(tmp_path / "step-000004", 4, 0, 1, 1, job, {}, {})
     facts = CorpusFacts(36, 4, 0, 50_000, 20_000, 2_000, 300, cache_hit=True)
-    monkeypatch.setattr("trainer.checkpoint_meta.find", lambda _path: meta)
+    monkeypatch.setattr("trainer.resume.find", lambda _path: meta)
     rows = ({"step": 0, "validation_loss": 2.0},)
     monkeypatch.setattr("trainer.cli._start", lambda *_, **__: TrainResult((), rows, facts, 1, ("CPU",)))
     words = [str(job_file), "--out", str(tmp_path / "a"), "--resume", "runs/old", "--trace", "5-6"]
@@ -266,6 +336,7 @@ def test_progress_says_what_a_person_looks_for() -> None:
     words = words_of(Progress("training", 3, 10, {**row, "memory_gib": 40.25}))
     assert words == "step 3/10, loss 2.500, 12,346 tokens/s, MFU 0.610 full, 0.580 causal, exposed 1.2%, 40.2 GiB"
     assert words_of(Progress("validating", 3, 10, {"validation_loss": 1.25})) == "step 3/10, held-out loss 1.250"
+    assert words_of(Progress("warning", 3, 10, {}, warning="no room")) == "warning: no room"
     held_out = Progress("validating", 3, 10, {"validation_loss": 1.25}, 90)
     assert words_of(held_out) == "step 3/10, held-out loss 1.250, 2 min left"
 

@@ -33,10 +33,17 @@ LLAMA = {
     "bias": False,
     "tied_embeddings": True,
 }
+QWEN = {
+    **LLAMA,
+    "head_dim": 12,
+    "qk_norm": True,
+    "norm_eps": 1e-3,
+    "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 64},
+}
 COVER = [
-    ({"tp": 2, "pp": 2}, PARALLEL, {}),
+    ({"tp": 2, "pp": 2}, {**PARALLEL, "qk_norm": True, "head_dim": 4}, {}),
     ({"pp": 2, "dp": 2, "vpp": 2}, LLAMA, {}),
-    ({"tp": 2, "dp": 2}, LLAMA, {}),
+    ({"tp": 2, "dp": 2}, QWEN, {}),
     ({"tp": 4}, {**PARALLEL, "recompute": "full"}, {"tp": False}),
     ({"pp": 4}, {"recompute": "selective"}, {"pp": False}),
     ({"dp": 4}, PARALLEL, {"dp": False}),

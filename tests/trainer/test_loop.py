@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from .conftest import tiny_job
 ALONE = Place(0, 1, torch.device("cpu"))
 # What reports rely on.
 ROW_KEYS = ["step", "loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "exposed_comm", "memory_gib"]
-ROW_KEYS += ["mfu_full", "mfu_causal"]
+ROW_KEYS += ["mfu_full", "mfu_causal", "eval_s", "checkpoint_s", "checkpoint_failures"]
 
 
 def losses(job: JobConfig, corpus: Corpus, seed: int = 0) -> tuple[list[float], list[Row]]:
@@ -283,6 +284,56 @@ def test_steps_are_timed_from_end_to_end_but_not_across_an_evaluation(text_folde
     row, _ = trainer.read(second)
     assert row["step_ms"] == second.comm.seconds_after(first.comm) * 1e3
     assert trainer.read(third)[0]["step_ms"] == third.comm.step_s * 1e3
+
+
+def test_seconds_beside_steps_stand_in_the_row_of_the_step_before(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that evaluations and saves alone move."""
+    now = [0.0]
+    monkeypatch.setattr("trainer.loop.time.perf_counter", lambda: now[0])
+    job = tiny_job(text_folder, optimizer={"steps": 5}, checkpoint={"every_steps": 2})
+    trainer, rows, evaluations = Trainer(job, corpus, 0, ALONE), list[Row](), list[Row]()
+    evaluate, save, launch, launched = trainer.evaluate, trainer.save, trainer.launch, list[Launched]()
+
+    def slow(seconds: float, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            now[0] += seconds
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(trainer, "evaluate", slow(3.0, evaluate))
+    monkeypatch.setattr(trainer, "save", slow(20.0, save))
+    monkeypatch.setattr(trainer, "launch", lambda step: launched.append(launch(step)) or launched[-1])
+    run(trainer, EvaluationConfig(every_steps=3), rows.append, evaluations.append, tmp_path)
+    assert [row["eval_s"] for row in rows] == [0, 0, 3, 0, 3]
+    assert [row["checkpoint_s"] for row in rows] == [0, 20, 0, 20, 20]
+    assert [(row["step"], row["eval_s"]) for row in evaluations] == [(0, 3), (3, 3), (5, 3)]
+    # A step behind one of them is timed from its own begin.
+    assert [each.before is None for each in launched] == [True, False, True, True, True]
+
+
+def test_a_row_is_written_where_what_comes_after_it_fails(text_folder: Path, corpus: Corpus) -> None:
+    job = tiny_job(text_folder, optimizer={"steps": 4})
+    trainer, rows, calls = Trainer(job, corpus, 0, ALONE), list[Row](), iter([1.0, CheckFailed("its own")])
+
+    def evaluate(_count: int) -> float:
+        outcome = next(calls)
+        if isinstance(outcome, CheckFailed):
+            raise outcome
+        return outcome
+
+    trainer.evaluate = evaluate  # type: ignore[method-assign]
+
+    def note(row: Row) -> None:
+        rows.append(row)
+        if row["step"] == 2:
+            raise ConfigError("--out", None, "is full too", "make room")
+
+    with pytest.raises(CheckFailed, match="its own"):
+        run(trainer, EvaluationConfig(every_steps=2), note, lambda _row: None)
+    assert [row["step"] for row in rows] == [1, 2]
 
 
 def test_what_makes_a_checkpoint_a_good_one_is_no_step_s_time(

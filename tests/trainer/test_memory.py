@@ -143,6 +143,8 @@ SHAPES = [
     {"dtype": "bfloat16"},
     {**LLAMA},
     {**LLAMA, "parallel_block": True, "dtype": "bfloat16"},
+    {"qk_norm": True},
+    {**LLAMA, "qk_norm": True, "head_dim": 48},  # heads wider than the stream
 ]
 
 
@@ -186,7 +188,9 @@ def test_micro_batches_in_flight_are_the_schedules(pp: int, vpp: int, rounds: in
     assert [in_flight(job, stage) for stage in range(pp)] == [schedule.peak_in_flight(stage) for stage in range(pp)]
 
 
-@pytest.mark.parametrize("model", [{}, {"parallel_block": True}, LLAMA, {"activation": "swiglu"}], ids=str)
+@pytest.mark.parametrize(
+    "model", [{}, {"parallel_block": True}, {**LLAMA, "head_dim": 48}, {"activation": "swiglu"}], ids=str
+)
 def test_weights_gradients_that_wait_keep_what_is_counted(model: dict[str, object]) -> None:
     job = small_job(layers=2, **model)
     held = dict[int, int]()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import shutil
 import socket
+import subprocess
 import urllib.request
 from pathlib import Path
 
@@ -13,7 +16,8 @@ from netlayer.config import MetricsConfig
 from netlayer.errors import ConfigError
 from trainer.metrics import check_metrics, open_sinks
 
-ROW = {"step": 3, "loss": 2.5, "step_ms": 12.0, "mfu_full": None}
+ROW = {"step": 3, "loss": 2.5, "step_ms": 12.0, "tokens_per_s": 1000.0, "memory_gib": 0.5, "mfu_full": None}
+ROW |= {"eval_s": 0.0, "checkpoint_s": 0.0, "checkpoint_failures": 0}
 
 
 def free_port() -> int:
@@ -35,21 +39,68 @@ def test_nothing_is_asked_for_by_default(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_prometheus_gets_the_last_row_and_the_last_evaluation(tmp_path: Path) -> None:
+def served(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def test_prometheus_gets_the_last_row_the_last_evaluation_and_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.metrics.time.time", lambda: 1.75e9)
     port = free_port()
-    with open_sinks(MetricsConfig(prometheus_port=port), "tiny", tmp_path) as [sink]:
-        assert gauges(port) == {}
-        sink.add({**ROW, "loss": 9.0})
-        sink.add(ROW)
-        sink.add({"step": 3, "validation_loss": 2.75})
-        assert gauges(port) == {
-            'netlayer_train_step{job="tiny"}': 3,
-            'netlayer_train_loss{job="tiny"}': 2.5,
-            'netlayer_train_step_ms{job="tiny"}': 12,
-            'netlayer_train_validation_loss{job="tiny"}': 2.75,
-        }
+    counted = {"steps": 0, "tokens": 0, "restarts": 2, "checkpoint_failures": 0}
+    counted |= {"checkpoint_seconds": 0, "evaluation_seconds": 0}
+    with open_sinks(MetricsConfig(prometheus_port=port), "tiny", tmp_path, 2, 2) as [sink]:
+        assert gauges(port) == named({f"{name}_total": value for name, value in counted.items()})
+        sink.add({**ROW, "step": 3, "loss": 9.0, "checkpoint_failures": 1, "checkpoint_s": 1.5})
+        sink.add({"step": 3, "validation_loss": 2.75, "eval_s": 0.25})
+        sink.add({**ROW, "step": 4, "eval_s": 0.25})
+        counted |= {"steps": 2, "tokens": 24, "checkpoint_failures": 1}
+        counted |= {"checkpoint_seconds": 1.5, "evaluation_seconds": 0.25}
+        last = {"step": 4, "loss": 2.5, "step_seconds": 0.012, "tokens_per_second": 1000, "memory_bytes": 2**29}
+        last |= {"validation_loss": 2.75, "last_step_timestamp_seconds": 1.75e9}
+        assert gauges(port) == named(last | {f"{name}_total": value for name, value in counted.items()})
     with open_sinks(MetricsConfig(prometheus_port=port), "tiny", tmp_path):  # the port is free again
         pass
+
+
+def named(values: dict[str, float]) -> dict[str, float]:
+    return {f'netlayer_train_{name}{{job="tiny"}}': value for name, value in values.items()}
+
+
+def test_old_names_of_gauges_can_be_had_too(tmp_path: Path) -> None:
+    port = free_port()
+    with open_sinks(MetricsConfig(prometheus_port=port, prometheus_old_names=True), "tiny", tmp_path) as [sink]:
+        sink.add(ROW)
+        old = named({"step_ms": 12, "tokens_per_s": 1000, "memory_gib": 0.5})
+        assert old.items() <= gauges(port).items()
+
+
+def test_names_follow_the_conventions_of_prometheus(tmp_path: Path) -> None:
+    """https://prometheus.io/docs/practices/naming/, and promtool where it is installed."""
+    port = free_port()
+    full = {**ROW, "lr": 1e-3, "grad_norm": 1.0, "exposed_comm": 0.1, "mfu_full": 0.5, "mfu_causal": 0.4}
+    with open_sinks(MetricsConfig(prometheus_port=port), "tiny", tmp_path) as [sink]:
+        sink.add(full)
+        sink.add({"step": 3, "validation_loss": 2.75, "eval_s": 0.25})
+        text = served(port)
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    helped = set(re.findall(r"^# HELP (\S+) \S.*$", text, re.MULTILINE))
+    samples = re.findall(r"^([^#{\s]+)\{", text, re.MULTILINE)
+    assert helped == kinds.keys() == set(samples)
+    assert len(samples) == len(kinds) == 18
+    for name, kind in kinds.items():
+        assert re.fullmatch(r"netlayer_train(_[a-z]+)+", name), name
+        assert name.endswith("_total") == (kind == "counter"), name
+        words = set(name.split("_"))
+        assert not words & {"s", "ms", "us", "b", "kb", "mb", "gb", "gib", "mib", "milliseconds", "gauge", "counter"}
+    if promtool := shutil.which("promtool"):
+        checked = subprocess.run(
+            [promtool, "check", "metrics"], input=text, text=True, capture_output=True, check=False
+        )
+        assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
 def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
@@ -90,5 +141,26 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
         sink.add({**ROW, "step": 4, "loss": 2.25})
         sink.add({"step": 4, "validation_loss": 2.75})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert sorted(events.Tags()["scalars"]) == ["loss/held_out", "loss/training", "step/step_ms"]
+    tags = [
+        "loss/held_out",
+        "loss/training",
+        *(f"step/{name}" for name in ROW if name not in ("step", "loss", "mfu_full")),
+    ]
+    assert sorted(events.Tags()["scalars"]) == sorted(tags)
     assert [(event.step, event.value) for event in events.Scalars("loss/training")] == [(3, 2.5), (4, 2.25)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs the package tensorboard")
+def test_tensorboard_has_one_history_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with open_sinks(MetricsConfig(tensorboard=True), "tiny", tmp_path) as [sink]:
+        for step in (3, 4, 5, 6):
+            sink.add({**ROW, "step": step, "loss": 9.0 - step})
+        sink.add({"step": 4, "validation_loss": 2.75})
+    with open_sinks(MetricsConfig(tensorboard=True), "tiny", tmp_path, 1, 4, evaluated=True) as [sink]:
+        sink.add({"step": 4, "validation_loss": 2.75})
+        sink.add({**ROW, "step": 5, "loss": 1.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss/training")] == [(3, 6.0), (4, 5.0), (5, 1.0)]
+    assert [event.step for event in events.Scalars("loss/held_out")] == [4]

@@ -233,7 +233,9 @@ def test_gradient_of_a_token_that_comes_often_is_added_up_in_float32() -> None:
 # As others count them, but for 1m and 125m: the smaller, the more their second token table weighs.
 SIZES = {"1m": 0.001334, "125m": 0.1639, "1.3b": 1.419, "7b": 6.865, "13b": 13.11, "175b": 175.6, "530b": 531.2}
 # As published, to the parameter.
-SIZES |= {"llama3-1b": 1.235814400, "llama3-8b": 8.030261248, "llama3-70b": 70.553706496}
+PUBLISHED = {"llama3-1b": 1.235814400, "llama3-8b": 8.030261248, "llama3-70b": 70.553706496}
+PUBLISHED |= {"qwen3-0.6b": 0.596049920, "qwen3-8b": 8.190735360}
+SIZES |= PUBLISHED
 
 
 @pytest.mark.parametrize(("name", "billions"), SIZES.items())
@@ -244,5 +246,5 @@ def test_presets_have_their_size_and_are_counted_without_memory(name: str, billi
     assert counted == num_parameters(config)
     assert counted / 1e9 == pytest.approx(billions, rel=1e-3)
     assert MODELS.keys() == SIZES.keys()
-    if name.startswith("llama3"):
+    if name in PUBLISHED:
         assert counted == round(billions * 1e9)

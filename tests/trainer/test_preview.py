@@ -40,6 +40,22 @@ def test_a_job_is_said_in_size_and_memory(tmp_path: Path) -> None:
             {"model": {"rotary_base": 5e5}},
             "job.model.rotary_base = 500000 has no effect: job.model.positions is learned",
         ),
+        (
+            {"model": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
+            "job.model.rope_scaling.rope_type = linear has no effect: job.model.positions is learned",
+        ),
+        (
+            {"model": {"positions": "rotary", "rope_scaling": {"rope_type": "linear", "low_freq_factor": 2.0}}},
+            "rope_scaling.low_freq_factor = 2 has no effect: job.model.rope_scaling.rope_type is linear",
+        ),
+        (
+            {"metrics": {"prometheus_old_names": True}},
+            "metrics.prometheus_old_names = true has no effect: job.metrics.prometheus_port is 0",
+        ),
+        (
+            {"model": {"preset": "llama3-1b", "heads": 8, "rope_scaling": {"rope_type": "linear"}}},
+            "not all of the preset llama3-1b, for given beside it: job.model.layers = 2, ",
+        ),
         ({"optimizer": {"decay_share": 0.5}}, "decay_share = 0.5 has no effect: job.optimizer.schedule is cosine"),
         (
             {"optimizer": {"schedule": "constant", "min_lr_share": 0.0}},

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-import resource
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -147,32 +145,15 @@ def test_a_task_of_srun_computes_on_the_one_gpu_that_it_was_given(
         assert worker.meet_at(context, job, "env://", "nccl")[0].device == torch.device("cuda", index)
 
 
-def test_a_row_that_does_not_fit_is_no_row_and_one_line(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with (tmp_path / "metrics.jsonl").open("wb", buffering=0) as file:
-        worker.append_row(file, {"step": 1})
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))  # the system writes what fits, and refuses the rest
-        try:
-            with pytest.raises(
-                ConfigError, match=r"--out = .*metrics\.jsonl: cannot be written \(File too large\); make"
-            ):
-                worker.append_row(file, {"step": 2, "loss": 1.0})
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        worker.append_row(file, {"step": 3})
-    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row) for row in rows] == [{"step": 1}, {"step": 3}]
-
-
 def work_in(folder: Path) -> mock.Mock:
-    return mock.Mock(job=build_config({"job": {}}).job, out=folder)
+    return mock.Mock(job=build_config({"job": {}}).job, out=folder, continues=False)
 
 
 def test_a_run_s_own_error_is_what_its_sinks_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[BaseException]()
 
     @contextlib.contextmanager
-    def sinks(*_: object) -> Iterator[list[object]]:
+    def sinks(*_: object, **__: object) -> Iterator[list[object]]:
         try:
             yield []
         except BaseException as exc:
@@ -192,5 +173,5 @@ def test_the_first_rank_says_that_its_corpus_is_in_use(tmp_path: Path) -> None:
         work = work_in(tmp_path)
         with worker._Rows(mock.Mock(env=mock.Mock(rank=rank)), work) as rows:
             rows.add_evaluation({"step": 0, "validation_loss": 1.0})
-            rows.add_step({"step": 1})  # so soon after, it need not
+            rows.add_step({"step": 1, "checkpoint_s": 0.0})  # so soon after, it need not
         assert work.corpus.note_in_use.call_count == (rank == 0)

@@ -29,9 +29,9 @@ EPS = 1e-5
 class Norm(nn.Module):
     """LayerNorm, or RMSNorm where there is no bias, of a stream to which a branch may be added first."""
 
-    def __init__(self, width: int, bias: bool, operators: Operators = "auto") -> None:
+    def __init__(self, width: int, bias: bool, operators: Operators = "auto", eps: float = EPS) -> None:
         super().__init__()
-        self.operators = operators
+        self.operators, self.eps = operators, eps
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
@@ -39,7 +39,7 @@ class Norm(nn.Module):
         self, stream: Tensor, branch: Tensor | None = None, branch_bias_D: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `add_norm`."""
-        return add_norm(stream, branch, self.weight, self.bias, branch_bias_D, operators=self.operators)
+        return add_norm(stream, branch, self.weight, self.bias, branch_bias_D, self.eps, self.operators)
 
 
 def add_norm(

@@ -1,6 +1,8 @@
 """Rotary positions: pairs of values of queries and keys are turned by an angle that grows with the position.
 
-Su et al., RoFormer (arXiv 2104.09864), 3.4.2; pairs are value i and i + K/2, as in GPT-NeoX.
+Su et al., RoFormer (arXiv 2104.09864), 3.4.2; pairs are value i and i + K/2, as in GPT-NeoX. Frequencies may be lowered
+for texts that are longer than those of the first training (`RopeScalingConfig`): all of them (Chen et al., position
+interpolation, arXiv 2306.15595), or as Llama 3.1 does it: those that turn less than once within the original length.
 
 Shapes: T positions, B sequences, H heads, K values a head.
 """
@@ -8,23 +10,63 @@ Shapes: T positions, B sequences, H heads, K values a head.
 from __future__ import annotations
 
 import functools
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from netlayer.config import RopeScalingConfig
 
-def rotate(x_TBHK: Tensor, base: float) -> Tensor:
-    """`x` with its pairs turned by position / base^(2 i / K); the first row is position 0."""
-    cos, sin = _angles(x_TBHK.shape[0], x_TBHK.shape[-1], base, x_TBHK.device)
+
+class Scaling(NamedTuple):
+    """`RopeScalingConfig`, plain enough for a compiler to trace; see there."""
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+def scaling_of(config: RopeScalingConfig) -> Scaling | None:
+    """None where frequencies stay as they are."""
+    if config.rope_type == "default":
+        return None
+    low, high = config.low_freq_factor, config.high_freq_factor
+    return Scaling(config.rope_type, config.factor, low, high, config.original_max_position_embeddings)
+
+
+def rotate(x_TBHK: Tensor, base: float, scaling: Scaling | None = None) -> Tensor:
+    """`x` with its pairs turned by position / base^(2 i / K), scaled; the first row is position 0."""
+    cos, sin = _angles(x_TBHK.shape[0], x_TBHK.shape[-1], base, scaling, x_TBHK.device)
     wide = x_TBHK.to(torch.promote_types(x_TBHK.dtype, torch.float32))
     left, right = wide.chunk(2, dim=-1)
     cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x_TBHK.dtype)
 
 
+def frequencies(width: int, base: float, scaling: Scaling | None, device: torch.device | None = None) -> Tensor:
+    """Angle from one position to the next of each pair, [K / 2], float64."""
+    plain = base ** -(torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
+    if scaling is None:
+        return plain
+    lowered = plain / scaling.factor
+    if scaling.rope_type == "linear":
+        return lowered
+    # Of the original length, how many whole turns: from low_freq_factor to high_freq_factor the share that stays as it
+    # is rises from 0 to 1.
+    turns = scaling.original_positions * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * lowered + kept * plain
+
+
 @functools.lru_cache(maxsize=16)
-def _angles(num_positions: int, width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def _angles(
+    num_positions: int, width: int, base: float, scaling: Scaling | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine, [T, 1, 1, K / 2] each, float64: computed once."""
-    exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float64, device=device), base**-exponents)
+    positions_T = torch.arange(num_positions, dtype=torch.float64, device=device)
+    angles = torch.outer(positions_T, frequencies(width, base, scaling, device))
     return angles.cos()[:, None, None], angles.sin()[:, None, None]

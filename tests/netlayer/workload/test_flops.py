@@ -23,6 +23,17 @@ def test_formula_counts_every_matrix_product() -> None:
     assert step_flops(model, sequences).full == 3 * forward
 
 
+def test_formula_counts_heads_of_a_width_of_their_own() -> None:
+    heads = {"heads": 4, "kv_heads": 2, "head_dim": 6, "qk_norm": True}
+    shape = {"layers": 3, "hidden": 8, "ffn_hidden": 40, "vocab_size": 50, "seq_len": 16}
+    model = ModelConfig.model_validate(shape | heads)
+    tokens, sequences = 2 * 16, 2
+    products = [(tokens, 8, 24 + 12 + 12), (tokens, 24, 8), (tokens, 8, 40), (tokens, 40, 8)] * 3
+    products += [(16, 6, 16), (16, 16, 6)] * (3 * 4 * sequences)  # a norm of queries and keys is no product
+    products += [(tokens, 8, 50)]
+    assert step_flops(model, sequences).full == 3 * sum(2 * m * k * n for m, k, n in products)
+
+
 def test_causal_counts_half_of_attention() -> None:
     flops = step_flops(GPT_175B, 1)
     attention = 3 * 4 * 96 * 12288 * 2048 * 2048

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import netlayer.workload
 from netlayer.config_file import load_config
 from netlayer.workload.comm_bytes import busiest, stage_collectives
 from netlayer.workload.fit import in_room, on_cluster
+from netlayer.workload.model_size import num_parameters
 from netlayer.workload.summary import GROUPS, job_lines, stage_rows
 
 
@@ -48,3 +51,23 @@ def test_windows_are_given_up_where_the_memory_or_the_host_has_none() -> None:
     assert in_room(config.job, 2**30).overlap.windows is False
     spread = config.cluster.model_copy(update={"servers": 2, "gpus_per_server": 4})
     assert on_cluster(config.job, spread).overlap.windows is False
+
+
+@pytest.mark.parametrize(
+    ("preset", "published"),
+    [
+        ("llama3-1b", 1_235_814_400),
+        ("llama3-8b", 8_030_261_248),
+        ("qwen3-0.6b", 596_049_920),  # heads twice as wide as the stream, with norms of queries and keys
+        ("qwen3-8b", 8_190_735_360),
+    ],
+)
+def test_published_models_have_their_size_on_any_layout(preset: str, published: int) -> None:
+    words = [f"model.preset={preset}", "parallel.tp=2", "parallel.dp=4", "cluster.gpus_per_server=8"]
+    config = load_config(None, [*words, "job.batch.global_size=64"])
+    assert num_parameters(config.job.model) == published
+    [row] = stage_rows(config.job, config.cluster)
+    # Of a tensor-parallel pair each has half of it, but for the norms, which both have whole.
+    norms = 2 * row["parameters"] - published
+    assert 0 < norms < published / 1000
+    assert f"{published:,} parameters" in job_lines(config.job, config.cluster)[0]

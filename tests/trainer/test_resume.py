@@ -1,0 +1,124 @@
+"""What `--resume` and `--out` mean together, at a first start and at a restart by torchrun."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from netlayer.config import build_config
+from netlayer.errors import ConfigError
+from trainer.checkpoint_meta import FORMAT, sealed
+from trainer.resume import AUTO, Start, check_steps_left, start_of
+
+RESTART = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
+FIRST = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}
+
+
+def checkpoint(run: Path, step: int, suffix: str = "") -> Path:
+    """A folder that looks whole to whoever does not read its tensors."""
+    path = run / "checkpoints" / f"step-{step:06d}{suffix}"
+    path.mkdir(parents=True)
+    (path / "tp0-pp0.safetensors").touch()
+    told = {"format": FORMAT, "step": step, "seed": 0, "tp": 1, "pp": 1, "corpus": {}, "job": {}, "digests": {}}
+    (path / "meta.json").write_text(sealed(told))
+    return path
+
+
+def came_from(start: Start) -> tuple[Path | None, bool]:
+    return start.meta.path if start.meta else None, start.continues
+
+
+def test_without_resume_a_run_starts_with_its_first_step(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 4)
+    assert start_of(None, tmp_path, RESTART) == Start()
+
+
+def test_auto_is_the_newest_good_checkpoint_of_the_folder(tmp_path: Path) -> None:
+    assert start_of(AUTO, tmp_path / "new", {}) == Start(None, continues=True, automatic=True)
+    checkpoint(tmp_path, 4)
+    newest = checkpoint(tmp_path, 8)
+    unproven = checkpoint(tmp_path, 12, ".new")
+    for environ in ({}, FIRST, RESTART):
+        start = start_of(AUTO, tmp_path, environ)
+        assert came_from(start) == (newest, True)
+        assert start.meta is not None
+        assert start.meta.passed_over == [unproven]
+
+
+def test_auto_passes_over_what_is_damaged_and_says_so(tmp_path: Path) -> None:
+    good = checkpoint(tmp_path, 4)
+    (checkpoint(tmp_path, 6) / "meta.json").write_text("{")
+    (checkpoint(tmp_path, 8) / "tp0-pp0.safetensors").unlink()
+    (checkpoint(tmp_path, 10) / "meta.json").unlink()
+    start = start_of(AUTO, tmp_path, {})
+    assert came_from(start) == (good, True)
+    assert [note.partition("it ")[2][:20] for note in start.notes] == [
+        "lacks meta.json",
+        "lacks tp0-pp0.safete",
+        "is damaged (Expectin",
+    ]
+
+
+def test_auto_does_not_start_anew_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
+    (checkpoint(tmp_path, 8) / "tp0-pp0.safetensors").unlink()
+    with pytest.raises(ConfigError, match="step-000008: lacks tp0-pp0"):
+        start_of(AUTO, tmp_path, {})
+
+
+def test_auto_says_that_it_starts_anew_where_nothing_was_saved(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
+    unproven = checkpoint(tmp_path, 2, ".new")
+    start = start_of(AUTO, tmp_path, RESTART)
+    assert came_from(start) == (None, True)
+    assert start.notes == (
+        f"note: {tmp_path} holds no good checkpoint yet: starts again with the first step",
+        f"note: {unproven} was passed over: nothing vouches for it",
+    )
+
+
+def test_auto_needs_a_folder() -> None:
+    with pytest.raises(ConfigError, match=r"--resume = auto: looks for the newest .* not given; give --out DIR"):
+        start_of(AUTO, None, {})
+
+
+@pytest.mark.parametrize("named", ["", "checkpoints", "checkpoints/step-000008"])
+def test_a_checkpoint_of_the_same_folder_goes_on_there(tmp_path: Path, named: str) -> None:
+    checkpoint(tmp_path, 4)
+    newest = checkpoint(tmp_path, 8)
+    start = start_of(tmp_path / named, tmp_path / "." / "checkpoints" / "..", FIRST)
+    assert came_from(start) == (newest, True)
+    assert came_from(start_of(tmp_path / named, tmp_path / "other", FIRST)) == (newest, False)
+    assert came_from(start_of(tmp_path / named, None, {})) == (newest, False)
+
+
+def test_an_earlier_checkpoint_of_the_same_folder_sets_later_ones_aside(tmp_path: Path) -> None:
+    earlier, later = checkpoint(tmp_path, 4), checkpoint(tmp_path, 8)
+    start = start_of(earlier, tmp_path, {})
+    assert came_from(start) == (earlier, True)
+    assert start.notes == (f"note: {later} is of a later step, and becomes step-000008.replaced",)
+    with pytest.raises(ConfigError, match="is not the newest of --out, step-000008, from which a restart by torchrun"):
+        start_of(earlier, tmp_path, FIRST)
+
+
+def test_a_restart_by_torchrun_goes_on_where_its_run_was(tmp_path: Path) -> None:
+    base, out = checkpoint(tmp_path / "base", 100), tmp_path / "out"
+    assert came_from(start_of(base, out, FIRST)) == (base, False)
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "metrics.jsonl").touch()  # killed before its first checkpoint
+    assert came_from(start_of(base, out, RESTART)) == (base, True)
+    own = checkpoint(out, 150)
+    assert came_from(start_of(base, out, RESTART)) == (own, True)
+    assert came_from(start_of(own, out, RESTART)) == (own, True)
+    newer = checkpoint(out, 200)
+    assert came_from(start_of(own, out, RESTART)) == (newer, True)
+
+
+def test_a_run_that_has_taken_all_its_steps_is_done_unless_it_was_named(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 8)
+    job = build_config({"job": {"optimizer": {"steps": 8}}}).job
+    assert not check_steps_left(start_of(AUTO, tmp_path, {}), job)
+    assert check_steps_left(Start(), job)
+    with pytest.raises(ConfigError, match=r"has taken 8 steps, and job\.optimizer\.steps is 8; raise"):
+        check_steps_left(start_of(path, tmp_path, {}), job)
