@@ -100,9 +100,10 @@ def config() -> None:
 @click.option("--config", "path", type=click.Path(path_type=Path), help="TOML file.")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable.")
 def show(path: Path | None, overrides: tuple[str, ...]) -> None:
-    """Print the resolved tree as TOML, each key with its meaning, and above it, as comments, what the job is.
+    """Print the resolved configuration as TOML, each key with its description.
 
-    That is its parameters, FLOPs, bytes a step by group, and memory a rank (`netlayer train --dry-run` has more).
+    Comments at the top summarise the job: parameters, FLOPs, bytes a step by group, and memory a rank
+    (`netlayer train --dry-run` has more).
 
     \b
     Example:
@@ -111,7 +112,7 @@ def show(path: Path | None, overrides: tuple[str, ...]) -> None:
     from netlayer.config_file import load_config, to_toml
 
     resolved = load_config(path, overrides)
-    if path is None or "job" in resolved.model_fields_set:  # else the job is ours, and not the file's
+    if path is None or "job" in resolved.model_fields_set:  # else the job is the default one, not the file's
         from netlayer.workload.summary import job_lines
 
         for line in job_lines(resolved.job, resolved.cluster):

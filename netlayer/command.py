@@ -130,8 +130,8 @@ def open_run(out: Path | None, command: str) -> Iterator[Path]:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             remedy = "a restart by torchrun cannot go on in it: start again, with a new folder and --resume"
         raise ConfigError("--out", out, rule, remedy)
-    wanted = out or Path("runs")
-    made = [path for path in (wanted, *wanted.parents) if not path.exists()]
+    parent_or_out = out or Path("runs")
+    made = [path for path in (parent_or_out, *parent_or_out.parents) if not path.exists()]
     folder, claim = None, contextlib.ExitStack()
     try:
         with uninterrupted():  # a Ctrl-C between these would leave a folder that nobody knows of
@@ -144,10 +144,12 @@ def open_run(out: Path | None, command: str) -> Iterator[Path]:
         written = [path for path in inside if path != Path(_LOCK)]
         if folder and written:
             is_logs_alone = all(path.parts[0] == _LOGS for path in written)
-            said = f"its logs are in {folder / _LOGS}" if is_logs_alone else f"what was done until then is in {folder}"
-            click.echo(f"note: {said}", err=True)
+            message = (
+                f"its logs are in {folder / _LOGS}" if is_logs_alone else f"what was done until then is in {folder}"
+            )
+            click.echo(f"note: {message}", err=True)
         elif folder:
-            claim.close()  # its file is in the folder
+            claim.close()  # removes the lock file, so that the folder is empty
             _remove_empty([*(path for path in folder.rglob("*") if path.is_dir()), *({folder} - {out}), *made])
         raise
     finally:
@@ -156,9 +158,9 @@ def open_run(out: Path | None, command: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
-    """Enter a folder as its one run: two that start before a file of theirs is there do not both.
+    """Lock a folder for one run, so that two runs that start at the same time do not both write to it.
 
-    The claim ends with the process, however that ends. Some shared file systems have none.
+    The lock ends with the process. Some shared file systems have no locks; there the folder is used without one.
     """
     try:
         claim = contextlib.ExitStack()
@@ -166,7 +168,7 @@ def _claimed(folder: Path) -> Iterator[None]:
     except LockBusy as exc:
         raise ConfigError("--out", folder, f"holds a run that is under way ({exc})", "give a new folder") from exc
     except OSError as exc:
-        logger.info("%s cannot be locked (%s): see to it that no other run has it", folder, exc.strerror)
+        logger.info("%s cannot be locked (%s): make sure that no other run uses it", folder, exc.strerror)
     with claim:
         yield
 

@@ -376,7 +376,7 @@ class LaunchConfig(Section):
 
 
 class WatchConfig(Section):
-    """Who is named when ranks wait for one that does not come; see `collectives.watch`."""
+    """Detection of the rank that hangs a collective; see `collectives.watch`."""
 
     enabled: bool = Field(True, description="name the rank that holds up the others, and end the run")
     timeout_s: float = Field(

@@ -202,7 +202,7 @@ def never_end(context: RankContext) -> None:
 
 
 def fail_from_a_thread(context: RankContext) -> None:
-    """The last rank stands still; the others find out, on a thread, while their main threads are stuck too."""
+    """Hang on all ranks; all but the last one report from a thread that the last one is the culprit."""
     if context.env.rank < context.env.world_size - 1:
         error = CollectiveTimeout(f"rank {context.env.world_size - 1} holds up step 3", silent=(1,))
         threading.Timer(0.2, lambda: context.fail(error)).start()

@@ -56,10 +56,10 @@ def test_a_good_configuration_is_shown_with_its_meanings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(monkeypatch, "config", "show", "--set", "job.optimizer.steps=5") == 0
-    shown = capsys.readouterr().out
-    assert "steps = 5 # optimiser steps" in shown
-    assert shown.startswith("# tiny-gpt: 1,334,016 parameters on 2 ranks")
-    assert tomllib.loads(shown)["job"]["optimizer"]["steps"] == 5
+    output = capsys.readouterr().out
+    assert "steps = 5 # optimiser steps" in output
+    assert output.startswith("# tiny-gpt: 1,334,016 parameters on 2 ranks")
+    assert tomllib.loads(output)["job"]["optimizer"]["steps"] == 5
     assert call(monkeypatch, "config", "check", "--config", "examples/h200x8.toml") == 0
     assert "8 ranks on 1 server\n" in capsys.readouterr().out
     assert call(monkeypatch, "config", "check") == 0
