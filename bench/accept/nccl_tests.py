@@ -19,7 +19,7 @@ from bench.accept.evidence.nccl_run import RUN
 from bench.accept.evidence.recognise import parse
 from bench.accept.expectations import load
 from bench.accept.fleet import Fleet
-from bench.accept.judge import held
+from bench.accept.judge import judge_expectations
 from bench.accept.links import Link
 from bench.accept.peers import Measured, judge_peers
 from bench.accept.run import Result, Settings, accuse_late, break_off
@@ -128,7 +128,11 @@ def _reason(said: Message | None) -> str:
 def _findings(logs: dict[str, Log]) -> Iterator[tuple[str, Finding]]:
     """Each with its host, of whose GPUs it speaks."""
     for host, log in logs.items():
-        for finding in (*log.findings, *judge_bounds(host, log.figures, {}), *held(host, log.figures, load(), {})):
+        for finding in (
+            *log.findings,
+            *judge_bounds(host, log.figures, {}),
+            *judge_expectations(host, log.figures, load(), {}),
+        ):
             yield host, replace(finding, subject=host)
     measured = [
         Measured(host, log.kind, replace(figure, subject=host)) for host, log in logs.items() for figure in log.figures

@@ -192,7 +192,7 @@ def page(result: Result, settings: Settings, commit: str, name: str) -> Report:
     bad = [finding for finding in judgement.findings if finding.verdict in ("FAIL", "WARN")]
     if bad:
         section = report.section("Faults and warnings", "What was found, and what to do next.", source="measured")
-        section.table(pd.DataFrame([output.told(one) for one in bad]), max_rows=500)
+        section.table(pd.DataFrame([output.finding_cells(one) for one in bad]), max_rows=500)
     if result.bandwidth:
         _heat_map(report, result, name)
     _device_speeds(report, result.trial, name)
@@ -200,7 +200,7 @@ def page(result: Result, settings: Settings, commit: str, name: str) -> Report:
         report.section(f"Drain list for {system}").code("\n".join(lines))
     for subject, text in tickets(result).items():
         report.section(f"Ticket: {subject}").code(text)
-    good = [_without_file(output.shown(one)) for one in judgement.findings if one.verdict not in ("FAIL", "WARN")]
+    good = [_without_file(output.table_cells(one)) for one in judgement.findings if one.verdict not in ("FAIL", "WARN")]
     if good:
         lead = "Without a verdict: nothing is known to hold it against, or it could not be read or run."
         report.section("Passed, or without a verdict", lead, source="measured").table(pd.DataFrame(good), max_rows=500)

@@ -12,7 +12,7 @@ from bench.accept import phases, run_output
 from bench.accept.command import _write_folder
 from bench.accept.fleet import Fleet
 from bench.accept.judge import Judgement
-from bench.accept.output import format_table, told
+from bench.accept.output import finding_cells, format_table
 from bench.accept.run import Result, members_of
 from bench.accept.trial import Trial
 from bench.accept.work import work_for
@@ -65,7 +65,7 @@ def test_a_ticket_of_a_link_is_a_file_with_both_ends_in_its_name(tmp_path: Path)
 
 
 def test_a_page_says_what_was_expected_beside_what_was_found() -> None:
-    row = told(Finding("FAIL", "node3", "gemm", "80 TFLOP/s", "100 TFLOP/s", "read its clocks", "gemm"))
+    row = finding_cells(Finding("FAIL", "node3", "gemm", "80 TFLOP/s", "100 TFLOP/s", "read its clocks", "gemm"))
     assert (row["found"], row["next step"]) == ("gemm: 80 TFLOP/s; expected 100 TFLOP/s", "read its clocks")
 
 
