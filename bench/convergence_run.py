@@ -220,7 +220,7 @@ def tokens_in(minutes: float, asked: Asked, corpus: Corpus, place: MeetingPlace,
 
 
 def device_name(backend: Backend) -> str:
-    """What the ranks compute on, as `netlayer.workload.flops` knows it."""
+    """Return the device type of the ranks, by its name in `netlayer.workload.flops`."""
     return next((gpu.name for gpu in environ.list_gpus()), "GPU") if backend == "nccl" else "CPU"
 
 

@@ -103,4 +103,4 @@ def _warn(trial: Trial, host: str, gpu: int, errors: Mapping[str, int], *, is_ra
     label = trial.label(ranks) if ranks else f"{host}/gpu{gpu}"
     errors_text = ", ".join(f"{name}: {count}" for name, count in errors.items())
     finding = Finding("WARN", label, "NVLink errors during the run", errors_text, "none", _STEP.format(label), PHASE)
-    trial.accuse(PHASE, "part", ranks, finding, label=label)
+    trial.flag(PHASE, "part", ranks, finding, label=label)

@@ -71,7 +71,7 @@ class Outcome:
         return bool(self.errors or self.dead or self.where or self.slow_s)
 
 
-def hindmost(where: Mapping[int, Where]) -> tuple[int, ...]:
+def slowest_ranks(where: Mapping[int, Where]) -> tuple[int, ...]:
     """The ranks that have launched the fewest collectives; none where all have launched as many."""
     least = min((one.launched for one in where.values()), default=0)
     found = tuple(rank for rank, one in where.items() if one.launched == least)
@@ -326,7 +326,7 @@ class Fleet:
 def _awaited(outcome: Outcome, where: Mapping[int, Where]) -> set[int]:
     """For whom the others seem to wait: who has not joined the group yet, or has launched the fewest collectives."""
     alone = outcome.group if len(outcome.group) == 1 else ()
-    return set(outcome.group) - outcome.formed or set(hindmost(where) or alone)
+    return set(outcome.group) - outcome.formed or set(slowest_ranks(where) or alone)
 
 
 def _members(group: Sequence[int]) -> str:

@@ -22,7 +22,7 @@ from bench.accept.fleet import Fleet
 from bench.accept.judge import judge_expectations
 from bench.accept.links import Link
 from bench.accept.peers import Measured, judge_peers
-from bench.accept.run import Result, Settings, accuse_late, break_off
+from bench.accept.run import Result, Settings, break_off, flag_late
 from bench.accept.trial import Trial
 from bench.accept.wire import Message
 from netlayer.errors import ConfigError, HardwareMissing
@@ -93,7 +93,7 @@ def _run_one(trial: Trial, name: str, binary: Path, hosts: dict[str, int], links
         said = trial.fleet.execute(host, [str(binary), *_SIZES, "-g", str(gpus)], _LIMIT_S)
         nameless = [link for link in links if link.host == host and said is None and link.lacks_name()]
         if nameless:
-            accuse_late(trial, nameless[0])
+            flag_late(trial, nameless[0])
             del hosts[host]
             continue
         if said is None or said["code"] is None or not said["text"]:
@@ -109,12 +109,12 @@ def _run_one(trial: Trial, name: str, binary: Path, hosts: dict[str, int], links
     for host, finding in _findings(logs):
         if finding.check == RUN and host in errors:
             finding = replace(finding, figure=f"{finding.figure}: {errors[host]}")
-        trial.accuse(name, "part", trial.ranks_of([host]), replace(finding, file=name, line=0), label=host)
+        trial.flag(name, "part", trial.ranks_of([host]), replace(finding, file=name, line=0), label=host)
 
 
 def _fail(trial: Trial, name: str, binary: Path, host: str, words: str, expected: str) -> None:
     finding = Finding("FAIL", host, name, words, expected, f"run {binary} on {host} by hand", name)
-    trial.accuse(name, "part", trial.ranks_of([host]), finding, label=host)
+    trial.flag(name, "part", trial.ranks_of([host]), finding, label=host)
 
 
 def _reason(said: Message | None) -> str:

@@ -82,7 +82,7 @@ def all_reduce(trial: Trial, say: Say) -> None:
     for finding in held("all_reduce", [figure], load(), {}):
         if finding.verdict is None and finding.next_step:  # the log that lacks it is our own
             finding = replace(finding, next_step=_NVLS)
-        trial.accuse("all_reduce", "group", row["group"], finding, label=finding.subject)
+        trial.flag("all_reduce", "group", row["group"], finding, label=finding.subject)
     trial.findings.append(_good_data("all_reduce", len(row["group"])))
 
 
@@ -119,7 +119,7 @@ def latency(trial: Trial, say: Say) -> None:
         finding = Finding(
             verdict, who, "latency and jitter", words, expected, step if jitter > _JITTER else "", "latency"
         )
-    trial.accuse("latency", "group", row["group"], finding, label=who)
+    trial.flag("latency", "group", row["group"], finding, label=who)
 
 
 def train(trial: Trial, say: Say) -> None:
@@ -135,7 +135,7 @@ def train(trial: Trial, say: Say) -> None:
     expected = "falls, and weights as one rank alone computes them"
     who = f"{len(rows)} ranks"
     finding = Finding("PASS" if good else "FAIL", who, "training step", words, expected, step, "train")
-    trial.accuse("train", "group", rows[0]["group"], finding, label=who)
+    trial.flag("train", "group", rows[0]["group"], finding, label=who)
 
 
 PHASES: Mapping[str, Phase] = {
@@ -255,12 +255,12 @@ def _search_slow(
     if len(ranks) > 2 or not ranks or not is_slow(tuple(group)):
         finding = Finding("WARN", trial.label(group), f"{phase}: {name}", words, "like the other groups",
                           _GROUP.format(trial.label(group)), phase)  # fmt: skip
-        trial.accuse(phase, "group", group, finding)
+        trial.flag(phase, "group", group, finding)
         return
     who = trial.label(ranks)
     step = trial.link_step(ranks) if kind == "link" else _NODE.format(who)
     finding = Finding("FAIL", who, f"{phase}: {name}, bisected", words, "like the other groups", step, phase)
-    trial.accuse(phase, kind, ranks, finding)
+    trial.flag(phase, kind, ranks, finding)
 
 
 def _compared(

@@ -29,7 +29,7 @@ def judge_hosts(looked: Mapping[str, Any], cluster: ClusterConfig | None, trial:
     found = [replace(finding, file=PHASE, line=0) for finding in _findings(looked, cluster, trial)]
     for finding in found:
         hosts = [host for host in looked if finding.subject == host or finding.subject.startswith(f"{host}: ")]
-        trial.accuse(PHASE, "part", trial.ranks_of(hosts or [finding.subject]), finding, label=finding.subject)
+        trial.flag(PHASE, "part", trial.ranks_of(hosts or [finding.subject]), finding, label=finding.subject)
     return found
 
 

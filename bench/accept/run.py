@@ -123,7 +123,7 @@ def interruptible() -> Iterator[None]:
             signal.signal(signum, owner)
 
 
-def accuse_late(trial: Trial, link: Link) -> None:
+def flag_late(trial: Trial, link: Link) -> None:
     """An agent that did not start: its host is at fault, or a name that no host has."""
     nameless = link.lacks_name()
     step = f"see whether ssh {link.host} works and netlayer is installed there at the same place"
@@ -133,7 +133,7 @@ def accuse_late(trial: Trial, link: Link) -> None:
     words = ": ".join(words for words in (what, link.last_words()) if words)
     finding = Finding("FAIL", link.host, "start", words, "an answer", step, "start")
     kind = NAME if nameless else "part"
-    trial.accuse("start", kind, link.ranks, finding, set_aside=link.ranks, label=link.host)
+    trial.flag("start", kind, link.ranks, finding, exclude=link.ranks, label=link.host)
 
 
 def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages) -> None:
@@ -143,7 +143,7 @@ def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages
         late = fleet.begin(workers, _AGENT_ENVIRON, "preflight" in settings.chosen)
     trial.alive = [member.rank for member in settings.members]
     for link in late:
-        accuse_late(trial, link)
+        flag_late(trial, link)
     counters = Counters(fleet) if settings.backend == "nccl" else None
     if counters:
         with stages.open("counters"):

@@ -15,7 +15,7 @@ from bench.accept import output
 from bench.accept.confirm import NOT_QUIET
 from bench.accept.judge import SEVERITY, Judgement
 from bench.accept.run import Result, Settings
-from bench.accept.trial import NAME, Trial, accused_rows
+from bench.accept.trial import NAME, Trial, suspect_rows
 from netlayer.results import RunRecord
 from netlayer.verdict import Finding, Verdict
 
@@ -53,7 +53,7 @@ def format_run(result: Result) -> Iterator[str]:
         yield ""
         yield f"drain list for {system}:"
         yield from (f"  {line}" for line in lines)
-    if result.trial.drill and any(one.verdict == "FAIL" and one.kind == "node" for one in result.trial.accused):
+    if result.trial.drill and any(one.verdict == "FAIL" and one.kind == "node" for one in result.trial.suspects):
         yield ""
         yield "no drain list for ranks: this was a drill, with virtual nodes or planted faults"
     if unknown := _unknown(result.trial):
@@ -89,14 +89,14 @@ def _of_nobody(result: Result) -> str:
 
 def _unknown(trial: Trial) -> list[str]:
     """Names of the hosts file that lead to no host."""
-    return [one.label for one in trial.accused if one.kind == NAME]
+    return [one.label for one in trial.suspects if one.kind == NAME]
 
 
 def _named(trial: Trial, verdict: Verdict) -> str:
     """`node3 (gemm, copy), node5 (pairs)`; whoever is faulty is not named again for a warning."""
-    faulty = {one.label for one in trial.accused if one.verdict == "FAIL"} if verdict == "WARN" else set()
+    faulty = {one.label for one in trial.suspects if one.verdict == "FAIL"} if verdict == "WARN" else set()
     phases: dict[str, list[str]] = {}
-    for one in trial.accused:
+    for one in trial.suspects:
         if one.verdict == verdict and one.label not in faulty and one.kind != NAME:
             phases.setdefault(one.label, []).append(one.phase)
     return ", ".join(f"{name} ({', '.join(dict.fromkeys(found))})" for name, found in phases.items())
@@ -111,7 +111,7 @@ def drain_lists(trial: Trial) -> dict[str, list[str]]:
     """
     kinds = ("NIC", "part") if trial.drill else ("NIC", "part", "node")
     reasons: dict[str, str] = {}
-    for one in trial.accused:
+    for one in trial.suspects:
         hosts = {trial.members[rank].host for rank in one.ranks}
         inside = one.kind == "link" and len(hosts) == 1 and not trial.drill
         if one.verdict == "FAIL" and (one.kind in kinds or inside):
@@ -135,7 +135,7 @@ def tickets(result: Result) -> dict[str, str]:
     """A text for each part that failed or is to be looked at: what was found, beside what, and what to do next."""
     found: dict[str, list[Finding]] = {}
     unknown = _unknown(result.trial)
-    accused = {one.label for one in result.trial.accused}
+    accused = {one.label for one in result.trial.suspects}
     for finding in result.trial.findings:
         warned = finding.verdict == "WARN" and finding.subject in accused
         if (finding.verdict == "FAIL" or warned) and finding.subject not in unknown:
@@ -163,7 +163,7 @@ def record(
         {"table": "overall", "verdict": judgement.verdict, "summary": sentence(result), "stopped": result.stopped}
     ]
     rows += [{"table": "finding", "phase": one.file, **_plain(one)} for one in judgement.findings]
-    rows += accused_rows(trial)
+    rows += suspect_rows(trial)
     rows += [{"table": "drain", "system": name, "lines": lines} for name, lines in drain_lists(trial).items()]
     rows += [{"table": "ticket", "subject": name, "text": text} for name, text in tickets(result).items()]
     rows += [{"table": "score", **row} for row in trial.scores]
@@ -220,7 +220,7 @@ def _heat_map(report: Any, result: Result, prefix: str) -> None:
     ]
     axes = (Axis("to", title="To"), Axis("from", title="From"), Axis("bw", title="Bandwidth", unit="GB/s"))
     frame = pd.DataFrame(rows).dropna()
-    slow = [one for one in trial.accused if one.kind == "link"]
+    slow = [one for one in trial.suspects if one.kind == "link"]
     names = dict.fromkeys(trial.label(one.ranks) for one in slow)
     words = f" Accused: {', '.join(names)}." if slow else ""
     section = report.section(

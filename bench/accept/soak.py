@@ -78,7 +78,7 @@ def _judge(trial: Trial, check: str, ratios: Mapping[tuple[int, ...], float], cy
             who = trial.label(group) if len(group) == 1 else f"{len(group)} ranks"
             words = f"{ratio:.2f} times its time at the start (all: {common:.2f}), after {cycles} cycles"
             finding = Finding(verdict, who, f"{check} drift", words, "as at the start", _STEP.format(who), PHASE)
-            trial.accuse(PHASE, "node" if len(group) == 1 else "group", group, finding)
+            trial.flag(PHASE, "node" if len(group) == 1 else "group", group, finding)
     verdict = _verdict(common, shared)
     if verdict is not None:
         who = f"{len(trial.alive)} ranks"

@@ -116,7 +116,7 @@ def _conclude(trial: Trial, name: str, times: Times, scores: Scores) -> None:
             figure = f"{_rate(trial, name, by_rank[rank])}, {score.share:.3f} of its peers"
             expected = f"peers: median {middle} of {score.peers.num_peers}, MAD {score.peers.mad:.3f}"
             finding = Finding(score.verdict, who, check, figure, expected, STEPS[name].format(who), name)
-            trial.accuse(name, "node", [rank], finding)
+            trial.flag(name, "node", [rank], finding)
         trial.findings += _passed(trial, name, check, by_rank, scores[series], middle)
 
 
@@ -139,7 +139,7 @@ def _find_pulsed(trial: Trial, args: Mapping[str, Any], means: Mapping[int, Sequ
     A turn is so long that it contains several pauses of some ten milliseconds, so every turn of such a rank is slow.
     Other work on the machine affects all ranks alike (`confirm`).
     """
-    accused = {rank for one in trial.accused for rank in one.ranks}
+    accused = {rank for one in trial.suspects for rank in one.ranks}
     middle = {rank: statistics.median(each) for rank, each in means.items() if rank in trial.alive}
     if len(middle) < MIN_PEERS:
         return
@@ -161,7 +161,7 @@ def _find_pulsed(trial: Trial, args: Mapping[str, Any], means: Mapping[int, Sequ
         evidence, who = proof[rank, "mean"], trial.label([rank])
         text = f"{evidence.ratio:.1f} times the mean time of its peers, though now and then as fast; {evidence.words}"
         finding = Finding("FAIL", who, "gemm, steadily", text, "means like its peers'", _PULSES.format(who), "gemm")
-        trial.accuse("gemm", "node", [rank], finding)
+        trial.flag("gemm", "node", [rank], finding)
     if undecided := open_of(proof):
         trial.findings.append(
             inconclusive(trial.alive, "gemm", "gemm, steadily", [trial.label([one]) for one in undecided])

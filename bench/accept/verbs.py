@@ -91,7 +91,7 @@ def _say_not_run(
 ) -> None:
     what, _, remedy = reason.partition("; ")
     finding = Finding(verdict, who, check, f"not run: {what}", _NEEDED, remedy, PHASE)
-    trial.accuse(PHASE, "host", _ranks_of(trial, hosts), finding, label=who)
+    trial.flag(PHASE, "host", _ranks_of(trial, hosts), finding, label=who)
 
 
 def _ranks_of(trial: Trial, hosts: Collection[str]) -> list[int]:
@@ -259,7 +259,7 @@ class _Series:
         if verdict == "FAIL" and len(key) == 1:
             self.bad.add(self._nics[key[0]])
         kind = "NIC" if len(key) == 1 else "NIC link"
-        self._trial.accuse(PHASE, kind, _ranks_of(self._trial, hosts), finding, label=who)
+        self._trial.flag(PHASE, kind, _ranks_of(self._trial, hosts), finding, label=who)
 
     def _label(self, key: Iterable[int]) -> str:
         return " - ".join(self._nics[end].label for end in key)

@@ -117,7 +117,7 @@ def accused(world: World, seeds: Sequence[int], num_ranks: int, measure: Callabl
     for seed in seeds:
         trial = loaded_trial(world, seed, num_ranks)
         measure(trial)
-        found.append([(one.verdict, one.kind, one.ranks) for one in trial.accused])
+        found.append([(one.verdict, one.kind, one.ranks) for one in trial.suspects])
     return found
 
 
@@ -137,7 +137,7 @@ def test_a_pair_that_stays_open_warns_of_the_machine_and_accuses_nobody() -> Non
     trial = loaded_trial(World("none", (), 1.0, 0.01), 0, 4)
     trial.fleet = cast(Fleet, Restless(World("none", (), 1.0, 0.01), 0))
     measure_pairs(trial, silent)
-    assert trial.accused == []
+    assert trial.suspects == []
     [finding] = trial.findings
     assert (finding.verdict, finding.subject) == ("WARN", "4 ranks")
     assert finding.figure.startswith(f"{NOT_QUIET} (1 neither cleared nor slow: node0 - node1; at worst ")

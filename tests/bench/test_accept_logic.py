@@ -51,9 +51,9 @@ def draw_world(seed: int) -> tuple[World, int]:
 def test_the_planted_fault_is_named_and_nobody_else(seed: int) -> None:
     world, num_ranks = draw_world(seed)
     trial = try_world(world, num_ranks, seed)
-    assert {one.ranks for one in trial.accused if one.verdict == "FAIL"} == {world.ranks}, trial.findings
+    assert {one.ranks for one in trial.suspects if one.verdict == "FAIL"} == {world.ranks}, trial.findings
     kind = "link" if world.kind.endswith("link") else "node"
-    assert {one.kind for one in trial.accused if one.verdict == "FAIL"} == {kind}
+    assert {one.kind for one in trial.suspects if one.verdict == "FAIL"} == {kind}
     if world.kind in ("hang", "stuck inside", "dead", "corrupt"):
         assert world.ranks[0] not in trial.alive
         assert len(trial.alive) == num_ranks - 1
@@ -64,7 +64,7 @@ def test_no_healthy_run_is_accused(seed: int) -> None:
     draw = random.Random(seed)
     world = World("none", (), 1.0, noise=draw.choice((0.0, 0.005, 0.02)))
     trial = try_world(world, draw.choice((4, 8, 16, 24)), seed)
-    assert not trial.accused
+    assert not trial.suspects
     assert not [finding for finding in trial.findings if finding.verdict in ("WARN", "FAIL")]
 
 
@@ -73,7 +73,7 @@ def test_no_healthy_run_is_accused(seed: int) -> None:
 def test_of_fewer_than_eight_that_nothing_is_known_of_nobody_is_accused(kind: FaultKind, num_ranks: int) -> None:
     ranks = (0, 1) if kind == "slow link" else (1,)
     trial = try_world(World(kind, ranks, 1.8, noise=0.01), num_ranks, 0)
-    assert not trial.accused
+    assert not trial.suspects
     [told] = [finding for finding in trial.findings if finding.check == ("gemm" if kind == "slow" else "pairs")]
     assert told.verdict == "NO VERDICT"
     assert "to decide it: run this on 8 or more simulated" in told.next_step

@@ -55,7 +55,7 @@ def trial_of(chosen: Settings) -> Trial:
 
 def accuse(trial: Trial, rank: int) -> None:
     finding = Finding("FAIL", trial.label([rank]), "gemm", "slow", file="gemm")
-    trial.accuse("gemm", "node", [rank], finding)
+    trial.flag("gemm", "node", [rank], finding)
 
 
 @pytest.mark.usefixtures("gpus")

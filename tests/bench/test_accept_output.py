@@ -28,7 +28,7 @@ def trial_of(num_ranks: int = 4) -> Trial:
 def result_of(*verdicts: Verdict | None, stopped: str = "") -> Result:
     trial = trial_of()
     for verdict in verdicts:
-        trial.accuse("gemm", "node", [1], Finding(verdict, "h/gpu1", "gemm", "1 us", file="gemm"))
+        trial.flag("gemm", "node", [1], Finding(verdict, "h/gpu1", "gemm", "1 us", file="gemm"))
     return Result(trial, done=["gemm"], stopped=stopped)
 
 
@@ -58,7 +58,7 @@ def test_what_all_have_in_common_is_in_the_last_line() -> None:
 
 def test_a_ticket_of_a_link_is_a_file_with_both_ends_in_its_name(tmp_path: Path) -> None:
     trial = trial_of()
-    trial.accuse("pairs", "link", [1, 2], Finding("FAIL", trial.label([1, 2]), "pairs", "1 us", file="pairs"))
+    trial.flag("pairs", "link", [1, 2], Finding("FAIL", trial.label([1, 2]), "pairs", "1 us", file="pairs"))
     _write_folder(tmp_path, Result(trial))
     drains = ["drain-kubernetes.sh", "drain-slurm.sh"]  # both ends are of one host, which is what a scheduler drains
     assert sorted(file.name for file in tmp_path.iterdir()) == [*drains, "ticket-h-gpu1-h-gpu2.txt"]
@@ -103,7 +103,7 @@ def test_training_that_does_not_learn_accuses_those_who_trained(monkeypatch: pyt
     rows = [{"first_loss": 1.0, "last_loss": 2.0, "p50_us": 1.0, "wrong": 0, "group": [0, 1, 2, 3]}]
     monkeypatch.setattr(trial, "together", lambda *_, **__: rows)
     phases.train(trial, lambda *_: None)
-    [one] = trial.accused
+    [one] = trial.suspects
     assert (one.verdict, one.ranks, one.phase) == ("FAIL", (0, 1, 2, 3), "train")
     assert run_output.sentence(Result(trial)).startswith("faulty: 1 ranks (train); ")
 

@@ -61,8 +61,8 @@ def judged(facts: dict[str, Any], **changed: dict[str, Any]) -> list[Finding]:
     cluster = ClusterConfig(servers=4, gpus_per_server=1, nic_bps=400_000_000_000)
     found = judge_hosts(looked, cluster, trial)
     bad = [finding for finding in found if finding.verdict in ("WARN", "FAIL")]
-    assert [(one.label, one.verdict) for one in trial.accused] == [(one.subject, one.verdict) for one in bad]
-    assert all(one.label.startswith(trial.members[one.ranks[0]].host) for one in trial.accused)
+    assert [(one.label, one.verdict) for one in trial.suspects] == [(one.subject, one.verdict) for one in bad]
+    assert all(one.label.startswith(trial.members[one.ranks[0]].host) for one in trial.suspects)
     return bad
 
 

@@ -95,7 +95,7 @@ def test_a_planted_fault_is_named_and_the_rest_goes_on(
 ) -> None:
     link.began = False
     result = run(settings([plant], *chosen), [link])
-    failed = {(one.ranks, one.phase) for one in result.trial.accused if one.verdict == "FAIL"}
+    failed = {(one.ranks, one.phase) for one in result.trial.suspects if one.verdict == "FAIL"}
     assert failed == {(plant.ranks, phase)}, result.trial.findings
     assert result.done == list(chosen)
     if len(plant.ranks) == 1:
@@ -125,9 +125,9 @@ def test_a_planted_fault_is_named_on_nccl_and_the_rest_goes_on(
     members = members_of([("localhost", RANKS)], 1)
     result = run(Settings(members, "nccl", work, [plant], chosen, virtual_nodes=True, shared_gpus=shared_gpus), [link])
     if plant.kind == "slowlink" and not shared_gpus:  # of four nodes that nothing is known of, nobody is accused
-        assert not result.trial.accused
+        assert not result.trial.suspects
         return
-    assert {one.ranks for one in result.trial.accused if one.verdict == "FAIL"} == {plant.ranks}, result.trial.findings
+    assert {one.ranks for one in result.trial.suspects if one.verdict == "FAIL"} == {plant.ranks}, result.trial.findings
     assert result.done == list(chosen)
     if len(plant.ranks) == 1:
         alive = [rank for rank in range(RANKS) if rank not in plant.ranks]

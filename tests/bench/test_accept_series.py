@@ -93,7 +93,7 @@ def trial_of(num: int, speed: Speed, **fleet: Any) -> Trial:
 
 
 def accused(trial: Trial) -> dict[tuple[int, ...], str]:
-    return {one.ranks: one.verdict for one in trial.accused}
+    return {one.ranks: one.verdict for one in trial.suspects}
 
 
 def only(name: str, ranks: tuple[int, ...], share: float, series: Sequence[int] = (0, 1, 2)) -> Speed:
@@ -109,7 +109,7 @@ def only(name: str, ranks: tuple[int, ...], share: float, series: Sequence[int] 
 @pytest.mark.parametrize("num", [2, 4])
 def test_healthy_gpus_pass_far_from_fail(num: int) -> None:
     trial = trial_of(num, lambda *_: 1.0)
-    assert not trial.accused
+    assert not trial.suspects
     assert judgement_of(Result(trial)).verdict == "PASS"
     assert min(one["spreads_from_fail"] for one in trial.scores) > 6
     assert {one["number"] for one in trial.scores} == {0, 1}
@@ -120,7 +120,7 @@ def test_healthy_gpus_pass_far_from_fail(num: int) -> None:
 def test_a_slow_pair_is_named_by_its_grade_and_nobody_else(num: int, share: float, verdict: str | None) -> None:
     trial = trial_of(num, only("pairs", (0, 1), share))
     assert accused(trial) == ({(0, 1): verdict} if verdict else {})
-    assert all(one.kind == "link" for one in trial.accused)
+    assert all(one.kind == "link" for one in trial.suspects)
 
 
 @pytest.mark.parametrize("num", [2, 4])
@@ -133,13 +133,13 @@ def test_a_slow_gpu_is_named_by_its_grade_and_nobody_else(num: int, share: float
 def test_a_gpu_whose_pairs_are_all_slow_is_named_itself() -> None:
     trial = trial_of(4, only("pairs", (2,), 0.7))
     assert accused(trial) == {(2,): "FAIL"}
-    assert [one.kind for one in trial.accused] == ["node"]
+    assert [one.kind for one in trial.suspects] == ["node"]
 
 
 @pytest.mark.parametrize("name", ["pairs", "gemm"])
 def test_what_is_slow_in_one_series_alone_is_tried_again_and_accuses_nobody(name: str) -> None:
     trial = trial_of(4, only(name, (0, 1) if name == "pairs" else (1,), 0.5, series=[1]))
-    assert not trial.accused
+    assert not trial.suspects
     [told] = [finding for finding in trial.findings if finding.verdict == "NO VERDICT"]
     assert "in one series alone" in told.figure
     assert told.next_step.startswith("run it again")
@@ -168,7 +168,7 @@ def test_one_that_is_now_fast_and_now_slow_is_warned_of(name: str) -> None:
 
 def test_what_a_stopped_host_costs_is_not_charged_to_its_gpu() -> None:
     trial = trial_of(4, only("gemm", (1,), 0.5), stopped={1: 0.9})
-    assert [(one.ranks, one.verdict, one.kind) for one in trial.accused] == [((1,), "WARN", "host")]
+    assert [(one.ranks, one.verdict, one.kind) for one in trial.suspects] == [((1,), "WARN", "host")]
     assert not drain_lists(trial)
     [gpu] = [finding for finding in trial.findings if finding.check == "gemm" and finding.verdict != "PASS"]
     assert (gpu.verdict, gpu.subject) == ("NO VERDICT", "vm/gpu1")
@@ -176,7 +176,7 @@ def test_what_a_stopped_host_costs_is_not_charged_to_its_gpu() -> None:
 
 def test_of_an_unknown_device_nothing_is_judged_and_the_step_says_what_would_decide_it() -> None:
     trial = trial_of(4, only("pairs", (0, 1), 0.5), device="NVIDIA Unheard")
-    assert not trial.accused
+    assert not trial.suspects
     assert not trial.scores
     assert judgement_of(Result(trial)).verdict == "NO VERDICT"
     steps = [one.next_step for one in trial.findings if one.verdict == "NO VERDICT"]
@@ -197,7 +197,7 @@ def test_gpus_of_another_kind_are_no_peers_and_pairs_between_few_nodes_are_not_j
     trial = Trial(cast(Fleet, fleet), members, work_for("nccl", None), [0, 1, 2, 3])
     measure_gpu_speeds(trial, "copy", silent)
     measure_pairs(trial, silent)
-    assert not trial.accused
+    assert not trial.suspects
     told = {(one.verdict, one.subject, one.check) for one in trial.findings if one.verdict}
     assert told == {
         ("PASS", "3 ranks", "copy device to device"),
@@ -218,7 +218,7 @@ def test_times_that_hold_the_host_judge_no_link() -> None:
     fleet = Eager(only("pairs", (0, 1), 0.5))
     trial = Trial(cast(Fleet, fleet), members_of([("vm", 8)]), work_for("nccl", None), list(range(8)))
     measure_pairs(trial, silent)
-    assert not trial.accused
+    assert not trial.suspects
     [told] = [finding for finding in trial.findings if finding.verdict == "NO VERDICT"]
     assert "libnccl.so.2" in told.next_step
 

@@ -91,12 +91,12 @@ def tried(world: World, mode: Mode = "auto") -> Trial:
 
 
 def accused(trial: Trial, verdict: str = "FAIL") -> set[str]:
-    return {one.label for one in trial.accused if one.verdict == verdict}
+    return {one.label for one in trial.suspects if one.verdict == verdict}
 
 
 def test_healthy_nics_are_accused_of_nothing_and_every_kind_of_route_is_judged() -> None:
     trial = tried(World(4, 4))
-    assert not trial.accused
+    assert not trial.suspects
     found = {(one.check, one.verdict) for one in trial.findings}
     kinds = ("loopback", "loopback to GPU memory", "inside the host", "across hosts")
     assert {(f"verbs {kind}", "PASS") for kind in kinds} <= found
@@ -132,7 +132,7 @@ def test_what_fails_once_is_a_warning() -> None:
 
 def test_too_few_nics_are_measured_and_not_judged() -> None:
     trial = tried(World(2, 1, slow=("h1: mlx5_0",), gpus=False))
-    assert not trial.accused
+    assert not trial.suspects
     assert all("4 NICs" in one.expected for one in trial.findings if "not run" not in one.figure)
 
 
@@ -147,7 +147,7 @@ def test_a_host_without_nics_is_said(bare: tuple[str, ...], mode: Mode, verdict:
     for one in found.values():
         assert (one.verdict, one.next_step) == (verdict, "use a machine with one")
         assert one.figure.startswith("not run: no RDMA device")
-    assert {one.label for one in trial.accused if one.label in bare} == (set(bare) if verdict else set())
+    assert {one.label for one in trial.suspects if one.label in bare} == (set(bare) if verdict else set())
 
 
 def test_a_port_that_is_down_is_said() -> None:

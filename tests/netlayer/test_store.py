@@ -496,7 +496,7 @@ def test_a_timeout_that_is_neither_is_refused_in_our_words(redis_url: str, run_i
 def test_while_no_server_answers_it_says_how_long_it_tries(
     run_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("netlayer.redis_link._TELL_EVERY_S", 0.5)
+    monkeypatch.setattr("netlayer.redis_link._LOG_EVERY_S", 0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         with pytest.raises(StoreUnreachable):
