@@ -329,11 +329,11 @@ def _faults(trial: Trial, each: int, fault_options: Mapping[str, Any]) -> Iterat
 
 
 def _fault_row(trial: Trial, injected: tuple[int, ...], began: float) -> dict[str, Any]:
-    accused = {one.ranks: one.verdict for one in trial.suspects}
+    verdicts = {one.ranks: one.verdict for one in trial.suspects}
     share = [one["share"] for one in trial.scores if one["subject"] == trial.label(injected)]
     return {
-        "planted": list(injected), "verdict": accused.get(injected, "none"),
-        "others": [list(ranks) for ranks in accused if ranks != injected],
+        "planted": list(injected), "verdict": verdicts.get(injected, "none"),
+        "others": [list(ranks) for ranks in verdicts if ranks != injected],
         "share": min(share, default=None), "seconds": time.monotonic() - began, **_suspects_row(trial),
     }  # fmt: skip
 

@@ -101,12 +101,12 @@ def _nearest(group: Sequence[Figure], about: Sequence[Expectation], user_facts: 
     near = (same_device or near)[:_MOST_NEAR]
     yield "expectation: none fits; the nearest:"
     for _, entry, mismatches in near:
-        needs = "; ".join(_describe_mismatch(key, wanted, value) for key, wanted, value in mismatches)
+        needs = "; ".join(_describe_mismatch(key, required, value) for key, required, value in mismatches)
         yield f"  {entry.origin} needs {needs}"
 
 
-def _describe_mismatch(key: str, wanted: Any, value: Any) -> str:
-    text = key_text(key, wanted)
+def _describe_mismatch(key: str, required: Any, value: Any) -> str:
+    text = key_text(key, required)
     if value is None:
         return (
             f"{text} (the log does not say; --{key} does)"

@@ -196,10 +196,10 @@ def _share(figure: Figure, entry: Expectation) -> float:
 
 
 def _finding(file: str, word: Verdict, figure: Figure, entry: Expectation, count: int, note: str = "") -> Finding:
-    wanted = f"{entry.value:g} ({figure.value / entry.value:.2f} of it, worst of {count}{note}): {entry.source}"
-    wanted += f"; {entry.thresholds}" if not entry.exact else ""
+    expectation = f"{entry.value:g} ({figure.value / entry.value:.2f} of it, worst of {count}{note}): {entry.source}"
+    expectation += f"; {entry.thresholds}" if not entry.exact else ""
     step = "" if word == "PASS" else _BELOW
-    return Finding(word, figure.subject, figure.series, figure.text, wanted, step, file, figure.line)
+    return Finding(word, figure.subject, figure.series, figure.text, expectation, step, file, figure.line)
 
 
 def _unknown(file: str, group: Sequence[Figure], about: Sequence[Expectation]) -> Finding:
@@ -283,10 +283,10 @@ def _traits(runs: Sequence[Run]) -> dict[str, Log]:
 
 def facts_in_words(facts: Mapping[str, Any]) -> str:
     """Format facts as text: `all_reduce, ranks 8, hosts 1, NVIDIA H200, NVLS unknown`."""
-    words = [str(facts.get("collective", "collective unknown")), f"ranks {facts.get('ranks', 'unknown')}"]
-    words += [f"hosts {facts.get('hosts', 'unknown')}", str(facts.get("device", "device unknown"))]
+    parts = [str(facts.get("collective", "collective unknown")), f"ranks {facts.get('ranks', 'unknown')}"]
+    parts += [f"hosts {facts.get('hosts', 'unknown')}", str(facts.get("device", "device unknown"))]
     nvls = facts.get("nvls")
-    words.append(f"NVLS {'unknown' if nvls is None else 'on' if nvls else 'off'}")
-    words += [f"NCCL {facts['nccl']}"] if "nccl" in facts else []
-    words += [f"NICs {facts['nics']}"] if "nics" in facts else []
-    return ", ".join(words)
+    parts.append(f"NVLS {'unknown' if nvls is None else 'on' if nvls else 'off'}")
+    parts += [f"NCCL {facts['nccl']}"] if "nccl" in facts else []
+    parts += [f"NICs {facts['nics']}"] if "nics" in facts else []
+    return ", ".join(parts)

@@ -258,9 +258,9 @@ def _places_below(rows: Sequence[Sequence[str]], width: int) -> list[str]:
 
 def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
     """Return the column widths; if rows are too wide, shrink the widest columns down to their longest word."""
-    widths, words = _natural(rows), [_longest_word(column) for column in zip(*rows, strict=True)]
+    widths, longest_words = _natural(rows), [_longest_word(column) for column in zip(*rows, strict=True)]
     room = width - len(_GAP) * (len(widths) - 1)
-    for floors in (words, [0] * len(words)):
+    for floors in (longest_words, [0] * len(longest_words)):
         for limit in range(max(widths), _LEAST_COLUMN - 1, -1):
             fitted = [max(min(one, limit), floor) for one, floor in zip(widths, floors, strict=True)]
             if sum(fitted) <= room:

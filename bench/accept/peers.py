@@ -171,8 +171,8 @@ def _groups(measured: Iterable[Measured]) -> dict[tuple[Any, ...], list[Measured
 def _missing_facts(one: Measured) -> list[str]:
     """Return the facts that a bus bandwidth needs to be comparable and that its log does not tell."""
     facts = one.figure.facts
-    wanted = ("collective", "device", "ranks") if facts.get("quantity") == "bus_bw_gbs" else ()
-    return [key for key in wanted if key not in facts]
+    needed = ("collective", "device", "ranks") if facts.get("quantity") == "bus_bw_gbs" else ()
+    return [key for key in needed if key not in facts]
 
 
 def _subject_of(one: Measured) -> SubjectKey:

@@ -139,12 +139,12 @@ def _find_pulsed(trial: Trial, args: Mapping[str, Any], means: Mapping[int, Sequ
     A turn is so long that it contains several pauses of some ten milliseconds, so every turn of such a rank is slow.
     Other work on the machine affects all ranks alike (`confirm`).
     """
-    accused = {rank for one in trial.suspects for rank in one.ranks}
+    suspect_ranks = {rank for one in trial.suspects for rank in one.ranks}
     middle = {rank: statistics.median(each) for rank, each in means.items() if rank in trial.alive}
     if len(middle) < MIN_PEERS:
         return
     limit_us = _SUSPECT_RATIO * statistics.median(middle.values())
-    order = sorted(set(middle) - accused, key=lambda rank: middle[rank])
+    order = sorted(set(middle) - suspect_ranks, key=lambda rank: middle[rank])
     suspects = [rank for rank in reversed(order) if middle[rank] > limit_us][:_MOST_PULSED]
     controls = [rank for rank in order if rank not in suspects]
     if not suspects:

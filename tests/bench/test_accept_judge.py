@@ -1,4 +1,4 @@
-"""Logs of eight tools, healthy and faulty, to verdicts; damaged and hostile ones to one line."""
+"""Verdicts on logs of eight tools, healthy and faulty; damaged and hostile files give one error line."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_expectations_that_cannot_be_used_are_refused(text: str, words: str, tmp
 
 
 def test_older_and_wider_tables_are_read(tmp_path: Path) -> None:
-    """Per-iteration columns and timestamps; a table from before the collective's name was printed; a replayed trace."""
+    """Read per-iteration columns and timestamps, a table without the collective's name, and a replayed trace."""
     wide = "".join(f"  {cell}" for cell in ("15.01", "69.84", "122.2", "0", "14.0", "17.5", "17.5", "6.66"))
     front = "     1048576        262144     float     sum      -1"
     rows = {
@@ -278,8 +278,10 @@ def test_what_the_log_says_of_nvls_is_not_asked_for(line: str, state: bool | Non
     judgement = judge_files([tmp_path / "log"])
     asked = any("--nvls" in finding.next_step for finding in judgement.findings)
     assert asked == (state is None)
-    held = [finding.expected for finding in judgement.findings if "8 x NVIDIA H200" in finding.expected]
-    assert [f"NVLS {'on' if state else 'off'}" in words for words in held] == [True] * (state is not None)
+    expectations = [finding.expected for finding in judgement.findings if "8 x NVIDIA H200" in finding.expected]
+    assert [f"NVLS {'on' if state else 'off'}" in expectation for expectation in expectations] == [True] * (
+        state is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -349,7 +351,7 @@ def test_a_fatal_switch_and_a_gpu_that_does_not_start_are_no_healthy_kernel_log(
 
 
 def test_a_part_of_nvidia_smi_is_judged_where_it_tells_of_health(tmp_path: Path) -> None:
-    """As `-d ECC` and `-d UTILIZATION` print it: without the product's name."""
+    """Judge the output of `-d ECC` and `-d UTILIZATION`, which has no product name."""
     head = "==============NVSMI LOG==============\n\nAttached GPUs : 1\nGPU 00000000:1B:00.0\n"
     for section, kinds in (
         ("    ECC Mode\n        Current : Enabled\n", 1),
@@ -442,8 +444,8 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     judgement = judge_files(
         [tmp_path / "pipe", tmp_path / "empty", tmp_path / "none", tmp_path / "huge", Path("a\x00b")]
     )
-    for words, line in zip(("a file", "No such", "8 GiB", "null"), judgement.damaged, strict=True):
-        assert words in line
+    for expected, line in zip(("a file", "No such", "8 GiB", "null"), judgement.damaged, strict=True):
+        assert expected in line
     assert "holds no file" in judgement.skipped[0]
     assert judgement.verdict == "NO VERDICT"
     assert "holds no file" in judge_files([tmp_path / "empty"]).damaged[0]
@@ -614,7 +616,7 @@ def test_help_has_examples() -> None:
 
 
 def test_judging_imports_no_heavy_library() -> None:
-    """What keeps a verdict on a hundred files below a second."""
+    """Check the imports that would make a verdict on a hundred files take longer than a second."""
     code = (
         "import sys; from pathlib import Path; import netlayer.cli, bench.accept.cli, bench.accept.output;"
         "from bench.accept.judge import judge_files;"
@@ -638,7 +640,7 @@ def test_the_worst_verdict_and_the_peers() -> None:
 
 
 def test_every_form_of_matrix_is_read(tmp_path: Path) -> None:
-    """One line alone, totals, latencies (where more is worse), and cells that do not apply."""
+    """Read matrices of a single row, totals, latencies (higher is worse), and cells that do not apply."""
     (tmp_path / "log").write_text(
         "nvbandwidth Version: v0.8\n\n"
         "Running device_local_copy.\nmemcpy local GPU(column) bandwidth (GB/s)\n           0         1\n"

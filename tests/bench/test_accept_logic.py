@@ -60,7 +60,7 @@ def test_the_planted_fault_is_named_and_nobody_else(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_healthy_run_is_accused(seed: int) -> None:
+def test_a_healthy_run_has_no_suspects(seed: int) -> None:
     draw = random.Random(seed)
     world = World("none", (), 1.0, noise=draw.choice((0.0, 0.005, 0.02)))
     trial = try_world(world, draw.choice((4, 8, 16, 24)), seed)
@@ -70,13 +70,13 @@ def test_no_healthy_run_is_accused(seed: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 7])
 @pytest.mark.parametrize("kind", ["slow", "slow node", "slow link"])
-def test_of_fewer_than_eight_that_nothing_is_known_of_nobody_is_accused(kind: FaultKind, num_ranks: int) -> None:
+def test_fewer_than_eight_unknown_devices_are_not_judged(kind: FaultKind, num_ranks: int) -> None:
     ranks = (0, 1) if kind == "slow link" else (1,)
     trial = try_world(World(kind, ranks, 1.8, noise=0.01), num_ranks, 0)
     assert not trial.suspects
-    [told] = [finding for finding in trial.findings if finding.check == ("gemm" if kind == "slow" else "pairs")]
-    assert told.verdict == "NO VERDICT"
-    assert "to decide it: run this on 8 or more simulated" in told.next_step
+    [finding] = [one for one in trial.findings if one.check == ("gemm" if kind == "slow" else "pairs")]
+    assert finding.verdict == "NO VERDICT"
+    assert "to decide it: run this on 8 or more simulated" in finding.next_step
 
 
 @given(size=st.integers(2, 40), data=st.data())

@@ -43,10 +43,10 @@ def judged(backend: str, common: float, own: dict[int, float], ranks: int = NODE
     ids=["quiet", "load on all", "one", "one, and load on all", "one, somewhat", "hot room", "one GPU, somewhat"],
 )
 def test_who_drifted_is_told_from_what_all_have_in_common(
-    case: Case, accused: dict[tuple[int, ...], str], verdicts: list[str]
+    case: Case, suspects: dict[tuple[int, ...], str], verdicts: list[str]
 ) -> None:
     trial = judged(*case)
-    assert {one.ranks: one.verdict for one in trial.suspects} == accused
+    assert {one.ranks: one.verdict for one in trial.suspects} == suspects
     assert sorted(str(finding.verdict) for finding in trial.findings) == verdicts
 
 
