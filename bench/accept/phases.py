@@ -15,7 +15,7 @@ from dataclasses import replace
 from bench.accept.confirm import LEAST_CONTROLS, confirm, inconclusive, open_of, state_of
 from bench.accept.evidence.log import Figure
 from bench.accept.expectations import load
-from bench.accept.judge import held
+from bench.accept.judge import judge_expectations
 from bench.accept.matrix import judge_logs
 from bench.accept.speeds import measure_speeds
 from bench.accept.trial import Say, Trial
@@ -79,7 +79,7 @@ def all_reduce(trial: Trial, say: Say) -> None:
         "all_reduce bus bandwidth", f"{row['size_bytes']} bytes", f"{len(row['group'])} ranks", row["bus_bw_gbs"],
         "GB/s", 0, facts={**facts, "bytes": row["size_bytes"]},
     )  # fmt: skip
-    for finding in held("all_reduce", [figure], load(), {}):
+    for finding in judge_expectations("all_reduce", [figure], load(), {}):
         if finding.verdict is None and finding.next_step:  # the log that lacks it is our own
             finding = replace(finding, next_step=_NVLS)
         trial.flag("all_reduce", "group", row["group"], finding, label=finding.subject)

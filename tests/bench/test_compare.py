@@ -174,8 +174,8 @@ def test_the_json_of_nccl_tests_and_of_ours_is_read(tmp_path: Path) -> None:
     logs = Path(__file__).parent / "logs"
     theirs = logs / "nccl_h200x8.json"
     slow = json.loads(theirs.read_text())
-    for outcome in slow["results"]:
-        outcome["in_place"]["bus_bw"] *= 0.5
+    for entry in slow["results"]:
+        entry["in_place"]["bus_bw"] *= 0.5
     (tmp_path / "slow").write_text(json.dumps(slow))
     outcome = command(theirs, tmp_path / "slow", "--by", "bus_bw_gbs")
     assert outcome.exit_code == 1

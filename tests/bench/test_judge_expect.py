@@ -13,7 +13,7 @@ from bench.accept.cli import accept
 from bench.accept.evidence.log import Figure, Log
 from bench.accept.expectations import FOLDER, Expectation, Published, Source, load, load_user, threshold_of
 from bench.accept.explain import explain
-from bench.accept.judge import Run, held, judge_runs
+from bench.accept.judge import Run, judge_expectations, judge_runs
 from bench.accept.publish import publish
 from netlayer.errors import ConfigError, NetlayerError
 from netlayer.verdict import Finding, Verdict
@@ -31,7 +31,7 @@ def figure(value: float, size: int = 8 * GIB, **facts: Any) -> Figure:
 
 
 def judge_with(figures: list[Figure], entries: tuple[Expectation, ...] = (), **said: Any) -> Finding:
-    [finding] = held("log", figures, (*entries, *load()), said)
+    [finding] = judge_expectations("log", figures, (*entries, *load()), said)
     return finding
 
 
@@ -227,7 +227,7 @@ def test_a_published_record_has_no_names_and_is_an_entry_of_the_registry(tmp_pat
     assert all(entry.keys["device"] == "NVIDIA H200" and entry.keys["nvls"] is False for entry in entries)
     lowest = min(entry.value for entry in entries if entry.keys["bytes"] == GIB)
     assert 355 < lowest < 360  # the slowest of them, which PASS must let through
-    [finding] = held("log", [figure(360, GIB, device="NVIDIA H200", nvls=False, nccl=22809, graph=False)], entries, {})
+    [finding] = judge_expectations("log", [figure(360, GIB, device="NVIDIA H200", nvls=False, nccl=22809, graph=False)], entries, {})
     assert finding.verdict == "PASS"
 
 

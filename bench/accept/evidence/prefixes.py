@@ -27,8 +27,8 @@ _SYSLOG = re.compile(
 _TAG_TIME = rf"(?:(?:[A-Z][a-z]{{2}} {_DAY_TIME} \d{{4}}|{_ISO}) ?)?"
 # For tags without a space after them, a single space is removed; several belong to the line.
 _ITS_SPACE = r"(?: (?! ))?"
-# Tags that are unmistakable at the start of a line. Group `host` is a node, `task` a process, pod or service, `rank` the
-# launcher's number of a process.
+# Tags that are unmistakable at the start of a line. Group `host` is a node; `task` a process, pod or service; `rank` is
+# the launcher's number of a process.
 _TAGS: tuple[re.Pattern[str], ...] = tuple(
     map(
         re.compile,
