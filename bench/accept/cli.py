@@ -75,7 +75,7 @@ def accept(context: click.Context, /, verbose: int, **options: Any) -> None:
             raise click.UsageError(f"options of the run stand before no sub-command: --{used.replace('_', '-')}")
         return
     from bench.accept import phases
-    from bench.accept.command import Asked, accept_run
+    from bench.accept.command import AcceptOptions, accept_run
     from netlayer import log
     from netlayer.errors import ConfigError
 
@@ -85,7 +85,7 @@ def accept(context: click.Context, /, verbose: int, **options: Any) -> None:
     for name in options["only"]:
         if name not in phases.names():
             raise ConfigError("--only", name, f"must be one of {', '.join(phases.names())}", "correct it")
-    sys.exit(accept_run(Asked(**options)))
+    sys.exit(accept_run(AcceptOptions(**options)))
 
 
 def _is_given(context: click.Context, name: str) -> bool:

@@ -203,6 +203,6 @@ def _flag(
     figure = f"{score.share:.3f} of the speed of its peers ({1 / max(score.share, 1e-9):.1f} times their time)"
     again = [one for (pair, _), one in proof.items() if one.state == "slow" and set(ranks) <= set(pair)]
     expected = f"peers: {score.peers.num_peers}, MAD {score.peers.mad:.3f}"
-    expected += f"; tried again: {max(again, key=lambda one: one.ratio).words}" if again else ""
+    expected += f"; tried again: {max(again, key=lambda one: one.ratio).description}" if again else ""
     finding = Finding(score.verdict, label, f"pairs {series}", figure, expected, step, PHASE)
     trial.flag(PHASE, kind, ranks, finding)

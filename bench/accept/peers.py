@@ -231,7 +231,7 @@ def _scattered(series: str, scores: Mapping[SubjectKey, _Score]) -> Finding:
     worst, best = _ends(scores)
     figure = f"{worst.sample.figure.text} ({worst.sample.figure.subject}) to {best.sample.figure.text} "
     figure += f"({best.sample.figure.subject}): {_ratio(scores):.2f} times"
-    expected = f"alike: within {SPREAD:g} times; they scatter so that no one stands out"
+    expected = f"alike: within {SPREAD:g} times; they scatter, without an outlier"
     sample = worst.sample
     who = f"{len(scores)} like {sample.figure.subject}"
     return Finding("WARN", who, series, figure, expected, _SCATTER_STEP, sample.file, sample.figure.line)

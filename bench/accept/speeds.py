@@ -159,7 +159,8 @@ def _find_pulsed(trial: Trial, args: Mapping[str, Any], means: Mapping[int, Sequ
         if state_of(proof, rank) != "slow":
             continue
         evidence, who = proof[rank, "mean"], trial.label([rank])
-        text = f"{evidence.ratio:.1f} times the mean time of its peers, though now and then as fast; {evidence.words}"
+        text = f"{evidence.ratio:.1f} times the mean time of its peers, though now and then as fast"
+        text += f"; {evidence.description}"
         finding = Finding("FAIL", who, "gemm, steadily", text, "means like its peers'", _PULSES.format(who), "gemm")
         trial.flag("gemm", "node", [rank], finding)
     if undecided := open_of(proof):

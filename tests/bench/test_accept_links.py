@@ -152,5 +152,5 @@ def test_paths_in_the_ssh_command_are_from_where_the_user_is(tmp_path: Path, mon
         link = start_ssh("node7", [0], "./my-ssh", log)
         assert link.process is not None
         link.process.wait()
-        assert link.last_words() == f"{tmp_path.resolve()} sees node7"
+        assert link.last_log_line() == f"{tmp_path.resolve()} sees node7"
         link.close()

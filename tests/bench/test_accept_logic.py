@@ -90,7 +90,7 @@ def test_bisection_finds_the_member_or_the_link(size: int, data: st.DataObject) 
         trials.append(members)
         return bad <= set(members)
 
-    found = find_culprits(group, is_bad, witnesses=(1, 2))
+    found = find_culprits(group, is_bad, controls=(1, 2))
     if len(bad) == 1:
         assert found == Culprits(members=tuple(bad))
     else:

@@ -35,7 +35,7 @@ def result_of(*verdicts: Verdict | None, stopped: str = "") -> Result:
 @pytest.mark.parametrize(
     ("result", "verdict", "words"),
     [
-        (result_of("PASS"), "PASS", "nobody stands out; 4 ranks, 1 phase"),
+        (result_of("PASS"), "PASS", "no outlier; 4 ranks, 1 phase"),
         (result_of(None), "NO VERDICT", "nothing could be judged; 4 ranks, 1 phase"),
         (result_of("WARN", "FAIL"), "FAIL", "faulty: h/gpu1 (gemm); 4 ranks, 1 phase"),
         (result_of("WARN"), "WARN", "to look at: h/gpu1 (gemm); 4 ranks, 1 phase"),

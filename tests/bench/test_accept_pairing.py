@@ -1,4 +1,4 @@
-"""What stands out among pairs that share cores is accused only where it is slow again, alone beside good pairs."""
+"""Outliers among pairs that share cores are flagged only if they are slow again, in turns with good pairs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from bench.accept.cli import accept
 from bench.accept.fleet import Fleet
 from bench.accept.links import start_local
-from bench.accept.nics import Found, Nic, NicJobs, Route, Speed, Trouble, rounds
+from bench.accept.nics import Nic, NicJobs, Route, RouteFailure, RouteResults, Speed, rounds
 from bench.accept.run import members_of
 from bench.accept.run_output import drain_lists
 from bench.accept.trial import Trial
@@ -62,18 +62,18 @@ class World:
         down = {**common, "name": "mlx5_9", "lacks": "its port is DOWN; connect its cable"}
         return [*({**common, "name": f"mlx5_{at}"} for at in range(self.nics)), down]
 
-    def measure(self, routes: Sequence[Route]) -> Found:
+    def measure(self, routes: Sequence[Route]) -> RouteResults:
         ends = [end for route in routes for end in {route.src, route.dst}]
         assert len(ends) == len(set(ends))
         return {route: self._one(route) for route in routes}
 
-    def _one(self, route: Route) -> Speed | Trouble:
+    def _one(self, route: Route) -> Speed | RouteFailure:
         first = route not in self.tried
         self.tried.append(route)
         if route.gpu and route.src.name == "mlx5_1":
-            return Trouble("GPUDirect is missing: no module; run: modprobe nvidia_peermem", False)
+            return RouteFailure("GPUDirect is missing: no module; run: modprobe nvidia_peermem", False)
         if self._meets(self.broken, route) or (first and self._meets(self.once, route)):
-            return Trouble(f"{route.src.name}: queue pair 7 went to error: transport retry counter exceeded", True)
+            return RouteFailure(f"{route.src.name}: queue pair 7 went to error: transport retry counter exceeded", True)
         scatter = 1 + len(self.tried) % 3 / 100
         factor = 4 if self._meets(self.slow, route) else 1
         return Speed(390e9 / scatter / factor, 2.1 * scatter)
@@ -210,8 +210,8 @@ def test_an_agent_runs_jobs_and_tells_how_they_ended(tmp_path: Path) -> None:
             assert {"error"} <= set(said[jobs[2]]) or {"devices"} <= set(said[jobs[2]])
             found = NicJobs(fleet).measure([Route(Nic("localhost", "nix0", RATE), Nic("localhost", "nix1", RATE))])
             [trouble] = found.values()
-            assert isinstance(trouble, Trouble)
-            assert not trouble.guilty
+            assert isinstance(trouble, RouteFailure)
+            assert not trouble.is_hardware_fault
         finally:
             link.close()
     assert "KeyError: 'no such thing'" in (tmp_path / "log").read_text()

@@ -227,7 +227,9 @@ def test_a_published_record_has_no_names_and_is_an_entry_of_the_registry(tmp_pat
     assert all(entry.keys["device"] == "NVIDIA H200" and entry.keys["nvls"] is False for entry in entries)
     lowest = min(entry.value for entry in entries if entry.keys["bytes"] == GIB)
     assert 355 < lowest < 360  # the slowest of them, which PASS must let through
-    [finding] = judge_expectations("log", [figure(360, GIB, device="NVIDIA H200", nvls=False, nccl=22809, graph=False)], entries, {})
+    [finding] = judge_expectations(
+        "log", [figure(360, GIB, device="NVIDIA H200", nvls=False, nccl=22809, graph=False)], entries, {}
+    )
     assert finding.verdict == "PASS"
 
 
