@@ -196,7 +196,7 @@ def _end_as_broken_pipe() -> NoReturn:
 
 
 def _end_if_full(exc: OSError) -> None:
-    """A disk without room is the user's to mend, wherever nobody has put it into better words."""
+    """Exit with one line if the disk is full, for commands that did not report that themselves."""
     if exc.errno in FULL_DISK:
         _leave_stdout()
         where = exc.filename or "what this command writes"
@@ -204,20 +204,20 @@ def _end_if_full(exc: OSError) -> None:
 
 
 def _leave_stdout() -> None:
-    """What is still in its buffer goes nowhere: else Python writes it at its end, and fails again."""
+    """Redirect stdout to /dev/null, else Python would fail again when it flushes the buffer at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _one_line(exc: click.ClickException) -> str:
-    """What is wrong with the arguments, and where to read how to write them: `--seeds: 0 is not in the range x>=1`."""
-    words = " ".join(exc.format_message().split()).removesuffix(".")
-    words = re.sub(r"^Invalid value for '([^']+)'", r"\1", words)
+    """Return a usage error in one line, with a pointer to --help: `--seeds: 0 is not in the range x>=1; see ...`."""
+    message = " ".join(exc.format_message().split()).removesuffix(".")
+    message = re.sub(r"^Invalid value for '([^']+)'", r"\1", message)
     context = exc.ctx if isinstance(exc, click.UsageError) else None
-    return f"{words}; see {context.command_path} --help" if context else words
+    return f"{message}; see {context.command_path} --help" if context else message
 
 
 def _print_findings(findings: list[Any]) -> None:
-    """A finding a line, its remedy below; no line is broken here, so that a path can be copied whole."""
+    """Print one line for each finding, its remedy below; lines are not wrapped, so that paths can be copied."""
     colours = {"ok": "green", "optional": "cyan", "missing": "yellow", "problem": "red"}
     width = max(len(finding.topic) for finding in findings)
     for finding in findings:

@@ -1,4 +1,4 @@
-"""What every command shares: its options, its output folder, and where its records go.
+"""Common parts of all commands: shared options, output folder and records.
 
 stdout is data, stderr is log and progress. Without `--out` a command writes to `./runs/<command>-<UTC>/`: `report.html`
 and `records/*.json` there.
@@ -89,12 +89,14 @@ def run_options_without_config(command: Callable[..., None]) -> Callable[..., No
 
 def _with_options(command: Callable[..., None], shared: Sequence[Callable[..., Any]]) -> Callable[..., None]:
     @functools.wraps(command)
-    def with_options(verbose: int, **given: Any) -> None:
+    def with_options(verbose: int, **options_by_name: Any) -> None:
         log.configure(verbose, rank.number(os.environ))
-        check_target("--json", given["json_file"])
-        given = {**_CONFIG, **given}
-        options = RunOptions(**{field.name: given.pop(field.name) for field in dataclasses.fields(RunOptions)})
-        command(options=options, **given)
+        check_target("--json", options_by_name["json_file"])
+        options_by_name = {**_CONFIG, **options_by_name}
+        options = RunOptions(
+            **{field.name: options_by_name.pop(field.name) for field in dataclasses.fields(RunOptions)}
+        )
+        command(options=options, **options_by_name)
 
     for option in reversed(shared):
         option(with_options)

@@ -115,7 +115,7 @@ def _resolve(path: list[str]) -> list[str]:
 
 
 def _parse_value(text: str) -> object:
-    """As TOML reads it (numbers, booleans, lists, quoted text); anything else is text: `200G`, `adamw`, a path."""
+    """Parse a value as TOML (numbers, booleans, lists, quoted text); anything else is text: `200G`, `adamw`, a path."""
     try:
         return parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

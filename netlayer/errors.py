@@ -50,8 +50,8 @@ class ConfigError(NetlayerError):
 
     def __init__(self, field: str, value: object, rule: str, remedy: str) -> None:
         self.field, self.value, self.rule, self.remedy = field, value, rule, remedy
-        shown = "" if value is None else f" = {_one_line(value)}"
-        super().__init__(f"{_one_line(field)}{shown}: {_one_line(rule)}; {_one_line(remedy)}")
+        value_text = "" if value is None else f" = {_one_line(value)}"
+        super().__init__(f"{_one_line(field)}{value_text}: {_one_line(rule)}; {_one_line(remedy)}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
         return type(self), (self.field, self.value, self.rule, self.remedy)

@@ -416,7 +416,7 @@ def _rank_environ(num_ranks: int, env: Mapping[str, str] | None) -> dict[str, st
 
 
 def _pickle_order(target: Callable[..., object], args: tuple[object, ...], verbosity: int) -> bytes:
-    """What a rank reads from its stdin: (argv, how to import the main script or None, verbosity, target and args)."""
+    """Pickle what a rank reads from stdin: (argv, import path of the main script or None, verbosity, target, args)."""
     try:
         work = pickle.dumps((target, args))
     except (pickle.PicklingError, AttributeError, TypeError) as exc:

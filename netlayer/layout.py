@@ -25,7 +25,7 @@ _MOST_LISTED = 16  # ranks that a line lists one by one
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands: its index inside its tensor-, pipeline- and data-parallel group."""
+    """Coordinates of a rank: its index inside its tensor-, pipeline- and data-parallel group."""
 
     tp: int
     pp: int

@@ -339,7 +339,7 @@ class _Reporter:
         self.send(MESSAGE, pickle.dumps(message))
 
     def fail(self, error: NetlayerError) -> None:
-        """End this process, as `RankContext.fail` says."""
+        """Send the error to the launcher and exit, see `RankContext.fail`."""
         described = {"blame": Blame.HUNG, "reason": reason_of(error), "traceback": "", "error": _pickle_error(error)}
         self.send(FAILURE, pickle.dumps(described))
         with contextlib.suppress(OSError, ValueError):
@@ -347,14 +347,14 @@ class _Reporter:
         os._exit(1)
 
     def send(self, kind: bytes, body: bytes) -> None:
-        left = memoryview(HEADER.pack(kind, time.monotonic_ns(), len(body)) + body)
+        remaining = memoryview(HEADER.pack(kind, time.monotonic_ns(), len(body)) + body)
         with self._lock:
-            while left:
-                left = left[os.write(self._fd, left) :]
+            while remaining:
+                remaining = remaining[os.write(self._fd, remaining) :]
 
 
 def _die_with(launcher_pid: int) -> None:
-    """The kernel kills this process when the thread that started it ends, and `launch` does not return before that.
+    """Have the kernel kill this process when the thread that started it ends (`launch` does not return before that).
 
     The keeper does the same and more, but later, and is itself a process that can be killed.
     """
@@ -367,7 +367,7 @@ def _die_with(launcher_pid: int) -> None:
 
 
 def _flush_every_line() -> None:
-    """A log must hold what was printed before a SIGKILL, by Python and by C (NCCL_DEBUG) alike."""
+    """Flush output at every line, of Python and C (NCCL_DEBUG), so that the log is complete after a SIGKILL."""
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     if sys.platform == "linux":
@@ -378,7 +378,7 @@ def _flush_every_line() -> None:
 
 
 def _describe(exc: BaseException) -> bytes:
-    """Fields of a `Failure`; text only, since an exception itself may not survive pickle."""
+    """Pickle the fields of a `Failure` as text, since the exception itself may not be picklable."""
     below_us = exc.__traceback__ and exc.__traceback__.tb_next
     text = "".join(traceback.format_exception(type(exc), exc, below_us))
     blame = Blame.LOST_PEER if _looks_like_lost_peer(exc) else Blame.PLAIN
@@ -408,7 +408,7 @@ _LOST_PEER = re.compile(
 
 
 def _looks_like_lost_peer(exc: BaseException | None) -> bool:
-    """Whether this, or what it was raised from, reads as "somebody else went away"."""
+    """Return True if the exception, or one of its causes, looks like the loss of a peer."""
     while exc is not None:
         if isinstance(exc, ConnectionError | EOFError | TimeoutError | StoreError):
             return True

@@ -227,8 +227,8 @@ def _shortest_cycle(before: Mapping[str, Mapping[str, Sequence[int]]]) -> list[s
 
 def _winner(votes: Counter[Signature], siblings: Iterable[Aligned], places: set[tuple[str, int]]) -> Signature | None:
     """Return the signature of most ranks; a tie is decided by the sibling groups. None if it remains a tie."""
-    most = max(votes.values())
-    best = [signature for signature, count in votes.items() if count == most]
+    max_votes = max(votes.values())
+    best = [signature for signature, count in votes.items() if count == max_votes]
     if len(best) == 1:
         return best[0]
     launches = (launch for one in siblings for of_rank in one.values() for launch in of_rank.values())

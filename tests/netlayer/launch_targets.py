@@ -1,4 +1,4 @@
-"""What the ranks of test_launch.py run. Apart from it, so that a rank need not import pytest."""
+"""Functions that the ranks of test_launch.py run, in a module without pytest."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def leave_a_pool(context: RankContext) -> int:
 
 
 def wait_to_be_asked(context: RankContext) -> int:
-    """Of a launcher that `asks_first`: which signal came; it was blocked since the process began."""
+    """Return the signal that a launcher with `asks_first` sends; it was blocked since the process started."""
     context.report("ready")
     return signal.sigwait(PASSED_ON)
 

@@ -173,8 +173,8 @@ def test_a_usage_error_of_all_ranks_is_said_by_the_first() -> None:
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
     first, second = start(0), start(1)
-    _, said = first.communicate(timeout=60)
-    assert (first.returncode, said.startswith("error: --steps")) == (2, True)
+    _, stderr = first.communicate(timeout=60)
+    assert (first.returncode, stderr.startswith("error: --steps")) == (2, True)
     second.terminate()  # as a launcher does
     assert second.communicate(timeout=60)[1] == ""
 

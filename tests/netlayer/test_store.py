@@ -1,4 +1,4 @@
-"""What RedisStore promises beyond the contract of stores (test_store_contract.py)."""
+"""RedisStore beyond the contract of stores (test_store_contract.py)."""
 
 from __future__ import annotations
 
@@ -501,9 +501,9 @@ def test_while_no_server_answers_it_says_how_long_it_tries(
         free.bind(("127.0.0.1", 0))
         with pytest.raises(StoreUnreachable):
             RedisStore(f"redis://127.0.0.1:{free.getsockname()[1]}", run_id, 2.6)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) >= 2
-    left_s = [int(found[1]) for line in said if (found := re.search(r"trying for another (\d+) s", line))]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) >= 2
+    left_s = [int(match[1]) for line in messages if (match := re.search(r"trying for another (\d+) s", line))]
     assert left_s[0] == 3
     assert left_s[-1] < 3
     assert left_s == sorted(left_s, reverse=True)
