@@ -1,8 +1,8 @@
-"""`python -m bench.convergence`: does it learn as well? Held-out loss over tokens and over time, on real text.
+"""`python -m bench.convergence`: compare held-out loss over tokens and over time, on real text.
 
-MegaScale's two changes to training that touch what is learned (3.1), each beside what it replaces, on this machine's
-Python sources and documentation or a folder of text: the parallel block with a sliding window beside the standard one,
-and LAMB at four times the batch beside AdamW. Left out: what the model is good for beside its loss; several seeds.
+Compares MegaScale's two changes that can affect convergence (section 3.1) with what they replace: the parallel block
+with sliding-window attention against the standard block, and LAMB at four times the batch against AdamW. The text is
+this machine's Python sources and documentation, or a folder. Left out: downstream quality; several seeds.
 """
 
 from __future__ import annotations
@@ -159,25 +159,25 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
         raise ConfigError("--runs", NONE, "trains nothing, and --join gives nothing to show", "give folders that do")
     tokens = tokens_of(given, joined)
     bench = _Bench(options, given, asked, joined)
-    wanted = bench.plans(tokens or _UNPLANNED_TOKENS)
-    found = bench.left_to_do(wanted)
-    for plan in found:
+    planned = bench.plans(tokens or _UNPLANNED_TOKENS)
+    remaining = bench.left_to_do(planned)
+    for plan in remaining:
         logger.info("%s: %s", plan.name, check_memory(plan.job, asked.ranks, asked.backend))
     roots, patterns = _roots(given["text"]), tuple(given["patterns"].split(","))
     if given["kinds"]:
-        for line in joined_lines(wanted, found, joined):
+        for line in joined_lines(planned, remaining, joined):
             click.echo(line, err=True)
     with ending_at(signal.SIGTERM), open_run(options.out, "convergence") as out:
         try:
-            if found:
+            if remaining:
                 _train_all(bench, roots, patterns, tokens, out)
         except BaseException as exc:
             if bench.own(out):
                 click.echo(f"{reason_of(exc)}: what was measured until then is kept", err=True)
-                _finish(bench, out, html_file, broken_off=reason_of(exc), planned=found)
+                _finish(bench, out, html_file, broken_off=reason_of(exc), planned=remaining)
                 joins = " ".join(f"--join {path}" for path in (*given["join"], out))
                 click.echo(f"to go on: the same options, {joins} and another --out", err=True)
-            elif isinstance(exc, SystemExit):  # of all else the caller says a word
+            elif isinstance(exc, SystemExit):  # the caller reports every other exception
                 click.echo(f"{reason_of(exc)}: nothing was measured until then", err=True)
             raise
         rows = _finish(bench, out, html_file)
@@ -187,7 +187,7 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
 
 
 class _Bench:
-    """One call: what was asked, and which runs there are: earlier ones, and those under its output folder.
+    """One call of the bench: its options, the runs of earlier calls, and the runs under its output folder.
 
     Args:
         joined: all runs of earlier calls.
@@ -198,35 +198,38 @@ class _Bench:
         self.started = utc_now()
 
     def plans(self, tokens: int) -> list[Plan]:
-        """What was asked for."""
+        """Plan the runs that the options ask for, of at least `tokens` tokens each."""
         return plans(self.asked, self.given["kinds"], tokens, [curve.key for curve in self.joined])
 
-    def left_to_do(self, wanted: Sequence[Plan]) -> list[Plan]:
-        """Of these, once it is known that they can be laid beside the runs of earlier calls.
+    def left_to_do(self, planned: Sequence[Plan]) -> list[Plan]:
+        """Return the planned runs that earlier calls have not done.
 
         Raises:
-            ConfigError: they cannot.
+            ConfigError: they cannot be compared with the runs of earlier calls.
         """
-        found = left_to_do(wanted, self.joined)
-        known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(found, self.joined)]
-        if known:  # of the text, which is not read yet, another check
+        remaining = left_to_do(planned, self.joined)
+        known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(remaining, self.joined)]
+        if known:  # the text is not read yet; check_same_text compares it later
             here = {"seed": self.asked.seed, "ranks": self.asked.ranks, "device": device_name(self.asked.backend)}
-            known += [(plan.kind, plan.job, {**known[0][2], **here}) for plan in found]
+            known += [(plan.kind, plan.job, {**known[0][2], **here}) for plan in remaining]
         check_alike(known)
-        return found
+        return remaining
 
     def own(self, out: Path) -> list[Curve]:
-        """Those of this call that have rows."""
+        """Read the runs of this call that have at least one evaluation."""
         return [curve for curve in read_runs(out) if curve.evaluations]
 
     def curves(self, out: Path) -> list[Curve]:
-        """All of them, standard first, lower rates first; of one that goes on or begins anew, what this call has."""
+        """Return the runs of this and earlier calls, standard first, then by learning rate.
+
+        A run that this call resumed or restarted appears once, as this call has it.
+        """
         own = self.own(out)
         curves = [*shown_beside(own, self.joined), *own]
         return named_apart(sorted(curves, key=lambda curve: (KINDS.index(curve.key[0]), curve.key[1])))
 
     def record(self, rows: Sequence[Row], curves: Sequence[Curve]) -> RunRecord:
-        shown = {name: str(value) if isinstance(value, Path) else value for name, value in self.given.items()}
+        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in self.given.items()}
         settings = {curve.name: curve.facts["nccl_settings"] for curve in curves if curve.facts.get("nccl_settings")}
         return RunRecord(
             name="bench.convergence",
@@ -234,7 +237,7 @@ class _Bench:
             rows=rows,
             started_utc=min([self.started, *(str(curve.facts["started_utc"]) for curve in curves)]),
             ended_utc=utc_now(),
-            arguments={**self.options.arguments(), **shown, "join": [str(path) for path in self.given["join"]]},
+            arguments={**self.options.arguments(), **arguments, "join": [str(path) for path in self.given["join"]]},
             config={
                 "jobs": {curve.name: curve.facts["job"] for curve in curves},
                 "text": curves[0].facts["text"],
@@ -246,7 +249,7 @@ class _Bench:
 
 
 def _train_all(bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], tokens: int | None, out: Path) -> None:
-    """The text, then every run in turn; one that diverges does not hold up the others."""
+    """Prepare the text, then train every run in turn; one that diverges does not stop the others."""
     asked = bench.asked
     url = str(asked.overrides.get("store", {}).get("url", ""))
     with Stages() as stages, meeting_place(url) as place:
@@ -254,14 +257,14 @@ def _train_all(bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], to
         if tokens is None:
             with stages.open("speed"):
                 tokens = tokens_in(bench.given["minutes"], asked, corpus, place, out / "speed")
-        found = bench.left_to_do(bench.plans(tokens))
-        known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(found, bench.joined)]
-        check_alike([*known, *((plan.kind, plan.job, facts) for plan in found)])
-        epochs = found[0].tokens / corpus.facts.train_tokens
+        remaining = bench.left_to_do(bench.plans(tokens))
+        known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(remaining, bench.joined)]
+        check_alike([*known, *((plan.kind, plan.job, facts) for plan in remaining)])
+        epochs = remaining[0].tokens / corpus.facts.train_tokens
         ranks = f"{asked.ranks} rank{'s' * (asked.ranks > 1)} on {asked.backend}"
-        stages.say(f"each run: {found[0].tokens:,} tokens, {epochs:.2f} epochs; {ranks}")
-        pace = Pace(len(found))
-        for plan in found:
+        stages.say(f"each run: {remaining[0].tokens:,} tokens, {epochs:.2f} epochs; {ranks}")
+        pace = Pace(len(remaining))
+        for plan in remaining:
             _train_one(plan, corpus, place, out, facts, stages, pace, before(plan, facts, bench.joined))
 
 
@@ -292,7 +295,7 @@ def _train_one(
 def _text(
     bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], tokens: int | None, out: Path, stages: Stages
 ) -> tuple[Corpus, dict[str, Any]]:
-    """Choose the files, tokenise them, and say what all runs' records will say of it."""
+    """Choose the files, tokenise them, and return the corpus with the facts that every run's record has."""
     asked, most_mib = bench.asked, most_mib_of(bench.given["mib"], tokens, bench.joined)
     with stages.open("text") as bar, tempfile.TemporaryDirectory(prefix="text-", dir=out) as links:
         chosen = choose(roots, patterns, round(most_mib * 2**20), asked.seed, bar)
@@ -304,11 +307,11 @@ def _text(
         data = {"folder": links, "pattern": "*", "validation_share": share, "max_mib": chosen.text_bytes / 2**20 + 1}
         job = job.model_copy(update={"data": job.data.model_copy(update=data)})
         corpus = prepare(job, asked.ranks, asked.seed, out, lambda stage, done, total: bar(done, total, stage))
-    found = corpus.facts
+    counts = corpus.facts
     stages.say(
-        f"text: {chosen.text_bytes / 2**20:,.1f} MiB of {len(chosen.files):,} files, {found.train_tokens:,} tokens to "
-        f"train on and {found.validation_tokens:,} held out, a vocabulary of {found.vocab_size:,}"
-        + (", tokenised before" if found.cache_hit else "")
+        f"text: {chosen.text_bytes / 2**20:,.1f} MiB of {len(chosen.files):,} files, {counts.train_tokens:,} tokens to "
+        f"train on and {counts.validation_tokens:,} held out, a vocabulary of {counts.vocab_size:,}"
+        + (", tokenised before" if counts.cache_hit else "")
     )
     facts = {
         "seed": asked.seed,
@@ -320,7 +323,7 @@ def _text(
             "roots": {root.name: str(root.folder) for root in roots},
             "most_mib": most_mib,
         },
-        "corpus": {**asdict(found), "identity": dict(corpus.identity)},
+        "corpus": {**asdict(counts), "identity": dict(corpus.identity)},
     }
     return corpus, facts
 
@@ -336,7 +339,12 @@ def _roots(text: Path | None) -> tuple[Root, ...]:
 def _finish(
     bench: _Bench, out: Path, html_file: Path | None, broken_off: str = "", planned: Sequence[Plan] = ()
 ) -> list[Row]:
-    """The record, the table and the page, each as far as there is anything for it."""
+    """Write the record, the table and the page of the runs that have begun, and return the record's rows.
+
+    Args:
+        broken_off: why the call ended early; empty if it did not.
+        planned: runs of this call; those that had not begun go into the record by name.
+    """
     curves = bench.curves(out)
     rows = rows_of(curves)
     if broken_off:
@@ -354,7 +362,7 @@ def _finish(
 
 
 def _page(record: RunRecord, out: Path, html_file: Path | None) -> None:
-    """The page; where what draws it is not installed, a line that says so, and exit 3 only if it was asked for.
+    """Write the page; if matplotlib is not installed, print a line and fail only if --html was given.
 
     Raises:
         HardwareMissing: --html was given, and the page cannot be drawn here.

@@ -199,7 +199,7 @@ def _timing_row(timing: Timing) -> Row:
 
 
 def _exposure(timing: Timing, own_s: float) -> Row:
-    """What the computation waited for, and what else a step takes longer than `own_s`, its compute; {} if not known."""
+    """Compute a step's exposed communication, and its contention: the rest beyond compute `own_s`; {} if unknown."""
     if not timing.exposed:
         return {}
     exposed_s, step_s = statistics.mean(timing.exposed), statistics.mean(timing.iterations)

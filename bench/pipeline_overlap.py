@@ -43,21 +43,21 @@ PHASES: tuple[Phase, ...] = ("warm-up", "steady", "cool-down")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Settings of the measurement.
 
     Args:
         tokens, hidden: shape of a message: one micro-batch of activations.
-        layers: of a stage, x + W (4 hidden x hidden) gelu(W x); the number of chunks must divide it.
+        layers: layers per stage, each x + W (4 hidden x hidden) gelu(W x); must be a multiple of the number of chunks.
         micro_batches: m; interleaved schedules need a multiple of the stages.
         chunks: one interleaved schedule for each number above 1; 1 is 1F1B, plain and eager.
         dtype: of everything.
-        steps: timed, of each system, over all rounds.
-        warmup: steps before, each round.
+        steps: timed steps of each system, over all rounds.
+        warmup: untimed steps before them, in each round.
         rounds: turns of each system.
-        max_ctas: limits of each communicator (`PipelineLinks`), None: NCCL's choice, 0: through the memory of the peers
-            where it can be. All schedules run with the first, the last schedule with the others too.
-        tolerance: relative, of gradients against one process.
-        seed: of weights and data.
+        max_ctas: limits of thread blocks per communicator (`PipelineLinks`); None: NCCL's choice, 0: through peer
+            memory if possible. All schedules run with the first limit, the last schedule with the others too.
+        tolerance: largest relative error of gradients against a single process.
+        seed: seed of weights and data.
     """
 
     tokens: int = 4096
@@ -167,30 +167,30 @@ def measure(
 
 
 def run_rank(context: RankContext, settings: Settings, url: str, backend: Backend) -> list[Measured]:
-    """One stage; torch is imported here, and not by who launches."""
+    """Measure one stage; torch is imported here, so that the launching process need not."""
     from bench.pipeline_ranks import measure_stage
 
     return measure_stage(context, settings, url, backend)
 
 
 def default_settings(backend: Backend, ranks: int) -> Settings:
-    """The defaults, with the next number of micro-batches that is a multiple of the stages."""
+    """Return the defaults, with micro-batches rounded up to a multiple of the stages."""
     settings = Settings() if backend == "nccl" else TINY
     return dataclasses.replace(settings, micro_batches=-(-settings.micro_batches // ranks) * ranks)
 
 
 def make_runs(settings: Settings, num_stages: int) -> list[tuple[Schedule, int | None]]:
-    """What is run, in order: the schedule, and the limit of its communicators; ValueError as `make_schedules`."""
+    """List the runs in order: the schedule, and its communicators' limit; raises ValueError as `make_schedules`."""
     schedules = make_schedules(settings, num_stages)
     first, *others = settings.max_ctas
     return [(schedule, first) for schedule in schedules] + [(schedules[-1], limit) for limit in others]
 
 
 def make_schedules(settings: Settings, num_stages: int) -> list[Schedule]:
-    """What is run, in order.
+    """List the schedules in the order in which they run.
 
     Raises:
-        ValueError: the micro-batches or the layers cannot be divided so.
+        ValueError: the micro-batches or the layers cannot be divided by the stages or chunks.
     """
     schedules: list[Schedule] = []
     for num_chunks in settings.chunks:

@@ -276,15 +276,15 @@ def read_hosts(path: Path) -> list[tuple[str, int]]:
         raise ConfigError("--hosts", path, f"cannot be read ({exc})", "give a text file, one host a line") from exc
     slots_by_host: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if not words:
+        fields = line.partition("#")[0].split()
+        if not fields:
             continue
-        slots = words[1].partition("slots=")[2] if len(words) == 2 else "1"
-        good = len(words) < 3 and slots.isascii() and slots.isdigit() and 0 < int(slots) <= _MOST_RANKS
-        if not good or words[0].startswith("-") or words[0] in slots_by_host:
+        slots = fields[1].partition("slots=")[2] if len(fields) == 2 else "1"
+        good = len(fields) < 3 and slots.isascii() and slots.isdigit() and 0 < int(slots) <= _MOST_RANKS
+        if not good or fields[0].startswith("-") or fields[0] in slots_by_host:
             rule = "must be a host's name, once, with slots=N behind it where it has several ranks"
             raise ConfigError(f"--hosts {path}:{number}", line.strip(), rule, "correct the line")
-        slots_by_host[words[0]] = int(slots)
+        slots_by_host[fields[0]] = int(slots)
     if not slots_by_host:
         raise ConfigError("--hosts", path, "names no host", "write one a line")
     return list(slots_by_host.items())

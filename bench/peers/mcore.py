@@ -189,7 +189,7 @@ def _mean_loss(loss_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def is_installed() -> bool:
-    """Whether there is a Megatron-core here."""
+    """Return True if Megatron-core is installed."""
     try:
         return importlib.util.find_spec("megatron.core") is not None
     except ModuleNotFoundError:  # of the parent package

@@ -234,7 +234,7 @@ def _shard(module: NativeStage, mesh: DeviceMesh, job: JobConfig) -> None:
 
 
 def _switch_asynchronous(on: bool) -> bool:
-    """Whether the compiler cuts what tensor parallelism sends; what it was before."""
+    """Set whether torch.compile pipelines tensor-parallel communication with matmuls; return the previous setting."""
     from torch._inductor import config
 
     before = bool(config._micro_pipeline_tp)
