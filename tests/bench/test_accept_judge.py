@@ -104,9 +104,9 @@ def test_a_log_gets_its_verdict_its_culprits_and_the_next_step(name: str, tmp_pa
     judgement = judge_files([nameless])
     assert judgement.damaged == ()
     assert (list(judgement.kinds.values()), judgement.verdict) == ([kind], verdict)
-    found = bad(judgement)
-    assert len(found) == len(faults)
-    for finding, (subject, check, step) in zip(found, faults, strict=True):
+    findings = bad(judgement)
+    assert len(findings) == len(faults)
+    for finding, (subject, check, step) in zip(findings, faults, strict=True):
         assert finding.subject == subject.replace("nvbandwidth_error", "log")
         assert check in finding.check
         assert step in finding.next_step
@@ -116,8 +116,8 @@ def test_a_log_gets_its_verdict_its_culprits_and_the_next_step(name: str, tmp_pa
 
 
 def test_nvidia_smi_names_every_fault_of_every_gpu() -> None:
-    found = {(finding.subject[:5], finding.check): finding.verdict for finding in bad(judged("nvidia_smi_bad.txt"))}
-    assert found == {
+    verdicts = {(finding.subject[:5], finding.check): finding.verdict for finding in bad(judged("nvidia_smi_bad.txt"))}
+    assert verdicts == {
         ("GPU 1", "throttling"): "FAIL",
         ("GPU 1", "power limit"): "WARN",
         ("GPU 1", "Current Power Limit"): "WARN",
@@ -276,8 +276,8 @@ def test_what_the_log_says_of_nvls_is_not_asked_for(line: str, state: bool | Non
     text = (LOGS / "nccl_node0.txt").read_text()
     (tmp_path / "log").write_text(text.replace("# Avg", f"{line}\n# Avg"))
     judgement = judge_files([tmp_path / "log"])
-    asked = any("--nvls" in finding.next_step for finding in judgement.findings)
-    assert asked == (state is None)
+    asks_for_nvls = any("--nvls" in finding.next_step for finding in judgement.findings)
+    assert asks_for_nvls == (state is None)
     expectations = [finding.expected for finding in judgement.findings if "8 x NVIDIA H200" in finding.expected]
     assert [f"NVLS {'on' if state else 'off'}" in expectation for expectation in expectations] == [True] * (
         state is not None
@@ -292,8 +292,8 @@ def test_what_the_log_says_of_nvls_is_not_asked_for(line: str, state: bool | Non
 def test_our_json_tells_of_nvls(nvls: object, known: bool, tmp_path: Path) -> None:
     tree = json.loads((LOGS / "nccl_h200x8.json").read_text())
     (tmp_path / "log").write_text(json.dumps(tree | {"env": [], "netlayer": {"nvls": nvls}}))
-    found = judge_files([tmp_path / "log"]).findings
-    assert any("NVLS off" in finding.expected for finding in found) == known
+    findings = judge_files([tmp_path / "log"]).findings
+    assert any("NVLS off" in finding.expected for finding in findings) == known
 
 
 def test_what_is_known_of_one_host_is_not_held_against_two(tmp_path: Path) -> None:
@@ -342,8 +342,8 @@ def test_a_fatal_switch_and_a_gpu_that_does_not_start_are_no_healthy_kernel_log(
         "[    2.000000] nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 28006, Non-fatal, Link 46 MC TS crumbstore MCTO\n"
         "[    3.000000] NVRM: GPU 0000:1b:00.0: RmInitAdapter failed! (0x26:0x56:1474)\n"
     )
-    found = [(finding.verdict, finding.subject, finding.check) for finding in bad(judge_files([tmp_path / "log"]))]
-    assert found == [
+    faults = [(finding.verdict, finding.subject, finding.check) for finding in bad(judge_files([tmp_path / "log"]))]
+    assert faults == [
         ("FAIL", "NVSwitch 3", "SXid 20034"),
         ("FAIL", "GPU 0000:1b:00", "driver"),
         ("WARN", "NVSwitch 3", "SXid 28006"),
@@ -377,8 +377,8 @@ def test_healthy_fleets_with_noise_are_never_accused_and_a_slow_member_always_is
         for device, rate in enumerate(rates):
             row = f" 65536 5000 {rate:.2f} {rate:.2f} 0.1\n"
             (tmp_path / str(device)).write_text(head.format(device) + row)
-        found = bad(judge_files([tmp_path / str(device) for device in range(size)]))
-        assert [finding.subject for finding in found] == ([f"mlx5_{size - 1}"] if culprit else []), seed
+        faults = bad(judge_files([tmp_path / str(device) for device in range(size)]))
+        assert [finding.subject for finding in faults] == ([f"mlx5_{size - 1}"] if culprit else []), seed
 
 
 DAMAGE = {
@@ -426,13 +426,13 @@ DAMAGE = {
 
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_file_costs_one_line_and_exit_2_and_the_others_are_judged(what: str, tmp_path: Path) -> None:
-    content, words = DAMAGE[what]
+    content, message = DAMAGE[what]
     (tmp_path / "damaged.log").write_bytes(content)
     result = invoke(tmp_path / "damaged.log", LOGS / "nccl_wrong_data.txt")
     assert result.exit_code == 2
     [line] = result.stderr.splitlines()
     assert line.startswith(f"error: {tmp_path / 'damaged.log'}:")
-    assert words in line
+    assert message in line
     assert "4096 wrong elements" in result.stdout
 
 
@@ -525,7 +525,7 @@ def test_where_a_run_stands_that_has_no_end_is_said(tmp_path: Path) -> None:
     whole = (LOGS / "nccl_hung.txt").read_text()
     head, rows = "".join(whole.splitlines(keepends=True)[:16]), "its last figures are of 4 MiB"
     ended = (LOGS / "nccl_own_gloo.txt").read_text()
-    for content, words in (
+    for content, figure in (
         (whole, rows),
         (head, "nor a row of figures"),
         (whole + "slurmstepd: error: *** STEP 7.0 ON node9 CANCELLED DUE TO TIME LIMIT ***\n", rows),
@@ -535,8 +535,8 @@ def test_where_a_run_stands_that_has_no_end_is_said(tmp_path: Path) -> None:
         (tmp_path / "log").write_text(content)
         judgement = judge_files([tmp_path / "log"])
         [finding] = [finding for finding in bad(judgement) if finding.check == "run"]
-        assert words in finding.figure
-        assert finding.line == content.count("\n", 0, content.index(head)) + (18 if words == rows else 3)
+        assert figure in finding.figure
+        assert finding.line == content.count("\n", 0, content.index(head)) + (18 if figure == rows else 3)
         assert judgement.damaged == ()
 
 

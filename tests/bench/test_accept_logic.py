@@ -1,4 +1,4 @@
-"""Who is named: bisection, the matrix of pairs, and whole runs over simulated rows (`simulated_fleet`)."""
+"""Naming the culprit: bisection, the matrix of pairs, and whole runs over simulated rows (`simulated_fleet`)."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def test_bisection_finds_the_member_or_the_link(size: int, data: st.DataObject) 
         trials.append(members)
         return bad <= set(members)
 
-    found = find_culprits(group, is_bad, controls=(1, 2))
+    culprits = find_culprits(group, is_bad, controls=(1, 2))
     if len(bad) == 1:
-        assert found == Culprits(members=tuple(bad))
+        assert culprits == Culprits(members=tuple(bad))
     else:
-        assert (found.members, set(found.link)) == ((), bad)
+        assert (culprits.members, set(culprits.link)) == ((), bad)
     assert len(trials) <= 4 * size.bit_length() + 4
 
 

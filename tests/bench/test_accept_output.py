@@ -1,4 +1,4 @@
-"""What an acceptance run says at its end."""
+"""Summary, tickets, drain lists and JUnit report of an acceptance run."""
 
 from __future__ import annotations
 

@@ -85,16 +85,16 @@ def test_incomparable_records_are_refused(tmp_path: Path) -> None:
     a, same = write(tmp_path / "a", [row(8, 1)]), write(tmp_path / "same", [row(16, 1)])
     simulated = write(tmp_path / "s", [row(8, 1)], "simulated")
     nothing = write(tmp_path / "n", [{"name": "x"}])
-    for words, said in (
+    for arguments, message in (
         ((a, simulated), "compare records of one source"),
         ((a, nothing), "measures nothing that A does"),
         ((a, same), "has no row that A has"),
         ((a, a, "--by", "nope"), "no row of both records has it; both measure bus_bw_gbs, time_us"),
         ((a, tmp_path / "none"), "cannot be read"),
     ):
-        error = command(*words).exception
+        error = command(*arguments).exception
         assert isinstance(error, ConfigError)
-        assert said in str(error)
+        assert message in str(error)
 
 
 def test_a_row_missing_in_b_is_a_loss_an_additional_one_is_not(tmp_path: Path) -> None:
@@ -172,12 +172,12 @@ def test_numbers_that_are_no_measurement_are_passed_over(tmp_path: Path) -> None
 
 def test_the_json_of_nccl_tests_and_of_ours_is_read(tmp_path: Path) -> None:
     logs = Path(__file__).parent / "logs"
-    theirs = logs / "nccl_h200x8.json"
-    slow = json.loads(theirs.read_text())
+    nccl_tests_log = logs / "nccl_h200x8.json"
+    slow = json.loads(nccl_tests_log.read_text())
     for entry in slow["results"]:
         entry["in_place"]["bus_bw"] *= 0.5
     (tmp_path / "slow").write_text(json.dumps(slow))
-    outcome = command(theirs, tmp_path / "slow", "--by", "bus_bw_gbs")
+    outcome = command(nccl_tests_log, tmp_path / "slow", "--by", "bus_bw_gbs")
     assert outcome.exit_code == 1
     assert outcome.stdout.splitlines()[-1] == "3 worse, 0 better, 3 same"
     assert "collective=all_reduce" in outcome.stdout
@@ -281,7 +281,7 @@ def test_hostile_files_are_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_broken_files_get_one_line(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole", [row(8, 1)])
-    for content, said in (
+    for content, message in (
         ("[" * 100_000, "is nested too deep"),
         ('{"results": []}', "has no schema_version"),
         ('{"results": [], "nccl_version": 1}', "broken off or of another shape"),
@@ -290,4 +290,4 @@ def test_broken_files_get_one_line(tmp_path: Path) -> None:
         (tmp_path / "broken").write_text(content)
         error = command(tmp_path / "broken", whole).exception
         assert isinstance(error, ConfigError), content[:40]
-        assert said in str(error)
+        assert message in str(error)
