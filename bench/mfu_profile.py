@@ -1,8 +1,8 @@
 """Breakdown of a step's GPU time by kind of kernel, compared with the minimum for its FLOPs and bytes.
 
 Kernels come from torch's profiler (CUPTI) and are classified by name. Time in which several run at once counts for the
-first of `KINDS` among them, so the parts and the idle time add up to the step. Left out: the host's work, except how
-long it takes to launch a step: if that is close to the step's time, the host is the bottleneck, or waits in the call.
+first of `KINDS` among them, so the parts and the idle time add up to the step. Of the host's work, only the time to
+launch a step is measured: if that is close to the step's time, the host is the bottleneck, or waits in the call.
 """
 
 from __future__ import annotations

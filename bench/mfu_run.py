@@ -96,7 +96,7 @@ class Heard:
         return any((row["run"], row["system"]) == (run, entry.name) for row in self.runs)
 
     def fail(self, name: str, reason: str) -> None:
-        """Record a system's failure; it is left out from here on."""
+        """Record a system's failure; its remaining turns are skipped."""
         self.failures[name] = reason
         self._write({"system": name, "run": "failed", "reason": reason})
         click.echo(f"  {name} FAILED, and is left out from here on: {reason}", err=True)
@@ -166,7 +166,7 @@ def measure(entries: Sequence[Entry], plan: Plan, heard: Heard) -> NetlayerError
         turns = [turn for turn in turns if not heard.is_done(turn) and turn[1].name not in heard.failures]
         heard.num_left = len(turns)
     if turns:
-        click.echo(f"note: the time limit is reached, {len(turns)} turns are left out", err=True)
+        click.echo(f"note: the time limit is reached, {len(turns)} turns are skipped", err=True)
     return first
 
 

@@ -76,7 +76,7 @@ def sentence(result: Result) -> str:
         text = _no_suspect_phrase(result)
     phases = len(result.done)
     text += f"{len(trial.members)} ranks, {phases} phase{'s' * (phases != 1)}"
-    return text + (f"; broken off ({result.stopped}): what was measured until then" if result.stopped else "")
+    return text + (f"; stopped early ({result.stopped}): results are partial" if result.stopped else "")
 
 
 def _no_suspect_phrase(result: Result) -> str:

@@ -228,16 +228,16 @@ class _Series:
         if self._name == "loopback":
             self.unreachable = {route.src for route in self._troubles}
         still = {route: one for route, one in self._troubles.items() if one.is_hardware_fault}
-        for key, words in self._culprits(still):
-            yield key, words, "FAIL"
-        for key, words in self._culprits({route: one for route, one in once.items() if route not in self._troubles}):
-            yield key, f"{words}; the second time it passed", "WARN"
+        for key, reason in self._culprits(still):
+            yield key, reason, "FAIL"
+        for key, reason in self._culprits({route: one for route, one in once.items() if route not in self._troubles}):
+            yield key, f"{reason}; the second time it passed", "WARN"
 
     def _culprits(self, failed: Mapping[Route, RouteFailure]) -> Iterator[tuple[Key, str]]:
-        words = {self._key(route): one.reason for route, one in failed.items()}
-        yield from ((key, text) for key, text in words.items() if len(key) == 1)
-        for ends, pairs in find_ends([(key[0], key[1]) for key in words if len(key) == 2]):
-            yield ends, f"{words[pairs[0]]}; in {len(pairs)} directions"
+        reasons = {self._key(route): one.reason for route, one in failed.items()}
+        yield from ((key, reason) for key, reason in reasons.items() if len(key) == 1)
+        for ends, pairs in find_ends([(key[0], key[1]) for key in reasons if len(key) == 2]):
+            yield ends, f"{reasons[pairs[0]]}; in {len(pairs)} directions"
 
     def _report_not_run(self) -> None:
         not_run = {route: one for route, one in self._troubles.items() if not one.is_hardware_fault}

@@ -36,16 +36,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def links_of(asked: AcceptOptions, backend: str, env: RankEnv | None = None) -> Any:
-    with command._open_links(asked, env, backend, lambda _host: io.BytesIO()) as found:
-        yield found
+def links_of(options: AcceptOptions, backend: str, env: RankEnv | None = None) -> Any:
+    with command._open_links(options, env, backend, lambda _host: io.BytesIO()) as opened:
+        yield opened
 
 
-def settings(asked: AcceptOptions, backend: str = "nccl", env: RankEnv | None = None) -> Settings:
-    with links_of(asked, backend, env) as (links, hosts, per_node):
-        found = command._settings(asked, hosts, per_node, backend, ["gemm"])
-    assert {link.host for link in links} == {member.host for member in found.members}
-    return found
+def settings(options: AcceptOptions, backend: str = "nccl", env: RankEnv | None = None) -> Settings:
+    with links_of(options, backend, env) as (links, hosts, per_node):
+        derived = command._settings(options, hosts, per_node, backend, ["gemm"])
+    assert {link.host for link in links} == {member.host for member in derived.members}
+    return derived
 
 
 def trial_of(chosen: Settings) -> Trial:

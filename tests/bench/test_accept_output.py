@@ -42,7 +42,7 @@ def result_of(*verdicts: Verdict | None, stopped: str = "") -> Result:
         (
             result_of("PASS", stopped="interrupted"),
             "WARN",
-            "4 ranks, 1 phase; broken off (interrupted): what was measured until then",
+            "4 ranks, 1 phase; stopped early (interrupted): results are partial",
         ),
     ],
 )

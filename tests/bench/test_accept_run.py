@@ -263,7 +263,7 @@ def test_a_signal_ends_it_with_what_was_measured_and_leaves_no_process(
     process.send_signal(signum)  # whoever is impatient loses nothing
     stdout, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert b"broken off (interrupted)" in stdout
+    assert b"stopped early (interrupted)" in stdout
     rows = json.loads((tmp_path / "run.json").read_text())["rows"]
     assert (rows[0]["stopped"], rows[0]["verdict"] in ("WARN", "FAIL")) == ("interrupted", True)
     assert any(row.get("check") == "gemm" for row in rows)
@@ -285,10 +285,10 @@ def test_nothing_is_left_when_the_command_is_killed(tmp_path: Path) -> None:
 def test_eight_ranks_with_all_phases(fault: str, tmp_path: Path) -> None:
     arguments = ("--inject", fault) if fault else ()
     result = command("--ranks", 8, "--backend", "gloo", *arguments, "--json", tmp_path / "run.json")
-    accused = [row for row in json.loads((tmp_path / "run.json").read_text())["rows"] if row["table"] == "accused"]
+    suspects = [row for row in json.loads((tmp_path / "run.json").read_text())["rows"] if row["table"] == "accused"]
     ranks = [[2, 3]] if fault.startswith("slowlink") else [[3]] if fault else []
-    assert [list(one) for one in {tuple(row["ranks"]) for row in accused}] == ranks, result.stdout
-    assert result.exit_code == (1 if any(row["verdict"] == "FAIL" for row in accused) else 0)
+    assert [list(one) for one in {tuple(row["ranks"]) for row in suspects}] == ranks, result.stdout
+    assert result.exit_code == (1 if any(row["verdict"] == "FAIL" for row in suspects) else 0)
 
 
 @pytest.mark.slow

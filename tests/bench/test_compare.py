@@ -284,8 +284,8 @@ def test_broken_files_get_one_line(tmp_path: Path) -> None:
     for content, message in (
         ("[" * 100_000, "is nested too deep"),
         ('{"results": []}', "has no schema_version"),
-        ('{"results": [], "nccl_version": 1}', "broken off or of another shape"),
-        ('{"results": [5], "nccl_version": 1, "args": ["x"]}', "broken off or of another shape"),
+        ('{"results": [], "nccl_version": 1}', "incomplete or of another structure"),
+        ('{"results": [5], "nccl_version": 1, "args": ["x"]}', "incomplete or of another structure"),
     ):
         (tmp_path / "broken").write_text(content)
         error = command(tmp_path / "broken", whole).exception
