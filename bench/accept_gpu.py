@@ -168,7 +168,7 @@ def _start_trial(link: Link, num: int) -> Trial:
     """Start new workers and return a trial with them."""
     settings = Settings(members_of([("localhost", num)]), "nccl", work_for("nccl", None))
     fleet = Fleet([link], settings.work.form_s)
-    trial = Trial(fleet, settings.members, settings.work, [member.rank for member in settings.members], drill=True)
+    trial = Trial(fleet, settings.members, settings.work, [member.rank for member in settings.members], dry_run=True)
     workers = {member.rank: worker_config(settings, member) for member in settings.members}
     if fleet.begin(workers, {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}, False):
         raise RuntimeError("the agent did not start")

@@ -80,54 +80,62 @@ _PATH = click.Path(path_type=Path)
     default=",".join(MEGASCALE_KINDS),
     show_default=True,
     callback=read_kinds,
-    help="Which, in turn; large_batch: AdamW at LAMB's batch; none: show what --join has.",
+    help="Runs, in order; large_batch: AdamW at LAMB's batch; none: only show the runs of --join.",
 )
-@click.option("--tokens", callback=read_tokens, help="Of each run: 300M, 200000 [of the model: 125m 300M, 1m 2M].")
+@click.option("--tokens", callback=read_tokens, help="Tokens per run: 300M, 200000 [by model: 125m 300M, 1m 2M].")
 @click.option(
     "--minutes",
     type=click.FloatRange(0, min_open=True),
     callback=read_number,
-    help="In place of --tokens: as many as the standard run's steps take in so many minutes, measured first.",
+    help="Instead of --tokens: as many tokens as the standard run trains on in so many minutes, measured first.",
 )
 @click.option("--text", type=_PATH, help="Folder of text [this machine's Python sources and documentation].")
-@click.option("--patterns", default=",".join(PATTERNS), show_default=True, help="Of file names, with commas.")
+@click.option(
+    "--patterns", default=",".join(PATTERNS), show_default=True, help="Patterns of file names, separated by commas."
+)
 @click.option(
     "--mib",
     type=click.FloatRange(0, min_open=True),
     callback=read_number,
-    help="Most text, MiB [that of --join; 5 bytes for each token of a run, at least 4; all there is with --minutes].",
+    help="Limit of the text, MiB [as --join; else 5 bytes per token of a run, at least 4; no limit with --minutes].",
 )
 @click.option("--ranks", type=click.IntRange(1), help="Processes that share each run [all GPUs, or one].")
-@click.option("--batch", type=click.IntRange(1), help="Sequences of a step of AdamW [125m 64, 1m 16].")
-@click.option("--micro", type=click.IntRange(1), help="Sequences that a rank holds at once [125m 16, 1m 8].")
+@click.option("--batch", type=click.IntRange(1), help="Sequences per step of AdamW [125m 64, 1m 16].")
+@click.option("--micro", type=click.IntRange(1), help="Sequences per micro-batch of a rank [125m 16, 1m 8].")
 @click.option(
-    "--lr", callback=read_rates, help="Of AdamW's runs; several with commas are a run each [125m 6e-4, 1m 3e-3]."
+    "--lr",
+    callback=read_rates,
+    help="Learning rate of AdamW; several with commas make a run each [125m 6e-4, 1m 3e-3].",
 )
-@click.option("--lamb-lr", callback=read_rates, help="Of LAMB's; likewise [125m 2e-2, 1m 2e-2].")
+@click.option("--lamb-lr", callback=read_rates, help="Learning rate of LAMB, likewise [125m 2e-2, 1m 2e-2].")
 @click.option("--lamb-times", type=click.IntRange(1), default=4, show_default=True, help="LAMB's batch over AdamW's.")
 @click.option(
-    "--warmup", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Of AdamW, share of steps."
+    "--warmup", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Warm-up of AdamW, share of steps."
 )
-@click.option("--lamb-warmup", type=click.FloatRange(0, 1), default=0.1, show_default=True, help="Of LAMB, likewise.")
+@click.option(
+    "--lamb-warmup", type=click.FloatRange(0, 1), default=0.1, show_default=True, help="Warm-up of LAMB, likewise."
+)
 @click.option("--window", type=click.IntRange(1), help="Keys that a query of the parallel run sees [sequence / 4].")
-@click.option("--evaluations", type=click.IntRange(1), default=20, show_default=True, help="Of held-out loss, a run.")
+@click.option(
+    "--evaluations", type=click.IntRange(1), default=20, show_default=True, help="Evaluations of held-out loss per run."
+)
 @click.option(
     "--validation-tokens",
     callback=read_tokens,
-    help="Of one evaluation, to a whole step of LAMB [125m 500k, 1m 16k].",
+    help="Tokens per evaluation, rounded to whole steps of LAMB [125m 500k, 1m 16k].",
 )
 @click.option(
     "--checkpoints",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="A run, and one at SIGTERM: a run that was broken off goes on from the last with --join, else it begins anew.",
+    help="Per run, plus one at SIGTERM; --join resumes an interrupted run from the last one, else it starts anew.",
 )
 @click.option(
     "--join",
     type=_PATH,
     multiple=True,
-    help="Output folder of an earlier call: what it has done is not run, and is shown; another rate is another run.",
+    help="Output folder of an earlier call: its runs are shown and not repeated; another learning rate is another run.",
 )
 def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
     """Compare how well and how fast runs learn; rows go to DIR/runs/NAME as they come, a table to stdout.
@@ -135,10 +143,10 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
     All runs see the same number of tokens of one text; held-out loss is taken on the same windows at the same numbers
     of tokens. --set and --config change what all runs share: model.compile, optimizer.schedule, overlap, nccl, ...
 
-    A run that was broken off is shown as far as it came, and compared with nothing.
+    A run that was interrupted is shown up to that point, and not compared.
 
-    Exit 0; 1 where a run diverged; 2 options that cannot be used; 3 hardware missing; 130 broken off by Ctrl-C, 143 by
-    SIGTERM: what was measured is shown and kept. After SIGKILL the rows are there: --runs none --join DIR shows them.
+    Exit 0; 1 a run diverged; 2 options that cannot be used; 3 hardware missing; 130 interrupted by Ctrl-C, 143 by
+    SIGTERM: what was measured is shown and kept. Rows also survive SIGKILL: --runs none --join DIR shows them.
 
     \b
     Examples:

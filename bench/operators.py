@@ -1,10 +1,10 @@
-"""`python -m bench.operators`: each operator of a GPT beside its other ways, on 7B's shapes, in turn, on one device.
+"""`python -m bench.operators`: compare implementations of each GPT operator, on 7B's shapes, on one device.
 
-A time is the device's, by events around one call with the host ahead: the median of all calls, and beside it the 10th
-and 90th percentile, between which eight of ten lay. A row counts only after its outputs and gradients were held against
-float64. The share is of the memory's bandwidth or of the peak of products, by the least bytes or operations that the
-operator needs (`operator_cases`). Before a system's calls of a round the device runs it for a while, for what its power
-allows it shows only then. Leaves out: more than one rank.
+Implementations take turns. A time is the device's, between two events around one call that was launched ahead: the
+median of all calls, with the 10th and 90th percentile. Outputs and gradients are first compared with float64. The share
+is of the memory's bandwidth or of the peak FLOP/s, by the minimum of bytes or operations that the operator needs
+(`operator_cases`). Each implementation runs for a while before its calls of a round are timed, so that the clock has
+settled to what the power limit allows. One rank only.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Pipeline schedules over decoupled and over coupled messages, on a stack of MLP layers (technique `pp` of `overlap`).
+"""Pipeline schedules with decoupled and with coupled messages, on a stack of MLP layers (technique `pp` of `overlap`).
 
-Every row is one schedule and one way to communicate; both ways take turns on the same data, after their gradients were
-compared with one process that runs the whole model. Leaves out: data parallelism, the optimiser, several hosts.
+Every row is one schedule with one of the two systems; both take turns on the same data, after their gradients were
+compared with a single process that runs the whole model. Not here: data parallelism, the optimiser, several hosts.
 
-What the figures mean, p stages, v chunks a stage, m micro-batches:
-- `compute_ms`: the slowest stage's step with its messages removed (all else is done): the ideal.
+Definitions of the figures, with p stages, v chunks per stage, m micro-batches:
+- `compute_ms`: the slowest stage's step with its messages removed and all else done: the ideal.
 - `bubble`: step over compute, minus 1; `bubble_formula`: (p - 1) / (m v), for equal stages and free messages.
 - `transfer_ms`: one message alone on its link, all links busy, as measured here; `transfer_bw_gbs`: its rate.
-- `expected_ms`: the schedule run on paper (`netlayer.workload.schedule_simulation`) with the measured times of every
-  action and message: what the schedule itself costs, transfers included. `step_over_expected` is what we lose beyond.
-- `formula_ms`: compute (1 + formula) + 2 (p v - 1) transfers, where only the way down and up is exposed.
-- `sends_hidden_*`: share of the time of sends that lies under computation of their stage, by phase; None: no sends.
-- `step_over_formula`: step over that.
-- `exposed_comm`: mean over stages of the share of the step in which computation waits for a message: the bubble is in
-  it. `exposed_beyond_bubble`: what the step takes longer than compute and the formula's bubble, as a share of it.
+- `expected_ms`: the schedule simulated (`netlayer.workload.schedule_simulation`) with the measured times of every
+  action and message: the cost of the schedule itself, transfers included. `step_over_expected`: the loss beyond it.
+- `formula_ms`: compute (1 + formula) + 2 (p v - 1) transfers, if only the first pass down and the last one up the
+  pipeline are exposed. `step_over_formula`: step over that.
+- `sends_hidden_*`: share of the sends' time that overlaps with computation of their stage, by phase; None: no sends.
+- `exposed_comm`: mean over stages of the share of the step in which computation waits for a message, bubble included.
+  `exposed_beyond_bubble`: step minus compute minus the formula's bubble, as a share of the step.
 - `contention`: a stage's own step minus its compute minus its waits, mean over stages, as a share of the step.
 """
 

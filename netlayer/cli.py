@@ -74,9 +74,9 @@ def cli() -> None:
 @cli.command()
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the findings here; - is stdout.")
 def doctor(json_file: Path | None) -> None:
-    """Say what of this machine will be used, and what is missing with the remedy.
+    """List what this machine offers, and what is missing, each with a remedy.
 
-    Exit 0: nothing stands in the way; 2: a problem that must be mended first.
+    Exit 0: ready to run; 2: a problem must be fixed first.
     """
     from netlayer import environ
     from netlayer.results import check_target, write_text
@@ -124,7 +124,7 @@ def show(path: Path | None, overrides: tuple[str, ...]) -> None:
 @click.option("--config", "path", type=click.Path(path_type=Path), help="TOML file [default: the defaults].")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable.")
 def check(path: Path | None, overrides: tuple[str, ...]) -> None:
-    """Say whether a configuration is good: exit 0, or 2 and one line that says what to change."""
+    """Check a configuration: exit 0 if it is good, else 2 with one line that says what to change."""
     from netlayer.config_file import load_config
 
     tree = load_config(path, overrides)

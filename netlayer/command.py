@@ -121,10 +121,12 @@ def open_out(out: Path | None, command: str) -> Path:
 
 @contextlib.contextmanager
 def open_run(out: Path | None, command: str) -> Iterator[Path]:
-    """`open_out` for a long run: one that breaks off says where its parts are, or leaves no folder where it has none.
+    """Open the output folder of a long run, as `open_out`, in a context.
+
+    If the run ends early, prints where its partial output is, or removes the folder if there is none.
 
     Raises:
-        ConfigError: the folder cannot be made or written to, or holds another run: two would mix.
+        ConfigError: the folder cannot be created or written to, or holds another run, whose files would be mixed in.
     """
     earlier = next((name for name in _OF_A_RUN if (out / name).exists()), None) if out else None
     if out is not None and (earlier or _records_in(out)):

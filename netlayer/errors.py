@@ -41,7 +41,7 @@ class ConfigError(NetlayerError):
 
     Args:
         field: what is wrong, as the user wrote it (`job.parallel.tp`, `--out`).
-        value: the value found there; left out of the message where it is None.
+        value: its value; None is not shown in the message.
         rule: the rule it breaks, in words.
         remedy: what to do about it.
     """

@@ -69,7 +69,7 @@ class Settings:
     nccl: NcclConfig = field(default_factory=NcclConfig)
 
     @property
-    def drill(self) -> bool:
+    def dry_run(self) -> bool:
         """True for a dry run, whose verdict is not about real nodes."""
         return self.virtual_nodes or bool(self.plants)
 
@@ -93,7 +93,7 @@ def run(settings: Settings, links: Sequence[Link]) -> Result:
     """
     with Stages() as stages:
         fleet = Fleet(links, settings.work.form_s)
-        trial = Trial(fleet, settings.members, settings.work, drill=settings.drill)
+        trial = Trial(fleet, settings.members, settings.work, dry_run=settings.dry_run)
         result = Result(trial)
         try:
             _run_phases(settings, result, fleet, stages)

@@ -56,7 +56,7 @@ def format_run(result: Result) -> Iterator[str]:
         yield ""
         yield f"drain list for {system}:"
         yield from (f"  {line}" for line in lines)
-    if result.trial.drill and any(one.verdict == "FAIL" and one.kind == "node" for one in result.trial.suspects):
+    if result.trial.dry_run and any(one.verdict == "FAIL" and one.kind == "node" for one in result.trial.suspects):
         yield ""
         yield "no drain list for ranks: this was a dry run, with virtual nodes or injected faults"
     if unknown := _unreachable(result.trial):
@@ -112,11 +112,11 @@ def drain_lists(trial: Trial) -> dict[str, list[str]]:
     link between hosts, a warning, or a name without an address; nor for a rank in a dry run, since virtual nodes and
     injected faults belong to no real host.
     """
-    kinds = ("NIC", "part") if trial.drill else ("NIC", "part", "node")
+    kinds = ("NIC", "part") if trial.dry_run else ("NIC", "part", "node")
     reasons: dict[str, str] = {}
     for one in trial.suspects:
         hosts = {trial.members[rank].host for rank in one.ranks}
-        inside = one.kind == "link" and len(hosts) == 1 and not trial.drill
+        inside = one.kind == "link" and len(hosts) == 1 and not trial.dry_run
         if one.verdict == "FAIL" and (one.kind in kinds or inside):
             for rank in one.ranks:
                 member = trial.members[rank]

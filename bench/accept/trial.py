@@ -67,7 +67,7 @@ class Trial:
         rows: all measured rows.
         findings: all findings so far.
         suspects: subjects of the findings that are WARN or FAIL.
-        drill: True for dry runs (virtual nodes or injected faults), in which no host is to be drained.
+        dry_run: True for dry runs (virtual nodes or injected faults), in which no host is to be drained.
         scores: scores of single series with their distance to the threshold, for the record.
         evidence: GPU counters and states of the hosts before and after, for the record.
         stopped_hosts: ranks whose process is denied its core, so that their GPU is not blamed.
@@ -80,7 +80,7 @@ class Trial:
     rows: list[dict[str, Any]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     suspects: list[Suspect] = field(default_factory=list)
-    drill: bool = False
+    dry_run: bool = False
     scores: list[dict[str, Any]] = field(default_factory=list)
     evidence: list[dict[str, Any]] = field(default_factory=list)
     stopped_hosts: set[int] = field(default_factory=set)

@@ -50,7 +50,7 @@ def settings(options: AcceptOptions, backend: str = "nccl", env: RankEnv | None 
 
 def trial_of(chosen: Settings) -> Trial:
     ranks = list(range(len(chosen.members)))
-    return Trial(cast(Fleet, None), chosen.members, chosen.work, ranks, drill=chosen.drill)
+    return Trial(cast(Fleet, None), chosen.members, chosen.work, ranks, dry_run=chosen.dry_run)
 
 
 def accuse(trial: Trial, rank: int) -> None:
