@@ -30,7 +30,7 @@ def judged(backend: str, common: float, own: dict[int, float], ranks: int = NODE
 
 
 @pytest.mark.parametrize(
-    ("case", "accused", "verdicts"),
+    ("case", "suspects", "verdicts"),
     [
         (("gloo", 1.0, {}), {}, ["PASS"]),
         (("gloo", 2.0, {}), {}, ["WARN", "WARN"]),

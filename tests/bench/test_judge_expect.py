@@ -255,5 +255,5 @@ def test_unpublishable_runs_are_refused(runs: list[Run], words: str) -> None:
 
 def test_wrong_data_is_never_published() -> None:
     bad = Finding("FAIL", "node7", "all_reduce data", "3 wrong elements")
-    with pytest.raises(NetlayerError, match="not in order"):
+    with pytest.raises(NetlayerError, match="publish only complete runs"):
         publish(judge_runs([Run("a.txt", Log("nccl-tests", (bad,), (figure(470),)))], {}, load()), {})

@@ -28,8 +28,8 @@ _SHORT_SHARE = 0.5
 _LATE_SHARE = 0.2
 _STEP_LATE = "look at {}: what it did before the collective (data loading, a slow GPU, a clock that is throttled)"
 _STEP_SHARED = (
-    "all ranks of a collective share one time, which does not tell a slow rank: give the files of all ranks in one "
-    "(cat), recorded with NCCL_INSPECTOR_DUMP_VERBOSE=1"
+    "one time is shared by all ranks of a collective, so it cannot show a slow rank: give the files of all ranks in "
+    "one (cat), recorded with NCCL_INSPECTOR_DUMP_VERBOSE=1"
 )
 
 

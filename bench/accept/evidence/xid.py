@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from netlayer.verdict import Verdict
 
-_UNKNOWN_STEP = "look {} up in NVIDIA's current catalogue: it is not in ours"
+_UNKNOWN_STEP = "look {} up in NVIDIA's current catalogue: it is not in this project's copy"
 # `... changed from 0x0 (None) to 0x4 (Drain and Reset)`
 _RECOVERY = re.compile(r"recovery action changed from .{0,60}\(([\w /]{1,40})\)\s*$", re.IGNORECASE)
 _REGISTERS = re.compile(r"\(((?:0x[0-9a-fA-F]{1,8}(?:,\s?|\s|(?=\)))){1,8})\)")
