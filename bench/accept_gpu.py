@@ -1,9 +1,9 @@
-"""`python -m bench.accept_gpu`: acceptance on real GPUs of one host, healthy ones and ones with a fault of known size.
+"""`python -m bench.accept_gpu`: acceptance on real GPUs of one host, healthy or with an injected fault of known size.
 
-Healthy launches of `netlayer accept` as a user starts it; repeats of pairs and speeds in one launch, each with new
-communicators; a pair that is slowed by a share, or has few thread blocks; a GPU on which another process computes for a
-share of the time. Each row says who was accused, and how far the nearest score was from FAIL, in spreads. Left out:
-faults in hardware.
+Runs healthy launches of `netlayer accept` like a user; repeats of the pairs phase in one launch, each with new
+communicators; a pair that is slowed to a share of its speed, or has few thread blocks; and a GPU on which another
+process computes for a share of the time. Each row has the suspects, and the distance of the nearest score from FAIL in
+spreads. Real hardware faults are not covered.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from netlayer.results import RunRecord, utc_now, write_text
 _MIB = 1 << 20
 _SPIKE_SIZES = (16 * _MIB, 64 * _MIB, 256 * _MIB, 1024 * _MIB)
 _LAUNCH_S = 180.0
-# Computes for a share of every period on one GPU, until its input ends.
-_BESIDE = """
+# Program that computes for a share of every period on one GPU, until its stdin is closed.
+_LOAD = """
 import sys, time, threading, torch
 share, period_s = float(sys.argv[1]), 0.02
 a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -60,27 +60,50 @@ Rows = list[dict[str, Any]]
 
 @click.command()
 @click.option("--gpus", type=click.IntRange(2, 64), help="[default: all that are visible]")
-@click.option("--spike", is_flag=True, help="Bandwidth and latency of the pair of GPUs 0 and 1 by size of messages.")
-@click.option("--ctas", multiple=True, type=click.IntRange(1, 64), help="The same with so many thread blocks.")
-@click.option("--launches", type=click.IntRange(0, 1000), default=0, show_default=True, help="Of healthy GPUs.")
-@click.option("--only", multiple=True, metavar="PHASE", help="Of the launches. [default: all]")
-@click.option("--repeats", type=click.IntRange(0, 1000), default=0, show_default=True, help="Within one launch.")
+@click.option("--spike", is_flag=True, help="Bandwidth and latency of the pair of GPUs 0 and 1 by message size.")
+@click.option(
+    "--ctas",
+    multiple=True,
+    type=click.IntRange(1, 64),
+    help="With --spike: also with this many thread blocks; repeatable.",
+)
+@click.option(
+    "--launches", type=click.IntRange(0, 1000), default=0, show_default=True, help="Launches on healthy GPUs."
+)
+@click.option("--only", multiple=True, metavar="PHASE", help="Phases of the launches. [default: all]")
+@click.option(
+    "--repeats", type=click.IntRange(0, 1000), default=0, show_default=True, help="Repeats within one launch."
+)
 @click.option(
     "--slow-pair", multiple=True, type=float, metavar="SHARE", help="Speed that a pair is slowed to; repeatable."
 )
+@click.option("--few-ctas", multiple=True, type=int, metavar="NUM", help="Thread blocks of a pair; repeatable.")
 @click.option(
-    "--few-ctas", multiple=True, type=int, metavar="NUM", help="Thread blocks that a pair is left; repeatable."
-)
-@click.option(
-    "--slow-gpu", multiple=True, type=float, metavar="SHARE", help="Time that another process computes on one."
+    "--slow-gpu",
+    multiple=True,
+    type=float,
+    metavar="SHARE",
+    help="Share of time that another process computes on a GPU; repeatable.",
 )
 @click.option("--each", type=click.IntRange(1, 100), default=10, show_default=True, help="Runs of each fault.")
-@click.option("--gib-ms", type=float, default=2.87, show_default=True, help="Of a GiB between healthy GPUs, one way.")
+@click.option(
+    "--gib-ms",
+    type=float,
+    default=2.87,
+    show_default=True,
+    help="Milliseconds for 1 GiB between healthy GPUs, one way.",
+)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the record here.")
 def command(
-    gpus: int | None, launches: int, only: Sequence[str], repeats: int, each: int, json_file: Path | None, **asked: Any
+    gpus: int | None,
+    launches: int,
+    only: Sequence[str],
+    repeats: int,
+    each: int,
+    json_file: Path | None,
+    **fault_options: Any,
 ) -> None:
-    """Healthy and faulty GPUs, each run a row. Exit 0 whatever they say: it is the report that judges."""
+    """Run acceptance on healthy and faulty GPUs, one row a run. Exits 0 in any case: the report judges the rows."""
     num = gpus or len(usable_gpus())
     if num < 2 or len(usable_gpus()) < num:
         raise HardwareMissing(
@@ -95,13 +118,17 @@ def command(
     with contextlib.suppress(KeyboardInterrupt):
         for number in range(launches):
             keep({"run": "launch", "number": number, **_launch(num, only)})
-        if asked["spike"] or repeats or any(asked[name] for name in ("slow_pair", "few_ctas", "slow_gpu")):
+        if (
+            fault_options["spike"]
+            or repeats
+            or any(fault_options[name] for name in ("slow_pair", "few_ctas", "slow_gpu"))
+        ):
             with _agent(num) as link:
-                trial = _begin(link, num)
+                trial = _start_trial(link, num)
                 for row in itertools.chain(
-                    _spike(trial, asked["ctas"]) if asked["spike"] else (),
+                    _spike(trial, fault_options["ctas"]) if fault_options["spike"] else (),
                     _repeat(trial, repeats),
-                    _faults(trial, each, asked),
+                    _faults(trial, each, fault_options),
                 ):
                     keep(row)
     record = RunRecord(
@@ -110,7 +137,14 @@ def command(
         rows=rows,
         started_utc=started,
         ended_utc=utc_now(),
-        arguments={"gpus": num, "launches": launches, "only": list(only), "repeats": repeats, "each": each, **asked},
+        arguments={
+            "gpus": num,
+            "launches": launches,
+            "only": list(only),
+            "repeats": repeats,
+            "each": each,
+            **fault_options,
+        },
         environment=environ.snapshot(),
     )
     if json_file:
@@ -130,11 +164,11 @@ def _agent(num: int) -> Iterator[Link]:
                 click.echo(f"the ranks' log ends:\n{text}", err=True)
 
 
-def _begin(link: Link, num: int) -> Trial:
-    """Fresh workers, and a trial of them."""
+def _start_trial(link: Link, num: int) -> Trial:
+    """Start new workers and return a trial with them."""
     settings = Settings(members_of([("localhost", num)]), "nccl", work_for("nccl", None))
     fleet = Fleet([link], settings.work.form_s)
-    trial = Trial(fleet, settings.members, settings.work, [member.rank for member in settings.members], drill=True)
+    trial = Trial(fleet, settings.members, settings.work, [member.rank for member in settings.members], dry_run=True)
     workers = {member.rank: worker_config(settings, member) for member in settings.members}
     if fleet.begin(workers, {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}, False):
         raise RuntimeError("the agent did not start")
@@ -142,7 +176,7 @@ def _begin(link: Link, num: int) -> Trial:
 
 
 def _spike(trial: Trial, ctas: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The pair 0-1: each size alone, then the size that is found by itself; a message a launch; few thread blocks."""
+    """Measure pair 0-1 at each size and at the automatic one, with one message a launch, and with few thread blocks."""
     for messages in (None, 1):
         for size in (*_SPIKE_SIZES, *([None] if messages is None else [])):
             args = {**trial.work.pairs, "bytes": size, "budget_s": 1.5, "repeats": 6, "only": [(0, 1)]}
@@ -155,18 +189,18 @@ def _spike(trial: Trial, ctas: Sequence[int]) -> Iterator[dict[str, Any]]:
                 "asked_bytes": size,
                 "messages": messages,
                 "seconds": seconds,
-                "pair": _in_short(rows),
+                "pair": _short_rows(rows),
             }
     for few in ctas:
         args = {**trial.work.pairs, "bytes": 1024 * _MIB, "budget_s": 1.0, "only": [(0, 1)]}
         args["plants"] = [Plant("ctas", (0, 1), few).to_json()]
         rows = trial.together("spike", "pairs", args, [(0, 1)], turns=False)
-        yield {"run": "spike", "ctas": few, "pair": _in_short(rows)}
+        yield {"run": "spike", "ctas": few, "pair": _short_rows(rows)}
     trial.together("spike", "pairs", {**trial.work.pairs, "bytes": _MIB, "plants": []}, [(0, 1)], turns=False)
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    """What is worth a look while it runs."""
+    """Format a row for progress on stderr."""
     long = ("scores", "evidence", "phases_s", "pair")
     text = json.dumps(
         {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items() if key not in long}
@@ -178,16 +212,16 @@ def _line(row: Mapping[str, Any]) -> str:
     return text
 
 
-def _in_short(rows: Sequence[Mapping[str, Any]]) -> Rows:
+def _short_rows(rows: Sequence[Mapping[str, Any]]) -> Rows:
     keys = ("direction", "size_bytes", "messages", "bw_gbs", "p50_us", "p99_us", "min_us", "host_us", "wrong")
     return [{key: row[key] for key in keys if key in row} for row in rows]
 
 
 def _launch(num: int, only: Sequence[str]) -> dict[str, Any]:
-    """As a user starts it, on the first GPUs that are visible."""
+    """Run `netlayer accept` as a subprocess, like a user, on the first visible GPUs."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.json"
-        words = [
+        command = [
             sys.executable,
             "-m",
             "netlayer",
@@ -200,9 +234,9 @@ def _launch(num: int, only: Sequence[str]) -> dict[str, Any]:
             str(file),
         ]
         for name in only:
-            words += ["--only", name]
+            command += ["--only", name]
         began = time.monotonic()
-        done = subprocess.run(words, capture_output=True, timeout=_LAUNCH_S, check=False, text=True)
+        done = subprocess.run(command, capture_output=True, timeout=_LAUNCH_S, check=False, text=True)
         seconds = time.monotonic() - began
         if not file.exists():
             return {"exit": done.returncode, "seconds": seconds, "verdict": "none", "said": done.stderr[-1500:]}
@@ -215,7 +249,7 @@ def _launch(num: int, only: Sequence[str]) -> dict[str, Any]:
         "unjudged": [[row["check"], row["figure"]] for row in findings if row["verdict"] == "NO VERDICT"],
         **_nearest(scores),
         "phases_s": _stage_seconds(done.stderr),
-        "scores": _scores_in_short(scores),
+        "scores": _short_scores(scores),
         "evidence": [row for row in rows if row["table"] == "evidence"],
     }  # fmt: skip
 
@@ -225,89 +259,92 @@ def _stage_seconds(text: str) -> list[str]:
 
 
 def _nearest(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The score that is nearest to FAIL, and how far off it is."""
+    """Return the score that is nearest to FAIL, and its distance."""
     if not scores:
         return {}
-    least = min(scores, key=lambda one: one["spreads_from_fail"])
+    nearest = min(scores, key=lambda one: one["spreads_from_fail"])
     return {
-        "from_fail": least["spreads_from_fail"],
-        "nearest": f"{least['phase']} {least['series']} {least['subject']}",
+        "from_fail": nearest["spreads_from_fail"],
+        "nearest": f"{nearest['phase']} {nearest['series']} {nearest['subject']}",
     }
 
 
-def _scores_in_short(scores: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+def _short_scores(scores: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     keys = ("phase", "subject", "series", "number", "value", "share", "spread", "spreads_from_fail", "verdict")
     return [[round(one[key], 4) if isinstance(one[key], float) else one[key] for key in keys] for one in scores]
 
 
 def _repeat(trial: Trial, repeats: int) -> Iterator[dict[str, Any]]:
-    """Pairs again and again with the same workers; every series of theirs makes its own communicators."""
+    """Measure pairs repeatedly with the same workers; every series creates new communicators."""
     for number in range(repeats):
         fresh = _fresh(trial)
         began = time.monotonic()
-        measure_pairs(fresh, _silent)
-        yield {"run": "repeat", "number": number, "seconds": time.monotonic() - began, **_told(fresh)}
+        measure_pairs(fresh, _no_progress)
+        yield {"run": "repeat", "number": number, "seconds": time.monotonic() - began, **_suspects_row(fresh)}
 
 
 def _fresh(trial: Trial, **args: Any) -> Trial:
-    """A trial of the same ranks, with nothing found yet; `args` replace some of the work's."""
+    """Return a trial of the same ranks without findings; `args` override arguments of the probes by name."""
     changed: dict[str, Any] = {name: {**getattr(trial.work, name), **more} for name, more in args.items()}
     work = replace(trial.work, **changed)
-    return replace(trial, work=work, rows=[], findings=[], accused=[], scores=[], evidence=[])
+    return replace(trial, work=work, rows=[], findings=[], suspects=[], scores=[], evidence=[])
 
 
-def _told(trial: Trial) -> dict[str, Any]:
+def _suspects_row(trial: Trial) -> dict[str, Any]:
     return {
-        "accused": [[one.verdict, one.kind, list(one.ranks), one.phase] for one in trial.accused],
+        "accused": [[one.verdict, one.kind, list(one.ranks), one.phase] for one in trial.suspects],
         "unjudged": [[one.check, one.figure] for one in trial.findings if one.verdict == "NO VERDICT"],
         **_nearest(trial.scores),
-        "scores": _scores_in_short(trial.scores),
+        "scores": _short_scores(trial.scores),
     }
 
 
-def _faults(trial: Trial, each: int, asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The ranks live on from fault to fault; the pair, or GPU, is another one each time, or for each grade."""
+def _faults(trial: Trial, each: int, fault_options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Inject each fault several times into the same workers, on another pair each time or another GPU each grade."""
     num = len(trial.members)
     pairs = [(low, high) for low in range(num) for high in range(low + 1, num)]
     grades: list[tuple[str, PlantKind, float, float]]
-    grades = [("slow pair", "slowlink", share, asked["gib_ms"] * (1 / share - 1)) for share in asked["slow_pair"]]
-    grades += [("few ctas", "ctas", few, few) for few in asked["few_ctas"]]
+    grades = [
+        ("slow pair", "slowlink", share, fault_options["gib_ms"] * (1 / share - 1))
+        for share in fault_options["slow_pair"]
+    ]
+    grades += [("few ctas", "ctas", few, few) for few in fault_options["few_ctas"]]
     for name, kind, grade, amount in grades:
         for number in range(each):
             pair = pairs[number % len(pairs)]
             fault = {"plants": [Plant(kind, pair, amount).to_json()]}
-            fresh = _fresh(trial, pairs={**fault, "bytes": 1024 * _MIB, "budget_s": 1.2})  # short, for there are many
+            fresh = _fresh(trial, pairs={**fault, "bytes": 1024 * _MIB, "budget_s": 1.2})  # short, since there are many
             began = time.monotonic()
-            measure_pairs(fresh, _silent)
-            yield {"run": name, "grade": grade, "number": number, **_judged(fresh, pair, began)}
+            measure_pairs(fresh, _no_progress)
+            yield {"run": name, "grade": grade, "number": number, **_fault_row(fresh, pair, began)}
     if grades:
         trial.together("pairs", "pairs", {**trial.work.pairs, "bytes": _MIB, "plants": []}, [trial.alive], turns=False)
-    for at, share in enumerate(asked["slow_gpu"]):
-        rank = at % num
-        with _beside(rank, share):
+    for index, share in enumerate(fault_options["slow_gpu"]):
+        rank = index % num
+        with _load_on(rank, share):
             for number in range(each):
                 fresh, began = _fresh(trial), time.monotonic()
-                measure_gpu_speeds(fresh, "gemm", _silent)
-                yield {"run": "slow gpu", "grade": share, "number": number, **_judged(fresh, (rank,), began)}
+                measure_gpu_speeds(fresh, "gemm", _no_progress)
+                yield {"run": "slow gpu", "grade": share, "number": number, **_fault_row(fresh, (rank,), began)}
 
 
-def _judged(trial: Trial, planted: tuple[int, ...], began: float) -> dict[str, Any]:
-    accused = {one.ranks: one.verdict for one in trial.accused}
-    share = [one["share"] for one in trial.scores if one["subject"] == trial.label(planted)]
+def _fault_row(trial: Trial, injected: tuple[int, ...], began: float) -> dict[str, Any]:
+    verdicts = {one.ranks: one.verdict for one in trial.suspects}
+    share = [one["share"] for one in trial.scores if one["subject"] == trial.label(injected)]
     return {
-        "planted": list(planted), "verdict": accused.get(planted, "none"),
-        "others": [list(ranks) for ranks in accused if ranks != planted],
-        "share": min(share, default=None), "seconds": time.monotonic() - began, **_told(trial),
+        "planted": list(injected), "verdict": verdicts.get(injected, "none"),
+        "others": [list(ranks) for ranks in verdicts if ranks != injected],
+        "share": min(share, default=None), "seconds": time.monotonic() - began, **_suspects_row(trial),
     }  # fmt: skip
 
 
 @contextlib.contextmanager
-def _beside(gpu: int, share: float) -> Iterator[None]:
-    """Another process that computes on a GPU for a share of the time."""
+def _load_on(gpu: int, share: float) -> Iterator[None]:
+    """Run another process that computes on a GPU for a share of the time."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(number) for number in range(gpu + 1)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": names[gpu]}
-    command = [sys.executable, "-c", _BESIDE, str(share)]
+    command = [sys.executable, "-c", _LOAD, str(share)]
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -317,8 +354,8 @@ def _beside(gpu: int, share: float) -> Iterator[None]:
             process.kill()
 
 
-def _silent(_done: int, _total: int, _words: str) -> None:
-    """Progress that nobody watches."""
+def _no_progress(_done: int, _total: int, _words: str) -> None:
+    """Discard progress."""
 
 
 if __name__ == "__main__":

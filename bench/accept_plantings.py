@@ -1,8 +1,8 @@
-"""`python -m bench.accept_plantings`: random faults planted in real ranks, and whether they are named.
+"""`python -m bench.accept_plantings`: detection rate of random faults injected into real ranks.
 
-Each run draws a fault (slow, hang, corrupt, slow link, stopped in pulses), its place and its size, and goes through the
-phases with fresh workers. Healthy runs go beside a process that takes a core in bursts; with `--busy`, all runs beside
-processes that load a core each. Left out: faults in hardware, and two at once.
+Each run draws a fault (slow, hang, corrupt, slow link, stopped in pulses), its location and size, and runs the phases
+with new workers. Healthy runs share the machine with a process that uses a core in bursts; with `--busy`, all runs
+share it with processes that load a core each. Not covered: hardware faults, and two faults at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from netlayer.results import RunRecord, utc_now, write_text
 
 _PHASES = ("gemm", "neighbours", "all_reduce", "pairs", "train")
 _LINK_MS, _SHARED_LINK_MS = (5.0, 50.0), (40.0, 100.0)
-"""Of a slow link. Ranks that take turns on a GPU need 5 to 10 ms for a message, and four times as long is slow."""
+"""Delay range of a slow link. Ranks that take turns on a GPU need 5 to 10 ms a message; four times that is slow."""
 _KINDS: tuple[PlantKind, ...] = ("slow", "hang", "corrupt", "slowlink", "pulse")
 _BURSTS = """
 import random, time
@@ -45,8 +45,8 @@ while True:
 
 @click.command()
 @run_options_without_config
-@click.option("--runs", type=click.IntRange(0, 10_000), default=100, show_default=True, help="With a fault each.")
-@click.option("--healthy", type=click.IntRange(0, 10_000), default=20, show_default=True, help="Without one.")
+@click.option("--runs", type=click.IntRange(0, 10_000), default=100, show_default=True, help="Runs with a fault each.")
+@click.option("--healthy", type=click.IntRange(0, 10_000), default=20, show_default=True, help="Runs without a fault.")
 @click.option("--ranks", type=click.IntRange(4, 64), default=8, show_default=True)
 @click.option(
     "--backend",
@@ -58,11 +58,13 @@ while True:
 @click.option(
     "--busy", type=click.IntRange(0, 64), default=0, show_default=True, help="Other processes that load a core."
 )
-@click.option("--limit", "limit_s", type=click.FloatRange(1, 600), default=6.0, show_default=True, help="As of accept.")
+@click.option(
+    "--limit", "limit_s", type=click.FloatRange(1, 600), default=6.0, show_default=True, help="--limit of accept."
+)
 def command(options: RunOptions, runs: int, healthy: int, ranks: int, backend: str, busy: int, limit_s: float) -> None:
-    """Plant faults, and count how often the culprit, and nobody else, is named.
+    """Inject faults, and count how often exactly the culprit is named.
 
-    Exit 0: every culprit was named, and nobody else accused of a fault; 1: not so.
+    Exit 0: every culprit was named, and no other rank failed; 1: otherwise.
     """
     started = utc_now()
     rows: list[dict[str, Any]] = []
@@ -102,7 +104,7 @@ def command(options: RunOptions, runs: int, healthy: int, ranks: int, backend: s
 
 
 def measure(seed: int, runs: int, healthy: int, ranks: int, backend: str, limit_s: float) -> Iterator[dict[str, Any]]:
-    """A row a run; kinds of fault take turns, healthy runs come between."""
+    """Yield one row for each run; kinds of fault alternate, with healthy runs in between."""
     total = runs + healthy
     shared_gpus = len(usable_gpus()) if backend == "nccl" else 0
     shared_gpus = shared_gpus if shared_gpus < ranks else 0
@@ -119,7 +121,7 @@ def measure(seed: int, runs: int, healthy: int, ranks: int, backend: str, limit_
 
 
 def draw_plant(kind: PlantKind, ranks: int, draw: random.Random, shares_gpus: bool = False) -> Plant:
-    """A fault of this kind at a random place, of a random size that is worth finding."""
+    """Draw a fault of this kind at a random place, large enough to be detectable."""
     if kind == "slowlink":
         first, second = sorted(draw.sample(range(ranks), 2))
         return Plant(kind, (first, second), draw.uniform(*_SHARED_LINK_MS if shares_gpus else _LINK_MS))
@@ -129,7 +131,7 @@ def draw_plant(kind: PlantKind, ranks: int, draw: random.Random, shares_gpus: bo
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Counts by kind, as Markdown."""
+    """Format the counts by kind of fault as a Markdown table."""
     lines = [
         "| fault | runs | named, nobody else | named | others accused | median s | longest s |",
         "|---|" + "---|" * 6,
@@ -157,19 +159,19 @@ def _run_one(
         result = run(settings, [link])
     if result.stopped:
         raise KeyboardInterrupt
-    accused = {tuple(sorted(one.ranks)) for one in result.trial.accused}
-    failed = {tuple(sorted(one.ranks)) for one in result.trial.accused if one.verdict == "FAIL"}
-    planted = plant.ranks if plant else ()
-    named = not plant or planted in accused
-    others = bool(failed - {planted})
+    suspects = {tuple(sorted(one.ranks)) for one in result.trial.suspects}
+    failed = {tuple(sorted(one.ranks)) for one in result.trial.suspects if one.verdict == "FAIL"}
+    injected = plant.ranks if plant else ()
+    named = not plant or injected in suspects
+    others = bool(failed - {injected})
     return {
         "fault": plant.kind if plant else "none",
-        "ranks": list(planted),
+        "ranks": list(injected),
         "amount": plant.amount if plant else 0.0,
         "named": named,
         "others": others,
-        "right": named and not others and (plant is not None or not accused),
-        "accused": sorted(map(list, accused)),
+        "right": named and not others and (plant is not None or not suspects),
+        "accused": sorted(map(list, suspects)),
         "summary": sentence(result),
         "seconds": time.monotonic() - began,
     }
@@ -177,7 +179,7 @@ def _run_one(
 
 @contextmanager
 def _noise(program: str) -> Iterator[None]:
-    """Another process on this machine."""
+    """Run a Python program as another process on this machine."""
     with subprocess.Popen([sys.executable, "-c", program], start_new_session=True) as process:
         try:
             yield

@@ -1,16 +1,15 @@
-"""`python -m bench.blame`: random jobs with one planted fault; does `netlayer observe blame` name the rank?
+"""`python -m bench.blame`: accuracy of `netlayer observe blame` on random jobs with one injected fault.
 
-Beside it torch's own analyser (torch.distributed.flight_recorder.fr_trace) reads the same dumps. A case is *right*
-where exactly the planted rank is accused. For torch's analyser, which prints what it finds and gives no verdict, two
-further, kinder counts stand beside: *first*, where the first thing that it prints accuses the planted rank alone, and
-*among*, where that rank is anywhere among those that it prints as missing or as culprit. It refuses a job of which a
-dump is missing, and names the missing ranks: that counts as right. Sends and receives that do not run as one batch it
-matches poorly, so jobs without any stand apart too. Left out: faults of the network, and any pair of
-ranks that differ from each other alone (`bench.blame_worlds`).
+torch's own analyser (torch.distributed.flight_recorder.fr_trace) reads the same dumps for comparison. A case is *right*
+if exactly the faulty rank is named. torch's analyser prints observations instead of a verdict, so two more lenient
+counts are given for it: *first*, if its first observation names the faulty rank alone, and *among*, if the rank is
+among those that it prints as missing or as culprit. It refuses a job with a missing dump and names the missing ranks,
+which counts as right. It is weak at sends and receives that do not run as one batch, so jobs without any are also
+counted separately. Not covered: network faults, and two ranks that differ only from each other (`bench.blame_worlds`).
 
-`--labelled FOLDER` reads dumps of real jobs instead: each folder in it holds the dumps of one, and a
-`fault_injection.log` whose line `Fault ranks: [12, 14]` names the planted ranks, as the tests of NVIDIA's
-nvidia-resiliency-ext do. With `--nvrx SRC`, the `src` of a clone of that project, its own analyser runs beside.
+`--labelled FOLDER` reads dumps of real jobs instead: each folder in it has the dumps of one job and a
+`fault_injection.log`, whose line `Fault ranks: [12, 14]` names the faulty ranks, as in the tests of NVIDIA's
+nvidia-resiliency-ext. With `--nvrx SRC`, the `src` of a clone of that project, its analyser runs too.
 """
 
 from __future__ import annotations
@@ -36,7 +35,9 @@ from netlayer.errors import CheckFailed, ConfigError
 from netlayer.observe import read_files
 from netlayer.results import RunRecord, utc_now, write_text
 
-_ACCUSED = re.compile(r"missing ranks: (\{[\d, ]+\})|Culprit rank (\d+)|Missing dump files from ranks (\{[\d, ]+\})")
+_NAMED_RANKS = re.compile(
+    r"missing ranks: (\{[\d, ]+\})|Culprit rank (\d+)|Missing dump files from ranks (\{[\d, ]+\})"
+)
 _NUMBER = re.compile(r"\d+")
 _PLANTED = re.compile(r"Fault ranks: (\[[\d, ]*\])")
 _FAULT = re.compile(r"Rank (\d+), fault_type: (\w+)")
@@ -51,9 +52,9 @@ Row = dict[str, Any]
 @click.option("--labelled", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Real dumps: a TSV.")
 @click.option("--nvrx", type=click.Path(exists=True, file_okay=False, path_type=Path), help="src of NVRx's clone.")
 def command(options: RunOptions, cases: int, healthy: int, labelled: Path | None, nvrx: Path | None) -> None:
-    """Plant faults in random jobs, and count how often their dumps lead to the rank.
+    """Inject faults into random jobs, and count how often the culprit is found from their dumps.
 
-    Exit 0: every culprit was named and nobody else, and no healthy job was accused; 1: not so.
+    Exit 0: exactly the culprit was named in every job, and no rank in healthy jobs; 1: otherwise.
     """
     if labelled is not None:
         click.echo("\n".join("\t".join(row) for row in labelled_rows(labelled, nvrx)))
@@ -79,7 +80,7 @@ def command(options: RunOptions, cases: int, healthy: int, labelled: Path | None
 
 
 def measure(seed: int, cases: int) -> Iterator[Row]:
-    """A row a case; the kinds of fault take turns."""
+    """Yield one row for each case; the kinds of fault alternate."""
     with tempfile.TemporaryDirectory() as folder:
         for case in range(cases):
             kind: FaultKind = FAULTS[case % len(FAULTS)]
@@ -89,25 +90,25 @@ def measure(seed: int, cases: int) -> Iterator[Row]:
 
 
 def measure_healthy(seed: int, cases: int) -> Iterator[Row]:
-    """A row a job without a fault: right where nobody is accused."""
+    """Yield one row for each job without a fault, which is right if no rank is named."""
     with tempfile.TemporaryDirectory() as folder:
         for case in range(cases):
             world = random_world(seed + case, None)
             files = write_dumps(world, Path(folder) / str(case), seed + case)
-            said = by_torch(files[0].parent)
+            named_sets = by_torch(files[0].parent)
             yield {
                 "case": case,
                 "fault": "none",
                 **_size(world),
                 "right": not read_files(files).findings,
-                "torch_right": not said,
-                "torch_first": not said,
-                "torch_among": not said,
+                "torch_right": not named_sets,
+                "torch_first": not named_sets,
+                "torch_among": not named_sets,
             }
 
 
 def labelled_rows(folder: Path, nvrx: Path | None) -> Iterator[tuple[str, ...]]:
-    """A line for each planted rank of each set of dumps, below a line of headings.
+    """Yield a line of headings, then a line for each faulty rank of each set of dumps.
 
     Raises:
         ConfigError: no folder in it has dumps and a fault_injection.log.
@@ -130,20 +131,20 @@ def labelled_rows(folder: Path, nvrx: Path | None) -> Iterator[tuple[str, ...]]:
     )
     for one in sets:
         label = (one / "fault_injection.log").read_text()
-        planted = [int(number) for number in _NUMBER.findall(_PLANTED.findall(label)[0])]
+        injected = [int(number) for number in _NUMBER.findall(_PLANTED.findall(label)[0])]
         kinds = dict(_FAULT.findall(label))
         blame, torch_sets = read_files([one]), by_torch(one, "_dump_")
         named = set().union(*torch_sets)
         nvrx_named = by_nvrx(one, nvrx) if nvrx else set()
-        for rank in planted:
+        for rank in injected:
             note = next((note for note in blame.notes if f"on rank {rank} " in note), "")
             kind = next((finding.kind for finding in blame.findings if rank in finding.ranks), note or "not named")
             yield (
                 *(one.name, str(rank), kinds.get(str(rank), "")),
-                *(kind, _ranks(set(blame.culprits) - {*planted})),
+                *(kind, _ranks(set(blame.culprits) - {*injected})),
                 *("yes" if rank in named else "no", _ranks(torch_sets[0] if torch_sets else ())),
-                _ranks(named - {*planted}),
-                *(("yes" if rank in nvrx_named else "no", _ranks(nvrx_named - {*planted})) if nvrx else ("-", "-")),
+                _ranks(named - {*injected}),
+                *(("yes" if rank in nvrx_named else "no", _ranks(nvrx_named - {*injected})) if nvrx else ("-", "-")),
             )
 
 
@@ -152,7 +153,7 @@ def _ranks(ranks: Collection[int]) -> str:
 
 
 def by_nvrx(folder: Path, source: Path) -> set[int]:
-    """The ranks that nvidia-resiliency-ext's analyser prints as missing; it runs in a process of its own."""
+    """Return the ranks that nvidia-resiliency-ext's analyser, run as a subprocess, prints as missing."""
     environment = {**os.environ, "PYTHONPATH": str(source)}
     program = [sys.executable, "-m", "nvidia_resiliency_ext.attribution.trace_analyzer.fr_attribution"]
     arguments = ["--fr-path", str(folder), "--pattern", "_dump_*", "--emit-stdout"]
@@ -162,31 +163,31 @@ def by_nvrx(folder: Path, source: Path) -> set[int]:
 
 
 def by_torch(folder: Path, prefix: str = "") -> list[set[int]]:
-    """The ranks that torch's analyser accuses, one set for each thing that it prints.
+    """Return the ranks that torch's analyser names, one set for each observation that it prints.
 
     Args:
-        folder: of the dumps.
-        prefix: of their names, where it is not the usual one.
+        folder: folder of the dumps.
+        prefix: prefix of their file names; empty: torch's default.
     """
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):  # at its first import it complains of a table printer
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output):  # its first import warns of a missing table printer
         from torch.distributed.flight_recorder import fr_trace
 
     logger = logging.getLogger("Flight Recorder")
-    handlers, logger.handlers, logger.propagate = logger.handlers, [logging.StreamHandler(said)], False
+    handlers, logger.handlers, logger.propagate = logger.handlers, [logging.StreamHandler(output)], False
     try:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(output):
             fr_trace.main([str(folder), *(["-p", prefix] if prefix else [])])
     except (AssertionError, ValueError, KeyError, IndexError, TypeError, AttributeError) as exc:
-        said.write(str(exc))  # its way to say that a dump is missing
+        output.write(str(exc))  # raised if a dump is missing
     finally:
         logger.handlers, logger.propagate = handlers, True
-    lines = [_ACCUSED.findall(line) for line in said.getvalue().splitlines()]
-    return [set(map(int, _NUMBER.findall(str(found)))) for found in lines if found]
+    lines = [_NAMED_RANKS.findall(line) for line in output.getvalue().splitlines()]
+    return [set(map(int, _NUMBER.findall(str(match)))) for match in lines if match]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Counts by kind of fault, as Markdown."""
+    """Format the counts by kind of fault as a Markdown table."""
     columns = ("right", "torch_right", "torch_first", "torch_among")
     lines = [
         "| fault | jobs | netlayer: right | torch's analyser: right | first | among |",
@@ -209,14 +210,14 @@ def _size(world: World) -> Row:
 
 def _judge(world: World, files: Sequence[Path]) -> Row:
     assert world.fault is not None
-    planted, found, said = world.fault.rank, read_files(files), by_torch(files[0].parent)
+    injected, blame, named_sets = world.fault.rank, read_files(files), by_torch(files[0].parent)
     return {
-        "planted": planted,
-        "accused": list(found.culprits),
-        "right": found.culprits == (planted,),
-        "torch_right": bool(said) and set.union(*said) == {planted},
-        "torch_first": bool(said) and said[0] == {planted},
-        "torch_among": any(planted in ranks for ranks in said),
+        "planted": injected,
+        "accused": list(blame.culprits),
+        "right": blame.culprits == (injected,),
+        "torch_right": bool(named_sets) and set.union(*named_sets) == {injected},
+        "torch_first": bool(named_sets) and named_sets[0] == {injected},
+        "torch_among": any(injected in ranks for ranks in named_sets),
     }
 
 

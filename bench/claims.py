@@ -1,7 +1,7 @@
-"""CLAIMS.md out of bench/claims.toml and the records under bench/reports/: `make claims`.
+"""Generator of CLAIMS.md from bench/claims.toml and the records under bench/reports/: `make claims`.
 
-Each claim -> command -> figure -> measured, simulated or predicted -> reproduced, refuted, or why it stands open. The
-figure always comes out of a record; this file holds none.
+Each claim has a command, a figure, its source (measured, simulated or predicted) and a verdict (reproduced, refuted, or
+why it is open). The figure always comes from a record; this file holds none.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Claim:
 
 
 def read_claims(path: Path) -> list[Claim]:
-    """The claims of a file.
+    """Read the claims of a TOML file.
 
     Raises:
-        ConfigError: the file is no TOML, or a claim has an unknown key or lacks its rule.
+        ConfigError: the file is not TOML, or a claim has an unknown key or lacks its rule.
     """
     try:
         claims = [Claim(**entry) for entry in parse_toml(path.read_text(encoding="utf-8"))["claim"]]
@@ -78,7 +78,7 @@ def read_claims(path: Path) -> list[Claim]:
 
 
 def judge(claim: Claim, folder: Path) -> dict[str, str]:
-    """One row of the table: the figure out of the newest record that has it, and the verdict."""
+    """Make one row of the table: the figure from the newest record that has it, and the verdict."""
     row = {"claim": claim.text, "origin": claim.origin, "command": f"`{claim.command}`" if claim.command else ""}
     record = None if claim.open else _newest(claim, folder)
     if record is None:
@@ -87,8 +87,8 @@ def judge(claim: Claim, folder: Path) -> dict[str, str]:
     if claim.at_least is not None:
         good, bound = figure >= claim.at_least, f"at least {_in_unit(claim.at_least, claim.unit)}"
     else:
-        most = float(claim.at_most or 0)
-        good, bound = figure <= most, f"at most {_in_unit(most, claim.unit)}"
+        at_most = float(claim.at_most or 0)
+        good, bound = figure <= at_most, f"at most {_in_unit(at_most, claim.unit)}"
     commit = record.environment.get("commit") or "unknown"
     machine = "; ".join(
         f"{count} ranks, each {name}" if count > 1 else name for name, count in Counter(record.devices).items()
@@ -101,13 +101,13 @@ def judge(claim: Claim, folder: Path) -> dict[str, str]:
 
 
 def render(rows: Sequence[Mapping[str, str]]) -> str:
-    """The whole CLAIMS.md."""
+    """Render the whole CLAIMS.md."""
     lines = [" | ".join(cell.replace("|", "\\|") for cell in row.values()) for row in rows]
     return _HEAD + "".join(f"| {line} |\n" for line in lines)
 
 
 def _in_unit(figure: float, unit: str) -> str:
-    """A share is 0..1 in a record and reads as a percentage."""
+    """Format a figure in the claim's unit; "%" turns a share of 0..1 into a percentage."""
     return f"{figure:.4g}" if not unit else f"{100 * figure:.4g}%" if unit == "%" else f"{figure:.4g} {unit}"
 
 
@@ -124,8 +124,8 @@ def _figure(claim: Claim, record: RunRecord) -> float:
 
 
 def _values(claim: Claim, record: RunRecord) -> list[float]:
-    wanted = (claim.where or {}).items()
-    rows = [row for row in record.rows if all(row.get(key) == value for key, value in wanted)]
+    conditions = (claim.where or {}).items()
+    rows = [row for row in record.rows if all(row.get(key) == value for key, value in conditions)]
     return [float(row[claim.column]) for row in rows if row.get(claim.column) is not None]
 
 

@@ -1,12 +1,13 @@
-"""`netlayer bench compare A B`: two records row by row: ratio, spread, verdict.
+"""`netlayer bench compare A B`: compare two records row by row, with ratio, spread and verdict.
 
-Rows are alike where all that is no measurement is equal. The spread is what chance alone may make of the difference,
-from three rows alike or more, else from the single iterations, where a record keeps them: a difference within it is
-none. Wrong data on either side fails, however fast it came. Runs on other GPUs, or over other numbers of ranks or
-hosts, are not compared unless that is asked for; another NCCL, NVLS or CUDA graph is said: it may be what is compared.
+Rows match if all their columns that are not measurements are equal. The spread is the difference that noise may cause,
+estimated from at least three matching rows, else from single iterations if the record has them; a smaller difference
+counts as none. Wrong data on either side fails, whatever the speed. Runs on different GPUs or different numbers of
+ranks or hosts are compared only on request; a different NCCL version, NVLS state or CUDA graph use is reported, since
+it may be the subject of the comparison.
 
-Several runs in a file count as one record: their rows tell the collective. Text keeps fewer columns than JSON, so where
-one of the two is text, rows are alike by what both name.
+Several runs in a file count as one record; their rows name the collective. Text has fewer columns than JSON, so if one
+side is text, rows match by the columns that both sides have.
 """
 
 from __future__ import annotations
@@ -31,37 +32,37 @@ from bench.perf_json import is_perf_json, perf_record
 from netlayer.errors import EXIT_FAILED, CheckFailed, ConfigError
 from netlayer.results import RunRecord, check_target, record_of, utc_now, write_text
 
-# What is measured, by the end of its key, and whether more of it is better.
+# Suffixes of measured columns, for which higher or lower is better.
 _HIGHER = ("_gbs", "tflops", "bus_bw", "alg_bw", "per_s", "mfu_full", "mfu_causal", "speedup")
 _LOWER = ("_us", "_ms", "_s", "_ns")
-# What came out, or tells repetitions of one case apart. Ranks are no repetitions: one that is slow must show.
+# Columns that are results, or that number repetitions of one case. Ranks are not repetitions: a slow one must show.
 _NO_KEY = (
     "wrong", "ok", "round", "cycle", "hostname", "at", "algorithm", "protocol", "host_bound", "best_other",
     "peak_bytes", "nccl",
 )  # fmt: skip
 _DEFAULT_SHARE = 0.05
 _MAD_TO_SIGMA = 1.4826
-# Of the difference: where nothing changed, about one row in forty seems worse.
+# Spreads of the difference that count as noise: without any change, about one row in forty seems worse.
 _SIGMAS = 2.0
-# What a column of figures shows at most; numbers beyond it are no measurement.
+# Larger numbers are not measurements.
 _MOST = 1e300
 _ONLY = {"a": "only in A", "b": "only in B"}
 _NO_SPREAD = "spread -: not known, so that chance may look like a loss; take *_perf's -J with -N 3 or more"
 
 
-# What makes two runs incomparable, and what may be the very thing that is compared; by the names of `Figure.facts`.
+# Facts that make two runs incomparable, and facts that may be the subject of the comparison; keys of `Figure.facts`.
 _HARDWARE = {"device": "GPU", "ranks": "ranks", "hosts": "hosts"}
 _SETTINGS = {"nccl": "NCCL", "nvls": "NVLS", "graph": "CUDA graph"}
 _MAX_BYTES = 32 << 20
 _MAX_OBJECTS = 2_000_000
 _PLACES = {"out of place": False, "in place": True}
-# As nccl-tests names them.
+# Names of nccl-tests.
 _TYPES = {
     *("int8", "uint8", "int32", "uint32", "int64", "uint64", "half", "float", "double", "bfloat16"),
     *("f8e4m3", "f8e5m2", "fp8_e4m3", "fp8_e5m2", "float16", "float32", "float64"),
 }
 _OPERATORS = {"sum", "prod", "max", "min", "avg", "mulsum"}
-# A line that mpirun has labelled starts with a bracket as well.
+# Not any bracket: a line that mpirun has labelled starts with one too.
 _JSON = re.compile(r"\s*(?:\{|\[\s*[\[{])")
 _REMEDY = "give two records of netlayer, or two outputs (text or -J) of nccl-tests or our *_perf"
 
@@ -70,14 +71,14 @@ _Key = tuple[tuple[str, str], ...]
 
 
 class _Case(NamedTuple):
-    """What rows must share to be held against each other, and the column that is compared."""
+    """Key that rows must share to be compared, and the column that is compared."""
 
     key: _Key
     metric: str
 
     @property
-    def words(self) -> str:
-        return _words(self.key)
+    def description(self) -> str:
+        return _describe_key(self.key)
 
 
 _Cases = dict[_Case, list[Mapping[str, Any]]]
@@ -85,13 +86,13 @@ _Cases = dict[_Case, list[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two that are compared.
+    """One of the two records that are compared.
 
     Args:
-        record: its rows, of all runs in the file.
-        facts: by collective and name: what is known of hardware and settings, over all runs of it.
-        failures: wrong data and the like, in words.
-        is_text: whether it was text, which names fewer columns.
+        record: rows of all runs in the file.
+        facts: values of hardware and settings over all runs, by (collective, name of the fact).
+        failures: descriptions of wrong data and failed runs.
+        is_text: True if it was text, which has fewer columns.
     """
 
     record: RunRecord
@@ -109,14 +110,14 @@ class Side:
     type=click.FloatRange(0, 1),
     default=_DEFAULT_SHARE,
     show_default=True,
-    help="Worse by this share is no loss.",
+    help="Ignore a loss up to this share.",
 )
 @click.option("--across-hardware", is_flag=True, help="Compare although GPU, ranks or hosts differ.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the rows here; - is stdout.")
 def compare(a: Path, b: Path, metric: str | None, within: float, across_hardware: bool, json_file: Path | None) -> None:
-    """Whether record B is slower or faster than record A, row by row.
+    """Compare record B with record A row by row: is it slower or faster?
 
-    A and B are records of netlayer, or what nccl-tests or our *_perf wrote: text, or JSON (-J).
+    A and B are records of netlayer, or output of nccl-tests or our *_perf: text, or JSON (-J).
 
     Exit 0: nothing in B is worse than in A by more than --within and the spread of A and B; 1: something is, B lacks a
     row of A, or either has wrong data; 2: the records cannot be compared.
@@ -155,7 +156,7 @@ def compare(a: Path, b: Path, metric: str | None, within: float, across_hardware
 def _compare(
     b: Path, sides: tuple[Side, Side], metric: str | None, within: float, across_hardware: bool
 ) -> tuple[list[dict[str, Any]], dict[str, _Key]]:
-    """The rows of the comparison, and the keys of both records by their words.
+    """Return the rows of the comparison, and the keys of both records by their description.
 
     Raises:
         ConfigError: the two cannot be compared.
@@ -180,34 +181,34 @@ def _compare(
         if names[0] and names[1] and not {*names[0]} & {*names[1]}:
             rule = f"is not comparable with A: it ran {', '.join(names[1])}, and A {', '.join(names[0])}"
         raise ConfigError("B", b, rule, "give two records of one bench")
-    return rows, {case.words: case.key for record in (first, second) for case in _cases(record, metric)}
+    return rows, {case.description: case.key for record in (first, second) for case in _cases(record, metric)}
 
 
 def _differences(sides: tuple[Side, Side], names: Mapping[str, str]) -> list[str]:
-    """What both sides know of a collective that they have in common, and know differently."""
-    found: dict[str, None] = {}
+    """Return the facts that both sides have for a common collective and that differ, as sentences."""
+    differences: dict[str, None] = {}
     for collective, name in sides[0].facts:
-        mine, theirs = (side.facts.get((collective, name), frozenset()) for side in sides)
-        if name in names and mine and theirs and mine != theirs:
-            found[f"{names[name]} is {_listed(mine)} in A, {_listed(theirs)} in B"] = None
-    return list(found)
+        values_a, values_b = (side.facts.get((collective, name), frozenset()) for side in sides)
+        if name in names and values_a and values_b and values_a != values_b:
+            differences[f"{names[name]} is {_join_values(values_a)} in A, {_join_values(values_b)} in B"] = None
+    return list(differences)
 
 
 def _unknown(sides: tuple[Side, Side]) -> Iterator[str]:
-    """Hardware that one side alone tells: nobody can say whether it is the same."""
+    """Yield a note for each hardware fact that only one side tells, so that it cannot be compared."""
     for name, what in _HARDWARE.items():
         known = [frozenset().union(*(values for (_, n), values in side.facts.items() if n == name)) for side in sides]
         if bool(known[0]) != bool(known[1]):
             side, other = ("A", "B") if known[0] else ("B", "A")
-            yield f"{what} is {_listed(known[0] or known[1])} in {side}, and {other} does not say"
+            yield f"{what} is {_join_values(known[0] or known[1])} in {side}, and {other} does not say"
 
 
-def _listed(values: frozenset[str]) -> str:
+def _join_values(values: frozenset[str]) -> str:
     return " and ".join(sorted(values))
 
 
 def _with_common_columns(sides: tuple[Side, Side]) -> tuple[RunRecord, RunRecord]:
-    """Both records; where one was text, without the columns that the other one lacks."""
+    """Return both records; if one is text, without the columns that the other one lacks."""
     records = tuple(side.record for side in sides)
     if any(side.is_text for side in sides):
         names = [{name for row in record.rows for name in row} for record in records]
@@ -220,62 +221,71 @@ def _with_common_columns(sides: tuple[Side, Side]) -> tuple[RunRecord, RunRecord
 
 
 def compare_rows(a: RunRecord, b: RunRecord, metric: str | None, within: float) -> Iterator[dict[str, Any]]:
-    """One row for each case of both records, then one for each that only one of them has.
+    """Yield one row for each case of both records, then one for each case that only one of them has.
 
-    Where a case comes several times, medians are compared. `ratio` is B over A, None where A is zero.
+    If a case has several rows, their medians are compared. `ratio` is B / A, None if A is zero.
 
     Args:
-        metric: the column to compare; where None, each row's first that is better the higher, else its first.
-        within: a loss up to this share is none.
+        a, b: the records.
+        metric: column to compare; None: each row's first one that is better if higher, else its first.
+        within: a loss up to this share is ignored.
     """
-    ours, theirs = _cases(a, metric), _cases(b, metric)
-    for case, mine in ours.items():
-        if case in theirs:
-            yield _compared(case, mine, theirs[case], within)
-    for side, cases, other in (("a", ours, theirs), ("b", theirs, ours)):
+    cases_a, cases_b = _cases(a, metric), _cases(b, metric)
+    for case, rows_a in cases_a.items():
+        if case in cases_b:
+            yield _compare_case(case, rows_a, cases_b[case], within)
+    for side, cases, other in (("a", cases_a, cases_b), ("b", cases_b, cases_a)):
         for case in cases:
             if case not in other:
                 value = statistics.median(_values(cases[case], case.metric))
-                row = {"what": case.words, "metric": case.metric, "a": None, "b": None, "ratio": None, "spread": None}
+                row = {
+                    "what": case.description,
+                    "metric": case.metric,
+                    "a": None,
+                    "b": None,
+                    "ratio": None,
+                    "spread": None,
+                }
                 yield {**row, side: value, "verdict": _ONLY[side]}
 
 
 def table(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, _Key]) -> Iterator[str]:
-    """What all rows share, once; the rows as text, each with what is its own; and one line that counts them.
+    """Yield the lines of the table: columns common to all rows, then the rows, then a line of counts.
 
     Args:
-        keys: by `what` of the rows.
+        rows: rows of the comparison.
+        keys: key of each row, by its `what`.
     """
     several = [keys[row["what"]] for row in rows] if len(rows) > 1 else [()]
     shared = tuple(pair for pair in several[0] if all(pair in key for key in several))
     if shared:
-        yield f"all rows: {_words(shared)}"
-    own = [_words(tuple(pair for pair in keys[row["what"]] if pair not in shared)) or "-" for row in rows]
-    width = max(4, *map(len, own))
-    wide = max(6, *(len(row["metric"]) for row in rows))
-    yield f"{'row':<{width}}  {'metric':<{wide}}  {'A':>10}  {'B':>10}  {'B/A':>7}  {'spread':>7}  verdict"
-    for row, what in zip(rows, own, strict=True):
-        figures = f"{_shown(row['a'], '.4g'):>10}  {_shown(row['b'], '.4g'):>10}  {_shown(row['ratio'], '.3f'):>7}"
-        figures += f"  {_shown(row['spread'], '.1%'):>7}"
-        yield f"{what:<{width}}  {row['metric']:<{wide}}  {figures}  {row['verdict']}"
+        yield f"all rows: {_describe_key(shared)}"
+    own_keys = [_describe_key(tuple(pair for pair in keys[row["what"]] if pair not in shared)) or "-" for row in rows]
+    width = max(4, *map(len, own_keys))
+    metric_width = max(6, *(len(row["metric"]) for row in rows))
+    yield f"{'row':<{width}}  {'metric':<{metric_width}}  {'A':>10}  {'B':>10}  {'B/A':>7}  {'spread':>7}  verdict"
+    for row, what in zip(rows, own_keys, strict=True):
+        figures = f"{_cell(row['a'], '.4g'):>10}  {_cell(row['b'], '.4g'):>10}  {_cell(row['ratio'], '.3f'):>7}"
+        figures += f"  {_cell(row['spread'], '.1%'):>7}"
+        yield f"{what:<{width}}  {row['metric']:<{metric_width}}  {figures}  {row['verdict']}"
     counts = {word: sum(row["verdict"] == word for row in rows) for word in ("worse", "better", "same")}
-    words = [f"{count} {word}" for word, count in counts.items()]
-    alone = {word: sum(row["verdict"] == word for row in rows) for word in _ONLY.values()}
-    words += [f"{count} row{'s' * (count != 1)} {word}" for word, count in alone.items() if count]
+    counts_text = [f"{count} {word}" for word, count in counts.items()]
+    one_sided = {word: sum(row["verdict"] == word for row in rows) for word in _ONLY.values()}
+    counts_text += [f"{count} row{'s' * (count != 1)} {word}" for word, count in one_sided.items() if count]
     if any(row["ratio"] is not None and row["spread"] is None for row in rows):
         yield _NO_SPREAD
-    yield ", ".join(words)
+    yield ", ".join(counts_text)
 
 
-def _words(key: _Key) -> str:
+def _describe_key(key: _Key) -> str:
     return " ".join(f"{name}={value}" for name, value in key)
 
 
 def _load(path: Path) -> Side:
-    """One side, of whatever form.
+    """Load a record, an nccl-tests output or a *_perf output.
 
     Raises:
-        ConfigError: it cannot be read, is too large, or is of no known form.
+        ConfigError: it cannot be read, is too large, or has no known format.
     """
     content = _read(path)
     if not _JSON.match(content):
@@ -286,7 +296,9 @@ def _load(path: Path) -> Side:
         if not rows:
             rule = "does not say which collective it ran"
             raise ConfigError("record", path, rule, "give the whole output, with the line of its program")
-        return Side(RunRecord("nccl-tests", "measured", rows, "", ""), _facts(logs), _failures(logs), is_text=True)
+        return Side(
+            RunRecord("nccl-tests", "measured", rows, "", ""), _facts_of_logs(logs), _failures(logs), is_text=True
+        )
     try:
         tree = json.loads(content)
     except RecursionError as exc:
@@ -298,14 +310,14 @@ def _load(path: Path) -> Side:
         return Side(record, _record_facts(record), _row_failures(record))
     record = perf_record(tree, path)
     logs = list(recognise.parse_all(Text(str(path), content)))
-    return Side(record, _facts(logs), _failures(logs))
+    return Side(record, _facts_of_logs(logs), _failures(logs))
 
 
 def _read(path: Path) -> str:
-    """The text of a file that is small enough to be parsed.
+    """Read a file that is small enough to be parsed.
 
     Raises:
-        ConfigError: it is not, is no regular file, or cannot be read.
+        ConfigError: it is too large, not a regular file, or cannot be read.
     """
     try:
         state = path.stat()
@@ -322,11 +334,11 @@ def _read(path: Path) -> str:
 
 
 def _text_rows(log: Log) -> Iterator[dict[str, Any]]:
-    """Rows like those of JSON, as far as a table of nccl-tests tells."""
+    """Yield rows like those of JSON output, with the columns that a text table of nccl-tests has."""
     for figure in log.figures:
         cells = figure.series.rpartition(", ")[0].split()
         size = figure.facts.get("bytes")
-        place = next((value for words, value in _PLACES.items() if figure.at.endswith(f" {words}")), None)
+        place = next((value for name, value in _PLACES.items() if figure.at.endswith(f" {name}")), None)
         row = {"collective": figure.facts.get("collective", ""), "size_bytes": size, "in_place": place}
         kinds = [cell for cell in cells if cell in _TYPES]
         row["dtype"] = kinds[-1] if kinds else ""
@@ -334,26 +346,26 @@ def _text_rows(log: Log) -> Iterator[dict[str, Any]]:
         yield {**row, "bus_bw_gbs": figure.value}
 
 
-def _facts(logs: Sequence[Log]) -> dict[tuple[str, str], frozenset[str]]:
-    """What the runs say of hardware and settings, by collective."""
+def _facts_of_logs(logs: Sequence[Log]) -> dict[tuple[str, str], frozenset[str]]:
+    """Collect the runs' facts on hardware and settings, by (collective, name)."""
     facts: dict[tuple[str, str], set[str]] = defaultdict(set)
     for log in logs:
         for figure in log.figures:
             collective = str(figure.facts.get("collective", ""))
             for name in (*_HARDWARE, *_SETTINGS):
                 if name in figure.facts:
-                    facts[collective, name].add(_fact(name, figure.facts[name]))
+                    facts[collective, name].add(_format_fact(name, figure.facts[name]))
     return {key: frozenset(values) for key, values in facts.items()}
 
 
-def _fact(name: str, value: object) -> str:
+def _format_fact(name: str, value: object) -> str:
     if name == "nccl" and isinstance(value, int):
         return f"{value // 10000}.{value // 100 % 100}.{value % 100}"
     return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
 
 
 def _record_facts(record: RunRecord) -> dict[tuple[str, str], frozenset[str]]:
-    """The same of a record of netlayer, where it says which devices it ran on."""
+    """Collect the facts of a netlayer record: its devices and NCCL version."""
     devices = [str(device) for device in record.devices]
     versions = record.environment.get("versions") if isinstance(record.environment, Mapping) else None
     library = versions.get("nccl") if isinstance(versions, Mapping) else None
@@ -362,49 +374,49 @@ def _record_facts(record: RunRecord) -> dict[tuple[str, str], frozenset[str]]:
 
 
 def _failures(logs: Sequence[Log]) -> list[str]:
-    """Wrong data, and runs that did not end."""
+    """Describe wrong data and aborted runs."""
     return [
         f"{finding.check}: {finding.figure}" for log in logs for finding in log.findings if finding.verdict == "FAIL"
     ]
 
 
 def _row_failures(record: RunRecord) -> list[str]:
-    """Rows of a record of netlayer that came out wrong."""
+    """Describe the rows of a netlayer record with wrong results."""
     wrong = [row for row in record.rows if row.get("ok") is False or _num_wrong(row.get("wrong"))]
     if not wrong:
         return []
-    first = _words(tuple(_key(wrong[0]))) or "the first"
+    first = _describe_key(tuple(_key(wrong[0]))) or "the first"
     return [f"{len(wrong)} of {len(record.rows)} rows came out wrong, first {first}"]
 
 
 def _num_wrong(value: object) -> float:
-    """Wrong elements; what is no number, such as N/A for data that was not checked, counts as none."""
+    """Return the number of wrong elements; 0 for values that are not numbers, such as N/A for unchecked data."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if number and value == value else 0.0  # type: ignore[arg-type]
 
 
-def _compared(
-    case: _Case, mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], within: float
+def _compare_case(
+    case: _Case, rows_a: Sequence[Mapping[str, Any]], rows_b: Sequence[Mapping[str, Any]], within: float
 ) -> dict[str, Any]:
-    first, second = (statistics.median(_values(rows, case.metric)) for rows in (mine, theirs))
-    known = [one for rows in (mine, theirs) if (one := _spread(rows, case.metric)) is not None]
-    spread = _SIGMAS * math.hypot(*known) if known else None
+    first, second = (statistics.median(_values(rows, case.metric)) for rows in (rows_a, rows_b))
+    spreads = [one for rows in (rows_a, rows_b) if (one := _spread(rows, case.metric)) is not None]
+    spread = _SIGMAS * math.hypot(*spreads) if spreads else None
     gain = _gain(first, second) if case.metric.endswith(_HIGHER) else _gain(second, first)
-    least = max(within, spread or 0.0)
-    verdict = "worse" if gain < -least else "better" if gain > least else "same"
+    threshold = max(within, spread or 0.0)
+    verdict = "worse" if gain < -threshold else "better" if gain > threshold else "same"
     ratio = second / first if first else None
-    return {"what": case.words, "metric": case.metric, "a": first, "b": second,
+    return {"what": case.description, "metric": case.metric, "a": first, "b": second,
             "ratio": ratio, "spread": spread, "verdict": verdict}  # fmt: skip
 
 
 def _gain(before: float, after: float) -> float:
-    """By what share more; from nothing to something it is without end."""
+    """Return the relative increase; infinite from zero."""
     if before == after:
         return 0.0
     return after / before - 1 if before else math.inf
 
 
-def _shown(value: float | None, form: str) -> str:
+def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
@@ -423,12 +435,12 @@ def _first_metric(row: Mapping[str, Any]) -> str | None:
 
 
 def _cases(record: RunRecord, metric: str | None) -> _Cases:
-    found: _Cases = {}
+    cases: _Cases = {}
     for row in record.rows:
         column = metric or _first_metric(row)
         if column is not None and _is_metric(column, row.get(column)):
-            found.setdefault(_Case(tuple(_key(row)), column), []).append(row)
-    return found
+            cases.setdefault(_Case(tuple(_key(row)), column), []).append(row)
+    return cases
 
 
 def _key(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -443,9 +455,9 @@ def _values(rows: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
 
 
 def _spread(rows: Sequence[Mapping[str, Any]], metric: str) -> float | None:
-    """Robust standard deviation of what the figure comes from, as a share of its median; None where nothing tells it.
+    """Return the relative robust standard error of the compared value; None if it cannot be estimated.
 
-    That of several rows alike, or of the single iterations divided by the root of their number: a median scatters less.
+    Estimated from at least three matching rows, else from single iterations; divided by the root of their number.
     """
     values = _values(rows, metric)
     if len(values) >= 3:

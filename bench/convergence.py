@@ -1,8 +1,8 @@
-"""`python -m bench.convergence`: does it learn as well? Held-out loss over tokens and over time, on real text.
+"""`python -m bench.convergence`: compare held-out loss over tokens and over time, on real text.
 
-MegaScale's two changes to training that touch what is learned (3.1), each beside what it replaces, on this machine's
-Python sources and documentation or a folder of text: the parallel block with a sliding window beside the standard one,
-and LAMB at four times the batch beside AdamW. Left out: what the model is good for beside its loss; several seeds.
+Compares MegaScale's two changes that can affect convergence (section 3.1) with what they replace: the parallel block
+with sliding-window attention against the standard block, and LAMB at four times the batch against AdamW. The text is
+this machine's Python sources and documentation, or a folder. Not measured: downstream quality; several seeds.
 """
 
 from __future__ import annotations
@@ -80,54 +80,62 @@ _PATH = click.Path(path_type=Path)
     default=",".join(MEGASCALE_KINDS),
     show_default=True,
     callback=read_kinds,
-    help="Which, in turn; large_batch: AdamW at LAMB's batch; none: show what --join has.",
+    help="Runs, in order; large_batch: AdamW at LAMB's batch; none: only show the runs of --join.",
 )
-@click.option("--tokens", callback=read_tokens, help="Of each run: 300M, 200000 [of the model: 125m 300M, 1m 2M].")
+@click.option("--tokens", callback=read_tokens, help="Tokens per run: 300M, 200000 [by model: 125m 300M, 1m 2M].")
 @click.option(
     "--minutes",
     type=click.FloatRange(0, min_open=True),
     callback=read_number,
-    help="In place of --tokens: as many as the standard run's steps take in so many minutes, measured first.",
+    help="Instead of --tokens: as many tokens as the standard run trains on in so many minutes, measured first.",
 )
 @click.option("--text", type=_PATH, help="Folder of text [this machine's Python sources and documentation].")
-@click.option("--patterns", default=",".join(PATTERNS), show_default=True, help="Of file names, with commas.")
+@click.option(
+    "--patterns", default=",".join(PATTERNS), show_default=True, help="Patterns of file names, separated by commas."
+)
 @click.option(
     "--mib",
     type=click.FloatRange(0, min_open=True),
     callback=read_number,
-    help="Most text, MiB [that of --join; 5 bytes for each token of a run, at least 4; all there is with --minutes].",
+    help="Limit of the text, MiB [as --join; else 5 bytes per token of a run, at least 4; no limit with --minutes].",
 )
 @click.option("--ranks", type=click.IntRange(1), help="Processes that share each run [all GPUs, or one].")
-@click.option("--batch", type=click.IntRange(1), help="Sequences of a step of AdamW [125m 64, 1m 16].")
-@click.option("--micro", type=click.IntRange(1), help="Sequences that a rank holds at once [125m 16, 1m 8].")
+@click.option("--batch", type=click.IntRange(1), help="Sequences per step of AdamW [125m 64, 1m 16].")
+@click.option("--micro", type=click.IntRange(1), help="Sequences per micro-batch of a rank [125m 16, 1m 8].")
 @click.option(
-    "--lr", callback=read_rates, help="Of AdamW's runs; several with commas are a run each [125m 6e-4, 1m 3e-3]."
+    "--lr",
+    callback=read_rates,
+    help="Learning rate of AdamW; several with commas make a run each [125m 6e-4, 1m 3e-3].",
 )
-@click.option("--lamb-lr", callback=read_rates, help="Of LAMB's; likewise [125m 2e-2, 1m 2e-2].")
+@click.option("--lamb-lr", callback=read_rates, help="Learning rate of LAMB, likewise [125m 2e-2, 1m 2e-2].")
 @click.option("--lamb-times", type=click.IntRange(1), default=4, show_default=True, help="LAMB's batch over AdamW's.")
 @click.option(
-    "--warmup", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Of AdamW, share of steps."
+    "--warmup", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Warm-up of AdamW, share of steps."
 )
-@click.option("--lamb-warmup", type=click.FloatRange(0, 1), default=0.1, show_default=True, help="Of LAMB, likewise.")
+@click.option(
+    "--lamb-warmup", type=click.FloatRange(0, 1), default=0.1, show_default=True, help="Warm-up of LAMB, likewise."
+)
 @click.option("--window", type=click.IntRange(1), help="Keys that a query of the parallel run sees [sequence / 4].")
-@click.option("--evaluations", type=click.IntRange(1), default=20, show_default=True, help="Of held-out loss, a run.")
+@click.option(
+    "--evaluations", type=click.IntRange(1), default=20, show_default=True, help="Evaluations of held-out loss per run."
+)
 @click.option(
     "--validation-tokens",
     callback=read_tokens,
-    help="Of one evaluation, to a whole step of LAMB [125m 500k, 1m 16k].",
+    help="Tokens per evaluation, rounded to whole steps of LAMB [125m 500k, 1m 16k].",
 )
 @click.option(
     "--checkpoints",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="A run, and one at SIGTERM: a run that was broken off goes on from the last with --join, else it begins anew.",
+    help="Per run, plus one at SIGTERM; --join resumes an interrupted run from the last one, else it starts anew.",
 )
 @click.option(
     "--join",
     type=_PATH,
     multiple=True,
-    help="Output folder of an earlier call: what it has done is not run, and is shown; another rate is another run.",
+    help="Output folder of an earlier call: its runs are shown and not repeated; another learning rate is another run.",
 )
 def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
     """Compare how well and how fast runs learn; rows go to DIR/runs/NAME as they come, a table to stdout.
@@ -135,10 +143,10 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
     All runs see the same number of tokens of one text; held-out loss is taken on the same windows at the same numbers
     of tokens. --set and --config change what all runs share: model.compile, optimizer.schedule, overlap, nccl, ...
 
-    A run that was broken off is shown as far as it came, and compared with nothing.
+    A run that was interrupted is shown up to that point, and not compared.
 
-    Exit 0; 1 where a run diverged; 2 options that cannot be used; 3 hardware missing; 130 broken off by Ctrl-C, 143 by
-    SIGTERM: what was measured is shown and kept. After SIGKILL the rows are there: --runs none --join DIR shows them.
+    Exit 0; 1 a run diverged; 2 options that cannot be used; 3 hardware missing; 130 interrupted by Ctrl-C, 143 by
+    SIGTERM: what was measured is shown and kept. Rows also survive SIGKILL: --runs none --join DIR shows them.
 
     \b
     Examples:
@@ -159,25 +167,25 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
         raise ConfigError("--runs", NONE, "trains nothing, and --join gives nothing to show", "give folders that do")
     tokens = tokens_of(given, joined)
     bench = _Bench(options, given, asked, joined)
-    wanted = bench.plans(tokens or _UNPLANNED_TOKENS)
-    found = bench.left_to_do(wanted)
-    for plan in found:
+    planned = bench.plans(tokens or _UNPLANNED_TOKENS)
+    remaining = bench.left_to_do(planned)
+    for plan in remaining:
         logger.info("%s: %s", plan.name, check_memory(plan.job, asked.ranks, asked.backend))
     roots, patterns = _roots(given["text"]), tuple(given["patterns"].split(","))
     if given["kinds"]:
-        for line in joined_lines(wanted, found, joined):
+        for line in joined_lines(planned, remaining, joined):
             click.echo(line, err=True)
     with ending_at(signal.SIGTERM), open_run(options.out, "convergence") as out:
         try:
-            if found:
+            if remaining:
                 _train_all(bench, roots, patterns, tokens, out)
         except BaseException as exc:
             if bench.own(out):
                 click.echo(f"{reason_of(exc)}: what was measured until then is kept", err=True)
-                _finish(bench, out, html_file, broken_off=reason_of(exc), planned=found)
+                _finish(bench, out, html_file, broken_off=reason_of(exc), planned=remaining)
                 joins = " ".join(f"--join {path}" for path in (*given["join"], out))
                 click.echo(f"to go on: the same options, {joins} and another --out", err=True)
-            elif isinstance(exc, SystemExit):  # of all else the caller says a word
+            elif isinstance(exc, SystemExit):  # the caller reports every other exception
                 click.echo(f"{reason_of(exc)}: nothing was measured until then", err=True)
             raise
         rows = _finish(bench, out, html_file)
@@ -187,7 +195,7 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
 
 
 class _Bench:
-    """One call: what was asked, and which runs there are: earlier ones, and those under its output folder.
+    """One call of the bench: its options, the runs of earlier calls, and the runs under its output folder.
 
     Args:
         joined: all runs of earlier calls.
@@ -198,35 +206,38 @@ class _Bench:
         self.started = utc_now()
 
     def plans(self, tokens: int) -> list[Plan]:
-        """What was asked for."""
+        """Plan the runs that the options ask for, of at least `tokens` tokens each."""
         return plans(self.asked, self.given["kinds"], tokens, [curve.key for curve in self.joined])
 
-    def left_to_do(self, wanted: Sequence[Plan]) -> list[Plan]:
-        """Of these, once it is known that they can be laid beside the runs of earlier calls.
+    def left_to_do(self, planned: Sequence[Plan]) -> list[Plan]:
+        """Return the planned runs that earlier calls have not done.
 
         Raises:
-            ConfigError: they cannot.
+            ConfigError: they cannot be compared with the runs of earlier calls.
         """
-        found = left_to_do(wanted, self.joined)
-        known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(found, self.joined)]
-        if known:  # of the text, which is not read yet, another check
+        remaining = left_to_do(planned, self.joined)
+        known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(remaining, self.joined)]
+        if known:  # the text is not read yet; check_same_text compares it later
             here = {"seed": self.asked.seed, "ranks": self.asked.ranks, "device": device_name(self.asked.backend)}
-            known += [(plan.kind, plan.job, {**known[0][2], **here}) for plan in found]
+            known += [(plan.kind, plan.job, {**known[0][2], **here}) for plan in remaining]
         check_alike(known)
-        return found
+        return remaining
 
     def own(self, out: Path) -> list[Curve]:
-        """Those of this call that have rows."""
+        """Read the runs of this call that have at least one evaluation."""
         return [curve for curve in read_runs(out) if curve.evaluations]
 
     def curves(self, out: Path) -> list[Curve]:
-        """All of them, standard first, lower rates first; of one that goes on or begins anew, what this call has."""
+        """Return the runs of this and earlier calls, standard first, then by learning rate.
+
+        A run that this call resumed or restarted appears once, as this call has it.
+        """
         own = self.own(out)
         curves = [*shown_beside(own, self.joined), *own]
         return named_apart(sorted(curves, key=lambda curve: (KINDS.index(curve.key[0]), curve.key[1])))
 
     def record(self, rows: Sequence[Row], curves: Sequence[Curve]) -> RunRecord:
-        shown = {name: str(value) if isinstance(value, Path) else value for name, value in self.given.items()}
+        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in self.given.items()}
         settings = {curve.name: curve.facts["nccl_settings"] for curve in curves if curve.facts.get("nccl_settings")}
         return RunRecord(
             name="bench.convergence",
@@ -234,7 +245,7 @@ class _Bench:
             rows=rows,
             started_utc=min([self.started, *(str(curve.facts["started_utc"]) for curve in curves)]),
             ended_utc=utc_now(),
-            arguments={**self.options.arguments(), **shown, "join": [str(path) for path in self.given["join"]]},
+            arguments={**self.options.arguments(), **arguments, "join": [str(path) for path in self.given["join"]]},
             config={
                 "jobs": {curve.name: curve.facts["job"] for curve in curves},
                 "text": curves[0].facts["text"],
@@ -246,7 +257,7 @@ class _Bench:
 
 
 def _train_all(bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], tokens: int | None, out: Path) -> None:
-    """The text, then every run in turn; one that diverges does not hold up the others."""
+    """Prepare the text, then train every run in turn; one that diverges does not stop the others."""
     asked = bench.asked
     url = str(asked.overrides.get("store", {}).get("url", ""))
     with Stages() as stages, meeting_place(url) as place:
@@ -254,14 +265,14 @@ def _train_all(bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], to
         if tokens is None:
             with stages.open("speed"):
                 tokens = tokens_in(bench.given["minutes"], asked, corpus, place, out / "speed")
-        found = bench.left_to_do(bench.plans(tokens))
-        known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(found, bench.joined)]
-        check_alike([*known, *((plan.kind, plan.job, facts) for plan in found)])
-        epochs = found[0].tokens / corpus.facts.train_tokens
+        remaining = bench.left_to_do(bench.plans(tokens))
+        known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(remaining, bench.joined)]
+        check_alike([*known, *((plan.kind, plan.job, facts) for plan in remaining)])
+        epochs = remaining[0].tokens / corpus.facts.train_tokens
         ranks = f"{asked.ranks} rank{'s' * (asked.ranks > 1)} on {asked.backend}"
-        stages.say(f"each run: {found[0].tokens:,} tokens, {epochs:.2f} epochs; {ranks}")
-        pace = Pace(len(found))
-        for plan in found:
+        stages.say(f"each run: {remaining[0].tokens:,} tokens, {epochs:.2f} epochs; {ranks}")
+        pace = Pace(len(remaining))
+        for plan in remaining:
             _train_one(plan, corpus, place, out, facts, stages, pace, before(plan, facts, bench.joined))
 
 
@@ -292,7 +303,7 @@ def _train_one(
 def _text(
     bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], tokens: int | None, out: Path, stages: Stages
 ) -> tuple[Corpus, dict[str, Any]]:
-    """Choose the files, tokenise them, and say what all runs' records will say of it."""
+    """Choose the files, tokenise them, and return the corpus with the facts that every run's record has."""
     asked, most_mib = bench.asked, most_mib_of(bench.given["mib"], tokens, bench.joined)
     with stages.open("text") as bar, tempfile.TemporaryDirectory(prefix="text-", dir=out) as links:
         chosen = choose(roots, patterns, round(most_mib * 2**20), asked.seed, bar)
@@ -304,11 +315,11 @@ def _text(
         data = {"folder": links, "pattern": "*", "validation_share": share, "max_mib": chosen.text_bytes / 2**20 + 1}
         job = job.model_copy(update={"data": job.data.model_copy(update=data)})
         corpus = prepare(job, asked.ranks, asked.seed, out, lambda stage, done, total: bar(done, total, stage))
-    found = corpus.facts
+    counts = corpus.facts
     stages.say(
-        f"text: {chosen.text_bytes / 2**20:,.1f} MiB of {len(chosen.files):,} files, {found.train_tokens:,} tokens to "
-        f"train on and {found.validation_tokens:,} held out, a vocabulary of {found.vocab_size:,}"
-        + (", tokenised before" if found.cache_hit else "")
+        f"text: {chosen.text_bytes / 2**20:,.1f} MiB of {len(chosen.files):,} files, {counts.train_tokens:,} tokens to "
+        f"train on and {counts.validation_tokens:,} held out, a vocabulary of {counts.vocab_size:,}"
+        + (", tokenised before" if counts.cache_hit else "")
     )
     facts = {
         "seed": asked.seed,
@@ -320,7 +331,7 @@ def _text(
             "roots": {root.name: str(root.folder) for root in roots},
             "most_mib": most_mib,
         },
-        "corpus": {**asdict(found), "identity": dict(corpus.identity)},
+        "corpus": {**asdict(counts), "identity": dict(corpus.identity)},
     }
     return corpus, facts
 
@@ -336,7 +347,12 @@ def _roots(text: Path | None) -> tuple[Root, ...]:
 def _finish(
     bench: _Bench, out: Path, html_file: Path | None, broken_off: str = "", planned: Sequence[Plan] = ()
 ) -> list[Row]:
-    """The record, the table and the page, each as far as there is anything for it."""
+    """Write the record, the table and the page of the runs that have begun, and return the record's rows.
+
+    Args:
+        broken_off: why the call ended early; empty if it did not.
+        planned: runs of this call; those that had not begun go into the record by name.
+    """
     curves = bench.curves(out)
     rows = rows_of(curves)
     if broken_off:
@@ -354,7 +370,7 @@ def _finish(
 
 
 def _page(record: RunRecord, out: Path, html_file: Path | None) -> None:
-    """The page; where what draws it is not installed, a line that says so, and exit 3 only if it was asked for.
+    """Write the page; if matplotlib is not installed, print a line and fail only if --html was given.
 
     Raises:
         HardwareMissing: --html was given, and the page cannot be drawn here.

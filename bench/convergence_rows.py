@@ -1,9 +1,9 @@
-"""The arithmetic of `bench.convergence`: curves of runs, and when each was as good as the baseline in the end.
+"""The arithmetic of `bench.convergence`: curves of runs, and when each reached the baseline's final loss.
 
-Tokens are the common measure: every run is evaluated on the same held-out windows at the same numbers of them. Time is
-that of the training steps alone, evaluations left out; a run's first step, which compiles and warms up, counts as the
-median of the others, and what it really took stands beside; so does the first one after each checkpoint from which a
-run went on. A run that did not come to its end is compared with nothing. Left out: the spread over seeds.
+Tokens are the common measure: every run is evaluated on the same held-out windows at the same numbers of tokens. Time
+is that of the training steps alone, without evaluations; a run's first step, which compiles and warms up, counts as the
+median of the others, as does the first one after each checkpoint from which it was resumed; the first step's real time
+is in the record. A run that did not reach its end is not compared. Not measured: the spread over seeds.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _TRAINING_POINTS = 200
 
 @dataclass(frozen=True)
 class Curve:
-    """What there is of one run.
+    """The recorded rows of one run, complete or not.
 
     Args:
-        facts: what was asked of it, as `bench.convergence_run` writes it before the run begins.
+        facts: the run's options, as `bench.convergence_run` writes them before the run begins.
         job: resolved configuration.
-        steps: the trainer's rows, one a step.
+        steps: the trainer's rows, one per step.
         evaluations: the trainer's rows of held-out losses, the first before any step.
         folder: where it was read from.
     """
@@ -68,27 +68,27 @@ class Curve:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it came to its last evaluation."""
+        """Return True if the run reached its last evaluation."""
         return bool(self.evaluations) and self.evaluations[-1]["step"] == self.job.optimizer.steps
 
     @property
     def is_done(self) -> bool:
-        """Whether there is no more to train: it came to its end, or diverged."""
+        """Return True if there is nothing left to train: the run is whole, or diverged."""
         return self.is_whole or self.diverged
 
     @property
     def diverged(self) -> bool:
-        """Whether a loss or a gradient was no number."""
+        """Return True if a loss or a gradient was NaN or infinite."""
         return bool(self.facts.get("stopped"))
 
     @property
     def why_not_whole(self) -> str:
-        """Why it did not come to its end; empty: it did."""
+        """Return why the run did not reach its end; empty if it did."""
         return "" if self.is_whole else self.facts.get("stopped") or self.facts.get("interrupted") or _NO_END
 
     @property
     def resumed_at(self) -> list[int]:
-        """Steps of the checkpoints from which later calls went on."""
+        """List the steps of the checkpoints from which later calls resumed the run."""
         return list(self.facts.get("resumed_at", ()))
 
     @property
@@ -96,7 +96,10 @@ class Curve:
         return self.evaluations[-1]["validation_loss"] if self.evaluations else None
 
     def seconds(self) -> list[float]:
-        """Of training until each step has ended, from 0 before the first. The first step of a call is as the median."""
+        """Return the cumulative training time in seconds after each step, with 0 before the first.
+
+        The first step of each call counts as the median of the other steps.
+        """
         each = [row["step_ms"] / 1e3 for row in self.steps]
         firsts = {0, *self.resumed_at}
         others = [step_s for index, step_s in enumerate(each) if index not in firsts]
@@ -111,25 +114,25 @@ class Curve:
     def points(self) -> list[Row]:
         """Each evaluation: `step`, `tokens`, `epochs`, `seconds` of training until then, `held_out_loss`."""
         seconds, epoch = self.seconds(), self.facts["corpus"]["train_tokens"]
-        found = []
+        points = []
         for row in self.evaluations:
             tokens = row["step"] * self.tokens_per_step
             at = seconds[min(row["step"], len(seconds) - 1)]
             place = {"step": row["step"], "tokens": tokens, "epochs": tokens / epoch, "seconds": at}
-            found.append({**place, "held_out_loss": row["validation_loss"]})
-        return found
+            points.append({**place, "held_out_loss": row["validation_loss"]})
+        return points
 
 
 @dataclass(frozen=True)
 class Before:
-    """A run that an earlier call broke off, and the checkpoint behind `step` from which it goes on."""
+    """A run that an earlier call broke off, and its checkpoint after `step`, from which it resumes."""
 
     curve: Curve
     checkpoint: Path
     step: int
 
     def write_rows(self, folder: Path) -> None:
-        """What it had until the checkpoint, into the folder of the run that goes on; that one evaluates at `step`."""
+        """Write the rows up to the checkpoint into the folder of the resumed run, which evaluates at `step` itself."""
         steps = [row for row in self.curve.steps if row["step"] <= self.step]
         evaluations = [row for row in self.curve.evaluations if row["step"] < self.step]
         for name, rows in ((METRICS_FILE, steps), (VALIDATION_FILE, evaluations)):
@@ -137,10 +140,10 @@ class Before:
 
 
 def read_curve(folder: Path) -> Curve:
-    """What a run's folder holds, with what earlier calls had of it; a last line that was cut off is left out.
+    """Read a run's folder, including the rows of earlier calls; an incomplete last line is ignored.
 
     Raises:
-        ConfigError: it holds no run of this bench.
+        ConfigError: the folder holds no run of this bench.
     """
     try:
         facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
@@ -155,7 +158,7 @@ def read_curve(folder: Path) -> Curve:
 
 
 def named_apart(curves: Sequence[Curve]) -> list[Curve]:
-    """Those of a kind that has several, of several calls perhaps, with their learning rates in their names."""
+    """Add the learning rate to the names of runs whose kind occurs several times."""
     kinds = [curve.facts["kind"] for curve in curves]
     return [
         replace(curve, facts={**curve.facts, "run": run_name(*curve.key, of_several=True)})
@@ -170,7 +173,7 @@ def run_name(kind: str, lr: float, *, of_several: bool) -> str:
 
 
 def rows_of(curves: Sequence[Curve]) -> list[Row]:
-    """The record's rows: a summary a run, then its evaluations, then its training loss as means of stretches."""
+    """Make the record's rows: a summary of each run, then the evaluations, then the smoothed training losses."""
     baseline = baseline_of(curves)
     rows = [summary(curve, baseline) for curve in curves]
     for curve in curves:
@@ -181,13 +184,13 @@ def rows_of(curves: Sequence[Curve]) -> list[Row]:
 
 
 def baseline_of(curves: Sequence[Curve]) -> Curve | None:
-    """The standard run that ended lowest, of those that came to their end; several differ in their learning rate."""
+    """Return the whole standard run with the lowest last loss; there may be several, one per learning rate."""
     whole = [curve for curve in curves if curve.facts["kind"] == STANDARD and curve.is_whole]
     return min(whole, key=lambda curve: curve.last_loss or 0.0, default=None)
 
 
 def summary(curve: Curve, baseline: Curve | None) -> Row:
-    """One run in one row; what is compared with the baseline is None where either did not come to its end."""
+    """Summarise one run in one row; comparisons with the baseline are None unless both runs are whole."""
     model, batch, optimizer = curve.job.model, curve.job.batch, curve.job.optimizer
     steps, seconds, ranks = len(curve.steps), curve.seconds()[-1], curve.facts["ranks"]
     tokens, flops = steps * curve.tokens_per_step, step_flops(model, batch.global_size)
@@ -227,8 +230,10 @@ def summary(curve: Curve, baseline: Curve | None) -> Row:
 
 
 def first_reached(points: Sequence[Mapping[str, Any]], along: str, loss: float) -> float | None:
-    """Where on `along` (tokens, seconds) the held-out loss first was `loss` or less, on the straight line between two
-    evaluations; None: nowhere."""
+    """Return the tokens or seconds (`along`) at which the held-out loss first was `loss` or less.
+
+    Interpolates linearly between two evaluations; None if no evaluation is that low.
+    """
     before: Mapping[str, Any] | None = None
     for point in points:
         if point["held_out_loss"] <= loss:
@@ -240,25 +245,25 @@ def first_reached(points: Sequence[Mapping[str, Any]], along: str, loss: float) 
     return None
 
 
-def smoothed(curve: Curve, most: int = _TRAINING_POINTS) -> list[Row]:
-    """The training loss as means over at most `most` stretches of equally many steps, each at its middle."""
-    seconds, width = curve.seconds(), math.ceil(len(curve.steps) / most)
-    found = []
+def smoothed(curve: Curve, max_points: int = _TRAINING_POINTS) -> list[Row]:
+    """Average the training loss over at most `max_points` equal stretches of steps, each placed at its middle."""
+    seconds, width = curve.seconds(), math.ceil(len(curve.steps) / max_points)
+    means = []
     for first in range(0, len(curve.steps), max(1, width)):
         stretch = curve.steps[first : first + width]
         middle = first + len(stretch) / 2
-        found.append(
+        means.append(
             {
                 "tokens": middle * curve.tokens_per_step,
                 "seconds": (seconds[first] + seconds[first + len(stretch)]) / 2,
                 "loss": sum(row["loss"] for row in stretch) / len(stretch),
             }
         )
-    return found
+    return means
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The summary for a person: what each run took and came to, then each beside the baseline."""
+    """Format the summary as lines: the cost and result of each run, then each compared with the baseline."""
     runs = [row for row in rows if row["table"] == RUN]
     width = max([len(row["run"]) for row in runs] + [len(RUN)])
     heads = f"{'tokens':>13} {'epochs':>7} {'steps':>7} {'batch':>6} {'held-out':>9} {'minutes':>8} {'tokens/s':>10}"
@@ -278,30 +283,30 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def comparison(row: Mapping[str, Any]) -> str:
-    """A run beside the baseline, in words; nothing for the baseline itself, or where there is none."""
+    """Describe how a run compares with the baseline; empty for the baseline itself, or if there is none."""
     target, name = row["baseline_loss"], row["baseline"]
     if not row["is_whole"]:
         how_far = f"{row['tokens']:,} of {row['tokens_asked']:,} tokens"
         return f"{row['run']}, broken off after {how_far}, so compared with nothing: {row['stopped']}"
     if name is None or name == row["run"]:
         return ""
-    said = f"{row['run']}, to the {target:.4f} that {name} ended with: "
+    text = f"{row['run']}, to the {target:.4f} that {name} ended with: "
     if row["tokens_to_baseline_loss"] is None:
-        said += "not reached"
+        text += "not reached"
         if row["baseline_tokens_to_this_loss"] is not None:
             of_tokens = row["baseline_tokens_to_this_loss"] / row["baseline_tokens"]
             of_time = row["baseline_seconds_to_this_loss"] / row["baseline_seconds"]
-            said += f"; {name} had its {row['held_out_loss']:.4f} after {of_tokens:.1%} of its tokens and {of_time:.1%}"
-            said += " of its time"
-        return said
-    return said + (
+            text += f"; {name} had its {row['held_out_loss']:.4f} after {of_tokens:.1%} of its tokens and {of_time:.1%}"
+            text += " of its time"
+        return text
+    return text + (
         f"{row['tokens_to_baseline_loss']:,.0f} tokens ({row['tokens_over_baseline']:.1%} of {name}'s), "
         f"{row['seconds_to_baseline_loss'] / 60:.2f} minutes ({row['seconds_over_baseline']:.1%})"
     )
 
 
 def _compared(curve: Curve, baseline: Curve | None) -> Row:
-    found: Row = dict.fromkeys(
+    row: Row = dict.fromkeys(
         (
             "baseline",
             "baseline_loss",
@@ -316,25 +321,25 @@ def _compared(curve: Curve, baseline: Curve | None) -> Row:
         )
     )
     if baseline is None or not curve.is_whole:
-        return found
-    points, theirs = curve.points(), baseline.points()
-    last = theirs[-1]
-    found |= {"baseline": baseline.name, "baseline_loss": last["held_out_loss"]}
+        return row
+    points, baseline_points = curve.points(), baseline.points()
+    last = baseline_points[-1]
+    row |= {"baseline": baseline.name, "baseline_loss": last["held_out_loss"]}
     for along in ("tokens", "seconds"):
         reached = first_reached(points, along, last["held_out_loss"])
-        found[f"baseline_{along}"] = last[along]
-        found[f"{along}_to_baseline_loss"] = reached
-        found[f"{along}_over_baseline"] = None if reached is None else reached / last[along]
-        found[f"baseline_{along}_to_this_loss"] = first_reached(theirs, along, points[-1]["held_out_loss"])
-    return found
+        row[f"baseline_{along}"] = last[along]
+        row[f"{along}_to_baseline_loss"] = reached
+        row[f"{along}_over_baseline"] = None if reached is None else reached / last[along]
+        row[f"baseline_{along}_to_this_loss"] = first_reached(baseline_points, along, points[-1]["held_out_loss"])
+    return row
 
 
 def _rows(file: Path) -> list[Row]:
-    """One JSON object a line; nothing where the run has not come so far."""
+    """Read one JSON object per line; [] if the file is not there yet."""
     if not file.exists():
         return []
-    found = []
+    rows = []
     for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
         if line.endswith("\n"):
-            found.append(json.loads(line))
-    return found
+            rows.append(json.loads(line))
+    return rows

@@ -63,14 +63,14 @@ SIZES: Mapping[str, Sizes] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What all runs share.
+    """The options that all runs share.
 
     Args:
-        batch: sequences of a step of AdamW; LAMB takes `lamb_times` as many.
-        micro: sequences that a rank holds at once; None: as many as fit into the batch, up to the model's default.
+        batch: sequences per step of AdamW; LAMB takes `lamb_times` as many.
+        micro: sequences per micro-batch of a rank; None: as many as divide the batch, up to the model's default.
         window: keys that a query of `parallel` sees; 0: a quarter of the sequence.
-        evaluations: of held-out loss, about so many a run, beside the one before the first step.
-        checkpoints: about so many a run, beside the one at its end; 0: none, also where it is asked to stop.
+        evaluations: about how many evaluations of held-out loss per run, besides the one before the first step.
+        checkpoints: about how many per run, besides the one at its end; 0: none, not even when asked to stop.
         overrides: keys of `job` that the user has set, by section.
     """
 
@@ -94,7 +94,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Plan:
-    """One run; `name` says its learning rate too where there are several of its kind."""
+    """One run; `name` includes the learning rate if there are several runs of its kind."""
 
     name: str
     kind: str
@@ -114,22 +114,22 @@ class Plan:
 
 
 def plans(asked: Asked, kinds: Sequence[str], tokens: int, earlier: Collection[RunKey] = ()) -> list[Plan]:
-    """The runs of at least so many tokens each: as many as is a whole number of LAMB's steps.
+    """Plan runs of at least `tokens` tokens each, rounded up to a whole number of LAMB's steps.
 
     Args:
-        earlier: runs beside which these will be shown, so that names are apart.
+        earlier: runs that will be shown with these, whose names must differ.
 
     Raises:
         ConfigError: there are too few tokens, or a job breaks a rule of the configuration.
     """
-    found = []
+    planned = []
     for kind in kinds:
         rates = asked.lamb_lr if kind == "lamb" else asked.lr
         for lr in rates:
             several = {*rates, *(other for of_kind, other in earlier if of_kind == kind)}
             name = run_name(kind, lr, of_several=len(several) > 1)
-            found.append(Plan(name, kind, _job(asked, kind, lr, tokens)))
-    return found
+            planned.append(Plan(name, kind, _job(asked, kind, lr, tokens)))
+    return planned
 
 
 def run(
@@ -141,15 +141,15 @@ def run(
     heard: OnProgress,
     before: Before | None = None,
 ) -> str:
-    """Train one run into `folder`, its facts first, its rows as they come. Returns why it diverged; empty: it did not.
+    """Train one run and write its facts, then its rows, into `folder`; return why it diverged, empty if it did not.
 
     Args:
-        facts: what the record says of it beside its job: seed, ranks, backend, device, text.
-        before: what an earlier call had of it; None: it begins.
+        facts: the record's entries besides the job: seed, ranks, backend, device, text.
+        before: the part of the run that an earlier call did; None if the run begins here.
 
     Raises:
-        NetlayerError: as `train`, but for a loss that is no number, which is a result: the run diverged.
-        SystemExit: a run with checkpoints was asked to stop, and did so behind one; exit code 143.
+        NetlayerError: as `train`, except for a NaN or infinite loss, which is a result: the run diverged.
+        SystemExit: a run with checkpoints was asked to stop, and did so after saving one; exit code 143.
     """
     folder.mkdir(parents=True, exist_ok=True)
     known = {"run": plan.name, "kind": plan.kind, **facts, "job": plan.job.model_dump(mode="json")}
@@ -198,7 +198,7 @@ def run(
 
 
 def tokens_in(minutes: float, asked: Asked, corpus: Corpus, place: MeetingPlace, folder: Path) -> int:
-    """Tokens of the standard run's steps in so many minutes, measured over a few; its evaluations come on top."""
+    """Measure a few steps of the standard run and return the tokens of `minutes` of them, without evaluations."""
     job = _job(asked, STANDARD, asked.lr[0], 10**18)
     optimizer = job.optimizer.model_copy(update={"steps": _CALIBRATION_STEPS, "warmup_steps": 0})
     evaluation = job.evaluation.model_copy(update={"every_steps": _CALIBRATION_STEPS, "global_batches": 1})
@@ -220,12 +220,12 @@ def tokens_in(minutes: float, asked: Asked, corpus: Corpus, place: MeetingPlace,
 
 
 def device_name(backend: Backend) -> str:
-    """What the ranks compute on, as `netlayer.workload.flops` knows it."""
+    """Return the device type of the ranks, by its name in `netlayer.workload.flops`."""
     return next((gpu.name for gpu in environ.list_gpus()), "GPU") if backend == "nccl" else "CPU"
 
 
 def check_overrides(given: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse settings that the comparison makes itself.
+    """Refuse settings that the comparison itself sets.
 
     Raises:
         ConfigError: names the setting, and the option for it.
@@ -254,7 +254,10 @@ _OWN = {
 
 
 def _job(asked: Asked, kind: str, lr: float, tokens: int) -> JobConfig:
-    """A large step is `lamb_times` small ones: what is counted in steps is so many times as much at the small batch."""
+    """Build the configuration of one run.
+
+    A step at LAMB's batch has the tokens of `lamb_times` steps at AdamW's, so counts in steps are scaled by that much.
+    """
     model = _model(asked)
     of_lamb = asked.batch * asked.lamb_times * model.seq_len
     lamb_steps = math.ceil(tokens / of_lamb)
@@ -276,13 +279,13 @@ def _job(asked: Asked, kind: str, lr: float, tokens: int) -> JobConfig:
     sections = {name: dict(keys) for name, keys in asked.overrides.items()}
     eps = {"eps": LAMB_EPS} if is_lamb else {}
     name = "lamb" if is_lamb else "adamw"
-    ours = {"name": name, "steps": steps, "lr": lr, "warmup_steps": warmup_steps}
+    optimizer_keys = {"name": name, "steps": steps, "lr": lr, "warmup_steps": warmup_steps}
     blocks = {"parallel_block": is_parallel, "attention_window": window}
     tree = {
         **sections,
         "name": f"convergence-{kind}",
         "model": {**model.model_dump(), **blocks},
-        "optimizer": {**eps, **sections.get("optimizer", {}), **ours},
+        "optimizer": {**eps, **sections.get("optimizer", {}), **optimizer_keys},
         "parallel": {"dp": asked.ranks},
         "batch": {"global_size": batch, "micro_size": _micro(asked)},
         "evaluation": {"every_steps": evaluated_every, "global_batches": evaluations},
@@ -298,17 +301,17 @@ def _model(asked: Asked) -> ModelConfig:
 
 
 def _micro(asked: Asked) -> int:
-    """What was asked for, else the largest number up to the model's default that divides a rank's part of the batch."""
+    """Return the micro-batch: the option, else the largest up to the model's default that divides a rank's share."""
     if asked.micro:
         return asked.micro
     part, rest = divmod(asked.batch, asked.ranks)
     if rest or not part:
         rule = f"cannot be dealt to {asked.ranks} ranks"
         raise ConfigError("--batch", asked.batch, rule, f"give a multiple of {asked.ranks}")
-    most = sizes_of(asked.model).micro
-    return max(size for size in range(1, most + 1) if part % size == 0)
+    largest = sizes_of(asked.model).micro
+    return max(size for size in range(1, largest + 1) if part % size == 0)
 
 
 def sizes_of(model: str) -> Sizes:
-    """Defaults of a model; the largest known one's for what is larger."""
+    """Return a model's defaults; a model without its own gets those of 7b."""
     return SIZES.get(model, SIZES["7b"])

@@ -1,10 +1,9 @@
-"""`python -m bench.hang_blame`: a rank of a training run is stopped, killed or fails; is it named, and when?
+"""`python -m bench.hang_blame`: detection of a stopped, killed or failing rank of a training run, and its delay.
 
-Real gloo ranks train as those of `netlayer train` do. In a step that the seed draws, at a moment within it, one rank
-gets SIGSTOP, SIGKILL or an exception. A case is *right* where the error that ends the run names that rank and nobody
-else, and no process is left. Its time is from the fault to the launcher's line, in steps as long as those before it.
-Healthy runs beside them have an evaluation, a checkpoint and a rank's pause that take long: nobody may be named.
-Left out: NCCL, other hosts.
+Real gloo ranks train like those of `netlayer train`. In a random step, at a random moment, one rank gets SIGSTOP,
+SIGKILL or an exception. A run is *right* if the error that ends it names exactly that rank, and no process remains. The
+delay is from the fault to the launcher's message, also in units of the previous step time. Healthy runs have a long
+evaluation, a long checkpoint and a paused rank, and no rank may be named. Not covered: NCCL, several hosts.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2},
 }
 FAULTS = ("stop", "kill", "exception")
-_STEPS_BEFORE = range(6, 9)  # of the fault: by then the pace is known
+_STEPS_BEFORE = range(6, 9)  # step of the fault: late enough that the step time is known
 _FAULT_FILE = "fault.json"
-_SLEEP_S = 6.0  # of healthy phases, several times the floor
+_SLEEP_S = 6.0  # duration of the long phases of healthy runs, several times the watch's floor
 _MODEL = {
     "layers": 4,
     "hidden": 128,
@@ -69,7 +68,7 @@ _MODEL = {
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What happens to a rank: in `step`, a share `at` of one after its begin. A `pause` ends after a step time."""
+    """Fault of a rank, injected in `step`, a share `at` of a step time after its start. A `pause` lasts one step."""
 
     kind: str
     rank: int
@@ -79,15 +78,15 @@ class Fault:
 
 @click.command()
 @run_options_without_config
-@click.option("--layouts", default=",".join(LAYOUTS), show_default=True, help="Which ones, with commas between.")
-@click.option("--faults", default=",".join(FAULTS), show_default=True, help="Which ones, with commas between.")
+@click.option("--layouts", default=",".join(LAYOUTS), show_default=True, help="Layouts, comma-separated.")
+@click.option("--faults", default=",".join(FAULTS), show_default=True, help="Faults, comma-separated.")
 @click.option("--tries", type=click.IntRange(0), default=3, show_default=True, help="Runs a fault and a layout.")
 @click.option("--healthy", type=click.IntRange(0), default=20, show_default=True, help="Runs without a fault.")
 @click.option("--overhead", is_flag=True, help="Compare step times with a watch and without one, on 4 ranks.")
 def command(options: RunOptions, layouts: str, faults: str, tries: int, healthy: int, overhead: bool) -> None:
-    """Plant faults in training runs on gloo, and count who is named.
+    """Inject faults into training runs on gloo, and count how often exactly the culprit is named.
 
-    Exit 0: the right rank was named in every run and nobody else, and nobody in healthy runs; 1: not so.
+    Exit 0: exactly the right rank was named in every run, and none in healthy runs; 1: otherwise.
 
     \b
     Examples:
@@ -97,7 +96,7 @@ def command(options: RunOptions, layouts: str, faults: str, tries: int, healthy:
     """
     started, rows = utc_now(), list[Row]()
     with tempfile.TemporaryDirectory() as folder:
-        for row in _measured(
+        for row in _run_all(
             Path(folder), options.seed, layouts.split(","), faults.split(","), tries, healthy, overhead
         ):
             click.echo(json.dumps(row), err=True)
@@ -120,7 +119,7 @@ def command(options: RunOptions, layouts: str, faults: str, tries: int, healthy:
         raise CheckFailed(f"{len(wrong)} of {len(rows)} runs judged wrong: {wrong[0]}")
 
 
-def _measured(
+def _run_all(
     folder: Path, seed: int, layouts: Sequence[str], faults: Sequence[str], tries: int, healthy: int, overhead: bool
 ) -> Iterator[Row]:
     for layout in layouts:
@@ -136,7 +135,7 @@ def _measured(
 
 
 def job_of(layout: str, **sections: dict[str, object]) -> JobConfig:
-    """A small job whose steps take about a second on 2 cores: three of them are above the watch's floor of 2 s."""
+    """Return a small job with steps of about a second on 2 cores, so that three steps exceed the watch's floor."""
     tree: dict[str, Any] = {
         "model": _MODEL,
         "parallel": {**LAYOUTS[layout], "distributed_timeout_s": 60.0},
@@ -150,11 +149,11 @@ def job_of(layout: str, **sections: dict[str, object]) -> JobConfig:
     return build_config({"cluster": {"gpus_per_server": _ranks(layout)}, "job": tree}).job
 
 
-def measure(layout: str, kind: str, chance: random.Random, corpus: Corpus, folder: Path) -> Row:
-    """One run with one fault."""
-    fault = Fault(kind, chance.randrange(_ranks(layout)), chance.choice(_STEPS_BEFORE), chance.random())
+def measure(layout: str, kind: str, rng: random.Random, corpus: Corpus, folder: Path) -> Row:
+    """Run one job with one fault and return its row."""
+    fault = Fault(kind, rng.randrange(_ranks(layout)), rng.choice(_STEPS_BEFORE), rng.random())
     out = Path(tempfile.mkdtemp(dir=folder))
-    with _ending() as ends:
+    with _launcher_times() as ends:
         named, message = _train(job_of(layout), layout, corpus, out, fault)
     facts = json.loads((out / _FAULT_FILE).read_text())
     after_s = (ends[0] if ends else time.time()) - facts["at_s"]
@@ -172,10 +171,10 @@ def measure(layout: str, kind: str, chance: random.Random, corpus: Corpus, folde
     }
 
 
-def measure_healthy(layout: str, chance: random.Random, folder: Path) -> Row:
-    """A run in which an evaluation, a checkpoint and a rank's pause take longer than the floor, or a step."""
+def measure_healthy(layout: str, rng: random.Random, folder: Path) -> Row:
+    """Run a healthy job with an evaluation and a checkpoint longer than the floor, and a rank paused for a step."""
     steps = 14
-    fault = Fault("pause", chance.randrange(_ranks(layout)), chance.randrange(8, 11), chance.random())
+    fault = Fault("pause", rng.randrange(_ranks(layout)), rng.randrange(8, 11), rng.random())
     more: dict[str, dict[str, object]] = {
         "optimizer": {"steps": steps},
         "evaluation": {"every_steps": 6, "global_batches": 1},
@@ -199,24 +198,24 @@ def measure_healthy(layout: str, chance: random.Random, folder: Path) -> Row:
 
 
 def measure_overhead(folder: Path) -> Row:
-    """Step times of two trainers on the same 4 ranks, one of them watched, in turn."""
+    """Compare step times of two trainers on the same 4 ranks, with and without a watch, in alternating segments."""
     job = job_of("tp2 dp2")
     corpus, out = prepare(job, 4, 0, folder), Path(tempfile.mkdtemp(dir=folder))
     with meeting_place() as place:
         work = Work(job, corpus, place.init_method("overhead"), "gloo", out, 0)
-        wall, processor = launch(run_in_turn, 4, args=(work, 16, 8), log_dir=out / "logs")[0]
+        wall_ratios, processor_ratios = launch(run_in_turn, 4, args=(work, 16, 8), log_dir=out / "logs")[0]
     return {
         "layout": "tp2 dp2",
         "fault": "overhead",
-        "ratio": round(statistics.median(wall), 4),
-        "ratios": [round(ratio, 4) for ratio in wall],
-        "processor_ratio": round(statistics.median(processor), 4),
-        "processor_ratios": [round(ratio, 4) for ratio in processor],
+        "ratio": round(statistics.median(wall_ratios), 4),
+        "ratios": [round(ratio, 4) for ratio in wall_ratios],
+        "processor_ratio": round(statistics.median(processor_ratios), 4),
+        "processor_ratios": [round(ratio, 4) for ratio in processor_ratios],
     }
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Counts and times by layout and fault, as Markdown."""
+    """Format counts and delays by layout and fault as a Markdown table."""
     lines = [
         "| layout | fault | runs | right rank named | step, s | fault to message, s (worst) | in steps (worst) |",
         "|---|---|---|---|---|---|---|",
@@ -243,7 +242,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _train(job: JobConfig, layout: str, corpus: Corpus, out: Path, fault: Fault) -> tuple[list[int], str]:
-    """Ranks that are named as a cause, and the error in a line; nobody and nothing where the run ended well."""
+    """Train and return the ranks that the error names, and its message; empty if the run succeeded."""
     with meeting_place() as place:
         work = Work(job, corpus, place.init_method("hang"), "gloo", out, 0, stops_gently=True)
         try:
@@ -266,8 +265,8 @@ def _train(job: JobConfig, layout: str, corpus: Corpus, out: Path, fault: Fault)
 
 
 @contextlib.contextmanager
-def _ending() -> Iterator[list[float]]:
-    """When the launcher has said why it ends all ranks."""
+def _launcher_times() -> Iterator[list[float]]:
+    """Collect the times at which the launcher logs that it ends all ranks."""
     times, logger = list[float](), logging.getLogger("netlayer.launch")
     handler = logging.Handler(logging.WARNING)
     handler.emit = (  # type: ignore[method-assign]
@@ -293,7 +292,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def run_faulty(context: RankContext, work: Work, fault: Fault) -> None:
-    """As a rank of `netlayer train`, which gets the fault; without one that ends it, phases take long."""
+    """Run a rank like `netlayer train`, with the fault injected; for a `pause`, also with long phases."""
     from trainer import checkpoint
     from trainer.loop import Launched, Trainer
     from trainer.worker import run_rank
@@ -304,18 +303,18 @@ def run_faulty(context: RankContext, work: Work, fault: Fault) -> None:
         begins.append(time.monotonic())
         if (step, context.env.rank) == (fault.step, fault.rank):
             steps = [later - earlier for earlier, later in itertools.pairwise(begins)][1:]
-            _strike(fault, statistics.median(steps), work.out)
+            _inject(fault, statistics.median(steps), work.out)
         return do_launch(trainer, step)
 
     Trainer.launch = launch_step  # type: ignore[assignment, method-assign]
     if fault.kind == "pause":
         late = context.env.rank == (fault.rank + 1) % context.env.world_size
-        Trainer._evaluate = _slowed(Trainer._evaluate, late)  # type: ignore[method-assign]
-        checkpoint.save = _slowed(checkpoint.save, context.env.rank == 0)
+        Trainer._evaluate = _delayed(Trainer._evaluate, late)  # type: ignore[method-assign]
+        checkpoint.save = _delayed(checkpoint.save, context.env.rank == 0)
     run_rank(context, work)
 
 
-def _slowed(function: Callable[..., Any], late: bool) -> Callable[..., Any]:
+def _delayed(function: Callable[..., Any], late: bool) -> Callable[..., Any]:
     def slow(*args: Any, **options: Any) -> Any:
         if late:
             time.sleep(_SLEEP_S)
@@ -324,10 +323,10 @@ def _slowed(function: Callable[..., Any], late: bool) -> Callable[..., Any]:
     return slow
 
 
-def _strike(fault: Fault, step_s: float, out: Path) -> None:
-    """Let the fault happen within the step that begins now."""
+def _inject(fault: Fault, step_s: float, out: Path) -> None:
+    """Inject the fault within the step that begins now."""
     pid, main = os.getpid(), threading.get_ident()
-    (out / _FAULT_FILE).write_text("{}")  # so that the disk is no part of the time
+    (out / _FAULT_FILE).write_text("{}")  # creates the file now, so that the delay excludes disk time
 
     def strike() -> None:
         time.sleep(fault.at * step_s)
@@ -344,7 +343,7 @@ def _strike(fault: Fault, step_s: float, out: Path) -> None:
 
 
 def run_in_turn(context: RankContext, work: Work, segments: int, steps: int) -> tuple[list[float], list[float]]:
-    """Ratios of step times with a watch and without, and of processor times, a number for each pair of segments."""
+    """Return ratios (with a watch / without) of step times and of CPU times, one for each pair of segments."""
     from collectives.hang import HangLimits
     from collectives.watch import Watch
     from trainer.loop import Trainer
@@ -358,20 +357,20 @@ def run_in_turn(context: RankContext, work: Work, segments: int, steps: int) -> 
     trainers = [Trainer(job, work.corpus, 0, place, groups, watch=each) for each in (None, watch)]
     wall_s, processor_s = ([list[float](), list[float]()] for _ in range(2))
     for segment in range(2 * segments):
-        which = (segment + segment // 2) % 2  # 0 1 1 0: a drift of the machine falls on both alike
-        taken, begin_s = list[float](), time.process_time()
+        which = (segment + segment // 2) % 2  # 0 1 1 0: a drift of the machine affects both equally
+        step_times, begin_s = list[float](), time.process_time()
         for _ in range(steps):
             step_s = time.perf_counter()
             trainers[which].step(trainers[which].steps_done + 1)
-            taken.append(time.perf_counter() - step_s)
-        wall_s[which].append(statistics.median(taken))
+            step_times.append(time.perf_counter() - step_s)
+        wall_s[which].append(statistics.median(step_times))
         processor_s[which].append(time.process_time() - begin_s)
     watch.close()
-    wall, processor = (
+    wall_ratios, processor_ratios = (
         [watched / plain for plain, watched in zip(*times, strict=True)][1:]  # the first pair warms up
         for times in (wall_s, processor_s)
     )
-    return wall, processor
+    return wall_ratios, processor_ratios
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""`python -m bench.judge_corpus`: public logs through `netlayer accept judge`, beside what their pages say of them.
+"""`python -m bench.judge_corpus`: accuracy of `netlayer accept judge` on public logs with known facts.
 
-The corpus is a table: one log a row, its address, the fact that its page tells, and the verdicts that this fact
-supports, written down before the log was judged. Two misses weigh most: `false FAIL`, which drains a healthy node,
-and `false PASS`, which keeps a broken one. Left out: the logs themselves, which stay where they were published.
+The corpus is a table with one log a row: its address, the fact that its page states, and the verdicts that this fact
+supports, written down before the log was judged. The worst errors are `false FAIL`, which drains a healthy node, and
+`false PASS`, which keeps a broken one. The logs themselves are not part of this project.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import check_target, write_text
 
 REFUSED = "REFUSED"
-"""The file was told to be no log of a known tool, or to hold no figure: one line, and no verdict."""
+"""Outcome of a file that is rejected as no log of a known tool, or as having no figure: one line, and no verdict."""
 CRASHED = "CRASHED"
 _VERDICTS = ("PASS", "NO VERDICT", "WARN", "FAIL", REFUSED)
 _NEEDED = ("id", "file", "address", "version or date", "kind", "fact", "expected", "reason", "group")
@@ -35,9 +35,9 @@ class Case:
     """One row of the corpus.
 
     Args:
-        row: the row as it was read.
-        supported: the verdicts that the page supports; several where it says what must not be said, not what must.
-        group: rows of one name are judged together, as the logs of one cluster; empty: alone.
+        row: the row of the table.
+        supported: verdicts that the page supports; several if it only excludes some.
+        group: rows of the same group are judged together, as logs of one cluster; empty: judged alone.
     """
 
     row: Mapping[str, str]
@@ -46,18 +46,19 @@ class Case:
 
     @property
     def undecided(self) -> bool:
-        """Whether the page supports PASS and FAIL alike: such a row shows that the log is read, and no more."""
+        """True if the page supports both PASS and FAIL: such a row only tests that the log can be read."""
         return {"PASS", "FAIL"} <= set(self.supported)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `judge` made of a case.
+    """Outcome of judging a case.
 
     Args:
-        verdict: of the judgement, `REFUSED` or `CRASHED`.
-        figure: the finding that decided, or why the file was refused.
-        seconds: how long the judgement took.
+        case: the case.
+        verdict: verdict of the judgement, `REFUSED` or `CRASHED`.
+        figure: decisive finding, or the reason why the file was refused.
+        seconds: duration of the judgement.
     """
 
     case: Case
@@ -67,7 +68,7 @@ class Outcome:
 
     @property
     def miss(self) -> str:
-        """Empty where the page supports the verdict."""
+        """Kind of error (`false FAIL`, `false PASS`, `miss`); empty if the page supports the verdict."""
         if self.verdict in self.case.supported:
             return ""
         return f"false {self.verdict}" if self.verdict in ("FAIL", "PASS") else "miss"
@@ -78,24 +79,24 @@ class Outcome:
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, exists=True, path_type=Path),
-    help="Where the logs lie; the folder of CORPUS where left out.",
+    help="Folder of the logs [default: the folder of CORPUS].",
 )
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The table of the report (TSV).")
-@click.option("--misses", type=click.Path(dir_okay=False, path_type=Path), help="The misses alone (TSV).")
-@click.option("--only", multiple=True, help="Ids to judge; all where left out.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the table of the report (TSV).")
+@click.option("--misses", type=click.Path(dir_okay=False, path_type=Path), help="Write a table of the misses (TSV).")
+@click.option("--only", multiple=True, help="Id to judge; repeatable [default: all].")
 def command(corpus: Path, folder: Path | None, out: Path | None, misses: Path | None, only: Sequence[str]) -> None:
-    """Judge every log of a corpus and compare with what its page says.
+    """Judge every log of a corpus and compare the verdict with the facts of its page.
 
-    CORPUS is a TSV with the columns id, file, address, version or date, kind, fact, expected, reason and group; more
-    columns, such as other analysers' verdicts, are carried into the table of --out. `expected` holds one verdict, or
-    several with '/' between: PASS, NO VERDICT, WARN, FAIL, REFUSED.
+    CORPUS is a TSV with the columns id, file, address, version or date, kind, fact, expected, reason and group; other
+    columns, such as other analysers' verdicts, are copied to the table of --out. `expected` has one verdict, or several
+    separated by '/': PASS, NO VERDICT, WARN, FAIL, REFUSED.
 
     \b
     Examples:
       python -m bench.judge_corpus corpus.tsv --folder logs --out judge_logs.tsv
       python -m bench.judge_corpus corpus.tsv --folder logs --only 017 --only 018
 
-    Exit 0: the pages support every verdict; 1: not so; 2: the corpus cannot be used.
+    Exit 0: the pages support every verdict; 1: otherwise; 2: the corpus cannot be used.
     """
     for option, target in (("--out", out), ("--misses", misses)):
         check_target(option, target)
@@ -126,7 +127,7 @@ def command(corpus: Path, folder: Path | None, out: Path | None, misses: Path | 
 
 
 def read_corpus(path: Path) -> list[Case]:
-    """Return the rows, in order.
+    """Read the rows of the corpus, in order.
 
     Raises:
         ConfigError: a column or a value is missing, a verdict is unknown, or an id is given twice.
@@ -156,7 +157,7 @@ def read_corpus(path: Path) -> list[Case]:
 
 
 def judge_cases(cases: Sequence[Case], folder: Path) -> Iterator[Outcome]:
-    """One outcome a case, in order; a group is judged once, and each of its cases gets what came out."""
+    """Yield one outcome for each case, in order; a group is judged once, for all its cases."""
     groups: dict[str, list[Path]] = {}
     for case in cases:
         if case.group:
@@ -171,7 +172,7 @@ def judge_cases(cases: Sequence[Case], folder: Path) -> Iterator[Outcome]:
 
 
 def summary(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Misses first, then counts."""
+    """Yield the lines of the summary: misses first, then counts."""
     for outcome in outcomes:
         if outcome.miss:
             row = outcome.case.row
@@ -202,13 +203,13 @@ def _judge(paths: Sequence[Path]) -> tuple[str, str, float]:
         verdict, figure = _word(judge_files(paths))
     except Exception as exc:  # noqa: BLE001 - what a user would see as a traceback is an outcome here
         verdict, figure = CRASHED, f"{type(exc).__name__}: {exc}"
-    for path in paths:  # where the logs lie is the reader's matter
+    for path in paths:  # the local folder does not matter
         figure = figure.replace(str(path), path.name)
     return verdict, " ".join(figure.split()), time.perf_counter() - began
 
 
 def _word(judgement: Judgement) -> tuple[str, str]:
-    """The verdict, and the finding that decided it."""
+    """Return the verdict and the decisive finding."""
     if not judgement.kinds:
         return REFUSED, judgement.damaged[0] if judgement.damaged else "nothing was read"
     verdict = judgement.verdict
@@ -219,7 +220,7 @@ def _word(judgement: Judgement) -> tuple[str, str]:
 
 
 def _table(outcomes: Sequence[Outcome]) -> str:
-    """The columns of the report: the corpus, ours, and what other columns the corpus has."""
+    """Format the table of the report: columns of the corpus, our verdict and finding, and other columns."""
     others = [name for name in outcomes[0].case.row if name and name not in _NEEDED] if outcomes else []
     rows = [
         [

@@ -1,8 +1,8 @@
-"""JUnit's XML: the frame that all of ours share, and a record of a bench in it.
+"""JUnit XML: the common test suite element, and the conversion of a benchmark record.
 
-Valid against the schemas in common use: windyroad's JUnit.xsd (Ant), which wants every attribute of a suite and leaves
-a test case no room for output, and Jenkins' junit-10.xsd. So what passed says nothing in its case; figures and warnings
-stand in the suite's output.
+Valid against the schemas in common use: windyroad's JUnit.xsd (Ant), which requires every attribute of a suite and
+allows no output in a test case, and Jenkins' junit-10.xsd. So figures and warnings are in the output of the suite, not
+in passed test cases.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from netlayer.results import RunRecord
 
 
 def open_suite(name: str, started_utc: str = "", seconds: float = 0.0) -> ET.Element:
-    """A suite without cases.
+    """Create a suite without test cases.
 
     Args:
-        name: of the suite.
-        started_utc: ISO 8601; its fraction and zone are left out, as the schema has it. Now, where it is empty.
-        seconds: from its start to its end.
+        name: name of the suite.
+        started_utc: start time, ISO 8601, empty for now; fraction and zone are dropped as the schema requires.
+        seconds: duration of the suite.
     """
     started = started_utc or datetime.now(UTC).isoformat()
     suite = ET.Element("testsuite", name=name, timestamp=started[:19], hostname=os.uname().nodename or "localhost")
@@ -35,7 +35,7 @@ def open_suite(name: str, started_utc: str = "", seconds: float = 0.0) -> ET.Ele
 
 
 def finish_suite(suite: ET.Element, output: str = "") -> str:
-    """The file: counts on the suite, its output behind the cases."""
+    """Add counts and output to the suite and return the XML file as text."""
     for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
         suite.set(name, str(len(suite.findall(f"testcase/{tag}"))))
     suite.set("tests", str(len(suite.findall("testcase"))))
@@ -46,9 +46,9 @@ def finish_suite(suite: ET.Element, output: str = "") -> str:
 
 
 def junit(record: RunRecord, stopped: str = "") -> str:
-    """A test case for each size and kind of buffer, one for the mean bandwidth.
+    """Convert a record: one test case for each size and kind of buffer, and one for the mean bandwidth.
 
-    Wrong data is a failure, data that was not checked is skipped, an early end is an error.
+    Wrong data is a failure, unchecked data is skipped, and an aborted run (`stopped`: its reason) is an error.
     """
     name = f"{record.name.removeprefix('bench.')}_perf"
     suite = open_suite(name, record.started_utc, _seconds(record))
@@ -57,9 +57,11 @@ def junit(record: RunRecord, stopped: str = "") -> str:
     if fast is not None:
         case = ET.SubElement(suite, "testcase", classname=name, name="mean bus bandwidth", time="0")
         if not fast:
-            least = MIN_BW_SHARE * record.arguments["min_bw_gbs"]
-            words = f"{mean_bus_bw(record):.4g} GB/s is below {MIN_BW_SHARE:g} x {MIN_BW_VARIABLE} = {least:.4g} GB/s"
-            ET.SubElement(case, "failure", type="bandwidth", message=words)
+            min_bw_gbs = MIN_BW_SHARE * record.arguments["min_bw_gbs"]
+            message = (
+                f"{mean_bus_bw(record):.4g} GB/s is below {MIN_BW_SHARE:g} x {MIN_BW_VARIABLE} = {min_bw_gbs:.4g} GB/s"
+            )
+            ET.SubElement(case, "failure", type="bandwidth", message=message)
     if stopped:
         case = ET.SubElement(suite, "testcase", classname=name, name="run to the end", time="0")
         ET.SubElement(case, "error", type="stopped", message=printable(" ".join(stopped.split())))
@@ -69,19 +71,19 @@ def junit(record: RunRecord, stopped: str = "") -> str:
 def _seconds(record: RunRecord) -> float:
     try:
         return (datetime.fromisoformat(record.ended_utc) - datetime.fromisoformat(record.started_utc)).total_seconds()
-    except ValueError:  # a record without its end
+    except ValueError:  # the record has no end time
         return 0.0
 
 
 def _add_row(suite: ET.Element, row: Mapping[str, Any]) -> str:
-    """Add its case; returns the line of its figures."""
+    """Add the test case of a row; return the line with its figures."""
     place = "in place" if row["in_place"] else "out of place"
     name = f"{row['size_bytes']} B {row['dtype']} {row['op']} root {row['root']} {place}, cycle {row['cycle']}"
     seconds = f"{row['time_us'] / 1e6:.9f}"
     case = ET.SubElement(suite, "testcase", classname=suite.attrib["name"], name=name, time=seconds)
     if row["wrong"]:
-        words = f"{row['wrong']} elements arrived wrong"
-        ET.SubElement(case, "failure", type="wrong data", message=words).text = words
+        message = f"{row['wrong']} elements arrived wrong"
+        ET.SubElement(case, "failure", type="wrong data", message=message).text = message
     elif row["wrong"] is None:
         ET.SubElement(case, "skipped", message="the data was not checked")
     return f"{name}: algbw {row['alg_bw_gbs']:.4g} GB/s, busbw {row['bus_bw_gbs']:.4g} GB/s"

@@ -1,14 +1,14 @@
-"""`python -m bench.mfu`: model FLOPs utilisation of our trainer beside its peers, on the same work, in turn.
+"""`python -m bench.mfu`: model FLOPs utilisation (MFU) of our trainer and of other systems ("peers") on the same work.
 
-Same model, initial values, tokens, optimiser, clipping and dtype of reduction; a run is timed over N steps with one
-synchronisation at each end, systems take turns, and losses must agree. First the identical model in all systems; then,
-by `--also`, ours with changes, each a row of its own. MFU is given with full and with causal attention, and where there
-is a window with the keys that queries see (`netlayer.workload.flops`).
+Model, initial values, tokens, optimiser, clipping and reduction dtype are the same; a run is timed over N steps with
+one synchronisation at each end, systems take turns, and losses must agree. First the identical model in all systems;
+then, by `--also`, ours with changes, each a row of its own. MFU is given with full and with causal attention, and for a
+window also with the keys that queries see (`netlayer.workload.flops`).
 
-A peer has its best settings, which its module says, and on GPUs `job.model.compile`; ours has what the options say. Its
-best micro-batch is for `--micro-of`. What was measured is kept whatever ends the command: rows go into `rows.jsonl` as
-they come, the record is written on SIGINT and SIGTERM too, and a system that fails is named while the others go on.
-Every call has a row of ours unchanged, so that a table may span several.
+A peer has its best settings, listed in its module, and on GPUs `job.model.compile`; ours has those of the options. A
+peer's best micro-batch is given by `--micro-of`. Results are kept whatever ends the command: rows go into `rows.jsonl`
+as they come, the record is written on SIGINT and SIGTERM too, and a system that fails is named while the others go on.
+Every call has a row of our unchanged system, so that results of several calls can be put into one table.
 """
 
 from __future__ import annotations
@@ -189,17 +189,17 @@ def command(
             elif not heard.failures:
                 take_away(out, made)
     if not heard.runs:
-        said = f"nothing was measured: --time-limit {time_limit or 0:g} was over before a turn began"
-        raise first or CheckFailed(said)
+        reason = f"nothing was measured: --time-limit {time_limit or 0:g} was over before a turn began"
+        raise first or CheckFailed(reason)
     _draw(record, path, out)
     if heard.failures:
         failed = "; ".join(f"{name}: {reason}" for name, reason in heard.failures.items())
-        raise CheckFailed(f"the record has the other rows, for there failed {failed}")
+        raise CheckFailed(f"the record has only the other systems' rows; failed: {failed}")
     check_losses(heard.runs, _TOLERANCE[entries[0].job.model.dtype])
 
 
 def _tell_notes(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> None:
-    """What ours does otherwise than all its jobs read, or what of them all has no effect."""
+    """Print the notes that all our jobs share: settings that have no effect, or act differently than they read."""
     each = [notes(entry.job, backend) for entry in entries if entry.system not in PEERS]
     for note in each[0]:
         if all(note in others for others in each):
@@ -207,18 +207,18 @@ def _tell_notes(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> N
 
 
 def _check_seconds(given: Mapping[str, float | None]) -> None:
-    """NaN passes every range."""
+    """Reject NaN and infinity, which click's FloatRange lets through."""
     for option, seconds in given.items():
         if seconds is not None and not math.isfinite(seconds):
             raise ConfigError(option, seconds, "is no number of seconds", "give one, or leave it out")
 
 
-def _open(asked: Path | None) -> tuple[Path, list[Path]]:
-    """The output folder, and what was made for it, a folder before the one it lies in."""
-    wanted = asked or Path("runs")
-    made = [path for path in (wanted, *wanted.parents) if not path.exists()]
-    out = open_out(asked, "mfu")
-    return out, made if asked else [out, *made]
+def _open(requested: Path | None) -> tuple[Path, list[Path]]:
+    """Open the output folder; return it, and the folders created for it, inner ones first."""
+    base = requested or Path("runs")
+    created = [path for path in (base, *base.parents) if not path.exists()]
+    out = open_out(requested, "mfu")
+    return out, created if requested else [out, *created]
 
 
 def _record(
@@ -231,7 +231,7 @@ def _record(
     environment: Mapping[str, Any],
     ended_by: str,
 ) -> RunRecord:
-    """Rows of runs, medians, profiles and failures, and what they are of."""
+    """Build the record: rows of runs, medians, profiles and failures, with their configuration."""
     job, jobs = entries[0].job, {entry.name: entry.job for entry in entries}
     rows = [with_figures(row, jobs[row["system"]], device) for row in heard.runs]
     rows += summarise(heard.runs, jobs, device)
@@ -260,14 +260,16 @@ def _record(
 def _tell(
     record: RunRecord, heard: Heard, entries: Sequence[Entry], device: str, json_file: Path | None, out: Path
 ) -> Path:
-    """The record into its files, of which it gives the one in `out`; the tables for a person."""
+    """Save the record, print the tables, and return the record's path under `out`."""
     jobs = {entry.name: entry.job for entry in entries}
-    shown = [*heading(entries[0].job, device), "", *table([dict(row) for row in record.rows])]
+    lines = [*heading(entries[0].job, device), "", *table([dict(row) for row in record.rows])]
     for row in heard.profiles:
-        launched = f"{row['system']}: the host of rank 0 launches a step in {row['launch_ms']:.1f} ms, waits included"
-        shown += ["", launched, *profile_table(row["kinds"], floors(jobs[row["system"]], device))]
+        launch_line = (
+            f"{row['system']}: the host of rank 0 launches a step in {row['launch_ms']:.1f} ms, waits included"
+        )
+        lines += ["", launch_line, *profile_table(row["kinds"], floors(jobs[row["system"]], device))]
     path = record.save(out / "records")
-    click.echo("".join(f"{line}\n" for line in shown), nl=False, err=str(json_file) == "-")
+    click.echo("".join(f"{line}\n" for line in lines), nl=False, err=str(json_file) == "-")
     click.echo(f"record: {path}", err=True)
     if json_file:
         write_text(json_file, record.to_json())
@@ -275,7 +277,7 @@ def _tell(
 
 
 def _draw(record: RunRecord, path: Path, out: Path) -> None:
-    """The page; where what draws it is not installed, a line that says so: GPU machines may lack it."""
+    """Write the page; if matplotlib is not installed, as on some GPU machines, print how to draw it elsewhere."""
     try:
         from bench.mfu_page import build_page  # the plots' libraries take a second to load
 

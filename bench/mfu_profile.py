@@ -1,8 +1,8 @@
-"""Where the time of a step goes on a GPU, by kind of kernel, beside the least that its FLOPs and bytes would take.
+"""Breakdown of a step's GPU time by kind of kernel, compared with the minimum for its FLOPs and bytes.
 
-Kernels come from torch's profiler (CUPTI); their names say what they do. Time in which several run at once counts for
-the first of `KINDS` among them, so the parts and the idle time add up to the step. Left out: what the host does, but
-for how long a step's call takes: where that is near the step's time, the host bounds it, or waits inside.
+Kernels come from torch's profiler (CUPTI) and are classified by name. Time in which several run at once counts for the
+first of `KINDS` among them, so the parts and the idle time add up to the step. Of the host's work, only the time to
+launch a step is measured: if that is close to the step's time, the host is the bottleneck, or waits in the call.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("copies, fills", r"memcpy|memset|copy|fill|catarray|chunk_cat|(?<!no)cast"),
     ("communication", r"nccl|one_shot|symm|^await_|^signal$|^release$|(?<!vectorized_)gather_kernel|scatter_kernel"),
 )
-"""Kinds of kernel, the first whose pattern is in a name; what is none of these is `OTHER`."""
+"""Kinds of kernel with a pattern of their names; the first that matches counts, and none is `OTHER`."""
 OTHER = "norms, activations, sums"
 _ORDER = (*(name for name, _ in KINDS[:-1]), OTHER, KINDS[-1][0])  # communication counts where nothing else runs
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One that ran: its name, and when, in ns."""
+    """One kernel execution: its name, and its begin and end in ns."""
 
     name: str
     begin: int
@@ -46,31 +46,31 @@ class Kernel:
 
 
 def profile(step: Callable[[], object], steps: int, trace: Path | None) -> list[Kernel]:
-    """Kernels of `steps` steps on this rank; the last of them lies behind a synchronisation.
+    """Record the kernels of `steps` steps on this rank, synchronised at both ends.
 
     Args:
-        trace: where the whole is written for ui.perfetto.dev; None: nowhere.
+        trace: file for the whole trace, for ui.perfetto.dev; None writes none.
     """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recorded
 
     torch.cuda.synchronize()
-    with recorded(activities=[ProfilerActivity.CUDA]) as found:
+    with recorded(activities=[ProfilerActivity.CUDA]) as recording:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
     if trace is not None:
-        found.export_chrome_trace(str(trace))
-    events = found.profiler.kineto_results.events()
+        recording.export_chrome_trace(str(trace))
+    events = recording.profiler.kineto_results.events()
     on_gpu = (event for event in events if event.device_type().name == "CUDA")
     return [Kernel(event.name(), event.start_ns(), event.start_ns() + event.duration_ns()) for event in on_gpu]
 
 
 def launch_ms(step: Callable[[], object], steps: int) -> float:
-    """What this rank's host takes to launch a step on a device that has nothing to do: the median, in ms.
+    """Measure how long this rank's host takes to launch a step on an idle device: the median, in ms.
 
-    At most that: where a step waits for the device or for another rank, or has more kernels than the device's queue
-    takes, some thousand, the wait is in it.
+    An upper bound: it includes waits for the device or another rank, and for room in the device's queue if a step has
+    more kernels than it holds (about a thousand).
     """
     each = []
     for _ in range(steps):
@@ -83,33 +83,33 @@ def launch_ms(step: Callable[[], object], steps: int) -> float:
 
 
 def kind_of(name: str) -> str:
-    """What a kernel does."""
+    """Classify a kernel by its name: one of `KINDS`, else `OTHER`."""
     return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
 def shares(kernels: Sequence[Kernel], steps: int) -> list[Row]:
-    """A row a kind: `ms` a step in which it counts, `ms_all` of its kernels whether hidden or not, `kernels` a step.
+    """Make a row per kind: `ms` per step attributed to it, `ms_all` with time hidden by others, `kernels` per step.
 
-    The last row is the time in which nothing ran, from the first kernel's begin to the last one's end.
+    The last row is the idle time between the first kernel's begin and the last one's end.
     """
     by_kind: dict[str, list[Kernel]] = {name: [] for name in _ORDER}
     for kernel in kernels:
         by_kind[kind_of(kernel.name)].append(kernel)
     covered: list[tuple[int, int]] = []
     rows: list[Row] = []
-    for kind, found in by_kind.items():
+    for kind, members in by_kind.items():
         before = _length(covered)
-        covered = _union([*covered, *((one.begin, one.end) for one in found)])
-        own_ns = sum(one.end - one.begin for one in found)
+        covered = _union([*covered, *((one.begin, one.end) for one in members)])
+        own_ns = sum(one.end - one.begin for one in members)
         own = {"ms": (_length(covered) - before) / 1e6 / steps, "ms_all": own_ns / 1e6 / steps}
-        rows.append({"kind": kind, **own, "kernels": len(found) / steps})
+        rows.append({"kind": kind, **own, "kernels": len(members) / steps})
     whole = max((one.end for one in kernels), default=0) - min((one.begin for one in kernels), default=0)
     idle_ms = (whole - _length(covered)) / 1e6 / steps
     return [*rows, {"kind": "idle", "ms": idle_ms, "ms_all": idle_ms, "kernels": 0.0}]
 
 
 def most_time(kernels: Sequence[Kernel], steps: int, count: int) -> list[Row]:
-    """The kernels, by name, that took the most time: `name`, `kind`, `ms` a step, `kernels` a step."""
+    """List the kernels, by name, that took the most time: `name`, `kind`, `ms` per step, `kernels` per step."""
     total: dict[str, list[int]] = {}
     for kernel in kernels:
         total.setdefault(kernel.name, []).append(kernel.end - kernel.begin)
@@ -121,32 +121,32 @@ def most_time(kernels: Sequence[Kernel], steps: int, count: int) -> list[Row]:
 
 
 def floors(job: JobConfig, device: str) -> dict[str, float]:
-    """Least ms a step and rank of some kinds, by the data sheet of `device`; those of an unknown one are left out.
+    """Compute the minimum ms per step and rank of some kinds from the data sheet of `device`; {} for an unknown one.
 
-    Products and attention (the keys that queries see) at the peak of FLOPs, which no card holds for as long as a step:
-    it has not the power. AdamW at the memory's bandwidth: it reads gradient, master and both moments, and writes the
-    last three and the parameter of the computation.
+    Matrix products and attention (of the keys that queries see) run at peak FLOP/s, which power limits keep a card from
+    sustaining for a step. AdamW runs at memory bandwidth: it reads the gradient, the master weight and both moments,
+    and writes the last three and the parameter in the model's dtype.
     """
     layout, dtype = job.parallel.layout, job.model.dtype
     flops = step_flops(job.model, job.batch.global_size)
     linears = 2 * flops.causal - flops.full
     parameters = num_parameters(job.model) / layout.world_size
-    found: dict[str, float] = {}
+    floors_ms: dict[str, float] = {}
     if peak := peak_flops(device, dtype):
-        found["matrix products"] = linears / layout.world_size / peak * 1e3
-        found["attention"] = (flops.done - linears) / layout.world_size / peak * 1e3
+        floors_ms["matrix products"] = linears / layout.world_size / peak * 1e3
+        floors_ms["attention"] = (flops.done - linears) / layout.world_size / peak * 1e3
     if bandwidth := memory_bandwidth(device):
-        found["optimiser"] = parameters * (4 * 4 + 3 * 4 + 2 * (dtype == "bfloat16")) / bandwidth * 1e3
-    return found
+        floors_ms["optimiser"] = parameters * (4 * 4 + 3 * 4 + 2 * (dtype == "bfloat16")) / bandwidth * 1e3
+    return floors_ms
 
 
-def table(rows: Iterable[Row], least: dict[str, float]) -> Iterable[str]:
-    """For a person."""
+def table(rows: Iterable[Row], min_ms: dict[str, float]) -> Iterable[str]:
+    """Format the rows of `shares` as lines, with the minimum of `floors` where there is one."""
     rows = list(rows)
     whole = sum(row["ms"] for row in rows)
     yield f"{'of a step':>26} {'ms':>8} {'share':>7} {'with hidden':>12} {'kernels':>8} {'at least ms':>12}"
     for row in rows:
-        floor = f"{least[row['kind']]:12.1f}" if row["kind"] in least else f"{'-':>12}"
+        floor = f"{min_ms[row['kind']]:12.1f}" if row["kind"] in min_ms else f"{'-':>12}"
         share = row["ms"] / whole if whole else 0.0
         yield f"{row['kind']:>26} {row['ms']:8.1f} {share:7.1%} {row['ms_all']:12.1f} {row['kernels']:8.0f} {floor}"
 

@@ -1,4 +1,4 @@
-"""The figures of `bench.mfu`: rows of runs to medians, MFU in three readings, and the table for a person."""
+"""The figures of `bench.mfu`: medians of runs, MFU by three counts of attention's FLOPs, and the printed table."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _FIGURES = (("full", "mfu_full"), ("causal", "mfu_causal"), ("done", "mfu_done")
 
 
 def with_figures(row: Row, job: JobConfig, device: str) -> Row:
-    """A run's row with tokens/s and MFU, and None where a loss is no number: JSON has none such."""
+    """Add tokens/s and MFU to a run's row; a NaN or infinite loss becomes None, as JSON has neither."""
     losses = [loss if math.isfinite(loss) else None for loss in row["losses"]]
     return {**row, "losses": losses, **_figures(row["step_ms"], job, device)}
 
 
 def summarise(rows: Sequence[Row], jobs: Mapping[str, JobConfig], device: str) -> list[Row]:
-    """One row a system: the median run, the spread (largest - least over median), and its time a token over ours'.
+    """Make one row per system: the median run, the spread ((max - min) / median), and its time per token over ours.
 
     Args:
         jobs: by name of the system.
     """
-    found: list[Row] = []
+    medians: list[Row] = []
     for system in dict.fromkeys(row["system"] for row in rows):
         own = [row for row in rows if row["system"] == system]
         times = [row["step_ms"] for row in own]
         median = statistics.median(times)
         each = sorted(value for row in own for value in row["each_ms"])
-        found.append(
+        medians.append(
             {
                 "system": system,
                 "run": "median",
@@ -56,16 +56,16 @@ def summarise(rows: Sequence[Row], jobs: Mapping[str, JobConfig], device: str) -
                 **_figures(median, jobs[system], device),
             }
         )
-    # By tokens, for a change may be one of the batch.
-    ours = next((row["tokens_per_s_gpu"] for row in found if row["system"] == OURS), None)
-    return [{**row, "over_ours": ours / row["tokens_per_s_gpu"] if ours else None} for row in found]
+    # Compare time per token, not per step: a change may alter the batch.
+    our_rate = next((row["tokens_per_s_gpu"] for row in medians if row["system"] == OURS), None)
+    return [{**row, "over_ours": our_rate / row["tokens_per_s_gpu"] if our_rate else None} for row in medians]
 
 
 def check_losses(rows: Sequence[Row], tolerance: float) -> None:
-    """Refuse a comparison of systems that did not do the same work; one with a change is held against itself alone.
+    """Refuse a comparison of systems that did not do the same work; rows are compared among the same change only.
 
     Raises:
-        CheckFailed: a loss differs by more from that of the first row with the same change.
+        CheckFailed: a loss differs by more than `tolerance` from that of the first row with the same change.
     """
     firsts: dict[str, Row] = {}
     for row in rows:
@@ -80,7 +80,7 @@ def check_losses(rows: Sequence[Row], tolerance: float) -> None:
 
 
 def heading(job: JobConfig, device: str) -> Iterator[str]:
-    """What the table's MFU is of."""
+    """Format the lines above the table: hardware and its peak, FLOPs of a step, and the formula of MFU."""
     batch, peak = job.batch, peak_flops(device, job.model.dtype)
     flops = step_flops(job.model, batch.global_size)
     known = f"peak {peak / 1e12:.1f} TFLOP/s in {job.model.dtype}" if peak else f"no peak known in {job.model.dtype}"
@@ -93,7 +93,7 @@ def heading(job: JobConfig, device: str) -> Iterator[str]:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The summary for a person; `done` where a window makes it another figure than `causal`."""
+    """Format the medians as a table; `done` is shown only if a window makes it differ from `causal`."""
     rows = [row for row in rows if row["run"] == "median"]
     wide = max([len("system"), *(len(row["system"]) for row in rows)])
     yield (
@@ -101,16 +101,16 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         f"{'MFU full':>8} {'causal':>7} {'done':>6} {'GiB':>6} {'MHz':>5} {'W':>4} {'runs':>4} {'over ours':>9}"
     )
     for row in rows:
-        shown = {name: "-" if row[key] is None else f"{row[key]:.3f}" for name, key in _FIGURES}
+        cells = {name: "-" if row[key] is None else f"{row[key]:.3f}" for name, key in _FIGURES}
         if not row["has_window"]:
-            shown["done"] = "-"
+            cells["done"] = "-"
         over = "-" if row["over_ours"] is None else f"{row['over_ours']:.3f}"
         memory = "-" if row["memory_gib"] is None else f"{row['memory_gib']:.1f}"
         mhz, watts = ("-" if row[name] is None else f"{row[name]:.0f}" for name in ("clock_mhz", "power_w"))
         yield (
             f"{row['system']:>{wide}} {row['micro_size']:5} {row['step_ms']:9.1f} {row['spread']:7.1%} "
-            f"{row['p99_over_median']:10.3f} {row['tokens_per_s_gpu']:13,.0f} {shown['full']:>8} {shown['causal']:>7} "
-            f"{shown['done']:>6} {memory:>6} {mhz:>5} {watts:>4} {row['runs']:4} {over:>9}"
+            f"{row['p99_over_median']:10.3f} {row['tokens_per_s_gpu']:13,.0f} {cells['full']:>8} {cells['causal']:>7} "
+            f"{cells['done']:>6} {memory:>6} {mhz:>5} {watts:>4} {row['runs']:4} {over:>9}"
         )
 
 

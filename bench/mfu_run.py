@@ -65,12 +65,12 @@ class Plan:
 
 
 class Heard:
-    """What rank 0 reports, kept, written and shown as it comes.
+    """Collector of rank 0's reports: keeps, writes and prints each as it arrives.
 
     Args:
-        num_turns: in all, for what is still to come.
-        rows_file: gets a line a row.
-        gpus: what is heard of them.
+        num_turns: turns of the whole command, to estimate the remaining time.
+        rows_file: gets one line per row.
+        gpus: log of the GPUs' clocks and power.
     """
 
     def __init__(self, num_turns: int, rows_file: Path, gpus: GpuLog) -> None:
@@ -96,14 +96,14 @@ class Heard:
         return any((row["run"], row["system"]) == (run, entry.name) for row in self.runs)
 
     def fail(self, name: str, reason: str) -> None:
-        """A system that is left out from here on."""
+        """Record a system's failure; its remaining turns are skipped."""
         self.failures[name] = reason
         self._write({"system": name, "run": "failed", "reason": reason})
         click.echo(f"  {name} FAILED, and is left out from here on: {reason}", err=True)
 
     @property
     def current_s(self) -> float:
-        """Since when the current turn is under way."""
+        """Return for how many seconds the current turn has been running."""
         return time.monotonic() - self._begin_s
 
     def _begin(self, message: Row) -> None:
@@ -111,8 +111,8 @@ class Heard:
         if self.current is not None:
             self.took_s.append(now - self._begin_s)
         self.current, self._begin_s = (message["run"], message["begins"]), now
-        left = f", about {self.num_left * statistics.mean(self.took_s) / 60:.1f} min to go" if self.took_s else ""
-        click.echo(f"run {message['run']}: {message['begins']}{left}", err=True)
+        remaining = f", about {self.num_left * statistics.mean(self.took_s) / 60:.1f} min to go" if self.took_s else ""
+        click.echo(f"run {message['run']}: {message['begins']}{remaining}", err=True)
 
     def _keep(self, row: Row) -> None:
         if row["run"] == "profile":
@@ -134,19 +134,19 @@ class Heard:
 
 
 def in_turn(entries: Sequence[Entry], runs: int) -> list[Turn]:
-    """All runs of all systems, those together that can share processes; every second run from the last to the first."""
+    """Order all runs of all systems: systems that can share processes are adjacent; every second run is reversed."""
     kinds = list(dict.fromkeys(entry.processes for entry in entries))
     ordered = sorted(entries, key=lambda entry: kinds.index(entry.processes))
     return [(run, entry) for run in range(1, runs + 1) for entry in (ordered if run % 2 else ordered[::-1])]
 
 
 def by_processes(turns: Sequence[Turn]) -> Iterator[tuple[Turn, ...]]:
-    """Turns in order, cut where the next system cannot run in the processes of the one before."""
+    """Group consecutive turns that can run in the same processes."""
     return (tuple(shared) for _, shared in itertools.groupby(turns, key=lambda turn: turn[1].processes))
 
 
 def measure(entries: Sequence[Entry], plan: Plan, heard: Heard) -> NetlayerError | None:
-    """All turns, but those of a system after it has failed; the first failure."""
+    """Run all turns, except those of a system that has failed; return the first failure."""
     first: NetlayerError | None = None
     turns = in_turn(entries, plan.runs)
     while turns:
@@ -166,27 +166,27 @@ def measure(entries: Sequence[Entry], plan: Plan, heard: Heard) -> NetlayerError
         turns = [turn for turn in turns if not heard.is_done(turn) and turn[1].name not in heard.failures]
         heard.num_left = len(turns)
     if turns:
-        click.echo(f"note: the time is over, {len(turns)} turns are left out", err=True)
+        click.echo(f"note: the time limit is reached, {len(turns)} turns are skipped", err=True)
     return first
 
 
 def estimate(entries: Sequence[Entry], plan: Plan, device: str) -> str:
-    """What lies ahead, and on known GPUs how long it will take."""
+    """Describe the planned turns, and on known GPUs estimate how long they will take."""
     turns = in_turn(entries, plan.runs)
     starts = len(list(by_processes(turns)))
-    said = f"{len(turns)} turns of {len(entries)} systems, {plan.warmup} + {plan.steps} steps each, in {starts} starts"
+    text = f"{len(turns)} turns of {len(entries)} systems, {plan.warmup} + {plan.steps} steps each, in {starts} starts"
     seconds = [_step_s(entry.job, device) for entry in entries]
     if None in seconds:
-        return said
+        return text
     each = sum(_BUILD_S + (plan.warmup + plan.steps) * second for second in seconds if second is not None)
-    return f"{said}: about {(starts * _START_S + plan.runs * each) / 60:.0f} min"
+    return f"{text}: about {(starts * _START_S + plan.runs * each) / 60:.0f} min"
 
 
 def take_away(out: Path, made: Sequence[Path]) -> None:
-    """Leave nothing of a comparison that has measured nothing, but the logs of ranks that said something.
+    """Remove the output of a comparison that has measured nothing, except non-empty logs of ranks.
 
     Args:
-        made: folders that this run has made, those inside others first.
+        made: folders that this run has created, inner ones first.
     """
     for log in (out / "logs").glob("rank*.log"):
         if not log.stat().st_size:
@@ -195,7 +195,7 @@ def take_away(out: Path, made: Sequence[Path]) -> None:
         with contextlib.suppress(OSError):  # it is not empty, or not there
             folder.rmdir()
     if (out / "logs").exists():
-        click.echo(f"note: what ranks said is in {out / 'logs'}", err=True)
+        click.echo(f"note: the ranks' output is in {out / 'logs'}", err=True)
 
 
 def _step_s(job: JobConfig, device: str) -> float | None:
@@ -205,13 +205,13 @@ def _step_s(job: JobConfig, device: str) -> float | None:
 
 
 def _blame(shared: Sequence[Turn], plan: Plan, heard: Heard, exc: NetlayerError) -> None:
-    """Name the system that failed; where none had begun, all that wanted these processes."""
-    left = [turn for turn in shared if not heard.is_done(turn)]
-    if not left:
+    """Record which system failed; if none had begun, all systems that were to share these processes."""
+    remaining = [turn for turn in shared if not heard.is_done(turn)]
+    if not remaining:
         click.echo(f"note: after the last turn of these processes: {exc}", err=True)
         return
     if heard.current is None:
-        for name in dict.fromkeys(entry.name for _, entry in left):
+        for name in dict.fromkeys(entry.name for _, entry in remaining):
             heard.fail(name, f"its processes did not start: {exc}")
         return
     run, name = heard.current
@@ -220,7 +220,7 @@ def _blame(shared: Sequence[Turn], plan: Plan, heard: Heard, exc: NetlayerError)
 
 
 def _launch(shared: tuple[Turn, ...], plan: Plan, heard: Heard) -> None:
-    """One set of processes for systems that can share them."""
+    """Launch one set of processes for systems that can share them."""
     from bench.mfu_ranks import Order, run_rank
 
     first = shared[0][1]

@@ -1,10 +1,10 @@
-"""`python -m bench.operators`: each operator of a GPT beside its other ways, on 7B's shapes, in turn, on one device.
+"""`python -m bench.operators`: compare implementations of each GPT operator, on 7B's shapes, on one device.
 
-A time is the device's, by events around one call with the host ahead: the median of all calls, and beside it the 10th
-and 90th percentile, between which eight of ten lay. A row counts only after its outputs and gradients were held against
-float64. The share is of the memory's bandwidth or of the peak of products, by the least bytes or operations that the
-operator needs (`operator_cases`). Before a system's calls of a round the device runs it for a while, for what its power
-allows it shows only then. Leaves out: more than one rank.
+Implementations take turns. A time is the device's, between two events around one call that was launched ahead: the
+median of all calls, with the 10th and 90th percentile. Outputs and gradients are first compared with float64. The share
+is of the memory's bandwidth or of the peak FLOP/s, by the minimum of bytes or operations that the operator needs
+(`operator_cases`). Each implementation runs for a while before its calls of a round are timed, so that the clock has
+settled to what the power limit allows. One rank only.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def command(options: RunOptions, device: str, only: str, compiles: bool | None, 
     out, started = open_out(options.out, "operators"), utc_now()
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
     rows: list[Row] = []
-    words = [word for word in map(str.strip, only.split(",")) if word]
+    patterns = [pattern for pattern in map(str.strip, only.split(",")) if pattern]
     for case in build_cases(sizes, place, compiles, options.seed):
-        if not words or any(word in case.name for word in words):
+        if not patterns or any(pattern in case.name for pattern in patterns):
             for row in measure(case, place, name, repeats, rounds):
                 rows.append(row)
                 click.echo(_line(row), err=str(options.json_file) == "-")
@@ -99,7 +99,7 @@ def command(options: RunOptions, device: str, only: str, compiles: bool | None, 
 
 
 def measure(case: Case, device: torch.device, name: str, repeats: int, rounds: int) -> list[Row]:
-    """A row a system and direction. A system that raises has a row with `failed`, and no time."""
+    """Measure each system and direction, one row each; a system that raises has a row with `failed` and no time."""
     import torch
 
     slopes: list[torch.Tensor] | None = None if case.has_backward else []
@@ -112,20 +112,20 @@ def measure(case: Case, device: torch.device, name: str, repeats: int, rounds: i
         if slopes is None:
             with torch.no_grad():
                 slopes = _slopes(_several(way(*inputs)), case.inputs[0].dtype)
-        given = slopes if system != "float64" else [slope.double() for slope in slopes]
+        own_slopes = slopes if system != "float64" else [slope.double() for slope in slopes]
         try:
-            own = _calls(case, way, inputs, given)
-            found = [*own[-1]()]
+            own = _calls(case, way, inputs, own_slopes)
+            outputs = [*own[-1]()]
         except Exception as exc:  # noqa: BLE001 -- one system of several: its row says it, and the exit code
             rows.append({"operator": case.name, "system": system, "failed": f"{type(exc).__name__}: {exc}"[:300]})
             continue
         if system == "float64":
-            expected = found
+            expected = outputs
             continue
-        errors = [_error(got, right) for got, right in zip(found, expected, strict=True)]
+        errors = [_error(got, right) for got, right in zip(outputs, expected, strict=True)]
         judged = {
             "error": max(errors),
-            "over_tolerance": max(each / _tolerance(case, got) for each, got in zip(errors, found, strict=True)),
+            "over_tolerance": max(each / _tolerance(case, got) for each, got in zip(errors, outputs, strict=True)),
         }
         for direction, call in zip(case.directions, own, strict=True):
             calls[system, direction] = call
@@ -156,7 +156,7 @@ def check(rows: Sequence[Row]) -> None:
 
 
 def _tolerance(case: Case, output: torch.Tensor) -> float:
-    """By the dtype of the model, which bounds what is computed of it; of a single call by that of what it writes."""
+    """Return the relative tolerance: by the inputs' dtype if the case has a backward pass, else by the output's."""
     dtype = case.inputs[0].dtype if case.has_backward else output.dtype
     return _TOLERANCE[str(dtype).removeprefix("torch.")]
 
@@ -164,7 +164,7 @@ def _tolerance(case: Case, output: torch.Tensor) -> float:
 def _calls(
     case: Case, way: Callable[..., Any], inputs: Sequence[torch.Tensor], slopes: Sequence[torch.Tensor]
 ) -> list[Callable[[], Sequence[torch.Tensor]]]:
-    """One for each of the case's directions; the last one gives all there is to check."""
+    """Build one call per direction of the case; the last one returns all outputs to check."""
     import torch
 
     if not case.has_backward:
@@ -188,19 +188,19 @@ def _several(outputs: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _slopes(outputs: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """The gradient that comes back: 1 to a loss; else random, in the strides of [T, B, .] seen as heads."""
+    """Make the gradients of the outputs: 1 for a loss; else random, with the strides of [T, B, .] viewed as heads."""
     import torch
 
-    found = []
+    gradients = []
     for output in outputs:
         if output.dim() == 0:
-            found.append(torch.ones_like(output, dtype=torch.promote_types(dtype, torch.float32)))
+            gradients.append(torch.ones_like(output, dtype=torch.promote_types(dtype, torch.float32)))
         elif output.dim() == 4:
             rows = torch.randn_like(output.permute(2, 0, 1, 3).contiguous(), dtype=dtype)
-            found.append(rows.permute(1, 2, 0, 3))
+            gradients.append(rows.permute(1, 2, 0, 3))
         else:
-            found.append(torch.randn_like(output, dtype=dtype))
-    return found
+            gradients.append(torch.randn_like(output, dtype=dtype))
+    return gradients
 
 
 def _error(got: torch.Tensor, right: torch.Tensor) -> float:
@@ -211,7 +211,7 @@ def _error(got: torch.Tensor, right: torch.Tensor) -> float:
 def _time_in_turn(
     calls: Mapping[tuple[str, str], Callable[[], object]], device: torch.device, repeats: int, rounds: int
 ) -> dict[tuple[str, str], list[float]]:
-    """Microseconds of each call."""
+    """Time the calls in turn, `rounds` times `repeats` each; in microseconds."""
     times: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
     for _ in range(rounds):
         for key, call in calls.items():
@@ -224,7 +224,7 @@ def _time_in_turn(
 
 
 def _settle(call: Callable[[], object], repeats: int) -> None:
-    """Run it as when it counts, for a while."""
+    """Run the call as in the measurement for a while, so that clocks and caches settle."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < _SETTLING_S:
         _time_on_gpu(call, repeats)
@@ -250,12 +250,12 @@ def _time_on_gpu(call: Callable[[], object], repeats: int) -> list[float]:
 def _time_on_host(call: Callable[[], object], repeats: int) -> list[float]:
     for _ in range(_WARM_UPS):
         call()
-    found = []
+    times_us = []
     for _ in range(repeats):
         begin = time.perf_counter()
         call()
-        found.append(1e6 * (time.perf_counter() - begin))
-    return found
+        times_us.append(1e6 * (time.perf_counter() - begin))
+    return times_us
 
 
 def _figures(case: Case, direction: str, each_us: list[float], name: str) -> Row:

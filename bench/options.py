@@ -23,24 +23,24 @@ MIN_BW_VARIABLE = "NCCL_TESTS_MIN_BW"
 
 @dataclass(frozen=True)
 class PerfOptions:
-    """What to measure; defaults as in nccl-tests.
+    """Options of a measurement; defaults as in nccl-tests.
 
     Args:
         min_bytes, max_bytes: first and last size; a size that the ranks cannot share evenly is rounded down.
         step_bytes, step_factor: the next size is `step_factor` times the last one, or `step_bytes` more where it is 1.
-        iters, warmup_iters: timed calls and warm-up calls of a size.
+        iters, warmup_iters: timed calls and warm-up calls per size.
         cycles: how often all sizes are run; 0 is for ever.
-        check: how often the data of a size is checked; 0 leaves `wrong` unknown.
+        check: how often the data of each size is checked; 0 leaves `wrong` unknown.
         op, dtype: a name, or `all`.
         root: a rank; -1 (`all`) is every rank in turn.
         average: the time shown: 0 rank 0's, 1 the mean over ranks, 2 the shortest, 3 the longest.
         cpu_time: show the time in which calls were launched instead of the time until they were done.
         timestamps: end each line with the local time.
         per_iter, per_iter_skip: show statistics of single calls, without the first ones.
-        unalign: the element with which buffers begin.
-        timeout_s: end with an error after so many seconds without an answer; 0 leaves it to the library.
+        unalign: offset of the buffers' start, in elements.
+        timeout_s: fail after so many seconds without a response; 0 leaves it to the library.
         agg_iters: calls that are launched as one group; a time is still that of one call.
-        blocking: 1 wait and meet after each group of calls, 2 wait, 3 as 1 but the meeting is left out of the time.
+        blocking: 1 wait and barrier after each group of calls, 2 wait, 3 as 1 but the barrier is not timed.
         stream_null: use the null stream.
         cudagraph: put the timed calls into a CUDA graph and launch it so often; 0 is no graph.
         local_register: 1 register the buffers, 2 as symmetric windows.
@@ -96,7 +96,7 @@ class PerfOptions:
             self._check_graph()
 
     def _check_graph(self) -> None:
-        """What cannot stand beside a graph, which nccl-tests turns off by itself."""
+        """Refuse options that do not work with a CUDA graph; nccl-tests silently turns them off."""
         for name, rule in (
             ("per_iter", "times single calls, and a graph has none"),
             ("blocking", "waits within what a graph records"),
@@ -106,12 +106,12 @@ class PerfOptions:
                 raise ConfigError(flag_name(name), value, rule, "leave it out, or leave out -G")
 
     def sizes(self) -> list[int]:
-        """The sizes asked for, in bytes."""
+        """List the sizes to measure, in bytes."""
         return list(_steps(self.min_bytes, self.max_bytes, self.step_bytes, self.step_factor))
 
 
-def _steps(size: int, most: int, step_bytes: int, step_factor: int) -> Iterator[int]:
-    while size <= most:
+def _steps(size: int, max_bytes: int, step_bytes: int, step_factor: int) -> Iterator[int]:
+    while size <= max_bytes:
         yield size
         if step_factor <= 1 and step_bytes == 0:
             return

@@ -1,10 +1,10 @@
-"""The table of `bench.overlap --technique dp`: what its figures mean, and which values must agree.
+"""The table of `bench.overlap --technique dp`: definitions of its figures, and checks that systems agree.
 
-*compute* is the same step with its communication removed: ours, with every collective left out and all else done.
-*ideal* is the larger of compute and of the communication alone, all collectives of a step back to back. Of the two
-variants of ours (step in the backward pass or after it) the faster compute counts, for every system. *contention* is
-the step minus the same variant with its communication removed, minus the exposed part. For FSDP2 only the sum of the
-two is known (`beyond_compute`, over the faster compute), for every system alike.
+*compute* is our step with every collective removed and all else done. *ideal* is the larger of compute and of the
+communication alone, all collectives of a step back to back. Our step has two variants (optimiser in the backward pass
+or after it); the faster compute of the two counts for every system. *contention* is the step minus the same variant
+with its communication removed, minus the exposed part. For FSDP2 only the sum of exposed part and contention is known;
+it is given for every system (`beyond_compute`, relative to the faster compute).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Row = dict[str, Any]
 
 @dataclass
 class Timing:
-    """Steps of one system, over all rounds; seconds, each the mean over ranks.
+    """Step times of one system over all rounds, in seconds, each the mean over ranks.
 
     Args:
         rounds: the iterations of each round.
-        exposed: seconds a step in which the computation waited, an iteration each; empty where nobody can say.
-        memory_bytes: most that a rank had allocated.
-        host_bound: whether a rank's device had done a round's last step before its host had launched more.
+        exposed: seconds in which the computation waited for communication, per iteration; empty if not measurable.
+        memory_bytes: peak memory of the rank that allocated most.
+        host_bound: True if a rank's device ran out of launched work at the end of a round.
     """
 
     rounds: list[list[float]] = field(default_factory=list)
@@ -99,15 +99,15 @@ def dp_rows(
     prefetches: Mapping[int, Timing] | None = None,
     prefetch: int | None = None,
 ) -> list[Row]:
-    """One row for the communication alone, one for each compute, one for each prefetch that was tried, one a system.
+    """Make the rows: the communication alone, each compute, each prefetch that was tried, and each system.
 
     Args:
-        channels: NCCL was held to; 0: as it likes.
-        timings: of every system.
-        computes: steps with communication removed, by whether they step in the backward pass.
-        communications: by whether the buffers lie in windows; that of `ours_windows`, and of all other systems.
-        device_name: for the peak.
-        prefetches: steps of ours with so many all-gathers ahead.
+        channels: NCCL's number of channels; 0: its own choice.
+        timings: step times of every system.
+        computes: steps with communication removed; key: the optimiser steps in the backward pass.
+        communications: times of the communication alone; key: buffers in NCCL windows, as `ours_windows` has them.
+        device_name: to look up the peak FLOP/s.
+        prefetches: our step times by the number of all-gathers that are launched ahead.
         prefetch: the number that all other steps of ours had.
     """
     common = {"technique": "dp", "channels": channels, "ranks": communications[False].ranks}
@@ -199,7 +199,7 @@ def _timing_row(timing: Timing) -> Row:
 
 
 def _exposure(timing: Timing, own_s: float) -> Row:
-    """What the computation waited for, and what else a step takes longer than `own_s`, its compute; {} if not known."""
+    """Compute a step's exposed communication, and its contention: the rest beyond compute `own_s`; {} if unknown."""
     if not timing.exposed:
         return {}
     exposed_s, step_s = statistics.mean(timing.exposed), statistics.mean(timing.iterations)

@@ -94,14 +94,14 @@ class _Value(_ParamType):
         try:
             result = read(value)
         except ValueError as exc:
-            wanted = "a size such as 8, 64K or 16M" if read is parse_size else "a whole number"
-            raise ConfigError(flag.shown, value, f"is not {wanted}", f"the default is {flag.default}") from exc
+            expected = "a size such as 8, 64K or 16M" if read is parse_size else "a whole number"
+            raise ConfigError(flag.shown, value, f"is not {expected}", f"the default is {flag.default}") from exc
         flag.check(result)
         return result
 
 
 def _whole(text: str) -> int:
-    """A whole number; 0x10 is 16, as in nccl-tests."""
+    """Read a whole number; 0x10 is 16, as in nccl-tests."""
     try:
         return int(text)
     except ValueError:

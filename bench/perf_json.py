@@ -34,7 +34,7 @@ def perf_record(tree: Mapping[str, Any], path: Path) -> RunRecord:
         if not rows or source not in get_args(Source):
             raise ValueError("no measurement")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError) as exc:
-        rule = f"is JSON of nccl-tests, but broken off or of another shape ({exc!r})"
+        rule = f"is JSON of nccl-tests, but incomplete or of another structure ({exc!r})"
         raise ConfigError("record", path, rule, _REMEDY) from exc
     return RunRecord(f"nccl-tests.{name}", source, rows, started, ended)
 

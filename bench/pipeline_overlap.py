@@ -1,19 +1,19 @@
-"""Pipeline schedules over decoupled and over coupled messages, on a stack of MLP layers (technique `pp` of `overlap`).
+"""Pipeline schedules with decoupled and with coupled messages, on a stack of MLP layers (technique `pp` of `overlap`).
 
-Every row is one schedule and one way to communicate; both ways take turns on the same data, after their gradients were
-compared with one process that runs the whole model. Leaves out: data parallelism, the optimiser, several hosts.
+Every row is one schedule with one of the two systems; both take turns on the same data, after their gradients were
+compared with a single process that runs the whole model. Not here: data parallelism, the optimiser, several hosts.
 
-What the figures mean, p stages, v chunks a stage, m micro-batches:
-- `compute_ms`: the slowest stage's step with its messages removed (all else is done): the ideal.
+Definitions of the figures, with p stages, v chunks per stage, m micro-batches:
+- `compute_ms`: the slowest stage's step with its messages removed and all else done: the ideal.
 - `bubble`: step over compute, minus 1; `bubble_formula`: (p - 1) / (m v), for equal stages and free messages.
 - `transfer_ms`: one message alone on its link, all links busy, as measured here; `transfer_bw_gbs`: its rate.
-- `expected_ms`: the schedule run on paper (`netlayer.workload.schedule_simulation`) with the measured times of every
-  action and message: what the schedule itself costs, transfers included. `step_over_expected` is what we lose beyond.
-- `formula_ms`: compute (1 + formula) + 2 (p v - 1) transfers, where only the way down and up is exposed.
-- `sends_hidden_*`: share of the time of sends that lies under computation of their stage, by phase; None: no sends.
-- `step_over_formula`: step over that.
-- `exposed_comm`: mean over stages of the share of the step in which computation waits for a message: the bubble is in
-  it. `exposed_beyond_bubble`: what the step takes longer than compute and the formula's bubble, as a share of it.
+- `expected_ms`: the schedule simulated (`netlayer.workload.schedule_simulation`) with the measured times of every
+  action and message: the cost of the schedule itself, transfers included. `step_over_expected`: the loss beyond it.
+- `formula_ms`: compute (1 + formula) + 2 (p v - 1) transfers, if only the first pass down and the last one up the
+  pipeline are exposed. `step_over_formula`: step over that.
+- `sends_hidden_*`: share of the sends' time that overlaps with computation of their stage, by phase; None: no sends.
+- `exposed_comm`: mean over stages of the share of the step in which computation waits for a message, bubble included.
+  `exposed_beyond_bubble`: step minus compute minus the formula's bubble, as a share of the step.
 - `contention`: a stage's own step minus its compute minus its waits, mean over stages, as a share of the step.
 """
 
@@ -43,21 +43,21 @@ PHASES: tuple[Phase, ...] = ("warm-up", "steady", "cool-down")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Settings of the measurement.
 
     Args:
         tokens, hidden: shape of a message: one micro-batch of activations.
-        layers: of a stage, x + W (4 hidden x hidden) gelu(W x); the number of chunks must divide it.
+        layers: layers per stage, each x + W (4 hidden x hidden) gelu(W x); must be a multiple of the number of chunks.
         micro_batches: m; interleaved schedules need a multiple of the stages.
         chunks: one interleaved schedule for each number above 1; 1 is 1F1B, plain and eager.
         dtype: of everything.
-        steps: timed, of each system, over all rounds.
-        warmup: steps before, each round.
+        steps: timed steps of each system, over all rounds.
+        warmup: untimed steps before them, in each round.
         rounds: turns of each system.
-        max_ctas: limits of each communicator (`PipelineLinks`), None: NCCL's choice, 0: through the memory of the peers
-            where it can be. All schedules run with the first, the last schedule with the others too.
-        tolerance: relative, of gradients against one process.
-        seed: of weights and data.
+        max_ctas: limits of thread blocks per communicator (`PipelineLinks`); None: NCCL's choice, 0: through peer
+            memory if possible. All schedules run with the first limit, the last schedule with the others too.
+        tolerance: largest relative error of gradients against a single process.
+        seed: seed of weights and data.
     """
 
     tokens: int = 4096
@@ -167,30 +167,30 @@ def measure(
 
 
 def run_rank(context: RankContext, settings: Settings, url: str, backend: Backend) -> list[Measured]:
-    """One stage; torch is imported here, and not by who launches."""
+    """Measure one stage; torch is imported here, so that the launching process need not."""
     from bench.pipeline_ranks import measure_stage
 
     return measure_stage(context, settings, url, backend)
 
 
 def default_settings(backend: Backend, ranks: int) -> Settings:
-    """The defaults, with the next number of micro-batches that is a multiple of the stages."""
+    """Return the defaults, with micro-batches rounded up to a multiple of the stages."""
     settings = Settings() if backend == "nccl" else TINY
     return dataclasses.replace(settings, micro_batches=-(-settings.micro_batches // ranks) * ranks)
 
 
 def make_runs(settings: Settings, num_stages: int) -> list[tuple[Schedule, int | None]]:
-    """What is run, in order: the schedule, and the limit of its communicators; ValueError as `make_schedules`."""
+    """List the runs in order: the schedule, and its communicators' limit; raises ValueError as `make_schedules`."""
     schedules = make_schedules(settings, num_stages)
     first, *others = settings.max_ctas
     return [(schedule, first) for schedule in schedules] + [(schedules[-1], limit) for limit in others]
 
 
 def make_schedules(settings: Settings, num_stages: int) -> list[Schedule]:
-    """What is run, in order.
+    """List the schedules in the order in which they run.
 
     Raises:
-        ValueError: the micro-batches or the layers cannot be divided so.
+        ValueError: the micro-batches or the layers cannot be divided by the stages or chunks.
     """
     schedules: list[Schedule] = []
     for num_chunks in settings.chunks:

@@ -113,24 +113,24 @@ class StageBench:
 
     def check(self) -> None:
         """Compare the gradients of both systems, and with one process that runs the whole model."""
-        found: dict[System, list[Tensor]] = {}
+        gradients: dict[System, list[Tensor]] = {}
         for system in SYSTEMS:
             self._run(self.channels[system])  # the first step, which overlaps nothing on CUDA
             self.model.zero_grad()
             self._run(self.channels[system])
-            found[system] = self._take_gradients()
+            gradients[system] = self._take_gradients()
         expected = self._reference()
-        alike = all(map(torch.equal, found["decoupled"], found["coupled"]))
-        worst = max(_apart(one, other) for one, other in zip(found["decoupled"], expected, strict=True))
+        alike = all(map(torch.equal, gradients["decoupled"], gradients["coupled"]))
+        worst = max(_apart(one, other) for one, other in zip(gradients["decoupled"], expected, strict=True))
         wrong = "" if alike else "decoupled and coupled communication give different gradients"
         if not worst <= self.settings.tolerance:  # nor a NaN
             wrong = f"gradients are {worst:.3g} off one process's, above {self.settings.tolerance:g}"
-        said = [f"stage {stage}: {words}" for stage, words in enumerate(self.control.gather(wrong)) if words]
-        if said:
-            raise CheckFailed(f"{self.schedule.name}: {said[0]}")
+        failures = [f"stage {stage}: {reason}" for stage, reason in enumerate(self.control.gather(wrong)) if reason]
+        if failures:
+            raise CheckFailed(f"{self.schedule.name}: {failures[0]}")
 
     def measure(self, max_ctas: int | None) -> Measured:
-        """Both systems in turn, and the step without messages."""
+        """Measure both systems in turn, and the step without messages."""
         transfer_s = self._time_transfer()
         steps: dict[System, list[tuple[float, float]]] = {system: [] for system in SYSTEMS}
         exposed: dict[System, list[float]] = {system: [] for system in SYSTEMS}
@@ -229,7 +229,7 @@ class StageBench:
         return (time.perf_counter() - start) / NUM_MESSAGES if ends else 0.0
 
     def _reference(self) -> list[Tensor]:
-        """Gradients of this stage's chunks where one process runs the whole model, a micro-batch after the other."""
+        """Compute this stage's gradients in one process that runs the whole model, one micro-batch after the other."""
         p, v = self.schedule.num_stages, self.schedule.num_chunks
         parts = nn.ModuleList(self._chunk(virtual) for virtual in range(p * v))
         for index, x_TH in enumerate(self.inputs):
@@ -240,12 +240,12 @@ class StageBench:
         return [parameter.grad for part in own for parameter in part.parameters() if parameter.grad is not None]
 
     def _take_gradients(self) -> list[Tensor]:
-        taken = [p.grad for part in self.model.chunks for p in part.parameters() if p.grad is not None]
+        gradients = [p.grad for part in self.model.chunks for p in part.parameters() if p.grad is not None]
         self.model.zero_grad()
-        return taken
+        return gradients
 
     def _chunk(self, virtual_stage: int) -> nn.Module:
-        """The same on every rank that builds it."""
+        """Build the chunk of a virtual stage, with the same weights on every rank that builds it."""
         # On the device itself, where it takes no time: GPUs of one kind draw the same numbers.
         devices = [self.device.index] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), self.device:

@@ -1,17 +1,17 @@
-"""Who holds up a training step: limits that follow the pace of the run, and the root of a chain of waiting ranks.
+"""Root cause of a hung collective: time limits derived from the step time, and the ranks at the end of the wait chain.
 
-A collective that waits is the fault of a rank of its group, or of somebody whom that rank waits for itself in another
-group. So the ranks of the chain are asked, and only one that waits for nobody is to blame: a process that has ended or
-was stopped, one that does not answer, one that runs something else meanwhile, or one that launched another collective.
-Left out: how reports travel (`roll_call`), when to ask (`watch`), and the message where only one group is known
-(`diagnosis`).
+A collective hangs because of a rank of its group, or because of a rank of another group that this one waits for in
+turn. So every rank along the chain is queried, and only a rank that waits for nobody is named as the culprit: its
+process has exited or is stopped, it does not answer, it runs something else, or it launched a different collective.
+Not here: transport of the reports (`roll_call`), when to query (`watch`), and the message where only one group is
+known (`diagnosis`).
 
-[Note: what counts as a hang] By the evidence, from the strongest on:
-1. The process has ended, or is stopped: its neighbours on the host see that. `stopped_s`.
-2. It does not answer: Python may stand still in a library, a page fault or a collection of garbage. `silent_s`.
-3. It answers, waits for nobody, and launches nothing. `silent_s`; in a phase that takes its time (an evaluation, a
-   checkpoint, a compilation) never: there the timeout of the process groups holds.
-Before the pace of the run is known only 1 counts. Where all wait and answer, nobody is named.
+[Note: what counts as a hang] By strength of the evidence, strongest first:
+1. The process has exited or is stopped, as seen by another rank on the same host. Limit: `stopped_s`.
+2. It does not answer: Python may be blocked in a library, a page fault or a garbage collection. Limit: `silent_s`.
+3. It answers, waits for nobody and launches nothing. Limit: `silent_s`; not applied in a long phase (evaluation,
+   checkpoint, compilation), where only the timeout of the process groups counts.
+Until the step time is known, only case 1 counts. Where all ranks answer and wait, no rank is named.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from netlayer.layout import ParallelLayout, describe_ranks
 
 _STEPS = 16
 _LEAST_STEPS = 3
-_STOPPED_STEPS, _SILENT_STEPS = 1.75, 2.25  # of a wait: with what comes before and after it, within three step times
+# In step times, of the wait itself: with the time before it and the answers after it, within three step times.
+_STOPPED_STEPS, _SILENT_STEPS = 1.75, 2.25
 _STOPPED_FLOOR_S = 2.0
 _MOST_DETAILED = 4
 _ENDED, _SILENT, _DIFFERING, _MISSING, _EXCUSED = "ended", "silent", "differing", "missing", "excused"
@@ -38,13 +39,13 @@ _ENDED, _SILENT, _DIFFERING, _MISSING, _EXCUSED = "ended", "silent", "differing"
 
 @dataclass(frozen=True)
 class HangLimits:
-    """How long a rank may hold up the others before that is called a hang.
+    """Time limits after which a rank that holds up the others is reported as hung.
 
     Args:
-        timeout_s: in seconds, whatever the pace; 0: three step times.
-        floor_s: the least of it, where the evidence is not a process that was stopped or has ended.
-        start_s: for such a process, until the pace is known.
-        beat_s: between two signs of life that a rank writes to the store.
+        timeout_s: fixed limit in seconds; 0 derives it from the step time (about three steps).
+        floor_s: lower bound of the derived limit for a rank whose process is alive.
+        start_s: limit for an exited or stopped process while the step time is not known yet.
+        beat_s: seconds between two heartbeats that a rank writes to the store.
     """
 
     timeout_s: float = 0.0
@@ -53,20 +54,20 @@ class HangLimits:
     beat_s: float = 1.0
 
     def stopped_s(self, step_s: float | None) -> float:
-        """For a process that has ended or was stopped; `step_s`: the pace, None where it is not known."""
+        """Return the limit for an exited or stopped process; `step_s` is the step time, None if not known yet."""
         if self.timeout_s:
             return self.timeout_s
         return self.start_s if step_s is None else max(_STOPPED_STEPS * step_s, min(self.floor_s, _STOPPED_FLOOR_S))
 
     def silent_s(self, step_s: float | None) -> float:
-        """For a rank that does not answer, or does something else; infinite where the pace is not known."""
+        """Return the limit for a rank that does not answer or runs something else; infinite without a step time."""
         if step_s is None:
             return float("inf")
         return self.timeout_s or max(_SILENT_STEPS * step_s, self.floor_s)
 
 
 class Pace:
-    """Seconds that a step takes here, without the phases in it that take their time: the median of the last few."""
+    """Median duration of the last steps on this rank in seconds, without the long phases in them."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_STEPS)
@@ -80,12 +81,12 @@ class Pace:
         self._begun_s, self._apart_s = now_s, 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """So much of the step under way is none."""
+        """Exclude this much time (a checkpoint, an evaluation) from the duration of the current step."""
         self._apart_s += seconds
 
     @property
     def step_s(self) -> float | None:
-        """None before a few steps were taken; the first is not counted, for it warms up."""
+        """Median step time; None until three steps are complete. The first step (warm-up) does not count."""
         seconds = list(self._seconds)[1 if len(self._seconds) < _STEPS else 0 :]
         if len(seconds) < _LEAST_STEPS:
             return None
@@ -93,7 +94,7 @@ class Pace:
 
 
 def own_process() -> str:
-    """This process, so that others on its host find it and no later one of its number: id, start, namespace."""
+    """Return "PID START_TIME PID_NAMESPACE" of this process; the start time tells a reused PID apart."""
     try:
         namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -102,7 +103,10 @@ def own_process() -> str:
 
 
 def state_of(process: str) -> str:
-    """What `own_process` named, as this host has it: `stopped`, `gone`, or empty where it runs or cannot be seen."""
+    """Return the state of a process of this host, named by `own_process`: "stopped", "gone", else "".
+
+    "" means that it runs, or that it cannot be seen from here (another PID namespace, no /proc).
+    """
     pid, start, namespace = (*process.split(" "), "", "")[:3]
     here = own_process().split(" ")
     if not start or not pid.isdigit() or namespace != here[2] or not here[1]:
@@ -114,7 +118,7 @@ def state_of(process: str) -> str:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State and start of a process; empty where there is none, or no /proc."""
+    """Return state and start time of a process from /proc/PID/stat; empty strings if it cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
         return fields[0], fields[19]
@@ -124,16 +128,16 @@ def _stat(pid: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of the ranks of a chain, beside this one.
+    """Reports of the other ranks of a wait chain.
 
     Args:
-        answers: the last report of each that has ever written one.
-        asked: every rank of the chain.
-        silent_s: seconds since the first question that a rank has not answered.
-        states: of processes of this host, as `state_of` gives them.
+        ranks: all ranks of the chain that were queried.
+        answers: last report of each rank that ever wrote one.
+        silent_s: for each rank that does not answer, seconds since the first unanswered query.
+        states: `state_of` for the silent ranks of this host.
     """
 
-    asked: Sequence[int]
+    ranks: Sequence[int]
     answers: Mapping[int, Answer]
     silent_s: Mapping[int, float]
     states: Mapping[int, str]
@@ -146,37 +150,37 @@ def find_root(
     step_s: float | None,
     layout: ParallelLayout | None,
 ) -> CollectiveFailed | None:
-    """The error that names the ranks because of whom a collective is stuck; None where nobody is to blame yet.
+    """Return the error that names the ranks that cause a stuck collective; None where none can be named yet.
 
     Args:
-        stuck: the collective in which this rank waits; `age_s` since when.
-        evidence: of the ranks that it waits for, one after the other.
-        limits, step_s: how long a rank may do so.
-        layout: of the job, for coordinates.
+        stuck: the collective that this rank waits in, `age_s` seconds so far.
+        evidence: reports of the ranks that it waits for, directly or through other groups.
+        limits, step_s: time limits, and the step time that they follow.
+        layout: parallel layout of the job, for coordinates in the message.
 
     Returns:
-        PeerLost where a connection broke, else CollectiveTimeout; nothing is raised here.
+        PeerLost where a connection broke, else CollectiveTimeout. It is returned, not raised.
     """
     kinds: dict[str, dict[int, str]] = {_ENDED: {}, _SILENT: {}, _DIFFERING: {}, _MISSING: {}}
     is_excused = False
-    for rank in evidence.asked:
+    for rank in evidence.ranks:
         kind, fault = _fault(rank, stuck, evidence, limits, step_s)
         if kind == _EXCUSED:
             is_excused = True
         elif kind:
             kinds[kind][rank] = fault
     worst = next((kind for kind, ranks in kinds.items() if ranks), "")
-    # Whoever waits for one that takes its time is no cause; who has ended or was stopped is one all the same.
+    # A rank that waits for another one in a long phase is not the cause; an exited or stopped one is nevertheless.
     if not worst or (is_excused and worst != _ENDED):
         return None
     return _error(stuck, worst, kinds[worst], evidence.answers, layout)
 
 
 def _fault(rank: int, stuck: Stuck, evidence: Evidence, limits: HangLimits, step_s: float | None) -> tuple[str, str]:
-    """The kind of a rank's fault, and what it is: [Note: what counts as a hang]. Empty where it waits itself."""
+    """Return kind and description of a rank's fault, see [Note: what counts as a hang]; empty if it waits itself."""
     answer, state = evidence.answers.get(rank), evidence.states.get(rank, "")
     unheard_s, silent_s = evidence.silent_s.get(rank, 0.0), limits.silent_s(step_s)
-    is_lost = bool(stuck.lost)  # a connection has broken: no time need pass
+    is_lost = bool(stuck.lost)  # a connection broke: no need to wait for a limit
     if answer is None or unheard_s > 0:
         if state and (is_lost or stuck.age_s >= limits.stopped_s(step_s)):
             return _ENDED, "has ended" if state == "gone" else "is stopped (SIGSTOP)"
@@ -190,18 +194,18 @@ def _fault(rank: int, stuck: Stuck, evidence: Evidence, limits: HangLimits, step
         return _DIFFERING, difference
     if report.waits_for:
         return "", ""
-    has_given_up = any(progress.gave_up for progress in report.groups.values())  # because of somebody else
+    has_given_up = any(progress.gave_up for progress in report.groups.values())  # it failed because of another rank
     if not report.phase and not has_given_up and min(report.idle_s, stuck.age_s) >= silent_s:
         return _MISSING, f"has launched no collective since {report.idle_s:.3g} s"
     return _EXCUSED, ""
 
 
 def describe_rank(rank: int, host: str, layout: ParallelLayout | None) -> str:
-    """`rank 2 (tp=0, pp=1, dp=0; host h)`."""
-    shown = "; ".join(
+    """Return `rank 2 (tp=0, pp=1, dp=0; host h)`, without the parts that are not known."""
+    details = "; ".join(
         filter(None, (layout.describe([rank]) if layout is not None else "", f"host {host}" * bool(host)))
     )
-    return f"rank {rank} ({shown})" if shown else f"rank {rank}"
+    return f"rank {rank} ({details})" if details else f"rank {rank}"
 
 
 def _difference(stuck: Stuck, report: Report) -> str | None:

@@ -1,7 +1,7 @@
 """NCCL's C interface as nccl.h of 2.28 declares it: the calls that the bench makes, by ctypes.
 
-The library is the libnccl.so.2 that torch has loaded where torch is a CUDA build, so that both speak of the same one.
-Leaves out: GPUs and streams, which are the caller's, and every call that the bench does not make.
+With a CUDA build of torch, the library is the libnccl.so.2 that torch has loaded, so that both use the same one.
+Not here: GPUs and streams, which are the caller's, and every call that the bench does not make.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ DATA_TYPES = {
     "f8e5m2": 11,
 }
 RED_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
-_HEADER_VERSION = 22809  # whose ncclConfig_t this is; a library takes as much of an older or newer one as it knows
+_HEADER_VERSION = 22809  # of the ncclConfig_t below; a library reads the fields of it that it knows
 _UNDEFINED = -(1 << 31)
 
 
 class UniqueId(ctypes.Structure):
-    """ncclUniqueId: where the ranks of a communicator meet."""
+    """ncclUniqueId: the address at which the ranks of a communicator rendezvous."""
 
     _fields_: ClassVar = [("internal", c_char * 128)]
 
 
 class Config(ctypes.Structure):
-    """ncclConfig_t; made by `new_config`, with what is not set left to NCCL."""
+    """ncclConfig_t; create it with `new_config`, which leaves every field to NCCL until it is set."""
 
     _fields_: ClassVar = [
         ("size", c_size_t),
@@ -71,7 +71,7 @@ class Config(ctypes.Structure):
 
 
 def new_config(version: int) -> Config:
-    """NCCL_CONFIG_INITIALIZER for a library of this version."""
+    """Return NCCL_CONFIG_INITIALIZER for a library of this version (22809 is 2.28.9)."""
     config = Config()
     for name, kind, *_ in Config._fields_:
         if kind is c_int:
@@ -85,7 +85,7 @@ _REDUCING = [_BUFFER, _BUFFER, _COUNT, _ENUM, _ENUM, _COMM, _STREAM]
 _ROOTED = [_BUFFER, _BUFFER, _COUNT, _ENUM, _RANK, _COMM, _STREAM]
 _MOVING = [_BUFFER, _BUFFER, _COUNT, _ENUM, _COMM, _STREAM]
 _ONE_WAY = [_BUFFER, _COUNT, _ENUM, _RANK, _COMM, _STREAM]
-# Name: the NCCL that first has it, and the types of its arguments. All of them return ncclResult_t.
+# Name: first NCCL version that has the call, and its argument types. All calls return ncclResult_t.
 PROTOTYPES: dict[str, tuple[int, list[Any]]] = {
     "ncclGetVersion": (20000, [POINTER(c_int)]),
     "ncclGetUniqueId": (20000, [POINTER(UniqueId)]),
@@ -118,14 +118,14 @@ Function = Callable[..., int]
 
 
 class NcclError(RuntimeError):
-    """A call of NCCL failed; the text has NCCL's own words."""
+    """A call of NCCL failed; the text includes NCCL's own error message."""
 
 
 class Libnccl:
-    """A loaded NCCL.
+    """A loaded NCCL library.
 
     Raises:
-        HardwareMissing: there is no such library.
+        HardwareMissing: the library cannot be loaded.
     """
 
     def __init__(self, path: str) -> None:
@@ -136,16 +136,16 @@ class Libnccl:
         self._library.ncclGetErrorString.restype = c_char_p
         self._library.ncclGetErrorString.argtypes = [c_int]
         self._functions: dict[str, Function] = {}
-        found = c_int()
-        self.call("ncclGetVersion", ctypes.byref(found))
-        self.version = found.value
+        version = c_int()
+        self.call("ncclGetVersion", ctypes.byref(version))
+        self.version = version.value
 
     def has(self, name: str) -> bool:
-        """Whether this library has the call."""
+        """Return True if this version of the library has the call."""
         return self.version >= PROTOTYPES[name][0]
 
     def function(self, name: str) -> Function:
-        """The call itself: takes what nccl.h says and returns a status, which `check` looks at."""
+        """Return the C function; it takes the arguments of nccl.h and returns an ncclResult_t for `check`."""
         if name not in self._functions:
             function = getattr(self._library, name)
             function.argtypes, function.restype = PROTOTYPES[name][1], c_int
@@ -153,24 +153,24 @@ class Libnccl:
         return self._functions[name]
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Make a call, and see that it went well."""
+        """Make a call and raise NcclError if it fails."""
         self.check(self.function(name)(*arguments), name)
 
     def check(self, status: int, name: str) -> None:
-        """See that a call went well.
+        """Check the status that the call `name` returned.
 
         Raises:
-            NcclError: it did not.
+            NcclError: the status is not ncclSuccess.
         """
         if status == SUCCESS:
             return
-        words = self._library.ncclGetErrorString(status).decode(errors="replace")
-        raise NcclError(f"{name}: {words} ({status}){self._last_error()}")
+        message = self._library.ncclGetErrorString(status).decode(errors="replace")
+        raise NcclError(f"{name}: {message} ({status}){self._last_error()}")
 
     def reset_log(self) -> bool:
-        """Make NCCL read NCCL_DEBUG and its kin anew at its next word; False where it cannot.
+        """Make NCCL read NCCL_DEBUG, NCCL_DEBUG_FILE and so on again at its next message; False if it cannot.
 
-        The call is exported for this use up to 2.28 and since then said to be on its way out.
+        NCCL exports ncclResetDebugInit for this use up to 2.28; later versions call it deprecated.
         """
         try:
             reset = self._library.ncclResetDebugInit
@@ -186,16 +186,16 @@ class Libnccl:
         except AttributeError:  # before 2.13
             return ""
         last.restype, last.argtypes = c_char_p, [c_void_p]
-        words = " ".join((last(None) or b"").decode(errors="replace").split())
-        return f": {words}" if words else ""
+        message = " ".join((last(None) or b"").decode(errors="replace").split())
+        return f": {message}" if message else ""
 
 
 @functools.cache
 def load() -> Libnccl:
-    """The NCCL of this process: the one that torch has loaded, else the system's, else the wheel's.
+    """Return the NCCL of this process: the one that torch has loaded, else the system's, else the wheel's.
 
     Raises:
-        HardwareMissing: there is none.
+        HardwareMissing: no NCCL library is found.
     """
     try:
         return Libnccl(SONAME)
@@ -208,7 +208,7 @@ def load() -> Libnccl:
 
 
 def is_there() -> bool:
-    """Whether `load` finds a library."""
+    """Return True if `load` finds a library."""
     try:
         load()
     except HardwareMissing:
@@ -217,5 +217,5 @@ def is_there() -> bool:
 
 
 def show_version(version: int) -> str:
-    """22809 as 2.28.9."""
+    """Format an NCCL version code: 22809 becomes 2.28.9."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

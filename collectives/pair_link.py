@@ -1,11 +1,11 @@
-"""Two ranks and NCCL between them, called directly: many messages as one launch, and graphs of small ones.
+"""Point-to-point NCCL communicator of two ranks, called directly through ctypes.
 
-torch launches each message from the host, which takes longer than the message where that is small, and a third of its
-time where it has 16 MiB. Here a launch is one group of NCCL with as many messages as fill some milliseconds, so that
-the time between two events on the device is that of the link; what the host takes to launch is told apart.
+torch launches every message from the host. That takes longer than a small message itself, and a third of the time of
+a 16 MiB one. Here one launch is one NCCL group with as many messages as fill some milliseconds, so that the time
+between two CUDA events is the time of the link; the host's launch time is measured separately.
 
-[Note: one communicator a pair] It can be made anew for every series, which makes series independent of how NCCL has
-laid its channels the first time, and a fault between two ranks ends in their own communicator.
+[Note: one communicator a pair] It can be created anew for every series, so that a series does not depend on how NCCL
+placed its channels the first time, and a fault between two ranks breaks only their own communicator.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from collectives import libnccl
 
 _UINT8 = libnccl.DATA_TYPES["uint8"]
 Swap = Callable[[Tensor], Tensor]
-"""Gives this rank's bytes to its partner and returns the partner's."""
+"""Function that sends this rank's bytes to its peer and returns the peer's."""
 
 
 class Tap(Protocol):
-    """Stands between a measurement and NCCL: counts what is launched, and may change it (planted faults)."""
+    """Hook around each launch of a measurement: counts launches, and may change the data (injected faults)."""
 
     def max_ctas(self, peer: int) -> int | None:
-        """Thread blocks that the communicator with this rank of the group may have; None leaves it to NCCL."""
+        """Return the CTA limit of the communicator with rank `peer` of the group; None leaves it to NCCL."""
         ...
 
     def before(self, peer: int, send: Tensor | None, num: int) -> Tensor | None:
-        """Called ahead of each launch of `num` messages; returns what is sent in place of `send`."""
+        """Run before each launch of `num` messages; return the tensor to send instead of `send`."""
         ...
 
     def after(self) -> None:
-        """Called when the launch has returned."""
+        """Run after the launch has returned."""
         ...
 
 
@@ -44,27 +44,27 @@ class PairLink:
     """One rank's end of a communicator of two, on the current CUDA device.
 
     Args:
-        swap: by which the two agree where to meet.
-        place: 0 for one of the two, 1 for the other.
-        max_ctas: as of NCCL's config.
+        exchange: sends the ncclUniqueId to the peer.
+        place: rank in the communicator, 0 or 1.
+        max_ctas: `maxCTAs` of ncclConfig_t; None leaves it to NCCL.
         library: NCCL; by default the one of this process.
 
     Raises:
-        NcclError: the communicator cannot be made.
+        NcclError: the communicator cannot be created.
     """
 
     def __init__(
-        self, swap: Swap, place: int, max_ctas: int | None = None, library: libnccl.Libnccl | None = None
+        self, exchange: Swap, place: int, max_ctas: int | None = None, library: libnccl.Libnccl | None = None
     ) -> None:
         self._library = library or libnccl.load()
         self._peer = 1 - place
         unique_id, config = libnccl.UniqueId(), libnccl.new_config(self._library.version)
         if place == 0:
             self._library.call("ncclGetUniqueId", ctypes.byref(unique_id))
-        # Through an integer array: a field of c_char ends at its first zero byte.
-        theirs = swap(torch.frombuffer(bytearray(bytes(unique_id)), dtype=torch.uint8))
+        # Sent as integers: reading a c_char field would stop at its first zero byte.
+        received = exchange(torch.frombuffer(bytearray(bytes(unique_id)), dtype=torch.uint8))
         if place == 1:
-            unique_id = libnccl.UniqueId.from_buffer_copy(bytes(theirs.tolist()))
+            unique_id = libnccl.UniqueId.from_buffer_copy(bytes(received.tolist()))
         if max_ctas is not None:
             config.minCTAs, config.maxCTAs = 1, max_ctas
         self._comm = ctypes.c_void_p()
@@ -73,7 +73,10 @@ class PairLink:
         self._function, self._check = self._library.function, self._library.check
 
     def launch(self, send: Tensor | None, recv: Tensor | None, num: int = 1) -> None:
-        """One group of `num` messages each way that is asked for, on the current stream; bytes of the whole tensors."""
+        """Launch one NCCL group on the current stream: `num` sends of `send` and `num` receives into `recv`.
+
+        None skips that direction. Every message has the bytes of the whole tensor.
+        """
         stream = ctypes.c_void_p(_current_stream())
         self._check(self._function("ncclGroupStart")(), "ncclGroupStart")
         for name, tensor in (("ncclSend", send), ("ncclRecv", recv)):
@@ -85,11 +88,11 @@ class PairLink:
         self._check(self._function("ncclGroupEnd")(), "ncclGroupEnd")
 
     def close(self) -> None:
-        """Give the communicator back; its work must be done, and graphs that hold some of it must be gone."""
+        """Destroy the communicator; its work must be complete, and CUDA graphs that captured it must be reset."""
         self._library.call("ncclCommDestroy", self._comm)
 
     def abort(self) -> None:
-        """End it and what it runs, whatever the partner does."""
+        """Abort the communicator and its kernels, whatever the peer does."""
         self._library.call("ncclCommAbort", self._comm)
 
 

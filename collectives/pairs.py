@@ -1,11 +1,12 @@
-"""Every pair of ranks once, in rounds in which each rank has one partner: latency and bandwidth of each link alone.
+"""Latency and bandwidth between every pair of ranks, in rounds of disjoint pairs.
 
-A slow or faulty link, or device, shows in the rows of its pairs and in no others, since the pairs of a round share no
-rank. Left out: what they share all the same (switches, uplinks), which is where a round differs from a pair alone.
+The pairs of a round share no rank, so a slow or faulty link or device shows in the rows of its own pairs only. They
+may still share switches and uplinks; there a round can be slower than each pair alone.
 
-[Note: what is timed] On CUDA, launches of many messages between two events, in a communicator of the two alone
-(`collectives.pair_link`): the host is no part of it, and what it takes is `host_us`. Where the caller names no size,
-it rises until bandwidth does not. With gloo, and where ranks share a GPU (`eager`), single messages through torch.
+[Note: what is timed] On CUDA: launches of many messages between two events, in a communicator of the two ranks
+(`collectives.pair_link`). The host's launch time is not part of it and is reported as `host_us`. If the caller gives
+no message size, it grows until bandwidth stops rising. With gloo, and where ranks share a GPU (`eager`): single
+messages through torch.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from collectives.timing import time_replays
 from netlayer.percentile import percentile
 
 _LATENCY_BYTES = 8
-_SIZES = (2**24, 2**26, 2**28, 2**30)  # tried in this order where no size is asked for
-_LEAST_GAIN = 0.03  # of bandwidth, from one size to the next: with less it has stopped rising
-_MEMORY_SHARE = 16  # a message is so small a part of what is free: all buffers of a meeting fit, of twice its size too
-_LAUNCH_US = 40_000.0  # of one launch, if the budget allows: host and pulses are small beside it
-_MOST_MESSAGES = 512  # of one launch
-_ROUND_TRIPS = 50  # of a graph
+_SIZES = (2**24, 2**26, 2**28, 2**30)  # tried in this order when the caller gives no size
+_LEAST_GAIN = 0.03  # relative bandwidth gain from one size to the next below which it counts as saturated
+_MEMORY_SHARE = 16  # a message takes at most 1/16 of the free memory, so that all buffers of a pair fit
+_LAUNCH_US = 40_000.0  # duration of one launch, if the budget allows: long beside host overhead and jitter
+_MOST_MESSAGES = 512  # per launch
+_ROUND_TRIPS = 50  # per CUDA graph
 _LOW_TO_HIGH, _HIGH_TO_LOW, _BOTH, _LATENCY = "low_to_high", "high_to_low", "both", "latency"
 
 
 def pair_rounds(num: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs of 0..num-1 in which every two meet once: num - 1 rounds, num where that is odd.
+    """Return rounds of disjoint pairs of 0..num-1 that contain every pair once: num - 1 rounds, or num if num is odd.
 
-    The circle method: one stands still, the others move around by one place a round; whoever faces the empty place of
-    an odd number rests. Pairs have the lower number first.
+    Round-robin scheduling by the circle method: one number is fixed, the others rotate by one place a round. With an
+    odd `num`, each number is idle in one round. Pairs have the lower number first.
     """
     if num < 1:
         raise ValueError(f"num must be at least 1, got {num}")
@@ -78,63 +79,64 @@ def pairs(
     eager: bool = False,
     tap: Tap | None = None,
 ) -> list[HealthRow]:
-    """Latency, each way alone and both ways at once for every pair of ranks, in `pair_rounds`; four rows a pair.
+    """Measure latency, bandwidth each way and bandwidth both ways for every pair of ranks; four rows a pair.
 
-    A time is the longer one of the two ranks', so that a message counts when it has arrived. `latency` is half of a
-    round trip of 8 bytes; of `both`, `bw_gbs` counts the bytes of one way. All pairs of a round run at once; a rank
-    whose group has a CPU backend too waits for the others without its device, which may be theirs. Every call makes
-    new communicators of pairs on CUDA ([Note: what is timed]); a row's times are then means over the messages of a
-    launch, or over the round trips of a graph.
+    A time is the larger one of the two ranks, so that it includes the arrival of the message. `latency` is half of a
+    round trip of 8 bytes; for `both`, `bw_gbs` counts the bytes of one direction. All pairs of a round run at once.
+    If the group also has a CPU backend, ranks synchronise on the CPU, since their GPU may be shared. On CUDA every
+    call creates new communicators of pairs ([Note: what is timed]); the times of a row are then means over the
+    messages of a launch, or over the round trips of a graph.
 
     Args:
-        group: every rank of it calls this.
-        num_bytes: of one message; None, on CUDA alone: as many as it takes until bandwidth stops rising.
-        repeats: most launches of each.
+        group: all its ranks call this.
+        num_bytes: bytes of one message; None (CUDA only): grow it until bandwidth stops rising.
+        repeats: maximum number of timed launches per measurement.
         budget_s: seconds for all rounds together.
-        only: these pairs of the group's ranks, the lower one first, each alone, in this order; empty: all, in rounds.
-        progress: hears of every round.
-        messages: on CUDA, of a launch; None: as many as fill some ten milliseconds. 1 times what nccl-tests times.
-        eager: launch message by message through torch also on CUDA, as is done where a rank does not find NCCL's
-            library; rows have no `messages` then, and hold what the host takes to launch.
-        tap: stands between this and NCCL.
+        only: pairs of group ranks, the lower one first, each measured alone, in this order; empty: all, in rounds.
+        progress: called after every round.
+        messages: messages of one launch on CUDA; None: as many as fill some ten milliseconds. 1 is what nccl-tests
+            times.
+        eager: launch each message through torch on CUDA too. Also done where a rank does not find the NCCL library.
+            Rows then have no `messages`, and their times include the host's launch time.
+        tap: hook around each launch.
 
     Raises:
-        ValueError: `only` names no pair of two ranks of the group, the lower one first; no size without CUDA.
+        ValueError: `only` has a pair that is not two ranks of the group, the lower one first; no size without CUDA.
     """
     rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), group_device(group)
     if num_bytes is None and (eager or device.type != "cuda"):
-        raise ValueError("num_bytes = None: sizes rise on CUDA without eager alone")
+        raise ValueError("num_bytes = None: sizes rise on CUDA without eager alone; give num_bytes")
     check_arguments(num_bytes or _SIZES[0], repeats, budget_s)
     if any(not 0 <= low < high < ranks for low, high in only):
         raise ValueError(f"only = {only}: must be pairs of ranks of 0..{ranks - 1}, the lower one first")
     _meet(group, device)  # all ranks must take part in the first call of a communicator
     rounds = [[pair] for pair in only] or pair_rounds(ranks)
-    meets_on = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
-    direct = device.type == "cuda" and not eager and not _greatest(not libnccl.is_there(), group, meets_on)
+    sync_device = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
+    direct = device.type == "cuda" and not eager and not _greatest(not libnccl.is_there(), group, sync_device)
     num_bytes = num_bytes if num_bytes or direct else 2**26
     budget_each_s = budget_s / (4 * len(rounds))
-    mine: list[_Half] = []
+    halves_of_rank: list[_Half] = []
     for number, meetings in enumerate(rounds):
         pair = next((pair for pair in meetings if rank in pair), None)
         with (
-            _meeting(group, number, pair, meets_on, tap, messages)
+            _meeting(group, number, pair, sync_device, tap, messages)
             if direct
             else _eager_meeting(group, number, pair) as meeting
         ):
-            if num_bytes is None:  # the first round decides, for all: only alike messages are peers
+            if num_bytes is None:  # the first round decides for all: only links with equal messages are comparable
                 size = meeting.find_size(budget_each_s) if meeting else 0
-                num_bytes = _greatest(size, group, meets_on)
+                num_bytes = _greatest(size, group, sync_device)
             if meeting:
-                mine += meeting.measure_all(num_bytes, repeats, budget_each_s)
-        _meet(group, meets_on)
+                halves_of_rank += meeting.measure_all(num_bytes, repeats, budget_each_s)
+        _meet(group, sync_device)
         if progress is not None:
             progress(number + 1, len(rounds))
-    halves = [half for rank_halves in gather(mine, group) for half in rank_halves]
+    halves = [half for one_rank in gather(halves_of_rank, group) for half in one_rank]
     return _join(halves, dist.get_process_group_ranks(group))
 
 
 class _Half(NamedTuple):
-    """What one rank of a pair has measured."""
+    """One measurement as seen by one rank of a pair."""
 
     rank: int
     round: int
@@ -149,14 +151,14 @@ class _Half(NamedTuple):
 
 
 class _Meeting:
-    """One rank of a pair, with its partner; messages go one by one through torch.
+    """One rank's part in the measurement of a pair; messages go one by one through torch.
 
     Args:
-        group: that both are in.
-        device: of the messages.
-        number: of the round.
-        pair: ranks in the group, the lower one first.
-        rank: this one.
+        group: process group of both ranks.
+        device: device of the message buffers.
+        number: index of the round.
+        pair: the two group ranks, the lower one first.
+        rank: group rank of this process.
     """
 
     def __init__(
@@ -167,11 +169,11 @@ class _Meeting:
         self._peer_in_world = dist.get_global_rank(group, self._peer)
 
     def find_size(self, budget_s: float) -> int:
-        """The size from which bandwidth rises no more."""
+        """Return the message size in bytes at which bandwidth stops rising."""
         raise NotImplementedError
 
     def measure_all(self, num_bytes: int, repeats: int, budget_s: float) -> list[_Half]:
-        """Each of the four, with `budget_s` seconds each."""
+        """Measure latency, both directions and both at once, with `budget_s` seconds for each of the four."""
         sizes = {_LATENCY: _LATENCY_BYTES, _LOW_TO_HIGH: num_bytes, _HIGH_TO_LOW: num_bytes, _BOTH: num_bytes}
         return [self._measure(direction, size, repeats, budget_s) for direction, size in sizes.items()]
 
@@ -200,7 +202,7 @@ class _Meeting:
         )
 
     def _call(self, send: Tensor | None, recv: Tensor | None, direction: str) -> Callable[[], None]:
-        """What is timed: one exchange, or there and back again."""
+        """Return the function to time: one exchange, or for latency one round trip."""
         if direction != _LATENCY:
             return lambda: _exchange(self._group, self._peer_in_world, send, recv)
         steps = [(send, None), (None, recv)]
@@ -213,36 +215,36 @@ class _Meeting:
         return round_trip
 
     def _slower(self, one_us: float) -> float:
-        """The longer time of the two ranks."""
-        mine = torch.tensor([one_us], dtype=torch.float64, device=self._device)
-        theirs = torch.empty_like(mine)
-        _exchange(self._group, self._peer_in_world, mine, theirs)
-        return max(one_us, float(theirs))
+        """Return the larger of the two ranks' times in microseconds."""
+        local_us = torch.tensor([one_us], dtype=torch.float64, device=self._device)
+        peer_us = torch.empty_like(local_us)
+        _exchange(self._group, self._peer_in_world, local_us, peer_us)
+        return max(one_us, float(peer_us))
 
 
 class _DirectMeeting(_Meeting):
-    """As `_Meeting`, with many messages a launch through NCCL itself."""
+    """A `_Meeting` that calls NCCL directly, with many messages a launch."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, number: int, pair: tuple[int, int], rank: int,
-        link: PairLink, meets_on: torch.device, tap: Tap | None, messages: int | None = None,
+        link: PairLink, sync_device: torch.device, tap: Tap | None, messages: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(group, device, number, pair, rank)
-        self._link, self._meets_on, self._tap, self._messages = link, meets_on, tap, messages
+        self._link, self._sync_device, self._tap, self._messages = link, sync_device, tap, messages
 
     def find_size(self, budget_s: float) -> int:
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
-        most_bytes = -self._agree(-free_bytes // _MEMORY_SHARE)
-        best_gbs, found = 0.0, _SIZES[0]
+        max_bytes = -self._agree(-free_bytes // _MEMORY_SHARE)
+        best_gbs, best_size = 0.0, _SIZES[0]
         for size in _SIZES:
-            if size > most_bytes:
+            if size > max_bytes:
                 break
             half = self._measure(_BOTH, size, 2, budget_s / len(_SIZES))
             gbs = giga_per_second(size, self._agree(min(half.times_us)))
             if gbs < best_gbs * (1 + _LEAST_GAIN):
                 break
-            best_gbs, found = gbs, size
-        return found
+            best_gbs, best_size = gbs, size
+        return best_size
 
     def _measure(self, direction: str, num_bytes: int, repeats: int, budget_s: float) -> _Half:
         is_low = self._rank == self._pair[0]
@@ -269,7 +271,7 @@ class _DirectMeeting(_Meeting):
         return self._half(direction, num_bytes, times_us, wrong, messages, host_us)
 
     def _plan(self, send: Tensor | None, recv: Tensor | None, repeats: int, budget_s: float) -> tuple[int, int, int]:
-        """Messages of a launch, launches between two marks, and how many of these: the same on both ranks."""
+        """Return messages per launch, launches per timed interval, and number of intervals; equal on both ranks."""
         [first_us], _ = time_launches(self._device, 1, partial(self._launch, send, recv, 4))
         one_us = max(self._agree(first_us) / 4, 1.0)
         launch_us = min(_LAUNCH_US, 1e6 * budget_s / (repeats + 1))
@@ -279,7 +281,7 @@ class _DirectMeeting(_Meeting):
         return messages, launches, max(3, min(repeats, affordable))
 
     def _time_round_trips(self, sent_N: Tensor, received_N: Tensor, repeats: int) -> tuple[list[float], int]:
-        """Half the time of a round trip, by graphs; and messages of a graph."""
+        """Time round trips in CUDA graphs; return the one-way times in microseconds and the messages of a graph."""
         there, back = partial(self._launch, sent_N, None), partial(self._launch, None, received_N)
         steps = (there, back) if self._rank == self._pair[0] else (back, there)
 
@@ -288,17 +290,17 @@ class _DirectMeeting(_Meeting):
                 for step in steps:
                     step()
 
-        for step in steps:  # connections are made outside of the graph
+        for step in steps:  # NCCL connects at the first message, which must not happen during capture
             step()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # The mode lets NCCL's threads, and torch's watchdog, use CUDA meanwhile.
+        # "thread_local" lets NCCL's threads and torch's watchdog call CUDA during the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             round_trips()
-        # Ahead of a graph, 8 bytes both ways, so that neither rank waits for the other within it.
+        # 8 bytes both ways before each graph synchronise the ranks, so that none waits for the other inside it.
         meet = partial(self._launch, sent_N, received_N)
         _, times_us = time_replays(graph.replay, meet, repeats)
-        graph.reset()  # or the communicator could not be given back
+        graph.reset()  # else the communicator could not be destroyed
         return [time_us / (2 * _ROUND_TRIPS) for time_us in times_us], 2 * _ROUND_TRIPS
 
     def _launch(self, send: Tensor | None, recv: Tensor | None, num: int = 1) -> None:
@@ -309,16 +311,16 @@ class _DirectMeeting(_Meeting):
         self._tap.after()
 
     def _agree(self, value: float) -> float:
-        """The greater of the two ranks' values."""
-        mine = torch.tensor([value], dtype=torch.float64, device=self._meets_on)
-        theirs = torch.empty_like(mine)
-        _exchange(self._group, self._peer_in_world, mine, theirs)
-        return max(value, float(theirs))
+        """Return the larger of the two ranks' values."""
+        local = torch.tensor([value], dtype=torch.float64, device=self._sync_device)
+        remote = torch.empty_like(local)
+        _exchange(self._group, self._peer_in_world, local, remote)
+        return max(value, float(remote))
 
 
 @contextlib.contextmanager
 def _eager_meeting(group: dist.ProcessGroup, number: int, pair: tuple[int, int] | None) -> Iterator[_Meeting | None]:
-    """This rank's part of a pair; None where it rests in this round."""
+    """Yield this rank's measurement through torch; None if the rank has no partner in this round."""
     yield None if pair is None else _Meeting(group, group_device(group), number, pair, dist.get_rank(group))
 
 
@@ -327,25 +329,25 @@ def _meeting(
     group: dist.ProcessGroup,
     number: int,
     pair: tuple[int, int] | None,
-    meets_on: torch.device,
+    sync_device: torch.device,
     tap: Tap | None,
     messages: int | None = None,
 ) -> Iterator[_DirectMeeting | None]:
-    """As `_eager_meeting`, over a communicator of its own, which ends with it."""
+    """Yield this rank's measurement over a new NCCL communicator of the pair, which is destroyed at the end."""
     if pair is None:
         yield None
         return
     rank, device = dist.get_rank(group), group_device(group)
     peer = pair[1] if rank == pair[0] else pair[0]
 
-    def swap(mine: Tensor) -> Tensor:
-        theirs = torch.empty_like(mine, device=meets_on)
-        _exchange(group, dist.get_global_rank(group, peer), mine.to(meets_on), theirs)
-        return theirs.cpu()
+    def exchange_id(unique_id: Tensor) -> Tensor:
+        peer_id = torch.empty_like(unique_id, device=sync_device)
+        _exchange(group, dist.get_global_rank(group, peer), unique_id.to(sync_device), peer_id)
+        return peer_id.cpu()
 
-    link = PairLink(swap, pair.index(rank), None if tap is None else tap.max_ctas(peer))
+    link = PairLink(exchange_id, pair.index(rank), None if tap is None else tap.max_ctas(peer))
     try:
-        yield _DirectMeeting(group, device, number, pair, rank, link, meets_on, tap, messages)
+        yield _DirectMeeting(group, device, number, pair, rank, link, sync_device, tap, messages)
     except BaseException:
         link.abort()
         raise
@@ -354,7 +356,7 @@ def _meeting(
 
 
 def _exchange(group: dist.ProcessGroup, peer: int, send: Tensor | None, recv: Tensor | None) -> None:
-    """Send to a rank of the world, receive from it, or both at once."""
+    """Send to global rank `peer`, receive from it, or both at once, and wait."""
     operations = []
     if send is not None:
         operations.append(dist.P2POp(dist.isend, send, peer, group))
@@ -368,23 +370,23 @@ def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
     """Wait for all ranks of the group."""
     everyone = torch.zeros(1, device=device)
     dist.all_reduce(everyone, group=group)
-    float(everyone)  # which waits for the device
+    float(everyone)  # a copy to the host waits for the device
 
 
 def _greatest(value: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    """Of all ranks of the group."""
+    """Return the maximum of `value` over all ranks of the group."""
     greatest = torch.tensor([value], dtype=torch.int64, device=device)
     dist.all_reduce(greatest, dist.ReduceOp.MAX, group=group)
     return int(greatest)
 
 
 def _join(halves: Sequence[_Half], ranks_in_world: Sequence[int]) -> list[HealthRow]:
-    """The two halves of every measurement as one row, round by round."""
+    """Combine the two ranks' halves of every measurement to one row, sorted by round."""
     order = (_LATENCY, _LOW_TO_HIGH, _HIGH_TO_LOW, _BOTH)
-    ours = {(half.round, half.pair, order.index(half.direction), half.rank): half for half in halves}
+    by_key = {(half.round, half.pair, order.index(half.direction), half.rank): half for half in halves}
     rows = []
-    for key in sorted({key[:3] for key in ours}):
-        low, high = (ours[*key, rank] for rank in key[1])
+    for key in sorted({key[:3] for key in by_key}):
+        low, high = (by_key[*key, rank] for rank in key[1])
         times_us = list(map(max, low.times_us, high.times_us))
         device = low.device if low.device == high.device else f"{low.device}, {high.device}"
         row = make_row("pairs", ranks_in_world[low.rank], device, low.size_bytes, times_us, low.wrong + high.wrong)

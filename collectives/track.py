@@ -45,13 +45,13 @@ _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 class Operation:
     """One collective on this rank. As a context it is around the call that launches it, or the wait for it."""
 
-    __slots__ = ("done", "entry", "is_done", "launched_s", "raised", "said", "step", "track")
+    __slots__ = ("done", "entry", "error", "is_done", "launched_s", "raised", "step", "track")
 
     def __init__(self, track: Track, entry: Entry) -> None:
         self.track, self.entry, self.step, self.launched_s = track, entry, track.watch.step, time.monotonic()
         self.done = self.raised = False
         self.is_done: Callable[[], bool] | None = None
-        self.said: CollectiveFailed | None = None
+        self.error: CollectiveFailed | None = None
 
     @property
     def age_s(self) -> float:
@@ -224,7 +224,7 @@ class Track:
                 return operation
             operation.finish()
             self.quiet_from_s = time.monotonic()
-            if operation.said is not None and not operation.raised:
+            if operation.error is not None and not operation.raised:
                 logger.warning("%s of group %s has completed after all", operation.entry, self.name)
             with self._lock:
                 self._under_way.popleft()

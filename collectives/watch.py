@@ -1,4 +1,4 @@
-"""A watch over collectives: when one does not complete, it says which, in which group, at which step, and who is late.
+"""Watchdog for collectives: reports which one did not complete, in which group, at which step, and which rank is late.
 
     watch = Watch(timeout=timedelta(seconds=60), layout=layout)          # on every rank
     lane = Lane("gather", group, device, watch=watch)                    # or, around any call of torch.distributed:
@@ -7,17 +7,18 @@
     with watch.collective("dp", "all_reduce", tensor.nbytes):
         dist.all_reduce(tensor, group=group)
 
-In the good case it counts in memory and touches no store. With `hang` it follows the pace of the steps, too: a rank
-that holds up the others for three of them is named, by whoever waits for it over any number of groups, and each rank
-writes a sign of life to the store now and then. Left out: collectives inside a replayed CUDA graph (watch the replay as
-one), and repair: the error goes to the caller, or to the launcher.
+As long as collectives complete, it counts in memory and does not use the store. With `hang` the limit follows the step
+time: a rank that holds up the others for about three steps is named, also across several groups, and each rank writes
+heartbeats to the store. Not covered: single collectives inside a replayed CUDA graph (watch the replay as one), and
+recovery: the error goes to the caller, or to the launcher.
 
-[Note: how a rank learns of it]
-1. A thread looks at what is under way. Shortly before the timeout it calls the roll over the store, logs the line as an
-   error and gives the error to `on_failure`; so it does at once when the communicator reports a broken connection.
-2. Where the host waits (gloo), the backend's exception is translated: CollectiveTimeout or PeerLost, from its cause.
-3. Where the host runs ahead (NCCL), the next launch or wait raises once the time is over. A host that is stuck in a
-   synchronisation is ended by torch's own watchdog, some time after the timeout: the line is in the log by then.
+[Note: how a rank learns of a failure]
+1. The watch thread checks the pending collectives. Shortly before the timeout it collects reports of the group's ranks
+   over the store (a roll call), logs the diagnosis as an error and passes the error to `on_failure`. It does so at once
+   when the communicator reports a broken connection.
+2. Where the host waits (gloo), the backend's exception is translated to CollectiveTimeout or PeerLost.
+3. Where the host runs ahead (NCCL), the next launch or wait after the timeout raises. A host that is blocked in a
+   synchronisation is ended by torch's own watchdog some time later; the diagnosis is in the log by then.
 """
 
 from __future__ import annotations
@@ -58,38 +59,38 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LISTEN_AFTER_S = 0.5  # without a completed collective: in a quick step no rank even listens
+_LISTEN_AFTER_S = 0.5  # without a completed collective: fast steps never start the listener thread
 _CLOSE_S = 1.0
 _HANG_TICK_S = 0.1
 _ASLEEP_S = 1.0
-_ASK_AT, _ASK_AGAIN = 0.6, 0.2  # of the limit: before it is over there is time for answers
-_ASK_LESS = 0.1  # of the wait so far
-_BEATS_PER_S = 500  # of all ranks together
+_ASK_AT, _ASK_AGAIN = 0.6, 0.2  # first query and interval, as shares of the limit: leaves time for the answers
+_ASK_LESS = 0.1  # interval of later queries, as a share of the wait so far
+_BEATS_PER_S = 500  # heartbeats of all ranks together
 _LEAST_PATIENCE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _LOOKS = "looks for who is to blame"
-_LONGEST_CHAIN = 128  # ranks that are asked by one
+_LONGEST_CHAIN = 128  # most ranks that one rank queries
 _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/async_compile.py", "/torch/_inductor/graph.py")
 _PACKAGES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
 _CAPTURE = "/torch/cuda/graphs.py"
-_ANSWERED = 0.97  # share of the timeout by which the line is logged, come what may
+_ANSWERED = 0.97  # share of the timeout by which the diagnosis is logged in any case
 
 
 class Watch:
-    """Watches the collectives of one rank, for one run; every rank has one.
+    """Watchdog for the collectives of one rank during one run; every rank creates one.
 
     Args:
-        store: shared by all ranks; None: that of the default process group. A second watch of a run needs a
-            PrefixStore of its own.
-        timeout: how long a collective may take; at most the timeout of the process groups.
-        layout: of the job, for coordinates in messages.
-        answer_s: how long to wait for the answers of a roll call.
-        on_failure: called with the error as soon as there is one, from the watch's thread; `context.report`, say.
-        hang: how long a rank may hold up the others; None: `timeout` alone counts. With it all ranks give it, call
-            `begin_step`, and put `phase` around what takes its time between steps.
+        store: store shared by all ranks; None: that of the default process group. A second watch in the same run
+            needs its own PrefixStore.
+        timeout: longest time a collective may take; at most the timeout of the process groups.
+        layout: parallel layout of the job, for coordinates in messages.
+        answer_s: seconds to wait for the answers of a roll call.
+        on_failure: called with the error as soon as there is one, in the watch's thread; for example `context.report`.
+        hang: time limits for a rank that holds up the others; None: only `timeout` counts. If given, it must be given
+            on all ranks, they must call `begin_step`, and wrap long work between steps in `phase`.
 
     Raises:
-        ValueError: the timeout is not above zero, or the layout is of another world size.
+        ValueError: the timeout is not above zero, or the layout has another world size.
     """
 
     def __init__(
@@ -114,16 +115,16 @@ class Watch:
         self._hang, self._pace = hang, Pace()
         self._process, self._host = own_process(), socket.gethostname()
         self.waits_in: tuple[Operation, float] | None = None
-        """What the main thread is blocked in, and since when."""
+        """Operation that blocks the main thread, and the time since when (monotonic seconds)."""
         self.moved_s = time.monotonic()
-        """When this rank last launched or completed a collective, or began a step or a phase."""
+        """Time at which this rank last launched or completed a collective, or began a step or a phase."""
         self._phases: list[str] = []
         self._unheard_from: dict[int, float] = {}
-        """Ranks that have not answered, and when they were first asked."""
+        """Ranks that have not answered, and the time of the first unanswered query."""
         self._asked_s = self._awake_s = 0.0
         self._failure: tuple[Operation, CollectiveFailed] | None = None
         self._device: int | None = None
-        """The GPU of whoever launches collectives, once CUDA is in use."""
+        """GPU of the thread that launches collectives, once CUDA is in use."""
         shared: Store = dist.distributed_c10d._get_default_store() if store is None else store
         self._roll_call = RollCall(shared, self.rank, self._report)
         self._stop = threading.Event()
@@ -137,17 +138,17 @@ class Watch:
         atexit.register(self.close)
 
     def begin_step(self, step: int) -> None:
-        """Collectives launched from now on belong to this step."""
+        """Begin a training step: collectives launched from now on belong to it."""
         self.step = step
         self.moved_s = time.monotonic()
         self._pace.begin_step()
 
     @contextmanager
     def phase(self, phrase: str) -> Iterator[None]:
-        """Around what takes its time outside the steps: that the others wait for it is no hang before `timeout`.
+        """Mark long work outside the steps; other ranks that wait for it report a hang only after `timeout`.
 
         Args:
-            phrase: what the rank does: `saves a checkpoint`.
+            phrase: description for messages, a verb in the third person such as `saves a checkpoint`.
         """
         begun_s = self.moved_s = time.monotonic()
         self._phases.append(phrase)
@@ -160,17 +161,21 @@ class Watch:
                 self._pace.leave_out(self.moved_s - begun_s)
 
     def announce(self, error: Exception) -> None:
-        """Say to the others why this rank ends, before its connections close: theirs will break for that reason."""
+        """Publish this rank's error before it exits, so that the others can name it when their connections break."""
         at = "" if self.step is None else f" at step {self.step}"
         who, place = describe_rank(self.rank, self._host, self._layout), _place_of(error)
         line = f"{who} failed{at}{f' in {place}' if place else ''}: {type(error).__name__}: {error}"
         self._within(lambda: self._decide(PeerLost(line, silent=(self.rank,))), self._answer_s)
 
     def track(self, name: str, group: dist.ProcessGroup | None = None) -> Track:
-        """The track of a group under a name; None: all ranks. The same name and group give the same track again.
+        """Return the track (sequence counter) of a group under a name; creates it on the first call.
 
-        Ranks count each track for themselves, so all members must launch the same things on it. A group of more than
-        two ranks in which some send to others needs a track for each pair: `add_track`.
+        Every rank numbers the collectives of a track by itself, so all members must launch the same ones in the same
+        order. For point-to-point traffic in a group of more than two ranks, use one track a pair: `add_track`.
+
+        Args:
+            name: for messages and `collective`.
+            group: process group; None: all ranks.
         """
         group = dist.group.WORLD if group is None else group
         assert group is not None
@@ -178,34 +183,43 @@ class Watch:
         return self.add_track(name, dist.get_process_group_ranks(group), key, backend_of(group))
 
     def add_track(self, name: str, ranks: Sequence[int], key: str = "", backend: Any = None) -> Track:
-        """A track by its ranks; `key` must be the same on all of them and of no other track; `backend_of` its group."""
+        """Return the track of these ranks; creates it on the first call.
+
+        Args:
+            name: for messages and `collective`.
+            ranks: global ranks.
+            key: identity of the track: equal on all its ranks, and different from every other track's.
+            backend: `backend_of` the group, to see a broken communicator; None if there is none.
+        """
         key = key or f"{name}@{','.join(map(str, ranks))}"
         if key not in self._tracks:
             self._tracks[key] = Track(self, name, key, ranks, backend)
         return self._tracks[key]
 
     def collective(self, name: str, kind: str, num_bytes: int, detail: str = "") -> AbstractContextManager[Operation]:
-        """Around one call of torch.distributed on the group that `track` was given this name for.
+        """Return a context manager for one torch.distributed call on the group of the track with this name.
 
-        Of an asynchronous call, give the handle to `operation.follow(work)` inside, and wait under `with operation:`.
+        For an asynchronous call, pass its handle to `operation.follow(work)` inside, and wait under `with operation:`.
         On CUDA the collective counts as complete when the current stream has passed the end of the block.
 
         Raises:
             ValueError: no track has this name, or several have it.
-            CollectiveTimeout: it did not complete in time, or an earlier one did not.
+            CollectiveTimeout: this or an earlier collective did not complete in time.
             PeerLost: a connection broke.
         """
-        found = [track for track in self._tracks.values() if track.name == name]
-        if len(found) != 1:
+        matches = [track for track in self._tracks.values() if track.name == name]
+        if len(matches) != 1:
             known = ", ".join(sorted({track.name for track in self._tracks.values()})) or "none"
-            raise ValueError(f"group {name!r}: {len(found)} tracks have this name (known: {known}); call track() once")
-        return found[0].around(kind, num_bytes, detail)
+            raise ValueError(
+                f"group {name!r}: {len(matches)} tracks have this name (known: {known}); call track() once"
+            )
+        return matches[0].around(kind, num_bytes, detail)
 
     def check(self) -> None:
-        """Raise where a collective is overdue. Costs nothing; every launch and every wait calls it.
+        """Raise if a collective is overdue. Cheap; every launch and every wait calls it.
 
         Raises:
-            CollectiveFailed: it did not complete in time, or its communicator is broken.
+            CollectiveFailed: a collective did not complete in time, or its communicator is broken.
         """
         if self._device is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._device = torch.cuda.current_device()
@@ -213,7 +227,7 @@ class Watch:
             raise self._failure[1]
 
     def close(self) -> None:
-        """Stop watching. Safe to call twice; happens at exit."""
+        """Stop the watch. May be called twice; called at exit."""
         atexit.unregister(self.close)
         self._stop.set()
         self._roll_call.close()
@@ -221,35 +235,38 @@ class Watch:
             self._thread.join(_CLOSE_S)
 
     def save_report(self, folder: Path) -> Path:
-        """Write what this rank has launched and does now to `report_<rank>.json`, for `netlayer observe blame`."""
+        """Write this rank's launched collectives and current state to `report_<rank>.json` in `folder`.
+
+        `netlayer observe blame` reads such files. Returns the path.
+        """
         path = folder / f"report_{self.rank}.json"
         write_text(path, self._report(time.time_ns()).to_json() + "\n")
         return path
 
     def call_roll_soon(self, stuck: Stuck) -> CollectiveFailed:
-        """Call the roll of a group and return the diagnosis, soon, also where the store does not answer."""
+        """Collect the reports of a group's ranks and return the diagnosis, always within 2 * `answer_s` seconds."""
         call = self._call_roll if self._hang is None else self._find_cause
         with self.phase(_LOOKS):
-            found = self._within(lambda: call(stuck, self._answer_s), 2 * self._answer_s)
-        return diagnose(stuck, self.rank, None, self._layout) if found is None else found
+            error = self._within(lambda: call(stuck, self._answer_s), 2 * self._answer_s)
+        return diagnose(stuck, self.rank, None, self._layout) if error is None else error
 
     def is_of_peer(self, error: Exception) -> bool:
-        """Whether an error is what another rank has done to this one."""
+        """Return True if another rank may have caused this error: a failed collective, connection or timeout."""
         return isinstance(error, CollectiveFailed | ConnectionError | TimeoutError) or (
             isinstance(error, RuntimeError) and lost_or_late(str(error)) is not None
         )
 
-    def cause_of(self, error: Exception) -> CollectiveFailed | None:
-        """Who is to blame for an error of that kind outside the watched collectives; None where nobody is found."""
-        reason = str(error).partition("\n")[0]
-        entry = Entry(0, "communication", 0, type(error).__name__)
+    def cause_of(self, exception: Exception) -> CollectiveFailed | None:
+        """Find the culprit of an `is_of_peer` error outside the watched collectives; None if no rank can be named."""
+        reason = str(exception).partition("\n")[0]
+        entry = Entry(0, "communication", 0, type(exception).__name__)
         stuck = Stuck("", "world", range(dist.get_world_size()), entry, (), self.step, 0.0, self.timeout_s, reason)
 
         def find() -> CollectiveFailed | None:
             try:
-                found = self._verdict() or self._root_of(stuck, self._answer_s)
-                found = self._verdict() or found
-                return None if found is None else self._decide(found)
+                error = self._verdict() or self._root_of(stuck, self._answer_s)
+                error = self._verdict() or error
+                return None if error is None else self._decide(error)
             except STORE_ERRORS as exc:
                 logger.warning("the store does not work: %s", exc)
                 return None
@@ -258,11 +275,11 @@ class Watch:
             return self._within(find, 2 * self._answer_s)
 
     def _within(self, call: Callable[[], T], seconds: float) -> T | None:
-        """What a call that uses the store gives; None where that takes longer."""
-        given: queue.SimpleQueue[T] = queue.SimpleQueue()
-        threading.Thread(target=lambda: given.put(call()), daemon=True).start()
+        """Run a call that uses the store in a thread and return its result; None if it takes longer than `seconds`."""
+        result: queue.SimpleQueue[T] = queue.SimpleQueue()
+        threading.Thread(target=lambda: result.put(call()), daemon=True).start()
         try:
-            return given.get(timeout=seconds)
+            return result.get(timeout=seconds)
         except queue.Empty:
             return None
 
@@ -279,44 +296,44 @@ class Watch:
         return diagnose(stuck, self.rank, answers, self._layout)
 
     def _find_cause(self, stuck: Stuck, patience_s: float) -> CollectiveFailed:
-        """Who is to blame for a collective that has failed on this rank: what another rank has found, or a look."""
+        """Name the culprit of a collective that failed on this rank: another rank's verdict, else an own search."""
         try:
-            found = self._verdict() or self._root_of(stuck, patience_s)
-            # Whoever failed says so before it ends, but may have taken a moment for it.
-            return self._verdict() or self._decide(found or self._call_roll(stuck, patience_s))
+            error = self._verdict() or self._root_of(stuck, patience_s)
+            # A rank that fails publishes its error before it exits, which may have arrived only now.
+            return self._verdict() or self._decide(error or self._call_roll(stuck, patience_s))
         except STORE_ERRORS as exc:
             logger.warning("the store does not work: %s", exc)
             return diagnose(stuck, self.rank, None, self._layout)
 
     def _root_of(self, stuck: Stuck, patience_s: float) -> CollectiveFailed | None:
-        """Ask along the chain of ranks that wait for each other; None where nobody is to blame yet."""
+        """Query the chain of ranks that wait for each other; None if no rank can be named yet."""
         assert self._hang is not None
-        # Of a group of thousands the next ones after this rank: somebody asks every one.
+        # In a group of thousands, query the ranks after this one: together all ranks are covered.
         after = sorted(stuck.ranks, key=lambda rank: (rank <= self.rank, rank))
-        asked = [rank for rank in after if rank != self.rank][:_LONGEST_CHAIN]
+        chain = [rank for rank in after if rank != self.rank][:_LONGEST_CHAIN]
 
         def follow(report: Report) -> Sequence[int]:
-            more = [rank for rank in report.waits_for if rank != self.rank and rank not in asked]
-            more = more[: _LONGEST_CHAIN - len(asked)]
-            asked.extend(more)
-            return more
+            unqueried = [rank for rank in report.waits_for if rank != self.rank and rank not in chain]
+            unqueried = unqueried[: _LONGEST_CHAIN - len(chain)]
+            chain.extend(unqueried)
+            return unqueried
 
         begun_s = time.monotonic()
-        answers = self._roll_call.collect(asked, patience_s, lambda _report: False, follow)
+        answers = self._roll_call.collect(chain, patience_s, lambda _report: False, follow)
         now_s = time.monotonic()
-        for rank in asked:
+        for rank in chain:
             if rank in answers and answers[rank].fresh:
                 self._unheard_from.pop(rank, None)
             else:
                 self._unheard_from.setdefault(rank, begun_s)
-        silent = {rank: now_s - self._unheard_from[rank] for rank in asked if rank in self._unheard_from}
+        silent = {rank: now_s - self._unheard_from[rank] for rank in chain if rank in self._unheard_from}
         on_host = {rank: answers[rank].report for rank in silent if rank in answers}
         states = {rank: state_of(report.process) for rank, report in on_host.items() if report.host == self._host}
-        evidence = Evidence(asked, answers, silent, states)
+        evidence = Evidence(chain, answers, silent, states)
         return find_root(stuck, evidence, self._hang, self._pace.step_s, self._layout)
 
     def _decide(self, error: CollectiveFailed) -> CollectiveFailed:
-        """Have all ranks name the same culprits: those of this error, or of an earlier one of another rank."""
+        """Publish this error unless another rank was first; return the first one, which all ranks then report."""
         return _as_error(self._roll_call.decide(_as_text(error)))
 
     def _verdict(self) -> CollectiveFailed | None:
@@ -336,7 +353,9 @@ class Watch:
                     device = self._device
                     _use(device)
                 now_s = time.monotonic()
-                if now_s - looked_s > tick_s + _ASLEEP_S:  # this process was stopped itself: nobody else is late for it
+                if (
+                    now_s - looked_s > tick_s + _ASLEEP_S
+                ):  # this process itself was stopped, so its waits so far prove nothing
                     self._awake_s = now_s
                     self._unheard_from.clear()
                 tracks = list(self._tracks.values())
@@ -348,12 +367,12 @@ class Watch:
                 if self._hang is not None:
                     self._look_for_hang(self._hang, tracks)
                 looked_s = time.monotonic()
-            except Exception:  # a fault of the watch shall not end the training that it watches
+            except Exception:  # a bug in the watch must not end the training run
                 logger.exception("the watch over collectives has stopped")
                 return
 
     def _look_for_hang(self, hang: HangLimits, tracks: Sequence[Track]) -> None:
-        """Where this rank has waited for long, find out for whom, and say so once."""
+        """Search for the root cause once this rank has waited for most of the limit; log and report it once."""
         waiting = self._waiting(tracks)
         if waiting is None or self._failure is not None:
             self._unheard_from.clear()
@@ -361,7 +380,7 @@ class Watch:
         operation, track, since_s = waiting
         now_s = time.monotonic()
         waited_s, limit_s = now_s - max(since_s, self._awake_s), hang.stopped_s(self._pace.step_s)
-        # A long phase of another rank is asked about less and less often.
+        # During a long phase of another rank, query less and less often.
         if waited_s < _ASK_AT * limit_s or now_s < self._asked_s + max(_ASK_AGAIN * limit_s, _ASK_LESS * waited_s):
             return
         patience_s = min(max(limit_s - waited_s, _LEAST_PATIENCE_S), self._answer_s)
@@ -372,7 +391,7 @@ class Watch:
             if error is not None and self._waiting(tracks) == waiting:  # else it has gone on meanwhile
                 error = self._decide(error)
                 self._failure = operation, error
-                operation.said = error
+                operation.error = error
                 logger.error("%s", error)
                 self._end(error)
         except STORE_ERRORS as exc:
@@ -380,10 +399,10 @@ class Watch:
         self._asked_s = time.monotonic()
 
     def _waiting(self, tracks: Sequence[Track]) -> tuple[Operation, Track, float] | None:
-        """What this rank waits in, and since when: its main thread, or where the host runs ahead its device."""
-        waits_in = self.waits_in  # once: the main thread takes it away at any time
-        if waits_in is not None:
-            return waits_in[0], waits_in[0].track, waits_in[1]
+        """Return the operation the main thread waits in, else the oldest pending one of the GPU, and since when."""
+        blocked = self.waits_in  # read once: the main thread may clear it at any time
+        if blocked is not None:
+            return blocked[0], blocked[0].track, blocked[1]
         if self._device is None:
             return None
         under_way = [oldest for track in tracks if (oldest := track.peek()) is not None]
@@ -409,24 +428,26 @@ class Watch:
         if operation is None:
             return
         lost, age_s = track.broken(), operation.age_s
-        if operation.said is None and (lost or age_s > NEAR * self.timeout_s):
+        if operation.error is None and (lost or age_s > NEAR * self.timeout_s):
             patience_s = self._answer_s if lost else min(self._answer_s, max(_ANSWERED * self.timeout_s - age_s, 0.05))
             error = self._overdue(track.stuck(operation, lost), patience_s)
             if track.oldest() is operation:
-                operation.said = error
+                operation.error = error
                 logger.error("%s", error)
                 if lost or self._hang is None:
                     self._end(error)
-        if operation.said is None or self._failure is not None:
+        if operation.error is None or self._failure is not None:
             return
         age_s = operation.age_s
-        if self._hang is not None and age_s > _ANSWERED * self.timeout_s:  # ahead of what would end it without a word
-            self._end(operation.said)
+        if (
+            self._hang is not None and age_s > _ANSWERED * self.timeout_s
+        ):  # before torch's watchdog ends the process without a diagnosis
+            self._end(operation.error)
         if lost or age_s > self.timeout_s:
-            self._failure = operation, operation.said
+            self._failure = operation, operation.error
 
     def _overdue(self, stuck: Stuck, patience_s: float) -> CollectiveFailed:
-        """Who is to blame for a collective whose time is almost over, whatever the pace of the steps."""
+        """Diagnose a collective that has almost reached its timeout, independent of the step time."""
         try:
             root = None if self._hang is None else self._root_of(stuck, patience_s)
         except STORE_ERRORS as exc:
@@ -457,44 +478,47 @@ class Watch:
         )
 
     def _doing(self, tracks: Sequence[Track]) -> str:
-        """What this rank does, as a phrase."""
-        given_up = [(operation, track) for track in tracks if (operation := track.given_up) is not None]
+        """Return what this rank does now, as a phrase for messages."""
+        failed = [(operation, track) for track in tracks if (operation := track.given_up) is not None]
         under_way = [(operation, track) for track in tracks if (operation := track.peek()) is not None]
-        if not given_up and not under_way:
+        if not failed and not under_way:
             return f"is in {_place(threading.main_thread())}"
-        operation, track = min(given_up or under_way, key=lambda pair: pair[0].launched_s)
+        operation, track = min(failed or under_way, key=lambda pair: pair[0].launched_s)
         what = f"{operation.entry} of {describe_group(track.name, track.ranks, self._layout)}"
-        return f"has given up on {what}" if given_up else f"waits in {what} since {operation.age_s:.3g} s"
+        return f"has given up on {what}" if failed else f"waits in {what} since {operation.age_s:.3g} s"
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
-    """That of a group (None: of all ranks), which a new group would not have by itself; None where it does not tell."""
+    """Return the timeout of a group (None: the default group); None if its backend does not expose it.
+
+    A new group does not inherit it.
+    """
     try:
         backend = (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
     except RuntimeError:  # it has none for such a device
         return None
-    found = getattr(getattr(backend, "options", None), "_timeout", None)
-    return found if isinstance(found, timedelta) else None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 def backend_of(group: dist.ProcessGroup) -> Any:
-    """What can tell that a communicator of the group is broken; None where nothing can (gloo)."""
+    """Return the NCCL backend of the group, which reports a broken communicator; None without one (gloo)."""
     if "cuda:nccl" not in dist.get_backend_config(group):
         return None
     return group._get_backend(torch.device("cuda"))
 
 
 def _place(thread: threading.Thread) -> str:
-    """What a thread executes: the innermost line that is neither Python's own, nor torch's, nor of this package."""
+    """Return "FILE:LINE in FUNCTION" of a thread: its innermost frame outside stdlib, torch and this package."""
     innermost = frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None and _is_library(frame):
         frame = frame.f_back
-    shown = frame or innermost
-    return f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} in {shown.f_code.co_name}" if shown else ""
+    frame = frame or innermost
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
 
 
 def _place_of(error: Exception) -> str:
-    """Where an exception was raised, by the innermost such line."""
+    """Return "FILE:LINE in FUNCTION" where an exception was raised, chosen as in `_place`."""
     frames = [step.tb_frame for step in _steps(error)]
     lines = [step.tb_lineno for step in _steps(error)]
     places = [(frame, line) for frame, line in zip(frames, lines, strict=True) if not _is_library(frame)]
@@ -513,7 +537,7 @@ def _steps(error: Exception) -> list[TracebackType]:
 
 
 def _compilation(thread: threading.Thread) -> str:
-    """`compiles` where a thread does, or captures a CUDA graph: either may take minutes on one rank alone."""
+    """Return "compiles" or "captures a CUDA graph" if the thread does so: either may take minutes on one rank alone."""
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -544,16 +568,16 @@ def _is_library(frame: FrameType) -> bool:
 
 
 def _use(device: int | None) -> None:
-    """Have this thread ask that device for events: a new thread's is 0, whose memory each rank would take a part of."""
+    """Set the GPU of this thread: a new thread uses GPU 0, and every rank would allocate a context there."""
     if device is not None:
         torch.cuda.set_device(device)
         _allow_queries_beside_captures()
 
 
 def _allow_queries_beside_captures() -> None:
-    """Let this thread ask for events while another one captures a CUDA graph, as torch's own watchdog does.
+    """Let this thread query CUDA events while another one captures a graph, as torch's own watchdog does.
 
-    In the default mode the question would end the capture with an error. torch has no name for the call in Python.
+    In the default mode the query would make the capture fail. torch does not expose the call in Python.
     """
     import ctypes
 

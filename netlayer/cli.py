@@ -74,9 +74,9 @@ def cli() -> None:
 @cli.command()
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the findings here; - is stdout.")
 def doctor(json_file: Path | None) -> None:
-    """Say what of this machine will be used, and what is missing with the remedy.
+    """List what this machine offers, and what is missing, each with a remedy.
 
-    Exit 0: nothing stands in the way; 2: a problem that must be mended first.
+    Exit 0: ready to run; 2: a problem must be fixed first.
     """
     from netlayer import environ
     from netlayer.results import check_target, write_text
@@ -100,9 +100,10 @@ def config() -> None:
 @click.option("--config", "path", type=click.Path(path_type=Path), help="TOML file.")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable.")
 def show(path: Path | None, overrides: tuple[str, ...]) -> None:
-    """Print the resolved tree as TOML, each key with its meaning, and above it, as comments, what the job is.
+    """Print the resolved configuration as TOML, each key with its description.
 
-    That is its parameters, FLOPs, bytes a step by group, and memory a rank (`netlayer train --dry-run` has more).
+    Comments at the top summarise the job: parameters, FLOPs, bytes a step by group, and memory a rank
+    (`netlayer train --dry-run` has more).
 
     \b
     Example:
@@ -111,7 +112,7 @@ def show(path: Path | None, overrides: tuple[str, ...]) -> None:
     from netlayer.config_file import load_config, to_toml
 
     resolved = load_config(path, overrides)
-    if path is None or "job" in resolved.model_fields_set:  # else the job is ours, and not the file's
+    if path is None or "job" in resolved.model_fields_set:  # else the job is the default one, not the file's
         from netlayer.workload.summary import job_lines
 
         for line in job_lines(resolved.job, resolved.cluster):
@@ -123,7 +124,7 @@ def show(path: Path | None, overrides: tuple[str, ...]) -> None:
 @click.option("--config", "path", type=click.Path(path_type=Path), help="TOML file [default: the defaults].")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable.")
 def check(path: Path | None, overrides: tuple[str, ...]) -> None:
-    """Say whether a configuration is good: exit 0, or 2 and one line that says what to change."""
+    """Check a configuration: exit 0 if it is good, else 2 with one line that says what to change."""
     from netlayer.config_file import load_config
 
     tree = load_config(path, overrides)
@@ -195,7 +196,7 @@ def _end_as_broken_pipe() -> NoReturn:
 
 
 def _end_if_full(exc: OSError) -> None:
-    """A disk without room is the user's to mend, wherever nobody has put it into better words."""
+    """Exit with one line if the disk is full, for commands that did not report that themselves."""
     if exc.errno in FULL_DISK:
         _leave_stdout()
         where = exc.filename or "what this command writes"
@@ -203,20 +204,20 @@ def _end_if_full(exc: OSError) -> None:
 
 
 def _leave_stdout() -> None:
-    """What is still in its buffer goes nowhere: else Python writes it at its end, and fails again."""
+    """Redirect stdout to /dev/null, else Python would fail again when it flushes the buffer at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _one_line(exc: click.ClickException) -> str:
-    """What is wrong with the arguments, and where to read how to write them: `--seeds: 0 is not in the range x>=1`."""
-    words = " ".join(exc.format_message().split()).removesuffix(".")
-    words = re.sub(r"^Invalid value for '([^']+)'", r"\1", words)
+    """Return a usage error in one line, with a pointer to --help: `--seeds: 0 is not in the range x>=1; see ...`."""
+    message = " ".join(exc.format_message().split()).removesuffix(".")
+    message = re.sub(r"^Invalid value for '([^']+)'", r"\1", message)
     context = exc.ctx if isinstance(exc, click.UsageError) else None
-    return f"{words}; see {context.command_path} --help" if context else words
+    return f"{message}; see {context.command_path} --help" if context else message
 
 
 def _print_findings(findings: list[Any]) -> None:
-    """A finding a line, its remedy below; no line is broken here, so that a path can be copied whole."""
+    """Print one line for each finding, its remedy below; lines are not wrapped, so that paths can be copied."""
     colours = {"ok": "green", "optional": "cyan", "missing": "yellow", "problem": "red"}
     width = max(len(finding.topic) for finding in findings)
     for finding in findings:

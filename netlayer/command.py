@@ -1,4 +1,4 @@
-"""What every command shares: its options, its output folder, and where its records go.
+"""Common parts of all commands: shared options, output folder and records.
 
 stdout is data, stderr is log and progress. Without `--out` a command writes to `./runs/<command>-<UTC>/`: `report.html`
 and `records/*.json` there.
@@ -91,12 +91,14 @@ def run_options_without_config(command: Callable[..., None]) -> Callable[..., No
 
 def _with_options(command: Callable[..., None], shared: Sequence[Callable[..., Any]]) -> Callable[..., None]:
     @functools.wraps(command)
-    def with_options(verbose: int, **given: Any) -> None:
+    def with_options(verbose: int, **options_by_name: Any) -> None:
         log.configure(verbose, rank.number(os.environ))
-        check_target("--json", given["json_file"])
-        given = {**_CONFIG, **given}
-        options = RunOptions(**{field.name: given.pop(field.name) for field in dataclasses.fields(RunOptions)})
-        command(options=options, **given)
+        check_target("--json", options_by_name["json_file"])
+        options_by_name = {**_CONFIG, **options_by_name}
+        options = RunOptions(
+            **{field.name: options_by_name.pop(field.name) for field in dataclasses.fields(RunOptions)}
+        )
+        command(options=options, **options_by_name)
 
     for option in reversed(shared):
         option(with_options)
@@ -121,13 +123,15 @@ def open_out(out: Path | None, command: str) -> Path:
 
 @contextlib.contextmanager
 def open_run(out: Path | None, command: str, *, continues: bool = False) -> Iterator[Path]:
-    """`open_out` for a long run: one that breaks off says where its parts are, or leaves no folder where it has none.
+    """Open the output folder of a long run, as `open_out`, in a context.
+
+    If the run ends early, prints where its partial output is, or removes the folder if there is none.
 
     Args:
         continues: it may resume an earlier run in the folder.
 
     Raises:
-        ConfigError: the folder cannot be made or written to, or holds another run: two would mix.
+        ConfigError: the folder cannot be created or written to, or holds another run, whose files would be mixed in.
     """
     earlier = next((name for name in _OF_A_RUN if (out / name).exists()), None) if out else None
     if out is not None and not continues and (earlier or _records_in(out)):
@@ -138,8 +142,8 @@ def open_run(out: Path | None, command: str, *, continues: bool = False) -> Iter
         elif is_restart:
             remedy = "a restart by torchrun cannot go on in it: start again, with a new folder"
         raise ConfigError("--out", out, rule, remedy)
-    wanted = out or Path("runs")
-    made = [path for path in (wanted, *wanted.parents) if not path.exists()]
+    parent_or_out = out or Path("runs")
+    made = [path for path in (parent_or_out, *parent_or_out.parents) if not path.exists()]
     folder, claim = None, contextlib.ExitStack()
     try:
         with uninterrupted():  # a Ctrl-C between these would leave a folder that nobody knows of
@@ -152,10 +156,12 @@ def open_run(out: Path | None, command: str, *, continues: bool = False) -> Iter
         written = [path for path in inside if path != Path(_LOCK)]
         if folder and written:
             is_logs_alone = all(path.parts[0] == _LOGS for path in written)
-            said = f"its logs are in {folder / _LOGS}" if is_logs_alone else f"what was done until then is in {folder}"
-            click.echo(f"note: {said}", err=True)
+            message = (
+                f"its logs are in {folder / _LOGS}" if is_logs_alone else f"what was done until then is in {folder}"
+            )
+            click.echo(f"note: {message}", err=True)
         elif folder:
-            claim.close()  # its file is in the folder
+            claim.close()  # removes the lock file, so that the folder is empty
             _remove_empty([*(path for path in folder.rglob("*") if path.is_dir()), *({folder} - {out}), *made])
         raise
     finally:
@@ -164,9 +170,9 @@ def open_run(out: Path | None, command: str, *, continues: bool = False) -> Iter
 
 @contextlib.contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
-    """Enter a folder as its one run: two that start before a file of theirs is there do not both.
+    """Lock a folder for one run, so that two runs that start at the same time do not both write to it.
 
-    The claim ends with the process, however that ends. Some shared file systems have none.
+    The lock ends with the process. Some shared file systems have no locks; there the folder is used without one.
     """
     try:
         claim = contextlib.ExitStack()
@@ -174,7 +180,7 @@ def _claimed(folder: Path) -> Iterator[None]:
     except LockBusy as exc:
         raise ConfigError("--out", folder, f"holds a run that is under way ({exc})", "give a new folder") from exc
     except OSError as exc:
-        logger.info("%s cannot be locked (%s): see to it that no other run has it", folder, exc.strerror)
+        logger.info("%s cannot be locked (%s): make sure that no other run uses it", folder, exc.strerror)
     with claim:
         yield
 

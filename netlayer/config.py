@@ -334,7 +334,7 @@ class CheckpointConfig(Section):
 
 
 class LoopConfig(Section):
-    """What a training loop does beside its steps."""
+    """Settings of the training loop around the steps."""
 
     collect_every_steps: int = Field(
         50, ge=0, description="steps between two garbage collections, of all ranks at once; 0: whenever Python will"
@@ -345,7 +345,7 @@ class LoopConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Where else each step's row goes, beside metrics.jsonl; from rank 0."""
+    """Additional outputs of each step's metrics besides metrics.jsonl; from rank 0."""
 
     tensorboard: bool = Field(False, description="events for TensorBoard in the folder tensorboard/ of the output")
     prometheus_port: int = Field(
@@ -407,12 +407,12 @@ class OverlapConfig(Section):
 
     @property
     def copies_gradients(self) -> bool:
-        """Whether copy engines may carry gradients to the peers."""
+        """True if copy engines may send gradients to the peers."""
         return self.peer_memory and self.peer_reduce
 
 
 class StoreConfig(Section):
-    """Where ranks meet."""
+    """Rendezvous store of the ranks."""
 
     url: str = Field(
         "",
@@ -439,7 +439,7 @@ class LaunchConfig(Section):
 
 
 class WatchConfig(Section):
-    """Who is named when ranks wait for one that does not come; see `collectives.watch`."""
+    """Detection of the rank that hangs a collective; see `collectives.watch`."""
 
     enabled: bool = Field(True, description="name the rank that holds up the others, and end the run")
     timeout_s: float = Field(
@@ -457,7 +457,7 @@ class WatchConfig(Section):
 
 
 class NcclConfig(Section):
-    """What a job wants of NCCL's InfiniBand transport; what is left out stays as NCCL has it."""
+    """Settings of NCCL's InfiniBand transport; unset ones keep NCCL's defaults."""
 
     flap_s: float = Field(5.0, gt=0, le=300, description="longest link flap to outlive, seconds: chooses the timeout")
     timeout: int | None = Field(None, ge=1, le=31, description="exponent T of 4.096 us * 2^T, in place of flap_s")
@@ -541,9 +541,9 @@ class JobConfig(Section):
             f"job.parallel.pp = {parallel.pp}": parallel.pp > 1,
             "job.loop.cuda_graph = true": self.loop.cuda_graph,
         }
-        found = [key for key, is_in_the_way in in_the_way.items() if is_in_the_way]
-        if self.overlap.step_in_backward and found:
-            rule = f"cannot be had with {' and '.join(found)}"
+        conflicts = [key for key, is_in_the_way in in_the_way.items() if is_in_the_way]
+        if self.overlap.step_in_backward and conflicts:
+            rule = f"cannot be had with {' and '.join(conflicts)}"
             _fail(
                 "job.overlap.step_in_backward", True, rule, "leave it out, or change that (clip_norm = 0 clips nothing)"
             )

@@ -64,8 +64,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Return the tree of a TOML document.
 
     Raises:
-        tomllib.TOMLDecodeError: it is none, or one that Python does not read: nested too deep, or a number with
-            thousands of digits.
+        tomllib.TOMLDecodeError: it is not TOML, or beyond Python's limits: nested too deep, or a number with thousands
+            of digits.
     """
     try:
         return tomllib.loads(text)
@@ -74,7 +74,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise tomllib.TOMLDecodeError("it is nested too deep") from None
     except ValueError as exc:
-        # Python's words end with advice to whoever wrote the program.
+        # The end of Python's message is advice to the programmer, not to the user.
         raise tomllib.TOMLDecodeError(str(exc).partition(";")[0]) from None
 
 
@@ -115,7 +115,7 @@ def _resolve(path: list[str]) -> list[str]:
 
 
 def _parse_value(text: str) -> object:
-    """As TOML reads it (numbers, booleans, lists, quoted text); anything else is text: `200G`, `adamw`, a path."""
+    """Parse a value as TOML (numbers, booleans, lists, quoted text); anything else is text: `200G`, `adamw`, a path."""
     try:
         return parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

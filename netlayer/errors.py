@@ -41,7 +41,7 @@ class ConfigError(NetlayerError):
 
     Args:
         field: what is wrong, as the user wrote it (`job.parallel.tp`, `--out`).
-        value: the value found there; left out of the message where it is None.
+        value: its value; None is not shown in the message.
         rule: the rule it breaks, in words.
         remedy: what to do about it.
     """
@@ -50,8 +50,8 @@ class ConfigError(NetlayerError):
 
     def __init__(self, field: str, value: object, rule: str, remedy: str) -> None:
         self.field, self.value, self.rule, self.remedy = field, value, rule, remedy
-        shown = "" if value is None else f" = {_one_line(value)}"
-        super().__init__(f"{_one_line(field)}{shown}: {_one_line(rule)}; {_one_line(remedy)}")
+        value_text = "" if value is None else f" = {_one_line(value)}"
+        super().__init__(f"{_one_line(field)}{value_text}: {_one_line(rule)}; {_one_line(remedy)}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
         return type(self), (self.field, self.value, self.rule, self.remedy)
@@ -75,17 +75,17 @@ class RankFailed(NetlayerError):
     """One rank of a launch failed; the others were ended.
 
     Args:
-        rank: which.
-        reason: in a line.
-        log_file: of the rank.
-        traceback: of its exception, or the end of its log.
-        place: of the rank in the job, and how far it was, where somebody knows: `tp=0, pp=1, dp=0; host h; step 5`.
+        rank: number of the failed rank.
+        reason: reason in one line.
+        log_file: path of its log.
+        traceback: traceback of its exception, or the last lines of its log.
+        place: its coordinates in the job and its step, if known: `tp=0, pp=1, dp=0; host h; step 5`.
     """
 
     def __init__(self, rank: int, reason: str, log_file: str, traceback: str = "", place: str = "") -> None:
         self.rank, self.reason, self.log_file, self.traceback, self.place = rank, reason, log_file, traceback, place
-        shown = f" ({place})" if place else ""
-        super().__init__(f"rank {rank}{shown} failed: {_one_line(reason)}; its log: {log_file}")
+        suffix = f" ({place})" if place else ""
+        super().__init__(f"rank {rank}{suffix} failed: {_one_line(reason)}; its log: {log_file}")
 
     def __reduce__(self) -> tuple[type[RankFailed], tuple[int, str, str, str, str]]:
         return type(self), (self.rank, self.reason, self.log_file, self.traceback, self.place)

@@ -70,14 +70,14 @@ def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Ite
 
 
 def _place(url: str) -> tuple[str, str]:
-    """The server and the run of an address."""
+    """Split an address into the server's URL and the run's name."""
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     return _server_url(parts, query), _run_name(parts, query)
 
 
 def _server_url(parts: SplitResult, query: dict[str, str]) -> str:
-    """The URL without what is ours, as RedisStore takes it."""
+    """Return the URL that RedisStore takes: without the run and our own query parameters."""
     options = urlencode({name: value for name, value in query.items() if name not in _OURS})
     # torch may hand on unix:///path as unix:/path. The path of the other schemes is the run.
     path = parts.path if parts.scheme == "unix" else ""

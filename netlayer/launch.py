@@ -322,7 +322,7 @@ class _Crew:
             failures = [rank.failure for rank in self.ranks if rank.failure is not None]
             if failures and self._settled(failures):
                 first = min(failures, key=Failure.precedence)
-                # At once: to end the others may take all of the grace.
+                # Logged now, since ending the other ranks may take the whole grace period.
                 logger.warning("%s; all ranks are ended", _in_words(first))
                 return first
             if not self._any_alive():
@@ -373,7 +373,7 @@ class _Crew:
 
 
 def _in_words(failure: Failure) -> str:
-    """The failure in a line; what is said of another rank names it."""
+    """Return the failure in one line that names the failed rank."""
     reason = " ".join(failure.reason.split())
     return reason.partition(": ")[2] if failure.blame in (Blame.HUNG, Blame.NAMED) else f"rank {failure.rank}: {reason}"
 
@@ -416,7 +416,7 @@ def _rank_environ(num_ranks: int, env: Mapping[str, str] | None) -> dict[str, st
 
 
 def _pickle_order(target: Callable[..., object], args: tuple[object, ...], verbosity: int) -> bytes:
-    """What a rank reads from its stdin: (argv, how to import the main script or None, verbosity, target and args)."""
+    """Pickle what a rank reads from stdin: (argv, import path of the main script or None, verbosity, target, args)."""
     try:
         work = pickle.dumps((target, args))
     except (pickle.PicklingError, AttributeError, TypeError) as exc:

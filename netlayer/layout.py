@@ -4,9 +4,9 @@ The order is tensor, data, pipeline, innermost first: a tensor-parallel group st
 groups are placed before pipeline groups, so that data-parallel traffic crosses fewer pods (MegaScale, NSDI'24, 3.2).
 Every group is an arithmetic progression of ranks, so it is a `range`: nothing here grows with the world size.
 
-Two more axes have their places, and degree 1 until somebody builds them: context parallelism between tensor and data,
-and replicas of the sharded data-parallel groups between data and pipeline. They make no groups, and the order of ranks
-is what it is without them. Left out: groups that join two dimensions (expert parallelism).
+Two more dimensions have a place but are not implemented, so their degree must be 1: context parallelism (between tensor
+and data) and replicas of the sharded data-parallel groups (between data and pipeline). They form no groups and do not
+change the order of ranks. Not covered: groups over two dimensions (expert parallelism).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-if TYPE_CHECKING:  # a quarter of what `netlayer config show` takes
+if TYPE_CHECKING:  # importing numpy would take a quarter of the time of `netlayer config show`
     import numpy as np
     from numpy.typing import NDArray
 
@@ -25,7 +25,7 @@ _MOST_LISTED = 16  # ranks that a line lists one by one
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands: its index inside its tensor-, pipeline- and data-parallel group."""
+    """Coordinates of a rank: its index inside its tensor-, pipeline- and data-parallel group."""
 
     tp: int
     pp: int

@@ -1,9 +1,9 @@
-"""A lock between processes that says who has it, and a wait for one that ends.
+"""Lock file between processes that names its holder, and a bounded wait for it.
 
-The kernel's lock (`flock`) on a small file goes with its holder, however that ends. The file says who that is: process,
-host, since when, and how far it is; while it is held a thread touches it, so that a holder that was stopped, or that
-hangs on another machine, is told from one that works. Left out: file systems without locks, where `exclusive` says so
-and goes on without.
+The kernel's lock (`flock`) on a small file is released when its holder exits, however it exits. The file names the
+holder: process, host, since when, and its progress. While the lock is held, a thread updates the file's modification
+time (heartbeat), so that waiters can tell a stopped or remotely hung holder from a working one. On file systems without
+locks, `exclusive` logs a warning and runs without the lock.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 OnWait = Callable[[str], None]
-"""Called every `_ASK_EVERY_S` of a wait with who is waited for."""
+"""Callback, called every `_ASK_EVERY_S` seconds of a wait with the description of the holder."""
 
 _ASK_EVERY_S = 0.1
 _SAY_EVERY_S = 30.0
 _BEAT_EVERY_S = 2.0
-_DEAD_AFTER_S = 30.0  # without a beat: many times what a busy machine or a network file system delays one
-_STUCK_AFTER_S = 1800.0  # beats, but no progress
+_DEAD_AFTER_S = 30.0  # without a heartbeat: far longer than a busy machine or a network file system delays one
+_STUCK_AFTER_S = 1800.0  # heartbeats, but no progress
 _MOST_BYTES = 4096
 
 _own: dict[Path, int] = {}
-"""Locks that this process holds, and the thread that took each."""
+"""Locks that this process holds, and the id of the thread that took each."""
 
 
 class LockBusy(Exception):
-    """Somebody else has the lock; the text says who."""
+    """The lock is held already; the text names the holder."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock, as the file says.
+    """Holder of a lock, as recorded in its file.
 
     Args:
-        pid, host: of the process.
-        since_s: seconds since the epoch.
-        progress: how far it is, as a phrase; may be empty.
+        pid, host: the process.
+        since_s: time at which it took the lock, in seconds since the epoch.
+        progress: its progress as a phrase; may be empty.
     """
 
     pid: int
@@ -63,8 +63,8 @@ class Owner:
         return f"process {self.pid}{own}{where}, since {datetime.fromtimestamp(self.since_s, UTC):%H:%M:%S} UTC{doing}"
 
 
-class Held:
-    """A lock that this process has, or goes on without (`is_locked` says which)."""
+class LockHandle:
+    """Result of taking a lock; `is_locked` is False if this process runs without it."""
 
     def __init__(self, descriptor: int | None) -> None:
         self.is_locked = descriptor is not None
@@ -73,72 +73,72 @@ class Held:
         self.progress("")
 
     def progress(self, phrase: str) -> None:
-        """Tell those who wait how far it is."""
+        """Write this process's progress to the lock file, for the processes that wait."""
         if self._descriptor is None or (phrase and phrase == self._owner.progress):
             return
         self._owner = Owner(self._owner.pid, self._owner.host, self._owner.since_s, phrase)
         text = json.dumps(asdict(self._owner)).encode()[:_MOST_BYTES]
-        with contextlib.suppress(OSError):  # a full disk: those who wait then know no name
+        with contextlib.suppress(OSError):  # a full disk: waiters then see no holder's name
             os.pwrite(self._descriptor, text.ljust(os.fstat(self._descriptor).st_size), 0)
 
 
 @contextlib.contextmanager
-def claimed(file: Path) -> Iterator[Held]:
+def claimed(file: Path) -> Iterator[LockHandle]:
     """Hold the lock in the block, or raise at once.
 
     Raises:
-        LockBusy: somebody has it, this process too.
-        OSError: the file cannot be made.
+        LockBusy: another process holds it, or this one does already.
+        OSError: the file cannot be created.
     """
-    with _taken(file, None) as held:
-        yield held
+    with _locked(file, None) as lock:
+        yield lock
 
 
 @contextlib.contextmanager
-def exclusive(file: Path, on_wait: OnWait | None = None) -> Iterator[Held]:
-    """Hold the lock in the block, after a wait for who has it. The thread that has it enters again without one.
+def exclusive(file: Path, on_wait: OnWait | None = None) -> Iterator[LockHandle]:
+    """Hold the lock in the block, after waiting for its holder. Re-entrant within one thread.
 
-    The wait ends without the lock, with a warning, where its holder has shown no sign of life for half a minute, or no
-    progress for half an hour: what is done in the block must then be harmless in two processes.
+    If the holder gives no heartbeat for half a minute, or makes no progress for half an hour, the block runs without
+    the lock, after a warning. So the block must be safe to run in two processes at once.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
-    with _taken(file, on_wait or (lambda _owner: None)) as held:
+    with _locked(file, on_wait or (lambda _owner: None)) as lock:
         stop = threading.Event()
-        if held.is_locked:
+        if lock.is_locked:
             threading.Thread(target=_beat, args=(file, stop), name="lock", daemon=True).start()
         try:
-            yield held
+            yield lock
         finally:
             stop.set()
 
 
 @contextlib.contextmanager
-def _taken(file: Path, on_wait: OnWait | None) -> Iterator[Held]:
-    """Args: on_wait: None: do not wait."""
+def _locked(file: Path, on_wait: OnWait | None) -> Iterator[LockHandle]:
+    """Take and release the lock; if `on_wait` is None, raise LockBusy instead of waiting."""
     key = file.parent.resolve() / file.name
     if key in _own and (on_wait is None or _own[key] == threading.get_ident()):
         if on_wait is None:
             raise LockBusy(f"process {os.getpid()} (this one)")
-        yield Held(None)
+        yield LockHandle(None)
         return
     descriptor = _take(file, on_wait)
     if descriptor is None:
-        yield Held(None)
+        yield LockHandle(None)
         return
     _own[key] = threading.get_ident()
     try:
-        yield Held(descriptor)
+        yield LockHandle(descriptor)
     finally:
         del _own[key]
         with contextlib.suppress(OSError):
-            file.unlink()  # while it is locked: who opened it meanwhile looks whether it is still there
+            file.unlink()  # while locked: a process that opened it meanwhile checks that it still exists (`_is_at`)
         os.close(descriptor)
 
 
 def _take(file: Path, on_wait: OnWait | None) -> int | None:
-    """The descriptor that holds the lock; None: go on without it."""
+    """Return the file descriptor that holds the lock; None to run without it."""
     wait = _Wait(file)
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -146,7 +146,7 @@ def _take(file: Path, on_wait: OnWait | None) -> int | None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(descriptor, file):
                 return descriptor
-            os.close(descriptor)  # of a holder that has ended: take the one that is there now
+            os.close(descriptor)  # a former holder's file, unlinked meanwhile: open the current one
             continue
         except BlockingIOError:
             owner = _read(descriptor)
@@ -166,35 +166,35 @@ def _take(file: Path, on_wait: OnWait | None) -> int | None:
 
 
 class _Wait:
-    """How long somebody has been waited for, by this machine's clock, and since when he has shown no sign."""
+    """State of one wait: its start, and the last heartbeat and progress of the holder, by this machine's clock."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._start_s = self._beat_s = self._moved_s = time.monotonic()
-        self._said_s: float | None = None
-        self._beat: int | None = None
+        self._start_s = self._heartbeat_s = self._progress_s = time.monotonic()
+        self._logged_s: float | None = None
+        self._mtime_ns: int | None = None
         self._progress: tuple[int, str] | None = None
 
     def is_over(self, owner: Owner | None) -> bool:
-        """Whether it is time to go on without; says so, and now and then for whom it waits."""
+        """Return True if the holder counts as dead or stuck; log that, and every 30 s the holder waited for."""
         now_s, who = time.monotonic(), str(owner or "another process")
         try:
-            beat: int | None = self._file.stat().st_mtime_ns
-        except OSError:  # the holder has just ended
-            beat = None
-        if beat != self._beat:
-            self._beat, self._beat_s = beat, now_s
+            mtime_ns: int | None = self._file.stat().st_mtime_ns
+        except OSError:  # the holder has just released it
+            mtime_ns = None
+        if mtime_ns != self._mtime_ns:
+            self._mtime_ns, self._heartbeat_s = mtime_ns, now_s
         progress = None if owner is None else (owner.pid, owner.progress)
         if progress != self._progress:
-            self._progress, self._moved_s = progress, now_s
-        silent_s, still_s = now_s - self._beat_s, now_s - self._moved_s
+            self._progress, self._progress_s = progress, now_s
+        silent_s, still_s = now_s - self._heartbeat_s, now_s - self._progress_s
         if silent_s > _DEAD_AFTER_S or still_s > _STUCK_AFTER_S:
             sign, seconds = ("sign of life", silent_s) if silent_s > _DEAD_AFTER_S else ("progress", still_s)
-            held = f"{self._file} is held by {who}"
-            logger.warning("%s, which has shown no %s for %.0f s: going on without the lock", held, sign, seconds)
+            message = f"{self._file} is held by {who}"
+            logger.warning("%s, which has shown no %s for %.0f s: going on without the lock", message, sign, seconds)
             return True
-        if self._said_s is None or now_s - self._said_s > _SAY_EVERY_S:
-            self._said_s = now_s
+        if self._logged_s is None or now_s - self._logged_s > _SAY_EVERY_S:
+            self._logged_s = now_s
             logger.info("%s is held by %s: waiting since %.0f s", self._file, who, now_s - self._start_s)
         return False
 
@@ -207,7 +207,7 @@ def _is_at(descriptor: int, file: Path) -> bool:
 
 
 def _read(descriptor: int) -> Owner | None:
-    """Who holds it; None where nobody has written, or is writing now."""
+    """Read the holder from the lock file; None if it is empty or being written."""
     try:
         record = json.loads(os.pread(descriptor, _MOST_BYTES, 0))
         return Owner(int(record["pid"]), str(record["host"]), float(record["since_s"]), str(record["progress"]))

@@ -1,9 +1,8 @@
-"""Where the ranks of a run meet: the server given by URL, else an embedded Redis, else TCPStore on loopback.
+"""Rendezvous of the ranks of a run: a Redis server given by URL, else an embedded Redis, else TCPStore on loopback.
 
-Ranks of another launcher have no parent of ours, and meet at rank 0 (`init_method_under`).
-
-The parent of a run opens the place; ranks get one text, an `init_method` for torch.distributed. Nothing here imports
-torch, so a parent that only launches stays light.
+The parent process of a run opens it and passes the ranks an `init_method` for torch.distributed. Ranks started by
+another launcher have no such parent and rendezvous at rank 0 (`init_method_under`). Nothing here imports torch, so
+that a process that only launches starts quickly.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _MASTER_PORT = 29500  # torch's own default
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """An open store server; `url` is empty where ranks meet through a TCPStore of rank 0.
+    """An open store server; `url` is empty if the ranks use a TCPStore of rank 0.
 
     Args:
         url: address of the Redis server.
-        description: which kind of store it is, for reports; never a password.
-        runs: the names given out.
+        description: kind of store, for reports; never contains a password.
+        runs: run ids handed out so far.
     """
 
     url: str
@@ -50,7 +49,7 @@ class MeetingPlace:
     runs: list[str] = field(default_factory=list, repr=False)
 
     def init_method(self, run: str) -> str:
-        """A fresh `init_method` for one process group: `run` names it, and no two calls give the same."""
+        """Return a new, unique `init_method` for one process group; `run` is part of its run id."""
         if not self.url:
             return _loopback_url()
         self.runs.append(f"{run}-{secrets.token_hex(4)}")
@@ -59,17 +58,17 @@ class MeetingPlace:
 
 @contextmanager
 def meeting_place(url: str = "") -> Iterator[MeetingPlace]:
-    """Open the place where ranks meet; an embedded server ends with the block.
+    """Open the store for the rendezvous; an embedded server stops at the end of the block.
 
     Raises:
-        ConfigError: `url` is no redis://, rediss:// or unix:// address, or the loopback interface is down.
-        StoreUnreachable: nothing answers there, or the embedded server does not start.
+        ConfigError: `url` is not a redis://, rediss:// or unix:// address, or the loopback interface is down.
+        StoreUnreachable: no server answers there, or the embedded server does not start.
     """
     check_loopback()
     if url:
-        shown = urlsplit(with_run(url, "check"))
+        parsed = urlsplit(with_run(url, "check"))
         _ping(url)
-        place = MeetingPlace(url, f"Redis at {shown.hostname or shown.path}")
+        place = MeetingPlace(url, f"Redis at {parsed.hostname or parsed.path}")
         try:
             yield place
         finally:
@@ -83,10 +82,12 @@ def meeting_place(url: str = "") -> Iterator[MeetingPlace]:
 
 
 def init_method_under(env: RankEnv) -> str:
-    """Where a launcher says that its ranks meet; srun and mpirun on one host say nothing, and need not.
+    """Return the `init_method` for ranks of another launcher: `env://`, or rank 0's address.
+
+    srun and mpirun do not set MASTER_ADDR, which is needed only if the ranks run on several hosts.
 
     Raises:
-        ConfigError: MASTER_ADDR is needed and not set.
+        ConfigError: the ranks run on several hosts and MASTER_ADDR is not set.
     """
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return "env://"
@@ -98,16 +99,17 @@ def init_method_under(env: RankEnv) -> str:
 
 
 def register_schemes(init_method: str) -> None:
-    """Let `init_process_group` take this address where it is one of ours; other addresses need neither us nor redis."""
+    """Register our URL schemes with torch if this address has one of them; others need no import of redis."""
     if init_method.partition("://")[0] in SCHEMES:
         import netlayer.init_method  # noqa: F401 - importing it registers the schemes
 
 
 def check_url(url: str) -> None:
-    """Refuse a network address whose user or password holds a character that ends it: the rest would pass for a path.
+    """Refuse an address with an unescaped /, ? or # in user or password: the rest would be parsed as a path.
 
     Raises:
-        ConfigError: an @ stands behind the first /, ? or #; nothing of the URL is shown, for it may be the password.
+        ConfigError: there is an @ after the first /, ? or #. The message shows no part of the URL, which may have the
+            password.
     """
     scheme, _, rest = url.partition("://")
     if scheme in ("redis", "rediss") and "@" in rest[len(re.split(r"[/?#]", rest, maxsplit=1)[0]) :]:
@@ -117,19 +119,19 @@ def check_url(url: str) -> None:
 
 
 def with_run(url: str, run: str) -> str:
-    """The server's address with a run id, as `netlayer.init_method` reads it.
+    """Return the server's address with a run id, as `netlayer.init_method` reads it.
 
     `redis://host:port/DB` becomes `redis://host:port/RUN?db=DB`; `unix:///socket` becomes `unix:///socket?run=RUN`.
 
     Raises:
-        ConfigError: the scheme is another one, or the path of a redis:// address is no database number.
+        ConfigError: the scheme is not supported, or the path of a redis:// address is not a database number.
     """
     check_url(url)
     parts = urlsplit(url)
     query = parse_qsl(parts.query)
     if parts.scheme not in SCHEMES:
         raise ConfigError("job.store.url", None, "is no redis://, rediss:// or unix:// address", "correct it")
-    if parts.scheme == "unix":  # by hand: geturl() would drop the empty authority of unix:///path
+    if parts.scheme == "unix":  # not geturl(), which would drop the empty authority of unix:///path
         return f"unix://{parts.netloc}{parts.path}?{urlencode([*query, ('run', run)])}"
     database = parts.path.strip("/")
     if database and not database.isdigit():
@@ -138,35 +140,35 @@ def with_run(url: str, run: str) -> str:
 
 
 def _clear(place: MeetingPlace) -> None:
-    """Ranks remove their run's keys as they leave; those of a run whose ranks were killed go here."""
+    """Remove the keys of runs whose ranks were killed; ranks that leave normally remove them by themselves."""
     from netlayer.redis_run import remove_run
 
     for run in place.runs:
         try:
             remove_run(place.url, run, _PING_TIMEOUT_S)
-        except NetlayerError as exc:  # the run's own outcome matters more than what it leaves
+        except NetlayerError as exc:  # not worth failing the run
             logger.warning("the keys of run %s stay on the server: %s", run, exc)
 
 
 def _ping(url: str) -> None:
-    """Refuse an address where nothing answers now, before anything is started that would wait for it."""
+    """Check that a new enough Redis server answers, before anything is started that would wait for it."""
     from netlayer.redis_link import RedisLinks
 
     links = RedisLinks(url, lambda _ask: None, _PING_TIMEOUT_S)
     try:
-        [said] = links.ask([("INFO", "server")], time.monotonic() + _PING_TIMEOUT_S, patient=False)
+        [info] = links.ask([("INFO", "server")], time.monotonic() + _PING_TIMEOUT_S, patient=False)
     finally:
         links.close()
-    found = re.search(r"\bredis_version:(\d+)\.(\d+)", bytes(said).decode())
-    if found and (int(found[1]), int(found[2])) < OLDEST_REDIS:
-        version = f"{found[1]}.{found[2]}"
+    match = re.search(r"\bredis_version:(\d+)\.(\d+)", bytes(info).decode())
+    if match and (int(match[1]), int(match[2])) < OLDEST_REDIS:
+        version = f"{match[1]}.{match[2]}"
         raise ConfigError(
             "job.store.url", None, f"the server is Redis {version}, which lacks BLMOVE", "give Redis >= 6.2"
         )
 
 
 def _loopback_url() -> str:
-    """A TCPStore address on a port that was free a moment ago."""
+    """Return a TCPStore address on a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"

@@ -41,7 +41,7 @@ MESSAGE, RESULT, FAILURE = b"m", b"r", b"f"
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Which rank a process is; the defaults are a process that no launcher started."""
+    """Rank and world size of a process; the defaults are those of a process that no launcher started."""
 
     rank: int = 0
     world_size: int = 1
@@ -75,59 +75,59 @@ def detect(environ: Mapping[str, str]) -> RankEnv | None:
 
 
 def number(environ: Mapping[str, str]) -> int | None:
-    """This process's rank where a launcher has started it; None too where what it says of it is no good."""
+    """Return this process's rank; None if no launcher started it, or its variables are invalid."""
     try:
         env = detect(environ)
-    except ConfigError:  # who needs the rank reports that
+    except ConfigError:  # reported where the rank is needed
         return None
     return None if env is None else env.rank
 
 
 def speaks(environ: Mapping[str, str]) -> bool:
-    """Whether this process says what every rank of a launcher would say alike: as the first of them, or as no rank."""
+    """Return True if this process prints messages that are the same on all ranks: rank 0, or a process without one."""
     return not number(environ)
 
 
 def end_rank(line: str, code: int) -> NoReturn:
-    """End a command with a line on stderr; what every rank of a launcher would say alike, one of them says.
+    """Exit with a line on stderr, for an error that all ranks have alike; usually only rank 0 prints it.
 
-    A rank other than the first waits with a usage error: a launcher that sees the first one fail ends it meanwhile.
-    torchrun also shows the line in its summary.
+    With a usage error the other ranks wait first: the launcher sees rank 0 fail and ends them meanwhile. torchrun also
+    shows the line in its summary.
     """
     if not speaks(os.environ) and code == EXIT_USAGE:
         time.sleep(_FIRST_SPEAKS_S)
-    _say_end(line)
+    _write_last_line(line)
     sys.exit(code)
 
 
-def _say_end(line: str) -> None:
+def _write_last_line(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        said = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):  # stderr has it
-            Path(file).write_text(json.dumps({"message": said}), encoding="utf-8")
+            Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def _end_at_once(error: NetlayerError) -> None:
-    """As `end_rank` does, but from any thread, and without a wait for other threads."""
-    _say_end(f"error: {error}")
+    """Exit with the error on stderr, from any thread and without waiting for the other threads."""
+    _write_last_line(f"error: {error}")
     os._exit(error.exit_code)
 
 
 def _ignore(message: object) -> None:
-    """Progress that nobody asked to hear."""
+    """Discard a progress message."""
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank is given first: which rank it is, and a way to tell the launcher of its progress.
+    """First argument of a rank's function: its rank, and functions that send progress or a failure to the launcher.
 
-    `report(message)` sends a small picklable object to `on_message` of `launch`. It waits while the launcher is busy
+    `report(message)` sends a small picklable object to `on_message` of `launch`. It blocks while the launcher is busy
     with earlier messages, and works only in the rank's own process, not in one forked from it.
 
-    `fail(error)` ends this process with an error that names who is to blame for the end of the run, from any thread:
-    for a main thread that is stuck where no exception reaches it.
+    `fail(error)` ends this process with an error that names the culprit. Callable from any thread, for a main thread
+    that hangs where no exception reaches it.
     """
 
     env: RankEnv
@@ -136,7 +136,7 @@ class RankContext:
 
 
 class Blame(enum.IntEnum):
-    """How far a failure is from the root cause; see the note at `Failure`."""
+    """Class of a failure, ordered by closeness to the root cause; see the note at `Failure`."""
 
     KILLED = 0
     PLAIN = 1
@@ -154,14 +154,14 @@ class Failure:
 
     1. KILLED, by SIGKILL: that comes from outside (an operator, the kernel out of memory), never from a peer;
     2. PLAIN, an exception or a death that does not look like a lost peer;
-    3. HUNG, what a rank that waits has found out of another one which goes on to live (`RankContext.fail`);
-    4. NAMED, an exception of a lost peer that says who it is: CollectiveFailed with culprits;
-    5. LOST_PEER, an exception that does not: ConnectionError, EOFError, TimeoutError, StoreError, words of gloo, NCCL.
+    3. HUNG, reported by a waiting rank about another rank that is still alive (`RankContext.fail`);
+    4. NAMED, an exception that names the lost peer: CollectiveFailed with culprits;
+    5. LOST_PEER, an exception that names none: ConnectionError, EOFError, TimeoutError, StoreError, gloo, NCCL errors.
 
     Within a class the earliest wins. An exception has the time at which it left `target`; a death has the time of the
-    last poll that saw the rank alive, so a death is never judged later than it was. While only lost peers are known the
-    wait is longer, since the cause may still be on its way through a slow `finally`. A rank that stops without ending
-    is told from its peers that time out waiting for it by these alone: HUNG.
+    last poll that saw the rank alive, so it is never dated too late. While only LOST_PEER failures are known the
+    launcher waits longer, since the cause may still be in a slow `finally`. A rank that hangs without ending does not
+    report anything itself; only the HUNG reports of its peers tell it from them.
     """
 
     rank: int
@@ -339,7 +339,7 @@ class _Reporter:
         self.send(MESSAGE, pickle.dumps(message))
 
     def fail(self, error: NetlayerError) -> None:
-        """End this process, as `RankContext.fail` says."""
+        """Send the error to the launcher and exit, see `RankContext.fail`."""
         described = {"blame": Blame.HUNG, "reason": reason_of(error), "traceback": "", "error": _pickle_error(error)}
         self.send(FAILURE, pickle.dumps(described))
         with contextlib.suppress(OSError, ValueError):
@@ -347,14 +347,14 @@ class _Reporter:
         os._exit(1)
 
     def send(self, kind: bytes, body: bytes) -> None:
-        left = memoryview(HEADER.pack(kind, time.monotonic_ns(), len(body)) + body)
+        remaining = memoryview(HEADER.pack(kind, time.monotonic_ns(), len(body)) + body)
         with self._lock:
-            while left:
-                left = left[os.write(self._fd, left) :]
+            while remaining:
+                remaining = remaining[os.write(self._fd, remaining) :]
 
 
 def _die_with(launcher_pid: int) -> None:
-    """The kernel kills this process when the thread that started it ends, and `launch` does not return before that.
+    """Have the kernel kill this process when the thread that started it ends (`launch` does not return before that).
 
     The keeper does the same and more, but later, and is itself a process that can be killed.
     """
@@ -367,7 +367,7 @@ def _die_with(launcher_pid: int) -> None:
 
 
 def _flush_every_line() -> None:
-    """A log must hold what was printed before a SIGKILL, by Python and by C (NCCL_DEBUG) alike."""
+    """Flush output at every line, of Python and C (NCCL_DEBUG), so that the log is complete after a SIGKILL."""
     sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     if sys.platform == "linux":
@@ -378,7 +378,7 @@ def _flush_every_line() -> None:
 
 
 def _describe(exc: BaseException) -> bytes:
-    """Fields of a `Failure`; text only, since an exception itself may not survive pickle."""
+    """Pickle the fields of a `Failure` as text, since the exception itself may not be picklable."""
     below_us = exc.__traceback__ and exc.__traceback__.tb_next
     text = "".join(traceback.format_exception(type(exc), exc, below_us))
     blame = Blame.LOST_PEER if _looks_like_lost_peer(exc) else Blame.PLAIN
@@ -408,7 +408,7 @@ _LOST_PEER = re.compile(
 
 
 def _looks_like_lost_peer(exc: BaseException | None) -> bool:
-    """Whether this, or what it was raised from, reads as "somebody else went away"."""
+    """Return True if the exception, or one of its causes, looks like the loss of a peer."""
     while exc is not None:
         if isinstance(exc, ConnectionError | EOFError | TimeoutError | StoreError):
             return True

@@ -1,9 +1,9 @@
-"""Connections to one Redis server that outlive its restarts: deadlines, retries, and writes that happen once.
+"""Connections to one Redis server that survive its restarts: deadlines, retries, and writes that run exactly once.
 
-A call borrows a connection for itself alone and gives it back, so no two threads ever share one, and a forked child
-opens its own. A lost connection is opened again with exponential back-off and jitter until the deadline of the call. A
-write goes out as a script with a serial number: sent twice because the answer was lost, it still happens once. Left
-out: Redis Cluster and Sentinel.
+Each call borrows a connection exclusively and returns it, so no two threads share one, and a forked child opens its
+own. A lost connection is reopened with exponential back-off and jitter until the deadline of the call. A write is a
+script with a serial number: if it is sent again because the answer was lost, it still runs once. Not supported: Redis
+Cluster and Sentinel.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ T = TypeVar("T")
 _CONNECT_TIMEOUT_S = 5.0
 _LEAST_CONNECT_S = 0.5  # a socket takes zero for "do not wait at all"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
-_SHORTEST_BLOCK_S = 0.01  # Redis 6.2 takes less than a millisecond for "forever"
-_LONGEST_BLOCK_S = 1e8  # three years; what is longer waits without end
-_TELL_EVERY_S = 10.0  # while no server answers
-_LAST_WORDS_BYTES = 1024
-_GRACE_S = 1.0  # the server's own timer ends a blocked command; the client gives up this much later
-_jitter = random.SystemRandom()  # the user's seed is neither used nor moved on
+_SHORTEST_BLOCK_S = 0.01  # Redis 6.2 reads less than a millisecond as "forever"
+_LONGEST_BLOCK_S = 1e8  # three years; longer waits are without limit
+_LOG_EVERY_S = 10.0  # while no server answers
+_LAST_MESSAGE_BYTES = 1024
+_GRACE_S = 1.0  # the server's own timer ends a blocked command; the client's deadline is this much later
+_jitter = random.SystemRandom()  # independent of the user's random seed
 _FILE_OPTIONS = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 # A host that dies in silence is noticed after 10 + 3 * 5 s, also by a thread that waits for an answer.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 _GIVE_AUTHORITY = "give its authority as ?ssl_ca_certs=/path/ca.pem"
-# By a part of OpenSSL's reason.
+# Remedy for each part of OpenSSL's reason.
 _CERTIFICATE_REMEDIES = {
     "expired": "renew it on the server, or correct this machine's clock",
     "not yet valid": "correct this machine's clock, or the certificate on the server",
@@ -74,7 +74,7 @@ _CERTIFICATE_REMEDIES = {
     "IP address mismatch": "write the host name that it was made for, or add ?ssl_check_hostname=false",
 }
 _CODES = {NoPermissionError: "NOPERM ", ReadOnlyError: "READONLY ", OutOfMemoryError: "OOM "}
-# By a part of the server's answer: the rule that is broken, and the remedy.
+# Rule that is broken, and remedy, for each part of the server's answer.
 _REFUSALS = {
     "READONLY": (
         "must name the primary, this server is a replica of another",
@@ -88,7 +88,7 @@ _REFUSALS = {
     "CLUSTERDOWN": ("must name one server, this is a node of a Redis Cluster", "give a Redis without cluster-enabled"),
     "DB index is out of range": ("has a database number that the server does not have", "write /0, or no number"),
 }
-# Of a server that let us in and cannot go on: the remedy.
+# Remedy for a server that accepted the connection and fails later, for each part of its answer.
 _FAILING = {
     "OOM command not allowed": "raise maxmemory there, or remove what killed runs left (netlayer.store.remove_run)",
     "MISCONF": "free the server's disk: it cannot write its data there, and its log says why",
@@ -96,7 +96,7 @@ _FAILING = {
 
 
 class Script:
-    """A Lua script; sent by its hash, and in full where the server does not know it (any more)."""
+    """A Lua script; sent by its hash, and in full if the server does not have it cached."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -109,7 +109,7 @@ class RedisLinks:
     Args:
         url: `redis://[user:password@]host:port/db`, `rediss://...?ssl_ca_certs=/path/ca.pem`, `unix:///path`.
         admit: called on every new connection, with a function that sends one command and returns its answer.
-        timeout_s: the longest that one attempt to connect may take.
+        timeout_s: longest time of one attempt to connect, in seconds.
     """
 
     def __init__(self, url: str, admit: Callable[[Callable[..., Reply]], None], timeout_s: float) -> None:
@@ -129,12 +129,13 @@ class RedisLinks:
         patient: bool = True,
         reconnect_until: float = math.inf,
     ) -> list[Reply]:
-        """Send commands that may be repeated in one round trip; their answers.
+        """Send idempotent commands in one round trip and return their answers.
 
         Args:
-            deadline: of the answers.
-            patient: else try only once.
-            reconnect_until: a broken connection is opened again once, and until then.
+            commands: commands that may safely be sent again.
+            deadline: monotonic time by which the answers must arrive.
+            patient: if False, try only once.
+            reconnect_until: monotonic time until which a broken connection is reopened; at least one retry is made.
         """
         return self._persist(
             deadline, lambda link: link.exchange(commands, deadline), patient=patient, reconnect_until=reconnect_until
@@ -160,9 +161,9 @@ class RedisLinks:
         )
 
     def block(self, commands: Callable[[str], list[Command]], deadline: float) -> list[Reply] | None:
-        """Send commands that the server answers when there is something to answer; None at the deadline.
+        """Send blocking commands (BLMOVE, BLPOP) and return their answers; None at the deadline.
 
-        `commands` gets the seconds that are left, as the server wants them, anew for every attempt.
+        `commands` is called for every attempt with the remaining seconds, formatted for Redis.
         """
         return self._persist(deadline, lambda link: link.block(commands, deadline))
 
@@ -184,7 +185,7 @@ class RedisLinks:
         reconnect_until: float = math.inf,
     ) -> T:
         link = link or self._borrow()
-        told_s = -math.inf
+        logged_s = -math.inf
         try:
             for failures in itertools.count():
                 try:
@@ -196,9 +197,9 @@ class RedisLinks:
                     )
                     self._raise_if_hopeless(exc, until if patient else 0.0)
                     # One may be a server that closes idle connections.
-                    if failures >= 1 and time.monotonic() >= told_s + _TELL_EVERY_S:
-                        told_s, left_s = time.monotonic(), until - time.monotonic()
-                        patience = f"for another {left_s:.0f} s" if math.isfinite(left_s) else "without end"
+                    if failures >= 1 and time.monotonic() >= logged_s + _LOG_EVERY_S:
+                        logged_s, remaining_s = time.monotonic(), until - time.monotonic()
+                        patience = f"for another {remaining_s:.0f} s" if math.isfinite(remaining_s) else "without end"
                         logger.warning("no answer from the store at %s (%s); trying %s", self.address, exc, patience)
                 except RedisError as exc:
                     raise _refusal(exc, self.address) from exc
@@ -210,7 +211,7 @@ class RedisLinks:
     def _raise_if_hopeless(self, exc: Exception, deadline: float) -> None:
         if isinstance(exc.__context__, ssl.SSLCertVerificationError):
             reason = exc.__context__.verify_message
-            remedy = next((words for part, words in _CERTIFICATE_REMEDIES.items() if part in reason), _GIVE_AUTHORITY)
+            remedy = next((text for part, text in _CERTIFICATE_REMEDIES.items() if part in reason), _GIVE_AUTHORITY)
             rule = f"the server's certificate must be valid ({reason.rstrip('.')})"
             raise ConfigError("store url", self.address, rule, remedy) from exc
         if self.closed:
@@ -220,7 +221,7 @@ class RedisLinks:
             remedy = "raise it there (CONFIG SET maxclients, and the server's ulimit -n)"
             raise ConfigError("maxclients", None, rule, remedy) from exc
         if time.monotonic() >= deadline:
-            # Neither side hears why: a server without TLS waits for the rest of a line, one with it alone hangs up.
+            # TLS mismatch gives no reason: a plain server waits for the rest of a line, a TLS-only one hangs up.
             other = "rediss://, where it speaks TLS" if self.address.startswith("redis:") else "redis://, without TLS"
             scheme = "" if self.address.startswith("unix:") else f" (or write {other})"
             remedy = f"start a Redis server there or correct the store's URL{scheme}"
@@ -250,7 +251,7 @@ class RedisLinks:
             return connection.read_response()
 
         try:
-            with _last_words_heard(connection):
+            with _last_message_kept(connection):
                 connection.on_connect()
                 self._admit(ask)
         except (AuthenticationError, ResponseError) as exc:
@@ -267,7 +268,7 @@ class _Link:
 
     @contextlib.contextmanager
     def dropped_on_error(self) -> Iterator[None]:
-        """An answer that was not read, after Ctrl-C say, must not be taken for the answer to the next command."""
+        """Close the connection on any error: an unread answer must not be taken for that of the next command."""
         try:
             yield
         except BaseException:
@@ -318,7 +319,7 @@ class _Link:
         self.connection.send_packed_command(self.connection.pack_commands(commands))
 
     def _read(self, seconds: float) -> Reply:
-        """The next answer; an error that the server answers with is returned, not raised."""
+        """Return the next answer; an error reply of the server is returned, not raised."""
         timeout = None if seconds > _LONGEST_BLOCK_S else max(seconds, _SHORTEST_BLOCK_S)
         if not self.connection.can_read(timeout):
             raise AnswerLate(f"no answer in {seconds:.1f} s")
@@ -329,31 +330,32 @@ class _Link:
 
 
 @contextlib.contextmanager
-def _last_words_heard(connection: Any) -> Iterator[None]:
-    """Raise a broken connection with what the server said before it hung up, that it is full for one.
+def _last_message_kept(connection: Any) -> Iterator[None]:
+    """Add the server's last message ("max number of clients reached") to the error of a broken connection.
 
-    A write may meet the closed end first; redis-py then closes the socket with the server's words unread in it.
+    A write may fail first; redis-py then closes the socket with that message unread.
     """
     spare = os.dup(connection._sock.fileno())
     try:
         yield
     except ConnectionBroken as exc:
-        said = b""
+        message = b""
         with contextlib.suppress(OSError):
-            said = os.read(spare, _LAST_WORDS_BYTES)  # at once: nothing more comes into a socket that was shut down
-        if said.startswith(b"-"):
-            raise ConnectionBroken(said[1:].decode(errors="replace").strip()) from exc
+            message = os.read(spare, _LAST_MESSAGE_BYTES)  # returns at once: the socket was shut down
+        if message.startswith(b"-"):
+            raise ConnectionBroken(message[1:].decode(errors="replace").strip()) from exc
         raise
     finally:
         os.close(spare)
 
 
 def _refusal(exc: RedisError, address: str, *, joining: bool = False) -> NetlayerError:
-    """The error for a command that the server answers with one, with the remedy that helps.
+    """Translate an error reply of the server to our error, with a remedy.
 
-    Redis before 7 puts words of its own before those of a command inside a script, so they are looked for anywhere.
+    Redis before 7 puts a text of its own before the error of a command inside a script, so the code is searched
+    anywhere in the reply.
     """
-    # redis-py takes the code off an answer for which it has a class.
+    # redis-py removes the code from a reply for which it has a class.
     code = next((code for kind, code in _CODES.items() if isinstance(exc, kind)), "")
     answer = f"{code}{exc}"
     # `LOST` of redis_scripts, which imports this module.
@@ -364,14 +366,14 @@ def _refusal(exc: RedisError, address: str, *, joining: bool = False) -> Netlaye
             "was emptied: start the run again, on a server with maxmemory-policy noeviction"
         )
     rule, remedy = next(
-        (words for part, words in _REFUSALS.items() if part in answer),
+        (entry for part, entry in _REFUSALS.items() if part in answer),
         ("the server must let us in", "correct user, password and database number in the store's URL")
         if joining
         else ("", ""),
     )
     if rule:
         return ConfigError("store url", address, f"{rule} ({answer})", remedy)
-    remedy = next((words for part, words in _FAILING.items() if part in answer), "")
+    remedy = next((entry for part, entry in _FAILING.items() if part in answer), "")
     return StoreError(f"the store at {address} refuses a command: {answer}" + (f"; {remedy}" if remedy else ""))
 
 
@@ -387,7 +389,7 @@ def _pause(failures: int) -> float:
 
 
 def _parse(url: str, connect_timeout: float, on_connect: Callable[[Any], None]) -> tuple[ConnectionPool, Any]:
-    """Class and options of connections, and a first one, which is not open yet: making it checks the options."""
+    """Return the connection pool and a first, unopened connection, whose construction checks the options."""
     rule = "must be redis://[user:password@]host:port/db, rediss://... or unix:///path, with options of redis-py"
     check_url(url)
     options: dict[str, Any] = {
@@ -415,7 +417,7 @@ def _parse(url: str, connect_timeout: float, on_connect: Callable[[Any], None]) 
 
 
 def _address(url: str, options: dict[str, Any]) -> str:
-    """The URL without user, password and options, for messages."""
+    """Return the URL without user, password and options, for messages."""
     scheme = url.partition("://")[0]
     if "path" in options:
         return f"{scheme}://{options['path']}"

@@ -1,8 +1,8 @@
-"""Who is in a run, and when its keys go: joining, leaving, and knowing a server that came back empty.
+"""Membership of a run in the Redis store: join, leave, cleanup, and detection of a server that lost its data.
 
-The first connection of a process joins its run and learns the run's epoch, a random word that lies beside the keys;
-every later connection compares it. The last member to leave removes the keys. Left out: a lease on a member, so a
-killed run leaves its keys to `remove_run`.
+The first connection of a process joins its run and reads the run's epoch, a random word stored with the keys; every
+later connection compares it. The last member to leave removes the keys. Members have no lease, so the keys of a killed
+run remain until `remove_run`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RUN_ID = re.compile(r"[^\s{}\x00-\x1f]{1,200}")
 
 
 def namespace_of(run_id: str) -> bytes:
-    """What every key of the run begins with."""
+    """Return the prefix of all keys of the run."""
     if not _RUN_ID.fullmatch(run_id):
         raise ConfigError("run id", run_id, "must be 1 to 200 characters, none a space or a brace", "give another name")
     return f"netlayer:{{{run_id}}}:".encode()
@@ -63,9 +63,9 @@ class Membership:
     Args:
         url: address of the server.
         run_id: name of the run.
-        rank: None for a member without a number; two processes of one rank are refused.
-        world_size: how many must have left before the last one removes the keys; 0: as many as have joined.
-        timeout_s: the longest that one attempt to connect may take.
+        rank: rank of the member, None for one without; a second process of the same rank is refused.
+        world_size: number of members that must leave before the last one removes the keys; 0: all that joined.
+        timeout_s: longest time of one attempt to connect, in seconds.
     """
 
     def __init__(self, url: str, run_id: str, rank: int | None, world_size: int, timeout_s: float) -> None:
@@ -79,7 +79,7 @@ class Membership:
         self._pid = os.getpid()
 
     def join(self, deadline: float) -> None:
-        """Connect for the first time; where this member has left before, when the others have too."""
+        """Connect for the first time; if this member has left the run before, wait until the others have too."""
         until_s = min(deadline, time.monotonic() + _LEAVE_S)
         while True:
             try:
@@ -91,10 +91,10 @@ class Membership:
                 time.sleep(_POLL_S)
 
     def leave(self, *, is_off: bool = False) -> None:
-        """Say goodbye, remove the keys where nobody is left, and close the connections.
+        """Leave the run, remove its keys if this is the last member, and close the connections.
 
         Args:
-            is_off: the run never came together: nobody is left when all who joined have gone.
+            is_off: the run never became complete, so the last of those that joined removes the keys.
         """
         if self.links.closed:
             return
@@ -103,20 +103,20 @@ class Membership:
             if os.getpid() == self._pid and self._is_last(deadline, is_off):  # a forked child is no member
                 clear(self.links, self.namespace, deadline, patient=False)
         except NetlayerError as exc:
-            logger.debug("left run %s without a word: %s", self.run_id, exc)
+            logger.debug("could not leave run %s in order: %s", self.run_id, exc)
         finally:
             self.links.close()
 
     def _is_last(self, deadline: float, is_off: bool) -> bool:
-        words = (self._member, self._epoch or b"", 0 if is_off else self._world_size)
-        goodbye = ("EVAL", scripts.LEAVE.text, 1, self.namespace, *words)
+        arguments = (self._member, self._epoch or b"", 0 if is_off else self._world_size)
+        goodbye = ("EVAL", scripts.LEAVE.text, 1, self.namespace, *arguments)
         return self.links.ask([goodbye], deadline, patient=False) == [1]
 
     def _admit(self, ask: Callable[..., Any]) -> None:
         if self._epoch is None:
-            words = (self._member, self._token, secrets.token_hex(8))
+            arguments = (self._member, self._token, secrets.token_hex(8))
             try:
-                epoch = ask("EVAL", scripts.JOIN.text, 1, self.namespace, *words)
+                epoch = ask("EVAL", scripts.JOIN.text, 1, self.namespace, *arguments)
             except ResponseError as exc:
                 if scripts.EVICTS not in str(exc):
                     raise
@@ -151,4 +151,4 @@ class Membership:
 
 
 class _HasLeft(Exception):
-    """This member was there, and has gone; others of its run have not yet."""
+    """This member has left the run before, and others have not yet."""

@@ -1,17 +1,18 @@
-"""How the keys of one run lie in Redis, and the Lua scripts that change them, each of them atomic.
+"""Layout of the keys of one run in Redis, and the Lua scripts that change them; each script is atomic.
 
-Everything of a run begins with its namespace, `netlayer:{RUN}:`. There a key NAME of the store is the list `k:NAME`
-with one element, its value: the server can then keep any number of clients waiting for it (BLMOVE of the list onto
-itself). A queue NAME is the list `q:NAME`; while it has elements and no value has the same name, `k:NAME` holds one
+All keys of a run begin with its namespace, `netlayer:{RUN}:`. A key NAME of the store is the list `k:NAME` with its
+value as the only element, so that the server can block any number of clients until it exists (BLMOVE of the list onto
+itself). A queue NAME is the list `q:NAME`; while it has elements and no value has the same name, `k:NAME` has one
 empty element, so that `check` and `wait` see the queue. `keys` and `queues` are the sets of names, `once` the last
-answer to every connection, `ranks` and `left` who came and who went, `epoch` a random word that is gone when the data
-is gone.
+answer to each connection, `ranks` and `left` the members that joined and left, `epoch` a random word: if it is gone,
+so is the data.
 
-A writing script gets the name of the connection and a serial number first. A serial that it has seen is answered from
-`once` without doing anything: what was sent again because the answer got lost happens once.
+A writing script first gets the name of the connection and a serial number. If it has seen the serial already, it
+returns the answer stored in `once` and changes nothing, so that a request repeated after a lost answer runs once.
 
-Redis may drop keys under `maxmemory`. Joining refuses a server that would (`netlayer.redis_run`); where one did all the
-same, a script that meets a name whose set and list disagree, or a run without its epoch, answers with the error LOST.
+Redis may evict keys under `maxmemory`. Joining refuses a server with such a policy (`netlayer.redis_run`). If keys are
+evicted nevertheless, a script that meets a name whose set and list disagree, or a run without its epoch, answers with
+the error LOST.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ __all__ = [
 ]
 
 
-LOST = "LOSTDATA"  # how a script's error begins that met a key whose data the server has dropped
+LOST = "LOSTDATA"  # prefix of a script's error for a key whose data the server has evicted
 
 
 def slot(namespace: bytes, name: bytes) -> bytes:
-    """The list that holds the value of `name`."""
+    """Return the Redis key of the list that holds the value of `name`."""
     return namespace + b"k:" + name
 
 
 def queue(namespace: bytes, name: bytes) -> bytes:
-    """The list that holds the elements of queue `name`."""
+    """Return the Redis key of the list that holds the elements of queue `name`."""
     return namespace + b"q:" + name
 
 
@@ -57,7 +58,7 @@ local ns = KEYS[1]
 local function slot(name) return ns .. 'k:' .. name end
 local function queue(name) return ns .. 'q:' .. name end
 
--- A name is lost where its set and its list disagree: the server has dropped one of them, by eviction say.
+-- A name is lost if its set and its list disagree: the server has dropped one of them, for example by eviction.
 local function refuse_lost(name)
   if redis.call('EXISTS', ns .. 'epoch') == 0 then return redis.error_reply('LOSTDATA epoch') end
   local listed, held = redis.call('SISMEMBER', ns .. 'keys', name), redis.call('EXISTS', slot(name))
@@ -93,7 +94,7 @@ if last then
   local space = string.find(last, ' ', 1, true)
   if tonumber(string.sub(last, 1, space - 1)) >= tonumber(serial) then return string.sub(last, space + 1) end
 end
--- Only now: what happened before the loss keeps its answer.
+-- Checked after `once`: a repeated request from before the loss still gets its answer.
 local refusal = ARGV[3] and refuse_lost(ARGV[3])
 if refusal then return refusal end
 local function done(answer)
@@ -112,8 +113,8 @@ for i = 3, #ARGV, 2 do write(ARGV[i], ARGV[i + 1]) end
 return done('')
 """)
 
-# ARGV: name, amount. '=' and the sum, or '!' and the reason why there is none. Reads numbers as TCPStore does (C's
-# stoll). The sum is Redis's own, because Lua's numbers are exact only to 2^53.
+# ARGV: name, amount. Returns '=' and the sum, or '!' and the reason why there is none. Reads numbers as TCPStore does
+# (C's stoll). Redis computes the sum, because Lua's numbers are exact only to 2^53.
 ADD = Script(f"""{_KEYS}{_ONCE}
 local sign, digits = string.match(read(ARGV[3]) or '0', '^%s*([+-]?)0*(%d+)')
 if not digits then return done('!its value is not a number') end
@@ -134,7 +135,7 @@ write(ARGV[3], (read(ARGV[3]) or '') .. ARGV[4])
 return done('')
 """)
 
-# ARGV: name, expected, desired. The value afterwards; for a missing key that was expected to have one: `expected`.
+# ARGV: name, expected, desired. Returns the value afterwards; `expected` if the key is missing but should have a value.
 COMPARE_SET = Script(f"""{_KEYS}{_ONCE}
 local held = read(ARGV[3])
 if (held or '') ~= ARGV[4] then return done(held or ARGV[4]) end
@@ -142,7 +143,7 @@ write(ARGV[3], ARGV[5])
 return done(ARGV[5])
 """)
 
-# ARGV: name. '1' where there was a key.
+# ARGV: name. Returns '1' if the key existed.
 DELETE = Script(f"""{_KEYS}{_ONCE}
 if redis.call('SREM', ns .. 'keys', ARGV[3]) == 0 then return done('0') end
 if redis.call('EXISTS', queue(ARGV[3])) == 1 then
@@ -161,7 +162,7 @@ if redis.call('EXISTS', slot(ARGV[3])) == 0 then redis.call('RPUSH', slot(ARGV[3
 return done('')
 """)
 
-# ARGV: name. '=' and the first element, or '!' where there is none.
+# ARGV: name. Returns '=' and the first element, or '!' if there is none.
 POP = Script(f"""{_KEYS}{_ONCE}
 local value = redis.call('LPOP', queue(ARGV[3]))
 if not value then return done('!') end
@@ -169,7 +170,7 @@ tidy(ARGV[3])
 return done('=' .. value)
 """)
 
-# ARGV: names. 1 where all have a value or are queues with elements.
+# ARGV: names. Returns 1 if all have a value or are queues with elements.
 CHECK = Script(f"""{_KEYS}
 local all = 1
 for _, name in ipairs(ARGV) do
@@ -180,21 +181,22 @@ end
 return all
 """)
 
-# ARGV: name. Follows a BLPOP of the queue.
+# ARGV: name. Cleans up after a BLPOP of the queue.
 TIDY = Script(f"""{_KEYS}
 tidy(ARGV[1])
 return 1
 """)
 
-# ARGV: member, token, new epoch. The epoch of the run, or nil where another process is that member; HAS_LEFT where it
-# was, and the others of its run are yet to leave. An error `EVICTS policy limit` where the server would drop keys to
-# make room: asked for here, so that joining stays one request a rank. `volatile-*` spares ours, which never expire.
+# ARGV: member, token, new epoch. Returns the epoch of the run; nil if another process is that member; HAS_LEFT if that
+# member has left and others of its run have not yet. Fails with `EVICTS policy limit` if the server would evict keys
+# under memory pressure; checked here so that joining remains one request a rank. `volatile-*` policies never evict our
+# keys, since these have no expiry.
 HAS_LEFT = b"left"
 EVICTS = "EVICTS"
 JOIN = Script("""
 local ns = KEYS[1]
 local memory = redis.pcall('INFO', 'memory')
-if type(memory) == 'string' then  -- a table where INFO is not among the user's rights
+if type(memory) == 'string' then  -- a table (error) if the user may not call INFO
   local policy, limit = memory:match('maxmemory_policy:(%S+)'), memory:match('maxmemory:(%d+)')
   if policy and policy:sub(1, 8) == 'allkeys-' and limit ~= '0' then
     return redis.error_reply('EVICTS ' .. policy .. ' ' .. limit)
@@ -208,7 +210,8 @@ redis.call('SET', ns .. 'epoch', ARGV[3], 'NX')
 return redis.call('GET', ns .. 'epoch')
 """)
 
-# ARGV: member, epoch, world size or 0. 1 where nobody is left: all who joined have gone, and as many as the world has.
+# ARGV: member, epoch, world size or 0. Returns 1 if this was the last member: all who joined, and at least as many as
+# the world size, have left.
 LEAVE = Script("""
 local ns = KEYS[1]
 if redis.call('GET', ns .. 'epoch') ~= ARGV[2] then return 0 end
@@ -217,7 +220,7 @@ local expected = math.max(tonumber(ARGV[3]), redis.call('HLEN', ns .. 'ranks'))
 return redis.call('SCARD', ns .. 'left') >= expected and 1 or 0
 """)
 
-# Removes a part of the run, small enough not to hold up other runs; how many names it removed, 0 at the end.
+# Removes a part of the run, small enough not to block other runs. Returns the number of names removed, 0 at the end.
 CLEAR = Script(f"""{_KEYS}
 local names, queues = redis.call('SPOP', ns .. 'keys', 1000), redis.call('SPOP', ns .. 'queues', 1000)
 for _, name in ipairs(names) do redis.call('UNLINK', slot(name)) end

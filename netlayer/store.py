@@ -277,8 +277,8 @@ def _answer_deadline(until: float) -> float:
 
 
 def _wait_timeout(timeout: timedelta, names: list[bytes]) -> dist.DistStoreError:
-    """In the words of TCPStore."""
-    shown = ", ".join(name.decode(errors="replace") for name in names[:_MOST_NAMES])
+    """Return the timeout error with the message of TCPStore."""
+    keys_text = ", ".join(name.decode(errors="replace") for name in names[:_MOST_NAMES])
     if len(names) > _MOST_NAMES:
-        shown += f" and {len(names) - _MOST_NAMES} more"
-    return dist.DistStoreError(f"wait timeout after {timeout // timedelta(milliseconds=1)}ms, keys: {shown}")
+        keys_text += f" and {len(names) - _MOST_NAMES} more"
+    return dist.DistStoreError(f"wait timeout after {timeout // timedelta(milliseconds=1)}ms, keys: {keys_text}")

@@ -1,8 +1,8 @@
-"""PASS, NO VERDICT, WARN or FAIL: a finding, its figure, what was expected and the next step; who stands out of peers.
+"""Verdicts: a finding with its measured figure, expectation and next step, and outlier detection among peers.
 
-NO VERDICT is said where a figure was measured and nothing is known to hold it against. Outliers are told by median and
-median absolute deviation, which a bad member among few hardly moves. Left out: where a figure comes from, and expected
-values; those who measure or read logs bring them.
+A finding is PASS, NO VERDICT, WARN or FAIL; NO VERDICT is a measured figure without anything to compare it with.
+Outliers are detected by median and median absolute deviation, which one bad member of a small group hardly shifts.
+Figures and expected values come from the callers, which measure or read logs.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 Verdict = Literal["PASS", "NO VERDICT", "WARN", "FAIL"]
-"""From the best to the worst; `NO VERDICT` is worse than PASS, for whoever must be sure cannot be."""
+"""Ordered from best to worst; NO VERDICT is worse than PASS, since nothing was confirmed."""
 NO_EXPECTATION = "no expectation"
-# Of a normal distribution: its standard deviation over its median absolute deviation.
+# Standard deviation over median absolute deviation, for a normal distribution.
 _MAD_TO_SIGMA = 1.4826
-# With fewer, nobody can tell which one is the odd one.
+# With fewer members, the outlier cannot be told from the others.
 MIN_PEERS = 4
-# Below the peers by so many robust sigmas and by so large a share, both: sigmas alone accuse where peers lie close
-# together by chance, a share alone where they scatter.
+# A value is an outlier if it is below the median by both this many robust sigmas and this share of the median. Sigmas
+# alone give false alarms where peers happen to be close together, the share alone where they scatter.
 _SIGMAS: Mapping[Verdict, float] = {"FAIL": 6.0, "WARN": 4.0}
 _SHARES: Mapping[Verdict, float] = {"FAIL": 0.15, "WARN": 0.08}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check of one subject.
 
     Args:
-        verdict: None where nothing was to be judged: a check that was not run, or a figure of no weight beside others.
-        subject: the node or part that it is about: `node7`, `mlx5_3`, `GPU 0`.
-        check: what was looked at: `all_reduce bus bandwidth`.
-        figure: what was found, with its unit.
-        expected: what it was held against, with its source.
-        next_step: what to do about it, in words; empty for PASS.
-        file, line: where it was read, as the user named the file; line 0 is the whole file.
+        verdict: None if there is nothing to judge: the check was not run, or the figure is informative only.
+        subject: node or component: `node7`, `mlx5_3`, `GPU 0`.
+        check: name of the check: `all_reduce bus bandwidth`.
+        figure: measured value, with its unit.
+        expected: expected value, with its source.
+        next_step: recommended action; empty for PASS.
+        file, line: where the figure was read, as the user named the file; line 0 is the whole file.
     """
 
     verdict: Verdict | None
@@ -50,14 +50,14 @@ class Finding:
 
 
 class Peers(NamedTuple):
-    """The middle of a group of values, and their scatter as a robust standard deviation."""
+    """Median, median absolute deviation and size of a group of values."""
 
     median: float
     mad: float
     num_peers: int
 
     def judge(self, value: float) -> Verdict:
-        """How a value stands that should not lie below its peers."""
+        """Judge a value that should not be far below its peers."""
         short = self.median - value
         for word in ("FAIL", "WARN"):
             if short > max(_SIGMAS[word] * _MAD_TO_SIGMA * self.mad, _SHARES[word] * abs(self.median)):
@@ -66,10 +66,10 @@ class Peers(NamedTuple):
 
 
 def peers_of(values: Iterable[float]) -> Peers:
-    """Median and median absolute deviation.
+    """Compute median and median absolute deviation of a group.
 
     Raises:
-        ValueError: no values.
+        ValueError: `values` is empty.
     """
     known = list(values)
     if not known:
@@ -79,6 +79,6 @@ def peers_of(values: Iterable[float]) -> Peers:
 
 
 def worst(verdicts: Iterable[Verdict | None]) -> Verdict | None:
-    """The worst of them; None where there is none."""
-    found = set(verdicts)
-    return next((word for word in reversed(get_args(Verdict)) if word in found), None)
+    """Return the worst verdict; None if there is none."""
+    present = set(verdicts)
+    return next((word for word in reversed(get_args(Verdict)) if word in present), None)

@@ -1,8 +1,8 @@
-"""Physical bounds, which hold without any expectation: what NVLink, PCIe and NICs carry, in `bounds.toml`.
+"""Physical bounds of bandwidth: the link rates of NVLink, PCIe and NICs, from `bounds.toml`.
 
-A figure above its bound was not measured as it says, and nothing follows from it. A run inside an NVSwitch host that is
-no faster than PCIe did not go over NVLink. Left out: the NICs of a run over several hosts, which its log does not tell,
-unless the user does.
+Bounds apply without any expectation. A figure above its bound was not measured as stated, so it is no evidence at all.
+A run inside an NVSwitch host that is no faster than PCIe did not use NVLink. For a run over several hosts the log does
+not name the NICs, so their bound applies only if the user gives them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from netlayer.verdict import Finding, Verdict
 FILE = Path(__file__).with_name("bounds.toml")
 CHECK = "physical bound"
 NOT_BELIEVABLE = "the figure is not believable"
-# Times measured by hosts, and sizes printed as rounded figures, leave so much above a nominal rate.
+# Host timers and rounded sizes may put a figure this far above the nominal rate.
 _SLACK = 1.02
-# From here on latency no longer decides: every published healthy run is above PCIe's rate there. Up to 256 MiB too few
-# warm-up calls may, so that no fault is said of it.
+# From 64 MiB on latency is negligible: every published healthy run is above PCIe's rate there. Up to 256 MiB too few
+# warm-up calls can still be the reason, so that such a figure is a WARN only.
 _LARGE_BYTES, _SURE_BYTES = 64 << 20, 256 << 20
-# Half the rate of the links, from 512 MiB on: every published healthy run of these collectives among all GPUs of a
-# board reaches 0.7 of it. Fewer of them may sit on a board without NVSwitch, where two share a part of the links.
+# From 512 MiB on, at least half the rate of the links: every published healthy run of these collectives on all GPUs of
+# a board reaches 0.7. With fewer GPUs it may be a board without NVSwitch, where two GPUs share only some of the links.
 _HUGE_BYTES, _LEAST_SHARE, _WHOLE_BOARD = 512 << 20, 0.5, 8
 _RINGS = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast", "reduce")
-# Of the NICs of a host together, over several hosts: published runs reach 0.65 to 1.7 of it.
+# Minimum share of the total NIC rate of a host, for runs over several hosts: published runs reach 0.65 to 1.7.
 _LEAST_NIC_SHARE = 0.25
 _NIC = re.compile(r"(\d{1,3})x(\d{1,4})")
 _UNITS_STEP = (
@@ -50,7 +50,7 @@ _NET_STEP = (
 
 @dataclass(frozen=True)
 class Device:
-    """The links of a GPU, GB/s one way, and where the rate was published."""
+    """Link rates of a GPU type in GB/s one way, with the source."""
 
     names: re.Pattern[str]
     link: str
@@ -61,7 +61,7 @@ class Device:
 
 
 class Bounds(NamedTuple):
-    """The file: devices in order, and the rates of NIC ports in Gb/s."""
+    """Content of `bounds.toml`: GPU types in order, and the rates of NIC ports in Gb/s."""
 
     devices: tuple[Device, ...]
     fastest_nic_gbps: float
@@ -73,7 +73,7 @@ class Bounds(NamedTuple):
 
 @cache
 def load_bounds(path: Path = FILE) -> Bounds:
-    """The table of devices and NICs; every entry has its source."""
+    """Load the table of devices and NICs; every entry has its source."""
     tree = tomllib.loads(path.read_text(encoding="utf-8"))
     sources = {
         name: f"{one['text']} ({', '.join(str(one[key]) for key in ('address', 'date') if key in one)})"
@@ -88,10 +88,11 @@ def load_bounds(path: Path = FILE) -> Bounds:
 
 
 def ceiling(facts: Mapping[str, Any]) -> tuple[float, str] | None:
-    """The bus bandwidth in GB/s that no run can pass, and why; None where the device is not known.
+    """Return the upper bound of bus bandwidth in GB/s, and its reason; None if the device is not known.
 
-    `busbw` of an all-reduce counts 2 (n-1)/n of the message a rank. With NVLS or a tree every rank sends the message
-    once, so that the link's rate allows 2 (n-1)/n of itself; all else is bounded by the link's rate.
+    `busbw` of an all-reduce counts 2 (n-1)/n times the message for each rank. With NVLS or a tree every rank sends the
+    message only once, so that busbw can reach 2 (n-1)/n of the link's rate; other collectives are bounded by the link's
+    rate.
     """
     device = load_bounds().device(facts.get("device"))
     if device is None:
@@ -100,58 +101,58 @@ def ceiling(facts: Mapping[str, Any]) -> tuple[float, str] | None:
     if facts.get("collective") in (None, "all_reduce"):
         ranks = int(facts.get("ranks") or 0)
         factor = 2 * (ranks - 1) / ranks if ranks > 1 else 2.0
-    most = device.link_gbs * max(1.0, factor)
-    return most, f"{device.link} carries {device.link_gbs:g} GB/s one way: at most {most:.4g} GB/s bus"
+    limit_gbs = device.link_gbs * max(1.0, factor)
+    return limit_gbs, f"{device.link} carries {device.link_gbs:g} GB/s one way: at most {limit_gbs:.4g} GB/s bus"
 
 
 def nics_gbs(facts: Mapping[str, Any]) -> float:
-    """The NICs of a host together, GB/s one way, from `nics = 8x400`; 0 where nobody said."""
+    """Return the total rate of a host's NICs in GB/s one way, from `nics = 8x400`; 0 if not given."""
     match = _NIC.fullmatch(str(facts.get("nics", "")))
     return int(match[1]) * int(match[2]) / 8 if match else 0.0
 
 
-def judge_bounds(file: str, figures: Sequence[Figure], said: Mapping[str, Any]) -> Iterator[Finding]:
-    """At most one finding for each series and subject: the impossible first, else what its link class rules out."""
+def judge_bounds(file: str, figures: Sequence[Figure], user_facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield at most one finding for each series and subject: too fast to be true, else too slow for its links."""
     groups: dict[tuple[str, str], list[Figure]] = {}
     for figure in figures:
         groups.setdefault((figure.series, figure.subject), []).append(figure)
     for (series, subject), group in groups.items():
-        found = _too_fast(group, said) or _too_slow(group, said)
-        if found:
-            verdict, figure, expected, step = found
+        result = _too_fast(group, user_facts) or _too_slow(group, user_facts)
+        if result:
+            verdict, figure, expected, step = result
             yield Finding(verdict, subject, f"{series}: {CHECK}", figure.text, expected, step, file, figure.line)
 
 
-_Found = tuple[Verdict, Figure, str, str]
+_Result = tuple[Verdict, Figure, str, str]
 
 
-def _too_fast(group: Sequence[Figure], said: Mapping[str, Any]) -> _Found | None:
-    """A figure that its wires cannot carry: no fault of the machine, but no evidence either."""
-    most: float | None = None
+def _too_fast(group: Sequence[Figure], user_facts: Mapping[str, Any]) -> _Result | None:
+    """Find a figure above the link rate: not a fault of the machine, but no evidence either."""
+    limit_value: float | None = None
     top = max(group, key=lambda figure: figure.value)
     if top.facts.get("quantity") == "bus_bw_gbs":
-        known = ceiling({**said, **top.facts})
+        known = ceiling({**user_facts, **top.facts})
         if known is None:
             return None
-        most, why = known
+        limit_value, why = known
     elif top.unit == "Gb/s":  # perftest: one port
-        most = load_bounds().fastest_nic_gbps * (2 if "Bidirectional" in top.series else 1)
-        why = f"the fastest port on sale carries {most:g} Gb/s"
-    if most is None or top.value <= _SLACK * most:
+        limit_value = load_bounds().fastest_nic_gbps * (2 if "Bidirectional" in top.series else 1)
+        why = f"the fastest port on sale carries {limit_value:g} Gb/s"
+    if limit_value is None or top.value <= _SLACK * limit_value:
         return None
     return "WARN", top, f"{why}: {NOT_BELIEVABLE}", _UNITS_STEP
 
 
-def _too_slow(group: Sequence[Figure], said: Mapping[str, Any]) -> _Found | None:
-    facts = {**said, **group[0].facts}
+def _too_slow(group: Sequence[Figure], user_facts: Mapping[str, Any]) -> _Result | None:
+    facts = {**user_facts, **group[0].facts}
     device = load_bounds().device(facts.get("device"))
     collective, ranks = facts.get("collective"), int(facts.get("ranks") or 0)
     if facts.get("quantity") != "bus_bw_gbs" or device is None or not device.switched or ranks < 2:
         return None
     if collective not in (*_RINGS, "sendrecv"):
         return None
-    least = _SURE_BYTES if collective == "sendrecv" else _LARGE_BYTES
-    large = [figure for figure in group if int(figure.facts.get("bytes", 0)) >= least]
+    min_bytes = _SURE_BYTES if collective == "sendrecv" else _LARGE_BYTES
+    large = [figure for figure in group if int(figure.facts.get("bytes", 0)) >= min_bytes]
     if not large:
         return None
     best = max(large, key=lambda figure: (figure.value, int(figure.facts["bytes"])))
@@ -160,8 +161,8 @@ def _too_slow(group: Sequence[Figure], said: Mapping[str, Any]) -> _Found | None
     return _over_hosts(best, facts) if int(facts.get("hosts") or 0) > 1 else None
 
 
-def _inside_host(best: Figure, device: Device, whole_board: bool) -> _Found | None:
-    """Over NVSwitch nothing large is as slow as PCIe: P2P was off, NVLink down, or the fabric not set up."""
+def _inside_host(best: Figure, device: Device, whole_board: bool) -> _Result | None:
+    """Find a run over NVSwitch that is as slow as PCIe: P2P is off, NVLink is down, or the fabric is not set up."""
     size = int(best.facts.get("bytes", 0))
     if best.value <= device.pcie_gbs:
         why = f"{device.link} carries {device.link_gbs:g} GB/s one way, PCIe {device.pcie_gbs:g}: NVLink was not used"
@@ -175,11 +176,11 @@ def _inside_host(best: Figure, device: Device, whole_board: bool) -> _Found | No
     return None
 
 
-def _over_hosts(best: Figure, facts: Mapping[str, Any]) -> _Found | None:
-    """Below a single port of the slowest class, or far below the NICs that the user names: not all rails were used."""
-    together = nics_gbs(facts)
-    if together and best.value < _LEAST_NIC_SHARE * together:
-        why = f"{facts['nics']} Gb/s are {together:g} GB/s a host: at least a quarter of it"
+def _over_hosts(best: Figure, facts: Mapping[str, Any]) -> _Result | None:
+    """Find a multi-host run slower than one port of the slowest class, or far below the NICs that the user gave."""
+    all_nics_gbs = nics_gbs(facts)
+    if all_nics_gbs and best.value < _LEAST_NIC_SHARE * all_nics_gbs:
+        why = f"{facts['nics']} Gb/s are {all_nics_gbs:g} GB/s a host: at least a quarter of it"
         return "WARN", best, why, _NET_STEP
     one_port = load_bounds().slowest_nic_gbps / 8
     if best.value < one_port:

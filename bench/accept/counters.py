@@ -1,8 +1,8 @@
-"""What the GPUs of a host count and say of themselves, before the phases and after: evidence beside what was measured.
+"""GPU counters and states of all hosts, read by nvidia-smi before and after the phases, as additional evidence.
 
-NVLink's bytes and errors, clocks, throttle reasons, temperature, power, and corrected memory errors, by nvidia-smi; a
-host without it, or where it does not tell some of this, has less. Errors that NVLinks counted meanwhile are a warning:
-the one thing here that nothing healthy does. Left out: what a figure should be.
+These are NVLink bytes and errors, clocks, throttle reasons, temperature, power, and corrected memory errors; values
+that a host does not report are missing. NVLink errors counted during the run give a warning, since healthy links have
+none. The other values are recorded without a verdict.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _BYTES = ("nvidia-smi", "nvlink", "--getthroughput", "d")
 _ERRORS = ("nvidia-smi", "nvlink", "--errorcounters")
 _GPU = re.compile(r"^GPU (\d+):")
 _COUNT = re.compile(r"Link \d+: (?P<name>[^:]+): (?P<count>\d+)")
-# Symbol errors that the link corrects by itself come on healthy ones too.
+# Not symbol errors: healthy links have them too, and correct them.
 _FAULTS = re.compile(r"replay|recovery|crc|malformed|overrun", re.IGNORECASE)
 _STEP = "read nvidia-smi nvlink -e of {} again under load; where errors go on, swap the GPU or its baseboard"
 Counts = dict[int, dict[str, int]]
-"""By GPU and name of the counter: the sum over its links."""
+"""Counter values by GPU and counter name, summed over the GPU's links."""
 
 
 class Counters:
-    """Reads all hosts of a run, at once; one reading before, one after."""
+    """Reader of the counters of all hosts in parallel, once before and once after the phases."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -45,19 +45,21 @@ class Counters:
         self._before = self._read(trial, "before")
 
     def after(self, trial: Trial) -> None:
-        """Besides, the differences, and a warning for GPUs whose links have counted errors."""
+        """Read again, record the increase, and warn of GPUs whose links counted errors."""
         after = self._read(trial, "after")
         for host, earlier in self._before.items():
             later = after.get(host, {})
             for gpu in sorted(earlier.keys() & later.keys()):
-                grown = {name: later[gpu][name] - count for name, count in earlier[gpu].items() if name in later[gpu]}
-                trial.evidence.append({"host": host, "when": "meanwhile", "gpu": gpu, **grown})
-                errors = {name: count for name, count in grown.items() if count > 0 and _FAULTS.search(name)}
+                increase = {
+                    name: later[gpu][name] - count for name, count in earlier[gpu].items() if name in later[gpu]
+                }
+                trial.evidence.append({"host": host, "when": "meanwhile", "gpu": gpu, **increase})
+                errors = {name: count for name, count in increase.items() if count > 0 and _FAULTS.search(name)}
                 if errors:
                     _warn(trial, host, gpu, errors, is_rank=len(earlier) == _num_ranks(trial, host))
 
     def _read(self, trial: Trial, when: str) -> dict[str, Counts]:
-        """By host; what it told of its GPUs goes to the trial."""
+        """Read all hosts: GPU states go to the trial's evidence, NVLink counters are returned by host."""
         counts: dict[str, Counts] = defaultdict(dict)
         for host, lines in self._run(_SMI).items():
             for line in lines:
@@ -76,15 +78,15 @@ class Counters:
 
 
 def read_nvlink(lines: Sequence[str]) -> Counts:
-    """Sums over links of what `nvidia-smi nvlink` counts, by GPU."""
-    found: Counts = defaultdict(lambda: defaultdict(int))
+    """Parse the counters that `nvidia-smi nvlink` prints, summed over links, by GPU."""
+    sums_by_gpu: Counts = defaultdict(lambda: defaultdict(int))
     gpu = -1
     for line in lines:
         if match := _GPU.match(line):
             gpu = int(match[1])
         elif (match := _COUNT.search(line)) and gpu >= 0:
-            found[gpu][match["name"].strip()] += int(match["count"])
-    return {gpu: dict(sums) for gpu, sums in found.items()}
+            sums_by_gpu[gpu][match["name"].strip()] += int(match["count"])
+    return {gpu: dict(sums) for gpu, sums in sums_by_gpu.items()}
 
 
 def _num_ranks(trial: Trial, host: str) -> int:
@@ -92,9 +94,13 @@ def _num_ranks(trial: Trial, host: str) -> int:
 
 
 def _warn(trial: Trial, host: str, gpu: int, errors: Mapping[str, int], *, is_rank: bool) -> None:
-    """`is_rank`: every GPU of the host is a rank of this run, in this order."""
+    """Add a warning on the GPU's link errors.
+
+    Args:
+        is_rank: True if the GPUs of the host are the ranks of this run, in this order.
+    """
     ranks = [member.rank for member in trial.members if member.host == host][gpu : gpu + 1] if is_rank else []
-    who = trial.label(ranks) if ranks else f"{host}/gpu{gpu}"
-    words = ", ".join(f"{name}: {count}" for name, count in errors.items())
-    finding = Finding("WARN", who, "NVLink errors during the run", words, "none", _STEP.format(who), PHASE)
-    trial.accuse(PHASE, "part", ranks, finding, label=who)
+    label = trial.label(ranks) if ranks else f"{host}/gpu{gpu}"
+    errors_text = ", ".join(f"{name}: {count}" for name, count in errors.items())
+    finding = Finding("WARN", label, "NVLink errors during the run", errors_text, "none", _STEP.format(label), PHASE)
+    trial.flag(PHASE, "part", ranks, finding, label=label)

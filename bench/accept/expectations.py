@@ -1,8 +1,8 @@
-"""What figures are held against: published and measured values of known machines, or the user's own thresholds.
+"""Expected values: published and measured figures of known machines, or the user's own thresholds.
 
-The registry is the folder `expectations` beside this file, one TOML file a machine type; its README says what a file
-holds and how thresholds follow from what was published. Left out: guesses. A figure that no entry fits is said to have
-no expectation.
+The registry is the folder `expectations` next to this file, with one TOML file for each machine type; its README has
+the format, and how thresholds are derived from published figures. Nothing is extrapolated: a figure that matches no
+entry has no expectation.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from netlayer.verdict import Verdict
 FOLDER = Path(__file__).with_name("expectations")
 Facts = Mapping[str, Any]
 FACT_KEYS = ("quantity", "collective", "device", "ranks", "hosts", "nvls", "nccl", "graph", "bytes", "nics", "case")
-"""What an entry may be keyed by: the facts that logs tell, and those that the user adds (`nvls`, `nics`)."""
+"""Keys of an entry: the facts that logs tell, and those that the user adds (`nvls`, `nics`)."""
 
-# [Note: how thresholds follow from what was published]
-# One published figure is one machine on one good day, with its NCCL and its tuning: another healthy one lies a few per
-# cent below. So PASS starts at 0.95 of the lowest figure that anyone published for the very same case. FAIL needs more:
-# below 0.9 of the lowest figure where at least two sources published one (0.9 is the share at which nccl-tests itself
-# fails NCCL_TESTS_MIN_BW), below 0.8 of it where there is a single source. Where an operator publishes the `minimum`
-# below which he takes a machine out of service, FAIL starts no higher than the lowest such minimum; where nothing but
-# one minimum is known, it stands for one operator's tuning, and FAIL starts at 0.9 of it.
+# [Note: thresholds from published figures]
+# A published figure is of one machine on a good day, with its NCCL version and tuning; other healthy machines are a few
+# per cent slower. So PASS starts at 0.95 of the lowest figure published for exactly the same case. FAIL starts below
+# 0.9 of the lowest figure if at least two sources published one (nccl-tests itself fails NCCL_TESTS_MIN_BW at 0.9), and
+# below 0.8 of it with a single source. If an operator publishes the `minimum` below which it takes a machine out of
+# service, FAIL starts no higher than the lowest such minimum. If only one minimum is known, it reflects one operator's
+# tuning, and FAIL starts at 0.9 of it.
 _PASS_SHARE = 0.95
 _FAIL_SHARE_OF_SEVERAL, _FAIL_SHARE_OF_ONE = 0.9, 0.8
 
@@ -43,12 +43,12 @@ _USER_KEYS = ("pass", "fail", "series", "at_most", "name", *FACT_KEYS)
 
 
 class Source(NamedTuple):
-    """Where a value was published.
+    """Source of a published value.
 
     Args:
-        address: of the page or file; empty for a measurement of this project that its reports hold.
-        date: of the page or of the measurement, ISO 8601.
-        text: who measured what, in a few words.
+        address: address of the page or file; empty for a measurement of this project, see its reports.
+        date: date of the page or measurement, ISO 8601.
+        text: short description: who measured what.
     """
 
     address: str
@@ -57,7 +57,7 @@ class Source(NamedTuple):
 
 
 class Published(NamedTuple):
-    """One value with its source; `minimum` is what an operator fails a machine below."""
+    """A value with its source; `minimum` is True for a limit below which an operator fails a machine."""
 
     name: str
     value: float
@@ -67,19 +67,19 @@ class Published(NamedTuple):
 
 @dataclass(frozen=True)
 class Expectation:
-    """What figures of one case must reach.
+    """Thresholds for the figures of one case.
 
     Args:
-        keys: the facts that a figure must have, each with its value, a list of values, or a half-open range.
-        value: what is shown: the lowest published figure, the minimum, or the user's threshold; in the figure's unit.
-        pass_from, fail_below: the two thresholds. For a value that must not be exceeded: PASS up to, FAIL above.
-        source: in a few words, for tables.
-        origin: the file that holds it.
-        published: every value and its source.
-        exact: the figure must be that number.
-        at_most: less is better: latencies.
-        user: the user's own; where it fits, the registry is not asked.
-        series: fits figures of this series alone, whatever its facts; empty for any.
+        keys: facts that a figure must have, each with its value, a list of values, or a half-open range.
+        value: value to print: the lowest published figure, the minimum, or the user's threshold; in the figure's unit.
+        pass_from, fail_below: the thresholds. With `at_most`: PASS up to, FAIL above.
+        source: short description of the source, for tables.
+        origin: name of the file.
+        published: all values with their sources.
+        exact: True if the figure must equal `value`.
+        at_most: True if lower is better (latencies).
+        user: True for the user's own threshold, which takes precedence over the registry.
+        series: applies to figures of this series only, whatever their facts; empty for any.
     """
 
     keys: Facts
@@ -95,13 +95,15 @@ class Expectation:
     series: str = ""
 
     def fits(self, facts: Facts) -> bool:
-        """Whether the facts hold every key, with its value or within its range."""
-        return all(_holds(wanted, facts.get(key)) for key, wanted in self.keys.items())
+        """Return True if the facts have every key, with its value or within its range."""
+        return all(_matches(required, facts.get(key)) for key, required in self.keys.items())
 
     def mismatches(self, facts: Facts) -> list[tuple[str, Any, Any]]:
-        """The keys that keep it from fitting, each with what is wanted and what was found (None: the log is silent)."""
+        """Return (key, required, actual) for each key that does not match; actual is None if the log does not tell."""
         return [
-            (key, wanted, facts.get(key)) for key, wanted in self.keys.items() if not _holds(wanted, facts.get(key))
+            (key, required, facts.get(key))
+            for key, required in self.keys.items()
+            if not _matches(required, facts.get(key))
         ]
 
     def judge(self, value: float) -> Verdict:
@@ -113,7 +115,7 @@ class Expectation:
 
     @property
     def thresholds(self) -> str:
-        """`PASS from 443, FAIL below 420`."""
+        """Thresholds as text: `PASS from 443, FAIL below 420`."""
         if self.exact:
             return f"exactly {self.value:g}"
         if self.at_most:
@@ -124,7 +126,7 @@ class Expectation:
 
 @cache
 def load(place: Path = FOLDER) -> tuple[Expectation, ...]:
-    """All entries of the registry: of every TOML file of a folder, or of one file.
+    """Load all entries of the registry, from every TOML file of a folder or from one file.
 
     Raises:
         ConfigError: a file cannot be read, an entry lacks its source, or two entries can fit the same figure.
@@ -144,15 +146,15 @@ def load(place: Path = FOLDER) -> tuple[Expectation, ...]:
 
 
 def load_user(path: Path) -> tuple[Expectation, ...]:
-    """The thresholds that a user gives with `--expect`.
+    """Load the thresholds that a user gives with `--expect`.
 
-    The file holds one `[[expect]]` table a threshold: `pass` and `fail` (one of them is enough; PASS from, FAIL below,
-    in the unit that the table of verdicts shows), beside the keys of a case: `collective`, `device`, `ranks`, `hosts`,
-    `nvls`, `nics`, `bytes` (`"1G"`; without it the largest message of a run is judged), or `series` for a check of
-    another tool by the name that the table shows. `at_most = true` turns the thresholds round, for latencies.
+    The file has one `[[expect]]` table for each threshold: `pass` and `fail` (one is enough; PASS from, FAIL below, in
+    the unit of the verdict table), and the keys of a case: `collective`, `device`, `ranks`, `hosts`, `nvls`, `nics`,
+    `bytes` (`"1G"`; without it the largest message of a run is judged), or `series` for a check of another tool, by its
+    name in the table. `at_most = true` reverses the thresholds, for latencies.
 
     Raises:
-        ConfigError: it cannot be read, or an entry cannot be used; one line says which and why.
+        ConfigError: it cannot be read, or an entry is invalid; one line says which and why.
     """
     tree = _read("--expect", path)
     unknown = [key for key in tree if key != "expect"]
@@ -171,35 +173,35 @@ def load_user(path: Path) -> tuple[Expectation, ...]:
     return tuple(entries)
 
 
-def expected(figure: Figure, entries: Sequence[Expectation], said: Facts) -> Expectation | None:
-    """The entry that fits; `said` are facts that the user adds where the log is silent. The log has the last word."""
-    facts = facts_of(figure, said)
+def expected(figure: Figure, entries: Sequence[Expectation], user_facts: Facts) -> Expectation | None:
+    """Return the first entry that fits a figure; None if none does. See `facts_of` for `user_facts`."""
+    facts = facts_of(figure, user_facts)
     return next((entry for entry in entries if entry.fits(facts) and entry.series in ("", figure.series)), None)
 
 
-def facts_of(figure: Figure, said: Facts) -> dict[str, Any]:
-    """The figure's facts beside those that the user adds; the log has the last word."""
-    return {**said, **figure.facts}
+def facts_of(figure: Figure, user_facts: Facts) -> dict[str, Any]:
+    """Merge the figure's facts with those that the user adds; facts from the log take precedence."""
+    return {**user_facts, **figure.facts}
 
 
 def lacking_nvls(figures: Iterable[Figure], entries: Sequence[Expectation]) -> list[bool]:
-    """The states of NVLS in which some figure would have an expectation, did its log tell the state."""
+    """Return the NVLS states for which some figure would have an expectation, if its log told the state."""
     silent = [figure for figure in figures if "nvls" not in figure.facts]
     return [nvls for nvls in (False, True) if any(expected(figure, entries, {"nvls": nvls}) for figure in silent)]
 
 
 def threshold_of(published: Sequence[Published], shares: Sequence[float] = ()) -> tuple[float, float]:
-    """PASS from, FAIL below: see [Note: how thresholds follow from what was published].
+    """Return (PASS from, FAIL below), see [Note: thresholds from published figures].
 
     Args:
-        published: at least one.
-        shares: of the lowest figure, where the file states its own two and says why.
+        published: at least one value.
+        shares: the file's own two shares of the lowest figure, if it states them (with the reason).
     """
     figures = [one.value for one in published if not one.minimum]
     minimums = [one.value for one in published if one.minimum]
     if shares:
-        least = min(figures or minimums)
-        return shares[0] * least, shares[1] * least
+        lowest = min(figures or minimums)
+        return shares[0] * lowest, shares[1] * lowest
     if not figures:
         fail = min(minimums) if len(minimums) > 1 else _FAIL_SHARE_OF_SEVERAL * minimums[0]
         return max(minimums), fail
@@ -230,9 +232,9 @@ def _registry_file(path: Path) -> Iterator[Expectation]:
             try:
                 yield _registry_entry(table, tree, sources, path.name)
             except (KeyError, TypeError, ValueError) as exc:
-                raise ValueError(f"[[expect]] {number}: {_words(exc)}") from exc
+                raise ValueError(f"[[expect]] {number}: {_error_text(exc)}") from exc
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise ConfigError("expectations", path, f"cannot be used: {_words(exc)}", _REMEDY) from exc
+        raise ConfigError("expectations", path, f"cannot be used: {_error_text(exc)}", _REMEDY) from exc
 
 
 def _source(name: str, table: Mapping[str, Any]) -> Source:
@@ -267,13 +269,13 @@ def _registry_entry(
         (values[0],) * 2 if exact else threshold_of(published, table.get("shares", tree.get("shares", ())))
     )
     figures = [one.value for one in published if not one.minimum]
-    shown = min(figures or values)
-    return Expectation(keys, shown, pass_from, fail_below, _in_words(tree["machine"], published), origin,
+    shown_value = min(figures or values)
+    return Expectation(keys, shown_value, pass_from, fail_below, _in_words(tree["machine"], published), origin,
                        tuple(published), exact)  # fmt: skip
 
 
 def _in_words(machine: str, published: Sequence[Published]) -> str:
-    """`8 x NVIDIA H200, NVLS on: 3 published values, 432 to 480`; a single one is named."""
+    """Describe published values: `8 x NVIDIA H200, NVLS on: 3 published values, 432 to 480`; a single one by source."""
     if len(published) == 1:
         one = published[0]
         return f"{machine}: {one.source.text}, {one.source.date}"
@@ -310,14 +312,14 @@ def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keys(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Checked, with sizes in bytes."""
+    """Check the keys of an entry and convert sizes to bytes."""
     _check_keys(keys, FACT_KEYS)
-    found = dict(keys)
+    checked = dict(keys)
     for key, value in keys.items():
         scalars = value if isinstance(value, list) else [value]
         if key == "bytes":
             sizes = [parse_size(size) for size in scalars]
-            found[key] = sizes if isinstance(value, list) else sizes[0]
+            checked[key] = sizes if isinstance(value, list) else sizes[0]
         elif key in ("nvls", "graph"):
             if not isinstance(value, bool):
                 raise ValueError(f"{key} = {value!r}: must be true or false")
@@ -328,7 +330,7 @@ def _keys(keys: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{key} = {value!r}: must be text, or a list of texts")
         if key in ("bytes", "ranks", "hosts", "nccl") and isinstance(value, list) and len(value) != 2:
             raise ValueError(f"{key} = {value!r}: a range has two ends, [from, before]")
-    return found
+    return checked
 
 
 def _positive(key: str, value: object) -> float:
@@ -345,28 +347,28 @@ def _check_keys(table: Mapping[str, Any], known: Sequence[str]) -> None:
             raise ValueError(f"unknown key '{one_line(str(key))}': {hint}")
 
 
-def _words(exc: Exception) -> str:
+def _error_text(exc: Exception) -> str:
     return f"lacks {exc}" if isinstance(exc, KeyError) else str(exc)
 
 
-def _holds(wanted: Any, found: Any) -> bool:
-    if found is None:
+def _matches(required: Any, value: Any) -> bool:
+    if value is None:
         return False
-    if not isinstance(wanted, list):
-        return bool(wanted == found)
-    if all(isinstance(one, int) for one in wanted):
-        low, high = wanted
-        return isinstance(found, int) and bool(low <= found < high)
-    return found in wanted
+    if not isinstance(required, list):
+        return bool(required == value)
+    if all(isinstance(one, int) for one in required):
+        low, high = required
+        return isinstance(value, int) and bool(low <= value < high)
+    return value in required
 
 
-def key_text(key: str, wanted: Any) -> str:
-    """A key and what it wants, as a person writes it: `bytes 1 GiB`, `nccl 22800 to 22899`, `nvls on`."""
-    if isinstance(wanted, bool):
-        return f"{key} {'on' if wanted else 'off'}"
-    if isinstance(wanted, list) and all(isinstance(one, int) for one in wanted):
-        low, high = (format_size(one) if key == "bytes" else str(one) for one in wanted)
+def key_text(key: str, required: Any) -> str:
+    """Format a key and its required value: `bytes 1 GiB`, `nccl from 22800, below 22900`, `nvls on`."""
+    if isinstance(required, bool):
+        return f"{key} {'on' if required else 'off'}"
+    if isinstance(required, list) and all(isinstance(one, int) for one in required):
+        low, high = (format_size(one) if key == "bytes" else str(one) for one in required)
         return f"{key} from {low}, below {high}"
-    if isinstance(wanted, list):
-        return f"{key} {' or '.join(map(str, wanted))}"
-    return f"{key} {format_size(wanted) if key == 'bytes' else wanted}"
+    if isinstance(required, list):
+        return f"{key} {' or '.join(map(str, required))}"
+    return f"{key} {format_size(required) if key == 'bytes' else required}"

@@ -1,4 +1,4 @@
-"""Why each figure got its verdict: what it was held against, what nearly fitted, who its peers were, what bounds it."""
+"""Explanation of each verdict (`--explain`): expectations that apply or nearly apply, peers, and physical bounds."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from bench.accept.peers import Series
 from netlayer.units import format_size
 
 _MOST_NEAR = 3
-# Keys whose absence makes an entry one of another kind, not one that nearly fits.
+# If one of these keys differs, the entry is about another kind of figure and is not listed as near.
 _ESSENTIAL = ("quantity", "collective", "case")
-# How far a wrong value takes an entry away: another device is another machine, another size is near.
+# Distance of an entry by the key that differs: another device is far, another size is near.
 _WEIGHTS = {"bytes": 1, "device": 30}
 
 
-def explain(judgement: Judgement, entries: Sequence[Expectation], said: Facts) -> Iterator[str]:
-    """Lines for each series of each run: its facts, then expectations, peers and bounds.
+def explain(judgement: Judgement, entries: Sequence[Expectation], user_facts: Facts) -> Iterator[str]:
+    """Yield lines for each series of each run: its facts, then expectations, peers and bounds.
 
     Args:
-        judgement: of the files.
-        entries: what they were held against.
-        said: facts that the user added.
+        judgement: judgement of the files.
+        entries: expectations that were used.
+        user_facts: facts that the user added by options.
     """
     for run in judgement.runs:
         groups: dict[tuple[str, str], list[Figure]] = defaultdict(list)
@@ -38,26 +38,26 @@ def explain(judgement: Judgement, entries: Sequence[Expectation], said: Facts) -
         yield one_line(f"{run.file}{number} ({run.log.kind}):")
         for (series, subject), group in groups.items():
             yield one_line(f"  {subject}, {series}: {len(group)} figure{'s' * (len(group) != 1)}")
-            facts = facts_of(group[-1], said)
+            facts = facts_of(group[-1], user_facts)
             if facts.get("quantity") == "bus_bw_gbs":
                 yield one_line(f"    facts: {facts_in_words(facts)}")
-            yield from (f"    {one_line(line)}" for line in _expectations(group, entries, said))
+            yield from (f"    {one_line(line)}" for line in _expectations(group, entries, user_facts))
             yield f"    peers: {_peers(judgement, run, series)}"
             yield from (f"    {one_line(line)}" for line in _bound(facts))
 
 
-def _expectations(group: Sequence[Figure], entries: Sequence[Expectation], said: Facts) -> Iterator[str]:
+def _expectations(group: Sequence[Figure], entries: Sequence[Expectation], user_facts: Facts) -> Iterator[str]:
     about = [
         entry
         for entry in entries
-        if (entry.series == group[0].series if entry.series else _same_kind(entry, group[0], said))
+        if (entry.series == group[0].series if entry.series else _same_kind(entry, group[0], user_facts))
     ]
     if not about:
         yield "expectation: no entry is about such figures"
         return
     fitting: dict[int, tuple[Expectation, list[Figure]]] = {}
-    states = [said] if any("nvls" in facts_of(figure, said) for figure in group) else [
-        {**said, "nvls": state} for state in (False, True)
+    states = [user_facts] if any("nvls" in facts_of(figure, user_facts) for figure in group) else [
+        {**user_facts, "nvls": state} for state in (False, True)
     ]  # fmt: skip
     for figure in group:
         for state in states:
@@ -66,53 +66,55 @@ def _expectations(group: Sequence[Figure], entries: Sequence[Expectation], said:
                 fitting.setdefault(id(entry), (entry, []))[1].append(figure)
     for entry, figures in fitting.values():
         worst = min(figures, key=lambda figure: figure.value)
-        condition = f" if NVLS was {'on' if entry.keys['nvls'] else 'off'}" if _needs_nvls(entry, group, said) else ""
+        condition = (
+            f" if NVLS was {'on' if entry.keys['nvls'] else 'off'}" if _needs_nvls(entry, group, user_facts) else ""
+        )
         yield f"expectation{condition}: {worst.text} against {entry.thresholds} ({entry.origin}, {entry.source})"
         for one in entry.published:
             kind = "minimum" if one.minimum else "figure"
             yield f"  {kind} {one.value:g}: {one.source.text}, {one.source.date} {one.source.address}".rstrip()
     if not fitting:
-        yield from _nearly(group, about, said)
+        yield from _nearest(group, about, user_facts)
 
 
-def _needs_nvls(entry: Expectation, group: Sequence[Figure], said: Facts) -> bool:
-    return "nvls" in entry.keys and not any("nvls" in facts_of(figure, said) for figure in group)
+def _needs_nvls(entry: Expectation, group: Sequence[Figure], user_facts: Facts) -> bool:
+    return "nvls" in entry.keys and not any("nvls" in facts_of(figure, user_facts) for figure in group)
 
 
-def _same_kind(entry: Expectation, figure: Figure, said: Facts) -> bool:
-    facts = facts_of(figure, said)
+def _same_kind(entry: Expectation, figure: Figure, user_facts: Facts) -> bool:
+    facts = facts_of(figure, user_facts)
     return all(key not in _ESSENTIAL for key, _, _ in entry.mismatches(facts))
 
 
-def _nearly(group: Sequence[Figure], about: Sequence[Expectation], said: Facts) -> Iterator[str]:
-    """The entries that lack least, and what they lack."""
+def _nearest(group: Sequence[Figure], about: Sequence[Expectation], user_facts: Facts) -> Iterator[str]:
+    """Yield the entries that differ least from the figures, and the keys in which they differ."""
     best: dict[str, tuple[int, Expectation, list[tuple[str, Any, Any]]]] = {}
     for figure in group:
-        facts = facts_of(figure, said)
+        facts = facts_of(figure, user_facts)
         for entry in about:
-            lacks = entry.mismatches(facts)
-            weight = sum(_WEIGHTS.get(key, 10) if found is not None else 1 for key, _, found in lacks)
+            mismatches = entry.mismatches(facts)
+            weight = sum(_WEIGHTS.get(key, 10) if value is not None else 1 for key, _, value in mismatches)
             if entry.origin not in best or weight < best[entry.origin][0]:
-                best[entry.origin] = (weight, entry, lacks)
+                best[entry.origin] = (weight, entry, mismatches)
     near = sorted(best.values(), key=lambda one: one[0])
-    same_device = [one for one in near if all(key != "device" or found is None for key, _, found in one[2])]
+    same_device = [one for one in near if all(key != "device" or value is None for key, _, value in one[2])]
     near = (same_device or near)[:_MOST_NEAR]
     yield "expectation: none fits; the nearest:"
-    for _, entry, lacks in near:
-        words = "; ".join(_lack(key, wanted, found) for key, wanted, found in lacks)
-        yield f"  {entry.origin} needs {words}"
+    for _, entry, mismatches in near:
+        needs = "; ".join(_describe_mismatch(key, required, value) for key, required, value in mismatches)
+        yield f"  {entry.origin} needs {needs}"
 
 
-def _lack(key: str, wanted: Any, found: Any) -> str:
-    text = key_text(key, wanted)
-    if found is None:
+def _describe_mismatch(key: str, required: Any, value: Any) -> str:
+    text = key_text(key, required)
+    if value is None:
         return (
             f"{text} (the log does not say; --{key} does)"
             if key in ("nvls", "nics")
             else f"{text} (the log does not say)"
         )
-    shown = format_size(found) if key == "bytes" else "on" if found is True else "off" if found is False else found
-    return f"{text} (here {shown})"
+    value_text = format_size(value) if key == "bytes" else "on" if value is True else "off" if value is False else value
+    return f"{text} (here {value_text})"
 
 
 def _peers(judgement: Judgement, run: Run, series: str) -> str:

@@ -1,8 +1,8 @@
-"""Every pair of GPUs, in series with new communicators: nodes and links that are slow, or now fast and now slow.
+"""Measurement of every pair of GPUs, in series with new communicators: finds slow or unsteady nodes and links.
 
-Each series is held against what is known of such a pair, or against the others where at least eight nodes were
-measured (`series`); pairs inside a node and between nodes are no peers of each other. Left out: ranks that share cores
-or GPUs (`pairing`).
+Each series is compared with a known value for such a pair, or with its peers if at least eight nodes were measured
+(`series`). Pairs inside a node and pairs between nodes are not peers of each other. Ranks that share cores or GPUs are
+measured by `pairing` instead.
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ _UNSTEADY = (
 Pair = tuple[int, int]
 Subject = tuple[int, ...]
 Blocks = dict[str, dict[Pair, list[float]]]
-"""By series, and by who sends to whom: GB/s of each block; of latency, one over microseconds."""
+"""Speed of each block, by series and (source, destination): GB/s; for latency, 1/microseconds."""
 Facts = Mapping[Pair, Mapping[str, Any]]
-"""Of each pair, the lower rank first: devices, and the NCCL; none where times hold what the host takes to launch."""
+"""Device and NCCL version of each pair, lower rank first. A pair is missing if its times include host launch time."""
 
 
 def measure_gpu_pairs(
-    trial: Trial, say: Say, name_wrong: Callable[[Sequence[Mapping[str, Any]]], bool]
+    trial: Trial, say: Say, flag_corrupt: Callable[[Sequence[Mapping[str, Any]]], bool]
 ) -> Mapping[Pair, float]:
-    """All pairs of those alive. Returns the bandwidth from each to each, GB/s, for the heat map.
+    """Measure all pairs of ranks alive; return the bandwidth from each to each in GB/s, for the heat map.
 
     Args:
-        name_wrong: accuses whoever sends wrong data, by the rows; whether anybody does.
+        trial: state of the run; gets findings and suspects.
+        say: progress callback.
+        flag_corrupt: flags ranks that send wrong data, given the rows; returns True if there are any.
     """
     work, series = trial.work, list[Blocks]()
     sizes: list[int | None] = [work.pairs["bytes"]]
@@ -62,7 +64,7 @@ def measure_gpu_pairs(
         say(number, work.most_batches, "again: some stand out" if number >= work.least_batches else "")
         args = {**work.pairs, "bytes": sizes[number % len(sizes)]}
         rows = trial.together(PHASE, "pairs", args, [trial.alive], turns=False)
-        name_wrong(rows)
+        flag_corrupt(rows)
         large = [row for row in rows if row["direction"] != "latency"]
         if not large:
             break
@@ -70,17 +72,17 @@ def measure_gpu_pairs(
         sizes = sizes if number else _two_sizes(large[0]["size_bytes"])
         series.append(_blocks(rows))
         if not number:
-            _show_host(trial, large)
+            _report_launch_time(trial, large)
         verdicts = _verdicts(_scores(trial, series, facts))
         if number + 1 >= work.least_batches and "NO VERDICT" not in verdicts.values():
-            break  # else what stood out in one series is tried in another one
+            break  # else measure another series: a single bad one is not enough
     if series:
         _conclude(trial, series, facts)
     return {pair: _mean(blocks) for pair, blocks in (series[0]["one way"] if series else {}).items()}
 
 
 def places(direction: str, low: int, high: int) -> list[tuple[str, Pair]]:
-    """Where a row of a pair stands: by series, and who sends to whom."""
+    """Return the (series, (source, destination)) that a row of a pair belongs to."""
     match direction:
         case "low_to_high":
             return [("one way", (low, high))]
@@ -92,14 +94,16 @@ def places(direction: str, low: int, high: int) -> list[tuple[str, Pair]]:
             return [("both ways", (low, high)), ("both ways", (high, low))]
 
 
-def _show_host(trial: Trial, rows: Sequence[Mapping[str, Any]]) -> None:
-    """What hosts take to launch: a figure of its own, and in no other."""
+def _report_launch_time(trial: Trial, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add a finding on the hosts' launch time, which no other figure includes."""
     launches = [(row["host_us"], row["messages"] * row["p50_us"]) for row in rows if "host_us" in row]
     if launches:
-        longest, beside = max(launches)
-        words = f"{longest:.0f} us for a launch at most, {100 * longest / beside:.1f}% of the time that it runs"
+        longest, duration = max(launches)
+        figure = f"{longest:.0f} us for a launch at most, {100 * longest / duration:.1f}% of the time that it runs"
         expected = "in no figure of a GPU"
-        trial.findings.append(Finding(None, f"{len(trial.alive)} ranks", "pairs, the host", words, expected, "", PHASE))
+        trial.findings.append(
+            Finding(None, f"{len(trial.alive)} ranks", "pairs, the host", figure, expected, "", PHASE)
+        )
 
 
 def _facts(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,54 +111,54 @@ def _facts(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _two_sizes(size: int) -> list[int | None]:
-    """The size from which bandwidth rises no more, and twice that: another size makes another series."""
+    """Return the size at which bandwidth stops rising, and twice that size for further series."""
     return [size, 2 * size]
 
 
 def _blocks(rows: Sequence[Mapping[str, Any]]) -> Blocks:
-    found: Blocks = defaultdict(dict)
+    blocks: Blocks = defaultdict(dict)
     for row in rows:
         amount = 1.0 if row["direction"] == "latency" else row["size_bytes"] / 1e3
         speeds = [amount / max(time_us, 1e-3) for time_us in row["iterations_us"]]
         for series, pair in places(row["direction"], row["rank"], row["peer"]):
-            found[series][pair] = speeds
-    return found
+            blocks[series][pair] = speeds
+    return blocks
 
 
 def _mean(speeds: Sequence[float]) -> float:
-    """Over the time that went by: slow blocks count for as long as they took."""
+    """Return the mean speed over time: slow blocks weigh as much as they took longer."""
     return len(speeds) / math.fsum(1 / speed for speed in speeds)  # `statistics.harmonic_mean` sums fractions
 
 
 def _scores(trial: Trial, series: Sequence[Blocks], facts: Facts) -> dict[Subject, list[list[Score]]]:
-    """Of every node and link, by series: its scores in each kind of bandwidth.
+    """Return, for every node and link, its scores in each kind of bandwidth, by series.
 
-    Alike are pairs of the same devices, all inside a node or all between nodes.
+    Peers are pairs of the same device type, all inside a node or all between nodes.
     """
-    found: dict[Subject, list[list[Score]]] = defaultdict(list)
+    scores: dict[Subject, list[list[Score]]] = defaultdict(list)
     for blocks in series:
-        once: dict[Subject, list[Score]] = defaultdict(list)
+        scores_of_series: dict[Subject, list[Score]] = defaultdict(list)
         for kind in BANDWIDTHS:
-            alike: dict[tuple[bool, str], dict[Pair, list[float]]] = defaultdict(dict)
+            groups: dict[tuple[bool, str], dict[Pair, list[float]]] = defaultdict(dict)
             for (src, dst), each in blocks[kind].items():
                 pair = (min(src, dst), max(src, dst))
                 if pair in facts and {src, dst} <= set(trial.alive):
                     inside = trial.members[src].node == trial.members[dst].node
-                    alike[inside, facts[pair].get("device", "")][src, dst] = each
-            for (inside, _), group in alike.items():
+                    groups[inside, facts[pair].get("device", "")][src, dst] = each
+            for (inside, _), group in groups.items():
                 src, dst = next(iter(group))
                 about = {**facts[min(src, dst), max(src, dst)], "quantity": "pair_bw_gbs", "case": kind}
-                for subject, one in _judge(kind, group, reference_for(about) if inside else None):
-                    once[subject].append(one)
-        for subject, scores in once.items():
-            found[subject].append(scores)
-    return found
+                for subject, subject_score in _score_group(kind, group, reference_for(about) if inside else None):
+                    scores_of_series[subject].append(subject_score)
+        for subject, kinds in scores_of_series.items():
+            scores[subject].append(kinds)
+    return scores
 
 
-def _judge(
+def _score_group(
     kind: str, blocks: Mapping[Pair, Sequence[float]], known: Reference | None
 ) -> Iterable[tuple[Subject, Score]]:
-    """Nodes and links of one kind of pairs in one series; nothing where there is no reference."""
+    """Score nodes and links of one group of peers in one series; yields nothing without a reference."""
     nodes = {rank for pair in blocks for rank in pair}
     means = {pair: _mean(each) for pair, each in blocks.items()}
     spreads: dict[Subject, list[float]] = defaultdict(list)
@@ -166,20 +170,22 @@ def _judge(
     if reference is None:
         return
     by_peers = reference is not known
-    of_nodes, rest = split_matrix({pair: math.log(mean / reference.value) for pair, mean in means.items()})
-    for logs in (of_nodes, rest):
-        middle, among = (statistics.median(logs.values()), 0.0) if by_peers and logs else (0.0, KNOWN_SPREAD)
-        if by_peers and logs:
-            among = 1.4826 * statistics.median(abs(log - middle) for log in logs.values())
-        for key, log in logs.items():
+    of_nodes, links = split_matrix({pair: math.log(mean / reference.value) for pair, mean in means.items()})
+    for log_ratios in (of_nodes, links):
+        middle, peer_spread = (
+            (statistics.median(log_ratios.values()), 0.0) if by_peers and log_ratios else (0.0, KNOWN_SPREAD)
+        )
+        if by_peers and log_ratios:
+            peer_spread = 1.4826 * statistics.median(abs(log_ratio - middle) for log_ratio in log_ratios.values())
+        for key, log_ratio in log_ratios.items():
             subject = (key,) if isinstance(key, int) else (min(key), max(key))
             own = statistics.median(spreads[subject])
             value = means[key] if isinstance(key, tuple) else 0.0
-            yield subject, score(kind, math.exp(log - middle), own, reference._replace(spread=among), value)
+            yield subject, score(kind, math.exp(log_ratio - middle), own, reference._replace(spread=peer_spread), value)
 
 
 def _verdicts(scores: Mapping[Subject, Sequence[Sequence[Score]]]) -> dict[Subject, Verdict]:
-    """Of each subject, all series together; in one series, its worst kind counts."""
+    """Return the verdict on each subject from all its series; in each series its worst score counts."""
     return {subject: combine([worst_of(each) for each in by_series]) for subject, by_series in scores.items()}
 
 
@@ -190,43 +196,43 @@ def _conclude(trial: Trial, series: Sequence[Blocks], facts: Facts) -> None:
             rows = [{"phase": PHASE, "subject": trial.label(subject), "number": number, **one.to_row()} for one in each]
             trial.scores += rows
     verdicts = _verdicts(scores)
-    named = _name_slow(trial, scores, verdicts)
-    named |= _name_unsteady(trial, series, named)
-    trial.findings += _of_the_rest(trial, series, scores, named, facts)
+    flagged = _flag_slow(trial, scores, verdicts)
+    flagged |= _flag_unsteady(trial, series, flagged)
+    trial.findings += _remaining_findings(trial, series, scores, flagged, facts)
 
 
-def _name_slow(
+def _flag_slow(
     trial: Trial, scores: Mapping[Subject, Sequence[Sequence[Score]]], verdicts: Mapping[Subject, Verdict]
 ) -> set[Subject]:
-    """Nodes first, then links between others. Where most nodes are slow, it is what they share."""
+    """Flag slow nodes, then slow links between other nodes; if most nodes are slow, a common cause instead."""
     nodes = [subject for subject in verdicts if len(subject) == 1]
     bad = [subject for subject in nodes if verdicts[subject] in ("FAIL", "WARN")]
     if 2 * len(bad) > len(nodes) > 1:
-        least = min((one for subject in bad for each in scores[subject] for one in each), key=lambda one: one.share)
-        words = f"{len(bad)} of {len(nodes)} nodes at {least.share:.2f} and more of {least.source}"
+        lowest = min((one for subject in bad for each in scores[subject] for one in each), key=lambda one: one.share)
+        figure = f"{len(bad)} of {len(nodes)} nodes at {lowest.share:.2f} and more of {lowest.source}"
         ranks = tuple(rank for subject in nodes for rank in subject)
-        who = f"{len(ranks)} ranks"
-        finding = Finding("WARN", who, f"pairs {least.series}", words, least.source, _SHARED, PHASE)
-        trial.accuse(PHASE, "group", ranks, finding, label=who)
+        label = f"{len(ranks)} ranks"
+        finding = Finding("WARN", label, f"pairs {lowest.series}", figure, lowest.source, _SHARED, PHASE)
+        trial.flag(PHASE, "group", ranks, finding, label=label)
         return {*nodes, *(subject for subject in verdicts if len(subject) == 2)}
-    named: set[Subject] = set()
+    flagged: set[Subject] = set()
     for subject, verdict in sorted(verdicts.items(), key=lambda item: (len(item[0]), item[0])):
-        if verdict == "PASS" or any((rank,) in named for rank in subject):
+        if verdict == "PASS" or any((rank,) in flagged for rank in subject):
             continue
-        named.add(subject)
+        flagged.add(subject)
         worst = worst_of([one for each in scores[subject] for one in each])
-        words = f"{worst.share:.3f} of what it should reach, {worst.below:.0f} spreads below"
-        words += f"; {len(scores[subject])} series"
-        _accuse(trial, subject, verdict, f"pairs {worst.series}", words, worst.source, "")
-    return named
+        figure = f"{worst.share:.3f} of what it should reach, {worst.below:.0f} spreads below"
+        figure += f"; {len(scores[subject])} series"
+        _flag(trial, subject, verdict, f"pairs {worst.series}", figure, worst.source, "")
+    return flagged
 
 
-def _name_unsteady(trial: Trial, series: Sequence[Blocks], named: set[Subject]) -> set[Subject]:
-    """A warning for the end, or the two ends, of pairs that are now fast and now slow."""
+def _flag_unsteady(trial: Trial, series: Sequence[Blocks], known_bad: set[Subject]) -> set[Subject]:
+    """Warn of the end, or the two ends, of pairs whose speed varies over time."""
     shares: dict[Pair, float] = {}
     pairs = {pair for blocks in series for pair in blocks["one way"] if set(pair) <= set(trial.alive)}
     for low, high in {(min(pair), max(pair)) for pair in pairs}:
-        if {(low,), (high,), (low, high)} & named:
+        if {(low,), (high,), (low, high)} & known_bad:
             continue
         ways = [(kind, pair) for kind in BANDWIDTHS for pair in ((low, high), (high, low))]
         each = [
@@ -237,49 +243,51 @@ def _name_unsteady(trial: Trial, series: Sequence[Blocks], named: set[Subject]) 
         ]
         if (share := unsteady(each)) is not None:
             shares[low, high] = share
-    found: set[Subject] = set()
+    flagged: set[Subject] = set()
     for ends, explained in find_ends(shares):
-        found.add(ends)
-        words = f"its slowest block has {min(shares[pair] for pair in explained):.2f} of the speed of its fastest"
-        _accuse(trial, ends, "WARN", "pairs steadiness", words, "alike blocks", _UNSTEADY)
-    return found
+        flagged.add(ends)
+        figure = f"its slowest block has {min(shares[pair] for pair in explained):.2f} of the speed of its fastest"
+        _flag(trial, ends, "WARN", "pairs steadiness", figure, "alike blocks", _UNSTEADY)
+    return flagged
 
 
-def _accuse(trial: Trial, ranks: Subject, verdict: Verdict, check: str, words: str, expected: str, step: str) -> None:
-    who, kind = trial.label(ranks), "link" if len(ranks) == 2 else "node"
+def _flag(trial: Trial, ranks: Subject, verdict: Verdict, check: str, figure: str, expected: str, step: str) -> None:
+    label, kind = trial.label(ranks), "link" if len(ranks) == 2 else "node"
     inside = len({member.node for member in trial.members}) == 1
     if not step:
         step = trial.link_step(ranks) if kind == "link" else (_INSIDE if inside else _NODE)
     if stopped := [rank for rank in ranks if rank in trial.stopped_hosts]:
-        verdict, step = "NO VERDICT", f"the host of {trial.label(stopped)} stops its process: cure that first"
+        verdict, step = "NO VERDICT", f"the host of {trial.label(stopped)} stops its process: fix that first"
     elif verdict == "NO VERDICT":
-        words, step = f"{words}; in one series alone", inconclusive_step(who)
-    finding = Finding(verdict, who, check, words, expected, step.format(who), PHASE)
-    trial.accuse(PHASE, kind, ranks, finding)
+        figure, step = f"{figure}; in one series alone", inconclusive_step(label)
+    finding = Finding(verdict, label, check, figure, expected, step.format(label), PHASE)
+    trial.flag(PHASE, kind, ranks, finding)
 
 
-def _of_the_rest(
-    trial: Trial, series: Sequence[Blocks], scores: Mapping[Subject, Sequence[Sequence[Score]]], named: set[Subject],
+def _remaining_findings(
+    trial: Trial, series: Sequence[Blocks], scores: Mapping[Subject, Sequence[Sequence[Score]]], flagged: set[Subject],
     facts: Facts,
 ) -> list[Finding]:  # fmt: skip
-    """One finding for all that passed, where nobody was named; what would decide it for those that nothing judged."""
+    """Return findings on latency, on all pairs that passed, and on those that nothing could judge."""
     alive = {pair: each for pair, each in series[0]["one way"].items() if set(pair) <= set(trial.alive)}
     latencies = [1 / _mean(each) for pair, each in series[0]["latency"].items() if pair in alive]
-    found = []
+    findings = []
     if latencies:
-        words = f"{min(latencies):.2f} to {max(latencies):.2f} us"
-        found.append(Finding(None, f"{len(alive) // 2} pairs", "pairs latency", words, "shown, not judged", "", PHASE))
-    judged = [one for subject, by in scores.items() if subject not in named for each in by for one in each]
+        figure = f"{min(latencies):.2f} to {max(latencies):.2f} us"
+        findings.append(
+            Finding(None, f"{len(alive) // 2} pairs", "pairs latency", figure, "shown, not judged", "", PHASE)
+        )
+    judged = [one for subject, by in scores.items() if subject not in flagged for each in by for one in each]
     unjudged = {pair: each for pair, each in alive.items() if (min(pair), max(pair)) not in scores}
-    if judged and not named:
-        least = min(judged, key=lambda one: one.from_fail)
-        words = f"worst {least.share:.3f} ({least.series}), {least.from_fail:.0f} spreads above FAIL"
-        who = f"{(len(alive) - len(unjudged)) // 2} pairs of {len({rank for pair in alive for rank in pair})}"
-        found.append(Finding("PASS", who, "pairs", words, least.source, "", PHASE))
+    if judged and not flagged:
+        nearest = min(judged, key=lambda one: one.from_fail)
+        figure = f"worst {nearest.share:.3f} ({nearest.series}), {nearest.from_fail:.0f} spreads above FAIL"
+        subjects = f"{(len(alive) - len(unjudged)) // 2} pairs of {len({rank for pair in alive for rank in pair})}"
+        findings.append(Finding("PASS", subjects, "pairs", figure, nearest.source, "", PHASE))
     if unjudged:
         middle = statistics.median(_mean(each) for each in unjudged.values())
         pair = min(unjudged, key=lambda pair: _mean(unjudged[pair]))
-        words = f"{middle:.4g} GB/s one way; worst {_mean(unjudged[pair]) / middle:.3f} of that ({trial.label(pair)})"
+        figure = f"{middle:.4g} GB/s one way; worst {_mean(unjudged[pair]) / middle:.3f} of that ({trial.label(pair)})"
         device = next((one["device"] for one in facts.values() if "device" in one), "such devices")
         step = (
             f"to decide it: run this on {LEAST_PEERS} or more {device}, or beside a pair that is known to be good"
@@ -291,5 +299,5 @@ def _of_the_rest(
                 "times of the link alone: NCCL's library was not found, and each message was launched by the host"
             )
             step = "install nvidia-nccl-cu13, or set LD_LIBRARY_PATH to where libnccl.so.2 is"
-        found.append(Finding("NO VERDICT", f"{len(unjudged) // 2} pairs", "pairs", words, expected, step, PHASE))
-    return found
+        findings.append(Finding("NO VERDICT", f"{len(unjudged) // 2} pairs", "pairs", figure, expected, step, PHASE))
+    return findings

@@ -1,8 +1,8 @@
-"""Runs over several hosts, intersected: which host do the slow ones have in common, and who is cleared by a fast one.
+"""Group testing of hosts by runs over several hosts: slow runs with a common host, minus hosts of fast runs.
 
-A run is as slow as its slowest host or link. So every host of a fast run is well, and a slow run is the doing of one of
-the others in it. Two slow runs that have one host in common point at that host; a single one leaves all its hosts that
-no fast run clears, and the path between them: nobody is drained for it.
+A run is as slow as its slowest host or link. So every host of a fast run is healthy, and one of the other hosts of a
+slow run, or the path between them, is bad. Two slow runs with a common host point at that host. A single slow run
+cannot tell which of its remaining hosts is bad, so none is drained for it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 from bench.accept.evidence.log import Figure
 from netlayer.verdict import MIN_PEERS, Finding, Verdict
 
-# Slow and fast are two levels: a gap between neighbours in the order of speed, and both sides of it must be close to
-# one another. What scatters without a gap is told from nobody.
+# Slow and fast runs must form two levels: a gap between neighbours in the order of speed (`_GAP`), and fast runs close
+# to each other (`_LEVEL`). Runs that scatter without a gap are not judged.
 _GAP = 0.87
 _LEVEL = 0.85
-# As wide as nodes that are well may differ.
+# Ratio of best to worst among healthy nodes.
 _SPREAD = 1.25
 _MAX_NAMED = 4
 
@@ -27,10 +27,10 @@ class HostRun(NamedTuple):
     """One run over several hosts.
 
     Args:
-        hosts: of the run.
-        score: its speed over the median of all runs, over the points of the series.
-        file, figure: where it stands; the figure that is shown, at the largest message.
-        median: of all runs at that point.
+        hosts: hosts of the run.
+        score: its speed divided by the median of all runs; median over the points of the series.
+        file, figure: its file, and the figure to print, at the largest message.
+        median: median of all runs at that point.
     """
 
     hosts: tuple[str, ...]
@@ -41,7 +41,7 @@ class HostRun(NamedTuple):
 
 
 class HostFindings(NamedTuple):
-    """Findings, in words what the runs were held against, and whether that is a judgement."""
+    """Findings, a note on the comparison for `--explain`, and True if the runs were judged."""
 
     findings: tuple[Finding, ...]
     note: str
@@ -49,7 +49,7 @@ class HostFindings(NamedTuple):
 
 
 def judge_host_runs(series: str, runs: Sequence[HostRun]) -> HostFindings:
-    """What runs over several hosts say of the hosts."""
+    """Judge hosts by their runs over several hosts."""
     ordered = sorted(runs, key=lambda run: run.score)
     ratio = ordered[-1].score / ordered[0].score if ordered else 1.0
     if len(runs) < 2:
@@ -64,13 +64,13 @@ def judge_host_runs(series: str, runs: Sequence[HostRun]) -> HostFindings:
             (_unclear(series, ordered, ratio),), f"{len(runs)} runs that scatter {ratio:.2f} times", True
         )
     slow, fast = levels
-    found = list(_suspects(series, slow, fast))
-    found.append(_passed(series, fast))
-    return HostFindings(tuple(found), f"{len(fast)} fast and {len(slow)} slow runs, {ratio:.2f} times apart", True)
+    findings = list(_suspects(series, slow, fast))
+    findings.append(_passed(series, fast))
+    return HostFindings(tuple(findings), f"{len(fast)} fast and {len(slow)} slow runs, {ratio:.2f} times apart", True)
 
 
 def _two_levels(ordered: Sequence[HostRun]) -> tuple[list[HostRun], list[HostRun]] | None:
-    """Slow and fast runs, parted at the widest gap; None where there is none, or the fast ones scatter."""
+    """Split runs in slow and fast ones at the widest gap; None if there is no gap, or the fast ones scatter."""
     gaps = [(ordered[at].score / ordered[at + 1].score, at + 1) for at in range(len(ordered) - 1)]
     ratio, cut = min(gaps)
     slow, fast = list(ordered[:cut]), list(ordered[cut:])
@@ -80,28 +80,28 @@ def _two_levels(ordered: Sequence[HostRun]) -> tuple[list[HostRun], list[HostRun
 
 
 def _suspects(series: str, slow: Sequence[HostRun], fast: Sequence[HostRun]) -> list[Finding]:
-    """One finding for each host that slow runs have in common, then one for each slow run that is left."""
+    """Return one finding for each host that slow runs have in common, then one for each unexplained slow run."""
     cleared = {host for run in fast for host in run.hosts}
     level = fast[len(fast) // 2]
-    left = [(run, [host for host in run.hosts if host not in cleared]) for run in slow]
-    found = []
+    remaining = [(run, [host for host in run.hosts if host not in cleared]) for run in slow]
+    findings = []
     while True:
-        counts = Counter(host for _, open_hosts in left for host in open_hosts)
-        most = counts.most_common(2)
-        # A tie in which the same runs are meant (they always ran together) names nobody.
-        if not most or most[0][1] < 2 or (len(most) > 1 and most[1][1] == most[0][1]):
+        counts = Counter(host for _, open_hosts in remaining for host in open_hosts)
+        commonest = counts.most_common(2)
+        # Hosts that always ran together cannot be told apart: a tie names none.
+        if not commonest or commonest[0][1] < 2 or (len(commonest) > 1 and commonest[1][1] == commonest[0][1]):
             break
-        host = most[0][0]
-        own = [run for run, open_hosts in left if host in open_hosts]
-        found.append(_host(series, host, own, level, len(fast)))
-        left = [(run, open_hosts) for run, open_hosts in left if host not in open_hosts]
-    # Where most runs are fast, their level is what the hosts do when they are well.
-    sure = len(fast) >= MIN_PEERS - 1 and len(fast) > len(slow)
-    return found + [_either(series, run, open_hosts, level, sure) for run, open_hosts in left]
+        host = commonest[0][0]
+        own = [run for run, open_hosts in remaining if host in open_hosts]
+        findings.append(_host_finding(series, host, own, level, len(fast)))
+        remaining = [(run, open_hosts) for run, open_hosts in remaining if host not in open_hosts]
+    # If most runs are fast, their level is that of healthy hosts.
+    is_certain = len(fast) >= MIN_PEERS - 1 and len(fast) > len(slow)
+    return findings + [_unresolved(series, run, open_hosts, level, is_certain) for run, open_hosts in remaining]
 
 
-def _host(series: str, host: str, runs: Sequence[HostRun], level: HostRun, num_fast: int) -> Finding:
-    """A host that two slow runs or more have in common, and no fast one."""
+def _host_finding(series: str, host: str, runs: Sequence[HostRun], level: HostRun, num_fast: int) -> Finding:
+    """Return the finding for a host that is in at least two slow runs and in no fast one."""
     worst = min(runs, key=lambda run: run.score)
     partners = list(dict.fromkeys(name for run in runs for name in run.hosts if name != host))
     figure = f"{worst.figure.text} with {_names([name for name in worst.hosts if name != host])}; "
@@ -119,37 +119,38 @@ def _host(series: str, host: str, runs: Sequence[HostRun], level: HostRun, num_f
     return Finding(verdict, host, series, figure, expected, step, worst.file, worst.figure.line)
 
 
-def _either(series: str, run: HostRun, open_hosts: Sequence[str], level: HostRun, sure: bool) -> Finding:
-    """A slow run alone: any of its hosts that no fast run clears, or the path between them."""
+def _unresolved(series: str, run: HostRun, open_hosts: Sequence[str], level: HostRun, is_certain: bool) -> Finding:
+    """Return the finding for a single slow run: a host of it without a fast run is bad, or the path between them."""
     names = list(open_hosts) or list(run.hosts)
-    who = f"either of {_names(names)}" if len(names) > 1 else names[0]
+    subject = f"either of {_names(names)}" if len(names) > 1 else names[0]
     expected = f"{level.figure.text}, as the fast runs of others"
-    partner = "a host of a fast run"
+    fast_host = "a host of a fast run"
     if not open_hosts:
-        who = f"the path between {_names(run.hosts)}"
+        subject = f"the path between {_names(run.hosts)}"
         step = "each of its hosts is fast with others: look at the links and switches between them, then run it again"
     elif len(open_hosts) == 1:
         others = [name for name in run.hosts if name not in open_hosts]
-        who = f"{names[0]}, or its path to {_names(others)}"
-        step = f"run {names[0]} with {partner}: where it stays slow, the host is bad; drain nothing for this run alone"
-    else:
+        subject = f"{names[0]}, or its path to {_names(others)}"
         step = (
-            f"run each of {_names(names)} with {partner}: the one that stays slow is bad; drain neither for this alone"
+            f"run {names[0]} with {fast_host}: where it stays slow, the host is bad; drain nothing for this run alone"
         )
-    verdict: Verdict = "FAIL" if sure and open_hosts else "WARN"
-    return Finding(verdict, who, series, run.figure.text, expected, step, run.file, run.figure.line)
+    else:
+        step = f"run each of {_names(names)} with {fast_host}: "
+        step += "the one that stays slow is bad; drain neither for this alone"
+    verdict: Verdict = "FAIL" if is_certain and open_hosts else "WARN"
+    return Finding(verdict, subject, series, run.figure.text, expected, step, run.file, run.figure.line)
 
 
 def _passed(series: str, runs: Sequence[HostRun]) -> Finding:
-    """Runs that are alike and the fastest there are; of one or two nobody knows that they are as fast as can be."""
+    """Return PASS for the group of fastest runs; NO VERDICT for one or two, whose speed may not be the normal one."""
     worst = min(runs, key=lambda run: run.score)
     hosts = dict.fromkeys(host for run in runs for host in run.hosts)
     verdict: Verdict = "PASS" if len(runs) >= MIN_PEERS - 1 else "NO VERDICT"
     expected = f"alike: {len(runs)} runs within {_SPREAD:g} times"
     if verdict == "NO VERDICT":
         expected = "no expectation: the fastest of these runs, too few to say that all is well with them"
-    who = f"{len(hosts)} hosts in {len(runs)} runs"
-    return Finding(verdict, who, series, f"worst {worst.figure.text}", expected, "", worst.file, worst.figure.line)
+    subject = f"{len(hosts)} hosts in {len(runs)} runs"
+    return Finding(verdict, subject, series, f"worst {worst.figure.text}", expected, "", worst.file, worst.figure.line)
 
 
 def _unclear(series: str, ordered: Sequence[HostRun], ratio: float) -> Finding:
@@ -158,8 +159,8 @@ def _unclear(series: str, ordered: Sequence[HostRun], ratio: float) -> Finding:
         f"{worst.figure.text} ({_names(worst.hosts)}) to {best.figure.text} ({_names(best.hosts)}): {ratio:.2f} times"
     )
     step = "run the slow ones again, each of their hosts with a host of a fast run"
-    who, expected = f"{len(ordered)} runs over several hosts", f"alike: within {_SPREAD:g} times"
-    return Finding("WARN", who, series, figure, expected, step, worst.file, worst.figure.line)
+    subject, expected = f"{len(ordered)} runs over several hosts", f"alike: within {_SPREAD:g} times"
+    return Finding("WARN", subject, series, figure, expected, step, worst.file, worst.figure.line)
 
 
 def _names(hosts: Sequence[str]) -> str:

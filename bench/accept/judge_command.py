@@ -1,4 +1,4 @@
-"""What `netlayer accept judge` and `netlayer accept publish` do, from options to exit code."""
+"""Commands `netlayer accept judge` and `netlayer accept publish`, from options to exit code."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from netlayer.results import check_target, utc_now, write_text
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The options of `judge`."""
+class JudgeOptions:
+    """Options of `netlayer accept judge`."""
 
     files: tuple[Path, ...]
     nvls: str | None
@@ -37,46 +37,50 @@ class Asked:
     html_file: Path | None
 
 
-def judge_command(asked: Asked) -> int:
-    """Judge, print, write what was asked for; returns the exit code."""
+def judge_command(options: JudgeOptions) -> int:
+    """Judge the files, print the result and write the requested reports; return the exit code."""
     started, clock = utc_now(), time.monotonic()
-    for option, target in (("--json", asked.json_file), ("--junit", asked.junit_file), ("--html", asked.html_file)):
+    for option, target in (
+        ("--json", options.json_file),
+        ("--junit", options.junit_file),
+        ("--html", options.html_file),
+    ):
         check_target(option, target)
-    said = _facts(asked.nvls, asked.nics)
-    entries = (*(load_user(asked.expect_file) if asked.expect_file else ()), *load())
-    judgement = judge_files(asked.files, said, entries)
-    if "-" not in (str(asked.json_file), str(asked.junit_file), str(asked.html_file)):
+    user_facts = _facts(options.nvls, options.nics)
+    entries = (*(load_user(options.expect_file) if options.expect_file else ()), *load())
+    judgement = judge_files(options.files, user_facts, entries)
+    if "-" not in (str(options.json_file), str(options.junit_file), str(options.html_file)):
         width = shutil.get_terminal_size((output.WIDTH, 24)).columns
-        click.echo("\n".join(_shown(judgement, asked, width, entries, said)))
-    if asked.json_file or asked.html_file:
+        click.echo("\n".join(_format_lines(judgement, options, width, entries, user_facts)))
+    if options.json_file or options.html_file:
         from netlayer import environ
 
         environment = environ.snapshot()
         arguments: dict[str, Any] = {
-            "files": [str(file) for file in asked.files],
-            "nvls": asked.nvls or "",
-            "nics": asked.nics or "",
+            "files": [str(file) for file in options.files],
+            "nvls": options.nvls or "",
+            "nics": options.nics or "",
         }
-        arguments |= {"expect": str(asked.expect_file or ""), "strict": asked.strict}
-        if asked.json_file:
+        arguments |= {"expect": str(options.expect_file or ""), "strict": options.strict}
+        if options.json_file:
             record = output.record(judgement, arguments, environment, started, utc_now())
-            write_text(asked.json_file, record.to_json())
-        if asked.html_file:
-            write_text(asked.html_file, output.page(judgement, environment["commit"]))
-    if asked.junit_file:
-        write_text(asked.junit_file, output.junit(judgement, started=started, seconds=time.monotonic() - clock))
+            write_text(options.json_file, record.to_json())
+        if options.html_file:
+            write_text(options.html_file, output.page(judgement, environment["commit"]))
+    if options.junit_file:
+        write_text(options.junit_file, output.junit(judgement, started=started, seconds=time.monotonic() - clock))
     for line in judgement.damaged:
         click.echo(f"error: {line}", err=True)
-    return _exit_code(judgement, asked.strict)
+    return _exit_code(judgement, options.strict)
 
 
 def publish_command(
     files: Sequence[Path], nvls: str | None, nics: str | None, address: str, out_file: Path | None
 ) -> int:
-    """Print the entry, write it, and say what is in it; returns the exit code."""
+    """Print the registry entry, write it if requested, and summarise it on stderr; return the exit code."""
     check_target("--out", out_file)
-    said = _facts(nvls, nics)
-    text = publish(judge_files(files, said), said, address)
+    user_facts = _facts(nvls, nics)
+    text = publish(judge_files(files, user_facts), user_facts, address)
     with tempfile.TemporaryDirectory() as folder:
         entries = check(text, Path(folder) / "entry.toml")
     click.echo(text, nl=False)
@@ -98,11 +102,13 @@ def _facts(nvls: str | None, nics: str | None) -> dict[str, Any]:
     return facts
 
 
-def _shown(judgement: Judgement, asked: Asked, width: int, entries: Sequence[Any], said: dict[str, Any]) -> list[str]:
-    """Table, nodes, reasons; the verdict is the last line of all."""
+def _format_lines(
+    judgement: Judgement, options: JudgeOptions, width: int, entries: Sequence[Any], user_facts: dict[str, Any]
+) -> list[str]:
+    """Return the lines of output: table, nodes, explanation; the verdict is the last line."""
     *table, last = output.format_table(judgement, width=width)
     nodes = list(output.format_nodes(judgement, width))
-    reasons = list(explain(judgement, entries, said)) if asked.explain else []
+    reasons = list(explain(judgement, entries, user_facts)) if options.explain else []
     lines = table + (["", "nodes:", *nodes] if nodes else []) + (["", "why:", *reasons] if reasons else [])
     return [*lines, *([""] if nodes or reasons else []), last]
 

@@ -1,6 +1,7 @@
-"""The agents of a run: started here, over ssh, or come by themselves under torchrun, srun and mpirun.
+"""Connections to the agents of a run: started locally, over ssh, or by torchrun, srun and mpirun.
 
-An agent that was started ends with its pipe: nothing is left of it, however the run ends. Left out: what is said.
+An agent that we started ends when its pipe is closed, so that none remains however the run ends. The messages
+themselves are defined in `agent` and `fleet`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _END_S = 3.0
 _MEET_S = 120.0
 _HELLO_BYTES = 4096
 _TAIL_BYTES = 2000
-_SSH_FAILED = 255  # what ssh ends with by itself; else it is what ran on the host
-# In the words of OpenSSH, of this host or, behind them in C libraries' words, of a jump host.
+_SSH_FAILED = 255  # exit code of ssh itself; other codes are of the remote command
+# Messages of OpenSSH on this host, or of a jump host with the error text of its C library.
 _NO_SUCH_NAME = re.compile(
     r"^ssh: Could not resolve hostname |open failed: connect failed: (?:Name or service not known|Name does not resolve"
     r"|Temporary failure in name resolution|No address associated with hostname|nodename nor servname provided)",
@@ -43,15 +44,18 @@ _NO_SUCH_NAME = re.compile(
 
 @dataclass
 class Link:
-    """One agent.
+    """Connection to one agent.
 
     Args:
-        host: its name for people.
-        address: at which the others reach it.
-        ranks: whose workers it forks.
-        reader, sink: its messages, and the descriptor of ours.
-        process: what carries it, where we have started it.
-        log: what it, and ssh, write on stderr then.
+        host: name for messages.
+        address: address at which the others reach it.
+        ranks: ranks whose workers it forks.
+        reader, sink: reader of its messages, and file descriptor for messages to it.
+        process: its process (or ssh), if we started it.
+        log: stderr of that process.
+        alive: False once the connection is lost.
+        began: True once its workers have started.
+        received: latest messages, by kind.
     """
 
     host: str
@@ -63,28 +67,28 @@ class Link:
     log: IO[bytes] | None = None
     alive: bool = True
     began: bool = False
-    said: dict[str, Any] = field(default_factory=dict)
+    received: dict[str, Any] = field(default_factory=dict)
 
-    def say(self, message: Mapping[str, Any]) -> None:
-        """Send; a link that is broken is noted and found dead later."""
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message; a broken connection is ignored here and detected when reading."""
         with contextlib.suppress(OSError):
             write(self.sink, message)
 
     def hear(self) -> list[Message] | None:
-        found = self.reader.read()
-        if found is None:
+        messages = self.reader.read()
+        if messages is None:
             self.alive = False
-        return found
+        return messages
 
-    def last_words(self) -> str:
-        """The last line of its log."""
+    def last_log_line(self) -> str:
+        """Return the last line of its log."""
         return printable(next((line.strip() for line in reversed(self._tail().split("\n")) if line.strip()), ""))
 
     def lacks_name(self) -> bool:
-        """Whether ssh has ended without reaching any host, for its name has no address: here, or on a jump host."""
+        """Return True if ssh failed because the host's name has no address, here or on a jump host."""
         if self.process is None or not _NO_SUCH_NAME.search(self._tail().replace("\r", "")):
             return False
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its pipe is closed a little before it has ended
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its pipe is closed shortly before it exits
             return self.process.wait(_END_S) == _SSH_FAILED
         return False
 
@@ -120,16 +124,19 @@ def close_all(links: Sequence[Link]) -> None:
 
 
 def start_local(ranks: Sequence[int], log: IO[bytes]) -> Link:
-    """An agent of this machine for all ranks."""
+    """Start an agent on this machine for all ranks."""
     command = [sys.executable, *_MODULE]
     return _start("localhost", "127.0.0.1", ranks, command, log, _ROOT)
 
 
 def start_ssh(host: str, ranks: Sequence[int], ssh: str, log: IO[bytes]) -> Link:
-    """An agent on a host that the user's ssh reaches, where netlayer stands in the same folder.
+    """Start an agent on a host over ssh; netlayer must be installed there in the same folder.
 
     Args:
-        ssh: the command with its options; the host and what runs there follow. Paths in it are from where the user is.
+        host: name of the host.
+        ranks: ranks whose workers it forks.
+        ssh: ssh command with its options, before the host; relative paths in it are from the current folder.
+        log: file for its stderr.
     """
     there = shlex.join(["env", f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}", sys.executable, *_MODULE])
     return _start(host, host, ranks, [*shlex.split(ssh), host, f"cd {shlex.quote(str(_ROOT))} && exec {there}"], log)
@@ -150,37 +157,39 @@ def _start(
 
 
 def meet_agents(env: RankEnv, address: str, port: int, limit_s: float = _MEET_S) -> list[Link]:
-    """Rank 0 of a launcher: the agents of the other ranks, which `join_run` has made.
+    """Accept the agents of the other ranks (`join_run`) on rank 0 under another launcher.
 
     Args:
-        address: at which the others look for this rank.
+        env: rank and world size.
+        address, port: address at which the others look for this rank.
+        limit_s: seconds to wait for them.
 
     Raises:
-        ConfigError: not all of them came, or the port is taken.
+        ConfigError: not all of them connected, or the port is taken.
     """
-    found: dict[int, Link] = {}
+    links: dict[int, Link] = {}
     deadline = time.monotonic() + limit_s
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_listen(env, address, port))
-        said: dict[socket.socket, bytes] = {}  # by those who have not said who they are
-        while missing := set(range(1, env.world_size)) - set(found):
+        partial_hellos: dict[socket.socket, bytes] = {}  # of connections whose hello is not complete yet
+        while missing := set(range(1, env.world_size)) - set(links):
             left_s = deadline - time.monotonic()
-            ready = select.select([server, *said], [], [], left_s)[0] if left_s > 0 else []
+            ready = select.select([server, *partial_hellos], [], [], left_s)[0] if left_s > 0 else []
             if not ready:
                 ranks = ", ".join(map(str, sorted(missing)))
                 rule = f"ranks {ranks} did not come within {limit_s:g} s"
                 raise ConfigError("launcher", env.launcher, rule, "see their output")
             for one in ready:
                 if one is server:
-                    with contextlib.suppress(OSError):  # gone again
-                        said[stack.enter_context(server.accept()[0])] = b""
-                elif link := _greeted(one, said, missing - set(found)):
-                    found[link.ranks[0]] = link
-    return [found[rank] for rank in sorted(found)]
+                    with contextlib.suppress(OSError):  # disconnected already
+                        partial_hellos[stack.enter_context(server.accept()[0])] = b""
+                elif link := _accept_hello(one, partial_hellos, missing - set(links)):
+                    links[link.ranks[0]] = link
+    return [links[rank] for rank in sorted(links)]
 
 
 def _listen(env: RankEnv, address: str, port: int) -> socket.socket:
-    """At that address; at all where it is not this host's own, or is its loopback while others are elsewhere."""
+    """Listen at the address; at all addresses if it is not of this host, or loopback while ranks are on other hosts."""
     with contextlib.suppress(OSError):
         family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         local = ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback
@@ -196,15 +205,17 @@ def _listen(env: RankEnv, address: str, port: int) -> socket.socket:
     return server
 
 
-def _greeted(one: socket.socket, said: dict[socket.socket, bytes], missing: Collection[int]) -> Link | None:
-    """The agent, once its hello is whole; whoever says anything else is hung up on."""
+def _accept_hello(
+    one: socket.socket, partial_hellos: dict[socket.socket, bytes], missing: Collection[int]
+) -> Link | None:
+    """Read from a new connection; return its agent once the hello is complete, close it if that is invalid."""
     try:
         chunk, address = one.recv(_HELLO_BYTES), str(one.getpeername()[0])
     except OSError:
         chunk, address = b"", ""
-    text = said.pop(one) + chunk
+    text = partial_hellos.pop(one) + chunk
     if chunk and b"\n" not in text and len(text) < _HELLO_BYTES:
-        said[one] = text
+        partial_hellos[one] = text
         return None
     rank, host = _hello(text)
     if rank not in missing:
@@ -215,7 +226,7 @@ def _greeted(one: socket.socket, said: dict[socket.socket, bytes], missing: Coll
 
 
 def _hello(text: bytes) -> tuple[int, str]:
-    """A rank and its host; rank 0, whom nobody waits for, where it is nothing of the kind."""
+    """Parse the hello of an agent: rank and host; rank 0, which is never expected, if it is invalid."""
     try:
         match json.loads(text):
             case {"rank": int(rank), "host": str(host)}:
@@ -226,7 +237,7 @@ def _hello(text: bytes) -> tuple[int, str]:
 
 
 def join_run(env: RankEnv, address: str, port: int) -> None:
-    """Every other rank of a launcher: serve the run of rank 0 until it ends."""
+    """Connect to rank 0 under another launcher, and serve its run until it ends."""
     from bench.accept.agent import serve
 
     deadline = time.monotonic() + _MEET_S
@@ -245,7 +256,7 @@ def join_run(env: RankEnv, address: str, port: int) -> None:
 
 
 def master_address() -> tuple[str, int]:
-    """Where rank 0 of a launcher listens: beside MASTER_PORT, which a launcher may hold itself."""
+    """Return address and port of rank 0 under another launcher: next to MASTER_PORT, which the launcher may use."""
     port = int(os.environ.get("MASTER_PORT", "29500"))
     address = os.environ.get("MASTER_ADDR") or os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or "127.0.0.1"
     return address, port + 1 if port < 65535 else port - 1

@@ -1,7 +1,7 @@
-"""Which node or which link of a matrix of pairs is slow: what is common to a node's pairs is the node's.
+"""Separation of slow nodes from slow links in a matrix of pair measurements.
 
-Each value is held against the median of all, as a logarithm, so that one link may be slow by any factor; a node's score
-is the median over its links in the worse direction, a link's what remains of it without its nodes. From four nodes on.
+Values are logarithms relative to the median of all, so that a link may be slow by any factor. A node's score is the
+median over its links in its worse direction; a link's score is the residual without its two nodes. Needs four nodes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from netlayer.verdict import MIN_PEERS, Peers, Verdict, peers_of
 
 Key = TypeVar("Key")
 Directed = Mapping[tuple[int, int], float]
-"""From one node to another: a value that should be high."""
+"""Value for each (source, destination); higher is better."""
 
 
 _LEAST_LINKS = 2
 
 
 class Score(NamedTuple):
-    """How a node or link stands: `share` of what its peers reach."""
+    """Score of a node or link; `share` is its value divided by its peers'."""
 
     verdict: Verdict
     share: float
@@ -36,11 +36,11 @@ class MatrixScores(NamedTuple):
 
 
 def judge_matrix(values: Directed, least_ratio: float = 1.0) -> MatrixScores | None:
-    """Scores of every node and every directed link; None where there are too few nodes.
+    """Score every node and every directed link; None if there are too few nodes.
 
     Args:
-        values: from each node to each other.
-        least_ratio: times slower than its peers that one must be to be accused, whatever they scatter.
+        values: value from each node to each other.
+        least_ratio: minimum slowdown relative to the peers for a verdict other than PASS, whatever the scatter.
     """
     names = {end for pair in values for end in pair}
     known = {pair: value for pair, value in values.items() if value > 0}
@@ -52,50 +52,50 @@ def judge_matrix(values: Directed, least_ratio: float = 1.0) -> MatrixScores | N
 
 
 def split_matrix(logs: Directed) -> tuple[dict[int, float], dict[tuple[int, int], float]]:
-    """What is each node's, and what is left of each link without its two nodes; values are logarithms.
+    """Split logarithms of link values in a score for each node and a residual for each link.
 
-    A node's is the middle one of its links, in the worse direction. Of two links it is the better one, for slow is a
-    node whose links all are; of one, nothing is the node's.
+    A node's score is the median of its links, in its worse direction. With two links it is the better one, since a slow
+    node makes all its links slow; with one link it is 0.
     """
     names = sorted({end for pair in logs for end in pair})
-    sent = {name: _middle([log for (src, _), log in logs.items() if src == name]) for name in names}
-    received = {name: _middle([log for (_, dst), log in logs.items() if dst == name]) for name in names}
-    of_nodes = {name: min(sent[name], received[name]) for name in names}
-    return of_nodes, {(src, dst): log - min(sent[src], received[dst]) for (src, dst), log in logs.items()}
+    send_score = {name: _node_score([log for (src, _), log in logs.items() if src == name]) for name in names}
+    receive_score = {name: _node_score([log for (_, dst), log in logs.items() if dst == name]) for name in names}
+    of_nodes = {name: min(send_score[name], receive_score[name]) for name in names}
+    return of_nodes, {(src, dst): log - min(send_score[src], receive_score[dst]) for (src, dst), log in logs.items()}
 
 
 def judge_logs(logs: Mapping[Key, float], least_ratio: float = 1.0) -> dict[Key, Score]:
-    """Each logarithm held against all of them."""
-    # Around one, where a share of the median is a share of the value.
+    """Judge each logarithm relative to all of them."""
+    # Shifted by 1, so that a share of the median is approximately a share of the value.
     peers = peers_of(1 + log for log in logs.values())
-    found = {}
+    scores = {}
     for key, log in logs.items():
         share = math.exp(log - (peers.median - 1))
-        found[key] = Score("PASS" if share * least_ratio > 1 else peers.judge(1 + log), share, peers)
-    return found
+        scores[key] = Score("PASS" if share * least_ratio > 1 else peers.judge(1 + log), share, peers)
+    return scores
 
 
 def find_ends(pairs: Collection[tuple[int, int]]) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
-    """Who is to blame where pairs failed: the end of most of them that failed with several others; else both ends.
+    """Explain failed pairs by few culprits: the node in most of them if it failed with several others, else the link.
 
-    Returns:
-        one node, or the two of a link, with the directed pairs that they explain.
+    Yields:
+        One node, or the two ends of a link, with the directed pairs that they explain.
     """
-    left = set(pairs)
-    while left:
+    remaining = set(pairs)
+    while remaining:
         others: dict[int, set[int]] = defaultdict(set)
-        for src, dst in left:
+        for src, dst in remaining:
             others[src].add(dst)
             others[dst].add(src)
         worst = max(sorted(others), key=lambda end: len(others[end]))
         link = {worst, *others[worst]}
-        explained = {pair for pair in left if worst in pair}
+        explained = {pair for pair in remaining if worst in pair}
         yield (worst,) if len(link) > 2 else tuple(sorted(link)), sorted(explained)
-        left -= explained
+        remaining -= explained
 
 
-def _middle(logs: list[float]) -> float:
-    """Of the links of a node in one direction."""
+def _node_score(logs: list[float]) -> float:
+    """Return the score of a node from its links in one direction."""
     if len(logs) < _LEAST_LINKS:
         return 0.0
     return statistics.median(logs) if len(logs) > _LEAST_LINKS else max(logs)

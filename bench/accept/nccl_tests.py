@@ -1,7 +1,7 @@
-"""`--runner nccl-tests`: the genuine binaries on every host, their own output judged as `judge` judges logs.
+"""`--runner nccl-tests`: run NVIDIA's binaries on every host and judge their output like `netlayer accept judge`.
 
-Each host runs all its GPUs in one process; hosts are held against each other. Left out: runs over several hosts, for
-which nccl-tests needs MPI: start those with mpirun and give their logs to `netlayer accept judge`.
+Each host runs all its GPUs in one process; hosts are compared with each other. Runs over several hosts are not
+supported, since nccl-tests needs MPI for them: start those with mpirun and give their logs to `netlayer accept judge`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from bench.accept.evidence.nccl_run import RUN
 from bench.accept.evidence.recognise import parse
 from bench.accept.expectations import load
 from bench.accept.fleet import Fleet
-from bench.accept.judge import held
+from bench.accept.judge import judge_expectations
 from bench.accept.links import Link
 from bench.accept.peers import Measured, judge_peers
-from bench.accept.run import Result, Settings, accuse_late, break_off
+from bench.accept.run import Result, Settings, flag_late, interrupt_run
 from bench.accept.trial import Trial
 from bench.accept.wire import Message
 from netlayer.errors import ConfigError, HardwareMissing
@@ -35,27 +35,27 @@ _LIMIT_S = 300.0
 
 
 def find_binaries(folder: Path | None) -> dict[str, Path]:
-    """Those of nccl-tests: compiled programs, for our own scripts have the same names.
+    """Find the binaries of nccl-tests; only compiled programs count, since our own scripts have the same names.
 
     Raises:
-        HardwareMissing: none is there.
+        HardwareMissing: no binary is found.
     """
-    found = {}
+    binaries = {}
     for name in BINARIES:
         place = folder / name if folder else shutil.which(name)
         if place is not None and _is_compiled(Path(place)):
-            found[name] = Path(place).absolute()
-    if not found:
+            binaries[name] = Path(place).absolute()
+    if not binaries:
         where = f"in {folder}" if folder else "on the PATH"
         raise HardwareMissing(
             f"--runner nccl-tests: no compiled {BINARIES[0]} {where}; build github.com/NVIDIA/nccl-tests with make, "
             "then give --nccl-tests its build folder"
         )
-    return found
+    return binaries
 
 
 def run_nccl_tests(settings: Settings, links: Sequence[Link], folder: Path | None) -> Result:
-    """Every binary on every host, one after the other; agents are ended by whoever started them."""
+    """Run every binary on every host, one after the other. The caller ends the agents."""
     binaries = find_binaries(folder)
     fleet = Fleet(links)
     trial = Trial(fleet, settings.members, settings.work, [member.rank for member in settings.members])
@@ -68,12 +68,12 @@ def run_nccl_tests(settings: Settings, links: Sequence[Link], folder: Path | Non
                     _run_one(trial, name, binary, hosts, links)
                 result.done.append(name)
         except KeyboardInterrupt:
-            break_off(result, stages)
+            interrupt_run(result, stages)
     return result
 
 
 def run_binary(command: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """In an agent: what the program printed, and how it ended."""
+    """Run a program in an agent; return its output, exit code and error."""
     try:
         done = subprocess.run(list(command), capture_output=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired as exc:
@@ -86,49 +86,53 @@ def run_binary(command: Sequence[str], limit_s: float) -> dict[str, Any]:
 
 
 def _run_one(trial: Trial, name: str, binary: Path, hosts: dict[str, int], links: Sequence[Link]) -> None:
-    """On every host; one whose name has no address is left out from then on."""
+    """Run one binary on every host; a host whose name has no address is dropped from `hosts`."""
     logs: dict[str, Log] = {}
     errors: dict[str, str] = {}
     for host, gpus in list(hosts.items()):
-        said = trial.fleet.execute(host, [str(binary), *_SIZES, "-g", str(gpus)], _LIMIT_S)
-        nameless = [link for link in links if link.host == host and said is None and link.lacks_name()]
+        answer = trial.fleet.execute(host, [str(binary), *_SIZES, "-g", str(gpus)], _LIMIT_S)
+        nameless = [link for link in links if link.host == host and answer is None and link.lacks_name()]
         if nameless:
-            accuse_late(trial, nameless[0])
+            flag_late(trial, nameless[0])
             del hosts[host]
             continue
-        if said is None or said["code"] is None or not said["text"]:
-            _fail(trial, name, binary, host, _reason(said), "runs")
+        if answer is None or answer["code"] is None or not answer["text"]:
+            _fail(trial, name, binary, host, _reason(answer), "runs")
             continue
-        trial.rows.append({"phase": name, "host": host, "text": said["text"], "code": said["code"]})
+        trial.rows.append({"phase": name, "host": host, "text": answer["text"], "code": answer["code"]})
         try:
-            logs[host] = parse(Text(host, said["text"]))
+            logs[host] = parse(Text(host, answer["text"]))
         except ConfigError as exc:
-            _fail(trial, name, binary, host, said["error"] or str(exc), "a table")
-        if said["code"] and said["error"]:
-            errors[host] = said["error"]
+            _fail(trial, name, binary, host, answer["error"] or str(exc), "a table")
+        if answer["code"] and answer["error"]:
+            errors[host] = answer["error"]
     for host, finding in _findings(logs):
         if finding.check == RUN and host in errors:
             finding = replace(finding, figure=f"{finding.figure}: {errors[host]}")
-        trial.accuse(name, "part", trial.ranks_of([host]), replace(finding, file=name, line=0), label=host)
+        trial.flag(name, "part", trial.ranks_of([host]), replace(finding, file=name, line=0), label=host)
 
 
-def _fail(trial: Trial, name: str, binary: Path, host: str, words: str, expected: str) -> None:
-    finding = Finding("FAIL", host, name, words, expected, f"run {binary} on {host} by hand", name)
-    trial.accuse(name, "part", trial.ranks_of([host]), finding, label=host)
+def _fail(trial: Trial, name: str, binary: Path, host: str, figure: str, expected: str) -> None:
+    finding = Finding("FAIL", host, name, figure, expected, f"run {binary} on {host} by hand", name)
+    trial.flag(name, "part", trial.ranks_of([host]), finding, label=host)
 
 
-def _reason(said: Message | None) -> str:
-    """Why there is no output."""
-    if said is None:
+def _reason(answer: Message | None) -> str:
+    """Return the reason for missing output."""
+    if answer is None:
         return "the host was lost"
-    ended = "" if said["code"] is None else f"ended with code {said['code']}, no output"
-    return ": ".join(words for words in (ended, said["error"]) if words)
+    ended = "" if answer["code"] is None else f"ended with code {answer['code']}, no output"
+    return ": ".join(part for part in (ended, answer["error"]) if part)
 
 
 def _findings(logs: dict[str, Log]) -> Iterator[tuple[str, Finding]]:
-    """Each with its host, of whose GPUs it speaks."""
+    """Yield the findings with their hosts as subjects."""
     for host, log in logs.items():
-        for finding in (*log.findings, *judge_bounds(host, log.figures, {}), *held(host, log.figures, load(), {})):
+        for finding in (
+            *log.findings,
+            *judge_bounds(host, log.figures, {}),
+            *judge_expectations(host, log.figures, load(), {}),
+        ):
             yield host, replace(finding, subject=host)
     measured = [
         Measured(host, log.kind, replace(figure, subject=host)) for host, log in logs.items() for figure in log.figures

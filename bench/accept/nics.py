@@ -1,6 +1,6 @@
-"""The RDMA NICs of a run's hosts, and bandwidth and latency between them: jobs of the agents (`congestion.verbs_job`).
+"""Measurement of RDMA NICs between the hosts of a run, as jobs of the agents (`congestion.verbs_job`).
 
-Pairs that share no NIC are measured at once, in rounds. Left out: what the figures mean (`verbs`).
+Routes that share no NIC are measured in parallel, in rounds. Judgement is in `verbs`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from bench.accept.wire import Message
 _LOOK_S, _PORT_S, _JOB_S = 30.0, 30.0, 90.0
 _LOOK = "look"
 _GONE = "gave no answer within {:g} s"
-# rxe's 7 retries never end, so 6: a dead path is told in a second. One size for the bandwidth, one for the latency.
+# 6 retries, since rxe retries forever at 7; a dead path is reported within a second. One size for bandwidth, one for
+# latency.
 _SETTINGS = {"timeout": 14, "retry_cnt": 6}
 _COMMON = {"kinds": ["write"], "repeats": 3, "patience_s": 10.0, "settings": _SETTINGS}
 _PLAN = {**_COMMON, "sizes": [64, 4 << 20], "messages": 32, "window": 8, "pings": 100}
@@ -26,13 +27,14 @@ _SOFT_PLAN = {**_COMMON, "sizes": [64, 1 << 16], "messages": 32, "window": 16, "
 
 @dataclass(frozen=True)
 class Nic:
-    """An RDMA device of a host that can be measured.
+    """RDMA device of a host.
 
     Args:
-        rate: as the kernel writes it; NICs of other rates are no peers.
-        soft: it is made of software, and shares its host's cores.
-        gpu: PCI address of the GPU near to it whose memory it is tried with; empty where there is none.
-        rail: its place among its host's NICs of that rate.
+        host, name: host and device name.
+        rate: rate as printed by the kernel; only NICs of equal rate are peers.
+        soft: True for a software device (rxe, siw), which uses the host's cores.
+        gpu: PCI address of the nearby GPU whose memory is used; empty if there is none.
+        rail: its index among its host's NICs of that rate.
     """
 
     host: str
@@ -48,7 +50,7 @@ class Nic:
 
 
 class Route(NamedTuple):
-    """From a NIC to another or to itself, out of the memory of the first one's GPU or host."""
+    """Path from a NIC to another one or to itself; with `gpu`, out of the memory of the source's GPU."""
 
     src: Nic
     dst: Nic
@@ -56,58 +58,61 @@ class Route(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """What a route gave: bits per second, and microseconds of a round trip."""
+    """Measured speed of a route: bits per second, and round-trip time in microseconds."""
 
     bps: float
     latency_us: float
     rows: Sequence[Mapping[str, Any]] = ()
 
 
-class Trouble(NamedTuple):
-    """Why a route gave nothing; `guilty`: a NIC or a link is to blame."""
+class RouteFailure(NamedTuple):
+    """Failure of a route; `is_hardware_fault`: a NIC or link is to blame."""
 
-    words: str
-    guilty: bool
+    reason: str
+    is_hardware_fault: bool
 
 
-Found = dict[Route, Speed | Trouble]
+RouteResults = dict[Route, Speed | RouteFailure]
 
 
 class NicJobs:
-    """Asks the agents of a run."""
+    """NIC measurements through the agents of a run."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._numbers = itertools.count()  # no name twice: the end of one job is told while the next one runs
+        self._numbers = itertools.count()  # unique names: the end of a job may be reported while the next one runs
 
     def look(self, hosts: Sequence[str]) -> dict[str, Message]:
-        """`devices` of each host, or an `error`."""
+        """Return the `devices` of each host, or an `error`."""
         jobs = [(host, _LOOK) for host in hosts]
         for job in jobs:
             self._fleet.start(job, {"do": "look"})
-        said = self._fleet.answers(jobs, _LOOK_S)
-        return {job[0]: said.get(job) or {"error": _lost(_LOOK_S)} for job in jobs}
+        answers = self._fleet.answers(jobs, _LOOK_S)
+        return {job[0]: answers.get(job) or {"error": _lost(_LOOK_S)} for job in jobs}
 
-    def measure(self, routes: Sequence[Route]) -> Found:
-        """Routes that share no NIC, all at once; they send for milliseconds, then check for longer, and hardly meet."""
-        jobs, found = dict[Route, JobName](), Found()
+    def measure(self, routes: Sequence[Route]) -> RouteResults:
+        """Measure routes that share no NIC in parallel.
+
+        They send for milliseconds and check the data for longer, so that they hardly disturb each other.
+        """
+        jobs, results = dict[Route, JobName](), RouteResults()
         servers = {route: self._name(route.dst) for route in routes if route.src.host != route.dst.host}
         for route, server in servers.items():
-            # All of its addresses: by which of them the others know it is not known there.
-            there = "127.0.0.1" if self._fleet.address(route.dst.host) == "127.0.0.1" else ""
-            self._fleet.start(server, {"do": "lend", "host": there, "device": route.dst.name})
+            # Listen at all addresses, since the host does not know by which one the others reach it.
+            listen_address = "127.0.0.1" if self._fleet.address(route.dst.host) == "127.0.0.1" else ""
+            self._fleet.start(server, {"do": "lend", "host": listen_address, "device": route.dst.name})
         ports = self._fleet.answers(list(servers.values()), _PORT_S)
         for route in routes:
             order = self._order(route, ports.get(servers[route]) if route in servers else None)
             if "error" in order:
-                found[route] = Trouble(f"{route.dst.label}: {order['error']}", bool(order.get("guilty")))
+                results[route] = RouteFailure(f"{route.dst.label}: {order['error']}", bool(order.get("guilty")))
                 continue
             jobs[route] = self._name(route.src)
             self._fleet.start(jobs[route], order)
-        said = self._fleet.answers(list(jobs.values()), _JOB_S)
+        answers = self._fleet.answers(list(jobs.values()), _JOB_S)
         for job in (*jobs.values(), *servers.values()):
             self._fleet.end(job)
-        return found | {route: _read(route, said.get(job)) for route, job in jobs.items()}
+        return results | {route: _parse_answer(route, answers.get(job)) for route, job in jobs.items()}
 
     def _name(self, nic: Nic) -> JobName:
         return nic.host, f"{next(self._numbers)} {nic.name}"
@@ -125,34 +130,34 @@ class NicJobs:
 
 
 def rounds(routes: Iterable[Route]) -> list[list[Route]]:
-    """All of them, in as few rounds as come out one by one, no NIC twice in a round."""
-    found: list[list[Route]] = []
+    """Assign routes greedily to rounds, so that no NIC is used twice in a round."""
+    result: list[list[Route]] = []
     busy: dict[Nic, set[int]] = defaultdict(set)
     for route in routes:
-        taken = busy[route.src] | busy[route.dst]
-        number = next(at for at in range(len(taken) + 1) if at not in taken)
-        if number == len(found):
-            found.append([])
-        found[number].append(route)
+        used_rounds = busy[route.src] | busy[route.dst]
+        number = next(at for at in range(len(used_rounds) + 1) if at not in used_rounds)
+        if number == len(result):
+            result.append([])
+        result[number].append(route)
         busy[route.src].add(number)
         busy[route.dst].add(number)
-    return found
+    return result
 
 
-def _read(route: Route, said: Message | None) -> Speed | Trouble:
-    if said is None:
-        return Trouble(_GONE.format(_JOB_S), True)
-    if "rows" not in said:
-        return Trouble(str(said.get("error") or _lost(_JOB_S, said)), bool(said.get("guilty")))
-    rows = said["rows"]
+def _parse_answer(route: Route, answer: Message | None) -> Speed | RouteFailure:
+    if answer is None:
+        return RouteFailure(_GONE.format(_JOB_S), True)
+    if "rows" not in answer:
+        return RouteFailure(str(answer.get("error") or _lost(_JOB_S, answer)), bool(answer.get("guilty")))
+    rows = answer["rows"]
     bandwidth = max((row for row in rows if "each_bps" in row), key=lambda row: row["bytes"])
     latency = min((row for row in rows if "each_us" in row), key=lambda row: row["bytes"])
-    if route.src.soft or route.dst.soft:  # whatever else runs on their cores only adds to it
+    if route.src.soft or route.dst.soft:  # other work on the cores only adds time
         return Speed(max(bandwidth["each_bps"]), min(latency["each_us"]), rows)
     return Speed(bandwidth["median_bps"], latency["median_us"], rows)
 
 
-def _lost(limit_s: float, said: Message | None = None) -> str:
-    """Why a job gave no answer; nobody is guilty of that."""
-    how = str(said["died"]) if said and "died" in said else _GONE.format(limit_s)
-    return f"its measurement {how}; see the ranks' log (--out)"
+def _lost(limit_s: float, answer: Message | None = None) -> str:
+    """Return the error for a job without an answer, which is no hardware fault."""
+    reason = str(answer["died"]) if answer and "died" in answer else _GONE.format(limit_s)
+    return f"its measurement {reason}; see the ranks' log (--out)"

@@ -1,8 +1,7 @@
-"""One node's evidence read together: whose log a file is, and what all logs of a node say of it.
+"""Verdict on each node from all its logs, after the assignment of files to nodes.
 
-The node of a log is the host that it names; else the one whose folder it lies in, else the one whose name its file
-bears; else the file is a node of its own. Left out: runs over several hosts, which speak of a node where a finding
-names it.
+The node of a log is the host that it names; else the one in its file name, else the one whose folder it is in; else the
+file counts as a node of its own. A run over several hosts counts for a node only if a finding names it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from netlayer.verdict import Finding, Verdict, worst
 
 
 class Place(NamedTuple):
-    """The node of a log, and how that is known: `the log`, `its folder`, `its file's name`, `its file`."""
+    """Node of a log, and the source of that: `the log`, `its folder`, `its file's name`, `its file`."""
 
     node: str
     known_by: str
@@ -27,16 +26,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeVerdict:
-    """What all evidence on one node comes to.
+    """Verdict on one node from all its evidence.
 
     Args:
         node: its name.
-        known_by: how its files were told to be of it.
-        verdict: the worst of its findings.
-        findings: those that say something is wrong, the decisive one first.
-        next_step: the one thing to do: what the decisive finding asks for.
-        files: that were read of it.
-        kinds: the tools that wrote them.
+        known_by: how its files were assigned to it.
+        verdict: worst verdict of its findings.
+        findings: its bad findings, the decisive one first.
+        next_step: next step of the decisive finding.
+        files: its files.
+        kinds: tools that wrote them.
     """
 
     node: str
@@ -48,19 +47,19 @@ class NodeVerdict:
     kinds: tuple[str, ...]
 
 
-# What decides where several findings are of one severity: a part that reports its own fault explains a slow or failed
-# collective, not the other way round; wrong data is graver than a run that broke off, which is graver than a slow one.
-# Of the tools, by the name of the kind, the driver's own word goes before a test that ran into the fault.
+# Order of findings of equal severity: a component that reports its own fault explains a slow or failed collective, not
+# the other way round; wrong data is worse than an aborted run, which is worse than a slow one. Of the tools, the
+# driver's report goes before a test that ran into the fault.
 _TOOLS = ("kernel", "fabric", "nvidia-smi", "nvlink", "RDMA ports", "dcgmi")
 _DATA, _RUN, _SPEED, _SETTING = (len(_TOOLS) + at for at in range(4))
 _SEVERITY: tuple[Verdict | None, ...] = ("FAIL", "WARN", "NO VERDICT", None, "PASS")
 
 
 def place_logs(logs: Sequence[tuple[str, Log]]) -> dict[str, Place]:
-    """The node of each file that is about one node; files with runs of several hosts or nodes are left out.
+    """Return the node of each file that is about a single node; files with runs of several nodes are omitted.
 
     Args:
-        logs: file and log, one a run.
+        logs: (file, log) of each run.
     """
     hosts: dict[str, set[str]] = defaultdict(set)
     spans: set[str] = set()
@@ -69,23 +68,23 @@ def place_logs(logs: Sequence[tuple[str, Log]]) -> dict[str, Place]:
         if _spans_hosts(log):
             spans.add(file)
     known = {file: next(iter(names)) for file, names in hosts.items() if len(names) == 1 and file not in spans}
-    silent = [file for file, names in hosts.items() if not names and file not in spans]
+    unnamed = [file for file, names in hosts.items() if not names and file not in spans]
     places = {file: Place(host, "the log") for file, host in known.items()}
     folders = _node_folders(known)
-    for file in silent:
-        places[file] = _place(file, folders, set(known.values()), silent)
+    for file in unnamed:
+        places[file] = _place(file, folders, set(known.values()), unnamed)
     return places
 
 
 def judge_nodes(
     findings: Sequence[Finding], places: Mapping[str, Place], kinds: Mapping[str, str]
 ) -> tuple[NodeVerdict, ...]:
-    """One verdict a node, the worst first.
+    """Return one verdict for each node, the worst first.
 
     Args:
-        findings: on all files.
-        places: the node of each file, where it is about one.
-        kinds: the tool that wrote each file.
+        findings: findings on all files.
+        places: node of each file that is about a single node.
+        kinds: tool that wrote each file.
     """
     files: dict[str, list[str]] = defaultdict(list)
     for file, place in places.items():
@@ -99,15 +98,17 @@ def judge_nodes(
             finding.subject if finding.subject in files else places[finding.file].node if finding.file in places else ""
         )
         if not node and " " not in finding.subject and finding.verdict in ("FAIL", "WARN"):
-            node = finding.subject  # a host that only runs over several hosts name
+            node = finding.subject  # a host that appears only in runs over several hosts
         if node:
             of_node[node].append(finding)
     verdicts = []
-    for node, found in of_node.items():
-        bad = sorted((one for one in found if one.verdict in ("FAIL", "WARN")), key=lambda one: _weight(one, kinds))
-        word = worst(one.verdict for one in found) or "NO VERDICT"
-        read = tuple(files.get(node) or dict.fromkeys(one.file for one in found))
-        tools = tuple(dict.fromkeys(kinds[file] for file in read if file in kinds))
+    for node, node_findings in of_node.items():
+        bad = sorted(
+            (one for one in node_findings if one.verdict in ("FAIL", "WARN")), key=lambda one: _weight(one, kinds)
+        )
+        word = worst(one.verdict for one in node_findings) or "NO VERDICT"
+        node_files = tuple(files.get(node) or dict.fromkeys(one.file for one in node_findings))
+        tools = tuple(dict.fromkeys(kinds[file] for file in node_files if file in kinds))
         step = next((one.next_step for one in bad if one.next_step), "")
         verdicts.append(
             NodeVerdict(
@@ -116,7 +117,7 @@ def judge_nodes(
                 word,
                 tuple(bad),
                 step,
-                read,
+                node_files,
                 tools,
             )
         )
@@ -124,10 +125,10 @@ def judge_nodes(
 
 
 def _weight(finding: Finding, kinds: Mapping[str, str]) -> tuple[int, int]:
-    """The order of evidence on a node: severity, then what it is evidence of."""
+    """Return the sort key of evidence on a node: severity, then kind of evidence."""
     kind = kinds.get(finding.file, "")
-    rank = next((at for at, name in enumerate(_TOOLS) if name in kind), _SPEED)
-    if "software" in finding.check or "limit" in finding.check:  # somebody set it so
+    rank = next((index for index, name in enumerate(_TOOLS) if name in kind), _SPEED)
+    if "software" in finding.check or "limit" in finding.check:  # a setting, not a fault
         rank = _SETTING
     elif rank == _SPEED:
         rank = _DATA if finding.check.endswith("data") else _RUN if finding.check == "run" else _SPEED
@@ -135,7 +136,7 @@ def _weight(finding: Finding, kinds: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _hosts(log: Log) -> set[str]:
-    """The host that the log names; else the subject of a run of nccl-tests inside one host, which is its name."""
+    """Return the host that the log names; else the subject of nccl-tests inside one host, which is its host name."""
     if log.host:
         return {log.host}
     return {figure.subject for figure in log.figures if figure.facts.get("hosts") == 1}
@@ -148,35 +149,35 @@ def _spans_hosts(log: Log) -> bool:
 
 
 def _node_folders(known: Mapping[str, str]) -> dict[str, str]:
-    """Folders that hold the files of one node: the one host that their logs name, where no other folder has it.
+    """Map folders that hold the files of a single node to its host.
 
-    A folder in which all files of a fleet lie is none, though but one of them should name its host. So it must bear the
-    host's name, or be one of several folders that each hold one host.
+    A folder with the files of a whole fleet does not count, even if only one of its files names a host. So a folder
+    must have the host's name, or be one of several folders with a different host each.
     """
     by_folder: dict[str, set[str]] = defaultdict(set)
     for file, host in known.items():
         by_folder[_folder(file)].add(host)
     one_each = len(by_folder) > 1 and len(set().union(*by_folder.values())) == sum(map(len, by_folder.values()))
     one_each = one_each and all(len(hosts) == 1 for hosts in by_folder.values())
-    found = {}
+    folder_hosts = {}
     for folder, hosts in by_folder.items():
         if len(hosts) != 1:
             continue
         host = next(iter(hosts))
         if one_each or host.partition(".")[0] in _tokens(Path(folder).name):
-            found[folder] = host
-    return found
+            folder_hosts[folder] = host
+    return folder_hosts
 
 
-def _place(file: str, folders: Mapping[str, str], hosts: set[str], silent: Sequence[str]) -> Place:
+def _place(file: str, folders: Mapping[str, str], hosts: set[str], unnamed: Sequence[str]) -> Place:
     tokens = _tokens(Path(file).name)
     named = [host for host in hosts if host.partition(".")[0] in tokens]
     if len(named) == 1:
         return Place(named[0], "its file's name")
     if _folder(file) in folders:
         return Place(folders[_folder(file)], "its folder")
-    # A folder a node, with the same names in each: node1/dmesg.txt, node2/dmesg.txt.
-    same = [other for other in silent if Path(other).name == Path(file).name]
+    # One folder for each node, with the same file names in each: node1/dmesg.txt, node2/dmesg.txt.
+    same = [other for other in unnamed if Path(other).name == Path(file).name]
     if len(same) > 1 and len({Path(_folder(other)).name for other in same}) == len(same):
         return Place(one_line(Path(_folder(file)).name), "its folder")
     return Place(one_line(Path(file).stem), "its file")
@@ -187,6 +188,6 @@ def _folder(file: str) -> str:
 
 
 def _tokens(name: str) -> set[str]:
-    """`nccl_node-3` holds `node-3`, `nccl`, `node`, `3`: parts between separators, and runs of them."""
+    """Split a file name into parts that may be a host name: `nccl_node-3` gives `node-3`, `nccl`, `node`, `3`."""
     parts = re.split(r"[._\s]+", name[:200])
     return {name, *parts, *(piece for part in parts for piece in part.split("-"))}

@@ -1,4 +1,4 @@
-"""A judgement as a table, a verdict a node, a record, JUnit's XML and a page."""
+"""Output formats of a judgement: text table, verdict for each node, record, JUnit XML and HTML page."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from netlayer.report import Report
 
 _HEADS = ("verdict", "subject", "check", "figure", "expected", "file")
-# Of a row, where no terminal says another, so that a file is the same everywhere. Where a row would be wider, cells are
-# broken between words into several lines, and a path goes below its row, so that it can be copied whole.
+# Line width without a terminal, so that a file is the same everywhere. In wider rows, cells are wrapped between words,
+# and the path is put below the row, so that it can be copied in one piece.
 WIDTH = 120
 _LEAST_WIDTH = 72
-# Below this what was expected has a line of its own: five columns of a few words each cannot be read.
+# Below this width, "expected" gets its own line: five very narrow columns would be unreadable.
 _NARROW = 100
 _GAP = "  "
 _WIDEST_PLACE = 20
-# Columns keep their longest word whole up to so many characters: names of two hosts.
+# Words up to this length (the names of two hosts) are not broken.
 _LONGEST_WORD, _LEAST_COLUMN = 34, 6
 _MARGIN = 7
 _MOST_OTHERS = 6
@@ -36,12 +36,12 @@ _MOST_SKIPPED = 3
 
 
 def format_table(judgement: Judgement, where: str = "file", width: int = WIDTH) -> Iterator[str]:
-    """The lines of the table, each next step below its row; then the damaged files, and the verdict.
+    """Yield the lines of the table, each next step below its row; then the damaged files, and the verdict.
 
     Args:
-        judgement: what to show.
-        where: the head of the last column.
-        width: of the terminal, in characters.
+        judgement: the judgement to print.
+        where: heading of the last column.
+        width: line width in characters.
     """
     width = max(width, _LEAST_WIDTH)
     heads: tuple[str, ...] = (*_HEADS[:-1], where)
@@ -73,9 +73,9 @@ def format_table(judgement: Judgement, where: str = "file", width: int = WIDTH) 
 
 
 def format_nodes(judgement: Judgement, width: int = WIDTH) -> Iterator[str]:
-    """Lines for each node with several things against it: verdict, decisive evidence, the rest, one next step.
+    """Yield lines for each node with several findings: verdict, decisive evidence, other evidence, one next step.
 
-    A node with one finding of one file has its row in the table.
+    A node with a single finding from a single file only has its row in the table.
     """
     for node in judgement.nodes:
         if not node.findings or (len(node.findings) == 1 and len(node.files) < 2):
@@ -95,10 +95,10 @@ def _evidence(finding: Finding) -> str:
 
 
 def _also(others: Sequence[Finding]) -> str:
-    """The other evidence by its names, each once: `FAIL XID 94, FAIL throttling, WARN VBIOS Version`."""
+    """List the other evidence, each check once: `FAIL XID 94, FAIL throttling, WARN VBIOS Version`."""
     checks: dict[str, None] = dict.fromkeys(f"{one.verdict} {one.check}" for one in others)
-    shown = ", ".join(list(checks)[:_MOST_OTHERS])
-    return shown + (f" and {len(checks) - _MOST_OTHERS} more" if len(checks) > _MOST_OTHERS else "")
+    listed = ", ".join(list(checks)[:_MOST_OTHERS])
+    return listed + (f" and {len(checks) - _MOST_OTHERS} more" if len(checks) > _MOST_OTHERS else "")
 
 
 def _read(node: NodeVerdict) -> str:
@@ -107,25 +107,25 @@ def _read(node: NodeVerdict) -> str:
 
 
 def summary(judgement: Judgement) -> str:
-    """`2 faults and 1 warning in 12 files; 1 without a verdict; 1 file not judged`."""
+    """Summarise a judgement: `2 faults and 1 warning in 12 files; ...; 1 file not judged`."""
     counts = {word: sum(finding.verdict == word for finding in judgement.findings) for word in ("FAIL", "WARN")}
-    words = f"{_count(counts['FAIL'], 'fault')} and {_count(counts['WARN'], 'warning')} in "
-    words += _count(len(judgement.kinds), "file")
+    text = f"{_count(counts['FAIL'], 'fault')} and {_count(counts['WARN'], 'warning')} in "
+    text += _count(len(judgement.kinds), "file")
     unjudged = sum(finding.verdict == "NO VERDICT" for finding in judgement.findings)
     if unjudged:
-        words += f"; nothing to hold the figures of {_count(unjudged, 'run')} against"
+        text += f"; nothing to hold the figures of {_count(unjudged, 'run')} against"
     unknown = sum(finding.verdict is None for finding in judgement.findings)
-    words += f"; {_count(unknown, 'figure')} without expectation" if unknown else ""
-    return words + (f"; {_count(len(judgement.damaged), 'file')} not judged" if judgement.damaged else "")
+    text += f"; {_count(unknown, 'figure')} without expectation" if unknown else ""
+    return text + (f"; {_count(len(judgement.damaged), 'file')} not judged" if judgement.damaged else "")
 
 
 def record(
     judgement: Judgement, arguments: Mapping[str, Any], environment: Mapping[str, Any], started: str, ended: str
 ) -> RunRecord:
-    """The findings as rows, one row for each file that was not judged, and first one for all of it, with the nodes."""
+    """Build the record: an overall row with the nodes, one row for each finding, and one for each damaged file."""
     overall = Finding(judgement.verdict, "all", "overall", summary(judgement))
-    lost = [Finding(None, "", "not judged", line) for line in judgement.damaged]
-    rows = [_row(finding, judgement.kinds) for finding in (overall, *judgement.findings, *lost)]
+    damaged = [Finding(None, "", "not judged", line) for line in judgement.damaged]
+    rows = [_row(finding, judgement.kinds) for finding in (overall, *judgement.findings, *damaged)]
     rows[0] |= {"nodes": [_node_row(node) for node in judgement.nodes]}
     return RunRecord("bench.accept.judge", "measured", rows, started, ended, arguments, environment=environment)
 
@@ -133,15 +133,15 @@ def record(
 def junit(
     judgement: Judgement, suite_name: str = "netlayer accept judge", started: str = "", seconds: float = 0.0
 ) -> str:
-    """A test case for each finding: FAIL is a failure, NO VERDICT is skipped, a damaged file is an error.
+    """Format as JUnit XML, one test case a finding: FAIL is a failure, NO VERDICT skipped, a damaged file an error.
 
-    What passed with a warning stands in the suite's output: a test case of the common schema has room for no text.
+    Warnings are listed in the suite's output, since a passed test case of the common schema has no text.
 
     Args:
-        judgement: what to show.
-        suite_name: of the one suite.
-        started: when the judging began, ISO 8601 UTC; now, where it is empty.
-        seconds: that it took.
+        judgement: the judgement to format.
+        suite_name: name of the test suite.
+        started: start time, ISO 8601 UTC; empty: now.
+        seconds: duration of the judging.
     """
     suite = open_suite(suite_name, started, seconds)
     notes = []
@@ -149,14 +149,14 @@ def junit(
         name = f"{finding.check}: {finding.subject}" + (f" ({finding.file}:{finding.line})" if finding.line else "")
         kind = printable(judgement.kinds.get(finding.file, "judge"))
         case = ET.SubElement(suite, "testcase", classname=kind, name=printable(name), time="0")
-        words = f"{finding.figure}; expected {finding.expected}"
+        text = f"{finding.figure}; expected {finding.expected}"
         if finding.verdict == "FAIL":
-            failure = ET.SubElement(case, "failure", type=printable(finding.check), message=printable(words))
-            failure.text = printable(f"{words}; next: {finding.next_step}")
+            failure = ET.SubElement(case, "failure", type=printable(finding.check), message=printable(text))
+            failure.text = printable(f"{text}; next: {finding.next_step}")
         elif finding.verdict in (None, "NO VERDICT"):
-            ET.SubElement(case, "skipped", message=printable(f"{finding.verdict or 'not judged'}: {words}"))
+            ET.SubElement(case, "skipped", message=printable(f"{finding.verdict or 'not judged'}: {text}"))
         elif finding.verdict == "WARN":
-            notes.append(printable(f"WARN {name}: {words}; next: {finding.next_step}"))
+            notes.append(printable(f"WARN {name}: {text}; next: {finding.next_step}"))
     for line in judgement.damaged:
         name = printable(line.partition(": ")[0])
         case = ET.SubElement(suite, "testcase", classname="judge", name=name, time="0")
@@ -166,7 +166,7 @@ def junit(
 
 
 def page(judgement: Judgement, commit: str) -> str:
-    """One page: what is wrong and what to do, then all that was looked at."""
+    """Build the HTML page: faults and next steps first, then everything that was checked."""
     import pandas as pd
 
     from netlayer.report import Report
@@ -181,18 +181,18 @@ def page(judgement: Judgement, commit: str) -> str:
     bad = [finding for finding in judgement.findings if finding.verdict in ("FAIL", "WARN")]
     if bad:
         lead = "What was found, what it was held against, and what to do next."
-        rows = [told(finding) for finding in bad]
+        rows = [finding_cells(finding) for finding in bad]
         report.section("Faults and warnings", lead, source="measured").table(pd.DataFrame(rows), max_rows=500)
     if judgement.damaged:
         rows = [{"what could not be read, and what to do": line} for line in judgement.damaged]
         report.section("Files that were not judged").table(pd.DataFrame(rows), max_rows=500)
     if open_figures:
         lead = "Measured, and nothing is known to hold it against. That data was right says nothing of the speed."
-        rows = [told(finding) for finding in open_figures]
+        rows = [finding_cells(finding) for finding in open_figures]
         report.section("No verdict", lead, source="measured").table(pd.DataFrame(rows), max_rows=500)
     good = [finding for finding in judgement.findings if finding.verdict in ("PASS", None)]
     if good:
-        rows = [shown(finding) for finding in good]
+        rows = [table_cells(finding) for finding in good]
         lead = "Without a verdict: figures beside others of the same run that were judged."
         report.section("Passed", lead, source="measured").table(pd.DataFrame(rows), max_rows=500)
     files = [{"file": printable(file), "written by": kind} for file, kind in judgement.kinds.items()]
@@ -202,12 +202,12 @@ def page(judgement: Judgement, commit: str) -> str:
 
 
 def plain_row(finding: Finding) -> dict[str, Any]:
-    """Its fields, without control characters."""
+    """Return the finding's fields without control characters."""
     return {key: printable(value) if isinstance(value, str) else value for key, value in asdict(finding).items()}
 
 
 def node_cells(node: NodeVerdict) -> dict[str, str]:
-    """A node as a row of a page, in few columns."""
+    """Return a node as a table row of the page."""
     first, *others = node.findings
     also = f"; also {_also(others)}" if others else ""
     cells = {"verdict": node.verdict, "node": f"{node.node} ({_read(node)})"}
@@ -216,7 +216,7 @@ def node_cells(node: NodeVerdict) -> dict[str, str]:
 
 
 def _node_row(node: NodeVerdict) -> dict[str, Any]:
-    """A node as a row of a record, its evidence in order."""
+    """Return a node as a row of the record, with its evidence in order."""
     row = {"node": node.node, "known_by": node.known_by, "verdict": node.verdict, "next_step": node.next_step}
     evidence = [plain_row(finding) for finding in node.findings]
     return {name: printable(value) for name, value in row.items()} | {
@@ -236,35 +236,35 @@ def _cells(finding: Finding) -> tuple[str, ...]:
     return tuple(one_line(cell) for cell in cells)
 
 
-def shown(finding: Finding) -> dict[str, str]:
-    """Its cells by the heads of the table."""
+def table_cells(finding: Finding) -> dict[str, str]:
+    """Return the finding's cells by table heading."""
     return dict(zip(_HEADS, _cells(finding), strict=True))
 
 
-def told(finding: Finding) -> dict[str, str]:
-    """As `shown`, in few columns, so that a page shows them side by side: what was found, and what to do."""
+def finding_cells(finding: Finding) -> dict[str, str]:
+    """Return the finding in four columns, which fit side by side on a page: verdict, where, found, next step."""
     verdict, subject, check, figure, expected, where = _cells(finding)
-    words = f"{check}: {figure}" + (f"; expected {expected}" if expected else "")
-    found = {"verdict": verdict, "where": f"{subject}, {where}", "found": words}
-    return {**found, "next step": printable(finding.next_step)}
+    text = f"{check}: {figure}" + (f"; expected {expected}" if expected else "")
+    cells = {"verdict": verdict, "where": f"{subject}, {where}", "found": text}
+    return {**cells, "next step": printable(finding.next_step)}
 
 
 def _places_below(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """The last cells, where rows have no room for them."""
+    """Return the last cells, to be printed below their rows; empty if they fit in the rows."""
     places = [row[-1] for row in rows]
     wide = sum(_natural(rows)) + len(_GAP) * (len(rows[0]) - 1) > width
     return places if wide and max(map(len, places)) > _WIDEST_PLACE else []
 
 
 def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Of the columns; where a row would be too wide, the widest give way, but not below their longest word."""
-    widths, words = _natural(rows), [_longest_word(column) for column in zip(*rows, strict=True)]
+    """Return the column widths; if rows are too wide, shrink the widest columns down to their longest word."""
+    widths, longest_words = _natural(rows), [_longest_word(column) for column in zip(*rows, strict=True)]
     room = width - len(_GAP) * (len(widths) - 1)
-    for floors in (words, [0] * len(words)):
-        for most in range(max(widths), _LEAST_COLUMN - 1, -1):
-            given = [max(min(one, most), floor) for one, floor in zip(widths, floors, strict=True)]
-            if sum(given) <= room:
-                return given
+    for floors in (longest_words, [0] * len(longest_words)):
+        for limit in range(max(widths), _LEAST_COLUMN - 1, -1):
+            fitted = [max(min(one, limit), floor) for one, floor in zip(widths, floors, strict=True)]
+            if sum(fitted) <= room:
+                return fitted
     return [min(one, max(1, room // len(widths))) for one in widths]
 
 
@@ -277,14 +277,14 @@ def _natural(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _lines(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    """A row, and what is left of the cells that are too wide for it."""
+    """Yield the lines of a row, with the cells wrapped to their column widths."""
     columns = [_wrapped(cell, width, breaks=True) for cell, width in zip(cells, widths, strict=True)]
     for parts in zip_longest(*columns, fillvalue=""):
         yield _GAP.join(f"{part:<{width}}" for part, width in zip(parts, widths, strict=True)).rstrip()
 
 
 def _wrapped(text: str, width: int, margin: str = "", *, breaks: bool = False) -> list[str]:
-    """Its lines, later ones behind the margin; a word that is longer than a line is broken where `breaks` is set."""
+    """Wrap a text, later lines indented by `margin`; `breaks` allows breaking words longer than a line."""
     if len(text) <= width:
         return [text]
     return textwrap.wrap(text, width, subsequent_indent=margin, break_long_words=breaks, break_on_hyphens=False)

@@ -1,7 +1,7 @@
-"""Every pair of ranks, in rounds of disjoint pairs: data that came out wrong, nodes and links that are slow.
+"""Pairs phase: every pair of ranks in rounds of disjoint pairs; finds wrong data, slow nodes and slow links.
 
-Where ranks share cores, what stands out is measured again, pair by pair in turn with good ones (`confirm`), before
-anybody is accused; GPUs have series instead (`gpu_pairs`). Left out: what pairs of a round share (switches, uplinks).
+If ranks share cores, outliers are measured again, in turns with good pairs (`confirm`), before they are flagged. GPUs
+use series instead (`gpu_pairs`). What the pairs of a round share (switches, uplinks) is not separated.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _LEAST_GOOD = 3
 _NODE = "run the pairs of {} over another port or NIC: where they stay slow, drain it; GEMM and copy tell of its GPU"
 _INSIDE = "read nvidia-smi nvlink -s and -e, and nvidia-smi -q (PCIe width) of {}; its GEMM and copy tell of itself"
 Times = dict[str, dict[Pair, list[float]]]
-"""By series, and by who sends to whom: microseconds."""
+"""Times in microseconds, by series and (source, destination)."""
 Proof = Mapping[tuple[Pair, str], Evidence]
-"""Of pairs that were tried again: by pair, the lower rank first, and direction."""
+"""Evidence on pairs that were measured again, by pair (lower rank first) and direction."""
 
 
 def measure_pairs(trial: Trial, say: Say) -> Mapping[tuple[int, int], float]:
-    """All pairs of those alive. Returns the bandwidth from each to each, GB/s, for the heat map."""
+    """Measure all pairs of ranks alive; return the bandwidth from each to each in GB/s, for the heat map."""
     work = trial.work
     if not work.shared:
-        return measure_gpu_pairs(trial, say, partial(_name_wrong, trial))
+        return measure_gpu_pairs(trial, say, partial(_flag_corrupt, trial))
     times: Times = {series: defaultdict(list) for series in _SERIES}
     for batch in range(_BATCHES):
         say(batch, 4, "")
         rows = trial.together(PHASE, "pairs", work.pairs, [trial.alive], turns=False)
-        _take(rows, times, work.time_us)
-        if _name_wrong(trial, rows):
+        _add_times(rows, times, work.time_us)
+        if _flag_corrupt(trial, rows):
             break
     say(3, 4, "again: what stands out")
     scores = _scores(trial, times)
@@ -47,13 +47,13 @@ def measure_pairs(trial: Trial, say: Say) -> Mapping[tuple[int, int], float]:
     proof: Proof = {}
     if suspects:
         proof = _confirm(trial, scores, suspects)
-        scores = {series: _proven(series, matrix, proof) for series, matrix in scores.items()}
+        scores = {series: _apply_proof(series, matrix, proof) for series, matrix in scores.items()}
     _conclude(trial, scores, proof)
     return {pair: work.pairs["bytes"] / work.combined(each) / 1e3 for pair, each in times["one way"].items()}
 
 
 def _confirm(trial: Trial, scores: Mapping[str, MatrixScores], suspects: Sequence[Pair]) -> Proof:
-    """The suspects in turns with the pairs that stand best; of these a few, though there be no others."""
+    """Measure the suspects again, in turns with the best pairs as controls (at least `_LEAST_GOOD` of them)."""
     best = _best(scores)
     good = [pair for pair in best if pair not in suspects][:MOST_CONTROLS]
     good = good if len(good) >= _LEAST_GOOD else best[:_LEAST_GOOD]
@@ -61,16 +61,16 @@ def _confirm(trial: Trial, scores: Mapping[str, MatrixScores], suspects: Sequenc
 
     def measure(order: Sequence[Pair]) -> dict[Pair, dict[str, float]]:
         args = {**trial.work.pairs, "budget_s": 0.4 * len(order), "only": order}
-        found: dict[Pair, dict[str, float]] = defaultdict(dict)
+        times: dict[Pair, dict[str, float]] = defaultdict(dict)
         for row in trial.together(PHASE, "pairs", args, [trial.alive], turns=False):
-            found[row["rank"], row["peer"]][row["direction"]] = trial.work.time_us(row)
-        return found
+            times[row["rank"], row["peer"]][row["direction"]] = trial.work.time_us(row)
+        return times
 
     return confirm(suspects, good, measure, trial.work.least_ratio, trial.work.turn_s)
 
 
 def _best(scores: Mapping[str, MatrixScores]) -> list[tuple[int, int]]:
-    """All pairs, those first that stand best in their worst series."""
+    """Return all pairs, sorted by their worst score, best first."""
     worst: dict[tuple[int, int], float] = {}
     for matrix in scores.values():
         for (src, dst), score in matrix.links.items():
@@ -80,10 +80,10 @@ def _best(scores: Mapping[str, MatrixScores]) -> list[tuple[int, int]]:
     return sorted(worst, key=lambda pair: -worst[pair])
 
 
-def _proven(series: str, matrix: MatrixScores, proof: Proof) -> MatrixScores:
-    """Faulty is a link that was slow again, and a node that stood out and most of whose links were; else it was chance.
+def _apply_proof(series: str, matrix: MatrixScores, proof: Proof) -> MatrixScores:
+    """Keep only confirmed faults: links that were slow again, and slow nodes most of whose links were.
 
-    Pairs are faster alone than among others that use the same cores: the share of a link is that of the turns.
+    A link's share is taken from the repeated turns, since pairs are faster alone than among others on the same cores.
     """
     shares = {
         ends: 1 / evidence.ratio
@@ -104,105 +104,105 @@ def _proven(series: str, matrix: MatrixScores, proof: Proof) -> MatrixScores:
     return MatrixScores(nodes, links)
 
 
-def _take(rows: Sequence[Mapping[str, Any]], times: Times, time_us: Callable[[Mapping[str, Any]], float]) -> None:
+def _add_times(rows: Sequence[Mapping[str, Any]], times: Times, time_us: Callable[[Mapping[str, Any]], float]) -> None:
     for row in rows:
         for series, pair in places(row["direction"], row["rank"], row["peer"]):
             times[series][pair].append(time_us(row))
 
 
-def _name_wrong(trial: Trial, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Accuse who sends wrong data, or the link on which it happens; whether anybody was."""
+def _flag_corrupt(trial: Trial, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Flag ranks that send wrong data, or links that corrupt it; return True if there are any."""
     wrong: dict[tuple[int, int], int] = {}
     for row in rows:
         if row["wrong"] and row["direction"] in ("low_to_high", "high_to_low"):
             low, high = row["rank"], row["peer"]
             wrong[(low, high) if row["direction"] == "low_to_high" else (high, low)] = row["wrong"]
     for ranks, pairs in find_ends(wrong):
-        words = f"{sum(wrong[pair] for pair in pairs)} wrong bytes in {len(pairs)} directions"
-        who = trial.label(ranks)
-        step = trial.link_step(ranks) if len(ranks) == 2 else CORRUPT.format(who)
-        finding = Finding("FAIL", who, "pairs data", words, "0 wrong", step, PHASE)
-        # Of a link one end goes, so that the rest can go on.
-        trial.accuse(PHASE, "link" if len(ranks) == 2 else "node", ranks, finding, set_aside=ranks[:1])
+        figure = f"{sum(wrong[pair] for pair in pairs)} wrong bytes in {len(pairs)} directions"
+        label = trial.label(ranks)
+        step = trial.link_step(ranks) if len(ranks) == 2 else CORRUPT.format(label)
+        finding = Finding("FAIL", label, "pairs data", figure, "0 wrong", step, PHASE)
+        # One end of a link is excluded, so that the rest can continue.
+        trial.flag(PHASE, "link" if len(ranks) == 2 else "node", ranks, finding, exclude=ranks[:1])
     return bool(wrong)
 
 
 def _scores(trial: Trial, times: Times) -> dict[str, MatrixScores]:
-    found = {}
+    scores = {}
     for series, by_pair in times.items():
         speeds = {
             pair: 1 / max(trial.work.combined(each), 1e-3)
             for pair, each in by_pair.items()
             if set(pair) <= set(trial.alive)
         }
-        scores = judge_matrix(speeds, trial.work.least_ratio)
-        if scores is not None:
-            found[series] = scores
-    return found
+        matrix = judge_matrix(speeds, trial.work.least_ratio)
+        if matrix is not None:
+            scores[series] = matrix
+    return scores
 
 
 def _suspects(trial: Trial, scores: Mapping[str, MatrixScores]) -> list[tuple[int, int]]:
-    """Pairs that stand out, and all of every node that does: those first that do so in most series."""
-    found: Counter[tuple[int, int]] = Counter()
+    """Return outlier pairs and all pairs of outlier nodes; those that are so in most series first."""
+    counts: Counter[tuple[int, int]] = Counter()
     for matrix in scores.values():
         for (src, dst), score in matrix.links.items():
             if score.verdict != "PASS":
-                found[min(src, dst), max(src, dst)] += 1
+                counts[min(src, dst), max(src, dst)] += 1
         for node, score in matrix.nodes.items():
             if score.verdict != "PASS":
                 others = [rank for rank in trial.alive if rank != node]
-                found.update((min(node, other), max(node, other)) for other in others)
-    return [pair for pair, _ in found.most_common(_MOST_AGAIN)]
+                counts.update((min(node, other), max(node, other)) for other in others)
+    return [pair for pair, _ in counts.most_common(_MOST_AGAIN)]
 
 
 def _conclude(trial: Trial, scores: Mapping[str, MatrixScores], proof: Proof) -> None:
     if not scores:
-        if not any(row["phase"] == PHASE for row in trial.rows):  # why there are none is a finding already
+        if not any(row["phase"] == PHASE for row in trial.rows):  # a finding has the reason already
             return
-        words = f"{MIN_PEERS} nodes are needed to tell the odd one"
-        trial.findings.append(Finding(None, trial.label(trial.alive), "pairs", "measured", words, "", PHASE))
+        expected = f"{MIN_PEERS} nodes are needed to tell the odd one"
+        trial.findings.append(Finding(None, trial.label(trial.alive), "pairs", "measured", expected, "", PHASE))
         return
-    named: set[tuple[int, ...]] = set()
+    flagged: set[tuple[int, ...]] = set()
     for series, matrix in scores.items():
         for node, score in sorted(matrix.nodes.items(), key=lambda item: item[1].share):
-            if score.verdict != "PASS" and (node,) not in named:
-                named.add((node,))
-                _accuse(trial, series, "node", (node,), score, proof)
+            if score.verdict != "PASS" and (node,) not in flagged:
+                flagged.add((node,))
+                _flag(trial, series, "node", (node,), score, proof)
     for series, matrix in scores.items():
         for (src, dst), score in sorted(matrix.links.items(), key=lambda item: item[1].share):
             ends = (min(src, dst), max(src, dst))
-            if score.verdict != "PASS" and ends not in named and not {(src,), (dst,)} & named:
-                named.add(ends)
-                _accuse(trial, series, "link", ends, score, proof)
-    trial.findings += _of_the_rest(trial, scores, proof, named)
+            if score.verdict != "PASS" and ends not in flagged and not {(src,), (dst,)} & flagged:
+                flagged.add(ends)
+                _flag(trial, series, "link", ends, score, proof)
+    trial.findings += _remaining_findings(trial, scores, proof, flagged)
 
 
-def _of_the_rest(
-    trial: Trial, scores: Mapping[str, MatrixScores], proof: Proof, named: set[tuple[int, ...]]
+def _remaining_findings(
+    trial: Trial, scores: Mapping[str, MatrixScores], proof: Proof, flagged: set[tuple[int, ...]]
 ) -> list[Finding]:  # fmt: skip
-    """One finding where pairs stay open, or where nothing stands out."""
-    unsure = [pair for pair in open_of(proof) if not {pair, pair[:1], pair[1:]} & named]
-    if unsure:
-        return [inconclusive(trial.alive, PHASE, "pairs", [*map(trial.label, unsure)], proof.values())]
-    if named:
+    """Return a finding on undecided pairs, or a PASS if there is no outlier."""
+    undecided = [pair for pair in open_of(proof) if not {pair, pair[:1], pair[1:]} & flagged]
+    if undecided:
+        return [inconclusive(trial.alive, PHASE, "pairs", [*map(trial.label, undecided)], proof.values())]
+    if flagged:
         return []
     series, matrix = next(iter(scores.items()))
-    pair, least = min(matrix.links.items(), key=lambda item: item[1].share)
-    words = f"worst {least.share:.2f} of the median ({trial.label(pair)}, {series})"
-    expected = f"like the others: MAD {least.peers.mad:.3f}"
-    who = f"{len(matrix.links) // 2} pairs of {len(matrix.nodes)}"
-    return [Finding("PASS", who, "pairs", words, expected, "", PHASE)]
+    pair, worst = min(matrix.links.items(), key=lambda item: item[1].share)
+    figure = f"worst {worst.share:.2f} of the median ({trial.label(pair)}, {series})"
+    expected = f"like the others: MAD {worst.peers.mad:.3f}"
+    subjects = f"{len(matrix.links) // 2} pairs of {len(matrix.nodes)}"
+    return [Finding("PASS", subjects, "pairs", figure, expected, "", PHASE)]
 
 
-def _accuse(
+def _flag(
     trial: Trial, series: str, kind: str, ranks: tuple[int, ...], score: Score, proof: Proof
 ) -> None:  # fmt: skip
-    who = trial.label(ranks)
+    label = trial.label(ranks)
     inside = len({member.node for member in trial.members}) == 1
-    step = trial.link_step(ranks) if kind == "link" else (_INSIDE if inside else _NODE).format(who)
-    words = f"{score.share:.3f} of the speed of its peers ({1 / max(score.share, 1e-9):.1f} times their time)"
+    step = trial.link_step(ranks) if kind == "link" else (_INSIDE if inside else _NODE).format(label)
+    figure = f"{score.share:.3f} of the speed of its peers ({1 / max(score.share, 1e-9):.1f} times their time)"
     again = [one for (pair, _), one in proof.items() if one.state == "slow" and set(ranks) <= set(pair)]
     expected = f"peers: {score.peers.num_peers}, MAD {score.peers.mad:.3f}"
-    expected += f"; tried again: {max(again, key=lambda one: one.ratio).words}" if again else ""
-    finding = Finding(score.verdict, who, f"pairs {series}", words, expected, step, PHASE)
-    trial.accuse(PHASE, kind, ranks, finding)
+    expected += f"; tried again: {max(again, key=lambda one: one.ratio).description}" if again else ""
+    finding = Finding(score.verdict, label, f"pairs {series}", figure, expected, step, PHASE)
+    trial.flag(PHASE, kind, ranks, finding)

@@ -1,9 +1,9 @@
-"""Figures held against their peers: nodes, NICs, GPUs and pairs that did the same work, by median and MAD.
+"""Peer comparison: figures of nodes, NICs, GPUs and pairs that did the same work, by median and MAD.
 
-Peers are what is shown alike: one tool, series, device, NCCL, NVLS state and number of hosts. Several runs of one node
-are repeats and count once. A subject's score in a series is the median, over the points of the series, of its value
-over that of its peers: one bad point accuses nobody. Points below 1 MiB count only where there are no larger ones, for
-they scatter. Runs over several hosts are intersected in `host_pairs`.
+Peers have the same tool, series, device, NCCL version, NVLS state and number of hosts. Several runs of one node are
+repeats and count once. A subject's score in a series is the median, over the points of the series, of its value divided
+by its peers' median, so that a single bad point does not make an outlier. Points below 1 MiB scatter and count only if
+there are no larger ones. `host_pairs` handles runs over several hosts.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ _STEPS = {
     "nvbandwidth": "read nvidia-smi nvlink -s and nvidia-smi -q (PCIe width, clocks) of {}",
 }
 _STEP = "look at {} alone"
-# Of the best over the worst: what nodes that did the same work do not differ by when they are well. Among two or three
-# nobody can tell which one is ill; among more, where they scatter so that no one stands out, nobody can either.
+# Ratio of best to worst that healthy nodes with the same work do not exceed. With two or three nodes the bad one cannot
+# be told; with more, it cannot either if they scatter so much that none is an outlier.
 SPREAD = 1.25
 _FEW_STEP = "run the same on {} nodes or more, or give --expect FILE: among {} nobody can tell which one is ill"
 _SCATTER_STEP = "run each again on its own: what differs from run to run is no fault of one node"
 _REPEAT_STEP = "run it again with nothing else on the node; clocks, throttling and neighbours differ from run to run"
-# Facts that must be the same, beside tool, series and device. A log that is silent is like another silent one only.
+# Facts that must be equal besides tool and series. Logs that do not tell a fact are peers of each other only.
 _ALIKE_FACTS = ("device", "nccl", "nvls", "p2p_off", "graph", "hosts", "ranks")
 
 
 class Measured(NamedTuple):
-    """A figure and whose log it stands in.
+    """A figure with its origin.
 
     Args:
-        file, kind: the log's.
-        node: the node that the log is about, where that is known: files of one node are repeats.
-        run: of the file.
+        file, kind: path and tool of the log.
+        figure: the figure.
+        node: node of the log, if known: files of one node are repeats.
+        run: number of the run in the file.
     """
 
     file: str
@@ -53,7 +54,7 @@ class Measured(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A series of one run: what is judged or not."""
+    """Identity of a series of one run."""
 
     file: str
     run: int
@@ -62,12 +63,12 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What peers say.
+    """Result of the peer comparison.
 
     Args:
-        findings: in no order.
-        judged: the series that were held against peers.
-        notes: of each series that was not, why not, for `--explain`; of each that was, what with.
+        findings: findings in no particular order.
+        judged: series that were compared with peers.
+        notes: for `--explain`: for each series, its peers, or why it has none.
     """
 
     findings: tuple[Finding, ...]
@@ -76,48 +77,48 @@ class Comparison:
 
 
 class _Score(NamedTuple):
-    """How a subject stands in a series: 1 is the median of its peers, less is worse."""
+    """Score of a subject in a series: 1 is the median of its peers, less is worse."""
 
     value: float
     sample: Measured
     sample_median: float
 
 
-Who = tuple[str, str]
-"""Node, or file where the node is not known; and subject."""
+SubjectKey = tuple[str, str]
+"""Node (or file, if the node is not known) and subject."""
 
 
 def judge_peers(measured: Sequence[Measured]) -> Iterator[Finding]:
-    """A finding for each subject that has enough peers, and for groups that differ too much to tell."""
+    """Yield a finding for each subject with enough peers, and for groups that scatter too much to judge."""
     yield from compare_peers(measured).findings
 
 
 def compare_peers(measured: Sequence[Measured]) -> Comparison:
-    """Every figure beside those that did the same work."""
+    """Compare every figure with those of subjects that did the same work."""
     findings: list[Finding] = []
     judged: set[Series] = set()
     notes: dict[Series, str] = {}
     for (kind, series, *_), group in _groups(measured).items():
         members = {Series(one.file, one.run, series) for one in group}
-        if lacking := _lacking(group[0]):
-            notes |= dict.fromkeys(members, f"no peers: the log does not say its {' and '.join(lacking)}")
+        if missing_facts := _missing_facts(group[0]):
+            notes |= dict.fromkeys(members, f"no peers: the log does not say its {' and '.join(missing_facts)}")
             continue
-        found, note, is_judged = _judge_group(kind, series, group)
-        findings += found
+        group_findings, note, is_judged = _judge_group(kind, series, group)
+        findings += group_findings
         notes |= dict.fromkeys(members, note)
         judged |= members if is_judged else set()
     return Comparison(tuple(findings), frozenset(judged), notes)
 
 
 def _judge_group(kind: str, series: str, group: Sequence[Measured]) -> tuple[list[Finding], str, bool]:
-    """The findings on one group of alike measurements, what it was held against, and whether it was judged."""
+    """Judge one group of comparable measurements; return findings, a note on the peers, and True if it was judged."""
     scores = _scores(group)
-    repeats = list(_unsteady(series, group))
+    repeats = list(_unsteady_repeats(series, group))
     if kind == "nccl-tests" and len(group[0].figure.parts) > 1:
         runs = [HostRun(score.sample.figure.parts, score.value, score.sample.file, score.sample.figure,
                         score.sample_median) for score in scores.values()]  # fmt: skip
-        found = judge_host_runs(series, runs)
-        return [*found.findings, *repeats], found.note, found.judged
+        comparison = judge_host_runs(series, runs)
+        return [*comparison.findings, *repeats], comparison.note, comparison.judged
     if len(scores) < MIN_PEERS:
         spread = _spread(series, scores)
         others = (
@@ -130,14 +131,14 @@ def _judge_group(kind: str, series: str, group: Sequence[Measured]) -> tuple[lis
     findings = {who: _finding(kind, series, scores[who], peers, word) for who, word in verdicts.items()}
     note = f"{len(scores)} peers: median score {peers.median:.3f}, MAD {peers.mad:.3f}"
     healthy = {who: score for who, score in scores.items() if verdicts[who] == "PASS"}
-    if _ratio(healthy) > SPREAD and kind != "nvbandwidth":  # whose matrices hold paths of several kinds
-        bad = [findings[who] for who in findings if verdicts[who] != "PASS"]
-        return [*bad, _scattered(series, healthy), *repeats], note, True
-    return [*_blamed(findings, scores), *repeats], note, True
+    if _ratio(healthy) > SPREAD and kind != "nvbandwidth":  # its matrices mix different kinds of paths
+        outliers = [findings[who] for who in findings if verdicts[who] != "PASS"]
+        return [*outliers, _scattered(series, healthy), *repeats], note, True
+    return [*_merge_findings(findings, scores), *repeats], note, True
 
 
 def judge_traits(logs: Mapping[str, Log]) -> Iterator[Finding]:
-    """Versions, limits and so on that differ from what most have."""
+    """Yield a warning for each version, limit and so on that differs from the majority's."""
     by_name: dict[str, dict[tuple[str, str], str]] = defaultdict(dict)
     for file, log in logs.items():
         for (name, who), value in log.traits.items():
@@ -154,65 +155,65 @@ def judge_traits(logs: Mapping[str, Log]) -> Iterator[Finding]:
 
 
 def _groups(measured: Iterable[Measured]) -> dict[tuple[Any, ...], list[Measured]]:
-    """By tool, series and all facts that must be alike; of large messages, where there are any."""
+    """Group measurements by tool, series and `_ALIKE_FACTS`; keep only large messages if there are any."""
     groups: dict[tuple[Any, ...], list[Measured]] = defaultdict(list)
     for one in measured:
         facts = one.figure.facts
         alike = tuple(facts.get(key) for key in _ALIKE_FACTS)
         groups[(one.kind, one.figure.series, len(one.figure.parts), *alike)].append(one)
-    large = {
+    large_only = {
         key: [one for one in group if int(one.figure.facts.get("bytes", _LARGE_BYTES)) >= _LARGE_BYTES]
         for key, group in groups.items()
     }
-    return {key: large[key] or group for key, group in groups.items()}
+    return {key: large_only[key] or group for key, group in groups.items()}
 
 
-def _lacking(one: Measured) -> list[str]:
-    """What a bus bandwidth must have to be like another, and the log does not tell."""
+def _missing_facts(one: Measured) -> list[str]:
+    """Return the facts that a bus bandwidth needs to be comparable and that its log does not tell."""
     facts = one.figure.facts
-    wanted = ("collective", "device", "ranks") if facts.get("quantity") == "bus_bw_gbs" else ()
-    return [key for key in wanted if key not in facts]
+    needed = ("collective", "device", "ranks") if facts.get("quantity") == "bus_bw_gbs" else ()
+    return [key for key in needed if key not in facts]
 
 
-def _who(one: Measured) -> Who:
-    if one.kind == "nccl-tests" and len(one.figure.parts) > 1:  # the same hosts again are a repeat, in any order
+def _subject_of(one: Measured) -> SubjectKey:
+    if one.kind == "nccl-tests" and len(one.figure.parts) > 1:  # the same hosts in any order are a repeat
         return " ".join(sorted(one.figure.parts)), ""
     return one.node or one.file, one.figure.subject
 
 
-def _scores(group: Sequence[Measured]) -> dict[Who, _Score]:
-    """By node and subject; where a point was measured more than once, in the same run or in repeats, its median."""
-    points: dict[str, dict[Who, list[Measured]]] = defaultdict(lambda: defaultdict(list))
+def _scores(group: Sequence[Measured]) -> dict[SubjectKey, _Score]:
+    """Compute scores by node and subject; a point measured several times (repeats) counts with its median."""
+    points: dict[str, dict[SubjectKey, list[Measured]]] = defaultdict(lambda: defaultdict(list))
     for one in group:
-        points[one.figure.at][_who(one)].append(one)
-    found: dict[Who, list[_Score]] = defaultdict(list)
+        points[one.figure.at][_subject_of(one)].append(one)
+    ratios: dict[SubjectKey, list[_Score]] = defaultdict(list)
     for subjects in points.values():
         values = {who: statistics.median(one.figure.value for one in ones) for who, ones in subjects.items()}
         middle = statistics.median(values.values())
         for who, value in values.items():
-            # The repeat that is nearest to the median stands for them.
+            # The repeat nearest to the median represents them.
             sample = min(subjects[who], key=lambda one: abs(one.figure.value - value))
             ratio = value / middle if sample.figure.higher_is_better else middle / value
-            found[who].append(_Score(ratio, sample, middle))
-    # The largest point is what is shown: sizes rise in every tool.
+            ratios[who].append(_Score(ratio, sample, middle))
+    # The last point has the largest size, since sizes rise in every tool; it is the one to print.
     return {
         who: _Score(statistics.median(score.value for score in scores), scores[-1].sample, scores[-1].sample_median)
-        for who, scores in found.items()
+        for who, scores in ratios.items()
     }
 
 
-def _ratio(scores: Mapping[Who, _Score]) -> float:
+def _ratio(scores: Mapping[SubjectKey, _Score]) -> float:
     values = [score.value for score in scores.values()]
     return max(values) / min(values) if values else 1.0
 
 
-def _ends(scores: Mapping[Who, _Score]) -> tuple[_Score, _Score]:
+def _ends(scores: Mapping[SubjectKey, _Score]) -> tuple[_Score, _Score]:
     ordered = sorted(scores.values(), key=lambda score: score.value)
     return ordered[0], ordered[-1]
 
 
-def _spread(series: str, scores: Mapping[Who, _Score]) -> list[Finding]:
-    """Two or three that differ too much: something is wrong, and nobody can tell with which."""
+def _spread(series: str, scores: Mapping[SubjectKey, _Score]) -> list[Finding]:
+    """Warn of two or three subjects that differ too much: one is bad, but it cannot be told which."""
     ratio = _ratio(scores)
     if len(scores) < 2 or ratio <= SPREAD:
         return []
@@ -225,22 +226,22 @@ def _spread(series: str, scores: Mapping[Who, _Score]) -> list[Finding]:
     return [Finding("WARN", names, series, figure, expected, step, sample.file, sample.figure.line)]
 
 
-def _scattered(series: str, scores: Mapping[Who, _Score]) -> Finding:
-    """Where nobody stands out, for all scatter: one finding on all of them in place of a PASS for each."""
+def _scattered(series: str, scores: Mapping[SubjectKey, _Score]) -> Finding:
+    """Return one warning for a group that scatters without an outlier, instead of a PASS for each member."""
     worst, best = _ends(scores)
     figure = f"{worst.sample.figure.text} ({worst.sample.figure.subject}) to {best.sample.figure.text} "
     figure += f"({best.sample.figure.subject}): {_ratio(scores):.2f} times"
-    expected = f"alike: within {SPREAD:g} times; they scatter so that no one stands out"
+    expected = f"alike: within {SPREAD:g} times; they scatter, without an outlier"
     sample = worst.sample
     who = f"{len(scores)} like {sample.figure.subject}"
     return Finding("WARN", who, series, figure, expected, _SCATTER_STEP, sample.file, sample.figure.line)
 
 
-def _unsteady(series: str, group: Sequence[Measured]) -> Iterator[Finding]:
-    """Nodes whose own repeats differ too much."""
-    runs: dict[Who, dict[tuple[str, int], dict[str, Measured]]] = defaultdict(lambda: defaultdict(dict))
+def _unsteady_repeats(series: str, group: Sequence[Measured]) -> Iterator[Finding]:
+    """Yield a warning for each node whose own repeats differ too much."""
+    runs: dict[SubjectKey, dict[tuple[str, int], dict[str, Measured]]] = defaultdict(lambda: defaultdict(dict))
     for one in group:
-        runs[_who(one)][one.file, one.run].setdefault(one.figure.at, one)
+        runs[_subject_of(one)][one.file, one.run].setdefault(one.figure.at, one)
     for by_run in runs.values():
         if len(by_run) < 2:
             continue
@@ -253,11 +254,11 @@ def _unsteady(series: str, group: Sequence[Measured]) -> Iterator[Finding]:
         if not ratios or statistics.median(ratios.values()) <= SPREAD:
             continue
         at = max(ratios, key=lambda name: ratios[name])
-        least = min((points[at] for points in by_run.values()), key=lambda one: one.figure.value)
-        figure = f"{least.figure.text}, another run {ratios[at]:.2f} times that"
-        who, expected = least.figure.subject, f"{len(by_run)} runs within {SPREAD:g} times"
+        lowest = min((points[at] for points in by_run.values()), key=lambda one: one.figure.value)
+        figure = f"{lowest.figure.text}, another run {ratios[at]:.2f} times that"
+        subject, expected = lowest.figure.subject, f"{len(by_run)} runs within {SPREAD:g} times"
         check = f"{series}: repeats"
-        yield Finding("WARN", who, check, figure, expected, _REPEAT_STEP, least.file, least.figure.line)
+        yield Finding("WARN", subject, check, figure, expected, _REPEAT_STEP, lowest.file, lowest.figure.line)
 
 
 def _finding(kind: str, series: str, score: _Score, peers: Peers, word: Verdict) -> Finding:
@@ -279,47 +280,47 @@ def _finding(kind: str, series: str, score: _Score, peers: Peers, word: Verdict)
     )
 
 
-def _blamed(findings: Mapping[Who, Finding], scores: Mapping[Who, _Score]) -> Iterator[Finding]:
-    """The findings, but one for a part that is in most of the bad pairs and whose pairs are mostly bad.
+def _merge_findings(findings: Mapping[SubjectKey, Finding], scores: Mapping[SubjectKey, _Score]) -> Iterator[Finding]:
+    """Merge findings: bad pairs with a common part become one finding on that part (see `_common_part`).
 
-    Those that passed come as one finding for each node.
+    Those that passed become one finding for each node.
     """
-    left = {who: finding for who, finding in findings.items() if finding.verdict != "PASS"}
+    remaining = {who: finding for who, finding in findings.items() if finding.verdict != "PASS"}
     own = Counter((who[0], part) for who, score in scores.items() for part in _parts(score))
-    while part := _common_part(left, scores, own):
+    while part := _common_part(remaining, scores, own):
         node, name = part
-        pairs = [who for who in left if who[0] == node and name in scores[who].sample.figure.parts]
+        pairs = [who for who in remaining if who[0] == node and name in scores[who].sample.figure.parts]
         worst = min(pairs, key=lambda who: scores[who].value)
-        words = f"{left[worst].figure}, {worst[1]}; {len(pairs)} pairs of it are slow"
+        text = f"{remaining[worst].figure}, {worst[1]}; {len(pairs)} pairs of it are slow"
         step = _STEPS.get(scores[worst].sample.kind, _STEP).format(name)
-        yield replace(left[worst], subject=name, figure=words, next_step=step)
-        left = {who: finding for who, finding in left.items() if who not in pairs}
-    yield from left.values()
-    passed: dict[str, list[Who]] = defaultdict(list)
+        yield replace(remaining[worst], subject=name, figure=text, next_step=step)
+        remaining = {who: finding for who, finding in remaining.items() if who not in pairs}
+    yield from remaining.values()
+    passed: dict[str, list[SubjectKey]] = defaultdict(list)
     for who, finding in findings.items():
         if finding.verdict == "PASS":
             passed[who[0]].append(who)
     for members in passed.values():
-        least = findings[min(members, key=lambda who: scores[who].value)]
+        lowest = findings[min(members, key=lambda who: scores[who].value)]
         yield (
-            least
+            lowest
             if len(members) == 1
-            else replace(least, subject=f"{len(members)} like {members[0][1]}", figure=f"worst {least.figure}")
+            else replace(lowest, subject=f"{len(members)} like {members[0][1]}", figure=f"worst {lowest.figure}")
         )
 
 
 def _common_part(
-    bad: Mapping[Who, Finding],
-    scores: Mapping[Who, _Score],
+    bad: Mapping[SubjectKey, Finding],
+    scores: Mapping[SubjectKey, _Score],
     own: Mapping[tuple[str, str], int],
 ) -> tuple[str, str] | None:
-    """The part in most of the bad pairs, where more than half of its own pairs, and at least two, are bad."""
+    """Return the part in most of the bad pairs, if more than half of its own pairs and at least two are bad."""
     counts = Counter((who[0], part) for who in bad for part in _parts(scores[who]))
     part, count = max(counts.items(), key=lambda item: item[1], default=(("", ""), 0))
     return part if count >= 2 and 2 * count > own[part] else None
 
 
 def _parts(score: _Score) -> tuple[str, ...]:
-    """The two ends of a pair; what has one end only is its own subject."""
+    """Return the two ends of a pair; empty for a subject that is not a pair."""
     parts = score.sample.figure.parts
     return parts if len(parts) > 1 else ()

@@ -1,10 +1,10 @@
-"""Faults that are planted on purpose, so that the verdict can be seen to name them: `--inject`.
+"""Fault injection (`--inject`), to test that the verdict names the fault.
 
-`slow:3:0.2` rank 3 does a fifth more work for every multiplication and copy; `hang:3` it stops before a collective;
-`corrupt:3` one byte of what it sends is wrong; `slowlink:2-3` messages between two ranks wait first, where NCCL is
-called directly again for every further GiB; `ctas:2-3:4` NCCL
-has four thread blocks for them, where it is called directly; `pulse:3` the rank's process is stopped 18 of every 20 ms.
-They are planted under the measurement, in the calls themselves (`watch`, `worker`): what judges does not know of them.
+`slow:3:0.2`: rank 3 does a fifth more work for every GEMM and copy. `hang:3`: it hangs before a collective.
+`corrupt:3`: one byte of the data that it sends is wrong. `slowlink:2-3`: messages between the two ranks are delayed; if
+NCCL is called directly, once for each GiB. `ctas:2-3:4`: NCCL has four thread blocks for them, if called directly.
+`pulse:3`: the rank's process is stopped for 18 of every 20 ms. Faults are injected below the measurement, in the calls
+themselves (`watch`, `worker`); the code that judges does not know of them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from netlayer.errors import ConfigError
 
 PlantKind = Literal["slow", "hang", "corrupt", "slowlink", "ctas", "pulse"]
 PERIOD_MS = 20.0
-"""Of `pulse`."""
+"""Period of `pulse`."""
 _LINKS = ("slowlink", "ctas")
-# slow: share of the work that is done twice; hang: which of the rank's collectives; slowlink: milliseconds; ctas:
-# thread blocks; pulse: milliseconds of every `PERIOD_MS`.
+# slow: share of the work that is done twice; hang: number of the collective; slowlink: milliseconds; ctas: thread
+# blocks; pulse: milliseconds of every `PERIOD_MS`.
 _DEFAULTS: dict[str, float] = {"slow": 0.2, "hang": 3, "corrupt": 1, "slowlink": 10, "ctas": 2, "pulse": 18}
 _FORM = re.compile(r"(\w+):(\d{1,6})(?:-(\d{1,6}))?(?::(\d{1,6}(?:\.\d{1,6})?))?")
 _REMEDY = "write slow:RANK:SHARE, hang:RANK, corrupt:RANK, slowlink:RANK-RANK:MS, ctas:RANK-RANK:NUM or pulse:RANK:MS"
@@ -29,12 +29,12 @@ _REMEDY = "write slow:RANK:SHARE, hang:RANK, corrupt:RANK, slowlink:RANK-RANK:MS
 
 @dataclass(frozen=True)
 class Plant:
-    """One fault.
+    """An injected fault.
 
     Args:
-        kind: what is wrong.
-        ranks: with whom: one rank, or the two ends of a link.
-        amount: how much, as above.
+        kind: kind of fault.
+        ranks: one rank, or the two ends of a link.
+        amount: size of the fault, see `_DEFAULTS`.
     """
 
     kind: PlantKind
@@ -46,10 +46,10 @@ class Plant:
 
 
 def parse_plants(texts: Sequence[str], num_ranks: int) -> list[Plant]:
-    """What `--inject` asks for.
+    """Parse the values of `--inject`.
 
     Raises:
-        ConfigError: it is none of the forms, or names a rank that is not there.
+        ConfigError: the syntax is wrong, or a rank does not exist.
     """
     return [_parse(text, num_ranks) for text in texts]
 

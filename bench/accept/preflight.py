@@ -1,7 +1,7 @@
-"""What a host says of itself before anything runs: drivers, firmware, PCIe, NICs, GPUDirect, errors the kernel saw.
+"""Facts about a host before anything runs: drivers, firmware, PCIe, NICs, GPUDirect, kernel log.
 
-Read from the system's own files and tools; what cannot be read is said with its reason, never passed over. Imports no
-torch. Left out: what is good (`preflight_rules`).
+Read from system files and tools; facts that cannot be read are reported with the reason. Imports no torch. Judgement is
+in `preflight_rules`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MOST_CHARS = 4 << 20
 
 
 def look(root: Path = Path("/")) -> dict[str, Any]:
-    """Facts, texts of tools and what could not be read.
+    """Collect facts and tool outputs.
 
     Args:
-        root: of the file system, for tests.
+        root: root of the file system, for tests.
 
     Returns:
         `traits` to compare with other hosts, `texts` for the parsers of `judge`, `nics` with their links, and
@@ -71,7 +71,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _output(command: list[str]) -> tuple[str, str]:
-    """What a tool prints, or why it prints nothing."""
+    """Run a tool; return its output, or "" and the reason."""
     if shutil.which(command[0]) is None:
         return "", f"no {command[0]} on the PATH"
     try:
@@ -80,13 +80,13 @@ def _output(command: list[str]) -> tuple[str, str]:
         return "", f"{command[0]} failed ({exc})"[:200]
     text = done.stdout.decode(errors="replace")[-_MOST_CHARS:]
     if done.returncode or not text.strip():
-        words = " ".join(done.stderr.decode(errors="replace").split())[:150]
-        return "", f"{command[0]} ended with {done.returncode} ({words or 'no output'})"
+        message = " ".join(done.stderr.decode(errors="replace").split())[:150]
+        return "", f"{command[0]} ended with {done.returncode} ({message or 'no output'})"
     return text, ""
 
 
 def _nics(root: Path) -> Iterator[dict[str, Any]]:
-    """Every port of every RDMA device, with the PCIe link of its card."""
+    """Yield every port of every RDMA device, with the PCIe link of its card."""
     for device in sorted(_entries(root / "sys/class/infiniband")):
         card = device / "device"
         nets = [path.name for path in _entries(card / "net")]
@@ -121,17 +121,17 @@ def _gpu_direct(root: Path) -> str:
 
 
 def _net_traits(root: Path, net: str, unread: dict[str, str]) -> dict[str, str]:
-    """Settings of a NIC's network device."""
+    """Return the settings of a NIC's network device."""
     folder = root / "sys/class/net" / net
-    found = {f"{net} {name}": value for name in ("mtu", "speed") if (value := _read(folder / name))}
+    traits = {f"{net} {name}": value for name in ("mtu", "speed") if (value := _read(folder / name))}
     for option, what in (("-a", "pause"), ("-g", "ring"), ("-i", "driver")):
         text, reason = _output(["ethtool", option, net])
         if text:
             lines = [" ".join(line.split()) for line in text.splitlines()[1:] if line.strip()]
-            found[f"{net} {what}"] = "; ".join(lines)[:300]
+            traits[f"{net} {what}"] = "; ".join(lines)[:300]
         else:
             unread[f"{net} {what}"] = reason
-    return found
+    return traits
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -1,6 +1,7 @@
-"""The preflight's facts judged: faults by themselves, differences from what most hosts have, and the cluster file.
+"""Judgement of preflight facts: faults, differences from the majority of hosts, and from the cluster file.
 
-The texts of nvidia-smi and of the kernel go through the parsers of `netlayer accept judge`. Left out: gathering facts.
+Outputs of nvidia-smi and the kernel log go through the parsers of `netlayer accept judge`. `preflight` collects the
+facts.
 """
 
 from __future__ import annotations
@@ -24,57 +25,57 @@ PHASE = "preflight"
 _RATE = re.compile(r"([\d.]{1,12}) ?Gb/sec")
 
 
-def judge_hosts(looked: Mapping[str, Any], cluster: ClusterConfig | None, trial: Trial) -> list[Finding]:
-    """Findings on every host that has ranks left; one that said nothing is a finding too. Whoever failed is accused."""
-    found = [replace(finding, file=PHASE, line=0) for finding in _findings(looked, cluster, trial)]
-    for finding in found:
-        hosts = [host for host in looked if finding.subject == host or finding.subject.startswith(f"{host}: ")]
-        trial.accuse(PHASE, "part", trial.ranks_of(hosts or [finding.subject]), finding, label=finding.subject)
-    return found
+def judge_hosts(facts_by_host: Mapping[str, Any], cluster: ClusterConfig | None, trial: Trial) -> list[Finding]:
+    """Return findings on every host with ranks alive, also for hosts without an answer; flag those that failed."""
+    findings = [replace(finding, file=PHASE, line=0) for finding in _findings(facts_by_host, cluster, trial)]
+    for finding in findings:
+        hosts = [host for host in facts_by_host if finding.subject == host or finding.subject.startswith(f"{host}: ")]
+        trial.flag(PHASE, "part", trial.ranks_of(hosts or [finding.subject]), finding, label=finding.subject)
+    return findings
 
 
-def _findings(looked: Mapping[str, Any], cluster: ClusterConfig | None, trial: Trial) -> list[Finding]:
+def _findings(facts_by_host: Mapping[str, Any], cluster: ClusterConfig | None, trial: Trial) -> list[Finding]:
     hosts = {trial.members[rank].host for rank in trial.alive}
-    found = [_silent(host) for host in sorted(hosts - set(looked))]
+    findings = [_no_answer(host) for host in sorted(hosts - set(facts_by_host))]
     logs: dict[str, Log] = {}
     host_of: dict[str, str] = {}
-    for host, facts in looked.items():
-        before = len(found)
+    for host, facts in facts_by_host.items():
+        before = len(findings)
         logs[host] = Log("preflight", traits=_traits(host, facts))
-        found += _of_texts(host, facts["texts"], logs)
+        findings += _text_findings(host, facts["texts"], logs)
         host_of |= dict.fromkeys(logs.keys() - host_of.keys(), host)
         for nic in facts["nics"]:
-            found += _of_nic(host, nic, cluster)
-        found += _of_cluster(host, facts, cluster)
-        if not any(finding.verdict in ("WARN", "FAIL") for finding in found[before:]):
-            words = f"{len(facts['traits'])} facts read, {len(facts['nics'])} NIC ports"
-            found.append(Finding("PASS", host, "preflight", words, "no fault reported", "", PHASE))
+            findings += _nic_findings(host, nic, cluster)
+        findings += _cluster_findings(host, facts, cluster)
+        if not any(finding.verdict in ("WARN", "FAIL") for finding in findings[before:]):
+            figure = f"{len(facts['traits'])} facts read, {len(facts['nics'])} NIC ports"
+            findings.append(Finding("PASS", host, "preflight", figure, "no fault reported", "", PHASE))
         if facts["unread"]:
             reasons = sorted(set(facts["unread"].values()))
-            found.append(Finding(None, host, "not read", ", ".join(facts["unread"]), "; ".join(reasons), "", PHASE))
-    return found + [_placed(finding, host_of[finding.file]) for finding in judge_traits(logs)]
+            findings.append(Finding(None, host, "not read", ", ".join(facts["unread"]), "; ".join(reasons), "", PHASE))
+    return findings + [_with_host(finding, host_of[finding.file]) for finding in judge_traits(logs)]
 
 
-def _placed(finding: Finding, host: str) -> Finding:
-    """A difference with its host in front, where it is about a part of it."""
+def _with_host(finding: Finding, host: str) -> Finding:
+    """Return the finding with the host before its subject, if that is a part of the host."""
     return finding if finding.subject == host else replace(finding, subject=f"{host}: {finding.subject}")
 
 
 def _traits(host: str, facts: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    found = {(name, host): value for name, value in facts["traits"].items()}
+    traits = {(name, host): value for name, value in facts["traits"].items()}
     for nic in facts["nics"]:
         for key in ("firmware", "board", "rate", "layer"):
             if nic[key]:
-                found[f"NIC {key}", f"{nic['name']} port {nic['port']}"] = nic[key]
-    return found
+                traits[f"NIC {key}", f"{nic['name']} port {nic['port']}"] = nic[key]
+    return traits
 
 
-def _of_texts(host: str, texts: Mapping[str, str], logs: dict[str, Log]) -> Iterator[Finding]:
-    """What the parsers of logs say of the tools' output."""
+def _text_findings(host: str, texts: Mapping[str, str], logs: dict[str, Log]) -> Iterator[Finding]:
+    """Yield the findings of the log parsers on the tools' outputs."""
     for name, content in texts.items():
         text = Text(f"{host} {name}", content)
         try:
-            # What dmesg prints is the kernel's log, though the lines may have no times, or none be from the driver.
+            # dmesg's output is a kernel log, even if its lines have no time stamps or none is of the driver.
             log = parse_kernel(text) if name == "dmesg" else parse(text)
         except ConfigError as exc:
             step = f"run {name} on {host} by hand"
@@ -86,40 +87,42 @@ def _of_texts(host: str, texts: Mapping[str, str], logs: dict[str, Log]) -> Iter
             yield replace(finding, subject=host if whole else f"{host}: {finding.subject}")
 
 
-def _of_nic(host: str, nic: Mapping[str, Any], cluster: ClusterConfig | None) -> Iterator[Finding]:
-    who = f"{host}: {nic['name']} port {nic['port']}"
+def _nic_findings(host: str, nic: Mapping[str, Any], cluster: ClusterConfig | None) -> Iterator[Finding]:
+    subject = f"{host}: {nic['name']} port {nic['port']}"
     if "ACTIVE" not in nic["state"]:
-        step = f"look at cable and switch port of {who}"
-        yield Finding("FAIL", who, "NIC state", nic["state"] or "unknown", "ACTIVE", step, PHASE)
-    for key, words in (("width", "PCIe width"), ("speed", "PCIe speed")):
+        step = f"look at cable and switch port of {subject}"
+        yield Finding("FAIL", subject, "NIC state", nic["state"] or "unknown", "ACTIVE", step, PHASE)
+    for key, check in (("width", "PCIe width"), ("speed", "PCIe speed")):
         if nic[key] and nic[f"max_{key}"] and nic[key] != nic[f"max_{key}"]:
-            step = f"reseat {who}, then read lspci -vv (LnkSta) of every bridge above it"
-            yield Finding("FAIL", who, words, nic[key], f"{nic[f'max_{key}']}, its maximum", step, PHASE)
+            step = f"reseat {subject}, then read lspci -vv (LnkSta) of every bridge above it"
+            yield Finding("FAIL", subject, check, nic[key], f"{nic[f'max_{key}']}, its maximum", step, PHASE)
     for name, count in nic["counters"].items():
         if count not in ("", "0"):
-            step = f"clean or swap the cable of {who}; watch whether {name} still rises"
-            yield Finding("WARN", who, f"NIC {name}", count, "0", step, PHASE)
+            step = f"clean or swap the cable of {subject}; watch whether {name} still rises"
+            yield Finding("WARN", subject, f"NIC {name}", count, "0", step, PHASE)
     rate = _RATE.search(nic["rate"])
     if cluster is not None and rate and float(rate[1]) * 1e9 < 0.99 * cluster.nic_bps:
-        wanted = f"{format_rate(cluster.nic_bps)}, cluster.nic_bps"
-        yield Finding("FAIL", who, "NIC rate", nic["rate"], wanted, f"look at cable and switch port of {who}", PHASE)
+        expected = f"{format_rate(cluster.nic_bps)}, cluster.nic_bps"
+        yield Finding(
+            "FAIL", subject, "NIC rate", nic["rate"], expected, f"look at cable and switch port of {subject}", PHASE
+        )
 
 
-def _of_cluster(host: str, facts: Mapping[str, Any], cluster: ClusterConfig | None) -> Iterator[Finding]:
-    """Numbers of parts, where the cluster file says them and the host can be read."""
+def _cluster_findings(host: str, facts: Mapping[str, Any], cluster: ClusterConfig | None) -> Iterator[Finding]:
+    """Compare the numbers of NICs and GPUs with the cluster file, if they can be read."""
     if cluster is None:
         return
-    for what, found, wanted in (
+    for what, actual, required in (
         ("NICs", len({nic["name"] for nic in facts["nics"]}), cluster.nics_per_server),
         ("GPUs", facts["texts"].get("nvidia-smi -q", "").count("\nGPU "), cluster.gpus_per_server),
     ):
-        if found == 0:
-            words = f"cluster file: {wanted}"
-            yield Finding(None, host, f"number of {what}", "none readable", words, "", PHASE)
-        elif found != wanted:
+        if actual == 0:
+            expected = f"cluster file: {required}"
+            yield Finding(None, host, f"number of {what}", "none readable", expected, "", PHASE)
+        elif actual != required:
             step = f"see which of them {host} lacks, or correct the cluster file"
-            yield Finding("FAIL", host, f"number of {what}", str(found), f"{wanted}, cluster file", step, PHASE)
+            yield Finding("FAIL", host, f"number of {what}", str(actual), f"{required}, cluster file", step, PHASE)
 
 
-def _silent(host: str) -> Finding:
+def _no_answer(host: str) -> Finding:
     return Finding("WARN", host, "preflight", "no answer", "facts", f"log in to {host}: a tool may hang there", PHASE)

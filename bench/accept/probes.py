@@ -1,6 +1,6 @@
-"""What a worker measures, by name: arguments in, rows out. `collectives.health` does it; the training step is here.
+"""Probes that a worker runs, by name: `collectives.health` measures, only the training step is implemented here.
 
-Left out: what a figure means.
+Judgement is elsewhere.
 """
 
 from __future__ import annotations
@@ -23,23 +23,27 @@ _WIDTH, _BATCH, _LEARNING_RATE = 64, 16, 0.05
 
 
 def run_probe(name: str, device: torch.device, args: Mapping[str, Any], tap: Tap | None = None) -> Rows:
-    """The rows of one probe; those of a group come the same on all of its ranks.
+    """Run a probe and return its rows, which are the same on all ranks of a group.
 
-    `tap` stands between pairs and NCCL where they call it directly.
+    Args:
+        name: name of the probe.
+        device: device of this rank.
+        args: arguments of the probe.
+        tap: hook around direct NCCL calls of the pairs probe.
     """
     return PROBES[name](device, args, tap)
 
 
 def _gemm(device: torch.device, args: Mapping[str, Any], _tap: Tap | None) -> Rows:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    how = {"budget_s": args["budget_s"], "num_blocks": args.get("blocks", 0), "warmup_s": args.get("warmup_s", 0.0)}
-    rows = health.gemm(device, args["size"], dtype, args["repeats"], **how)
+    options = {"budget_s": args["budget_s"], "num_blocks": args.get("blocks", 0), "warmup_s": args.get("warmup_s", 0.0)}
+    rows = health.gemm(device, args["size"], dtype, args["repeats"], **options)
     return [dict(row) for row in rows]
 
 
 def _copy(device: torch.device, args: Mapping[str, Any], _tap: Tap | None) -> Rows:
-    how = {"budget_s": args["budget_s"], "num_blocks": args.get("blocks", 0)}
-    return [dict(row) for row in health.copy(device, args["bytes"], args["repeats"], **how)]
+    options = {"budget_s": args["budget_s"], "num_blocks": args.get("blocks", 0)}
+    return [dict(row) for row in health.copy(device, args["bytes"], args["repeats"], **options)]
 
 
 def _host(_device: torch.device, args: Mapping[str, Any], _tap: Tap | None) -> Rows:
@@ -51,16 +55,16 @@ Probe = Callable[[torch.device, Mapping[str, Any], Tap | None], Rows]
 
 def _grouped(check: Callable[..., list[health.HealthRow]]) -> Probe:
     def probe(device: torch.device, args: Mapping[str, Any], _tap: Tap | None) -> Rows:
-        how = {"graph_calls": args["graph_calls"]} if "graph_calls" in args else {}
-        rows = check(_world(), args["bytes"], args["repeats"], budget_s=args["budget_s"], **how)
-        facts = _of_nccl(os.environ) if device.type == "cuda" else {}
+        options = {"graph_calls": args["graph_calls"]} if "graph_calls" in args else {}
+        rows = check(_world(), args["bytes"], args["repeats"], budget_s=args["budget_s"], **options)
+        facts = _nccl_facts(os.environ) if device.type == "cuda" else {}
         return [dict(row) | facts for row in rows]
 
     return probe
 
 
-def _of_nccl(environ: Mapping[str, str]) -> dict[str, int | bool]:
-    """What expectations are keyed by; whether NVLS is on is known only where it is forbidden."""
+def _nccl_facts(environ: Mapping[str, str]) -> dict[str, int | bool]:
+    """Return facts for expectations; the NVLS state is known only if NVLS is disabled."""
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     major, minor, patch = version[:3]
     facts: dict[str, int | bool] = {"nccl": major * 10000 + minor * 100 + patch, "graph": False}
@@ -68,13 +72,13 @@ def _of_nccl(environ: Mapping[str, str]) -> dict[str, int | bool]:
 
 
 def _pairs(device: torch.device, args: Mapping[str, Any], tap: Tap | None) -> Rows:
-    """`only`, where it is given, names ranks of the run; pairs of which one is not in the group are left out."""
+    """Measure pairs; `only` has ranks of the run, and pairs with a rank outside the group are skipped."""
     places = {rank: place for place, rank in enumerate(args["members"])}
     only = [(places[low], places[high]) for low, high in args.get("only", ()) if {low, high} <= places.keys()]
-    how: dict[str, Any] = {"only": only, "eager": args.get("eager", False), "tap": tap}
-    how["messages"] = args.get("messages")
-    rows = health.pairs(_world(), args["bytes"], args["repeats"], budget_s=args["budget_s"], **how)
-    facts = _of_nccl(os.environ) if device.type == "cuda" else {}
+    options: dict[str, Any] = {"only": only, "eager": args.get("eager", False), "tap": tap}
+    options["messages"] = args.get("messages")
+    rows = health.pairs(_world(), args["bytes"], args["repeats"], budget_s=args["budget_s"], **options)
+    facts = _nccl_facts(os.environ) if device.type == "cuda" else {}
     return [dict(row) | facts for row in rows]
 
 
@@ -85,29 +89,32 @@ def _world() -> dist.ProcessGroup:
 
 
 def _train(device: torch.device, args: Mapping[str, Any], _tap: Tap | None) -> Rows:
-    """Data-parallel steps of a small perceptron; wrong where they differ from one rank's steps over the whole batch."""
+    """Train a small MLP data-parallel; weights that differ from one rank's with the whole batch count as wrong."""
     rank, ranks, steps = dist.get_rank(), dist.get_world_size(), args["repeats"]
-    dice = torch.Generator("cpu").manual_seed(7)
-    x_BD = torch.randn(_BATCH * ranks, _WIDTH, generator=dice).to(device)
+    rng = torch.Generator("cpu").manual_seed(7)
+    x_BD = torch.randn(_BATCH * ranks, _WIDTH, generator=rng).to(device)
     y_B1 = x_BD[:, :1].sin()
-    start = [(torch.randn(_WIDTH, width, generator=dice) / 8).to(device) for width in (_WIDTH, 1)]
-    ours, alone = ([weight.clone().requires_grad_() for weight in start] for _ in range(2))
+    start = [(torch.randn(_WIDTH, width, generator=rng) / 8).to(device) for width in (_WIDTH, 1)]
+    local_weights, reference_weights = ([weight.clone().requires_grad_() for weight in start] for _ in range(2))
     part = slice(rank * _BATCH, (rank + 1) * _BATCH)
     times_us, losses = [], []
     for _ in range(steps):
         began_s = time.perf_counter()
-        losses.append(_step(ours, x_BD[part], y_B1[part], ranks))
+        losses.append(_step(local_weights, x_BD[part], y_B1[part], ranks))
         times_us.append(1e6 * (time.perf_counter() - began_s))
-        _step(alone, x_BD, y_B1, 1)
-    near = [torch.isclose(mine, one, rtol=1e-3, atol=1e-5) for mine, one in zip(ours, alone, strict=True)]
-    wrong = sum(int((~same).sum()) for same in near)
-    size_bytes = sum(weight.nbytes for weight in ours)
+        _step(reference_weights, x_BD, y_B1, 1)
+    close = [
+        torch.isclose(weight, reference, rtol=1e-3, atol=1e-5)
+        for weight, reference in zip(local_weights, reference_weights, strict=True)
+    ]
+    wrong = sum(int((~same).sum()) for same in close)
+    size_bytes = sum(weight.nbytes for weight in local_weights)
     row = make_row("train", rank, device_name(device), size_bytes, times_us[1:], wrong)
     return gather({**row, "first_loss": losses[0], "last_loss": losses[-1]}, _world())
 
 
 def _step(weights: list[Tensor], x_BD: Tensor, y_B1: Tensor, ranks: int) -> float:
-    """Forward, backward, the mean of the gradients over ranks in one bucket, update. Returns the loss."""
+    """Run forward, backward, gradient averaging over ranks in one bucket, and update; return the loss."""
     loss = ((x_BD @ weights[0]).tanh() @ weights[1] - y_B1).square().mean()
     gradients = torch.autograd.grad(loss, weights)
     bucket_N = torch.cat([gradient.reshape(-1) for gradient in gradients])

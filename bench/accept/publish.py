@@ -1,7 +1,7 @@
-"""A user's own results as an entry of the registry: anonymous, and shown before anybody else sees it.
+"""Export of a user's own results as an anonymous registry entry, printed for review.
 
-Only facts and figures are written, from a list of what may be: collective, device, ranks, hosts, NCCL, NVLS, graph,
-NICs, sizes and bandwidths. Names of hosts and files, serial numbers, bus ids and addresses never are.
+Only allow-listed facts and figures are written: collective, device, ranks, hosts, NCCL, NVLS, graph, NICs, sizes and
+bandwidths. Names of hosts and files, serial numbers, bus ids and addresses never are.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from netlayer.units import format_size
 
 _KEYS = ("device", "ranks", "hosts", "nvls", "nccl", "graph", "nics")
 _LEAST_BYTES = 64 << 20
-# What a device's name is made of; anything else in it may be a serial number or an address.
+# Allowed characters of a device name; anything else may be part of a serial number or an address.
 _DEVICE = re.compile(r"[A-Za-z][A-Za-z0-9 ./_+()-]{1,59}")
 _SERIAL = re.compile(r"\d{7,}|[0-9a-fA-F]{4}:[0-9a-fA-F]{2}|\d{1,3}(?:\.\d{1,3}){3}|GPU-[0-9a-f]")
-_NOT_GOOD = "a record of a run that is not in order helps nobody: publish runs with right data that ended"
+_NOT_GOOD = "publish only complete runs with correct data"
 
 
-def publish(judgement: Judgement, said: Facts, address: str = "", day: str = "") -> str:
-    """The TOML file of one machine type.
+def publish(judgement: Judgement, user_facts: Facts, address: str = "", day: str = "") -> str:
+    """Return the TOML file of one machine type.
 
     Args:
-        judgement: of the logs; all of them must be of one machine type, and none may hold a fault of its own.
-        said: facts that the user adds: `nvls`, `nics`.
-        address: under which others can read how it was measured.
-        day: ISO 8601; today, where it is empty.
+        judgement: judgement of the logs; all must be of one machine type and without faults.
+        user_facts: facts that the user adds: `nvls`, `nics`.
+        address: web address with the measurement's description.
+        day: date, ISO 8601; empty: today.
 
     Raises:
-        ConfigError: the logs hold no figure that can be published, or several machine types.
-        NetlayerError: a log holds wrong data or a failed run.
+        ConfigError: the logs have no figure that can be published, or are of several machine types.
+        NetlayerError: a log has wrong data or a failed run.
     """
     if judgement.damaged:
-        raise ConfigError("LOGS", None, f"cannot all be read: {judgement.damaged[0]}", "leave out what is no log")
+        raise ConfigError("LOGS", None, f"cannot all be read: {judgement.damaged[0]}", "omit what is not a log")
     bad = [finding for run in judgement.runs for finding in run.log.findings if finding.verdict in ("FAIL", "WARN")]
     bad += [finding for finding in judgement.findings if finding.verdict == "FAIL"]
     if bad:
@@ -51,7 +51,7 @@ def publish(judgement: Judgement, said: Facts, address: str = "", day: str = "")
     machines = defaultdict(lambda: defaultdict(list))
     for run in judgement.runs:
         for figure in run.log.figures:
-            facts = facts_of(figure, said)
+            facts = facts_of(figure, user_facts)
             if _can_be_published(facts):
                 keys = tuple((key, facts[key]) for key in _KEYS if key in facts)
                 machines[keys][str(facts["collective"]), int(facts["bytes"])].append(figure.value)
@@ -73,10 +73,10 @@ def publish(judgement: Judgement, said: Facts, address: str = "", day: str = "")
 
 
 def check(text: str, place: Path) -> tuple[Expectation, ...]:
-    """The entries of the text, read as the registry reads them.
+    """Parse the text as a registry file, written to `place`, and return its entries.
 
     Raises:
-        ConfigError: it is no file of the registry.
+        ConfigError: it is not a valid registry file.
     """
     place.write_text(text, encoding="utf-8")
     return load(place)
@@ -106,9 +106,9 @@ def _file(
     yield "[keys]"
     yield 'quantity = "bus_bw_gbs"'
     for key, value in keys.items():
-        # A version stands for its minor: 22809 is one of [22800, 22900).
-        shown = f"[{value // 100 * 100}, {value // 100 * 100 + 100}]" if key == "nccl" else _value(value)
-        yield f"{key} = {shown}"
+        # The version's minor release is what matters: 22809 becomes the range [22800, 22900).
+        toml_value = f"[{value // 100 * 100}, {value // 100 * 100 + 100}]" if key == "nccl" else _value(value)
+        yield f"{key} = {toml_value}"
     yield ""
     yield "[source.published]"
     yield f"address = {_text(address)}"
@@ -137,5 +137,5 @@ def _value(value: object) -> str:
 
 
 def _text(value: str) -> str:
-    """A basic string of TOML, whose escapes are JSON's."""
+    """Format a TOML basic string, which has JSON's escapes."""
     return json.dumps(value, ensure_ascii=True)

@@ -1,6 +1,6 @@
-"""`netlayer accept`, from options to a finished run: the agents, the phases in order, and what they found.
+"""Run of `netlayer accept`: starts the workers, runs the phases in order and collects their findings.
 
-Ctrl-C ends the phases, never the judgement of what was measured until then. Left out: how it is shown (`run_output`).
+Ctrl-C ends the phases, but what was measured until then is still judged. `run_output` formats the result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from netlayer.verdict import Finding
 
 _AGENT_ENVIRON = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-    # Nobody may initialise CUDA before the workers are forked: then none of them could.
+    # CUDA must not be initialised before the workers are forked, else none of them could use it.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
@@ -38,19 +38,21 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is asked to do.
+    """Settings of a run.
 
     Args:
         members: all ranks.
         backend: `gloo` or `nccl`.
-        plants: faults to plant.
+        work: amounts of work and their limits.
+        plants: faults to inject.
         chosen: names of the phases, in order.
-        tor_nodes: nodes under one ToR; 0 where it is not known.
-        virtual_nodes: this host stands for several nodes, and NCCL takes it for these too: no NVLink, no shared memory.
-        shared_gpus: GPUs that the ranks of this host, being virtual nodes, have in turn; 0: each has one of its own.
-        soak_s: seconds to go on after the phases.
-        verbs: whether a host whose NICs cannot be measured fails.
-        nccl: what NCCL's transport is told on every host.
+        tor_nodes: nodes under one ToR; 0 if not known.
+        virtual_nodes: True if this host is split into virtual nodes, also for NCCL: no NVLink, no shared memory.
+        shared_gpus: number of GPUs that ranks on virtual nodes share; 0: each rank has its own.
+        soak_s: seconds of soak test after the phases.
+        cluster: cluster file to compare the hosts with, or None.
+        verbs: "require" fails hosts whose NICs cannot be measured.
+        nccl: settings of NCCL's transport on every host.
     """
 
     members: Sequence[Member]
@@ -67,14 +69,14 @@ class Settings:
     nccl: NcclConfig = field(default_factory=NcclConfig)
 
     @property
-    def drill(self) -> bool:
-        """Whether its verdict is about no real node."""
+    def dry_run(self) -> bool:
+        """True for a dry run, whose verdict is not about real nodes."""
         return self.virtual_nodes or bool(self.plants)
 
 
 @dataclass
 class Result:
-    """What came out, whole or broken off."""
+    """Result of a complete or interrupted run."""
 
     trial: Trial
     bandwidth: Mapping[tuple[int, int], float] = field(default_factory=dict)
@@ -83,24 +85,25 @@ class Result:
 
 
 def run(settings: Settings, links: Sequence[Link]) -> Result:
-    """All phases. The agents stay: whoever started them ends them.
+    """Run all phases. The caller ends the agents.
 
     Args:
-        links: one agent a host, or a rank under a launcher.
+        settings: settings of the run.
+        links: connections to the agents: one for each host, or one for each rank under another launcher.
     """
     with Stages() as stages:
         fleet = Fleet(links, settings.work.form_s)
-        trial = Trial(fleet, settings.members, settings.work, drill=settings.drill)
+        trial = Trial(fleet, settings.members, settings.work, dry_run=settings.dry_run)
         result = Result(trial)
         try:
             _run_phases(settings, result, fleet, stages)
         except KeyboardInterrupt:
-            break_off(result, stages)
+            interrupt_run(result, stages)
     return result
 
 
-def break_off(result: Result, stages: Stages) -> None:
-    """After Ctrl-C: what follows is the verdict, which another one shall not end; `interruptible` gives them back."""
+def interrupt_run(result: Result, stages: Stages) -> None:
+    """Mark the run as interrupted and ignore further signals until its verdict; `interruptible` restores them."""
     for signum in _SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     result.stopped = "interrupted"
@@ -109,7 +112,7 @@ def break_off(result: Result, stages: Stages) -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Put it around a run and its verdict: SIGTERM ends the run as Ctrl-C does, with what was measured so far."""
+    """Context of a run and its verdict, in which SIGTERM interrupts the run like Ctrl-C."""
 
     def interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -123,17 +126,17 @@ def interruptible() -> Iterator[None]:
             signal.signal(signum, owner)
 
 
-def accuse_late(trial: Trial, link: Link) -> None:
-    """An agent that did not start: its host is at fault, or a name that no host has."""
+def flag_late(trial: Trial, link: Link) -> None:
+    """Flag the host of an agent that did not start, or a name without an address."""
     nameless = link.lacks_name()
     step = f"see whether ssh {link.host} works and netlayer is installed there at the same place"
     if nameless:
         step = f"correct {link.host} in the hosts file, or give it an address (DNS, /etc/hosts, ssh's HostName)"
     what = "its name has no address" if nameless else "its agent did not start"
-    words = ": ".join(words for words in (what, link.last_words()) if words)
-    finding = Finding("FAIL", link.host, "start", words, "an answer", step, "start")
+    text = ": ".join(text for text in (what, link.last_log_line()) if text)
+    finding = Finding("FAIL", link.host, "start", text, "an answer", step, "start")
     kind = NAME if nameless else "part"
-    trial.accuse("start", kind, link.ranks, finding, set_aside=link.ranks, label=link.host)
+    trial.flag("start", kind, link.ranks, finding, exclude=link.ranks, label=link.host)
 
 
 def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages) -> None:
@@ -143,7 +146,7 @@ def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages
         late = fleet.begin(workers, _AGENT_ENVIRON, "preflight" in settings.chosen)
     trial.alive = [member.rank for member in settings.members]
     for link in late:
-        accuse_late(trial, link)
+        flag_late(trial, link)
     counters = Counters(fleet) if settings.backend == "nccl" else None
     if counters:
         with stages.open("counters"):
@@ -175,16 +178,16 @@ def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages
 
 
 def worker_config(settings: Settings, member: Member) -> dict[str, Any]:
-    """What a rank is told: its device, its environment, the faults planted, and how NCCL is to go."""
+    """Return the configuration of a worker: device, environment, injected faults and NCCL settings."""
     environ: dict[str, str] = {}
     if settings.backend == "gloo":
         if all(one.host == "localhost" for one in settings.members) and "GLOO_SOCKET_IFNAME" not in os.environ:
             environ["GLOO_SOCKET_IFNAME"] = "lo"
     else:
-        # Else torch ends a rank whose peer has died, and both would look dead.
+        # Else torch ends a rank whose peer died, and both would look dead.
         environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        # Else the first group that breaks leaves a mark in the store, at which each rank of every later group dumps its
-        # record and sleeps for minutes, in a thread that is joined where the rank leaves the group.
+        # Else the first group that fails leaves a key in the store, at which each rank of every later group dumps its
+        # flight record and sleeps for minutes, in a thread that is joined when the rank leaves the group.
         environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
         if settings.virtual_nodes:
             from collectives.nodes import virtual_node_environ
@@ -199,23 +202,23 @@ def worker_config(settings: Settings, member: Member) -> dict[str, Any]:
 
 
 def _gpu(settings: Settings, member: Member) -> int:
-    """Which GPU of its host a rank has: as many as ranks before it there."""
+    """Return the GPU index of a rank on its host, by the number of lower ranks there."""
     before = sum(one.host == member.host and one.rank < member.rank for one in settings.members)
     return before % settings.shared_gpus if settings.shared_gpus else before
 
 
 def members_of(hosts: Sequence[tuple[str, int]], ranks_per_node: int = 0) -> list[Member]:
-    """The ranks of some hosts.
+    """Return the ranks of some hosts.
 
     Args:
-        hosts: each with its number of ranks.
-        ranks_per_node: of one host that stands for several virtual nodes; 0: each host is a node.
+        hosts: (name, number of ranks) of each host.
+        ranks_per_node: ranks of each virtual node of a host; 0: each host is a node.
     """
-    found: list[Member] = []
+    members: list[Member] = []
     for number, (host, count) in enumerate(hosts):
-        for at in range(count):
-            node, local = (at // ranks_per_node, at % ranks_per_node) if ranks_per_node else (number, at)
+        for index in range(count):
+            node, local = (index // ranks_per_node, index % ranks_per_node) if ranks_per_node else (number, index)
             name = f"node{node}" if ranks_per_node else host
             several = (ranks_per_node or count) > 1
-            found.append(Member(len(found), host, node, local, f"{name}/gpu{local}" if several else name))
-    return found
+            members.append(Member(len(members), host, node, local, f"{name}/gpu{local}" if several else name))
+    return members

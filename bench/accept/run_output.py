@@ -1,6 +1,6 @@
-"""An acceptance run as a table, a record, JUnit's XML and a page with the pair heat map; whom to drain; ticket texts.
+"""Output formats of an acceptance run: text table, record, JUnit XML, page with heat map, drain lists and tickets.
 
-Left out: what was found; `trial` holds it.
+The results themselves are in `trial`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bench.accept import output
 from bench.accept.confirm import NOT_QUIET
 from bench.accept.judge import SEVERITY, Judgement
 from bench.accept.run import Result, Settings
-from bench.accept.trial import NAME, Trial, accused_rows
+from bench.accept.trial import NAME, Trial, suspect_rows
 from netlayer.results import RunRecord
 from netlayer.verdict import Finding, Verdict
 
@@ -24,28 +24,31 @@ if TYPE_CHECKING:
 
 
 def judgement_of(result: Result) -> Judgement:
-    """The findings, the worst first; the phases stand in for files. A run that was broken off is no PASS."""
-    found = [*result.trial.findings, *_broken_off(result)]
-    findings = sorted(found, key=lambda finding: SEVERITY.index(finding.verdict))
-    phases = {finding.file: finding.file for finding in findings}
-    return Judgement(tuple(findings), (), phases)
+    """Return the findings as a judgement, the worst first, with phases as files. An interrupted run is not a PASS."""
+    findings = [*result.trial.findings, *_interruption(result)]
+    ordered = sorted(findings, key=lambda finding: SEVERITY.index(finding.verdict))
+    phases = {finding.file: finding.file for finding in ordered}
+    return Judgement(tuple(ordered), (), phases)
 
 
-def _broken_off(result: Result) -> list[Finding]:
+def _interruption(result: Result) -> list[Finding]:
     if not result.stopped:
         return []
-    who, words = f"{len(result.trial.members)} ranks", f"{result.stopped} after {', '.join(result.done) or 'no phase'}"
-    return [Finding("WARN", who, "whole run", words, "all phases", "run it again, to its end", "run")]
+    subject, figure = (
+        f"{len(result.trial.members)} ranks",
+        f"{result.stopped} after {', '.join(result.done) or 'no phase'}",
+    )
+    return [Finding("WARN", subject, "whole run", figure, "all phases", "run it again, to its end", "run")]
 
 
 def junit(result: Result) -> str:
-    """JUnit's XML of it; a run that was broken off is an error there."""
-    lines = tuple(f"{one.check}: {one.figure}; {one.next_step}" for one in _broken_off(result))
+    """Format as JUnit XML; an interrupted run is an error."""
+    lines = tuple(f"{one.check}: {one.figure}; {one.next_step}" for one in _interruption(result))
     return output.junit(replace(judgement_of(result), damaged=lines), "netlayer accept")
 
 
 def format_run(result: Result) -> Iterator[str]:
-    """The verdict table, the drain list, and the one line that says it all."""
+    """Yield the lines of the verdict table, the drain lists, and a final line with verdict and summary."""
     judgement = judgement_of(result)
     *table, _ = output.format_table(judgement, where="phase")
     yield from table
@@ -53,67 +56,67 @@ def format_run(result: Result) -> Iterator[str]:
         yield ""
         yield f"drain list for {system}:"
         yield from (f"  {line}" for line in lines)
-    if result.trial.drill and any(one.verdict == "FAIL" and one.kind == "node" for one in result.trial.accused):
+    if result.trial.dry_run and any(one.verdict == "FAIL" and one.kind == "node" for one in result.trial.suspects):
         yield ""
-        yield "no drain list for ranks: this was a drill, with virtual nodes or planted faults"
-    if unknown := _unknown(result.trial):
+        yield "no drain list for ranks: this was a dry run, with virtual nodes or injected faults"
+    if unknown := _unreachable(result.trial):
         yield ""
         yield f"not reached, and in no drain list: {', '.join(unknown)}; correct the hosts file, then run it again"
     yield f"{judgement.verdict}: {sentence(result)}"
 
 
 def sentence(result: Result) -> str:
-    """`1 fault: node3 (gemm); 8 ranks, 9 phases`."""
+    """Summarise the run in a sentence: `faulty: node3 (gemm); 8 ranks, 9 phases`."""
     trial = result.trial
-    named, warned = (_named(trial, word) for word in ("FAIL", "WARN"))
-    words = f"faulty: {named}; " if named else ""
-    words += f"without an address: {', '.join(unknown)}; " if (unknown := _unknown(trial)) else ""
-    words += f"to look at: {warned}; " if warned else ""
-    if not words and not result.stopped:
-        words = _of_nobody(result)
+    faulty, suspicious = (_list_suspects(trial, word) for word in ("FAIL", "WARN"))
+    text = f"faulty: {faulty}; " if faulty else ""
+    text += f"without an address: {', '.join(unknown)}; " if (unknown := _unreachable(trial)) else ""
+    text += f"to look at: {suspicious}; " if suspicious else ""
+    if not text and not result.stopped:
+        text = _no_suspect_phrase(result)
     phases = len(result.done)
-    words += f"{len(trial.members)} ranks, {phases} phase{'s' * (phases != 1)}"
-    return words + (f"; broken off ({result.stopped}): what was measured until then" if result.stopped else "")
+    text += f"{len(trial.members)} ranks, {phases} phase{'s' * (phases != 1)}"
+    return text + (f"; stopped early ({result.stopped}): results are partial" if result.stopped else "")
 
 
-def _of_nobody(result: Result) -> str:
-    """What is said where nobody is accused: all may share a fault, or nothing could be told."""
+def _no_suspect_phrase(result: Result) -> str:
+    """Return the summary of a run without suspects: all ranks may share a fault, or nothing could be judged."""
     if judgement_of(result).verdict == "PASS":
-        return "nobody stands out; "
-    told = [finding for finding in result.trial.findings if finding.verdict in ("FAIL", "WARN")]
-    common = [finding for finding in told if not finding.figure.startswith(NOT_QUIET)]
+        return "no outlier; "
+    bad = [finding for finding in result.trial.findings if finding.verdict in ("FAIL", "WARN")]
+    common = [finding for finding in bad if not finding.figure.startswith(NOT_QUIET)]
     if common:
         return f"to look at: {', '.join(dict.fromkeys(f'{one.subject} ({one.file})' for one in common))}; "
-    return f"{NOT_QUIET}; " if told else "nothing could be judged; "
+    return f"{NOT_QUIET}; " if bad else "nothing could be judged; "
 
 
-def _unknown(trial: Trial) -> list[str]:
-    """Names of the hosts file that lead to no host."""
-    return [one.label for one in trial.accused if one.kind == NAME]
+def _unreachable(trial: Trial) -> list[str]:
+    """Return the names in the hosts file that have no address."""
+    return [one.label for one in trial.suspects if one.kind == NAME]
 
 
-def _named(trial: Trial, verdict: Verdict) -> str:
-    """`node3 (gemm, copy), node5 (pairs)`; whoever is faulty is not named again for a warning."""
-    faulty = {one.label for one in trial.accused if one.verdict == "FAIL"} if verdict == "WARN" else set()
+def _list_suspects(trial: Trial, verdict: Verdict) -> str:
+    """List suspects with their phases: `node3 (gemm, copy), node5 (pairs)`; warnings on faulty ones are omitted."""
+    faulty = {one.label for one in trial.suspects if one.verdict == "FAIL"} if verdict == "WARN" else set()
     phases: dict[str, list[str]] = {}
-    for one in trial.accused:
+    for one in trial.suspects:
         if one.verdict == verdict and one.label not in faulty and one.kind != NAME:
             phases.setdefault(one.label, []).append(one.phase)
-    return ", ".join(f"{name} ({', '.join(dict.fromkeys(found))})" for name, found in phases.items())
+    return ", ".join(f"{name} ({', '.join(dict.fromkeys(phase_names))})" for name, phase_names in phases.items())
 
 
 def drain_lists(trial: Trial) -> dict[str, list[str]]:
-    """Commands that take hosts with faulty ranks, NICs or other parts out of service.
+    """Return the commands that take faulty hosts out of service, by scheduler.
 
-    A host is a scheduler's unit: one GPU of it drains it, and so does a link inside of it; a link between hosts drains
-    nobody. Nor does a warning, a name without a host, or a rank in a drill: no host has the name of a virtual node, or
-    the planted fault.
+    A host is drained for a faulty rank, NIC or other part, and for a faulty link inside it. It is not drained for a
+    link between hosts, a warning, or a name without an address; nor for a rank in a dry run, since virtual nodes and
+    injected faults belong to no real host.
     """
-    kinds = ("NIC", "part") if trial.drill else ("NIC", "part", "node")
+    kinds = ("NIC", "part") if trial.dry_run else ("NIC", "part", "node")
     reasons: dict[str, str] = {}
-    for one in trial.accused:
+    for one in trial.suspects:
         hosts = {trial.members[rank].host for rank in one.ranks}
-        inside = one.kind == "link" and len(hosts) == 1 and not trial.drill
+        inside = one.kind == "link" and len(hosts) == 1 and not trial.dry_run
         if one.verdict == "FAIL" and (one.kind in kinds or inside):
             for rank in one.ranks:
                 member = trial.members[rank]
@@ -126,27 +129,29 @@ def drain_lists(trial: Trial) -> dict[str, list[str]]:
 
 
 def _node_name(host: str) -> str:
-    """As Slurm and Kubernetes know it: without the user of ssh."""
+    """Return the host's name for Slurm and Kubernetes, without the ssh user."""
     name = host.rpartition("@")[2]
     return os.uname().nodename if name in ("localhost", "127.0.0.1", "::1") else name
 
 
 def tickets(result: Result) -> dict[str, str]:
-    """A text for each part that failed or is to be looked at: what was found, beside what, and what to do next."""
-    found: dict[str, list[Finding]] = {}
-    unknown = _unknown(result.trial)
-    accused = {one.label for one in result.trial.accused}
+    """Return a ticket text for each suspect: checks, measured and expected values, and next steps."""
+    findings_by_subject: dict[str, list[Finding]] = {}
+    unknown = _unreachable(result.trial)
+    suspect_labels = {one.label for one in result.trial.suspects}
     for finding in result.trial.findings:
-        warned = finding.verdict == "WARN" and finding.subject in accused
+        warned = finding.verdict == "WARN" and finding.subject in suspect_labels
         if (finding.verdict == "FAIL" or warned) and finding.subject not in unknown:
-            found.setdefault(finding.subject, []).append(finding)
+            findings_by_subject.setdefault(finding.subject, []).append(finding)
     texts = {}
-    for subject, findings in found.items():
+    for subject, subject_findings in findings_by_subject.items():
         word = (
-            "failed acceptance" if any(one.verdict == "FAIL" for one in findings) else "to be looked at, not drained:"
+            "failed acceptance"
+            if any(one.verdict == "FAIL" for one in subject_findings)
+            else "to be looked at, not drained:"
         )
-        lines = [f"{subject}: {word} in {', '.join(dict.fromkeys(one.file for one in findings))}", ""]
-        for one in findings:
+        lines = [f"{subject}: {word} in {', '.join(dict.fromkeys(one.file for one in subject_findings))}", ""]
+        for one in subject_findings:
             lines += [f"Check:    {one.check}", f"Found:    {one.figure}", f"Expected: {one.expected}"]
             lines += [f"Next:     {one.next_step}", ""]
         lines.append(f"Measured by netlayer accept over {len(result.trial.members)} ranks; the record has every row.")
@@ -157,13 +162,13 @@ def tickets(result: Result) -> dict[str, str]:
 def record(
     result: Result, arguments: Mapping[str, Any], environment: Mapping[str, Any], started: str, ended: str
 ) -> RunRecord:
-    """Verdict first, then findings, accused, drain list and tickets, then every row that was measured."""
+    """Build the record: verdict, findings, suspects, drain lists, tickets, scores, evidence, and all measured rows."""
     trial, judgement = result.trial, judgement_of(result)
     rows: list[dict[str, Any]] = [
         {"table": "overall", "verdict": judgement.verdict, "summary": sentence(result), "stopped": result.stopped}
     ]
-    rows += [{"table": "finding", "phase": one.file, **_plain(one)} for one in judgement.findings]
-    rows += accused_rows(trial)
+    rows += [{"table": "finding", "phase": one.file, **_finding_row(one)} for one in judgement.findings]
+    rows += suspect_rows(trial)
     rows += [{"table": "drain", "system": name, "lines": lines} for name, lines in drain_lists(trial).items()]
     rows += [{"table": "ticket", "subject": name, "text": text} for name, text in tickets(result).items()]
     rows += [{"table": "score", **row} for row in trial.scores]
@@ -176,10 +181,13 @@ def record(
 
 
 def page(result: Result, settings: Settings, commit: str, name: str) -> Report:
-    """What is wrong and what to do, the matrix of pairs, the devices, then all that was looked at.
+    """Build the page: faults with next steps, the matrix of pairs, device speeds, then all other checks.
 
     Args:
-        name: with which the files of its pictures begin.
+        result: result of the run.
+        settings: settings of the run.
+        commit: commit of this program.
+        name: prefix of the picture files.
     """
     import pandas as pd
 
@@ -192,7 +200,7 @@ def page(result: Result, settings: Settings, commit: str, name: str) -> Report:
     bad = [finding for finding in judgement.findings if finding.verdict in ("FAIL", "WARN")]
     if bad:
         section = report.section("Faults and warnings", "What was found, and what to do next.", source="measured")
-        section.table(pd.DataFrame([output.told(one) for one in bad]), max_rows=500)
+        section.table(pd.DataFrame([output.finding_cells(one) for one in bad]), max_rows=500)
     if result.bandwidth:
         _heat_map(report, result, name)
     _device_speeds(report, result.trial, name)
@@ -200,7 +208,7 @@ def page(result: Result, settings: Settings, commit: str, name: str) -> Report:
         report.section(f"Drain list for {system}").code("\n".join(lines))
     for subject, text in tickets(result).items():
         report.section(f"Ticket: {subject}").code(text)
-    good = [_without_file(output.shown(one)) for one in judgement.findings if one.verdict not in ("FAIL", "WARN")]
+    good = [_without_file(output.table_cells(one)) for one in judgement.findings if one.verdict not in ("FAIL", "WARN")]
     if good:
         lead = "Without a verdict: nothing is known to hold it against, or it could not be read or run."
         report.section("Passed, or without a verdict", lead, source="measured").table(pd.DataFrame(good), max_rows=500)
@@ -220,19 +228,19 @@ def _heat_map(report: Any, result: Result, prefix: str) -> None:
     ]
     axes = (Axis("to", title="To"), Axis("from", title="From"), Axis("bw", title="Bandwidth", unit="GB/s"))
     frame = pd.DataFrame(rows).dropna()
-    slow = [one for one in trial.accused if one.kind == "link"]
+    slow = [one for one in trial.suspects if one.kind == "link"]
     names = dict.fromkeys(trial.label(one.ranks) for one in slow)
-    words = f" Accused: {', '.join(names)}." if slow else ""
+    note = f" Suspects: {', '.join(names)}." if slow else ""
     section = report.section(
         "Pairs", "Messages one way between every two ranks, in rounds of disjoint pairs.", source="measured"
     )
     chart = charts.heatmap(frame, *axes, title="Bandwidth from each rank to each other")
-    for layer in chart.layer:  # no row has all columns, and none has the first one first
+    for layer in chart.layer:  # else labels are sorted by first appearance, and no row has all columns
         layer.encoding.x.sort = [trial.label([rank]) for rank in ranks]
     section.chart(
         chart,
         name=f"{prefix}-pairs",
-        caption=f"A slow node is a dark row and column, a slow link one dark pair of cells.{words}",
+        caption=f"A slow node is a dark row and column, a slow link one dark pair of cells.{note}",
     )
 
 
@@ -263,10 +271,10 @@ def _largest_gemm(trial: Trial) -> int:
 
 
 def _without_file(row: dict[str, str]) -> dict[str, str]:
-    """Phases have no files."""
+    """Drop the file column, which phases do not have."""
     return {name: cell for name, cell in row.items() if name != "file"}
 
 
-def _plain(finding: Finding) -> dict[str, Any]:
+def _finding_row(finding: Finding) -> dict[str, Any]:
     row = output.plain_row(finding)
     return {key: value for key, value in row.items() if key not in ("file", "line", "kind")}

@@ -1,13 +1,13 @@
-"""How sure a shortfall is: repeats of one measurement, held against a reference, in units of their own spread.
+"""Statistical significance of a shortfall: repeats of a measurement against a reference, in units of their spread.
 
-A subject (a GPU, a pair of them) is measured in several series that share nothing but the subject: other sizes, new
-communicators, another minute. Of each series only the blocks of its repeats are looked at: what holds a device up
-now and then lies in the mean of a block, and what comes and goes more slowly in their spread.
+A subject (a GPU, a pair of GPUs) is measured in several series that share only the subject: other sizes, new
+communicators, another time. A series consists of blocks of repeats; only block means are used. Short interruptions of a
+device are part of a block's mean, slower changes show in the spread of the blocks.
 
-[Note: what it takes to be accused] In one series, both: less than a share of the reference (`FAIL_SHARE`,
-`WARN_SHARE`), and below the reference by so many spreads (`_SPREADS`); of a subject, in two series at least. The
-reference is a value that is known for such a device, or the median of at least eight peers: of fewer, nobody can tell
-the spread. Where there is no reference, nothing is judged.
+[Note: conditions for a bad verdict] A series is bad if it is both below a share of the reference (`FAIL_SHARE`,
+`WARN_SHARE`) and below the reference by a number of spreads (`_SPREADS`). A subject is bad if at least two of its
+series are. The reference is a known value for the device type, or the median of at least eight peers; with fewer the
+spread cannot be estimated. Without a reference, nothing is judged.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from netlayer.verdict import Verdict
 LEAST_PEERS = 8
 FAIL_SHARE, WARN_SHARE = 0.85, 0.92
 UNSTEADY_SHARE = 0.75
-"""Of its fastest block: a block that is slower, in two series of one subject, is a pause or a throttle, not chance.
+"""Share of its fastest block below which a block counts as paused or throttled, if in two series of one subject.
 
-Healthy H100 that begin to multiply all at once draw so much power that they run at 0.83 for a third of a second."""
+Healthy H100s that start GEMMs all at once draw so much power that they run at 0.83 for a third of a second."""
 KNOWN_SPREAD = 0.01
-"""Of healthy devices around a value that is known for their kind, as a share: machines differ by so much."""
+"""Relative spread of healthy devices around the known value of their type."""
 _SPREADS: Mapping[Verdict, float] = {"FAIL": 6.0, "WARN": 4.0}
-_LEAST_SPREAD = 0.002  # of a few repeats that happen to agree
+_LEAST_SPREAD = 0.002  # lower bound, since a few repeats may agree by chance
 _MAD_TO_SIGMA = 1.4826
 _LEAST_SERIES = 2
 
 
 class Reference(NamedTuple):
-    """What series are held against.
+    """Reference value of a series.
 
     Args:
-        value: in the series' unit, more is better.
-        spread: of healthy subjects around it, as a share of it.
-        source: in words.
+        value: in the series' unit; higher is better.
+        spread: relative spread of healthy subjects around it.
+        source: description of its source.
     """
 
     value: float
@@ -50,15 +50,15 @@ class Reference(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """One series of a subject.
+    """Score of one series of a subject.
 
     Args:
         series: its name.
-        share: of the reference that it reaches.
-        spread: of its own repeats and of the reference together, as a share.
-        verdict: of this series alone.
-        value: that was measured, in its unit; 0 where it is a residue of several.
-        source: of the reference.
+        share: measured value divided by the reference.
+        spread: relative spread of its repeats and of the reference combined.
+        verdict: verdict on this series alone.
+        value: measured value in its unit; 0 if it is a residual of several measurements.
+        source: source of the reference.
     """
 
     series: str
@@ -70,16 +70,16 @@ class Score:
 
     @property
     def from_fail(self) -> float:
-        """Spreads above the share below which it would fail; negative below."""
+        """Distance to `FAIL_SHARE` in spreads; negative if below."""
         return (self.share - FAIL_SHARE) / self.spread
 
     @property
     def below(self) -> float:
-        """Spreads below the reference."""
+        """Shortfall from the reference in spreads."""
         return (1 - self.share) / self.spread
 
     def to_row(self) -> dict[str, Any]:
-        """For the record."""
+        """Return the score as a row of the record."""
         return {
             "series": self.series, "share": self.share, "spread": self.spread, "verdict": self.verdict,
             "value": self.value, "fail_share": FAIL_SHARE, "spreads_from_fail": self.from_fail,
@@ -88,7 +88,15 @@ class Score:
 
 
 def score(series: str, share: float, own_spread: float, reference: Reference, value: float = 0.0) -> Score:
-    """A series that reaches this share of its reference, with repeats that scatter so much."""
+    """Score a series.
+
+    Args:
+        series: its name.
+        share: measured value divided by the reference.
+        own_spread: relative spread of its own repeats (`spread_of`).
+        reference: reference value.
+        value: measured value, for the record.
+    """
     spread = max(math.hypot(own_spread, reference.spread), _LEAST_SPREAD)
     below = (1 - share) / spread
     verdict: Verdict = "PASS"
@@ -100,15 +108,14 @@ def score(series: str, share: float, own_spread: float, reference: Reference, va
 
 
 def worst_of(scores: Sequence[Score]) -> Score:
-    """The one that says the worst; of those alike, the nearest to FAIL."""
+    """Return the score with the worst verdict; among equals, the nearest to FAIL."""
     return max(scores, key=lambda one: (get_args(Verdict).index(one.verdict), -one.from_fail))
 
 
 def combine(scores: Sequence[Score]) -> Verdict:
-    """What several series of a subject say together.
+    """Combine the verdicts of a subject's series.
 
-    FAIL and WARN need two of them that say so, WARN counting a FAIL too. One alone, or less than two in all that could
-    say anything, is NO VERDICT where it is not PASS.
+    FAIL needs two series that fail, WARN two that warn or fail. A single bad series is NO VERDICT.
     """
     bad = [one.verdict for one in scores if one.verdict != "PASS"]
     if bad.count("FAIL") >= _LEAST_SERIES:
@@ -119,10 +126,7 @@ def combine(scores: Sequence[Score]) -> Verdict:
 
 
 def spread_of(values: Sequence[float]) -> float:
-    """Standard error of the mean of some blocks, as a share of it: how much repeats of the series differ.
-
-    0 of fewer than two.
-    """
+    """Return the relative standard error of the mean of block values; 0 for fewer than two blocks."""
     if len(values) < 2:
         return 0.0
     # `statistics.stdev` sums exact fractions, at 100 times the price of floats: a fleet has 10^5 pairs.
@@ -132,7 +136,7 @@ def spread_of(values: Sequence[float]) -> float:
 
 
 def peers_reference(values: Sequence[float]) -> Reference | None:
-    """The median of peers with their robust spread; None of fewer than eight."""
+    """Return the median of peers with their robust spread; None for fewer than eight."""
     if len(values) < LEAST_PEERS:
         return None
     middle = statistics.median(values)
@@ -141,10 +145,10 @@ def peers_reference(values: Sequence[float]) -> Reference | None:
 
 
 def unsteady(blocks: Sequence[Sequence[float]]) -> float | None:
-    """The slowest block of speeds over the fastest, where that is low in two series at least; else None.
+    """Return the ratio of slowest to fastest block if it is below `UNSTEADY_SHARE` in at least two series, else None.
 
     Args:
-        blocks: of each series of one subject.
+        blocks: block speeds of each series of one subject.
     """
     shares = sorted(min(each) / max(each) for each in blocks if each)
     if len(shares) < _LEAST_SERIES or shares[_LEAST_SERIES - 1] >= UNSTEADY_SHARE:

@@ -1,8 +1,8 @@
-"""`--soak HOURS`: the same work over and over, and who becomes slower as time passes.
+"""Soak test (`--soak HOURS`): repeats the same work and finds ranks that become slower over time.
 
-Each rank's and group's last third is held against its own first third, a rank's besides against what its peers have in
-common: load that came to all of them meanwhile accuses none. Left out: faults that stop a group, which the
-trial itself names.
+The last third of the times of each rank and group is compared with its first third; for a rank, relative to the common
+drift of its peers, so that load on the whole machine blames none of them. Faults that stop a group are handled by
+`trial`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALONE = "run it again while nothing else runs on this machine (top)"
 
 
 def soak(trial: Trial, seconds: float, say: Say) -> None:
-    """GEMM on every rank, then all-reduce among all, until the time is out."""
+    """Repeat GEMM on every rank and all-reduce on all, for `seconds` seconds."""
     times: dict[tuple[str, tuple[int, ...]], list[float]] = defaultdict(list)
     began = time.monotonic()
     cycle = 0
@@ -33,7 +33,7 @@ def soak(trial: Trial, seconds: float, say: Say) -> None:
             say(int(time.monotonic() - began), max(1, int(seconds)), f"cycle {cycle}")
             _cycle(trial, cycle, times)
             cycle += 1
-    finally:  # a soak that is broken off is judged too
+    finally:  # an interrupted soak is judged too
         _conclude(trial, times, cycle)
 
 
@@ -42,13 +42,13 @@ def _cycle(trial: Trial, cycle: int, times: dict[tuple[str, tuple[int, ...]], li
     for _ in range(3 if work.shared else 1):
         trial.alone(PHASE, "gemm", work.gemm, trial.alive, turns=work.shared)
     trial.together(PHASE, "all_reduce", work.all_reduce, [trial.alive], turns=False)
-    found: dict[tuple[str, tuple[int, ...]], list[float]] = defaultdict(list)
+    cycle_times: dict[tuple[str, tuple[int, ...]], list[float]] = defaultdict(list)
     for row in trial.rows[before:]:
         row["cycle"] = cycle
-        for name in ("iterations_us", "blocks_us"):  # hours of them would fill the disk
+        for name in ("iterations_us", "blocks_us"):  # they would fill the disk over hours
             row.pop(name, None)
-        found[row["check"], tuple(row["group"])].append(work.time_us(row))
-    for key, each in found.items():
+        cycle_times[row["check"], tuple(row["group"])].append(work.time_us(row))
+    for key, each in cycle_times.items():
         times[key].append(work.combined(each))
 
 
@@ -64,30 +64,32 @@ def _conclude(trial: Trial, times: dict[tuple[str, tuple[int, ...]], list[float]
     if len(trial.findings) == before:
         word: Verdict | None = "PASS" if cycles >= _LEAST_CYCLES else None
         expected = "no drift" if word else f"{_LEAST_CYCLES} cycles are needed to tell a drift"
-        who = f"{len(trial.alive)} ranks"
-        trial.findings.append(Finding(word, who, "drift", f"none in {cycles} cycles", expected, "", PHASE))
+        subject = f"{len(trial.alive)} ranks"
+        trial.findings.append(Finding(word, subject, "drift", f"none in {cycles} cycles", expected, "", PHASE))
 
 
 def _judge(trial: Trial, check: str, ratios: Mapping[tuple[int, ...], float], cycles: int) -> None:
-    """What all of a check have in common is the room's or the machine's; what one has beyond that is its own."""
+    """Judge drifts of a check: the common drift is the room's or machine's, the rest belongs to the rank."""
     shared = trial.work.shared
     common = statistics.median(ratios.values()) if len(ratios) >= MIN_PEERS or len(next(iter(ratios))) > 1 else 1.0
     for group, ratio in ratios.items():
         verdict = _verdict(ratio / common, shared)
         if verdict is not None:
-            who = trial.label(group) if len(group) == 1 else f"{len(group)} ranks"
-            words = f"{ratio:.2f} times its time at the start (all: {common:.2f}), after {cycles} cycles"
-            finding = Finding(verdict, who, f"{check} drift", words, "as at the start", _STEP.format(who), PHASE)
-            trial.accuse(PHASE, "node" if len(group) == 1 else "group", group, finding)
+            subject = trial.label(group) if len(group) == 1 else f"{len(group)} ranks"
+            figure = f"{ratio:.2f} times its time at the start (all: {common:.2f}), after {cycles} cycles"
+            finding = Finding(
+                verdict, subject, f"{check} drift", figure, "as at the start", _STEP.format(subject), PHASE
+            )
+            trial.flag(PHASE, "node" if len(group) == 1 else "group", group, finding)
     verdict = _verdict(common, shared)
     if verdict is not None:
-        who = f"{len(trial.alive)} ranks"
-        words = f"all of them {common:.2f} times their time at the start, after {cycles} cycles"
-        if shared:  # whatever else began to run there is the likelier cause
+        subject = f"{len(trial.alive)} ranks"
+        figure = f"all of them {common:.2f} times their time at the start, after {cycles} cycles"
+        if shared:  # other work on the machine is the likelier cause
             verdict, step = "WARN", _ALONE
         else:
             step = _STEP.format("all of them")
-        trial.findings.append(Finding(verdict, who, f"{check} drift", words, "as at the start", step, PHASE))
+        trial.findings.append(Finding(verdict, subject, f"{check} drift", figure, "as at the start", step, PHASE))
 
 
 def _verdict(ratio: float, shared: bool) -> Verdict | None:

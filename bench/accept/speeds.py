@@ -1,6 +1,6 @@
-"""How fast each rank's own device is, beside its peers: GEMM and copies, repeated until nobody stands out by chance.
+"""Speed of each rank's device relative to its peers: GEMM and copies, repeated until outliers are significant.
 
-Left out: whether the device is fast at all; expectations say that.
+Absolute speed is not judged here; expectations do that.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from netlayer.verdict import MIN_PEERS, NO_EXPECTATION, Finding
 
 _TURNS = 3
 _PULSED_RATIO, _SUSPECT_RATIO = 2.0, 1.5
-"""Times the mean time of its peers, from which a rank is named, and from which it is looked at again."""
+"""Ratio to the peers' mean time from which a rank is reported, and from which it is measured again."""
 _MOST_PULSED = 4
 _LONG_TURN = {"repeats": 1000, "budget_s": 0.1}
 _PULSES = "see what stops or throttles the process of {} (top, cpu.stat: nr_throttled, its state in ps), and its clocks"
 _STABLE_BATCHES = 3
 _QUIET_MAD = 0.01
-"""Of the scores, above which ranks are measured again: a slow one could hide in the scatter."""
+"""MAD of the scores above which ranks are measured again, since the scatter could hide a slow one."""
 Times = dict[str, dict[int, float]]
-"""By series (the direction of a copy) and rank: microseconds."""
+"""Times in microseconds, by series (the direction of a copy) and rank."""
 Scores = dict[str, dict[int, Score]]
 
 
 def measure_speeds(trial: Trial, name: str, say: Say) -> None:
-    """One probe of every rank; findings and accused go to the trial."""
+    """Measure every rank; findings and suspects go to the trial."""
     work = trial.work
     if not work.shared:
         measure_gpu_speeds(trial, name, say)
@@ -41,10 +41,10 @@ def measure_speeds(trial: Trial, name: str, say: Say) -> None:
     each: dict[tuple[str, int], list[float]] = defaultdict(list)
     means: dict[int, list[float]] = defaultdict(list)
     before: list[Times] = []
-    # Copies scatter more: there, more batches than this change little.
-    most = work.most_batches if name == "gemm" else max(work.least_batches, work.most_batches // 3)
-    for batch in range(most):
-        say(batch, most, "again: some stand out, or all scatter" if batch >= work.least_batches else "")
+    # Copies scatter so much that more batches than this change little.
+    max_batches = work.most_batches if name == "gemm" else max(work.least_batches, work.most_batches // 3)
+    for batch in range(max_batches):
+        say(batch, max_batches, "again: some stand out, or all scatter" if batch >= work.least_batches else "")
         for _ in range(_TURNS):
             for row in trial.alone(name, name, args, trial.alive, turns=True):
                 each[row.get("direction", "").replace("_", " "), row["rank"]].append(work.time_us(row))
@@ -60,26 +60,26 @@ def measure_speeds(trial: Trial, name: str, say: Say) -> None:
 
 
 def _times(trial: Trial, each: Mapping[tuple[str, int], Sequence[float]]) -> Times:
-    found: Times = defaultdict(dict)
+    times: Times = defaultdict(dict)
     for (series, rank), times_us in each.items():
         if rank in trial.alive:
-            found[series][rank] = trial.work.combined(times_us)
-    return dict(found)
+            times[series][rank] = trial.work.combined(times_us)
+    return dict(times)
 
 
 def _scores(trial: Trial, times: Times) -> Scores:
-    """How ranks stand among each other; empty where they are too few."""
-    found: Scores = {}
+    """Score the ranks against each other; series with too few ranks are omitted."""
+    scores: Scores = {}
     for series, by_rank in times.items():
         if len(by_rank) >= MIN_PEERS:
             middle = statistics.median(by_rank.values())
             logs = {rank: math.log(middle / max(time_us, 1e-3)) for rank, time_us in by_rank.items()}
-            found[series] = judge_logs(logs, trial.work.least_speed_ratio)
-    return found
+            scores[series] = judge_logs(logs, trial.work.least_speed_ratio)
+    return scores
 
 
 def _is_settled(times: Times, scores: Scores, before: Sequence[Times]) -> bool:
-    """Nobody stands out and the scatter hides nobody; or somebody clearly does, and more batches change nothing."""
+    """Return True if there is no outlier and little scatter, or clear outliers that more batches would not change."""
     all_scores = [score for by_rank in scores.values() for score in by_rank.values()]
     verdicts = {score.verdict for score in all_scores}
     if verdicts <= {"PASS"}:
@@ -88,7 +88,7 @@ def _is_settled(times: Times, scores: Scores, before: Sequence[Times]) -> bool:
 
 
 def _is_stable(times: Times, before: Sequence[Times]) -> bool:
-    """Whether the last batches have changed nobody's time: then more of them would not either."""
+    """Return True if the last batches changed no rank's time noticeably."""
     if len(before) < _STABLE_BATCHES:
         return False
     earlier = before[-_STABLE_BATCHES]
@@ -104,9 +104,9 @@ def _conclude(trial: Trial, name: str, times: Times, scores: Scores) -> None:
         check = f"{name} {series}".strip()
         if series not in scores:
             slowest = max(by_rank, key=lambda rank: by_rank[rank])
-            words = f"{NO_EXPECTATION}; {MIN_PEERS} peers are needed to tell the odd one"
+            expectation = f"{NO_EXPECTATION}; {MIN_PEERS} peers are needed to tell the odd one"
             figure = f"worst {_rate(trial, name, by_rank[slowest])}, {trial.label([slowest])}"
-            trial.findings.append(Finding(None, f"{len(by_rank)} ranks", check, figure, words, "", name))
+            trial.findings.append(Finding(None, f"{len(by_rank)} ranks", check, figure, expectation, "", name))
             continue
         middle = _rate(trial, name, statistics.median(by_rank.values()))
         for rank, score in scores[series].items():
@@ -116,14 +116,14 @@ def _conclude(trial: Trial, name: str, times: Times, scores: Scores) -> None:
             figure = f"{_rate(trial, name, by_rank[rank])}, {score.share:.3f} of its peers"
             expected = f"peers: median {middle} of {score.peers.num_peers}, MAD {score.peers.mad:.3f}"
             finding = Finding(score.verdict, who, check, figure, expected, STEPS[name].format(who), name)
-            trial.accuse(name, "node", [rank], finding)
+            trial.flag(name, "node", [rank], finding)
         trial.findings += _passed(trial, name, check, by_rank, scores[series], middle)
 
 
 def _passed(
     trial: Trial, name: str, check: str, by_rank: Mapping[int, float], scores: Mapping[int, Score], middle: str
 ) -> list[Finding]:
-    """One finding for all that passed."""
+    """Return one finding for all ranks that passed."""
     good = {rank: score for rank, score in scores.items() if score.verdict == "PASS"}
     if not good:
         return []
@@ -134,17 +134,17 @@ def _passed(
 
 
 def _find_pulsed(trial: Trial, args: Mapping[str, Any], means: Mapping[int, Sequence[float]]) -> None:
-    """Name ranks whose fastest times are good, and which stand still in between: by means, tried again in turns.
+    """Find ranks that are fast at times and pause in between, by their mean times, confirmed by repeated turns.
 
-    A mean of a turn is of so long that pauses of some ten milliseconds lie within each: then no turn of such a rank is
-    fast. Other work on the machine meets all ranks alike (`confirm`).
+    A turn is so long that it contains several pauses of some ten milliseconds, so every turn of such a rank is slow.
+    Other work on the machine affects all ranks alike (`confirm`).
     """
-    accused = {rank for one in trial.accused for rank in one.ranks}
+    suspect_ranks = {rank for one in trial.suspects for rank in one.ranks}
     middle = {rank: statistics.median(each) for rank, each in means.items() if rank in trial.alive}
     if len(middle) < MIN_PEERS:
         return
     limit_us = _SUSPECT_RATIO * statistics.median(middle.values())
-    order = sorted(set(middle) - accused, key=lambda rank: middle[rank])
+    order = sorted(set(middle) - suspect_ranks, key=lambda rank: middle[rank])
     suspects = [rank for rank in reversed(order) if middle[rank] > limit_us][:_MOST_PULSED]
     controls = [rank for rank in order if rank not in suspects]
     if not suspects:
@@ -158,13 +158,14 @@ def _find_pulsed(trial: Trial, args: Mapping[str, Any], means: Mapping[int, Sequ
     for rank in suspects:
         if state_of(proof, rank) != "slow":
             continue
-        found, who = proof[rank, "mean"], trial.label([rank])
-        words = f"{found.ratio:.1f} times the mean time of its peers, though now and then as fast; {found.words}"
-        finding = Finding("FAIL", who, "gemm, steadily", words, "means like its peers'", _PULSES.format(who), "gemm")
-        trial.accuse("gemm", "node", [rank], finding)
-    if unsure := open_of(proof):
+        evidence, who = proof[rank, "mean"], trial.label([rank])
+        text = f"{evidence.ratio:.1f} times the mean time of its peers, though now and then as fast"
+        text += f"; {evidence.description}"
+        finding = Finding("FAIL", who, "gemm, steadily", text, "means like its peers'", _PULSES.format(who), "gemm")
+        trial.flag("gemm", "node", [rank], finding)
+    if undecided := open_of(proof):
         trial.findings.append(
-            inconclusive(trial.alive, "gemm", "gemm, steadily", [trial.label([one]) for one in unsure])
+            inconclusive(trial.alive, "gemm", "gemm, steadily", [trial.label([one]) for one in undecided])
         )
 
 

@@ -1,8 +1,8 @@
-"""The phase of the NICs: each to its own host's and GPU's memory, to the others of its host, and to those of its rail.
+"""NIC phase: each NIC to its own host's and GPU's memory, to the other NICs of its host, and to those of its rail.
 
-NICs of one rate are held against each other, as ranks are in the pair phase; what stands out or failed is measured
-again, alone, before anybody is accused. A host without an RDMA device or pyverbs is said, and fails where verbs are
-required. Left out: more than one queue pair at a time, and hosts' rails crosswise.
+NICs of equal rate are compared with each other, like ranks in the pairs phase; outliers and failures are measured
+again, alone, before they are flagged. A host without an RDMA device or pyverbs is reported, and fails with --verbs
+require. Not measured: several queue pairs at a time, and paths between different rails.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 from bench.accept.matrix import Score, find_ends, judge_logs, judge_matrix
-from bench.accept.nics import Found, Nic, Route, Speed, Trouble, rounds
+from bench.accept.nics import Nic, Route, RouteFailure, RouteResults, Speed, rounds
 from bench.accept.trial import Say, Trial
 from bench.accept.wire import Message
 from netlayer.units import format_rate
@@ -25,9 +25,9 @@ Mode = Literal["auto", "require", "off"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 Quantity = Literal["bandwidth", "latency"]
 Key = tuple[int, ...]
-"""Of a NIC, or of the two of a link."""
+"""Index of a NIC, or indices of the two NICs of a link."""
 
-# Between NICs made of software each packet costs cores that all share: less than that is chance.
+# Minimum slowdown for software NICs, whose packets use shared cores: less is noise.
 _SOFT_RATIO = 4.0
 _NEEDED = "RDMA NICs and pyverbs; without them --verbs require fails"
 _OWN = "read lspci -vv (LnkSta, MaxReadReq, ACS) and the NUMA node of {}; where both are as its peers' have, swap it"
@@ -43,55 +43,55 @@ _STEPS = {
 
 
 class Measures(Protocol):
-    """What this phase needs of the fleet (`nics.NicJobs`)."""
+    """Interface of the measurements that this phase needs (`nics.NicJobs`)."""
 
     def look(self, hosts: Sequence[str]) -> dict[str, Message]: ...
 
-    def measure(self, routes: Sequence[Route]) -> Found: ...
+    def measure(self, routes: Sequence[Route]) -> RouteResults: ...
 
 
 def measure_verbs(trial: Trial, jobs: Measures, mode: Mode, say: Say) -> None:
-    """All NICs of the hosts whose ranks are alive."""
+    """Measure and judge all NICs of the hosts with ranks alive."""
     nics = _find_nics(trial, jobs, mode)
     groups: dict[tuple[str, bool], list[Nic]] = defaultdict(list)
     for nic in nics:
         groups[nic.rate, nic.soft].append(nic)
     for group in groups.values():
-        left = group
+        remaining = group
         bad = set[Nic]()
         for name in _STEPS:
             series = _Series(trial, jobs, mode, name, group, bad)
-            series.run(_routes(name, left), say)
+            series.run(_routes(name, remaining), say)
             bad |= series.bad
-            # What cannot even reach its own memory is not tried further.
-            left = [nic for nic in left if nic not in series.silent]
+            # A NIC that cannot even reach its own memory is not measured further.
+            remaining = [nic for nic in remaining if nic not in series.unreachable]
 
 
 def _find_nics(trial: Trial, jobs: Measures, mode: Mode) -> list[Nic]:
-    """Those that can be measured; what cannot is a finding."""
+    """Return the NICs that can be measured; add a finding for those that cannot."""
     hosts = list(dict.fromkeys(trial.members[rank].host for rank in trial.alive))
-    looked = jobs.look(hosts)
-    found = list[Nic]()
-    lacking = dict[str, str]()
+    answers = jobs.look(hosts)
+    nics = list[Nic]()
+    reasons = dict[str, str]()
     for host in hosts:
-        if "error" in looked[host]:
-            lacking[host] = looked[host]["error"]
-        found += _nics_of(host, looked[host].get("devices", []))
-        lacks = {f"{host}: {one['name']}": one["lacks"] for one in looked[host].get("devices", [])}
-        lacking |= {label: reason for label, reason in lacks.items() if reason}
-    for who, reason in lacking.items():
-        # Where others have NICs, to have none is odd.
-        verdict: Verdict | None = "FAIL" if mode == "require" else "WARN" if found and who in hosts else None
-        _say_not_run(trial, verdict, PHASE, who, reason, [who.partition(": ")[0]])
-    return found
+        if "error" in answers[host]:
+            reasons[host] = answers[host]["error"]
+        nics += _nics_of(host, answers[host].get("devices", []))
+        device_reasons = {f"{host}: {one['name']}": one["lacks"] for one in answers[host].get("devices", [])}
+        reasons |= {label: reason for label, reason in device_reasons.items() if reason}
+    for subject, reason in reasons.items():
+        # A host without NICs is odd if others have some.
+        verdict: Verdict | None = "FAIL" if mode == "require" else "WARN" if nics and subject in hosts else None
+        _add_not_run(trial, verdict, PHASE, subject, reason, [subject.partition(": ")[0]])
+    return nics
 
 
-def _say_not_run(
-    trial: Trial, verdict: Verdict | None, check: str, who: str, reason: str, hosts: Sequence[str]
+def _add_not_run(
+    trial: Trial, verdict: Verdict | None, check: str, subject: str, reason: str, hosts: Sequence[str]
 ) -> None:
     what, _, remedy = reason.partition("; ")
-    finding = Finding(verdict, who, check, f"not run: {what}", _NEEDED, remedy, PHASE)
-    trial.accuse(PHASE, "host", _ranks_of(trial, hosts), finding, label=who)
+    finding = Finding(verdict, subject, check, f"not run: {what}", _NEEDED, remedy, PHASE)
+    trial.flag(PHASE, "host", _ranks_of(trial, hosts), finding, label=subject)
 
 
 def _ranks_of(trial: Trial, hosts: Collection[str]) -> list[int]:
@@ -123,7 +123,7 @@ def _routes(name: str, nics: Sequence[Nic]) -> list[Route]:
 
 
 class _Series:
-    """Routes of one kind between NICs of one rate: measured, judged, accused."""
+    """Measurement and judgement of routes of one kind between NICs of equal rate."""
 
     def __init__(
         self, trial: Trial, jobs: Measures, mode: Mode, name: str, nics: Sequence[Nic], known: Collection[Nic]
@@ -132,9 +132,9 @@ class _Series:
         self._number = {nic: at for at, nic in enumerate(nics)}
         self._ratio = _SOFT_RATIO if nics[0].soft else 1.0
         self._speeds = dict[Route, Speed]()
-        self._troubles = dict[Route, Trouble]()
+        self._troubles = dict[Route, RouteFailure]()
         self._known = {(self._number[nic],) for nic in known}
-        self.silent, self.bad = set[Nic](), set[Nic]()
+        self.unreachable, self.bad = set[Nic](), set[Nic]()
 
     def run(self, routes: Sequence[Route], say: Say) -> None:
         if not routes:
@@ -142,18 +142,18 @@ class _Series:
         batches = [[route] for route in routes] if self._nics[0].soft else rounds(routes)
         for at, batch in enumerate(batches):
             say(at, len(batches) + 1, f"{self._name}, {len(self._nics)} NICs")
-            self._take(self._jobs.measure(batch))
-        once = {route: trouble for route, trouble in self._troubles.items() if trouble.guilty}
-        odd = self._odd()
+            self._add_results(self._jobs.measure(batch))
+        once = {route: trouble for route, trouble in self._troubles.items() if trouble.is_hardware_fault}
+        odd = self._outliers()
         for route in [route for route in routes if route in once or self._key(route) in odd]:
             say(len(batches), len(batches) + 1, f"{self._name}, again: what stands out")
-            self._take(self._jobs.measure([route]))
+            self._add_results(self._jobs.measure([route]))
         self._conclude(once)
 
-    def _take(self, found: Found) -> None:
-        """The better of two measurements counts, and a success more than a failure."""
-        for route, one in found.items():
-            if isinstance(one, Trouble):
+    def _add_results(self, results: RouteResults) -> None:
+        """Add results; of two measurements of a route the better one counts, and a success replaces a failure."""
+        for route, one in results.items():
+            if isinstance(one, RouteFailure):
                 self._troubles[route] = one
                 continue
             self._troubles.pop(route, None)
@@ -167,30 +167,30 @@ class _Series:
         src, dst = self._number[route.src], self._number[route.dst]
         return (src,) if src == dst else (src, dst)
 
-    def _odd(self) -> set[Key]:
-        """NICs and links that stand out now; of a NIC all its links."""
+    def _outliers(self) -> set[Key]:
+        """Return the NICs and links that are outliers now, and all links of outlier NICs."""
         bad = {key for scores in self._scores().values() for key, one in scores.items() if one.verdict != "PASS"}
         links = {self._key(route) for route in self._speeds}
         return bad | {link for link in links for end in link if (end,) in bad}
 
     def _scores(self) -> dict[Quantity, dict[Key, Score]]:
-        """NICs and links among each other; none where they are too few."""
-        found: dict[Quantity, dict[Key, Score]] = {}
+        """Score NICs and links against each other; empty if there are too few."""
+        scores: dict[Quantity, dict[Key, Score]] = {}
         for quantity in get_args(Quantity):
             values = {
                 self._key(route): one.bps if quantity == "bandwidth" else 1 / one.latency_us
                 for route, one in self._speeds.items()
             }
             if len({tuple(sorted(key)) for key in values}) >= MIN_PEERS:
-                found[quantity] = self._judged(values)
-        return found
+                scores[quantity] = self._judge_values(values)
+        return scores
 
-    def _judged(self, values: Mapping[Key, float]) -> dict[Key, Score]:
+    def _judge_values(self, values: Mapping[Key, float]) -> dict[Key, Score]:
         directed = {(key[0], key[1]): value for key, value in values.items() if len(key) == 2}
         partners: dict[int, set[int]] = defaultdict(set)
         for src, dst in directed:
             partners[src].add(dst)
-        # Of two NICs that meet nobody else, nobody can tell which is bad: then the link is what is judged.
+        # Of two NICs without other partners, the bad one cannot be told: then links are judged.
         if directed and min(map(len, partners.values())) > 1 and (matrix := judge_matrix(directed, self._ratio)):
             nodes: dict[Key, Score] = {(node,): score for node, score in matrix.nodes.items()}
             links: dict[Key, Score] = {pair: score for pair, score in matrix.links.items()}  # noqa: C416 - its keys' type
@@ -198,14 +198,14 @@ class _Series:
         middle = statistics.median(values.values())
         return judge_logs({key: math.log(value / middle) for key, value in values.items()}, self._ratio)
 
-    def _conclude(self, once: Mapping[Route, Trouble]) -> None:
-        """Findings: what failed, what was slow, and what was good; a NIC that is known to be bad is named once."""
-        named: set[Key] = set(self._known)
-        for key, words, verdict in self._failures(once):
-            if not _parts(key) & named:
-                named.add(key)
-                self._accuse(key, "works", words, "every byte right", verdict)
-        self._say_what_did_not_run()
+    def _conclude(self, once: Mapping[Route, RouteFailure]) -> None:
+        """Add findings on failures, slow NICs and links, and the good ones; a known bad NIC is flagged only once."""
+        flagged: set[Key] = set(self._known)
+        for key, figure, verdict in self._failures(once):
+            if not _parts(key) & flagged:
+                flagged.add(key)
+                self._flag(key, "works", figure, "every byte right", verdict)
+        self._report_not_run()
         bad = [
             (len(key), score.share, key, quantity, score)
             for quantity, scores in self._scores().items()
@@ -213,77 +213,79 @@ class _Series:
             if score.verdict != "PASS"
         ]
         for _, _, key, quantity, score in sorted(bad, key=lambda one: one[:2]):  # NICs first, the worst first
-            if not _parts(key) & named:
+            if not _parts(key) & flagged:
                 ends = tuple(sorted(key))
-                named.add(ends)
-                words = f"{self._figure(quantity, key)}: {score.share:.3f} of the speed of its peers"
+                flagged.add(ends)
+                figure = f"{self._figure(quantity, key)}: {score.share:.3f} of the speed of its peers"
                 expected = f"peers: {score.peers.num_peers}, MAD {score.peers.mad:.3f}"
-                self._accuse(ends, quantity, words, expected, score.verdict)
-        good = [route for route in self._speeds if not _parts(self._key(route)) & named]
+                self._flag(ends, quantity, figure, expected, score.verdict)
+        good = [route for route in self._speeds if not _parts(self._key(route)) & flagged]
         if good:
             self._trial.findings.append(self._passed(good))
 
-    def _failures(self, once: Mapping[Route, Trouble]) -> Iterator[tuple[Key, str, Verdict]]:
-        """Whom failed routes blame; those that passed the second time are a warning."""
+    def _failures(self, once: Mapping[Route, RouteFailure]) -> Iterator[tuple[Key, str, Verdict]]:
+        """Yield the culprits of failed routes; those that passed the second time are a warning."""
         if self._name == "loopback":
-            self.silent = {route.src for route in self._troubles}
-        still = {route: one for route, one in self._troubles.items() if one.guilty}
-        for key, words in self._blamed(still):
-            yield key, words, "FAIL"
-        for key, words in self._blamed({route: one for route, one in once.items() if route not in self._troubles}):
-            yield key, f"{words}; the second time it passed", "WARN"
+            self.unreachable = {route.src for route in self._troubles}
+        still = {route: one for route, one in self._troubles.items() if one.is_hardware_fault}
+        for key, reason in self._culprits(still):
+            yield key, reason, "FAIL"
+        for key, reason in self._culprits({route: one for route, one in once.items() if route not in self._troubles}):
+            yield key, f"{reason}; the second time it passed", "WARN"
 
-    def _blamed(self, failed: Mapping[Route, Trouble]) -> Iterator[tuple[Key, str]]:
-        words = {self._key(route): one.words for route, one in failed.items()}
-        yield from ((key, text) for key, text in words.items() if len(key) == 1)
-        for ends, pairs in find_ends([(key[0], key[1]) for key in words if len(key) == 2]):
-            yield ends, f"{words[pairs[0]]}; in {len(pairs)} directions"
+    def _culprits(self, failed: Mapping[Route, RouteFailure]) -> Iterator[tuple[Key, str]]:
+        reasons = {self._key(route): one.reason for route, one in failed.items()}
+        yield from ((key, reason) for key, reason in reasons.items() if len(key) == 1)
+        for ends, pairs in find_ends([(key[0], key[1]) for key in reasons if len(key) == 2]):
+            yield ends, f"{reasons[pairs[0]]}; in {len(pairs)} directions"
 
-    def _say_what_did_not_run(self) -> None:
-        innocent = {route: one for route, one in self._troubles.items() if not one.guilty}
-        if not innocent:
+    def _report_not_run(self) -> None:
+        not_run = {route: one for route, one in self._troubles.items() if not one.is_hardware_fault}
+        if not not_run:
             return
-        route, first = next(iter(innocent.items()))
-        what, _, remedy = first.words.partition("; ")
-        more = f", {len(innocent)} like it" if len(innocent) > 1 else ""
+        route, first = next(iter(not_run.items()))
+        what, _, remedy = first.reason.partition("; ")
+        more = f", {len(not_run)} like it" if len(not_run) > 1 else ""
         verdict: Verdict | None = "FAIL" if self._mode == "require" else None
-        check, who = f"verbs {self._name}", self._label(self._key(route))
+        check, subject = f"verbs {self._name}", self._label(self._key(route))
         hosts = [end.host for end in (route.src, route.dst)]
-        _say_not_run(self._trial, verdict, check, who, f"{what}{more}; {remedy}", hosts)
+        _add_not_run(self._trial, verdict, check, subject, f"{what}{more}; {remedy}", hosts)
 
-    def _accuse(self, key: Key, quantity: str, words: str, expected: str, verdict: Verdict) -> None:
-        who = self._label(key)
+    def _flag(self, key: Key, quantity: str, figure: str, expected: str, verdict: Verdict) -> None:
+        subject = self._label(key)
         step = _AGAIN if verdict == "WARN" else _STEPS[self._name] if len(key) == 1 else _LINK
-        finding = Finding(verdict, who, f"verbs {self._name} {quantity}", words, expected, step.format(who), PHASE)
+        finding = Finding(
+            verdict, subject, f"verbs {self._name} {quantity}", figure, expected, step.format(subject), PHASE
+        )
         hosts = {self._nics[end].host for end in key}
         if verdict == "FAIL" and len(key) == 1:
             self.bad.add(self._nics[key[0]])
         kind = "NIC" if len(key) == 1 else "NIC link"
-        self._trial.accuse(PHASE, kind, _ranks_of(self._trial, hosts), finding, label=who)
+        self._trial.flag(PHASE, kind, _ranks_of(self._trial, hosts), finding, label=subject)
 
     def _label(self, key: Iterable[int]) -> str:
         return " - ".join(self._nics[end].label for end in key)
 
     def _figure(self, quantity: Quantity, key: Key) -> str:
-        """Of a link; of a NIC the worst of its own."""
-        own = [one for route, one in self._speeds.items() if set(key) <= set(self._key(route))]
-        return self._spell(quantity, own)
+        """Format the figure of a link, or the worst one of a NIC."""
+        speeds = [one for route, one in self._speeds.items() if set(key) <= set(self._key(route))]
+        return self._format(quantity, speeds)
 
     def _passed(self, good: Iterable[Route]) -> Finding:
-        own = [self._speeds[route] for route in good]
-        words = f"worst {self._spell('bandwidth', own)}, {self._spell('latency', own)}; 0 wrong bytes"
-        who = f"{len(own)} {'NICs' if self._name.startswith('loopback') else 'directions'}, {self._nics[0].rate}"
+        speeds = [self._speeds[route] for route in good]
+        figure = f"worst {self._format('bandwidth', speeds)}, {self._format('latency', speeds)}; 0 wrong bytes"
+        subject = f"{len(speeds)} {'NICs' if self._name.startswith('loopback') else 'directions'}, {self._nics[0].rate}"
         judged = bool(self._scores())
         expected = "like the others" if judged else f"{MIN_PEERS} NICs, or links, are needed to tell the odd one"
-        return Finding("PASS" if judged else None, who, f"verbs {self._name}", words, expected, "", PHASE)
+        return Finding("PASS" if judged else None, subject, f"verbs {self._name}", figure, expected, "", PHASE)
 
     @staticmethod
-    def _spell(quantity: Quantity, speeds: Iterable[Speed]) -> str:
+    def _format(quantity: Quantity, speeds: Iterable[Speed]) -> str:
         if quantity == "bandwidth":
             return format_rate(min(one.bps for one in speeds))
         return f"{max(one.latency_us for one in speeds):.1f} us"
 
 
 def _parts(key: Key) -> set[Key]:
-    """What an accusation may be of: each end, and the link whichever way it goes."""
+    """Return what may be flagged for a key: each end, and the link without direction."""
     return {(end,) for end in key} | {tuple(sorted(key))}

@@ -1,6 +1,6 @@
-"""Lines of JSON between the run, its agents and their workers, over pipes and sockets.
+"""Messages between the run, its agents and their workers: JSON lines over pipes and sockets.
 
-One object a line; nothing that is read is executed or unpickled. Left out: who sends what (`agent`, `fleet`).
+One object a line; nothing that is read is executed or unpickled. `agent` and `fleet` define the messages.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 _CHUNK_BYTES = 1 << 16
 JOB = "job "
-"""With this begin the names of an agent's children that measure NICs."""
+"""Prefix of the names of an agent's child processes that measure NICs."""
 Message = dict[str, Any]
 
 
 class Reader:
-    """Whole lines out of a file descriptor."""
+    """Reader of complete lines from a file descriptor."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._left = b""
 
     def read(self) -> list[Message] | None:
-        """What has come, waiting for the first byte of it; None at the end."""
+        """Wait for data and return the complete messages; None at the end of the stream."""
         try:
             chunk = os.read(self.fd, _CHUNK_BYTES)
         except ConnectionError:
@@ -36,11 +36,11 @@ class Reader:
 
 
 def write(fd: int, message: Mapping[str, Any]) -> None:
-    """One message, whole.
+    """Write one message completely.
 
     Raises:
-        OSError: nobody reads any more.
+        OSError: the reader is gone.
     """
-    left = memoryview(json.dumps(message).encode() + b"\n")
-    while left:
-        left = left[os.write(fd, left) :]
+    remaining = memoryview(json.dumps(message).encode() + b"\n")
+    while remaining:
+        remaining = remaining[os.write(fd, remaining) :]

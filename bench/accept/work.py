@@ -1,8 +1,8 @@
-"""How much an acceptance run does on a kind of device, and what of the measured times counts there.
+"""Amounts of work of an acceptance run for each kind of device, and the statistic of the times that counts.
 
-On GPUs every rank has its own device, and all work at once: series of blocks count (`series`), else the median. Ranks
-that share cores (gloo) take turns where they can, and their fastest time counts: whatever else runs there only adds to
-it; but ranks that stand still in between are found by their means (`speeds`).
+On GPUs every rank has its own device and all run in parallel: series of blocks count (`series`), else the median. Ranks
+that share cores (gloo) take turns if possible, and their fastest time counts, since other work on the machine only adds
+to it. Ranks that pause in between are found by their mean times (`speeds`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ class Work:
     """Arguments of the probes, and how they are repeated.
 
     Args:
-        shared: ranks share cores, or GPUs.
-        least_batches, most_batches: how often a probe of single devices is repeated: until nobody stands out and the
-            scatter is small, but so often at most.
-        least_speed_ratio: times as long as its peers a device must take to be accused.
-        least_ratio: times as long as its peers a link or group must take to be accused: where messages go through
-            cores that ranks share, less than that is chance.
-        least_peers: so many must have done the same work before one of them is held against the others.
-        turn_s: of what stands out on shared cores, which is tried again in turns: from one turn to the next.
-        limit_s: a task that takes longer hangs.
-        form_s: so long a group may take to form before that: NCCL and the devices are initialised in the first one.
+        shared: True if ranks share cores or GPUs.
+        host, gemm, copy, all_to_all, all_reduce, pairs, latency, train: arguments of the probes of these names.
+        least_batches, most_batches: minimum and maximum repeats of a probe of single devices; it is repeated until
+            there is no outlier and little scatter.
+        least_speed_ratio: minimum slowdown relative to the peers for which a device is flagged.
+        least_ratio: minimum slowdown relative to the peers for which a link or group is flagged; less is noise if
+            messages go through cores that ranks share.
+        least_peers: minimum number of peers for a comparison.
+        turn_s: seconds between the turns in which outliers on shared cores are measured again.
+        limit_s: seconds after which a task counts as hung.
+        form_s: additional seconds to form a group, which initialises NCCL and the devices the first time.
     """
 
     shared: bool
@@ -54,19 +55,19 @@ class Work:
     form_s: float
 
     def time_us(self, row: Mapping[str, Any]) -> float:
-        """The time of a row that counts."""
+        """Return the time in microseconds of a row that counts."""
         return float(row["min_us"] if self.shared else row["p50_us"])
 
     def combined(self, times_us: Sequence[float]) -> float:
-        """One time out of those of several batches."""
+        """Combine the times of several batches to one."""
         return min(times_us) if self.shared else statistics.median(times_us)
 
 
 def work_for(backend: str, limit_s: float | None, virtual_nodes: bool = False, shares_gpus: bool = False) -> Work:
-    """The work for `gloo` or `nccl`; virtual nodes exchange messages through sockets of one host.
+    """Return the work for `gloo` or `nccl`; virtual nodes exchange messages through sockets of one host.
 
-    Ranks that share a GPU disturb each other as ranks that share cores do, and are judged as these; what runs on it is
-    quiet, for they take turns, and needs no batches to show it.
+    Ranks that share a GPU disturb each other like ranks that share cores, and are judged likewise. Since they take
+    turns, a single batch has little noise.
     """
     if backend == "gloo":
         turn = {"repeats": 8, "budget_s": 0.1}
@@ -89,7 +90,7 @@ def work_for(backend: str, limit_s: float | None, virtual_nodes: bool = False, s
             limit_s=limit_s or 10.0,
             form_s=8.0,
         )
-    if shares_gpus:  # one after the other, and virtual nodes' bytes go through loopback: less of each
+    if shares_gpus:  # smaller, since ranks run one after the other and virtual nodes use loopback
         return Work(
             shared=True,
             host={"budget_s": 0.1},
@@ -125,6 +126,6 @@ def work_for(backend: str, limit_s: float | None, virtual_nodes: bool = False, s
         least_ratio=2.0 if virtual_nodes else 1.0,
         least_peers=LEAST_PEERS,
         turn_s=0.0,
-        limit_s=limit_s or (10.0 if virtual_nodes else 30.0),  # a fabric is slower to begin with than loopback
+        limit_s=limit_s or (10.0 if virtual_nodes else 30.0),  # a fabric takes longer to start than loopback
         form_s=40.0,
     )

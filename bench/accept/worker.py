@@ -1,7 +1,7 @@
-"""One rank of an acceptance run: it takes tasks from its agent, one after the other, and answers with rows.
+"""Worker process of one rank of an acceptance run: it runs tasks from its agent in order and answers with rows.
 
-Each task names its group, which is formed anew where it differs from the one before. A worker never gives up by itself:
-whoever hangs is killed by the agent, and a fresh one is forked. Left out: deciding anything.
+Each task names its process group, which is created again if it differs from the previous one. A worker has no timeout
+of its own: the agent kills a worker that hangs and forks a new one. Nothing is judged here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from congestion.nic.env import exports, for_ranks
 from netlayer.config import NcclConfig
 from netlayer.rank import reason_of
 
-# Stops and continues its parent, the process named by its first argument, for as long as that lives.
+# Program that stops and continues its parent (PID in the first argument) as long as that lives.
 _PULSES = """
 import os, signal, sys, time
 pid, stopped_s, running_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
@@ -41,17 +41,17 @@ try:
 except ProcessLookupError:
     pass
 """
-# The run ends a task long before: a rank must not leave a collective on its own and seem to be the culprit.
+# Longer than any task limit: a rank must not leave a collective by its own timeout and look like the culprit.
 _PATIENCE = timedelta(hours=1)
 
 
 class Worker:
-    """One rank.
+    """Worker of one rank.
 
     Args:
-        rank: of this run.
-        config: as the agent was given: `device`, `environ` of this rank, `plants`, `nccl`.
-        slots, slot: shared memory of the counts, and this rank's place.
+        rank: rank in this run.
+        config: from the agent: `device` and `environ` of this rank, `plants` (injected faults), `nccl`.
+        slots, slot: shared memory with the launch counts, and this rank's index in it.
     """
 
     def __init__(self, rank: int, config: Message, slots: mmap.mmap, slot: int) -> None:
@@ -71,7 +71,7 @@ class Worker:
                 _stop_in_pulses(plant.amount)
 
     def serve(self, requests: int, replies: int) -> None:
-        """Answer until nobody asks any more."""
+        """Run tasks until the request pipe is closed."""
         reader = Reader(requests)
         while (tasks := reader.read()) is not None:
             for task in tasks:
@@ -79,25 +79,25 @@ class Worker:
 
     def _answer(self, task: Message, replies: int) -> dict[str, Any]:
         members, args = task["members"], task["args"]
-        if "plants" in args:  # from this task on, in place of those from the start
+        if "plants" in args:  # replace the injected faults from this task on
             self._plants = _plants(args["plants"])
         try:
             self._form(task)
             write(replies, {"task": task["task"], "formed": True})
             watch = Watch(self._slots, self._slot, self._plants, members, self._rank)
-            # Nothing of a rank that measures alone is counted; without a fault planted it runs bare.
+            # A rank alone launches no collectives to count; without an injected fault it needs no watch.
             with watch if len(members) > 1 or self._plants else contextlib.nullcontext():
                 rows = run_probe(task["name"], self._device, {**args, "members": members}, watch)
-            if len(members) == 1:  # whatever group was formed before
+            if len(members) == 1:  # its rank in the previous group does not matter
                 rows = [{**row, "rank": 0} for row in rows]
             first = self._rank == members[0]
             return {"rows": rows if first else []}
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the run must hear of it
+        except Exception as exc:  # noqa: BLE001 - the run must hear of any error
             traceback.print_exc()
             return {"error": f"{type(exc).__name__}: {reason_of(exc).splitlines()[0]}"[:500]}
 
     def _form(self, task: Message) -> None:
-        """Join the group; what the device and the library do once in a process, or once in a group, is done then."""
+        """Join the group and run one all-reduce, so that one-time initialisation is not measured."""
         if len(task["members"]) < 2:
             torch.zeros(1, device=self._device).cpu()
         elif task["group"] != self._group:
@@ -113,7 +113,7 @@ class Worker:
         if self._device.type == "cuda":
             world = dist.group.WORLD
             assert world is not None
-            world._get_backend(self._device).abort()  # the others leave when they get other work: wait for nobody
+            world._get_backend(self._device).abort()  # no waiting: the other ranks leave when they get their next task
         dist.destroy_process_group()
         self._group = ""
 
@@ -130,12 +130,12 @@ class Worker:
         self._group = task["group"]
 
 
-def _plants(told: Sequence[Mapping[str, Any]]) -> list[Plant]:
-    return [Plant(one["kind"], tuple(one["ranks"]), one["amount"]) for one in told]
+def _plants(plants: Sequence[Mapping[str, Any]]) -> list[Plant]:
+    return [Plant(plant["kind"], tuple(plant["ranks"]), plant["amount"]) for plant in plants]
 
 
 def _stop_in_pulses(stopped_ms: float) -> None:
-    """A planted fault: another process stops this one for so long in every period, for as long as it lives."""
+    """Inject a fault: a child process stops this one for `stopped_ms` milliseconds in every period."""
     seconds = [str(ms / 1e3) for ms in (stopped_ms, PERIOD_MS - stopped_ms)]
     command = [sys.executable, "-S", "-E", "-c", _PULSES, str(os.getpid()), *seconds]
     subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

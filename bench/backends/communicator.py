@@ -1,6 +1,7 @@
-"""A communicator of NCCL and what belongs to it: memory, registrations, operators, and the wait for its work.
+"""An NCCL communicator with its memory, buffer registrations, custom operators, and the wait for its work.
 
-It is set as nccl-tests sets its own, so that the two can be held side by side. Leaves out: the collectives (`nccl`).
+It is configured as nccl-tests configures its own, so that the two can be compared. Not here: the collectives
+(`nccl`).
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ class Communicator:
         _within(timeout_s, connect)
 
     def _agree(self) -> libnccl.UniqueId:
-        """Where to meet: the first rank's word, told by the default process group."""
+        """Create the communicator's unique id on rank 0 and broadcast it over the default process group."""
         unique_id = libnccl.UniqueId()
         if self._rank == 0:
             self._library.call("ncclGetUniqueId", ctypes.byref(unique_id))
-        told = [bytes(unique_id)]
-        dist.broadcast_object_list(told, 0)
-        return libnccl.UniqueId.from_buffer_copy(told[0])
+        objects = [bytes(unique_id)]
+        dist.broadcast_object_list(objects, 0)
+        return libnccl.UniqueId.from_buffer_copy(objects[0])
 
     def allocate(self, num_bytes: int) -> int:
-        """The address of new memory of NCCL's, registered where that was asked for."""
+        """Allocate with ncclMemAlloc, register the buffer as `register` says, and return its address."""
         address = ctypes.c_void_p()
         self._library.call("ncclMemAlloc", ctypes.byref(address), num_bytes)
         assert address.value is not None
@@ -81,26 +82,29 @@ class Communicator:
         return address.value
 
     def mulsum(self, dtype: str) -> int:
-        """A sum that multiplies this rank's input first; made once a type, where nccl-tests makes one a call."""
+        """Return a sum operator that first multiplies this rank's input; created once per dtype.
+
+        nccl-tests creates one per call.
+        """
         if dtype not in self._mulsums:
             scalar = torch.tensor([premultiplier(self._rank)]).to(DTYPES[dtype]).view(torch.uint8).tolist()
-            made, held = ctypes.c_int(), ctypes.create_string_buffer(bytes(scalar))
+            op, scalar_bytes = ctypes.c_int(), ctypes.create_string_buffer(bytes(scalar))
             self._library.call(
                 "ncclRedOpCreatePreMulSum",
-                ctypes.byref(made),
-                ctypes.cast(held, ctypes.c_void_p),
+                ctypes.byref(op),
+                ctypes.cast(scalar_bytes, ctypes.c_void_p),
                 DATA_TYPES[dtype],
                 libnccl.SCALAR_HOST_IMMEDIATE,
                 self.handle,
             )
-            self._mulsums[dtype] = made.value
+            self._mulsums[dtype] = op.value
         return self._mulsums[dtype]
 
     def synchronise(self) -> None:
-        """Wait as nccl-tests does: ask the stream and NCCL in turn, so that a dead peer is heard of.
+        """Wait as nccl-tests does: poll the stream and NCCL's asynchronous error in turn, to notice a dead peer.
 
         Raises:
-            RuntimeError: NCCL reports an error, or the time has passed; the communicator is ended.
+            RuntimeError: NCCL reports an error, or the timeout has passed; the communicator is aborted.
         """
         done, error, check = self._gpu.done, ctypes.c_int(), self._library.check
         ask, reference = self._library.function("ncclCommGetAsyncError"), ctypes.byref(error)
@@ -115,7 +119,7 @@ class Communicator:
                 raise RuntimeError(f"NCCL timed out after {self._timeout_s:g} s")
 
     def close(self) -> None:
-        """Give everything back; the work must be done."""
+        """Free registrations, operators and memory, then the communicator; all work must be complete."""
         ends = "ncclCommWindowDeregister" if self._register == SYMMETRIC else "ncclCommDeregister"
         for handle in self._handles:
             self._library.call(ends, self.handle, handle)
@@ -127,12 +131,12 @@ class Communicator:
         self._handles, self._memory, self._mulsums = [], [], {}
 
     def _abort(self) -> None:
-        """End what runs on the GPU, so that the process can end."""
+        """Stop the kernels that still run on the GPU, so that the process can exit."""
         self._library.call("ncclCommAbort", self.handle)
 
 
 def _within(limit_s: float | None, wait: Callable[[], None]) -> None:
-    """Run what may wait for ever, for so long at most."""
+    """Run `wait` in a thread and give up after `limit_s` (None waits for ever)."""
     if limit_s is None:
         wait()
         return

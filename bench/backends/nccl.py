@@ -35,7 +35,7 @@ _TORCH_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class NcclBackend(Backend):
-    """One GPU a rank, NCCL through its C interface."""
+    """Backend with one GPU per rank that calls NCCL through its C interface."""
 
     name = "nccl"
     launches_ahead = True
@@ -160,12 +160,12 @@ class NcclBackend(Backend):
 
     @contextmanager
     def listen(self) -> Iterator[Heard]:
-        heard = Heard()
+        choice = Heard()
         with self._log.record("TUNING") as lines:
-            yield heard
+            yield choice
             self.synchronise()
-        found = read_algorithm(lines)
-        heard.algorithm, heard.protocol = found.algorithm, found.protocol
+        logged = read_algorithm(lines)
+        choice.algorithm, choice.protocol = logged.algorithm, logged.protocol
 
     @classmethod
     def refusal(cls, dtype: str, op: str) -> str:
@@ -223,7 +223,7 @@ class NcclBackend(Backend):
         self._play((self._library.function(name), arguments, name))
 
     def _play(self, step: Step) -> None:
-        """Make a call now, or note it while a call is bound."""
+        """Make the C call now, or record it while `bind` collects a call's steps."""
         if self._tape is not None:
             self._tape.append(step)
         else:
@@ -232,11 +232,11 @@ class NcclBackend(Backend):
     def _player(self, steps: list[Step]) -> Launch:
         check = self._library.check
         if len(steps) == 1:
-            [(only, given, called)] = steps
+            [(one_function, one_arguments, one_name)] = steps
 
             def launch_one() -> None:
-                if status := only(*given):
-                    check(status, called)
+                if status := one_function(*one_arguments):
+                    check(status, one_name)
 
             return launch_one
 
@@ -260,5 +260,5 @@ def _one(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where it begins, also where it has no elements: `data_ptr` is 0 then, which NCCL_CHECK_POINTERS refuses."""
+    """Return the tensor's address, also if it is empty: `data_ptr` is then 0, which NCCL_CHECK_POINTERS rejects."""
     return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize

@@ -1,7 +1,7 @@
-"""What needs a newer NCCL than is there, or another GPU: refused with the version, never left out in silence.
+"""Checks for options, dtypes and operators that need a newer NCCL or GPU: refused by version, never silently skipped.
 
-The versions are those of NCCL's release notes and of nccl-tests' own conditions. Leaves out: calls that we make up from
-older ones where they are missing (gather, scatter, alltoall), which needs no word to the user.
+The versions come from NCCL's release notes and nccl-tests' own conditions. Not checked: calls that the backend emulates
+on an older NCCL (gather, scatter, alltoall), of which the user need not know.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FLAGS = (
 
 
 def refusal(dtype: str, op: str, version: int) -> str:
-    """Why a type or an operator cannot be done here; empty where it can.
+    """Return why a dtype or an operator cannot run here; empty if it can.
 
     Raises:
-        HardwareMissing: of an 8-bit type, where the driver's tool does not answer.
+        HardwareMissing: the dtype has 8 bits and the driver's tool (nvidia-smi) does not answer.
     """
     for word, since in ((dtype, _TYPES.get(dtype, 0)), (op, _OPS.get(op, 0))):
         if version < since:
@@ -42,10 +42,10 @@ def refusal(dtype: str, op: str, version: int) -> str:
 
 
 def check(options: PerfOptions, version: int) -> None:
-    """See that this NCCL honours every flag.
+    """Check that this NCCL version supports every flag that is set.
 
     Raises:
-        ConfigError: it does not; the version that does is named.
+        ConfigError: it does not; the message names the version that does.
     """
     for name, value, since in _FLAGS:
         if getattr(options, name) == value and version < since:

@@ -36,16 +36,16 @@ ENV: Mapping[str, str] = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def check(job: JobConfig, backend: str, *, overlap: bool = True) -> None:
-    """Refuse what it cannot do: it has every layout but one.
+    """Refuse jobs that Megatron-core cannot run; it supports every layout except mcore_no_overlap without vpp.
 
     Raises:
-        ConfigError: another model than `check_plain` takes, float64, or no messages that could overlap.
+        ConfigError: a model that `check_plain` rejects, float64, or no messages that could overlap.
         HardwareMissing: the package is not installed, or there is no GPU.
     """
     name = "mcore" if overlap else "mcore_no_overlap"
     check_plain(name, job)
     if not overlap and job.parallel.vpp == 1:
-        rule = "has no interleaved stages, whose messages alone it overlaps"
+        rule = "has no interleaved stages, and Megatron-core overlaps messages of no others"
         raise ConfigError("--peers mcore_no_overlap", f"vp {job.parallel.vpp}", rule, "name mcore")
     if job.model.dtype == "float64":
         raise ConfigError("job.model.dtype", "float64", f"is none of --peers {name}", "give bfloat16 or float32")
@@ -56,7 +56,7 @@ def check(job: JobConfig, backend: str, *, overlap: bool = True) -> None:
 
 
 def transformer_settings(job: JobConfig, *, overlap: bool) -> dict[str, Any]:
-    """Arguments of its `TransformerConfig`."""
+    """Return the arguments of Megatron-core's `TransformerConfig`."""
     model, layout = job.model, job.parallel.layout
     is_bf16, is_interleaved = model.dtype == "bfloat16", layout.vpp > 1
     dtype = getattr(torch, model.dtype)
@@ -189,7 +189,7 @@ def _mean_loss(loss_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def is_installed() -> bool:
-    """Whether there is a Megatron-core here."""
+    """Return True if Megatron-core is installed."""
     try:
         return importlib.util.find_spec("megatron.core") is not None
     except ModuleNotFoundError:  # of the parent package

@@ -1,14 +1,14 @@
-"""The peer of torch's own parts in three dimensions: DTensor, `torch.distributed.pipelining`, FSDP2, torch.compile.
+"""Peer with 3D parallelism from PyTorch's own parts: DTensor, `torch.distributed.pipelining`, FSDP2, torch.compile.
 
-Tensor with sequence parallelism by `parallelize_module` (positions first, so that gathers are contiguous; the loss on
-logits that stay spread by vocabulary), 1F1B or interleaved 1F1B, and `fully_shard` over the data-parallel ranks, with
-one rank of them too: it holds the float32 masters of a bfloat16 model. Blocks, and the loss where it is not spread, are
-compiled where the job says.
-`asynchronous`: the compiler cuts gathers and reduce-scatters of tensor parallelism and runs them under the products,
-through torch's symmetric memory.
+Tensor with sequence parallelism by `parallelize_module` (sequence dimension first, so that gathers are contiguous; the
+loss on logits that stay sharded by vocabulary), 1F1B or interleaved 1F1B, and `fully_shard` over the data-parallel
+ranks, even if there is only one: FSDP2 holds the float32 master weights of a bfloat16 model. With `job.model.compile`
+the blocks are compiled, and the loss unless it is sharded.
+`asynchronous`: torch.compile splits the gathers and reduce-scatters of tensor parallelism and overlaps them with
+matmuls, through torch's symmetric memory.
 
-[Note: the optimiser and a norm of gradients] Parameters of all kinds lie on one mesh of (dp, tp), so that one fused
-AdamW steps them and one norm covers them; the stages' norms are added up over the pipeline.
+[Note: optimiser and gradient norm] All parameters are on one mesh of (dp, tp), so that one fused AdamW and one norm
+cover them; the stages' norms are added up over the pipeline.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from trainer.parallel import MicroBatch
 
 
 def check(job: JobConfig, backend: str, *, asynchronous: bool = False) -> None:
-    """Refuse what it cannot do: it has every layout.
+    """Refuse jobs that this peer cannot run; it supports every layout.
 
     Raises:
-        ConfigError: another model than `check_plain` takes, too few micro-batches, or what asynchronous tensor
-            parallelism needs is missing.
+        ConfigError: a model that `check_plain` rejects, too few micro-batches, or a missing requirement of asynchronous
+            tensor parallelism.
     """
     name = "native3d_async" if asynchronous else "native3d"
     check_plain(name, job)
@@ -65,7 +65,7 @@ def check(job: JobConfig, backend: str, *, asynchronous: bool = False) -> None:
 
 
 class Native3d:
-    """One rank of it; one optimiser step at a time."""
+    """One rank of the peer; runs one optimiser step at a time."""
 
     def __init__(self, job: JobConfig, seed: int, device: torch.device, *, asynchronous: bool = False) -> None:
         layout = job.parallel.layout
@@ -234,7 +234,7 @@ def _shard(module: NativeStage, mesh: DeviceMesh, job: JobConfig) -> None:
 
 
 def _switch_asynchronous(on: bool) -> bool:
-    """Whether the compiler cuts what tensor parallelism sends; what it was before."""
+    """Set whether torch.compile pipelines tensor-parallel communication with matmuls; return the previous setting."""
     from torch._inductor import config
 
     before = bool(config._micro_pipeline_tp)

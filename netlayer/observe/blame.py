@@ -1,12 +1,13 @@
-"""Who did not arrive, or diverged: from what every rank launched to the ranks that the others wait for.
+"""Root cause of a hung job: from the launches of every rank to the ranks that did not arrive, or diverged.
 
-A rank waits for those that have not launched its first incomplete collective, for those that launched another one in
-its place, and for those that left nothing. Whoever waits is a victim; a rank that others wait for and that waits for
-nobody is a culprit. Where all launch in one order these waits have no circle, so a circle is a difference in order.
+A rank waits for the ranks that have not launched its first incomplete collective, for those that launched a different
+one in its place, and for those without a file. A rank that waits is a victim; a rank that others wait for and that
+waits for nobody is a culprit. If all ranks launch in one order these waits form no cycle, so a cycle means that two
+ranks launched in different orders.
 
-Which of two versions of a collective is the wrong one, the majority of its group decides, then that of the groups of
-the same role at the same number; where both are even, both are named. Left out: why a host stopped (its log knows),
-and which link is at fault where everybody has arrived.
+Which of two versions of a collective is wrong is decided by the majority of its group, then by the groups of the same
+role at the same number; in a tie, both are named. Not answered: why a rank stopped (see its log), and which link is at
+fault if all ranks have arrived.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ _TOGETHER = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrie
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause.
+    """One cause of a hang.
 
     Args:
-        kind: `mismatch`: launched another collective; `dead`: left nothing; `hang`: did not arrive; `order`: launched
-            two collectives the other way round; `stalled`: everybody arrived, and it is not complete; `error`: reports
-            one itself; `device`: its GPU or link reports errors.
-        ranks: that it accuses; none where it is `stalled`.
-        certain: False where the ranks differ and nothing tells which of them is wrong.
-        group: in words.
-        collective: in words.
-        line: what happened, for a person.
-        waiting: ranks that wait because of it, directly or not.
-        since_ns: when the first of them began to; 0 where not known.
+        kind: `mismatch`: launched a different collective; `dead`: left no file; `hang`: did not arrive; `order`:
+            launched two collectives in reverse order; `stalled`: all ranks arrived, but it is not complete; `error`:
+            reports an error itself; `device`: its GPU or link reports errors.
+        ranks: the culprits; empty for `stalled`.
+        certain: False if the ranks differ and nothing tells which of them is wrong.
+        group: description of the group.
+        collective: description of the collective.
+        line: one sentence on what happened.
+        waiting: ranks that wait because of it, directly or indirectly.
+        since_ns: time at which the first of them began to wait; 0 if not known.
     """
 
     kind: Kind
@@ -56,22 +57,22 @@ class Finding:
 
 @dataclass(frozen=True)
 class Blame:
-    """What came out: causes, the earliest first, and a row for every group that stands still."""
+    """Verdict on a job: its causes, the earliest first, and a table row for every group that stands still."""
 
     findings: Sequence[Finding] = ()
     groups: Sequence[Mapping[str, Any]] = ()
     notes: Sequence[str] = field(default=())
     no_verdict: str = ""
-    """Why nothing that was found is no proof that nothing stands still; empty where it is one."""
+    """Reason why an empty list of findings does not prove that the job runs; empty if it does."""
 
     @property
     def culprits(self) -> tuple[int, ...]:
-        """Every rank that is accused, in rank order."""
+        """Culprits of all findings, in rank order."""
         return tuple(sorted({rank for finding in self.findings for rank in finding.ranks}))
 
 
 class _Wait(NamedTuple):
-    """A rank waits in a launch of its own for another one."""
+    """A wait of `rank` in its own `launch`."""
 
     rank: int
     launch: Launch
@@ -79,12 +80,12 @@ class _Wait(NamedTuple):
 
 
 def diagnose(evidence: Evidence) -> Blame:
-    """The causes of what does not go on in a job."""
+    """Find the causes of a hung job."""
     return _Case(evidence).blame()
 
 
 class _Case:
-    """One job. Waits are kept by the rank that is waited for."""
+    """Analysis of one job; `_waits` maps each rank to the waits for it."""
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
@@ -92,51 +93,51 @@ class _Case:
         self._mismatches: dict[str, Mismatch] = {}
         for key, group in evidence.groups.items():
             siblings = [self._aligned[other] for other in self._siblings[group.role] if other != key]
-            found = find_mismatch(self._aligned[key], siblings)
-            if found is not None:
-                self._mismatches[key] = found
+            mismatch = find_mismatch(self._aligned[key], siblings)
+            if mismatch is not None:
+                self._mismatches[key] = mismatch
         self._waits: dict[int, list[_Wait]] = defaultdict(list)
         for key in evidence.groups:
-            self._collect(key)
+            self._collect_waits(key)
 
     @cached_property
     def _siblings(self) -> Mapping[str, list[str]]:
-        """Keys of the groups of each role."""
+        """Keys of the groups, by role."""
         keys: dict[str, list[str]] = defaultdict(list)
         for key, group in self._evidence.groups.items():
             keys[group.role].append(key)
         return keys
 
     def blame(self) -> Blame:
-        """All findings."""
-        diverged = {rank for found in self._mismatches.values() for rank in found.culprits}
+        """Return all findings, the group table and the notes."""
+        diverged = {rank for mismatch in self._mismatches.values() for rank in mismatch.culprits}
         blocked = {wait.rank for waits in self._waits.values() for wait in waits} - diverged
-        findings = [self._differs(key, found) for key, found in self._mismatches.items()]
+        findings = [self._mismatch_finding(key, mismatch) for key, mismatch in self._mismatches.items()]
         roots = [rank for rank in self._waits if rank not in blocked and rank not in diverged]
-        findings += [self._absent(rank) for rank in roots]
-        explained = self._behind([*roots, *diverged])
-        circle = self._circle(blocked - set(explained))
-        if circle:
-            findings.append(self._order(circle))
+        findings += [self._late_finding(rank) for rank in roots]
+        explained = self._waiting_for([*roots, *diverged])
+        cycle = self._cycle(blocked - set(explained))
+        if cycle:
+            findings.append(self._cycle_finding(cycle))
         if not findings:
-            findings += self._crossed() or self._stalled()
+            findings += self._crossed_findings() or self._stalled_findings()
         findings.sort(key=lambda finding: (finding.since_ns or _NO_TIME, finding.ranks))
         notes = [f"no dump of {describe_ranks(silent)}"] if (silent := self._silent_without_file()) else []
         notes += self._behind_on_device()
         unrecorded = self._evidence.unrecorded
         if unrecorded and findings:
             notes.append(unrecorded)
-        rows = [row for key in self._evidence.groups if (row := self._row(key))]
+        rows = [row for key in self._evidence.groups if (row := self._group_row(key))]
         return Blame(findings, rows, notes, unrecorded if not findings else "")
 
     def _silent_without_file(self) -> list[int]:
         return [rank for rank in self._evidence.silent if rank not in self._evidence.damaged]
 
     def _behind_on_device(self) -> list[str]:
-        """Ranks whose device has not completed what it has on most others that launched it: worth a look, no proof.
+        """Return notes on ranks whose device has not completed what most others have: a hint, no proof.
 
-        Of collectives whose ranks complete together alone: a root may be done with a broadcast long before the others.
-        What a dump no longer holds though the rank is past it is complete: torch can leave out what is.
+        Only for collectives whose ranks complete together; the root of a broadcast may complete long before the others.
+        An entry that is missing although the rank has later ones counts as complete: torch may omit completed ones.
         """
         suspects: dict[int, str] = {}
         for key, aligned in self._aligned.items():
@@ -157,8 +158,8 @@ class _Case:
             for rank, what in sorted(suspects.items())
         ]
 
-    def _collect(self, key: str) -> None:
-        """The waits of one group."""
+    def _collect_waits(self, key: str) -> None:
+        """Add the waits in one group."""
         group, aligned = self._evidence.groups[key], self._aligned[key]
         mismatch = self._mismatches.get(key)
         silent = [rank for rank in group.ranks if rank not in self._evidence.ranks]
@@ -172,47 +173,51 @@ class _Case:
                 continue
             late = [peer for peer in aligned if last[peer] < number]
             wait = _Wait(rank, launches[number], group)
-            # Whoever left nothing may have arrived: it is to blame where nobody else can be.
+            # A rank without a file may have arrived: it is blamed only if no other rank can be.
             for peer in {*late, *wrong} or silent:
                 self._waits[peer].append(wait)
 
-    def _behind(self, ranks: Iterable[int]) -> list[int]:
-        """Everybody who waits for one of these, directly or not."""
-        found: dict[int, None] = {}
+    def _waiting_for(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks that wait for one of these, directly or indirectly."""
+        waiting_ranks: dict[int, None] = {}
         todo = list(ranks)
         while todo:
             for wait in self._waits.get(todo.pop(), ()):
-                if wait.rank not in found:
-                    found[wait.rank] = None
+                if wait.rank not in waiting_ranks:
+                    waiting_ranks[wait.rank] = None
                     todo.append(wait.rank)
-        return list(found)
+        return list(waiting_ranks)
 
-    def _circle(self, ranks: set[int]) -> set[int]:
-        """Of ranks whose waits lead to no culprit, those that somebody waits for."""
+    def _cycle(self, ranks: set[int]) -> set[int]:
+        """Reduce ranks whose waits lead to no culprit to those in a wait cycle."""
         while True:
-            wanted = {rank for rank in ranks if any(wait.rank in ranks for wait in self._waits.get(rank, ()))}
-            if wanted == ranks:
+            awaited = {rank for rank in ranks if any(wait.rank in ranks for wait in self._waits.get(rank, ()))}
+            if awaited == ranks:
                 return ranks
-            ranks = wanted
+            ranks = awaited
 
-    def _first(self, rank: int) -> _Wait:
+    def _first_wait(self, rank: int) -> _Wait:
         return min(self._waits[rank], key=lambda wait: (wait.launch.created_ns or _NO_TIME, wait.launch.order))
 
     def _victims(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(sorted(set(self._behind(ranks)) - set(ranks)))
+        return tuple(sorted(set(self._waiting_for(ranks)) - set(ranks)))
 
-    def _differs(self, key: str, found: Mismatch) -> Finding:
+    def _mismatch_finding(self, key: str, mismatch: Mismatch) -> Finding:
         group = self._evidence.groups[key]
-        line = f"{found.line(group)}{self._waiting(victims := self._victims(found.culprits))}"
-        since_ns = min(launch.created_ns for launch in found.launches.values())
+        line = f"{mismatch.line(group)}{self._victims_phrase(victims := self._victims(mismatch.culprits))}"
+        since_ns = min(launch.created_ns for launch in mismatch.launches.values())
         collective = str(
-            next(launch for rank, launch in found.launches.items() if rank not in found.culprits or not found.certain)
+            next(
+                launch
+                for rank, launch in mismatch.launches.items()
+                if rank not in mismatch.culprits or not mismatch.certain
+            )
         )
-        return Finding("mismatch", found.culprits, str(group), collective, line, victims, found.certain, since_ns)
+        return Finding("mismatch", mismatch.culprits, str(group), collective, line, victims, mismatch.certain, since_ns)
 
-    def _absent(self, rank: int) -> Finding:
-        """A rank that others wait for and that waits for nobody."""
-        wait, victims = self._first(rank), self._victims([rank])
+    def _late_finding(self, rank: int) -> Finding:
+        """Return the finding for a rank that others wait for and that waits for nobody."""
+        wait, victims = self._first_wait(rank), self._victims([rank])
         log = self._evidence.ranks.get(rank)
         what = f"{wait.launch} of {wait.group}"
         kind: Kind = "dead" if log is None else "hang"
@@ -225,7 +230,7 @@ class _Case:
             line = f"rank {rank} has not arrived at {what}: {self._progress(log, wait.group)}"
         if log is not None and self._evidence.unrecorded:
             line += ", or waits in a send or receive, which gloo does not write down"
-        line += self._waiting(victims)
+        line += self._victims_phrase(victims)
         return Finding(kind, (rank,), str(wait.group), str(wait.launch), line, victims, certain, wait.launch.created_ns)
 
     def _progress(self, log: RankLog, group: Group) -> str:
@@ -237,32 +242,31 @@ class _Case:
         anywhere = f"last anywhere {newest} of {self._evidence.groups[key]}" if newest is not last else ""
         return ", ".join(filter(None, (there, anywhere, f"from {newest.place}" if newest.place else "")))
 
-    def _order(self, circle: set[int]) -> Finding:
-        """Ranks that wait for each other: the one whose order is not that of the others."""
-        held = {
-            rank: [(wait.group, wait.launch) for wait in self._waits[rank] if wait.rank in circle] for rank in circle
+    def _cycle_finding(self, cycle: set[int]) -> Finding:
+        """Return the finding for ranks that wait for each other: those with another launch order than the others."""
+        waiting_launches = {
+            rank: [(wait.group, wait.launch) for wait in self._waits[rank] if wait.rank in cycle] for rank in cycle
         }
-        open_ = {
-            wait.rank: (wait.group, wait.launch) for rank in circle for wait in self._waits[rank] if wait.rank in circle
+        own_launches = {
+            wait.rank: (wait.group, wait.launch) for rank in cycle for wait in self._waits[rank] if wait.rank in cycle
         }
-        culprits, evidence = out_of_order(self._evidence, circle, held, open_)
+        culprits, evidence = out_of_order(self._evidence, cycle, waiting_launches, own_launches)
         certain = bool(culprits)
-        ranks = tuple(sorted(culprits or circle))
-        group, launch = open_[ranks[0]]
+        ranks = tuple(sorted(culprits or cycle))
+        group, launch = own_launches[ranks[0]]
         if certain:
             line = f"{describe_ranks(ranks)} launched {launch} of {group} before {evidence}: the others do the reverse"
         else:
-            line = (
-                f"{describe_ranks(ranks)} wait for each other: {self._circle_of(circle)}; nothing tells which is wrong"
-            )
+            steps = self._describe_cycle(cycle)
+            line = f"{describe_ranks(ranks)} wait for each other: {steps}; nothing tells which is wrong"
         victims = self._victims(ranks)
-        line += self._waiting(victims)
+        line += self._victims_phrase(victims)
         return Finding("order", ranks, str(group), str(launch), line, victims, certain, launch.created_ns)
 
-    def _circle_of(self, circle: set[int]) -> str:
-        """One way round: who waits in what for whom."""
+    def _describe_cycle(self, cycle: set[int]) -> str:
+        """Describe one round of the cycle: which rank waits in which collective for which rank."""
         waits_for = {
-            wait.rank: (peer, wait) for peer in sorted(circle) for wait in self._waits[peer] if wait.rank in circle
+            wait.rank: (peer, wait) for peer in sorted(cycle) for wait in self._waits[peer] if wait.rank in cycle
         }
         path: list[tuple[int, _Wait]] = []
         rank = min(waits_for)
@@ -274,8 +278,8 @@ class _Case:
         steps = [f"rank {wait.rank} in {wait.launch} of {wait.group} for rank {peer}" for peer, wait in path[start:]]
         return ", ".join(steps[:_MOST_STEPS]) + (f", and so on over {len(steps)} ranks" * (len(steps) > _MOST_STEPS))
 
-    def _crossed(self) -> list[Finding]:
-        """Everybody has launched everything, but in orders that hold each other up."""
+    def _crossed_findings(self) -> list[Finding]:
+        """Return the finding if all ranks launched everything, but in orders that deadlock."""
         heads = {}
         for key, aligned in self._aligned.items():
             numbers = [number for launches in aligned.values() if (number := first_open(launches)) is not None]
@@ -298,15 +302,15 @@ class _Case:
         key = crossed.keys[0]
         rank = next(iter(self._aligned[key]))
         launch = self._aligned[key][rank][heads[key]]
-        line = crossed.line + self._waiting(victims)
+        line = crossed.line + self._victims_phrase(victims)
         group = str(self._evidence.groups[key])
         return [
             Finding("order", crossed.culprits, group, str(launch), line, victims, crossed.certain, launch.created_ns)
         ]
 
-    def _stalled(self) -> list[Finding]:
-        """Collectives that everybody has launched."""
-        found = []
+    def _stalled_findings(self) -> list[Finding]:
+        """Return findings for collectives that all ranks launched and that are not complete."""
+        findings = []
         for key, group in self._evidence.groups.items():
             first = {rank: number for rank, of in self._aligned[key].items() if (number := first_open(of)) is not None}
             if not first:
@@ -317,14 +321,14 @@ class _Case:
                 f"every rank has launched {launch} of {group}, and it is not complete on {describe_ranks(ranks)}: "
                 "under way when this was written, or the network or a device stands still"
             )
-            found.append(Finding("stalled", (), str(group), str(launch), line, ranks, True, launch.created_ns))
-        return found
+            findings.append(Finding("stalled", (), str(group), str(launch), line, ranks, True, launch.created_ns))
+        return findings
 
-    def _waiting(self, victims: Sequence[int]) -> str:
+    def _victims_phrase(self, victims: Sequence[int]) -> str:
         return f"; {describe_ranks(victims)} wait{'s' * (len(victims) == 1)} because of it" if victims else ""
 
-    def _row(self, key: str) -> dict[str, Any] | None:
-        """One group that stands still: where it is, and who is where."""
+    def _group_row(self, key: str) -> dict[str, Any] | None:
+        """Return the table row of a group that stands still: its collective, and its ranks by state."""
         group, aligned = self._evidence.groups[key], self._aligned[key]
         numbers = [number for launches in aligned.values() if (number := first_open(launches)) is not None]
         if not numbers:
@@ -345,10 +349,10 @@ class _Case:
 
 
 def align(group: Group, logs: Mapping[int, RankLog]) -> dict[int, dict[int, Launch]]:
-    """The launches of every rank that left something, by numbers that mean the same on all of them.
+    """Return the launches of every rank with a file, by numbers that mean the same on all of them.
 
-    Sends and receives are counted from the oldest entry. Where that is not the start of the job, they are counted
-    from the first incomplete one instead: it has number 1.
+    Sends and receives are numbered from the oldest entry. If that is not the start of the job, they are numbered from
+    the first incomplete one instead, which gets number 1.
     """
     aligned = {rank: logs[rank].launches.get(group.key, {}) for rank in group.ranks if rank in logs}
     if group.sender is None or all(logs[rank].whole for rank in aligned):
@@ -358,5 +362,5 @@ def align(group: Group, logs: Mapping[int, RankLog]) -> dict[int, dict[int, Laun
 
 
 def first_open(launches: Mapping[int, Launch]) -> int | None:
-    """The number of the first one that is not complete."""
+    """Return the number of the first incomplete launch; None if all are complete."""
     return next((number for number, launch in launches.items() if not launch.done), None)

@@ -1,4 +1,4 @@
-"""`netlayer observe`: what a job that stands still left behind."""
+"""`netlayer observe`: find the cause of a hung job from the files that it left."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COLLECTIVE_WIDTH = 24
 
 @click.group()
 def observe() -> None:
-    """What a job that stands still left behind: who is to blame."""
+    """Find the ranks that hold up a hung job, from its dumps and RAS output."""
 
 
 @observe.command()
@@ -38,14 +38,14 @@ def observe() -> None:
 def blame(files: tuple[Path, ...], world_size: int | None, json_file: Path | None) -> None:
     """Name the ranks that did not arrive at a collective, or launched another one, and those that only wait for them.
 
-    FILES are of one job, recognised by content; a folder stands for all files in it, - for the standard input: dumps of
-    PyTorch's Flight Recorder (pickle or JSON, one a rank, named <prefix>_<rank>; no pickle runs code here), the output
-    of ncclras (-v, -f json, -D), or reports of collectives.watch. They are taken to be of a job that hangs: in one that
-    runs, ranks are rightly apart. Files that cannot be used are skipped with a note; their ranks count as silent.
+    FILES are of one job and recognised by content; a folder stands for all files in it, - for the standard input: dumps
+    of PyTorch's Flight Recorder (pickle or JSON, one a rank, named <prefix>_<rank>; no code of a pickle is run), the
+    output of ncclras (-v, -f json, -D), or reports of collectives.watch. The job is assumed to hang: in a running job
+    ranks differ by a few launches anyway. Unusable files are skipped with a note; their ranks count as silent.
 
-    Two answers of ncclras, a minute apart, tell a hang from a job that runs: who has launched nothing in between.
+    Two answers of ncclras, a minute apart, tell a hang from a running job: a hung rank launches nothing in between.
 
-    The first line says who is to blame, or that it cannot be told, and why.
+    The first line names the culprits, or says that they cannot be told, and why.
 
     Exit 0: nothing is seen to stand still; 1: something does; 2: no file can be used.
 
@@ -61,19 +61,19 @@ def blame(files: tuple[Path, ...], world_size: int | None, json_file: Path | Non
 
     check_target("--json", json_file)
     started = utc_now()
-    found = read_files(files, world_size)
+    verdict = read_files(files, world_size)
     if json_file:
-        _write_record(json_file, found, started, files, world_size)
+        _write_record(json_file, verdict, started, files, world_size)
     if str(json_file) != "-":
-        _print(found)
-    for note in found.notes:
+        _print(verdict)
+    for note in verdict.notes:
         click.echo(f"note: {_printable(note)}", err=True)
-    if found.findings:
+    if verdict.findings:
         sys.exit(EXIT_FAILED)
 
 
 def _print(blame: Blame) -> None:
-    """A line a cause, the surest first; then the groups that stand still."""
+    """Print one line for each cause, certain ones first, then a table of the groups that stand still."""
     for line in headlines(blame):
         _echo(line)
     rows = sorted(blame.groups, key=lambda row: not any(row.get(name) for name in _TELLING))
@@ -89,7 +89,7 @@ def _print(blame: Blame) -> None:
 
 
 def headlines(blame: Blame) -> list[str]:
-    """What is said first: who is to blame, that it cannot be told and why, or that nothing stands still."""
+    """Return the first lines of output: the culprits, or why they cannot be told, or that nothing stands still."""
     findings = sorted(blame.findings, key=lambda finding: not finding.certain or finding.kind == "stalled")
     lines = [
         f"{finding.kind}: {finding.line}"
@@ -105,7 +105,7 @@ def headlines(blame: Blame) -> list[str]:
 
 
 def _echo(line: str) -> None:
-    """Print a line; on a terminal, broken between words. A file keeps it in one piece, for grep."""
+    """Print a line, wrapped between words on a terminal only: output to a file stays greppable."""
     if sys.stdout.isatty():
         width = max(40, shutil.get_terminal_size().columns)
         line = textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
@@ -113,7 +113,7 @@ def _echo(line: str) -> None:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Group, collective without its sizes, and who is where."""
+    """Return group, collective without its sizes, and the ranks by state, as table cells."""
     states = [(name.replace("_", " "), ranks) for name in _COLUMNS if (ranks := row.get(name))]
     state = "; ".join(f"{name} {describe_ranks(ranks).split(' ', 1)[1]}" for name, ranks in states)
     collective = row["collective"].partition(" (")[0]
@@ -121,23 +121,23 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _short(text: str, width: int) -> str:
-    """At most `width` letters, with the middle left out: names differ in their ends."""
+    """Shorten to `width` letters by cutting the middle, since names differ at their ends."""
     text = _printable(text)
     keep = (width - 2) // 2
     return text if len(text) <= width else f"{text[:keep]}..{text[len(text) - (width - 2 - keep) :]}"
 
 
 def _printable(text: str) -> str:
-    """Without what a terminal acts on: names in a dump are of the job's program."""
+    """Replace terminal control characters by "?": names in a dump come from the job's program."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _write_record(path: Path, found: Blame, started: str, files: Sequence[Path], world_size: int | None) -> None:
+def _write_record(path: Path, blame: Blame, started: str, files: Sequence[Path], world_size: int | None) -> None:
     from netlayer.environ import snapshot
     from netlayer.results import RunRecord, utc_now, write_text
 
-    rows = [{"table": "finding", **asdict(finding)} for finding in found.findings]
-    rows += [{"table": "group", **row} for row in found.groups]
+    rows = [{"table": "finding", **asdict(finding)} for finding in blame.findings]
+    rows += [{"table": "group", **row} for row in blame.groups]
     record = RunRecord(
         name="observe.blame",
         source="measured",
@@ -147,8 +147,8 @@ def _write_record(path: Path, found: Blame, started: str, files: Sequence[Path],
         arguments={
             "files": [str(file) for file in files],
             "world_size": world_size,
-            "notes": list(found.notes),
-            "no_verdict": found.no_verdict,
+            "notes": list(blame.notes),
+            "no_verdict": blame.no_verdict,
         },
         environment=snapshot(),
     )

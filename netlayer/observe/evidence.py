@@ -1,8 +1,8 @@
-"""What is known of the collectives of a job, whoever wrote it down: groups, and what every rank launched in them.
+"""Data model for the recorded collectives of a job, whatever recorder wrote them: groups, and launches by rank.
 
-Collectives of a group are numbered on each rank for itself; equal numbers mean the same collective, or should. Sends
-and receives are numbered for each pair and direction. Left out: the data, and reduction operators, which no recorder
-writes.
+Each rank numbers the collectives of a group by itself; equal numbers should mean the same collective. Sends and
+receives are numbered for each pair and direction. Not included: tensor contents and reduction operators, which no
+recorder writes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _FAMILIES = {
     "all_reduce_barrier": "barrier",
     "alltoall": "all_to_all",
 }
-_UNEVEN = ("all_to_all", "_v")  # kinds whose ranks may rightly differ in size
-_ONE_SIDED = {"scatter": "inputs", "gather": "outputs"}  # what only the root holds
+_UNEVEN = ("all_to_all", "_v")  # kinds whose sizes may legitimately differ between ranks
+_ONE_SIDED = {"scatter": "inputs", "gather": "outputs"}  # tensors that only the root has
 
 
 class Signature(NamedTuple):
-    """What must be equal on all ranks of a collective; None where it need not be."""
+    """Properties that must be equal on all ranks of a collective; None for those that need not be."""
 
     kind: str
     num_elements: tuple[int | None, int | None]
     dtypes: tuple[tuple[str, ...] | None, tuple[str, ...] | None]
 
     def difference(self, other: Signature) -> str:
-        """What two ranks disagree in, in words; empty where they agree."""
+        """Return the first property that differs ("collective", "size", "dtype"); empty if none does."""
         names = ("collective", "size", "dtype")
         return next((name for name, a, b in zip(names, self, other, strict=True) if a != b), "")
 
@@ -48,15 +48,15 @@ class Launch:
     Args:
         seq: its number in the group, or in the pair and direction.
         kind: `all_reduce`, `_all_gather_base`, `send`; joined by + where several run as one.
-        order: position among everything that the rank launched.
-        done: whether it is known to be complete on this rank.
+        order: position among all launches of the rank.
+        done: True if it is known to be complete on this rank.
         inputs, outputs: shapes of the tensors.
         input_dtypes, output_dtypes: names as the recorder writes them.
-        num_bytes: where shapes are not known.
-        created_ns: when, on the rank's own clock; 0 where not known.
-        place: the line of the program that launched it.
-        recorded: its number as the recorder counts, over all sends and receives of a group; 0: `seq`.
-        started: whether it is known to run on the device; False where nobody wrote that down.
+        num_bytes: size where shapes are not recorded, else None.
+        created_ns: launch time by the rank's own clock; 0 if not recorded.
+        place: line of the program that launched it.
+        recorded: the recorder's own number, which counts all sends and receives of a group; 0: same as `seq`.
+        started: True if it is known to run on the device; False also where the recorder does not tell.
     """
 
     seq: int
@@ -78,22 +78,22 @@ class Launch:
 
     @property
     def size(self) -> str:
-        """Shapes and dtypes in words: `[1024, 4] Float`, `[4] -> [16] Float`, `3 tensors of 96 elements Float`."""
+        """Shapes and dtypes as text: `[1024, 4] Float`, `[4] -> [16] Float`, `3 tensors of 96 elements Float`."""
         if self.num_bytes is not None:
             return f"{self.num_bytes:,} bytes"
-        given, made = _words(self.inputs), _words(self.outputs)
-        shown = given if given == made or not made else f"{given} -> {made}" if given else made
+        inputs, outputs = _words(self.inputs), _words(self.outputs)
+        shapes = inputs if inputs == outputs or not outputs else f"{inputs} -> {outputs}" if inputs else outputs
         dtypes = "/".join(dict.fromkeys(self.input_dtypes + self.output_dtypes))
-        return " ".join(filter(None, (shown, dtypes))) or "no data"
+        return " ".join(filter(None, (shapes, dtypes))) or "no data"
 
     @property
     def counterpart(self) -> tuple[str, int]:
-        """Equal on ranks that do the same work in groups of the same role."""
+        """Key that is equal for the same operation in other groups of the same role."""
         return (self.kind if self.kind in ("send", "recv") else "", self.recorded or self.seq)
 
     @cached_property
     def signature(self) -> Signature:
-        """What the other ranks must have launched too."""
+        """Properties that this launch must share with those of the other ranks."""
         kind = "+".join(map(family, self.kind.split("+")))
         sides: tuple[Sizes, Sizes] = (self.inputs, self.outputs)
         dtypes: tuple[tuple[str, ...], tuple[str, ...]] = (self.input_dtypes, self.output_dtypes)
@@ -116,11 +116,11 @@ class Group:
     """A process group, or one direction between two ranks of it.
 
     Args:
-        key: the same on all its ranks, and of no other group.
-        name: what the program calls it.
-        role: shared with groups that do the same work elsewhere: every data-parallel group has `dp`.
-        ranks: in the world, in order.
-        sender: of a direction: the rank that sends; the other one receives.
+        key: unique identity, equal on all its ranks.
+        name: name that the program gives it.
+        role: shared by groups that do the same work on other ranks: every data-parallel group has `dp`.
+        ranks: global ranks, in order.
+        sender: for one direction of a pair, the sending rank; None for a whole group.
     """
 
     key: str
@@ -135,14 +135,14 @@ class Group:
 
 @dataclass
 class RankLog:
-    """What one rank launched, by group and number.
+    """Recorded launches of one rank, by group and number.
 
     Args:
-        rank: in the world.
-        source: the file that says so.
+        rank: global rank.
+        source: path of the file.
         launches: by key of the group, in order of launch.
-        whole: whether it reaches back to the start; older entries may have been overwritten.
-        doing: what it does now, as a phrase; empty where not known.
+        whole: True if it reaches back to the start; False if older entries were overwritten.
+        doing: current activity as a phrase; empty if not known.
     """
 
     rank: int
@@ -152,30 +152,30 @@ class RankLog:
     doing: str = ""
 
     def last(self, key: str) -> Launch | None:
-        """Its last launch in a group, of those that are written down."""
+        """Return the last recorded launch in a group; None if there is none."""
         return next(reversed(self.launches[key].values()), None) if key in self.launches else None
 
     def first_open(self, key: str) -> Launch | None:
-        """The first launch in a group that is not complete."""
+        """Return the first incomplete launch in a group; None if all are complete."""
         return next((launch for launch in self.launches.get(key, {}).values() if not launch.done), None)
 
     @cached_property
     def newest(self) -> tuple[str, Launch] | None:
-        """The last launch in any group, with the key of that group."""
+        """Last launch in any group, with the key of that group."""
         pairs = ((key, launch) for key, of_group in self.launches.items() for launch in of_group.values())
         return max(pairs, key=lambda pair: pair[1].order, default=None)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that the files say of one job.
+    """Recorded groups and launches of one job, from all its files.
 
     Args:
         groups: by key.
         ranks: logs by rank.
-        world: every rank that is known to exist.
-        damaged: ranks whose file is there but cannot be used, with the reason.
-        unrecorded: what these files cannot show, in words; empty where they show all.
+        world: all ranks that are known to exist.
+        damaged: ranks whose file exists but cannot be used, with the reason.
+        unrecorded: sentence on what these files cannot show; empty if they are complete.
     """
 
     groups: Mapping[str, Group]
@@ -186,12 +186,12 @@ class Evidence:
 
     @property
     def silent(self) -> list[int]:
-        """Ranks that left nothing."""
+        """Ranks without a usable file."""
         return [rank for rank in self.world if rank not in self.ranks]
 
 
 def family(kind: str) -> str:
-    """One name for the spellings of a collective: `_all_gather_base` and `all_gather_into_tensor` are `all_gather`."""
+    """Return the common name of a collective: `all_gather` for `_all_gather_base` and `all_gather_into_tensor`."""
     name = kind.lower().lstrip("_")
     for spelling in _SPELLINGS:
         name = name.removesuffix(spelling)

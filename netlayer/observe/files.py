@@ -1,8 +1,8 @@
-"""Recognises, by content, what a job left behind: dumps of Flight Recorder, RAS output, reports of our watch.
+"""Readers of the files of a hung job, recognised by content: Flight Recorder dumps, RAS output, watch reports.
 
-A file that is damaged, empty or of another kind costs nothing but itself: it is skipped with a note, and where its
-name tells the rank, that rank counts as silent. Only where no file is left is there an error. No file is unpacked,
-no pickle runs, and what is read is bounded before it is parsed: a file by its bytes, JSON by its brackets as well.
+A file that is damaged, empty or of another kind is skipped with a note; if its name tells the rank, that rank counts as
+silent. It is an error only if no file can be used. No archive is unpacked, no pickle runs, and size is bounded before
+parsing: files by their bytes, JSON by its number of brackets and commas as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PACKED = {
     b"\xfd7zXZ\x00": "xz",
     b"BZh": "bzip2",
 }
-# What follows a JSON text in a log of many: the next one, or nothing.
+# A log of repeated queries holds several JSON texts, separated by white space.
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 _MAX_QUERIES = 10_000
@@ -49,7 +49,7 @@ _MAX_QUERIES = 10_000
 
 @dataclass
 class _Inputs:
-    """What the files hold, by kind; `skipped`: path and reason of those that hold nothing usable."""
+    """Parsed content of the files, by kind; `skipped` has path and reason of each file that cannot be used."""
 
     dumps: list[flight_recorder.Dump] = field(default_factory=list)
     queries: list[ras.Query] = field(default_factory=list)
@@ -58,7 +58,7 @@ class _Inputs:
     num_files: int = 0
 
     def add(self, path: Path) -> None:
-        """Read one file."""
+        """Read one file and file its content under its kind."""
         self.num_files += 1
         try:
             parsed = _parse(path, _read(path))
@@ -74,14 +74,14 @@ class _Inputs:
 
 
 def read_files(paths: Sequence[Path], world_size: int | None = None) -> Blame:
-    """The verdict on these files; of a folder, on all files in it; `-` is the standard input.
+    """Read the files of one job and name the ranks that hold it up.
 
     Args:
-        paths: files and folders, of one job.
-        world_size: ranks of the job, where the files do not say.
+        paths: files and folders (all files in them); `-` is standard input.
+        world_size: number of ranks of the job, if the files do not tell.
 
     Raises:
-        ConfigError: no file can be used, or those that can are of two runs.
+        ConfigError: no file can be used, or the usable ones are of two runs.
     """
     inputs = _Inputs()
     for path in _expand(paths):
@@ -126,10 +126,10 @@ def _notes(skipped: Sequence[tuple[Path, str]]) -> Iterator[str]:
 
 
 def _parse(path: Path, data: bytes) -> flight_recorder.Dump | list[ras.Query] | list[dict[str, Any]]:
-    """What one file holds.
+    """Recognise and parse the content of one file.
 
     Raises:
-        ValueError: nothing that is known here, or it is damaged; a phrase that goes on from the file's name.
+        ValueError: it is damaged or of no known kind; a phrase that continues the file's name ("is empty").
     """
     _check_kind(data)
     if data.startswith(_PICKLE):
@@ -159,7 +159,7 @@ def _parse(path: Path, data: bytes) -> flight_recorder.Dump | list[ras.Query] | 
 
 
 def _check_kind(data: bytes) -> None:
-    """Refuse what is plainly of another kind."""
+    """Raise ValueError if the data is empty, blank, all zero bytes, or a compressed archive."""
     if not data:
         raise ValueError("is empty")
     if packed := next((name for magic, name in _PACKED.items() if data.startswith(magic)), ""):
@@ -171,10 +171,10 @@ def _check_kind(data: bytes) -> None:
 
 
 def _bounded(text: str) -> bool:
-    """Whether parsing this as JSON takes a bounded amount of memory.
+    """Return True if parsing this as JSON takes a bounded amount of memory.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it would take more than any valid file.
     """
     if text.count("{") + text.count("[") > _MAX_CONTAINERS or text.count(",") > _MAX_VALUES:
         raise ValueError("holds more objects than any such file")
@@ -182,8 +182,8 @@ def _bounded(text: str) -> bool:
 
 
 def _json_texts(text: str) -> Iterator[Any]:
-    """Every JSON text of a file: a log of repeated queries holds many."""
-    text = ras.mend_json(text)
+    """Yield every JSON text of a file: a log of repeated queries holds several."""
+    text = ras.fix_json(text)
     at = _SPACE.match(text, 0).end()  # type: ignore[union-attr]
     for _ in range(_MAX_QUERIES):
         tree, at = _DECODER.raw_decode(text, at)
@@ -208,22 +208,22 @@ def _expand(paths: Sequence[Path]) -> Iterable[Path]:
 
 
 def _read(path: Path) -> bytes:
-    """The bytes of a file or pipe.
+    """Return the bytes of a file or pipe.
 
     Raises:
-        ValueError: it cannot be read, is no file, or is too large.
+        ValueError: it cannot be read, is not a regular file, or is too large.
     """
     if path == _STDIN:
         return _read_pipe(sys.stdin.fileno())
     try:
-        # A pipe that nobody writes to would hold up an ordinary open for ever.
+        # O_NONBLOCK: opening a pipe without a writer would block for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as exc:
         raise ValueError(f"cannot be read ({getattr(exc, 'strerror', None) or exc})") from exc
     try:
         state = os.fstat(descriptor)
         if stat.S_ISFIFO(state.st_mode) and str(path).startswith(("/dev/", "/proc/")):
-            return _read_pipe(descriptor)  # `<(ncclras -v)`; nobody may ever write to a pipe among the files
+            return _read_pipe(descriptor)  # `<(ncclras -v)`; a pipe elsewhere may never get a writer
         if not stat.S_ISREG(state.st_mode):
             raise ValueError("is no regular file")
         if state.st_size > _MAX_BYTES:
@@ -237,7 +237,7 @@ def _read(path: Path) -> bytes:
 
 
 def _read_pipe(descriptor: int) -> bytes:
-    """What comes out of a pipe, such as `<(ncclras -v)`, until its end."""
+    """Read a pipe, such as `<(ncclras -v)`, until its end; ValueError if it takes too long or is too large."""
     parts, size, deadline = [], 0, time.monotonic() + _PIPE_SECONDS
     while True:
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
@@ -253,5 +253,5 @@ def _read_pipe(descriptor: int) -> bytes:
 
 
 def _printable(path: Path) -> str:
-    """The name without line feeds and what else a terminal acts on."""
+    """Return the name with line feeds and terminal control characters replaced by "?"."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(path))

@@ -1,15 +1,15 @@
-"""PyTorch's Flight Recorder: one dump a rank, a pickle or JSON, as torch 2.4 to 2.13 write it (format 2.x).
+"""Reader of PyTorch Flight Recorder dumps: one pickle or JSON file a rank, as torch 2.4 to 2.13 write it (format 2.x).
 
-A dump holds the last launches of its rank (`entries`) and, from NCCL, the members of every group (`pg_config`); gloo
-leaves members out, and they are those ranks then that have launched anything in the group. The rank itself stands in
-the file's name alone: `nccl_trace_rank_3`. Source: the docstrings of torch.distributed.flight_recorder and dumps of
-torch 2.13. Left out: device times.
+A dump has the last launches of its rank (`entries`) and, with NCCL, the members of every group (`pg_config`). gloo
+does not record members; there the ranks that launched anything in a group count as its members. The rank is given by
+the file name only: `nccl_trace_rank_3`. Source: the docstrings of torch.distributed.flight_recorder, and dumps of
+torch 2.13. Not read: device times.
 
-[Note: gloo] gloo writes down no send and no receive, only counts them: `op_id` runs ahead of `collective_seq_id`. Of
-its work nothing but the end is noted, as `retired`, and that now and then after the next one is.
+[Note: gloo] gloo does not record sends and receives, it only counts them: `op_id` runs ahead of `collective_seq_id`.
+Of a collective it records only the end, as `retired`, and sometimes later than that of the next one.
 
-[Note: coalesced] Several collectives, sends or receives that run as one have the same number, and an entry at the end
-(`nccl:coalesced`, `nccl:ALLGATHER_coalesced`) that alone says how far they are.
+[Note: coalesced] Several collectives, sends or receives that run as one operation have the same number, and a last
+entry (`nccl:coalesced`, `nccl:ALLGATHER_coalesced`), which alone has their state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PAIR = re.compile(r"(?:send (?P<src>\d+)->(?P<dst>\d+)|recv (?P<to>\d+)<-(?P<of
 _RANK_LIST = re.compile(r"\[(?:\d{1,7}(?:, ?\d{1,7})*)?\]")
 _LIBRARIES = ("/torch/", "site-packages", "/lib/python", "<string>", "<frozen")
 _MOST_RANKS = 1 << 20
-# Far beyond what any job leaves; a file of shared references could ask for more than it holds.
+# Far above any real dump. Needed since a small pickle can refer to one object many times.
 _MAX_ENTRIES = 500_000
 _MAX_SHAPES = 2_000_000
 _MAX_FRAMES = 500
@@ -45,7 +45,7 @@ _MAX_MEMBERS = 4_000_000
 
 @dataclass(frozen=True)
 class _Entry:
-    """One entry, its types checked."""
+    """One entry of a dump, after type checks."""
 
     group: tuple[str, str]
     seq: int
@@ -54,37 +54,37 @@ class _Entry:
     launch: Launch
     backend: str
     num_unrecorded: int
-    """Sends and receives before it that the backend counts, but does not write down."""
+    """Number of earlier sends and receives that the backend counts but does not record."""
 
 
 @dataclass(frozen=True)
 class Dump:
-    """One rank's."""
+    """Flight Recorder dump of one rank."""
 
     rank: int
     source: str
     whole: bool
-    """Whether it reaches back to the start: older entries have not been overwritten."""
+    """True if it reaches back to the start: no older entries were overwritten."""
     members: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Description and ranks of a group by its name; empty under gloo."""
+    """Description and ranks of each group, by its name; empty under gloo."""
     entries: Sequence[_Entry]
 
     @property
     def family(self) -> tuple[Path, str, str]:
-        """Folder and name without the rank: the same for the dumps of one run."""
+        """Folder, and file name before and after the rank: equal for all dumps of one run."""
         return _split_name(Path(self.source)) or (Path(), "", "")
 
 
 def is_dump(tree: Any) -> bool:
-    """Whether a pickle's or a JSON file's data is one."""
+    """Return True if the data of a pickle or JSON file is a Flight Recorder dump."""
     return isinstance(tree, dict) and "version" in tree and ("entries" in tree or "pg_config" in tree)
 
 
 def parse(tree: Mapping[str, Any], path: Path) -> Dump:
-    """One rank's dump.
+    """Parse the dump of one rank.
 
     Raises:
-        ValueError: what is wrong with it, as a phrase that goes on from the file's name.
+        ValueError: it is damaged; a phrase that continues the file's name ("has Flight Recorder format ...").
     """
     match = _RANK.search(path.name)
     if match is None:
@@ -94,8 +94,8 @@ def parse(tree: Mapping[str, Any], path: Path) -> Dump:
         raise ValueError(f"has rank {rank} by its name, which no job has (name it <prefix>_<rank>)")
     version = tree["version"]
     if not isinstance(version, str) or not version.startswith("2."):
-        shown = repr(version[:20]) if isinstance(version, str) else f"of a {type(version).__name__}"
-        raise ValueError(f"has Flight Recorder format {shown}, known is 2.x")
+        found_version = repr(version[:20]) if isinstance(version, str) else f"of a {type(version).__name__}"
+        raise ValueError(f"has Flight Recorder format {found_version}, known is 2.x")
     try:
         return _parse(tree, rank, str(path))
     except ValueError as exc:
@@ -103,10 +103,10 @@ def parse(tree: Mapping[str, Any], path: Path) -> Dump:
 
 
 def select(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, str]]]:
-    """The dumps of one run among these, and those that are not used, with the reason.
+    """Select the dumps of one run; return them, and path and reason of each one that is not used.
 
-    Two dumps of one rank, or dumps that differ in the members of a group, are of two runs: those are kept that most
-    others agree with.
+    Two dumps of one rank, or dumps that differ in the members of a group, are of two runs: the ones that agree with
+    most others are used.
 
     Raises:
         ValueError: neither run has more dumps than the other.
@@ -121,27 +121,27 @@ def select(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, str]]]:
         if sizes[other.family] == sizes[dump.family] and other.entries != dump.entries:
             raise ValueError(f"{dump.source} and {other.source} are both of rank {dump.rank}")
         skipped.append((Path(dump.source), f"is of rank {dump.rank}, as {other.source} is"))
-    kept = list(by_rank.values())
-    # Those that most others contradict go first: they may be all that speaks against one of a small group.
+    chosen = list(by_rank.values())
+    # First drop dumps that a majority contradicts: they may be the only ones to contradict a dump of a small group.
     for margin in (1, 0):
         votes: dict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
-        for dump in kept:
+        for dump in chosen:
             for name, (_, ranks) in dump.members.items():
                 votes[name][ranks] += 1
-        reasons = {dump.rank: _contradiction(dump, votes, margin) for dump in kept}
-        skipped += [(Path(dump.source), reasons[dump.rank]) for dump in kept if reasons[dump.rank]]
-        kept = [dump for dump in kept if not reasons[dump.rank]]
-    if not kept:
+        reasons = {dump.rank: _contradiction(dump, votes, margin) for dump in chosen}
+        skipped += [(Path(dump.source), reasons[dump.rank]) for dump in chosen if reasons[dump.rank]]
+        chosen = [dump for dump in chosen if not reasons[dump.rank]]
+    if not chosen:
         raise ValueError(f"{skipped[-1][0]} {skipped[-1][1]}")
-    return sorted(kept, key=lambda dump: dump.rank), skipped
+    return sorted(chosen, key=lambda dump: dump.rank), skipped
 
 
 def _contradiction(dump: Dump, votes: Mapping[str, Counter[tuple[int, ...]]], margin: int) -> str:
-    """Why a dump cannot be of the run of the others; empty where it can.
+    """Return why a dump cannot be of the same run as the others; empty if it can.
 
     Args:
-        votes: by group, how many dumps name which members.
-        margin: by how many more dumps than its own another list of members must be named.
+        votes: for each group, the number of dumps that name each list of members.
+        margin: by how many dumps another list of members must exceed this dump's own list.
     """
     for name, (_, ranks) in dump.members.items():
         for other, count in votes[name].items():
@@ -160,7 +160,7 @@ def _contradiction(dump: Dump, votes: Mapping[str, Counter[tuple[int, ...]]], ma
 
 
 def damaged_ranks(dumps: Sequence[Dump], skipped: Iterable[tuple[Path, str]]) -> dict[int, str]:
-    """Ranks whose file is there but cannot be used, with the reason; only names in the form of the good dumps tell."""
+    """Return the ranks whose file is unusable, with the reason; only files named like the good dumps count."""
     families = {dump.family for dump in dumps}
     ranks = {dump.rank for dump in dumps}
     known = {rank for dump in dumps for _, members in dump.members.values() for rank in members}
@@ -176,14 +176,14 @@ def damaged_ranks(dumps: Sequence[Dump], skipped: Iterable[tuple[Path, str]]) ->
 
 
 def join(dumps: Iterable[Dump], world_size: int | None, damaged: Mapping[int, str] | None = None) -> Evidence:
-    """The dumps of a job as evidence; each rank has one, and they agree (`select`).
+    """Combine the dumps of a job, one a rank and of one run (see `select`), as evidence.
 
     Args:
         world_size: ranks of the job, where it is known.
         damaged: ranks whose dump cannot be used, with the reason.
 
     Raises:
-        ValueError: a rank is beyond the world.
+        ValueError: a rank is not below `world_size`.
     """
     by_rank = {dump.rank: dump for dump in dumps}
     lists = {id(ranks): ranks for dump in by_rank.values() for _, ranks in dump.members.values()}
@@ -191,18 +191,18 @@ def join(dumps: Iterable[Dump], world_size: int | None, damaged: Mapping[int, st
     if world_size is not None and max(known) >= world_size:
         raise ValueError(f"rank {max(known)} is there, but --world-size is {world_size}")
     world = range(world_size if world_size is not None else max(known) + 1)
-    seen = defaultdict(set)
+    launched_by = defaultdict(set)
     for dump in by_rank.values():
         for entry in dump.entries:
-            seen[entry.group].add(dump.rank)
+            launched_by[entry.group].add(dump.rank)
     groups: dict[str, Group] = {}
     logs = {rank: RankLog(rank, dump.source, whole=dump.whole) for rank, dump in by_rank.items()}
     for rank, dump in by_rank.items():
         for entry in dump.entries:
-            group = _group_of(entry, dump, seen, world)
+            group = _group_of(entry, dump, launched_by, world)
             groups.setdefault(group.key, group)
             of_group = logs[rank].launches.setdefault(group.key, {})
-            # Sends and receives are numbered for the whole group there, and here for each pair and direction.
+            # torch numbers sends and receives over the whole group, we number them for each pair and direction.
             seq = len(of_group) + 1 if group.sender is not None else entry.seq
             of_group[seq] = replace(entry.launch, seq=seq)
     unrecorded = _unrecorded(by_rank.values())
@@ -210,38 +210,40 @@ def join(dumps: Iterable[Dump], world_size: int | None, damaged: Mapping[int, st
 
 
 def _unrecorded(dumps: Iterable[Dump]) -> str:
-    """[Note: gloo] in words, where it holds: what these dumps cannot show."""
+    """Return what these dumps cannot show, as a sentence; empty unless all are of gloo. See [Note: gloo]."""
     entries = [entry for dump in dumps for entry in dump.entries]
     if not entries or any(entry.backend != "gloo" for entry in entries):
         return ""
     count = max(entry.num_unrecorded for entry in entries)
-    seen = f" (one rank has done at least {count})" if count else ""
-    return f"gloo's dumps hold no send and no receive{seen}: who waits in one is not seen"
+    at_least = f" (one rank has done at least {count})" if count else ""
+    return f"gloo's dumps hold no send and no receive{at_least}: who waits in one is not seen"
 
 
-def _group_of(entry: _Entry, dump: Dump, seen: Mapping[tuple[str, str], set[int]], world: Sequence[int]) -> Group:
+def _group_of(
+    entry: _Entry, dump: Dump, launched_by: Mapping[tuple[str, str], set[int]], world: Sequence[int]
+) -> Group:
     name, description = entry.group
     if name in dump.members:
         description, ranks = dump.members[name]
     else:
-        ranks = tuple(world) if description == "default_pg" else tuple(sorted(seen[entry.group]))
+        ranks = tuple(world) if description == "default_pg" else tuple(sorted(launched_by[entry.group]))
     nameless = description in ("", "undefined")
-    shown = name if nameless else f"{name}:{description}"
+    display = name if nameless else f"{name}:{description}"
     role = f"{name if nameless else description}/{len(ranks)}"
     key = f"{name}@{ranks[0]}-{ranks[-1]}/{len(ranks)}"  # groups of one name have no rank in common
     pair = _PAIR.search(entry.kind)
     if pair is None:
-        return Group(key, shown, role, ranks)
+        return Group(key, display, role, ranks)
     src, dst = (int(pair["src"] or pair["of"] or 0), int(pair["dst"] or pair["to"] or 0))
-    if max(src, dst) >= len(ranks):  # the members are those that were seen: gloo, or a dump without pg_config
-        return Group(key, shown, role, ranks)
+    if max(src, dst) >= len(ranks):  # the member list is incomplete: gloo, or a dump without pg_config
+        return Group(key, display, role, ranks)
     ends = (ranks[src], ranks[dst])
-    name = f"{shown} {ends[0]}->{ends[1]}"
+    name = f"{display} {ends[0]}->{ends[1]}"
     return Group(f"{key}/{src}->{dst}", name, f"{role}/{src}->{dst}", tuple(sorted(ends)), ends[0])
 
 
 def _merge(entries: Sequence[_Entry]) -> list[_Entry]:
-    """[Note: coalesced]: collectives that run as one become one; sends and receives get the state of their end."""
+    """Merge coalesced collectives to one entry, and copy the final state to sends and receives: [Note: coalesced]."""
     together: dict[tuple[tuple[str, str], bool, int], list[_Entry]] = defaultdict(list)
     for entry in entries:
         together[entry.group, entry.is_p2p, entry.seq].append(entry)
@@ -298,7 +300,7 @@ def _parse(tree: Mapping[str, Any], rank: int, source: str) -> Dump:
 
 
 def _num_shapes(raw: Any) -> int:
-    """How many lengths an entry's shapes have, before they are looked at."""
+    """Count the dimensions of all shapes of an unchecked entry, to bound the work before parsing."""
     if not isinstance(raw, dict):
         return 0
     sides = [raw.get(key) for key in ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")]
@@ -309,7 +311,7 @@ def _num_shapes(raw: Any) -> int:
 
 
 def _retired(entries: Sequence[_Entry]) -> list[_Entry]:
-    """[Note: gloo]: what a later one of its group has passed is complete as well."""
+    """Mark gloo collectives as complete if a later one of their group is: [Note: gloo]."""
     newest = {entry.group: entry.seq for entry in entries if entry.backend == "gloo" and entry.launch.done}
     return [
         replace(entry, launch=replace(entry.launch, done=True))
@@ -320,7 +322,7 @@ def _retired(entries: Sequence[_Entry]) -> list[_Entry]:
 
 
 def _split_name(path: Path) -> tuple[Path, str, str] | None:
-    """Folder, and name before and after the rank; None where it has none."""
+    """Split a path in folder, name before the rank and name after it; None if the name has no rank."""
     match = _RANK.search(path.name)
     return (path.parent, path.name[: match.start(1)], path.name[match.end(1) :]) if match else None
 
@@ -339,7 +341,7 @@ def _entry(raw: Any, order: int) -> _Entry:
         seq=seq,
         kind=kind.partition(" ")[0],
         order=order,
-        # Of gloo's work nothing but its end is noted, and that as `retired`.
+        # gloo records only the end of a collective, as `retired`.
         done=state == "completed" or (backend == "gloo" and raw.get("retired") is True),
         inputs=_sizes(raw, "input_sizes"),
         outputs=_sizes(raw, "output_sizes"),
@@ -356,7 +358,7 @@ def _entry(raw: Any, order: int) -> _Entry:
 
 
 def _members(name: Any, raw: Any) -> tuple[str, tuple[int, ...]]:
-    """Description and ranks of a group; they are written as the text of a list."""
+    """Return description and ranks of a group of pg_config, where ranks are written as the text of a list."""
     _typed(name, str, "a group's name")
     text = _get(_typed(raw, dict, "a group of pg_config"), "ranks", str)
     ranks = _ranks(text)
@@ -367,7 +369,7 @@ def _members(name: Any, raw: Any) -> tuple[str, tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=4096)
 def _ranks(text: str) -> tuple[int, ...] | None:
-    """`[0, 1, 2]` as ranks; kept, since every dump of a large job holds the same long lists."""
+    """Parse `[0, 1, 2]`; None if invalid. Cached, since every dump of a large job has the same long lists."""
     if len(text) > _MAX_TEXT or _RANK_LIST.fullmatch(text) is None:
         return None
     ranks = tuple(int(number) for number in re.findall(r"\d+", text))
@@ -375,7 +377,7 @@ def _ranks(text: str) -> tuple[int, ...] | None:
 
 
 def _place(frames: Any) -> str:
-    """The innermost line that is neither Python's own nor a library's: `train.py:88 in step`."""
+    """Return the innermost frame outside the standard library and packages: `train.py:88 in step`."""
     if not isinstance(frames, list):
         return ""
     for frame in frames[:_MAX_FRAMES]:

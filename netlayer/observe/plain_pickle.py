@@ -1,9 +1,9 @@
-"""Reads pickles that hold plain data, and only those: dicts, lists, tuples, text, numbers, truth values and None.
+"""Safe reader of pickles of plain data: dicts, lists, tuples, strings, numbers, booleans and None.
 
-A pickle is a program; one that imports, calls or builds anything is refused before a single opcode of it runs. So is
-one that would make the reader ask for more memory than its own size accounts for, or for more objects than any dump
-holds. What comes back may still share objects many times over: whoever walks it bounds the walk. Left out: protocol
-0, whose arguments are lines of text, and out-of-band buffers: no recorder of collectives writes them.
+A pickle is a program. One that imports, calls or constructs anything is refused before any of its opcodes runs; so is
+one that would allocate far more memory than its own size, or more objects than any dump has. The result may still
+refer to one object many times, so callers must bound their walk over it. Not supported, since no recorder of
+collectives writes them: protocol 0 and out-of-band buffers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COUNTED = {
     if opcode.name in _PLAIN and opcode.arg is not None and opcode.arg.n < 0
 }
 _LONG_PUT, _STOP = ord("r"), ord(".")
-# A run of opcodes of fixed length is passed over at once; bounded, since the matcher keeps a place for each.
+# Skips a run of fixed-length opcodes at once; bounded, since the regex engine keeps state for each repetition.
 _RUN = re.compile(
     b"(?:%s){1,4096}"
     % b"|".join(
@@ -58,10 +58,10 @@ _ERRORS = (
 
 
 def loads(data: bytes) -> Any:
-    """The data of a pickle.
+    """Return the data of a pickle.
 
     Raises:
-        ValueError: it is damaged, or holds more than plain data; what, in words.
+        ValueError: it is damaged, or holds more than plain data; a phrase that continues the file's name.
     """
     _check(data)
     try:
@@ -71,18 +71,18 @@ def loads(data: bytes) -> Any:
 
 
 class _Plain(pickle.Unpickler):
-    """A second lock: the first one is `_check`."""
+    """Unpickler that refuses every import: a second line of defence after `_check`."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
 def _check(data: bytes) -> None:
-    """Walk over the opcodes without doing what they say."""
+    """Scan the opcodes without running them; raise ValueError on any that is not plain data."""
     at, size, num_objects = 0, len(data), 0
     while at < size:
         if run := _RUN.match(data, at):
-            # Empty dicts, lists and the like: one byte of the file, up to 64 of memory.
+            # Empty dicts, lists and so on: one byte of the file becomes up to 64 bytes of memory.
             num_objects += sum(data.count(opcode, at, run.end()) for opcode in _MAKERS)
             at = run.end()
         num_objects += 1
@@ -95,7 +95,7 @@ def _check(data: bytes) -> None:
         if code == _STOP:
             return
         if code in _FIXED:
-            # The C unpickler makes room for every entry up to the number that is named here.
+            # The C unpickler allocates its memo up to the index named here.
             if code == _LONG_PUT and int.from_bytes(data[at : at + 4], "little") > size:
                 raise ValueError("is a damaged pickle (a memo entry beyond its end)")
             at += _FIXED[code]

@@ -1,14 +1,15 @@
-"""What NCCL's RAS subsystem says: `ncclras` (text; better with -v), `-f json` (2.28.7 on), `-D` (2.31 on) and `-m`.
+"""Reader of NCCL RAS output: `ncclras` (text; better with -v), `-f json` (2.28.7 on), `-D` (2.31 on) and `-m`.
 
 RAS counts launches for each kind of operation and communicator (NCCL 2.24 and 2.25: over all kinds), and knows which
-processes answer. Ranks are those of the communicator; a process is known by host, id and GPU across communicators.
+processes answer. Ranks are those of the communicator; a process is identified across communicators by host, PID and
+GPU.
 
-It does not know what completes: a communicator whose ranks have all launched the same is "OK" there, whether they run
-or hang inside that operation. And ranks that are busy differ by one or two launches. One query therefore tells who is
-behind, not that anybody hangs; two queries of one job tell who has launched anything in between.
+RAS does not know which operations are complete: a communicator whose ranks have all launched the same is "OK" there,
+whether they run or hang inside the operation. And ranks of a running job differ by one or two launches. So one query
+tells which ranks are behind, not whether the job hangs; two queries tell which ranks launched anything in between.
 
-Text lists the ranks of a count or state where they are few: up to a quarter and ten of them, with -v less than half.
-Where all others are listed, the rest is known all the same. RCCL writes the same with other headings.
+Text output lists the ranks of a count or state only if they are few: at most a quarter and ten of them, with -v less
+than half. If all other ranks are listed, the unlisted ones follow. RCCL writes the same with other headings.
 
 Source: NCCL's src/ras of 2.24.3 to 2.30.7, its user guide to 2.32, RCCL's documentation of -D.
 """
@@ -47,7 +48,7 @@ _EVENT = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\] (PEER_\w+): ?(.*)$")
 _DIAGNOSTIC = re.compile(r"NCCL DIAG (?:\[(OK|INFO)\] +)?(.*)$")
 _AT_FAULT = re.compile(r"uncorrected volatile errors on rank\(s\)|inactive link\(s\) on rank\(s\)")
 _RANK_SET = re.compile(r"on rank\(s\) \{([\d,]*)")
-# The comma that NCCL 2.28.7 and 2.28.9 leave out behind the last field before the state of a missing rank.
+# NCCL 2.28.7 and 2.28.9 omit the comma after the last field before the status of a missing rank.
 _NO_COMMA = re.compile(r'("nvml_dev"\s*:\s*-?\d{1,9})(\s*"status")')
 _ERRORS = {
     1: "Unhandled CUDA error",
@@ -72,7 +73,7 @@ _SAME = (
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank of a communicator; `process`: GPU, process and node in words, where they are known."""
+    """Rank of a communicator; `process` is its GPU, PID and node as text, empty if not known."""
 
     rank: int
     process: str = ""
@@ -83,17 +84,19 @@ class Rank:
 
 @dataclass
 class Communicator:
-    """What RAS says of one.
+    """State of one communicator in an answer of RAS.
 
     Args:
         key: its hash without leading zeros; the same in every query and format.
-        name: for a person.
-        size: ranks, 0 where not known.
-        missing: ranks without data, and what is known of them.
-        errors: ranks that report one, and which.
-        states: ranks that are not just running, and in which state they are.
-        counts: launches by kind and rank.
-        unlisted: by kind the counts of ranks that text leaves out, with their number.
+        name: name for messages.
+        size: number of ranks, 0 if not known.
+        missing: ranks without data, with the reason as a phrase.
+        errors: ranks that report an error, with the error.
+        states: ranks in another state than running, with the state.
+        counts: launches by kind of operation and rank.
+        unlisted: for each kind, launch counts of ranks that text output does not list, with the number of ranks.
+        unlisted_errors: phrases on errors of ranks that text output does not list.
+        num_missing: number of ranks without data, listed or not.
     """
 
     key: str
@@ -107,35 +110,35 @@ class Communicator:
     unlisted_errors: list[str] = field(default_factory=list)
     num_missing: int = 0
 
-    def most(self, kind: str) -> int:
-        """The highest count of a kind."""
+    def max_count(self, kind: str) -> int:
+        """Return the highest launch count of a kind over all ranks."""
         return max({*self.counts[kind].values(), *self.unlisted.get(kind, ())}, default=0)
 
-    def least(self, kind: str) -> int:
-        """The lowest count of a kind."""
+    def min_count(self, kind: str) -> int:
+        """Return the lowest launch count of a kind over all ranks."""
         return min({*self.counts[kind].values(), *self.unlisted.get(kind, ())}, default=0)
 
     def behind(self) -> dict[Rank, str]:
-        """Ranks that have launched less of a kind than another rank, and what."""
-        late: dict[Rank, str] = {}
+        """Return the ranks that launched less of some kind than another rank, with the counts as text."""
+        behind: dict[Rank, str] = {}
         for kind, counts in self.counts.items():
             for rank, count in counts.items():
-                if count < self.most(kind):
-                    late.setdefault(rank, f"{kind}: launched {count}, others {self.most(kind)}")
-        return late
+                if count < self.max_count(kind):
+                    behind.setdefault(rank, f"{kind}: launched {count}, others {self.max_count(kind)}")
+        return behind
 
     def ahead(self) -> dict[Rank, str]:
-        """Ranks that have launched more of some kind than another rank, and less of none: they wait here."""
-        late = self.behind()
+        """Return the ranks that launched more of some kind than another rank and less of none: they wait here."""
+        behind = self.behind()
         return {
-            rank: f"{kind}: launched {count}, others {self.least(kind)}"
+            rank: f"{kind}: launched {count}, others {self.min_count(kind)}"
             for kind, counts in self.counts.items()
             for rank, count in counts.items()
-            if count > self.least(kind) and rank not in late
+            if count > self.min_count(kind) and rank not in behind
         }
 
     def launched(self) -> dict[Rank, int]:
-        """Launches of each rank, over all kinds."""
+        """Return the launches of each rank, summed over all kinds."""
         totals: dict[Rank, int] = defaultdict(int)
         for counts in self.counts.values():
             for rank, count in counts.items():
@@ -144,32 +147,32 @@ class Communicator:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it is being torn down: ranks then rightly differ."""
+        """True if it is being torn down: its ranks then legitimately differ."""
         return any(state in _LEAVING for state in self.states.values())
 
     def complete_lists(self) -> None:
-        """Name the ranks that text leaves out, where all others are listed."""
-        for kind, left_out in self.unlisted.items():
+        """Infer the unlisted ranks where all others are listed and the rest has one count."""
+        for kind, unlisted in self.unlisted.items():
             listed = {rank.rank for rank in (*self.counts[kind], *self.missing)}
             rest = [rank for rank in range(min(self.size, _MOST_RANKS)) if rank not in listed]
-            if len(left_out) == 1 and [*left_out.values()] == [len(rest)]:
-                self.counts[kind].update(dict.fromkeys(map(Rank, rest), next(iter(left_out))))
-                left_out.clear()
+            if len(unlisted) == 1 and [*unlisted.values()] == [len(rest)]:
+                self.counts[kind].update(dict.fromkeys(map(Rank, rest), next(iter(unlisted))))
+                unlisted.clear()
 
 
 @dataclass
 class Query:
-    """One answer of RAS, in any form.
+    """One answer of RAS, in any format.
 
     Args:
-        communicators: those of which something is said; in text only what is not OK.
-        processes: of the job that do not answer or are dead, in words.
-        diagnostics: lines of `-D`, each with whether it is [OK].
-        events: of `-m`: peers that died, in words.
-        time: as it stands in the answer; text has none.
-        is_whole: False where the answer breaks off.
-        num_communicators: where known.
-        is_json: whether all ranks of all communicators are listed.
+        communicators: communicators in the answer; text output only has those that are not OK.
+        processes: processes of the job that do not answer or are dead, as sentences.
+        diagnostics: lines of `-D`; each with True if it is marked [OK].
+        events: peers that died, from `-m`, as text.
+        time: time stamp of the answer; empty for text output.
+        is_whole: False if the answer is truncated.
+        num_communicators: total number, 0 if not known.
+        is_json: True for JSON, which lists all ranks of all communicators.
     """
 
     communicators: list[Communicator] = field(default_factory=list)
@@ -183,19 +186,19 @@ class Query:
 
 
 def is_json(tree: Any) -> bool:
-    """Whether a JSON file's data is RAS output: an answer to a query, or an event of monitoring."""
+    """Return True if the data of a JSON file is RAS output: an answer to a query, or a monitoring event."""
     if not isinstance(tree, dict):
         return False
     return ("communicators" in tree and "nccl_version" in tree) or str(tree.get("event", "")).startswith("PEER_")
 
 
-def mend_json(text: str) -> str:
-    """The same with the comma that NCCL 2.28.7 and 2.28.9 leave out."""
+def fix_json(text: str) -> str:
+    """Insert the comma that NCCL 2.28.7 and 2.28.9 omit."""
     return _NO_COMMA.sub(r"\1,\2", text) if '"nvml_dev"' in text else text
 
 
 def from_json(tree: Mapping[str, Any]) -> Query:
-    """One JSON answer.
+    """Parse one JSON answer.
 
     Raises:
         ValueError: it is damaged.
@@ -205,7 +208,7 @@ def from_json(tree: Mapping[str, Any]) -> Query:
             peer = tree.get("peer", {})
             what = f"process {peer.get('pid', '?')} on node {peer.get('host', peer.get('addr', '?'))}"
             return Query(events=[what[:200]] if tree["event"] == "PEER_DEAD" else [])
-        communicators = [_read(one) for one in tree["communicators"]]
+        communicators = [_parse_communicator(comm) for comm in tree["communicators"]]
         return Query(
             communicators, time=str(tree.get("timestamp", ""))[:40], num_communicators=len(communicators), is_json=True
         )
@@ -214,10 +217,10 @@ def from_json(tree: Mapping[str, Any]) -> Query:
 
 
 def from_text(text: str) -> list[Query]:
-    """Every text answer in a file; none where it holds none.
+    """Parse all text answers in a file; empty if it has none.
 
     Raises:
-        ValueError: it holds the client's own errors alone, or more lines than any answer.
+        ValueError: it has only error messages of the client, or more lines than any answer.
     """
     if text.count("\n") > _MOST_LINES:
         raise ValueError(f"has more than {_MOST_LINES:,} lines: no answer of RAS does")
@@ -225,61 +228,61 @@ def from_text(text: str) -> list[Query]:
     for line in text.splitlines():
         reader.read(line)
     for query in reader.queries:
-        for one in query.communicators:
-            one.complete_lists()
+        for comm in query.communicators:
+            comm.complete_lists()
     if not reader.queries and reader.client:
         raise ValueError(f"is ncclras without an answer ({reader.client[:100]})")
     return reader.queries
 
 
 class _Text:
-    """Reads the text a line at a time: sections, the communicators in them, and their ranks."""
+    """Line-by-line parser of text output: sections, the communicators in them, and their ranks."""
 
     def __init__(self) -> None:
         self.queries: list[Query] = []
         self.client = ""
         self._section = ""
-        self._kind = ""  # of operation, or "status"; which the lines on ranks are about
-        self._value = ""  # of the ranks that are listed next
+        self._kind = ""  # kind of operation, or "status", that the following rank lines are about
+        self._listed_value = ""  # count or state of the ranks that are listed next
         self._prefix = 0  # letters that a launcher puts before every line
-        self._known: dict[str, Communicator] = {}  # of this answer, by key
+        self._known: dict[str, Communicator] = {}  # communicators of this answer, by key
         self._current: Communicator | None = None
-        self._sizes: dict[str, int] = {}  # ranks of a communicator, by its group in the table
+        self._sizes: dict[str, int] = {}  # number of ranks of a communicator, by its group in the table
 
     def read(self, raw: str) -> None:
-        """The next line."""
+        """Parse the next line."""
         if raw.rstrip().endswith(_JOB):
             self._prefix = len(raw.rstrip()) - len(_JOB)
         line = raw[self._prefix :].strip()
-        if line.endswith(_JOB) or (not self.queries and self._starts(line)):
-            # Whole only once its last section has come.
+        if line.endswith(_JOB) or (not self.queries and self._is_start(line)):
+            # A summary is whole only once its last section, "Warnings", has come.
             self.queries.append(Query(is_whole=not line.endswith(_JOB)))
             self._section, self._sizes, self._known, self._current = "", {}, {}, None
         if diagnostic := _DIAGNOSTIC.search(line):
-            self._diagnostic(diagnostic)
+            self._read_diagnostic(diagnostic)
         elif event := _EVENT.search(line):
             if not self.queries:
                 self.queries.append(Query())
             if event[2] == "PEER_DEAD":
                 self.queries[-1].events.append(event[3][:200])
         elif self.queries:
-            self._inside(self.queries[-1], line)
+            self._read_line(self.queries[-1], line)
         elif _CLIENT.search(line) and not self.client:
             self.client = line
 
-    def _starts(self, line: str) -> bool:
-        """Whether an answer starts here whose head was cut."""
+    def _is_start(self, line: str) -> bool:
+        """Return True if an answer without its first lines starts here."""
         return line.startswith("Communicators...") or bool(_HEADER.match(line))
 
-    def _diagnostic(self, line: re.Match[str]) -> None:
+    def _read_diagnostic(self, line: re.Match[str]) -> None:
         if not self.queries:
             self.queries.append(Query())
         if line[1]:
             self.queries[-1].diagnostics.append((line[1] == "OK", line[2][:300]))
 
-    def _inside(self, query: Query, line: str) -> None:
+    def _read_line(self, query: Query, line: str) -> None:
         if header := _HEADER.match(line):
-            self._section, self._kind, self._value = header[3], "", ""
+            self._section, self._kind, self._listed_value = header[3], "", ""
             key = f"{int(header[2], 16):x}"
             if key not in self._known:
                 size = self._sizes.get(header[1].partition("-")[0], 0)
@@ -298,50 +301,50 @@ class _Text:
             if state:
                 query.processes.append(f"process {process[1]} on node {process[2]} managing {process[3]} {state}")
         elif self._current is not None and self._section in ("INCOMPLETE", "ERROR", "MISMATCH"):
-            self._about(self._current, line)
+            self._read_communicator_line(self._current, line)
 
-    def _about(self, one: Communicator, line: str) -> None:
-        """A line of a communicator."""
+    def _read_communicator_line(self, comm: Communicator, line: str) -> None:
+        """Parse a line in the section of a communicator."""
         if counts := _COUNTS.match(line):
-            self._kind, self._value = counts[1], ""
+            self._kind, self._listed_value = counts[1], ""
         elif line == _STATUS:
-            self._kind, self._value = "status", ""
+            self._kind, self._listed_value = "status", ""
         elif missing := _MISSING.match(line):
-            one.num_missing = int(missing[1])
+            comm.num_missing = int(missing[1])
         elif several := _SEVERAL.match(line):
-            self._value = several[2]
+            self._listed_value = several[2]
             if self._section == "ERROR":
-                one.unlisted_errors.append(f"{several[1]} ranks reported {several[2]}")
+                comm.unlisted_errors.append(f"{several[1]} ranks reported {several[2]}")
             elif self._kind != "status":
-                one.unlisted[self._kind][self._count(several[2])] = int(several[1])
+                comm.unlisted[self._kind][self._count(several[2])] = int(several[1])
         elif ranks := _LISTED.match(line):
             listed = map(Rank, islice(_expand(ranks[2]), _MOST_RANKS))
             if ranks[1] == "missing":
-                one.missing.update(dict.fromkeys(listed, "does not answer"))
+                comm.missing.update(dict.fromkeys(listed, "does not answer"))
             else:
-                one.states.update(dict.fromkeys(listed, "UNKNOWN"))
+                comm.states.update(dict.fromkeys(listed, "UNKNOWN"))
         elif rank := _RANK.match(line):
-            self._rank(one, rank)
+            self._read_rank_line(comm, rank)
 
-    def _rank(self, one: Communicator, line: re.Match[str]) -> None:
-        """A line on one rank: of the value that it names, or that the line above the list names."""
+    def _read_rank_line(self, comm: Communicator, line: re.Match[str]) -> None:
+        """Parse a line on one rank; its value is in the line itself, or in the heading of the list."""
         number = int(line[1])
-        if number >= (one.size or _MOST_RANKS):
-            return  # RAS has listed memory of a communicator that was being freed
+        if number >= (comm.size or _MOST_RANKS):
+            return  # garbage: RAS printed a communicator that was being freed
         owner = _OWNER.match((line[4] or "").strip())
         rank = Rank(number, f"{owner[1]}, process {owner[2]} on node {owner[3]}"[:120] if owner else "")
-        value = line[3] or self._value
+        value = line[3] or self._listed_value
         if self._section == "INCOMPLETE":
-            one.missing[rank] = "does not answer"
+            comm.missing[rank] = "does not answer"
         elif self._section == "ERROR":
-            one.errors[rank] = value or "an error"
-            one.unlisted_errors = [error for error in one.unlisted_errors if not error.endswith(f"reported {value}")]
+            comm.errors[rank] = value or "an error"
+            comm.unlisted_errors = [error for error in comm.unlisted_errors if not error.endswith(f"reported {value}")]
         elif self._kind == "status":
-            one.states[rank] = value.removeprefix("status ")
+            comm.states[rank] = value.removeprefix("status ")
         elif self._kind:
             count = self._count(value)
-            one.counts[self._kind][rank] = count
-            one.unlisted[self._kind].pop(count, None)
+            comm.counts[self._kind][rank] = count
+            comm.unlisted[self._kind].pop(count, None)
 
     @staticmethod
     def _count(value: str) -> int:
@@ -349,47 +352,47 @@ class _Text:
         return int(launched[1]) if launched else 0
 
 
-def _read(tree: Mapping[str, Any]) -> Communicator:
-    """A communicator of a JSON answer."""
+def _parse_communicator(tree: Mapping[str, Any]) -> Communicator:
+    """Parse a communicator of a JSON answer."""
     digest = str(tree["hash"])[:40]
     try:
         key = f"{int(digest, 16):x}"
     except ValueError:
         key = digest
-    one = Communicator(key, digest, int(tree["size"]))
+    comm = Communicator(key, digest, int(tree["size"]))
     for raw in tree["ranks"]:
-        _read_rank(one, raw)
+        _parse_rank(comm, raw)
     listed = tree.get("missing_ranks")
     for raw in listed or ():
         status = raw.get("status", {})
         if status.get("considered_dead"):
-            one.missing[_identify(raw)] = "is considered dead"
+            comm.missing[_identify(raw)] = "is considered dead"
         elif status.get("unresponsive", True):
-            one.missing[_identify(raw)] = "does not answer"
+            comm.missing[_identify(raw)] = "does not answer"
         else:
-            one.states[_identify(raw)] = "NOCOMM"
+            comm.states[_identify(raw)] = "NOCOMM"
     present = {int(raw["rank"]) for raw in tree["ranks"]}
-    if listed is None and len(present) < one.size <= _MOST_RANKS:
-        # RCCL and forks of it leave the list out.
-        gone = [Rank(rank) for rank in range(one.size) if rank not in present]
-        one.missing.update(dict.fromkeys(gone, "does not answer, or has left it: this output does not say which"))
-    return one
+    if listed is None and len(present) < comm.size <= _MOST_RANKS:
+        # RCCL and its forks omit missing_ranks.
+        absent = [Rank(rank) for rank in range(comm.size) if rank not in present]
+        comm.missing.update(dict.fromkeys(absent, "does not answer, or has left it: this output does not say which"))
+    return comm
 
 
-def _read_rank(one: Communicator, raw: Mapping[str, Any]) -> None:
+def _parse_rank(comm: Communicator, raw: Mapping[str, Any]) -> None:
     rank, status = _identify(raw), raw["status"]
     state = int(status.get("init_state", _SUCCESS))
     for code in (state, int(status.get("async_error", _SUCCESS))):
         if code not in (_SUCCESS, _IN_PROGRESS):
-            one.errors[rank] = _ERRORS.get(code, f"error {code}")
+            comm.errors[rank] = _ERRORS.get(code, f"error {code}")
     if status.get("abort_flag"):
-        one.states[rank] = "ABORT"
+        comm.states[rank] = "ABORT"
     elif status.get("finalize_called") or status.get("destroy_flag"):
-        one.states[rank] = "FINALIZE"
+        comm.states[rank] = "FINALIZE"
     elif state == _IN_PROGRESS:
-        one.states[rank] = "INIT"
+        comm.states[rank] = "INIT"
     for kind, count in raw["collective_counts"].items():
-        one.counts[str(kind)[:40]][rank] = int(count)
+        comm.counts[str(kind)[:40]][rank] = int(count)
 
 
 def _identify(raw: Mapping[str, Any]) -> Rank:
@@ -399,7 +402,7 @@ def _identify(raw: Mapping[str, Any]) -> Rank:
 
 
 def judge(queries: Sequence[Query]) -> Blame:
-    """The verdict on the answers of one job: on the last one, with what the first one adds.
+    """Judge the answers of one job: the last one, and its differences from the first one.
 
     Raises:
         ValueError: the answers are of two jobs.
@@ -409,9 +412,9 @@ def judge(queries: Sequence[Query]) -> Blame:
     events = list(dict.fromkeys(event for query in queries for event in query.events))
     blames.append(Blame([Finding("dead", (), "", "", f"RAS considers dead: {event}") for event in events]))
     if statuses:
-        # JSON says when; of text the order in which it was given counts.
+        # JSON has time stamps; text does not, so there the order of the files counts.
         ordered = sorted(statuses, key=lambda query: query.time) if all(query.time for query in statuses) else statuses
-        blames.append(_two(ordered[0], ordered[-1]) if len(ordered) > 1 else _one(ordered[0]))
+        blames.append(_compare(ordered[0], ordered[-1]) if len(ordered) > 1 else _judge_one(ordered[0]))
     elif not events and not any(query.diagnostics for query in queries):
         blames.append(Blame(no_verdict="RAS says nothing of the communicators here"))
     findings = [finding for blame in blames for finding in blame.findings]
@@ -424,7 +427,7 @@ def judge(queries: Sequence[Query]) -> Blame:
 
 
 def _diagnostics(lines: Sequence[tuple[bool, str]]) -> Blame:
-    """What `ncclras -D` compares: not who waits for whom, but errors of a device are worth a word."""
+    """Judge the lines of `ncclras -D`: they do not tell which rank waits for which, but they report device errors."""
     if not lines:
         return Blame()
     findings, notes = [], []
@@ -433,8 +436,8 @@ def _diagnostics(lines: Sequence[tuple[bool, str]]) -> Blame:
             continue
         ranks = _RANK_SET.search(line)
         if _AT_FAULT.search(line) and ranks:
-            accused = tuple(int(number) for number in ranks[1].split(",") if number)
-            findings.append(Finding("device", accused, "", "", f"ncclras -D: {line}", certain=False))
+            suspects = tuple(int(number) for number in ranks[1].split(",") if number)
+            findings.append(Finding("device", suspects, "", "", f"ncclras -D: {line}", certain=False))
         else:
             notes.append(f"ncclras -D: {line}")
     reason = (
@@ -445,9 +448,9 @@ def _diagnostics(lines: Sequence[tuple[bool, str]]) -> Blame:
     return Blame(findings, (), [*notes[:_MOST_DIAGNOSTICS], *more], reason)
 
 
-def _one(query: Query) -> Blame:
-    """What one answer alone says."""
-    blame = _state_of(query)
+def _judge_one(query: Query) -> Blame:
+    """Judge a single answer."""
+    blame = _judge_state(query)
     if blame.findings:
         behind = any(finding.kind == "hang" and finding.certain for finding in blame.findings)
         notes = [f"one query does not tell a hang from a job that runs: {_AGAIN}"] if behind else []
@@ -459,82 +462,82 @@ def _one(query: Query) -> Blame:
     return Blame((), (), blame.notes, blame.no_verdict or _SAME)
 
 
-def _state_of(query: Query) -> Blame:
-    """Dead ranks and errors first; then ranks that are behind, but for those that wait in another communicator."""
-    rows = [row for one in query.communicators if (row := _row(one))]
-    findings = [finding for one in query.communicators for finding in _gone(one)]
+def _judge_state(query: Query) -> Blame:
+    """Return the dead ranks and errors of an answer; else the ranks that are behind and wait in no communicator."""
+    rows = [row for comm in query.communicators if (row := _row(comm))]
+    findings = [finding for comm in query.communicators for finding in _dead_findings(comm)]
     if not findings:
         findings = [Finding("dead", (), "", "", what) for what in query.processes]
     if not findings:
-        findings = [finding for one in query.communicators for finding in _failed(one)]
-    if findings:  # the rest waits for these
+        findings = [finding for comm in query.communicators for finding in _error_findings(comm)]
+    if findings:  # all other ranks wait for these
         return Blame(findings, rows)
-    leaving = [one for one in query.communicators if one.is_leaving]
-    findings = [finding for one in leaving for finding in _left(one)]
+    leaving = [comm for comm in query.communicators if comm.is_leaving]
+    findings = [finding for comm in leaving for finding in _left_findings(comm)]
     notes = [
-        f"communicator {one.name} is being torn down or rebuilt, where ranks rightly differ: {_AGAIN}"
-        for one in leaving
+        f"communicator {comm.name} is being torn down or rebuilt, where ranks rightly differ: {_AGAIN}"
+        for comm in leaving
     ]
-    staying = [one for one in query.communicators if not one.is_leaving]
-    waiting = _waiting(query)
-    for one in staying:
-        findings += _late(one, waiting)
+    staying = [comm for comm in query.communicators if not comm.is_leaving]
+    waiting = _waiting_processes(query)
+    for comm in staying:
+        findings += _late_findings(comm, waiting)
     return Blame(findings, rows, notes, "; ".join(notes))
 
 
-def _waiting(query: Query) -> set[str]:
-    """Processes that are ahead in some communicator, and so wait there."""
-    staying = [one for one in query.communicators if not one.is_leaving]
-    return {rank.process for one in staying for rank in one.ahead() if rank.process}
+def _waiting_processes(query: Query) -> set[str]:
+    """Return the processes that are ahead in some communicator, and so wait there."""
+    staying = [comm for comm in query.communicators if not comm.is_leaving]
+    return {rank.process for comm in staying for rank in comm.ahead() if rank.process}
 
 
-def _left(one: Communicator) -> Iterator[Finding]:
-    """Few ranks that have left a communicator which the others run, where nobody has begun to finalize it."""
-    states = {state for state in one.states.values() if state in _LEAVING}
-    left = {rank: state for rank, state in one.states.items() if state in _LEAVING}
-    if "FINALIZE" in states or 2 * len(left) >= one.size:
+def _left_findings(comm: Communicator) -> Iterator[Finding]:
+    """Find a minority of ranks that left a communicator which the others use and no rank finalizes."""
+    states = {state for state in comm.states.values() if state in _LEAVING}
+    left_ranks = {rank: state for rank, state in comm.states.items() if state in _LEAVING}
+    if "FINALIZE" in states or 2 * len(left_ranks) >= comm.size:
         return
-    for rank, state in left.items():
+    for rank, state in left_ranks.items():
         what = "has aborted" if state == "ABORT" else "has left, or not yet joined,"
-        line = f"{rank} {what} communicator {one.name}, which the others run"
-        yield Finding("error", (rank.rank,), one.name, "", line, certain=False)
+        line = f"{rank} {what} communicator {comm.name}, which the others run"
+        yield Finding("error", (rank.rank,), comm.name, "", line, certain=False)
 
 
-def _gone(one: Communicator) -> Iterator[Finding]:
-    """Ranks without data."""
-    for rank, what in one.missing.items():
-        line = f"{rank} of communicator {one.name} {what}"
-        yield Finding("dead", (rank.rank,), one.name, "", line, certain="or has left" not in what)
+def _dead_findings(comm: Communicator) -> Iterator[Finding]:
+    """Find the ranks without data."""
+    for rank, what in comm.missing.items():
+        line = f"{rank} of communicator {comm.name} {what}"
+        yield Finding("dead", (rank.rank,), comm.name, "", line, certain="or has left" not in what)
 
 
-def _failed(one: Communicator) -> Iterator[Finding]:
-    """Ranks that report an error; one that says "remote" speaks of another rank, and is itself a victim."""
-    own = {rank: error for rank, error in one.errors.items() if error != _REMOTE}
+def _error_findings(comm: Communicator) -> Iterator[Finding]:
+    """Find the ranks that report an error; a "remote" error is of another rank, so its reporter is a victim."""
+    own = {rank: error for rank, error in comm.errors.items() if error != _REMOTE}
     for rank, error in own.items():
-        yield Finding("error", (rank.rank,), one.name, "", f"{rank} of communicator {one.name} reported {error}")
+        yield Finding("error", (rank.rank,), comm.name, "", f"{rank} of communicator {comm.name} reported {error}")
     if own:
         return
-    for error in one.unlisted_errors:
-        line = f"{error} in communicator {one.name}, which this text does not list: ask ncclras -f json"
-        yield Finding("error", (), one.name, "", line, certain=False)
-    if one.errors:
-        ranks = describe_ranks(sorted(rank.rank for rank in one.errors))
+    for error in comm.unlisted_errors:
+        line = f"{error} in communicator {comm.name}, which this text does not list: ask ncclras -f json"
+        yield Finding("error", (), comm.name, "", line, certain=False)
+    if comm.errors:
+        ranks = describe_ranks(sorted(rank.rank for rank in comm.errors))
         line = (
-            f"{ranks} of communicator {one.name} reported {_REMOTE}: one of their peers failed, and RAS does not say "
+            f"{ranks} of communicator {comm.name} reported {_REMOTE}: one of their peers failed, and RAS does not say "
             "which; its log does"
         )
-        yield Finding("error", (), one.name, "", line, certain=False)
+        yield Finding("error", (), comm.name, "", line, certain=False)
 
 
-def _late(one: Communicator, waiting: set[str]) -> Iterator[Finding]:
-    """Ranks that are behind; where they are most of the ranks, it is the few ahead that stand out."""
-    behind, ahead = one.behind(), one.ahead()
-    num_behind = len(behind) + sum(count for kind in one.unlisted for count in _below(one, kind))
-    if starting := {rank: state for rank, state in one.states.items() if state == "INIT"}:
+def _late_findings(comm: Communicator, waiting: set[str]) -> Iterator[Finding]:
+    """Find the ranks that are behind; if these are the majority, report the few that are ahead instead."""
+    behind, ahead = comm.behind(), comm.ahead()
+    num_behind = len(behind) + sum(count for kind in comm.unlisted for count in _below(comm, kind))
+    if starting := {rank: state for rank, state in comm.states.items() if state == "INIT"}:
         ranks = sorted(rank.rank for rank in starting)
-        if len(ranks) < (one.size or len(ranks) + 1):
-            line = f"{describe_ranks(ranks)} of communicator {one.name} still initialize, others run"
-            yield Finding("hang", tuple(ranks), one.name, "", line, certain=False)
+        if len(ranks) < (comm.size or len(ranks) + 1):
+            line = f"{describe_ranks(ranks)} of communicator {comm.name} still initialize, others run"
+            yield Finding("hang", tuple(ranks), comm.name, "", line, certain=False)
         return
     if num_behind > max(1, len(ahead)) and ahead:
         kinds = sorted({what.partition(":")[0] for what in ahead.values()})
@@ -542,40 +545,40 @@ def _late(one: Communicator, waiting: set[str]) -> Iterator[Finding]:
         first = next(iter(ahead.items()))
         names = describe_ranks(sorted(rank.rank for rank in ahead))
         line = (
-            f"{names} of communicator {one.name} are ahead of the {num_behind} others{listed}, not behind: "
+            f"{names} of communicator {comm.name} are ahead of the {num_behind} others{listed}, not behind: "
             f"{first[0]} {first[1].replace(': ', ' ', 1)}; whom they wait for, one query does not tell: {_AGAIN}"
         )
-        yield Finding("hang", (), one.name, ", ".join(kinds), line, certain=False)
+        yield Finding("hang", (), comm.name, ", ".join(kinds), line, certain=False)
         return
     for rank, what in behind.items():
         if not rank.process or rank.process not in waiting:
-            line = f"{rank} of communicator {one.name} has not arrived: {what}"
-            yield Finding("hang", (rank.rank,), one.name, what.partition(":")[0], line)
-    if not behind and any(one.unlisted.values()):
-        line = f"ranks of communicator {one.name} are behind that this text does not list: ask ncclras -f json"
-        yield Finding("hang", (), one.name, "", line, certain=False)
+            line = f"{rank} of communicator {comm.name} has not arrived: {what}"
+            yield Finding("hang", (rank.rank,), comm.name, what.partition(":")[0], line)
+    if not behind and any(comm.unlisted.values()):
+        line = f"ranks of communicator {comm.name} are behind that this text does not list: ask ncclras -f json"
+        yield Finding("hang", (), comm.name, "", line, certain=False)
 
 
-def _below(one: Communicator, kind: str) -> Iterator[int]:
-    """How many ranks that are not listed have a count below the highest one."""
-    return (number for count, number in one.unlisted[kind].items() if count < one.most(kind))
+def _below(comm: Communicator, kind: str) -> Iterator[int]:
+    """Yield the numbers of unlisted ranks whose count is below the highest one."""
+    return (number for count, number in comm.unlisted[kind].items() if count < comm.max_count(kind))
 
 
-def _two(first: Query, last: Query) -> Blame:
-    """What has changed between two answers.
+def _compare(first: Query, last: Query) -> Blame:
+    """Judge the differences between two answers.
 
     Raises:
         ValueError: no communicator is in both.
     """
-    state = _state_of(last)
-    before = {one.key: one for one in first.communicators}
-    pairs = [(before[one.key], one) for one in last.communicators if one.key in before]
+    state = _judge_state(last)
+    before = {comm.key: comm for comm in first.communicators}
+    pairs = [(before[comm.key], comm) for comm in last.communicators if comm.key in before]
     if first.is_json and last.is_json and first.communicators and last.communicators and not pairs:
         raise ValueError("the answers of RAS have no communicator in common: they are of two jobs")
-    gone = [finding for finding in state.findings if finding.kind != "hang"]
-    if gone:
-        return Blame(gone, state.groups, state.notes)
-    moved = {one.key: _moved(old, one) for old, one in pairs}
+    other_findings = [finding for finding in state.findings if finding.kind != "hang"]
+    if other_findings:
+        return Blame(other_findings, state.groups, state.notes)
+    moved = {comm.key: _launched_between(old, comm) for old, comm in pairs}
     if (
         first.is_json
         and last.is_json
@@ -587,46 +590,48 @@ def _two(first: Query, last: Query) -> Blame:
         raise ValueError("launches of a rank fall from one answer of RAS to the next: give the earlier one first")
     findings: list[Finding] = []
     notes = list(state.notes)
-    # Whoever has launched something elsewhere, or waits elsewhere, does not hold up this one.
-    excused = {rank.process for key in moved for rank, count in moved[key].items() if count} | _waiting(last)
-    for _, one in pairs:
-        findings += _standing(one, moved[one.key], excused - {""})
+    # A process that launched anything, or waits, in another communicator does not hold up this one.
+    not_blamed = {rank.process for key in moved for rank, count in moved[key].items() if count} | _waiting_processes(
+        last
+    )
+    for _, comm in pairs:
+        findings += _hung_findings(comm, moved[comm.key], not_blamed - {""})
     if findings:
         return Blame(findings, state.groups, notes)
     return _no_culprit(first, last, moved, state)
 
 
-def _moved(old: Communicator, new: Communicator) -> dict[Rank, int]:
-    """What every rank has launched in between, of those that both answers list."""
+def _launched_between(old: Communicator, new: Communicator) -> dict[Rank, int]:
+    """Return the launches of each rank between two answers, for the ranks that both list."""
     earlier, later = old.launched(), new.launched()
     return {rank: later[rank] - earlier[rank] for rank in later if rank in earlier}
 
 
-def _standing(one: Communicator, moved: Mapping[Rank, int], excused: set[str]) -> Iterator[Finding]:
-    """Ranks of a communicator that have launched nothing in between, and are behind."""
-    still = [rank for rank, count in moved.items() if not count]
-    late = {rank: what for rank, what in one.behind().items() if rank in still}
-    if one.is_leaving or not late:
+def _hung_findings(comm: Communicator, moved: Mapping[Rank, int], excused: set[str]) -> Iterator[Finding]:
+    """Find the ranks of a communicator that launched nothing between the answers and are behind."""
+    idle = [rank for rank, count in moved.items() if not count]
+    stuck = {rank: what for rank, what in comm.behind().items() if rank in idle}
+    if comm.is_leaving or not stuck:
         return
-    ahead = sorted(rank.rank for rank in one.ahead())
-    if len(late) > max(1, len(moved) - len(late)):
-        if len(still) == len(moved):
+    ahead = sorted(rank.rank for rank in comm.ahead())
+    if len(stuck) > max(1, len(moved) - len(stuck)):
+        if len(idle) == len(moved):
             line = (
-                f"communicator {one.name} stands still between the queries: {describe_ranks(ahead)} "
-                f"wait{'s' * (len(ahead) == 1)} ahead of the {len(late)} others ({describe_ranks(_numbers(late))}); "
+                f"communicator {comm.name} stands still between the queries: {describe_ranks(ahead)} "
+                f"wait{'s' * (len(ahead) == 1)} ahead of the {len(stuck)} others ({describe_ranks(_numbers(stuck))}); "
                 f"RAS does not tell which of these holds it up: {_DUMPS}"
             )
-            yield Finding("hang", (), one.name, "", line, certain=False)
+            yield Finding("hang", (), comm.name, "", line, certain=False)
         return
-    for rank, what in late.items():
+    for rank, what in stuck.items():
         if rank.process not in excused:
-            others = ", in both queries" if len(still) == len(moved) else "; it launched nothing between the queries"
-            line = f"{rank} of communicator {one.name} has not arrived: {what}{others}"
-            yield Finding("hang", (rank.rank,), one.name, what.partition(":")[0], line)
+            others = ", in both queries" if len(idle) == len(moved) else "; it launched nothing between the queries"
+            line = f"{rank} of communicator {comm.name} has not arrived: {what}{others}"
+            yield Finding("hang", (rank.rank,), comm.name, what.partition(":")[0], line)
 
 
 def _no_culprit(first: Query, last: Query, moved: Mapping[str, Mapping[Rank, int]], state: Blame) -> Blame:
-    """Two answers that accuse nobody: everything moves, everything stands, or text does not say."""
+    """Return the verdict if two answers show no culprit: all ranks move, all stand still, or text does not tell."""
     counts = [count for of_rank in moved.values() for count in of_rank.values()]
     if last.is_json and first.is_json and counts:
         if all(counts):
@@ -637,7 +642,7 @@ def _no_culprit(first: Query, last: Query, moved: Mapping[str, Mapping[Rank, int
                 f"hangs inside an operation that everybody has launched; RAS does not tell which: {_DUMPS}"
             )
             return Blame([Finding("stalled", (), "", "", line, certain=False)], state.groups, state.notes)
-        idle = [one.name for one in last.communicators if moved.get(one.key) and not any(moved[one.key].values())]
+        idle = [comm.name for comm in last.communicators if moved.get(comm.key) and not any(moved[comm.key].values())]
         notes = [f"communicator {name} was not used between the queries" for name in idle[:_MOST_DIAGNOSTICS]]
         return Blame((), (), [*state.notes, *notes])
     if state.findings and not moved:
@@ -656,21 +661,21 @@ def _numbers(ranks: Iterable[Rank]) -> list[int]:
     return sorted(rank.rank for rank in ranks)
 
 
-def _row(one: Communicator) -> dict[str, Any] | None:
-    behind = one.behind()
-    if not behind and not one.missing and not one.errors:
+def _row(comm: Communicator) -> dict[str, Any] | None:
+    behind = comm.behind()
+    if not behind and not comm.missing and not comm.errors:
         return None
     return {
-        "group": one.name,
+        "group": comm.name,
         "collective": ", ".join(sorted({what.partition(":")[0] for what in behind.values()})),
         "not_arrived": _numbers(behind),
-        "waiting": _numbers(one.ahead()),
-        "no_answer": _numbers(one.missing),
+        "waiting": _numbers(comm.ahead()),
+        "no_answer": _numbers(comm.missing),
     }
 
 
 def _expand(text: str) -> Iterator[int]:
-    """`21`, `3, 5`, `0-3, 7`."""
+    """Yield the numbers of a list such as `21`, `3, 5` or `0-3, 7`."""
     for part in text.split(",")[:_MOST_RANKS]:
         first, _, last = part.strip().partition("-")
         if first.isdigit() and (not last or last.isdigit()):

@@ -142,9 +142,9 @@ def _part(name: str) -> str:
 
 
 def _policy(scripts: Iterable[str]) -> str:
-    """Only these scripts run; pictures come from beside the page; all else, every connection too, is forbidden."""
+    """Return the Content-Security-Policy: only these scripts, and pictures next to the page; no connections."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{found}'" for found in hashes)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     rules = [
         "default-src 'none'",
         f"script-src {allowed}",

@@ -1,4 +1,4 @@
-"""What the tests of the readers share: a text to its findings."""
+"""Helpers for tests of log parsers: from a text to its findings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def read(content: str) -> Log:
 
 
 def verdicts(content: str) -> dict[tuple[str, str], str | None]:
-    """(subject, check) -> verdict of every finding."""
+    """Return (subject, check) -> verdict of every finding."""
     return {(finding.subject, finding.check): finding.verdict for finding in read(content).findings}
 
 
 def bad(content: str) -> dict[tuple[str, str], str | None]:
-    """The same without what passed."""
+    """Return `verdicts` without those that passed."""
     return {key: verdict for key, verdict in verdicts(content).items() if verdict != "PASS"}

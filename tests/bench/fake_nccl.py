@@ -1,4 +1,4 @@
-"""A rank of NCCL on a machine without a GPU: `fake_nccl.c` in NCCL's place, and CPU memory in the GPU's."""
+"""Stand-ins for NCCL and its GPU on a machine without one: `fake_nccl.c`, and CPU memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc 
 
 
 def build(folder: Path) -> Path:
-    """The compiled library; a warning is an error."""
+    """Compile the library and return its path; a warning is an error."""
     library = folder / "libnccl-fake.so"
     line = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o", str(library), str(SOURCE)]
     subprocess.run(line, check=True, capture_output=True, text=True)
@@ -29,7 +29,7 @@ def build(folder: Path) -> Path:
 
 
 class FakeNccl(Libnccl):
-    """The library, and what it was told."""
+    """The fake library, which records the calls it gets."""
 
     def __init__(self, path: Path, version: int = 22809, fail_at: int = -1) -> None:
         self._fake = ctypes.CDLL(str(path))
@@ -38,16 +38,16 @@ class FakeNccl(Libnccl):
         super().__init__(str(path))
 
     def calls(self) -> list[str]:
-        """All calls so far, one line each."""
+        """List all calls so far, one line each."""
         return str(self._fake.fake_words().decode()).splitlines()
 
     def break_off(self, status: int) -> None:
-        """From now on, report this error in the background."""
+        """Report this status as NCCL's asynchronous error from now on."""
         self._fake.fake_asynchronous_error(status)
 
 
 class FakeGpu:
-    """What `bench.backends.gpu.Gpu` does, on the CPU: all is done once it was launched."""
+    """Stand-in for `bench.backends.gpu.Gpu` on the CPU: work is complete as soon as it is launched."""
 
     index, stream, device, library = 0, 0x57, torch.device("cpu"), "CuPy of the test"
 
@@ -63,7 +63,7 @@ class FakeGpu:
         return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
     def copier(self, to: int, source: int, num_bytes: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return lambda *given: ctypes.memmove(*given) and None, (to, source, num_bytes)
+        return lambda *arguments: ctypes.memmove(*arguments) and None, (to, source, num_bytes)
 
     def capture(self, launches: Sequence[Launch]) -> Launch:
         self.graphs.append(len(launches))

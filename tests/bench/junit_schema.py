@@ -1,4 +1,4 @@
-"""The rules of JUnit's common schemas (windyroad's JUnit.xsd, the stricter one) as a checker for tests."""
+"""Checker of JUnit XML by the rules of the stricter common schema, windyroad's JUnit.xsd."""
 
 from __future__ import annotations
 
@@ -20,35 +20,37 @@ _OUTCOMES = {"failure": {"type", "message"}, "error": {"type", "message"}, "skip
 
 
 def problems(text: str) -> list[str]:
-    """What of the file breaks the schema; empty where it is valid."""
+    """Return the violations of the schema; empty if the file is valid."""
     suite = ET.fromstring(text)
-    found = [] if suite.tag == "testsuite" else [f"root is {suite.tag}"]
-    found += _attributes(suite, _SUITE, {"skipped"})
+    violations = [] if suite.tag == "testsuite" else [f"root is {suite.tag}"]
+    violations += _attributes(suite, _SUITE, {"skipped"})
     cases = suite.findall("testcase")
     order = [child.tag for child in suite]
     if order != ["properties", *["testcase"] * len(cases), "system-out", "system-err"]:
-        found.append(f"children of the suite are out of order: {order}")
+        violations.append(f"children of the suite are out of order: {order}")
     for case in cases:
-        found += _attributes(case, _CASE, set())
+        violations += _attributes(case, _CASE, set())
         outcomes = list(case)
         if len(outcomes) > 1 or any(outcome.tag not in _OUTCOMES for outcome in outcomes):
-            found.append(f"{case.get('name')}: holds {[outcome.tag for outcome in outcomes]}")
+            violations.append(f"{case.get('name')}: holds {[outcome.tag for outcome in outcomes]}")
         for outcome in outcomes:
             if set(outcome.attrib) - _OUTCOMES.get(outcome.tag, set()) or len(outcome):
-                found.append(f"{outcome.tag}: {outcome.attrib}")
+                violations.append(f"{outcome.tag}: {outcome.attrib}")
             if outcome.tag != "skipped" and not outcome.get("type"):
-                found.append(f"{outcome.tag} without type")
+                violations.append(f"{outcome.tag} without type")
     for name, tag in (("tests", "."), ("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
         count = len(cases) if tag == "." else len(suite.findall(f"testcase/{tag}"))
         if suite.get(name) is not None and suite.get(name) != str(count):
-            found.append(f"{name} = {suite.get(name)}, there are {count}")
-    return found
+            violations.append(f"{name} = {suite.get(name)}, there are {count}")
+    return violations
 
 
 def _attributes(element: ET.Element, needed: dict[str, re.Pattern[str]], optional: set[str]) -> list[str]:
-    found = [f"{element.tag} lacks {name}" for name in needed if name not in element.attrib]
-    found += [f"{element.tag} has {name}" for name in element.attrib if name not in needed and name not in optional]
+    violations = [f"{element.tag} lacks {name}" for name in needed if name not in element.attrib]
+    violations += [
+        f"{element.tag} has {name}" for name in element.attrib if name not in needed and name not in optional
+    ]
     for name, pattern in needed.items():
         if name in element.attrib and not pattern.fullmatch(element.attrib[name]):
-            found.append(f"{element.tag}: {name} = {element.attrib[name]!r}")
-    return found
+            violations.append(f"{element.tag}: {name} = {element.attrib[name]!r}")
+    return violations

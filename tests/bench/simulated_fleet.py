@@ -1,4 +1,4 @@
-"""A fleet of no processes: rows and evidence drawn from a world with one planted fault. For the judging logic alone.
+"""A simulated fleet without processes: rows and evidence with one planted fault, to test the judging logic.
 
 All of its times are simulated; nothing here measures anything.
 """
@@ -23,7 +23,7 @@ _ALONE = ("host", "gemm", "copy")
 
 @dataclass(frozen=True)
 class World:
-    """What is wrong, with whom, and how much times are scattered (standard deviation, share)."""
+    """The planted fault, the ranks that have it, and the noise of times (relative standard deviation)."""
 
     kind: FaultKind
     ranks: tuple[int, ...]
@@ -33,7 +33,10 @@ class World:
 
 @dataclass(frozen=True)
 class Bursts:
-    """Other work on the machine: it comes and goes after so many tasks on average; in it, times are up to so long."""
+    """Other work on the machine, in bursts.
+
+    A burst, and the pause between two, last `mean_tasks` tasks on average; a burst lengthens times by up to `most_us`.
+    """
 
     mean_tasks: float = 8.0
     most_us: float = 4000.0

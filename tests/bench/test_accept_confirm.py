@@ -61,10 +61,10 @@ def test_noise_far_above_the_least_ratio_calls_nobody_slow(noise: Noise) -> None
 def test_on_a_quiet_machine_what_is_slow_is_so_at_once_and_what_is_not_is_cleared() -> None:
     quiet: Noise = lambda draw: draw.uniform(1, 1.3)  # noqa: E731
     slow, good = tried(0, quiet, factor=5), tried(0, quiet, factor=3)
-    assert (slow.state, slow.lost, len(slow.ours)) == ("slow", 6, 6)
-    assert (good.state, len(good.ours)) == ("cleared", 3)
+    assert (slow.state, slow.num_slower, len(slow.times_us)) == ("slow", 6, 6)
+    assert (good.state, len(good.times_us)) == ("cleared", 3)
     assert 3.5 < slow.ratio < 6.5
-    assert slow.words == "slower than 5 controls in 6 of 6 turns"
+    assert slow.description == "slower than 5 controls in 6 of 6 turns"
 
 
 def test_a_slow_link_shows_through_noise() -> None:
@@ -117,7 +117,7 @@ def accused(world: World, seeds: Sequence[int], num_ranks: int, measure: Callabl
     for seed in seeds:
         trial = loaded_trial(world, seed, num_ranks)
         measure(trial)
-        found.append([(one.verdict, one.kind, one.ranks) for one in trial.accused])
+        found.append([(one.verdict, one.kind, one.ranks) for one in trial.suspects])
     return found
 
 
@@ -137,7 +137,7 @@ def test_a_pair_that_stays_open_warns_of_the_machine_and_accuses_nobody() -> Non
     trial = loaded_trial(World("none", (), 1.0, 0.01), 0, 4)
     trial.fleet = cast(Fleet, Restless(World("none", (), 1.0, 0.01), 0))
     measure_pairs(trial, silent)
-    assert trial.accused == []
+    assert trial.suspects == []
     [finding] = trial.findings
     assert (finding.verdict, finding.subject) == ("WARN", "4 ranks")
     assert finding.figure.startswith(f"{NOT_QUIET} (1 neither cleared nor slow: node0 - node1; at worst ")

@@ -1,4 +1,4 @@
-"""Logs of eight tools, healthy and faulty, to verdicts; damaged and hostile ones to one line."""
+"""Verdicts on logs of eight tools, healthy and faulty; damaged and hostile files give one error line."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def test_a_log_gets_its_verdict_its_culprits_and_the_next_step(name: str, tmp_pa
     judgement = judge_files([nameless])
     assert judgement.damaged == ()
     assert (list(judgement.kinds.values()), judgement.verdict) == ([kind], verdict)
-    found = bad(judgement)
-    assert len(found) == len(faults)
-    for finding, (subject, check, step) in zip(found, faults, strict=True):
+    findings = bad(judgement)
+    assert len(findings) == len(faults)
+    for finding, (subject, check, step) in zip(findings, faults, strict=True):
         assert finding.subject == subject.replace("nvbandwidth_error", "log")
         assert check in finding.check
         assert step in finding.next_step
@@ -116,8 +116,8 @@ def test_a_log_gets_its_verdict_its_culprits_and_the_next_step(name: str, tmp_pa
 
 
 def test_nvidia_smi_names_every_fault_of_every_gpu() -> None:
-    found = {(finding.subject[:5], finding.check): finding.verdict for finding in bad(judged("nvidia_smi_bad.txt"))}
-    assert found == {
+    verdicts = {(finding.subject[:5], finding.check): finding.verdict for finding in bad(judged("nvidia_smi_bad.txt"))}
+    assert verdicts == {
         ("GPU 1", "throttling"): "FAIL",
         ("GPU 1", "power limit"): "WARN",
         ("GPU 1", "Current Power Limit"): "WARN",
@@ -203,7 +203,7 @@ def test_expectations_that_cannot_be_used_are_refused(text: str, words: str, tmp
 
 
 def test_older_and_wider_tables_are_read(tmp_path: Path) -> None:
-    """Per-iteration columns and timestamps; a table from before the collective's name was printed; a replayed trace."""
+    """Read per-iteration columns and timestamps, a table without the collective's name, and a replayed trace."""
     wide = "".join(f"  {cell}" for cell in ("15.01", "69.84", "122.2", "0", "14.0", "17.5", "17.5", "6.66"))
     front = "     1048576        262144     float     sum      -1"
     rows = {
@@ -276,10 +276,12 @@ def test_what_the_log_says_of_nvls_is_not_asked_for(line: str, state: bool | Non
     text = (LOGS / "nccl_node0.txt").read_text()
     (tmp_path / "log").write_text(text.replace("# Avg", f"{line}\n# Avg"))
     judgement = judge_files([tmp_path / "log"])
-    asked = any("--nvls" in finding.next_step for finding in judgement.findings)
-    assert asked == (state is None)
-    held = [finding.expected for finding in judgement.findings if "8 x NVIDIA H200" in finding.expected]
-    assert [f"NVLS {'on' if state else 'off'}" in words for words in held] == [True] * (state is not None)
+    asks_for_nvls = any("--nvls" in finding.next_step for finding in judgement.findings)
+    assert asks_for_nvls == (state is None)
+    expectations = [finding.expected for finding in judgement.findings if "8 x NVIDIA H200" in finding.expected]
+    assert [f"NVLS {'on' if state else 'off'}" in expectation for expectation in expectations] == [True] * (
+        state is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,8 +292,8 @@ def test_what_the_log_says_of_nvls_is_not_asked_for(line: str, state: bool | Non
 def test_our_json_tells_of_nvls(nvls: object, known: bool, tmp_path: Path) -> None:
     tree = json.loads((LOGS / "nccl_h200x8.json").read_text())
     (tmp_path / "log").write_text(json.dumps(tree | {"env": [], "netlayer": {"nvls": nvls}}))
-    found = judge_files([tmp_path / "log"]).findings
-    assert any("NVLS off" in finding.expected for finding in found) == known
+    findings = judge_files([tmp_path / "log"]).findings
+    assert any("NVLS off" in finding.expected for finding in findings) == known
 
 
 def test_what_is_known_of_one_host_is_not_held_against_two(tmp_path: Path) -> None:
@@ -340,8 +342,8 @@ def test_a_fatal_switch_and_a_gpu_that_does_not_start_are_no_healthy_kernel_log(
         "[    2.000000] nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 28006, Non-fatal, Link 46 MC TS crumbstore MCTO\n"
         "[    3.000000] NVRM: GPU 0000:1b:00.0: RmInitAdapter failed! (0x26:0x56:1474)\n"
     )
-    found = [(finding.verdict, finding.subject, finding.check) for finding in bad(judge_files([tmp_path / "log"]))]
-    assert found == [
+    faults = [(finding.verdict, finding.subject, finding.check) for finding in bad(judge_files([tmp_path / "log"]))]
+    assert faults == [
         ("FAIL", "NVSwitch 3", "SXid 20034"),
         ("FAIL", "GPU 0000:1b:00", "driver"),
         ("WARN", "NVSwitch 3", "SXid 28006"),
@@ -349,7 +351,7 @@ def test_a_fatal_switch_and_a_gpu_that_does_not_start_are_no_healthy_kernel_log(
 
 
 def test_a_part_of_nvidia_smi_is_judged_where_it_tells_of_health(tmp_path: Path) -> None:
-    """As `-d ECC` and `-d UTILIZATION` print it: without the product's name."""
+    """Judge the output of `-d ECC` and `-d UTILIZATION`, which has no product name."""
     head = "==============NVSMI LOG==============\n\nAttached GPUs : 1\nGPU 00000000:1B:00.0\n"
     for section, kinds in (
         ("    ECC Mode\n        Current : Enabled\n", 1),
@@ -375,8 +377,8 @@ def test_healthy_fleets_with_noise_are_never_accused_and_a_slow_member_always_is
         for device, rate in enumerate(rates):
             row = f" 65536 5000 {rate:.2f} {rate:.2f} 0.1\n"
             (tmp_path / str(device)).write_text(head.format(device) + row)
-        found = bad(judge_files([tmp_path / str(device) for device in range(size)]))
-        assert [finding.subject for finding in found] == ([f"mlx5_{size - 1}"] if culprit else []), seed
+        faults = bad(judge_files([tmp_path / str(device) for device in range(size)]))
+        assert [finding.subject for finding in faults] == ([f"mlx5_{size - 1}"] if culprit else []), seed
 
 
 DAMAGE = {
@@ -424,13 +426,13 @@ DAMAGE = {
 
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_file_costs_one_line_and_exit_2_and_the_others_are_judged(what: str, tmp_path: Path) -> None:
-    content, words = DAMAGE[what]
+    content, message = DAMAGE[what]
     (tmp_path / "damaged.log").write_bytes(content)
     result = invoke(tmp_path / "damaged.log", LOGS / "nccl_wrong_data.txt")
     assert result.exit_code == 2
     [line] = result.stderr.splitlines()
     assert line.startswith(f"error: {tmp_path / 'damaged.log'}:")
-    assert words in line
+    assert message in line
     assert "4096 wrong elements" in result.stdout
 
 
@@ -442,8 +444,8 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     judgement = judge_files(
         [tmp_path / "pipe", tmp_path / "empty", tmp_path / "none", tmp_path / "huge", Path("a\x00b")]
     )
-    for words, line in zip(("a file", "No such", "8 GiB", "null"), judgement.damaged, strict=True):
-        assert words in line
+    for expected, line in zip(("a file", "No such", "8 GiB", "null"), judgement.damaged, strict=True):
+        assert expected in line
     assert "holds no file" in judgement.skipped[0]
     assert judgement.verdict == "NO VERDICT"
     assert "holds no file" in judge_files([tmp_path / "empty"]).damaged[0]
@@ -523,7 +525,7 @@ def test_where_a_run_stands_that_has_no_end_is_said(tmp_path: Path) -> None:
     whole = (LOGS / "nccl_hung.txt").read_text()
     head, rows = "".join(whole.splitlines(keepends=True)[:16]), "its last figures are of 4 MiB"
     ended = (LOGS / "nccl_own_gloo.txt").read_text()
-    for content, words in (
+    for content, figure in (
         (whole, rows),
         (head, "nor a row of figures"),
         (whole + "slurmstepd: error: *** STEP 7.0 ON node9 CANCELLED DUE TO TIME LIMIT ***\n", rows),
@@ -533,8 +535,8 @@ def test_where_a_run_stands_that_has_no_end_is_said(tmp_path: Path) -> None:
         (tmp_path / "log").write_text(content)
         judgement = judge_files([tmp_path / "log"])
         [finding] = [finding for finding in bad(judgement) if finding.check == "run"]
-        assert words in finding.figure
-        assert finding.line == content.count("\n", 0, content.index(head)) + (18 if words == rows else 3)
+        assert figure in finding.figure
+        assert finding.line == content.count("\n", 0, content.index(head)) + (18 if figure == rows else 3)
         assert judgement.damaged == ()
 
 
@@ -614,7 +616,7 @@ def test_help_has_examples() -> None:
 
 
 def test_judging_imports_no_heavy_library() -> None:
-    """What keeps a verdict on a hundred files below a second."""
+    """Check the imports that would make a verdict on a hundred files take longer than a second."""
     code = (
         "import sys; from pathlib import Path; import netlayer.cli, bench.accept.cli, bench.accept.output;"
         "from bench.accept.judge import judge_files;"
@@ -638,7 +640,7 @@ def test_the_worst_verdict_and_the_peers() -> None:
 
 
 def test_every_form_of_matrix_is_read(tmp_path: Path) -> None:
-    """One line alone, totals, latencies (where more is worse), and cells that do not apply."""
+    """Read matrices of a single row, totals, latencies (higher is worse), and cells that do not apply."""
     (tmp_path / "log").write_text(
         "nvbandwidth Version: v0.8\n\n"
         "Running device_local_copy.\nmemcpy local GPU(column) bandwidth (GB/s)\n           0         1\n"

@@ -59,12 +59,12 @@ def test_ranks_that_stand_still_are_evidence_at_once() -> None:
 @pytest.mark.parametrize(
     ("states", "formed", "longer"),
     [
-        ("SSRS", 4, _MOST_RUNNING),  # the hindmost may wait for a core
-        ("RRSR", 4, 0),  # those that wait for it may spin, as on GPUs
-        ("SSSR", 3, _MOST_RUNNING),  # who has not joined yet
+        ("SSRS", 4, _MOST_RUNNING),  # the slowest rank may wait for a core
+        ("RRSR", 4, 0),  # the ranks that wait for it may spin, as on GPUs
+        ("SSSR", 3, _MOST_RUNNING),  # the slowest rank has not joined yet
     ],
 )
-def test_the_hindmost_that_runs_is_given_time_before_it_is_accused(states: str, formed: int, longer: int) -> None:
+def test_the_slowest_rank_gets_more_time_while_it_runs(states: str, formed: int, longer: int) -> None:
     fleet = Watched(lambda rank, _: Where(3 if rank == 2 else 9, 2, states[rank]))
     outcome = fleet.settle(late(formed=formed))
     assert (outcome.longer, set(outcome.where)) == (longer, set(GROUP))

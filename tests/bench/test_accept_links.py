@@ -15,7 +15,7 @@ import pytest
 from bench.accept import nccl_tests
 from bench.accept.fleet import Fleet
 from bench.accept.links import _listen, close_all, meet_agents, start_ssh
-from bench.accept.run import Result, Settings, accuse_late, members_of
+from bench.accept.run import Result, Settings, flag_late, members_of
 from bench.accept.run_output import drain_lists, format_run, judgement_of, sentence, tickets
 from bench.accept.trial import Trial
 from bench.accept.work import work_for
@@ -118,7 +118,7 @@ def test_a_name_that_leads_to_no_host_is_told_from_a_host_that_is_dead(
     with (tmp_path / "log").open("w+b") as log:
         link = start_ssh("node7", [0, 1], str(tmp_path / "ssh"), log)
         assert link.hear() is None  # it has said all
-        accuse_late(trial, link)
+        flag_late(trial, link)
         link.close()
     result = Result(trial)
     assert trial.alive == [2]
@@ -152,5 +152,5 @@ def test_paths_in_the_ssh_command_are_from_where_the_user_is(tmp_path: Path, mon
         link = start_ssh("node7", [0], "./my-ssh", log)
         assert link.process is not None
         link.process.wait()
-        assert link.last_words() == f"{tmp_path.resolve()} sees node7"
+        assert link.last_log_line() == f"{tmp_path.resolve()} sees node7"
         link.close()

@@ -1,4 +1,4 @@
-"""Who is named: bisection, the matrix of pairs, and whole runs over simulated rows (`simulated_fleet`)."""
+"""Naming the culprit: bisection, the matrix of pairs, and whole runs over simulated rows (`simulated_fleet`)."""
 
 from __future__ import annotations
 
@@ -51,32 +51,32 @@ def draw_world(seed: int) -> tuple[World, int]:
 def test_the_planted_fault_is_named_and_nobody_else(seed: int) -> None:
     world, num_ranks = draw_world(seed)
     trial = try_world(world, num_ranks, seed)
-    assert {one.ranks for one in trial.accused if one.verdict == "FAIL"} == {world.ranks}, trial.findings
+    assert {one.ranks for one in trial.suspects if one.verdict == "FAIL"} == {world.ranks}, trial.findings
     kind = "link" if world.kind.endswith("link") else "node"
-    assert {one.kind for one in trial.accused if one.verdict == "FAIL"} == {kind}
+    assert {one.kind for one in trial.suspects if one.verdict == "FAIL"} == {kind}
     if world.kind in ("hang", "stuck inside", "dead", "corrupt"):
         assert world.ranks[0] not in trial.alive
         assert len(trial.alive) == num_ranks - 1
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_healthy_run_is_accused(seed: int) -> None:
+def test_a_healthy_run_has_no_suspects(seed: int) -> None:
     draw = random.Random(seed)
     world = World("none", (), 1.0, noise=draw.choice((0.0, 0.005, 0.02)))
     trial = try_world(world, draw.choice((4, 8, 16, 24)), seed)
-    assert not trial.accused
+    assert not trial.suspects
     assert not [finding for finding in trial.findings if finding.verdict in ("WARN", "FAIL")]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 7])
 @pytest.mark.parametrize("kind", ["slow", "slow node", "slow link"])
-def test_of_fewer_than_eight_that_nothing_is_known_of_nobody_is_accused(kind: FaultKind, num_ranks: int) -> None:
+def test_fewer_than_eight_unknown_devices_are_not_judged(kind: FaultKind, num_ranks: int) -> None:
     ranks = (0, 1) if kind == "slow link" else (1,)
     trial = try_world(World(kind, ranks, 1.8, noise=0.01), num_ranks, 0)
-    assert not trial.accused
-    [told] = [finding for finding in trial.findings if finding.check == ("gemm" if kind == "slow" else "pairs")]
-    assert told.verdict == "NO VERDICT"
-    assert "to decide it: run this on 8 or more simulated" in told.next_step
+    assert not trial.suspects
+    [finding] = [one for one in trial.findings if one.check == ("gemm" if kind == "slow" else "pairs")]
+    assert finding.verdict == "NO VERDICT"
+    assert "to decide it: run this on 8 or more simulated" in finding.next_step
 
 
 @given(size=st.integers(2, 40), data=st.data())
@@ -90,11 +90,11 @@ def test_bisection_finds_the_member_or_the_link(size: int, data: st.DataObject) 
         trials.append(members)
         return bad <= set(members)
 
-    found = find_culprits(group, is_bad, witnesses=(1, 2))
+    culprits = find_culprits(group, is_bad, controls=(1, 2))
     if len(bad) == 1:
-        assert found == Culprits(members=tuple(bad))
+        assert culprits == Culprits(members=tuple(bad))
     else:
-        assert (found.members, set(found.link)) == ((), bad)
+        assert (culprits.members, set(culprits.link)) == ((), bad)
     assert len(trials) <= 4 * size.bit_length() + 4
 
 

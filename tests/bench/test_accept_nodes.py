@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from bench.accept import command
-from bench.accept.command import Asked
+from bench.accept.command import AcceptOptions
 from bench.accept.fleet import Fleet
 from bench.accept.links import Link
 from bench.accept.run import Result, Settings, worker_config
@@ -36,31 +36,31 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def links_of(asked: Asked, backend: str, env: RankEnv | None = None) -> Any:
-    with command._links(asked, env, backend, lambda _host: io.BytesIO()) as found:
-        yield found
+def links_of(options: AcceptOptions, backend: str, env: RankEnv | None = None) -> Any:
+    with command._open_links(options, env, backend, lambda _host: io.BytesIO()) as opened:
+        yield opened
 
 
-def settings(asked: Asked, backend: str = "nccl", env: RankEnv | None = None) -> Settings:
-    with links_of(asked, backend, env) as (links, hosts, per_node):
-        found = command._settings(asked, hosts, per_node, backend, ["gemm"])
-    assert {link.host for link in links} == {member.host for member in found.members}
-    return found
+def settings(options: AcceptOptions, backend: str = "nccl", env: RankEnv | None = None) -> Settings:
+    with links_of(options, backend, env) as (links, hosts, per_node):
+        derived = command._settings(options, hosts, per_node, backend, ["gemm"])
+    assert {link.host for link in links} == {member.host for member in derived.members}
+    return derived
 
 
 def trial_of(chosen: Settings) -> Trial:
     ranks = list(range(len(chosen.members)))
-    return Trial(cast(Fleet, None), chosen.members, chosen.work, ranks, drill=chosen.drill)
+    return Trial(cast(Fleet, None), chosen.members, chosen.work, ranks, dry_run=chosen.dry_run)
 
 
 def accuse(trial: Trial, rank: int) -> None:
     finding = Finding("FAIL", trial.label([rank]), "gemm", "slow", file="gemm")
-    trial.accuse("gemm", "node", [rank], finding)
+    trial.flag("gemm", "node", [rank], finding)
 
 
 @pytest.mark.usefixtures("gpus")
 def test_the_gpus_of_a_host_are_one_node_with_nvlink() -> None:
-    chosen = settings(Asked())
+    chosen = settings(AcceptOptions())
     assert [member.label for member in chosen.members] == [f"{HOST}/gpu{at}" for at in range(8)]
     assert {member.node for member in chosen.members} == {0}
     assert not chosen.virtual_nodes
@@ -79,13 +79,13 @@ def test_the_gpus_of_a_host_are_one_node_with_nvlink() -> None:
 @pytest.mark.parametrize(
     ("asked", "labels", "shared"),
     [
-        (Asked(ranks_per_node=1), ["node0", "node1"], 0),
-        (Asked(ranks_per_node=4), ["node0/gpu0", "node0/gpu1"], 0),
-        (Asked(ranks=16), ["node0", "node1"], 8),  # NCCL takes no two ranks of one node on one GPU
-        (Asked(ranks=16, ranks_per_node=2), ["node0/gpu0", "node0/gpu1"], 8),
+        (AcceptOptions(ranks_per_node=1), ["node0", "node1"], 0),
+        (AcceptOptions(ranks_per_node=4), ["node0/gpu0", "node0/gpu1"], 0),
+        (AcceptOptions(ranks=16), ["node0", "node1"], 8),  # NCCL takes no two ranks of one node on one GPU
+        (AcceptOptions(ranks=16, ranks_per_node=2), ["node0/gpu0", "node0/gpu1"], 8),
     ],
 )
-def test_virtual_nodes_are_asked_for_and_drain_nobody(asked: Asked, labels: list[str], shared: int) -> None:
+def test_virtual_nodes_are_asked_for_and_drain_nobody(asked: AcceptOptions, labels: list[str], shared: int) -> None:
     chosen = settings(asked)
     assert [member.label for member in chosen.members[:2]] == labels
     assert (chosen.virtual_nodes, chosen.shared_gpus) == (True, shared)
@@ -100,7 +100,7 @@ def test_virtual_nodes_are_asked_for_and_drain_nobody(asked: Asked, labels: list
 
 @pytest.mark.usefixtures("gpus")
 def test_cpu_ranks_are_nodes_that_drain_nobody() -> None:
-    chosen = settings(Asked(ranks=4, backend="gloo"), "gloo")
+    chosen = settings(AcceptOptions(ranks=4, backend="gloo"), "gloo")
     assert [member.label for member in chosen.members] == ["node0", "node1", "node2", "node3"]
     trial = trial_of(chosen)
     accuse(trial, 3)
@@ -112,20 +112,20 @@ def test_cpu_ranks_are_nodes_that_drain_nobody() -> None:
 def test_a_launcher_on_one_host_starts_the_ranks_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "meet_agents", lambda *_: [link_to(HOST, [rank]) for rank in range(1, 4)])
     env = RankEnv(0, 4, 0, 4, "torchrun")
-    chosen = settings(Asked(), env=env)
+    chosen = settings(AcceptOptions(), env=env)
     assert [member.label for member in chosen.members] == [f"{HOST}/gpu{at}" for at in range(4)]
     assert not chosen.virtual_nodes
-    assert settings(Asked(ranks_per_node=1), env=env).virtual_nodes
-    assert settings(Asked(backend="gloo"), "gloo", env).members[3].label == "node3"
+    assert settings(AcceptOptions(ranks_per_node=1), env=env).virtual_nodes
+    assert settings(AcceptOptions(backend="gloo"), "gloo", env).members[3].label == "node3"
 
 
 @pytest.mark.usefixtures("gpus")
 def test_hosts_of_a_launcher_are_no_virtual_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "meet_agents", lambda *_: [link_to("other", [1])])
     env = RankEnv(0, 2, 0, 1, "slurm")
-    assert [member.label for member in settings(Asked(), env=env).members] == [HOST, "other"]
+    assert [member.label for member in settings(AcceptOptions(), env=env).members] == [HOST, "other"]
     with pytest.raises(ConfigError, match="--ranks-per-node = 1: divides one host"):
-        settings(Asked(ranks_per_node=1), env=env)
+        settings(AcceptOptions(ranks_per_node=1), env=env)
 
 
 def test_hosts_are_drained_by_their_own_name_and_not_by_the_user_of_ssh() -> None:

@@ -1,4 +1,4 @@
-"""What an acceptance run says at its end."""
+"""Summary, tickets, drain lists and JUnit report of an acceptance run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.accept import phases, run_output
 from bench.accept.command import _write_folder
 from bench.accept.fleet import Fleet
 from bench.accept.judge import Judgement
-from bench.accept.output import format_table, told
+from bench.accept.output import finding_cells, format_table
 from bench.accept.run import Result, members_of
 from bench.accept.trial import Trial
 from bench.accept.work import work_for
@@ -28,21 +28,21 @@ def trial_of(num_ranks: int = 4) -> Trial:
 def result_of(*verdicts: Verdict | None, stopped: str = "") -> Result:
     trial = trial_of()
     for verdict in verdicts:
-        trial.accuse("gemm", "node", [1], Finding(verdict, "h/gpu1", "gemm", "1 us", file="gemm"))
+        trial.flag("gemm", "node", [1], Finding(verdict, "h/gpu1", "gemm", "1 us", file="gemm"))
     return Result(trial, done=["gemm"], stopped=stopped)
 
 
 @pytest.mark.parametrize(
     ("result", "verdict", "words"),
     [
-        (result_of("PASS"), "PASS", "nobody stands out; 4 ranks, 1 phase"),
+        (result_of("PASS"), "PASS", "no outlier; 4 ranks, 1 phase"),
         (result_of(None), "NO VERDICT", "nothing could be judged; 4 ranks, 1 phase"),
         (result_of("WARN", "FAIL"), "FAIL", "faulty: h/gpu1 (gemm); 4 ranks, 1 phase"),
         (result_of("WARN"), "WARN", "to look at: h/gpu1 (gemm); 4 ranks, 1 phase"),
         (
             result_of("PASS", stopped="interrupted"),
             "WARN",
-            "4 ranks, 1 phase; broken off (interrupted): what was measured until then",
+            "4 ranks, 1 phase; stopped early (interrupted): results are partial",
         ),
     ],
 )
@@ -58,14 +58,14 @@ def test_what_all_have_in_common_is_in_the_last_line() -> None:
 
 def test_a_ticket_of_a_link_is_a_file_with_both_ends_in_its_name(tmp_path: Path) -> None:
     trial = trial_of()
-    trial.accuse("pairs", "link", [1, 2], Finding("FAIL", trial.label([1, 2]), "pairs", "1 us", file="pairs"))
+    trial.flag("pairs", "link", [1, 2], Finding("FAIL", trial.label([1, 2]), "pairs", "1 us", file="pairs"))
     _write_folder(tmp_path, Result(trial))
     drains = ["drain-kubernetes.sh", "drain-slurm.sh"]  # both ends are of one host, which is what a scheduler drains
     assert sorted(file.name for file in tmp_path.iterdir()) == [*drains, "ticket-h-gpu1-h-gpu2.txt"]
 
 
 def test_a_page_says_what_was_expected_beside_what_was_found() -> None:
-    row = told(Finding("FAIL", "node3", "gemm", "80 TFLOP/s", "100 TFLOP/s", "read its clocks", "gemm"))
+    row = finding_cells(Finding("FAIL", "node3", "gemm", "80 TFLOP/s", "100 TFLOP/s", "read its clocks", "gemm"))
     assert (row["found"], row["next step"]) == ("gemm: 80 TFLOP/s; expected 100 TFLOP/s", "read its clocks")
 
 
@@ -103,7 +103,7 @@ def test_training_that_does_not_learn_accuses_those_who_trained(monkeypatch: pyt
     rows = [{"first_loss": 1.0, "last_loss": 2.0, "p50_us": 1.0, "wrong": 0, "group": [0, 1, 2, 3]}]
     monkeypatch.setattr(trial, "together", lambda *_, **__: rows)
     phases.train(trial, lambda *_: None)
-    [one] = trial.accused
+    [one] = trial.suspects
     assert (one.verdict, one.ranks, one.phase) == ("FAIL", (0, 1, 2, 3), "train")
     assert run_output.sentence(Result(trial)).startswith("faulty: 1 ranks (train); ")
 

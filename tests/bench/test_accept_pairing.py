@@ -1,4 +1,4 @@
-"""What stands out among pairs that share cores is accused only where it is slow again, alone beside good pairs."""
+"""Outliers among pairs that share cores are flagged only if they are slow again, in turns with good pairs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_chance_is_cleared_and_a_fault_is_not(planted: tuple[int, ...]) -> None:
     work = replace(work_for("gloo", None), turn_s=0.0)
     trial = Trial(cast(Fleet, fleet), members_of([("localhost", NODES)], 1), work, list(range(NODES)))
     measure_pairs(trial, lambda _done, _total, _words: None)
-    assert [(one.ranks, one.verdict) for one in trial.accused] == ([(planted, "FAIL")] if planted else [])
+    assert [(one.ranks, one.verdict) for one in trial.suspects] == ([(planted, "FAIL")] if planted else [])
     assert fleet.num_tasks > 3  # the unlucky ones were measured again
 
 

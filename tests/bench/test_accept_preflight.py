@@ -54,15 +54,15 @@ def root(tmp_path: Path) -> Path:
 
 
 def judged(facts: dict[str, Any], **changed: dict[str, Any]) -> list[Finding]:
-    """Four hosts with these facts, some of them changed; what is bad."""
+    """Judge four hosts with these facts, except those in `changed`, and return the findings that are WARN or FAIL."""
     members = members_of([(node, 1) for node in NODES])
     trial = Trial(cast(Fleet, None), members, work_for("gloo", None), list(range(len(NODES))))
-    looked = {node: changed.get(node, facts) for node in NODES if changed.get(node, facts)}
+    facts_by_host = {node: changed.get(node, facts) for node in NODES if changed.get(node, facts)}
     cluster = ClusterConfig(servers=4, gpus_per_server=1, nic_bps=400_000_000_000)
-    found = judge_hosts(looked, cluster, trial)
-    bad = [finding for finding in found if finding.verdict in ("WARN", "FAIL")]
-    assert [(one.label, one.verdict) for one in trial.accused] == [(one.subject, one.verdict) for one in bad]
-    assert all(one.label.startswith(trial.members[one.ranks[0]].host) for one in trial.accused)
+    findings = judge_hosts(facts_by_host, cluster, trial)
+    bad = [finding for finding in findings if finding.verdict in ("WARN", "FAIL")]
+    assert [(one.label, one.verdict) for one in trial.suspects] == [(one.subject, one.verdict) for one in bad]
+    assert all(one.label.startswith(trial.members[one.ranks[0]].host) for one in trial.suspects)
     return bad
 
 
@@ -108,8 +108,8 @@ def test_versions_are_held_against_the_majority_and_parts_against_the_cluster_fi
     other = copy.deepcopy(facts)
     other["traits"]["torch"] = "1.0"
     other["nics"].append({**other["nics"][0], "name": "mlx5_1"})
-    found = {(finding.check, finding.verdict) for finding in judged(facts, n1=other)}
-    assert found == {("torch", "WARN"), ("number of NICs", "FAIL")}
+    verdicts = {(finding.check, finding.verdict) for finding in judged(facts, n1=other)}
+    assert verdicts == {("torch", "WARN"), ("number of NICs", "FAIL")}
 
 
 def test_the_tools_output_goes_through_the_parsers_of_judge(root: Path) -> None:

@@ -62,21 +62,21 @@ def begin(link: Link, *plants: Plant) -> Fleet:
 
 
 def worker_pids(link: Link, fleet: Fleet) -> list[int]:
-    """Of all ranks, by way of a task that takes too long for its limit."""
+    """Return the process ids of all ranks' workers, freshly started because a task exceeded its time limit."""
     assert link.process is not None
     fleet.run("all_reduce", {**SLEEP, "repeats": 100_000, "budget_s": 60}, [range(RANKS)], 0.3)
     fleet.run("gemm", {"size": 8, "repeats": 1, "budget_s": 1}, [(RANKS - 1,)], 5.0)  # by then all are replaced
     return sorted(child.pid for child in psutil.Process(link.process.pid).children())[-RANKS:]
 
 
-def command(*words: object) -> Result:
-    return CliRunner().invoke(accept, [str(word) for word in words])
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(accept, [str(word) for word in arguments])
 
 
-def error_of(*words: object) -> NetlayerError:
-    found = command(*words).exception
-    assert isinstance(found, NetlayerError)
-    return found
+def error_of(*arguments: object) -> NetlayerError:
+    result = command(*arguments).exception
+    assert isinstance(result, NetlayerError)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ def test_a_planted_fault_is_named_and_the_rest_goes_on(
 ) -> None:
     link.began = False
     result = run(settings([plant], *chosen), [link])
-    failed = {(one.ranks, one.phase) for one in result.trial.accused if one.verdict == "FAIL"}
+    failed = {(one.ranks, one.phase) for one in result.trial.suspects if one.verdict == "FAIL"}
     assert failed == {(plant.ranks, phase)}, result.trial.findings
     assert result.done == list(chosen)
     if len(plant.ranks) == 1:
         assert plant.ranks[0] not in result.trial.alive
         assert "Next:" in tickets(result)[f"node{plant.ranks[0]}"]
-    assert not drain_lists(result.trial)  # of a drill
+    assert not drain_lists(result.trial)  # as it is a dry run
 
 
 @pytest.mark.gpu
@@ -124,10 +124,10 @@ def test_a_planted_fault_is_named_on_nccl_and_the_rest_goes_on(
     work = work_for("nccl", 6.0, virtual_nodes=True, shares_gpus=bool(shared_gpus))
     members = members_of([("localhost", RANKS)], 1)
     result = run(Settings(members, "nccl", work, [plant], chosen, virtual_nodes=True, shared_gpus=shared_gpus), [link])
-    if plant.kind == "slowlink" and not shared_gpus:  # of four nodes that nothing is known of, nobody is accused
-        assert not result.trial.accused
+    if plant.kind == "slowlink" and not shared_gpus:  # four nodes without known bounds are too few to flag one
+        assert not result.trial.suspects
         return
-    assert {one.ranks for one in result.trial.accused if one.verdict == "FAIL"} == {plant.ranks}, result.trial.findings
+    assert {one.ranks for one in result.trial.suspects if one.verdict == "FAIL"} == {plant.ranks}, result.trial.findings
     assert result.done == list(chosen)
     if len(plant.ranks) == 1:
         alive = [rank for rank in range(RANKS) if rank not in plant.ranks]
@@ -152,8 +152,7 @@ def test_a_stopped_worker_and_a_killed_one_are_seen_from_outside(link: Link) -> 
 
 def test_a_soak_goes_on_with_the_same_work_and_judges_drift(link: Link) -> None:
     link.began = False
-    asked = replace(settings([], "all_reduce"), soak_s=4.0)
-    result = run(asked, [link])
+    result = run(replace(settings([], "all_reduce"), soak_s=4.0), [link])
     soaked = [row for row in result.trial.rows if row["phase"] == "soak"]
     assert {row["rank"] for row in soaked if row["check"] == "gemm"} == set(range(RANKS))
     assert max(row["cycle"] for row in soaked) >= 1
@@ -190,26 +189,26 @@ def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path) -> None:
 
 def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
     out = {option: tmp_path / f"run.{option}" for option in ("json", "junit")}
-    words = [word for option in out for word in (f"--{option}", out[option])]
+    outputs = [word for option in out for word in (f"--{option}", out[option])]
     phases = [word for name in ("gemm", "pairs") for word in ("--only", name)]
-    found = command("--ranks", 4, "--backend", "gloo", "--inject", "slow:2:1.5", *phases, *words, "--out", tmp_path)
-    assert found.exit_code == 1, found.output
-    assert "FAIL: faulty: node2 (gemm)" in found.stdout
+    result = command("--ranks", 4, "--backend", "gloo", "--inject", "slow:2:1.5", *phases, *outputs, "--out", tmp_path)
+    assert result.exit_code == 1, result.output
+    assert "FAIL: faulty: node2 (gemm)" in result.stdout
     rows = json.loads(out["json"].read_text())["rows"]
     assert (rows[0]["table"], rows[0]["verdict"], rows[0]["stopped"]) == ("overall", "FAIL", "")
     assert [row["ranks"] for row in rows if row["table"] == "accused"] == [[2]]
     assert {row["phase"] for row in rows if row["table"] == "measured"} == {"gemm", "pairs"}
     suite = ET.parse(out["junit"]).getroot()
     assert suite.get("failures") == "1"
-    assert "no drain list for ranks" in found.stdout
+    assert "no drain list for ranks" in result.stdout
     assert not list(tmp_path.glob("drain-*"))
     assert "node2" in (tmp_path / "ticket-node2.txt").read_text()
 
 
 @pytest.mark.slow
 def test_the_page_has_the_heat_map_and_its_pictures_beside_it(tmp_path: Path) -> None:
-    found = command("--ranks", 4, "--backend", "gloo", "--only", "pairs", "--html", tmp_path / "run 1.html")
-    assert found.exit_code == 0, found.output
+    result = command("--ranks", 4, "--backend", "gloo", "--only", "pairs", "--html", tmp_path / "run 1.html")
+    assert result.exit_code == 0, result.output
     assert "plots/run-1-pairs.png" in (tmp_path / "run 1.html").read_text()
     assert (tmp_path / "plots" / "run-1-pairs.png").stat().st_size > 1000
 
@@ -224,10 +223,10 @@ def test_hosts_are_reached_by_the_ssh_given_and_a_host_that_is_not_is_named(
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 slots=2  # two ranks\nnowhere\nlocalhost\nmistyped\n")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    words = ("--hosts", hosts, "--ssh", ssh, "--backend", "gloo", "--only", "all_reduce", "--only", "all_to_all")
-    found = command(*words, "--only", "preflight", "--json", "-")
-    assert found.exit_code == 1, found.output
-    rows = json.loads(found.stdout)["rows"]
+    arguments = ("--hosts", hosts, "--ssh", ssh, "--backend", "gloo", "--only", "all_reduce", "--only", "all_to_all")
+    result = command(*arguments, "--only", "preflight", "--json", "-")
+    assert result.exit_code == 1, result.output
+    rows = json.loads(result.stdout)["rows"]
     assert [row["label"] for row in rows if row["table"] == "accused"] == ["nowhere", "mistyped"]
     [start] = [row for row in rows if row["table"] == "finding" and row["subject"] == "nowhere"]
     assert (start["phase"], start["figure"]) == ("start", "its agent did not start: no route to nowhere")
@@ -238,33 +237,33 @@ def test_hosts_are_reached_by_the_ssh_given_and_a_host_that_is_not_is_named(
 
 
 def start_command(path: Path) -> subprocess.Popen[bytes]:
-    words = ["-m", "netlayer", "accept", "--ranks", "4", "--backend", "gloo", "--json", str(path), "--soak", "1"]
-    return subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    arguments = ["-m", "netlayer", "accept", "--ranks", "4", "--backend", "gloo", "--json", str(path), "--soak", "1"]
+    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def wait_for(process: subprocess.Popen[bytes], words: bytes) -> list[psutil.Process]:
-    """Until stderr says so; everything that runs below the process."""
+def wait_for(process: subprocess.Popen[bytes], text: bytes) -> list[psutil.Process]:
+    """Wait until the process writes `text` to stderr, and return all processes below it."""
     assert process.stderr is not None
     for line in process.stderr:
-        if words in line:
+        if text in line:
             return psutil.Process(process.pid).children(recursive=True)
-    raise AssertionError(f"never said {words!r}")
+    raise AssertionError(f"never wrote {text!r}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("signum", "words"), [(signal.SIGINT, b"soak ..."), (signal.SIGTERM, b"copy ...")])
+@pytest.mark.parametrize(("signum", "phase"), [(signal.SIGINT, b"soak ..."), (signal.SIGTERM, b"copy ...")])
 def test_a_signal_ends_it_with_what_was_measured_and_leaves_no_process(
-    signum: int, words: bytes, tmp_path: Path
+    signum: int, phase: bytes, tmp_path: Path
 ) -> None:
     process = start_command(tmp_path / "run.json")
-    below = wait_for(process, words)
+    below = wait_for(process, phase)
     time.sleep(1)
     process.send_signal(signum)
     wait_for(process, b"interrupted: judging")
     process.send_signal(signum)  # whoever is impatient loses nothing
     stdout, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert b"broken off (interrupted)" in stdout
+    assert b"stopped early (interrupted)" in stdout
     rows = json.loads((tmp_path / "run.json").read_text())["rows"]
     assert (rows[0]["stopped"], rows[0]["verdict"] in ("WARN", "FAIL")) == ("interrupted", True)
     assert any(row.get("check") == "gemm" for row in rows)
@@ -284,26 +283,26 @@ def test_nothing_is_left_when_the_command_is_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["slow:3:0.2", "hang:3", "corrupt:3", "slowlink:2-3", ""])
 def test_eight_ranks_with_all_phases(fault: str, tmp_path: Path) -> None:
-    words = ("--inject", fault) if fault else ()
-    found = command("--ranks", 8, "--backend", "gloo", *words, "--json", tmp_path / "run.json")
-    accused = [row for row in json.loads((tmp_path / "run.json").read_text())["rows"] if row["table"] == "accused"]
+    arguments = ("--inject", fault) if fault else ()
+    result = command("--ranks", 8, "--backend", "gloo", *arguments, "--json", tmp_path / "run.json")
+    suspects = [row for row in json.loads((tmp_path / "run.json").read_text())["rows"] if row["table"] == "accused"]
     ranks = [[2, 3]] if fault.startswith("slowlink") else [[3]] if fault else []
-    assert [list(one) for one in {tuple(row["ranks"]) for row in accused}] == ranks, found.stdout
-    assert found.exit_code == (1 if any(row["verdict"] == "FAIL" for row in accused) else 0)
+    assert [list(one) for one in {tuple(row["ranks"]) for row in suspects}] == ranks, result.stdout
+    assert result.exit_code == (1 if any(row["verdict"] == "FAIL" for row in suspects) else 0)
 
 
 @pytest.mark.slow
 def test_ranks_of_a_launcher_join_the_run_of_the_first(tmp_path: Path) -> None:
-    """As torchrun starts them: the same command, a rank each."""
+    """Start the same command once per rank, as torchrun does."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = [sys.executable, "-m", "netlayer", "accept", "--backend", "gloo", "--inject", "corrupt:1"]
-    words += ["--only", "all_reduce", "--json", str(tmp_path / "run.json")]
+    arguments = [sys.executable, "-m", "netlayer", "accept", "--backend", "gloo", "--inject", "corrupt:1"]
+    arguments += ["--only", "all_reduce", "--json", str(tmp_path / "run.json")]
     places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     ranks = [
         subprocess.Popen(
-            words,
+            arguments,
             env={**os.environ, **places, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -332,18 +331,21 @@ BAD_OPTIONS: list[tuple[tuple[object, ...], str]] = [
     (("--soak", "nan"), "--soak = nan: must be a number"),
     (("--nccl-tests", "/none"), "--nccl-tests = /none: has no effect without --runner nccl-tests"),
     *(
-        (("--runner", "nccl-tests", *words), f"{words[0]} = {words[1]}: has no effect with --runner nccl-tests")
-        for words in (("--inject", "hang:3"), ("--soak", "1.0"), ("--only", "gemm"), ("--limit", "9.0"))
+        (
+            ("--runner", "nccl-tests", *arguments),
+            f"{arguments[0]} = {arguments[1]}: has no effect with --runner nccl-tests",
+        )
+        for arguments in (("--inject", "hang:3"), ("--soak", "1.0"), ("--only", "gemm"), ("--limit", "9.0"))
     ),
     (("--json", "/none/x"), "--json = /none/x: cannot be written"),
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), BAD_OPTIONS)
-def test_a_bad_option_is_one_line_and_exit_2(words: tuple[object, ...], said: str) -> None:
-    error = error_of("--ranks", 4, "--backend", "gloo", *words)
+@pytest.mark.parametrize(("arguments", "message"), BAD_OPTIONS)
+def test_a_bad_option_is_one_line_and_exit_2(arguments: tuple[object, ...], message: str) -> None:
+    error = error_of("--ranks", 4, "--backend", "gloo", *arguments)
     assert isinstance(error, ConfigError)
-    assert said in str(error)
+    assert message in str(error)
 
 
 def test_what_a_launcher_has_said_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,19 +368,19 @@ def test_a_bad_hosts_file_is_refused(line: str, tmp_path: Path) -> None:
 
 def test_missing_hardware_is_exit_3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("bench.accept.command.usable_gpus", list)
-    for words in (
+    for arguments in (
         ("--backend", "nccl"),
         ("--backend", "gloo", "--ranks", 2, "--runner", "nccl-tests", "--nccl-tests", tmp_path),
     ):
-        error = error_of(*words)
+        error = error_of(*arguments)
         assert isinstance(error, HardwareMissing)
         assert error.exit_code == 3
 
 
 def test_options_of_the_run_before_a_sub_command_are_refused(tmp_path: Path) -> None:
-    found = command("--ranks", 4, "judge", tmp_path)
-    assert found.exit_code == 2
-    assert "--ranks" in found.output
+    result = command("--ranks", 4, "judge", tmp_path)
+    assert result.exit_code == 2
+    assert "--ranks" in result.output
 
 
 def test_amounts_have_defaults() -> None:
@@ -402,7 +404,7 @@ def test_our_own_scripts_are_not_taken_for_nccl_tests(tmp_path: Path) -> None:
 
 
 def test_the_genuine_runner_judges_the_tables(tmp_path: Path, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a program that prints a table as nccl-tests does, for here is none."""
+    """Run a script in place of nccl-tests that prints one of its tables."""
     from bench.accept import nccl_tests
 
     log = Path(__file__).parent / "logs" / "nccl_mpirun_nvls_off.txt"
@@ -411,10 +413,10 @@ def test_the_genuine_runner_judges_the_tables(tmp_path: Path, link: Link, monkey
     begin(link)
     result = nccl_tests.run_nccl_tests(settings([]), [link], tmp_path)
     assert {finding.subject for finding in result.trial.findings} == {"localhost"}
-    wanted = [finding.verdict for finding in judge_files([log]).findings]
-    assert sorted(map(str, (finding.verdict for finding in result.trial.findings))) == sorted(map(str, wanted))
-    said: dict[str, Any] = result.trial.rows[0]
-    assert said["code"] == 0
+    expected = [finding.verdict for finding in judge_files([log]).findings]
+    assert sorted(map(str, (finding.verdict for finding in result.trial.findings))) == sorted(map(str, expected))
+    first_row: dict[str, Any] = result.trial.rows[0]
+    assert first_row["code"] == 0
     hung = log.with_name("nccl_hung.txt")
     path.write_text(f"#!/bin/sh\ncat {hung}\necho 'a peer was lost' >&2\nexit 1\n")
     [first, *_] = nccl_tests.run_nccl_tests(settings([]), [link], tmp_path).trial.findings

@@ -1,4 +1,4 @@
-"""Who is accused on GPUs: series against a known value, or peers; times are made up, on devices with an expectation."""
+"""Judgement of GPUs by series, against a known value or peers; times are made up, devices have an expectation."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Speed = Callable[[str, tuple[int, ...], int, int], float]
 
 
 def silent(_done: int, _total: int, _words: str) -> None:
-    """Progress that nobody watches."""
+    """Discard progress."""
 
 
 class KnownFleet:
-    """Stands in for `Fleet`: H200 of one host, each as fast as `speed` says, with 0.2% of noise. Simulated."""
+    """Fake `Fleet`: simulated H200s of one host with the speed given by `speed`, and 0.2% of noise."""
 
     def __init__(self, speed: Speed, device: str = "NVIDIA H200", stopped: Mapping[int, float] | None = None) -> None:
         self.speed, self.device, self.stopped = speed, device, stopped or {}
@@ -92,12 +92,12 @@ def trial_of(num: int, speed: Speed, **fleet: Any) -> Trial:
     return trial
 
 
-def accused(trial: Trial) -> dict[tuple[int, ...], str]:
-    return {one.ranks: one.verdict for one in trial.accused}
+def suspect_verdicts(trial: Trial) -> dict[tuple[int, ...], str]:
+    return {one.ranks: one.verdict for one in trial.suspects}
 
 
 def only(name: str, ranks: tuple[int, ...], share: float, series: Sequence[int] = (0, 1, 2)) -> Speed:
-    """All as known, but one GPU, or one pair, in some series."""
+    """Return speeds that are normal except for one GPU, or one pair, in some series."""
 
     def speed(probe: str, who: tuple[int, ...], number: int, _block: int) -> float:
         is_it = probe == name and set(ranks) <= set(who) and number in series
@@ -109,7 +109,7 @@ def only(name: str, ranks: tuple[int, ...], share: float, series: Sequence[int] 
 @pytest.mark.parametrize("num", [2, 4])
 def test_healthy_gpus_pass_far_from_fail(num: int) -> None:
     trial = trial_of(num, lambda *_: 1.0)
-    assert not trial.accused
+    assert not trial.suspects
     assert judgement_of(Result(trial)).verdict == "PASS"
     assert min(one["spreads_from_fail"] for one in trial.scores) > 6
     assert {one["number"] for one in trial.scores} == {0, 1}
@@ -119,64 +119,64 @@ def test_healthy_gpus_pass_far_from_fail(num: int) -> None:
 @pytest.mark.parametrize(("share", "verdict"), [(0.5, "FAIL"), (0.8, "FAIL"), (0.9, "WARN"), (0.96, None)])
 def test_a_slow_pair_is_named_by_its_grade_and_nobody_else(num: int, share: float, verdict: str | None) -> None:
     trial = trial_of(num, only("pairs", (0, 1), share))
-    assert accused(trial) == ({(0, 1): verdict} if verdict else {})
-    assert all(one.kind == "link" for one in trial.accused)
+    assert suspect_verdicts(trial) == ({(0, 1): verdict} if verdict else {})
+    assert all(one.kind == "link" for one in trial.suspects)
 
 
 @pytest.mark.parametrize("num", [2, 4])
 @pytest.mark.parametrize(("share", "verdict"), [(0.5, "FAIL"), (0.8, "FAIL"), (0.9, "WARN"), (0.96, None)])
 def test_a_slow_gpu_is_named_by_its_grade_and_nobody_else(num: int, share: float, verdict: str | None) -> None:
     trial = trial_of(num, only("gemm", (1,), share))
-    assert accused(trial) == ({(1,): verdict} if verdict else {})
+    assert suspect_verdicts(trial) == ({(1,): verdict} if verdict else {})
 
 
 def test_a_gpu_whose_pairs_are_all_slow_is_named_itself() -> None:
     trial = trial_of(4, only("pairs", (2,), 0.7))
-    assert accused(trial) == {(2,): "FAIL"}
-    assert [one.kind for one in trial.accused] == ["node"]
+    assert suspect_verdicts(trial) == {(2,): "FAIL"}
+    assert [one.kind for one in trial.suspects] == ["node"]
 
 
 @pytest.mark.parametrize("name", ["pairs", "gemm"])
-def test_what_is_slow_in_one_series_alone_is_tried_again_and_accuses_nobody(name: str) -> None:
+def test_an_outlier_of_a_single_series_is_measured_again_and_not_flagged(name: str) -> None:
     trial = trial_of(4, only(name, (0, 1) if name == "pairs" else (1,), 0.5, series=[1]))
-    assert not trial.accused
-    [told] = [finding for finding in trial.findings if finding.verdict == "NO VERDICT"]
-    assert "in one series alone" in told.figure
-    assert told.next_step.startswith("run it again")
+    assert not trial.suspects
+    [finding] = [one_finding for one_finding in trial.findings if one_finding.verdict == "NO VERDICT"]
+    assert "in one series alone" in finding.figure
+    assert finding.next_step.startswith("run it again")
     assert {one["number"] for one in trial.scores if one["phase"] == name} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("name", ["pairs", "gemm", "copy"])
-def test_where_all_are_slow_it_is_what_they_share(name: str) -> None:
+def test_if_all_are_slow_the_cause_is_common(name: str) -> None:
     trial = trial_of(4, lambda probe, *_: 0.7 if probe == name else 1.0)
-    assert accused(trial) == {(0, 1, 2, 3): "WARN"}
+    assert suspect_verdicts(trial) == {(0, 1, 2, 3): "WARN"}
     assert not drain_lists(trial)
     assert "in common" in next(one.next_step for one in trial.findings if one.verdict == "WARN")
 
 
 @pytest.mark.parametrize("name", ["pairs", "gemm"])
-def test_one_that_is_now_fast_and_now_slow_is_warned_of(name: str) -> None:
+def test_an_unsteady_subject_gets_a_warning(name: str) -> None:
     ranks = (0, 1) if name == "pairs" else (1,)
 
     def speed(probe: str, who: tuple[int, ...], _series: int, block: int) -> float:
         return 0.6 if probe == name and set(ranks) <= set(who) and block == 3 else 1.0
 
     trial = trial_of(4, speed)
-    assert accused(trial) == {ranks: "WARN"}
+    assert suspect_verdicts(trial) == {ranks: "WARN"}
     assert "slowest block" in next(one.figure for one in trial.findings if one.verdict == "WARN")
 
 
-def test_what_a_stopped_host_costs_is_not_charged_to_its_gpu() -> None:
+def test_a_stopped_host_is_not_blamed_on_its_gpu() -> None:
     trial = trial_of(4, only("gemm", (1,), 0.5), stopped={1: 0.9})
-    assert [(one.ranks, one.verdict, one.kind) for one in trial.accused] == [((1,), "WARN", "host")]
+    assert [(one.ranks, one.verdict, one.kind) for one in trial.suspects] == [((1,), "WARN", "host")]
     assert not drain_lists(trial)
     [gpu] = [finding for finding in trial.findings if finding.check == "gemm" and finding.verdict != "PASS"]
     assert (gpu.verdict, gpu.subject) == ("NO VERDICT", "vm/gpu1")
 
 
-def test_of_an_unknown_device_nothing_is_judged_and_the_step_says_what_would_decide_it() -> None:
+def test_an_unknown_device_is_not_judged_and_the_step_tells_what_would_help() -> None:
     trial = trial_of(4, only("pairs", (0, 1), 0.5), device="NVIDIA Unheard")
-    assert not trial.accused
+    assert not trial.suspects
     assert not trial.scores
     assert judgement_of(Result(trial)).verdict == "NO VERDICT"
     steps = [one.next_step for one in trial.findings if one.verdict == "NO VERDICT"]
@@ -185,7 +185,7 @@ def test_of_an_unknown_device_nothing_is_judged_and_the_step_says_what_would_dec
 
 
 def test_gpus_of_another_kind_are_no_peers_and_pairs_between_few_nodes_are_not_judged() -> None:
-    """Two hosts of two: inside each, what is known judges; between them nothing does. Copies of one kind are slower."""
+    """Judge two hosts of two GPUs: a known value applies inside each host, none between them; one GPU copies slowly."""
 
     class Mixed(KnownFleet):
         def rows(self, name: str, args: Mapping[str, Any], group: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -197,9 +197,9 @@ def test_gpus_of_another_kind_are_no_peers_and_pairs_between_few_nodes_are_not_j
     trial = Trial(cast(Fleet, fleet), members, work_for("nccl", None), [0, 1, 2, 3])
     measure_gpu_speeds(trial, "copy", silent)
     measure_pairs(trial, silent)
-    assert not trial.accused
-    told = {(one.verdict, one.subject, one.check) for one in trial.findings if one.verdict}
-    assert told == {
+    assert not trial.suspects
+    judged_subjects = {(one.verdict, one.subject, one.check) for one in trial.findings if one.verdict}
+    assert judged_subjects == {
         ("PASS", "3 ranks", "copy device to device"),
         ("NO VERDICT", "1 ranks", "copy device to device"),
         ("PASS", "2 pairs of 4", "pairs"),
@@ -207,20 +207,20 @@ def test_gpus_of_another_kind_are_no_peers_and_pairs_between_few_nodes_are_not_j
     }
 
 
-def test_times_that_hold_the_host_judge_no_link() -> None:
-    """Where NCCL's library is not found, each message is launched by the host."""
+def test_times_with_host_overhead_judge_no_link() -> None:
+    """Measure without NCCL's library: each message is launched by the host."""
 
     class Eager(KnownFleet):
-        def pair(self, *given: Any) -> Iterable[dict[str, Any]]:
-            for row in super().pair(*given):
+        def pair(self, *arguments: Any) -> Iterable[dict[str, Any]]:
+            for row in super().pair(*arguments):
                 yield {key: value for key, value in row.items() if key not in ("messages", "host_us")}
 
     fleet = Eager(only("pairs", (0, 1), 0.5))
     trial = Trial(cast(Fleet, fleet), members_of([("vm", 8)]), work_for("nccl", None), list(range(8)))
     measure_pairs(trial, silent)
-    assert not trial.accused
-    [told] = [finding for finding in trial.findings if finding.verdict == "NO VERDICT"]
-    assert "libnccl.so.2" in told.next_step
+    assert not trial.suspects
+    [finding] = [one_finding for one_finding in trial.findings if one_finding.verdict == "NO VERDICT"]
+    assert "libnccl.so.2" in finding.next_step
 
 
 def test_a_failed_link_inside_a_host_drains_it_and_a_warning_writes_a_ticket_alone() -> None:
@@ -240,7 +240,7 @@ def test_a_score_needs_the_share_and_the_spreads() -> None:
     assert score("x", 0.95, 0.0, known).from_fail == pytest.approx(10)
 
 
-def test_two_series_are_needed_to_accuse() -> None:
+def test_a_bad_verdict_needs_two_series() -> None:
     known = Reference(100.0, KNOWN_SPREAD, "known")
     good, warn, fail = (score("x", share, 0.0, known) for share in (1.0, 0.9, 0.5))
     assert combine([good, good]) == "PASS"
@@ -264,7 +264,7 @@ def test_the_spread_of_a_mean_falls_with_its_blocks() -> None:
 
 
 class Pulsed:
-    """CPU ranks of which one stands still between its iterations, all with the same fastest time. Simulated."""
+    """Simulated CPU ranks with the same fastest time; one of them pauses between its iterations."""
 
     def __init__(self, rank: int | None, factor: float) -> None:
         self.rank, self.factor, self.draw = rank, factor, random.Random(1)
@@ -286,7 +286,7 @@ def test_a_rank_that_is_stopped_in_pulses_is_found_by_its_means(rank: int | None
     work = replace(work_for("gloo", None), turn_s=0.0)
     trial = Trial(cast(Fleet, Pulsed(rank, factor)), members_of([("localhost", 8)], 1), work, list(range(8)))
     measure_speeds(trial, "gemm", silent)
-    assert accused(trial) == ({(3,): "FAIL"} if factor > 2 else {})
+    assert suspect_verdicts(trial) == ({(3,): "FAIL"} if factor > 2 else {})
 
 
 @pytest.mark.parametrize(
@@ -302,13 +302,13 @@ def test_the_faults_of_gpus_are_read(text: str, plant: Plant) -> None:
 
 
 @pytest.mark.parametrize("text", ["ctas:2", "ctas:2-3:1.5", "pulse:1-2", "pulse:1:20"])
-def test_what_is_no_such_fault_is_refused(text: str) -> None:
+def test_invalid_faults_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=text.partition(":")[0]):
         parse_plants([text], 4)
 
 
 class SmiFleet:
-    """nvidia-smi of a host of two GPUs; the second reading comes later. Its text is made up in the tool's form."""
+    """Fake nvidia-smi of a host with two GPUs and made-up values; the second reading comes later."""
 
     def __init__(self, errors: int) -> None:
         self.reading, self.errors = 0, errors
@@ -341,12 +341,15 @@ def test_link_errors_that_came_meanwhile_are_a_warning_and_counters_are_evidence
     counters = Counters(fleet)
     counters.before(trial)
     counters.after(trial)
-    grown = [row for row in trial.evidence if row["when"] == "meanwhile"]
-    assert [(row["gpu"], row["Data Tx"], row["Replay Errors"]) for row in grown] == [(0, 100, 0), (1, 100, 2 * errors)]
+    increases = [row for row in trial.evidence if row["when"] == "meanwhile"]
+    assert [(row["gpu"], row["Data Tx"], row["Replay Errors"]) for row in increases] == [
+        (0, 100, 0),
+        (1, 100, 2 * errors),
+    ]
     assert len([row for row in trial.evidence if row["when"] == "before"]) == 2
-    assert accused(trial) == ({(1,): "WARN"} if errors else {})
+    assert suspect_verdicts(trial) == ({(1,): "WARN"} if errors else {})
     assert not drain_lists(trial)
 
 
-def test_what_nvidia_smi_does_not_tell_is_nothing() -> None:
+def test_missing_counters_are_empty() -> None:
     assert read_nvlink(["NVML: Unable to retrieve NVLink information as all links are inActive"]) == {}

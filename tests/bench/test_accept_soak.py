@@ -30,7 +30,7 @@ def judged(backend: str, common: float, own: dict[int, float], ranks: int = NODE
 
 
 @pytest.mark.parametrize(
-    ("case", "accused", "verdicts"),
+    ("case", "suspects", "verdicts"),
     [
         (("gloo", 1.0, {}), {}, ["PASS"]),
         (("gloo", 2.0, {}), {}, ["WARN", "WARN"]),
@@ -43,10 +43,10 @@ def judged(backend: str, common: float, own: dict[int, float], ranks: int = NODE
     ids=["quiet", "load on all", "one", "one, and load on all", "one, somewhat", "hot room", "one GPU, somewhat"],
 )
 def test_who_drifted_is_told_from_what_all_have_in_common(
-    case: Case, accused: dict[tuple[int, ...], str], verdicts: list[str]
+    case: Case, suspects: dict[tuple[int, ...], str], verdicts: list[str]
 ) -> None:
     trial = judged(*case)
-    assert {one.ranks: one.verdict for one in trial.accused} == accused
+    assert {one.ranks: one.verdict for one in trial.suspects} == suspects
     assert sorted(str(finding.verdict) for finding in trial.findings) == verdicts
 
 
@@ -56,4 +56,4 @@ def test_the_step_on_shared_cores_is_to_look_at_the_machine() -> None:
 
 
 def test_two_ranks_have_no_peers_to_be_told_from() -> None:
-    assert {one.ranks for one in judged("nccl", 1.2, {}, ranks=2).accused} == {(0,), (1,)}
+    assert {one.ranks for one in judged("nccl", 1.2, {}, ranks=2).suspects} == {(0,), (1,)}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from bench.accept.cli import accept
 from bench.accept.fleet import Fleet
 from bench.accept.links import start_local
-from bench.accept.nics import Found, Nic, NicJobs, Route, Speed, Trouble, rounds
+from bench.accept.nics import Nic, NicJobs, Route, RouteFailure, RouteResults, Speed, rounds
 from bench.accept.run import members_of
 from bench.accept.run_output import drain_lists
 from bench.accept.trial import Trial
@@ -62,18 +62,18 @@ class World:
         down = {**common, "name": "mlx5_9", "lacks": "its port is DOWN; connect its cable"}
         return [*({**common, "name": f"mlx5_{at}"} for at in range(self.nics)), down]
 
-    def measure(self, routes: Sequence[Route]) -> Found:
+    def measure(self, routes: Sequence[Route]) -> RouteResults:
         ends = [end for route in routes for end in {route.src, route.dst}]
         assert len(ends) == len(set(ends))
         return {route: self._one(route) for route in routes}
 
-    def _one(self, route: Route) -> Speed | Trouble:
+    def _one(self, route: Route) -> Speed | RouteFailure:
         first = route not in self.tried
         self.tried.append(route)
         if route.gpu and route.src.name == "mlx5_1":
-            return Trouble("GPUDirect is missing: no module; run: modprobe nvidia_peermem", False)
+            return RouteFailure("GPUDirect is missing: no module; run: modprobe nvidia_peermem", False)
         if self._meets(self.broken, route) or (first and self._meets(self.once, route)):
-            return Trouble(f"{route.src.name}: queue pair 7 went to error: transport retry counter exceeded", True)
+            return RouteFailure(f"{route.src.name}: queue pair 7 went to error: transport retry counter exceeded", True)
         scatter = 1 + len(self.tried) % 3 / 100
         factor = 4 if self._meets(self.slow, route) else 1
         return Speed(390e9 / scatter / factor, 2.1 * scatter)
@@ -91,12 +91,12 @@ def tried(world: World, mode: Mode = "auto") -> Trial:
 
 
 def accused(trial: Trial, verdict: str = "FAIL") -> set[str]:
-    return {one.label for one in trial.accused if one.verdict == verdict}
+    return {one.label for one in trial.suspects if one.verdict == verdict}
 
 
 def test_healthy_nics_are_accused_of_nothing_and_every_kind_of_route_is_judged() -> None:
     trial = tried(World(4, 4))
-    assert not trial.accused
+    assert not trial.suspects
     found = {(one.check, one.verdict) for one in trial.findings}
     kinds = ("loopback", "loopback to GPU memory", "inside the host", "across hosts")
     assert {(f"verbs {kind}", "PASS") for kind in kinds} <= found
@@ -132,7 +132,7 @@ def test_what_fails_once_is_a_warning() -> None:
 
 def test_too_few_nics_are_measured_and_not_judged() -> None:
     trial = tried(World(2, 1, slow=("h1: mlx5_0",), gpus=False))
-    assert not trial.accused
+    assert not trial.suspects
     assert all("4 NICs" in one.expected for one in trial.findings if "not run" not in one.figure)
 
 
@@ -147,7 +147,7 @@ def test_a_host_without_nics_is_said(bare: tuple[str, ...], mode: Mode, verdict:
     for one in found.values():
         assert (one.verdict, one.next_step) == (verdict, "use a machine with one")
         assert one.figure.startswith("not run: no RDMA device")
-    assert {one.label for one in trial.accused if one.label in bare} == (set(bare) if verdict else set())
+    assert {one.label for one in trial.suspects if one.label in bare} == (set(bare) if verdict else set())
 
 
 def test_a_port_that_is_down_is_said() -> None:
@@ -210,8 +210,8 @@ def test_an_agent_runs_jobs_and_tells_how_they_ended(tmp_path: Path) -> None:
             assert {"error"} <= set(said[jobs[2]]) or {"devices"} <= set(said[jobs[2]])
             found = NicJobs(fleet).measure([Route(Nic("localhost", "nix0", RATE), Nic("localhost", "nix1", RATE))])
             [trouble] = found.values()
-            assert isinstance(trouble, Trouble)
-            assert not trouble.guilty
+            assert isinstance(trouble, RouteFailure)
+            assert not trouble.is_hardware_fault
         finally:
             link.close()
     assert "KeyError: 'no such thing'" in (tmp_path / "log").read_text()

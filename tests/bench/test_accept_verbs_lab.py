@@ -69,12 +69,12 @@ def accept(seen: Seen, folder: Path) -> Trial:
 
 
 def accused(trial: Trial) -> list[tuple[str, str]]:
-    return [(one.verdict, one.label) for one in trial.accused]
+    return [(one.verdict, one.label) for one in trial.suspects]
 
 
 def test_good_nics_pass(nics: list[str], tmp_path: Path) -> None:
     trial = accept({"lab": nics}, tmp_path)
-    assert not trial.accused
+    assert not trial.suspects
     assert {(one.verdict, one.check) for one in trial.findings} == {
         ("PASS", "verbs loopback"),
         ("PASS", "verbs inside the host"),

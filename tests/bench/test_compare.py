@@ -38,9 +38,9 @@ def command(*words: object) -> Result:
 def test_each_row_is_judged_by_ratio_and_spread(tmp_path: Path) -> None:
     a = write(tmp_path / "a", [row(8, 100), row(16, 100), row(32, 100), row(64, 100, 0.5), row(128, 1)])
     b = write(tmp_path / "b", [row(8, 80), row(16, 125), row(32, 98), row(64, 93, 0.5), row(256, 1)])
-    found = command(a, b, "--json", "-")
-    assert found.exit_code == 1
-    rows = json.loads(found.stdout)["rows"]
+    result = command(a, b, "--json", "-")
+    assert result.exit_code == 1
+    rows = json.loads(result.stdout)["rows"]
     assert [one["verdict"] for one in rows] == ["worse", "better", "same", "same", "only in A", "only in B"]
     assert rows[0]["ratio"] == pytest.approx(0.8)
     assert rows[3]["spread"] > 0.07
@@ -48,9 +48,9 @@ def test_each_row_is_judged_by_ratio_and_spread(tmp_path: Path) -> None:
 
 def test_less_time_is_better(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", [row(8, 100)]), write(tmp_path / "b", [row(8, 200)])
-    found = command(a, b, "--by", "time_us")
-    assert found.exit_code == 0
-    assert found.stdout.splitlines()[-1] == "0 worse, 1 better, 0 same"
+    result = command(a, b, "--by", "time_us")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == "0 worse, 1 better, 0 same"
     assert command(b, a, "--by", "time_us").exit_code == 1
     assert command(b, a, "--by", "time_us", "--within", 1).exit_code == 0
 
@@ -61,7 +61,7 @@ def test_rows_alike_count_by_their_median(tmp_path: Path) -> None:
     assert command(a, b).exit_code == 0
 
 
-def test_a_spread_that_nothing_tells_is_none_and_said_so(tmp_path: Path) -> None:
+def test_an_unknown_spread_is_noted(tmp_path: Path) -> None:
     alone = write(tmp_path / "alone", [{"size": 8, "bus_bw_gbs": 100.0}])
     cycles = write(
         tmp_path / "cycles", [{"size": 8, "bus_bw_gbs": value, "cycle": 0} for value in (90.0, 100.0, 110.0)]
@@ -71,7 +71,7 @@ def test_a_spread_that_nothing_tells_is_none_and_said_so(tmp_path: Path) -> None
     assert "spread -" not in command(cycles, cycles).stdout
 
 
-def test_what_chance_alone_makes_of_the_difference_is_no_loss(tmp_path: Path) -> None:
+def test_a_difference_within_the_noise_is_no_loss(tmp_path: Path) -> None:
     def cycles(name: str, seed: int) -> Path:
         draw = random.Random(seed)
         rows = [{"size": size, "bus_bw_gbs": draw.gauss(100, 20)} for size in range(100) for _ in range(20)]
@@ -81,23 +81,23 @@ def test_what_chance_alone_makes_of_the_difference_is_no_loss(tmp_path: Path) ->
     assert sum(one["verdict"] == "worse" for one in rows) < 10
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+def test_incomparable_records_are_refused(tmp_path: Path) -> None:
     a, same = write(tmp_path / "a", [row(8, 1)]), write(tmp_path / "same", [row(16, 1)])
     simulated = write(tmp_path / "s", [row(8, 1)], "simulated")
     nothing = write(tmp_path / "n", [{"name": "x"}])
-    for words, said in (
+    for arguments, message in (
         ((a, simulated), "compare records of one source"),
         ((a, nothing), "measures nothing that A does"),
         ((a, same), "has no row that A has"),
         ((a, a, "--by", "nope"), "no row of both records has it; both measure bus_bw_gbs, time_us"),
         ((a, tmp_path / "none"), "cannot be read"),
     ):
-        error = command(*words).exception
+        error = command(*arguments).exception
         assert isinstance(error, ConfigError)
-        assert said in str(error)
+        assert message in str(error)
 
 
-def test_a_row_that_b_lacks_is_a_loss_and_one_more_is_none(tmp_path: Path) -> None:
+def test_a_row_missing_in_b_is_a_loss_an_additional_one_is_not(tmp_path: Path) -> None:
     both, one = write(tmp_path / "both", [row(8, 1), row(16, 1)]), write(tmp_path / "one", [row(8, 1)])
     lacking = command(both, one)
     assert lacking.exit_code == 1
@@ -110,9 +110,9 @@ def test_a_row_that_b_lacks_is_a_loss_and_one_more_is_none(tmp_path: Path) -> No
 def test_one_slow_rank_among_many_shows(tmp_path: Path) -> None:
     a = write(tmp_path / "a", [row(8, 100) | {"rank": rank} for rank in range(8)])
     b = write(tmp_path / "b", [row(8, 50 if rank == 3 else 100) | {"rank": rank} for rank in range(8)])
-    found = command(a, b)
-    assert found.exit_code == 1
-    [line] = [line for line in found.stdout.splitlines() if line.endswith("worse")]
+    result = command(a, b)
+    assert result.exit_code == 1
+    [line] = [line for line in result.stdout.splitlines() if line.endswith("worse")]
     assert "rank=3" in line
 
 
@@ -124,13 +124,13 @@ def test_rows_of_several_kinds_are_compared_each_by_its_own_figure(tmp_path: Pat
             {"check": "latency", "p50_us": 1.0 / share},
         ]
 
-    found = command(write(tmp_path / "a", rows(1)), write(tmp_path / "b", rows(0.5)), "--json", "-")
-    assert found.exit_code == 1
-    kept = {(one["metric"], one["verdict"]) for one in json.loads(found.stdout)["rows"]}
+    result = command(write(tmp_path / "a", rows(1)), write(tmp_path / "b", rows(0.5)), "--json", "-")
+    assert result.exit_code == 1
+    kept = {(one["metric"], one["verdict"]) for one in json.loads(result.stdout)["rows"]}
     assert kept == {("tflops", "same"), ("bw_gbs", "worse"), ("p50_us", "worse")}
 
 
-def test_when_and_with_what_algorithm_a_row_was_measured_tells_no_rows_apart(tmp_path: Path) -> None:
+def test_time_and_algorithm_do_not_distinguish_rows(tmp_path: Path) -> None:
     a = write(tmp_path / "a", [row(8, 1) | {"at": "2026-01-01", "algorithm": "RING", "cycle": 0}])
     b = write(tmp_path / "b", [row(8, 1) | {"at": "2026-01-02", "algorithm": "TREE", "cycle": 1}])
     assert command(a, b).stdout.splitlines()[-1] == "0 worse, 0 better, 1 same"
@@ -148,7 +148,7 @@ def test_a_figure_of_zero_gives_a_verdict_without_a_ratio(tmp_path: Path) -> Non
         assert f" {verdict}" in command(a, b).stdout
 
 
-def test_what_all_rows_share_is_said_once_above_them(tmp_path: Path) -> None:
+def test_common_columns_are_printed_once_above_the_rows(tmp_path: Path) -> None:
     rows = [row(size, 100) | {"dtype": "float", "device": "NVIDIA H200"} for size in (8, 16)]
     a = write(tmp_path / "a", rows)
     b = write(tmp_path / "b", [*rows, row(16, 1) | {"dtype": "half", "device": "NVIDIA H200"}])
@@ -172,21 +172,21 @@ def test_numbers_that_are_no_measurement_are_passed_over(tmp_path: Path) -> None
 
 def test_the_json_of_nccl_tests_and_of_ours_is_read(tmp_path: Path) -> None:
     logs = Path(__file__).parent / "logs"
-    theirs = logs / "nccl_h200x8.json"
-    slow = json.loads(theirs.read_text())
-    for result in slow["results"]:
-        result["in_place"]["bus_bw"] *= 0.5
+    nccl_tests_log = logs / "nccl_h200x8.json"
+    slow = json.loads(nccl_tests_log.read_text())
+    for entry in slow["results"]:
+        entry["in_place"]["bus_bw"] *= 0.5
     (tmp_path / "slow").write_text(json.dumps(slow))
-    found = command(theirs, tmp_path / "slow", "--by", "bus_bw_gbs")
-    assert found.exit_code == 1
-    assert found.stdout.splitlines()[-1] == "3 worse, 0 better, 3 same"
-    assert "collective=all_reduce" in found.stdout
+    outcome = command(nccl_tests_log, tmp_path / "slow", "--by", "bus_bw_gbs")
+    assert outcome.exit_code == 1
+    assert outcome.stdout.splitlines()[-1] == "3 worse, 0 better, 3 same"
+    assert "collective=all_reduce" in outcome.stdout
     (tmp_path / "ours").write_text(json.dumps(nccl_tests_json(canned.record())))
     assert command(tmp_path / "ours", tmp_path / "ours").exit_code == 0
 
 
 def perf_json(folder: Path, name: str, **changes: Any) -> Path:
-    """Another run of the same program, with what `changes` say."""
+    """Write another run of the same program, with `changes`."""
     tree = json.loads((Path(__file__).parent / "logs" / "nccl_h200x8.json").read_text())
     for device in tree["config"]["devices"]:
         device["device_info"] = changes.get("device", device["device_info"])
@@ -205,9 +205,9 @@ def perf_json(folder: Path, name: str, **changes: Any) -> Path:
 )
 def test_wrong_data_on_either_side_fails(changes: dict[str, Any], swap: bool, tmp_path: Path) -> None:
     good, bad = perf_json(tmp_path, "good"), perf_json(tmp_path, "bad", **changes)
-    found = command(*((bad, good) if swap else (good, bad)))
-    assert found.exit_code == 1
-    assert found.stdout.startswith(f"failed: {'A' if swap else 'B'}: all_reduce data: ")
+    result = command(*((bad, good) if swap else (good, bad)))
+    assert result.exit_code == 1
+    assert result.stdout.startswith(f"failed: {'A' if swap else 'B'}: all_reduce data: ")
     rows = json.loads(command(good, bad, "--json", "-").stdout)["rows"]
     assert [row["verdict"] for row in rows].count("failed") == 1
 
@@ -234,15 +234,15 @@ def test_runs_on_other_hardware_are_not_comparable(changes: dict[str, Any], says
     assert "is not comparable with A" in str(error)
     assert says in str(error)
     if "program" not in changes:
-        found = command(a, b, "--across-hardware")
-        assert found.exit_code == 0
-        assert f"note: {says}" in found.stdout
+        result = command(a, b, "--across-hardware")
+        assert result.exit_code == 0
+        assert f"note: {says}" in result.stdout
 
 
-def test_another_nccl_is_said_and_compared(tmp_path: Path) -> None:
-    found = command(perf_json(tmp_path, "a"), perf_json(tmp_path, "b", nccl=22903))
-    assert found.exit_code == 0
-    assert found.stdout.startswith("note: NCCL is 2.28.9 in A, 2.29.3 in B\n")
+def test_another_nccl_version_is_noted_and_compared(tmp_path: Path) -> None:
+    result = command(perf_json(tmp_path, "a"), perf_json(tmp_path, "b", nccl=22903))
+    assert result.exit_code == 0
+    assert result.stdout.startswith("note: NCCL is 2.28.9 in A, 2.29.3 in B\n")
 
 
 def test_tables_of_nccl_tests_are_read(tmp_path: Path) -> None:
@@ -281,13 +281,13 @@ def test_hostile_files_are_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_broken_files_get_one_line(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole", [row(8, 1)])
-    for content, said in (
+    for content, message in (
         ("[" * 100_000, "is nested too deep"),
         ('{"results": []}', "has no schema_version"),
-        ('{"results": [], "nccl_version": 1}', "broken off or of another shape"),
-        ('{"results": [5], "nccl_version": 1, "args": ["x"]}', "broken off or of another shape"),
+        ('{"results": [], "nccl_version": 1}', "incomplete or of another structure"),
+        ('{"results": [5], "nccl_version": 1, "args": ["x"]}', "incomplete or of another structure"),
     ):
         (tmp_path / "broken").write_text(content)
         error = command(tmp_path / "broken", whole).exception
         assert isinstance(error, ConfigError), content[:40]
-        assert said in str(error)
+        assert message in str(error)

@@ -157,7 +157,7 @@ def test_a_run_that_broke_off_is_compared_with_nothing() -> None:
 
 def test_training_losses_are_means_of_stretches() -> None:
     curve = made("standard", [8, 7, 6, 5, 4])
-    first, *others = smoothed(curve, most=8)
+    first, *others = smoothed(curve, max_points=8)
     assert (first["loss"], first["tokens"], first["seconds"]) == (7.5, STEP_TOKENS, pytest.approx(1))
     assert len(others) == 7
 

@@ -46,7 +46,7 @@ def test_the_records_give_figures_and_the_host_and_no_verdict() -> None:
     assert [figure.subject for figure in log.figures] == [f"n1 rank {rank}" for rank in range(RANKS)]
     [finding] = log.findings
     assert finding.verdict is None
-    assert "shared by all its ranks" in finding.next_step
+    assert "cannot show a slow rank" in finding.next_step
 
 
 def test_a_rank_whose_own_time_is_short_keeps_the_others_waiting() -> None:

@@ -1,4 +1,4 @@
-"""The kernel's log in its many forms: XIDs, and faults of node, PCIe, memory and NICs that have no number."""
+"""Kernel logs in many formats: XIDs, and faults of node, PCIe, memory and NICs that have no number."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def test_messages_of_one_gpu_and_number_are_one_finding_that_counts_them() -> No
 
 def test_the_last_recovery_action_of_a_gpu_holds() -> None:
     step = "NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x{} ({}) to 0x{} ({})\n"
-    asked = "[1.000000] NVRM: Xid (PCI:0000:3b:00): 95, Uncontained\n[2.000000] " + step.format(
+    reset_required = "[1.000000] NVRM: Xid (PCI:0000:3b:00): 95, Uncontained\n[2.000000] " + step.format(
         0, "None", 1, "GPU Reset Required"
     )
-    assert bad(asked) == {("GPU 0000:3b:00", "XID 95"): "FAIL", ("GPU 0000:3b:00", "XID 154"): "FAIL"}
-    reset = asked + "[9.000000] " + step.format(1, "GPU Reset Required", 0, "None")
+    assert bad(reset_required) == {("GPU 0000:3b:00", "XID 95"): "FAIL", ("GPU 0000:3b:00", "XID 154"): "FAIL"}
+    reset = reset_required + "[9.000000] " + step.format(1, "GPU Reset Required", 0, "None")
     assert bad(reset) == {("GPU 0000:3b:00", "XID 95"): "WARN", ("GPU 0000:3b:00", "XID 154"): "WARN"}
     again = reset + "[99.000000] NVRM: Xid (PCI:0000:3b:00): 95, Uncontained\n"
     assert bad(again)["GPU 0000:3b:00", "XID 95"] == "FAIL"
@@ -276,7 +276,7 @@ def test_a_healthy_log_says_what_was_looked_at() -> None:
 
 
 def test_a_system_log_is_told_by_the_programs_that_wrote_its_lines() -> None:
-    """Once the time, the host and the program are taken off, nothing tells these lines from an application's."""
+    """Recognise a system log: without time, host and program its lines look like an application's."""
     heads = [f"Aug 17 06:1{minute}:01 node7 " for minute in range(4)]
     system = "\n".join(
         f"{head}systemd-networkd[5398]: ib6: {word} carrier"

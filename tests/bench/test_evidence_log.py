@@ -1,4 +1,4 @@
-"""What stands before lines is taken off, and text is read from wherever it comes without holding or running it."""
+"""Removal of line prefixes, and safe reading of text from files, gzip and standard input."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ BEFORE = {
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_what_stands_before_a_line_is_taken_off_and_read(name: str) -> None:
+def test_prefixes_are_removed_and_read(name: str) -> None:
     before, prefix = BEFORE[name]
     lines, printed_by = strip_prefixes([before + line for line in TABLE])
     assert lines == TABLE
@@ -72,7 +72,7 @@ def test_what_stands_before_a_line_is_taken_off_and_read(name: str) -> None:
         ["| GPU 0 |", "+-------+"] * 4,
     ],
 )
-def test_what_a_tool_writes_itself_stays(lines: list[str]) -> None:
+def test_a_tool_s_own_output_stays(lines: list[str]) -> None:
     assert strip_prefixes(lines)[0] == lines
 
 
@@ -85,7 +85,7 @@ def test_lines_of_several_hosts_are_told_apart_with_their_numbers() -> None:
     def line(at: int) -> list[str]:
         return [f"node{host}: {at * 10 + host}" for host in (1, 2)]
 
-    text = Text("log", "\n".join(words for at in range(5) for words in line(at)))
+    text = Text("log", "\n".join(row for at in range(5) for row in line(at)))
     first, second = text.streams()
     assert (first.printed_by.host, first.lines) == ("node1", ["1", "11", "21", "31", "41", ""])
     assert (second.printed_by.host, second.numbers) == ("node2", (2, 4, 6, 8, 10, 10))
@@ -134,9 +134,7 @@ def test_standard_input_and_gzip_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     assert read_text(tmp_path / "log.gz").lines == ["a line", ""]
 
 
-def test_of_a_large_file_the_lines_are_kept_that_a_parser_may_want(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relevant_lines_of_a_large_file_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "MAX_BYTES", 100_000)
     monkeypatch.setattr(log, "_CHUNK_BYTES", 4096)
     chatter = [f"node0:1:{at} [0] NCCL INFO Channel {at}/0 : 0[0] -> 1[1] via P2P/CUMEM" for at in range(3000)]
@@ -170,7 +168,7 @@ def test_of_a_large_file_the_lines_are_kept_that_a_parser_may_want(
         (b"\x80\x04\x95.", "binary"),
     ],
 )
-def test_what_is_hostile_is_refused_in_one_line(
+def test_hostile_files_are_refused_in_one_line(
     content: bytes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("MAX_BYTES", 100_000), ("MAX_UNPACKED_BYTES", 1_000_000), ("_CHUNK_BYTES", 4096)):
@@ -182,7 +180,7 @@ def test_what_is_hostile_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_is_its_files_and_what_is_skipped_is_said(tmp_path: Path) -> None:
+def test_a_folder_stands_for_its_files_and_skipped_ones_are_listed(tmp_path: Path) -> None:
     (tmp_path / "logs" / "deep").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     names = ["logs/b.txt", "logs/a.txt", "logs/deep/c.txt", "logs/.hidden", "one.txt"]
@@ -193,5 +191,5 @@ def test_a_folder_is_its_files_and_what_is_skipped_is_said(tmp_path: Path) -> No
     inside = [tmp_path / name for name in ("logs/a.txt", "logs/b.txt", "logs/deep/c.txt")]
     assert list(paths.files) == [tmp_path / "one.txt", *inside, STDIN]
     assert paths.in_folders == set(inside) - {tmp_path / "logs/a.txt"}
-    for words in (".hidden", "link to a folder", "no file"):
-        assert any(words in line for line in paths.skipped)
+    for reason in (".hidden", "link to a folder", "no file"):
+        assert any(reason in line for line in paths.skipped)

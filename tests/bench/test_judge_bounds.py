@@ -1,4 +1,4 @@
-"""Physical bounds: what no wire carries is not believed, and an NVSwitch host at PCIe's speed did not use NVLink."""
+"""Physical bounds: figures above the link rate are not believable, NVSwitch hosts at PCIe speed did not use NVLink."""
 
 from __future__ import annotations
 
@@ -64,28 +64,28 @@ def judged(*figures: Figure, **said: Any) -> Judgement:
         (20.0, {"collective": "sendrecv"}, "FAIL", "NVLink was not used"),
     ],
 )
-def test_what_links_carry_bounds_every_figure(
+def test_link_rates_bound_every_figure(
     value: float, facts: dict[str, Any], verdict: Verdict | None, words: str
 ) -> None:
-    found = list(judge_bounds("log", [figure(value, **facts)], {}))
-    assert [finding.verdict for finding in found] == ([verdict] if verdict else [])
-    assert all(words in finding.expected and finding.next_step for finding in found)
+    findings = list(judge_bounds("log", [figure(value, **facts)], {}))
+    assert [finding.verdict for finding in findings] == ([verdict] if verdict else [])
+    assert all(words in finding.expected and finding.next_step for finding in findings)
 
 
-def test_the_best_of_a_run_is_what_its_link_is_judged_by() -> None:
+def test_a_link_is_judged_by_the_best_figure_of_a_run() -> None:
     # The small messages of a healthy run are as slow as PCIe, too.
     assert not list(judge_bounds("log", [figure(20.0, 64 << 20), figure(470.0)], {}))
     [finding] = judge_bounds("log", [figure(12.0, 64 << 20), figure(12.0)], {})
     assert finding.verdict == "FAIL"
 
 
-def test_a_figure_that_is_not_believed_is_not_held_against_anything() -> None:
+def test_a_figure_above_its_bound_is_compared_with_nothing() -> None:
     judgement = judged(figure(4800.0, 8 * GIB, nvls=True))
     assert [finding.verdict for finding in judgement.findings] == ["WARN"]
     assert judgement.verdict == "WARN"
 
 
-def test_a_bound_that_holds_is_no_verdict_on_the_speed() -> None:
+def test_a_figure_within_its_bounds_has_no_verdict() -> None:
     assert judged(figure(470.0, 8 * GIB, device="NVIDIA H20")).verdict == "NO VERDICT"
 
 
@@ -116,8 +116,8 @@ def test_every_rate_has_a_source_and_nobody_owns_two() -> None:
         assert owners[0].link_gbs >= owners[0].pcie_gbs
 
 
-def test_a_threshold_of_the_user_goes_before_what_is_far_below_but_not_before_the_impossible() -> None:
-    mine = (Expectation({"quantity": "bus_bw_gbs"}, 10, 10, 10, "mine", user=True), *load())
+def test_a_user_threshold_precedes_the_lower_bound_but_not_the_upper_one() -> None:
+    entries = (Expectation({"quantity": "bus_bw_gbs"}, 10, 10, 10, "mine", user=True), *load())
     for value, verdict in ((12.0, "PASS"), (9.0, "FAIL"), (4800.0, "WARN")):
         run = Run("log", Log("nccl-tests", figures=(figure(value),)))
-        assert [finding.verdict for finding in judge_runs([run], {}, mine).findings] == [verdict]
+        assert [finding.verdict for finding in judge_runs([run], {}, entries).findings] == [verdict]

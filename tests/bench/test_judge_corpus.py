@@ -1,4 +1,4 @@
-"""The runner of the corpus: what the pages support is no miss, and what they do not is named."""
+"""Runner of the corpus: verdicts that the pages support are no misses, others are named."""
 
 from __future__ import annotations
 
@@ -27,8 +27,14 @@ WRONG_DATA = """\
 
 
 def row(**cells: str) -> dict[str, str]:
-    given = {"id": "1", "file": "log.txt", "address": "https://example.org/1", "expected": "FAIL", "fact": "wrong data"}
-    return dict.fromkeys(NAMES, "") | {"kind": "nccl-tests", "another tool": "value only"} | given | cells
+    values = {
+        "id": "1",
+        "file": "log.txt",
+        "address": "https://example.org/1",
+        "expected": "FAIL",
+        "fact": "wrong data",
+    }
+    return dict.fromkeys(NAMES, "") | {"kind": "nccl-tests", "another tool": "value only"} | values | cells
 
 
 def corpus(folder: Path, *rows: dict[str, str]) -> Path:
@@ -105,7 +111,7 @@ def test_a_crash_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("FAIL/WARN", "REFUSED", "miss"),
     ],
 )
-def test_what_weighs_most_has_its_own_name(expected: str, verdict: str, miss: str) -> None:
+def test_the_worst_misses_have_their_own_names(expected: str, verdict: str, miss: str) -> None:
     assert Outcome(Case(row(), tuple(expected.split("/")), ""), verdict, "", 0.0).miss == miss
 
 

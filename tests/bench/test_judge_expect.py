@@ -1,4 +1,4 @@
-"""The registry of expectations, thresholds of the user, why a figure got its verdict, and what is published."""
+"""Registry of expectations, user thresholds, explanation of verdicts, and publication of results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.accept.cli import accept
 from bench.accept.evidence.log import Figure, Log
 from bench.accept.expectations import FOLDER, Expectation, Published, Source, load, load_user, threshold_of
 from bench.accept.explain import explain
-from bench.accept.judge import Run, held, judge_runs
+from bench.accept.judge import Run, judge_expectations, judge_runs
 from bench.accept.publish import publish
 from netlayer.errors import ConfigError, NetlayerError
 from netlayer.verdict import Finding, Verdict
@@ -30,8 +30,8 @@ def figure(value: float, size: int = 8 * GIB, **facts: Any) -> Figure:
     return Figure("all_reduce float sum, 8 ranks", "8 GiB", "node7", value, "GB/s bus", 1, facts=facts)
 
 
-def held_against(figures: list[Figure], entries: tuple[Expectation, ...] = (), **said: Any) -> Finding:
-    [finding] = held("log", figures, (*entries, *load()), said)
+def judge_with(figures: list[Figure], entries: tuple[Expectation, ...] = (), **said: Any) -> Finding:
+    [finding] = judge_expectations("log", figures, (*entries, *load()), said)
     return finding
 
 
@@ -97,20 +97,20 @@ def test_eight_h100_are_judged_with_nvls_without_it_and_unknown(
     value: float, nvls: bool | None, verdict: Verdict | None
 ) -> None:
     facts = {} if nvls is None else {"nvls": nvls}
-    assert held_against([figure(value, **facts)]).verdict == verdict
-    assert held_against([figure(value)], **facts).verdict == verdict
+    assert judge_with([figure(value, **facts)]).verdict == verdict
+    assert judge_with([figure(value)], **facts).verdict == verdict
 
 
 def test_cards_on_pcie_never_fail() -> None:
     facts = {"device": "NVIDIA GeForce RTX 5090"}
-    assert [held_against([figure(value, **facts)]).verdict for value in (28, 5)] == ["PASS", "WARN"]
+    assert [judge_with([figure(value, **facts)]).verdict for value in (28, 5)] == ["PASS", "WARN"]
 
 
 def test_several_hosts_need_to_be_told_their_nics() -> None:
     facts = {"ranks": 16, "hosts": 2}
-    assert held_against([figure(360, **facts)]).verdict is None
-    assert held_against([figure(360, **facts)], nics="8x400").verdict == "PASS"
-    assert held_against([figure(360, **facts)], nics="4x100").verdict is None
+    assert judge_with([figure(360, **facts)]).verdict is None
+    assert judge_with([figure(360, **facts)], nics="8x400").verdict == "PASS"
+    assert judge_with([figure(360, **facts)], nics="4x100").verdict is None
 
 
 def user(tmp_path: Path, text: str) -> tuple[Expectation, ...]:
@@ -119,26 +119,26 @@ def user(tmp_path: Path, text: str) -> tuple[Expectation, ...]:
 
 
 def test_thresholds_of_the_user_go_first(tmp_path: Path) -> None:
-    mine = user(tmp_path, '[[expect]]\ncollective = "all_reduce"\nbytes = "8G"\npass = 490\nfail = 485\n')
+    user_entries = user(tmp_path, '[[expect]]\ncollective = "all_reduce"\nbytes = "8G"\npass = 490\nfail = 485\n')
     for value, verdict in ((495, "PASS"), (487, "WARN"), (478, "FAIL")):
-        finding = held_against([figure(value, nvls=True)], mine)
+        finding = judge_with([figure(value, nvls=True)], user_entries)
         assert (finding.verdict, "mine.toml" in finding.expected) == (verdict, True)
     # Where they do not fit, the registry is asked.
-    assert held_against([figure(440, 16 * GIB, nvls=True)], mine).verdict == "WARN"
+    assert judge_with([figure(440, 16 * GIB, nvls=True)], user_entries).verdict == "WARN"
 
 
 def test_a_threshold_without_a_size_is_of_the_largest_message(tmp_path: Path) -> None:
-    mine = user(tmp_path, "[[expect]]\npass = 400\n")
-    finding = held_against([figure(12, 1024), figure(410, 8 * GIB)], mine)
+    user_entries = user(tmp_path, "[[expect]]\npass = 400\n")
+    finding = judge_with([figure(12, 1024), figure(410, 8 * GIB)], user_entries)
     assert (finding.verdict, finding.figure) == ("PASS", "410 GB/s bus at 8 GiB")
-    assert held_against([figure(410, 1024), figure(399, 8 * GIB)], mine).verdict == "FAIL"
+    assert judge_with([figure(410, 1024), figure(399, 8 * GIB)], user_entries).verdict == "FAIL"
 
 
 def test_a_latency_of_another_tool_has_a_threshold_that_it_must_not_pass(tmp_path: Path) -> None:
-    mine = user(tmp_path, '[[expect]]\nseries = "RDMA_Write Latency"\nat_most = true\npass = 2\nfail = 3\n')
+    user_entries = user(tmp_path, '[[expect]]\nseries = "RDMA_Write Latency"\nat_most = true\npass = 2\nfail = 3\n')
     for value, verdict in ((1.9, "PASS"), (2.5, "WARN"), (3.5, "FAIL")):
         one = Figure("RDMA_Write Latency", "2 B", "mlx5_0", value, "us", 1, higher_is_better=False)
-        assert held_against([one], mine).verdict == verdict
+        assert judge_with([one], user_entries).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def explained(figures: list[Figure], **said: Any) -> str:
     return "\n".join(explain(judge_runs(runs, said, load()), load(), said))
 
 
-def test_what_nearly_fitted_is_said_with_the_key_that_lacks() -> None:
+def test_the_nearest_entries_are_listed_with_the_keys_that_differ() -> None:
     text = explained([figure(478, ranks=4)])
     assert "h100_sxm_8_nvls.toml needs ranks 8 (here 4)" in text
     text = explained([figure(360, ranks=16, hosts=2)])
@@ -195,7 +195,7 @@ def test_what_nearly_fitted_is_said_with_the_key_that_lacks() -> None:
     assert "(here 4 KiB)" in text
 
 
-def test_what_fitted_is_said_with_sources_peers_and_bounds() -> None:
+def test_matching_entries_are_listed_with_sources_peers_and_bounds() -> None:
     text = explained([figure(478)])
     assert "if NVLS was on" in text
     assert "if NVLS was off" in text
@@ -225,9 +225,11 @@ def test_a_published_record_has_no_names_and_is_an_entry_of_the_registry(tmp_pat
     entries = load(tmp_path / "us.toml")
     assert {entry.keys["bytes"] for entry in entries} == {64 << 20, GIB}
     assert all(entry.keys["device"] == "NVIDIA H200" and entry.keys["nvls"] is False for entry in entries)
-    least = min(entry.value for entry in entries if entry.keys["bytes"] == GIB)
-    assert 355 < least < 360  # the slowest of them, which PASS must let through
-    [finding] = held("log", [figure(360, GIB, device="NVIDIA H200", nvls=False, nccl=22809, graph=False)], entries, {})
+    lowest = min(entry.value for entry in entries if entry.keys["bytes"] == GIB)
+    assert 355 < lowest < 360  # the slowest of them, which PASS must let through
+    [finding] = judge_expectations(
+        "log", [figure(360, GIB, device="NVIDIA H200", nvls=False, nccl=22809, graph=False)], entries, {}
+    )
     assert finding.verdict == "PASS"
 
 
@@ -246,12 +248,12 @@ def measured(**facts: Any) -> Run:
         ([], "hold no bus bandwidth"),
     ],
 )
-def test_what_cannot_be_published_is_refused(runs: list[Run], words: str) -> None:
+def test_unpublishable_runs_are_refused(runs: list[Run], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         publish(judge_runs(runs, {}, load()), {})
 
 
 def test_wrong_data_is_never_published() -> None:
     bad = Finding("FAIL", "node7", "all_reduce data", "3 wrong elements")
-    with pytest.raises(NetlayerError, match="not in order"):
+    with pytest.raises(NetlayerError, match="publish only complete runs"):
         publish(judge_runs([Run("a.txt", Log("nccl-tests", (bad,), (figure(470),)))], {}, load()), {})

@@ -101,7 +101,7 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_result_is_read_and_not_accused(tmp_path: Path, name: str) -> None:
+def test_a_healthy_result_has_no_bad_finding(tmp_path: Path, name: str) -> None:
     judgement = judged(tmp_path, HEALTHY[name])
     assert not judgement.damaged, shown(judgement)
     assert judgement.verdict in HARMLESS, shown(judgement)
@@ -130,7 +130,7 @@ def test_data_that_nobody_checked_is_no_wrong_data(tmp_path: Path) -> None:
 
 
 def test_an_alltoall_in_place_of_old_is_not_checked(tmp_path: Path) -> None:
-    """Until 2022 it printed 1e+00 there: the operation has no in-place form, and the line of all errors says 0 OK."""
+    """Ignore the 1e+00 that alltoall printed in place until 2022: it has no in-place form; the summary says 0 OK."""
     text = start(1, "adder", "boa") + OLD_HEAD
     text += "    67108864       8388608     float             3120.0   21.51   10.75  0e+00"
     text += "   3101.5   21.64   10.82  1e+00\n"
@@ -156,7 +156,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_broken_fails(tmp_path: Path, name: str) -> None:
+def test_broken_hardware_fails(tmp_path: Path, name: str) -> None:
     judgement = judged(tmp_path, BROKEN[name])
     assert judgement.verdict == "FAIL", shown(judgement)
 
@@ -178,7 +178,7 @@ NOT_PASSED = {
 
 
 @pytest.mark.parametrize("name", NOT_PASSED)
-def test_what_shows_no_health_is_not_passed(tmp_path: Path, name: str) -> None:
+def test_logs_without_health_information_do_not_pass(tmp_path: Path, name: str) -> None:
     judgement = judged(tmp_path, NOT_PASSED[name])
     assert judgement.verdict != "PASS", shown(judgement)
 
@@ -192,7 +192,7 @@ def test_two_links_down_among_active_ones_are_not_passed(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("number", [13, 31, 43])
 def test_an_application_s_own_fault_does_not_drain_the_node(tmp_path: Path, number: int) -> None:
-    """NVIDIA's catalogue: restart the application."""
+    """Warn only: NVIDIA's catalogue says to restart the application."""
     text = f"[  12.5] NVRM: Xid (PCI:0000:3b:00): {number}, pid=4242, name=python3, Ch 00000008\n" * 40
     assert judged(tmp_path, text).verdict in CAUTIOUS
 
@@ -222,7 +222,7 @@ FIGURELESS = {
 
 
 @pytest.mark.parametrize("name", FIGURELESS)
-def test_what_holds_no_figure_is_not_passed(tmp_path: Path, name: str) -> None:
+def test_logs_without_figures_do_not_pass(tmp_path: Path, name: str) -> None:
     try:
         judgement = judged(tmp_path, FIGURELESS[name])
     except ConfigError as exc:

@@ -1,4 +1,4 @@
-"""What a judgement looks like: JUnit by its schema, tables at two widths, the page, verdicts of nodes, exit codes."""
+"""Output of a judgement: JUnit by its schema, tables at two widths, the page, verdicts on nodes, exit codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_no_verdict_lies_between_a_pass_and_a_warning() -> None:
     assert worst(["WARN", "NO VERDICT", "PASS"]) == "WARN"
 
 
-def test_what_nothing_judged_says_so_in_every_form(tmp_path: Path) -> None:
+def test_no_verdict_is_shown_in_every_format(tmp_path: Path) -> None:
     out = {name: tmp_path / f"out.{name}" for name in ("json", "junit", "html")}
     result = invoke(LOGS / "nccl_own_gloo.txt", *(word for name in out for word in (f"--{name}", out[name])))
     assert result.exit_code == 0
@@ -89,9 +89,9 @@ def test_a_table_fits_the_terminal_and_keeps_every_word(width: int) -> None:
     # What can be copied whole is not broken: the place of a finding.
     assert [line for line in lines if len(line) > width and str(LOGS) not in line] == []
     assert last.startswith("FAIL: ")
-    words = " ".join(lines).split()
+    printed_words = " ".join(lines).split()
     for one in judgement.findings:
-        assert all(word in words for word in one.next_step.split())
+        assert all(word in printed_words for word in one.next_step.split())
 
 
 def test_the_width_of_the_terminal_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_warning_beside_a_pass_fails_no_node() -> None:
         ({"l/nccl": "n1", "l/dmesg_n10": ""}, {"l/dmesg_n10": "dmesg_n10"}),
     ],
 )
-def test_whose_log_a_file_is(logs: dict[str, str], nodes: dict[str, str]) -> None:
+def test_files_are_assigned_to_nodes(logs: dict[str, str], nodes: dict[str, str]) -> None:
     places = place_logs([(file, Log("kernel log", host=host)) for file, host in logs.items()])
     assert {file: places[file].node for file in nodes} == nodes
 

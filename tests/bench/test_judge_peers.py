@@ -1,4 +1,4 @@
-"""Who is whose peer, what few or scattered ones come to, and which host slow runs over several hosts have in common."""
+"""Peer groups, verdicts on few or scattered peers, and the common host of slow runs over several hosts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_two_that_differ_by_far_warn_and_name_nobody_as_bad() -> None:
     assert "1.81 times" in finding.figure
 
 
-def test_three_alike_are_judged_by_nobody() -> None:
+def test_three_similar_nodes_are_not_judged() -> None:
     comparison = compare(run("a", 470), run("b", 468), run("c", 465))
     assert (comparison.findings, comparison.judged) == ((), frozenset())
     assert "2 others did the same work; 4 alike" in next(iter(comparison.notes.values()))
@@ -89,40 +89,40 @@ def test_a_node_whose_repeats_differ_is_unsteady() -> None:
     assert (finding.verdict, finding.subject, "repeats" in finding.check) == ("WARN", "a", True)
 
 
-def test_one_bad_repeat_of_three_does_not_accuse_its_node_of_being_slow() -> None:
+def test_one_bad_repeat_of_three_does_not_make_its_node_slow() -> None:
     healthy = [run(node, 470) for node in "bcde"]
-    found = bad(compare(run("a", 471, "a0.txt"), run("a", 300, "a1.txt"), run("a", 470, "a2.txt"), *healthy))
-    assert [(finding.verdict, "repeats" in finding.check) for finding in found] == [("WARN", True)]
+    findings = bad(compare(run("a", 471, "a0.txt"), run("a", 300, "a1.txt"), run("a", 470, "a2.txt"), *healthy))
+    assert [(finding.verdict, "repeats" in finding.check) for finding in findings] == [("WARN", True)]
 
 
 @pytest.mark.parametrize(
     ("key", "other"),
     [("device", "NVIDIA H200"), ("nccl", 21805), ("nvls", True), ("graph", True), ("ranks", 4)],
 )
-def test_what_is_not_alike_is_no_peer(key: str, other: object) -> None:
+def test_different_facts_make_no_peers(key: str, other: object) -> None:
     same = [run(node, 470) for node in "abcd"]
     assert bad(compare(*same, run("e", 300, **{key: other}))) == []
     assert [finding.subject for finding in bad(compare(*same, run("e", 300)))] == ["e"]
 
 
 @pytest.mark.parametrize("key", ["collective", "device", "ranks"])
-def test_what_the_log_does_not_name_is_compared_with_nothing(key: str) -> None:
+def test_runs_with_missing_facts_are_compared_with_nothing(key: str) -> None:
     comparison = compare(
         *(run(node, value, **{key: None}) for node, value in zip("abcde", (1, 9, 9, 9, 9), strict=True))
     )
     assert (comparison.findings, comparison.judged) == ((), frozenset())
 
 
-def test_the_host_that_slow_pairs_share_is_named_and_a_lone_slow_pair_accuses_neither() -> None:
+def test_the_common_host_of_slow_pairs_is_named_and_none_of_a_single_slow_pair() -> None:
     comparison = compare(
         pair(("n1", "n2"), 49), pair(("n3", "n4"), 87), pair(("n5", "n6"), 88), pair(("n6", "n7"), 49),
         pair(("n7", "n4"), 50),
     )  # fmt: skip
-    found = {finding.subject: finding for finding in bad(comparison)}
-    assert set(found) == {"n7", "either of n1 and n2"}
-    assert (found["n7"].verdict, found["either of n1 and n2"].verdict) == ("FAIL", "WARN")
-    assert "drain n7" in found["n7"].next_step
-    assert "drain neither" in found["either of n1 and n2"].next_step
+    findings = {finding.subject: finding for finding in bad(comparison)}
+    assert set(findings) == {"n7", "either of n1 and n2"}
+    assert (findings["n7"].verdict, findings["either of n1 and n2"].verdict) == ("FAIL", "WARN")
+    assert "drain n7" in findings["n7"].next_step
+    assert "drain neither" in findings["either of n1 and n2"].next_step
     # Two fast pairs are no yardstick for themselves.
     [fast] = [finding for finding in comparison.findings if finding.subject == "4 hosts in 2 runs"]
     assert fast.verdict == "NO VERDICT"
@@ -150,13 +150,13 @@ def test_two_hosts_that_are_fast_elsewhere_leave_the_path_between_them() -> None
 
 
 def test_the_same_pair_again_is_a_repeat() -> None:
-    found = bad(
+    findings = bad(
         compare(pair("ab", 200), pair("ba", 201, "again.txt"), pair("cd", 380), pair("ef", 382), pair("gh", 379))
     )
-    assert [finding.subject for finding in found] == ["either of a and b"]
+    assert [finding.subject for finding in findings] == ["either of a and b"]
 
 
-def test_few_or_alike_pairs_accuse_nobody() -> None:
+def test_few_or_similar_pairs_have_no_bad_finding() -> None:
     assert compare(pair("ab", 380), pair("cd", 382)).judged == frozenset()
     two = bad(compare(pair("ab", 200), pair("cd", 382)))
     assert [(finding.verdict, finding.subject) for finding in two] == [("WARN", "either of a and b")]
@@ -166,7 +166,7 @@ def test_few_or_alike_pairs_accuse_nobody() -> None:
     assert [finding.verdict for finding in scattered] == ["WARN"]
 
 
-def test_whatever_host_is_slow_it_alone_is_named_and_healthy_fleets_are_left_alone() -> None:
+def test_exactly_the_slow_host_is_named_and_healthy_fleets_pass() -> None:
     for seed in range(60):
         dice = random.Random(seed)
         hosts = [f"h{at}" for at in range(dice.randint(6, 16))]
@@ -176,10 +176,10 @@ def test_whatever_host_is_slow_it_alone_is_named_and_healthy_fleets_are_left_alo
             ring = hosts[turn:] + hosts[:turn]
             pairs += [pair((ring[at], ring[at + 1]), dice.gauss(380, 4) * (0.6 if slow in ring[at : at + 2] else 1))
                       for at in range(0, len(ring) - 1, 2)]  # fmt: skip
-        accused = [finding.subject for finding in bad(compare(*pairs))]
+        suspects = [finding.subject for finding in bad(compare(*pairs))]
         if not slow:
-            assert accused == [], seed
+            assert suspects == [], seed
             continue
         num_runs = sum(slow in one[0].figure.parts for one in pairs)
-        assert len(accused) == 1, seed
-        assert accused[0] == slow if num_runs > 1 else slow in accused[0], seed
+        assert len(suspects) == 1, seed
+        assert suspects[0] == slow if num_runs > 1 else slow in suspects[0], seed

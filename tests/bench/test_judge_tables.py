@@ -1,4 +1,4 @@
-"""From tables of nccl-tests to verdicts: pairs of hosts, mixed collectives, repeats, whole fleets that are slow."""
+"""Verdicts on nccl-tests tables: pairs of hosts, mixed collectives, repeats, fleets that are slow as a whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 1 << 30
 def table(
     hosts: tuple[str, ...], bus_bw: float, collective: str = "all_reduce", device: str = H100, names: bool = True
 ) -> str:
-    """What a run of 8 GPUs a host prints for 1 and 8 GiB, with or without the line that names the collective."""
+    """Return the output of a run on 8 GPUs a host for 1 and 8 GiB, with or without the collective's name."""
     num_ranks = 8 * len(hosts)
     factor = {"all_reduce": 2.0}.get(collective, 1.0) * (num_ranks - 1) / num_ranks
     redop = "sum" if collective in ("all_reduce", "reduce_scatter") else "none"

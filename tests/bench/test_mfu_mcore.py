@@ -62,9 +62,9 @@ def test_messages_both_ways_between_two_stages_are_no_batch() -> None:
 
 
 def test_its_processes_have_one_hardware_queue_and_are_its_own() -> None:
-    ours, mcore = Entry("ours", job()), Entry("mcore", job())
+    own_entry, mcore = Entry("ours", job()), Entry("mcore", job())
     assert dict(mcore.env) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert mcore.processes != ours.processes
+    assert mcore.processes != own_entry.processes
     assert mcore.processes == Entry("mcore_no_overlap", job()).processes
     assert set(PEERS) > {"mcore", "mcore_no_overlap"}
 
@@ -95,19 +95,19 @@ def test_heads_of_queries_stand_beside_their_key() -> None:
     """Two heads of keys, each of two queries; a row says what it is: 100s queries, 200s keys, 300s values."""
     config = job().model  # a head has 8 rows
     queries, keys, values = torch.arange(100, 132), torch.arange(200, 216), torch.arange(300, 316)
-    found = by_head(torch.cat([queries, keys, values])[:, None], config).flatten()
+    grouped = by_head(torch.cat([queries, keys, values])[:, None], config).flatten()
     first = torch.cat([queries[:16], keys[:8], values[:8]])
-    assert torch.equal(found, torch.cat([first, torch.cat([queries[16:], keys[8:], values[8:]])]))
+    assert torch.equal(grouped, torch.cat([first, torch.cat([queries[16:], keys[8:], values[8:]])]))
 
 
 def test_layers_count_from_0_in_a_run_and_matrices_are_cut() -> None:
     gpt = build_model(job().model, 0, CPU, half_blocks(range(2, 4)))
-    found = dict(renamed(gpt, rank=1, world_size=2))
-    assert found["decoder.layers.0.mlp.linear_fc1.weight"].shape == (32, 32)
-    assert torch.equal(found["decoder.layers.1.mlp.linear_fc2.weight"], gpt.blocks["3"].down.weights[0][:, 32:])
-    assert found["decoder.layers.0.self_attention.linear_proj.bias"].shape == (32,)
-    assert found["output_layer.weight"].shape == (16, 32)
-    assert not [name for name in found if name.startswith("embedding")]
+    parameters = dict(renamed(gpt, rank=1, world_size=2))
+    assert parameters["decoder.layers.0.mlp.linear_fc1.weight"].shape == (32, 32)
+    assert torch.equal(parameters["decoder.layers.1.mlp.linear_fc2.weight"], gpt.blocks["3"].down.weights[0][:, 32:])
+    assert parameters["decoder.layers.0.self_attention.linear_proj.bias"].shape == (32,)
+    assert parameters["output_layer.weight"].shape == (16, 32)
+    assert not [name for name in parameters if name.startswith("embedding")]
 
 
 def test_a_parameter_without_values_is_an_error() -> None:
@@ -119,8 +119,8 @@ def test_a_parameter_without_values_is_an_error() -> None:
 def test_attention_and_norm_are_ours() -> None:
     q, k, v = torch.randn(8, 1, 4, 8), torch.randn(8, 1, 2, 8), torch.randn(8, 1, 2, 8)
     expected = attention(*(each.permute(1, 2, 0, 3) for each in (q, k, v)))
-    found = TorchAttention(config=None)(q, k, v, None, attn_mask_type=None)
-    assert torch.equal(found.view(8, 1, 4, 8), expected.permute(2, 0, 1, 3))
+    output = TorchAttention(config=None)(q, k, v, None, attn_mask_type=None)
+    assert torch.equal(output.view(8, 1, 4, 8), expected.permute(2, 0, 1, 3))
     norm = TorchNorm(SimpleNamespace(sequence_parallel=True), hidden_size=8, persist_layer_norm=False)
     assert norm.weight.sequence_parallel
 

@@ -81,7 +81,7 @@ def test_the_prototypes_are_those_of_the_header() -> None:
 
 
 def differences(header: str) -> list[str]:
-    """Where our prototypes, config and numbers are not those of an nccl.h."""
+    """List where our prototypes, config and enum values differ from those of an nccl.h."""
     kinds = {
         "int": ctypes.c_int, "size_t": ctypes.c_size_t, "ncclDataType_t": ctypes.c_int, "ncclRedOp_t": ctypes.c_int,
         "ncclScalarResidence_t": ctypes.c_int, "ncclComm_t": ctypes.c_void_p, "cudaStream_t": ctypes.c_void_p,
@@ -95,21 +95,21 @@ def differences(header: str) -> list[str]:
 
     def kind(declared: str) -> Any:
         declared = re.sub(r"\bconst\b", "", declared)
-        stars, words = declared.count("*"), declared.replace("*", " ").split()
-        return kinds[" ".join(words[:-1] or words) + "*" * stars]
+        stars, tokens = declared.count("*"), declared.replace("*", " ").split()
+        return kinds[" ".join(tokens[:-1] or tokens) + "*" * stars]
 
     wrong = []
     for name, (_, arguments) in PROTOTYPES.items():
-        found = re.search(rf"ncclResult_t\s+{name}\(([^)]*)\);", header)
-        if not found:
+        match = re.search(rf"ncclResult_t\s+{name}\(([^)]*)\);", header)
+        if not match:
             wrong.append(f"{name} is not there")
-        elif [kind(each) for each in found[1].split(",") if each.strip()] != arguments:
+        elif [kind(each) for each in match[1].split(",") if each.strip()] != arguments:
             wrong.append(name)
     body = re.search(r"typedef struct ncclConfig_v\w+ \{(.*?)\} ncclConfig_t;", header, re.DOTALL)
     assert body
     fields = [each.strip() for each in re.sub(r"/\*.*?\*/", "", body[1], flags=re.DOTALL).split(";") if each.strip()]
-    theirs = [(re.split(r"[\s*]+", each)[-1], kind(each)) for each in fields]
-    if theirs[: len(Config._fields_)] != [(field[0], field[1]) for field in Config._fields_]:
+    nccl_fields = [(re.split(r"[\s*]+", each)[-1], kind(each)) for each in fields]
+    if nccl_fields[: len(Config._fields_)] != [(field[0], field[1]) for field in Config._fields_]:
         wrong.append("ncclConfig_t")
     for word, number in {"Int8": DATA_TYPES["int8"], "Uint64": DATA_TYPES["uint64"], "Bfloat16": DATA_TYPES["bfloat16"],
                          "Float8e4m3": DATA_TYPES["f8e4m3"], "Float8e5m2": DATA_TYPES["f8e5m2"],
@@ -126,11 +126,11 @@ def test_every_type_has_its_number() -> None:
 def test_a_config_is_set_as_nccl_tests_sets_it(path: Path, alone: None) -> None:
     _, library, _ = open_backend(path, replace(SMALL, cta_policy=1))
     unset = -(1 << 31)
-    said = f"blocking={unset} policy=1 central=1 name=(nil)"
+    settings = f"blocking={unset} policy=1 central=1 name=(nil)"
     size = ctypes.sizeof(Config)
     assert library.calls() == [
         "UniqueId",
-        f"Init nranks=1 id=uu rank=0 size={size} magic=cafebeef version=22809 {said}",
+        f"Init nranks=1 id=uu rank=0 size={size} magic=cafebeef version=22809 {settings}",
     ]
 
 
@@ -140,7 +140,7 @@ def test_a_newer_library_is_told_the_version_of_our_config(path: Path, alone: No
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "calls"),
     [
         ("all_reduce", ["AllReduce count=21 type=6 op=2"]),
         ("all_gather", ["AllGather count=21 type=6"]),
@@ -154,7 +154,7 @@ def test_a_newer_library_is_told_the_version_of_our_config(path: Path, alone: No
         ("alltoallv", ["GroupStart", "Send count=16 type=6 peer=0", "Recv count=16 type=6 peer=0", "GroupEnd"]),
     ],
 )
-def test_a_collective_is_one_launch_with_these_arguments(path: Path, alone: None, name: str, said: list[str]) -> None:
+def test_a_collective_is_one_launch_with_these_arguments(path: Path, alone: None, name: str, calls: list[str]) -> None:
     backend, library, _ = open_backend(path)
     collective = load_collective(name)
     [call] = Buffers(backend, 256, 0).calls(collective, 21, ("half", "max", 0), False, 1)
@@ -163,8 +163,8 @@ def test_a_collective_is_one_launch_with_these_arguments(path: Path, alone: None
     assert len(library.calls()) == before  # bound, not called
     launch()
     launch()
-    wanted = [line if line.startswith("Group") else f"{line} {END}" for line in said]
-    assert library.calls()[before:] == wanted * 2
+    expected = [line if line.startswith("Group") else f"{line} {END}" for line in calls]
+    assert library.calls()[before:] == expected * 2
 
 
 def test_without_the_newer_calls_parts_are_sent_one_by_one(path: Path, alone: None) -> None:
@@ -264,8 +264,8 @@ def test_each_way_of_timing(
     assert captured == graphs
     assert all(row["time_us"] > 0 and row["wrong"] == 0 for row in record.rows)
     assert all(("iterations_us" in row) == bool(options.get("per_iter")) for row in record.rows)
-    shown = format_table(record)
-    assert f"agg iters: {options.get('agg_iters', 1)} validation: 1 graph: {options.get('cudagraph', 0)}" in shown
+    table = format_table(record)
+    assert f"agg iters: {options.get('agg_iters', 1)} validation: 1 graph: {options.get('cudagraph', 0)}" in table
 
 
 def test_nccl_itself_says_the_algorithm(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

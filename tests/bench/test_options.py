@@ -22,24 +22,24 @@ from netlayer.errors import ConfigError, HardwareMissing
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """What the command was asked for; nothing is run."""
-    seen: list[Request] = []
-    monkeypatch.setattr(command_module, "run_command", lambda _collective, request: seen.append(request) or True)
-    return seen
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """Record the requests that the command makes, instead of running them."""
+    requests: list[Request] = []
+    monkeypatch.setattr(command_module, "run_command", lambda _collective, request: requests.append(request) or True)
+    return requests
 
 
 def call(arguments: str = "") -> object:
     return command.main(arguments.split(), prog_name="all_reduce_perf", standalone_mode=False)
 
 
-def test_defaults_are_those_of_nccl_tests(asked: list[Request]) -> None:
+def test_defaults_are_those_of_nccl_tests(requests: list[Request]) -> None:
     call()
-    assert asked == [Request(PerfOptions(), ngpus=1, backend=None, json_file=None, csv_file=None)]
+    assert requests == [Request(PerfOptions(), ngpus=1, backend=None, json_file=None, csv_file=None)]
     assert PerfOptions().sizes() == [32 << 20]
 
 
-def test_short_and_long_names_mean_the_same(asked: list[Request]) -> None:
+def test_short_and_long_names_mean_the_same(requests: list[Request]) -> None:
     short = (
         "-b 8 -e 16M -i 2K -f 8 -g 2 -n 5 -w 2 -N 3 -c 0 -o max -d half -r 1 -a 3 -T 9 -I 1 -K 2 -S 1 -u 1 -J a.json"
         " -m 2 -R 2 -x 1 -z 2 --junit a.xml"
@@ -52,22 +52,22 @@ def test_short_and_long_names_mean_the_same(asked: list[Request]) -> None:
     )
     call(short)
     call(long)
-    assert asked[0] == asked[1]
-    assert asked[0].options.max_bytes == 16 << 20
-    assert asked[0].options.sizes() == [8 * 8**power for power in range(8)]
+    assert requests[0] == requests[1]
+    assert requests[0].options.max_bytes == 16 << 20
+    assert requests[0].options.sizes() == [8 * 8**power for power in range(8)]
 
 
-def test_the_forms_of_nccl_tests_own_pages_are_read(asked: list[Request]) -> None:
+def test_the_forms_of_nccl_tests_own_pages_are_read(requests: list[Request]) -> None:
     """Roots, operators and types by `all`, sizes with a fraction or a small letter, numbers in base 16."""
     call("-r all -o all -d all -b 0.5k -e 1.5m -f 2 -n 0x14")
-    options = asked[0].options
+    options = requests[0].options
     assert (options.root, options.op, options.dtype) == (-1, "all", "all")
     assert (options.min_bytes, options.max_bytes, options.iters) == (512, 3 << 19, 20)
 
 
-def test_flags_at_their_default_are_not_refused(asked: list[Request]) -> None:
+def test_flags_at_their_default_are_not_refused(requests: list[Request]) -> None:
     call("-t 1 -p 0 -z 0 -y 0 -G 0 -R 0 -x -1 -D 0 -V 16 -M 0 -m 1")
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
 def test_the_names_that_flags_take_are_those_that_backends_know() -> None:
@@ -109,13 +109,13 @@ def test_steps_add_bytes_where_there_is_no_factor() -> None:
         ("-I 1 -K 20", "-K / --per_iter_skip = 20: must be below -n = 20"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line(asked: list[Request], arguments: str, says: str) -> None:
+def test_what_cannot_be_done_is_refused_in_one_line(requests: list[Request], arguments: str, says: str) -> None:
     with pytest.raises(ConfigError) as refused:
         call(arguments)
     assert str(refused.value).startswith(says)
     assert "\n" not in str(refused.value)
     assert refused.value.exit_code == 2
-    assert not asked
+    assert not requests
 
 
 def test_an_unknown_flag_is_a_usage_error() -> None:
@@ -127,17 +127,19 @@ def test_an_unknown_flag_is_a_usage_error() -> None:
     ("name", "value"), [("NCCL_TESTS_SPLIT", "MOD8"), ("NCCL_TESTS_SPLIT_MASK", "7"), ("NCCL_TESTS_MIN_BW", "fast")]
 )
 def test_environment_that_cannot_be_honoured_is_refused(
-    asked: list[Request], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    requests: list[Request], monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{name} = {value}"):
         call()
 
 
-def test_the_least_bandwidth_comes_from_the_environment(asked: list[Request], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_bandwidth_comes_from_the_environment(
+    requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NCCL_TESTS_MIN_BW", "12.5")
     call()
-    assert asked[0].options.min_bw_gbs == 12.5
+    assert requests[0].options.min_bw_gbs == 12.5
 
 
 def test_help_has_examples_and_hides_what_is_refused() -> None:

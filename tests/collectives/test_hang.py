@@ -1,4 +1,4 @@
-"""Who is named as the root of a chain of waiting ranks, and when nobody is."""
+"""Ranks that are named as the root cause of a chain of waiting ranks, and the cases in which none is named."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def root(answers: dict[int, Answer], stuck: Stuck = STUCK, step_s: float | None 
 
 
 def test_victims_of_a_chain_are_not_named() -> None:
-    found = root({1: answer(1, waits_for=(1, 3)), 3: answer(3, idle_s=11.0)})
-    assert isinstance(found, CollectiveTimeout)
-    assert (found.culprits, found.missing) == ((3,), (3,))
-    assert str(found) == (
+    error = root({1: answer(1, waits_for=(1, 3)), 3: answer(3, idle_s=11.0)})
+    assert isinstance(error, CollectiveTimeout)
+    assert (error.culprits, error.missing) == ((3,), (3,))
+    assert str(error) == (
         "rank 3 (tp=1, pp=1, dp=0; host h3) has launched no collective since 11 s, last seen at step 7 in loop.py:3 in "
         "step; because of it all_gather #40 (1 KiB) of group tensor (tp=*, pp=0, dp=0) ranks 0,1 at step 7 waits since "
         "12 s"
@@ -51,9 +51,9 @@ def test_victims_of_a_chain_are_not_named() -> None:
 
 def test_a_stopped_process_goes_before_all_that_is_less_certain() -> None:
     answers = {1: answer(1, idle_s=11.0), 2: answer(2, fresh=False), 3: answer(3, fresh=False, phase="evaluates")}
-    found = root(answers, states={3: "stopped"})
-    assert found.culprits == (3,)
-    assert "is stopped (SIGSTOP), last seen at step 7 in loop.py:3 in step while it evaluates; because" in str(found)
+    error = root(answers, states={3: "stopped"})
+    assert error.culprits == (3,)
+    assert "is stopped (SIGSTOP), last seen at step 7 in loop.py:3 in step while it evaluates; because" in str(error)
 
 
 @pytest.mark.parametrize("phase", ["saves a checkpoint", "evaluates", "compiles"])
@@ -81,17 +81,17 @@ def test_before_the_pace_is_known_a_stopped_process_alone_is_named_and_later() -
 def test_where_all_wait_and_answer_nobody_is_named_but_who_launched_another_collective() -> None:
     assert root({1: answer(1, waits_for=(0, 1))}) is None
     other = GroupProgress(40, (Entry(40, "all_gather", 2048, ""),))
-    found = root({1: answer(1, waits_for=(0, 1), groups={STUCK.key: other})})
-    assert found.differing == (1,)
-    assert "launched all_gather #40 (2 KiB), others all_gather #40 (1 KiB)" in str(found)
+    error = root({1: answer(1, waits_for=(0, 1), groups={STUCK.key: other})})
+    assert error.differing == (1,)
+    assert "launched all_gather #40 (2 KiB), others all_gather #40 (1 KiB)" in str(error)
 
 
 def test_of_a_broken_connection_who_is_silent_is_named_at_once_and_who_answers_is_not() -> None:
     lost = replace(STUCK, age_s=0.1, lost="Connection closed by peer")
-    found = root({1: answer(1), 3: answer(3, fresh=False)}, lost, silent_s={3: 1.0}, states={3: "gone"})
-    assert isinstance(found, PeerLost)
-    assert found.culprits == (3,)
-    assert "has ended" in str(found)
+    error = root({1: answer(1), 3: answer(3, fresh=False)}, lost, silent_s={3: 1.0}, states={3: "gone"})
+    assert isinstance(error, PeerLost)
+    assert error.culprits == (3,)
+    assert "has ended" in str(error)
     assert root({1: answer(1), 3: answer(3)}, lost) is None
 
 
@@ -105,12 +105,12 @@ def test_a_timeout_of_the_user_goes_before_the_pace() -> None:
 def test_the_pace_is_known_after_some_steps_and_leaves_phases_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    pace, seen = Pace(), []
+    pace, step_times = Pace(), []
     for seconds in (30.0, 1.0, 1.0, 1.0, 1.0):  # the first compiles
         pace.begin_step()
         now_s += seconds
-        seen.append(pace.step_s)
-    assert seen == [None] * 4 + [1.0]
+        step_times.append(pace.step_s)
+    assert step_times == [None] * 4 + [1.0]
     pace.begin_step()
     assert pace.step_s == 1.0
     now_s += 61.0
@@ -165,21 +165,21 @@ def test_the_state_of_a_neighbour_is_seen(sleeper: subprocess.Popen[bytes]) -> N
 )
 def test_all_ranks_of_a_chain_name_its_root(play: scenes.Play, line: str) -> None:
     url, limits = f"tcp://127.0.0.1:{_free_port()}", HangLimits(floor_s=1.0, beat_s=0.2)
-    told = perform(play, 4, url, culprit=3, timeout_s=8.0, layout=ParallelLayout(tp=2, pp=2), hang=limits)
+    results = perform(play, 4, url, culprit=3, timeout_s=8.0, layout=ParallelLayout(tp=2, pp=2), hang=limits)
     for rank in range(3):
-        error = told[rank].error
+        error = results[rank].error
         assert error is not None
         assert error.culprits == (3,), (rank, str(error))
         assert re.match(rf"rank 3 \(tp=1, pp=1, dp=0; host .*\) ({line})", str(error)), error
-    assert len({str(one.error) for one in told[:3]}) == 1, "they all say the same"
+    assert len({str(result.error) for result in results[:3]}) == 1, "they all say the same"
 
 
 @pytest.mark.quiet
 def test_a_phase_and_a_pause_are_no_hang() -> None:
     url, limits = f"tcp://127.0.0.1:{_free_port()}", HangLimits(floor_s=1.0, beat_s=0.2)
     play = scenes.chain_behind_one_that_saves
-    for one in perform(play, 4, url, culprit=3, mute=(), timeout_s=20.0, hang=limits):
-        assert (one.error, one.logged) == (None, [])
+    for result in perform(play, 4, url, culprit=3, mute=(), timeout_s=20.0, hang=limits):
+        assert (result.error, result.logged) == (None, [])
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""Pairs of ranks through NCCL itself: what NCCL is told, and how a meeting goes, without a GPU. No speed is judged."""
+"""Pair measurements through NCCL's C interface: the calls that NCCL receives, and a run over gloo without a GPU."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.collectives.ranks import on_gloo, run_ranks
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_launch_is_one_group_of_all_its_messages(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_link, "_current_stream", lambda: 0x57)
-    library, told = FakeNccl(build(tmp_path)), list[Tensor]()
+    library, exchanged = FakeNccl(build(tmp_path)), list[Tensor]()
 
-    def swap(mine: Tensor) -> Tensor:
-        told.append(mine)
+    def exchange(unique_id: Tensor) -> Tensor:
+        exchanged.append(unique_id)
         return torch.full((128,), ord("u"), dtype=torch.uint8)
 
-    link = PairLink(swap, place, 3, library)
-    assert told[0].numel() == 128
+    link = PairLink(exchange, place, 3, library)
+    assert exchanged[0].numel() == 128
     sent, received = torch.zeros(1000, dtype=torch.uint8), torch.zeros(1000, dtype=torch.uint8)
     link.launch(sent, received, 2)
     link.launch(None, received)
@@ -45,7 +45,7 @@ def test_a_launch_is_one_group_of_all_its_messages(place: int, tmp_path: Path, m
 
 
 class GlooLink:
-    """In `PairLink`'s place: messages go through gloo, one after the other."""
+    """Fake `PairLink` that sends the messages through gloo, one after the other."""
 
     made = 0
 
@@ -68,7 +68,7 @@ class GlooLink:
 
 
 class Tap:
-    """Counts launches, and spoils what rank 1 sends of the pattern."""
+    """Tap that counts launches and corrupts one byte of the pattern that rank 1 sends."""
 
     def __init__(self) -> None:
         self.before_calls, self.after_calls = 0, 0
@@ -82,16 +82,16 @@ class Tap:
         self.before_calls += 1
         if send is None or dist.get_rank() == 0 or send.numel() < 100:
             return send
-        spoilt = send.clone()
-        spoilt[5] ^= 1
-        return spoilt
+        corrupted = send.clone()
+        corrupted[5] ^= 1
+        return corrupted
 
     def after(self) -> None:
         self.after_calls += 1
 
 
 class LoopGraph:
-    """In a CUDA graph's place: it replays nothing, its capture ran."""
+    """Fake CUDA graph: the captured calls run once at capture, a replay does nothing."""
 
     def replay(self) -> None: ...
 
@@ -104,7 +104,7 @@ def captured(_graph: LoopGraph, **_: Any) -> Iterator[None]:
 
 
 def direct_pairs(rank: int) -> dict[str, Any]:
-    """As on CUDA, with gloo below."""
+    """Run the CUDA path of `pairs` over gloo, with fakes for CUDA and NCCL."""
     pairs.PairLink = GlooLink  # type: ignore[misc, assignment]
     pairs._eager_meeting = lambda group, number, pair: pairs._meeting(group, number, pair, CPU, TAP)  # type: ignore[assignment]
     pairs._SIZES, pairs._LAUNCH_US = (2**12, 2**14, 2**16), 2000.0
@@ -126,21 +126,21 @@ CPU, TAP = torch.device("cpu"), Tap()
 
 
 def test_a_meeting_measures_many_messages_a_launch_and_finds_wrong_data(tmp_path: Path) -> None:
-    found = run_ranks(on_gloo, 2, (f"file://{tmp_path}/meet", direct_pairs))
-    rows = found[0]["rows"]
-    assert found[1]["rows"] == rows
+    results = run_ranks(on_gloo, 2, (f"file://{tmp_path}/meet", direct_pairs))
+    rows = results[0]["rows"]
+    assert results[1]["rows"] == rows
     assert [row["direction"] for row in rows] == ["latency", "low_to_high", "high_to_low", "both"]
-    assert [row["wrong"] for row in rows] == [0, 0, 1, 1]  # what rank 1 sends is spoilt
+    assert [row["wrong"] for row in rows] == [0, 0, 1, 1]  # rank 1 sends corrupted data
     for row in rows[1:]:
         assert row["size_bytes"] == 40_000
         assert row["messages"] >= 1
         assert row["host_us"] > 0
         assert 3 <= len(row["iterations_us"]) <= 4
     assert rows[0]["iterations_us"] == [(n + 1) / 100 for n in range(4)]  # half a round trip, of 50
-    for one in found:
-        assert one["size"] in (2**12, 2**14)  # an eighth of the memory bounds it
-        assert one["calls"][0] == one["calls"][1] > 0
-        assert one["made"] == 2
+    for result in results:
+        assert result["size"] in (2**12, 2**14)  # an eighth of the memory bounds it
+        assert result["calls"][0] == result["calls"][1] > 0
+        assert result["made"] == 2
 
 
 def test_sizes_rise_on_cuda_alone(tmp_path: Path) -> None:

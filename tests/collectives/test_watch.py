@@ -1,4 +1,4 @@
-"""Who is named when a collective does not complete, on real ranks that sleep, die, stop or go astray."""
+"""Ranks that are named when a collective does not complete, on real ranks that sleep, die, stop or go astray."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def meet(tmp_path: Path) -> str:
     return f"file://{tmp_path}/meet"
 
 
-def told_by(told: Sequence[Told], error: type[CollectiveFailed], but: int) -> list[CollectiveFailed]:
-    """The errors of all ranks but one; each has the type, one line, and its cause."""
+def errors_of(results: Sequence[Told], error: type[CollectiveFailed], but: int) -> list[CollectiveFailed]:
+    """Return the errors of all ranks but one, after checks of their type, single line, and cause."""
     errors = []
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(results):
         if rank != but:
             assert isinstance(one.error, error), (rank, one)
             assert "RuntimeError" in one.cause
@@ -52,18 +52,18 @@ def told_by(told: Sequence[Told], error: type[CollectiveFailed], but: int) -> li
 
 
 def test_a_good_run_leaves_the_store_alone(meet: str) -> None:
-    for told in perform(scenes.good_run, 2, meet, timeout_s=60):
-        assert told.error is None
-        assert told.logged == []
-        assert set(told.store_ops) <= {"wait"}, "one blocked command where start-up was slow, nothing else"
-        assert sum(told.store_ops.values()) <= 1
+    for result in perform(scenes.good_run, 2, meet, timeout_s=60):
+        assert result.error is None
+        assert result.logged == []
+        assert set(result.store_ops) <= {"wait"}, "one blocked command where start-up was slow, nothing else"
+        assert sum(result.store_ops.values()) <= 1
 
 
 def test_delays_below_the_timeout_raise_no_alarm(meet: str) -> None:
-    for told in perform(scenes.random_delays, 3, meet, timeout_s=3):
-        assert told.error is None
-        assert told.logged == []
-        assert set(told.store_ops) <= {"wait"}
+    for result in perform(scenes.random_delays, 3, meet, timeout_s=3):
+        assert result.error is None
+        assert result.logged == []
+        assert set(result.store_ops) <= {"wait"}
 
 
 def _tcp() -> str:
@@ -78,15 +78,15 @@ def test_a_rank_that_is_away_is_named_with_what_it_does(kind: str, meet: str) ->
         pytest.skip("needs a redis-server")
     with meeting_place() as place:
         url = {"file": meet, "tcp": _tcp(), "redis": place.init_method("watch")}[kind]
-        told = perform(scenes.away, 3, url, culprit=2)
-    for error in told_by(told, CollectiveTimeout, but=2):
+        results = perform(scenes.away, 3, url, culprit=2)
+    for error in errors_of(results, CollectiveTimeout, but=2):
         assert (error.missing, error.silent, error.differing) == ((2,), (), ())
         assert re.fullmatch(
             r"all_gather #8 \(3 KiB\) of group gather ranks 0-2 did not complete in 2(\.\d+)? s at step 3: rank 2 "
             r"\(host .+\) has not arrived: last launched #7, is in scenes\.py:\d+ in sleep_long",
             str(error),
         )
-        logged = [line for line in told[0].logged if "has not completed in" in line]
+        logged = [line for line in results[0].logged if "has not completed in" in line]
         assert len(logged) == 1, "it is in the log before the time is over, once"
 
 
@@ -102,16 +102,16 @@ def test_a_rank_that_is_away_is_named_with_what_it_does(kind: str, meet: str) ->
     ids=["sharded", "tensor"],
 )
 def test_whoever_opens_lanes_can_give_them_a_watch(play: scenes.Play, says: str, meet: str) -> None:
-    for error in told_by(perform(play, 3, meet, culprit=2), CollectiveTimeout, but=2):
+    for error in errors_of(perform(play, 3, meet, culprit=2), CollectiveTimeout, but=2):
         assert error.missing == (2,)
         assert re.search(says, str(error)), error
 
 
 def test_a_dead_rank_is_named_at_once_though_only_its_neighbours_see_it(meet: str) -> None:
-    told = perform(scenes.dies, 4, meet, culprit=3, timeout_s=4)
-    errors = told_by(told, CollectiveFailed, but=3)
+    results = perform(scenes.dies, 4, meet, culprit=3, timeout_s=4)
+    errors = errors_of(results, CollectiveFailed, but=3)
     assert all((error.missing, error.silent) == ((), (3,)) for error in errors)
-    quick = [one for one in told[:3] if isinstance(one.error, PeerLost)]
+    quick = [one for one in results[:3] if isinstance(one.error, PeerLost)]
     assert len(quick) >= 2
     assert all(one.after_s < 4 for one in quick)
     assert re.search(
@@ -120,29 +120,31 @@ def test_a_dead_rank_is_named_at_once_though_only_its_neighbours_see_it(meet: st
 
 
 def test_a_stopped_rank_is_silent(meet: str) -> None:
-    for error in told_by(perform(scenes.freezes, 3, meet, culprit=1), CollectiveTimeout, but=1):
+    for error in errors_of(perform(scenes.freezes, 3, meet, culprit=1), CollectiveTimeout, but=1):
         assert (error.missing, error.silent) == ((), (1,))
         assert "rank 1 has written nothing: dead, stopped, or hung outside Python" in str(error)
 
 
 def test_a_rank_in_another_collective_is_told_from_a_late_one(meet: str) -> None:
-    for error in told_by(perform(scenes.goes_astray, 3, meet, culprit=1), CollectiveTimeout, but=1):
+    for error in errors_of(perform(scenes.goes_astray, 3, meet, culprit=1), CollectiveTimeout, but=1):
         assert (error.missing, error.silent, error.differing) == ((), (), (1,))
         assert "launched all_gather #4 (3 KiB), this rank all_reduce #4 (16 KiB)" in str(error)
 
 
 def test_a_rank_that_comes_too_late_hears_that_the_others_gave_up(meet: str) -> None:
-    told = perform(scenes.comes_too_late, 3, meet, culprit=0, mute=())
-    assert all(error.missing == (0,) for error in told_by(told, CollectiveFailed, but=0))
-    assert isinstance(told[0].error, PeerLost)
-    assert told[0].error.culprits == ()
-    assert re.search(r"rank 1 \(host .*\) gave up on #3 before; rank 2 \(host .*\) gave up on #3", str(told[0].error))
+    results = perform(scenes.comes_too_late, 3, meet, culprit=0, mute=())
+    assert all(error.missing == (0,) for error in errors_of(results, CollectiveFailed, but=0))
+    assert isinstance(results[0].error, PeerLost)
+    assert results[0].error.culprits == ()
+    assert re.search(
+        r"rank 1 \(host .*\) gave up on #3 before; rank 2 \(host .*\) gave up on #3", str(results[0].error)
+    )
 
 
 def test_groups_of_a_layout_have_coordinates_and_a_chain_leads_to_the_root(meet: str) -> None:
-    told = perform(scenes.waits_elsewhere, 8, meet, culprit=7, layout=ParallelLayout(tp=2, pp=2, dp=2), timeout_s=3)
-    assert all(one.error is None and one.logged == [] for one in told[:4]), "other groups hear nothing"
-    beside, diagonal, behind = (told[rank].error for rank in (6, 4, 5))
+    results = perform(scenes.waits_elsewhere, 8, meet, culprit=7, layout=ParallelLayout(tp=2, pp=2, dp=2), timeout_s=3)
+    assert all(one.error is None and one.logged == [] for one in results[:4]), "other groups hear nothing"
+    beside, diagonal, behind = (results[rank].error for rank in (6, 4, 5))
     assert "of group tp (tp=*, pp=1, dp=1) ranks 6,7 did not" in str(beside)
     assert "at step 41: rank 7 (tp=1, pp=1, dp=1; host" in str(beside)
     assert "of group dp (tp=1, pp=1, dp=*) ranks 5,7 did not" in str(behind)
@@ -152,7 +154,7 @@ def test_groups_of_a_layout_have_coordinates_and_a_chain_leads_to_the_root(meet:
 
 
 def test_plain_calls_are_watched_too(meet: str) -> None:
-    for error in told_by(perform(scenes.plain_calls, 3, meet, culprit=0), CollectiveTimeout, but=0):
+    for error in errors_of(perform(scenes.plain_calls, 3, meet, culprit=0), CollectiveTimeout, but=0):
         assert error.missing == (0,)
         assert str(error).startswith("all_reduce #3 (3.9 KiB, loss) of group dp ranks 0-2 did not complete")
 
@@ -190,21 +192,23 @@ def eventually(happened: Callable[[], object], limit_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def test_where_the_host_runs_ahead_it_is_told_at_the_next_launch(
+def test_a_host_that_runs_ahead_gets_the_error_at_the_next_launch(
     make_watch: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heard: list[CollectiveFailed] = []
-    watch = make_watch(on_failure=heard.append)
+    failures: list[CollectiveFailed] = []
+    watch = make_watch(on_failure=failures.append)
     track = watch.track("gather")
     begin_s, landed = time.monotonic(), False
     track.launch("all_gather", 100, "bucket 3").until(lambda: landed)
-    eventually(lambda: heard)
+    eventually(lambda: failures)
     assert time.monotonic() - begin_s < 1.0 or "has not completed in" not in caplog.text
-    assert caplog.messages == [str(heard[0])]
-    assert str(heard[0]).startswith("all_gather #1 (100 B, bucket 3) of group gather rank 0 has not completed in 0.9")
-    assert "every rank has launched it and answers: the network or a device stands still" in str(heard[0])
+    assert caplog.messages == [str(failures[0])]
+    assert str(failures[0]).startswith(
+        "all_gather #1 (100 B, bucket 3) of group gather rank 0 has not completed in 0.9"
+    )
+    assert "every rank has launched it and answers: the network or a device stands still" in str(failures[0])
 
-    def is_told() -> bool:
+    def is_raised() -> bool:
         try:
             track.launch("all_gather", 100).finish()
         except CollectiveTimeout:
@@ -212,11 +216,11 @@ def test_where_the_host_runs_ahead_it_is_told_at_the_next_launch(
         assert time.monotonic() - begin_s < 5
         return False
 
-    eventually(is_told)
+    eventually(is_raised)
     assert time.monotonic() - begin_s >= 1.0, "not before the time is over"
     landed = True
     eventually(lambda: "has completed after all" in caplog.text)
-    eventually(lambda: not is_told())
+    eventually(lambda: not is_raised())
 
 
 class ErrorType(enum.Enum):

@@ -1,4 +1,4 @@
-"""What the ranks of test_launch.py run. Apart from it, so that a rank need not import pytest."""
+"""Functions that the ranks of test_launch.py run, in a module without pytest."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def leave_a_pool(context: RankContext) -> int:
 
 
 def wait_to_be_asked(context: RankContext) -> int:
-    """Of a launcher that `asks_first`: which signal came; it was blocked since the process began."""
+    """Return the signal that a launcher with `asks_first` sends; it was blocked since the process started."""
     context.report("ready")
     return signal.sigwait(PASSED_ON)
 
@@ -202,7 +202,7 @@ def never_end(context: RankContext) -> None:
 
 
 def fail_from_a_thread(context: RankContext) -> None:
-    """The last rank stands still; the others find out, on a thread, while their main threads are stuck too."""
+    """Hang on all ranks; all but the last one report from a thread that the last one is the culprit."""
     if context.env.rank < context.env.world_size - 1:
         error = CollectiveTimeout(f"rank {context.env.world_size - 1} holds up step 3", silent=(1,))
         threading.Timer(0.2, lambda: context.fail(error)).start()

@@ -56,10 +56,10 @@ def test_a_good_configuration_is_shown_with_its_meanings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(monkeypatch, "config", "show", "--set", "job.optimizer.steps=5") == 0
-    shown = capsys.readouterr().out
-    assert "steps = 5 # optimiser steps" in shown
-    assert shown.startswith("# tiny-gpt: 1,334,016 parameters on 2 ranks")
-    assert tomllib.loads(shown)["job"]["optimizer"]["steps"] == 5
+    output = capsys.readouterr().out
+    assert "steps = 5 # optimiser steps" in output
+    assert output.startswith("# tiny-gpt: 1,334,016 parameters on 2 ranks")
+    assert tomllib.loads(output)["job"]["optimizer"]["steps"] == 5
     assert call(monkeypatch, "config", "check", "--config", "examples/h200x8.toml") == 0
     assert "8 ranks on 1 server\n" in capsys.readouterr().out
     assert call(monkeypatch, "config", "check") == 0
@@ -173,8 +173,8 @@ def test_a_usage_error_of_all_ranks_is_said_by_the_first() -> None:
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
     first, second = start(0), start(1)
-    _, said = first.communicate(timeout=60)
-    assert (first.returncode, said.startswith("error: --steps")) == (2, True)
+    _, stderr = first.communicate(timeout=60)
+    assert (first.returncode, stderr.startswith("error: --steps")) == (2, True)
     second.terminate()  # as a launcher does
     assert second.communicate(timeout=60)[1] == ""
 

@@ -217,7 +217,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, caplog: pytest.Lo
     assert no_children()
 
 
-def test_who_hangs_is_named_by_a_thread_of_who_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hung_rank_is_named_by_a_thread_of_a_waiting_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(CollectiveTimeout, match="rank 1 holds up step 3") as caught:
         launch(targets.fail_from_a_thread, 2, log_dir=tmp_path, grace_s=0.3)
     assert caught.value.culprits == (1,)
@@ -226,7 +226,7 @@ def test_who_hangs_is_named_by_a_thread_of_who_waits(tmp_path: Path, caplog: pyt
     assert no_children()
 
 
-def test_who_fails_under_another_launcher_ends_with_a_line(tmp_path: Path) -> None:
+def test_a_failure_under_another_launcher_ends_with_one_line(tmp_path: Path) -> None:
     program = (
         "import time; from netlayer.errors import PeerLost; from netlayer.rank import RankContext, RankEnv\n"
         "import threading; context = RankContext(RankEnv(1, 2, 1, 2, 'torchrun'))\n"

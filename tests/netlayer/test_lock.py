@@ -1,4 +1,4 @@
-"""A lock between processes: who has it is said, and no wait is for ever."""
+"""Lock between processes: the holder is named, and no wait is for ever."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def holder(file: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has the lock until its stdin gets a line."""
+    """A process that holds the lock until its stdin gets a line."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", _HOLD, str(file)], stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
@@ -51,17 +51,17 @@ def holder(file: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_wait_names_process_time_and_progress_and_ends_with_the_holder(
     file: Path, holder: subprocess.Popen[str]
 ) -> None:
-    heard: list[str] = []
+    owners: list[str] = []
 
     def on_wait(owner: str) -> None:
-        heard.append(owner)
-        if len(heard) == 2:
-            holder.kill()  # a lock goes with its holder, however that ends
+        owners.append(owner)
+        if len(owners) == 2:
+            holder.kill()  # the lock is released however its holder exits
 
-    with exclusive(file, on_wait) as held:
-        assert held.is_locked
-    assert heard[0].startswith(f"process {holder.pid}, since ")
-    assert heard[0].endswith(" UTC, 3 of 7 documents")
+    with exclusive(file, on_wait) as lock_handle:
+        assert lock_handle.is_locked
+    assert owners[0].startswith(f"process {holder.pid}, since ")
+    assert owners[0].endswith(" UTC, 3 of 7 documents")
     assert not file.exists()
 
 
@@ -75,8 +75,8 @@ def test_a_holder_that_was_stopped_is_not_waited_for_without_end(
 ) -> None:
     monkeypatch.setattr(lock, "_DEAD_AFTER_S", 0.5)
     os.kill(holder.pid, signal.SIGSTOP)
-    with exclusive(file) as held:
-        assert not held.is_locked
+    with exclusive(file) as lock_handle:
+        assert not lock_handle.is_locked
     assert f"is held by process {holder.pid}" in caplog.text
     assert "which has shown no sign of life for" in caplog.text
     assert file.exists(), "it is the holder's"
@@ -96,16 +96,16 @@ def test_a_holder_that_works_is_waited_for_as_long_as_it_takes(
             holder.stdin.write("\n")
             holder.stdin.flush()
 
-    with exclusive(file, on_wait) as held:
-        assert held.is_locked
+    with exclusive(file, on_wait) as lock_handle:
+        assert lock_handle.is_locked
 
 
 def test_a_holder_without_progress_is_not_waited_for_without_end(
     file: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lock, "_STUCK_AFTER_S", 0.5)
-    with exclusive(file) as held:
-        assert not held.is_locked
+    with exclusive(file) as lock_handle:
+        assert not lock_handle.is_locked
     assert f"process {holder.pid}" in caplog.text
     assert "which has shown no progress for" in caplog.text
 
@@ -126,8 +126,8 @@ def test_another_thread_waits_for_its_turn(file: Path) -> None:
     order: list[str] = []
 
     def second() -> None:
-        with exclusive(file, waits.append) as held:
-            order.append(f"second {held.is_locked}")
+        with exclusive(file, waits.append) as lock_handle:
+            order.append(f"second {lock_handle.is_locked}")
 
     waits: list[str] = []
     thread = threading.Thread(target=second)
@@ -141,40 +141,40 @@ def test_another_thread_waits_for_its_turn(file: Path) -> None:
     assert f"process {os.getpid()} (this one)" in waits[0]
 
 
-def test_who_is_on_another_host_or_wrote_nothing_is_said(file: Path) -> None:
-    with file.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+def test_a_holder_on_another_host_is_named_and_one_that_wrote_nothing_is_not(file: Path) -> None:
+    with file.open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         with pytest.raises(LockBusy, match=r"^another process$"), claimed(file):
             raise AssertionError("unreachable: the block does not begin")
-        json.dump({"pid": 7, "host": "not-" + socket.gethostname(), "since_s": 0.0, "progress": ""}, held)
-        held.flush()
+        json.dump({"pid": 7, "host": "not-" + socket.gethostname(), "since_s": 0.0, "progress": ""}, lock_file)
+        lock_file.flush()
         with pytest.raises(LockBusy, match=r"^process 7 on not-.*, since 00:00:00 UTC$"), claimed(file):
             raise AssertionError("unreachable: the block does not begin")
 
 
-def test_what_a_killed_holder_left_is_taken(file: Path) -> None:
+def test_the_file_of_a_killed_holder_is_taken_over(file: Path) -> None:
     file.write_text('{"pid": 1')
     with claimed(file):
         assert json.loads(file.read_text())["pid"] == os.getpid()
 
 
-def test_a_full_disk_costs_the_name_not_the_lock(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_full_disk_the_lock_works_without_a_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with claimed(file) as held, pytest.raises(LockBusy), claimed(file):
-        assert held.is_locked
+    with claimed(file) as lock_handle, pytest.raises(LockBusy), claimed(file):
+        assert lock_handle.is_locked
 
 
-def test_a_file_system_without_locks_is_said(
+def test_a_file_system_without_locks_is_logged(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks here")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with caplog.at_level(logging.WARNING), exclusive(file) as held:
-        assert not held.is_locked
+    with caplog.at_level(logging.WARNING), exclusive(file) as lock_handle:
+        assert not lock_handle.is_locked
     assert "cannot be locked" in caplog.text
     assert not file.exists()

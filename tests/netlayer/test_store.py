@@ -1,4 +1,4 @@
-"""What RedisStore promises beyond the contract of stores (test_store_contract.py)."""
+"""RedisStore beyond the contract of stores (test_store_contract.py)."""
 
 from __future__ import annotations
 
@@ -496,14 +496,14 @@ def test_a_timeout_that_is_neither_is_refused_in_our_words(redis_url: str, run_i
 def test_while_no_server_answers_it_says_how_long_it_tries(
     run_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("netlayer.redis_link._TELL_EVERY_S", 0.5)
+    monkeypatch.setattr("netlayer.redis_link._LOG_EVERY_S", 0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         with pytest.raises(StoreUnreachable):
             RedisStore(f"redis://127.0.0.1:{free.getsockname()[1]}", run_id, 2.6)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) >= 2
-    left_s = [int(found[1]) for line in said if (found := re.search(r"trying for another (\d+) s", line))]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) >= 2
+    left_s = [int(match[1]) for line in messages if (match := re.search(r"trying for another (\d+) s", line))]
     assert left_s[0] == 3
     assert left_s[-1] < 3
     assert left_s == sorted(left_s, reverse=True)

@@ -1,4 +1,4 @@
-"""Servers that a run must not be kept on, or that refuse it: one line each, with the remedy that helps there."""
+"""Redis servers that are unsafe for a run, or that refuse it: each gets one error line with the remedy."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TestEviction:
             lambda store: store.check(["n"]),
         ],
     )
-    def test_no_call_goes_on_from_a_dropped_key(
+    def test_every_call_fails_on_a_dropped_key(
         self, redis_url: str, run_id: str, call: Callable[[RedisStore], object], dropped: str
     ) -> None:
         store = RedisStore(redis_url, run_id, LONG)
@@ -125,7 +125,7 @@ class TestOtherServers:
             assert store.num_keys() == 2
             assert store.delete_key("a")
 
-    def test_user_who_may_not_ask_for_the_policy(self, redis_binary: Path, start_redis: Start, run_id: str) -> None:
+    def test_user_who_may_not_read_the_policy(self, redis_binary: Path, start_redis: Start, run_id: str) -> None:
         port = start_redis(redis_binary)
         with connect_to(f"redis://127.0.0.1:{port}") as client:
             client.execute_command("ACL", "SETUSER", "worker", "on", ">pw", "~*", "+@all", "-info")

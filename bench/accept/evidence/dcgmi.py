@@ -1,9 +1,9 @@
-"""`dcgmi diag`, as table or as JSON (`-j`), and `dcgmi health -c`: every test of every part, with DCGM's own words.
+"""Parser of `dcgmi diag`, as table or JSON (`-j`), and `dcgmi health -c`: result of each test on each part.
 
 Formats: docs.nvidia.com/datacenter/dcgm (DCGM Diagnostics) and github.com/NVIDIA/DCGM, dcgmi/Diag.cpp and Health.cpp.
-The table of DCGM 2 and 3 lists parts behind a result (`Fail - GPU: 3`) and texts below a test; from 4 on every part has
-a line of its own (`GPU0: Fail`). JSON: `DCGM GPU Diagnostic` with `gpu_id` or `gpu_ids` up to 3, `DCGM Diagnostic` with
-entities from 4 on. Severities: dcgmErrorSeverity_t in dcgmlib/dcgm_errors.h; the table does not print them.
+The table of DCGM 2 and 3 lists parts after a result (`Fail - GPU: 3`) and messages below a test; from version 4 on
+every part has a line of its own (`GPU0: Fail`). JSON: `DCGM GPU Diagnostic` with `gpu_id` or `gpu_ids` up to version 3,
+`DCGM Diagnostic` with entities from 4 on. Severities: dcgmErrorSeverity_t in dcgmlib/dcgm_errors.h; tables have none.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _ROOTS = ("DCGM Diagnostic", "DCGM GPU Diagnostic")
 _VERDICTS: Mapping[str, Verdict] = {"pass": "PASS", "warn": "WARN", "warning": "WARN", "fail": "FAIL"}
 _SKIPPED = ("skip", "skipped", "not run", "notrun")
 _STEPS = {
-    1: "watch {}: it can work on",
+    1: "watch {}: it can stay in use",
     2: "drain the node and return {}: DCGM says it must be isolated",
     4: "triage {}: run dcgmi diag -r 3 on it alone, and read its XID errors in the kernel log",
-    5: "correct the setting that is named: no hardware fault by DCGM's own class",
+    5: "correct the setting that is named: DCGM does not class it as a hardware fault",
     6: "drain the node and reset {} (nvidia-smi -r), then run dcgmi diag again",
 }
 _UNKNOWN_STEP = "drain the node and run dcgmi diag -r 3 on {} alone"
@@ -33,7 +33,7 @@ _FABRIC_STEP = (
     "start nvidia-fabricmanager and read its log: CUDA waits for the NVLink fabric; no drain is asked for yet"
 )
 _NO_RUN = "see whether nv-hostengine runs and the driver answers, then run dcgmi diag again"
-# Tests of the node's software, whose failure is a setting by DCGM's own class; the table prints no class.
+# Software tests, whose failure DCGM classes as a wrong setting; tables do not print the class.
 _SETTINGS = (
     "persistence mode", "environment variables", "denylist", "blacklist", "permissions and os blocks",
     "graphics processes",
@@ -53,7 +53,7 @@ _HEALTHS: Mapping[str, Verdict] = {"healthy": "PASS", "warning": "WARN", "failur
 
 @dataclass
 class _Result:
-    """One test of one part, or of the node where no part is named."""
+    """Result of one test on one part, or on the node if no part is named."""
 
     category: str
     name: str
@@ -75,10 +75,10 @@ def is_json(tree: Mapping[str, Any]) -> bool:
 
 
 def parse_text(text: Text) -> Log:
-    """Each test of the table that did not pass, the others as one finding.
+    """Return a finding for each test of the table that did not pass, and one for all others.
 
     Raises:
-        ConfigError: it holds no results, or breaks off.
+        ConfigError: it has no results, or is truncated.
     """
     if "Health Monitor Report" in text.content:
         return _health(text)
@@ -91,19 +91,19 @@ def parse_text(text: Text) -> Log:
     error = next((match for match in map(_ERROR.search, text.lines) if match), None)
     if error is None:
         raise text.damaged(0, "has the head of dcgmi diag's table, and no results", "take it when dcgmi has ended")
-    return _no_diagnosis(text, word(error[1] or error[2]), text.line_of("Error"))
+    return _failed_run(text, word(error[1] or error[2]), text.line_of("Error"))
 
 
 def parse_json(text: Text, tree: Mapping[str, Any]) -> Log:
-    """The same of the tree that `-j` prints.
+    """Return the same findings for the JSON of `-j`.
 
     Raises:
-        ConfigError: it holds no results.
+        ConfigError: it has no results.
     """
     root = next(mapping(tree[name]) for name in _ROOTS if name in tree)
     error = word(root.get("runtime_error")) or word(tree.get("runtime_error"))
     if error:
-        return _no_diagnosis(text, error, text.line_of("runtime_error"))
+        return _failed_run(text, error, text.line_of("runtime_error"))
     text.check_rows(sum(len(sequence(mapping(one).get("tests"))) for one in sequence(root.get("test_categories"))))
     results = [
         result for category in sequence(root.get("test_categories")) for result in _tests(text, mapping(category))
@@ -116,21 +116,21 @@ def parse_json(text: Text, tree: Mapping[str, Any]) -> Log:
     return _log(text, results, {})
 
 
-def _no_diagnosis(text: Text, error: str, line: int) -> Log:
-    """What DCGM says where it tested nothing: that is no word on the node."""
+def _failed_run(text: Text, error: str, line: int) -> Log:
+    """Return a warning for a run that tested nothing, which says nothing about the node."""
     return Log(
         KIND, (Finding("WARN", text.stem, "dcgmi diag", error, "a diagnosis that ends", _NO_RUN, text.file, line),)
     )
 
 
 def _log(text: Text, results: Sequence[_Result], traits: Mapping[tuple[str, str], str]) -> Log:
-    outspoken = [
+    reported = [
         result for result in results if result.status in _VERDICTS and (result.status != "pass" or result.texts)
     ]
-    findings = [_finding(text, result) for result in outspoken]
+    findings = [_finding(text, result) for result in reported]
     passed = [result for result in results if result.status == "pass"]
     skipped = [result for result in results if result.status in _SKIPPED]
-    # Where a level asks for tests of the hardware and every one of them was skipped, nothing of it is known.
+    # If the level includes hardware tests and all of them were skipped, nothing is known about the hardware.
     only_software = {result.category.lower() for result in passed} <= {_DEPLOYMENT} and any(
         result.category.lower() != _DEPLOYMENT for result in skipped
     )
@@ -155,8 +155,8 @@ def _finding(text: Text, result: _Result) -> Finding:
     step = _FABRIC_STEP if "system not yet initialized" in errors else _STEPS.get(severity, _UNKNOWN_STEP)
     who = result.part or text.stem
     verdict = _VERDICTS[result.status]
-    # A test may pass and warn all the same, such as one that could not get the memory it wanted; and by DCGM's own
-    # class a part with a setting that is wrong, or one to be watched, can work: DCGM 4 calls the first a warning.
+    # A test may pass with a warning, for example if it could not allocate its memory. A wrong setting, or a part to be
+    # watched, does not prevent use by DCGM's classes: DCGM 4 reports the former as a warning.
     if verdict == "PASS" or severity in (1, 5):
         verdict = "WARN"
     figure = (errors or result.status)[:300]
@@ -183,19 +183,19 @@ def _part(result: Mapping[str, Any]) -> str:
 
 
 def _warnings(result: Mapping[str, Any]) -> tuple[list[str], int]:
-    """DCGM's words, and its gravest severity; 0 where it gives none. Older versions give a single text."""
+    """Return DCGM's messages and the worst severity (0 if none is given). Older versions have a single message."""
     warnings = result.get("warnings", "")
     listed = sequence(warnings) or [warnings]
     texts = [word(mapping(item).get("warning")) or word(item) for item in listed]
     severities = [mapping(item).get("error_severity") for item in listed]
     order = (1, 5, 4, 6, 2)
-    known = [severity for severity in severities if isinstance(severity, int) and severity in order]
-    return list(filter(None, texts)), max(known, key=order.index, default=0)
+    severities_known = [severity for severity in severities if isinstance(severity, int) and severity in order]
+    return list(filter(None, texts)), max(severities_known, key=order.index, default=0)
 
 
 @dataclass
 class _Test:
-    """One test of a table as it is being read: results of parts, and texts with the result below which they stand."""
+    """Parser state of one test of a table: results of parts, and messages with the index of the result above them."""
 
     category: str
     name: str
@@ -203,9 +203,9 @@ class _Test:
     texts: list[tuple[str, int, str]] = field(default_factory=list)
 
     def finish(self) -> list[_Result]:
-        """Return its results, each with its texts; `Fail - All` becomes one for each part that a text names."""
+        """Return the results with their messages; `Fail - All` is split by the parts that the messages name."""
         last_sum = next((one for one in reversed(self.results) if not one.part), None)
-        # From DCGM 4 on the line of the test itself is the sum of those of its parts below it.
+        # From DCGM 4 on the line of the test itself summarises the lines of its parts below it.
         is_sum = last_sum is self.results[0] and len(self.results) > 1 if self.results else False
         if is_sum and not any(kind != "Info" and at == 0 for kind, at, _ in self.texts):
             self.results = self.results[1:]
@@ -214,8 +214,8 @@ class _Test:
         for kind, at, message in self.texts:
             if kind == "Info" or not self.results:
                 continue
-            named = re.match(r"GPU (\d{1,4})\b", message)
-            part = f"GPU {named[1]}" if named else ""
+            match = re.match(r"GPU (\d{1,4})\b", message)
+            part = f"GPU {match[1]}" if match else ""
             bad = [one for one in self.results if one.status != "pass"]
             target = next((one for one in bad if part and one.part == part), None)
             if target is None and part and bad and not bad[0].part:
@@ -228,7 +228,7 @@ class _Test:
 
 
 def _rows(text: Text) -> Iterator[_Result]:
-    """The results of every table in the file; a long text goes on in lines without a name, cut at any letter."""
+    """Yield the results of every table; a long message continues in lines without a name, broken anywhere."""
     test = _Test("", "")
     for line, row in enumerate(text.lines, 1):
         if section := _SECTION.match(row):
@@ -238,42 +238,44 @@ def _rows(text: Text) -> Iterator[_Result]:
         cells = _CELLS.match(row)
         if cells is None or test.category.lower() == "metadata":
             continue
-        left, info = cells["name"].strip(), cells["info"]
+        name_cell, info = cells["name"].strip(), cells["info"]
         entity, result = _ENTITY.match(info.strip()), _RESULT.match(info.strip())
-        if left in _TEXTS:
-            if left == "Error" and not test.results:  # the part of a table that somebody cut out
+        if name_cell in _TEXTS:
+            if name_cell == "Error" and not test.results:  # a fragment of a table
                 test.results.append(_Result(test.category, test.name or "test", "", "fail", line))
-            test.texts.append((left, len(test.results) - 1, _cut(info)))
-        elif entity and not left:
+            test.texts.append((name_cell, len(test.results) - 1, _cell_text(info)))
+        elif entity and not name_cell:
             part = f"{entity[1]} {entity[2]}"
             test.results.append(_Result(test.category, test.name, part, entity[3].lower(), line))
-        elif result and left:
+        elif result and name_cell:
             yield from test.finish()
-            test = _Test(test.category, left)
-            test.results = [_Result(test.category, left, part, result[1].lower(), line) for part in _parts(result[2])]
+            test = _Test(test.category, name_cell)
+            test.results = [
+                _Result(test.category, name_cell, part, result[1].lower(), line) for part in _parts(result[2])
+            ]
         elif result and not test.texts:
             test.results += [
                 _Result(test.category, test.name, part, result[1].lower(), line) for part in _parts(result[2])
             ]
-        elif not left and test.texts:
+        elif not name_cell and test.texts:
             kind, at, begun = test.texts[-1]
-            test.texts[-1] = (kind, at, begun + _cut(info))
+            test.texts[-1] = (kind, at, begun + _cell_text(info))
     yield from test.finish()
 
 
-def _cut(info: str) -> str:
-    """The words of a cell, with the blanks that belong to them: DCGM fills 45 letters of it, wherever a word ends."""
+def _cell_text(info: str) -> str:
+    """Return the text of a cell with its trailing blanks: DCGM breaks messages after 45 letters, even within a word."""
     return info[1:46] if len(info) >= 46 else info[1:].rstrip()
 
 
 def _parts(listed: str | None) -> list[str]:
-    """The GPUs of `GPUs: 0, 3` or of `GPU 3`; one empty name for `All` and for a test of the node."""
+    """Return the GPUs of `GPUs: 0, 3` or `GPU 3`; one empty name for `All` and for a test of the node."""
     numbers = re.findall(r"\d{1,4}", listed) if listed and listed.upper().startswith("GPU") else []
     return [f"GPU {number}" for number in numbers] or [""]
 
 
 def _is_closed(text: Text) -> bool:
-    """Whether a line `+---+---+` ends the last table."""
+    """Return True if the last table is closed by a line `+---+---+`."""
     marks = [line.strip() for line in text.lines if line.strip().startswith(("|", "+"))]
     return bool(marks) and bool(re.fullmatch(r"\+-{5,}\+-{5,}\+?", marks[-1]))
 
@@ -288,26 +290,31 @@ def _traits(text: Text) -> dict[tuple[str, str], str]:
 
 
 def _health(text: Text) -> Log:
-    """`dcgmi health -c`: the state of the group, and of every part that is not healthy with its texts."""
+    """Parse `dcgmi health -c`: overall state, and each part that is not healthy with its messages."""
     findings: list[Finding] = []
     part, check, overall, line_overall = text.stem, "", "", 0
     for line, row in enumerate(text.lines, 1):
         cells = _CELLS.match(row)
         if cells is None:
             continue
-        left, info = cells["name"].strip(" ->"), cells["info"].strip()
-        if left.startswith("Overall Health"):
+        name_cell, info = cells["name"].strip(" ->"), cells["info"].strip()
+        if name_cell.startswith("Overall Health"):
             overall, line_overall = info, line
-        elif number := re.fullmatch(r"(?:GPU(?: ID)?:? ?)?(\d{1,4})", left):
+        elif number := re.fullmatch(r"(?:GPU(?: ID)?:? ?)?(\d{1,4})", name_cell):
             part = f"GPU {number[1]}"
         verdict = _HEALTHS.get(info.lower())
-        if verdict in ("WARN", "FAIL") and left and not left.startswith("Overall") and not re.fullmatch(r".*\d", left):
-            check = left
+        if (
+            verdict in ("WARN", "FAIL")
+            and name_cell
+            and not name_cell.startswith("Overall")
+            and not re.fullmatch(r".*\d", name_cell)
+        ):
+            check = name_cell
             step = _UNKNOWN_STEP.format(part) if verdict == "FAIL" else f"watch {part}: DCGM warns of it"
             findings.append(Finding(verdict, part, f"health: {check}", info, "Healthy", step, text.file, line))
-        elif findings and check and verdict is None and (info or left) and not left.startswith("Overall"):
+        elif findings and check and verdict is None and (info or name_cell) and not name_cell.startswith("Overall"):
             last = findings[-1]
-            figure = f"{last.figure} {info or left}".strip()
+            figure = f"{last.figure} {info or name_cell}".strip()
             findings[-1] = replace(last, figure=figure[:300])
     verdict = _HEALTHS.get(overall.lower())
     if verdict is None:

@@ -1,7 +1,7 @@
-"""`/var/log/fabricmanager.log`: errors of NVSwitches and of the fabric, as NVIDIA's Fabric Manager writes them.
+"""Parser of `/var/log/fabricmanager.log`: errors of NVSwitches and of the NVLink fabric.
 
-Format: docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide: time, level, thread, words. SXids in it are judged
-as those of the kernel's log.
+Format: docs.nvidia.com/datacenter/tesla/fabric-manager-user-guide: time, level, thread, message. SXids are judged like
+those of the kernel log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SWITCH = re.compile(
 _READY = re.compile(
     r"Successfully configured all the available|FM starting NvLink Inband|fabric manager .{0,40}started", re.I
 )
-# What the manager cannot work without.
+# Failures that prevent the fabric from working.
 _BROKEN = re.compile(
     r"failed to (?:initialize|discover|configure|train)|training failed|not all .{0,40}(?:links|GPUs)|"
     r"NVLink .{0,60}(?:failed|failure)|access link .{0,40}fail|trunk link .{0,40}fail|exiting|aborting",
@@ -38,7 +38,7 @@ _STEP_ERROR = "read its lines around this one; restart nvidia-fabricmanager wher
 
 @dataclass(frozen=True)
 class _Key:
-    """What lines must share to be one finding."""
+    """Grouping key: lines with the same key become one finding."""
 
     verdict: Verdict
     subject: str
@@ -51,7 +51,7 @@ def is_text(content: str) -> bool:
 
 
 def parse_text(text: Text) -> Log:
-    """One finding for each switch and error, at its first line."""
+    """Return one finding for each switch and error, at its first line."""
     seen: dict[_Key, list[tuple[int, str]]] = {}
     for line, key, message in _errors(text):
         seen.setdefault(key, []).append((line, message))

@@ -1,4 +1,4 @@
-"""Tools whose output is known and not read: one line says so, and what to give in its place."""
+"""Recognition of tools whose output is not supported, with the supported alternative."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def is_text(content: str) -> bool:
 
 
 def parse_text(text: Text) -> Log:
-    """Refuse it by its name.
+    """Refuse the file.
 
     Raises:
-        ConfigError: always.
+        ConfigError: always; names the tool and what to give instead.
     """
     name, remedy = next((name, remedy) for pattern, name, remedy in _TOOLS if pattern.search(text.content[: 1 << 16]))
     raise text.damaged(0, f"is the output of {name}, which is not read", remedy)

@@ -1,7 +1,7 @@
-"""Names that one part has in several tools, so that what they say of it can be joined.
+"""Identity of GPUs across tools, so that their findings can be combined.
 
-A GPU is `GPU 3` (dcgmi, nvlink), `GPU 3 (00000000:5D:00.0)` (nvidia-smi, which knows both) or `GPU 0000:5d:00` (the
-kernel). An RDMA device is `mlx5_2` everywhere.
+A GPU is `GPU 3` (dcgmi, nvlink), `GPU 3 (00000000:5D:00.0)` (nvidia-smi, which has both) or `GPU 0000:5d:00` (kernel).
+An RDMA device is `mlx5_2` everywhere.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _GPU = re.compile(r"^GPU (?:(\d{1,4})\b(?!:))?")
 
 
 class GpuName(NamedTuple):
-    """What a subject tells of a GPU: its number on the node and its normal bus id; -1 and empty where it does not."""
+    """GPU identity from a subject: index on the node and normalised bus id; -1 and empty if not given."""
 
     number: int
     bus: str
 
 
 def normal_bus(text: str) -> str:
-    """Return `0000:5d:00` for `00000000:5D:00.0`, `0000:5d:00` and `5d:00.0`; empty where no bus id stands in it."""
+    """Normalise a bus id: `0000:5d:00` for `00000000:5D:00.0`, `0000:5d:00` and `5d:00.0`; empty if there is none."""
     match = _BUS.search(text)
     if match is None:
         return ""
@@ -31,7 +31,7 @@ def normal_bus(text: str) -> str:
 
 
 def gpu_name(subject: str) -> GpuName | None:
-    """Return what a finding's subject tells of a GPU; None where it is about something else."""
+    """Parse the GPU identity from a finding's subject; None if it is about something else."""
     match = _GPU.match(subject)
     if match is None:
         return None
@@ -42,6 +42,6 @@ def gpu_name(subject: str) -> GpuName | None:
 
 
 def gpu_indices(subjects: Iterable[str]) -> dict[str, int]:
-    """Return the number of each bus id, from the subjects that name both, as those of nvidia-smi do."""
+    """Return the GPU index of each bus id, from subjects that have both (those of nvidia-smi)."""
     names = [name for subject in subjects if (name := gpu_name(subject))]
     return {name.bus: name.number for name in names if name.bus and name.number >= 0}

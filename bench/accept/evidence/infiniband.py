@@ -1,8 +1,8 @@
-"""Ports of RDMA devices: `ibstat`, `ibstatus`, `ibv_devinfo`, `rdma link`.
+"""Parser of RDMA port states: `ibstat`, `ibstatus`, `ibv_devinfo`, `rdma link`.
 
 Formats: github.com/linux-rdma/rdma-core (infiniband-diags, libibverbs/examples) and iproute2's rdma. A port that is
-down may be one that nobody uses: only among like ports of its node, most of them active, is it named; an Ethernet one
-never fails by that. Rates are compared between active ports of one device type and link layer.
+down may simply be unused. So it is reported as bad only if most ports of its kind on the node are active, and an
+Ethernet port never as FAIL. Rates are compared between active ports of the same device type and link layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LINK = re.compile(
     r"^\s*(?:link |\d{1,4}/\d{1,3}: )([\w.-]{1,64})/(\d{1,3}):? .*?state (\w{2,12}) physical_state (\w{2,20})"
     r"(?: netdev (\S{1,32}))?"
 )
-# The tools stop at a device that is listed and cannot be read.
+# Error of the tools for a device that is listed but cannot be read.
 _BROKEN = re.compile(r"^ib(?:panic|warn): .{0,80}'([\w.-]{1,64})' failed: (.{1,100})$")
 _FIELD = re.compile(r"^\s*([A-Za-z][\w ]{1,40}?):\s*(\S.{0,100}?)\s*$")
 _PORT = re.compile(r"^\s*(?:Port|port):?\s*(\d{1,3})\s*:?\s*$")
@@ -38,7 +38,7 @@ _STEP_RATE = "swap cable and transceiver of {}, then its switch port: the link c
 
 @dataclass
 class _Port:
-    """One port, as far as the tool tells of it; empty strings and 0 where it does not."""
+    """State of one port; empty strings and 0 for values that the tool does not print."""
 
     device: str
     number: str
@@ -77,10 +77,10 @@ def is_text(content: str) -> bool:
 
 
 def parse_text(text: Text) -> Log:
-    """One finding a port that is not active or slower than its peers, one for all others.
+    """Return one finding for each port that is not active or slower than its peers, and one for all others.
 
     Raises:
-        ConfigError: a device has no port with a state.
+        ConfigError: a port has no state.
     """
     ports = [port for port in _read(text) if port.number]
     text.check_rows(len(ports))
@@ -102,8 +102,7 @@ def parse_text(text: Text) -> Log:
         findings.append(
             Finding("PASS", text.stem, "ports", f"active: {figure}", "active", "", text.file, active[0].line)
         )
-    # The firmware's first number names the chip (22: ConnectX-6 Dx, 28: ConnectX-7), which a virtual function's type
-    # does not.
+    # The firmware's first number tells the chip (22: ConnectX-6 Dx, 28: ConnectX-7), unlike a virtual function's type.
     traits = {
         (f"{port.kind or 'NIC'} firmware {port.firmware.partition('.')[0]}.x", port.device): port.firmware
         for port in ports
@@ -114,7 +113,7 @@ def parse_text(text: Text) -> Log:
 
 def _states(text: Text, group: Sequence[_Port]) -> Iterator[Finding]:
     active = sum(port.is_active for port in group)
-    # Most ports of this kind work, and there are enough to say so.
+    # The port is an outlier: there are enough ports of this kind, and most are active.
     is_odd = len(group) >= MIN_PEERS and 2 * active > len(group)
     for port in group:
         if port.is_active:
@@ -137,14 +136,14 @@ def _rates(text: Text, group: Sequence[_Port]) -> Iterator[Finding]:
     active = [port for port in group if port.is_active and port.rate_gbps]
     if len(active) < MIN_PEERS:
         return
-    usual, count = Counter(port.rate_gbps for port in active).most_common(1)[0]
-    slow = [port for port in active if port.rate_gbps < usual]
+    usual_gbps, count = Counter(port.rate_gbps for port in active).most_common(1)[0]
+    slow = [port for port in active if port.rate_gbps < usual_gbps]
     if 2 * count <= len(active):
         return
     for port in slow:
-        # Several slow ones may be another network (storage) by design; a single one is a link that came up badly.
+        # Several slow ports may be another network (storage) by design; a single one is a degraded link.
         verdict: Verdict = "FAIL" if len(slow) == 1 and count >= MIN_PEERS and not port.is_ethernet else "WARN"
-        expected = f"{usual:g} Gb/s, as {count} of {len(active)} such ports have"
+        expected = f"{usual_gbps:g} Gb/s, as {count} of {len(active)} such ports have"
         yield Finding(
             verdict,
             port.who,
@@ -158,7 +157,7 @@ def _rates(text: Text, group: Sequence[_Port]) -> Iterator[Finding]:
 
 
 def _read(text: Text) -> Iterator[_Port]:
-    """The ports of every tool's output in the file."""
+    """Yield the ports of every tool's output in the file."""
     port: _Port | None = None
     device = _Port("", "", 0)
     for line, row in enumerate(text.lines, 1):
@@ -184,7 +183,7 @@ def _read(text: Text) -> Iterator[_Port]:
 
 
 def _set(port: _Port, name: str, value: str) -> None:
-    """Take a field, whatever the tool calls it."""
+    """Set the attribute for a field, by the names that the tools give it."""
     names: Mapping[str, str] = {
         "ca type": "kind", "vendor_part_id": "kind", "firmware version": "firmware", "fw_ver": "firmware",
         "state": "state", "physical state": "physical", "phys state": "physical", "phys_state": "physical",

@@ -1,7 +1,7 @@
-"""The kernel's log (dmesg, journalctl -k, kern.log, /var/log/messages): XIDs, SXids, and faults without a number.
+"""Parser of kernel logs (dmesg, journalctl -k, kern.log, /var/log/messages): XIDs, SXids and other fault messages.
 
-What an XID asks for stands in `xid`, what other lines mean in `kernel_events`. Lines of other programs in a system's
-log are passed over, for they repeat what the kernel said; systemd-networkd's are read for carriers that were lost.
+`xid` has the recommended action for each XID, `kernel_events` the meaning of other messages. Lines of other programs in
+a system log are skipped, since they repeat kernel messages; those of network daemons are read for lost carriers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from bench.accept.evidence.log import Log, Text, mapping, printable, sequence, w
 from netlayer.verdict import Finding, Verdict
 
 KIND = "kernel log"
-_MOST_CHARS = 1000  # of a line; a longer one is cut, for its first words say what it is
-# As Azure's node health checks count them: a carrier that was lost and came back so often is no maintenance.
+_MOST_CHARS = 1000  # longer lines are cut
+# From this number on, a flapping link is not explained by maintenance (threshold of Azure's node health checks).
 _MANY_FLAPS = 3
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]{1,20})[^)]{0,80}\): (\d{1,5})\b,?\s*(.{0,200})")
@@ -36,21 +36,21 @@ _LINK = re.compile(
     r"(?:NIC )?(?:[Ll]ink (?:is )?(?P<link>[Dd]own|[Uu]p|DOWN|UP)\b|(?P<carrier>[Ll]ost|[Gg]ained) carrier)"
 )
 _UPTIME = re.compile(r"\[ {0,8}(\d{1,9})\.\d{6}\]")
-_START_S = 120  # in which a node's drivers bring their links up for the first time
+_START_S = 120  # seconds after boot in which drivers bring their links up for the first time
 _STEP_FLAP = "swap cable and transceiver of {}, then its switch port, unless its switch was under maintenance"
 _STEP_DOWN = "see whether {} is wanted: it lost its carrier and did not get it back in this log"
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
 _DAY = r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)"
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?"
-# What a kernel puts before the words itself: dmesg, dmesg -x, -T, -H, --time-format iso, /dev/kmsg, pstore.
+# Time stamps of the kernel itself: dmesg, dmesg -x, -T, -H, --time-format iso, /dev/kmsg, pstore.
 _KERNEL_STAMP = re.compile(
     r"^(?:<\d{1,3}>)?(?:[a-z]{1,8}\s{0,8}:[a-z]{1,8}\s{0,8}: )?"
     rf"(?:\[[ \d]{{1,9}}\.\d{{6}}\]|\[{_DAY} {_MONTH} [ \d]{{1,2}} {_CLOCK} \d{{4}}\]|\[{_MONTH} ?\d\d \d\d:\d\d\]|"
     rf"\[ *[+<][ \d.]{{3,14}}>?\]|\d{{4}}-\d\d-\d\dT{_CLOCK}[+-]\d\d:?\d\d|\d{{1,2}},\d{{1,9}},\d{{1,18}},[-c+];|"
     r"kernel:)\s?"
 )
-# What syslog and the journal put there: a time in many forms, the host, and the program.
+# Prefix of syslog and the journal: time in many formats, host and program.
 _SYSLOG = re.compile(
     rf"^(?:<\d{{1,3}}>\d? ?)?(?:(?:{_DAY} )?(?:\d{{4}} )?{_MONTH} [ \d]?\d (?:\d{{4}} )?{_CLOCK}(?: \d{{4}})?|"
     rf"\d{{4}}-\d\d-\d\d[T ]{_CLOCK}(?:Z|[+-]\d\d:?\d\d)?|{_DAY} \d{{4}}-\d\d-\d\d {_CLOCK} \w{{1,5}}|"
@@ -58,9 +58,9 @@ _SYSLOG = re.compile(
     r"(?P<host>[A-Za-z0-9][\w.-]{0,80}) (?P<program>[\w./@-]{1,60})(?:\[\d{1,9}\])?: ?"
 )
 _RECORD = re.compile(r'\s*\{\s*"')
-# Programs whose lines are the kernel's own, or tell of carriers.
+# Programs whose lines are read: the kernel, and network daemons that log lost carriers.
 _PROGRAMS = frozenset(("kernel", "klogd", "systemd-networkd", "NetworkManager", "vmunix"))
-# Those that tell a system's log from one of an application.
+# Programs that distinguish a system log from an application's log.
 _SYSTEM = frozenset(("kernel", "systemd", "systemd-networkd", "NetworkManager", "systemd-logind"))
 
 
@@ -72,7 +72,7 @@ class _Line(NamedTuple):
 
 @dataclass(frozen=True)
 class _Key:
-    """What lines must share to be one finding."""
+    """Grouping key: lines with the same key become one finding."""
 
     verdict: Verdict
     host: str
@@ -83,14 +83,14 @@ class _Key:
 
 @dataclass
 class _Carrier:
-    """The link of a network device since the node started."""
+    """State of a network link since the node started."""
 
     is_rdma: bool = False
-    # A driver says "link down" once before the first "link up" after a boot: nothing was lost.
+    # After a boot, a driver logs "link down" once before the first "link up", which is not a loss.
     was_up: bool = True
     is_down: bool = False
     was_regained: bool = False
-    # How often it was lost, by the words for it: a driver and a network daemon tell of the same loss.
+    # Number of losses for each wording: a driver and a network daemon report the same loss differently.
     losses: Counter[str] = field(default_factory=Counter)
     line: int = 0
 
@@ -101,12 +101,12 @@ class _Carrier:
 
 @dataclass
 class _Reading:
-    """What was read so far."""
+    """Parser state."""
 
     seen: dict[_Key, list[tuple[int, str]]] = field(default_factory=dict)
     carriers: dict[tuple[str, str], _Carrier] = field(default_factory=dict)
     hosts: Counter[str] = field(default_factory=Counter)
-    # The recovery action that each GPU's driver asked for last, and where.
+    # Line and verdict of the last recovery action (XID 154) for each (host, GPU).
     recovery: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
     open_gpu: str = ""
     saw_boot: bool = False
@@ -123,14 +123,14 @@ def is_text(content: str) -> bool:
         return True
     lines = [line[:200] for line in content.splitlines() if line.strip()]
     own = sum(bool(_KERNEL_STAMP.match(line)) for line in lines)
-    # A message of several lines has its stamp on the first alone, and journalctl adds lines of its own.
+    # Not all lines: a message of several lines has its time stamp on the first only, and journalctl adds its own lines.
     return 2 * (own + _num_system(lines)) > len(lines)
 
 
 def is_system_log(content: str) -> bool:
-    """Whether most lines are a system's, by the program that syslog or the journal names: /var/log/syslog, journalctl.
+    """Return True if most lines are of a system log (/var/log/syslog, journalctl), by their program names.
 
-    To be asked of the file as it is: without what stands before its lines nothing tells it.
+    Call it on the original file, since the prefixes are needed.
     """
     lines = [line[:200] for line in content.splitlines() if line.strip()]
     return 2 * _num_system(lines) > len(lines)
@@ -142,21 +142,21 @@ def _num_system(lines: Sequence[str]) -> int:
 
 
 def is_json(tree: Mapping[str, Any]) -> bool:
-    """Whether it is a record of `journalctl -o json`, or `dmesg --json`."""
+    """Return True for a record of `journalctl -o json`, or for `dmesg --json`."""
     return ("MESSAGE" in tree and any(name.startswith("_") for name in tree)) or "dmesg" in tree
 
 
 def parse_text(text: Text) -> Log:
-    """One finding for each part and kind, at its first line; one that says so where there is none.
+    """Return one finding for each subject and kind, at its first line; a single PASS if there is none.
 
     Raises:
-        ConfigError: its only message of an XID breaks off.
+        ConfigError: its only XID message is truncated.
     """
     return _log(text, _lines(text.content))
 
 
 def parse_json(text: Text, tree: Mapping[str, Any]) -> Log:
-    """The same for the journal's records, one a line, and for `dmesg --json`."""
+    """Return the same findings for journal records, one a line, and for `dmesg --json`."""
     if "dmesg" in tree:
         rows = [mapping(row) for row in sequence(tree["dmesg"])]
         text.check_rows(len(rows), 1_000_000)
@@ -165,7 +165,7 @@ def parse_json(text: Text, tree: Mapping[str, Any]) -> Log:
 
 
 def _lines(content: str) -> Iterator[_Line]:
-    """Every line that the kernel wrote, without what stands before its words."""
+    """Yield the kernel's lines without their syslog prefix."""
     for number, line in enumerate(content.split("\n"), 1):
         cut = line[:_MOST_CHARS]
         head = _syslog_head(cut)
@@ -176,7 +176,7 @@ def _lines(content: str) -> Iterator[_Line]:
 
 
 def _syslog_head(line: str) -> re.Match[str] | None:
-    """What syslog or the journal put before a line; `[ 9.120000] pcieport 0000:00:1c.4: ...` is the kernel's alone."""
+    """Match the prefix of syslog or the journal; None for lines such as `[ 9.120000] pcieport 0000:00:1c.4: ...`."""
     head = _SYSLOG.match(line)
     return None if head and line.startswith("[") and head["program"] != "kernel" else head
 
@@ -186,9 +186,9 @@ def _journal(content: str) -> Iterator[_Line]:
         try:
             record = mapping(json.loads(line)) if line.strip().startswith("{") else {}
         except (ValueError, RecursionError):
-            continue  # a record that was cut costs itself alone
+            continue  # a truncated record
         message = record.get("MESSAGE")
-        if isinstance(message, list):  # the journal writes bytes that are no UTF-8 as numbers
+        if isinstance(message, list):  # the journal writes a message that is not UTF-8 as a list of bytes
             message = bytes(byte for byte in message if isinstance(byte, int) and 0 <= byte < 256).decode(
                 "utf-8", "replace"
             )
@@ -216,11 +216,11 @@ def _log(text: Text, lines: Iterator[_Line]) -> Log:
     host = next(iter(reading.hosts)) if len(reading.hosts) == 1 else ""
     findings = [_finding(text, reading, key, hits) for key, hits in reading.seen.items()]
     findings += _carriers(text, reading)
-    return Log(KIND, tuple(findings) or (_none(text, host),), host=host)
+    return Log(KIND, tuple(findings) or (_no_finding(text, host),), host=host)
 
 
 def _read(reading: _Reading, line: _Line) -> None:
-    """Take what one line says into the reading."""
+    """Add the content of one line to the parser state."""
     message = line.message
     if "Xid (" in message or "Xid " in message:
         if match := _XID.search(message):
@@ -246,7 +246,7 @@ def _read(reading: _Reading, line: _Line) -> None:
     for event in EVENTS:
         if match := event.search(message):
             if event.verdict:
-                subject = _part(event.subject, match)
+                subject = _event_subject(event.subject, match)
                 reading.add(
                     _Key(event.verdict, line.host, subject, event.check, event.step),
                     line.number,
@@ -260,7 +260,7 @@ def _read_xid(reading: _Reading, line: _Line, match: re.Match[str]) -> None:
     gpu = f"GPU {normal_bus(match[1]) or match[1]}"
     resolution = xid.resolve(code, detail)
     if code == 154:
-        # What was asked for before is over: only the last word of the driver holds.
+        # Only the last recovery action of the driver counts.
         for key in [
             key for key in reading.seen if key.check == "XID 154" and (key.host, key.subject) == (line.host, gpu)
         ]:
@@ -274,7 +274,7 @@ def _read_switch(reading: _Reading, line: _Line, match: re.Match[str]) -> None:
     code, severity = int(match[2]), match[3] or ""
     switch, check = f"NVSwitch {match[1]}", f"SXid {code}"
     if not severity and any((key.host, key.subject, key.check) == (line.host, switch, check) for key in reading.seen):
-        return  # the registers of a message that was read already
+        return  # register dump of a message that was read already
     resolution = xid.resolve_switch(code, severity)
     detail = ", ".join(filter(None, (severity, printable(match[4].strip()))))
     reading.add(_Key(resolution.verdict, line.host, switch, check, resolution.step), line.number, detail)
@@ -298,8 +298,8 @@ def _read_link(reading: _Reading, line: _Line, link: re.Match[str]) -> None:
         carrier.is_down = True
 
 
-def _part(template: str, match: re.Match[str]) -> str:
-    """The subject of an event: `GPU 0000:1b:00` for what NVIDIA's driver drives, as an XID names it."""
+def _event_subject(template: str, match: re.Match[str]) -> str:
+    """Return the subject of an event; for a device of NVIDIA's driver, named as in XIDs: `GPU 0000:1b:00`."""
     groups = {name: printable(value or "") for name, value in match.groupdict().items()}
     if groups.get("bus") and (template.startswith("GPU") or groups.get("driver") == "nvidia"):
         return f"GPU {normal_bus(groups['bus'])}"
@@ -311,7 +311,7 @@ def _part(template: str, match: re.Match[str]) -> str:
 
 
 def _excerpt(message: str, match: re.Match[str]) -> str:
-    """The message from its event on, but not more than is read in a table."""
+    """Return the message from the event on, cut to a length for tables."""
     start = match.start() if match.start() < 120 else 0
     return " ".join(printable(_KERNEL_STAMP.sub("", message[start:])).split())[:200]
 
@@ -319,24 +319,29 @@ def _excerpt(message: str, match: re.Match[str]) -> str:
 def _finding(text: Text, reading: _Reading, key: _Key, hits: list[tuple[int, str]]) -> Finding:
     line, figure = hits[0]
     figure += f" ({len(hits)} times)" if len(hits) > 1 else ""
-    who = _who(text, reading, key.host, key.subject)
+    subject = _subject(text, reading, key.host, key.subject)
     verdict, step = key.verdict, key.step.replace("{}", key.subject or "it")
-    if key.check in ("kernel panic", "kernel oops") and _by_hand(reading, key.host, line):
-        verdict, step = "WARN", "ask who wrote to /proc/sysrq-trigger: this crash was wanted"
-    after = reading.recovery.get((key.host, key.subject))
-    if after and after[1] == "WARN" and hits[-1][0] < after[0] and key.check.startswith("XID"):
+    if key.check in ("kernel panic", "kernel oops") and _is_manual_crash(reading, key.host, line):
+        verdict, step = "WARN", "ask who wrote to /proc/sysrq-trigger: this crash was intended"
+    recovery_after = reading.recovery.get((key.host, key.subject))
+    if (
+        recovery_after
+        and recovery_after[1] == "WARN"
+        and hits[-1][0] < recovery_after[0]
+        and key.check.startswith("XID")
+    ):
         verdict, step = "WARN", "nothing now: the driver asks for no recovery of it any more (XID 154 after it)"
-    return Finding(verdict, who, key.check, figure, "none", step, text.file, line)
+    return Finding(verdict, subject, key.check, figure, "none", step, text.file, line)
 
 
-def _by_hand(reading: _Reading, host: str, line: int) -> bool:
-    """Whether somebody asked the kernel to crash before this line."""
+def _is_manual_crash(reading: _Reading, host: str, line: int) -> bool:
+    """Return True if the kernel was told to crash (sysrq) before this line."""
     keys = [key for key in reading.seen if key.check == "crash by hand" and key.host == host]
     return any(hit[0] <= line for key in keys for hit in reading.seen[key])
 
 
-def _who(text: Text, reading: _Reading, host: str, part: str) -> str:
-    """The part, with its host in front where the log holds several; the host or the file where it is about the node."""
+def _subject(text: Text, reading: _Reading, host: str, part: str) -> str:
+    """Return the subject of a finding: the part, after its host if the log has several; else the host or file."""
     if len(reading.hosts) > 1 and host:
         return f"{host}: {part}" if part else host
     return part or host or text.stem
@@ -346,14 +351,14 @@ def _carriers(text: Text, reading: _Reading) -> Iterator[Finding]:
     for (host, name), carrier in reading.carriers.items():
         if not carrier.flaps and not carrier.is_down:
             continue
-        many = carrier.is_rdma and carrier.flaps >= _MANY_FLAPS
+        is_flapping = carrier.is_rdma and carrier.flaps >= _MANY_FLAPS
         figure = f"carrier lost and regained {carrier.flaps} times" if carrier.flaps else "carrier lost"
         figure += ", lost at the end" if carrier.is_down and carrier.flaps else ""
         step = _STEP_FLAP if carrier.flaps else _STEP_DOWN
-        who = _who(text, reading, host, name)
+        subject = _subject(text, reading, host, name)
         yield Finding(
-            "FAIL" if many else "WARN",
-            who,
+            "FAIL" if is_flapping else "WARN",
+            subject,
             "carrier",
             figure,
             "none lost",
@@ -363,8 +368,8 @@ def _carriers(text: Text, reading: _Reading) -> Iterator[Finding]:
         )
 
 
-def _none(text: Text, host: str) -> Finding:
-    """Nothing bad was said, and whether NVIDIA's driver said anything at all."""
+def _no_finding(text: Text, host: str) -> Finding:
+    """Return the PASS for a log without findings; it notes if NVIDIA's driver logged nothing at all."""
     figure = f"no XID in {len(text.content.splitlines())} lines"
     figure += "" if _DRIVER.search(text.content) else ", none of them from NVIDIA's driver"
     return Finding("PASS", host or text.stem, "XID", figure, "none", "", text.file, 1)

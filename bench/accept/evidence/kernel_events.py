@@ -1,8 +1,8 @@
-"""What a line of the kernel's log means that carries no XID: panics, hardware errors, PCIe, memory, NICs, applications.
+"""Kernel log messages other than XIDs: panics, hardware errors, PCIe, memory, NICs, applications.
 
-The texts are those of Linux (arch/x86/kernel/cpu/mce, drivers/edac, drivers/pci/pcie/aer.c, mm/oom_kill.c,
-drivers/firmware/efi/cper.c, kernel/watchdog.c), of mlx5_core and of NVIDIA's driver. A FAIL says that the node or the
-part cannot be used as it is; what was corrected, and what an application did to itself, warns.
+Messages are from Linux (arch/x86/kernel/cpu/mce, drivers/edac, drivers/pci/pcie/aer.c, mm/oom_kill.c,
+drivers/firmware/efi/cper.c, kernel/watchdog.c), mlx5_core and NVIDIA's driver. FAIL means that the node or part cannot
+be used as it is; corrected errors and application errors are WARN.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from netlayer.verdict import Verdict
 
 _BUS = r"(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-9a-fA-F])?"
 _PCIE_ERROR = rf"(?:(?P<driver>[a-z][\w-]{{1,30}}) )?(?P<bus>{_BUS}): .{{0,12}}PCIe Bus Error: severity="
-_REBOOT = "drain the node, keep its log and reboot it; where it comes again, exchange what the lines before it name"
-_MEMORY = "drain the node and exchange the memory module that is named (ras-mc-ctl --error-count, BMC's event log)"
-_WATCH_MEMORY = "watch the count (ras-mc-ctl --error-count): corrected; exchange the module where it grows by the day"
+_REBOOT = "drain the node, keep its log and reboot it; if it recurs, replace what the lines before it name"
+_MEMORY = "drain the node and replace the memory module that is named (ras-mc-ctl --error-count, BMC's event log)"
+_WATCH_MEMORY = "watch the count (ras-mc-ctl --error-count): corrected; replace the module if it grows daily"
 _PCIE = "drain the node, reseat the card and its riser, then read lspci -vv (LnkSta, UESta) of every bridge above it"
-_WATCH_PCIE = "watch the count: the link repeated the transfer; reseat the card where it grows by the hour"
+_WATCH_PCIE = "watch the count: the link repeated the transfer; reseat the card if it grows hourly"
 _APPLICATION = "look at the application: this is no fault of the node"
-_LOCKUP = "see what that CPU did (the call trace below): a driver or storage may hang; reboot where it does not end"
+_LOCKUP = "see what that CPU did (the call trace below): a driver or storage may hang; reboot if it does not end"
 _LOAD_PEERMEM = "see that nvidia_peermem fits the driver and the NIC's driver, or that NCCL uses DMA-BUF instead of it"
 
 
-# What a port says of a message that it received; the device's own line follows.
+# Message of a root port about an error message that it received; the device's own line follows.
 ROOT_PORT = "PCIe (message)"
 
 
 class Event(NamedTuple):
-    """A kind of line.
+    """A kind of message.
 
     Args:
-        pattern: what it reads.
-        verdict: None for a line that is known to be harmless, though a later pattern fits it.
-        check: what was looked at.
-        step: what to do.
-        subject: the part, from the pattern's named groups; empty for the node.
-        needs: words without which the pattern is not tried, for it is slow to find that it does not fit.
+        pattern: its pattern.
+        verdict: its verdict; None for a harmless message that a later pattern would match.
+        check: name of the check.
+        step: next step.
+        subject: template of the subject, with the pattern's named groups; empty for the node.
+        needs: text that every match contains, tested first because a failing match is slow.
     """
 
     pattern: re.Pattern[str]
@@ -48,11 +48,11 @@ class Event(NamedTuple):
     needs: str = ""
 
     def search(self, message: str) -> re.Match[str] | None:
-        """Return where the line is of this kind, or None."""
+        """Match a message; None if it is not of this kind."""
         return self.pattern.search(message) if self.needs in message else None
 
 
-# Words that a pattern with them cannot do without, the first of those that it has.
+# Candidates for `Event.needs`; the first one in a pattern is used.
 _NEEDS = (
     "PCIe Bus Error", "AER: ", "segfault at", "config space inaccessible", "error, dev ", "Remounting filesystem",
     "mlx5_core ", "NVRM: ", "rcu", "Memory failure", "EDAC ", "Bank ", "blocked for more than", "NETDEV WATCHDOG",
@@ -64,7 +64,7 @@ def _event(pattern: str, verdict: Verdict | None, check: str, step: str = "", su
     return Event(re.compile(pattern), verdict, check, step, subject, needs)
 
 
-# The first that fits counts.
+# The first match counts.
 EVENTS = (
     # NVIDIA's driver.
     _event(rf"NVRM: GPU (?:at )?(?:PCI:)?(?P<bus>{_BUS}):? .{{0,40}}fallen off the bus", "FAIL", "fell off the bus",
@@ -83,12 +83,12 @@ EVENTS = (
     _event(r"nvidia[-_]peermem.{0,80}(?:Unknown symbol|disagrees about version)", "WARN", "nvidia_peermem",
            "GPUDirect RDMA through nvidia_peermem is off: " + _LOAD_PEERMEM),
     _event(r"nvidia[-_]peermem.{0,80}(?:ERROR|error|invalid)", "WARN", "nvidia_peermem",
-           "a transfer lost its GPU memory: restart the application; where it comes again, " + _LOAD_PEERMEM),
-    # Panics and locks.
+           "a transfer lost its GPU memory: restart the application; if it recurs, " + _LOAD_PEERMEM),
+    # Panics and lockups.
     _event(r"[Ss]ys[Rr]q ?: .{0,12}[Tt]rigger a crash", "WARN", "crash by hand",
-           "ask who wrote to /proc/sysrq-trigger: the panic after it was wanted"),
+           "ask who wrote to /proc/sysrq-trigger: the panic after it was intended"),
     _event(r"Kernel panic - not syncing: sysrq triggered", "WARN", "crash by hand",
-           "ask who wrote to /proc/sysrq-trigger: the panic was wanted"),
+           "ask who wrote to /proc/sysrq-trigger: the panic was intended"),
     _event(r"Kernel panic - not syncing: .{0,120}", "FAIL", "kernel panic", _REBOOT),
     _event(r"Watchdog detected hard LOCKUP on cpu|hard LOCKUP", "FAIL", "hard lockup", _REBOOT),
     _event(r"BUG: (?:unable to handle|kernel NULL pointer|Bad page)|kernel BUG at|Oops: |Unable to handle kernel",
@@ -128,7 +128,7 @@ EVENTS = (
     _event(_PCIE_ERROR + "Uncorrect", "WARN", "PCIe (uncorrected, not fatal)", _WATCH_PCIE, "{driver} {bus}"),
     _event(rf"(?P<driver>[\w-]{{1,30}}) (?P<bus>{_BUS}): AER: [Dd]evice recovery failed", "FAIL", "PCIe (fatal)",
            _PCIE, "{driver} {bus}"),
-    # Where a log has the lines of devices too, `kernel` leaves these out.
+    # Dropped by `kernel` if the log has the devices' own lines too.
     _event(rf"AER: (?:Multiple )?Uncorrect\w+ \(Fatal\) error (?:message )?received(?: from|:) (?P<bus>{_BUS})", "FAIL",
            ROOT_PORT, _PCIE, "PCIe {bus}"),
     _event(rf"AER: (?:Multiple )?(?:Un)?[Cc]orrect\w+ .{{0,14}}error (?:message )?received(?: from|:) (?P<bus>{_BUS})",
@@ -142,7 +142,7 @@ EVENTS = (
     # NICs.
     _event(rf"mlx5_core (?P<bus>{_BUS}).{{0,60}}(?:device's health compromised|Fatal error \d+ detected|"
            r"firmware internal error|assert_var|mlx5_error_sw_reset)", "FAIL", "NIC firmware",
-           "drain the node, update the firmware of {} or power-cycle it; return it where it comes again", "NIC {bus}"),
+           "drain the node, update the firmware of {} or power-cycle it; return it if it recurs", "NIC {bus}"),
     _event(rf"mlx5_core (?P<bus>{_BUS}).{{0,60}}[Dd]etected insufficient power on the PCIe slot", "WARN", "NIC power",
            "see that the slot gives {} its power and that its auxiliary cable is in", "NIC {bus}"),
     _event(rf"mlx5_core (?P<bus>{_BUS}).{{0,60}}Port module event.{{0,20}}: module \d+, Cable (?:error|unsupported)",
@@ -150,13 +150,13 @@ EVENTS = (
     _event(rf"mlx5_core (?P<bus>{_BUS}).{{0,80}}High [Tt]emperature", "WARN", "NIC temperature",
            "look at the airflow over {} and its transceiver", "NIC {bus}"),
     _event(rf"mlx5_core (?P<bus>{_BUS}).{{0,120}}(?:[Tt]imeout\. Will cause a leak|TX timeout detected)", "WARN",
-           "NIC command", "update the firmware of {}; power-cycle the node where it comes again", "NIC {bus}"),
+           "NIC command", "update the firmware of {}; power-cycle the node if it recurs", "NIC {bus}"),
     _event(rf"mlx5_core (?P<bus>{_BUS}).{{0,80}}available PCIe bandwidth, limited by", "WARN", "NIC PCIe",
            "see whether the slot of {} is as wide and fast as the card, or reseat it (lspci -vv, LnkSta)",
            "NIC {bus}"),
     _event(rf"mlx5_core (?P<bus>{_BUS}).{{0,60}}ACCESS_REG\(0x805\).{{0,30}}failed", None, ""),
     _event(r"NETDEV WATCHDOG: (?P<net>\S{1,20}) .{0,60}timed out", "WARN", "NIC transmit",
-           "see whether the link of {} hangs (ethtool -S); update its driver or firmware where it comes again",
+           "see whether the link of {} hangs (ethtool -S); update its driver or firmware if it recurs",
            "{net}"),
     # Applications and the node's own software.
     _event(r"(?:Out of memory|Memory cgroup out of memory): Kill(?:ed)? process", "WARN", "out of memory",
@@ -170,14 +170,14 @@ EVENTS = (
            "read smartctl of {}: files on it may be lost", "disk {disk}"),
 )  # fmt: skip
 
-# A line without any of these is no event: it saves trying every pattern on every line.
+# A line without any of these matches no event, so that not every pattern is tried on every line.
 MARKS = (
     "NVRM: ", "SXid", "nvidia", "anic", "LOCKUP", "lockup", "BUG", "Oops", "Unable to handle", "ysRq", "ysrq",
     "general protection", "stall", "blocked for more", "mce", "MCE", "achine check", "achine Check", "Hardware Error",
     "severity", "Memory failure", "EDAC", "PCIe", "AER", "DPC", "pciehp", "mlx5", "NETDEV WATCHDOG", "ut of memory",
     "segfault", "file-max", "error, dev", "Remounting", "inaccessible", "temperature", "throttled", "carrier",
 )  # fmt: skip
-# Enough to know a kernel's log by where its lines have no time in front.
+# Messages that identify a kernel log whose lines have no time stamps.
 KNOWN = re.compile(
     r"NVRM: |SXid \(|Kernel panic - not syncing|mce: \[Hardware Error\]|"
     r"EDAC MC\d+: \d+ [CU]E |"

@@ -1,8 +1,8 @@
-"""A log as text that is safe to look at, and what a parser makes of it: findings, and figures to compare.
+"""Safe reading of log files (`Text`), and the result type of all parsers (`Log`): findings, and figures to compare.
 
-Every parser takes a `Text` and returns a `Log`. What it cannot read it says by `Text.damaged`: file, line, what was
-expected there and what to do. Nothing in a log is executed, unpickled or looked up. Text comes from a file, a gzip file
-or standard input (`-`); of one too large to hold, the lines that some parser may want are kept.
+Every parser takes a `Text` and returns a `Log`; on unreadable input it raises `Text.damaged` with file, line, what was
+expected and what to do. Nothing in a log is executed, unpickled or looked up. Text comes from a file, a gzip file or
+standard input (`-`); of a file too large for memory, only the lines that some parser may need are kept.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _AGAIN = "take the log again"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202f\u2066-\u2069\ufffe\uffff]|[\ud800-\udfff]")
 _GZIP = b"\x1f\x8b"
 _MAGIC = {b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"(\xb5/\xfd": "zstd"}
-# A pickle of protocol 2 or later, and what a program's own memory or a library begins with.
+# Magic bytes of pickles (protocol 2 or later), ELF and Windows executables.
 _BINARY = re.compile(rb"\x80[\x02-\x05]|\x7fELF|MZ\x90")
 STDIN = Path("-")
 MAX_STREAM_BYTES = 8 << 30
-# What a gzip file may unpack to: a megabyte of it can hold a gigabyte.
+# Limit of the unpacked size of a gzip file: a megabyte of it can unpack to a gigabyte.
 MAX_UNPACKED_BYTES = 512 << 20
 _CHUNK_BYTES = 4 << 20
-# Lines shorter than this on average are no log: each costs time, and none says anything.
+# A file with a mean line length below this is not a log; reading it would only take time.
 _MIN_MEAN_LINE = 8
-# Of a file too large to hold, lines with one of these are kept: tables and their heads, errors, the kernel's messages.
-# Each is sought by itself in a whole chunk: a pattern of all of them, or a search a line, takes ten times as long.
-_KEPT = (
+# Of a file too large for memory, lines with one of these are kept: tables and their headings, errors, kernel messages.
+# Each is searched for separately in a whole chunk: one pattern of all, or a search by line, takes ten times as long.
+_KEPT_WORDS = (
     b"# ", b" WARN ", b"NCCL version", b"NVLS", b"P2P is disabled", b"ailure", b"NVRM", b"Xid", b"Error", b"EDAC",
     b"AER", b"panic", b"emory", b"oom", b"illed", b"CANCELLED", b"exit code", b"ignal ", b"fault", b"core dumped",
     b"imeout", b"ink ", b"_perf", b"busbw", b"Avg bus", b"Rank ", b"bandwidth", b"BW ", b"GPU ", b" float ",
@@ -53,23 +53,25 @@ _KEPT = (
     b"SXid", b"PCIe Bus", b"mlx5", b"carrier", b"lockup", b"stall", b"peermem", b"mce", b"achine", b"NETDEV", b"DPC",
     b"BUG", b"Oops",
 )  # fmt: skip
-# NCCL's own chatter is left out before, but for what these words stand in.
-_CHATTER = re.compile(rb"\n[^\n]* NCCL (?:INFO|TRACE|CALL) [^\n]*")
-_CHATTER_KEPT = (b"NVLS", b"NCCL version", b"P2P is disabled")
+# NCCL's INFO, TRACE and CALL lines are dropped first, except those with these words.
+_NCCL_INFO_LINE = re.compile(rb"\n[^\n]* NCCL (?:INFO|TRACE|CALL) [^\n]*")
+_INFO_WORDS = (b"NVLS", b"NCCL version", b"P2P is disabled")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A measurement that its peers and expectations are held against.
+    """A measured value that is compared with peers and expectations.
 
     Args:
-        series: what it measures; only figures of one series and one `at` are alike.
-        at: the point of the series: size and place.
-        subject: whom it speaks of.
+        series: what it measures; only figures of the same series and `at` are comparable.
+        at: point of the series: size, in place or out of place.
+        subject: node or component that it is about.
         value: in `unit`, finite and above zero.
-        line: of the log.
-        parts: who takes part in it, where that is more than one: the two GPUs of a pair.
-        facts: what an expectation may be keyed by; what the log does not say is left out.
+        unit: unit of `value`.
+        line: line number in the log.
+        higher_is_better: False for latencies.
+        parts: participants, if there are several: the two GPUs of a pair, the hosts of a run.
+        facts: keys of expectations; facts that the log does not tell are missing.
     """
 
     series: str
@@ -84,21 +86,21 @@ class Figure:
 
     @property
     def text(self) -> str:
-        """`342.1 GB/s bus at 1 GiB in place`."""
+        """Value, unit and point: `342.1 GB/s bus at 1 GiB in place`."""
         return f"{self.value:.4g} {self.unit}" + (f" at {self.at}" if self.at else "")
 
 
 @dataclass(frozen=True)
 class Log:
-    """What one run in a file, or a whole file, says.
+    """Parsed content of one run in a file, or of a whole file.
 
     Args:
-        kind: the tool that wrote it.
-        findings: what the log says by itself: errors, wrong data, states.
-        figures: measurements to hold against expectations and peers.
-        traits: firmware, driver and so on as (what, subject) -> value: held against the majority.
-        host: the node that it is about, where the log names exactly one; empty otherwise.
-        run: 1, 2, ... where a file holds several runs of its tool; 0 where it holds one.
+        kind: tool that wrote it.
+        findings: findings from the log alone: errors, wrong data, states.
+        figures: measurements to compare with expectations and peers.
+        traits: firmware, driver and so on as (name, subject) -> value; compared with the majority.
+        host: node that it is about, if the log names exactly one; else empty.
+        run: 1, 2, ... if a file has several runs of its tool; 0 if it has one.
     """
 
     kind: str
@@ -111,12 +113,13 @@ class Log:
 
 @dataclass(frozen=True)
 class Text:
-    """A file's text under the name the user gave it.
+    """Text of a file, or of a part of it.
 
     Args:
-        content: what stands in the file.
-        numbers: where this is only a part of the file, the number that each line has there; else empty.
-        printed_by: where this is what one of several wrote into the file: who that is.
+        file: name that the user gave.
+        content: the text.
+        numbers: for a part of a file, the line number in the file of each line; else empty.
+        printed_by: for the output of one of several writers of the file: that writer.
     """
 
     file: str
@@ -137,43 +140,42 @@ class Text:
 
     @property
     def lines(self) -> list[str]:
-        """Without what stands before them (`prefixes.py`), and without control characters.
+        """Lines without launcher and shipper prefixes (`prefixes.py`) and without control characters.
 
         Raises:
-            ConfigError: a line is longer than any tool writes; what searches a line may take its length squared.
+            ConfigError: a line is longer than any tool writes; regular expressions may take quadratic time on it.
         """
         return self._bare[0]
 
     @property
     def prefixes(self) -> list[Prefix]:
-        """Who printed each line, as far as what stood before it says so.
+        """Writer of each line, as far as its prefix tells.
 
         Raises:
-            ConfigError: as `lines`.
+            ConfigError: see `lines`.
         """
         return self._bare[1]
 
     @cached_property
     def body(self) -> str:
-        """`lines` as one text: what a parser is recognised by.
+        """`lines` as one text, by which the tool is recognised.
 
         Raises:
-            ConfigError: as `lines`.
+            ConfigError: see `lines`.
         """
         return "\n".join(self.lines)
 
     def number(self, line: int) -> int:
-        """The number in the file of a line of this text; 0, the whole file, stays 0."""
+        """Convert a line number of this text to that of the file; 0 (the whole file) stays 0."""
         return self.numbers[min(line, len(self.numbers)) - 1] if self.numbers and line else line
 
     def streams(self) -> list[Text]:
-        """Return one text for each host, pod, service or worker whose lines are mixed in this one; else this one.
+        """Split the text by host, pod, service or worker, if lines of several are mixed; else return only this text.
 
-        Lines that nobody is named for (the launcher's own) go with none of them, but into one text of their own at the
-        end, where there are any.
+        Lines without a named writer (the launcher's own), if any, form a text of their own at the end.
 
         Raises:
-            ConfigError: as `lines`.
+            ConfigError: see `lines`.
         """
         names = [(prefix.host, prefix.task) for prefix in self.prefixes]
         sources = dict.fromkeys(name for name in names if any(name))
@@ -198,33 +200,33 @@ class Text:
         return one_line(Path(self.file).stem)
 
     def damaged(self, line: int, expected: str, remedy: str = _AGAIN) -> ConfigError:
-        """The error that says where the file cannot be read on."""
+        """Return the error for unreadable input at a line (0: the whole file), with what was expected there."""
         where = one_line(self.file)
         return ConfigError(f"{where}:{self.number(line)}" if line else where, None, expected, remedy)
 
     def check_rows(self, num_rows: int, most: int = MAX_ROWS) -> None:
-        """Refuse what no tool writes, before time is spent on it.
+        """Refuse more rows than any tool writes, before spending time on them.
 
         Raises:
-            ConfigError: more than `most`.
+            ConfigError: there are more than `most`.
         """
         if num_rows > most:
             raise self.damaged(0, f"has {num_rows:,} rows or cells, at most {most:,} are judged", "give a part of it")
 
     def check_ended(self, line: int) -> None:
-        """Refuse a row of figures whose line has no end: its last figure may lack digits.
+        """Refuse a row of figures without a line end: its last figure may be truncated.
 
         Raises:
-            ConfigError: it is the last one, and no line feed follows.
+            ConfigError: it is the last line of the file, without a line feed.
         """
         if line == len(self.lines):
             raise self.damaged(line, "ends inside a row: the run hung, or the log was cut")
 
     def tree(self) -> dict[str, Any]:
-        """The JSON object that the file holds; lines before it (warnings of the tool) are passed over.
+        """Parse the JSON object in the file; lines before it (warnings of the tool) are skipped.
 
         Raises:
-            ConfigError: it is no JSON object, or nested too deep.
+            ConfigError: it is not a JSON object, or nested too deep.
         """
         content = self.content
         if not content.lstrip().startswith("{") and any(prefix != NOBODY for prefix in self.prefixes):
@@ -238,28 +240,27 @@ class Text:
         except json.JSONDecodeError as exc:
             raise self.damaged(before + exc.lineno, f"is no whole JSON: {exc.msg} at column {exc.colno}") from exc
         except (ValueError, RecursionError) as exc:
-            # Python's words end with advice to whoever wrote the program.
-            words = printable(str(exc)).partition(";")[0].partition(" while ")[0]
-            raise self.damaged(before + 1, f"is no JSON that can be used: {words}") from exc
+            # The end of Python's message is advice to the programmer, not to the user.
+            message = printable(str(exc)).partition(";")[0].partition(" while ")[0]
+            raise self.damaged(before + 1, f"is no JSON that can be used: {message}") from exc
         if not isinstance(tree, dict):
             raise self.damaged(before + 1, "must be a JSON object")
         return tree
 
     def line_of(self, what: str) -> int:
-        """The first line with these words, or 0; beyond the first 256 KiB it is not looked for."""
+        """Return the number of the first line with this text in the first 256 KiB; 0 if there is none."""
         at = self.content.find(what, 0, 1 << 18)
         return 0 if at < 0 else self.content.count("\n", 0, at) + 1
 
 
 @dataclass(frozen=True)
 class Paths:
-    """What a list of files and folders comes to.
+    """Expanded list of files and folders.
 
     Args:
-        files: each once, in order; `-` stays what it is, standard input.
-        in_folders: those that were found in a folder: the user did not name them, so one that is no log of a known
-            tool is no mistake of his.
-        skipped: one line for each thing in a folder that is not read, with the reason.
+        files: each file once, in order; `-` (standard input) is kept.
+        in_folders: files found in a folder. The user did not name them, so it is no error if one is not a log.
+        skipped: one line for each entry of a folder that is not read, with the reason.
     """
 
     files: tuple[Path, ...]
@@ -270,8 +271,8 @@ class Paths:
 def expand(paths: Sequence[Path]) -> Paths:
     """Replace each folder by the files below it, sorted by name.
 
-    Hidden ones, links to folders, and what is no regular file are skipped. What does not exist stays in the list, so
-    that reading it says so.
+    Hidden files, links to folders and anything but regular files are skipped. Paths that do not exist stay in the list,
+    so that reading them raises the error.
     """
     files: dict[Path, bool] = {}
     skipped: list[str] = []
@@ -280,8 +281,8 @@ def expand(paths: Sequence[Path]) -> Paths:
             files[path] = False
             continue
         before = len(files)
-        for found in _below(path, skipped):
-            files.setdefault(found, True)
+        for file in _files_below(path, skipped):
+            files.setdefault(file, True)
         if len(files) == before:
             skipped.append(f"{one_line(str(path))}: holds no file to read")
     return Paths(tuple(files), frozenset(file for file, inside in files.items() if inside), tuple(skipped))
@@ -294,7 +295,7 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _below(folder: Path, skipped: list[str]) -> Iterator[Path]:
+def _files_below(folder: Path, skipped: list[str]) -> Iterator[Path]:
     def unreadable(error: OSError) -> None:
         skipped.append(f"{one_line(str(error.filename))}: cannot be read ({error.strerror})")
 
@@ -317,13 +318,13 @@ def _below(folder: Path, skipped: list[str]) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> Text:
-    """The text of a log; `-` is standard input.
+    """Read a log; `-` is standard input.
 
-    A gzip file is unpacked as it is read. Of a file larger than `MAX_BYTES` those lines are kept that some parser may
-    want, with their numbers.
+    A gzip file is unpacked on the fly. Of a file larger than `MAX_BYTES`, only the lines that some parser may need are
+    kept, with their numbers.
 
     Raises:
-        ConfigError: it is missing, no regular file, empty, too large, or no text.
+        ConfigError: it is missing, not a regular file, empty, too large, or not text.
     """
     text = Text("stdin" if path == STDIN else str(path), "")
     try:
@@ -332,7 +333,7 @@ def read_text(path: Path) -> Text:
             head = source.read(_CHUNK_BYTES)
             limit, packed = MAX_STREAM_BYTES, head.startswith(_GZIP)
             if packed:
-                source, limit = _unpacked(source, head, stack), MAX_UNPACKED_BYTES
+                source, limit = _open_gzip(source, head, stack), MAX_UNPACKED_BYTES
                 head = source.read(_CHUNK_BYTES)
             elif size > MAX_STREAM_BYTES:
                 rule = f"has {size >> 30} GiB, at most {MAX_STREAM_BYTES >> 30} are read"
@@ -349,7 +350,7 @@ def read_text(path: Path) -> Text:
 
 
 def _open(path: Path, text: Text, stack: ExitStack) -> tuple[BinaryIO, int]:
-    """The open file and its size; that of standard input is not known."""
+    """Open a file; return it with its size (0 for standard input)."""
     if path == STDIN:
         return sys.stdin.buffer, 0
     mode = path.stat()
@@ -358,21 +359,21 @@ def _open(path: Path, text: Text, stack: ExitStack) -> tuple[BinaryIO, int]:
     return stack.enter_context(path.open("rb")), mode.st_size
 
 
-def _unpacked(source: BinaryIO, head: bytes, stack: ExitStack) -> BinaryIO:
-    """A gzip file from its start, of which `head` has been read already."""
+def _open_gzip(source: BinaryIO, head: bytes, stack: ExitStack) -> BinaryIO:
+    """Open a gzip stream whose first bytes, `head`, have been read already."""
 
     class Whole:
         rest = head
 
         def read(self, size: int = -1) -> bytes:
-            taken, self.rest = (self.rest[:size], self.rest[size:]) if size >= 0 else (self.rest, b"")
-            return taken or source.read(size)
+            data, self.rest = (self.rest[:size], self.rest[size:]) if size >= 0 else (self.rest, b"")
+            return data or source.read(size)
 
     return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=cast(BinaryIO, Whole()), mode="rb")))
 
 
 def _check_head(text: Text, head: bytes) -> None:
-    """Refuse what is no text before any more of it is read."""
+    """Refuse a compressed, UTF-16 or binary file, given its first bytes."""
     packed = "gzip, twice" if head.startswith(_GZIP) else ""
     packed = packed or next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "")
     if packed:
@@ -391,23 +392,23 @@ def _check_zero(text: Text, chunk: bytes, num_lines: int) -> None:
 
 
 def _read(text: Text, source: BinaryIO, head: bytes, limit: int, packed: bool) -> Text:
-    """The whole where it can be held, else the lines that are kept."""
-    whole = [head]
-    while head and sum(map(len, whole)) <= MAX_BYTES:
+    """Read the whole file if it is small enough, else its relevant lines."""
+    chunks = [head]
+    while head and sum(map(len, chunks)) <= MAX_BYTES:
         head = source.read(_CHUNK_BYTES)
-        whole.append(head)
-    content = b"".join(whole)
+        chunks.append(head)
+    content = b"".join(chunks)
     if head:
-        return _kept(text, content, source, limit, packed)
+        return _read_large(text, content, source, limit, packed)
     _check_zero(text, content, 0)
     decoded = content.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
     if not decoded.strip():
         raise text.damaged(0, "is empty", "see whether the tool ran at all, then " + _AGAIN)
-    return _without_overwritten(replace(text, content=decoded))
+    return _split_carriage_returns(replace(text, content=decoded))
 
 
-def _kept(text: Text, content: bytes, source: BinaryIO, limit: int, packed: bool) -> Text:
-    """The lines of a large file that some parser may want."""
+def _read_large(text: Text, content: bytes, source: BinaryIO, limit: int, packed: bool) -> Text:
+    """Read the lines of a large file that some parser may need."""
     part = "give the part that the tool itself wrote"
     if content.lstrip()[:1] in (b"{", b"<") or b"\n" not in content:
         what = "JSON, XML or one line" if b"\n" not in content else "JSON or XML"
@@ -419,13 +420,13 @@ def _kept(text: Text, content: bytes, source: BinaryIO, limit: int, packed: bool
     while chunk:
         num_bytes += len(chunk)
         _check_zero(text, chunk, num_lines)
-        whole, ended, rest = (rest + chunk).rpartition(b"\n")
+        complete, ended, rest = (rest + chunk).rpartition(b"\n")
         if num_bytes > limit:
             raise text.damaged(0, f"{'unpacks to' if packed else 'has'} more than {limit >> 20} MiB", part)
-        num_new = whole.count(b"\n") + len(ended)
+        num_new = complete.count(b"\n") + len(ended)
         if len(rest) > _CHUNK_BYTES or num_bytes < _MIN_MEAN_LINE * (num_lines + num_new):
             raise text.damaged(num_lines + 1, "has lines that no tool writes: too long, or next to empty", part)
-        for at, line in _wanted(whole):
+        for at, line in _relevant_lines(complete):
             lines.append(line[:MAX_LINE])
             numbers.append(num_lines + at)
             num_kept += len(line)
@@ -435,24 +436,24 @@ def _kept(text: Text, content: bytes, source: BinaryIO, limit: int, packed: bool
         chunk = source.read(_CHUNK_BYTES)
     if not lines:
         raise text.damaged(0, f"holds no line of a known tool among {num_lines:,}", part)
-    # The last line of the file is kept as it is: whether it has an end tells whether the log was cut.
-    last = [line for _, line in _wanted(rest)] or [b""]
+    # The last line of the file is kept unchanged: a missing line end shows that the log was cut.
+    last = [line for _, line in _relevant_lines(rest)] or [b""]
     decoded = b"\n".join([*lines, *last]).decode("utf-8", errors="replace").replace("\r\n", "\n")
-    return _without_overwritten(replace(text, content=decoded, numbers=(*numbers, num_lines + 1)))
+    return _split_carriage_returns(replace(text, content=decoded, numbers=(*numbers, num_lines + 1)))
 
 
-def _wanted(chunk: bytes) -> list[tuple[int, bytes]]:
-    """The lines of a chunk that some parser may want, each with its number in it, from 1."""
+def _relevant_lines(chunk: bytes) -> list[tuple[int, bytes]]:
+    """Return the lines of a chunk that some parser may need, with their numbers in it, from 1."""
 
-    def left_out(match: re.Match[bytes]) -> bytes:
-        return match[0] if any(word in match[0] for word in _CHATTER_KEPT) else b"\n"
+    def filter_info(match: re.Match[bytes]) -> bytes:
+        return match[0] if any(word in match[0] for word in _INFO_WORDS) else b"\n"
 
     if b" NCCL " in chunk:
-        has_kept = any(word in chunk for word in _CHATTER_KEPT)
-        # A line feed before the first line too, so that each line that goes is found by its own.
-        chunk = _CHATTER.sub(left_out if has_kept else b"\n", b"\n" + chunk)[1:]
+        has_kept = any(word in chunk for word in _INFO_WORDS)
+        # With a line feed before the first line too, so that the pattern matches every line.
+        chunk = _NCCL_INFO_LINE.sub(filter_info if has_kept else b"\n", b"\n" + chunk)[1:]
     starts: set[int] = set()
-    for word in _KEPT:
+    for word in _KEPT_WORDS:
         at = chunk.find(word)
         while at >= 0:
             starts.add(chunk.rfind(b"\n", 0, at) + 1)
@@ -467,8 +468,8 @@ def _wanted(chunk: bytes) -> list[tuple[int, bytes]]:
     return lines
 
 
-def _without_overwritten(text: Text) -> Text:
-    """The text with what a carriage return parts on lines of their own: progress, and what was printed over it."""
+def _split_carriage_returns(text: Text) -> Text:
+    """Replace carriage returns (progress that was overwritten) by line feeds, keeping the original line numbers."""
     if "\r" not in text.content:
         return text
     ends = [0]
@@ -483,17 +484,17 @@ def _without_overwritten(text: Text) -> Text:
 
 
 def printable(text: str) -> str:
-    """Text without what a terminal, an XML reader or a bidirectional display would act on."""
+    """Replace characters that a terminal, an XML reader or a bidirectional display would act on by "?"."""
     return _CONTROL.sub("?", text)
 
 
 def one_line(text: str) -> str:
-    """The same without line feeds and tabs, which the name of a file may hold."""
+    """Make a text printable (see `printable`), without line feeds and tabs, which a file name may contain."""
     return printable(text).replace("\n", "?").replace("\t", "?")
 
 
 def number(cell: object) -> float | None:
-    """A finite number that is not negative, or None."""
+    """Convert to a finite, non-negative number; None if it is not one."""
     if isinstance(cell, bool) or not isinstance(cell, str | int | float):
         return None
     try:
@@ -504,17 +505,17 @@ def number(cell: object) -> float | None:
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """The JSON object that this should be; an empty one where it is something else."""
+    """Return a JSON object; an empty one if the value is something else."""
     return value if isinstance(value, dict) else {}
 
 
 def sequence(value: object) -> list[Any]:
-    """The JSON list that this should be; an empty one where it is something else."""
+    """Return a JSON list; an empty one if the value is something else."""
     return value if isinstance(value, list) else []
 
 
 def word(value: object, most: int = 200) -> str:
-    """A JSON scalar as short printable text of one line; anything else is empty."""
+    """Return a JSON scalar as short printable text on one line; empty for anything else."""
     return " ".join(printable(str(value)).split())[:most] if isinstance(value, str | int | float) else ""
 
 

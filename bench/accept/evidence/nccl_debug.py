@@ -1,8 +1,8 @@
-"""What NCCL and the launcher say between the rows: warnings that name a peer or a device, and why a run ended.
+"""Parser of NCCL warnings in any log, and of the messages of launchers that tell why a run ended.
 
-Formats: github.com/NVIDIA/nccl, src/debug.cc and the places that warn (2.4 to 2.29; RCCL's are the same); Slurm, Open
-MPI, hydra, kubectl and the kernel on how a process ended. A warning alone is at most a WARN: the run that it stands in
-may have passed. Left out: NCCL's INFO lines, except that peers cannot reach each other's memory.
+Formats: github.com/NVIDIA/nccl, src/debug.cc and its WARN calls (2.4 to 2.29; RCCL's are the same); Slurm, Open MPI,
+hydra, kubectl and the kernel for the end of a process. A warning alone is at most WARN, since its run may have passed.
+NCCL's INFO lines are ignored, except the one that P2P is disabled between GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WARN = re.compile(
 )
 _P2P_OFF = re.compile(r"P2P is disabled between (?:connected )?GPUs (\d{1,4}) and (\d{1,4})")
 _PREFIXED = re.compile(r"(?P<host>[\w.-]{1,64}):\d{1,9}:\d{1,9} \[\d{1,4}\]")
-# ibv_wc_status: what an RDMA completion ended with.
+# ibv_wc_status: status of an RDMA completion.
 _COMPLETIONS = {
     "4": "local protection error",
     "5": "flushed: an error before it closed the connection",
@@ -38,7 +38,7 @@ _PEER = "look at the log of {peer}: the process there ended first, or its networ
 
 
 class _Rule(NamedTuple):
-    """A warning whose words name what it is about: groups `peer`, `device`, `status`."""
+    """Kind of warning; named groups of the pattern are `peer`, `device` and `status`."""
 
     pattern: re.Pattern[str]
     part: str
@@ -91,7 +91,7 @@ _GENERIC = _Rule(re.compile(""), "NCCL", "read what it says; where the run was s
 
 
 class _End(NamedTuple):
-    """How a process was ended from outside, or failed, and what that says of the node."""
+    """Way in which a process was ended or failed, with the verdict on its node."""
 
     pattern: re.Pattern[str]
     reason: str
@@ -100,11 +100,11 @@ class _End(NamedTuple):
 
 
 _ALONE = "run netlayer accept --hosts with this node alone, then with one neighbour"
-# The first that fits any line counts: what killed a process stands above what its neighbours and launcher say of it.
+# The first one that matches any line counts: causes come before the messages of neighbours and launchers about them.
 _ENDS = tuple(
     _End(re.compile(pattern), reason, cast(Verdict, verdict), step)
     for pattern, reason, verdict, step in (
-        # What ends a run from outside (memory, a limit, a signal) does not carry a fault of the node: those warn.
+        # A run ended from outside (memory, a limit, a signal) is no fault of the node, so these are WARN.
         (
             r"(?:(?:Cuda|CUDA|HIP|hip|cuda)\w{0,12}[ :].{0,200}|')out of memory|(?:cuda|hip)Error\w{0,20}OutOfMemory",
             "GPU memory ran out",
@@ -170,97 +170,102 @@ _ENDS = tuple(
 
 
 class Line(NamedTuple):
-    """A line with its number in the text, and the host that a prefix names."""
+    """A line with its number in the text, and the host from its prefix."""
 
     number: int
-    words: str
+    text: str
     host: str = ""
 
 
 class Ending(NamedTuple):
-    """Why a run ended before its last line.
+    """Reason why a run ended early.
 
     Args:
-        reason: in our words; empty where the line's own words say it.
-        words: of the line.
+        reason: short reason; empty if the line itself tells it.
+        line_text: text of the line.
+        line: line number.
+        verdict: verdict on the run.
+        step: next step.
     """
 
     reason: str
-    words: str
+    line_text: str
     line: int
     verdict: Verdict
     step: str
 
     @property
     def text(self) -> str:
-        """`cancelled: slurmstepd: error: ...`."""
-        return f"{self.reason}: {self.words}" if self.reason else self.words
+        """Reason with the line: `cancelled: slurmstepd: error: ...`."""
+        return f"{self.reason}: {self.line_text}" if self.reason else self.line_text
 
 
 def is_text(content: str) -> bool:
-    """Return whether NCCL speaks in a log of some other program, such as a training run's."""
+    """Return True for a log of another program, such as a training run, with NCCL messages."""
     return _SPEAKS.search(content) is not None
 
 
 def parse_text(text: Text) -> Log:
-    """Return what NCCL warns of in the log of a program that is none of its tests."""
+    """Return NCCL's warnings in the log of another program."""
     lines = [
-        Line(number, words, prefix.host)
-        for number, (words, prefix) in enumerate(zip(text.lines, text.prefixes, strict=True), start=1)
+        Line(number, line_text, prefix.host)
+        for number, (line_text, prefix) in enumerate(zip(text.lines, text.prefixes, strict=True), start=1)
     ]
     findings = warnings(lines, (), text.file, text.stem)
-    hosts = {match["host"] for line in lines if (match := _PREFIXED.search(line.words))}
+    hosts = {match["host"] for line in lines if (match := _PREFIXED.search(line.text))}
     if not findings:
-        num_lines = sum(" NCCL " in line.words for line in lines)
+        num_lines = sum(" NCCL " in line.text for line in lines)
         expected = "warnings of NCCL, or figures of a test"
         findings = [Finding(None, text.stem, "NCCL warning", f"none in {num_lines:,} lines", expected, "", text.file)]
     return Log(KIND, tuple(findings), host=hosts.pop() if len(hosts) == 1 else "")
 
 
 def ending(lines: Iterable[Line]) -> Ending | None:
-    """The reason that lies nearest to the cause: the memory before the kill, the kill before what the launcher says."""
+    """Find the reason nearest to the root cause: out of memory before the kill, the kill before launcher messages."""
     best: tuple[int, Line] | None = None
     for line in lines:
-        rank = next((at for at, end in enumerate(_ENDS) if end.pattern.search(line.words)), None)
+        rank = next((at for at, end in enumerate(_ENDS) if end.pattern.search(line.text)), None)
         if rank is not None and (best is None or rank < best[0]):
             best = rank, line
     if best is None:
         return None
     end, line = _ENDS[best[0]], best[1]
-    return Ending(end.reason, line.words.strip()[:200], line.number, end.verdict, end.step)
+    return Ending(end.reason, line.text.strip()[:200], line.number, end.verdict, end.step)
 
 
-def warnings(lines: Sequence[Line], hosts: Sequence[str], file: str, who: str) -> list[Finding]:
-    """One finding for each kind of warning and what it names, at its first line; the last one counts what is left out.
+def warnings(lines: Sequence[Line], hosts: Sequence[str], file: str, default_subject: str) -> list[Finding]:
+    """Return one finding for each kind and subject of warning, at its first line; the last one counts the rest.
 
     Args:
-        hosts: that take part in the run: a host named in front of a line is one of them.
-        who: whom a warning is about that names nobody.
+        lines: lines of the log.
+        hosts: hosts of the run, to recognise the host in a line's prefix.
+        file: name of the file.
+        who: subject of warnings that name none.
     """
     groups: dict[tuple[str, str], list[tuple[Line, str, str]]] = {}
     for line in lines:
-        match, peers_off = _WARN.search(line.words), _P2P_OFF.search(line.words)
+        match, peers_off = _WARN.search(line.text), _P2P_OFF.search(line.text)
         if match is None and peers_off is None:
             continue
-        host = _host(line, hosts) or who
+        host = _host(line, hosts) or default_subject
         if peers_off is not None:
-            rule, words, name = (
+            rule, message, name = (
                 _RULES[-1],
-                line.words[peers_off.start() :],
+                line.text[peers_off.start() :],
                 f"GPU {peers_off[1]} and GPU {peers_off[2]}",
             )
         else:
             assert match is not None
-            words = match["text"].strip()
-            rule = next((rule for rule in _RULES if rule.pattern.search(words)), _GENERIC)
-            name = _named(rule, words, match["gpu"])
-        groups.setdefault((rule.part, f"{host} {name}".strip()), []).append((line, words[:200], rule.step))
+            message = match["text"].strip()
+            rule = next((rule for rule in _RULES if rule.pattern.search(message)), _GENERIC)
+            name = _named(rule, message, match["gpu"])
+        groups.setdefault((rule.part, f"{host} {name}".strip()), []).append((line, message[:200], rule.step))
     findings = []
-    for (part, subject), seen in groups.items():
-        line, words, step = seen[0]
-        times = f" ({len(seen)} times)" if len(seen) > 1 else ""
-        peer = _group(_RULES, words, "peer") or "the peer"
-        text = words + _status(words) + times
+    for (part, subject), hits in groups.items():
+        line, message, step = hits[0]
+        times = f" ({len(hits)} times)" if len(hits) > 1 else ""
+        peer = _group(_RULES, message, "peer") or "the peer"
+        text = message + _status(message) + times
         findings.append(
             Finding(
                 "WARN", subject, f"NCCL warning: {part}", text, "no warning", step.format(peer=peer), file, line.number
@@ -268,16 +273,18 @@ def warnings(lines: Sequence[Line], hosts: Sequence[str], file: str, who: str) -
         )
     if len(findings) > _MAX_FINDINGS:
         rest = findings[_MAX_FINDINGS - 1 :]
-        words = f"{len(rest)} more warnings, the first: {rest[0].figure}"
-        last = Finding("WARN", who, "NCCL warning", words, "no warning", _GENERIC.step, file, rest[0].line)
+        message = f"{len(rest)} more warnings, the first: {rest[0].figure}"
+        last = Finding(
+            "WARN", default_subject, "NCCL warning", message, "no warning", _GENERIC.step, file, rest[0].line
+        )
         findings = [*findings[: _MAX_FINDINGS - 1], last]
     return findings
 
 
 def cause(lines: Iterable[Line]) -> str:
-    """The first warning that names what failed, to stand beside NCCL's general words; empty where there is none."""
+    """Return the first warning that names what failed, to explain NCCL's general error; empty if there is none."""
     for line in lines:
-        match = _WARN.search(line.words)
+        match = _WARN.search(line.text)
         if match and any(rule.pattern.search(match["text"]) for rule in _RULES):
             return match["text"].strip()[:160] + _status(match["text"])
     return ""
@@ -289,7 +296,7 @@ def _named(rule: _Rule, words: str, gpu: str) -> str:
 
 
 def _group(rules: Iterable[_Rule], words: str, name: str) -> str:
-    """What the first rule that fits calls by this name."""
+    """Return the named group of the first rule that matches."""
     for rule in rules:
         if match := rule.pattern.search(words):
             return next((value for key, value in match.groupdict().items() if key.startswith(name) and value), "")
@@ -302,8 +309,8 @@ def _status(words: str) -> str:
 
 
 def _host(line: Line, hosts: Sequence[str]) -> str:
-    """Who printed it; where a row runs into the line, the row's last digits stand before the name."""
-    match = _PREFIXED.search(line.words)
+    """Return the host that printed a line; digits of a table row that runs into the line may precede its name."""
+    match = _PREFIXED.search(line.text)
     if match is None:
         return line.host
     name = match["host"]

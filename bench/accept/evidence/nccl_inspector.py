@@ -1,8 +1,8 @@
-"""NCCL Inspector's records (JSON, one a line): every collective of every rank, as NCCL's profiler plug-in saw it.
+"""Parser of NCCL Inspector records (JSON, one a line): every collective of every rank, from NCCL's profiler plug-in.
 
-Format: github.com/NVIDIA/nccl, plugins/profiler/inspector. A kernel waits in a collective until the last rank has come,
-so that the time of one is shared by all its ranks: a rank is not slow because its records are. Who keeps the others
-waiting shows in two places only: its kernel starts last (event traces, DUMP_VERBOSE=1), or its own time is far below
+Format: github.com/NVIDIA/nccl, plugins/profiler/inspector. The kernel of a collective waits until the last rank has
+arrived, so that all its ranks share one time: a rank with slow records is not a slow rank. The rank that the others
+wait for shows in two ways only: its kernel starts last (event traces, DUMP_VERBOSE=1), or its own time is far below
 that of all others. Both need the records of all ranks of a communicator.
 """
 
@@ -20,16 +20,16 @@ from netlayer.verdict import MIN_PEERS, NO_EXPECTATION, Finding
 
 KIND = "NCCL Inspector"
 _MOST_RECORDS = 2_000_000
-# With fewer collectives in common a rank may have come last by chance.
+# With fewer common collectives, a rank may be last by chance.
 _MIN_COLLECTIVES = 10
-# A rank that the others wait for: its own time is below this share of their median.
+# The others wait for a rank if its own time is below this share of their median,
 _SHORT_SHARE = 0.5
-# ... or it starts later than their median by this share of the collective's time.
+# ... or if it starts later than their median by this share of the collective's time.
 _LATE_SHARE = 0.2
 _STEP_LATE = "look at {}: what it did before the collective (data loading, a slow GPU, a clock that is throttled)"
 _STEP_SHARED = (
-    "one collective's time is shared by all its ranks, so that no slow rank is told by it: give the files of all ranks "
-    "in one (cat), recorded with NCCL_INSPECTOR_DUMP_VERBOSE=1"
+    "one time is shared by all ranks of a collective, so it cannot show a slow rank: give the files of all ranks in "
+    "one (cat), recorded with NCCL_INSPECTOR_DUMP_VERBOSE=1"
 )
 
 
@@ -56,10 +56,10 @@ def is_json(tree: Mapping[str, Any]) -> bool:
 
 
 def parse_json(text: Text, _first: Mapping[str, Any]) -> Log:
-    """The median of each rank's records, and the rank that the others wait for, where the records tell it.
+    """Return the medians of each rank's records, and a finding on the rank that the others wait for, if any.
 
     Raises:
-        ConfigError: no record has its fields.
+        ConfigError: no record is complete.
     """
     records, num_broken = [], 0
     for line, tree in _trees(text.content):
@@ -72,20 +72,20 @@ def parse_json(text: Text, _first: Mapping[str, Any]) -> Log:
     if not records:
         raise text.damaged(1, "must hold records with 'coll_perf' of rank, size, time and bandwidth, one a line")
     hosts = {record.host for record in records if record.host}
-    findings = [*_late(text, records), *_summary(text, records, num_broken)]
+    findings = [*_find_last(text, records), *_summary(text, records, num_broken)]
     host = next(iter(hosts)) if len(hosts) == 1 else ""
     return Log(KIND, tuple(findings), tuple(_figures(records)), host=host)
 
 
 def _trees(content: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Every object of the file, one a line or spread over several; an empty one where it breaks off."""
+    """Yield every JSON object of the file, on one line or several; an empty one for a truncated object."""
     decoder, at, line = json.JSONDecoder(), 0, 1
     while (begin := content.find("{", at)) >= 0:
         line += content.count("\n", at, begin)
         try:
             tree, end = decoder.raw_decode(content, begin)
         except (ValueError, RecursionError):
-            # The last record of a process that was killed, or a line of something else.
+            # The truncated record of a killed process, or a line of another program.
             tree, end = {}, content.find("\n", begin)
         yield line, mapping(tree)
         if end < 0:
@@ -95,7 +95,7 @@ def _trees(content: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _record(line: int, tree: Mapping[str, Any]) -> _Record | None:
-    # Some collectors write the header's and the metadata's fields at the top.
+    # Some collectors put the fields of header and metadata at the top level.
     header, metadata = mapping(tree.get("header")) or tree, mapping(tree.get("metadata")) or tree
     name = "coll" if "coll_perf" in tree else "p2p"
     perf = mapping(tree.get(f"{name}_perf"))
@@ -128,12 +128,15 @@ def _kernel_events(perf: Mapping[str, Any]) -> list[Any]:
     return sequence(mapping(perf.get("event_trace_ts")).get("kernel_events"))
 
 
-def _who(record: _Record) -> str:
+def _rank_name(record: _Record) -> str:
     return f"{record.host} rank {record.rank}" if record.host else f"rank {record.rank}"
 
 
 def _figures(records: Sequence[_Record]) -> Iterator[Figure]:
-    """One figure a rank, operation and size: a series of its own each, for ranks of a communicator are no peers."""
+    """Yield one figure for each rank, operation and size, each as its own series: ranks of a communicator are no peers.
+
+    All of them share the time of the collective.
+    """
     groups: dict[tuple[str, str, int, int], list[_Record]] = defaultdict(list)
     for record in records:
         if record.bus_bw_gbs > 0:
@@ -143,7 +146,7 @@ def _figures(records: Sequence[_Record]) -> Iterator[Figure]:
         yield Figure(
             f"{operation} in the application (communicator {comm or '?'}, rank {rank} of {first.num_ranks})",
             format_size(num_bytes),
-            _who(first),
+            _rank_name(first),
             statistics.median(record.bus_bw_gbs for record in group),
             "GB/s bus",
             first.line,
@@ -157,40 +160,42 @@ def _figures(records: Sequence[_Record]) -> Iterator[Figure]:
         )
 
 
-def _late(text: Text, records: Sequence[_Record]) -> Iterator[Finding]:
-    """The rank that the others of its communicator wait for, where it is one."""
+def _find_last(text: Text, records: Sequence[_Record]) -> Iterator[Finding]:
+    """Find the rank that all others of its communicator wait for, if it is a single one."""
     shared: dict[tuple[str, str, int, int], dict[int, _Record]] = defaultdict(dict)
     for record in records:
         shared[record.comm, record.operation, record.serial, record.num_bytes].setdefault(record.rank, record)
-    short: dict[tuple[str, int], list[float]] = defaultdict(list)
-    late: dict[tuple[str, int], list[float]] = defaultdict(list)
+    own_time_shares: dict[tuple[str, int], list[float]] = defaultdict(list)
+    start_delays: dict[tuple[str, int], list[float]] = defaultdict(list)
     example: dict[tuple[str, int], _Record] = {}
     for (comm, _, _, _), by_rank in shared.items():
-        ones = list(by_rank.values())
-        if len(ones) < max(MIN_PEERS, ones[0].num_ranks):
-            continue  # a rank that is missing here may be the one
-        times = statistics.median(record.time_us for record in ones)
-        starts = statistics.median(record.start_us for record in ones)
-        # Clocks of two nodes differ by more than a kernel takes.
-        one_clock = len({record.host for record in ones}) == 1 and all(record.start_us for record in ones)
-        for record in ones:
+        records_of_collective = list(by_rank.values())
+        if len(records_of_collective) < max(MIN_PEERS, records_of_collective[0].num_ranks):
+            continue  # the culprit may be a rank that is missing here
+        times = statistics.median(record.time_us for record in records_of_collective)
+        starts = statistics.median(record.start_us for record in records_of_collective)
+        # Clocks of different nodes differ by more than the duration of a kernel.
+        same_clock = len({record.host for record in records_of_collective}) == 1 and all(
+            record.start_us for record in records_of_collective
+        )
+        for record in records_of_collective:
             example.setdefault((comm, record.rank), record)
-            if times > 0 and all(one.is_gpu_timed for one in ones):
-                short[comm, record.rank].append(record.time_us / times)
-            if one_clock and times > 0:
-                late[comm, record.rank].append((record.start_us - starts) / times)
-    yield from _last(text, example, "own time", short, lambda share: share < _SHORT_SHARE)
-    yield from _last(text, example, "start", late, lambda share: share > _LATE_SHARE)
+            if times > 0 and all(one.is_gpu_timed for one in records_of_collective):
+                own_time_shares[comm, record.rank].append(record.time_us / times)
+            if same_clock and times > 0:
+                start_delays[comm, record.rank].append((record.start_us - starts) / times)
+    yield from _last_rank_findings(text, example, "own time", own_time_shares, lambda share: share < _SHORT_SHARE)
+    yield from _last_rank_findings(text, example, "start", start_delays, lambda share: share > _LATE_SHARE)
 
 
-def _last(
+def _last_rank_findings(
     text: Text,
     example: Mapping[tuple[str, int], _Record],
     sign: str,
     shares: Mapping[tuple[str, int], Sequence[float]],
     is_bad: Callable[[float], bool],
 ) -> Iterator[Finding]:
-    """The one rank of a communicator that shows a sign of coming last; where several do, the job is uneven."""
+    """Yield a finding for each communicator with exactly one bad rank; with several, the job itself is uneven."""
     medians = {who: statistics.median(values) for who, values in shares.items() if len(values) >= _MIN_COLLECTIVES}
     for comm in sorted({who[0] for who in medians}):
         bad = [who for who in medians if who[0] == comm and is_bad(medians[who])]
@@ -201,16 +206,16 @@ def _last(
             f"{share:.2f} of the median rank's time" if sign == "own time" else f"{share:.2f} of it after the others"
         )
         figure += f", median of {len(shares[bad[0]])} collectives: the others wait for it"
-        step = _STEP_LATE.format(_who(record))
+        step = _STEP_LATE.format(_rank_name(record))
         check = f"last to come ({sign})"
-        yield Finding("WARN", _who(record), check, figure, "like the others", step, text.file, record.line)
+        yield Finding("WARN", _rank_name(record), check, figure, "like the others", step, text.file, record.line)
 
 
 def _summary(text: Text, records: Sequence[_Record], num_broken: int) -> Iterator[Finding]:
     ranks = {(record.comm, record.rank) for record in records}
     operations = Counter(record.operation for record in records)
-    most = ", ".join(f"{count} {name}" for name, count in operations.most_common(3))
-    figure = f"{len(records)} records of {len(ranks)} ranks: {most}"
+    commonest = ", ".join(f"{count} {name}" for name, count in operations.most_common(3))
+    figure = f"{len(records)} records of {len(ranks)} ranks: {commonest}"
     if num_broken:
         figure += f"; {num_broken} lines without a whole record"
     yield Finding(None, text.stem, "collectives in the application", figure, NO_EXPECTATION, _STEP_SHARED, text.file, 1)

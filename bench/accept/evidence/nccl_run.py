@@ -1,4 +1,4 @@
-"""One run of nccl-tests as its text or its JSON tells it, and what it says: data, end, bandwidth by size and place."""
+"""Run of nccl-tests, as parsed from text or JSON, and its findings: data, end of the run, bandwidth by size."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ _UNKNOWN = "collective of unknown name"
 
 @dataclass
 class Run:
-    """What both forms say.
+    """A run, from text or JSON.
 
     Args:
-        collective: its name; empty where nothing tells it.
-        possible: the collectives that the rows allow, where they do not tell one.
-        lost: what was not read, as (reason, line).
-        out_of_bounds: what nccl-tests itself counts as wrong at the end, as (count, line), where it counts any.
-        bounds_known: whether it counted.
-        too_slow: mean bandwidth under what was asked for by NCCL_TESTS_MIN_BW, as (figure, line).
-        unended: where a table stands that has no end, as (words, line).
-        ending: why it ended early, or what came after its end.
-        findings: what else its log says.
-        is_measurement: whether its bandwidths are those of one run over links.
-        is_part: whether the end lacks because only a part of the log is there.
-        has_all_rows: whether only the closing lines lack.
+        collective: its name; empty if not known.
+        hosts: host of each rank.
+        facts: facts for expectations and peers (`facts_of`).
+        sides: measurements, one for each size and in/out of place.
+        possible: collectives that match the rows, if the name is not known.
+        lost: unreadable rows, as (reason, line).
+        out_of_bounds: nccl-tests' own count of wrong values, as (count, line), if above 0.
+        bounds_known: True if nccl-tests printed that count.
+        too_slow: mean bandwidth below NCCL_TESTS_MIN_BW, as (figure, line).
+        unended: for a table without an end, its last state as (description, line).
+        ending: reason of an early end, or a failure after the end.
+        findings: other findings from its log.
+        is_measurement: True if its bandwidths are those of one run over links.
+        is_part: True if the end is missing because the file is only a part of the log.
+        has_all_rows: True if only the closing lines are missing.
     """
 
     collective: str
@@ -57,35 +60,39 @@ class Run:
 
 
 def to_log(text: Text, run: Run, number: int = 0) -> Log:
-    """Return what a run says.
+    """Convert a run to a log with its findings and figures.
 
     Args:
-        number: 1, 2, ... where the file holds several runs; 0 where it holds one.
+        text: text of the file.
+        run: the run.
+        number: 1, 2, ... if the file has several runs; 0 if it has one.
     """
-    who = who_of(run.hosts, text)
+    subject = subject_of(run.hosts, text)
     name = run.collective or " or ".join(run.possible) or _UNKNOWN
-    findings = [_data_finding(text, who, name, run)] if run.sides else []
+    findings = [_data_finding(text, subject, name, run)] if run.sides else []
     if run.unended:
-        findings.insert(0, _unended_finding(text, who, run))
+        findings.insert(0, _unended_finding(text, subject, run))
     if run.too_slow:
         figure, line = run.too_slow
         expected = "0.9 of NCCL_TESTS_MIN_BW, as its user set it"
-        findings.append(Finding("FAIL", who, f"{name} mean bus bandwidth", figure, expected, ALONE, text.file, line))
-    faulty = any(finding.verdict == "FAIL" for finding in findings)
-    if not run.unended and run.ending and run.ending.verdict == "FAIL" and not faulty:
+        findings.append(
+            Finding("FAIL", subject, f"{name} mean bus bandwidth", figure, expected, ALONE, text.file, line)
+        )
+    has_failure = any(finding.verdict == "FAIL" for finding in findings)
+    if not run.unended and run.ending and run.ending.verdict == "FAIL" and not has_failure:
         # A process of nccl-tests that has found wrong data, or too little bandwidth, ends with an error of its own.
         end, step = run.ending, "read the lines around it: the table is whole, its process did not end well"
-        findings.append(Finding("WARN", who, RUN, end.text, "a process that ends well", step, text.file, end.line))
+        findings.append(Finding("WARN", subject, RUN, end.text, "a process that ends well", step, text.file, end.line))
     hosts = tuple(dict.fromkeys(run.hosts))
     series = f"{name} {{}}, {_where(run)}"
     if not {"collective", "ranks", "hosts"} <= set(run.facts):
-        # What cannot be told from another collective, or from one over other links, is nobody's peer.
+        # Without these facts it may be another collective, or over other links, so it must not become a peer.
         series += f" of {text.stem} alone" + (f", run {number}" if number else "")
     figures = tuple(
         Figure(
             series.format(side.what),
             f"{format_size(side.size)} {side.place}",
-            who,
+            subject,
             side.bus_bw,
             "GB/s bus",
             side.line,
@@ -108,15 +115,15 @@ def _unended_finding(text: Text, who: str, run: Run) -> Finding:
     where, line = run.unended or ("", 0)
     end = run.ending
     if end is None and (run.is_part or run.has_all_rows):
-        # Nothing of what is there tells of a hang; a program that hangs behind its last row is rare, and no more.
-        words = f"{where}: a part of a log, or a run that did not end"
+        # There is no evidence of a hang; a hang after the last row is possible but rare.
+        figure = f"{where}: a part of a log, or a run that did not end"
         verdict: Verdict | None = None if run.is_part else "WARN"
-        return Finding(verdict, who, RUN, words, "its closing lines", "give the whole log", text.file, line)
+        return Finding(verdict, who, RUN, figure, "its closing lines", "give the whole log", text.file, line)
     if end is None:
         return Finding("FAIL", who, RUN, where, "a run that ends", _NO_END, text.file, line)
-    # A failure that the program itself reports is where to begin reading; else where the run stood.
-    words, line = (f"{end.text}; the run {where}", line) if end.reason else (end.words, end.line)
-    return Finding(end.verdict, who, RUN, words, "a run that ends", end.step, text.file, line)
+    # Point to the program's own failure message; else to the last state of the run.
+    figure, line = (f"{end.text}; the run {where}", line) if end.reason else (end.line_text, end.line)
+    return Finding(end.verdict, who, RUN, figure, "a run that ends", end.step, text.file, line)
 
 
 def _data_finding(text: Text, who: str, name: str, run: Run) -> Finding:
@@ -150,7 +157,7 @@ def _data_finding(text: Text, who: str, name: str, run: Run) -> Finding:
 
 
 def _deviating(run: Run) -> list[Side]:
-    """Sides of old tables whose deviation is marked as too large or lies above what those versions accept."""
+    """Return the measurements of old tables with a deviation marked as too large, or above those versions' limit."""
     num_ranks = int(run.facts.get("ranks", 0))
     return [
         side
@@ -171,8 +178,8 @@ def _lost_note(run: Run) -> str:
     return f"; {rows} not read, the first at line {line} ({reason})"
 
 
-def who_of(hosts: Iterable[str], text: Text) -> str:
-    """Return whom a run is about: its host, its hosts, or what the file is called."""
+def subject_of(hosts: Iterable[str], text: Text) -> str:
+    """Return the subject of a run: its host or hosts, else the name of its writer or file."""
     names = list(dict.fromkeys(hosts))
     if not names:
         return text.printed_by.host or text.printed_by.task or text.stem
@@ -180,7 +187,7 @@ def who_of(hosts: Iterable[str], text: Text) -> str:
 
 
 def facts_of(collective: str, num_ranks: int, devices: Iterable[str], version: int) -> dict[str, str | int | bool]:
-    """What expectations are keyed by, as far as the log says it of every rank; a mixture of devices is no device."""
+    """Return the facts for expectations, as far as the log tells them; a mix of devices gives no device."""
     facts: dict[str, str | int | bool] = {"quantity": "bus_bw_gbs"}
     if collective:
         facts["collective"] = collective

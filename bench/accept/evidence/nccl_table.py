@@ -1,11 +1,11 @@
-"""The tables of nccl-tests and rccl-tests, of every version: columns by the header line, counted from the right.
+"""Table formats of all versions of nccl-tests and rccl-tests: columns by the header line, counted from the right.
 
-History (github.com/NVIDIA/nccl-tests and ROCm/rccl-tests, src/): until March 2019 `bytes N type [op] [root]` and a
-deviation `res` a side; until August 2022 (NCCL 2.13) `size count type [redop] [root|dist]` and a deviation `error`,
-which rccl-tests mark with `*` where it is too large; since then redop and root always, and `#wrong`, the number of
-elements. An empty redop leaves its column blank. rccl-tests -O 0 have one side, in place; 2.0's broadcast has one, out
-of place. Later came a date and a time at the end (-S), or before the size, per-iteration columns a side (-I), and
-`#iters` at the end.
+A row has one or two sides: out of place and in place. History (github.com/NVIDIA/nccl-tests and ROCm/rccl-tests, src/):
+until March 2019 `bytes N type [op] [root]`, and a deviation `res` for each side; until August 2022 (NCCL 2.13)
+`size count type [redop] [root|dist]` and a deviation `error`, which rccl-tests marks with `*` if it is too large; since
+then always redop and root, and `#wrong`, the number of wrong elements. An empty redop leaves its column blank.
+rccl-tests -O 0 has only the in-place side, broadcast of 2.0 only the out-of-place side. Added later: date and time at
+the end (-S) or before the size, per-iteration columns for each side (-I), and `#iters` at the end.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ _TYPE_BYTES = {
     "int8": 1, "char": 1, "uint8": 1, "f8e4m3": 1, "f8e5m2": 1, "fp8_e4m3": 1, "fp8_e5m2": 1,
     "half": 2, "bfloat16": 2, "int32": 4, "int": 4, "uint32": 4, "float": 4, "int64": 8, "uint64": 8, "double": 8,
 }  # fmt: skip
-# The deviation that the old versions accept for each further rank.
+# Deviation that old versions accept, per rank beyond the first.
 _ACCEPTED = {"half": 1e-2, "bfloat16": 1e-2, "float": 1e-5, "double": 1e-12}
 _ROW = re.compile(r"\s*(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\s+)?\d{1,18}\s+\d{1,18}\s+[a-z][a-z0-9_]{2,11}(?:\s|$)")
 _STAMP = re.compile(r"\d{4}-\d\d-\d\d$|\d\d:\d\d:\d\d$")
-# A count of elements is printed with an exponent where it is large, a deviation where it is small or zero.
+# Marks a deviation: small values and zero are printed with such an exponent, element counts never.
 _EXPONENT = re.compile(r"\de(?:-\d{1,3}|\+00)\*?$")
 _TIMES = ("time", "cputime")
 _DEVIATIONS = ("error", "res")
 
 
 class Layout(NamedTuple):
-    """What a header line says.
+    """Columns of a table, from its header line.
 
     Args:
         front: names of the columns before the figures.
         side: names of the columns of one side.
-        places: which sides there are.
-        num_behind: columns behind the sides, such as the number of iterations.
+        places: sides of the table, in order.
+        num_behind: number of columns after the sides, such as the number of iterations.
     """
 
     front: tuple[str, ...]
@@ -52,9 +52,15 @@ class Side(NamedTuple):
     """Figures of one side of a row.
 
     Args:
-        wrong: number of wrong elements; None where the data was not checked or the version counts none.
-        deviation: the largest difference, as versions before August 2022 print it; None in later ones.
-        too_large: whether the deviation is marked as one that is not accepted.
+        size: message size in bytes.
+        what: data type and reduction.
+        place: out of place or in place.
+        alg_bw, bus_bw: bandwidths in GB/s.
+        wrong: number of wrong elements; None if the data was not checked, or the version does not count them.
+        line: line number.
+        deviation: largest difference, printed by versions before August 2022; None in later ones.
+        too_large: True if the deviation is marked as not accepted.
+        rounding: half of the last printed digit of both bandwidths.
     """
 
     size: int
@@ -66,12 +72,11 @@ class Side(NamedTuple):
     line: int
     deviation: float | None = None
     too_large: bool = False
-    # The widths of the last printed digit of both bandwidths, halved.
     rounding: tuple[float, float] = (0.005, 0.005)
 
 
 class Row(NamedTuple):
-    """One size; `op` and `root` are None where the row has none, and `root` is -1 where the collective has none."""
+    """A row of one size; `op` and `root` are None if the row has no such cell; `root` is -1 for "no root"."""
 
     size: int
     num_elements: int
@@ -79,27 +84,28 @@ class Row(NamedTuple):
     op: str | None
     root: int | None
     sides: tuple[Side, ...]
-    # Whether the header has a column of distances, which sendrecv alone ever had, or one of reductions that is blank.
+    # True if the header has a column of distances (only sendrecv had one), or if its reduction column is blank.
     has_distance: bool = False
     has_blank_op: bool = False
 
 
-def is_row(words: str) -> bool:
-    """Whether a line begins as a row does: size, count and type."""
-    return bool(_ROW.match(words))
+def is_row(line: str) -> bool:
+    """Return True if a line begins like a row: size, count and type."""
+    return bool(_ROW.match(line))
 
 
-def read_header(words: str, title: str) -> Layout | None:
-    """The columns that a header line names; None where it is none.
+def read_header(line: str, title: str) -> Layout | None:
+    """Parse the columns of a header line; None if it is not a header.
 
     Args:
-        title: the line above, which says the sides.
+        line: the line.
+        title: the line above it, which names the sides.
     """
-    names = words.replace("#wrong", "wrong").strip("# \t|").split()
+    names = line.replace("#wrong", "wrong").strip("# \t|").split()
     if len(names) < 6 or "busbw" not in names or not {"size", "bytes"} & set(names[:2]):
         return None
     names = [name for name in names if name != "timestamp"]
-    starts = [at for at, name in enumerate(names) if name in _TIMES]
+    starts = [index for index, name in enumerate(names) if name in _TIMES]
     if not starts:
         return None
     side = tuple(names[starts[0] : starts[1] if len(starts) > 1 else len(names)])
@@ -110,13 +116,15 @@ def read_header(words: str, title: str) -> Layout | None:
     return Layout(tuple(names[: starts[0]]), side, (OUT_OF_PLACE, IN_PLACE) if len(starts) > 1 else (only,), num_behind)
 
 
-def read_row(words: str, line: int, layout: Layout | None) -> Row | str:
-    """Return the row, or why it cannot be read.
+def read_row(row_text: str, line: int, layout: Layout | None) -> Row | str:
+    """Parse a row; return it, or the reason why it cannot be read.
 
     Args:
-        layout: of the header above; None where the log has none: then what the cells are is told by their number.
+        row_text: the row.
+        line: its line number.
+        layout: layout from the header; None if the log has no header: then the number of cells decides.
     """
-    cells = words.split()
+    cells = row_text.split()
     while cells and _STAMP.match(cells[0]):
         cells.pop(0)
     while cells and _STAMP.match(cells[-1]):
@@ -132,8 +140,8 @@ def read_row(words: str, line: int, layout: Layout | None) -> Row | str:
     what = " ".join(cell for cell in (dtype, op) if cell not in (None, "none"))
     sides: list[Side] = []
     width = len(figures) // len(places)
-    for at, place in enumerate(places):
-        part = dict(zip(names, figures[at * width : (at + 1) * width], strict=False))
+    for index, place in enumerate(places):
+        part = dict(zip(names, figures[index * width : (index + 1) * width], strict=False))
         side = _side(size, what, place, part, line)
         if side is None:
             return f"its {place} figures are {' '.join(part.values())}"
@@ -144,12 +152,12 @@ def read_row(words: str, line: int, layout: Layout | None) -> Row | str:
 def _parts(
     cells: Sequence[str], layout: Layout | None
 ) -> tuple[Sequence[str], Sequence[str] | None, tuple[str, ...], tuple[str, ...]]:
-    """Cells before the figures, the figures, their places and their columns; no figures where the number is wrong."""
+    """Split cells in those before the figures, figures, places and column names; figures are None if none fits."""
     names = layout.side if layout else ("time", "algbw", "busbw", "wrong")
     places = layout.places if layout else (OUT_OF_PLACE, IN_PLACE)
     if layout and layout.num_behind:
         cells = cells[: -layout.num_behind]
-    # Counted from the right: a column in front may be blank. Where the first side is blank, the second stands alone.
+    # Counted from the right, since a front column may be blank. If the first side is blank, only the second is there.
     for counted in dict.fromkeys((places, places[-1:])):
         for num_names in (len(names),) if layout else (4, 8):
             num_front = len(cells) - len(counted) * num_names
@@ -162,36 +170,36 @@ def _parts(
 
 
 def _is_front(cells: Sequence[str], layout: Layout | None) -> bool:
-    """Whether these cells behind the type are a reduction, a root, or both, as the header has them."""
+    """Return True if the cells after the type are the reduction and root columns of the header."""
     num_ops = sum(bool(re.match("[a-z]+$", cell)) for cell in cells[:1])
     if not all(re.match(r"-?\d{1,6}$", cell) for cell in cells[num_ops:]) or len(cells) > num_ops + 1:
         return False
     if layout is None:
         return True
-    # Only the reduction can be blank. Any other lack of a cell is a row that was cut, and would shift all figures.
-    num_columns, may_lack = len(layout.front) - 3, {"redop", "op"} & set(layout.front)
-    return len(cells) == num_columns or (bool(may_lack) and num_ops == 0 and len(cells) == num_columns - 1)
+    # Only the reduction can be blank. If another cell is missing, the row was cut and all figures would be shifted.
+    num_columns, may_be_blank = len(layout.front) - 3, {"redop", "op"} & set(layout.front)
+    return len(cells) == num_columns or (bool(may_be_blank) and num_ops == 0 and len(cells) == num_columns - 1)
 
 
 def _side(size: int, what: str, place: str, cells: dict[str, str], line: int) -> Side | None:
     time, alg_bw, bus_bw = (number(cells.get(name)) for name in (_time_name(cells), "algbw", "busbw"))
     if not time or alg_bw is None or bus_bw is None:
         return None
-    last = next((cells[name] for name in ("wrong", *_DEVIATIONS) if name in cells), "N/A")
-    errors = number(last.rstrip("*"))
-    if errors is None and last != "N/A":
+    last_cell = next((cells[name] for name in ("wrong", *_DEVIATIONS) if name in cells), "N/A")
+    errors = number(last_cell.rstrip("*"))
+    if errors is None and last_cell != "N/A":
         return None
-    old = any(name in cells for name in _DEVIATIONS)
+    is_old_table = any(name in cells for name in _DEVIATIONS)
     return Side(
         size,
         what,
         place,
         alg_bw,
         bus_bw,
-        None if old else errors,
+        None if is_old_table else errors,
         line,
-        errors if old else None,
-        last.endswith("*"),
+        errors if is_old_table else None,
+        last_cell.endswith("*"),
         (_rounding(cells["algbw"]), _rounding(cells["busbw"])),
     )
 
@@ -205,18 +213,18 @@ def _rounding(cell: str) -> float:
 
 
 def accepted_deviation(dtype: str, num_ranks: int) -> float:
-    """The largest difference that versions before August 2022 call right."""
+    """Return the largest deviation that versions before August 2022 accept."""
     return _ACCEPTED.get(dtype, 0.0) * max(1, num_ranks - 1)
 
 
 class _Form(NamedTuple):
-    """What tells a collective's rows from others.
+    """Properties by which a collective's rows are recognised.
 
     Args:
-        sharded: whether its size is that of all ranks' parts, and its count that of one.
-        reduces, has_root: whether its rows name a reduction, and a root.
-        factor: of the algorithm bandwidth in the bus bandwidth: 2 is 2(n-1)/n, 1 is (n-1)/n, 0 is 1.
-        checks_in_place: whether the data of its in-place side is checked.
+        sharded: True if its size covers all ranks' parts, and its count one part.
+        reduces, has_root: True if its rows name a reduction, a root.
+        factor: ratio of bus to algorithm bandwidth: 2 means 2(n-1)/n, 1 means (n-1)/n, 0 means 1.
+        checks_in_place: True if the data of its in-place side is checked.
     """
 
     sharded: bool
@@ -242,12 +250,12 @@ COLLECTIVES = frozenset({*_FORMS, "alltoallv"})
 
 
 class Deduction(NamedTuple):
-    """What rows say of their collective.
+    """Collective as deduced from its rows.
 
     Args:
-        names: the collectives that can have written them; one where they tell it, none where they fit none.
-        num_ranks: of one group; 0 where the rows do not tell it.
-        fits_list: whether the ranks that the log lists can have written these bandwidths.
+        names: collectives that match the rows; a single one if unambiguous, empty if none matches.
+        num_ranks: ranks of one group; 0 if the rows do not tell it.
+        fits_list: True if the bandwidths match the number of ranks that the log lists.
     """
 
     names: tuple[str, ...]
@@ -256,15 +264,16 @@ class Deduction(NamedTuple):
 
 
 def deduce(rows: Sequence[Row], num_ranks: int) -> Deduction:
-    """Tell the collective by size against count, reduction, root, and bus over algorithm bandwidth.
+    """Deduce the collective from size and count, reduction, root, and ratio of bus to algorithm bandwidth.
 
-    alltoall and sendrecv leave their in-place data unchecked, all others check it: this alone tells all_reduce from
-    sendrecv among two ranks. It tells alltoall from all_gather where it is unchecked, but tables are about in which
-    alltoall's in-place side has zeros: where it is checked, both stay possible. So do gather and scatter.
+    alltoall and sendrecv do not check their in-place data, all others do. Only this distinguishes all_reduce from
+    sendrecv on two ranks. Unchecked in-place data also distinguishes alltoall from all_gather; but since there are
+    tables with zeros in alltoall's in-place side, checked data leaves both possible. gather and scatter are ambiguous.
 
     Args:
-        num_ranks: as the log lists them, 0 where it lists none. A list that was cut does not fit the bandwidths: then
-            what they tell counts.
+        rows: the rows.
+        num_ranks: number of ranks listed in the log, 0 if none. A truncated list does not match the bandwidths, which
+            then take precedence.
     """
     shapes = {shape for row in rows if (shape := _shape(row))}
     if len(shapes) != 1:
@@ -289,7 +298,7 @@ def deduce(rows: Sequence[Row], num_ranks: int) -> Deduction:
 
 
 def _shape(row: Row) -> int:
-    """Size over the bytes of count: 1, or the number of ranks; 0 where it cannot be told."""
+    """Return size divided by the bytes of `count`: 1, or the number of ranks; 0 if not known."""
     nbytes = row.num_elements * _TYPE_BYTES.get(row.dtype, 0)
     return row.size // nbytes if nbytes and row.size % nbytes == 0 else 0
 
@@ -301,20 +310,20 @@ def _fits(row: Row, name: str, form: _Form) -> bool:
     if has_root != form.has_root:
         return False
     if name in ("all_gather", "alltoall") and any(side.deviation is not None for side in row.sides):
-        # Before August 2022 alltoall's header had a column for the reduction that it has not; all_gather's had none.
+        # Before August 2022 alltoall's header had a (blank) reduction column, all_gather's had none.
         return not reduces and (name == "alltoall") == row.has_blank_op
-    # At first sendrecv printed no reduction.
+    # Early versions of sendrecv printed no reduction.
     return reduces == form.reduces or (name == "sendrecv" and row.op is None)
 
 
 def _ratio(rows: Sequence[Row]) -> tuple[float, float]:
-    """Bounds of bus over algorithm bandwidth, as far as their printed digits tell it."""
+    """Return lower and upper bound of the ratio of bus to algorithm bandwidth, given their printed digits."""
     low, high = 0.0, math.inf
     for side in (side for row in rows for side in row.sides):
-        alg, bus = (1.1 * half for half in side.rounding)
-        if side.alg_bw > 10 * alg:
-            low = max(low, (side.bus_bw - bus) / (side.alg_bw + alg))
-            high = min(high, (side.bus_bw + bus) / (side.alg_bw - alg))
+        alg_error, bus_error = (1.1 * half for half in side.rounding)
+        if side.alg_bw > 10 * alg_error:
+            low = max(low, (side.bus_bw - bus_error) / (side.alg_bw + alg_error))
+            high = min(high, (side.bus_bw + bus_error) / (side.alg_bw - alg_error))
     return (low, high) if low <= high else (0.0, math.inf)
 
 
@@ -327,18 +336,18 @@ def _factor_fits(factor: int, num_ranks: int, low: float, high: float) -> bool:
 
 
 def _ranks_of(low: float, high: float) -> int:
-    """The one number of ranks whose factor of all_reduce lies within the bounds; 0 where several do."""
+    """Return the number of ranks whose all_reduce factor is within the bounds; 0 if several are."""
     fitting = [ranks for ranks in range(2, 129) if low <= 2 * (ranks - 1) / ranks <= high]
     return fitting[0] if len(fitting) == 1 else 0
 
 
 def _only_in_place_unchecked(rows: Sequence[Row]) -> bool:
-    """Whether every row's data was checked out of place and not in place."""
+    """Return True if every row's data was checked out of place, but not in place."""
 
-    def checked(row: Row) -> dict[str, bool]:
+    def checked_places(row: Row) -> dict[str, bool]:
         return {side.place: side.wrong is not None or side.deviation is not None for side in row.sides}
 
-    return bool(rows) and all(checked(row) == {OUT_OF_PLACE: True, IN_PLACE: False} for row in rows)
+    return bool(rows) and all(checked_places(row) == {OUT_OF_PLACE: True, IN_PLACE: False} for row in rows)
 
 
 def _is_checked_in_place(rows: Sequence[Row]) -> bool:

@@ -1,12 +1,12 @@
-"""nccl-tests' and rccl-tests' text and JSON (`-J`), any binary of them: wrong data, failed runs, bus bandwidth by size.
+"""Parser of nccl-tests and rccl-tests output, text or JSON (`-J`): wrong data, failed runs, bus bandwidth by size.
 
 Format: github.com/NVIDIA/nccl-tests, src/common.cu and src/util.cu, 2.0 to 2.19.6 (`nccl_table.py` has the tables).
-Our own `*_perf` write the same. One log a run: a file may hold several, one after the other, or those of several hosts
-or processes behind a prefix; a row that another line has broken costs that row. NCCL_DEBUG's lines tell the version,
-whether NVLS was there, and what NCCL warns of (`nccl_debug.py`).
+Our own `*_perf` write the same. The result is one log for each run: a file may have several, one after the other, or
+of several hosts or processes with prefixes. A row that is broken by another line is skipped. NCCL_DEBUG's lines tell
+NCCL's version, the NVLS state and warnings (`nccl_debug.py`).
 
-A table without its closing lines is a run without an end where the log stops as a program does that waits: behind a
-whole line (nccl-tests writes line by line), or where one of ours has written half a row. Elsewhere the log was cut.
+A table without closing lines is a run that hung or was killed if the log stops where a waiting program would: after a
+whole line (nccl-tests writes line by line), or after half a row of our own. Otherwise the log itself was cut.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from bench.accept.evidence import nccl_debug, nccl_table
 from bench.accept.evidence.log import MAX_ROWS, Log, Text, mapping, number, sequence, word
 from bench.accept.evidence.nccl_debug import Line
-from bench.accept.evidence.nccl_run import ALONE, KIND, RUN, Run, facts_of, to_log, who_of
+from bench.accept.evidence.nccl_run import ALONE, KIND, RUN, Run, facts_of, subject_of, to_log
 from bench.accept.evidence.nccl_table import IN_PLACE, OUT_OF_PLACE, Layout, Row, Side
 from bench.accept.evidence.prefixes import NOBODY, Prefix
 from netlayer.units import format_size
@@ -44,7 +44,7 @@ _GRAPH = re.compile(r"\bgraph: (\d{1,9})")
 _LARGEST = re.compile(r"minBytes:? (\d{1,18}) maxBytes:? (\d{1,18}) step:? (\d{1,18})\((factor|bytes)\)")
 _REDUCED = re.compile(r"# Reducing maxBytes to (\d{1,18}) ")
 _BOUNDS = re.compile(r"[#\s]*Out of bounds values\s*:\s*(\d{1,18})\s+(OK|FAILED)")
-# What a run prints, in order; what comes again or too early belongs to the next one. Ranks, headers and rows repeat.
+# Stages of a run's output, in order; a repeated or earlier stage begins the next run. Ranks, headers and rows repeat.
 _MARKS = tuple(
     re.compile(pattern)
     for pattern in (
@@ -56,9 +56,9 @@ _MARKS = tuple(
 )
 _RANKS, _HEADER, _ROWS, _OUT_OF_BOUNDS, _END, _CONCLUDED = 4, 5, 6, 7, 8, 9
 _STARTED = 2
-# Ours says which algorithms ran; NCCL_DEBUG says whether NCCL was let and whether it could.
+# Our output tells if NVLS was used; NCCL_DEBUG tells if it is enabled and supported.
 _NVLS_USED = re.compile(r"# NVLS used: (yes|no)\b")
-# What its user sets to keep NCCL off NVLink; the level names a path that NVLink is not, or none at all.
+# Settings that keep NCCL off NVLink: P2P disabled, or limited to a level that excludes NVLink.
 _P2P_OFF = re.compile(
     r"NCCL_P2P_(?:DISABLE(?: set by environment to |=)1|LEVEL(?: set by environment to |=)(?:LOC|0))\b"
 )
@@ -70,16 +70,16 @@ _AGAIN = f"take it again; where it hangs, {ALONE}"
 _PID = re.compile(r"\bPid\s+(\d{1,9}) on ")
 _NEAR_PIDS = 4
 _LAUNCHER = re.compile(r"\b(?:mpirun|mpiexec|orterun|prterun|srun|hydra_pmi_proxy)\b")
-_NO_MPI = "where mpirun or srun started them, build nccl-tests with MPI=1; the bandwidth of one rank says nothing"
+_NO_MPI = "if mpirun or srun started them, build nccl-tests with MPI=1; the bandwidth of one rank is meaningless"
 _ENDED = "# Avg bus bandwidth"
-# Widths and cells of our rows without their in-place side: plain, and with figures of iterations.
+# Width and number of cells of our rows without their in-place side: plain, and with per-iteration figures.
 _HALF_ROWS = {85: 9, 121: 13}
-# A process whose times lie so far above its neighbours' in nearly all measurements is slow, and not by chance.
+# A process is slow if its time exceeds all others' by this factor in this share of the measurements.
 _SLOW, _MOST, _MIN_PROCESSES, _MIN_MEASUREMENTS = 1.25, 0.9, 3, 2
 
 
 class _Rank(NamedTuple):
-    """A line of the list of devices."""
+    """A line of the list of ranks and devices."""
 
     rank: int
     group: int
@@ -89,12 +89,15 @@ class _Rank(NamedTuple):
 
 @dataclass
 class _Section:
-    """The lines of one run, or of several whose lines are mixed.
+    """Lines of one run, or of several runs whose lines are mixed.
 
     Args:
-        stage: how far it came: the last of `_MARKS` and what follows them.
-        num_ends: how many closing lines it has.
-        before: lines between the run before and this one: whoever started it may name it there.
+        lines: the lines.
+        stage: last stage reached: index of `_MARKS`, or one of the stages after them.
+        num_starts: number of starting lines.
+        num_ends: number of closing lines.
+        prefix: writer of the lines.
+        before: lines between the previous run and this one, which may have the command.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -106,7 +109,7 @@ class _Section:
 
     @property
     def ended(self) -> bool:
-        """Whether it has closing lines: an edited log may lack one of them."""
+        """True if it has a closing line: an edited log may lack one of the two."""
         return self.num_ends > 0 or self.stage >= _OUT_OF_BOUNDS
 
 
@@ -119,36 +122,36 @@ def is_json(tree: Mapping[str, Any]) -> bool:
 
 
 def parse_runs(text: Text) -> tuple[Log, ...]:
-    """Return one log for each run in the file, in the order in which they begin.
+    """Return one log for each run in the file, in the order of their first lines.
 
     Raises:
-        ConfigError: the log ends within a line, or no run of it has measured or failed.
+        ConfigError: the log ends within a line, or a run has neither measured nor failed.
     """
     sections = _sections(text)
-    alone = _ran_alone(sections)
-    # Those that ran alone are one run that failed.
-    runs = [[section] for section in sections if section not in alone] + ([alone] if alone else [])
+    unconnected = _unconnected_ranks(sections)
+    # Ranks that did not connect to each other count as one failed run.
+    runs = [[section] for section in sections if section not in unconnected] + ([unconnected] if unconnected else [])
     runs.sort(key=lambda run: run[0].lines[0].number)
     return tuple(
-        _alone_log(text, run, number) if run is alone else _section_log(text, run[0], number)
+        _unconnected_log(text, run, number) if run is unconnected else _section_log(text, run[0], number)
         for number, run in enumerate(runs, 1 if len(runs) > 1 else 0)
     )
 
 
 def parse_json(text: Text, tree: Mapping[str, Any]) -> Log:
-    """The tree of `-J`.
+    """Parse the JSON of `-J`.
 
     Raises:
         ConfigError: results or figures are missing.
     """
     run = _read_json(text, tree)
-    who = who_of(run.hosts, text)
+    subject = subject_of(run.hosts, text)
     errors = [word(error) or word(mapping(error).get("message")) for error in sequence(tree.get("errors"))]
-    # NCCL's last error, which a run that passed may have too: an empty one where there was none.
+    # NCCL's last error, which may be empty.
     errors = [error for error in errors if error]
     if errors:
         step, line = f"read what it printed; {ALONE}", text.line_of('"errors"')
-        run.findings.append(Finding("FAIL", who, RUN, "; ".join(errors)[:200], "no errors", step, text.file, line))
+        run.findings.append(Finding("FAIL", subject, RUN, "; ".join(errors)[:200], "no errors", step, text.file, line))
     slow = _slow_process(text, tree)
     if slow:
         run.findings.append(slow)
@@ -156,98 +159,100 @@ def parse_json(text: Text, tree: Mapping[str, Any]) -> Log:
 
 
 def _sections(text: Text) -> list[_Section]:
-    """The runs of the file, each with its lines.
+    """Split the file in runs.
 
-    Where the tables of several processes or hosts stand behind prefixes, each has its own; all else that a prefix
-    tells apart (another rank's warnings) belongs to the one table there is.
+    If several processes or hosts with prefixes printed tables, each of them is split separately. Otherwise lines with
+    other prefixes (another rank's warnings) belong to the one table.
     """
     lines = [
-        (prefix, Line(at, words, prefix.host))
-        for at, (prefix, words) in enumerate(zip(text.prefixes, text.lines, strict=True), 1)
+        (prefix, Line(at, line_text, prefix.host))
+        for at, (prefix, line_text) in enumerate(zip(text.prefixes, text.lines, strict=True), 1)
     ]
-    text.check_rows(sum(nccl_table.is_row(line.words) for _, line in lines), MAX_ROWS)
-    tables = list(dict.fromkeys(prefix for prefix, line in lines if prefix != NOBODY and _is_table(line.words)))
+    text.check_rows(sum(nccl_table.is_row(line.text) for _, line in lines), MAX_ROWS)
+    tables = list(dict.fromkeys(prefix for prefix, line in lines if prefix != NOBODY and _is_table(line.text)))
     if len(tables) < 2:
         sections = _split([line for _, line in lines])
         for section in sections:
             section.prefix = tables[0] if tables else NOBODY
         return sections
-    # Another rank of the same host or pod belongs to the table there, where there is one.
+    # Lines of another rank of the same host or pod belong to the table of that host, if there is exactly one.
     places: dict[tuple[str, str], list[Prefix]] = {}
     for prefix in tables:
         places.setdefault((prefix.host, prefix.task), []).append(prefix)
     streams: dict[Prefix, list[Line]] = {prefix: [] for prefix in tables}
     shared: list[Line] = []
     for prefix, line in lines:
-        beside = places.get((prefix.host, prefix.task), [])
-        owner = prefix if prefix in streams else beside[0] if len(beside) == 1 and prefix != NOBODY else None
+        tables_there = places.get((prefix.host, prefix.task), [])
+        owner = (
+            prefix if prefix in streams else tables_there[0] if len(tables_there) == 1 and prefix != NOBODY else None
+        )
         (shared if owner is None else streams[owner]).append(line)
     sections = []
-    for prefix, own in streams.items():
-        for section in _split(own):
+    for prefix, own_lines in streams.items():
+        for section in _split(own_lines):
             section.prefix = prefix
             if not section.ended:
-                # The launcher's last words say of each unended run how it ended.
+                # The launcher's messages tell how each run without an end was ended.
                 section.lines += [line for line in shared if line.number > section.lines[0].number]
             sections.append(section)
     return sections
 
 
-def _is_table(words: str) -> bool:
-    return nccl_table.is_row(words) or any(mark.match(words) for mark in _MARKS)
+def _is_table(line: str) -> bool:
+    return nccl_table.is_row(line) or any(mark.match(line) for mark in _MARKS)
 
 
 def _split(lines: Sequence[Line]) -> list[_Section]:
-    """Sections of one stream of lines; those whose lines are mixed come as one."""
+    """Split one stream of lines in sections; runs with mixed lines become one section."""
     sections = [_Section()]
     for line in lines:
-        section, stage = sections[-1], _stage(line.words)
+        section, stage = sections[-1], _stage(line.text)
         if stage is not None:
             repeats = stage in (_RANKS, _HEADER, _ROWS)
-            again = stage < section.stage or (stage == section.stage and not repeats)
-            if again and not (stage in (_OUT_OF_BOUNDS, _END, _CONCLUDED) and section.stage >= _OUT_OF_BOUNDS):
+            is_new_run = stage < section.stage or (stage == section.stage and not repeats)
+            if is_new_run and not (stage in (_OUT_OF_BOUNDS, _END, _CONCLUDED) and section.stage >= _OUT_OF_BOUNDS):
                 sections.append(section := _Section(before=_after_end(section)))
             section.stage = max(section.stage, stage)
             section.num_starts += stage == _STARTED
             section.num_ends += stage == _END
         section.lines.append(line)
-    # What stands before the first mark, and fragments of what mixed runs print first, are no runs of their own.
+    # Lines before the first mark, and fragments of mixed runs, are not runs of their own.
     merged: list[_Section] = []
     for section in sections:
         while section.num_ends > 1 and merged and not merged[-1].ended:
-            section = _joined(merged.pop(), section)
+            section = _merge_sections(merged.pop(), section)
         merged.append(section)
     return [section for section in merged if section.stage >= 0 or len(merged) == 1]
 
 
-def _stage(words: str) -> int | None:
-    if nccl_table.is_row(words):
+def _stage(line: str) -> int | None:
+    if nccl_table.is_row(line):
         return _ROWS
-    if not words or words[0] not in "#Rnuoars \t":
-        return None if "busbw" not in words and "Out of" not in words and "Avg bus" not in words else _late_stage(words)
+    if not line or line[0] not in "#Rnuoars \t":
+        return None if "busbw" not in line and "Out of" not in line and "Avg bus" not in line else _late_stage(line)
     for stage, mark in enumerate(_MARKS):
-        if mark.match(words):
+        if mark.match(line):
             return stage
-    return _RANKS if _RANK.match(words) else _late_stage(words)
+    return _RANKS if _RANK.match(line) else _late_stage(line)
 
 
-def _late_stage(words: str) -> int | None:
-    if "busbw" in words and nccl_table.read_header(words, ""):
+def _late_stage(line: str) -> int | None:
+    if "busbw" in line and nccl_table.read_header(line, ""):
         return _HEADER
-    if _BOUNDS.match(words):
+    if _BOUNDS.match(line):
         return _OUT_OF_BOUNDS
-    if re.match(r"[#\s]*Avg bus bandwidth", words):
+    if re.match(r"[#\s]*Avg bus bandwidth", line):
         return _END
-    return _CONCLUDED if re.match(r"[#\s]*Collective test concluded", words) else None
+    return _CONCLUDED if re.match(r"[#\s]*Collective test concluded", line) else None
 
 
 def _after_end(section: _Section) -> list[Line]:
-    """The lines behind the last mark of a run: who starts the next one may name it there."""
-    last = max((at for at, line in enumerate(section.lines) if _stage(line.words) is not None), default=-1)
+    """Return the lines after the last mark of a run, which may have the command of the next one."""
+    last = max((at for at, line in enumerate(section.lines) if _stage(line.text) is not None), default=-1)
     return section.lines[last + 1 :]
 
 
-def _joined(first: _Section, second: _Section) -> _Section:
+def _merge_sections(first: _Section, second: _Section) -> _Section:
     return _Section(
         [*first.lines, *second.lines],
         second.stage,
@@ -258,14 +263,14 @@ def _joined(first: _Section, second: _Section) -> _Section:
 
 
 def _ranks(section: _Section) -> list[_Rank]:
-    matches = (_RANK.match(line.words) for line in section.lines)
+    matches = (_RANK.match(line.text) for line in section.lines)
     return [_Rank(int(match[1]), int(match[2] or 0), match[3], match[4].strip()) for match in matches if match]
 
 
-def _ran_alone(sections: Sequence[_Section]) -> list[_Section]:
-    """The sections of processes that were started together, each of which took itself for rank 0 of 1.
+def _unconnected_ranks(sections: Sequence[_Section]) -> list[_Section]:
+    """Return the sections of processes that were started together, but each of which ran as rank 0 of 1.
 
-    Runs of one GPU that their user started one after the other, or on each host by pdsh, are none.
+    Single-GPU runs that the user started one after the other, or on each host by pdsh, do not count.
     """
     single = [section for section in sections if (ranks := _ranks(section)) and {rank.rank for rank in ranks} == {0}]
     mixed = [section for section in single if len(_ranks(section)) > 1]
@@ -273,28 +278,28 @@ def _ran_alone(sections: Sequence[_Section]) -> list[_Section]:
         return mixed
     by_rank = len({section.prefix.rank for section in single}) > 1
     by_host = len({section.prefix.host or section.prefix.task for section in single}) > 1
-    commands = sum(bool(_PROGRAM.search(line.words)) for section in single[1:] for line in section.before)
+    commands = sum(bool(_PROGRAM.search(line.text)) for section in single[1:] for line in section.before)
     others = sum(bool(_ranks(section)) for section in sections) - len(single)
     if len(single) < 2 or (not by_rank and (by_host or others)) or commands >= len(single) - 1:
         return []
     return single
 
 
-def _alone_log(text: Text, sections: Sequence[_Section], number: int) -> Log:
+def _unconnected_log(text: Text, sections: Sequence[_Section], number: int) -> Log:
     ranks = [rank for section in sections for rank in _ranks(section)]
     hosts = list(dict.fromkeys(rank.host for rank in ranks))
-    words = f"each of {len(ranks)} processes ran alone, as rank 0 of 1: the binary was built without MPI=1"
-    # Tables one after the other, of which nothing says who started them, may be those of a loop over single GPUs; then
-    # their process ids lie apart, for each run has taken many for its threads.
-    pids = sorted(int(pid) for section in sections for line in section.lines for pid in _PID.findall(line.words))
+    figure = f"each of {len(ranks)} processes ran alone, as rank 0 of 1: the binary was built without MPI=1"
+    # Sequential tables may come from a loop over single GPUs. Then their process ids are far apart, since the threads
+    # of each run take many.
+    pids = sorted(int(pid) for section in sections for line in section.lines for pid in _PID.findall(line.text))
     at_once = len(ranks) > len(sections) or len({section.prefix.rank for section in sections}) > 1
     near = len(hosts) == 1 and len(pids) == len(ranks) and pids[-1] - pids[0] < _NEAR_PIDS * len(pids)
-    proven = at_once or near or _LAUNCHER.search(text.content) is not None
-    if not proven:
-        words += ", or they were run one after the other"
-    line = next(line.number for line in sections[0].lines if _RANK.match(line.words))
-    verdict: Verdict = "FAIL" if proven else "WARN"
-    finding = Finding(verdict, who_of(hosts, text), RUN, words, "one run of all ranks", _NO_MPI, text.file, line)
+    is_certain = at_once or near or _LAUNCHER.search(text.content) is not None
+    if not is_certain:
+        figure += ", or they were run one after the other"
+    line = next(line.number for line in sections[0].lines if _RANK.match(line.text))
+    verdict: Verdict = "FAIL" if is_certain else "WARN"
+    finding = Finding(verdict, subject_of(hosts, text), RUN, figure, "one run of all ranks", _NO_MPI, text.file, line)
     return Log(KIND, (finding,), host=hosts[0] if len(hosts) == 1 else "", run=number)
 
 
@@ -317,8 +322,8 @@ def _read_section(text: Text, section: _Section) -> Run:
     unended: tuple[str, int] | None = None
     cut = False
     if not section.ended:
-        words, line, cut = _unended(text, section)
-        unended = (words, line)
+        description, line, cut = _last_state(text, section)
+        unended = (description, line)
     rows, lost = _rows(text, section, half=unended is not None)
     groups = [rank.group for rank in ranks]
     num_ranks = groups.count(groups[0]) if groups and not mixed else 0
@@ -326,10 +331,10 @@ def _read_section(text: Text, section: _Section) -> Run:
     collective, possible = _collective(section, deduced)
     hosts_known = bool(ranks) and not mixed
     if not num_ranks or (collective in deduced.names and not deduced.fits_list):
-        # No list of devices, or one that was cut.
+        # The list of devices is missing or truncated.
         num_ranks, hosts_known = deduced.num_ranks, False
         hosts = hosts if deduced.fits_list else []
-    content = "\n".join(line.words for line in section.lines)
+    content = "\n".join(line.text for line in section.lines)
     facts = facts_of(collective, num_ranks, [rank.device for rank in ranks], _version(content))
     if hosts_known:
         facts["hosts"] = len(set(hosts))
@@ -345,120 +350,120 @@ def _read_section(text: Text, section: _Section) -> Run:
     if unended and sides:
         run.is_part = cut or not section.num_starts or _is_elided(section)
         run.has_all_rows = _is_whole(section)
-    _read_foot(section, run)
-    who = who_of(hosts, text)
+    _read_closing_lines(section, run)
+    who = subject_of(hosts, text)
     run.ending = nccl_debug.ending(section.lines if unended else _after_end(section))
     if run.ending and not run.ending.reason and (why := nccl_debug.cause(section.lines)):
-        run.ending = run.ending._replace(words=f"{run.ending.words}; NCCL: {why}"[:300])
+        run.ending = run.ending._replace(line_text=f"{run.ending.line_text}; NCCL: {why}"[:300])
     run.findings += nccl_debug.warnings(section.lines, list(dict.fromkeys(hosts)), text.file, who)
     _mark_unusable(text, section, run, num_ranks, mixed=mixed)
     return run
 
 
 def _mark_unusable(text: Text, section: _Section, run: Run, num_ranks: int, *, mixed: bool) -> None:
-    """Note that the figures of a run are no measurement of links: of mixed lines, or of a rank alone."""
-    who, sides = who_of(run.hosts, text), run.sides
+    """Mark the figures of a run as no measurement of links if its lines are mixed or it has only one rank."""
+    subject, sides = subject_of(run.hosts, text), run.sides
     # 2 (n-1)/n and the other factors of the bus bandwidth are 0 for one rank.
-    alone = num_ranks == 1 or (not num_ranks and bool(sides) and not any(side.bus_bw for side in sides))
+    is_single_rank = num_ranks == 1 or (not num_ranks and bool(sides) and not any(side.bus_bw for side in sides))
     if mixed:
         first = section.lines[0].number
-        words = (
+        figure = (
             f"the lines of {max(section.num_starts, section.num_ends)} runs are mixed: whose a row is cannot be told"
         )
         step = "take each run's output on its own: srun --label, mpirun --tag-output, a file a host"
-        run.findings.append(Finding("WARN", who, RUN, words, "one run after the other", step, text.file, first))
+        run.findings.append(Finding("WARN", subject, RUN, figure, "one run after the other", step, text.file, first))
         run.is_measurement = False
-    elif alone and sides:
+    elif is_single_rank and sides:
         step = "take it over two GPUs or more"
         run.is_measurement = False
-        words = "one rank: no byte crossed a link, its bandwidth says nothing"
-        run.findings.append(Finding("WARN", who, RUN, words, "two ranks or more", step, text.file, sides[0].line))
+        figure = "one rank: no byte crossed a link, its bandwidth says nothing"
+        run.findings.append(Finding("WARN", subject, RUN, figure, "two ranks or more", step, text.file, sides[0].line))
 
 
 def _collective(section: _Section, deduced: nccl_table.Deduction) -> tuple[str, tuple[str, ...]]:
-    """The collective's name; where nothing tells it, those that it can be."""
+    """Return the collective's name, or an empty name and the candidates."""
     for line in section.lines:
-        if "Collective test starting" in line.words and (named := _PROGRAM.search(line.words)):
-            return named[1], ()
-    # The command that started it, where one and only one stands there and its rows allow it.
+        if "Collective test starting" in line.text and (match := _PROGRAM.search(line.text)):
+            return match[1], ()
+    # The command line, if there is exactly one and the rows match it.
     commands = {
         match[1].rpartition("/")[2]
         for line in [*section.before, *section.lines]
-        for match in _PROGRAM.finditer(line.words)
-        if _stage(line.words) is None
+        for match in _PROGRAM.finditer(line.text)
+        if _stage(line.text) is None
     } & nccl_table.COLLECTIVES
     if len(commands) == 1 and (name := commands.pop()) in deduced.names:
         return name, ()
     return (deduced.names[0], ()) if len(deduced.names) == 1 else ("", deduced.names)
 
 
-def _read_foot(section: _Section, run: Run) -> None:
+def _read_closing_lines(section: _Section, run: Run) -> None:
     for line in section.lines:
-        bounds = _BOUNDS.match(line.words)
+        bounds = _BOUNDS.match(line.text)
         if bounds:
             run.bounds_known = True
             if bounds[2] == "FAILED" or bounds[1].strip("0"):
                 run.out_of_bounds = run.out_of_bounds or (bounds[1], line.number)
-        elif _stage(line.words) == _END and line.words.rstrip().endswith("FAILED"):
-            run.too_slow = (line.words.partition(":")[2].strip(), line.number)
+        elif _stage(line.text) == _END and line.text.rstrip().endswith("FAILED"):
+            run.too_slow = (line.text.partition(":")[2].strip(), line.number)
 
 
-def _unended(text: Text, section: _Section) -> tuple[str, int, bool]:
-    """Where the run stands that has no end, the line, and whether the log was cut: no program waits within a line.
+def _last_state(text: Text, section: _Section) -> tuple[str, int, bool]:
+    """Return the last state of a run without an end, its line, and True if the log was cut (within a line).
 
     Raises:
-        ConfigError: it was cut before the first whole row.
+        ConfigError: it was cut before the first complete row.
     """
     last, number = text.lines[-1], len(text.lines)
-    whole = [line for line in section.lines if nccl_table.is_row(line.words) and line.number < number]
+    complete_rows = [line for line in section.lines if nccl_table.is_row(line.text) and line.number < number]
     cut = False
     if section.lines[-1].number == number and last and not _is_half_row(last):
         row = nccl_table.read_row(last, number, _last_layout(section)) if nccl_table.is_row(last) else None
-        # A part that was taken out of a log has its own end, and no program's.
+        # An excerpt ends anywhere, so its end tells nothing about the program.
         cut = isinstance(row, str) or (bool(section.num_starts) and nccl_debug.ending(section.lines) is None)
-        if cut and not whole:
+        if cut and not complete_rows:
             rule = f"a row ends after {row}" if isinstance(row, str) else f"ends before '{_ENDED}', within a line"
             raise text.damaged(number, f"{rule}: the log was cut, and no whole row stands before", _AGAIN)
     if cut:
         return (
-            f"is cut within a line; its last whole figures are of {format_size(_size(whole[-1].words))}",
+            f"is cut within a line; its last whole figures are of {format_size(_size(complete_rows[-1].text))}",
             number,
             True,
         )
-    stands = ("has no end, nor a row of figures", _first_mark(section))
+    state = ("has no end, nor a row of figures", _first_mark(section))
     for line in section.lines:
-        if nccl_table.is_row(line.words):
-            where = f"{format_size(_size(line.words))}{' out of place' * _is_half_row(line.words)}"
-            stands = (f"has no end; its last figures are of {where}", line.number)
-    return *stands, False
+        if nccl_table.is_row(line.text):
+            where = f"{format_size(_size(line.text))}{' out of place' * _is_half_row(line.text)}"
+            state = (f"has no end; its last figures are of {where}", line.number)
+    return *state, False
 
 
 def _is_whole(section: _Section) -> bool:
-    """Whether the last row is of the largest size that the run was to measure."""
-    largest = next((match for line in section.lines if (match := _LARGEST.search(line.words))), None)
-    rows = [line for line in section.lines if nccl_table.is_row(line.words)]
+    """Return True if the last row has the largest size that the run was to measure."""
+    largest = next((match for line in section.lines if (match := _LARGEST.search(line.text))), None)
+    rows = [line for line in section.lines if nccl_table.is_row(line.text)]
     if largest is None or not rows:
         return False
     low, high = int(largest[1]), int(largest[2])
-    reduced = [int(match[1]) for line in section.lines if (match := _REDUCED.search(line.words))]
+    reduced = [int(match[1]) for line in section.lines if (match := _REDUCED.search(line.text))]
     high = reduced[-1] if reduced else high
     step, factor = int(largest[3]), largest[4] == "factor"
-    row = nccl_table.read_row(rows[-1].words, rows[-1].number, _last_layout(section))
+    row = nccl_table.read_row(rows[-1].text, rows[-1].number, _last_layout(section))
     # The next size is above the largest; sizes of sharded collectives are rounded down to whole elements.
-    size = _size(rows[-1].words)
+    size = _size(rows[-1].text)
     following = size * step if factor and step > 1 else size + max(1, step)
     return isinstance(row, Row) and len(row.sides) == 2 and size >= low - 4096 and following > high
 
 
 def _is_elided(section: _Section) -> bool:
-    """Whether whoever quoted the log has left out what follows the last row."""
-    last = max(at for at, line in enumerate(section.lines) if nccl_table.is_row(line.words))
-    return any(re.match(r"[#\s]*(?:\.\.\.|\[\.\.\.\]|<snip>)", line.words) for line in section.lines[last + 1 :])
+    """Return True if a quoted log has an ellipsis after the last row."""
+    last = max(at for at, line in enumerate(section.lines) if nccl_table.is_row(line.text))
+    return any(re.match(r"[#\s]*(?:\.\.\.|\[\.\.\.\]|<snip>)", line.text) for line in section.lines[last + 1 :])
 
 
 def _last_layout(section: _Section) -> Layout | None:
-    headers = (line.words for line in reversed(section.lines) if "busbw" in line.words)
-    return next((layout for words in headers if (layout := nccl_table.read_header(words, ""))), None)
+    headers = (line.text for line in reversed(section.lines) if "busbw" in line.text)
+    return next((layout for header in headers if (layout := nccl_table.read_header(header, ""))), None)
 
 
 def _size(row: str) -> int:
@@ -466,38 +471,38 @@ def _size(row: str) -> int:
 
 
 def _first_mark(section: _Section) -> int:
-    started = (line.number for line in section.lines if _stage(line.words) == _STARTED)
+    started = (line.number for line in section.lines if _stage(line.text) == _STARTED)
     return next(started, section.lines[0].number)
 
 
-def _is_half_row(words: str) -> bool:
-    """Whether it is a row as we write it before the in-place side is measured."""
-    cells = words.split()
-    width = len(words) + cells.count("N/A")  # which is one narrower than a number
-    return nccl_table.is_row(words) and _HALF_ROWS.get(width) == len(cells)
+def _is_half_row(row: str) -> bool:
+    """Return True for one of our rows whose in-place side is not measured yet."""
+    cells = row.split()
+    width = len(row) + cells.count("N/A")  # N/A is one character narrower than a number
+    return nccl_table.is_row(row) and _HALF_ROWS.get(width) == len(cells)
 
 
 def _rows(text: Text, section: _Section, *, half: bool) -> tuple[list[Row], list[tuple[str, int]]]:
-    """The rows, and those that cannot be read; a half one at the end is passed over where there may be one."""
+    """Return the rows and the unreadable ones as (reason, line); with `half`, skip an incomplete last row."""
     layout: Layout | None = None
     title = ""
     rows: list[Row] = []
     lost: list[tuple[str, int]] = []
     for line in section.lines:
-        if "busbw" in line.words and (header := nccl_table.read_header(line.words, title)):
+        if "busbw" in line.text and (header := nccl_table.read_header(line.text, title)):
             layout = header
-        elif nccl_table.is_row(line.words) and not (half and line.number == len(text.lines)):
-            row = nccl_table.read_row(line.words, line.number, layout)
+        elif nccl_table.is_row(line.text) and not (half and line.number == len(text.lines)):
+            row = nccl_table.read_row(line.text, line.number, layout)
             if isinstance(row, Row):
                 rows.append(row)
             else:
                 lost.append((row, line.number))
-        title = line.words
+        title = line.text
     return rows, lost
 
 
 def _nvls(content: str) -> bool | None:
-    """Whether NVLS was there; None where the text does not say it, or says both of several runs."""
+    """Return the NVLS state; None if the text does not tell it, or tells different states."""
     states = {match[1] == "yes" for match in _NVLS_USED.finditer(content)}
     if not states and _NVLS_OFF.search(content):
         return False
@@ -509,12 +514,12 @@ def _read_json(text: Text, tree: Mapping[str, Any]) -> Run:
     config = mapping(tree.get("config"))
     devices = [mapping(device) for device in sequence(config.get("devices"))]
     arguments = [word(argument) for argument in sequence(tree.get("args"))]
-    named = _PROGRAM.search(arguments[0]) if arguments else None
+    match = _PROGRAM.search(arguments[0]) if arguments else None
     version = tree.get("nccl_version")
     names, hosts = ([word(device.get(key)) for device in devices] for key in ("device_info", "hostname"))
     groups = [device.get("group") for device in devices]
     num_ranks = groups.count(groups[0]) if groups else 0
-    # The first version of this form spelt it so.
+    # The first version of the JSON format has this misspelling.
     average = mapping(tree.get("average_bus_bandwidth", tree.get("average_bus_bandwidith")))
     if "end_time" not in tree and not average:
         raise text.damaged(len(text.content.splitlines()), "has no 'end_time': the run did not end", _AGAIN)
@@ -533,7 +538,7 @@ def _read_json(text: Text, tree: Mapping[str, Any]) -> Run:
     if not sides:
         raise text.damaged(text.line_of('"results"'), "'results' must hold at least one measurement")
     deduced = nccl_table.deduce(rows, num_ranks)
-    collective = named[1] if named else deduced.names[0] if len(deduced.names) == 1 else ""
+    collective = match[1] if match else deduced.names[0] if len(deduced.names) == 1 else ""
     facts = facts_of(collective, num_ranks, names, version if isinstance(version, int) else 0)
     if hosts and all(hosts):
         facts["hosts"] = len(set(hosts))
@@ -561,25 +566,25 @@ def _read_json(text: Text, tree: Mapping[str, Any]) -> Run:
 
 
 def _is_false(okay: object) -> bool:
-    """Whether a verdict of nccl-tests is no: its booleans are words."""
+    """Return True if a boolean of nccl-tests is false; some versions write it as a string."""
     return okay is False or (isinstance(okay, str) and okay.lower() == "false")
 
 
 def _json_nvls(tree: Mapping[str, Any]) -> bool | None:
-    """What our own tree tells of the algorithms; else what the variable and NCCL's look at multicast leave."""
-    ours = mapping(mapping(tree.get("netlayer")).get("nvls"))
-    if isinstance(ours.get("used"), bool):
-        return bool(ours["used"])
+    """Return the NVLS state: as used, from our own output; else from NCCL_NVLS_ENABLE and multicast support."""
+    own_state = mapping(mapping(tree.get("netlayer")).get("nvls"))
+    if isinstance(own_state.get("used"), bool):
+        return bool(own_state["used"])
     if "NCCL_NVLS_ENABLE=0" in sequence(tree.get("env")):
         return False
-    return {"available": True, "not available": False}.get(word(ours.get("multicast")))
+    return {"available": True, "not available": False}.get(word(own_state.get("multicast")))
 
 
 def _result_lines(text: Text) -> dict[int, int]:
-    """The first line of each size, where the tree stands on several lines."""
+    """Return the first line of each size, for JSON on several lines."""
     lines: dict[int, int] = {}
-    for line, words in enumerate(text.content.split("\n"), 1):
-        for match in re.finditer(r'"size": ?(\d{1,18})\b', words):
+    for line, line_text in enumerate(text.content.split("\n"), 1):
+        for match in re.finditer(r'"size": ?(\d{1,18})\b', line_text):
             lines.setdefault(int(match[1]), line)
     return lines
 
@@ -600,7 +605,7 @@ def _json_row(text: Text, result: Mapping[str, Any], line: int) -> Row:
 
 
 def _is_nan(result: Mapping[str, Any], key: str) -> bool:
-    """Whether nccl-tests could not compute a side: it writes the word."""
+    """Return True if nccl-tests wrote "nan" for a side that it could not compute."""
     side = mapping(result.get(key))
     return "nan" in (side.get("bus_bw"), side.get("alg_bw"), side.get("time"))
 
@@ -617,10 +622,10 @@ def _json_side(text: Text, size: int, what: str, place: str, side: Mapping[str, 
 
 
 def _slow_process(text: Text, tree: Mapping[str, Any]) -> Finding | None:
-    """The process whose times (-I 1) lie above all others' in nearly every measurement.
+    """Find the process whose times (-I 1) are above all others' in nearly every measurement.
 
-    Waiting for a slow one makes the times of all longer alike: that shows in the bandwidth. What shows here is a
-    process that alone needs longer from its own start to its own end.
+    If all processes wait for a slow one, all times are longer, which shows in the bandwidth. Here only a process counts
+    that takes longer than the others from its own start to its own end.
     """
     measurements = [
         [statistics.median(times) for times in processes]
@@ -636,7 +641,7 @@ def _slow_process(text: Text, tree: Mapping[str, Any]) -> Finding | None:
     for times in measurements:
         slowest = max(range(len(times)), key=times.__getitem__)
         middle = statistics.median(times[:slowest] + times[slowest + 1 :])
-        # Each of the others must lie near their middle: where they scatter, the largest of them says nothing.
+        # Compare with the largest of the others: if they scatter, the slowest one is no outlier.
         others = [time for at, time in enumerate(times) if at != slowest]
         if middle > 0 and times[slowest] >= _SLOW * max(others):
             votes[slowest] = votes.get(slowest, 0) + 1
@@ -653,20 +658,20 @@ def _slow_finding(
     config = mapping(tree.get("config"))
     devices = [mapping(device) for device in sequence(config.get("devices"))]
     per_process = max(1, int(number(config.get("ngpus")) or 1) * int(number(config.get("nthreads")) or 1))
-    # Ours give each GPU a process of its own, and count them all in ngpus.
+    # Our output has one process for each GPU, and counts all of them in ngpus.
     ranks = (
         [process] if len(devices) <= per_process else list(range(process * per_process, (process + 1) * per_process))
     )
     host = word(devices[ranks[0]].get("hostname")) if ranks[0] < len(devices) else ""
-    who = f"{host} rank {ranks[0]}" if host else f"rank {ranks[0]}"
+    subject = f"{host} rank {ranks[0]}" if host else f"rank {ranks[0]}"
     figure = f"needs {ratio} as long as the other processes, in {count} of {num_measurements} measurements"
     step = f"run netlayer accept --hosts with {host or 'its node'} alone; read clocks and PCIe width of this GPU"
     line = text.line_of("per_process_max_times_us")
-    return Finding("WARN", who, "time of each process", figure, "alike in all processes", step, text.file, line)
+    return Finding("WARN", subject, "time of each process", figure, "alike in all processes", step, text.file, line)
 
 
 def _process_times(per_iter: Mapping[str, Any]) -> list[list[float]]:
-    """The times of each process in us, without iterations that the run itself skips; empty where not all have some."""
+    """Return the times of each process in us, without skipped iterations; empty if a process has none."""
     skipped = int(number(per_iter.get("skipped_iterations")) or 0)
     processes = [
         [time for value in sequence(times) if (time := number(value)) is not None][skipped:]
@@ -676,7 +681,7 @@ def _process_times(per_iter: Mapping[str, Any]) -> list[list[float]]:
 
 
 def _version(content: str) -> int:
-    """NCCL's own number of its version: 22809 for 2.28.9."""
+    """Return NCCL's version code (22809 for 2.28.9); 0 if not known."""
     match = _LIBRARY.search(content)
     if match is None:
         return 0

@@ -1,7 +1,7 @@
-"""nvbandwidth's text and JSON (`-j`): every cell of every matrix, and test cases that did not run through.
+"""Parser of nvbandwidth output, text or JSON (`-j`): every cell of every matrix, and test cases that failed.
 
 Format: github.com/NVIDIA/nvbandwidth, output.cpp, json_output.cpp and testcase.h (0.4 to 0.10). The cells of a matrix
-are alike, so that a slow GPU or a slow pair stands out in one file already.
+are peers of each other, so that a slow GPU or pair is an outlier within a single file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from netlayer.verdict import Finding
 
 KIND = "nvbandwidth"
 _RUNNING = re.compile(r"^\s*Running (\w+)\.\s*$")
-# `memcpy CE GPU(row) <- GPU(column) bandwidth (GB/s)`; what has one line alone: `memcpy local GPU(column) bandwidth`.
+# `memcpy CE GPU(row) <- GPU(column) bandwidth (GB/s)`; with a single row: `memcpy local GPU(column) bandwidth`.
 _MATRIX = re.compile(
     r"^(?P<what>.{0,80}?)(?:(?P<row>\w{1,9})\(row\) (?P<arrow>\S{1,5}) )?(?P<column>\w{1,9})\(column\) "
 )
@@ -42,10 +42,10 @@ def is_json(tree: Mapping[str, Any]) -> bool:
 
 
 def parse_text(text: Text) -> Log:
-    """Every matrix of the file.
+    """Parse every matrix of the file.
 
     Raises:
-        ConfigError: a matrix breaks off, or there is none.
+        ConfigError: a matrix is truncated, or there is none.
     """
     findings: list[Finding] = []
     figures: list[Figure] = []
@@ -68,10 +68,10 @@ def parse_text(text: Text) -> Log:
 
 
 def parse_json(text: Text, tree: Mapping[str, Any]) -> Log:
-    """The tree of `-j`.
+    """Parse the JSON of `-j`.
 
     Raises:
-        ConfigError: there is no matrix, or a cell is no number.
+        ConfigError: there is no matrix, or a cell is not a number.
     """
     root = mapping(tree["nvbandwidth"])
     findings: list[Finding] = []
@@ -137,7 +137,7 @@ def _unit(row: str) -> str:
 
 
 def _matrix(text: Text, case: str, matrix: re.Match[str], unit: str, device: str, line: int) -> Iterator[Figure]:
-    """The cells below a description: `line` (from 1) is its own, the column numbers follow, then one line a row."""
+    """Parse the matrix below a description in line `line` (from 1): a line of column numbers, then one for each row."""
     columns = text.lines[line].split() if line < len(text.lines) else []
     if not columns or not all(cell.isdecimal() for cell in columns):
         raise text.damaged(line + 1, f"the column numbers of {case} are expected")

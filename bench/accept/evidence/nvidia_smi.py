@@ -1,7 +1,7 @@
-"""`nvidia-smi -q`, whole or with `-d`, as text or as XML (`-x`): memory errors, throttling, PCIe, NVLink's fabric.
+"""Parser of `nvidia-smi -q`, whole or with `-d`, as text or XML (`-x`): memory errors, throttling, PCIe, NVLink fabric.
 
-Format: the manual nvidia-smi(1) (docs.nvidia.com/deploy/nvidia-smi). Of the XML only elements and their text are read:
-no entity is expanded and nothing that it refers to is opened.
+Format: the manual nvidia-smi(1) (docs.nvidia.com/deploy/nvidia-smi). Of the XML only elements and text are read: no
+entity is expanded and no reference is opened.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def is_text(content: str) -> bool:
 
 
 def parse_text(text: Text) -> Log:
-    """Every GPU of the file.
+    """Judge every GPU of the file.
 
     Raises:
-        ConfigError: there is no GPU in it, or the last one breaks off.
+        ConfigError: it has no GPU, or the last one is truncated.
     """
     text.check_rows(len(text.lines) // 5)  # 16 GPUs have 3,000 lines
     head, gpus = _read(text)
@@ -63,10 +63,10 @@ def is_xml(content: str) -> bool:
 
 
 def parse_xml(text: Text) -> Log:
-    """The same of the XML that `-x` prints.
+    """Judge every GPU of the XML that `-x` prints.
 
     Raises:
-        ConfigError: it is no whole XML, declares entities, or holds no GPU.
+        ConfigError: it is not complete XML, declares entities, or has no GPU.
     """
     head, gpus = _read_xml(text)
     if not gpus:
@@ -85,12 +85,12 @@ def _log(text: Text, head: _Fields, gpus: Mapping[str, _Fields], findings: list[
         figure = f"{checked} fields good" + (", PCIe link not judged: the GPU is idle" if _is_slow_idle(fields) else "")
         line = next(iter(fields.values()), _Field("", 1)).line
         findings += faults or [Finding("PASS", names[bus], "health", figure, "no fault reported", "", text.file, line)]
-    findings += _count(text, head, len(gpus))
+    findings += _missing_gpus(text, head, len(gpus))
     return Log(KIND, tuple(findings), traits=_traits(head, gpus, names))
 
 
 def _read(text: Text) -> tuple[_Fields, dict[str, _Fields]]:
-    """Fields by their path (`PCI/GPU Link Info/Link Width/Max`): those above the GPUs, and those of each."""
+    """Read the fields by path (`PCI/GPU Link Info/Link Width/Max`): those above the GPUs, and those of each GPU."""
     head: _Fields = {}
     gpus: dict[str, _Fields] = {}
     fields, stack = head, list[tuple[int, str]]()
@@ -111,7 +111,7 @@ def _read(text: Text) -> tuple[_Fields, dict[str, _Fields]]:
 
 
 def _check_whole(text: Text, gpus: Mapping[str, _Fields]) -> None:
-    """A log that was cut lacks sections in its last GPU that the first one of the same product has."""
+    """Refuse a truncated log: its last GPU lacks sections that the first one of the same product has."""
     if len(gpus) < 2:
         return
     first, *_, last = gpus.values()
@@ -122,18 +122,18 @@ def _check_whole(text: Text, gpus: Mapping[str, _Fields]) -> None:
 
 
 def _num_checked(fields: _Fields) -> int:
-    """How many fields the rules know; the last rule fits every field."""
+    """Count the fields that the rules judge, without the rules that match every field."""
     return sum(
         any(re.match(rule.field, path) for rule in RULES if rule.check not in ("query", "reset")) for path in fields
     )
 
 
 def _check_sections(text: Text, bus: str, fields: _Fields, faults: Sequence[Finding]) -> None:
-    """A GPU of a whole query reaches its last section, and one of a part of it (`-d`) has something to judge."""
+    """Refuse a GPU without its last sections in a whole query, or without any judged field in a partial one (`-d`)."""
     have = {path.partition("/")[0] for path in fields}
-    # The names that drivers gave it; a query with -d does not name the product.
-    wanted = (("Clocks Event Reasons", "Clocks Throttle Reasons"), ("ECC Errors", "ECC Mode"), ("Processes",))
-    lacking = [names[0] for names in wanted if have.isdisjoint(names)] if "Product Name" in have else []
+    # Section names by driver version; a query with -d has no product name.
+    sections = (("Clocks Event Reasons", "Clocks Throttle Reasons"), ("ECC Errors", "ECC Mode"), ("Processes",))
+    lacking = [names[0] for names in sections if have.isdisjoint(names)] if "Product Name" in have else []
     if lacking:
         raise text.damaged(len(text.lines), f"GPU {bus} ends before its section {lacking[0]!r}", _CUT)
     if not faults and not _num_checked(fields):
@@ -142,20 +142,20 @@ def _check_sections(text: Text, bus: str, fields: _Fields, faults: Sequence[Find
 
 
 def _names(head: _Fields, gpus: Mapping[str, _Fields]) -> dict[str, str]:
-    """`GPU 3 (00000000:5D:00.0)`: the log gives no number, so its order stands in where it lists every GPU (no -i)."""
+    """Name each GPU `GPU 3 (00000000:5D:00.0)`; the index is its position, if the log lists every GPU (no -i)."""
     attached = head.get("Attached GPUs")
     if attached is not None and attached.value != str(len(gpus)):
         return {bus: f"GPU {normal_bus(bus) or bus}" for bus in gpus}
     return {bus: f"GPU {at} ({bus})" for at, bus in enumerate(gpus)}
 
 
-def _judge(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:
+def _judge(text: Text, gpu: str, fields: _Fields) -> Iterator[Finding]:
     unknown = [field for field in fields.values() if field.value in UNKNOWN]
     if len(unknown) >= MANY_UNKNOWN:
         figure = f"Unknown Error in {len(unknown)} fields"
-        step = f"reboot the node; where {who} does not come back, reseat or return it"
-        yield Finding("FAIL", who, "query", figure, "an answer", step, text.file, unknown[0].line)
-    # Cards for desktops come with ECC off.
+        step = f"reboot the node; where {gpu} does not come back, reseat or return it"
+        yield Finding("FAIL", gpu, "query", figure, "an answer", step, text.file, unknown[0].line)
+    # Desktop cards have ECC off by default.
     is_desktop = "GeForce" in fields.get("Product Name", _Field("", 0)).value
     for path, (value, line) in fields.items():
         if is_desktop and path.startswith("ECC Mode"):
@@ -165,51 +165,53 @@ def _judge(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:
                 name = path.rpartition("/")[2] if path.count("/") else path
                 yield Finding(
                     rule.verdict,
-                    who,
+                    gpu,
                     rule.check,
                     f"{name}: {value}"[:200],
                     rule.expected,
-                    rule.step.format(who),
+                    rule.step.format(gpu),
                     text.file,
                     line,
                 )
                 break
-    yield from _retired(text, who, fields)
-    yield from _pcie(text, who, fields)
-    yield from _power(text, who, fields)
+    yield from _retired(text, gpu, fields)
+    yield from _pcie(text, gpu, fields)
+    yield from _power(text, gpu, fields)
 
 
-def _retired(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:
-    """Memory pages that were retired, of which NVIDIA takes a GPU back at 60 (dynamic page retirement, RMA policy)."""
+def _retired(text: Text, gpu: str, fields: _Fields) -> Iterator[Finding]:
+    """Find a GPU with 60 retired pages, NVIDIA's limit for a return (dynamic page retirement, RMA policy)."""
     names = ("Single Bit ECC", "Double Bit ECC", "Multiple Single Bit Retirement/Retired Count",
              "Double Bit Retirement/Retired Count")  # fmt: skip
     counts = [fields.get(f"Retired Pages/{name}") for name in names]
-    known = [count for count in counts if count and count.value[:9].isdecimal()]
-    total = sum(int(count.value[:9]) for count in known)
+    counts_known = [count for count in counts if count and count.value[:9].isdecimal()]
+    total = sum(int(count.value[:9]) for count in counts_known)
     if total >= _MAX_RETIRED:
-        step = f"drain the node and return {who}: no more pages can be retired"
-        yield Finding("FAIL", who, "retired pages", f"{total}", f"below {_MAX_RETIRED}", step, text.file, known[0].line)
+        step = f"drain the node and return {gpu}: no more pages can be retired"
+        yield Finding(
+            "FAIL", gpu, "retired pages", f"{total}", f"below {_MAX_RETIRED}", step, text.file, counts_known[0].line
+        )
 
 
-def _pcie(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:
-    """A link below its maximum on a GPU that works; an idle one may lower its link, and is not accused of it."""
+def _pcie(text: Text, gpu: str, fields: _Fields) -> Iterator[Finding]:
+    """Find a PCIe link below its maximum on a busy GPU; an idle GPU may lower its link speed."""
     if _is_idle(fields):
         return
-    for check, now, most in _below_max(fields):
-        step = f"reseat {who} and its riser, then read lspci -vv (LnkSta) of every bridge above it"
-        yield Finding("FAIL", who, check, f"{now.value} under load", f"{most}, its Max", step, text.file, now.line)
+    for check, now, maximum in _below_max(fields):
+        step = f"reseat {gpu} and its riser, then read lspci -vv (LnkSta) of every bridge above it"
+        yield Finding("FAIL", gpu, check, f"{now.value} under load", f"{maximum}, its Max", step, text.file, now.line)
 
 
 def _below_max(fields: _Fields) -> Iterator[tuple[str, _Field, str]]:
     for name, check in (("PCIe Generation", "PCIe speed"), ("Link Width", "PCIe width")):
-        most = fields.get(f"PCI/GPU Link Info/{name}/Max")
+        maximum = fields.get(f"PCI/GPU Link Info/{name}/Max")
         now = fields.get(f"PCI/GPU Link Info/{name}/Current")
-        if most and now and most.value != now.value and not {"N/A", "Unknown Error"} & {most.value, now.value}:
-            yield check, now, most.value
+        if maximum and now and maximum.value != now.value and not {"N/A", "Unknown Error"} & {maximum.value, now.value}:
+            yield check, now, maximum.value
 
 
 def _is_idle(fields: _Fields) -> bool:
-    """Whether nothing shows that the GPU works (nvidia-smi(1), "GPU Link Info")."""
+    """Return True if the GPU may be idle (nvidia-smi(1), "GPU Link Info")."""
     state = fields.get("Performance State", _Field("P0", 0)).value
     reasons = (fields.get(f"Clocks {kind} Reasons/Idle", _Field("", 0)).value for kind in ("Event", "Throttle"))
     use = next((fields[name].value for name in ("Utilization/GPU", "Utilization/Gpu") if name in fields), "")
@@ -220,18 +222,18 @@ def _is_slow_idle(fields: _Fields) -> bool:
     return _is_idle(fields) and any(True for _ in _below_max(fields))
 
 
-def _power(text: Text, who: str, fields: _Fields) -> Iterator[Finding]:
+def _power(text: Text, gpu: str, fields: _Fields) -> Iterator[Finding]:
     for section in ("GPU Power Readings", "Power Readings"):
         limits = [fields.get(f"{section}/{name} Power Limit") for name in ("Current", "Default")]
-        now, usual = ((_watts(limit.value), limit) if limit else (None, None) for limit in limits)
-        if now[0] is not None and usual[0] is not None and now[0] < usual[0] and now[1] is not None:
+        now, default = ((_watts(limit.value), limit) if limit else (None, None) for limit in limits)
+        if now[0] is not None and default[0] is not None and now[0] < default[0] and now[1] is not None:
             yield Finding(
                 "WARN",
-                who,
+                gpu,
                 "power limit",
                 f"{now[0]:g} W",
-                f"{usual[0]:g} W, its default",
-                f"nvidia-smi -pl {usual[0]:g}, unless the site lowered it on purpose",
+                f"{default[0]:g} W, its default",
+                f"nvidia-smi -pl {default[0]:g}, unless the site lowered it on purpose",
                 text.file,
                 now[1].line,
             )
@@ -242,7 +244,7 @@ def _watts(value: str) -> float | None:
     return float(match[1]) if match else None
 
 
-def _count(text: Text, head: _Fields, listed: int) -> list[Finding]:
+def _missing_gpus(text: Text, head: _Fields, listed: int) -> list[Finding]:
     attached = head.get("Attached GPUs")
     if attached is None or not attached.value.isdecimal() or len(attached.value) > 6 or int(attached.value) <= listed:
         return []
@@ -271,8 +273,8 @@ def _traits(head: _Fields, gpus: Mapping[str, _Fields], names: Mapping[str, str]
     return traits
 
 
-# XML's names become those of the text: `sram_uncorrectable_parity` is `SRAM Uncorrectable Parity`. These do not follow
-# from their own words.
+# XML tags are converted to the names of the text form: `sram_uncorrectable_parity` to `SRAM Uncorrectable Parity`.
+# These are the exceptions from that rule.
 _XML_NAMES = {
     "pci_gpu_link_info": "GPU Link Info",
     "pcie_gen": "PCIe Generation",
@@ -302,7 +304,7 @@ _MAX_DEPTH = 24
 
 
 def _read_xml(text: Text) -> tuple[_Fields, dict[str, _Fields]]:
-    """Fields by the path that the text form has, above the GPUs and of each."""
+    """Read the fields by their path in the text form: those above the GPUs, and those of each GPU."""
     reader = _XmlReader(text)
     begin = text.content.find("<")
     try:
@@ -315,7 +317,7 @@ def _read_xml(text: Text) -> tuple[_Fields, dict[str, _Fields]]:
 
 
 class _XmlReader:
-    """The handlers of an XML parser that keeps no tree."""
+    """Handlers of a streaming XML parser."""
 
     def __init__(self, text: Text) -> None:
         self.text = text
@@ -362,7 +364,7 @@ class _XmlReader:
 
 
 def _text_name(tag: str) -> str:
-    """What the text form calls an element."""
+    """Convert an XML tag to the field name of the text form."""
     bare = _XML_PREFIX.sub("", tag)
     parts = (_XML_WORDS.get(part, part.capitalize()) for part in bare.split("_"))
     return _XML_NAMES.get(bare, " ".join(parts))

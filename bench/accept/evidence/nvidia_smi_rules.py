@@ -1,7 +1,7 @@
-"""What a field of `nvidia-smi -q` must not say, and what to do where it does.
+"""Rules for bad values of `nvidia-smi -q` fields, with the next step for each.
 
-The meaning of the fields: the manual nvidia-smi(1). Which memory errors ask for a reset or a return:
-docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt; correctable ones are no fault there and are none here.
+Meaning of the fields: the manual nvidia-smi(1). Memory errors that need a reset or a return:
+docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt; correctable errors are no fault there, and none here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from netlayer.verdict import Finding, Verdict
 
 
 class Rule(NamedTuple):
-    """`field` is a pattern for a path such as `Fabric/State`; `step` names the GPU by {}."""
+    """Rule for fields whose path (`Fabric/State`) matches the pattern `field`; `step` has {} for the GPU."""
 
     field: str
     is_bad: Callable[[str], bool]
@@ -46,12 +46,12 @@ _MANAGER = "read nvidia-fabricmanager's log on this node, then reset {}; see nvi
 _REASONS = "Clocks (?:Event|Throttle) Reasons/"
 _SLOW = _REASONS + ".*(HW (Thermal |Power Brake )?Slowdown|SW Thermal Slowdown)"
 
-# The first rule that fits a field counts; the last ones fit every field.
+# The first rule that matches a field counts; the last ones match every field.
 RULES = (
     Rule("ECC Errors/Volatile/.*(Uncorrectable|Double Bit)", _above_zero, "FAIL", "ECC errors since the reset",
-         "0 uncorrectable", _RESET + "; where they come again, return it"),
+         "0 uncorrectable", _RESET + "; if they recur, return it"),
     Rule("ECC Errors/Aggregate/[SD]RAM Uncorrectable", _above_zero, "WARN", "ECC errors in its life",
-         "0 uncorrectable", "watch {}: its rows were remapped; return it where they grow"),
+         "0 uncorrectable", "watch {}: its rows were remapped; return it if they grow"),
     Rule("ECC Errors/.*(SRAM Threshold Exceeded|Unrepairable Memory)", _says("Yes", "True"), "FAIL", "ECC state",
          "No", _RETURN),
     Rule("ECC Errors/(Channel|TPC) Repair Pending", _says("Yes"), "FAIL", "memory repair", "none pending", _RESET),
@@ -82,14 +82,14 @@ RULES = (
 )  # fmt: skip
 
 
-# A driver may answer single fields so on a healthy GPU ("Addressing Mode" of 535 does); a GPU that is gone answers most
-# of them so.
+# A driver may print this for single fields of a healthy GPU (535 does for "Addressing Mode"); for a lost GPU it prints
+# it for most fields.
 UNKNOWN = ("Unknown Error", "[Unknown Error]")
 MANY_UNKNOWN = 5
 
 
 class Line(NamedTuple):
-    """A line that any command of nvidia-smi prints where it cannot ask a GPU, or the driver; the bus id in group 1."""
+    """Error line of any nvidia-smi command that cannot reach a GPU or the driver; group 1 is the bus id."""
 
     pattern: re.Pattern[str]
     verdict: Verdict
@@ -119,9 +119,9 @@ _LINES = (
 
 
 def lost_gpus(text: Text) -> Iterator[Finding]:
-    """What nvidia-smi says in place of an answer: GPUs that it cannot reach, a driver that does not run."""
+    """Find error lines that nvidia-smi prints instead of an answer: unreachable GPUs, a driver that does not run."""
     for number, row in enumerate(text.lines, 1):
-        # What stands inside a table is a cell of its GPU, and is judged with it.
+        # Table cells are judged with their GPU.
         for line in () if row.lstrip().startswith("|") else _LINES:
             if match := line.pattern.search(row):
                 bus = match[1] if line.pattern.groups else None

@@ -1,7 +1,7 @@
-"""The table that `nvidia-smi` prints without options, and what any of its commands prints in place of an answer.
+"""Parser of the table of `nvidia-smi` without options, and of the error messages of all its commands.
 
-A table tells little: that a GPU answers, uncorrected memory errors since the driver loaded, `ERR!` where a sensor or
-the GPU does not answer. What it does not say (rows to be remapped, throttling, the fabric) is in `nvidia-smi -q`.
+The table tells only that a GPU answers, uncorrected memory errors since the driver was loaded, and `ERR!` for a sensor
+or GPU that does not answer. Row remapping, throttling and the fabric are in `nvidia-smi -q` only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOOK = "read nvidia-smi -q and the kernel log of this node"
 
 
 class _Row(NamedTuple):
-    """A GPU's lines of the table."""
+    """Table lines of one GPU."""
 
     line: int
     number: str
@@ -47,16 +47,16 @@ def is_text(content: str) -> bool:
 
 
 def is_error(content: str) -> bool:
-    """Whether it is what a command of nvidia-smi prints in place of an answer; to be asked when all others passed."""
-    # In a journal's JSON it is the kernel that says so.
+    """Return True for error output of any nvidia-smi command; call it after the other tests."""
+    # In the journal's JSON it is a kernel message.
     return not content.lstrip().startswith("{") and says_lost(content)
 
 
 def parse_text(text: Text) -> Log:
-    """One finding a GPU and fault, and the versions; with those of its other commands, where one file holds several.
+    """Return one finding for each GPU and fault, and versions; also for `topo -m` and `nvlink` in the same file.
 
     Raises:
-        ConfigError: the table breaks off, or names no GPU.
+        ConfigError: the table is truncated, or has no GPU.
     """
     head = _HEAD.search(text.content)
     findings = list(lost_gpus(text))
@@ -86,7 +86,7 @@ def parse_text(text: Text) -> Log:
 
 
 def _rows(text: Text) -> Iterator[_Row]:
-    """The GPUs of every table in the file; MIG devices and processes have tables of their own below."""
+    """Yield the GPUs of every table in the file, without the tables of MIG devices and processes below it."""
     lines, inside = text.lines, False
     for at, content in enumerate(lines):
         if _HEAD.search(content):

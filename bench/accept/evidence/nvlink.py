@@ -1,8 +1,8 @@
-"""`nvidia-smi nvlink`: links that are down (`-s`), and errors that they counted (`-e`, `-ec`).
+"""Parser of `nvidia-smi nvlink`: links that are down (`-s`), and their error counters (`-e`, `-ec`).
 
-Format: the manual nvidia-smi(1), nvlink: a line a GPU, below it a line a link with its speed or `<inactive>`, or its
-counters; one line of NVML's in place of them where no link is up. A card in a PCIe slot has links only where somebody
-put a bridge on it: there a link that is down is no fault by itself.
+Format: the manual nvidia-smi(1), nvlink: one line for each GPU; below it one line for each link with its speed,
+`<inactive>` or counters, or a single NVML message if no link is up. A card in a PCIe slot has links only with a bridge,
+so that an inactive link is no fault by itself.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ALL_DOWN = re.compile(r"Unable to retrieve NV[Ll]ink information as all links a
 _CUT = "the log was cut: take it again"
 _ACTIVE = re.compile(r"\d{1,6}(?:\.\d{1,6})? GB/s")
 _DOWN = ("<inactive>", "inactive", "<disabled>", "disabled")
-# Modules whose links are wired on their board; names with these words are cards in a slot.
+# Modules whose links are wired on the board; see also `_CARD`, names of cards in a slot.
 _WIRED = re.compile(r"SXM|HBM3|\bGH200\b|\bH200\b|\bG?B[23]00\b|\bH20\b")
-# Those that never come in fours or eights without NVSwitches or direct links between all; and those that are wired to
-# each other in part, so that a virtual machine with some of them sees links that lead nowhere.
+# Modules that always have NVSwitches or direct links between all if there are four or more; and modules with links
+# between some pairs only, so that a virtual machine with a part of them sees links without a peer.
 _SWITCHED = re.compile(r"HBM3|\bGH200\b|\bH200\b|\bG?B[23]00\b|\bH20\b")
 _PAIRWISE = re.compile(r"V100|P100")
 _CARD = re.compile(r"PCIe|PCIE|\bNVL\b")
@@ -36,10 +36,10 @@ _BRIDGE = "see whether {} has a bridge, and that it sits well: a card without on
 _FABRIC = "see whether this machine has NVSwitches (lspci) and nvidia-fabricmanager runs: no GPU of it has a link up"
 _PARTIAL = "see whether this is a part of a machine: links of {} to GPUs that it does not have are down; else reset {}"
 _WATCH = "reset the counters (-re), run a load and read them again; where they grow, reseat {} or look at its switch"
-# Counters that mean something where they are above zero, and how much; others (symbols, packets) count at all times.
+# Counters that are errors if above zero; others (symbols, packets) also count on healthy links.
 _BAD: tuple[tuple[re.Pattern[str], Verdict, str], ...] = (
     (re.compile(r"Link recovery failed"), "FAIL",
-     "drain the node and reset {}; where it comes again, reseat or return it"),
+     "drain the node and reset {}; if it recurs, reseat or return it"),
     (re.compile(r"Replay Errors|Recovery Errors|CRC (?:FLIT |Data )?Errors|ECC Errors|Local link integrity errors|"
                 r"Malformed packet errors|Buffer overrun errors|Rx (?:remote|General) [Ee]rrors|Total link recovery"),
      "WARN", _WATCH),
@@ -48,7 +48,7 @@ _BAD: tuple[tuple[re.Pattern[str], Verdict, str], ...] = (
 
 @dataclass
 class _Gpu:
-    """What stands below a GPU's line."""
+    """Links and counters of one GPU."""
 
     who: str
     name: str
@@ -62,7 +62,7 @@ class _Gpu:
 
     @property
     def is_wired(self) -> bool:
-        """Whether its links are on its board, so that they must be up where those of its peers are."""
+        """True if its links are wired on the board, so that they must be up if those of its peers are."""
         return bool(_WIRED.search(self.name)) and not _CARD.search(self.name)
 
 
@@ -71,10 +71,10 @@ def is_text(content: str) -> bool:
 
 
 def parse_text(text: Text) -> Log:
-    """Every GPU of the file.
+    """Judge every GPU of the file.
 
     Raises:
-        ConfigError: a link's line is neither a speed, inactive, nor a counter, or a GPU has no link.
+        ConfigError: a link's line has neither a speed, inactive, nor a counter, or a GPU has no link.
     """
     gpus = _read(text)
     if not gpus:
@@ -137,7 +137,7 @@ def _count(gpus: Sequence[_Gpu], counter: re.Match[str], line: int) -> None:
 
 
 def _check_whole(text: Text, gpus: Sequence[_Gpu]) -> None:
-    """A log that was cut has fewer lines of its last GPU than of each other one of that product."""
+    """Refuse a truncated log: its last GPU has fewer lines than every other GPU of the same product."""
     *others, last = gpus
     alike = [_num_lines(gpu) for gpu in others if gpu.name == last.name and not gpu.is_all_down]
     if alike and not last.is_all_down and _num_lines(last) < min(alike):
@@ -154,11 +154,11 @@ def _finding(text: Text, gpu: _Gpu, gpus: Sequence[_Gpu]) -> Finding:
         return Finding("PASS", gpu.who, "NVLink", f"{gpu.up} links up", "no link inactive", "", text.file, gpu.line)
     figure = f"link {', '.join(gpu.down)} inactive, {gpu.up} up" if gpu.down else "all links inactive"
     peers_up = any(other.up for other in gpus if other is not gpu and other.name == gpu.name)
-    # A query of one GPU (-i 6) says by its number that the node has more.
+    # A query of one GPU (-i 6) implies by its index that the node has more.
     num_gpus = max(len(gpus), int(gpu.who.removeprefix("GPU ")) + 1)
     verdict: Verdict | None
     if not gpu.is_wired:
-        # Nothing says that a card should have a bridge, unless its like on this node have one.
+        # A card need not have a bridge, unless its peers on this node have one.
         verdict, step = ("WARN" if gpu.up or peers_up else None), _BRIDGE
     elif _PAIRWISE.search(gpu.name) and (gpu.up or peers_up):
         verdict, step = "WARN", _PARTIAL
@@ -167,7 +167,7 @@ def _finding(text: Text, gpu: _Gpu, gpus: Sequence[_Gpu]) -> Finding:
     elif num_gpus >= MIN_PEERS and _SWITCHED.search(gpu.name):
         verdict, step = "FAIL", _FABRIC
     else:
-        # A module that is alone, or of a kind that is sold without NVSwitches too.
+        # A single module, or a product that is also sold without NVSwitches.
         verdict, step = ("WARN" if num_gpus > 1 else None), _FABRIC
     return Finding(
         verdict, gpu.who, "NVLink", figure, "no link inactive", step.replace("{}", gpu.who), text.file, gpu.line

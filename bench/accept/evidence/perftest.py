@@ -1,7 +1,7 @@
-"""perftest's tables: ib_write_bw, ib_read_bw, ib_send_bw, ib_atomic_bw and their *_lat, one or many in a file.
+"""Parser of perftest tables: ib_write_bw, ib_read_bw, ib_send_bw, ib_atomic_bw and their *_lat, one or more in a file.
 
-Format: github.com/linux-rdma/perftest, src/perftest_parameters.c. `MB/sec` there is 2**20 bytes, `Gb/sec` 1e9 bits.
-The tables do not name the node, so that a device is told from others by its file.
+Format: github.com/linux-rdma/perftest, src/perftest_parameters.c, where `MB/sec` is 2**20 bytes and `Gb/sec` 1e9 bits.
+The tables do not name the node, so devices of different nodes are distinguished by their files.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _SETTING = re.compile(r"(Device|Number of qps|Connection type|Mtu|Link type)\s*:
 _UNITS = {"MB/sec": 8 * 2**20 / 1e9, "MiB/sec": 8 * 2**20 / 1e9, "Gb/sec": 1.0}
 _NO_ERRORS = "a transfer without errors"
 _CABLE = (
-    "see that the other end lived to the end, and on RoCE that both ends have GIDs that meet (-x); swap then "
-    "cable and transceiver of {}, then its switch port; ibdiagnet or ethtool -S show its errors"
+    "check that the other end ran to the end, and on RoCE that the GIDs of both ends match (-x); then swap cable and "
+    "transceiver of {}, then its switch port; ibdiagnet or ethtool -S show its errors"
 )
-# What ended a run, and whom it speaks of: the first that fits counts. A status is one of ibv_wc_status: 12 and 13 say
-# that the other end did not answer in time, 9 to 11 that it refused what was asked for.
+# Error messages with verdict and next step; the first match counts. The status is ibv_wc_status: 12 and 13 mean that
+# the other end did not answer in time, 9 to 11 that it refused the operation.
 _FAILURES: tuple[tuple[re.Pattern[str], Verdict, str], ...] = (
     (re.compile(r"Failed status (?:9|10|11)\b"), "WARN",
      "run the same program with the same options (-a, -s, -m, --use_cuda) on both ends: the other end refused it"),
     (re.compile(r"Failed status \d+|Completion with error|wr_id \d+ syndrom"), "FAIL", _CABLE),
     (re.compile(r"Couldn't connect to|Unable to connect|Failed to connect|Unexpected CM event|connection refused|"
                 r"Couldn't read remote address|Failed to exchange data|rdma_(?:client|server) function", re.IGNORECASE),
-     "WARN", "see that the other end runs, and that no firewall stands between: {} itself was not measured"),
+     "WARN", "check that the other end runs, and that no firewall is between: {} itself was not measured"),
     (re.compile(r"Port number \d+ state is (?!Active)"), "WARN",
-     "look at ibstat: the port of {} is not active; name another device with -d where it is not meant to be used"),
+     "look at ibstat: the port of {} is not active; name another device with -d if it is not meant to be used"),
     (re.compile(r"IB device .{0,60} not found|Unable to find the .{0,40}device|Couldn't get (?:context|device)|"
                 r"Couldn't set the link layer", re.IGNORECASE), "WARN",
      "name a device that this node has with -d (ibstat -l)"),
@@ -45,7 +45,7 @@ _FAILURES: tuple[tuple[re.Pattern[str], Verdict, str], ...] = (
 )  # fmt: skip
 
 
-# What perftest alone says, where it ended before its head.
+# Messages that only perftest prints, for runs that ended before the table heading.
 _ERROR_ALONE = re.compile(
     r"Failed status \d+: wr_id|Port number \d+ state is |Couldn't connect to \S{1,80}:\d|"
     r"Couldn't get context for the device"
@@ -54,7 +54,7 @@ _ERROR_ALONE = re.compile(
 
 @dataclass
 class _Run:
-    """One table as it is being read."""
+    """Parser state of one table."""
 
     title: str
     line: int
@@ -83,10 +83,10 @@ def is_text(content: str) -> bool:
 
 
 def parse_text(text: Text) -> Log:
-    """Every table of the file.
+    """Parse every table of the file.
 
     Raises:
-        ConfigError: a row is broken, or a table has none.
+        ConfigError: a row is incomplete, or a table has no rows.
     """
     findings: list[Finding] = []
     runs: list[_Run] = []
@@ -94,7 +94,7 @@ def parse_text(text: Text) -> Log:
         if (title := _TITLE.fullmatch(row.strip())) is not None:
             runs.append(_Run(title[1].replace("RDMA ", "RDMA_"), line))
         elif runs or row.lstrip().startswith("#bytes"):
-            if not runs:  # the head of the output was cut off
+            if not runs:  # the beginning of the output is missing
                 runs.append(_Run("Latency Test" if "t_avg" in row or "t_typical" in row else "BW Test", line))
             _read_line(text, runs[-1], line, row)
         failure = next((one for one in _FAILURES if one[0].search(row)), None)
@@ -102,7 +102,7 @@ def parse_text(text: Text) -> Log:
             device = runs[-1].settings.get("Device", text.stem) if runs else text.stem
             step = failure[2].replace("{}", device)
             figure = row.strip()[:200]
-            # Without the head of the output nothing says whose cable it was.
+            # Without the beginning of the output, the device is not known.
             verdict = failure[1] if runs else "WARN"
             findings.append(Finding(verdict, device, "run", figure, _NO_ERRORS, step, text.file, line))
     _share_status(findings)
@@ -126,9 +126,9 @@ def parse_text(text: Text) -> Log:
 
 
 def _is_other_end(run: _Run, runs: list[_Run]) -> bool:
-    """Whether a table without rows is the other end of one that has them.
+    """Return True if a table without rows is the other end of one with rows.
 
-    Both ends in one file have a head each, and their lines may be mixed so that one of them gets all the rows.
+    If both ends wrote to one file, each has a heading, and their lines may be mixed so that one of them gets all rows.
     """
     return any(other.rows and other.title == run.title for other in runs)
 
@@ -144,7 +144,7 @@ def _share_status(findings: list[Finding]) -> None:
 def _read_line(text: Text, run: _Run, line: int, row: str) -> None:
     run.settings.update(_SETTING.findall(row))
     if row.lstrip().startswith("#bytes") and len(row) < 1000:
-        # Titles hold blanks (`BW average[MB/sec]`, `99% percentile[usec]`): they are told apart by their brackets.
+        # Titles contain blanks (`BW average[MB/sec]`, `99% percentile[usec]`), so they are split at their brackets.
         run.head = re.findall(r"#\w{1,20}|[\w%.]{1,20}(?: [a-z]{1,20})?\[[^\]]{0,20}\]", row)
         run.unit = next((unit for unit in _UNITS if f"BW average[{unit}]" in row), "")
         return
@@ -155,12 +155,12 @@ def _read_line(text: Text, run: _Run, line: int, row: str) -> None:
 
 
 def _row(text: Text, run: _Run, cells: list[str], line: int) -> tuple[int, float]:
-    """Bytes, and microseconds or Gb/s."""
-    wanted: tuple[str, ...]
-    wanted = ("t_typical[usec]", "t_avg[usec]") if run.is_latency else (f"BW average[{run.unit}]",)
-    column = next((run.head.index(title) for title in wanted if title in run.head), None)
+    """Return size in bytes, and latency in microseconds or bandwidth in Gb/s."""
+    columns: tuple[str, ...]
+    columns = ("t_typical[usec]", "t_avg[usec]") if run.is_latency else (f"BW average[{run.unit}]",)
+    column = next((run.head.index(title) for title in columns if title in run.head), None)
     if column is None:
-        raise text.damaged(line, "the head above this row must name one of " + ", ".join(wanted))
+        raise text.damaged(line, "the head above this row must name one of " + ", ".join(columns))
     value = number(cells[column]) if column < len(cells) and len(cells[0]) < 19 else None
     if value is None:
         raise text.damaged(line, f"a row breaks off: {len(run.head)} columns are expected")

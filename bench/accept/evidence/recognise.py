@@ -1,4 +1,4 @@
-"""Which tool wrote a file, told by its content alone: the name says nothing."""
+"""Recognition of the tool that wrote a file, by its content only."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ KNOWN = (
     "NCCL Inspector, the kernel's log"
 )
 UNKNOWN_FORM = "is of no known form"
-# The names that the JSON of a known tool holds; a tool may print warnings above its JSON.
+# Keys in the JSON of known tools; a tool may print warnings above its JSON.
 _JSON_MARKS = ('"nccl_version"', '"DCGM Diagnostic"', '"DCGM GPU Diagnostic"', '"nvbandwidth"')
 
 
-# Parsers that tell by themselves the lines of several processes in one file from each other.
-_OF_MANY: tuple[tuple[Callable[[str], bool], Callable[[Text], tuple[Log, ...]]], ...] = (
+# Parsers that separate the mixed lines of several processes themselves.
+_MULTI_RUN: tuple[tuple[Callable[[str], bool], Callable[[Text], tuple[Log, ...]]], ...] = (
     (nccl_tests.is_text, nccl_tests.parse_runs),
 )
 
 
 def parse(text: Text) -> Log:
-    """What the file says, by the first parser that knows its form; of several runs all as one.
+    """Parse a file with the first parser that recognises it; several runs are merged to one log.
 
     Raises:
-        ConfigError: no parser knows it, or it is damaged.
+        ConfigError: no parser recognises it, or it is damaged.
     """
     logs = parse_all(text)
     if len(logs) == 1:
@@ -83,43 +83,43 @@ def parse(text: Text) -> Log:
 
 
 def parse_all(text: Text) -> tuple[Log, ...]:
-    """Return one `Log` for each run that the file holds, and for each host whose lines are mixed in it.
+    """Return one `Log` for each run in the file, and for each host whose lines are mixed in it.
 
     Raises:
-        ConfigError: no parser knows the file, or it is damaged.
+        ConfigError: no parser recognises the file, or it is damaged.
     """
     if _is_json(text):
         return (_parse_json(text),)
-    for is_text, parse_runs in _OF_MANY:
+    for is_text, parse_runs in _MULTI_RUN:
         if is_text(text.body):
-            return tuple(_in_file(text, log) for log in parse_runs(text))
+            return tuple(_with_file_lines(text, log) for log in parse_runs(text))
     if kernel.is_system_log(text.content):
-        # Its reader knows the hosts and programs that stand before the lines.
+        # Its parser needs the prefixes with host and program.
         return (kernel.parse_text(text),)
     parts = text.streams()
     if len(parts) == 1:
-        return (_in_file(text, _parse_text(text)),)
+        return (_with_file_lines(text, _parse_text(text)),)
     logs: list[Log] = []
     refused: list[ConfigError] = []
     for part in parts:
         host, name = part.printed_by.host, part.printed_by.host or part.printed_by.task
         try:
-            log = _in_file(part, _parse_json(part) if _is_json(part) else _parse_text(part))
+            log = _with_file_lines(part, _parse_json(part) if _is_json(part) else _parse_text(part))
         except ConfigError as exc:
             if name:
                 refused.append(exc)
                 step = f"take it again on {name}"
-                lost = Finding("WARN", name, "log", str(exc)[:300], "a log of a known tool", step, text.file)
-                logs.append(Log("unknown", (lost,), host=host))
+                missing = Finding("WARN", name, "log", str(exc)[:300], "a log of a known tool", step, text.file)
+                logs.append(Log("unknown", (missing,), host=host))
             continue
-        logs.append(_named(log, part, host, name))
+        logs.append(_with_name(log, part, host, name))
     if all(log.kind == "unknown" for log in logs):
         raise refused[0]
     return tuple(logs)
 
 
-def _named(log: Log, part: Text, host: str, name: str) -> Log:
-    """The log with the name of whoever printed it, where the parser knew no better name than the file's."""
+def _with_name(log: Log, part: Text, host: str, name: str) -> Log:
+    """Return the log with its writer's name in all subjects, instead of the file's name."""
     if not name:
         return log
     return replace(
@@ -136,8 +136,8 @@ def _named(log: Log, part: Text, host: str, name: str) -> Log:
     )
 
 
-def _in_file(text: Text, log: Log) -> Log:
-    """The log with the numbers that its lines have in the file, where the text is a part of it."""
+def _with_file_lines(text: Text, log: Log) -> Log:
+    """Return the log with line numbers of the file, if its text is a part of the file."""
     if not text.numbers:
         return log
     return replace(
@@ -148,11 +148,11 @@ def _in_file(text: Text, log: Log) -> Log:
 
 
 def _is_json(text: Text) -> bool:
-    """Whether it is to be read as JSON: a log may begin with the settings of whoever wrote it, in braces too."""
+    """Return True if the text is to be parsed as JSON: not any "{", since a log may begin with settings in braces."""
     content = text.content
     if any(mark in content for mark in _JSON_MARKS):
         return True
-    return content.lstrip().startswith("{") and not any(is_text(text.body) for is_text, _ in (*_OF_MANY, *_TEXT))
+    return content.lstrip().startswith("{") and not any(is_text(text.body) for is_text, _ in (*_MULTI_RUN, *_TEXT))
 
 
 def _parse_json(text: Text) -> Log:

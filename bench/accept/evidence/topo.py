@@ -1,7 +1,7 @@
-"""`nvidia-smi topo -m`: a GPU that has fewer NVLinks, or is farther from its NIC, than the others of its node.
+"""Parser of `nvidia-smi topo -m`: finds GPUs with fewer NVLinks, or farther from their NIC, than the others of a node.
 
-Format: the manual nvidia-smi(1), topo. A machine with links between some pairs only (V100 cubes, bridged PCIe cards) is
-compared by the sum of links of each GPU: nobody is accused where no sum is the usual one.
+Format: the manual nvidia-smi(1), topo. Each GPU's sum of links is compared, since some machines have links between some
+pairs only (V100 cubes, bridged PCIe cards). If no sum is that of the majority, there is no finding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bench.accept.evidence.log import Log, Text
 from netlayer.verdict import MIN_PEERS, Finding, Verdict
 
 KIND = "nvidia-smi topo -m"
-# On a terminal the head is underlined.
+# On a terminal the heading is underlined.
 _HEAD = re.compile(r"^[^A-Za-z]{0,8}(?:\[4m)?GPU0\b.*(?:GPU\d|NIC\d|mlx5_\d|CPU Affinity)")
 _COLUMN = re.compile(r"GPU\d{1,4}|NIC\d{1,4}|mlx\d_\w{1,12}|CPU Affinity|NUMA Affinity|GPU NUMA ID")
 _CELL = re.compile(r"X|NV\d{1,3}|SYS|NODE|PHB|PXB|PIX|PSB|SOC|P2P|N/A")
@@ -29,16 +29,16 @@ def is_text(content: str) -> bool:
 
 
 def parse_text(text: Text) -> Log:
-    """Every GPU of the matrix.
+    """Judge every GPU of the matrix.
 
     Raises:
-        ConfigError: the matrix breaks off.
+        ConfigError: the matrix is truncated.
     """
     heads = ((at, _COLUMN.findall(line)) for at, line in enumerate(text.lines) if _HEAD.match(line))
     at, columns = next(heads, (0, []))
     gpus = [name for name in columns if name.startswith("GPU") and name[3:].isdecimal()]
     if not gpus:
-        raise text.damaged(1, "must hold a head with GPU0 and the columns beside it")
+        raise text.damaged(1, "must hold a heading with GPU0 and the columns next to it")
     if len({*columns}) < len(columns):
         raise text.damaged(at + 1, "must name each column once")
     text.check_rows(len(gpus) ** 2)
@@ -69,34 +69,41 @@ def parse_text(text: Text) -> Log:
 def _nvlinks(
     text: Text, gpus: list[str], rows: Mapping[str, Mapping[str, str]], line_of: Mapping[str, int]
 ) -> Iterator[Finding]:
-    """A GPU whose links are fewer than those that most of the others have."""
+    """Find GPUs with fewer links than most of the others."""
     sums = {
         gpu: sum(int(value[2:]) for other, value in rows[gpu].items() if other in gpus and value.startswith("NV"))
         for gpu in gpus
     }
-    usual, count = Counter(sums.values()).most_common(1)[0]
-    # The links of a GPU that lost its own are missing in the sums of all others too.
-    short = [gpu for gpu in gpus if sums[gpu] < usual]
+    usual_links, count = Counter(sums.values()).most_common(1)[0]
+    # If a GPU lost its links, they are missing in the sums of all others too.
+    short = [gpu for gpu in gpus if sums[gpu] < usual_links]
     if len(gpus) < MIN_PEERS or not short or 2 * count <= len(gpus) or 4 * len(short) > len(gpus):
         return
     for gpu in short:
-        who = f"GPU {gpu[3:]}"
+        gpu_name = f"GPU {gpu[3:]}"
         good = [one for one in gpus if one not in short]
         is_switched = all(rows[one][other].startswith("NV") for one in good for other in good if one != other)
         classes = Counter(value for other, value in rows[gpu].items() if other in gpus and value != "X")
         figure = ", ".join(f"{name} to {number}" for name, number in classes.most_common(3))
         verdict: Verdict
         verdict, step = ("FAIL", _LINKS) if is_switched and not sums[gpu] else ("WARN", _FEWER)
-        expected = f"{usual} NVLinks to the others, as {count} of {len(gpus)} GPUs have"
+        expected = f"{usual_links} NVLinks to the others, as {count} of {len(gpus)} GPUs have"
         yield Finding(
-            verdict, who, "NVLink topology", figure, expected, step.replace("{}", who), text.file, line_of[gpu]
+            verdict,
+            gpu_name,
+            "NVLink topology",
+            figure,
+            expected,
+            step.replace("{}", gpu_name),
+            text.file,
+            line_of[gpu],
         )
 
 
 def _nics(
     text: Text, gpus: list[str], rows: Mapping[str, Mapping[str, str]], line_of: Mapping[str, int]
 ) -> Iterator[Finding]:
-    """A GPU whose nearest NIC is farther away than that of most of the others."""
+    """Find GPUs whose nearest NIC is farther away than that of most of the others."""
     nearest = {
         gpu: min(
             (value for other, value in rows[gpu].items() if other not in gpus and value in _NEAR),
@@ -105,11 +112,13 @@ def _nics(
         )
         for gpu in gpus
     }
-    usual, count = Counter(nearest.values()).most_common(1)[0]
-    if len(gpus) < MIN_PEERS or not usual or 4 * count < 3 * len(gpus):
+    usual_distance, count = Counter(nearest.values()).most_common(1)[0]
+    if len(gpus) < MIN_PEERS or not usual_distance or 4 * count < 3 * len(gpus):
         return
     for gpu, value in nearest.items():
-        if value and _NEAR[value] > _NEAR[usual]:
-            who = f"GPU {gpu[3:]}"
-            expected = f"{usual}, as {count} of {len(gpus)} GPUs have"
-            yield Finding("WARN", who, "nearest NIC", value, expected, _AFFINITY.format(who), text.file, line_of[gpu])
+        if value and _NEAR[value] > _NEAR[usual_distance]:
+            gpu_name = f"GPU {gpu[3:]}"
+            expected = f"{usual_distance}, as {count} of {len(gpus)} GPUs have"
+            yield Finding(
+                "WARN", gpu_name, "nearest NIC", value, expected, _AFFINITY.format(gpu_name), text.file, line_of[gpu]
+            )

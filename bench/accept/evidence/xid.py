@@ -1,6 +1,6 @@
-"""XIDs and SXids: what NVIDIA's catalogue asks to be done about a message of its drivers.
+"""Recommended actions for XIDs and SXids, from NVIDIA's catalogue.
 
-The catalogue is data with its source: `xids.toml`. A number that it does not hold warns and never drains a node.
+The catalogue with its sources is in `xids.toml`. An unknown number is a WARN and never drains a node.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 
 from netlayer.verdict import Verdict
 
-_UNKNOWN_STEP = "look {} up in NVIDIA's current catalogue: ours does not hold it, so that nothing is asked for here"
+_UNKNOWN_STEP = "look {} up in NVIDIA's current catalogue: it is not in this project's copy"
 # `... changed from 0x0 (None) to 0x4 (Drain and Reset)`
 _RECOVERY = re.compile(r"recovery action changed from .{0,60}\(([\w /]{1,40})\)\s*$", re.IGNORECASE)
 _REGISTERS = re.compile(r"\(((?:0x[0-9a-fA-F]{1,8}(?:,\s?|\s|(?=\)))){1,8})\)")
 _NVLINK5_SEVERITY = re.compile(r"\b(Fatal|Nonfatal|Non-fatal)\b", re.IGNORECASE)
-# Its word is non-fatal, and the guide asks for a reset of all GPUs and NVSwitches.
+# The driver calls it non-fatal, but the guide asks for a reset of all GPUs and NVSwitches.
 _RESET_THOUGH_NON_FATAL = 19084
 _LINK_DOWN = re.compile(r"\bNETIR_LINK_(?:EVT|DOWN)\b")
 
 
 class Resolution(NamedTuple):
-    """What is asked for, `{}` in the step being the part; `bucket` is the catalogue's name for it, empty if unknown."""
+    """Recommended action; `{}` in the step is the part; `bucket` is the catalogue's category, empty if unknown."""
 
     verdict: Verdict
     bucket: str
@@ -33,11 +33,11 @@ class Resolution(NamedTuple):
 
 
 def resolve(code: int, message: str = "") -> Resolution:
-    """Return what an XID asks for.
+    """Return the recommended action for an XID.
 
     Args:
         code: its number.
-        message: what stands behind it in the log: XID 74, 144 to 150 and 154 are decided by their text.
+        message: text after it in the log, which decides on XID 74, 144 to 150 and 154.
     """
     catalogue = _catalogue()
     bucket = next((name for name, entry in catalogue["bucket"].items() if code in entry["codes"]), "")
@@ -53,7 +53,7 @@ def resolve(code: int, message: str = "") -> Resolution:
 
 
 def resolve_switch(code: int, severity: str = "") -> Resolution:
-    """Return what an SXid asks for; the driver's own word for its severity comes before the table's."""
+    """Return the recommended action for an SXid; the severity in the driver's message precedes the table's."""
     tables: Mapping[str, Mapping[str, Any]] = _catalogue()["sxid"]
     name = next((name for name, entry in tables.items() if code in entry["codes"]), "")
     by_word = {"fatal": "fatal", "non-fatal": "non_fatal", "nonfatal": "non_fatal"}.get(severity.lower(), "")
@@ -67,7 +67,7 @@ def resolve_switch(code: int, severity: str = "") -> Resolution:
 
 
 def num_known() -> int:
-    """Return how many XIDs the catalogue holds."""
+    """Return the number of XIDs in the catalogue."""
     return sum(len(entry["codes"]) for entry in _catalogue()["bucket"].values())
 
 
@@ -81,12 +81,12 @@ def _recovery(catalogue: Mapping[str, Any], bucket: str, message: str) -> Resolu
 
 
 def _is_quiet(catalogue: Mapping[str, Any], bucket: str, message: str) -> bool:
-    """Whether the message of a link's error says by itself that the GPU can stay in service."""
+    """Return True if the message of an NVLink error tells that the GPU can stay in service."""
     registers = _REGISTERS.search(message)
     values = [int(word, 16) for word in re.split(r"[,\s]+", registers[1].strip())] if registers else []
     if bucket == "WORKFLOW_NVLINK_ERR":
-        quiet = {int(at): sum(1 << bit for bit in bits) for at, bits in catalogue["nvlink4"]["quiet_bits"].items()}
-        return any(values) and not any(value & ~quiet.get(at, 0) for at, value in enumerate(values))
+        quiet_bits = {int(at): sum(1 << bit for bit in bits) for at, bits in catalogue["nvlink4"]["quiet_bits"].items()}
+        return any(values) and not any(value & ~quiet_bits.get(at, 0) for at, value in enumerate(values))
     severity = _NVLINK5_SEVERITY.search(message)
     if severity is None or severity[1].lower() != "fatal":
         return True

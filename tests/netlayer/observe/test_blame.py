@@ -1,4 +1,4 @@
-"""Who is to blame: in random jobs with a planted fault, in small ones made by hand, and in real dumps of two ranks."""
+"""Culprits of hung jobs: random jobs with an injected fault, small hand-made ones, and real dumps of two ranks."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_the_planted_rank_is_accused_and_nobody_else(kind: FaultKind, tmp_path: Path) -> None:
+def test_only_the_rank_with_the_injected_fault_is_named(kind: FaultKind, tmp_path: Path) -> None:
     for seed in SEEDS:
         world = random_world(seed, kind)
-        found = read_files(write_dumps(world, tmp_path / str(seed), seed, "json" if seed % 2 else "pickle"))
+        blame = read_files(write_dumps(world, tmp_path / str(seed), seed, "json" if seed % 2 else "pickle"))
         assert world.fault is not None
-        assert found.culprits == (world.fault.rank,), (seed, [finding.line for finding in found.findings])
-        assert all(finding.kind == _EXPECTED.get(kind, finding.kind) for finding in found.findings)
-        assert world.fault.rank not in found.findings[0].waiting
+        assert blame.culprits == (world.fault.rank,), (seed, [finding.line for finding in blame.findings])
+        assert all(finding.kind == _EXPECTED.get(kind, finding.kind) for finding in blame.findings)
+        assert world.fault.rank not in blame.findings[0].waiting
 
 
-def test_a_healthy_job_is_not_accused(tmp_path: Path) -> None:
+def test_a_healthy_job_has_no_findings(tmp_path: Path) -> None:
     for seed in SEEDS:
-        found = read_files(write_dumps(random_world(seed, None), tmp_path / str(seed), seed))
-        assert not found.findings
-        assert not found.groups
+        blame = read_files(write_dumps(random_world(seed, None), tmp_path / str(seed), seed))
+        assert not blame.findings
+        assert not blame.groups
 
 
 def test_random_jobs_have_orders_that_differ_between_groups() -> None:
@@ -68,7 +68,7 @@ def test_random_jobs_have_orders_that_differ_between_groups() -> None:
 
 
 def _job(groups: dict[str, tuple[int, ...]], ranks: dict[int, list[tuple[str, str, int, bool]]]) -> Blame:
-    """Of launches as (group, kind, number of elements, whether complete), in order."""
+    """Diagnose a job, given each rank's launches in order as (group, kind, number of elements, is complete)."""
     logs = {}
     for rank, launches in ranks.items():
         logs[rank] = log = RankLog(rank, f"trace_{rank}")
@@ -84,7 +84,7 @@ def _job(groups: dict[str, tuple[int, ...]], ranks: dict[int, list[tuple[str, st
 
 
 def test_a_victim_of_a_victim_is_no_culprit() -> None:
-    found = _job(
+    blame = _job(
         {"a": (0, 1), "b": (1, 2), "c": (2, 3)},
         {
             0: [("a", "all_reduce", 4, False)],
@@ -93,32 +93,32 @@ def test_a_victim_of_a_victim_is_no_culprit() -> None:
             3: [],
         },
     )
-    assert found.culprits == (3,)
-    assert found.findings[0].waiting == (0, 1, 2)
-    assert "rank 3 has not arrived at all_reduce #1 ([4] Float) of group c (ranks 2,3)" in found.findings[0].line
-    assert len(found.groups) == 3
+    assert blame.culprits == (3,)
+    assert blame.findings[0].waiting == (0, 1, 2)
+    assert "rank 3 has not arrived at all_reduce #1 ([4] Float) of group c (ranks 2,3)" in blame.findings[0].line
+    assert len(blame.groups) == 3
 
 
 def test_two_that_differ_from_each_other_alone_are_both_named() -> None:
-    found = _job({"a": (0, 1)}, {0: [("a", "all_reduce", 4, False)], 1: [("a", "all_reduce", 8, False)]})
-    assert found.culprits == (0, 1)
-    assert not found.findings[0].certain
-    assert "nothing tells which is wrong" in found.findings[0].line
+    blame = _job({"a": (0, 1)}, {0: [("a", "all_reduce", 4, False)], 1: [("a", "all_reduce", 8, False)]})
+    assert blame.culprits == (0, 1)
+    assert not blame.findings[0].certain
+    assert "nothing tells which is wrong" in blame.findings[0].line
 
 
-def test_a_circle_of_two_names_both() -> None:
-    found = _job({"a": (0, 1), "b": (0, 1)}, {0: [("a", "all_reduce", 4, False)], 1: [("b", "all_reduce", 4, False)]})
-    assert (found.findings[0].kind, found.culprits, found.findings[0].certain) == ("order", (0, 1), False)
+def test_a_wait_cycle_of_two_names_both() -> None:
+    blame = _job({"a": (0, 1), "b": (0, 1)}, {0: [("a", "all_reduce", 4, False)], 1: [("b", "all_reduce", 4, False)]})
+    assert (blame.findings[0].kind, blame.culprits, blame.findings[0].certain) == ("order", (0, 1), False)
 
 
 def test_two_that_wait_for_each_other_are_named_with_what_each_waits_in() -> None:
-    found = _job(
+    blame = _job(
         {"a": (0, 1), "b": (0, 1, 2)},
         {0: [("a", "recv", 4, False)], 1: [("b", "all_reduce", 4, False)], 2: [("b", "all_reduce", 4, False)]},
     )
-    assert (found.findings[0].kind, found.culprits, found.findings[0].certain) == ("order", (0, 1), False)
-    assert "rank 0 in recv #1 ([4] Float) of group a (ranks 0,1) for rank 1" in found.findings[0].line
-    assert "rank 1 in all_reduce #1 ([4] Float) of group b (ranks 0-2) for rank 0" in found.findings[0].line
+    assert (blame.findings[0].kind, blame.culprits, blame.findings[0].certain) == ("order", (0, 1), False)
+    assert "rank 0 in recv #1 ([4] Float) of group a (ranks 0,1) for rank 1" in blame.findings[0].line
+    assert "rank 1 in all_reduce #1 ([4] Float) of group b (ranks 0-2) for rank 0" in blame.findings[0].line
 
 
 def _launched(*keys: str) -> list[tuple[str, str, int, bool]]:
@@ -126,35 +126,35 @@ def _launched(*keys: str) -> list[tuple[str, str, int, bool]]:
 
 
 def test_groups_launched_the_other_way_round_are_named_though_all_have_launched() -> None:
-    found = _job({"a": (0, 1), "b": (0, 1)}, {0: _launched("a", "b"), 1: _launched("b", "a")})
-    assert (found.findings[0].kind, found.culprits, found.findings[0].certain) == ("order", (0, 1), False)
-    line = found.findings[0].line
+    blame = _job({"a": (0, 1), "b": (0, 1)}, {0: _launched("a", "b"), 1: _launched("b", "a")})
+    assert (blame.findings[0].kind, blame.culprits, blame.findings[0].certain) == ("order", (0, 1), False)
+    line = blame.findings[0].line
     assert "rank 0 launched all_reduce #1 of group a (ranks 0,1) before all_reduce #1 of group b (ranks 0,1)" in line
     assert "rank 1 launched all_reduce #1 of group b (ranks 0,1) before all_reduce #1 of group a (ranks 0,1)" in line
 
 
-def test_of_two_orders_that_of_most_ranks_is_the_right_one() -> None:
+def test_the_launch_order_of_the_minority_is_wrong() -> None:
     orders = {rank: _launched("a", "b") for rank in (0, 1, 3)} | {2: _launched("b", "a")}
-    found = _job({"a": (0, 1, 2, 3), "b": (0, 1, 2, 3)}, orders)
-    assert (found.findings[0].kind, found.culprits, found.findings[0].certain) == ("order", (2,), True)
-    assert found.findings[0].waiting == (0, 1, 3)
+    blame = _job({"a": (0, 1, 2, 3), "b": (0, 1, 2, 3)}, orders)
+    assert (blame.findings[0].kind, blame.culprits, blame.findings[0].certain) == ("order", (2,), True)
+    assert blame.findings[0].waiting == (0, 1, 3)
 
 
-def test_where_most_ranks_have_changed_their_order_nobody_is_accused_alone() -> None:
+def test_no_single_rank_is_named_if_most_ranks_changed_their_order() -> None:
     before = [("a", "all_reduce", 4, True), ("b", "all_reduce", 4, True)]
     orders = {rank: [*before, *_launched("b", "a")] for rank in (0, 1, 3)} | {2: [*before, *_launched("a", "b")]}
-    found = _job({"a": (0, 1, 2, 3), "b": (0, 1, 2, 3)}, orders)
-    assert (found.culprits, found.findings[0].certain) == ((0, 1, 2, 3), False)
-    assert "in the rounds before all launched them as rank 2 did" in found.findings[0].line
+    blame = _job({"a": (0, 1, 2, 3), "b": (0, 1, 2, 3)}, orders)
+    assert (blame.culprits, blame.findings[0].certain) == ((0, 1, 2, 3), False)
+    assert "in the rounds before all launched them as rank 2 did" in blame.findings[0].line
 
 
 def test_three_groups_in_a_circle_of_orders_are_named() -> None:
-    found = _job(
+    blame = _job(
         {"a": (0, 2), "b": (0, 1), "c": (1, 2)},
         {0: _launched("a", "b"), 1: _launched("b", "c"), 2: _launched("c", "a")},
     )
-    assert (found.findings[0].kind, found.culprits, found.findings[0].certain) == ("order", (0, 1, 2), False)
-    assert found.findings[0].line.endswith("each holds up the next")
+    assert (blame.findings[0].kind, blame.culprits, blame.findings[0].certain) == ("order", (0, 1, 2), False)
+    assert blame.findings[0].line.endswith("each holds up the next")
 
 
 def test_collectives_that_both_run_hold_each_other_up_in_no_order() -> None:
@@ -163,8 +163,8 @@ def test_collectives_that_both_run_hold_each_other_up_in_no_order() -> None:
         return RankLog(rank, "", launches)
 
     groups = {key: Group(key, key, key, (0, 1)) for key in "ab"}
-    found = diagnose(Evidence(groups, {0: log(0, "a", "b"), 1: log(1, "b", "a")}, range(2)))
-    assert {finding.kind for finding in found.findings} == {"stalled"}
+    blame = diagnose(Evidence(groups, {0: log(0, "a", "b"), 1: log(1, "b", "a")}, range(2)))
+    assert {finding.kind for finding in blame.findings} == {"stalled"}
 
 
 @pytest.mark.parametrize(("numbers", "kind"), [((1, 2), "order"), ((1, 1), "stalled")])
@@ -179,15 +179,15 @@ def test_a_batch_of_sends_and_receives_has_no_order(numbers: tuple[int, int], ki
 
     groups = {key: Group(key, key, key, (0, 1), sender) for key, sender in (("0->1", 0), ("1->0", 1))}
     logs = {0: log(0, ("0->1", "send"), ("1->0", "recv")), 1: log(1, ("1->0", "send"), ("0->1", "recv"))}
-    found = diagnose(Evidence(groups, logs, range(2)))
-    assert {finding.kind for finding in found.findings} == {kind}
+    blame = diagnose(Evidence(groups, logs, range(2)))
+    assert {finding.kind for finding in blame.findings} == {kind}
 
 
 def test_a_rank_that_alone_has_not_completed_an_older_collective_is_worth_a_note() -> None:
     launches = {rank: [("a", "all_reduce", 4, rank != 1), ("a", "all_reduce", 4, False)] for rank in range(3)}
-    found = _job({"a": (0, 1, 2)}, launches)
-    assert found.culprits == ()
-    assert found.notes == [
+    blame = _job({"a": (0, 1, 2)}, launches)
+    assert blame.culprits == ()
+    assert blame.notes == [
         "on rank 1 all_reduce #1 of group a (ranks 0-2) is not complete, on its peers it is: "
         "look at its GPU as well (Xid, ECC)"
     ]
@@ -195,9 +195,9 @@ def test_a_rank_that_alone_has_not_completed_an_older_collective_is_worth_a_note
     assert _job({"a": (0, 1, 2)}, one_way).notes == []
 
 
-def test_where_everybody_has_arrived_nobody_is_accused() -> None:
-    found = _job({"a": (0, 1)}, {rank: [("a", "all_reduce", 4, False)] for rank in (0, 1)})
-    assert (found.findings[0].kind, found.culprits) == ("stalled", ())
+def test_no_rank_is_named_if_all_have_arrived() -> None:
+    blame = _job({"a": (0, 1)}, {rank: [("a", "all_reduce", 4, False)] for rank in (0, 1)})
+    assert (blame.findings[0].kind, blame.culprits) == ("stalled", ())
 
 
 @pytest.mark.parametrize(
@@ -205,14 +205,14 @@ def test_where_everybody_has_arrived_nobody_is_accused() -> None:
     [(("_allgather_base", 4), ("all_gather_into_tensor", 4)), (("all_to_all", 4), ("all_to_all", 8))],
 )
 def test_spellings_and_uneven_parts_are_no_mismatch(one: tuple[str, int], other: tuple[str, int]) -> None:
-    found = _job({"a": (0, 1)}, {0: [("a", *one, False)], 1: [("a", *other, False)]})
-    assert found.findings[0].kind == "stalled"
+    blame = _job({"a": (0, 1)}, {0: [("a", *one, False)], 1: [("a", *other, False)]})
+    assert blame.findings[0].kind == "stalled"
 
 
-def test_a_dump_that_is_missing_is_not_accused_where_somebody_else_is_late() -> None:
-    found = _job({"a": (0, 1, 2)}, {0: [("a", "all_reduce", 4, False)], 1: []})
-    assert found.culprits == (1,)
-    assert found.notes == ["no dump of rank 2"]
+def test_a_rank_without_a_dump_is_not_named_if_another_one_is_late() -> None:
+    blame = _job({"a": (0, 1, 2)}, {0: [("a", "all_reduce", 4, False)], 1: []})
+    assert blame.culprits == (1,)
+    assert blame.notes == ["no dump of rank 2"]
 
 
 def test_real_dumps_of_gloo_ranks(tmp_path: Path) -> None:
@@ -222,10 +222,10 @@ def test_real_dumps_of_gloo_ranks(tmp_path: Path) -> None:
     ]
     assert [rank.wait(180) for rank in ranks] == [0, 0]
     for prefix in ("trace", "json"):
-        found = read_files(sorted(tmp_path.glob(f"{prefix}_*")))
-        assert found.culprits == (1,)
-        assert "has not arrived at all_reduce #2 ([4] Float) of group 1:dp (ranks 0,1)" in found.findings[0].line
-        assert "or waits in a send or receive" in found.findings[0].line
-        assert found.notes == [
+        blame = read_files(sorted(tmp_path.glob(f"{prefix}_*")))
+        assert blame.culprits == (1,)
+        assert "has not arrived at all_reduce #2 ([4] Float) of group 1:dp (ranks 0,1)" in blame.findings[0].line
+        assert "or waits in a send or receive" in blame.findings[0].line
+        assert blame.notes == [
             "gloo's dumps hold no send and no receive (one rank has done at least 1): who waits in one is not seen"
         ]

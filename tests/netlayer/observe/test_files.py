@@ -125,9 +125,9 @@ def test_a_healthy_job_ends_with_0(tmp_path: Path) -> None:
     [(_HEALTHY, (), ""), (_LATE, (5,), "launched 649, others 650"), (_DEAD, (7,), "does not answer")],
 )
 def test_the_text_of_ras(text: str, ranks: tuple[int, ...], says: str, tmp_path: Path) -> None:
-    found = read_files([_write(tmp_path, text)])
-    assert found.culprits == ranks
-    assert all(says in finding.line for finding in found.findings)
+    blame = read_files([_write(tmp_path, text)])
+    assert blame.culprits == ranks
+    assert all(says in finding.line for finding in blame.findings)
 
 
 def test_the_json_of_ras_follows_waits_over_communicators(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def test_reports_of_our_watch(tmp_path: Path) -> None:
         report = Report(rank, 1, f"h{rank}", 4, doing, {"dp@1": GroupProgress(launched, recent)})
         files.append(tmp_path / f"report_{rank}.json")
         files[-1].write_text(report.to_json() + "\n")
-    found = read_files(files)
-    assert found.culprits == (1,)
-    assert "is in loop.py:88 in load; host h1" in found.findings[0].line
+    blame = read_files(files)
+    assert blame.culprits == (1,)
+    assert "is in loop.py:88 in load; host h1" in blame.findings[0].line
     together = _write(tmp_path, "".join(file.read_text() for file in files))
     assert read_files([together]).culprits == (1,)
 
@@ -374,9 +374,9 @@ def test_damaged_fields_are_one_error_or_a_verdict(dumps: list[Path], tmp_path: 
 
 
 def _read_or_refuse(paths: list[Path]) -> None:
-    said = ""
+    message = ""
     try:
         read_files(paths)
     except ConfigError as exc:
-        said = str(exc)
-    assert "\n" not in said
+        message = str(exc)
+    assert "\n" not in message

@@ -1,4 +1,4 @@
-"""What RAS says, in the forms of NCCL 2.24 to 2.32 and RCCL; all numbers, hosts and processes are made up."""
+"""RAS output in the formats of NCCL 2.24 to 2.32 and RCCL; all numbers, hosts and processes are made up."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _text(warnings: str = "", errors: str = "") -> str:
 
 
 def _rank(number: int, count: int, **status: Any) -> dict[str, Any]:
-    """A rank of one communicator: a process of its own on one host."""
+    """JSON of one rank of a communicator, in its own process on one host."""
     plain = {"init_state": 0, "async_error": 0, "finalize_called": False, "destroy_flag": False, "abort_flag": False}
     return {
         "rank": number,
@@ -135,7 +135,7 @@ def test_states_are_no_counts(tmp_path: Path) -> None:
     assert any("communicator #0-1 (2) is being torn down" in note for note in blame.notes)
 
 
-def test_a_rank_that_still_initializes_is_said(tmp_path: Path) -> None:
+def test_a_rank_that_still_initializes_is_named(tmp_path: Path) -> None:
     blame = _blame(tmp_path, _json([_rank(0, 0), _rank(1, 0), _rank(2, 0, init_state=7)]))
     assert (blame.culprits, blame.findings[0].certain) == ((2,), False)
     assert "still initialize" in blame.findings[0].line
@@ -171,7 +171,7 @@ def test_missing_ranks(errors: str, ranks: tuple[int, ...], tmp_path: Path) -> N
         assert "process 505 on node 10.1.0.2 managing GPU 1 does not answer" in blame.findings[0].line
 
 
-def test_who_reports_a_remote_error_is_a_victim(tmp_path: Path) -> None:
+def test_the_rank_that_reports_a_remote_error_is_a_victim(tmp_path: Path) -> None:
     errors = """#0-0 (1) ERROR
   Asynchronous errors on 3 ranks
   2 ranks reported Remote process error
@@ -189,10 +189,10 @@ def test_who_reports_a_remote_error_is_a_victim(tmp_path: Path) -> None:
     assert own.culprits == (1,)
 
 
-def test_the_comma_that_2_28_leaves_out_is_put_back(tmp_path: Path) -> None:
-    gone = {"rank": 1, "host": "10.1.0.1", "pid": 501, "cuda_dev": 1, "nvml_dev": 1}
-    gone["status"] = {"unresponsive": True, "considered_dead": False}
-    content = _json([_rank(0, 4)], size=2, missing_ranks=[gone])
+def test_the_comma_that_nccl_2_28_omits_is_inserted(tmp_path: Path) -> None:
+    missing = {"rank": 1, "host": "10.1.0.1", "pid": 501, "cuda_dev": 1, "nvml_dev": 1}
+    missing["status"] = {"unresponsive": True, "considered_dead": False}
+    content = _json([_rank(0, 4)], size=2, missing_ranks=[missing])
     broken = content.replace('"nvml_dev": 1,\n          "status"', '"nvml_dev": 1\n          "status"')
     assert broken != content
     for text in (content, broken):
@@ -205,13 +205,13 @@ def test_without_a_list_the_missing_ranks_are_those_that_are_not_there(tmp_path:
 
 
 def test_a_reachable_rank_that_is_no_member_is_not_dead(tmp_path: Path) -> None:
-    left = {**_rank(3, 0), "status": {"unresponsive": False, "considered_dead": False}}
-    del left["collective_counts"]
+    former_member = {**_rank(3, 0), "status": {"unresponsive": False, "considered_dead": False}}
+    del former_member["collective_counts"]
     running = [_rank(0, 4), _rank(1, 4), _rank(2, 4)]
-    blame = _blame(tmp_path, _json(running, size=4, missing_ranks=[left]))
+    blame = _blame(tmp_path, _json(running, size=4, missing_ranks=[former_member]))
     assert (blame.findings[0].kind, blame.culprits, blame.findings[0].certain) == ("error", (3,), False)
     closing = [_rank(0, 4, finalize_called=True), *running[1:]]
-    assert not _blame(tmp_path, _json(closing, size=4, missing_ranks=[left])).findings
+    assert not _blame(tmp_path, _json(closing, size=4, missing_ranks=[former_member])).findings
 
 
 def test_two_answers_tell_a_hang_from_a_job_that_runs(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_an_answer_that_breaks_off_or_never_came(tmp_path: Path) -> None:
         _blame(tmp_path, "read socket: Connection reset by peer\n")
 
 
-def test_what_a_launcher_puts_before_every_line_is_passed_over(tmp_path: Path) -> None:
+def test_the_prefix_that_a_launcher_puts_before_every_line_is_skipped(tmp_path: Path) -> None:
     errors = "#0-0 (1) INCOMPLETE\n  Missing communicator data from 1 rank\n  The missing rank: 3\n"
     content = "".join(f"[pod/worker-0] {line}\n" for line in _text(errors=errors).splitlines())
     assert _blame(tmp_path, content).culprits == (3,)
