@@ -19,10 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.adamw import adamw
 
 from collectives.product import add_product, multiply
+from collectives.triton_support import HAS_TRITON
 from collectives.tuned_product import can_tune
 from trainer.ops.activation import bias_gelu, swiglu
 from trainer.ops.attention import attention, flex_window, window_mask
-from trainer.ops.backend import HAS_TRITON, Operators, uses_triton
+from trainer.ops.backend import Operators, uses_triton
 from trainer.ops.loss import linear_cross_entropy
 from trainer.ops.norm import add_norm
 

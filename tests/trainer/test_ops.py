@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from collectives.triton_support import HAS_TRITON
 from netlayer.config import ModelConfig
 from netlayer.errors import ConfigError
 from trainer.model import build_model
 from trainer.ops.activation import bias_gelu, swiglu
-from trainer.ops.backend import HAS_TRITON, Operators, check_operators, operator, uses_triton
+from trainer.ops.backend import Operators, check_operators, operator, uses_triton
 from trainer.ops.norm import add_norm
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from collectives import ShardedDataParallel
 from collectives.bucket import Bucket, plan_buckets
+from collectives.triton_support import HAS_TRITON
 from netlayer.config import OptimizerConfig
-from trainer.ops.backend import HAS_TRITON, Operators
+from trainer.ops.backend import Operators
 from trainer.optim import build_adamw
 from trainer.parallel import Optimizers
 

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.ops.backend import HAS_TRITON, Operators, as_rows, uses_triton
+from collectives.triton_support import HAS_TRITON
+from trainer.ops.backend import Operators, as_rows, uses_triton
 
 if HAS_TRITON:
     from trainer.ops.activation_kernels import gelu_backward, gelu_forward, swiglu_backward, swiglu_forward

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from trainer.ops.backend import IS_INTERPRETED, num_programs, operator
+from collectives.triton_support import IS_INTERPRETED
+from trainer.ops.backend import num_programs, operator
 from trainer.ops.sum_kernels import sum_programs
 
 _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)  # which has no library of the device

@@ -19,8 +19,9 @@ from torch.autograd.function import once_differentiable
 from collectives.product import multiply, weight_gradient
 from collectives.slot import SlotSource, slot_source
 from collectives.tensor import join_by_torch
+from collectives.triton_support import HAS_TRITON
 from collectives.tuned_product import can_tune
-from trainer.ops.backend import HAS_TRITON, Operators, as_rows, chooses_products, uses_triton
+from trainer.ops.backend import Operators, as_rows, chooses_products, uses_triton
 
 if HAS_TRITON:
     from trainer.ops.join_kernels import MOST_PARTS, join_and_sum

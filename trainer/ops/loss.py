@@ -23,8 +23,9 @@ from torch.autograd.function import once_differentiable
 from collectives.exchange import TensorExchange
 from collectives.product import add_product, multiply
 from collectives.slot import slot_source
+from collectives.triton_support import HAS_TRITON
 from netlayer.workload.memory import KERNEL_LOGITS_ROWS, LOGITS_ROWS
-from trainer.ops.backend import HAS_TRITON, Operators, chooses_products, uses_triton
+from trainer.ops.backend import Operators, chooses_products, uses_triton
 
 if HAS_TRITON:
     from trainer.ops.loss_kernels import put_gradient, softmax_statistics

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainer.ops.backend import HAS_TRITON, Operators, sums_narrowly, uses_triton
+from collectives.triton_support import HAS_TRITON
+from trainer.ops.backend import Operators, sums_narrowly, uses_triton
 
 if HAS_TRITON:
     from trainer.ops.norm_kernels import norm_backward, norm_forward

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 
 from collectives.sharded import ShardedDataParallel
+from collectives.triton_support import HAS_TRITON
 from netlayer.config import OptimizerConfig
-from trainer.ops.backend import HAS_TRITON, Operators, uses_triton
+from trainer.ops.backend import Operators, uses_triton
 
 if HAS_TRITON:
     from trainer.optim.shard_adamw import ShardAdamW
