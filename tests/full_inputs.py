@@ -5,6 +5,7 @@ A fabric's configurations and flows, HPCC's files, dumps of a job that hangs, lo
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -39,7 +40,9 @@ def _fabric() -> None:
     pairs = zip(hosts, hosts[len(hosts) // 2 :] + hosts[: len(hosts) // 2], strict=True)
     rows = [f"{source},{target},1e6" for source, target in pairs]
     Path("flows.csv").write_text("\n".join(["src,dst,bytes", *rows, ""]), encoding="utf-8")
-    shutil.copy(sorted(Path("configs").iterdir())[0], "config_db.json")
+    ports = {f"Ethernet{8 * number}": {"speed": "400000", "mtu": "9100"} for number in range(4)}
+    switch = {"DEVICE_METADATA": {"localhost": {"hostname": "tor0", "type": "ToRRouter"}}, "PORT": ports}
+    Path("config_db.json").write_text(json.dumps(switch), encoding="utf-8")
 
 
 def _simulator() -> None:
