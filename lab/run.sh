@@ -61,5 +61,6 @@ trap 'kill "$machine" 2>/dev/null || true; wait "$machine" 2>/dev/null || true; 
 wait "$machine" || true
 rm -f "$out/initrd"
 trap - INT TERM
-[ -s "$out/exit_code" ] || fail "the virtual machine ended before its command did" "see what it printed above" 1
+other=; [ "$vm" = qemu ] || other=', or take the other machine: lab/build.sh qemu, then NETLAYER_LAB_VM=qemu'
+[ -s "$out/exit_code" ] || fail "the virtual machine ended before its command did" "see what it printed above$other" 1
 exit "$(cat "$out/exit_code")"
