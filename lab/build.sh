@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Build the lab's virtual machine: a User-Mode Linux kernel with rdma_rxe built in, and a small Debian root file system.
 #
-# usage: lab/build.sh [kernel|root|python|all|qemu]    all is the default; each part is kept and built once
+# usage: lab/build.sh [kernel|root|python|all|qemu]    each part is kept and built once
 #
-# `qemu` is for hosts where the kernel cannot be compiled: QEMU and Debian's own kernel in its place, three parts slower.
+# The default is `all`, or `qemu` where the processor has AMX (see machine.sh). `qemu` is also for hosts where the kernel
+# cannot be compiled: QEMU and Debian's own kernel in its place, three parts slower.
 #
 # Everything lands in $NETLAYER_LAB (~/.cache/netlayer/lab). No root is needed: packages are fetched by apt-get into
 # that folder and unpacked there, none is installed. Needs Debian 12 or newer with its package lists (apt-get update), gcc, make, bc.
@@ -13,7 +14,6 @@ lab=${NETLAYER_LAB:-$HOME/.cache/netlayer/lab}
 jobs=${NETLAYER_LAB_JOBS:-2}
 python=${PYTHON:-python3}
 kernel_packages=(linux-source-6.1 flex bison)
-fp_bytes=16384
 root_packages=(python3 python3-pyverbs rdma-core ibverbs-providers ibverbs-utils iproute2 tcpdump libstdc++6 busybox-static bash coreutils)
 # In the order in which they are loaded, with what they need; rxe needs the first without saying so.
 qemu_modules=(crc32_generic crc32_pclmul rdma_rxe ib_uverbs rdma_ucm veth bridge sch_netem sch_tbf sch_ingress cls_matchall act_gact 9p 9pnet_virtio virtio_pci af_packet)
@@ -71,21 +71,12 @@ build_kernel() {
 compile() (
   cd "$1" \
     && sed -i '/^config HZ$/,/default/ s/default 100$/default 1000/' arch/um/Kconfig \
-    && set_fp_bytes \
     && make ARCH=um defconfig \
     && scripts/kconfig/merge_config.sh -m .config "$here/kernel.config" \
     && make ARCH=um olddefconfig \
     && takes_all_options \
     && nice make ARCH=um -j"$jobs" linux
 )
-
-# User-Mode Linux 6.1 keeps 2,696 bytes for a process' extended registers: AVX-512 and no more. A host with AMX (Sapphire
-# Rapids and later) has 11,008 and refuses a shorter set, and the machine panics with its first process ("ptrace set fp
-# regs failed, errno = 14"). Each kernel stack holds one such set, see CONFIG_KERNEL_STACK_ORDER in kernel.config.
-set_fp_bytes() {
-  sed -i "s/DEFINE_LONGS(HOST_FP_SIZE, 2696)/DEFINE_LONGS(HOST_FP_SIZE, $fp_bytes)/" arch/x86/um/user-offsets.c \
-    && { grep -qF "HOST_FP_SIZE, $fp_bytes" arch/x86/um/user-offsets.c || { echo "its source does not take: HOST_FP_SIZE = $fp_bytes"; return 1; }; }
-}
 
 takes_all_options() {
   local option
@@ -178,7 +169,14 @@ build_python() {
 }
 
 mkdir -p "$lab/state"
-case ${1:-all} in
+if [ $# -eq 0 ]; then
+  source "$here/machine.sh"
+  case $vm in
+    uml) set -- all ;;
+    *) set -- "$vm" ;;
+  esac
+fi
+case $1 in
   kernel | root | python) "build_$1" ;;
   all) build_kernel; build_root; build_python ;;
   qemu) build_root; build_python; build_qemu ;;
