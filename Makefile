@@ -12,7 +12,7 @@ GROUND := tests/netlayer
 NONE := 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-gpu check format bench reports claims rdma-lab clean
+.PHONY: help setup quickstart test test-slow test-gpu full check format bench reports claims rdma-lab clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,6 +51,10 @@ test-slow: setup  ## the tests that are too long for CI
 
 test-gpu: setup  ## the tests that need one GPU or two, one after the other
 	$(BIN)/python -m pytest -m "(gpu or multi_gpu) and not slow" $(ARGS)
+
+# Not after setup: it makes an environment of its own, in the clone.
+full:  ## before a release: every command of README once, in a fresh clone with an empty home (two hours; ARGS=--list)
+	@$(PYTHON) tests/full.py $(ARGS)
 
 check: setup  ## format, lint, types, import chain, claims
 	$(BIN)/ruff format --check .

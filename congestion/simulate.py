@@ -335,7 +335,7 @@ class Simulation:
         part.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Go on where `save` left off, bit for bit.
+        """Go on where `save` left off, bit for bit on the same kind of processor, with any number of threads.
 
         Raises:
             ConfigError: the file cannot be read, or is of a run of other inputs or another warm-up.

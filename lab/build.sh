@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Build the lab's virtual machine: a User-Mode Linux kernel with rdma_rxe built in, and a small Debian root file system.
 #
-# usage: lab/build.sh [kernel|root|python|all|qemu]    all is the default; each part is kept and built once
+# usage: lab/build.sh [kernel|root|python|all|qemu]    each part is kept and built once
 #
-# `qemu` is for hosts where the kernel cannot be compiled: QEMU and Debian's own kernel in its place, three parts slower.
+# The default is `all`, or `qemu` where the processor has AMX (see machine.sh). `qemu` is also for hosts where the kernel
+# cannot be compiled: QEMU and Debian's own kernel in its place, three parts slower.
 #
 # Everything lands in $NETLAYER_LAB (~/.cache/netlayer/lab). No root is needed: packages are fetched by apt-get into
 # that folder and unpacked there, none is installed. Needs Debian 12 or newer with its package lists (apt-get update), gcc, make, bc.
@@ -65,8 +66,9 @@ build_kernel() {
   rm -rf "$source" "$tools" "$lab/debs"
 }
 
-# Joined by && throughout: bash forgets `set -e` where somebody asks how a function ended.
-compile() {
+# In a shell of its own: what comes after must not stand in a folder that build_kernel removes. Joined by && throughout:
+# bash forgets `set -e` where somebody asks how a function ended.
+compile() (
   cd "$1" \
     && sed -i '/^config HZ$/,/default/ s/default 100$/default 1000/' arch/um/Kconfig \
     && make ARCH=um defconfig \
@@ -74,7 +76,7 @@ compile() {
     && make ARCH=um olddefconfig \
     && takes_all_options \
     && nice make ARCH=um -j"$jobs" linux
-}
+)
 
 takes_all_options() {
   local option
@@ -167,7 +169,14 @@ build_python() {
 }
 
 mkdir -p "$lab/state"
-case ${1:-all} in
+if [ $# -eq 0 ]; then
+  source "$here/machine.sh"
+  case $vm in
+    uml) set -- all ;;
+    *) set -- "$vm" ;;
+  esac
+fi
+case $1 in
   kernel | root | python) "build_$1" ;;
   all) build_kernel; build_root; build_python ;;
   qemu) build_root; build_python; build_qemu ;;

@@ -5,22 +5,23 @@
 #
 # The repository is there read-only, and is the current folder; what the command writes to /out comes back to
 # $NETLAYER_LAB_OUT (./runs/rdma-lab). The machine has no network but that cable. No root is needed. The exit code is the
-# command's. NETLAYER_LAB_VM=qemu takes QEMU (lab/build.sh qemu) in place of User-Mode Linux.
+# command's. NETLAYER_LAB_VM=qemu takes QEMU (lab/build.sh qemu) in place of User-Mode Linux, as machine.sh does by itself
+# where the processor has AMX.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 lab=${NETLAYER_LAB:-$HOME/.cache/netlayer/lab}
 repository=$(cd "$here/.." && pwd)
 out=${NETLAYER_LAB_OUT:-$repository/runs/rdma-lab}
-vm=${NETLAYER_LAB_VM:-uml}
 
 fail() { echo "error: $1; $2" >&2; exit "${3:-2}"; }
 
+case ${1:-} in -h | --help) sed -nE '2,/^set/ s/^# ?//p' "${BASH_SOURCE[0]}"; exit ;; esac
+source "$here/machine.sh"
 case $vm in
   uml) parts=(linux root.cpio python) build=lab/build.sh ;;
   qemu) parts=(vmlinuz modules.cpio root.cpio qemu python) build='lab/build.sh qemu' ;;
   *) fail "NETLAYER_LAB_VM = $vm: there is no such machine" "uml or qemu" ;;
 esac
-case ${1:-} in -h | --help) sed -nE '2,/^set/ s/^# ?//p' "${BASH_SOURCE[0]}"; exit ;; esac
 [ "$(uname -sm)" = "Linux x86_64" ] || fail "this is $(uname -sm)" "the virtual machine is for Linux on x86_64" 3
 for part in "${parts[@]}"; do
   [ -e "$lab/$part" ] || fail "$lab/$part is not there" "run: $build"
@@ -61,5 +62,6 @@ trap 'kill "$machine" 2>/dev/null || true; wait "$machine" 2>/dev/null || true; 
 wait "$machine" || true
 rm -f "$out/initrd"
 trap - INT TERM
-[ -s "$out/exit_code" ] || fail "the virtual machine ended before its command did" "see what it printed above" 1
+other=; [ "$vm" = qemu ] || other=', or take the other machine: lab/build.sh qemu, then NETLAYER_LAB_VM=qemu'
+[ -s "$out/exit_code" ] || fail "the virtual machine ended before its command did" "see what it printed above$other" 1
 exit "$(cat "$out/exit_code")"

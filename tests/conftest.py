@@ -19,8 +19,32 @@ _KERNELS = (_HERE / "congestion", _HERE / "bench" / "test_sim_speed.py")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A file runs in one worker; all that compile the simulator's kernels in the same one, for these take minutes."""
+    _give_long_tests_time(items)
+    if not config.pluginmanager.hasplugin("xdist"):
+        return  # the lab's virtual machine has no workers, and to it the marker is unknown
     for item in items:
         compiles = any(place in (item.path, item.path.parent) for place in _KERNELS)
         item.add_marker(pytest.mark.xdist_group("kernels" if compiles else str(item.path.relative_to(_HERE))))
+
+
+def minutes_of(item: pytest.Item) -> float:
+    """Minutes that a slow test takes on two idle cores, as its mark says; 0 where it says nothing: a minute at most."""
+    return max((float(mark.kwargs.get("minutes", 0)) for mark in item.iter_markers("slow")), default=0.0)
+
+
+def _give_long_tests_time(items: list[pytest.Item]) -> None:
+    """A test that says how long it takes may take six times as long, on a loaded machine, unless it has a timeout."""
+    for item in items:
+        minutes = minutes_of(item)
+        if minutes and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(max(300.0, 6 * 60 * minutes)))
+
+
+def pytest_report_collectionfinish(items: list[pytest.Item]) -> str:
+    """Say before slow tests begin how long the longest of them take."""
+    long = [minutes_of(item) for item in items if minutes_of(item)]
+    if not long:
+        return ""
+    return f"{len(long)} of these take longer than a minute each, together about {sum(long):.0f} on two idle cores"

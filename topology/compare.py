@@ -153,13 +153,13 @@ def traffic_flows(
     num_channels: int | None = None,
     placement: StrategyName = "given",
 ) -> Flows:
-    """The flows of one phase; the permutation takes `seed`, one queue pair a NIC, and no placement.
+    """The flows of one phase; the permutation takes `seed`, and no channels and no placement.
 
     Raises:
         ValueError: the traffic or the placement is unknown.
     """
     if traffic == "permutation":
-        return permutation(fabric, seed)
+        return permutation(fabric, seed, qps_per_connection)
     if traffic not in _PHASES:
         raise ValueError(f"traffic {traffic!r}: one of {', '.join(TRAFFICS)}")
     flows = job_flows(

@@ -12,9 +12,10 @@ from netlayer.report.theme import ON_BRIGHT
 from topology.clos import Tier
 from topology.distribution import USES
 from topology.report_data import HASH, Findings, uplink_rows, use_rows
-from topology.split_verdict import DEFINITIONS, LOADS
+from topology.split_verdict import DEFINITIONS, LOADS, verdict
 
 _DESIGNS = {True: "with split", False: "without"}
+_EITHER = "with split or without"
 _SHOWN_SETS = 48
 
 
@@ -26,6 +27,11 @@ def write(report: Report, findings: Findings) -> None:
 
 
 def _split(report: Report, findings: Findings) -> None:
+    repeat = "# split.csv, claims.csv\n" + findings.command("report", "--seeds", findings.seeds)
+    if not findings.split_has_effect:
+        section = report.section("The ToR split", verdict(findings.claims, findings.ratios, findings.fabric.design)[1])
+        section.code(repeat)
+        return
     section = report.section(
         "Does the ToR split halve hash collisions?",
         "Both designs have the same NICs and the same uplink capacity; load is the share of a ToR's NICs that send at "
@@ -34,9 +40,6 @@ def _split(report: Report, findings: Findings) -> None:
         source=["simulated", "predicted"],
     )
     frame = pd.DataFrame([row for row in findings.ratios if row["ratio"] is not None])
-    if frame.empty:
-        section.note("No uplink is shared at any load: there is nothing to compare.")
-        return
     section.chart(
         charts.line(
             frame[frame["source"] == "predicted"],
@@ -67,17 +70,16 @@ def _split(report: Report, findings: Findings) -> None:
     table.columns = pd.Index([f"{DEFINITIONS[key]}, {design} split" for key, design in ordered])
     formats = {**dict.fromkeys(table.columns, ".2%"), "load": ".1%"}
     section.table(table.reset_index(), caption="The shares themselves, without and with the split.", formats=formats)
-    section.code("# split.csv, claims.csv\n" + findings.command("report", "--seeds", findings.seeds))
+    section.code(repeat)
 
 
 def _distributions(report: Report, findings: Findings) -> None:
     section = report.section(
-        "Collisions with and without the split",
+        "Collisions with and without the split" if findings.split_has_effect else "Collisions on ToR uplinks",
         f"A random permutation at full load, {HASH}, {findings.seeds} seeds from {findings.seed}.",
         source="simulated",
     )
-    tors = pd.DataFrame(findings.tor_collisions)
-    tors["design"] = tors["split"].map(_DESIGNS)
+    tors = _designs(findings, findings.tor_collisions)
     section.chart(
         charts.histogram(
             tors.loc[tors.index.repeat(tors["tors"])],
@@ -90,8 +92,8 @@ def _distributions(report: Report, findings: Findings) -> None:
         name="collision_histogram",
         caption=f"The ToRs of all seeds; on average {_mean_collisions(tors)}.",
     )
-    links = pd.DataFrame(findings.link_use)
-    links = links[links["tier"] == Tier.TOR_SPINE.label].assign(design=lambda rows: rows["split"].map(_DESIGNS))
+    links = _designs(findings, findings.link_use)
+    links = links[links["tier"] == Tier.TOR_SPINE.label]
     used = [use for use in USES if links.loc[links["use"] == use, "links"].any()]
     section.chart(
         charts.bars(
@@ -164,6 +166,14 @@ def _uplink_chart(rows: pd.DataFrame) -> Chart:
         layers.append(base.mark_text(fontSize=9).encode(text="percent:Q", color=ink))
     drawn: Any = alt.layer(*layers)
     return drawn.properties(width="container", height=min(900, max(140, 22 * sets)))  # type: ignore[no-any-return]
+
+
+def _designs(findings: Findings, rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The rows with a column `design`: those of one alone where both are the same fabric."""
+    frame = pd.DataFrame(rows)
+    if findings.split_has_effect:
+        return frame.assign(design=frame["split"].map(_DESIGNS))
+    return frame[frame["split"]].assign(design=_EITHER)
 
 
 def _mean_collisions(tors: pd.DataFrame) -> str:

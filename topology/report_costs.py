@@ -130,11 +130,13 @@ def _failures(report: Report, findings: Findings) -> None:
     )
     commands = [findings.command("whatif", "--hash", HASH, "--sample", SINGLES, "--seeds", findings.seeds)]
     if not several.empty:
-        section.chart(
-            _range_chart(several.dropna(subset="slowdown_median")),
-            name="failures_together",
-            caption=f"Random parts at one time: median, least and most of {DRAWS} draws x {seeds}.",
-        )
+        survived = several.dropna(subset="slowdown_median")
+        if not survived.empty:
+            section.chart(
+                _range_chart(survived),
+                name="failures_together",
+                caption=f"Random parts at one time: median, least and most of {DRAWS} draws x {seeds}.",
+            )
         section.table(
             _failure_table(several, several=True),
             caption=f"Several parts at one time, {DRAWS} draws x {seeds}; slowdown is the median.",

@@ -75,6 +75,11 @@ class Findings:
         """As configured."""
         return self.fabrics[self.config.cluster.aoc_split]
 
+    @property
+    def split_has_effect(self) -> bool:
+        """Whether any share on ToR uplinks differs with the split, at any load."""
+        return any(claim.has_effect for claim in self.claims)
+
     def command(self, name: str, *options: object) -> str:
         """The command line that repeats a figure: `netlayer topology place --no-optimise --seed 0 --config FILE`."""
         words = ["netlayer", "topology", *name.split(), *options, "--seed", self.seed, *self.asked]

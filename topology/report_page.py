@@ -33,7 +33,7 @@ def build_page(findings: Findings) -> Report:
 
 def _overview(report: Report, findings: Findings) -> None:
     design, summary = findings.fabric.design, findings.fabric.summary()
-    section = report.section("At a glance", verdict(findings.claims)[1])
+    section = report.section("At a glance", verdict(findings.claims, findings.ratios, design)[1])
     cores = f", {design.num_cores} core" if design.num_cores else ""
     section.figures(
         Figure("Switches", summary["switches"], "", f"{design.num_tors} ToRs, {design.num_spines} spines{cores}"),

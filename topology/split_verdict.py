@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netlayer.config import ClusterConfig
+from netlayer.units import format_rate
 from topology.clos import Clos, Tier
 from topology.compare import CLOSED_FORM, split_by_load
 from topology.design import Design, plan
@@ -63,6 +64,11 @@ class Claim(NamedTuple):
             parts[1] = f"{found[1][2]} above"
         said = ", ".join(parts) or "unchanged at every load"
         return said if self.last is None else f"{said}; x{self.last:.2f} at {_load(self.last_load)}"
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether the split changes it at any load."""
+        return bool(self.halves or self.lowers or self.raises)
 
     @property
     def halved_to(self) -> float | None:
@@ -168,16 +174,26 @@ def claims(found: Sequence[Row]) -> list[Claim]:
     return list(_claims(found))
 
 
-def verdict(found: Sequence[Claim]) -> tuple[str, str]:
+def verdict(found: Sequence[Claim], compared: Sequence[Row], design: Design) -> tuple[str, str]:
     """PASS where the split halves all at every load, FAIL where nothing at any, else WARN; and why, in sentences.
 
-    The words are those of the closed form, then up to which load each simulated hash halves.
+    NO VERDICT where the split changes nothing on this fabric: what it does to collisions cannot be seen there. First
+    come the shares at the highest load, then the words of the closed form and up to which load each simulated hash
+    halves.
+
+    Args:
+        found: what `claims` made of the rows.
+        compared: the rows, `ratios`.
+        design: of the fabric, with or without the split.
     """
+    opening = _at_last_load(compared)
+    if not any(claim.has_effect for claim in found):
+        return "NO VERDICT", f"{opening} {_no_effect(design)}"
     always = all(claim.halved_to == claim.last_load for claim in found)
     never = not any(claim.halves for claim in found)
     word = "PASS" if found and always else "FAIL" if never else "WARN"
     said = {"PASS": "true in every case", "FAIL": "true in no case", "WARN": "true in part"}[word]
-    sentences = [f"'The split halves hash collisions' is {said}"]
+    sentences = [f"{opening} 'The split halves hash collisions' is {said}"]
     for claim in found:
         if claim.source == "predicted":
             alike = [other for other in found if other.definition == claim.definition and other.source == "simulated"]
@@ -190,6 +206,38 @@ _SUBJECTS = {
     "excess": "The excess (demand above capacity over all demand)",
     "sharing": "The share of flows that share an uplink at all, which others call a collision,",
 }
+
+
+def _at_last_load(compared: Sequence[Row]) -> str:
+    """Flows in collision and excess at the highest load, hash by hash: of both designs where they differ."""
+    last = max((row["load"] for row in compared), default=0.0)
+    rows = [row for row in compared if row["load"] == last]
+    rows = [row for row in rows if row["source"] == "simulated"] or rows
+    if not rows:
+        return "No flow crosses a ToR uplink."
+    hashes = ", ".join(dict.fromkeys(row["hash"] for row in rows))
+    shares = [
+        f"{', '.join(_both(row) for row in rows if row['definition'] == DEFINITIONS[key])} {words}"
+        for key, words in (
+            ("collision_share", "of flows in collision on ToR uplinks"),
+            ("excess", "of demand in excess"),
+        )
+        if any(row["definition"] == DEFINITIONS[key] for row in rows)
+    ]
+    return f"At {_load(last)}, by hash ({hashes}; {rows[0]['source']}): {'; '.join(shares)}."
+
+
+def _both(row: Row) -> str:
+    with_split, without = f"{row['with']:.1%}", f"{row['without']:.1%}"
+    return with_split if with_split == without else f"{with_split} (without the ToR split {without})"
+
+
+def _no_effect(design: Design) -> str:
+    if design.lanes_per_port == 1:
+        why = f"a NIC is as fast as a switch port ({format_rate(design.nic_bps)}), so uplinks are the same with it"
+    else:
+        why = "no share differs at any load that was tried"
+    return f"The ToR split has no effect on this fabric: {why}."
 
 
 def _verb(claim: Claim) -> str:

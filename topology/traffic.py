@@ -9,7 +9,7 @@ when a flow of the job starts, and scalars of all ranks (the norm of gradients, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Literal, get_args
 
@@ -80,6 +80,17 @@ class Flows:
             None if self.udp_sport is None else self.udp_sport[chosen],
         )
 
+    def over_queue_pairs(self, qps_per_connection: int) -> Flows:
+        """Each flow as so many that share its bytes, one after another.
+
+        Raises:
+            ValueError: fewer than one.
+        """
+        if qps_per_connection < 1:
+            raise ValueError(f"qps_per_connection = {qps_per_connection}: at least 1")
+        flows = self.where(np.arange(len(self)).repeat(qps_per_connection))
+        return replace(flows, num_bytes=flows.num_bytes / qps_per_connection)
+
 
 def job_flows(
     job: JobConfig,
@@ -105,14 +116,13 @@ def job_flows(
         ConfigError: a tensor-parallel group would leave its server, or the job does not fill the cluster.
         ValueError: the algorithm is unknown, or a number is below 1.
     """
-    _check(job, cluster, qps_per_connection, num_channels, algorithm)
+    _check(job, cluster, num_channels, algorithm)
     stages = _Stages.of(job)
     groups = [*_data_parallel(job, cluster, stages, algorithm, num_channels), *_pipeline(job, stages)]
     src, dst, num_bytes, kind = (np.concatenate(column) for column in zip(*groups, strict=True))
     leaves = (src // cluster.gpus_per_server != dst // cluster.gpus_per_server) & (num_bytes > 0)
-    connections = np.flatnonzero(leaves).repeat(qps_per_connection)
-    flows = Flows(nic_of_rank(cluster, src), nic_of_rank(cluster, dst), num_bytes / qps_per_connection, kind)
-    return flows.where(connections)
+    flows = Flows(nic_of_rank(cluster, src), nic_of_rank(cluster, dst), num_bytes, kind)
+    return flows.where(leaves).over_queue_pairs(qps_per_connection)
 
 
 def nic_of_rank(cluster: ClusterConfig, rank: Ints) -> Ints:
@@ -175,9 +185,10 @@ def traffic_rows(job: JobConfig, flows: Flows) -> list[dict[str, Any]]:
     return [*rows, {"kind": "tp", "where": "inside servers", "flows": 0, "bytes": inside}]
 
 
-def permutation(fabric: Clos, seed: int) -> Flows:
-    """Every NIC sends one flow to a random NIC under another ToR, and receives one; bytes are a second at line rate.
+def permutation(fabric: Clos, seed: int, qps_per_connection: int = 1) -> Flows:
+    """Every NIC sends to a random NIC under another ToR, and receives from one; bytes are a second at line rate.
 
+    Each pair is `qps_per_connection` flows that share the rate.
     Where ToRs are too unequal for that, the NICs that are left over stay idle. In a rail-only network all stay on
     their rail.
     """
@@ -199,7 +210,7 @@ def permutation(fabric: Clos, seed: int) -> Flows:
         else:
             idle[flow] = True
     flows = Flows(src, dst, np.full(len(src), fabric.design.nic_bps / 8), np.full(len(src), Kind.PERMUTATION, np.int8))
-    return flows.where(~idle)
+    return flows.where(~idle).over_queue_pairs(qps_per_connection)
 
 
 def headers(fabric: Clos | Graph, flows: Flows, seed: int) -> Headers:
@@ -260,11 +271,7 @@ def _connections(src: Ints, dst: Ints, num_bytes: NDArray[np.float64], kind: Kin
     return src, dst, num_bytes, np.full(len(src), kind, dtype=np.int8)
 
 
-def _check(
-    job: JobConfig, cluster: ClusterConfig, qps_per_connection: int, num_channels: int | None, algorithm: Algorithm
-) -> None:
-    if qps_per_connection < 1:
-        raise ValueError(f"qps_per_connection = {qps_per_connection}: at least 1")
+def _check(job: JobConfig, cluster: ClusterConfig, num_channels: int | None, algorithm: Algorithm) -> None:
     if num_channels is not None and num_channels < 1:
         raise ValueError(f"num_channels = {num_channels}: at least 1")
     if algorithm not in get_args(Algorithm):

@@ -18,7 +18,8 @@ from trainer.parallel import SplitModel
 
 @dataclass(frozen=True)
 class Notes:
-    """What the ranks know of a step; all of it but `own_square` is the same on all of them, to the bit.
+    """What the ranks know of a step; all of it but `own_square` is the same on all of them, to the bit: each has all
+    others' numbers, in the order of ranks.
 
     Args:
         losses: of each data-parallel rank.

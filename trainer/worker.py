@@ -1,7 +1,8 @@
 """One rank's process: it meets the others, trains, and hands on its rows.
 
-On the CPU the same seed gives the same losses to the bit; on a GPU that would cost the fastest kernels, so there they
-agree to rounding. Left out: what a step does (`trainer.loop`), and starting processes (`netlayer.launch`).
+On the CPU the same seed gives the same losses to the bit, in the same layout, with as many threads and on the same kind
+of processor, which choose a GEMM's kernel; on a GPU that would cost the fastest kernels, so there they agree to
+rounding. Left out: what a step does (`trainer.loop`), and starting processes (`netlayer.launch`).
 """
 
 from __future__ import annotations

@@ -129,9 +129,9 @@ def gradients_in_slots_are_those_of_autograd(rank: int, world_size: int) -> None
         with mock.patch("collectives.prepare.Windows", Nowhere):
             state, given = trained(True, torch.float64, run, rank, world_size, **settings)
         assert given >= STEPS * 5, (run, plain, given)
-        # Within a pass autograd adds in the same order; over passes a sum of sums has another one.
-        same_order = run in (train, train_in_backward) and torch.get_default_device().type == "cpu"
-        assert_close(state, expected[run], rtol=0.0 if same_order else 1e-9, atol=0.0 if same_order else 1e-11)
+        # Not to the bit: into a slot the product is added to what lies there, which a library may do by another kernel
+        # (on processors with AMX by one unit in the last place), and over passes a sum of sums has another order.
+        assert_close(state, expected[run], rtol=1e-9, atol=1e-11)
 
 
 @case

@@ -1,6 +1,7 @@
 """Weights' gradients that wait for their turn: the same bits as at once, and what becomes of those left alone.
 
-On one rank; among several they are in tests/trainer/test_layouts.py.
+For it is the same call of a GEMM, of the same shapes into the same place, at another time. On one rank; among several
+they are in tests/trainer/test_layouts.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Weights' gradients that a backward pass computes where a narrow network makes it wait: the same bits as at once.
 
-On one rank that takes its network for narrow; among several they are in tests/trainer/test_layouts.py.
+For it is the same call of a GEMM, of the same shapes into the same place, at another time. On one rank that takes its
+network for narrow; among several they are in tests/trainer/test_layouts.py.
 """
 
 from __future__ import annotations

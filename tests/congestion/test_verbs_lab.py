@@ -128,8 +128,9 @@ def test_a_source_port_cannot_be_set_here_and_that_is_said():
 
 @pytest.mark.parametrize("mtu", [256, 1024, 4096])
 def test_a_captured_write_is_what_was_sent(tmp_path, mtu):
+    # Timers of 4 s: on a loaded machine, QEMU above all, an answer within the default ones may come too late.
     with capture(tmp_path / "x.pcap"):
-        _write(QpSettings(mtu=mtu))
+        _write(QpSettings(mtu=mtu, timeout=20))
     packets = _captured(tmp_path / "x.pcap")
     row = _sent(packets)
     assert (row["messages"], row["payload_bytes"], row["retransmitted"]) == (1, _BYTES, 0)

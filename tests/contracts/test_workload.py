@@ -96,7 +96,7 @@ def test_ranks_carry_and_hold_what_is_counted(every_value: list[list[Seen]]) -> 
         check_ranks(job, [seen[index] for seen in every_value])
 
 
-@pytest.mark.slow  # thirty worlds of four ranks: two to three minutes
+@pytest.mark.slow(minutes=3)  # thirty worlds of four ranks
 def test_ranks_carry_and_hold_what_is_counted_for_every_pair_of_switches(tmp_path: Path) -> None:
     seen = run_on_ranks(PAIRS, tmp_path)
     for index, job in enumerate(PAIRS):

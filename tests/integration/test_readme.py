@@ -9,6 +9,7 @@ import pytest
 
 from netlayer.meeting import with_run
 from netlayer.redis_server import EmbeddedRedis, find_redis_binary
+from tests.full import COMMANDS, shown_commands, unlisted
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -43,3 +44,22 @@ def test_its_commands_are_where_it_says(name: str) -> None:
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL))
     assert name in blocks
     assert not re.findall(rf"(?:^|&& |\s){name} ", blocks)
+
+
+def test_make_full_knows_every_command() -> None:
+    """What README shows and what `make full` runs before a release are one list."""
+    assert unlisted(README.read_text(encoding="utf-8")) == ([], [])
+
+
+def test_comments_and_line_ends_are_no_part_of_a_command() -> None:
+    blocks = "```sh\nnetlayer a 'b # c'   # d\nnetlayer e \\\n    --f   # g\n# h\n```\n```python\ni\n```\n"
+    page = f"{blocks}`make j`, `make j`"
+    assert shown_commands(page) == ["netlayer a 'b # c'", "netlayer e --f", "make j"]
+
+
+def test_a_command_that_is_not_run_is_parsed_with_its_options() -> None:
+    """Without what launches it, and with `--help` behind it: an option that is gone is refused all the same."""
+    parsed = [command.parsed() for command in COMMANDS if not command.runs(0)]
+    assert ".venv/bin/netlayer train job.toml --help" in parsed
+    assert all(words.startswith(".venv/bin/") and words.endswith(" --help") for words in parsed)
+    assert all(command.why or command.gpus for command in COMMANDS if not command.runs(0) or command.instead)

@@ -121,6 +121,11 @@ def test_an_imported_fabric_is_hashed(tmp_path: Path) -> None:
     assert {row["traffic"] for row in rows} == {"permutation"}
     cables = pd.read_csv(tmp_path / "cables.csv")
     assert set(pd.read_csv(out / "links.csv")["src"]) == {*cables["a_device"], *cables["b_device"]}
+    whole = pd.read_csv(out / "flows.csv")
+    _run("ecmp", *arguments, "--qps", "4", "--out", str(out))
+    split = pd.read_csv(out / "flows.csv")
+    assert len(split) == 4 * len(whole)
+    assert split.groupby("src")["bytes"].sum().to_dict() == whole.groupby("src")["bytes"].sum().to_dict()
     flows = tmp_path / "flows.csv"
     flows.write_text("src,dst,bytes\nsrv0000/nic0,srv0007/nic0,1e6\n")
     _run("ecmp", *arguments, "--flows", str(flows), "--out", str(out))
@@ -133,11 +138,10 @@ def test_an_imported_fabric_is_hashed(tmp_path: Path) -> None:
         (["ecmp", "--flows", "F", "--traffic", "tree"], "--traffic: has no effect beside --flows"),
         (["ecmp", "--flows", "F", "--qps", "9"], "--qps: has no effect on the flows of a file"),
         (["ecmp", "--flows", "F", "--channels", "7"], "--channels: has no effect on the flows of a file"),
-        (["ecmp", "--traffic", "permutation", "--qps", "4"], "--qps: has no effect on permutation traffic"),
         (["ecmp", "--traffic", "pipeline", "--channels", "4"], "--channels: has no effect on pipeline traffic"),
         (["ecmp", "--traffic", "permutation", "--placement", "random"], "--placement: has no effect on permutation"),
         (["ecmp", "--hash", "spray", "--field", "dst_qpn"], "--field: has no effect on spray, which hash no header"),
-        (["ecmp", "--fabric", "F", "--qps", "2"], "--qps: has no effect beside --fabric: it has no job"),
+        (["ecmp", "--fabric", "F", "--flows", "F", "--qps", "2"], "--qps: has no effect on the flows of a file"),
         (["ecmp", "--fabric", "F", "--config", "C"], "--config: has no effect beside --fabric"),
         (["ecmp", "--fabric", "F", "--hash", "spray"], "--hash = spray: is not known for an imported fabric"),
         (["place", "--from", "F", "--strategy", "packed"], "--from: has no effect without --strategy given"),
@@ -148,13 +152,28 @@ def test_an_imported_fabric_is_hashed(tmp_path: Path) -> None:
         (["whatif", "--sample", "0", "--together", "2"], "--sample = 0: has no end"),
         (["whatif", "--processes", "2", "--dask", "tcp://h:1"], "--processes: has no effect beside --dask"),
         (["report", "--processes", "2", "--dask", "tcp://h:1"], "--processes: has no effect beside --dask"),
-        (["cure", "ports", "--traffic", "permutation", "--qps", "2"], "--qps: has no effect on permutation traffic"),
+        (["cure", "ports", "--traffic", "permutation", "--placement", "random"], "--placement: has no effect on perm"),
     ],
 )
 def test_an_option_without_effect_is_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         _run(*arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_queue_pairs_split_a_permutation_too(tmp_path: Path) -> None:
+    """Rows of one table are of the same number of queue pairs."""
+    file = tmp_path / "ecmp.json"
+    fabric = ["--config", str(EXAMPLES / "laptop.toml"), *_EIGHT_SERVERS]
+    found = {}
+    for qps in ("1", "4"):
+        options = ["--traffic", "ring", "--traffic", "permutation", "--qps", qps, "--seeds", "2", "--hash", "crc16"]
+        _run("ecmp", *fabric, *options, "--json", str(file), "--out", str(tmp_path / qps))
+        rows = [row for row in load_record(file).rows if row["table"] == "collisions" and row["tier"] == "fabric"]
+        found[qps] = {row["traffic"]: row for row in rows if row["source"] == "simulated" and row["split"]}
+    for traffic in ("ring", "permutation"):
+        assert found["4"][traffic]["flows"] == 4 * found["1"][traffic]["flows"]
+    assert found["4"]["permutation"]["max_utilisation"] != found["1"]["permutation"]["max_utilisation"]
 
 
 def test_which_fabric_it_is_is_said(tmp_path: Path) -> None:

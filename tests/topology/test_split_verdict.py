@@ -43,22 +43,35 @@ def test_a_curve_that_comes_back_has_two_stretches() -> None:
 
 
 def test_the_verdict_is_computed_and_says_what_simulation_finds() -> None:
-    rows = ratios(closed_form(CLUSTER))
-    word, sentence = verdict(claims(rows))
+    rows, design = ratios(closed_form(CLUSTER)), FABRICS[True].design
+    word, sentence = verdict(claims(rows), rows, design)
     assert word == "WARN"
+    assert sentence.startswith("At full load, by hash (closed form; predicted): ")
     assert "is true in part. With an ideal hash, the share of flows in collision" in sentence
     halved = [{**row, "with": row["without"] / 2, "ratio": 0.5} for row in rows]
-    assert verdict(claims(halved))[0] == "PASS"
-    assert verdict(claims([{**row, "with": 0.9 * row["without"]} for row in rows]))[0] == "FAIL"
+    assert verdict(claims(halved), halved, design)[0] == "PASS"
+    tenth = [{**row, "with": 0.9 * row["without"], "ratio": 0.9} for row in rows]
+    assert verdict(claims(tenth), tenth, design)[0] == "FAIL"
     both = _rows((0.5, 0.4), (1.0, 0.6))
     hashed = [{**row, "hash": "crc16", "source": "simulated"} for row in _rows((0.5, 0.2), (1.0, 0.6))]
-    assert "(simulated, halved up to: crc16 88%)" in verdict(claims(both + hashed))[1]
+    _, sentence = verdict(claims(both + hashed), both + hashed, design)
+    assert "(simulated, halved up to: crc16 88%)" in sentence
+    assert sentence.startswith(
+        "At full load, by hash (crc16; simulated): 60.0% (without the ToR split 100.0%) of demand in excess. "
+    )
 
 
 def test_a_split_without_effect_is_said_to_have_none() -> None:
-    slow = cluster(nic_bps=400, servers_per_tor_set=16)
-    (claim, *_) = claims(ratios(closed_form(slow)))
-    assert claim.words == "unchanged at every load; x1.00 at full load"
+    """A verdict on it would be one on another fabric than this."""
+    fast = cluster(nic_bps=400, servers_per_tor_set=16)
+    rows = ratios(closed_form(fast))
+    word, sentence = verdict(claims(rows), rows, Clos.build(fast).design)
+    assert word == "NO VERDICT"
+    assert "halves" not in sentence
+    assert "The ToR split has no effect on this fabric: a NIC is as fast as a switch port (400 b/s)" in sentence
+    alike = [{**row, "with": row["without"], "ratio": 1.0} for row in ratios(closed_form(CLUSTER))]
+    _, sentence = verdict(claims(alike), alike, FABRICS[True].design)
+    assert sentence.endswith("The ToR split has no effect on this fabric: no share differs at any load that was tried.")
 
 
 @pytest.mark.parametrize("share", [0.125, 0.5, 1.0])

@@ -9,11 +9,14 @@ from click.testing import CliRunner, Result
 from netlayer.config import Config
 from netlayer.config_file import to_toml
 from netlayer.errors import ConfigError
+from netlayer.progress import Stages
 from netlayer.results import load_record
 from tests.topology.jobs import small
 from topology.failures import FailureKind
 from topology.hashing import HashName
 from topology.placement import StrategyName
+from topology.report_data import find
+from topology.report_page import build_page
 
 
 def _run(name: str, *arguments: str) -> Result:
@@ -94,22 +97,30 @@ def test_knobs_are_searched(tmp_path: Path, config_file: str) -> None:
     assert (tmp_path / "knobs.csv").exists()
 
 
+_HALVES = ("'The split halves hash collisions' is", "Does the ToR split halve")
+_NO_EFFECT = ("The ToR split has no effect on this fabric: a NIC is as fast", "Collisions on ToR uplinks")
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "texts"),
     [
-        {},
-        {"tiers": 2, "pods": 1, "nic_bps": 400, "servers_per_tor_set": 16},
-        {"nics_per_server": 2, "rails": 2, "rail_only": True, "gpus_per_server": 2},
+        ({}, _HALVES),
+        ({"tiers": 2, "pods": 1, "nic_bps": 400, "servers_per_tor_set": 16}, _NO_EFFECT),
+        ({"nics_per_server": 2, "rails": 2, "rail_only": True, "gpus_per_server": 2}, _HALVES),
     ],
     ids=["three tiers", "two tiers and a split without effect", "rail-only"],
 )
-def test_report_says_its_verdict_and_leaves_its_rows(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_report_says_its_verdict_and_leaves_its_rows(
+    tmp_path: Path, changes: dict[str, Any], texts: tuple[str, str]
+) -> None:
     config_file = _written(small(**changes), tmp_path)
     out = tmp_path / "out"
     result = _run("report", "--config", config_file, "--seeds", "1", "--processes", "1", "--out", str(out))
-    assert "'The split halves hash collisions' is" in result.stdout
+    sentence, heading = texts
+    assert sentence in result.stdout
     page = (out / "report.html").read_text()
-    for text in ("Does the ToR split halve", "Where the ranks stand", "netlayer topology report --seeds", "Failures"):
+    assert ("halve" in page) is (texts is _HALVES)
+    for text in (heading, "Where the ranks stand", "netlayer topology report --seeds", "Failures"):
         assert text in page
     for path in (out / "records").iterdir():
         record = load_record(path)
@@ -119,6 +130,20 @@ def test_report_says_its_verdict_and_leaves_its_rows(tmp_path: Path, changes: di
         path.stem for path in out.glob("*.parquet")
     }
     assert (out / "plots" / "fabric.png").exists()
+
+
+def test_a_report_where_every_failure_stops_the_job_draws_no_slowdown() -> None:
+    """Servers with a ToR a NIC: whatever fails, a flow is left without a path."""
+    rails = {"gpus_per_server": 8, "nics_per_server": 8, "rails": 8}
+    config = small(servers=4, tiers=2, pods=1, nic_bps=400, servers_per_tor_set=1, **rails)
+    with Stages() as stages:
+        findings = find(config, 0, 1, [], stages, processes=1)
+    several = [row for row in findings.worst if row["together"] > 1]
+    assert several
+    assert all(row["slowdown_median"] is None for row in several)
+    names = {plot.name for plot in build_page(findings).plots}
+    assert "placement_time" in names
+    assert "failures_together" not in names
 
 
 def test_the_choices_are_those_of_the_library() -> None:

@@ -220,6 +220,16 @@ def test_a_permutation_leaves_the_tor_and_meets_nobody_twice(tree: ClusterConfig
     assert np.array_equal(permutation(fabric, seed).dst_nic, flows.dst_nic)
 
 
+@pytest.mark.parametrize("qps", [1, 2, 5])
+def test_a_permutation_over_queue_pairs_keeps_its_pairs_and_their_bytes(qps: int) -> None:
+    fabric = Clos.build(cluster())
+    one, many = permutation(fabric, 1), permutation(fabric, 1, qps)
+    assert np.array_equal(many.src_nic, one.src_nic.repeat(qps))
+    assert np.array_equal(many.dst_nic, one.dst_nic.repeat(qps))
+    assert np.allclose(many.num_bytes.reshape(-1, qps).sum(axis=1), one.num_bytes)
+    assert len(np.unique(headers(fabric, many, 1).to_bins(), axis=0)) == len(many)
+
+
 def test_in_a_rail_only_network_a_permutation_stays_on_its_rails() -> None:
     fabric = Clos.build(cluster(nics_per_server=2, rails=2, rail_only=True))
     flows = permutation(fabric, 1)

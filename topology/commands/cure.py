@@ -46,7 +46,13 @@ def command() -> None:
     multiple=True,
     help="Flows to plan for; repeatable [default: ring, pipeline].",
 )
-@click.option("--qps", type=click.IntRange(min=1), default=1, show_default=True, help="Queue pairs a connection.")
+@click.option(
+    "--qps",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Queue pairs a connection, or a pair of NICs.",
+)
 @_shared
 @run_options
 def ports(options: RunOptions, traffics: tuple[str, ...], qps: int, hash_name: str, placement: str) -> None:
@@ -69,9 +75,7 @@ def ports(options: RunOptions, traffics: tuple[str, ...], qps: int, hash_name: s
 
     traffics = tuple(dict.fromkeys(traffics)) or _TRAFFICS[:2]
     alone = traffics == ("permutation",)
-    refuse_without_effect(
-        [(f"--{name}", was_given(name) and alone, "on permutation traffic") for name in ("qps", "placement")]
-    )
+    refuse_without_effect([("--placement", was_given("placement") and alone, "on permutation traffic")])
     started, config = utc_now(), load_cluster(options)
     fabric, placed = _begin(config, placement, options.seed)
     name, place = cast("HashName", hash_name), cast("StrategyName", placement)

@@ -59,7 +59,7 @@ _COUNT = click.IntRange(min=1)
     type=click.Path(path_type=Path),
     help="An imported fabric in place of the cluster's: fabric.graphml, or what `import` reads.",
 )
-@click.option("--qps", type=_COUNT, default=1, show_default=True, help="Queue pairs a connection.")
+@click.option("--qps", type=_COUNT, default=1, show_default=True, help="Queue pairs a connection, or a pair of NICs.")
 @click.option("--channels", type=_COUNT, help="NCCL channels of a group [default: one a NIC, tree two].")
 @click.option(
     "--field",
@@ -144,7 +144,7 @@ def _refuse(given: dict[str, Any]) -> None:
     refuse_without_effect(
         [
             ("--traffic", file and bool(traffics), "beside --flows"),
-            ("--qps", was_given("qps") and not own, no_job),
+            ("--qps", was_given("qps") and file, no_job),
             ("--channels", given["channels"] is not None and not collective, no_job),
             ("--placement", was_given("placement") and not own, no_job),
             ("--field", bool(given["fields"]) and whole, f"on {', '.join(given['hashes'])}, which hash no header"),

@@ -32,7 +32,11 @@ def run(options: RunOptions, given: dict[str, Any]) -> None:
     hashes: Any = given["hashes"] or USUAL_HASHES
     fields = given["fields"] or FIVE_TUPLE
     traffic = FROM_FILE if given["flows_file"] else "permutation"
-    flows = read_flows(given["flows_file"], graph) if given["flows_file"] else _permutation(graph, options.seed)
+    flows = (
+        read_flows(given["flows_file"], graph)
+        if given["flows_file"]
+        else _permutation(graph, options.seed).over_queue_pairs(given["qps"])
+    )
     which = {"traffic": traffic, "hash": hashes[0], "seed": options.seed}
     with open_output(options.out, "topology-ecmp") as out, Stages() as stages:
         with stages.open("hash"):
@@ -89,7 +93,7 @@ def _refuse(options: RunOptions, given: dict[str, Any]) -> None:
             ("--config", options.config_path is not None, "beside --fabric, which is read in its place"),
             ("--set", bool(options.overrides), "beside --fabric, which is read in place of the cluster"),
             ("--traffic", bool(given["flows_file"] and given["traffics"]), "beside --flows"),
-            ("--qps", was_given("qps"), "beside --fabric: it has no job"),
+            ("--qps", was_given("qps") and bool(given["flows_file"]), "on the flows of a file"),
             ("--channels", given["channels"] is not None, "beside --fabric: it has no job"),
             ("--placement", was_given("placement"), "beside --fabric: it has no job"),
         ]

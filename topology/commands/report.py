@@ -22,8 +22,8 @@ from topology.workers import check_scheduler
 def command(options: RunOptions, seeds: int, processes: int | None, dask: str | None) -> None:
     """Write report.html: the fabric drawn, link utilisation, collisions with and without split, placements, failures.
 
-    Says in words whether the split halves hash collisions, under which definition, load and hash. The rows of every
-    section lie beside the page. Exit 2 where no flow can cross the fabric.
+    Says in words whether the split halves hash collisions, under which definition, load and hash, or that it has no
+    effect on this fabric. The rows of every section lie beside the page. Exit 2 where no flow can cross the fabric.
 
     \b
     Examples:
@@ -65,8 +65,8 @@ def command(options: RunOptions, seeds: int, processes: int | None, dask: str | 
         asked: dict[str, Any] = {"seeds": seeds, "processes": processes, "dask": dask}
         shown = keep("report", tables, out, started, options, config, source="simulated", **asked)
     if shown:
-        click.echo(verdict(findings.claims)[1])
-        for claim in findings.claims:
+        click.echo(verdict(findings.claims, findings.ratios, findings.fabric.design)[1])
+        for claim in findings.claims if findings.split_has_effect else ():
             click.echo(f"  {claim.definition}, {claim.hash_name} ({claim.source}): {claim.words}")
     click.echo(f"report: {out.folder / page.name}", err=True)
 

@@ -50,8 +50,8 @@ def whole_norms(model: ShardedDataParallel) -> WholeNorms:
     """Norms of the matrices of `model`: one sum over the shards, and one over tensor-parallel ranks.
 
     A matrix that all tensor-parallel ranks hold whole comes out that many times as large, in |w| and |u| alike: their
-    ratio is right, and the same to the bit on all of them. A tied one is one parameter of a chunk; where it is held by
-    both ends of a pipeline, each arrives at its norm by itself.
+    ratio is right, and the same to the bit on all of them, for both come out of one all-reduce. A tied one is one
+    parameter of a chunk; where it is held by both ends of a pipeline, each arrives at its norm by itself.
     """
     exchange = model.module.exchange if isinstance(model.module, GPT) else None
     held = {name: piece for name, _, piece in model.named_shards()}
