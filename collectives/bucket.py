@@ -197,6 +197,8 @@ class Bucket:
         self._num_holders = [num_holders(parameter) for parameter in self.parameters]
         self._published: int | None = None
         """Version of the masters that `own_S` holds, where an optimiser has written it."""
+        self._loaded: int | None = None
+        """Version of the masters that were loaded themselves."""
         self.pieces = [
             Piece(slot.name, slot.shape, index, nn.Parameter(self.master_S[start:end]), self.grad_S[start:end])
             for slot, index, start, end in (
@@ -233,6 +235,25 @@ class Bucket:
             return
         is_kept_S = self.own_S == self.master_S.to(self.own_S.dtype)
         self.master_S.copy_(torch.where(is_kept_S, self.master_S, self.own_S.to(self.master_S.dtype)))
+
+    def note_masters_loaded(self) -> None:
+        """Masters were set with all their digits: a load of the parameters, which rounds, leaves them."""
+        self._loaded = self.master_S._version
+
+    def holds_masters(self) -> bool:
+        """Whether this rank's slice of the parameters is what the masters round to."""
+        return self.own_S is None or torch.equal(self.own_S, self.master_S.to(self.own_S.dtype))
+
+    @torch.no_grad()
+    def take_loaded(self) -> None:
+        """The parameters were loaded: masters are set to them."""
+        if self.own_S is None:
+            return
+        if self._loaded == self.master_S._version:
+            self.adopt()
+            self.note_masters_loaded()
+        else:
+            self.master_S.copy_(self.own_S)
 
     @property
     def num_writes(self) -> int:

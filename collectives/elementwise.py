@@ -61,6 +61,22 @@ def check_elementwise(kind: Callable[..., torch.optim.Optimizer], settings: Mapp
         raise ValueError(refusal.format("it steps the pieces of a matrix otherwise than the whole"))
 
 
+def probed_state(
+    kind: Callable[..., torch.optim.Optimizer], settings: Mapping[str, Any], like: Tensor
+) -> Mapping[str, Any] | None:
+    """What an optimiser keeps of a parameter as `like` after one step; None: it cannot be tried out."""
+    parameter = nn.Parameter(torch.zeros_like(like))
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            optimizer = kind([{"params": [parameter]}], **settings)
+            parameter.grad = torch.zeros_like(like)
+            optimizer.step()
+            held: Mapping[str, Any] = dict(optimizer.state[parameter])
+    except Exception:  # noqa: BLE001 - it may need what only a training run has
+        return None
+    return held
+
+
 def _step(
     kind: Callable[..., torch.optim.Optimizer], settings: Mapping[str, Any], values: Tensor, grads: Sequence[Tensor]
 ) -> Tensor:

@@ -104,19 +104,26 @@ class OptimizerSteps:
 
 def parameter_groups(
     shapes: Mapping[str, torch.Size], held: Mapping[str, nn.Parameter], options: Options
-) -> list[dict[str, Any]]:
-    """Groups of the pieces that have the same options; the same ones on every rank, some of them empty.
+) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """Groups of the pieces that have the same options, and the names of all parameters of each.
+
+    They are the same ones on every rank, where some hold no pieces.
 
     Args:
         shapes: of all parameters, whole.
         held: this rank's pieces of those that it has any of.
         options: as said.
     """
-    groups: list[dict[str, Any]] = []
+    chosen: list[dict[str, Any]] = []
+    names: list[list[str]] = []
     for name, shape in shapes.items():
-        chosen = dict(options(name, shape))
-        group = next((group for group in groups if group["chosen"] == chosen), None)
-        if group is None:
-            groups.append(group := {"params": [], "chosen": chosen})
-        group["params"] += [held[name]] if name in held else []
-    return [{"params": group["params"], **group["chosen"]} for group in groups]
+        own = dict(options(name, shape))
+        if own not in chosen:
+            chosen.append(own)
+            names.append([])
+        names[chosen.index(own)].append(name)
+    groups = [
+        {"params": [held[name] for name in group if name in held], **own}
+        for own, group in zip(chosen, names, strict=True)
+    ]
+    return groups, names

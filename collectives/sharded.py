@@ -26,11 +26,16 @@ are compared now and then (`collectives.step_check`), and CheckFailed names rank
 `start_step(step)` or a watch's or a recorder's `begin_step`, or a rank that left out its forward pass too goes
 unnoticed. A rank that leaves out `optimizer.step()` alone makes the others wait: a `watch` says for whom.
 
+[Note: DistributedDataParallel] The wrapper is a subclass of torch's, so that whoever unwraps one, or takes `module.`
+from its names (torch's distributed checkpoints, Accelerate, loops of one's own), does so here. It has nothing of its
+workings: what only these could do is refused, and `require_backward_grad_sync = False` is `no_sync()`.
+
 [Note: states] `state_dict()` of the wrapper or its module needs other ranks only where shards have changed and nothing
 has launched their gathers (an optimiser of one's own, a `prefetch` of a number). `full_state_dict()` and the `load_` of
 each are collective calls: every rank calls them, whoever keeps the result. `optimizer.state_dict()` is local, and holds
 the state of this rank's shard alone: save it on every rank, a file each, and load it on as many ranks, wrapped with the
-same arguments; it is refused elsewhere.
+same arguments; it is refused elsewhere. `full_optimizer_state_dict()`, and what torch's `get_optimizer_state_dict` and
+its kin give, is by names and loads in any layout (`collectives.optimizer_state`).
 
 [Note: writing into parameters] Write the same on every rank. Masters of another dtype follow where a value has changed:
 in a forward pass what autograd counts, in the next step also what was written through `.data`.
@@ -72,11 +77,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from collectives.arguments import as_dtype
 from collectives.bucket import Bucket, BucketPlan
 from collectives.departure import Travel
-from collectives.elementwise import check_elementwise
+from collectives.elementwise import check_elementwise, probed_state
 from collectives.gather import ParameterGather
 from collectives.guard import CompanionHook, Unsharded
 from collectives.lane import Lane
 from collectives.norms import total_norm
+from collectives.optimizer_state import NamedState, name_state, named_state
 from collectives.optimizer_steps import OptimizerSteps, Options, parameter_groups
 from collectives.postponed import Postponed
 from collectives.prepare import (
@@ -118,7 +124,7 @@ GroupPair = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
 LanePair = tuple[Lane, Lane]
 
 
-class ShardedDataParallel(nn.Module):
+class ShardedDataParallel(nn.parallel.DistributedDataParallel):
     """Data parallel over the ranks of a group, ZeRO stage 1 or 2. Starts from rank 0's parameters and buffers.
 
     Every rank constructs it, with the same arguments, and calls the same methods in the same order.
@@ -195,7 +201,7 @@ class ShardedDataParallel(nn.Module):
         data_writes: Literal["adopt", "ignore"] = "adopt",
         broadcast_buffers: bool = True,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # nothing of torch's DistributedDataParallel: see the note above
         if (prefetch is not None and prefetch < 1) or in_flight < 1:
             raise ValueError(f"prefetch and in_flight must be at least 1, got {prefetch} and {in_flight}")
         if stage not in (1, 2):
@@ -518,8 +524,20 @@ class ShardedDataParallel(nn.Module):
             raise ValueError(f"gather_in_backward = {gather_in_backward}: has no effect without step_in_backward=True")
         check_elementwise(kind, settings)
         held = {name: piece for name, _, piece in self.named_shards()}
-        optimizer = kind(parameter_groups(self.shapes(), held, options), **settings)
-        attach_shard_check(optimizer, self.buckets, self.reduce_lane)
+        groups, names = parameter_groups(self.shapes(), held, options)
+        of_groups = [{**settings, **{key: value for key, value in g.items() if key != "params"}} for g in groups]
+        optimizer = kind(groups, **settings)
+        header = attach_shard_check(optimizer, self.buckets, self.reduce_lane)
+
+        def probe(index: int) -> Mapping[str, Any] | None:
+            like = torch.empty(2, 3, dtype=self.buckets[0].master_S.dtype, device=self.reduce_lane.device)
+            return probed_state(kind, of_groups[index], like)
+
+        lane, gather = self.reduce_lane, self._gather
+        named = NamedState(
+            optimizer, self.buckets, lane, names, probe, header, self.wait_parameters, gather.note_masters_loaded
+        )
+        name_state(optimizer, named)
         make_scalers_finish()
         self._has_optimizer = True
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
@@ -626,6 +644,21 @@ class ShardedDataParallel(nn.Module):
         load_parameters(self.buckets, whole)
         self._gather.note_changed()
 
+    def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of an optimiser over the shards, by names and in whole shapes: see `collectives.optimizer_state`.
+
+        Collective: call it on every rank, then save it on one. It loads on any number of ranks.
+        """
+        return named_state(optimizer).full()
+
+    def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Take over what `full_optimizer_state_dict` gave, the same on every rank. Collective.
+
+        Raises:
+            ValueError: on all ranks, where it is of another model.
+        """
+        named_state(optimizer).load(state)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], _recurse: bool = True) -> Self:
         """Refuse to move or cast; what leaves all as it is, such as `.to()` the same device, is no such thing."""
         for tensor in (*self._wrapped, *self._frozen, *self.module.buffers()):
@@ -653,6 +686,26 @@ class ShardedDataParallel(nn.Module):
         )
 
     join = join_hook
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward pass is a step's last one, as far as one knows; False: as inside `no_sync`."""
+        return self._reduce.is_last
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._reduce.is_last = value
+
+    def _refuse_comm_hook(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(
+            "communication hooks of DistributedDataParallel are not called here: give reduce_dtype, torch.bfloat16 say, "
+            "for gradients in another dtype on the wire"
+        )
+
+    register_comm_hook = _register_builtin_comm_hook = _register_fused_optim = _refuse_comm_hook
+
+    def _set_static_graph(self) -> None:
+        """Nothing to set: no graph is assumed, static or not."""
 
     def _make_current(self, caller: str) -> None:
         """For a state that the host will read: it waits, so that whoever is alone hears of it here."""
