@@ -2,8 +2,9 @@
 
 The form is torch's: `{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}`. A value is whole on
 every rank, or a ShardedTensor that says which boxes of the whole this rank holds, so that torch's distributed
-checkpoints write each element once and read it into any other layout, that of plain torch or of FSDP2 among them. It is
-what torch's `get_optimizer_state_dict`, `set_optimizer_state_dict`, `get_state_dict` and `set_state_dict` give and take.
+checkpoints write each element once and read it into any other layout, that of plain torch or of FSDP2 among them. It
+is what torch's `get_optimizer_state_dict`, `set_optimizer_state_dict`, `get_state_dict` and `set_state_dict` give and
+take.
 
 [Note: masters] Where the module computes in another dtype than the optimiser, its own state holds rounded parameters
 only. So each parameter's state has one key more, `master_param`: without it a run does not go on to the bit.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,14 +45,28 @@ class OptimizerSteps:
         self._buckets, self._gather, self._reduce = buckets, gather, reduce
         self._finish, self._start_step = finish, start_step
         self._follower: BackwardStep | None = None
+        self._tied: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[str]] = weakref.WeakKeyDictionary()
+        """Optimisers that step behind the backward pass, and the names of what each of them steps."""
+        self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Of these since gathers were started here."""
         self.gathers_after = True
         """Whether a step behind the backward pass starts the gathers."""
         self.gather_share = 0.0
         """Of their bytes that moves under the backward pass, where that takes the steps."""
 
-    def tie_behind(self, optimizer: torch.optim.Optimizer, waits: bool) -> None:
-        """Step behind the backward pass; `waits` for all gradients."""
+    def tie_behind(self, optimizer: torch.optim.Optimizer, waits: bool, names: Iterable[str]) -> None:
+        """Step behind the backward pass.
+
+        Args:
+            optimizer: takes the place of an earlier one that steps any of the same parameters.
+            waits: for all gradients.
+            names: of the parameters that it steps.
+        """
         self._reduce.follower = self._follower = None
+        stepped = frozenset(names)
+        for earlier in [each for each, others in self._tied.items() if others & stepped]:
+            del self._tied[earlier]
+        self._tied[optimizer] = stepped
         optimizer.register_step_pre_hook(functools.partial(self._before, waits=waits))
         optimizer.register_step_post_hook(self._after)
 
@@ -96,10 +111,14 @@ class OptimizerSteps:
             raise ValueError("step() takes no closure here: gradients are finished before it would run")
         self._finish(waits)
 
-    def _after(self, *_: object) -> None:
+    def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._reduce.departures.wait_all()
-        if self.gathers_after:
-            self._start_step()
+        self._have_stepped.add(optimizer)
+        # Of several optimisers the last one starts the gathers; where it takes no step, the next forward pass does.
+        if all(each in self._have_stepped for each in self._tied):
+            self._have_stepped.clear()
+            if self.gathers_after:
+                self._start_step()
 
 
 def parameter_groups(

@@ -159,7 +159,14 @@ def attach_shard_check(
     """
     layout = hashlib.sha256(
         json.dumps(
-            [[b.plan.shard_numel, [(slot.name, *slot.shape) for slot in b.plan.slots]] for b in buckets]
+            [
+                [
+                    b.plan.shard_numel,
+                    [(slot.name, *slot.shape) for slot in b.plan.slots],
+                    *([] if b.plan.whole_shard is None else [[slot.offset for slot in b.plan.slots]]),
+                ]
+                for b in buckets
+            ]
         ).encode()
     ).hexdigest()[:16]
     own = {"version": _SHARD_VERSION, "rank": lane.rank, "world_size": lane.world_size, "layout": layout}
