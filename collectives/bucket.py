@@ -418,8 +418,8 @@ class Bucket:
         held = [position for position in positions if self.local_N is not None and position in self._written]
         if held:
             raise RuntimeError(
-                f"gradients of {self.plan.slots[held[0]].name} were left unreduced by no_sync(), which one optimiser of "
-                "several cannot drop: call zero_grad() of the wrapper"
+                f"gradients of {self.plan.slots[held[0]].name} were left unreduced by no_sync(), which one of several "
+                "optimisers cannot drop: call zero_grad() of the wrapper"
             )
         for piece in self.pieces:
             if piece.position in positions and piece.parameter.grad is not None:
@@ -530,7 +530,7 @@ class Bucket:
 
     def _clear_rest(self, flat_N: Tensor, grads: Sequence[Tensor | None], written: Set[int]) -> None:
         """Zeros where no gradient came, and where no parameter lies."""
-        for start, end in self.plan.gaps():
+        for start, end in [(self.plan.numel, None)] if self.plan.whole_shard is None else self.plan.gaps():
             flat_N[start:end].zero_()
         for position, slot in enumerate(self.plan.slots):
             if grads[position] is None and position not in written:

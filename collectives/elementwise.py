@@ -69,8 +69,8 @@ def check_parameterwise(kind: Callable[..., torch.optim.Optimizer], settings: Ma
     """Raise ValueError if `kind(..., **settings)` is known, or shows, to look at several parameters together."""
     name = getattr(kind, "__name__", type(kind).__name__)
     refusal = (
-        f"{name} {{}}, and each rank would step its own parameters only; take an optimiser that steps each parameter by "
-        "itself, or train this model with torch.nn.parallel.DistributedDataParallel"
+        f"{name} {{}}, and each rank would step its own parameters only; take an optimiser that steps each parameter "
+        "by itself, or train this model with torch.nn.parallel.DistributedDataParallel"
     )
     generator = torch.Generator().manual_seed(1)
     shapes = (_SHAPE, _SHAPE[::-1])
