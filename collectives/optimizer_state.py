@@ -366,8 +366,8 @@ class NamedState:
         device: torch.device | str | None,
     ) -> Any:
         from torch.distributed._shard.metadata import ShardMetadata
-        from torch.distributed._shard.sharded_tensor import Shard
         from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+        from torch.distributed._shard.sharded_tensor.shard import Shard
 
         lane = self._lane
         own = self._elements(name, key, spec)
@@ -460,7 +460,7 @@ class NamedState:
 @functools.cache
 def _quiet_sharded_tensor() -> Any:
     """torch's ShardedTensor, which torch's checkpoints know, without a warning at each look at it."""
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
     dispatch: Any = ShardedTensor.__torch_function__
     quiet = getattr(dispatch.__func__, "__wrapped__", dispatch.__func__)

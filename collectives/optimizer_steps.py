@@ -86,12 +86,13 @@ class OptimizerSteps:
         self._follower = BackwardStep(self._buckets, self._gather, take_step, self.gather_share, lag, stream)
         self._reduce.follower = self._follower
 
-        def step(_optimizer: torch.optim.Optimizer, closure: object = None) -> None:
-            self._before(_optimizer, (_optimizer, closure), {})
+        def step(_optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            called = self._before(_optimizer, (_optimizer, closure), {})
             if not self._reduce.stepped:
                 take_step()
             self._reduce.begin_step()
             self._start_step()
+            return None if called is None else called[0][1]()
 
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
@@ -106,10 +107,20 @@ class OptimizerSteps:
             raise ValueError("step_in_backward = True: take the optimiser with optimizer(..., step_in_backward=True)")
         self._reduce.follower = self._follower if value else None
 
-    def _before(self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any], waits: bool = True) -> None:
-        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
-            raise ValueError("step() takes no closure here: gradients are finished before it would run")
+    def _before(
+        self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any], waits: bool = True
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Finish the gradients: those of a closure, where one is given, which is called here and not by the step."""
+        closure = next((argument for argument in (*args[1:], *kwargs.values()) if argument is not None), None)
+        if closure is None:
+            self._finish(waits)
+            return None
+        if not callable(closure):
+            raise ValueError(f"step() takes a closure or nothing, got a {type(closure).__name__}")
+        with torch.enable_grad():
+            loss = closure()
         self._finish(waits)
+        return (optimizer, lambda: loss), {}
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._reduce.departures.wait_all()

@@ -532,9 +532,8 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
             settings: of all others.
 
         Raises:
-            ValueError: `step` was given a closure, which would run after the gradients were finished; or
-                `gather_in_backward` has no effect, or is not in 0..1; or `kind` needs what is cut here; or `only` picks
-                nothing, or goes with `step_in_backward`.
+            ValueError: `gather_in_backward` has no effect, or is not in 0..1; or `kind` needs what is cut here; or
+                `only` picks nothing, or goes with `step_in_backward`.
         """
         if gather_in_backward is not None and not step_in_backward:
             raise ValueError(f"gather_in_backward = {gather_in_backward}: has no effect without step_in_backward=True")
@@ -732,7 +731,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
             "or let a rank that has run out call finish_gradients() and optimizer.step() without a backward pass"
         )
 
-    join = join_hook
+    join = join_hook  # type: ignore[assignment]
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -73,7 +73,9 @@ def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
 def train(model: Any, optimizer: torch.optim.Optimizer, seeds: range, rank: int = 0, ranks: int = 1) -> list[Tensor]:
     """Parameters after these steps, of this rank's part of each batch."""
     for seed in seeds:
-        x = torch.randn(8, WIDTH, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
+        x = torch.randn(
+            12, WIDTH, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu"
+        )
         x = x.to(torch.get_default_device())
         model(x[rank::ranks]).square().mean().backward()
         optimizer.step()

@@ -339,6 +339,30 @@ def steps_in_the_backward_pass_refuse_what_has_no_gradient(rank: int, world_size
 
 
 @case
+def a_closure_is_called_by_the_step(rank: int, world_size: int) -> None:
+    for inside in (False, True):
+        pair = Pair(rank, world_size)
+        if inside:
+            pair.ours = pair.sharded.optimizer(torch.optim.AdamW, lr=0.05, weight_decay=0.1, step_in_backward=True)
+        for _ in range(3):
+            x, losses = pair.batch(), []
+            for model, _, optimizer, part in pair.sides():
+                own = part(x)
+
+                def closure(model: Any = model, optimizer: Any = optimizer, own: Tensor = own) -> Tensor:
+                    optimizer.zero_grad()
+                    loss: Tensor = model(own).square().mean()
+                    loss.backward()
+                    return loss
+
+                with torch.no_grad():
+                    losses.append(optimizer.step(closure))
+            dist.all_reduce(losses[1])
+            assert_equal(losses[1] / world_size, losses[0])
+            pair.check()
+
+
+@case
 def buffers_are_those_of_rank_0(rank: int, world_size: int) -> None:
     sharded = ShardedDataParallel(nn.Sequential(nn.Linear(WIDTH, 2), nn.BatchNorm1d(2)))
     optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1)
