@@ -750,8 +750,15 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
 
     register_comm_hook = _register_builtin_comm_hook = _register_fused_optim = _refuse_comm_hook
 
+    # What others read of a DistributedDataParallel.
+    static_graph = find_unused_parameters = False
+    device_ids = output_device = None
+
     def _set_static_graph(self) -> None:
         """Nothing to set: no graph is assumed, static or not."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}
 
     def _make_current(self, caller: str) -> None:
         """For a state that the host will read: it waits, so that whoever is alone hears of it here."""
