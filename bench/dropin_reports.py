@@ -157,6 +157,7 @@ def buffers_that_are_assigned_anew(side: Side) -> list[Tensor]:
         def __init__(self) -> None:
             super().__init__()
             self.body = net(2)
+            self.shift: Tensor
             self.register_buffer("shift", torch.zeros(WIDTH))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -304,7 +305,7 @@ def _shared_folder(side: Side) -> str:
 
 
 def a_distributed_checkpoint_goes_on(side: Side) -> list[Tensor]:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model = side.wrap(net())
@@ -313,12 +314,12 @@ def a_distributed_checkpoint_goes_on(side: Side) -> list[Tensor]:
     folder = _shared_folder(side)
     options: Any = {"no_dist": True} if side.ranks == 1 else {}
     model_state, state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=folder, **options)
+    state_dict_saver.save({"model": model_state, "optimizer": state}, checkpoint_id=folder, **options)
     model = side.wrap(net(seed=9), bucket_bytes=300) if side.name == "ours" else side.wrap(net(seed=9))
     optimizer = side.optimizer(model, torch.optim.AdamW, lr=0.5)
     model_state, state = get_state_dict(model, optimizer)
-    loaded = {"model": model_state, "optimizer": state}
-    dcp.load(loaded, checkpoint_id=folder, **options)
+    loaded: dict[str, Any] = {"model": model_state, "optimizer": state}
+    state_dict_loader.load(loaded, checkpoint_id=folder, **options)
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     return train(side, model, optimizer, steps=5)
 
@@ -412,7 +413,7 @@ def accumulation_under_no_sync(side: Side) -> list[Tensor]:
         if side.name == "fsdp2":
             model.set_requires_gradient_sync(not is_early)
         has_no_sync = side.name in ("ddp", "ours") and is_early
-        return model.no_sync() if has_no_sync else contextlib.nullcontext()  # type: ignore[no-any-return]
+        return model.no_sync() if has_no_sync else contextlib.nullcontext()
 
     return _accumulate(side, held_back)
 
@@ -535,7 +536,7 @@ def lbfgs(side: Side) -> list[Tensor]:
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss: Tensor = model(x).square().mean()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     for _ in range(2):
@@ -552,7 +553,7 @@ def a_closure(side: Side) -> list[Tensor]:
         def closure(x: Tensor = x) -> Tensor:
             optimizer.zero_grad()
             loss: Tensor = model(x).square().mean()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
         optimizer.step(closure)
@@ -628,7 +629,7 @@ def two_optimizers_step_together(side: Side) -> list[Tensor]:
 
 
 def a_compiled_model_is_compiled_once(side: Side) -> list[Tensor]:
-    torch._dynamo.reset()
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
     model = side.wrap(net())
     optimizer = side.optimizer(model, torch.optim.AdamW, lr=0.01)
     compiled, counts = torch.compile(model, backend="eager"), list[int]()
@@ -674,7 +675,7 @@ def a_penalty_on_kernels(side: Side) -> list[Tensor]:
 def hooks_that_scale_gradients(side: Side) -> list[Tensor]:
     module = net()
     for parameter in module[1].parameters():
-        parameter.register_hook(lambda gradient: gradient * 0.5)
+        parameter.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
     model = side.wrap(module)
     return train(side, model, side.optimizer(model, torch.optim.SGD, lr=0.5))
 

@@ -316,4 +316,4 @@ def some_programs_see_what_plain_torch_shows(rank: int, world_size: int) -> None
 
 @case
 def many_programs_see_what_plain_torch_shows(rank: int, world_size: int) -> None:
-    run_programs(rank, world_size, examples=100, steps=25)
+    run_programs(rank, world_size, examples=60, steps=25)
