@@ -629,10 +629,11 @@ def two_optimizers_step_together(side: Side) -> list[Tensor]:
 
 
 def a_compiled_model_is_compiled_once(side: Side) -> list[Tensor]:
-    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    torch._dynamo.reset()
     model = side.wrap(net())
     optimizer = side.optimizer(model, torch.optim.AdamW, lr=0.01)
-    compiled, counts = torch.compile(model, backend="eager"), list[int]()
+    compiled: Any = torch.compile(model, backend="eager")
+    counts: list[int] = []
     for _ in range(STEPS):
         compiled(side.batch()).square().mean().backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""The table of public reports is what the programs show: a few of them run here, the others where time does not count."""
+"""The table of public reports is what the programs show: two run here, the others where time does not count."""
 
 from __future__ import annotations
 
