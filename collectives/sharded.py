@@ -829,7 +829,10 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
                 "parameters of the module were replaced, added or removed after wrapping: do that before"
             )
         if any(parameter.requires_grad for parameter in self._frozen):
-            raise RuntimeError("a parameter that was frozen when the module was wrapped requires a gradient now")
+            raise RuntimeError(
+                "a parameter that was frozen when the module was wrapped requires a gradient now: wrap it unfrozen, and "
+                "set its .grad to None before each step that shall leave it alone"
+            )
 
     def _warn_of_no_optimizer(self) -> None:
         self._num_forwards += torch.is_grad_enabled()
