@@ -830,8 +830,8 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
             )
         if any(parameter.requires_grad for parameter in self._frozen):
             raise RuntimeError(
-                "a parameter that was frozen when the module was wrapped requires a gradient now: wrap it unfrozen, and "
-                "set its .grad to None before each step that shall leave it alone"
+                "a parameter that was frozen when the module was wrapped requires a gradient now: wrap it unfrozen, "
+                "and set its .grad to None before each step that shall leave it alone"
             )
 
     def _warn_of_no_optimizer(self) -> None:
