@@ -492,6 +492,24 @@ def muon_steps_whole_matrices_beside_adamw(rank: int, world_size: int) -> None:
 
 
 @case
+def adafactor_steps_whole_parameters(rank: int, world_size: int) -> None:
+    plain: Any = net(4)
+    theirs = torch.optim.Adafactor(plain.parameters(), lr=0.05)
+    sharded = ShardedDataParallel(net(4), whole=lambda _name, _shape: True, bucket_bytes=700)
+    ours = sharded.optimizer(torch.optim.Adafactor, lr=0.05)
+    batches = Pair(rank, world_size)
+    for _ in range(4):
+        x = batches.batch()
+        plain(x).square().mean().backward()
+        sharded(x[rank::world_size]).square().mean().backward()
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal(list(sharded.parameters()), list(plain.parameters()))
+    assert_raises(ValueError, "neither one number nor one an element", lambda: sharded.full_optimizer_state_dict(ours))
+
+
+@case
 def an_optimiser_of_both_kinds_has_whole_matrices(rank: int, world_size: int) -> None:
     plain: Any = net(4)
     named = list(plain.named_parameters())
