@@ -12,7 +12,7 @@ Shapes: N padded elements of a bucket, W ranks, S = N / W elements of a rank's s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,8 @@ class BucketPlan:
         slots: its parameters, one after the other from element 0; the padding comes last.
         world_size: number of ranks that share it.
         align: a shard is a multiple of so many elements.
+        whole_shard: elements of a shard where no parameter is cut: each lies in the shard of one rank, with padding
+            behind the last of every rank; None: parameters are cut where shards end.
     """
 
     index: int
@@ -59,19 +61,32 @@ class BucketPlan:
     slots: tuple[Slot, ...]
     world_size: int
     align: int = 1
+    whole_shard: int | None = None
 
     @property
     def numel(self) -> int:
-        """Elements of parameters, without the padding."""
+        """Elements up to the end of the last parameter, without the padding behind it."""
         return self.slots[-1].end
 
     @property
     def shard_numel(self) -> int:
+        if self.whole_shard is not None:
+            return self.whole_shard
         return shard_elements(self.numel, self.world_size, self.align)
 
     @property
     def padded_numel(self) -> int:
         return self.shard_numel * self.world_size
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """(start, end) of the padding before, between and behind the parameters."""
+        end = 0
+        for slot in self.slots:
+            if slot.offset > end:
+                yield end, slot.offset
+            end = slot.end
+        if end < self.padded_numel:
+            yield end, self.padded_numel
 
     def own(self, flat_N: Tensor, rank: int) -> Tensor:
         """The shard of `rank`, a view of shape [S]."""
@@ -96,6 +111,7 @@ def plan_buckets(
     world_size: int,
     units: Sequence[int] = (),
     align: int = 1,
+    whole: Sequence[bool] = (),
 ) -> list[BucketPlan]:
     """Cut parameters, in the order given, into buckets of at most `bucket_bytes`.
 
@@ -108,18 +124,44 @@ def plan_buckets(
         world_size: number of ranks that share each bucket.
         units: for each parameter, which part of the model it belongs to; empty: all to one.
         align: every shard is a multiple of so many elements.
+        whole: for each parameter, whether it must lie in the shard of one rank; these have buckets of their own. Empty:
+            none.
     """
     if (bucket_bytes is not None and bucket_bytes < 1) or world_size < 1:
         raise ValueError(f"bucket_bytes and world_size must be at least 1, got {bucket_bytes} and {world_size}")
     sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in parameters]
-    kinds = [(dtype, unit) for (_, _, dtype), unit in zip(parameters, units or [0] * len(parameters), strict=True)]
+    of_parts = zip(parameters, units or [0] * len(parameters), whole or [False] * len(parameters), strict=True)
+    kinds = [(dtype, unit, is_whole) for (_, _, dtype), unit, is_whole in of_parts]
     plans = []
     for index, run in enumerate(cut(sizes, kinds, bucket_bytes)):
+        if kinds[run.start][2]:
+            packed, shard = _pack_whole([p[:2] for p in parameters[run.start : run.stop]], world_size, align, index)
+            plans.append(BucketPlan(index, kinds[run.start][0], packed, world_size, align, shard))
+            continue
         slots: list[Slot] = []
         for name, shape, _ in parameters[run.start : run.stop]:
             slots.append(Slot(name, shape, slots[-1].end if slots else 0))
         plans.append(BucketPlan(index, kinds[run.start][0], tuple(slots), world_size, align))
     return plans
+
+
+def _pack_whole(
+    parameters: Sequence[tuple[str, torch.Size]], world_size: int, align: int, first_rank: int
+) -> tuple[tuple[Slot, ...], int]:
+    """Places of parameters that are not cut, and the size of a shard: the largest first, where least lies yet.
+
+    Args:
+        first_rank: which rank, modulo their number, has the largest: another one in each bucket.
+    """
+    loads = [0] * world_size
+    placed: list[tuple[int, int, tuple[str, torch.Size]]] = []
+    for name, shape in sorted(parameters, key=lambda parameter: -parameter[1].numel()):
+        rank = min(range(world_size), key=lambda rank: (loads[rank], (rank - first_rank) % world_size))
+        placed.append((rank, loads[rank], (name, shape)))
+        loads[rank] += shape.numel()
+    shard = -(-max(loads) // align) * align
+    slots = (Slot(name, shape, rank * shard + start) for rank, start, (name, shape) in placed)
+    return tuple(sorted(slots, key=lambda slot: (slot.offset, slot.end))), shard
 
 
 @dataclass(frozen=True)
@@ -129,7 +171,7 @@ class Piece:
     Args:
         name, shape: of the whole parameter.
         position: of the parameter in its bucket.
-        parameter: a 1-D view of the master shard.
+        parameter: a view of the master shard: 1-D, or of the parameter's shape in a bucket that cuts none.
         grad: the same elements of the reduced gradient; becomes `parameter.grad` once it is complete.
     """
 
@@ -207,10 +249,20 @@ class Bucket:
         self._num_holders = [num_holders(parameter) for parameter in self.parameters]
         self._published: int | None = None
         """Version of the masters that `own_S` holds, where an optimiser has written it."""
+        self._loaded: int | None = None
+        """Version of the masters that were loaded themselves."""
         self.pieces = [
-            Piece(slot.name, slot.shape, index, nn.Parameter(self.master_S[start:end]), self.grad_S[start:end])
-            for slot, index, start, end in (
-                (plan.slots[index], index, start, end) for index, start, end in plan.pieces(rank)
+            Piece(slot.name, slot.shape, index, nn.Parameter(self.master_S[start:end].view(shape)), grad.view(shape))
+            for slot, shape, index, start, end, grad in (
+                (
+                    plan.slots[index],
+                    (end - start,) if plan.whole_shard is None else plan.slots[index].shape,
+                    index,
+                    start,
+                    end,
+                    self.grad_S[start:end],
+                )
+                for index, start, end in plan.pieces(rank)
             )
         ]
         self.used: set[int] = set()
@@ -250,6 +302,25 @@ class Bucket:
         else:
             is_kept_S = self.own_S == self.master_S.to(self.own_S.dtype)
             torch.where(is_kept_S, self.master_S, self.own_S, out=self.master_S)
+
+    def note_masters_loaded(self) -> None:
+        """Masters were set with all their digits: a load of the parameters, which rounds, leaves them."""
+        self._loaded = self.master_S._version
+
+    def holds_masters(self) -> bool:
+        """Whether this rank's slice of the parameters is what the masters round to."""
+        return self.own_S is None or torch.equal(self.own_S, self.master_S.to(self.own_S.dtype))
+
+    @torch.no_grad()
+    def take_loaded(self) -> None:
+        """The parameters were loaded: masters are set to them."""
+        if self.own_S is None:
+            return
+        if self._loaded == self.master_S._version:
+            self.adopt()
+            self.note_masters_loaded()
+        else:
+            self.master_S.copy_(self.own_S)
 
     @property
     def num_writes(self) -> int:
@@ -355,6 +426,29 @@ class Bucket:
             for parameter in self.parameters:
                 parameter.grad = None
 
+    def clear_gradients(self, positions: Collection[int], set_to_none: bool) -> None:
+        """Forget the gradients of these parameters, on the parameters and of the pieces.
+
+        Raises:
+            RuntimeError: some have added up that are not reduced yet.
+        """
+        held = [position for position in positions if self.local_N is not None and position in self._written]
+        if held:
+            raise RuntimeError(
+                f"gradients of {self.plan.slots[held[0]].name} were left unreduced by no_sync(), which one of several "
+                "optimisers cannot drop: call zero_grad() of the wrapper"
+            )
+        for piece in self.pieces:
+            if piece.position in positions and piece.parameter.grad is not None:
+                if set_to_none:
+                    piece.parameter.grad = None
+                else:
+                    piece.parameter.grad.zero_()
+        if set_to_none:
+            with torch._C.DisableTorchFunctionSubclass():
+                for position in positions:
+                    self.parameters[position].grad = None
+
     def keep_reduced(self) -> bool:
         """Whether pieces hold gradients that the next reduction must add to; if so, `grad_S` holds just those."""
         if all(piece.parameter.grad is None for piece in self.pieces):
@@ -452,8 +546,9 @@ class Bucket:
         _foreach(torch._foreach_add_, kept)
 
     def _clear_rest(self, flat_N: Tensor, grads: Sequence[Tensor | None], written: Set[int]) -> None:
-        """Zeros where no gradient came, and behind the last."""
-        flat_N[self.plan.numel :].zero_()
+        """Zeros where no gradient came, and where no parameter lies."""
+        for start, end in [(self.plan.numel, None)] if self.plan.whole_shard is None else self.plan.gaps():
+            flat_N[start:end].zero_()
         for position, slot in enumerate(self.plan.slots):
             if grads[position] is None and position not in written:
                 flat_N[slot.offset : slot.end].zero_()

@@ -235,6 +235,12 @@ class ParameterGather:
         self._versions = [bucket.master_S._version for bucket in self.buckets]
         self._writes = [bucket.num_writes for bucket in self.buckets]
 
+    def note_masters_loaded(self, differ: bool) -> None:
+        """Masters were loaded, which parameters were written with too; unless they `differ`, on any rank."""
+        self.note_changed()
+        if differ:
+            self.note_changed_unseen()
+
     def _is_written(self, index: int) -> bool:
         return self._writes[index] != self.buckets[index].num_writes
 

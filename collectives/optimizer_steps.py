@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,14 +45,28 @@ class OptimizerSteps:
         self._buckets, self._gather, self._reduce = buckets, gather, reduce
         self._finish, self._start_step = finish, start_step
         self._follower: BackwardStep | None = None
+        self._tied: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[str]] = weakref.WeakKeyDictionary()
+        """Optimisers that step behind the backward pass, and the names of what each of them steps."""
+        self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Of these since gathers were started here."""
         self.gathers_after = True
         """Whether a step behind the backward pass starts the gathers."""
         self.gather_share = 0.0
         """Of their bytes that moves under the backward pass, where that takes the steps."""
 
-    def tie_behind(self, optimizer: torch.optim.Optimizer, waits: bool) -> None:
-        """Step behind the backward pass; `waits` for all gradients."""
+    def tie_behind(self, optimizer: torch.optim.Optimizer, waits: bool, names: Iterable[str]) -> None:
+        """Step behind the backward pass.
+
+        Args:
+            optimizer: takes the place of an earlier one that steps any of the same parameters.
+            waits: for all gradients.
+            names: of the parameters that it steps.
+        """
         self._reduce.follower = self._follower = None
+        stepped = frozenset(names)
+        for earlier in [each for each, others in self._tied.items() if others & stepped]:
+            del self._tied[earlier]
+        self._tied[optimizer] = stepped
         optimizer.register_step_pre_hook(functools.partial(self._before, waits=waits))
         optimizer.register_step_post_hook(self._after)
 
@@ -71,12 +86,13 @@ class OptimizerSteps:
         self._follower = BackwardStep(self._buckets, self._gather, take_step, self.gather_share, lag, stream)
         self._reduce.follower = self._follower
 
-        def step(_optimizer: torch.optim.Optimizer, closure: object = None) -> None:
-            self._before(_optimizer, (_optimizer, closure), {})
+        def step(_optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            called = self._before(_optimizer, (_optimizer, closure), {})
             if not self._reduce.stepped:
                 take_step()
             self._reduce.begin_step()
             self._start_step()
+            return None if called is None else called[0][1]()
 
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
@@ -91,32 +107,53 @@ class OptimizerSteps:
             raise ValueError("step_in_backward = True: take the optimiser with optimizer(..., step_in_backward=True)")
         self._reduce.follower = self._follower if value else None
 
-    def _before(self, _optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any], waits: bool = True) -> None:
-        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
-            raise ValueError("step() takes no closure here: gradients are finished before it would run")
+    def _before(
+        self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any], waits: bool = True
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Finish the gradients: those of a closure, where one is given, which is called here and not by the step."""
+        closure = next((argument for argument in (*args[1:], *kwargs.values()) if argument is not None), None)
+        if closure is None:
+            self._finish(waits)
+            return None
+        if not callable(closure):
+            raise ValueError(f"step() takes a closure or nothing, got a {type(closure).__name__}")
+        with torch.enable_grad():
+            loss = closure()
         self._finish(waits)
+        return (optimizer, lambda: loss), {}
 
-    def _after(self, *_: object) -> None:
+    def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._reduce.departures.wait_all()
-        if self.gathers_after:
-            self._start_step()
+        self._have_stepped.add(optimizer)
+        # Of several optimisers the last one starts the gathers; where it takes no step, the next forward pass does.
+        if all(each in self._have_stepped for each in self._tied):
+            self._have_stepped.clear()
+            if self.gathers_after:
+                self._start_step()
 
 
 def parameter_groups(
     shapes: Mapping[str, torch.Size], held: Mapping[str, nn.Parameter], options: Options
-) -> list[dict[str, Any]]:
-    """Groups of the pieces that have the same options; the same ones on every rank, some of them empty.
+) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """Groups of the pieces that have the same options, and the names of all parameters of each.
+
+    They are the same ones on every rank, where some hold no pieces.
 
     Args:
         shapes: of all parameters, whole.
         held: this rank's pieces of those that it has any of.
         options: as said.
     """
-    groups: list[dict[str, Any]] = []
+    chosen: list[dict[str, Any]] = []
+    names: list[list[str]] = []
     for name, shape in shapes.items():
-        chosen = dict(options(name, shape))
-        group = next((group for group in groups if group["chosen"] == chosen), None)
-        if group is None:
-            groups.append(group := {"params": [], "chosen": chosen})
-        group["params"] += [held[name]] if name in held else []
-    return [{"params": group["params"], **group["chosen"]} for group in groups]
+        own = dict(options(name, shape))
+        if own not in chosen:
+            chosen.append(own)
+            names.append([])
+        names[chosen.index(own)].append(name)
+    groups = [
+        {"params": [held[name] for name in group if name in held], **own}
+        for own, group in zip(chosen, names, strict=True)
+    ]
+    return groups, names

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -150,6 +150,7 @@ def plan_module(
     order: Sequence[str] | None,
     units: Sequence[nn.Module] = (),
     align: int = 1,
+    whole: Callable[[str, torch.Size], bool] | None = None,
 ) -> list[BucketPlan]:
     """Buckets of the trainable parameters, in `order` or else in order of registration; none spans two units.
 
@@ -167,7 +168,8 @@ def plan_module(
         raise ValueError(f"order must name every trainable parameter once: {odd}")
     layout = [(name, parameters[name].shape, param_dtype or parameters[name].dtype) for name in names]
     units_of = [unit_of.get(id(parameters[name]), -1) for name in names]
-    return plan_buckets(layout, bucket_bytes, world_size, units_of, align)
+    is_whole = [] if whole is None else [bool(whole(name, shape)) for name, shape, _ in layout]
+    return plan_buckets(layout, bucket_bytes, world_size, units_of, align, is_whole)
 
 
 def check_same(lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], settings: Mapping[str, object]) -> None:
@@ -179,7 +181,8 @@ def check_same(lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], setti
     described = {name: str(value) for name, value in settings.items()}
     for plan in plans:
         for slot in plan.slots:
-            described[f"parameter {slot.name}"] = f"{list(slot.shape)} {plan.dtype} in bucket {plan.index}"
+            cut = "" if plan.whole_shard is None else ", whole"
+            described[f"parameter {slot.name}"] = f"{list(slot.shape)} {plan.dtype} in bucket {plan.index}{cut}"
     for name, tensor in _replicated(module):
         described[f"frozen parameter or buffer {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
     # The order of the parameters counts, which a difference by name would not show.

@@ -19,18 +19,24 @@ reads one before its gather has landed waits for that (`collectives.guard`). tor
 parameters that have no gradient on any rank are left alone. What would train something else is refused.
 
 Sparse embeddings, complex or unmaterialised parameters, several devices, and moving or unfreezing parameters after
-wrapping raise, and so does replacing or adding some. Left out: ZeRO stage 3, optimisers that need whole matrices.
+wrapping raise, and so does replacing or adding some. Left out: ZeRO stage 3, optimisers that look at all parameters
+together.
 
 [Note: a step left out] Ranks leave a step out together or not at all. Where one does so alone, the steps of all ranks
 are compared now and then (`collectives.step_check`), and CheckFailed names ranks and steps; say the step, by
 `start_step(step)` or a watch's or a recorder's `begin_step`, or a rank that left out its forward pass too goes
 unnoticed. A rank that leaves out `optimizer.step()` alone makes the others wait: a `watch` says for whom.
 
+[Note: DistributedDataParallel] The wrapper is a subclass of torch's, so that whoever unwraps one, or takes `module.`
+from its names (torch's distributed checkpoints, Accelerate, loops of one's own), does so here. It has nothing of its
+workings: what only these could do is refused, and `require_backward_grad_sync = False` is `no_sync()`.
+
 [Note: states] `state_dict()` of the wrapper or its module needs other ranks only where shards have changed and nothing
 has launched their gathers (an optimiser of one's own, a `prefetch` of a number). `full_state_dict()` and the `load_` of
 each are collective calls: every rank calls them, whoever keeps the result. `optimizer.state_dict()` is local, and holds
 the state of this rank's shard alone: save it on every rank, a file each, and load it on as many ranks, wrapped with the
-same arguments; it is refused elsewhere.
+same arguments; it is refused elsewhere. `full_optimizer_state_dict()`, and what torch's `get_optimizer_state_dict` and
+its kin give, is by names and loads in any layout (`collectives.optimizer_state`).
 
 [Note: writing into parameters] Write the same on every rank. Masters of another dtype follow where a value has changed:
 in a forward pass what autograd counts, in the next step also what was written through `.data`.
@@ -41,6 +47,14 @@ one on all (`collectives.scaler`). bfloat16 needs no scaler.
 [Note: torch.compile] Give `units`, and compile each of them (`unit.compile()`, or `unit.forward = torch.compile(...)`):
 the wait is then outside the compiled region, and does not break its graph. Modules outside the units wait for
 themselves: a graph around one of these, or of the whole wrapper, breaks there.
+
+[Note: whole matrices] What Muon, SOAP or Shampoo steps must not be cut: `whole=lambda name, shape: ...` picks it. Each
+of these parameters lies in the shard of one rank, who steps it for all, and who has it in its shape. They have buckets
+of their own, padded to the rank that holds most: let a bucket hold several matrices for each rank (`bucket_bytes`), or
+padding travels. Leave out what is large and elementwise (embeddings). Two optimisers then share the wrapper:
+
+    muon = model.optimizer(torch.optim.Muon, only=is_hidden_matrix, lr=0.02)
+    adamw = model.optimizer(torch.optim.AdamW, only=lambda name, shape: not is_hidden_matrix(name, shape), lr=3e-4)
 
 [Note: gradients without copies] An operator may write a parameter's gradient straight to where it travels from, or
 where the optimiser reads it, and keep it wide (`collectives.slot`); what comes by autograd is copied there.
@@ -59,7 +73,7 @@ import copy
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, NoReturn, Self, TypeVar
@@ -72,11 +86,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from collectives.arguments import as_dtype
 from collectives.bucket import Bucket, BucketPlan
 from collectives.departure import Travel
-from collectives.elementwise import check_elementwise
+from collectives.elementwise import check_elementwise, check_parameterwise, probed_state
 from collectives.gather import ParameterGather
 from collectives.guard import CompanionHook, Unsharded
 from collectives.lane import Lane
 from collectives.norms import total_norm
+from collectives.optimizer_state import NamedState, name_state, named_state
 from collectives.optimizer_steps import OptimizerSteps, Options, parameter_groups
 from collectives.postponed import Postponed
 from collectives.prepare import (
@@ -118,7 +133,7 @@ GroupPair = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
 LanePair = tuple[Lane, Lane]
 
 
-class ShardedDataParallel(nn.Module):
+class ShardedDataParallel(nn.parallel.DistributedDataParallel):
     """Data parallel over the ranks of a group, ZeRO stage 1 or 2. Starts from rank 0's parameters and buffers.
 
     Every rank constructs it, with the same arguments, and calls the same methods in the same order.
@@ -162,6 +177,8 @@ class ShardedDataParallel(nn.Module):
             rank compares its shard with its master, 34 bytes of memory traffic an element where their dtypes differ;
             `"ignore"`: for a loop that writes none.
         broadcast_buffers: rank 0's buffers (of batch norms, say) go to all ranks after each step.
+        whole: says by name and shape which parameters one rank each owns whole, for optimisers that need a matrix:
+            see [Note: whole matrices]. None: none.
 
     Raises:
         ValueError: something here is not supported, or ranks differ in module or arguments; it names the first
@@ -194,8 +211,9 @@ class ShardedDataParallel(nn.Module):
         unused: Literal["skip", "zero"] = "skip",
         data_writes: Literal["adopt", "ignore"] = "adopt",
         broadcast_buffers: bool = True,
+        whole: Callable[[str, torch.Size], bool] | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # nothing of torch's DistributedDataParallel: see the note above
         if (prefetch is not None and prefetch < 1) or in_flight < 1:
             raise ValueError(f"prefetch and in_flight must be at least 1, got {prefetch} and {in_flight}")
         if stage not in (1, 2):
@@ -222,7 +240,7 @@ class ShardedDataParallel(nn.Module):
         in_windows = windows and self.gather_lane.group is not None
         by_peers = peer_reduce and self.reduce_lane.group is not None
         align = ALIGNMENT_BYTES if in_windows or by_peers else 1  # in elements, so for every dtype
-        plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts, align)
+        plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts, align, whole)
         settings: dict[str, object] = {"bucket_bytes": bucket_bytes, "prefetch": prefetch, "overlap": overlap}
         settings |= {"reduce_dtype": reduce_dtype, "in_flight": in_flight, "stage": stage, "windows": windows}
         settings |= {"mean": mean, "peer_reduce": peer_reduce, "unused": unused, "broadcast_buffers": broadcast_buffers}
@@ -486,6 +504,7 @@ class ShardedDataParallel(nn.Module):
         self,
         kind: Callable[..., OptimizerT],
         *,
+        only: Callable[[str, torch.Size], bool] | None = None,
         options: Options = lambda _name, _shape: {},
         step_in_backward: bool = False,
         gather_in_backward: float | None = None,
@@ -503,6 +522,8 @@ class ShardedDataParallel(nn.Module):
 
         Args:
             kind: elementwise, such as torch.optim.AdamW, built as `kind(param_groups, **settings)`.
+            only: says by name and whole shape which parameters this optimiser steps, where several share them; None:
+                all. Each of them then takes its `step()`, and its `zero_grad()` drops the gradients of its own alone.
             options: settings of single parameters by name and whole shape: `{"weight_decay": 0.0}` for vectors, say.
             step_in_backward: update each bucket as soon as its gradients are reduced.
             gather_in_backward: share (0..1) of the all-gathers launched in that pass; None: what balances both passes.
@@ -511,24 +532,67 @@ class ShardedDataParallel(nn.Module):
             settings: of all others.
 
         Raises:
-            ValueError: `step` was given a closure, which would run after the gradients were finished; or
-                `gather_in_backward` has no effect, or is not in 0..1.
+            ValueError: `gather_in_backward` has no effect, or is not in 0..1; or `kind` needs what is cut here; or
+                `only` picks nothing, or goes with `step_in_backward`.
         """
         if gather_in_backward is not None and not step_in_backward:
             raise ValueError(f"gather_in_backward = {gather_in_backward}: has no effect without step_in_backward=True")
-        check_elementwise(kind, settings)
-        held = {name: piece for name, _, piece in self.named_shards()}
-        optimizer = kind(parameter_groups(self.shapes(), held, options), **settings)
-        attach_shard_check(optimizer, self.buckets, self.reduce_lane)
+        if only is not None and step_in_backward:
+            raise ValueError("step_in_backward = True: goes with one optimiser of all parameters, and not with `only`")
+        shapes = {name: shape for name, shape in self.shapes().items() if only is None or only(name, shape)}
+        if not shapes:
+            raise ValueError(
+                f"only: picks none of {len(self.shapes())} parameters; the first is {next(iter(self.shapes()))}"
+            )
+        held = {name: piece for name, _, piece in self.named_shards() if name in shapes}
+        groups, names = parameter_groups(shapes, held, options)
+        of_groups = [{**settings, **{key: value for key, value in g.items() if key != "params"}} for g in groups]
+        self._check_kind(kind, settings, of_groups, names)
+        optimizer = kind(groups, **settings)
+        header = attach_shard_check(optimizer, self.buckets, self.reduce_lane)
+
+        def probe(index: int) -> Mapping[str, Any] | None:
+            like = torch.empty(2, 3, dtype=self.buckets[0].master_S.dtype, device=self.reduce_lane.device)
+            return probed_state(kind, of_groups[index], like)
+
+        lane, gather = self.reduce_lane, self._gather
+        named = NamedState(
+            optimizer, self.buckets, lane, names, probe, header, self.wait_parameters, gather.note_masters_loaded
+        )
+        name_state(optimizer, named)
         make_scalers_finish()
         self._has_optimizer = True
-        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        zero_grad = self.zero_grad if only is None else functools.partial(self._zero_grad_of, frozenset(shapes))
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         optimizer._step_supports_amp_scaling = ScalerCheck(self._reduce, self._finish_for_step)  # type: ignore[attr-defined]
         if step_in_backward:
             self._steps.tie_inside(optimizer, gather_in_backward)
         else:
-            self._steps.tie_behind(optimizer, waits)
+            self._steps.tie_behind(optimizer, waits, shapes)
         return optimizer
+
+    def _check_kind(
+        self,
+        kind: Callable[..., torch.optim.Optimizer],
+        settings: Mapping[str, Any],
+        of_groups: Sequence[Mapping[str, Any]],
+        names: Sequence[Sequence[str]],
+    ) -> None:
+        wholes = {slot.name for plan in self.plans if plan.whole_shard is not None for slot in plan.slots}
+        if not wholes:
+            check_elementwise(kind, settings)
+            return
+        for own, group in zip(of_groups, names, strict=True):
+            if not wholes.issuperset(group):
+                check_elementwise(kind, own)
+            if not wholes.isdisjoint(group):
+                check_parameterwise(kind, own)
+
+    def _zero_grad_of(self, names: Set[str], set_to_none: bool = True) -> None:
+        """Forget the gradients of these parameters, as `.grad = None` on each does."""
+        for bucket in self.buckets:
+            mine = [position for position, slot in enumerate(bucket.plan.slots) if slot.name in names]
+            bucket.clear_gradients(mine, set_to_none)
 
     @property
     def step_in_backward(self) -> bool:
@@ -626,6 +690,21 @@ class ShardedDataParallel(nn.Module):
         load_parameters(self.buckets, whole)
         self._gather.note_changed()
 
+    def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of an optimiser over the shards, by names and in whole shapes: see `collectives.optimizer_state`.
+
+        Collective: call it on every rank, then save it on one. It loads on any number of ranks.
+        """
+        return named_state(optimizer).full()
+
+    def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Take over what `full_optimizer_state_dict` gave, the same on every rank. Collective.
+
+        Raises:
+            ValueError: on all ranks, where it is of another model.
+        """
+        named_state(optimizer).load(state)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], _recurse: bool = True) -> Self:
         """Refuse to move or cast; what leaves all as it is, such as `.to()` the same device, is no such thing."""
         for tensor in (*self._wrapped, *self._frozen, *self.module.buffers()):
@@ -652,7 +731,34 @@ class ShardedDataParallel(nn.Module):
             "or let a rank that has run out call finish_gradients() and optimizer.step() without a backward pass"
         )
 
-    join = join_hook
+    join = join_hook  # type: ignore[assignment]
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward pass is a step's last one, as far as one knows; False: as inside `no_sync`."""
+        return self._reduce.is_last
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._reduce.is_last = value
+
+    def _refuse_comm_hook(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(
+            "communication hooks of DistributedDataParallel are not called here: give reduce_dtype for gradients in "
+            "another dtype on the wire"
+        )
+
+    register_comm_hook = _register_builtin_comm_hook = _register_fused_optim = _refuse_comm_hook
+
+    # What others read of a DistributedDataParallel.
+    static_graph = find_unused_parameters = False
+    device_ids = output_device = None
+
+    def _set_static_graph(self) -> None:
+        """Nothing to set: no graph is assumed, static or not."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}
 
     def _make_current(self, caller: str) -> None:
         """For a state that the host will read: it waits, so that whoever is alone hears of it here."""
@@ -723,7 +829,10 @@ class ShardedDataParallel(nn.Module):
                 "parameters of the module were replaced, added or removed after wrapping: do that before"
             )
         if any(parameter.requires_grad for parameter in self._frozen):
-            raise RuntimeError("a parameter that was frozen when the module was wrapped requires a gradient now")
+            raise RuntimeError(
+                "a parameter that was frozen when the module was wrapped requires a gradient now: wrap it unfrozen, "
+                "and set its .grad to None before each step that shall leave it alone"
+            )
 
     def _warn_of_no_optimizer(self) -> None:
         self._num_forwards += torch.is_grad_enabled()

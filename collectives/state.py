@@ -56,20 +56,26 @@ def full_state_dict(module: nn.Module, buckets: Sequence[Bucket], lane: Lane) ->
 
 @torch.no_grad()
 def gather_whole(
-    buckets: Sequence[Bucket], lane: Lane, value: Callable[[Piece], Tensor]
+    buckets: Sequence[Bucket],
+    lane: Lane,
+    value: Callable[[Piece], Tensor | None],
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name by name and in its whole shape, what `value` gives of every piece, such as a moment of its optimiser: 1-D.
+    """Name by name and in its whole shape, what `value` gives of every piece, such as a moment of its optimiser.
 
-    Collective: every rank goes through all of it, whoever keeps what comes. Of the dtype of the masters, in the order
-    of the buckets. All of them take turns in the memory of one, so a tensor is good until the next one is asked for.
+    Collective: every rank goes through all of it, whoever keeps what comes. Of `dtype` or that of the masters, in the
+    order of the buckets. All of them take turns in the memory of one, so a tensor is good until the next one is asked
+    for. Where `value` gives None, zeros come.
     """
     room: dict[torch.dtype, Tensor] = {}
     for bucket in buckets:
-        full_N = _room_for(bucket, buckets, room)
+        full_N = _room_for(bucket, buckets, room, dtype)
         own_S = bucket.plan.own(full_N, bucket.rank)
         own_S.zero_()
         for piece, (_, start, end) in zip(bucket.pieces, bucket.plan.pieces(bucket.rank), strict=True):
-            own_S[start:end] = value(piece)
+            values = value(piece)
+            if values is not None:
+                own_S[start:end] = values.flatten()
         lane.all_gather(full_N).wait()
         for slot, view in zip(bucket.plan.slots, bucket.plan.views(full_N), strict=True):
             yield slot.name, view
@@ -88,7 +94,7 @@ def load_parameters(buckets: Sequence[Bucket], whole: Callable[[str], Tensor]) -
             parameter.copy_(values)
             if slot.name in owned and not bucket.shares_storage:
                 piece, place = owned[slot.name]
-                piece.parameter.copy_(values.flatten()[place])
+                piece.parameter.copy_(values.flatten()[place].view(piece.parameter.shape))
 
 
 def own_pieces(bucket: Bucket, whole: Callable[[str], Tensor]) -> Iterator[tuple[Piece, Tensor]]:
@@ -110,7 +116,7 @@ def load_full_state_dict(module: nn.Module, buckets: Sequence[Bucket], state: Ma
             for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True)
         }
         for piece, own in own_pieces(bucket, named.__getitem__):
-            piece.parameter.copy_(own)
+            piece.parameter.copy_(own.view(piece.parameter.shape))
 
 
 def attach_state_hooks(
@@ -131,8 +137,7 @@ def attach_state_hooks(
     @torch.no_grad()
     def after(*_: object) -> None:
         for bucket in buckets:
-            if bucket.own_S is not None:
-                bucket.master_S.copy_(bucket.own_S)
+            bucket.take_loaded()
         note_changed()
 
     module.register_state_dict_pre_hook(CompanionHook(before))  # type: ignore[no-untyped-call]
@@ -144,15 +149,24 @@ _SHARD = "netlayer_shard"
 _SHARD_VERSION = 1
 
 
-def attach_shard_check(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], lane: Lane) -> None:
-    """Have the optimiser's state say which shard it is of, and refuse one of another shard.
+def attach_shard_check(
+    optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], lane: Lane
+) -> dict[str, dict[str, Any]]:
+    """Have the optimiser's state say which shard it is of, and refuse one of another shard; what it says.
 
     Its `load_state_dict` is then called on every rank, and raises ValueError on all of them where rank, world size or
     layout differ on one, or a state says none.
     """
     layout = hashlib.sha256(
         json.dumps(
-            [[b.plan.shard_numel, [(slot.name, *slot.shape) for slot in b.plan.slots]] for b in buckets]
+            [
+                [
+                    b.plan.shard_numel,
+                    [(slot.name, *slot.shape) for slot in b.plan.slots],
+                    *([] if b.plan.whole_shard is None else [[slot.offset for slot in b.plan.slots]]),
+                ]
+                for b in buckets
+            ]
         ).encode()
     ).hexdigest()[:16]
     own = {"version": _SHARD_VERSION, "rank": lane.rank, "world_size": lane.world_size, "layout": layout}
@@ -168,7 +182,10 @@ def attach_shard_check(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucke
         wrong = [
             rank for rank, [is_wrong] in zip(lane.ranks, lane.tell([bool(differing)], "state"), strict=True) if is_wrong
         ]
-        remedy = "load each rank's own file, on as many ranks, wrapped with the same arguments"
+        remedy = (
+            "load each rank's own file, on as many ranks, wrapped with the same arguments; or save what torch's "
+            "get_optimizer_state_dict(model, optimizer) gives, which loads in any layout"
+        )
         if differing and shard is not None:
             field = differing[0]
             raise ValueError(
@@ -182,6 +199,7 @@ def attach_shard_check(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucke
 
     optimizer.register_state_dict_post_hook(note)
     optimizer.register_load_state_dict_pre_hook(check)
+    return {_SHARD: own}
 
 
 def _gather_masters(bucket: Bucket, lane: Lane) -> Tensor:
@@ -195,15 +213,23 @@ def _gather_masters(bucket: Bucket, lane: Lane) -> Tensor:
 
 def _own_places(bucket: Bucket) -> Iterator[tuple[Piece, slice]]:
     """Every piece of this rank, and which elements of the whole parameter it has."""
-    for piece, (index, start, end) in zip(bucket.pieces, bucket.plan.pieces(bucket.rank), strict=True):
-        first = bucket.rank * bucket.plan.shard_numel + start - bucket.plan.slots[index].offset
-        yield piece, slice(first, first + end - start)
+    for piece in bucket.pieces:
+        yield piece, own_range(bucket, piece)
 
 
-def _room_for(bucket: Bucket, buckets: Sequence[Bucket], room: dict[torch.dtype, Tensor]) -> Tensor:
-    """Memory for the whole of a bucket, [N]: part of what the largest one takes."""
-    dtype = bucket.master_S.dtype
-    if dtype not in room:
-        largest = max(each.plan.padded_numel for each in buckets if each.master_S.dtype == dtype)
-        room[dtype] = torch.empty(largest, dtype=dtype, device=bucket.master_S.device)
-    return room[dtype][: bucket.plan.padded_numel]
+def own_range(bucket: Bucket, piece: Piece) -> slice:
+    """Which elements of the whole parameter a piece of this rank has."""
+    slot = bucket.plan.slots[piece.position]
+    first = max(0, bucket.rank * bucket.plan.shard_numel - slot.offset)
+    return slice(first, first + piece.parameter.numel())
+
+
+def _room_for(
+    bucket: Bucket, buckets: Sequence[Bucket], room: dict[torch.dtype, Tensor], dtype: torch.dtype | None
+) -> Tensor:
+    """Memory for the whole of a bucket, [N], of `dtype` or that of its masters: part of what the largest one takes."""
+    kind = dtype or bucket.master_S.dtype
+    if kind not in room:
+        largest = max(each.plan.padded_numel for each in buckets if dtype or each.master_S.dtype == kind)
+        room[kind] = torch.empty(largest, dtype=kind, device=bucket.master_S.device)
+    return room[kind][: bucket.plan.padded_numel]

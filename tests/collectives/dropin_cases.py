@@ -339,6 +339,30 @@ def steps_in_the_backward_pass_refuse_what_has_no_gradient(rank: int, world_size
 
 
 @case
+def a_closure_is_called_by_the_step(rank: int, world_size: int) -> None:
+    for inside in (False, True):
+        pair = Pair(rank, world_size)
+        if inside:
+            pair.ours = pair.sharded.optimizer(torch.optim.AdamW, lr=0.05, weight_decay=0.1, step_in_backward=True)
+        for _ in range(3):
+            x, losses = pair.batch(), []
+            for model, _, optimizer, part in pair.sides():
+                own = part(x)
+
+                def closure(model: Any = model, optimizer: Any = optimizer, own: Tensor = own) -> Tensor:
+                    optimizer.zero_grad()
+                    loss: Tensor = model(own).square().mean()
+                    loss.backward()
+                    return loss
+
+                with torch.no_grad():
+                    losses.append(optimizer.step(closure))
+            dist.all_reduce(losses[1])
+            assert_equal(losses[1] / world_size, losses[0])
+            pair.check()
+
+
+@case
 def buffers_are_those_of_rank_0(rank: int, world_size: int) -> None:
     sharded = ShardedDataParallel(nn.Sequential(nn.Linear(WIDTH, 2), nn.BatchNorm1d(2)))
     optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1)
@@ -402,6 +426,130 @@ def recomputation_inside_the_backward_pass_is_trained(rank: int, world_size: int
     pair = Pair(rank, world_size, Recomputing(*net(4)))
     pair.train(3)
     pair.check()
+
+
+def is_hidden_matrix(name: str, shape: torch.Size) -> bool:
+    return len(shape) == 2 and not name.startswith("0.")
+
+
+def is_other(name: str, shape: torch.Size) -> bool:
+    return not is_hidden_matrix(name, shape)
+
+
+class Halves(torch.optim.Optimizer):
+    """A program's own optimiser: signs of a matrix' rows, scaled by its norm; elementwise where a group says so."""
+
+    def __init__(self, params: Any, lr: float, by_matrix: bool = True) -> None:
+        super().__init__(params, {"lr": lr, "by_matrix": by_matrix})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    scale = parameter.grad.norm() if group["by_matrix"] else 1.0
+                    parameter -= group["lr"] * parameter.grad / scale
+
+
+@case
+def muon_steps_whole_matrices_beside_adamw(rank: int, world_size: int) -> None:
+    plain: Any = net(4)
+    settings: Any = {"lr": 0.05, "weight_decay": 0.1}
+    named = list(plain.named_parameters())
+    theirs = [
+        torch.optim.Muon([p for n, p in named if is_hidden_matrix(n, p.shape)], **settings),
+        torch.optim.AdamW([p for n, p in named if is_other(n, p.shape)], lr=0.01),
+    ]
+
+    def build(bucket_bytes: int) -> tuple[ShardedDataParallel, list[torch.optim.Optimizer]]:
+        sharded = ShardedDataParallel(net(4), whole=is_hidden_matrix, bucket_bytes=bucket_bytes)
+        muon = sharded.optimizer(torch.optim.Muon, only=is_hidden_matrix, **settings)
+        return sharded, [muon, sharded.optimizer(torch.optim.AdamW, only=is_other, lr=0.01)]
+
+    sharded, ours = build(WIDTH * WIDTH * 8 * 3)
+    shapes = [tuple(piece.shape) for group in ours[0].param_groups for piece in group["params"]]
+    assert set(shapes) <= {(WIDTH, WIDTH)}
+    batches = Pair(rank, world_size)
+    for step in range(8):
+        x = batches.batch()
+        if step == 4:  # other buckets go on
+            states = [sharded.full_optimizer_state_dict(optimizer) for optimizer in ours]
+            model_state = {name: value.clone() for name, value in sharded.state_dict().items()}
+            sharded, ours = build(10_000)
+            sharded.load_state_dict(model_state)
+            for optimizer, state in zip(ours, states, strict=True):
+                sharded.load_full_optimizer_state_dict(optimizer, state)
+        plain(x).square().mean().backward()
+        sharded(x[rank::world_size]).square().mean().backward()
+        if step % 2:
+            norms = [nn.utils.clip_grad_norm_(module.parameters(), 0.1) for module in (plain, sharded)]
+            assert_equal(norms[1], norms[0])
+        for optimizer in (*theirs, *ours):
+            optimizer.step()
+        for optimizer in (*theirs, *ours):
+            optimizer.zero_grad()
+        assert_equal(list(sharded.parameters()), list(plain.parameters()))
+
+
+@case
+def adafactor_steps_whole_parameters(rank: int, world_size: int) -> None:
+    plain: Any = net(4)
+    theirs = torch.optim.Adafactor(plain.parameters(), lr=0.05)
+    sharded = ShardedDataParallel(net(4), whole=lambda _name, _shape: True, bucket_bytes=700)
+    ours = sharded.optimizer(torch.optim.Adafactor, lr=0.05)
+    batches = Pair(rank, world_size)
+    for _ in range(4):
+        x = batches.batch()
+        plain(x).square().mean().backward()
+        sharded(x[rank::world_size]).square().mean().backward()
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal(list(sharded.parameters()), list(plain.parameters()))
+    assert_raises(ValueError, "neither one number nor one an element", lambda: sharded.full_optimizer_state_dict(ours))
+
+
+@case
+def an_optimiser_of_both_kinds_has_whole_matrices(rank: int, world_size: int) -> None:
+    plain: Any = net(4)
+    named = list(plain.named_parameters())
+    matrices = [p for n, p in named if is_hidden_matrix(n, p.shape)]
+    others = {"params": [p for n, p in named if is_other(n, p.shape)], "by_matrix": False}
+    theirs = Halves([{"params": matrices}, others], lr=0.01)
+    sharded = ShardedDataParallel(net(4), whole=is_hidden_matrix, bucket_bytes=10_000)
+    ours = sharded.optimizer(Halves, options=lambda n, s: {"by_matrix": is_hidden_matrix(n, s)}, lr=0.01)
+    batches = Pair(rank, world_size)
+    for _ in range(4):
+        x = batches.batch()
+        plain(x).square().mean().backward()
+        sharded(x[rank::world_size]).square().mean().backward()
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal(list(sharded.parameters()), list(plain.parameters()))
+    assert_raises(ValueError, "steps the pieces of a matrix otherwise", lambda: sharded.optimizer(Halves, lr=0.1))
+
+
+@case
+def several_optimizers_step_in_turns(rank: int, world_size: int) -> None:
+    plain: Any = net(4)
+    named = list(plain.named_parameters())
+    picks = [is_hidden_matrix, is_other]
+    theirs = [torch.optim.Adam([p for n, p in named if pick(n, p.shape)], lr=0.05) for pick in picks]
+    sharded = ShardedDataParallel(net(4), bucket_bytes=400)
+    ours = [sharded.optimizer(torch.optim.Adam, only=pick, lr=0.05) for pick in picks]
+    batches = Pair(rank, world_size)
+    for step in range(8):
+        x = batches.batch()
+        plain(x).square().mean().backward()
+        sharded(x[rank::world_size]).square().mean().backward()
+        for index in ((0, 1), (1,), (0,), (1, 0))[step % 4]:
+            for optimizers in (theirs, ours):
+                optimizers[index].step()
+                optimizers[index].zero_grad()
+            if step == 4:  # a look between the two
+                assert_equal(list(sharded.parameters()), list(plain.parameters()))
+        assert_equal(list(sharded.parameters()), list(plain.parameters()))
 
 
 @case

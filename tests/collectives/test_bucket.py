@@ -219,3 +219,30 @@ def test_adopt_kernel_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-k", "adopt", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.booleans()), min_size=1, max_size=12),
+    st.integers(1, 5),
+    st.sampled_from([1, 4]),
+    st.sampled_from([None, 200]),
+)
+def test_whole_parameters_lie_in_one_shard_each(
+    parameters: list[tuple[list[int], bool]], world_size: int, align: int, bucket_bytes: int | None
+) -> None:
+    layout = [(f"p{i}", torch.Size(shape), torch.float32) for i, (shape, _) in enumerate(parameters)]
+    whole = [is_whole for _, is_whole in parameters]
+    plans = plan_buckets(layout, bucket_bytes, world_size, align=align, whole=whole)
+    assert sorted(slot.name for plan in plans for slot in plan.slots) == sorted(name for name, _, _ in layout)
+    for plan in plans:
+        is_whole = whole[int(plan.slots[0].name[1:])]
+        assert all(whole[int(slot.name[1:])] is is_whole for slot in plan.slots)
+        assert plan.shard_numel % align == 0
+        covered = [*((slot.offset, slot.end) for slot in plan.slots), *plan.gaps()]
+        assert sum(end - start for start, end in covered) == plan.padded_numel
+        elements = sorted(i for start, end in covered for i in range(start, end))
+        assert elements == list(range(plan.padded_numel))
+        if is_whole:
+            pieces = [(index, end - start) for rank in range(world_size) for index, start, end in plan.pieces(rank)]
+            expected = [(index, slot.numel) for index, slot in enumerate(plan.slots) if slot.numel]
+            assert sorted(pieces) == expected

@@ -38,6 +38,17 @@ class _TrustRatio(torch.optim.SGD):
                     parameter -= group["lr"] * parameter.norm() * parameter.grad / parameter.grad.norm()
 
 
+class _TogetherNormed(torch.optim.SGD):
+    """SGD over the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                norm = torch.stack([parameter.grad.norm() for parameter in group["params"]]).norm()
+                for parameter in group["params"]:
+                    parameter -= group["lr"] * parameter.grad / norm
+
+
 def _muon(groups: Any, **settings: Any) -> torch.optim.Optimizer:
     return torch.optim.Muon(groups, **settings)
 
@@ -67,6 +78,33 @@ def test_elementwise_optimizers_are_not_refused(name: str) -> None:
 def test_elementwise_settings_are_not_refused() -> None:
     check_elementwise(torch.optim.AdamW, {"lr": 1e-5, "fused": True, "amsgrad": True, "weight_decay": 0.1})
     check_elementwise(torch.optim.SGD, {"lr": 0.0, "momentum": 0.9, "nesterov": True})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, _TogetherNormed])
+def test_optimizers_of_all_parameters_together_are_refused_for_whole_ones(kind: Callable[..., Any]) -> None:
+    sharded = ShardedDataParallel(nn.Linear(3, 2), whole=lambda _name, _shape: True)
+    with pytest.raises(ValueError, match="each rank would step its own parameters only"):
+        sharded.optimizer(kind, lr=1e-2)
+    sharded.optimizer(_TrustRatio, lr=1e-2)
+
+
+def test_only_must_pick_something_and_excludes_steps_in_backward() -> None:
+    sharded = ShardedDataParallel(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="only: picks none of 2 parameters"):
+        sharded.optimizer(torch.optim.SGD, lr=0.1, only=lambda _name, _shape: False)
+    with pytest.raises(ValueError, match="goes with one optimiser"):
+        sharded.optimizer(torch.optim.SGD, lr=0.1, only=lambda _name, _shape: True, step_in_backward=True)
+
+
+def test_a_distributed_data_parallel_by_name() -> None:
+    sharded = ShardedDataParallel(nn.Linear(3, 2))
+    assert isinstance(sharded, nn.parallel.DistributedDataParallel)
+    with pytest.raises(RuntimeError, match="give reduce_dtype"):
+        sharded.register_comm_hook(None, None)
+    sharded.require_backward_grad_sync = False
+    assert not sharded.require_backward_grad_sync
+    with sharded.last_backward():
+        assert sharded.require_backward_grad_sync
 
 
 def test_moving_to_the_same_device_changes_nothing() -> None:
