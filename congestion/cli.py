@@ -106,6 +106,10 @@ _COLUMNS = {
 @click.option("--checkpoint", type=_PATH, help="Where a run that is stopped before its end is kept; of one law.")
 @click.option("--resume", type=_PATH, help="Go on with a run that --checkpoint kept; all else as then.")
 @click.option(
+    "--switch-config", type=_PATH, help="SONiC's config_db.json, as `nic switch` writes it: thresholds of PFC and ECN."
+)
+@click.option("--strict", is_flag=True, help="Exit 1 on a warning too: a lossless fabric that drops, a law's target.")
+@click.option(
     "--json", "json_file", type=_PATH, help="Where all of it goes as JSON; - is stdout, where files are given."
 )
 @click.option("--list", "listed", is_flag=True, help="List scenarios and fabrics with what --set changes, and end.")
@@ -125,7 +129,7 @@ def simulate(
     listed: bool,
     **how: Any,
 ) -> None:
-    """Simulate flows packet by packet; exit 1 where one did not end (its fct_ns is null).
+    """Simulate flows packet by packet; exit 1 where one did not end (its fct_ns is null, and `open` says why).
 
     LAW is none, dcqcn, swift, nscc, hybrid, or a file, which runs with your rights (see netlayer arena
     --help). Ctrl-C keeps what was measured.
@@ -150,6 +154,8 @@ def simulate(
       netlayer simulate --list
     """
     from congestion.bound import completion_bound_us
+    from congestion.nic.switch_settings import settings_of_switch
+    from congestion.run_checks import law_note, lossless_note
     from congestion.settings import settings_of
     from congestion.simulate_inputs import read_case, with_losses
     from netlayer.progress import Stages
@@ -165,11 +171,13 @@ def simulate(
     _check_how(laws, out, how)
     drawn = out is not None or how["html"] is not None
     mine = tuple(one for one in overrides if one.split(".")[0] == _OURS)
-    settings = settings_of(preset, mine)
+    told_by_switch, notes_on_switch = settings_of_switch(how["switch_config"]) if how["switch_config"] else ((), [])
+    settings = settings_of(preset, (*told_by_switch, *mine))
     others = tuple(one for one in overrides if one not in mine)
     sizes = how["flow_bytes"], settings.mtu_bytes * (preset == _ONE_PACKET_MORE)
     case = read_case(scenario, topo, flow_file, cm_file, fabric, config, others, seed, *sizes)
     settings, notes = with_losses(settings, topo, case)
+    notes = [*notes_on_switch, *notes]
     with contextlib.ExitStack() as stack:
         kept = _Kept(stack, out, how)
         bound_us = completion_bound_us(case.fabric, case.flows, settings) if drawn else None
@@ -178,11 +186,14 @@ def simulate(
             for law in laws:
                 simulation = _built(case, settings, law, seed, stages, how)
                 _say_once(stages, notes)  # now, for where the input is bad, that alone is said
+                kept.warn(stages, law, law_note(law, settings, simulation.state))
                 with stages.open(law) as bar:
                     outcome, samples = _simulate(case, simulation, bar, how, bound_us)
                 kept.add(law, case, outcome, samples)
+                kept.warn(stages, law, lossless_note(case.fabric, outcome, settings))
                 if json_file:
                     asked = {"cc": law, "preset": preset, "seed": seed, "source": "simulated"}
+                    asked |= {"warnings": kept.warnings[law]} if law in kept.warnings else {}
                     runs.append({**asked, **outcome.to_json(case.fabric, case.flows)})
                 if outcome.interrupted:
                     break
@@ -196,10 +207,24 @@ def simulate(
         kept.publish(arguments, {**case.config, _OURS: settings.model_dump(mode="json")}, seed)
     with contextlib.redirect_stdout(sys.stderr if _STDOUT in (json_file, how["html"]) else sys.stdout):
         _print_rows(kept.rows)
+    _judge(kept, how["strict"])
+
+
+def _judge(kept: _Kept, strict: bool) -> None:
+    """
+    Raises:
+        CheckFailed: flows did not end though nothing stopped the run; or there are warnings, and `strict`.
+    """
     for row in kept.rows:
-        if row["ended"] < row["flows"] and (row["completed"] or row["interrupted"]):
-            left = f"{row['flows'] - row['ended']} of {row['flows']} flows did not end"
-            raise CheckFailed(f"{row['cc']}: {left}: {_cause(row)}")
+        if row["ended"] == row["flows"]:
+            continue
+        left = f"{row['cc']}: {row['flows'] - row['ended']} of {row['flows']} flows did not end: {_cause(row)}"
+        if row["completed"] or row["interrupted"]:
+            raise CheckFailed(left)
+        click.echo(f"note: {left}", err=True)
+    if strict and kept.warnings:
+        first, *others = [f"{law}: {one}" for law, told in kept.warnings.items() for one in told]
+        raise CheckFailed(f"--strict: {first}{f' (and {len(others)} more)' if others else ''}")
 
 
 def _say_once(stages: Stages, notes: list[str]) -> None:
@@ -211,9 +236,7 @@ def _cause(row: Mapping[str, Any]) -> str:
     """Why flows of a run did not end."""
     if row["deadlock"]:
         return f"PFC deadlock, each link waits for the next: {row['deadlock']}"
-    if not row["completed"]:
-        return "interrupted"
-    return "their last packets were lost (congestion.timeout_us is 0), or their retries ran out"
+    return f"{'interrupted; ' if row['interrupted'] else ''}{row['open']}"
 
 
 def _check_page(html: Path | None, json_file: Path | None) -> None:
@@ -337,14 +360,22 @@ class _Kept:
         self._sampled = bool(how["sample_us"])  # else what was sampled is for the page alone
         self._frames: dict[str, list[pd.DataFrame]] = {}
         self._notes: list[str] = []
+        self.warnings: dict[str, list[str]] = {}  # by law
+
+    def warn(self, stages: Stages, law: str, warning: str) -> None:
+        if warning:
+            self.warnings.setdefault(law, []).append(warning)
+            stages.say(f"warning: {law}: {warning}")
 
     def add(self, law: str, case: Case, outcome: Outcome, samples: Samples | None) -> None:
         from congestion import measures
+        from congestion.run_checks import lossless_drops, open_flows, open_words
 
         flows = measures.flow_frame(case.fabric, case.flows, outcome)
         ports = measures.port_frame(case.fabric, outcome)
         own = {"completed": outcome.completed, "interrupted": outcome.interrupted, "wall_s": outcome.wall_s}
         since_us = outcome.since_ps / _PS_PER_US if outcome.warmup_ps else None
+        own |= {"lossless_drops": lossless_drops(outcome), "open": open_words(open_flows(outcome))}
         self.rows.append({"cc": law, **measures.summary(flows, ports, since_us), **own})
         if samples:
             for name, frame in {"flows": flows, "ports": ports, **samples.frames()}.items():

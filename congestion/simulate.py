@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
+from numba.core.errors import NumbaError
 
+from congestion.control import entered
 from congestion.deadlock import deadlocked_ports
 from congestion.engine.build import build
 from congestion.engine.build_ports import port_order
 from congestion.engine.run import run
 from congestion.engine.tables import NEVER, Ints, Rows, State
 from congestion.files import Flap, FlowSet
+from congestion.run_checks import check_bound, law_fault, lossless_drops, open_flows
 from congestion.settings import Settings
 from netlayer.errors import ConfigError
 from netlayer.interrupt import held_interrupt
@@ -113,13 +116,14 @@ class Outcome:
     def to_json(self, fabric: Graph, flows: FlowSet) -> dict[str, Any]:
         """`flows` in file order, `warmup_us`, `counters` since then in total and by port, `engine`.
 
-        `fct_ns` of a flow that did not end is None. Ports are 1-based, in the file's order: all of switches, and of
-        hosts those that counted anything; retransmissions are counted where they leave. Sums by port are the totals.
-        A port has set off a pause whose queue was then the switch's longest while it could send (there congestion
+        `fct_ns` of a flow that did not end is None, and `open` says why. Ports are 1-based, in the file's order: all of
+        switches, and of hosts those that counted anything; retransmissions are counted where they leave. Sums by port
+        are the totals. `lossless_drops` are of ports that PFC was to keep from it. A port has set off a pause whose queue was then the switch's longest while it could send (there congestion
         begins), and passed it on if it was stopped itself; CNPs are notices that receivers sent, on their ACKs.
         """
         start, finish = self.start_ps.tolist(), self.finish_ps.tolist()
         ends = zip(flows.src.tolist(), flows.dst.tolist(), flows.num_bytes.tolist(), start, finish, strict=True)
+        reasons = open_flows(self)
         return {
             "flows": [
                 {
@@ -128,8 +132,9 @@ class Outcome:
                     "bytes": num_bytes,
                     "start_ns": begun / 1000,
                     "fct_ns": (ended - begun) / 1000 if ended >= 0 else None,
+                    **({"open": reasons[number]} if number in reasons else {}),
                 }
-                for src, dst, num_bytes, begun, ended in ends
+                for number, (src, dst, num_bytes, begun, ended) in enumerate(ends)
             ],
             "warmup_us": self.warmup_ps / _PS_PER_US,
             "counters": self._counters(fabric),
@@ -148,6 +153,8 @@ class Outcome:
         by_port = [row for row in rows if "switch" in row or any(row[name] for name in _AT_HOSTS)]
         return {
             **{name: sum(row[name] for row in by_port) for name in ("pauses", "ecn_marked", "drops")},
+            "lossless_drops": lossless_drops(self),
+            **self._watchdog_counts(),
             "cnps": int(self.state.receiver["cnps"].sum()),
             "retransmissions": int(self.state.flow["resent"].sum()),
             "paused_ns": float(self.pause_ps.sum()) / 1000,
@@ -155,6 +162,13 @@ class Outcome:
             "deadlock": [fabric.link_name(self.link[port]) for port in self.deadlock],
             "by_port": by_port,
         }
+
+    def _watchdog_counts(self) -> dict[str, int]:
+        """Storms that PFC watchdogs found and packets that they dropped, where there are any."""
+        rows = self.state.watchdog
+        if not len(rows):
+            return {}
+        return {"pfc_storms": int(rows["storms"].sum()), "watchdog_drops": int(rows["drops"].sum())}
 
     def _ports(self, fabric: Graph) -> Iterator[tuple[int, int, int]]:
         """Node, number there from 1 in the order of its cables, and row of each port: switches', then hosts'."""
@@ -236,13 +250,26 @@ class Simulation:
         self._until_flows = until_flows
         self.time_ps, self.completed, self.interrupted = 0, False, False
         self.wall_s = self.cpu_s = 0.0
+        self._law = law
         self._digest = _digest(self.state)
         self._window_ps = int(self.state.run["window"][0])
         self._gpu = self._on_gpu()
         began = time.perf_counter()
         with compiling(), held_interrupt():  # numba swallows an interruption that lands in its compiler
-            self._run(-1)  # nothing is due before 0: this compiles
+            self._compile()
         self.compile_s = time.perf_counter() - began
+
+    def _compile(self) -> None:
+        """
+        Raises:
+            ConfigError: a law from a file is none that can be compiled.
+        """
+        try:
+            self._run(-1)  # nothing is due before 0: this compiles
+        except NumbaError as exc:
+            if entered.law is None:
+                raise
+            raise entered.not_compiled(exc) from exc
 
     def advance(self, until_ps: int) -> None:
         """Let everything happen that begins before `until_ps`; within a link's delay, what follows may have begun."""
@@ -265,6 +292,10 @@ class Simulation:
 
         Where it was stopped, the outcome is what was measured until then, and is `interrupted`.
 
+        Raises:
+            ConfigError: a law from a file did what no law may.
+            CheckFailed: a flow ended sooner than its bytes can be sent: the run is void.
+
         Args:
             say: hears of the progress some times a second.
             look: is called each `every_ps` of simulated time, counted from `from_ps`.
@@ -275,6 +306,7 @@ class Simulation:
                 before = self.wall_s
                 stop = from_ps + ((self.time_ps - from_ps) // every_ps + 1) * every_ps
                 self.advance(min(self._next_ps() + step, stop, until_ps, self._warm_up_ps(), self._enough_ps()))
+                self._check_law()
                 if self.time_ps == self._warm_up_ps():
                     self._before = self._counters()
                 if look and self.time_ps >= stop:
@@ -286,7 +318,18 @@ class Simulation:
                     say(self.progress())
         except KeyboardInterrupt:
             self.interrupted = True
-        return self.outcome()
+        outcome = self.outcome()
+        check_bound(outcome, self._law)
+        return outcome
+
+    def _check_law(self) -> None:
+        """
+        Raises:
+            ConfigError: a law from a file did what no law may.
+        """
+        fault = law_fault(self.state)
+        if fault:
+            raise fault
 
     @property
     def enough(self) -> bool:

@@ -22,7 +22,7 @@ from congestion.engine.build_flows import (
     sent_times,
     waiting_flows,
 )
-from congestion.engine.build_paths import all_paths
+from congestion.engine.build_paths import all_paths, next_hops
 from congestion.engine.build_ports import (
     host_bps,
     kind_rows,
@@ -97,7 +97,10 @@ def build(
     first_entry = np.arange(0, num_lists * CHUNK, CHUNK, dtype=np.uint32)
     first_wire, first_queue = first_entry[:num_ports], first_entry[num_ports:].copy()
     worker, owned, free = _workers(_owners(node, port, num_workers), num_workers, num_chunks, num_lists)
-    path, num_links = all_paths(fabric, flows, ends, _num_paths(settings))
+    path, num_links = all_paths(fabric, flows, ends, _num_paths(settings), settings)
+    spray = np.zeros(0, dtype=np.uint32)
+    if settings.routing == "spray":
+        node["switch"], run["num_switches"], spray = next_hops(fabric, flows, ends)
     flow = flow_rows(flows, num_waits, settings, law, port, kind, node)
     flow["num_links"] = num_links
     flow["base_rtt_ps"] = base_rtt(path[:: _num_paths(settings)], num_links, kind[port["kind"]])
@@ -128,13 +131,16 @@ def build(
         **laws.tables(in_use, len(flows), host_bps(fabric), settings),
         sent=sent,
         rtt=np.zeros(len(flows) if settings.measure_rtt else 1, dtype=tables.RTT),
-        cause=np.zeros((num_ports, 2), dtype=np.int64),
+        view=np.zeros(len(flows) if laws.ENTERED in flow["law"] else 0, dtype=tables.VIEW),
+        cause=np.zeros((num_ports, 3), dtype=np.int64),
         timeouts=timeouts,
         acked=np.zeros((len(flows), words), dtype=np.uint64),
         received=np.zeros((len(flows), words), dtype=np.uint64),
         flap_from=flap_from,
         flap=flap,
         flowlet=np.tile(np.array([0, -NEVER]), (len(flows), 1)),
+        spray=spray,
+        watchdog=np.zeros(num_ports if settings.watchdog_detection_us else 0, dtype=tables.WATCHDOG),
         waiting_from=waiting_from,
         waiting=waiting,
         path=path,
@@ -229,7 +235,7 @@ def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bo
         "rtt_noise": round(settings.rtt_noise_us * _PS_PER_US),
         "measure_rtt": settings.measure_rtt,
         "deaf_scaled": round(settings.deaf_share * 2**53),
-        "routing": ("ecmp", "spray", "flowlet").index(settings.routing),
+        "routing": ("ecmp", "spray", "flowlet", "hashed_ports").index(settings.routing),
         "num_paths": _num_paths(settings),
         "flowlet_gap": round(settings.flowlet_gap_us * _PS_PER_US),
         "selective": settings.selective_repeat,
@@ -237,6 +243,11 @@ def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bo
         "reserve_bytes": settings.reserve_bytes,
         "resume_offset_bytes": settings.resume_offset_bytes,
         "losses": bool(settings.loss_rate or settings.loss_rates),
+        "xoff_bytes": settings.xoff_bytes or NEVER,
+        "xon_bytes": settings.xon_bytes,
+        "watchdog_after": round(settings.watchdog_detection_us * _PS_PER_US),
+        "watchdog_restore": round(settings.watchdog_restoration_us * _PS_PER_US),
+        "watchdog_action": ("drop", "forward", "alert").index(settings.watchdog_action),
     }
     for name, value in values.items():
         run[name] = value
@@ -263,6 +274,7 @@ def _wants_extras(settings: Settings) -> bool:
         or settings.measure_rtt
         or settings.cnp_interval_us
         or settings.drop_tail
+        or settings.watchdog_detection_us
     )
 
 
@@ -353,4 +365,4 @@ def _most_new(flows: FlowSet, port: Rows, node: Rows, kind: Rows, run: Any) -> i
 
 
 def _num_paths(settings: Settings) -> int:
-    return 1 if settings.routing == "ecmp" else settings.paths
+    return settings.paths if settings.routing in ("flowlet", "hashed_ports") else 1

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from congestion.engine.buffer import has_no_room, hold, is_full, marked, may_go_on, release
+from congestion.engine.buffer import has_no_room, hold, is_full, is_lossless, marked, may_go_on, release
 from congestion.engine.lists import after, put
-from congestion.engine.packets import drawn, flow_of, is_lost, path_of, pause, send, size_of, took
+from congestion.engine.packets import drawn, flow_of, is_lost, next_in_turn, path_of, pause, send, size_of, took
 from congestion.engine.tables import (
     ACK_PATH,
+    DROP,
     FLOWLET,
+    FORWARD,
     HOP_MASK,
     HOP_SHIFT,
     MARK_BIT,
     NEVER,
     PATH_SHIFT,
     PFC,
+    SPRAY,
 )
 from congestion.jit import inlined, kernel
 from congestion.machine import has, load_shared, prefetch
@@ -38,7 +41,8 @@ def run_switch(s, k, n, end):  # type: ignore[no-untyped-def]
     node = s.node[n]
     count, total, frames, soonest = collect(s, k, node, end)
     limited = s.run[0].pfc or (has(s.features, "extras") and s.run[0].drop_tail)
-    if limited and (frames or node.num_paused or node.num_frames or _near(node, total)):
+    watched = has(s.features, "extras") and s.run[0].watchdog_after
+    if limited and (frames or node.num_paused or node.num_frames or watched or _near(s, node, total)):
         soonest = min(soonest, _run_in_order(s, k, node, count, end))
     else:
         soonest = min(soonest, _run_ports(s, k, node, count, end))
@@ -63,8 +67,11 @@ def collect(s, k, node, end):  # type: ignore[no-untyped-def]
             total += seen.size
             if has(s.features, "extras") and s.run[0].routing == FLOWLET and word & (HOP_MASK << HOP_SHIFT | 3) == 0:
                 word = seen.word = word | _least_loaded(s, k, node, flow_of(word), seen.time) << PATH_SHIFT
-            hop = ((word >> HOP_SHIFT) & HOP_MASK) + 1 + (ACK_PATH if word & 3 else 0)
-            seen.out = s.path[path_of(s, word), np.uint32(hop)]
+            if has(s.features, "extras") and s.run[0].routing == SPRAY:
+                seen.out = next_in_turn(s, s.port[s.port[seen.port].peer].to, word)
+            else:
+                hop = ((word >> HOP_SHIFT) & HOP_MASK) + 1 + (ACK_PATH if word & 3 else 0)
+                seen.out = s.path[path_of(s, word), np.uint32(hop)]
         counts[seen.out - node.first_port] += 1
     return count, total, frames, soonest
 
@@ -138,10 +145,13 @@ def _follow(came, arrival, took):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _near(node, total):  # type: ignore[no-untyped-def]
-    """Whether an ingress could reach its threshold if nothing left the switch and all of it were one port's."""
+def _near(s, node, total):  # type: ignore[no-untyped-def]
+    """Whether an ingress could reach its threshold if nothing left the switch and all of it were one port's.
+
+    An alpha above 1 counts as 1 here: that is near too early, which costs time and changes nothing.
+    """
     held = node.shared + total
-    return held >= (node.pool_bytes - held) >> node.max_shift
+    return held >= min((node.pool_bytes - held) >> node.max_shift, s.run[0].xoff_bytes)
 
 
 @inlined
@@ -244,7 +254,20 @@ def _start_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
 def _next_start(s, p):  # type: ignore[no-untyped-def]
     """When a busy port will begin its next packet, NEVER where it has none that may go."""
     port = s.port[p]
+    if has(s.features, "extras") and s.run[0].watchdog_after and port.paused and not port.frames:
+        return _next_of_paused(s, p)
     return port.busy if port.frames or (s.queue_head[p] != s.queue_tail[p] and not port.paused) else NEVER
+
+
+@inlined
+def _next_of_paused(s, p):  # type: ignore[no-untyped-def]
+    """When a paused port with a PFC watchdog does something: the watchdog strikes, or lets it send in spite of that."""
+    port, run = s.port[p], s.run[0]
+    if s.queue_head[p] == s.queue_tail[p]:
+        return NEVER
+    if s.watchdog[p].until == NEVER:
+        return port.busy if run.watchdog_action == FORWARD else NEVER
+    return port.paused_at + run.watchdog_after
 
 
 @kernel
@@ -282,10 +305,17 @@ def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
     port, ingress = s.port[seen.out], s.port[seen.port]
     if word & 3 == PFC:
         pause(port, word, now)
+        if has(s.features, "extras") and s.run[0].watchdog_after:
+            _follow_storm(s, seen.out, now)
         _kick(s, k, node, seen.out, now)
+        return
+    if has(s.features, "extras") and s.run[0].watchdog_after and _in_storm(s, seen.out, seen.port, now):
+        s.watchdog[seen.out].drops += 1
+        ingress.drops += 1
         return
     if has_no_room(s, node, port, ingress, size):
         ingress.drops += 1
+        s.cause[seen.port, 2] += np.int64(is_lossless(s, ingress) != 0)
         return
     hold(s, node, ingress, size)
     if s.run[0].pfc and not ingress.pause_sent and is_full(s, node, ingress):
@@ -345,8 +375,47 @@ def _serve(s, k, node, p, now):  # type: ignore[no-untyped-def]
         _send_frame(s, k, node, port, now)
         s.due[k, place] = _next_start(s, p)
         return
+    if has(s.features, "extras") and s.run[0].watchdog_after and port.paused and s.watchdog[p].until != NEVER:
+        _strike(s, k, node, p, now)
+        return
     in_port = _start_next(s, k, node, p, now)
     s.due[k, place] = _next_start(s, p)
     if may_go_on(s, node, s.port[in_port]):
         node.num_paused -= 1
         _signal(s, k, node, in_port, 0, now)
+
+
+@inlined
+def _follow_storm(s, p, now):  # type: ignore[no-untyped-def]
+    """A PFC frame came at port `p`: a storm lasts until its port was not paused for the time to restore."""
+    storm = s.watchdog[p]
+    if storm.until > now:
+        storm.until = NEVER if s.port[p].paused else now + s.run[0].watchdog_restore
+
+
+@inlined
+def _in_storm(s, out, come_in, now):  # type: ignore[no-untyped-def]
+    """Whether a packet meets a storm: as SONiC's watchdog drops it, going out by its port or coming in by it."""
+    return s.run[0].watchdog_action == DROP and max(s.watchdog[out].until, s.watchdog[come_in].until) > now
+
+
+@kernel
+def _strike(s, k, node, p, now):  # type: ignore[no-untyped-def]
+    """The watchdog of port `p` finds it paused for too long while a packet waits: a storm, and what is done then."""
+    storm = s.watchdog[p]
+    storm.until = NEVER
+    storm.storms += 1
+    if s.run[0].watchdog_action == DROP:
+        while s.queue_head[p] != s.queue_tail[p]:
+            entry = s.entry[s.queue_head[p]]
+            word, in_port = entry.word, np.uint32(entry.time)
+            s.queue_head[p] = after(s, k, s.queue_head[p])
+            size = size_of(s, word)
+            s.port[p].queue_bytes -= size
+            release(s, node, s.port[in_port], size)
+            storm.drops += 1
+            s.port[in_port].drops += 1
+            if may_go_on(s, node, s.port[in_port]):
+                node.num_paused -= 1
+                _signal(s, k, node, in_port, 0, now)
+    s.due[k, p - node.first_port] = _next_start(s, p)
