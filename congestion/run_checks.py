@@ -90,6 +90,8 @@ def lossless_note(fabric: Graph, outcome: Outcome, settings: Settings) -> str:
     need, has = 2 * delay * int(kind["rate"]) // _BYTE_PS + packets, int(kind["headroom"])
     most = f"most ({int(drops[worst]):,}) of what came against {name}"
     told = f"PFC is on and the fabric dropped {int(drops.sum()):,} packets at {np.count_nonzero(drops)} ports, {most}; "
+    if len(state.watchdog) and settings.watchdog_action == "forward" and state.watchdog["storms"].any():
+        return f"{told}PFC watchdogs sent in spite of pauses (congestion.watchdog_action=forward)"
     if has < need:
         return f"{told}headroom there is {has:,} B, until the sender stops {need:,} B can come: set headroom_bytes"
     acks = " (with one class a pause does not stop ACKs)" if not settings.classes else ""

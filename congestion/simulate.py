@@ -118,8 +118,9 @@ class Outcome:
 
         `fct_ns` of a flow that did not end is None, and `open` says why. Ports are 1-based, in the file's order: all of
         switches, and of hosts those that counted anything; retransmissions are counted where they leave. Sums by port
-        are the totals. `lossless_drops` are of ports that PFC was to keep from it. A port has set off a pause whose queue was then the switch's longest while it could send (there congestion
-        begins), and passed it on if it was stopped itself; CNPs are notices that receivers sent, on their ACKs.
+        are the totals; `lossless_drops` are of ports that PFC was to keep from it. A port has set off a pause whose
+        queue was then the switch's longest while it could send (there congestion begins), and passed it on if it was
+        stopped itself; CNPs are notices that receivers sent, on their ACKs.
         """
         start, finish = self.start_ps.tolist(), self.finish_ps.tolist()
         ends = zip(flows.src.tolist(), flows.dst.tolist(), flows.num_bytes.tolist(), start, finish, strict=True)
