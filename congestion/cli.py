@@ -32,6 +32,7 @@ _OURS = "congestion"
 _TOLD = ("flow_bytes", "until_us", "until_flows", "warmup_us", "sample_us", "truncate_ns")  # in the record
 _STDOUT = Path("-")
 _PS_PER_US = 1_000_000
+_MOST_US = 1e12
 _ONE_PACKET_MORE = "htsim-swift"  # as htsim's Swift sends a flow: a packet more than it is told to
 _COLUMNS = {
     "cc": "law",
@@ -246,6 +247,10 @@ def _check_page(html: Path | None, json_file: Path | None) -> None:
 
 
 def _check_how(laws: Sequence[str], out: Path | None, how: Mapping[str, Any]) -> None:
+    for option in ("until_us", "warmup_us", "sample_us"):
+        if how[option] and not how[option] <= _MOST_US:
+            rule = f"is no time of up to {_MOST_US:g} us"
+            raise ConfigError(f"--{option.replace('_', '-')}", how[option], rule, "give a number of microseconds")
     if how["sample_us"] and not out and not how["html"]:
         remedy = "give a folder for samples.csv, or --html a file"
         raise ConfigError("--sample-us", how["sample_us"], "has no effect without --out or --html", remedy)

@@ -172,7 +172,7 @@ class Settings(Section):
     )
     window_bytes: Bytes = Field(0, ge=0, le=2**50, description="Most bytes of a flow in flight, NCCL's window; 0: any.")
     timeout_us: float = Field(0.0, ge=0, description="Retransmit timer of a sender; 0: none, as in ns-3's HPCC.")
-    retries: int = Field(7, ge=0, description="Timeouts in a row that a flow outlives.")
+    retries: int = Field(7, ge=0, le=10_000, description="Timeouts in a row that a flow outlives.")
     routing: Literal["ecmp", "spray", "flowlet", "hashed_ports"] = Field(
         "ecmp",
         description="A packet's path: by its flow's header (ecmp); each switch sprays packets evenly over all ports of "
@@ -180,7 +180,7 @@ class Settings(Section):
         "drawn for each packet (hashed_ports).",
     )
     ecmp_hash: HashName = Field("murmur3", description="Hash of ecmp, flowlet and hashed_ports, as `topology ecmp`'s.")
-    ecmp_seed: int = Field(0, ge=0, lt=2**63, description="Seed of the switches' hashes, of which each has its own.")
+    ecmp_seed: int = Field(0, ge=0, lt=2**32, description="Seed of the switches' hashes, of which each has its own.")
     paths: int = Field(16, ge=2, le=16, description="Source ports of a flow that hashed_ports and flowlet choose from.")
     flowlet_gap_us: float = Field(5.0, gt=0, description="Gap in a flow after which its first switch chooses anew.")
     selective_repeat: bool = Field(False, description="Receivers keep what comes out of order; off: go-back-N.")
@@ -286,13 +286,26 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
     if made.ack_class >= made.num_classes or (made.ack_class >= 0 and not made.classes):
         rule = f"is no class, known are those up to {made.num_classes - 1}" if made.classes else "needs classes"
         raise ConfigError("congestion.ack_class", made.ack_class, rule, "set congestion.classes.N.weight for each")
+    _check_numbers(made.model_dump(exclude={"classes", "entered", "loss_rates"}))
     for number in made.classes:
+        _check_numbers(made.of_class(number).model_dump(include=set(_LAWS)), f"{_PREFIX}classes.{number}.")
         its, where = made.class_of(number), f"classes.{number}"
         made.of_class(number)
         _ordered(f"{where}.kmin_bytes", its.kmin_bytes or 0, f"{where}.kmax_bytes", its.kmax_bytes or 0)
     _ordered("kmin_bytes", made.kmin_bytes, "kmax_bytes", made.kmax_bytes)
     _ordered("swift.fs_min_packets", made.swift.fs_min_packets, "swift.fs_max_packets", made.swift.fs_max_packets)
     return made
+
+
+def _check_numbers(tree: dict[str, Any], prefix: str = _PREFIX) -> None:
+    """Refuse what the engine's 64 bits do not hold as ps; sizes have limits of their own."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            _check_numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, int | float) and not name.endswith("_bytes"):
+            most = 1e15 if name.endswith("_bps") else 1e12
+            if not abs(value) <= most:
+                raise ConfigError(prefix + name, value, f"is above {most:g}", "give what a link or a NIC can have")
 
 
 def _check_routing(made: Settings, told: set[str]) -> None:

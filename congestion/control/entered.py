@@ -47,6 +47,9 @@ def enter(file: Path) -> str:
         return name
     if "congestion.engine.run" in sys.modules:
         raise RuntimeError("a law is entered before the engine is loaded")
+    if law is not None:
+        rule = f"is the second law's file, and {path} is entered already"
+        raise ConfigError("LAW", file, rule, "run one law from a file at a time")
     law, name, source, path = _load(file, text), file.stem, text, file
     return name
 

@@ -114,7 +114,11 @@ def test_it_paces_is_told_of_acknowledgements_and_moves_no_packet_itself(tmp_pat
         ("own.acks += 1", "flow.unacked = 5", "line 30 = flow.unacked: is written, and is the engine's: laws read it"),
         ("own.acks += 1", "flow.finish = now", "= flow.finish: is no field of the flow"),
         ("own.acks += 1", "mine = flow; mine.next += 1", "= mine.next: is written, and is the engine's"),
-        ("    own.acks += 1", "    poke(flow)\n\ndef poke(its):\n    its.next = 3", "= its.next: is written, and is the"),
+        (
+            "    own.acks += 1",
+            "    poke(flow)\n\ndef poke(its):\n    its.next = 3",
+            "= its.next: is written, and is the",
+        ),
     ],
 )
 def test_a_file_that_is_no_law_is_refused(tmp_path, old, new, message, monkeypatch):

@@ -19,7 +19,9 @@ from tests.congestion.test_engine import _fabric
 
 
 def plan_file(folder: Path, *more: str, profile: str = "") -> Path:
-    result = run(folder, "sonic", "--ports", "Ethernet0,Ethernet8", "--out", str(folder / "out"), *more, profile=profile)
+    result = run(
+        folder, "sonic", "--ports", "Ethernet0,Ethernet8", "--out", str(folder / "out"), *more, profile=profile
+    )
     assert result.exit_code == 0, result.output
     return folder / "out" / "config_db.json"
 
@@ -29,6 +31,14 @@ def changed(path: Path, change: Any) -> Path:
     change(tree)
     path.write_text(json.dumps(tree))
     return path
+
+
+def with_threshold(path: Path, exponent: int) -> Path:
+    return changed(path, lambda tree: profile_of(tree).update(dynamic_th=str(exponent)))
+
+
+def profile_of(tree: Any) -> Any:
+    return next(iter(tree["BUFFER_PROFILE"].values()))
 
 
 def settings_from(path: Path, *more: str) -> Settings:
@@ -64,8 +74,9 @@ def test_an_ingress_holds_what_the_plans_alpha_lets_it(tmp_path):
     path, senders = plan_file(tmp_path), 3
     found = {}
     for exponent in (0, -3):
-        changed(path, lambda tree: next(iter(tree["BUFFER_PROFILE"].values())).update(dynamic_th=str(exponent)))
-        chosen = settings_from(path, "congestion.buffer_bytes=6000000", "congestion.ecn=false")
+        chosen = settings_from(
+            with_threshold(path, exponent), "congestion.buffer_bytes=6000000", "congestion.ecn=false"
+        )
         outcome = incast(chosen, senders)
         assert (outcome.finish_ps > 0).all()
         assert outcome.state.port["pauses"].sum() > 0
@@ -81,7 +92,7 @@ def test_an_ingress_holds_what_the_plans_alpha_lets_it(tmp_path):
 
 def test_a_static_threshold_and_a_pool_come_over(tmp_path):
     def make_static(tree):
-        row = next(iter(tree["BUFFER_PROFILE"].values()))
+        row = profile_of(tree)
         del row["dynamic_th"]
         row["static_th"] = "120000"
         tree["BUFFER_POOL"] = {"ingress_lossless_pool": {"size": "9000000", "mode": "static", "xoff": "1000000"}}
@@ -109,8 +120,8 @@ def test_a_plan_without_pfc_or_marking_is_run_without(tmp_path):
         (lambda tree: tree.pop("BUFFER_PROFILE"), "has no BUFFER_PROFILE of the lossless groups"),
         (lambda tree: tree["BUFFER_PG"].update({"Ethernet0|3": {"profile": "other"}}), "lossless buffer profile = "),
         (lambda tree: tree["PFC_WD"]["Ethernet0"].update(detection_time="400"), "PFC_WD: gives the PFC watchdog"),
-        (lambda tree: next(iter(tree["BUFFER_PROFILE"].values())).update(dynamic_th="one"), "dynamic_th = one: is no whole"),
-        (lambda tree: next(iter(tree["BUFFER_PROFILE"].values())).pop("dynamic_th"), "dynamic_th: is no whole number"),
+        (lambda tree: profile_of(tree).update(dynamic_th="one"), "dynamic_th = one: is no whole"),
+        (lambda tree: profile_of(tree).pop("dynamic_th"), "dynamic_th: is no whole number"),
     ],
 )  # fmt: skip
 def test_what_the_simulator_cannot_have_is_refused(tmp_path, change, message):
