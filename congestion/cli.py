@@ -374,13 +374,13 @@ class _Kept:
 
     def add(self, law: str, case: Case, outcome: Outcome, samples: Samples | None) -> None:
         from congestion import measures
-        from congestion.run_checks import lossless_drops, open_flows, open_words
+        from congestion.run_checks import lossless_drops, open_words
 
         flows = measures.flow_frame(case.fabric, case.flows, outcome)
         ports = measures.port_frame(case.fabric, outcome)
         own = {"completed": outcome.completed, "interrupted": outcome.interrupted, "wall_s": outcome.wall_s}
         since_us = outcome.since_ps / _PS_PER_US if outcome.warmup_ps else None
-        own |= {"lossless_drops": lossless_drops(outcome), "open": open_words(open_flows(outcome))}
+        own |= {"lossless_drops": lossless_drops(outcome), "open": open_words(outcome.open_flows)}
         self.rows.append({"cc": law, **measures.summary(flows, ports, since_us), **own})
         if samples:
             for name, frame in {"flows": flows, "ports": ports, **samples.frames()}.items():

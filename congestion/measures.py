@@ -68,8 +68,6 @@ def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
     """
     import pandas as pd
 
-    from congestion.run_checks import open_flows
-
     names = np.array(fabric.names, dtype=object)
     start, ideal = outcome.start_ps, ideal_ps(outcome.state)
     fct = np.where(outcome.finish_ps >= 0, outcome.finish_ps - start, np.nan)
@@ -91,8 +89,7 @@ def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
         }
     )
     if (outcome.finish_ps < 0).any():
-        reasons = open_flows(outcome)
-        frame["open"] = [reasons.get(number, "") for number in range(len(flows))]
+        frame["open"] = [outcome.open_flows.get(number, "") for number in range(len(flows))]
     if outcome.state.run["measure_rtt"][0]:
         seen = outcome.state.rtt
         frame["rtts"] = seen["count"]

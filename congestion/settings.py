@@ -279,8 +279,9 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
     if made.routing in ("spray", "hashed_ports") and not made.selective_repeat:
         rule = "has packets come out of order, which go-back-N sends again for ever"
         raise ConfigError("congestion.routing", made.routing, rule, "set congestion.selective_repeat=true too")
-    _check_routing(made, {one.partition("=")[0].removeprefix(_PREFIX) for one in overrides})
-    _check_pfc(made, {one.partition("=")[0].removeprefix(_PREFIX) for one in overrides})
+    told = {one.partition("=")[0].removeprefix(_PREFIX) for one in overrides}
+    for check in (_check_routing, _check_pfc, _check_watchdog):
+        check(made, told)
     if made.selective_repeat and not made.timeout_us:
         raise ConfigError("congestion.selective_repeat", True, "finds losses by its timer", "set timeout_us above 0")
     if made.ack_class >= made.num_classes or (made.ack_class >= 0 and not made.classes):
@@ -320,7 +321,7 @@ def _check_routing(made: Settings, told: set[str]) -> None:
 
 
 def _check_pfc(made: Settings, told: set[str]) -> None:
-    """Thresholds of lossless ingresses, and the watchdog."""
+    """Thresholds of lossless ingresses."""
     lossless = any(made.class_of(number).lossless for number in range(made.num_classes))
     for name in ("headroom_bytes", "pfc_alpha", "xoff_bytes", "xon_bytes", "watchdog_detection_us"):
         if not lossless and name in told and getattr(made, name):
@@ -337,6 +338,13 @@ def _check_pfc(made: Settings, told: set[str]) -> None:
     if made.headroom_bytes and "headroom_bdps" in told:
         rule = f"has no effect beside congestion.headroom_bytes = {made.headroom_bytes}"
         raise ConfigError("congestion.headroom_bdps", made.headroom_bdps, rule, "leave one of them out")
+    for number, its in made.classes.items():
+        if made.headroom_bytes and its.headroom_bdps is not None:
+            rule = f"has no effect beside congestion.headroom_bytes = {made.headroom_bytes}"
+            raise ConfigError(f"{_PREFIX}classes.{number}.headroom_bdps", its.headroom_bdps, rule, "leave one out")
+
+
+def _check_watchdog(made: Settings, told: set[str]) -> None:
     if not made.watchdog_detection_us:
         for name in sorted({"watchdog_restoration_us", "watchdog_action"} & told):
             rule = "has no effect without a watchdog"

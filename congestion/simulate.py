@@ -113,6 +113,11 @@ class Outcome:
         """From the first start to where counters begin; 0 without a warm-up, or where the run did not get so far."""
         return self.since_ps - self.first_ps
 
+    @cached_property
+    def open_flows(self) -> dict[int, str]:
+        """By flow that did not end, why; see `run_checks`."""
+        return open_flows(self)
+
     def to_json(self, fabric: Graph, flows: FlowSet) -> dict[str, Any]:
         """`flows` in file order, `warmup_us`, `counters` since then in total and by port, `engine`.
 
@@ -124,7 +129,7 @@ class Outcome:
         """
         start, finish = self.start_ps.tolist(), self.finish_ps.tolist()
         ends = zip(flows.src.tolist(), flows.dst.tolist(), flows.num_bytes.tolist(), start, finish, strict=True)
-        reasons = open_flows(self)
+        reasons = self.open_flows
         return {
             "flows": [
                 {

@@ -9,11 +9,11 @@ integer tables (`tables`); drawn numbers are hashes, so no order of drawing matt
 Order of events: time; then arrivals by in-link; then starts of flows; then ports and NICs, by port. In ns-3 the order
 within a moment is that of scheduling: among equal senders of an incast with pauses another one is first.
 
-What the kernels are compiled for is in the type of `features`: most runs know nothing of losses, flaps, timers and
-adaptive routing (`plain`), others have all of them (`extras`), and those with classes of traffic queues for each
-(`classes`). Each is compiled when first needed and kept.
+What the kernels are compiled for is in the type of `features`: most runs know nothing of losses, flaps, timers, PFC
+watchdogs and several paths a flow (`plain`), others have all of them (`extras`), and those with classes of traffic
+queues for each (`classes`). Each is compiled when first needed and kept.
 
 Where the time goes: an array that is looked at row by row costs its reference count, which `jit` leaves out; the tables
 are handed from function to function by value, hence inlined. Left out: more than one cable a host, a limit to the
-buffer of one class without PFC (but `drop_tail`).
+buffer of one class without PFC (but `drop_tail`), a PFC watchdog with classes of traffic.
 """
