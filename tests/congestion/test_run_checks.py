@@ -14,6 +14,7 @@ from congestion.jit import kernel
 from congestion.run_checks import check_bound, law_note, lossless_note, open_counts, open_flows, open_words
 from congestion.settings import Settings
 from congestion.simulate import Outcome, simulate
+from congestion.simulate_verdict import verdict
 from netlayer.errors import CheckFailed, ConfigError
 from tests.congestion.test_engine import _fabric
 
@@ -39,6 +40,15 @@ def test_a_lossless_fabric_that_drops_says_so_and_fails_where_that_is_asked(tmp_
     assert isinstance(strict.exception, CheckFailed)
     assert "--strict: none: PFC is on and the fabric dropped" in str(strict.exception)
     assert "\n" not in str(strict.exception)
+
+
+def test_the_pages_verdict_warns_of_drops_on_a_lossless_fabric():
+    calm = {"cc": "none", "flows": 3, "ended": 3, "completion_us": 9.0, "completed": True, "deadlock": ""}
+    calm |= {"pause_share": 0.0, "lossless_drops": 0}
+    assert verdict([calm], None, 0)[0] == "PASS"
+    word, text = verdict([calm | {"lossless_drops": 400}], None, 0)
+    assert word == "WARN"
+    assert "`none`: PFC is on and 400 packets were dropped." in text
 
 
 def test_what_links_lose_is_no_drop_of_the_fabric(tmp_path):
