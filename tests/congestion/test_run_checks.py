@@ -110,7 +110,7 @@ def test_why_a_flow_is_open():
     assert _reason(_one(until_ps=5_000_000)) == "cut off: the run ended first, 2 of 25 packets acknowledged"
     assert _reason(_one(loss_rate=0.9)).startswith("lost: packets or ACKs of it were lost and no timer")
     assert _reason(_one(loss_rate=0.9, timeout_us=10.0, retries=1)) == "failed: its retries ran out"
-    starved = _one(20_000, 400_000, "swift", until_ps=2_000_000_000)
+    starved = _one(20_000, 4_000_000, "swift", until_ps=3_000_000_000)
     assert _reason(starved).startswith("starved: its law holds it to ")
 
 
