@@ -15,7 +15,9 @@ from pydantic import Field, ValidationError
 from netlayer.config import Bytes, Section
 from netlayer.errors import ConfigError
 
+MOST_US = 1e12  # any time that is set: 11 days, where the engine's clock ends after 53
 _PREFIX = "congestion."
+_MOST = 10**15  # any other number: bit/s, bytes, counts
 _OPEN = ("congestion.entered.", "congestion.classes.", "congestion.loss_rates.")  # sections whose names are the user's
 
 
@@ -147,7 +149,7 @@ class Settings(Section):
     )
     window_bytes: Bytes = Field(0, ge=0, le=2**50, description="Most bytes of a flow in flight, NCCL's window; 0: any.")
     timeout_us: float = Field(0.0, ge=0, description="Retransmit timer of a sender; 0: none, as in ns-3's HPCC.")
-    retries: int = Field(7, ge=0, description="Timeouts in a row that a flow outlives.")
+    retries: int = Field(7, ge=0, le=100_000, description="Timeouts in a row that a flow outlives.")
     routing: Literal["ecmp", "spray", "flowlet"] = Field(
         "ecmp", description="A flow's path: by its header; drawn for each packet; the emptiest after a gap."
     )
@@ -200,11 +202,14 @@ class Settings(Section):
             return section
         try:
             shared = {name: str(value) for name, value in section.model_dump().items()}
-            return type(section).model_validate_strings({**shared, **differs})
+            made = type(section).model_validate_strings({**shared, **differs})
         except ValidationError as exc:
             error = exc.errors()[0]
             where = ".".join(map(str, (f"{_PREFIX}classes.{number}.{law}", *error["loc"])))
             raise ConfigError(where, error["input"], error["msg"], "give a parameter of the law that fits") from exc
+        for name, value in made.model_dump().items():
+            _check_size(f"{_PREFIX}classes.{number}.{law}.{name}", value)
+        return made
 
 
 PRESETS: dict[str, Settings] = {
@@ -246,6 +251,8 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
         where = ".".join(str(part) for part in error["loc"])
         rule = error["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{_PREFIX}{where}", error["input"], rule, "give a value that fits") from exc
+    for name, value in _flat(made.model_dump()).items():
+        _check_size(name, value)
     if made.routing == "spray" and not made.selective_repeat:
         rule = "has packets come out of order, which go-back-N sends again for ever"
         raise ConfigError("congestion.routing", made.routing, rule, "set congestion.selective_repeat=true too")
@@ -261,6 +268,15 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
     _ordered("kmin_bytes", made.kmin_bytes, "kmax_bytes", made.kmax_bytes)
     _ordered("swift.fs_min_packets", made.swift.fs_min_packets, "swift.fs_max_packets", made.swift.fs_max_packets)
     return made
+
+
+def _check_size(name: str, value: object) -> None:
+    """A number that the engine's 64 bits hold, with what is computed from it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    most = MOST_US if name.endswith("_us") else _MOST
+    if not abs(value) <= most:  # nor is nan
+        raise ConfigError(name, value, f"is not within {most:g}", "give a number that fits")
 
 
 def _flat(tree: dict[str, Any], prefix: str = _PREFIX) -> dict[str, Any]:

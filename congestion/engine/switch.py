@@ -14,7 +14,7 @@ import numpy as np
 
 from congestion.engine.buffer import has_no_room, hold, is_full, marked, may_go_on, release
 from congestion.engine.lists import after, put
-from congestion.engine.packets import drawn, flow_of, is_lost, path_of, pause, send, size_of, took
+from congestion.engine.packets import drawn, flow_of, is_lost, number_of, path_of, pause, send, size_of, took
 from congestion.engine.tables import (
     ACK_PATH,
     FLOWLET,
@@ -77,7 +77,7 @@ def _least_loaded(s, k, node, f, now):  # type: ignore[no-untyped-def]
     """
     run, last = s.run[0], s.flowlet
     if now - last[f, 1] > run.flowlet_gap:
-        least, first_one = NEVER, drawn(run.seed, np.int64(f), now) % run.num_paths
+        least, first_one = NEVER, drawn(run.seed, number_of(s, f), now) % run.num_paths
         for i in range(run.num_paths):
             path = (first_one + i) % run.num_paths
             p = s.path[np.int64(f) * run.num_paths + path, 1]

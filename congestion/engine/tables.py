@@ -28,6 +28,7 @@ ECMP, SPRAY, FLOWLET = range(3)  # routing
 CHUNK = 8  # entries of a list's chunk
 
 FULL = -1  # what a run answers that needs more chunks
+LOOKED = -2  # what one answers whose looks are to be read
 _LINE = 64  # bytes of a cache line
 
 
@@ -126,7 +127,14 @@ FLOW = _record(
 )
 
 # A flow at its receiver.
-RECEIVER = _record(expected="i4", last_nack="i4", nack_after="i8", cnp_after="i8", cnps="i8")
+RECEIVER = _record(
+    expected="i4",
+    last_nack="i4",
+    nack_after="i8",
+    cnp_after="i8",
+    cnps="u4",
+    number="u4",  # by which random numbers are drawn for the flow: its row, where it is not told otherwise
+)
 
 # What round trips a flow has seen, where they are measured.
 RTT = _record(count="i8", total="i8", most="i8")
