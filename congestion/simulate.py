@@ -20,7 +20,7 @@ from congestion.engine.build_ports import port_order
 from congestion.engine.looks import Looks, look_at, looks_of
 from congestion.engine.run import run
 from congestion.engine.tables import LOOKED, NEVER, Ints, Rows, State
-from congestion.files import Flap, FlowSet
+from congestion.files import Flap, FlowSet, with_starts_of_ns3
 from congestion.settings import Settings
 from netlayer.errors import ConfigError
 from netlayer.interrupt import held_interrupt
@@ -231,6 +231,7 @@ class Simulation:
         if backend == "gpu" and threads > 1:
             raise ConfigError("--threads", threads, "has no effect with --backend gpu", "leave one of them out")
         self._backend: Backend = backend
+        flows = with_starts_of_ns3(flows) if truncate_ns else flows
         self.state = build(
             fabric,
             flows,
@@ -492,7 +493,7 @@ def simulate(
     Args:
         law, flaps, timeouts_ps: as `build` takes them.
         threads: workers; they change nothing but the time that it takes.
-        truncate_ns: cut every serialisation time to whole ns, as ns-3 does.
+        truncate_ns: cut every serialisation time to whole ns, and starts as `with_starts_of_ns3` does.
         say: hears of the progress some times a second.
         backend: "gpu" runs on an NVIDIA GPU, with the same results.
         compiling: its block is open while kernels are compiled, or loaded.
