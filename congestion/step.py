@@ -217,7 +217,8 @@ def repeated(
         leaves = min(int(finish[-1].min()), int(seen.start_ps[stop:].min(initial=finish[-1].min())))
         drawn = np.array(seen.drawn_ps, dtype=np.int64).reshape(-1, 2)
         period = _period(start, finish, leaves, drawn) if seen.is_plain else (0, 0)
-        is_random = not seen.is_plain or _meets(drawn, int(start.min()), int(finish.max()))
+        middle = count // 2  # before, what came before may be under way, and behind, what comes next
+        is_random = not seen.is_plain or _meets(drawn, int(start[middle].min()), int(finish[middle].max()))
         found.append(Repeated(segment, took, *period, is_random))
         first, before = stop, int(ends[-1])
     return found

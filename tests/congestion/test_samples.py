@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from congestion import link_samples
@@ -13,7 +14,10 @@ from congestion.engine.looks import Looks, look_at
 from congestion.engine.tables import FLOW, KIND, NEVER, PORT, RUN
 from congestion.link_samples import LinkSamples
 from congestion.samples import Samples, interval_ps, run_sampled
+from congestion.scenario_catalogue import build_scenario
 from congestion.scenario_fabric import Star, build_fabric
+from congestion.settings import settings_of
+from congestion.simulate import Simulation
 from topology.graph import Graph
 
 US = 1_000_000  # ps
@@ -142,3 +146,43 @@ def test_an_interval_that_was_chosen_doubles_in_a_long_run(fabric: Graph) -> Non
 @pytest.mark.parametrize(("least_us", "interval_us"), [(400.0, 2), (2_600.0, 20), (1.0, 1)])
 def test_the_interval_is_round_and_fits_the_run(fabric: Graph, least_us: float, interval_us: float) -> None:
     assert interval_ps(least_us, Run(fabric).state) == interval_us * US
+
+
+@pytest.mark.parametrize(("every_us", "threads"), [(1, 1), (10, 2), (3.3, 1)])
+def test_the_engine_looks_as_a_run_stopped_for_each_look_is_seen(every_us: float, threads: int) -> None:
+    case = build_scenario("incast", ["scenario.senders=6", "scenario.num_bytes=300KB"])
+    settings, every_ps = settings_of("ns3", ("congestion.buffer_bytes=1MiB",)), round(every_us * US)
+
+    def begun(threads: int) -> tuple[Simulation, Samples]:
+        simulation = Simulation(case.fabric, case.flows, settings, "dcqcn", threads=threads)
+        return simulation, Samples(LinkSamples(case.fabric, simulation.link))
+
+    simulation, samples = begun(threads)
+    outcome = run_sampled(simulation, samples, every_ps)
+    assert outcome.pause_ps.any()
+    stopped, by_hand = begun(1)
+    by_hand.begin(stopped)
+    while not stopped.completed:
+        due = (stopped.time_ps // every_ps + 1) * every_ps
+        stopped.advance(due)
+        if stopped.time_ps >= due:
+            by_hand.add(look_at(stopped.state, stopped.time_ps, *by_hand.last), 4096)
+    assert samples.rows == by_hand.rows
+    for name, frame in samples.frames().items():
+        pd.testing.assert_frame_equal(frame, by_hand.frames()[name])
+
+
+def test_looks_are_read_when_no_row_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = build_scenario("incast", ["scenario.senders=2", "scenario.num_bytes=100KB"])
+    found = []
+    for cells in (1, 1 << 19):
+        monkeypatch.setattr("congestion.engine.looks._CELLS", cells)
+        simulation = Simulation(case.fabric, case.flows, settings_of("ns3"), "none")
+        samples = Samples()
+        simulation.run(9 * US, look=samples, every_ps=US)
+        simulation.run(look=samples, every_ps=US)
+        found.append(samples.rows)
+    assert found[0] == found[1]
+    *times, end = (row["time_us"] for row in found[0])
+    assert times == list(range(1, len(times) + 1))
+    assert len(times) < end < len(times) + 2
