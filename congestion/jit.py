@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from time import monotonic
+from time import monotonic, process_time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _njit: Any = partial(numba.njit, _nrt=False, error_model="numpy")
 _new: list[Any] = []  # kernels that nothing is kept of yet
+_WORTH_S = 0.5  # of a core: what takes less is not kept by itself
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -63,7 +64,7 @@ def entry(function: Callable[..., Any]) -> Any:
     try:
         for each in kernels:
             each.enable_caching()
-            _keep_what_can_be(each._cache)
+            _keep_what_can_be(each._cache, 0.0 if each is compiled else _WORTH_S)
     except RuntimeError:  # numba can write neither there nor anywhere else
         return compiled
     finally:
@@ -80,23 +81,33 @@ def _noted(compiled: Any) -> Any:
     return compiled
 
 
-def _keep_what_can_be(cache: Any) -> None:
+def _keep_what_can_be(cache: Any, worth_s: float) -> None:
     """On a full disk a kernel is compiled again next time; numba would raise.
 
     One that is handed another kernel is never found again, for numba compares those as objects: it is not kept.
     """
     save, load = cache.save_overload, cache.load_overload
+    began: dict[Any, float] = {}
 
     def can_be(signature: Any) -> bool:
-        return not any(isinstance(each, types.Dispatcher) for each in getattr(signature, "args", signature))
+        return not any(isinstance(each, types.Dispatcher) for each in _types(signature))
 
     def save_if_can(signature: Any, code: object) -> None:
-        if can_be(signature):
+        if can_be(signature) and process_time() - began[_types(signature)] >= worth_s:
             with contextlib.suppress(OSError):
                 save(signature, code)
 
-    cache.save_overload = save_if_can
-    cache.load_overload = lambda signature, target: load(signature, target) if can_be(signature) else None
+    def load_if_can(signature: Any, target: object) -> Any:
+        found = load(signature, target) if can_be(signature) else None
+        began[_types(signature)] = process_time()  # else it is compiled now
+        return found
+
+    cache.save_overload, cache.load_overload = save_if_can, load_if_can
+
+
+def _types(signature: Any) -> tuple[Any, ...]:
+    """numba asks with the arguments' types, and keeps with what comes out too."""
+    return tuple(getattr(signature, "args", signature))
 
 
 def _drop_parts_when_kept(cache: Any, parts: list[Any]) -> None:

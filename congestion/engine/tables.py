@@ -144,7 +144,7 @@ PATH = _record(**{f"hop{hop}": "u4" for hop in range(2 * ACK_PATH)})
 # A list's entry: time of arrival, or the port that it came in by; and the packet.
 ENTRY = _record(time="i8", word="i8")
 
-# Of a wire to a switch: when the last packet came, and since when its sender has sent without a gap.
+# Of a wire to a switch: when the last packet came, and what says which of several arrivals at a moment is first.
 CAME = _record(last="i8", began="i8")
 
 # What arrives at a switch in a window.

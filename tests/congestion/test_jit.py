@@ -41,6 +41,7 @@ def whole(a):
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ModuleType]:
     """The module as another process would load it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("congestion.jit._WORTH_S", 0.0)
     path = tmp_path / "kernels_of_a_test.py"
     path.write_text(SOURCE)
 
