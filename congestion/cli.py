@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from congestion.settings import MOST_US
 from congestion.simulate_report import SAMPLED, links_note, write_page
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import check_target, write_text
@@ -62,6 +65,21 @@ _COLUMNS = {
 }
 
 
+class Microseconds(click.FloatRange):
+    """Simulated time as a person gives it: of a picosecond at least, and before the clock ends."""
+
+    name = "microseconds"
+
+    def __init__(self) -> None:
+        super().__init__(1e-6, MOST_US)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):  # a range lets nan pass
+            self.fail(f"{value} is no number of microseconds.", param, ctx)
+        return number
+
+
 @click.command()
 @click.argument("scenario", required=False)
 @click.option("--topo", type=_PATH, help="The fabric: HPCC's topo.txt, or what `topology import` reads in one file.")
@@ -92,16 +110,16 @@ _COLUMNS = {
 @click.option("--truncate-ns", is_flag=True, help="Cut serialisation times to whole ns, as ns-3 does.")
 @click.option("--out", type=_PATH, help="Folder for report.html, flows and ports as CSV and parquet, the record.")
 @click.option("--html", type=_PATH, help="A page with the laws side by side; its pictures into plots/ beside it.")
-@click.option("--until-us", type=click.FloatRange(0, min_open=True), help="Stop so long after the first flow's start.")
+@click.option("--until-us", type=Microseconds(), help="Stop so long after the first flow's start.")
 @click.option("--until-flows", metavar="N|SHARE%", help="Stop when so many flows have ended, such as 100 or 95%.")
 @click.option(
     "--warmup-us",
-    type=click.FloatRange(0, min_open=True),
+    type=Microseconds(),
     help="From the first start: counters begin then, largest queues apart; flows from before are not in FCTs.",
 )
 @click.option(
     "--sample-us",
-    type=click.FloatRange(0, min_open=True),
+    type=Microseconds(),
     help="Interval, from the first start, of samples.csv, links.csv, tiers.csv and the page [default: no files].",
 )
 @click.option("--checkpoint", type=_PATH, help="Where a run that is stopped before its end is kept; of one law.")
@@ -155,6 +173,7 @@ def simulate(
       netlayer simulate --list
     """
     from congestion.bound import completion_bound_us
+    from congestion.jit import compile_progress
     from congestion.nic.switch_settings import settings_of_switch
     from congestion.run_checks import law_note, lossless_note
     from congestion.settings import settings_of
@@ -176,7 +195,8 @@ def simulate(
     settings = settings_of(preset, (*told_by_switch, *mine))
     others = tuple(one for one in overrides if one not in mine)
     sizes = how["flow_bytes"], settings.mtu_bytes * (preset == _ONE_PACKET_MORE)
-    case = read_case(scenario, topo, flow_file, cm_file, fabric, config, others, seed, *sizes)
+    with Stages() as stages, compile_progress(stages, "scenario"):
+        case = read_case(scenario, topo, flow_file, cm_file, fabric, config, others, seed, *sizes)
     settings, notes = with_losses(settings, topo, case)
     notes = [*notes_on_switch, *notes]
     with contextlib.ExitStack() as stack:
@@ -277,11 +297,11 @@ def check_backend(backend: str) -> None:
 
 def _built(case: Case, settings: Settings, law: str, seed: int, stages: Stages, how: Mapping[str, Any]) -> Simulation:
     """Before its first event, or as it was kept; its kernels are compiled."""
+    from congestion.compile import WORDS, waiting
     from congestion.simulate import Simulation
     from congestion.simulate_inputs import ended_of
 
     gpu, threads = how["backend"] == "gpu", how["threads"]
-    what = "for the GPU" if gpu else "once for this version"
     simulation = Simulation(
         case.fabric,
         case.flows,
@@ -294,7 +314,7 @@ def _built(case: Case, settings: Settings, law: str, seed: int, stages: Stages, 
         backend="gpu" if gpu else "numba",
         warmup_ps=round((how["warmup_us"] or 0) * _PS_PER_US),
         until_flows=ended_of(how["until_flows"], len(case.flows)),
-        compiling=partial(stages.wait, f"compiling kernels {what}, a minute where a core is idle"),
+        compiling=waiting(stages, "compiling kernels for the GPU" if gpu else WORDS),
     )
     if how["resume"]:
         simulation.restore(how["resume"])
@@ -308,7 +328,7 @@ def _simulate(
     from congestion.engine.tables import NEVER
 
     until_ps = simulation.first_ps + round(how["until_us"] * _PS_PER_US) if how["until_us"] else NEVER
-    say = partial(say_progress, bar)
+    say = partial(say_progress, bar, Pace(until_ps if how["until_us"] else None))
     if bound_us is None:
         outcome, samples = simulation.run(until_ps, say), None
     else:
@@ -343,11 +363,37 @@ def _sampled(
     ), samples
 
 
-def say_progress(bar: Bar, progress: Progress) -> None:
+class Pace:
+    """Remaining time by the clock, looks at the run and all: of the packets, or of the time until a run is stopped.
+
+    It counts from the first progress that it hears of: kernels may be compiled before, or the run go on from a file.
+
+    Args:
+        until_ps: where the run is stopped; None: where all packets have arrived.
+    """
+
+    def __init__(self, until_ps: int | None = None) -> None:
+        self._until_ps = until_ps
+        self._first: tuple[float, int, int] | None = None
+
+    def left_s(self, progress: Progress) -> float | None:
+        """None where nothing can be said yet."""
+        now_s, packets, time_ps = time.monotonic(), progress.done_packets, progress.time_ps
+        if self._first is None:
+            self._first = now_s, packets, time_ps
+            return None
+        first_s, first_packets, first_ps = self._first
+        parts = [(packets - first_packets, progress.num_packets - packets)]
+        if self._until_ps is not None:
+            parts.append((time_ps - first_ps, self._until_ps - time_ps))
+        return min(((now_s - first_s) * left / done for done, left in parts if done > 0), default=None)
+
+
+def say_progress(bar: Bar, pace: Pace, progress: Progress) -> None:
     """What a person who waits sees: simulated time, speed, remaining time at the speed so far."""
-    share, wall_s = progress.done_packets / progress.num_packets, max(progress.wall_s, 1e-9)
-    left = f", {wall_s * (1 / share - 1):.0f} s left" if share else ""
-    speed = f"{progress.link_hops / wall_s / 1e6:.1f} M link-hops/s"
+    left_s = pace.left_s(progress)
+    left = "" if left_s is None else f", {left_s:.0f} s left"
+    speed = f"{progress.link_hops / max(progress.wall_s, 1e-9) / 1e6:.1f} M link-hops/s"
     bar(progress.done_packets, progress.num_packets, f"{progress.time_ps / 1e9:.3f} ms simulated, {speed}{left}")
 
 

@@ -17,7 +17,9 @@ from netlayer.config import Bytes, Section
 from netlayer.errors import ConfigError
 from topology.hashing import HashName
 
+MOST_US = 1e12  # any time that is set: 11 days, where the engine's clock ends after 53
 _PREFIX = "congestion."
+_MOST = 10**15  # any other number: bit/s, bytes, counts
 _OPEN = ("congestion.entered.", "congestion.classes.", "congestion.loss_rates.")  # sections whose names are the user's
 
 
@@ -172,7 +174,7 @@ class Settings(Section):
     )
     window_bytes: Bytes = Field(0, ge=0, le=2**50, description="Most bytes of a flow in flight, NCCL's window; 0: any.")
     timeout_us: float = Field(0.0, ge=0, description="Retransmit timer of a sender; 0: none, as in ns-3's HPCC.")
-    retries: int = Field(7, ge=0, le=10_000, description="Timeouts in a row that a flow outlives.")
+    retries: int = Field(7, ge=0, le=100_000, description="Timeouts in a row that a flow outlives.")
     routing: Literal["ecmp", "spray", "flowlet", "hashed_ports"] = Field(
         "ecmp",
         description="A packet's path: by its flow's header (ecmp); each switch sprays packets evenly over all ports of "
@@ -230,11 +232,14 @@ class Settings(Section):
             return section
         try:
             shared = {name: str(value) for name, value in section.model_dump().items()}
-            return type(section).model_validate_strings({**shared, **differs})
+            made = type(section).model_validate_strings({**shared, **differs})
         except ValidationError as exc:
             error = exc.errors()[0]
             where = ".".join(map(str, (f"{_PREFIX}classes.{number}.{law}", *error["loc"])))
             raise ConfigError(where, error["input"], error["msg"], "give a parameter of the law that fits") from exc
+        for name, value in made.model_dump().items():
+            _check_size(f"{_PREFIX}classes.{number}.{law}.{name}", value)
+        return made
 
 
 PRESETS: dict[str, Settings] = {
@@ -276,6 +281,8 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
         where = ".".join(str(part) for part in error["loc"])
         rule = error["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{_PREFIX}{where}", error["input"], rule, "give a value that fits") from exc
+    for name, value in _flat(made.model_dump()).items():
+        _check_size(name, value)
     if made.routing in ("spray", "hashed_ports") and not made.selective_repeat:
         rule = "has packets come out of order, which go-back-N sends again for ever"
         raise ConfigError("congestion.routing", made.routing, rule, "set congestion.selective_repeat=true too")
@@ -284,29 +291,30 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
         check(made, told)
     if made.selective_repeat and not made.timeout_us:
         raise ConfigError("congestion.selective_repeat", True, "finds losses by its timer", "set timeout_us above 0")
-    if made.ack_class >= made.num_classes or (made.ack_class >= 0 and not made.classes):
-        rule = f"is no class, known are those up to {made.num_classes - 1}" if made.classes else "needs classes"
-        raise ConfigError("congestion.ack_class", made.ack_class, rule, "set congestion.classes.N.weight for each")
-    _check_numbers(made.model_dump(exclude={"classes", "entered", "loss_rates"}))
-    for number in made.classes:
-        _check_numbers(made.of_class(number).model_dump(include=set(_LAWS)), f"{_PREFIX}classes.{number}.")
-        its, where = made.class_of(number), f"classes.{number}"
-        made.of_class(number)
-        _ordered(f"{where}.kmin_bytes", its.kmin_bytes or 0, f"{where}.kmax_bytes", its.kmax_bytes or 0)
+    _check_classes(made)
     _ordered("kmin_bytes", made.kmin_bytes, "kmax_bytes", made.kmax_bytes)
     _ordered("swift.fs_min_packets", made.swift.fs_min_packets, "swift.fs_max_packets", made.swift.fs_max_packets)
     return made
 
 
-def _check_numbers(tree: dict[str, Any], prefix: str = _PREFIX) -> None:
-    """Refuse what the engine's 64 bits do not hold as ps; sizes have limits of their own."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            _check_numbers(value, f"{prefix}{name}.")
-        elif isinstance(value, int | float) and not name.endswith("_bytes"):
-            most = 1e15 if name.endswith("_bps") else 1e12
-            if not abs(value) <= most:
-                raise ConfigError(prefix + name, value, f"is above {most:g}", "give what a link or a NIC can have")
+def _check_classes(made: Settings) -> None:
+    """Refuse classes of traffic whose settings contradict each other."""
+    if made.ack_class >= made.num_classes or (made.ack_class >= 0 and not made.classes):
+        rule = f"is no class, known are those up to {made.num_classes - 1}" if made.classes else "needs classes"
+        raise ConfigError("congestion.ack_class", made.ack_class, rule, "set congestion.classes.N.weight for each")
+    for number in made.classes:
+        its, where = made.class_of(number), f"classes.{number}"
+        made.of_class(number)
+        _ordered(f"{where}.kmin_bytes", its.kmin_bytes or 0, f"{where}.kmax_bytes", its.kmax_bytes or 0)
+
+
+def _check_size(name: str, value: object) -> None:
+    """A number that the engine's 64 bits hold, with what is computed from it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    most = MOST_US if name.endswith("_us") else _MOST
+    if not abs(value) <= most:  # nor is nan
+        raise ConfigError(name, value, f"is not within {most:g}", "give a number that fits")
 
 
 def _check_routing(made: Settings, told: set[str]) -> None:

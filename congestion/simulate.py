@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from zipfile import BadZipFile
 
 import numpy as np
@@ -19,9 +19,10 @@ from congestion.control import entered
 from congestion.deadlock import deadlocked_ports
 from congestion.engine.build import build
 from congestion.engine.build_ports import port_order
+from congestion.engine.looks import Looks, look_at, looks_of
 from congestion.engine.run import run
-from congestion.engine.tables import NEVER, Ints, Rows, State
-from congestion.files import Flap, FlowSet
+from congestion.engine.tables import LOOKED, NEVER, Ints, Rows, State
+from congestion.files import Flap, FlowSet, with_starts_of_ns3
 from congestion.run_checks import check_bound, law_fault, lossless_drops, open_flows
 from congestion.settings import Settings
 from netlayer.errors import ConfigError
@@ -208,6 +209,17 @@ class Outcome:
         return resent
 
 
+class Looker(Protocol):
+    """Who looks at a run at equal intervals: `congestion.samples.Samples`."""
+
+    @property
+    def last(self) -> tuple[int, Ints | None]:
+        """Time of the last look, ps, and packets of each flow that were acknowledged then; None: all 0."""
+
+    def add(self, looks: Looks, mtu_bytes: int) -> None:
+        """Hear of the looks that follow the last one."""
+
+
 class Simulation:
     """A run that can be stopped, looked at, kept in a file, and gone on with. Arguments and errors as in `simulate`."""
 
@@ -226,17 +238,20 @@ class Simulation:
         backend: Backend = "numba",
         warmup_ps: int = 0,
         until_flows: int = 0,
+        numbers: Ints | None = None,
         compiling: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """
         Args:
             warmup_ps: from the first start; what counters show before is not counted.
             until_flows: the run is over once so many have ended; 0: all of them.
+            numbers: as `build` takes them.
             compiling: its block is open while kernels are compiled, or loaded.
         """
         if backend == "gpu" and threads > 1:
             raise ConfigError("--threads", threads, "has no effect with --backend gpu", "leave one of them out")
         self._backend: Backend = backend
+        flows = with_starts_of_ns3(flows) if truncate_ns else flows
         self.state = build(
             fabric,
             flows,
@@ -247,6 +262,7 @@ class Simulation:
             num_workers=threads,
             flaps=flaps,
             timeouts_ps=timeouts_ps,
+            numbers=numbers,
         )
         end = port_order(fabric, flows)
         self.link: Ints = end // 2 + end % 2 * fabric.num_cables  # that leaves at each port
@@ -257,6 +273,8 @@ class Simulation:
         self.time_ps, self.completed, self.interrupted = 0, False, False
         self.wall_s = self.cpu_s = 0.0
         self._law = law
+        self._looker: Looker | None = None
+        self._looks: Looks | None = None  # where the engine writes them, while somebody looks
         self._digest = _digest(self.state)
         self._window_ps = int(self.state.run["window"][0])
         self._gpu = self._on_gpu()
@@ -290,7 +308,7 @@ class Simulation:
         self,
         until_ps: int = NEVER,
         say: Callable[[Progress], None] | None = None,
-        look: Callable[[Simulation], None] | None = None,
+        look: Looker | None = None,
         every_ps: int = NEVER,
         from_ps: int = 0,
     ) -> Outcome:
@@ -304,26 +322,31 @@ class Simulation:
 
         Args:
             say: hears of the progress some times a second.
-            look: is called each `every_ps` of simulated time, counted from `from_ps`.
+            look: gets looks each `every_ps` of simulated time, counted from `from_ps`.
         """
         step = 1_000 * self._window_ps
+        if look and not self._gpu:
+            self._looker, self._looks = look, self._first_look(look, every_ps, from_ps)
         try:
             while not self.completed and self.time_ps < until_ps and not self.enough:
                 before = self.wall_s
-                stop = from_ps + ((self.time_ps - from_ps) // every_ps + 1) * every_ps
+                due = from_ps + ((self.time_ps - from_ps) // every_ps + 1) * every_ps
+                stop = due if self._gpu else NEVER  # elsewhere the engine looks by itself
                 self.advance(min(self._next_ps() + step, stop, until_ps, self._warm_up_ps(), self._enough_ps()))
                 self._check_law()
                 if self.time_ps == self._warm_up_ps():
                     self._before = self._counters()
-                if look and self.time_ps >= stop:
-                    look(self)
+                if look:
+                    self._look(look, due)
                 took = self.wall_s - before
                 step = max(int(step * min(max(_SLICE_S / max(took, 1e-6), 0.5), 2.0)), self._window_ps)
-                step = min(step, every_ps)  # it would double without end while timers alone are left
+                step = min(step, every_ps if self._gpu else NEVER)  # it would double while timers alone are left
                 if say:
                     say(self.progress())
         except KeyboardInterrupt:
             self.interrupted = True
+        finally:
+            self._looker = self._looks = None
         outcome = self.outcome()
         check_bound(outcome, self._law)
         return outcome
@@ -336,6 +359,13 @@ class Simulation:
         fault = law_fault(self.state)
         if fault:
             raise fault
+
+    def run_on(self, by_ps: int) -> None:
+        """On by so much from when the next thing happens. A KeyboardInterrupt stops it there, as in `run`."""
+        try:
+            self.advance(self._next_ps() + by_ps)
+        except KeyboardInterrupt:
+            self.interrupted = True
 
     @property
     def enough(self) -> bool:
@@ -458,9 +488,32 @@ class Simulation:
         if self._gpu:
             begin = self._gpu.run(until_ps)
             self.state = self._gpu.state
-        else:
-            self.state, begin = run(self.state, until_ps)
-        return begin
+            return begin
+        while True:
+            self.state, begin = run(self.state, until_ps, self._looks)
+            if begin != LOOKED:
+                return begin
+            self._read_looks()
+
+    def _first_look(self, look: Looker, every_ps: int, from_ps: int) -> Looks:
+        last_ps, acked = look.last
+        acked = np.zeros(len(self.state.flow), dtype=np.int64) if acked is None else acked
+        next_ps = from_ps + ((self.time_ps - from_ps) // every_ps + 1) * every_ps
+        return looks_of(self.state, next_ps, every_ps, last_ps, acked)
+
+    def _read_looks(self) -> None:
+        if self._looker and self._looks:
+            self._looker.add(self._looks.read(), int(self.state.run["mtu_bytes"][0]))
+
+    def _look(self, look: Looker, due_ps: int) -> None:
+        """What the engine looked at; and at the end of a run, or where the engine does not look, the run as it is."""
+        self._read_looks()
+        if self._looks:
+            due_ps = int(self._looks.plan["next"][0]) if self.completed else NEVER
+        if self.time_ps >= due_ps:
+            last_ps, acked = look.last
+            before = np.zeros(len(self.state.flow), dtype=np.int64) if acked is None else acked
+            look.add(look_at(self.state, self.time_ps, last_ps, before), int(self.state.run["mtu_bytes"][0]))
 
     def _next_ps(self) -> int:
         """When the next thing happens, or the time it is."""
@@ -482,15 +535,17 @@ def simulate(
     until_ps: int = NEVER,
     say: Callable[[Progress], None] | None = None,
     backend: Backend = "numba",
+    compiling: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Outcome:
     """Run flows over a fabric until nothing is left to happen, or to `until_ps`.
 
     Args:
         law, flaps, timeouts_ps: as `build` takes them.
         threads: workers; they change nothing but the time that it takes.
-        truncate_ns: cut every serialisation time to whole ns, as ns-3 does.
+        truncate_ns: cut every serialisation time to whole ns, and starts as `with_starts_of_ns3` does.
         say: hears of the progress some times a second.
         backend: "gpu" runs on an NVIDIA GPU, with the same results.
+        compiling: its block is open while kernels are compiled, or loaded.
 
     Raises:
         HardwareMissing: there is no GPU to run on.
@@ -507,6 +562,7 @@ def simulate(
         flaps=flaps,
         timeouts_ps=timeouts_ps,
         backend=backend,
+        compiling=compiling,
     )
     return simulation.run(until_ps, say)
 

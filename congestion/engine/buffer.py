@@ -6,8 +6,8 @@ ingress has a reserve, then a share of the free pool, then headroom for what com
 
 from __future__ import annotations
 
-from congestion.engine.packets import drawn
-from congestion.engine.tables import FLOW_MASK, FLOW_SHIFT, HOP_MASK, HOP_SHIFT, MARK_BIT, NEVER, SEQ_MASK, SEQ_SHIFT
+from congestion.engine.packets import drawn, flow_of, number_of
+from congestion.engine.tables import HOP_MASK, HOP_SHIFT, MARK_BIT, NEVER, SEQ_MASK, SEQ_SHIFT
 from congestion.jit import inlined
 from congestion.machine import has
 
@@ -27,7 +27,7 @@ def marked(s, port, word):  # type: ignore[no-untyped-def]
         return word
     if queue <= kind.kmax:
         share = kind.pmax * (queue - kind.kmin) / (kind.kmax - kind.kmin)
-        flow, sequence = (word >> FLOW_SHIFT) & FLOW_MASK, (word >> SEQ_SHIFT) & SEQ_MASK
+        flow, sequence = number_of(s, flow_of(word)), (word >> SEQ_SHIFT) & SEQ_MASK
         if drawn(s.run[0].seed, flow, sequence << 8 | word & (HOP_MASK << HOP_SHIFT) | word & 3) >= share * _ONE:
             return word
     port.marks += 1

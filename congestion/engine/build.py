@@ -61,6 +61,7 @@ def build(
     num_workers: int = 1,
     flaps: Sequence[Flap] = (),
     timeouts_ps: Sequence[int] = (),
+    numbers: Ints | None = None,
 ) -> State:
     """The state before the first event.
 
@@ -69,6 +70,7 @@ def build(
         fabric: hosts with one cable each, links of one rate both ways.
         flaps: cables that are down for a time: what arrives over them then is lost, but for PFC frames.
         timeouts_ps: waits before each retry, in place of `settings.timeout_us` and `retries`; then a flow has failed.
+        numbers: of each flow, by which random numbers are drawn for it; None: its row.
         num_workers: threads that share the nodes; they change nothing but the time that it takes.
         truncate_ns: cut every serialisation time to whole ns, as ns-3 does.
 
@@ -112,11 +114,12 @@ def build(
     run["timeout"], run["most_retries"], run["flaps"] = timeouts[0], len(timeouts) - 1, bool(flaps)
     flap_from, flap = flap_rows(fabric, flaps, ends)
     words = (int(flow["num_packets"].max()) + 63) // 64 if settings.selective_repeat else 1
-    extras = bool(flaps or timeouts.any()) or _wants_extras(settings)
     receiver = np.zeros(len(flows), dtype=tables.RECEIVER)
     receiver["last_nack"] = -1
+    receiver["number"] = np.arange(len(flows)) if numbers is None else numbers
+    variant = features(settings, has_faults=bool(flaps or timeouts.any()))
     return State(
-        features=np.zeros(1, dtype=[(name, "u1") for name in _features(settings, extras)]),
+        features=np.zeros(1, dtype=[(name, "u1") for name in variant]),
         run=run,
         size=np.array([run[name][0] for name in ("data_wire_bytes", *2 * ("ack_wire_bytes",), "pfc_wire_bytes")]),
         pace=pace_rows(kind, run[0]),
@@ -254,11 +257,15 @@ def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bo
     return run
 
 
-def _features(settings: Settings, extras: bool) -> list[str]:
-    """What the kernels are compiled for: those of one class know nothing of more, nor the plain ones of losses."""
+def features(settings: Settings, *, has_faults: bool) -> list[str]:
+    """What the kernels are compiled for: those of one class know nothing of more, nor the plain ones of losses.
+
+    Args:
+        has_faults: links go down, or a sender has a retransmit timer.
+    """
     if settings.classes:
         return ["extras", "classes"]
-    return ["extras"] if extras else ["plain"]
+    return ["extras"] if has_faults or _wants_extras(settings) else ["plain"]
 
 
 def _wants_extras(settings: Settings) -> bool:

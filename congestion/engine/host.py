@@ -15,7 +15,7 @@ import numpy as np
 from congestion.control import laws
 from congestion.engine.classes import choose, class_of, lane_of, spend, waiting_classes
 from congestion.engine.lists import after, put
-from congestion.engine.packets import drawn, flow_of, is_lost, path_bits, pause, send, serialise
+from congestion.engine.packets import drawn, flow_of, is_lost, number_of, path_bits, pause, send, serialise
 from congestion.engine.tables import (
     ACK,
     DATA,
@@ -308,7 +308,7 @@ def _echo(s, f, row, word, now):  # type: ignore[no-untyped-def]
     if not has(s.features, "extras"):
         row.cnps += mark != 0
         return mark
-    if mark and s.run[0].deaf_scaled and drawn(s.run[0].seed, np.int64(f), -2) < s.run[0].deaf_scaled:
+    if mark and s.run[0].deaf_scaled and drawn(s.run[0].seed, number_of(s, f), -2) < s.run[0].deaf_scaled:
         return np.int64(0)
     if mark and s.run[0].cnp_gap:
         if now < row.cnp_after:
@@ -340,7 +340,7 @@ def _acknowledge(s, node, f, kind, sequence, mark, now):  # type: ignore[no-unty
         seen.total += rtt
         seen.most = max(seen.most, rtt)
     if has(s.features, "extras") and run.rtt_noise:
-        rtt += np.int64(drawn(run.seed, -1 - np.int64(f), sequence) * (run.rtt_noise / _ONE))
+        rtt += np.int64(drawn(run.seed, -1 - number_of(s, f), sequence) * (run.rtt_noise / _ONE))
     if kind == NACK:
         _move(node, flow, flow.unacked)
         laws.on_loss(s, f, now)

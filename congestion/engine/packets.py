@@ -26,6 +26,12 @@ def flow_of(word):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def number_of(s, f):  # type: ignore[no-untyped-def]
+    """By which random numbers are drawn for a flow."""
+    return np.int64(s.receiver[f].number)
+
+
+@inlined
 def size_of(s, word):  # type: ignore[no-untyped-def]
     return np.int64(s.flow[flow_of(word)].last_wire_bytes) if word & LAST_BIT else s.size[word & 3]
 
@@ -92,7 +98,7 @@ def path_bits(s, f, sequence, kind):  # type: ignore[no-untyped-def]
     run = s.run[0]
     if not has(s.features, "extras") or run.routing != HASHED_PORTS:
         return np.int64(0)
-    return drawn(run.seed, -1 - np.int64(f), sequence << 2 | kind) % run.num_paths << PATH_SHIFT
+    return drawn(run.seed, -1 - number_of(s, f), sequence << 2 | kind) % run.num_paths << PATH_SHIFT
 
 
 @inlined

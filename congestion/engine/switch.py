@@ -1,11 +1,11 @@
 """A switch in one window: FIFO ports, ECN at dequeue, a shared buffer with PFC by dynamic thresholds.
 
-Order of events: time, then arrivals, the one first whose sender began to send later, then by port (`port_order`); then
-ports that become free, by port. An arrival at a port that has been free starts at once. Where no threshold can be
-reached in the window, ports do not know of each other and each is run on its own (`_run_ports`); else all of the
-switch's events are run in their order (`_run_in_order`). Both give the same. A PFC frame passes the queue, not the
-packet under way. Several classes of traffic are in `classes`. The rules and their figures are those of ns-3's HPCC
-switch.
+Order of events: time, then arrivals, in the order of ns-3 as far as a wire shows it (`_follow`), then by port
+(`port_order`); then ports that become free, by port. An arrival at a port that has been free starts at once. Where no
+threshold can be reached in the window, ports do not know of each other and each is run on its own (`_run_ports`); else
+all of the switch's events are run in their order (`_run_in_order`). Both give the same. A PFC frame passes the queue,
+not the packet under way. Several classes of traffic are in `classes`. The rules and their figures are those of ns-3's
+HPCC switch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ import numpy as np
 
 from congestion.engine.buffer import has_no_room, hold, is_full, is_lossless, marked, may_go_on, release
 from congestion.engine.lists import after, put
-from congestion.engine.packets import drawn, flow_of, is_lost, next_in_turn, path_of, pause, send, size_of, took
+from congestion.engine.packets import (
+    drawn,
+    flow_of,
+    is_lost,
+    next_in_turn,
+    number_of,
+    path_of,
+    pause,
+    send,
+    size_of,
+    took,
+)
 from congestion.engine.tables import (
     ACK_PATH,
     DROP,
@@ -33,6 +44,10 @@ from congestion.machine import has, load_shared, prefetch
 
 _HOP = 1 << HOP_SHIFT
 _AHEAD = np.uint64(3)  # ports
+# Bits of CAME's `began`: how long this packet takes, how long the one before it, and since when there was no gap; in
+# 1,024 ps, for a division would cost more.
+_NS, _BEFORE, _SINCE = 10, 12, 38
+_LONGEST = (1 << _BEFORE) - 1
 
 
 @kernel
@@ -84,7 +99,7 @@ def _least_loaded(s, k, node, f, now):  # type: ignore[no-untyped-def]
     """
     run, last = s.run[0], s.flowlet
     if now - last[f, 1] > run.flowlet_gap:
-        least, first_one = NEVER, drawn(run.seed, np.int64(f), now) % run.num_paths
+        least, first_one = NEVER, drawn(run.seed, number_of(s, f), now) % run.num_paths
         for i in range(run.num_paths):
             path = (first_one + i) % run.num_paths
             p = s.path[np.int64(f) * run.num_paths + path, 1]
@@ -136,11 +151,18 @@ def _take(s, k, node, end):  # type: ignore[no-untyped-def]
 
 @inlined
 def _follow(came, arrival, took):  # type: ignore[no-untyped-def]
-    """Since when the sender has sent without a gap. Of two arrivals at one moment the one whose sender began later is
-    first: ns-3 and htsim run events of one moment in the order in which they were scheduled, and what lets a sender
-    begin (an arrival, a resume) is scheduled before the end of a packet that another sends by then."""
-    began, last = came.began, came.last
-    came.began = arrival - took if arrival - took > last else began
+    """Of arrivals at one moment the one with the larger `began` is first.
+
+    ns-3 and htsim run events of one moment in the order in which they were scheduled. An arrival is, when its sender
+    begins: so the packet that takes longer is before the others. Of those that began at one moment it is the order of
+    what let them begin. That was the end of the packet before it on that wire, scheduled when that began: again the one
+    that took longer is first. Or it was an arrival or a resume, where the sender was idle: that was on a wire, and so
+    scheduled before any of these. Of senders that are alike even in that the one that was idle last is first.
+    """
+    began, is_first = came.began, arrival - took > came.last
+    before = _LONGEST if is_first else began >> _BEFORE + _SINCE
+    since = (arrival - took) >> _NS if is_first else began
+    came.began = min(took >> _NS, _LONGEST) << _BEFORE + _SINCE | before << _SINCE | since & (1 << _SINCE) - 1
     came.last = arrival
 
 

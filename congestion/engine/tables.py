@@ -29,6 +29,7 @@ DROP, FORWARD, ALERT = range(3)  # what a PFC watchdog does in a storm
 CHUNK = 8  # entries of a list's chunk
 
 FULL = -1  # what a run answers that needs more chunks
+LOOKED = -2  # what one answers whose looks are to be read
 _LINE = 64  # bytes of a cache line
 
 
@@ -129,7 +130,14 @@ FLOW = _record(
 )
 
 # A flow at its receiver.
-RECEIVER = _record(expected="i4", last_nack="i4", nack_after="i8", cnp_after="i8", cnps="i8")
+RECEIVER = _record(
+    expected="i4",
+    last_nack="i4",
+    nack_after="i8",
+    cnp_after="i8",
+    cnps="u4",
+    number="u4",  # by which random numbers are drawn for the flow: its row, where it is not told otherwise
+)
 
 # What a law from a file sees of its flow: a copy, of which the two that a law sets are read back.
 VIEW = _record(
@@ -161,7 +169,7 @@ PATH = _record(**{f"hop{hop}": "u4" for hop in range(2 * ACK_PATH)})
 # A list's entry: time of arrival, or the port that it came in by; and the packet.
 ENTRY = _record(time="i8", word="i8")
 
-# Of a wire to a switch: when the last packet came, and since when its sender has sent without a gap.
+# Of a wire to a switch: when the last packet came, and what says which of several arrivals at a moment is first.
 CAME = _record(last="i8", began="i8")
 
 # What arrives at a switch in a window.

@@ -16,7 +16,7 @@ from congestion.engine import switch as rules
 from congestion.engine.buffer import marked
 from congestion.engine.gpu.atomics import add, least
 from congestion.engine.gpu.lists import after, arrival_on, put, send_on, take_off
-from congestion.engine.packets import drawn, flow_of, is_lost, next_in_turn, path_of, size_of, took
+from congestion.engine.packets import drawn, flow_of, is_lost, next_in_turn, number_of, path_of, size_of, took
 from congestion.engine.tables import ACK_PATH, FLOWLET, HOP_MASK, HOP_SHIFT, NEVER, PATH_SHIFT, PFC, SPRAY
 from congestion.jit import inlined, kernel
 from congestion.machine import has
@@ -124,7 +124,7 @@ def _least_loaded(s, room, base, node, f, now):  # type: ignore[no-untyped-def]
     """As `engine.switch` has it, by our counts."""
     run, last = s.run[0], s.flowlet
     if now - last[f, 1] > run.flowlet_gap:
-        shortest, first_one = NEVER, drawn(run.seed, np.int64(f), now) % run.num_paths
+        shortest, first_one = NEVER, drawn(run.seed, number_of(s, f), now) % run.num_paths
         for i in range(run.num_paths):
             path = (first_one + i) % run.num_paths
             p = s.path[np.int64(f) * run.num_paths + path, 1]
