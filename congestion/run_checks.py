@@ -82,13 +82,14 @@ def lossless_note(fabric: Graph, outcome: Outcome, settings: Settings) -> str:
     if not drops.any():
         return ""
     worst = int(drops.argmax())
-    state, name = outcome.state, fabric.link_name(int(outcome.link[worst]))
+    state = outcome.state
+    name = fabric.link_name((int(outcome.link[worst]) + fabric.num_cables) % fabric.num_links)  # that comes in there
     kind = state.kind[state.port["kind"][worst]]
     delay = int(kind["delay"])
     # Until its sender stops: what is under way both ways, a packet that either end has begun, the pause frame.
     packets = 2 * int(state.run["data_wire_bytes"][0]) + int(state.run["pfc_wire_bytes"][0])
     need, has = 2 * delay * int(kind["rate"]) // _BYTE_PS + packets, int(kind["headroom"])
-    most = f"most ({int(drops[worst]):,}) of what came against {name}"
+    most = f"most ({int(drops[worst]):,}) of those that came over {name}"
     told = f"PFC is on and the fabric dropped {int(drops.sum()):,} packets at {np.count_nonzero(drops)} ports, {most}; "
     if len(state.watchdog) and settings.watchdog_action == "forward" and state.watchdog["storms"].any():
         return f"{told}PFC watchdogs sent in spite of pauses (congestion.watchdog_action=forward)"

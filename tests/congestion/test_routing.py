@@ -58,9 +58,9 @@ def test_every_switch_of_a_fat_tree_sprays_evenly_to_the_packet():
 
 
 def test_spraying_is_the_same_for_two_threads_and_another_seed_turns_elsewhere():
-    fabric, flows = _fabric(2, 4, 4, [100], [1000]), FlowSet(
-        np.arange(4), np.arange(4) + 4, np.full(4, 200_000), np.zeros(4, dtype=np.int64), np.full(4, 100)
-    )  # fmt: skip
+    fabric, src = _fabric(2, 4, 4, [100], [1000]), np.arange(3, dtype=np.int64)
+    # 147 packets over 4 ports: where the three left over go hangs on the seed.
+    flows = FlowSet(src, src + 4, np.full(3, 200_000), np.zeros(3, dtype=np.int64), np.full(3, 100))
     first, same, other = (
         simulate(fabric, flows, _settings("spray"), "dcqcn", seed=seed, threads=threads).state
         for seed, threads in ((1, 1), (1, 2), (2, 1))
