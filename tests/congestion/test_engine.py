@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from congestion.engine.build import LAWS, build
 from congestion.engine.tables import State
-from congestion.files import FlowSet
+from congestion.files import FlowSet, with_starts_of_ns3
+from congestion.samples import Samples
 from congestion.settings import DcqcnSettings, Settings
 from congestion.simulate import Progress, Simulation, simulate
 from netlayer.errors import ConfigError
