@@ -133,7 +133,7 @@ def tight_buffers(
 def compile_first(contenders: Sequence[Contender], cases: Sequence[Case], stages: Stages, suite: Suite = SUITE) -> None:
     """The kernels, if they are not kept from before: here, or every worker would compile them for itself."""
     conditions = {case.condition for case in cases}
-    compile_variants((settings_in(each, one, suite) for each in conditions for one in contenders), stages)
+    compile_variants((settings_in(one, condition, suite) for condition in conditions for one in contenders), stages)
 
 
 def kept_rows(file: Path, contenders: Sequence[Contender], suite: Suite) -> list[Row]:

@@ -132,15 +132,15 @@ def _drop_parts_when_kept(cache: Any, parts: list[Any]) -> None:
 def compile_progress(stages: Stages, name: str) -> Iterator[None]:
     """A stage that says which kernel of how many is compiled in the block; none is shown where that is soon over."""
     listener = _Listener()
-    event.register("numba:compile", listener)
+    event.register("numba:compile", listener)  # type: ignore[no-untyped-call]
     try:
         with stages.wait(name, listener.progress):
             yield
     finally:
-        event.unregister("numba:compile", listener)
+        event.unregister("numba:compile", listener)  # type: ignore[no-untyped-call]
 
 
-class _Listener(event.Listener):  # type: ignore[misc]
+class _Listener(event.Listener):
     """Kernels under way, each compiled on behalf of the one before it."""
 
     def __init__(self) -> None:

@@ -41,6 +41,7 @@ _PERIODS = 3  # that are alike, to be taken for repeating
 _MOST_PERIOD = 8  # repetitions
 _SAY_S = 0.25  # between two words about the progress
 _MORE = 3  # times as many in the next run
+_ENOUGH = 20  # repetitions, for what came before to be over: if marks are drawn then, they always are
 _SLICE_WINDOWS, _MOST_SLICES = 10, 2_000  # until a slice doubles
 
 
@@ -261,7 +262,7 @@ def next_counts(parts: Sequence[Repeated], counts: Sequence[int], within: float)
         more = count
         if not one.is_exact:
             more = count + one.skipped % one.period if one.period else _MORE * count
-            if 2 * more > one.segment.repeats or (one.is_random and not one.period):
+            if 2 * more > one.segment.repeats or (one.is_random and not one.period and count >= _ENOUGH):
                 more = one.segment.repeats
         found.append(more)
     return found

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from congestion.engine.build import LAWS, build
 from congestion.engine.tables import State
-from congestion.files import FlowSet
+from congestion.files import FlowSet, with_starts_of_ns3
+from congestion.samples import Samples
 from congestion.settings import DcqcnSettings, Settings
 from congestion.simulate import Progress, Simulation, simulate
 from netlayer.errors import ConfigError
@@ -75,7 +76,8 @@ def _scenarios(draw):
 def test_windows_and_the_event_heap_agree_to_the_picosecond(scenario):
     fabric, flows, chosen, law, truncate_ns = scenario
     outcome = simulate(fabric, flows, chosen, law, seed=7, truncate_ns=truncate_ns)
-    heap = HeapEngine(build(fabric, flows, chosen, law, seed=7, truncate_ns=truncate_ns))
+    begun = with_starts_of_ns3(flows) if truncate_ns else flows
+    heap = HeapEngine(build(fabric, begun, chosen, law, seed=7, truncate_ns=truncate_ns))
     assert heap.run() == outcome.finish_ps.tolist()
     assert heap.hops == outcome.link_hops
     for column, counted in (
@@ -304,9 +306,9 @@ def test_looks_go_on_while_timers_alone_are_left():
     fabric = _fabric(1, 2, 1, [100], [1000])
     one = FlowSet(*(np.array([value]) for value in (0, 1, 40_000, 0, 100)))
     simulation = Simulation(fabric, one, Settings(selective_repeat=True, timeout_us=4_000), "none")
-    looks = []
-    simulation.run(look=lambda now: looks.append(now.time_ps), every_ps=1_000_000)
-    assert len(looks) > 2_000
+    samples = Samples()
+    simulation.run(look=samples, every_ps=1_000_000)
+    assert len(samples.rows) > 2_000
 
 
 def test_without_pfc_a_full_queue_drops_and_timers_repair():

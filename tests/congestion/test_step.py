@@ -131,9 +131,10 @@ def test_more_is_simulated_until_what_is_skipped_is_known() -> None:
     known = Repeated(Segment("a", 82), (10,) * 8, 1, 10)
     odd = Repeated(Segment("b", 83), (10, 12) * 4, 2, 22)
     unknown = Repeated(Segment("c", 99), (10, 12) * 4)
-    random = Repeated(Segment("d", 99), (10, 12) * 4, is_random=True)
+    random = Repeated(Segment("d", 199), (10, 12) * 4, is_random=True)
     assert next_counts((known,), (8,), 0) is None
-    assert next_counts((known, odd, unknown, random), (8, 8, 8, 8), 0) == [8, 9, 24, 99]
+    assert next_counts((known, odd, unknown, random), (8, 8, 8, 8), 0) == [8, 9, 24, 24]
+    assert next_counts((random,), (20,), 0) == [199]
     assert next_counts((unknown,), (24,), 0) == [99]
     assert next_counts((unknown,), (8,), 0.2) is None
     assert Repeated(Segment("a", 2), (50, 20)).bounds_ps == (70, 70)
