@@ -282,11 +282,12 @@ def test_a_flap_costs_until_the_timer_and_repeated_flaps_kill():
     assert dead.time_ps == pytest.approx(150_000_000, rel=0.01)
 
 
-def test_packets_on_many_paths_arrive_once_each():
+@pytest.mark.parametrize("routing", [{"routing": "hashed_ports", "paths": 8}, {"routing": "spray"}])
+def test_packets_on_many_paths_arrive_once_each(routing):
     fabric = _fabric(2, 4, 4, [100], [1000])
     src = np.arange(4, dtype=np.int64)
     flows = FlowSet(src, src + 4, np.full(4, 900_000), np.zeros(4, dtype=np.int64), np.full(4, 100))
-    spread = {"routing": "spray", "paths": 8, "selective_repeat": True, "timeout_us": 200}
+    spread = {**routing, "selective_repeat": True, "timeout_us": 200}
     outcome = simulate(fabric, flows, Settings(**spread), "none")
     assert (outcome.finish_ps > 0).all()
     assert outcome.state.flow["resent"].sum() == 0
