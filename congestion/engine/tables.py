@@ -131,7 +131,8 @@ FLOW = _record(
 # A flow at its receiver.
 RECEIVER = _record(expected="i4", last_nack="i4", nack_after="i8", cnp_after="i8", cnps="i8")
 
-# What a law from a file sees of its flow: a copy, of which the two that a law sets are read back.
+# What a law from a file sees of its flow: a copy, of which the two that a law sets are read back. (No table may be
+# called `view`: numba takes that for the array's method.)
 VIEW = _record(
     rate_bps="i8",
     window_bytes="i8",
@@ -238,7 +239,7 @@ class State(NamedTuple):
     packets were sent; rtt: (num_flows,) RTT, one row where none is measured; cause: (num_ports, 3) pauses in whose
     moment a port's queue was the switch's longest, while it could send and while it was stopped itself, and packets
     that were dropped for want of room though they came in by it lossless; watchdog: a row a port, where there is one;
-    spray: of `build_paths.next_hops`; view: what a law from a file sees, a row a flow; timeouts:
+    spray: of `build_paths.next_hops`; law_view: what a law from a file sees, a row a flow; timeouts:
     (most retries + 1,) waits before each retry; acked, received: (num_flows, words) bits of packets, for selective
     repeat; flap_from: (num_ports + 1,), flap: (num_flaps, 2) when what arrives at a port is lost; flowlet:
     (num_flows, 2) path, and when its first switch last saw a packet; waiting: flows that wait for flow f, from
@@ -275,7 +276,7 @@ class State(NamedTuple):
     hybrid_flow: Rows
     entered: Rows
     entered_flow: Rows
-    view: Rows
+    law_view: Rows
     sent: NDArray[np.int64]
     rtt: Rows
     cause: Ints
