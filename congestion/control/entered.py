@@ -105,6 +105,8 @@ def not_compiled(exc: Exception) -> ConfigError:
     reason = (what or [line for line in told if line and not line.startswith(("Failed in", "During", "File"))] or [""])[
         0
     ]
+    signature = next((line.removeprefix(">>> ") for line in told if line.startswith(">>> ")), "")
+    reason = f"{reason} {signature}" if signature and reason.endswith(":") else reason
     where = f"LAW {path}, line {lines[-1]}" if lines else f"LAW {path}"
     return ConfigError(where, None, f"cannot be compiled ({reason})", "use numbers and the record's fields alone")
 

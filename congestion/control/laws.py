@@ -74,7 +74,7 @@ def wants_rtt(law: str, settings: Settings) -> bool:
 @inlined
 def _show(s, f):  # type: ignore[no-untyped-def]
     """A law's view of flow `f`, brought up to date."""
-    flow, view = s.flow[f], s.view[f]
+    flow, view = s.flow[f], s.law_view[f]
     view.rate_bps, view.window_bytes, view.line_rate_bps = flow.rate_bps, flow.window_bytes, flow.line_rate_bps
     view.base_rtt_ps, view.start, view.resent, view.retries = flow.base_rtt_ps, flow.start, flow.resent, flow.retries
     view.next, view.unacked, view.sent_to, view.num_packets = flow.next, flow.unacked, flow.sent_to, flow.num_packets
@@ -85,7 +85,7 @@ def _show(s, f):  # type: ignore[no-untyped-def]
 @kernel
 def _take_back(s, f):  # type: ignore[no-untyped-def]
     """What a law set, if a law may set it."""
-    flow, view, run = s.flow[f], s.view[f], s.run[0]
+    flow, view, run = s.flow[f], s.law_view[f], s.run[0]
     fault, value = 0, np.int64(0)
     if view.rate_bps < 1:
         fault, value = RATE_FAULT, view.rate_bps

@@ -134,7 +134,7 @@ def build(
         **laws.tables(in_use, len(flows), host_bps(fabric), settings),
         sent=sent,
         rtt=np.zeros(len(flows) if settings.measure_rtt else 1, dtype=tables.RTT),
-        view=np.zeros(len(flows) if laws.ENTERED in flow["law"] else 0, dtype=tables.VIEW),
+        law_view=np.zeros(len(flows) if laws.ENTERED in flow["law"] else 0, dtype=tables.VIEW),
         cause=np.zeros((num_ports, 3), dtype=np.int64),
         timeouts=timeouts,
         acked=np.zeros((len(flows), words), dtype=np.uint64),

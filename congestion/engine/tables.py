@@ -139,7 +139,8 @@ RECEIVER = _record(
     number="u4",  # by which random numbers are drawn for the flow: its row, where it is not told otherwise
 )
 
-# What a law from a file sees of its flow: a copy, of which the two that a law sets are read back.
+# What a law from a file sees of its flow: a copy, of which the two that a law sets are read back. (No table may be
+# called `view`: numba takes that for the array's method.)
 VIEW = _record(
     rate_bps="i8",
     window_bytes="i8",
@@ -246,7 +247,7 @@ class State(NamedTuple):
     packets were sent; rtt: (num_flows,) RTT, one row where none is measured; cause: (num_ports, 3) pauses in whose
     moment a port's queue was the switch's longest, while it could send and while it was stopped itself, and packets
     that were dropped for want of room though they came in by it lossless; watchdog: a row a port, where there is one;
-    spray: of `build_paths.next_hops`; view: what a law from a file sees, a row a flow; timeouts:
+    spray: of `build_paths.next_hops`; law_view: what a law from a file sees, a row a flow; timeouts:
     (most retries + 1,) waits before each retry; acked, received: (num_flows, words) bits of packets, for selective
     repeat; flap_from: (num_ports + 1,), flap: (num_flaps, 2) when what arrives at a port is lost; flowlet:
     (num_flows, 2) path, and when its first switch last saw a packet; waiting: flows that wait for flow f, from
@@ -283,7 +284,7 @@ class State(NamedTuple):
     hybrid_flow: Rows
     entered: Rows
     entered_flow: Rows
-    view: Rows
+    law_view: Rows
     sent: NDArray[np.int64]
     rtt: Rows
     cause: Ints

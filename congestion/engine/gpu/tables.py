@@ -64,7 +64,7 @@ class Tables(NamedTuple):
     hybrid_flow: Rows
     entered: Rows
     entered_flow: Rows
-    view: Rows
+    law_view: Rows
     sent: NDArray[np.int64]
     rtt: Rows
     cause: Ints
