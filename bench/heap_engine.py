@@ -31,14 +31,15 @@ from congestion.engine.tables import (
 )
 from congestion.jit import entry, inlined, kernel
 
-_START, _FREE = 1, 2  # order of events at one moment, behind arrivals: they have minus the time that the sender began
+_START, _FREE = 1, 2  # order of events at one moment, behind arrivals: they have minus their port's `order`
+_LONGEST = 4_095  # time on a wire, in 1,024 ps
 _HOP = 1 << HOP_SHIFT
 _ONE = float(1 << 53)
 _EVENT = np.dtype([("time", "i8"), ("kind", "i8"), ("who", "i8"), ("word", "i8")])  # who: a port, or a flow that starts
 _PORT = np.dtype(
     [
         ("busy", "i8"),
-        ("began", "i8"),  # since when it sends without a gap
+        ("order", "i8"),  # among arrivals at one moment the larger is first: this packet's time, the last one's, began
         ("queue_bytes", "i8"),
         ("asked", "i8"),  # when it looks next, NEVER for none
         ("last", "i8"),  # of its events that are in the heap
@@ -186,11 +187,13 @@ def _send(s, h, p, now, word, size):  # type: ignore[no-untyped-def]
         took = kind.tx_data
     else:
         took = kind.tx_ack if word & 3 else serialise(s.run[0], size, kind.rate)
-    if now > h.port[p].busy:
-        h.port[p].began = now
+    before, since = _LONGEST, (now + kind.delay) >> 10
+    if now <= h.port[p].busy:
+        before, since = h.port[p].order >> 50, h.port[p].order
+    h.port[p].order = min(took >> 10, _LONGEST) << 50 | before << 38 | since & ((1 << 38) - 1)
     h.port[p].busy = now + took
     h.tally[0].hops += 1
-    _push(h, h.port[p].busy + kind.delay, -h.port[p].began, np.int64(port.peer), word)
+    _push(h, h.port[p].busy + kind.delay, -h.port[p].order, np.int64(port.peer), word)
 
 
 @inlined

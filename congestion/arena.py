@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from congestion.arena_protocol import SUITE, Case, Suite
-from congestion.arena_run import Contender, Row, lacking, published, run_one, tight_buffer
-from congestion.jit import are_kept
+from congestion.arena_run import Contender, Row, lacking, published, run_one, settings_in, tight_buffer
+from congestion.compile import compile_variants
 from netlayer.errors import ConfigError
 from netlayer.progress import Stages
 from topology.workers import in_order_of_end
@@ -99,7 +99,7 @@ def run_arena(plan: Plan, out: Path, stages: Stages, processes: int | None = Non
     rows = {_key(row): row for row in kept_rows(file, plan.contenders, plan.suite)}
     order = [(one.name, *_place(case), seed) for case in plan.cases for seed in plan.seeds for one in plan.contenders]
     if not rows.keys() >= set(order):
-        compile_first(plan.contenders[0], plan.cases, stages, plan.suite)
+        compile_first(plan.contenders, plan.cases, stages, plan.suite)
     buffers = tight_buffers(plan.cases, out, stages, processes, plan.suite)
     tasks = [
         _Task(lacks, case, seed, _buffer(case, buffers, plan.suite), _is_drawn(case, seed, plan), plan.suite)
@@ -130,12 +130,10 @@ def tight_buffers(
     return {_place(case): known[_place(case)] for case in wanted}
 
 
-def compile_first(contender: Contender, cases: Sequence[Case], stages: Stages, suite: Suite = SUITE) -> None:
+def compile_first(contenders: Sequence[Contender], cases: Sequence[Case], stages: Stages, suite: Suite = SUITE) -> None:
     """The kernels, if they are not kept from before: here, or every worker would compile them for itself."""
-    if not are_kept():
-        with stages.wait("compiling kernels, a minute where a core is idle"):
-            least = min(cases, key=lambda case: case.workload.link_hops)
-            run_one(contender, least, suite.tuning_set.seeds[0], suite.rules.buffers_bytes[0], suite=suite)
+    conditions = {case.condition for case in cases}
+    compile_variants((settings_in(one, condition, suite) for condition in conditions for one in contenders), stages)
 
 
 def kept_rows(file: Path, contenders: Sequence[Contender], suite: Suite) -> list[Row]:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, Literal
 
-Routing = Literal["ecmp", "flowlet", "spray"]
+Routing = Literal["ecmp", "flowlet", "spray", "hashed_ports"]
 Buffer = Literal["tight", "deep"]
 
 KIB, MIB = 2**10, 2**20
@@ -53,7 +53,7 @@ class Condition:
     Args:
         nic_bps: rate of a host's link.
         oversubscription: a ToR's capacity down over its capacity up.
-        routing: under flowlet and spray receivers take packets out of order.
+        routing: but for ecmp receivers take packets out of order.
         window: NCCL's: at most `Fabric.window_bytes` of a flow in flight.
         buffer: deep: the first of `Rules.buffers_bytes`; tight: found by `Rules.pause_share`.
     """
@@ -317,7 +317,7 @@ _TEST = CaseSet(
 )
 
 SUITE = Suite(
-    version=1,
+    version=2,
     fabric=Fabric(),
     every={"placement": "random", "sports": "random", "jitter_us": 50},
     tuning_set=_TUNING_SET,

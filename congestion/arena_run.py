@@ -110,13 +110,10 @@ def run_one(
 
     scenario = (case.workload.scenario, tuple(suite.overrides(case)), seed, case.workload.config)
     made, told = _scenario(*scenario), _overrides(case.condition, suite)
-    settings = contender.settings(f"congestion.buffer_bytes={buffer_bytes}", *told)
+    settings = settings_in(contender, case.condition, suite, buffer_bytes)
     until_ps = int(made.flows.start_ps.min()) + suite.rules.limit_ms * _PS_PER_MS
     simulation, samples = Simulation(made.fabric, made.flows, settings, contender.law, seed=seed), Samples()
-    if keep_samples:
-        outcome = simulation.run(until_ps, look=samples.take, every_ps=_SAMPLE_PS)
-    else:
-        outcome = simulation.run(until_ps)
+    outcome = simulation.run(until_ps, look=samples if keep_samples else None, every_ps=_SAMPLE_PS)
     if outcome.interrupted:
         raise KeyboardInterrupt  # which the simulation took for a wish to see what there is
     fct_us = _fct_us(outcome, suite)
@@ -188,6 +185,12 @@ def _metrics(outcome: Outcome, made: scenario_catalogue.Case, fct_us: Any, case:
 
 def _columns(rows: list[Row]) -> dict[str, list[float]]:
     return {name: [row[name] for row in rows] for name in ("time_us", "rate_bps", "queue_bytes")}
+
+
+def settings_in(contender: Contender, condition: Condition, suite: Suite = SUITE, buffer_bytes: int = 0) -> Settings:
+    """A law's settings under a condition; `buffer_bytes` 0: those of its preset."""
+    buffer = (f"congestion.buffer_bytes={buffer_bytes}",) if buffer_bytes else ()
+    return contender.settings(*buffer, *_overrides(condition, suite))
 
 
 def _overrides(condition: Condition, suite: Suite) -> tuple[str, ...]:

@@ -4,8 +4,9 @@ Save it under another name and run `netlayer arena NAME.py`. The engine calls th
 them, so they use numbers alone. Times are integer ps, rates bit/s, sizes bytes.
 
 What may be read of `flow`: line_rate_bps, base_rtt_ps (of a full packet there and its ACK back, idle), num_links (one
-way), next, unacked and num_packets (packets), start. What a law sets: rate_bps, the pace, and window_bytes, the payload
-that may be in flight. A window below one packet sends one when nothing is in flight.
+way), next, unacked, sent_to and num_packets (packets), resent, retries, start, src, dst. What a law sets, and nothing
+else: rate_bps, the pace, 1 or more; and window_bytes, the payload that may be in flight, cut to NCCL's window where
+there is one. A window below one packet sends one when nothing is in flight.
 """
 
 from __future__ import annotations

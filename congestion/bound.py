@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from congestion.engine.build_paths import ecmp_of
 from congestion.files import FlowSet, Ints
 from congestion.settings import Settings
 from topology.graph import Graph
 from topology.graph_routing import Routes, by_ecmp
-from topology.hashing import Ecmp, Headers
+from topology.hashing import Headers
 from topology.routing import NO_LINK
 
 Floats = NDArray[np.float64]
@@ -30,8 +31,8 @@ def completion_bound_us(fabric: Graph, flows: FlowSet, settings: Settings) -> fl
     """First start to the last flow's last ACK, at the least."""
     known = settings.routing == "ecmp"
     sizes = _Sizes.of(flows, settings)
-    there = _Way.of(fabric, flows.src, flows.dst, flows.sport, flows.dport, known)
-    back = _Way.of(fabric, flows.dst, flows.src, flows.dport, flows.sport, known)
+    there = _Way.of(fabric, flows.src, flows.dst, flows.sport, flows.dport, settings)
+    back = _Way.of(fabric, flows.dst, flows.src, flows.dport, flows.sport, settings)
     first, last = there.took(sizes.first), there.took(sizes.last)
     slowest = there.byte_ps.max(axis=1) * sizes.full
     arrival = (sizes.packets - 1) * slowest + last.sum(axis=1) + there.delay.sum(axis=1)
@@ -83,14 +84,14 @@ class _Way:
     delay: Floats
 
     @classmethod
-    def of(cls, fabric: Graph, src: Ints, dst: Ints, sport: Ints, dport: Ints, known: bool) -> _Way:
+    def of(cls, fabric: Graph, src: Ints, dst: Ints, sport: Ints, dport: Ints, settings: Settings) -> _Way:
         routes, ip = Routes(fabric, dst), fabric.addresses
         headers = Headers(ip[src], ip[dst], sport.astype(np.uint16), udp_dport=dport)
-        link = routes.route(src, dst, by_ecmp(Ecmp("murmur3", headers, 0)))
+        link = routes.route(src, dst, by_ecmp(ecmp_of(settings, headers)))
         a_byte, delay = _BYTE_PS / fabric.link_bps, np.tile(fabric.latency_ns, 2) * _PS_PER_NS
         on_way = link != NO_LINK
         byte_ps, delays = np.where(on_way, a_byte[link], 0.0), np.where(on_way, delay[link], 0.0)
-        if not known:
+        if settings.routing != "ecmp":
             hop, hops = np.arange(link.shape[1]), on_way.sum(axis=1)[:, None]
             between = (hop > 0) & (hop < hops - 1)
             byte_ps, delays = np.where(between, a_byte.min(), byte_ps), np.where(between, delay.min(), delays)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from congestion.settings import MOST_US
 from congestion.simulate_report import SAMPLED, links_note, write_page
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import check_target, write_text
@@ -32,6 +35,7 @@ _OURS = "congestion"
 _TOLD = ("flow_bytes", "until_us", "until_flows", "warmup_us", "sample_us", "truncate_ns")  # in the record
 _STDOUT = Path("-")
 _PS_PER_US = 1_000_000
+_MOST_US = 1e12
 _ONE_PACKET_MORE = "htsim-swift"  # as htsim's Swift sends a flow: a packet more than it is told to
 _COLUMNS = {
     "cc": "law",
@@ -59,6 +63,21 @@ _COLUMNS = {
     "rtt_mean_s": "RTT mean",
     "rtt_max_s": "max",
 }
+
+
+class Microseconds(click.FloatRange):
+    """Simulated time as a person gives it: of a picosecond at least, and before the clock ends."""
+
+    name = "microseconds"
+
+    def __init__(self) -> None:
+        super().__init__(1e-6, MOST_US)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):  # a range lets nan pass
+            self.fail(f"{value} is no number of microseconds.", param, ctx)
+        return number
 
 
 @click.command()
@@ -91,20 +110,24 @@ _COLUMNS = {
 @click.option("--truncate-ns", is_flag=True, help="Cut serialisation times to whole ns, as ns-3 does.")
 @click.option("--out", type=_PATH, help="Folder for report.html, flows and ports as CSV and parquet, the record.")
 @click.option("--html", type=_PATH, help="A page with the laws side by side; its pictures into plots/ beside it.")
-@click.option("--until-us", type=click.FloatRange(0, min_open=True), help="Stop so long after the first flow's start.")
+@click.option("--until-us", type=Microseconds(), help="Stop so long after the first flow's start.")
 @click.option("--until-flows", metavar="N|SHARE%", help="Stop when so many flows have ended, such as 100 or 95%.")
 @click.option(
     "--warmup-us",
-    type=click.FloatRange(0, min_open=True),
+    type=Microseconds(),
     help="From the first start: counters begin then, largest queues apart; flows from before are not in FCTs.",
 )
 @click.option(
     "--sample-us",
-    type=click.FloatRange(0, min_open=True),
+    type=Microseconds(),
     help="Interval, from the first start, of samples.csv, links.csv, tiers.csv and the page [default: no files].",
 )
 @click.option("--checkpoint", type=_PATH, help="Where a run that is stopped before its end is kept; of one law.")
 @click.option("--resume", type=_PATH, help="Go on with a run that --checkpoint kept; all else as then.")
+@click.option(
+    "--switch-config", type=_PATH, help="SONiC's config_db.json, as `nic switch` writes it: thresholds of PFC and ECN."
+)
+@click.option("--strict", is_flag=True, help="Exit 1 on a warning too: a lossless fabric that drops, a law's target.")
 @click.option(
     "--json", "json_file", type=_PATH, help="Where all of it goes as JSON; - is stdout, where files are given."
 )
@@ -125,7 +148,7 @@ def simulate(
     listed: bool,
     **how: Any,
 ) -> None:
-    """Simulate flows packet by packet; exit 1 where one did not end (its fct_ns is null).
+    """Simulate flows packet by packet; exit 1 where one did not end (its fct_ns is null, and `open` says why).
 
     LAW is none, dcqcn, swift, nscc, hybrid, or a file, which runs with your rights (see netlayer arena
     --help). Ctrl-C keeps what was measured.
@@ -150,6 +173,9 @@ def simulate(
       netlayer simulate --list
     """
     from congestion.bound import completion_bound_us
+    from congestion.jit import compile_progress
+    from congestion.nic.switch_settings import settings_of_switch
+    from congestion.run_checks import law_note, lossless_note
     from congestion.settings import settings_of
     from congestion.simulate_inputs import read_case, with_losses
     from netlayer.progress import Stages
@@ -165,11 +191,14 @@ def simulate(
     _check_how(laws, out, how)
     drawn = out is not None or how["html"] is not None
     mine = tuple(one for one in overrides if one.split(".")[0] == _OURS)
-    settings = settings_of(preset, mine)
+    told_by_switch, notes_on_switch = settings_of_switch(how["switch_config"]) if how["switch_config"] else ((), [])
+    settings = settings_of(preset, (*told_by_switch, *mine))
     others = tuple(one for one in overrides if one not in mine)
     sizes = how["flow_bytes"], settings.mtu_bytes * (preset == _ONE_PACKET_MORE)
-    case = read_case(scenario, topo, flow_file, cm_file, fabric, config, others, seed, *sizes)
+    with Stages() as stages, compile_progress(stages, "scenario"):
+        case = read_case(scenario, topo, flow_file, cm_file, fabric, config, others, seed, *sizes)
     settings, notes = with_losses(settings, topo, case)
+    notes = [*notes_on_switch, *notes]
     with contextlib.ExitStack() as stack:
         kept = _Kept(stack, out, how)
         bound_us = completion_bound_us(case.fabric, case.flows, settings) if drawn else None
@@ -178,11 +207,14 @@ def simulate(
             for law in laws:
                 simulation = _built(case, settings, law, seed, stages, how)
                 _say_once(stages, notes)  # now, for where the input is bad, that alone is said
+                kept.warn(stages, law, law_note(law, settings, simulation.state))
                 with stages.open(law) as bar:
                     outcome, samples = _simulate(case, simulation, bar, how, bound_us)
                 kept.add(law, case, outcome, samples)
+                kept.warn(stages, law, lossless_note(case.fabric, outcome, settings))
                 if json_file:
                     asked = {"cc": law, "preset": preset, "seed": seed, "source": "simulated"}
+                    asked |= {"warnings": kept.warnings[law]} if law in kept.warnings else {}
                     runs.append({**asked, **outcome.to_json(case.fabric, case.flows)})
                 if outcome.interrupted:
                     break
@@ -196,10 +228,24 @@ def simulate(
         kept.publish(arguments, {**case.config, _OURS: settings.model_dump(mode="json")}, seed)
     with contextlib.redirect_stdout(sys.stderr if _STDOUT in (json_file, how["html"]) else sys.stdout):
         _print_rows(kept.rows)
+    _judge(kept, how["strict"])
+
+
+def _judge(kept: _Kept, strict: bool) -> None:
+    """
+    Raises:
+        CheckFailed: flows did not end though nothing stopped the run; or there are warnings, and `strict`.
+    """
     for row in kept.rows:
-        if row["ended"] < row["flows"] and (row["completed"] or row["interrupted"]):
-            left = f"{row['flows'] - row['ended']} of {row['flows']} flows did not end"
-            raise CheckFailed(f"{row['cc']}: {left}: {_cause(row)}")
+        if row["ended"] == row["flows"]:
+            continue
+        left = f"{row['cc']}: {row['flows'] - row['ended']} of {row['flows']} flows did not end: {_cause(row)}"
+        if row["completed"] or row["interrupted"]:
+            raise CheckFailed(left)
+        click.echo(f"note: {left}", err=True)
+    if strict and kept.warnings:
+        first, *others = [f"{law}: {one}" for law, told in kept.warnings.items() for one in told]
+        raise CheckFailed(f"--strict: {first}{f' (and {len(others)} more)' if others else ''}")
 
 
 def _say_once(stages: Stages, notes: list[str]) -> None:
@@ -211,9 +257,7 @@ def _cause(row: Mapping[str, Any]) -> str:
     """Why flows of a run did not end."""
     if row["deadlock"]:
         return f"PFC deadlock, each link waits for the next: {row['deadlock']}"
-    if not row["completed"]:
-        return "interrupted"
-    return "their last packets were lost (congestion.timeout_us is 0), or their retries ran out"
+    return f"{'interrupted; ' if row['interrupted'] else ''}{row['open']}"
 
 
 def _check_page(html: Path | None, json_file: Path | None) -> None:
@@ -223,6 +267,10 @@ def _check_page(html: Path | None, json_file: Path | None) -> None:
 
 
 def _check_how(laws: Sequence[str], out: Path | None, how: Mapping[str, Any]) -> None:
+    for option in ("until_us", "warmup_us", "sample_us"):
+        if how[option] and not how[option] <= _MOST_US:
+            rule = f"is no time of up to {_MOST_US:g} us"
+            raise ConfigError(f"--{option.replace('_', '-')}", how[option], rule, "give a number of microseconds")
     if how["sample_us"] and not out and not how["html"]:
         remedy = "give a folder for samples.csv, or --html a file"
         raise ConfigError("--sample-us", how["sample_us"], "has no effect without --out or --html", remedy)
@@ -249,11 +297,11 @@ def check_backend(backend: str) -> None:
 
 def _built(case: Case, settings: Settings, law: str, seed: int, stages: Stages, how: Mapping[str, Any]) -> Simulation:
     """Before its first event, or as it was kept; its kernels are compiled."""
+    from congestion.compile import WORDS, waiting
     from congestion.simulate import Simulation
     from congestion.simulate_inputs import ended_of
 
     gpu, threads = how["backend"] == "gpu", how["threads"]
-    what = "for the GPU" if gpu else "once for this version"
     simulation = Simulation(
         case.fabric,
         case.flows,
@@ -266,7 +314,7 @@ def _built(case: Case, settings: Settings, law: str, seed: int, stages: Stages, 
         backend="gpu" if gpu else "numba",
         warmup_ps=round((how["warmup_us"] or 0) * _PS_PER_US),
         until_flows=ended_of(how["until_flows"], len(case.flows)),
-        compiling=partial(stages.wait, f"compiling kernels {what}, a minute where a core is idle"),
+        compiling=waiting(stages, "compiling kernels for the GPU" if gpu else WORDS),
     )
     if how["resume"]:
         simulation.restore(how["resume"])
@@ -280,7 +328,7 @@ def _simulate(
     from congestion.engine.tables import NEVER
 
     until_ps = simulation.first_ps + round(how["until_us"] * _PS_PER_US) if how["until_us"] else NEVER
-    say = partial(say_progress, bar)
+    say = partial(say_progress, bar, Pace(until_ps if how["until_us"] else None))
     if bound_us is None:
         outcome, samples = simulation.run(until_ps, say), None
     else:
@@ -315,11 +363,37 @@ def _sampled(
     ), samples
 
 
-def say_progress(bar: Bar, progress: Progress) -> None:
+class Pace:
+    """Remaining time by the clock, looks at the run and all: of the packets, or of the time until a run is stopped.
+
+    It counts from the first progress that it hears of: kernels may be compiled before, or the run go on from a file.
+
+    Args:
+        until_ps: where the run is stopped; None: where all packets have arrived.
+    """
+
+    def __init__(self, until_ps: int | None = None) -> None:
+        self._until_ps = until_ps
+        self._first: tuple[float, int, int] | None = None
+
+    def left_s(self, progress: Progress) -> float | None:
+        """None where nothing can be said yet."""
+        now_s, packets, time_ps = time.monotonic(), progress.done_packets, progress.time_ps
+        if self._first is None:
+            self._first = now_s, packets, time_ps
+            return None
+        first_s, first_packets, first_ps = self._first
+        parts = [(packets - first_packets, progress.num_packets - packets)]
+        if self._until_ps is not None:
+            parts.append((time_ps - first_ps, self._until_ps - time_ps))
+        return min(((now_s - first_s) * left / done for done, left in parts if done > 0), default=None)
+
+
+def say_progress(bar: Bar, pace: Pace, progress: Progress) -> None:
     """What a person who waits sees: simulated time, speed, remaining time at the speed so far."""
-    share, wall_s = progress.done_packets / progress.num_packets, max(progress.wall_s, 1e-9)
-    left = f", {wall_s * (1 / share - 1):.0f} s left" if share else ""
-    speed = f"{progress.link_hops / wall_s / 1e6:.1f} M link-hops/s"
+    left_s = pace.left_s(progress)
+    left = "" if left_s is None else f", {left_s:.0f} s left"
+    speed = f"{progress.link_hops / max(progress.wall_s, 1e-9) / 1e6:.1f} M link-hops/s"
     bar(progress.done_packets, progress.num_packets, f"{progress.time_ps / 1e9:.3f} ms simulated, {speed}{left}")
 
 
@@ -337,14 +411,22 @@ class _Kept:
         self._sampled = bool(how["sample_us"])  # else what was sampled is for the page alone
         self._frames: dict[str, list[pd.DataFrame]] = {}
         self._notes: list[str] = []
+        self.warnings: dict[str, list[str]] = {}  # by law
+
+    def warn(self, stages: Stages, law: str, warning: str) -> None:
+        if warning:
+            self.warnings.setdefault(law, []).append(warning)
+            stages.say(f"warning: {law}: {warning}")
 
     def add(self, law: str, case: Case, outcome: Outcome, samples: Samples | None) -> None:
         from congestion import measures
+        from congestion.run_checks import lossless_drops, open_words
 
         flows = measures.flow_frame(case.fabric, case.flows, outcome)
         ports = measures.port_frame(case.fabric, outcome)
         own = {"completed": outcome.completed, "interrupted": outcome.interrupted, "wall_s": outcome.wall_s}
         since_us = outcome.since_ps / _PS_PER_US if outcome.warmup_ps else None
+        own |= {"lossless_drops": lossless_drops(outcome), "open": open_words(outcome.open_flows)}
         self.rows.append({"cc": law, **measures.summary(flows, ports, since_us), **own})
         if samples:
             for name, frame in {"flows": flows, "ports": ports, **samples.frames()}.items():

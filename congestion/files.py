@@ -8,7 +8,7 @@ are refused.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
@@ -105,6 +105,17 @@ def _check_waits(src: Ints, dst: Ints, first: Ints, earlier: Ints) -> None:
         raise ValueError(f"flow {flow[row]} waits for flow {earlier[row]}, which is not before it")
     for row in np.flatnonzero((dst[earlier] != src[flow]) & (src[earlier] != src[flow]))[:1]:
         raise ValueError(f"flow {flow[row]} waits for flow {earlier[row]}, which its source does not see")
+
+
+def with_starts_of_ns3(flows: FlowSet) -> FlowSet:
+    """The flows with starts as ns-3 has them: it reads seconds into a double, and cuts what that is to whole ns.
+
+    So a flow at 2.000001582 s starts at 2,000,001,581 ns; of many under PFC one nanosecond decides who is first.
+    """
+    starts, which = np.unique(flows.start_ps, return_inverse=True)
+    parts = ((ps / _PS).as_integer_ratio() for ps in starts.tolist())
+    cut = np.array([above * 10**9 // below * 1000 for above, below in parts], dtype=np.int64)
+    return replace(flows, start_ps=cut[which])
 
 
 def read_flows(path: Path, fabric: Graph) -> FlowSet:

@@ -7,13 +7,13 @@ sums over all links (samples).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from congestion.engine.looks import Looks
 from congestion.engine.tables import Ints
-from congestion.samples import stopped, stopped_ps
-from congestion.simulate import Simulation
 from topology.graph import Graph
 from topology.wires import Wires
 
@@ -26,17 +26,8 @@ _PS_PER_US = 1e6
 _MAX_CELLS, _MAX_INTERVALS = 4_000_000, 2_000  # that are kept: 20 bytes a cell
 
 
-class _Look(NamedTuple):
-    """Counters of all ports at one time."""
-
-    time_ps: int
-    tx_bytes: Ints
-    paused_ps: Ints
-    queue_bytes: Any
-
-
 class LinkSamples:
-    """Part of `Samples`: call `begin` once, then `take` at the end of each interval.
+    """Part of `Samples`: call `begin` once with a single look, then `add` with those that follow.
 
     Of very long runs only each second, fourth, ... look is kept of the links, which lengthens their intervals and
     loses nothing else: utilisation and pauses are differences of counters.
@@ -51,29 +42,30 @@ class LinkSamples:
         self.link = _names(wires.src[link], wires.dst[link])
         self._tiers, self._place = np.unique(self.tier.astype(str), return_inverse=True)
         self._ports = np.bincount(self._place)
+        self._of_tier = np.eye(len(self._tiers))[self._place]  # (num_ports, num_tiers)
         self._rows: list[dict[str, Any]] = []
         self._looks: list[_Look] = []
         self._last: _Look | None = None
         self._stride = self._since = 1
 
-    def begin(self, simulation: Simulation) -> None:
-        self._last = _look(simulation)
+    def begin(self, look: Looks) -> None:
+        self._last = next(_rows_of(look))
         self._looks, self._stride, self._since = [self._last], 1, 0
 
-    def take(self, simulation: Simulation) -> None:
+    def add(self, looks: Looks) -> None:
         if self._last is None:
-            raise ValueError("take: call begin first")
-        now, before = _look(simulation), self._last
-        self._add_tiers(simulation, now, before)
-        self._last = now
-        self._since += 1
-        if self._since < self._stride:
-            return
-        self._looks.append(now)
-        self._since = 0
-        if len(self._looks) > min(_MAX_INTERVALS, max(8, _MAX_CELLS // len(self.link) // 2 * 2)):
-            del self._looks[1::2]
-            self._stride *= 2
+            raise ValueError("add: call begin first")
+        self._add_tiers(looks, self._last)
+        for now in _rows_of(looks):
+            self._last = now
+            self._since += 1
+            if self._since < self._stride:
+                continue
+            self._looks.append(now)
+            self._since = 0
+            if len(self._looks) > min(_MAX_INTERVALS, max(8, _MAX_CELLS // len(self.link) // 2 * 2)):
+                del self._looks[1::2]
+                self._stride *= 2
 
     def tiers(self) -> pd.DataFrame:
         """A row an interval and tier: `ports` of it, `paused_ports` that are stopped at the interval's end,
@@ -124,30 +116,40 @@ class LinkSamples:
         load = (self._looks[-1].tx_bytes - self._looks[0].tx_bytes) / self._bps
         return np.sort(np.argsort(-load, kind="stable")[:most])
 
-    def _add_tiers(self, simulation: Simulation, now: _Look, before: _Look) -> None:
-        paused = now.paused_ps - before.paused_ps
-        took = now.time_ps - before.time_ps
-        at_end = stopped(simulation.state)
-        counts = [np.bincount(self._place, what, len(self._ports)) for what in (at_end, (paused > 0) | at_end, paused)]
-        for number, tier in enumerate(self._tiers.tolist()):
-            ports = int(self._ports[number])
-            self._rows.append(
-                {
-                    "time_us": now.time_ps / _PS_PER_US,
-                    "tier": tier,
-                    "ports": ports,
-                    "paused_ports": int(counts[0][number]),
-                    "reached_ports": int(counts[1][number]),
-                    "pause_share": float(counts[2][number]) / took / ports,
-                }
-            )
+    def _add_tiers(self, looks: Looks, before: _Look) -> None:
+        paused = np.diff(looks.paused_ps, axis=0, prepend=before.paused_ps[None])
+        took = np.diff(looks.time, prepend=before.time_ps)
+        stopped = looks.stopped > 0
+        counts = [part @ self._of_tier for part in (stopped, stopped | (paused > 0), paused)]  # (rows, num_tiers)
+        shares = counts[2] / took[:, None] / self._ports
+        for row, time_us in enumerate((looks.time / _PS_PER_US).tolist()):
+            for number, tier in enumerate(self._tiers.tolist()):
+                self._rows.append(
+                    {
+                        "time_us": time_us,
+                        "tier": tier,
+                        "ports": int(self._ports[number]),
+                        "paused_ports": int(counts[0][row, number]),
+                        "reached_ports": int(counts[1][row, number]),
+                        "pause_share": float(shares[row, number]),
+                    }
+                )
 
 
-def _look(simulation: Simulation) -> _Look:
-    state = simulation.state
-    paused = stopped_ps(state, simulation.time_ps)
-    queue = state.port["queue_bytes"].astype(np.int32)
-    return _Look(simulation.time_ps, state.port["tx_bytes"].astype(np.int64), paused, queue)
+class _Look(NamedTuple):
+    """Counters of all ports at one time."""
+
+    time_ps: int
+    tx_bytes: Ints
+    paused_ps: Ints
+    queue_bytes: Any
+
+
+def _rows_of(looks: Looks) -> Iterator[_Look]:
+    """One by one, of which a row keeps none of the others alive."""
+    for row, time_ps in enumerate(looks.time.tolist()):
+        queue = looks.queue_bytes[row].astype(np.int32)
+        yield _Look(time_ps, looks.tx_bytes[row].copy(), looks.paused_ps[row].copy(), queue)
 
 
 def _names(src: Any, dst: Any) -> Any:

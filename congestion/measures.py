@@ -14,7 +14,6 @@ import numpy as np
 
 from congestion.engine.tables import ACK_PATH, Ints, State
 from congestion.files import FlowSet
-from congestion.simulate import Outcome
 from congestion.statistics import jain
 from netlayer.percentile import percentile
 from topology.graph import Graph
@@ -22,6 +21,8 @@ from topology.wires import Wires
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from congestion.simulate import Outcome
 
 _BYTE_PS = 8 * 10**12  # a byte at 1 bit/s
 
@@ -62,7 +63,8 @@ def _last_ps(state: State, rate: Ints) -> Ints:
 def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
     """A row a flow, in their order; what a flow that did not end has no value for is empty.
 
-    Round trips, of data packets to their ACKs, are there with `congestion.measure_rtt`.
+    Where flows did not end, `open` says why. Round trips, of data packets to their ACKs, are there with
+    `congestion.measure_rtt`.
     """
     import pandas as pd
 
@@ -86,6 +88,8 @@ def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
             "cnps": outcome.state.receiver["cnps"],
         }
     )
+    if (outcome.finish_ps < 0).any():
+        frame["open"] = [outcome.open_flows.get(number, "") for number in range(len(flows))]
     if outcome.state.run["measure_rtt"][0]:
         seen = outcome.state.rtt
         frame["rtts"] = seen["count"]

@@ -122,6 +122,7 @@ def retransmit(
       netlayer retransmit --nic connectx-6 --nic rxe --retry-cnt 6 --no-ring --json -
       netlayer retransmit --timeout 8 --timeout 14 --no-floor --flap 1ms --flap 100ms
     """
+    from congestion.compile import waiting
     from congestion.retransmit import NCCL_RETRY_CNT, nccl_timeout
     from congestion.retransmit_page import Findings, build_page
     from congestion.retransmit_rows import advices, of_one_nic, recoveries, ring_rows
@@ -153,7 +154,8 @@ def retransmit(
         }
         if ring:
             with stages.open("ring") as bar:
-                tables["ring"] = ring_rows(of_one_nic(settings), flaps if flaps_s else _RING_FLAPS_S, options.seed, bar)
+                downs = flaps if flaps_s else _RING_FLAPS_S
+                tables["ring"] = ring_rows(of_one_nic(settings), downs, options.seed, bar, waiting(stages))
         with stages.open("page"):
             found = Findings(settings, flaps, **tables, longest_s=longest_s, nccl=nccl, command=_asked())
             build_page(found).write(out.part)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from congestion.engine.looks import Looks, look_at
 from congestion.engine.tables import NEVER, Ints, State
 from congestion.simulate import Outcome, Progress, Simulation
-from congestion.statistics import jain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +27,7 @@ _ROUND = (1, 2, 5, 10)
 
 
 class Samples:
-    """Looks at a run when asked; give `take` to `Simulation.run` as its `look`, or all of it to `run_sampled`.
+    """Looks at a run at equal intervals; give it to `Simulation.run` as its `look`, or to `run_sampled`.
 
     A row is the interval that has just ended: `time_us` its end, `rate_bps` what all receivers acknowledged in it,
     `jain` the fairness of the flows under way, `flows` how many those are, `queue_bytes` the longest queue at its end,
@@ -40,35 +40,42 @@ class Samples:
     def __init__(self, links: LinkSamples | None = None) -> None:
         self.rows: list[dict[str, Any]] = []
         self.links = links
-        self._acked: Any = 0.0
+        self._acked: Ints | None = None
         self._time_ps = 0
+
+    @property
+    def last(self) -> tuple[int, Ints | None]:
+        """When the last interval ended, and packets of each flow that were acknowledged then; None: all 0."""
+        return self._time_ps, self._acked
 
     def begin(self, simulation: Simulation) -> None:
         """The first interval begins here, not at time 0 with nothing sent."""
-        self._acked, self._time_ps = _acked(simulation), simulation.time_ps
+        self._time_ps = simulation.time_ps
+        self._acked = simulation.state.flow["unacked"].astype(np.int64)
         if self.links:
-            self.links.begin(simulation)
+            self.links.begin(look_at(simulation.state, simulation.time_ps, simulation.time_ps, self._acked))
 
-    def take(self, simulation: Simulation) -> None:
-        flow, port = simulation.state.flow, simulation.state.port
-        acked = _acked(simulation)
-        moved = acked - self._acked
-        open_ = (flow["start"] < simulation.time_ps) & (flow["num_waits"] == 0)
-        under_way = open_ & ((flow["finish"] < 0) | (flow["finish"] > self._time_ps))
-        took = simulation.time_ps - self._time_ps
-        self.rows.append(
-            {
-                "time_us": simulation.time_ps / _PS_PER_US,
-                "rate_bps": float(moved.sum()) * _BITS_PS / took,
-                "flows": int(under_way.sum()),
-                "jain": jain(moved[under_way]) if moved[under_way].any() else None,
-                "queue_bytes": int(port["queue_bytes"].max()),
-                "paused_ports": int(stopped(simulation.state).sum()),
+    def add(self, looks: Looks, mtu_bytes: int) -> None:
+        """Rows of looks that follow the last one; the last packet of a flow counts as a full one."""
+        time_ps = looks.time
+        if not len(time_ps):
+            return
+        total, many, moved, squares = looks.flows.T
+        with np.errstate(invalid="ignore", divide="ignore"):
+            columns = {
+                "time_us": time_ps / _PS_PER_US,
+                "rate_bps": total * mtu_bytes * _BITS_PS / np.diff(time_ps, prepend=self._time_ps),
+                "flows": many.astype(int),
+                "jain": moved**2 / (many * squares),
+                "queue_bytes": looks.queue_bytes.max(axis=1),
+                "paused_ports": looks.stopped.sum(axis=1, dtype=int),
             }
-        )
-        self._acked, self._time_ps = acked, simulation.time_ps
+        columns["jain"] = np.where(moved > 0, columns["jain"], None)  # nobody got anything: there is nothing to share
+        named = [values.tolist() for values in columns.values()]
+        self.rows += [dict(zip(columns, row, strict=True)) for row in zip(*named, strict=True)]
+        self._acked, self._time_ps = looks.acked, int(time_ps[-1])
         if self.links:
-            self.links.take(simulation)
+            self.links.add(looks)
 
     def frame(self) -> pd.DataFrame:
         import pandas as pd
@@ -102,7 +109,7 @@ def run_sampled(
     samples.begin(simulation)
     while True:
         stop_ps = min(simulation.time_ps + _LOOKS * every_ps, until_ps) if grows else until_ps
-        outcome = simulation.run(stop_ps, say, samples.take, every_ps, first_ps)
+        outcome = simulation.run(stop_ps, say, samples, every_ps, first_ps)
         if outcome.completed or outcome.interrupted or stop_ps == until_ps or simulation.time_ps < stop_ps:
             return outcome
         every_ps *= 2
@@ -117,22 +124,3 @@ def interval_ps(least_us: float, state: State) -> int:
     wanted = max(least_us * _PS_PER_US / _INTERVALS, shortest)
     power = 10 ** int(np.floor(np.log10(wanted)))
     return int(next(digit for digit in _ROUND if digit * power >= wanted) * power)
-
-
-def stopped(state: State) -> Any:
-    """Whether each port is paused now, one or all of its classes; shape (num_ports,)."""
-    if not len(state.lane):
-        return state.port["paused"] > 0
-    return (state.lane["paused"] > 0).reshape(len(state.port), -1).any(axis=1)
-
-
-def stopped_ps(state: State, time_ps: int) -> Ints:
-    """How long each port was paused until now, the sum over its classes; shape (num_ports,)."""
-    lane = state.lane if len(state.lane) else state.port
-    since = np.where(lane["paused"] > 0, np.maximum(time_ps - lane["paused_at"], 0), 0)
-    return np.asarray((lane["paused_ps"] + since).reshape(len(state.port), -1).sum(axis=1))
-
-
-def _acked(simulation: Simulation) -> Any:
-    """Bytes of each flow that its receiver has acknowledged, the last packet counted as a full one."""
-    return simulation.state.flow["unacked"].astype(np.float64) * int(simulation.state.run["mtu_bytes"][0])

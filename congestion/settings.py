@@ -8,14 +8,18 @@ thresholds are given for a 200G link and scale with the rate of the link, as in 
 from __future__ import annotations
 
 import difflib
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
 from netlayer.config import Bytes, Section
 from netlayer.errors import ConfigError
+from topology.hashing import HashName
 
+MOST_US = 1e12  # any time that is set: 11 days, where the engine's clock ends after 53
 _PREFIX = "congestion."
+_MOST = 10**15  # any other number: bit/s, bytes, counts
 _OPEN = ("congestion.entered.", "congestion.classes.", "congestion.loss_rates.")  # sections whose names are the user's
 
 
@@ -129,6 +133,29 @@ class Settings(Section):
     reserve_bytes: Bytes = Field(4_096, ge=0, description="Buffer that each ingress has to itself.")
     resume_offset_bytes: Bytes = Field(3_072, ge=0, description="How far below its threshold an ingress resumes.")
     headroom_bdps: int = Field(3, ge=0, le=1_000, description="Headroom of an ingress, in rate x propagation delay.")
+    headroom_bytes: Bytes = Field(0, ge=0, le=2**40, description="The same in bytes, of every ingress; 0: by that.")
+    pfc_alpha: float = Field(
+        0.0,
+        ge=0,
+        le=2**8,
+        description="Share of the free pool that a lossless ingress may take, a power of two (SONiC's dynamic_th n is "
+        "2^n); 0: as ns-3's HPCC, 1/8, and twice that for each doubling of a link's rate over the hosts'.",
+    )
+    xoff_bytes: Bytes = Field(
+        0, ge=0, le=2**40, description="Static threshold of a lossless ingress beyond its reserve; 0: by pfc_alpha."
+    )
+    xon_bytes: Bytes = Field(
+        0, ge=0, le=2**40, description="Bytes beyond its reserve at or below which an ingress resumes in any case."
+    )
+    watchdog_detection_us: float = Field(
+        0.0, ge=0, le=1e9, description="PFC watchdog of a switch's port: how long it is paused before it acts; 0: none."
+    )
+    watchdog_restoration_us: float = Field(
+        400_000.0, ge=0, le=1e9, description="How long a port must not be paused before the watchdog trusts it again."
+    )
+    watchdog_action: Literal["drop", "forward", "alert"] = Field(
+        "drop", description="Of the watchdog: drop what leaves and comes in there, send in spite of pauses, or count."
+    )
     ecn: bool = Field(True, description="Mark packets; only a control law that reads marks reacts.")
     kmin_bytes: Bytes = Field(800_000, ge=0, description="Queue at which marking begins, at 200G.")
     kmax_bytes: Bytes = Field(3_200_000, ge=0, description="Queue above which every packet is marked, at 200G.")
@@ -147,11 +174,16 @@ class Settings(Section):
     )
     window_bytes: Bytes = Field(0, ge=0, le=2**50, description="Most bytes of a flow in flight, NCCL's window; 0: any.")
     timeout_us: float = Field(0.0, ge=0, description="Retransmit timer of a sender; 0: none, as in ns-3's HPCC.")
-    retries: int = Field(7, ge=0, description="Timeouts in a row that a flow outlives.")
-    routing: Literal["ecmp", "spray", "flowlet"] = Field(
-        "ecmp", description="A flow's path: by its header; drawn for each packet; the emptiest after a gap."
+    retries: int = Field(7, ge=0, le=100_000, description="Timeouts in a row that a flow outlives.")
+    routing: Literal["ecmp", "spray", "flowlet", "hashed_ports"] = Field(
+        "ecmp",
+        description="A packet's path: by its flow's header (ecmp); each switch sprays packets evenly over all ports of "
+        "shortest paths (spray); the emptiest after a gap (flowlet); by the header with one of `paths` source ports, "
+        "drawn for each packet (hashed_ports).",
     )
-    paths: int = Field(16, ge=2, le=16, description="Paths that spray and flowlet choose from, of as many headers.")
+    ecmp_hash: HashName = Field("murmur3", description="Hash of ecmp, flowlet and hashed_ports, as `topology ecmp`'s.")
+    ecmp_seed: int = Field(0, ge=0, lt=2**32, description="Seed of the switches' hashes, of which each has its own.")
+    paths: int = Field(16, ge=2, le=16, description="Source ports of a flow that hashed_ports and flowlet choose from.")
     flowlet_gap_us: float = Field(5.0, gt=0, description="Gap in a flow after which its first switch chooses anew.")
     selective_repeat: bool = Field(False, description="Receivers keep what comes out of order; off: go-back-N.")
     drop_tail: bool = Field(False, description="Without PFC: a queue above its share of the free buffer drops.")
@@ -200,11 +232,14 @@ class Settings(Section):
             return section
         try:
             shared = {name: str(value) for name, value in section.model_dump().items()}
-            return type(section).model_validate_strings({**shared, **differs})
+            made = type(section).model_validate_strings({**shared, **differs})
         except ValidationError as exc:
             error = exc.errors()[0]
             where = ".".join(map(str, (f"{_PREFIX}classes.{number}.{law}", *error["loc"])))
             raise ConfigError(where, error["input"], error["msg"], "give a parameter of the law that fits") from exc
+        for name, value in made.model_dump().items():
+            _check_size(f"{_PREFIX}classes.{number}.{law}.{name}", value)
+        return made
 
 
 PRESETS: dict[str, Settings] = {
@@ -246,11 +281,24 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
         where = ".".join(str(part) for part in error["loc"])
         rule = error["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{_PREFIX}{where}", error["input"], rule, "give a value that fits") from exc
-    if made.routing == "spray" and not made.selective_repeat:
+    for name, value in _flat(made.model_dump()).items():
+        _check_size(name, value)
+    if made.routing in ("spray", "hashed_ports") and not made.selective_repeat:
         rule = "has packets come out of order, which go-back-N sends again for ever"
         raise ConfigError("congestion.routing", made.routing, rule, "set congestion.selective_repeat=true too")
+    told = {one.partition("=")[0].removeprefix(_PREFIX) for one in overrides}
+    for check in (_check_routing, _check_pfc, _check_watchdog):
+        check(made, told)
     if made.selective_repeat and not made.timeout_us:
         raise ConfigError("congestion.selective_repeat", True, "finds losses by its timer", "set timeout_us above 0")
+    _check_classes(made)
+    _ordered("kmin_bytes", made.kmin_bytes, "kmax_bytes", made.kmax_bytes)
+    _ordered("swift.fs_min_packets", made.swift.fs_min_packets, "swift.fs_max_packets", made.swift.fs_max_packets)
+    return made
+
+
+def _check_classes(made: Settings) -> None:
+    """Refuse classes of traffic whose settings contradict each other."""
     if made.ack_class >= made.num_classes or (made.ack_class >= 0 and not made.classes):
         rule = f"is no class, known are those up to {made.num_classes - 1}" if made.classes else "needs classes"
         raise ConfigError("congestion.ack_class", made.ack_class, rule, "set congestion.classes.N.weight for each")
@@ -258,9 +306,60 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
         its, where = made.class_of(number), f"classes.{number}"
         made.of_class(number)
         _ordered(f"{where}.kmin_bytes", its.kmin_bytes or 0, f"{where}.kmax_bytes", its.kmax_bytes or 0)
-    _ordered("kmin_bytes", made.kmin_bytes, "kmax_bytes", made.kmax_bytes)
-    _ordered("swift.fs_min_packets", made.swift.fs_min_packets, "swift.fs_max_packets", made.swift.fs_max_packets)
-    return made
+
+
+def _check_size(name: str, value: object) -> None:
+    """A number that the engine's 64 bits hold, with what is computed from it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    most = MOST_US if name.endswith("_us") else _MOST
+    if not abs(value) <= most:  # nor is nan
+        raise ConfigError(name, value, f"is not within {most:g}", "give a number that fits")
+
+
+def _check_routing(made: Settings, told: set[str]) -> None:
+    """Refuse what would change nothing."""
+    if made.routing == "spray":
+        for name in {"paths", "ecmp_hash", "ecmp_seed"} & told:
+            rule = "has no effect: routing=spray takes every port of the shortest paths, and hashes nothing"
+            raise ConfigError(_PREFIX + name, getattr(made, name), rule, "leave it out, or set routing=hashed_ports")
+    if made.routing == "ecmp" and "paths" in told:
+        rule = "has no effect: routing=ecmp gives a flow one path"
+        raise ConfigError("congestion.paths", made.paths, rule, "leave it out, or set routing=hashed_ports or flowlet")
+
+
+def _check_pfc(made: Settings, told: set[str]) -> None:
+    """Thresholds of lossless ingresses."""
+    lossless = any(made.class_of(number).lossless for number in range(made.num_classes))
+    for name in ("headroom_bytes", "pfc_alpha", "xoff_bytes", "xon_bytes", "watchdog_detection_us"):
+        if not lossless and name in told and getattr(made, name):
+            rule = "has no effect without PFC"
+            raise ConfigError(_PREFIX + name, getattr(made, name), rule, "set congestion.pfc=true")
+    if made.pfc_alpha and not (math.frexp(made.pfc_alpha)[0] == 0.5 and made.pfc_alpha >= 2**-8):
+        rule = "is none of 1/256, 1/128, .. 1/2, 1, 2, .. 256, which switches have"
+        raise ConfigError("congestion.pfc_alpha", made.pfc_alpha, rule, "give a power of two")
+    if made.xoff_bytes and made.pfc_alpha:
+        rule = f"is a static threshold, and congestion.pfc_alpha = {made.pfc_alpha:g} one that follows what is free"
+        raise ConfigError("congestion.xoff_bytes", made.xoff_bytes, rule, "leave one of them out")
+    if made.xoff_bytes:
+        _ordered("xon_bytes", made.xon_bytes, "xoff_bytes", made.xoff_bytes)
+    if made.headroom_bytes and "headroom_bdps" in told:
+        rule = f"has no effect beside congestion.headroom_bytes = {made.headroom_bytes}"
+        raise ConfigError("congestion.headroom_bdps", made.headroom_bdps, rule, "leave one of them out")
+    for number, its in made.classes.items():
+        if made.headroom_bytes and its.headroom_bdps is not None:
+            rule = f"has no effect beside congestion.headroom_bytes = {made.headroom_bytes}"
+            raise ConfigError(f"{_PREFIX}classes.{number}.headroom_bdps", its.headroom_bdps, rule, "leave one out")
+
+
+def _check_watchdog(made: Settings, told: set[str]) -> None:
+    if not made.watchdog_detection_us:
+        for name in sorted({"watchdog_restoration_us", "watchdog_action"} & told):
+            rule = "has no effect without a watchdog"
+            raise ConfigError(_PREFIX + name, getattr(made, name), rule, "set congestion.watchdog_detection_us")
+    elif made.classes:
+        rule = "knows one class of traffic, and congestion.classes names more"
+        raise ConfigError("congestion.watchdog_detection_us", made.watchdog_detection_us, rule, "leave one of them out")
 
 
 def _flat(tree: dict[str, Any], prefix: str = _PREFIX) -> dict[str, Any]:

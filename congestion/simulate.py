@@ -9,17 +9,21 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from zipfile import BadZipFile
 
 import numpy as np
+from numba.core.errors import NumbaError
 
+from congestion.control import entered
 from congestion.deadlock import deadlocked_ports
 from congestion.engine.build import build
 from congestion.engine.build_ports import port_order
+from congestion.engine.looks import Looks, look_at, looks_of
 from congestion.engine.run import run
-from congestion.engine.tables import NEVER, Ints, Rows, State
-from congestion.files import Flap, FlowSet
+from congestion.engine.tables import LOOKED, NEVER, Ints, Rows, State
+from congestion.files import Flap, FlowSet, with_starts_of_ns3
+from congestion.run_checks import check_bound, law_fault, lossless_drops, open_flows
 from congestion.settings import Settings
 from netlayer.errors import ConfigError
 from netlayer.interrupt import held_interrupt
@@ -110,16 +114,23 @@ class Outcome:
         """From the first start to where counters begin; 0 without a warm-up, or where the run did not get so far."""
         return self.since_ps - self.first_ps
 
+    @cached_property
+    def open_flows(self) -> dict[int, str]:
+        """By flow that did not end, why; see `run_checks`."""
+        return open_flows(self)
+
     def to_json(self, fabric: Graph, flows: FlowSet) -> dict[str, Any]:
         """`flows` in file order, `warmup_us`, `counters` since then in total and by port, `engine`.
 
-        `fct_ns` of a flow that did not end is None. Ports are 1-based, in the file's order: all of switches, and of
-        hosts those that counted anything; retransmissions are counted where they leave. Sums by port are the totals.
-        A port has set off a pause whose queue was then the switch's longest while it could send (there congestion
-        begins), and passed it on if it was stopped itself; CNPs are notices that receivers sent, on their ACKs.
+        `fct_ns` of a flow that did not end is None, and `open` says why. Ports are 1-based, in the file's order: all of
+        switches, and of hosts those that counted anything; retransmissions are counted where they leave. Sums by port
+        are the totals; `lossless_drops` are of ports that PFC was to keep from it. A port has set off a pause whose
+        queue was then the switch's longest while it could send (there congestion begins), and passed it on if it was
+        stopped itself; CNPs are notices that receivers sent, on their ACKs.
         """
         start, finish = self.start_ps.tolist(), self.finish_ps.tolist()
         ends = zip(flows.src.tolist(), flows.dst.tolist(), flows.num_bytes.tolist(), start, finish, strict=True)
+        reasons = self.open_flows
         return {
             "flows": [
                 {
@@ -128,8 +139,9 @@ class Outcome:
                     "bytes": num_bytes,
                     "start_ns": begun / 1000,
                     "fct_ns": (ended - begun) / 1000 if ended >= 0 else None,
+                    **({"open": reasons[number]} if number in reasons else {}),
                 }
-                for src, dst, num_bytes, begun, ended in ends
+                for number, (src, dst, num_bytes, begun, ended) in enumerate(ends)
             ],
             "warmup_us": self.warmup_ps / _PS_PER_US,
             "counters": self._counters(fabric),
@@ -148,6 +160,8 @@ class Outcome:
         by_port = [row for row in rows if "switch" in row or any(row[name] for name in _AT_HOSTS)]
         return {
             **{name: sum(row[name] for row in by_port) for name in ("pauses", "ecn_marked", "drops")},
+            "lossless_drops": lossless_drops(self),
+            **self._watchdog_counts(),
             "cnps": int(self.state.receiver["cnps"].sum()),
             "retransmissions": int(self.state.flow["resent"].sum()),
             "paused_ns": float(self.pause_ps.sum()) / 1000,
@@ -155,6 +169,13 @@ class Outcome:
             "deadlock": [fabric.link_name(self.link[port]) for port in self.deadlock],
             "by_port": by_port,
         }
+
+    def _watchdog_counts(self) -> dict[str, int]:
+        """Storms that PFC watchdogs found and packets that they dropped, where there are any."""
+        rows = self.state.watchdog
+        if not len(rows):
+            return {}
+        return {"pfc_storms": int(rows["storms"].sum()), "watchdog_drops": int(rows["drops"].sum())}
 
     def _ports(self, fabric: Graph) -> Iterator[tuple[int, int, int]]:
         """Node, number there from 1 in the order of its cables, and row of each port: switches', then hosts'."""
@@ -188,6 +209,17 @@ class Outcome:
         return resent
 
 
+class Looker(Protocol):
+    """Who looks at a run at equal intervals: `congestion.samples.Samples`."""
+
+    @property
+    def last(self) -> tuple[int, Ints | None]:
+        """Time of the last look, ps, and packets of each flow that were acknowledged then; None: all 0."""
+
+    def add(self, looks: Looks, mtu_bytes: int) -> None:
+        """Hear of the looks that follow the last one."""
+
+
 class Simulation:
     """A run that can be stopped, looked at, kept in a file, and gone on with. Arguments and errors as in `simulate`."""
 
@@ -206,17 +238,20 @@ class Simulation:
         backend: Backend = "numba",
         warmup_ps: int = 0,
         until_flows: int = 0,
+        numbers: Ints | None = None,
         compiling: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """
         Args:
             warmup_ps: from the first start; what counters show before is not counted.
             until_flows: the run is over once so many have ended; 0: all of them.
+            numbers: as `build` takes them.
             compiling: its block is open while kernels are compiled, or loaded.
         """
         if backend == "gpu" and threads > 1:
             raise ConfigError("--threads", threads, "has no effect with --backend gpu", "leave one of them out")
         self._backend: Backend = backend
+        flows = with_starts_of_ns3(flows) if truncate_ns else flows
         self.state = build(
             fabric,
             flows,
@@ -227,6 +262,7 @@ class Simulation:
             num_workers=threads,
             flaps=flaps,
             timeouts_ps=timeouts_ps,
+            numbers=numbers,
         )
         end = port_order(fabric, flows)
         self.link: Ints = end // 2 + end % 2 * fabric.num_cables  # that leaves at each port
@@ -236,13 +272,28 @@ class Simulation:
         self._until_flows = until_flows
         self.time_ps, self.completed, self.interrupted = 0, False, False
         self.wall_s = self.cpu_s = 0.0
+        self._law = law
+        self._looker: Looker | None = None
+        self._looks: Looks | None = None  # where the engine writes them, while somebody looks
         self._digest = _digest(self.state)
         self._window_ps = int(self.state.run["window"][0])
         self._gpu = self._on_gpu()
         began = time.perf_counter()
         with compiling(), held_interrupt():  # numba swallows an interruption that lands in its compiler
-            self._run(-1)  # nothing is due before 0: this compiles
+            self._compile()
         self.compile_s = time.perf_counter() - began
+
+    def _compile(self) -> None:
+        """
+        Raises:
+            ConfigError: a law from a file is none that can be compiled.
+        """
+        try:
+            self._run(-1)  # nothing is due before 0: this compiles
+        except NumbaError as exc:
+            if entered.law is None:
+                raise
+            raise entered.not_compiled(exc) from exc
 
     def advance(self, until_ps: int) -> None:
         """Let everything happen that begins before `until_ps`; within a link's delay, what follows may have begun."""
@@ -257,7 +308,7 @@ class Simulation:
         self,
         until_ps: int = NEVER,
         say: Callable[[Progress], None] | None = None,
-        look: Callable[[Simulation], None] | None = None,
+        look: Looker | None = None,
         every_ps: int = NEVER,
         from_ps: int = 0,
     ) -> Outcome:
@@ -265,28 +316,56 @@ class Simulation:
 
         Where it was stopped, the outcome is what was measured until then, and is `interrupted`.
 
+        Raises:
+            ConfigError: a law from a file did what no law may.
+            CheckFailed: a flow ended sooner than its bytes can be sent: the run is void.
+
         Args:
             say: hears of the progress some times a second.
-            look: is called each `every_ps` of simulated time, counted from `from_ps`.
+            look: gets looks each `every_ps` of simulated time, counted from `from_ps`.
         """
         step = 1_000 * self._window_ps
+        if look and not self._gpu:
+            self._looker, self._looks = look, self._first_look(look, every_ps, from_ps)
         try:
             while not self.completed and self.time_ps < until_ps and not self.enough:
                 before = self.wall_s
-                stop = from_ps + ((self.time_ps - from_ps) // every_ps + 1) * every_ps
+                due = from_ps + ((self.time_ps - from_ps) // every_ps + 1) * every_ps
+                stop = due if self._gpu else NEVER  # elsewhere the engine looks by itself
                 self.advance(min(self._next_ps() + step, stop, until_ps, self._warm_up_ps(), self._enough_ps()))
+                self._check_law()
                 if self.time_ps == self._warm_up_ps():
                     self._before = self._counters()
-                if look and self.time_ps >= stop:
-                    look(self)
+                if look:
+                    self._look(look, due)
                 took = self.wall_s - before
                 step = max(int(step * min(max(_SLICE_S / max(took, 1e-6), 0.5), 2.0)), self._window_ps)
-                step = min(step, every_ps)  # it would double without end while timers alone are left
+                step = min(step, every_ps if self._gpu else NEVER)  # it would double while timers alone are left
                 if say:
                     say(self.progress())
         except KeyboardInterrupt:
             self.interrupted = True
-        return self.outcome()
+        finally:
+            self._looker = self._looks = None
+        outcome = self.outcome()
+        check_bound(outcome, self._law)
+        return outcome
+
+    def _check_law(self) -> None:
+        """
+        Raises:
+            ConfigError: a law from a file did what no law may.
+        """
+        fault = law_fault(self.state)
+        if fault:
+            raise fault
+
+    def run_on(self, by_ps: int) -> None:
+        """On by so much from when the next thing happens. A KeyboardInterrupt stops it there, as in `run`."""
+        try:
+            self.advance(self._next_ps() + by_ps)
+        except KeyboardInterrupt:
+            self.interrupted = True
 
     @property
     def enough(self) -> bool:
@@ -409,9 +488,32 @@ class Simulation:
         if self._gpu:
             begin = self._gpu.run(until_ps)
             self.state = self._gpu.state
-        else:
-            self.state, begin = run(self.state, until_ps)
-        return begin
+            return begin
+        while True:
+            self.state, begin = run(self.state, until_ps, self._looks)
+            if begin != LOOKED:
+                return begin
+            self._read_looks()
+
+    def _first_look(self, look: Looker, every_ps: int, from_ps: int) -> Looks:
+        last_ps, acked = look.last
+        acked = np.zeros(len(self.state.flow), dtype=np.int64) if acked is None else acked
+        next_ps = from_ps + ((self.time_ps - from_ps) // every_ps + 1) * every_ps
+        return looks_of(self.state, next_ps, every_ps, last_ps, acked)
+
+    def _read_looks(self) -> None:
+        if self._looker and self._looks:
+            self._looker.add(self._looks.read(), int(self.state.run["mtu_bytes"][0]))
+
+    def _look(self, look: Looker, due_ps: int) -> None:
+        """What the engine looked at; and at the end of a run, or where the engine does not look, the run as it is."""
+        self._read_looks()
+        if self._looks:
+            due_ps = int(self._looks.plan["next"][0]) if self.completed else NEVER
+        if self.time_ps >= due_ps:
+            last_ps, acked = look.last
+            before = np.zeros(len(self.state.flow), dtype=np.int64) if acked is None else acked
+            look.add(look_at(self.state, self.time_ps, last_ps, before), int(self.state.run["mtu_bytes"][0]))
 
     def _next_ps(self) -> int:
         """When the next thing happens, or the time it is."""
@@ -433,15 +535,17 @@ def simulate(
     until_ps: int = NEVER,
     say: Callable[[Progress], None] | None = None,
     backend: Backend = "numba",
+    compiling: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Outcome:
     """Run flows over a fabric until nothing is left to happen, or to `until_ps`.
 
     Args:
         law, flaps, timeouts_ps: as `build` takes them.
         threads: workers; they change nothing but the time that it takes.
-        truncate_ns: cut every serialisation time to whole ns, as ns-3 does.
+        truncate_ns: cut every serialisation time to whole ns, and starts as `with_starts_of_ns3` does.
         say: hears of the progress some times a second.
         backend: "gpu" runs on an NVIDIA GPU, with the same results.
+        compiling: its block is open while kernels are compiled, or loaded.
 
     Raises:
         HardwareMissing: there is no GPU to run on.
@@ -458,6 +562,7 @@ def simulate(
         flaps=flaps,
         timeouts_ps=timeouts_ps,
         backend=backend,
+        compiling=compiling,
     )
     return simulation.run(until_ps, say)
 

@@ -23,12 +23,15 @@ def has_ended(row: Row) -> bool:
 
 
 def verdict(rows: Sequence[Row], bound_us: float | None, seed: int) -> tuple[Verdict, str]:
-    """PASS where all flows ended, WARN where a run was stopped before, FAIL where flows can never end."""
+    """PASS where all flows ended, FAIL where flows can never end; WARN where a run was stopped before, and where a
+    fabric that PFC was to keep lossless dropped."""
     ended = [row for row in rows if has_ended(row)]
     stuck = [row for row in rows if not has_ended(row) and (row["completed"] or row["deadlock"])]
     sentences = [_first(ended), _bound(ended, bound_us), _calm(ended or rows, rows), _front(ended), *map(_left, rows)]
+    dropped = [row for row in rows if row.get("lossless_drops")]
+    sentences += [f"`{row['cc']}`: PFC is on and {row['lossless_drops']:,} packets were dropped." for row in dropped]
     sentences.append(f"Simulated, not measured, and of one seed ({seed}).")
-    word: Verdict = "FAIL" if stuck else "PASS" if len(ended) == len(rows) else "WARN"
+    word: Verdict = "FAIL" if stuck else "PASS" if len(ended) == len(rows) and not dropped else "WARN"
     return word, " ".join(sentence for sentence in sentences if sentence)
 
 
@@ -104,4 +107,6 @@ def _left(row: Row) -> str:
     left = f"`{row['cc']}`: {row['flows'] - row['ended']} of {row['flows']} flows did not end"
     if row["deadlock"]:
         return f"{left}, in a PFC deadlock ({row['deadlock']})."
+    if row.get("open"):
+        return f"{left}: {row['open']}."
     return f"{left}{'' if row['completed'] else ', for the run was stopped before'}."

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
     from congestion.simulate import Outcome
     from congestion.step import Repeated, Segment
     from netlayer.config import ClusterConfig, JobConfig
-    from netlayer.progress import Bar
+    from netlayer.progress import Stages
 
 _COLUMNS = {
     "phases": "phases",
     "repeats": "in the step",
     "simulated": "simulated",
+    "skipped_as": "the others",
+    "period": "repeat every",
     "first_s": "first",
     "each_s": "each from then on",
     "least_s": "least",
@@ -38,15 +41,22 @@ _MOST_EXACT = 1_000
     type=click.IntRange(2, _MOST_EXACT),
     default=8,
     show_default=True,
-    help="Repetitions that are simulated of each phase, at most.",
+    help="Repetitions that are simulated of each phase at first; more where they do not repeat yet, all if never.",
+)
+@click.option(
+    "--within",
+    type=click.FloatRange(0, 10),
+    default=0.0,
+    show_default=True,
+    help="Share by which what is skipped may be off, judged by what was seen; 0: skip only what repeats exactly.",
 )
 @click.option("--check", is_flag=True, help="Simulate all of it too, and say the error.")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(0),
-    default=0.02,
+    type=click.FloatRange(0, 1e6),
+    default=0.01,
     show_default=True,
-    help="By how much of itself the whole may leave the bounds: marks are drawn anew in another run.",
+    help="By how much of itself the whole may leave the bounds.",
 )
 @click.option("--cc", "law", default="dcqcn", show_default=True, metavar="LAW", help="Control law, or its file.")
 @click.option("--preset", default="ns3", show_default=True, help="Switch, NIC and law: ns3, ns3-paper.")
@@ -59,6 +69,7 @@ def step(
     options: RunOptions,
     text: str | None,
     exact: int,
+    within: float,
     check: bool,
     tolerance: float,
     law: str,
@@ -67,21 +78,22 @@ def step(
 ) -> None:
     """Predict the network's time of a training step, without what is computed between its phases.
 
-    Every phase is simulated packet by packet, and repeated --exact times, then half as often; the repetitions that are
-    left are taken to be like those, within the bounds that are printed. --check simulates them too: exit 1 where the
-    bounds do not hold.
+    Every phase is simulated packet by packet, and repeated --exact times. Where its repetitions are seen to repeat to
+    the picosecond, those that are left are skipped, for they do so too; else more are simulated, and in the end all.
+    --within skips others as well: they are taken to be like those seen, within bounds that are a guess. --check
+    simulates the whole too: exit 1 where the bounds do not hold.
     PHASES are those of `netlayer simulate job-phases`; --set changes what it changes there.
 
     \b
     Examples:
       netlayer step --set scenario.bucket_bytes=1MiB
-      netlayer step --config examples/megascale-12288.toml --backend gpu --out runs/step
+      netlayer step --config examples/megascale-12288.toml --within 0.2 --exact 4 --backend gpu --out runs/step
       netlayer step --step 'all-gather+pipeline*8,pipeline*24,reduce-scatter*8' --cc hybrid --exact 6
       netlayer step --set scenario.bucket_bytes=256KiB --step 'reduce-scatter*20' --check --json -
     """
     from congestion.cli import check_backend, read_law
     from congestion.settings import settings_of
-    from congestion.step import Repeated, took_ps
+    from congestion.step import next_counts
     from netlayer.output import open_output
     from netlayer.progress import Stages
     from netlayer.results import utc_now
@@ -91,20 +103,24 @@ def step(
     mine = tuple(one for one in options.overrides if one.startswith("congestion."))
     settings = settings_of(preset, mine)
     plan = _plan(options, text, [one for one in options.overrides if one not in mine])
-    runs: dict[str, Outcome] = {}
-    took: dict[str, list[tuple[int, ...]]] = {}
+    run = partial(_simulate, plan, settings, chosen, options.seed, how)
+    whole_counts = [one.repeats for one in plan.segments]
+    runs: list[Outcome] = []
     with open_output(options.out, "step") as out:
         with Stages() as stages:
-            for name, times in (("half", exact // 2), ("repeats", exact), ("whole", 0))[: 2 + check]:
-                with stages.open(name) as bar:
-                    runs[name] = _simulate(plan, times, settings, chosen, options.seed, bar, how)
-                took[name] = took_ps(plan.segments, times, runs[name].finish_ps, plan.num_flows)
-        parts = [Repeated(*each) for each in zip(plan.segments, took["repeats"], took["half"], strict=True)]
-        rows = [_total(parts, took.get("whole")), *({"table": "segment", **one.row()} for one in parts)]
-        rows[0]["engine"] = {name: _engine(outcome) for name, outcome in runs.items()}
-        asked = {"step": ",".join(map(str, plan.segments)), "exact": exact, "check": check, "cc": law, "preset": preset}
+            counts: list[int] | None = [min(one.repeats, exact) for one in plan.segments]
+            while counts is not None:
+                parts, outcome = run(counts, stages, f"{sum(counts)} of {sum(whole_counts)} repetitions")
+                runs.append(outcome)
+                last, counts = counts, next_counts(parts, counts, within)
+            whole = None
+            if check:
+                whole = parts if last == whole_counts else run(whole_counts, stages, "whole, to check")[0]
+        rows = [_total(parts, whole), *({"table": "segment", **one.row()} for one in parts)]
+        rows[0]["engine"] = [_engine(outcome) for outcome in runs]
+        asked = {"step": ",".join(map(str, plan.segments)), "exact": exact, "within": within, "check": check}
         config = {**plan.config, "congestion": settings.model_dump(mode="json")}
-        _keep(options, out, rows, started, {**asked, **how}, config)
+        _keep(options, out, rows, started, {**asked, "cc": law, "preset": preset, **how}, config)
     if str(options.json_file) != "-":
         _print(rows)
     if check and not _holds(rows[0], tolerance):
@@ -149,34 +165,50 @@ def _flows_of(segments: Sequence[Segment], p: Any, job: JobConfig, cluster: Clus
 
 
 def _simulate(
-    plan: _Plan, times: int, settings: Settings, law: str, seed: int, bar: Bar, how: dict[str, Any]
-) -> Outcome:
-    from functools import partial
-
-    from congestion.cli import say_progress
+    plan: _Plan,
+    settings: Settings,
+    law: str,
+    seed: int,
+    how: Mapping[str, Any],
+    counts: Sequence[int],
+    stages: Stages,
+    name: str,
+) -> tuple[list[Repeated], Outcome]:
+    """A run of each segment so often, and what it says of the repetitions that it has not."""
+    from congestion.cli import Pace, say_progress
+    from congestion.compile import waiting
     from congestion.scenario_catalogue import build_scenario
-    from congestion.simulate import simulate
-    from congestion.step import phases_of
+    from congestion.simulate import Simulation
+    from congestion.step import numbers_of, phases_of, repeated, watch
 
-    phases = f"scenario.phases={phases_of(plan.segments, times)}"
-    case = build_scenario("job-phases", [*plan.overrides, phases], seed, config=plan.options.config_path)
-    backend: Any = "gpu" if how["backend"] == "gpu" else "numba"
-    say = partial(say_progress, bar)
-    outcome = simulate(
-        case.fabric, case.flows, settings, law, seed=seed, threads=how["threads"], backend=backend, say=say
-    )
+    with stages.open(name) as bar:
+        phases = f"scenario.phases={phases_of(plan.segments, counts)}"
+        case = build_scenario("job-phases", [*plan.overrides, phases], seed, config=plan.options.config_path)
+        simulation = Simulation(
+            case.fabric,
+            case.flows,
+            settings,
+            law,
+            seed=seed,
+            threads=how["threads"],
+            backend="gpu" if how["backend"] == "gpu" else "numba",
+            numbers=numbers_of(plan.segments, counts, plan.num_flows),
+            compiling=waiting(stages),
+        )
+        outcome, seen = watch(simulation, law, partial(say_progress, bar, Pace()))
     left = int((outcome.finish_ps < 0).sum())
     if left:
         cause = "interrupted" if outcome.interrupted else "packets were lost for good, or links wait for each other"
         raise CheckFailed(f"{left} of {len(case.flows)} flows did not end: {cause}")
-    return outcome
+    return repeated(plan.segments, counts, plan.num_flows, seen), outcome
 
 
-def _total(parts: Sequence[Repeated], whole: Sequence[Sequence[int]] | None) -> dict[str, Any]:
+def _total(parts: Sequence[Repeated], whole: Sequence[Repeated] | None) -> dict[str, Any]:
     rows = [one.row() for one in parts]
     found: dict[str, Any] = {"table": "step", **{key: sum(row[key] for row in rows) for key in _SUMS}}
+    found["exact"] = all(one.is_exact for one in parts)
     if whole is not None:
-        found["whole_s"] = sum(map(sum, whole)) / 1e12
+        found["whole_s"] = sum(one.total_ps for one in whole) / 1e12
         found["error_share"] = found["total_s"] / found["whole_s"] - 1
     return found
 
@@ -220,11 +252,15 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
     from topology.commands.printing import cell, print_rows
 
     total = rows[0]
-    print_rows("predicted: phases that repeat themselves, some simulated and the others skipped", rows[1:], _COLUMNS)
+    print_rows("predicted: what repeats itself is skipped, the rest was simulated", rows[1:], _COLUMNS)
     step_s, low, high = (cell(key, total[key]) for key in ("total_s", "low_s", "high_s"))
-    click.echo(
-        f"step: {step_s}, from {low} to {high}; {total['simulated']} of {total['repeats']} repetitions simulated"
-    )
+    if total["simulated"] == total["repeats"]:
+        bounds = "simulated whole, for no phase was seen to repeat before"
+    else:
+        bounds = f"{total['simulated']} of {total['repeats']} repetitions simulated, " + (
+            "the others repeat them exactly" if total["exact"] else f"from {low} to {high} if the others are like them"
+        )
+    click.echo(f"step: {step_s}, {bounds}")
     if "whole_s" in total:
         click.echo(
             f"simulated whole: {cell('whole_s', total['whole_s'])}, the prediction is {total['error_share']:+.3%} off"

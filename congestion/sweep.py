@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from congestion.arena_run import Contender, Row
 from congestion.tune_ranges import Range, overrides_of, ranges_of
@@ -20,6 +20,9 @@ from congestion.tune_study import new_study
 from netlayer.errors import CheckFailed, ConfigError
 from topology.ranges import numbers_in
 from topology.workers import in_order_of_end, standing
+
+if TYPE_CHECKING:
+    from netlayer.progress import Stages
 
 OURS = "congestion."
 Progress = Callable[[int, int, str], None]
@@ -66,6 +69,16 @@ def points_of(point: Point, laws: Sequence[str], sets: Sequence[str], seeds: Seq
         for overrides in itertools.product(*choices)
         for seed in seeds
     ]
+
+
+def compile_for(points: Sequence[Point], stages: Stages) -> None:
+    """The kernels of all points, or every worker would compile them for itself."""
+    from congestion.compile import compile_variants
+    from congestion.settings import settings_of
+
+    ours = {(point.preset, tuple(one for one in point.overrides if one.startswith(OURS))) for point in points}
+    settings = [settings_of(*each) for each in sorted(ours)]
+    compile_variants(settings, stages)
 
 
 def run_point(point: Point) -> Row:

@@ -90,7 +90,7 @@ def _sweep(
     out: Path | None,
     json_file: Path | None,
 ) -> None:
-    from congestion.sweep import points_of, run_sweep
+    from congestion.sweep import compile_for, points_of, run_sweep
     from netlayer.output import open_output
     from netlayer.progress import Stages
     from netlayer.results import utc_now
@@ -98,8 +98,11 @@ def _sweep(
     started, points = utc_now(), points_of(point, laws, sets, seeds)
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(open_output(out, "sweep")) if out else None
-        with Stages() as stages, stages.open("sweep") as bar:
-            rows = run_sweep(points, processes=processes, dask=dask, progress=bar)
+        with Stages() as stages:
+            if not dask:
+                compile_for(points, stages)
+            with stages.open("sweep") as bar:
+                rows = run_sweep(points, processes=processes, dask=dask, progress=bar)
         arguments = {"scenario": point.scenario, "cc": list(laws), "preset": point.preset, "set": list(sets)}
         record = simulated("congestion.sweep", rows, started, {**arguments, "seeds": list(seeds)})
         if output:

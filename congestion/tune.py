@@ -52,7 +52,7 @@ def tune(
     """
     tuning = suite.tuning
     cases = [case for case in suite.tuning_set.cases if not lacking(case.condition)]
-    compile_first(contenders[0], cases, stages, suite)
+    compile_first(contenders, cases, stages, suite)
     buffers = tight_buffers(cases, out, stages, processes, suite)
     sizes = {place: int(row["buffer_bytes"]) for place, row in buffers.items()}
     runs = _Runs([(case, sizes[case.workload.name, case.condition.name]) for case in cases], suite)

@@ -66,8 +66,12 @@ class Stages:
             self.say(f"{name} done in {monotonic() - start:.1f} s")
 
     @contextmanager
-    def wait(self, name: str) -> Iterator[None]:
-        """A stage of which nothing is heard until it is over: its seconds are counted. A short one is not shown."""
+    def wait(self, name: str, progress: Callable[[], tuple[int, int, str]] | None = None) -> Iterator[None]:
+        """A stage of which nothing is heard until it is over: its seconds are counted. A short one is not shown.
+
+        Args:
+            progress: what is done, of how much, and a few words, asked for once a second in another thread.
+        """
         over, began = threading.Event(), monotonic()
 
         def count() -> None:
@@ -75,7 +79,7 @@ class Stages:
                 return
             with self.open(name) as bar:
                 while not over.wait(_TICK_S):
-                    bar(0, 0, f"{monotonic() - began:.0f} s so far")
+                    bar(*(progress() if progress else (0, 0, f"{monotonic() - began:.0f} s so far")))
 
         counter = threading.Thread(target=count, daemon=True)
         counter.start()

@@ -70,9 +70,13 @@ class Routes:
 
     def members(self, node: int, dst: int) -> Ints:
         """The links of one next-hop set, in the order in which a choice counts them."""
-        size = int(self.groups(np.array([node]), np.array([dst]))[0][0])
-        many = np.full(size, node), np.full(size, dst)
-        return self._pick(*many, np.arange(size, dtype=np.int64))
+        return self.sets(np.array([node]), np.array([dst]))[1]
+
+    def sets(self, node: Ints, dst: Ints) -> tuple[Ints, Ints]:
+        """Sizes of the next-hop sets at `node` towards `dst`, pair by pair, and the links of all of them in turn."""
+        sizes = self.groups(node, dst)[0]
+        place = np.arange(sizes.sum(), dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        return sizes, self._pick(np.repeat(node, sizes), np.repeat(dst, sizes), place)
 
     def route(self, src: Ints, dst: Ints, choose: Choose | Ints) -> Ints:
         """Link ids, shape (num_flows, most hops), NO_LINK behind a path's end and all along where there is no path.

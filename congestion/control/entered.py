@@ -2,12 +2,14 @@
 
 The file is a module as `dcqcn` and `swift` are: PARAMETERS and STATE (numpy's record types), `parameters(section,
 host_bps, settings)` which gives a row of PARAMETERS, and the kernels `start`, `advance`, `on_ack` and `on_loss`; plain
-functions are made kernels. `section` is what the file's own class `Section` makes of `congestion.entered`.
+functions are made kernels. `section` is what the file's own class `Section` makes of `congestion.entered`. What a law
+does with its flow is checked before it is compiled (`law_source`) and again as it runs (`laws`).
 """
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,38 +17,101 @@ from typing import Any
 
 import numpy as np
 
+from congestion.control.law_source import check_fields
+from congestion.engine.tables import LAW_SETS, VIEW
 from congestion.jit import kernel
 from netlayer.errors import ConfigError
 
 law: ModuleType | None = None
 name = ""
 source = b""
+path: Path | None = None
 
 _CALLS = {"start": 3, "advance": 4, "on_ack": 7, "on_loss": 4}
 _REMEDY = "see `netlayer arena --help` for what a law's file holds"
 
 
-def enter(path: Path) -> str:
+def enter(file: Path) -> str:
     """Load a law's file; the name that `simulate` knows it by, which is the file's without `.py`.
 
     Raises:
         ConfigError: the file cannot be run, or something of a law is missing from it.
         RuntimeError: the engine is loaded already, without this law.
     """
-    global law, name, source
+    global law, name, source, path
     try:
-        text = path.read_bytes()
+        text = file.read_bytes()
     except OSError as exc:
-        raise ConfigError("LAW", path, f"cannot be read ({exc})", "give a law's file") from exc
+        raise ConfigError("LAW", file, f"cannot be read ({exc})", "give a law's file") from exc
     if law is not None and text == source:
         return name
     if "congestion.engine.run" in sys.modules:
         raise RuntimeError("a law is entered before the engine is loaded")
-    law, name, source = _load(path), path.stem, text
+    if law is not None:
+        rule = f"is the second law's file, and {path} is entered already"
+        raise ConfigError("LAW", file, rule, "run one law from a file at a time")
+    law, name, source, path = _load(file, text), file.stem, text, file
     return name
 
 
-def _load(path: Path) -> ModuleType:
+def parameters_of(settings: Any, host_bps: int) -> Any:
+    """The row of PARAMETERS that the law's file makes of `congestion.entered`.
+
+    Raises:
+        ConfigError: the file has no such setting, or does not make such a row.
+    """
+    assert law is not None
+    made_by = getattr(law, "Section", None)
+    if made_by is None and settings.entered:
+        key, value = next(iter(settings.entered.items()))
+        raise ConfigError(f"congestion.entered.{key}", value, f"sets nothing: {path} has no Section", "leave it out")
+    try:
+        section = made_by(**settings.entered) if made_by else None
+    except Exception as exc:  # whatever the file's class does
+        raise _of_section(exc) from exc
+    for key, value in settings.entered.items():
+        if not hasattr(section, key):
+            known = ", ".join(getattr(made_by, "model_fields", {})) or "none"
+            raise ConfigError(f"congestion.entered.{key}", value, f"sets nothing in {path}", f"known: {known}")
+    try:
+        made = law.parameters(section, host_bps, settings)
+    except Exception as exc:  # anything may be in it
+        raise ConfigError("LAW", path, f"its parameters() fails ({type(exc).__name__}: {exc})", "mend it") from exc
+    if not (isinstance(made, np.ndarray) and made.dtype == law.PARAMETERS and made.shape == (1,)):
+        shape = f"{type(made).__name__} of {getattr(made, 'shape', 'no')} shape"
+        raise ConfigError("LAW", path, f"its parameters() gives {shape}", "return one row of PARAMETERS, shape (1,)")
+    return made
+
+
+def _of_section(exc: Exception) -> ConfigError:
+    errors = getattr(exc, "errors", None)
+    if callable(errors):  # pydantic's
+        first = errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        return ConfigError(f"congestion.entered.{where}", first["input"], first["msg"], "give a value that fits")
+    return ConfigError("LAW", path, f"its Section fails ({type(exc).__name__}: {exc})", "mend it")
+
+
+def not_compiled(exc: Exception) -> ConfigError:
+    """numba's many lines about the law's file as one: what is wrong, and where in the file."""
+    text = str(exc)
+    lines = re.findall(rf'File "[^"]*{re.escape(path.name)}", line (\d+)', text) if path else []
+    told = [line.strip() for line in text.splitlines()]
+    what = [
+        line
+        for line in told
+        if re.match(r"(Unknown attribute|NameError|No implementation|Cannot|Invalid|Untyped)", line)
+    ]
+    reason = (what or [line for line in told if line and not line.startswith(("Failed in", "During", "File"))] or [""])[
+        0
+    ]
+    signature = next((line.removeprefix(">>> ") for line in told if line.startswith(">>> ")), "")
+    reason = f"{reason} {signature}" if signature and reason.endswith(":") else reason
+    where = f"LAW {path}, line {lines[-1]}" if lines else f"LAW {path}"
+    return ConfigError(where, None, f"cannot be compiled ({reason})", "use numbers and the record's fields alone")
+
+
+def _load(path: Path, text: bytes) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"entered_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError("LAW", path, "is no Python file", "give a file that ends in .py")
@@ -66,4 +131,7 @@ def _load(path: Path) -> ModuleType:
             raise ConfigError("LAW", path, f"has no {call} of {count} arguments", _REMEDY)
         if plain is function and call in _CALLS:
             setattr(module, call, kernel(function))
+    records = {"p": module.PARAMETERS, "own": module.STATE, "flow": VIEW}
+    fields = {name: tuple(kind.names or ()) for name, kind in records.items()}
+    check_fields(path, text.decode(errors="replace"), fields, LAW_SETS)
     return module

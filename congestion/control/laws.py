@@ -3,6 +3,11 @@
 A law is a module of this package: PARAMETERS (a row a class of traffic), STATE (a row a flow), `parameters`, and the
 four calls that stand here, `on_ack` with an ACK's mark, round trip and newly acknowledged bytes. It sets a flow's
 `rate_bps` and `window_bytes`.
+
+[Note: a law from a file] It is handed a copy of its flow, `VIEW`, from which those two alone are taken back: what it
+writes elsewhere moves no packet. A window above what whoever started the flow allows in flight (NCCL's) is cut to that.
+A rate below 1 bit/s, a window below 0 or another field that was changed is kept in `run` as `law_fault`, the flow goes
+on as it was, and `congestion.simulate` ends the run with it.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from congestion.jit import inlined, kernel
 from congestion.settings import Settings
 
 NONE, DCQCN, SWIFT, NSCC, HYBRID, ENTERED = range(6)
+RATE_FAULT, WINDOW_FAULT, FIELD_FAULT = 1, 2, 3  # `law_fault`; 0: none
 MODULES: dict[str, ModuleType | None] = {
     "none": None,
     "dcqcn": dcqcn,
@@ -52,19 +58,11 @@ def tables(in_use: Sequence[str], num_flows: int, host_bps: int, settings: Setti
             made[f"{name}_flow"] = np.zeros(num_flows if name in in_use else 0, dtype=module.STATE)
     its, its_state = np.zeros(settings.num_classes, dtype=_OF_NONE), _OF_NONE
     if entered.law is not None:
-        its, its_state = np.concatenate([_entered(one, host_bps) for one in by_class]), entered.law.STATE
+        its, its_state = np.concatenate([entered.parameters_of(one, host_bps) for one in by_class]), entered.law.STATE
     made["entered"] = its
     made["entered_flow"] = np.zeros(
         num_flows if entered.name in in_use and entered.law is not None else 0, dtype=its_state
     )
-    return made
-
-
-def _entered(settings: Settings, host_bps: int) -> Rows:
-    law = entered.law
-    assert law is not None
-    section = law.Section(**settings.entered) if hasattr(law, "Section") else None
-    made: Rows = law.parameters(section, host_bps, settings)
     return made
 
 
@@ -73,24 +71,87 @@ def wants_rtt(law: str, settings: Settings) -> bool:
     return (law == "hybrid" and settings.hybrid.use_rtt) or law not in ("none", "dcqcn", "hybrid")
 
 
+@inlined
+def _show(s, f):  # type: ignore[no-untyped-def]
+    """A law's view of flow `f`, brought up to date."""
+    flow, view = s.flow[f], s.law_view[f]
+    view.rate_bps, view.window_bytes, view.line_rate_bps = flow.rate_bps, flow.window_bytes, flow.line_rate_bps
+    view.base_rtt_ps, view.start, view.resent, view.retries = flow.base_rtt_ps, flow.start, flow.resent, flow.retries
+    view.next, view.unacked, view.sent_to, view.num_packets = flow.next, flow.unacked, flow.sent_to, flow.num_packets
+    view.num_links, view.src, view.dst = flow.num_links, flow.src, flow.dst
+    return view
+
+
+@kernel
+def _take_back(s, f):  # type: ignore[no-untyped-def]
+    """What a law set, if a law may set it."""
+    flow, view, run = s.flow[f], s.law_view[f], s.run[0]
+    fault, value = 0, np.int64(0)
+    if view.rate_bps < 1:
+        fault, value = RATE_FAULT, view.rate_bps
+    elif view.window_bytes < 0:
+        fault, value = WINDOW_FAULT, view.window_bytes
+    elif (
+        view.line_rate_bps != flow.line_rate_bps
+        or view.base_rtt_ps != flow.base_rtt_ps
+        or view.start != flow.start
+        or view.resent != flow.resent
+        or view.retries != flow.retries
+        or view.next != flow.next
+        or view.unacked != flow.unacked
+        or view.sent_to != flow.sent_to
+        or view.num_packets != flow.num_packets
+        or view.num_links != flow.num_links
+        or view.src != flow.src
+        or view.dst != flow.dst
+    ):
+        fault = FIELD_FAULT
+    if fault:
+        run.law_fault, run.law_fault_flow, run.law_fault_value = fault, np.int64(f), value
+        return
+    flow.rate_bps = view.rate_bps
+    flow.window_bytes = min(view.window_bytes, run.most_window_bytes)
+
+
+# Without a law from a file its calls are compiled to nothing.
 if entered.law is None:
 
     @kernel
-    def _no_start(p, own, flow):  # type: ignore[no-untyped-def]
+    def _its_start(s, f):  # type: ignore[no-untyped-def]
         pass
 
     @kernel
-    def _no_call(p, own, flow, now):  # type: ignore[no-untyped-def]
+    def _its_advance(s, f, now):  # type: ignore[no-untyped-def]
         pass
 
     @kernel
-    def _no_ack(p, own, flow, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-def]
+    def _its_on_ack(s, f, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-def]
         pass
 
-    _its_start, _its_advance, _its_on_ack, _its_on_loss = _no_start, _no_call, _no_ack, _no_call
+    _its_on_loss = _its_advance
 else:
-    _its_start, _its_advance = entered.law.start, entered.law.advance
-    _its_on_ack, _its_on_loss = entered.law.on_ack, entered.law.on_loss
+    _start, _advance = entered.law.start, entered.law.advance
+    _on_ack, _on_loss = entered.law.on_ack, entered.law.on_loss
+
+    @kernel
+    def _its_start(s, f):  # type: ignore[no-untyped-def]
+        _start(s.entered[s.flow[f].tuned], s.entered_flow[f], _show(s, f))
+        _take_back(s, f)
+
+    @kernel
+    def _its_advance(s, f, now):  # type: ignore[no-untyped-def]
+        _advance(s.entered[s.flow[f].tuned], s.entered_flow[f], _show(s, f), now)
+        _take_back(s, f)
+
+    @kernel
+    def _its_on_ack(s, f, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-def]
+        _on_ack(s.entered[s.flow[f].tuned], s.entered_flow[f], _show(s, f), now, marked, rtt_ps, acked_bytes)
+        _take_back(s, f)
+
+    @kernel
+    def _its_on_loss(s, f, now):  # type: ignore[no-untyped-def]
+        _on_loss(s.entered[s.flow[f].tuned], s.entered_flow[f], _show(s, f), now)
+        _take_back(s, f)
 
 
 @inlined
@@ -108,7 +169,7 @@ def start(s, f):  # type: ignore[no-untyped-def]
     elif law == HYBRID:
         hybrid.start(s.hybrid[flow.tuned], s.hybrid_flow[f], flow)
     elif law == ENTERED:
-        _its_start(s.entered[flow.tuned], s.entered_flow[f], flow)
+        _its_start(s, f)
 
 
 @inlined
@@ -125,7 +186,7 @@ def advance(s, f, now):  # type: ignore[no-untyped-def]
     elif law == HYBRID:
         hybrid.advance(s.hybrid[flow.tuned], s.hybrid_flow[f], flow, now)
     elif law == ENTERED:
-        _its_advance(s.entered[flow.tuned], s.entered_flow[f], flow, now)
+        _its_advance(s, f, now)
 
 
 @inlined
@@ -141,7 +202,7 @@ def on_ack(s, f, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-d
     elif law == HYBRID:
         hybrid.on_ack(s.hybrid[flow.tuned], s.hybrid_flow[f], flow, now, marked, rtt_ps, acked_bytes)
     elif law == ENTERED:
-        _its_on_ack(s.entered[flow.tuned], s.entered_flow[f], flow, now, marked, rtt_ps, acked_bytes)
+        _its_on_ack(s, f, now, marked, rtt_ps, acked_bytes)
 
 
 @inlined
@@ -158,4 +219,4 @@ def on_loss(s, f, now):  # type: ignore[no-untyped-def]
     elif law == HYBRID:
         hybrid.on_loss(s.hybrid[flow.tuned], s.hybrid_flow[f], flow, now)
     elif law == ENTERED:
-        _its_on_loss(s.entered[flow.tuned], s.entered_flow[f], flow, now)
+        _its_on_loss(s, f, now)

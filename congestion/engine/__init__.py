@@ -6,14 +6,14 @@ directed link, written by its sender and read by its receiver up to the window's
 transmission begins, so arrivals are in order. Idle time is jumped over by each node's next time. The state is a few
 integer tables (`tables`); drawn numbers are hashes, so no order of drawing matters.
 
-Order of events: time; then arrivals by in-link; then starts of flows; then ports and NICs, by port. In ns-3 the order
-within a moment is that of scheduling: among equal senders of an incast with pauses another one is first.
+Order of events: time; then arrivals; then starts of flows; then ports and NICs, by port. In ns-3 the order within a
+moment is that of scheduling: arrivals are ordered by as much of it as their wires show (`switch`), then by in-link.
 
-What the kernels are compiled for is in the type of `features`: most runs know nothing of losses, flaps, timers and
-adaptive routing (`plain`), others have all of them (`extras`), and those with classes of traffic queues for each
-(`classes`). Each is compiled when first needed and kept.
+What the kernels are compiled for is in the type of `features`: most runs know nothing of losses, flaps, timers, PFC
+watchdogs and several paths a flow (`plain`), others have all of them (`extras`), and those with classes of traffic
+queues for each (`classes`). Each is compiled when first needed and kept.
 
 Where the time goes: an array that is looked at row by row costs its reference count, which `jit` leaves out; the tables
 are handed from function to function by value, hence inlined. Left out: more than one cable a host, a limit to the
-buffer of one class without PFC (but `drop_tail`).
+buffer of one class without PFC (but `drop_tail`), a PFC watchdog with classes of traffic.
 """

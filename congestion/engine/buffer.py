@@ -6,8 +6,8 @@ ingress has a reserve, then a share of the free pool, then headroom for what com
 
 from __future__ import annotations
 
-from congestion.engine.packets import drawn
-from congestion.engine.tables import FLOW_MASK, FLOW_SHIFT, HOP_MASK, HOP_SHIFT, MARK_BIT, SEQ_MASK, SEQ_SHIFT
+from congestion.engine.packets import drawn, flow_of, number_of
+from congestion.engine.tables import HOP_MASK, HOP_SHIFT, MARK_BIT, NEVER, SEQ_MASK, SEQ_SHIFT
 from congestion.jit import inlined
 from congestion.machine import has
 
@@ -27,7 +27,7 @@ def marked(s, port, word):  # type: ignore[no-untyped-def]
         return word
     if queue <= kind.kmax:
         share = kind.pmax * (queue - kind.kmin) / (kind.kmax - kind.kmin)
-        flow, sequence = (word >> FLOW_SHIFT) & FLOW_MASK, (word >> SEQ_SHIFT) & SEQ_MASK
+        flow, sequence = number_of(s, flow_of(word)), (word >> SEQ_SHIFT) & SEQ_MASK
         if drawn(s.run[0].seed, flow, sequence << 8 | word & (HOP_MASK << HOP_SHIFT) | word & 3) >= share * _ONE:
             return word
     port.marks += 1
@@ -41,7 +41,7 @@ def hold(s, node, ingress, size):  # type: ignore[no-untyped-def]
         node.shared += size
         return
     over = ingress.in_bytes + size - s.run[0].reserve_bytes
-    if over > 0 and over > threshold(s, node, ingress):
+    if over > 0 and (over > threshold(s, node, ingress) or _lacks_pool(s, node, ingress, size)):
         ingress.headroom_used += size
         return
     ingress.in_bytes += size
@@ -63,7 +63,17 @@ def release(s, node, ingress, size):  # type: ignore[no-untyped-def]
 
 @inlined
 def threshold(s, node, ingress):  # type: ignore[no-untyped-def]
-    return max(node.pool_bytes - node.shared, 0) >> s.kind[ingress.kind].shift
+    """What an ingress (or a lossy queue) may hold of the shared pool."""
+    kind = s.kind[ingress.kind]
+    follows = max(node.pool_bytes - node.shared, 0) << kind.lift >> kind.shift
+    return s.run[0].xoff_bytes if kind.lossless and s.run[0].xoff_bytes < NEVER else follows
+
+
+@inlined
+def _lacks_pool(s, node, ingress, size):  # type: ignore[no-untyped-def]
+    """Whether a packet does not fit into what is left of the pool: never so where an ingress' alpha is 1 or less."""
+    over = min(size, ingress.in_bytes + size - s.run[0].reserve_bytes)
+    return over > max(node.pool_bytes - node.shared, 0)
 
 
 @inlined
@@ -77,7 +87,8 @@ def has_no_room(s, node, port, ingress, size):  # type: ignore[no-untyped-def]
     if not is_lossless(s, ingress):
         return port.queue_bytes + size > threshold(s, node, port)
     over_headroom = size + ingress.headroom_used > s.kind[ingress.kind].headroom
-    return over_headroom and size + shared_of(s, ingress) > threshold(s, node, ingress)
+    above = size + shared_of(s, ingress) > threshold(s, node, ingress)
+    return over_headroom and (above or _lacks_pool(s, node, ingress, size))
 
 
 @inlined
@@ -91,4 +102,6 @@ def may_go_on(s, node, ingress):  # type: ignore[no-untyped-def]
     if not ingress.pause_sent or ingress.headroom_used:
         return False
     shared = shared_of(s, ingress)
-    return shared == 0 or shared + s.run[0].resume_offset_bytes <= threshold(s, node, ingress)
+    if shared <= s.run[0].xon_bytes:
+        return True
+    return shared + s.run[0].resume_offset_bytes <= threshold(s, node, ingress)

@@ -22,7 +22,7 @@ from congestion.engine.build_flows import (
     sent_times,
     waiting_flows,
 )
-from congestion.engine.build_paths import all_paths
+from congestion.engine.build_paths import all_paths, next_hops
 from congestion.engine.build_ports import (
     host_bps,
     kind_rows,
@@ -61,6 +61,7 @@ def build(
     num_workers: int = 1,
     flaps: Sequence[Flap] = (),
     timeouts_ps: Sequence[int] = (),
+    numbers: Ints | None = None,
 ) -> State:
     """The state before the first event.
 
@@ -69,6 +70,7 @@ def build(
         fabric: hosts with one cable each, links of one rate both ways.
         flaps: cables that are down for a time: what arrives over them then is lost, but for PFC frames.
         timeouts_ps: waits before each retry, in place of `settings.timeout_us` and `retries`; then a flow has failed.
+        numbers: of each flow, by which random numbers are drawn for it; None: its row.
         num_workers: threads that share the nodes; they change nothing but the time that it takes.
         truncate_ns: cut every serialisation time to whole ns, as ns-3 does.
 
@@ -97,7 +99,10 @@ def build(
     first_entry = np.arange(0, num_lists * CHUNK, CHUNK, dtype=np.uint32)
     first_wire, first_queue = first_entry[:num_ports], first_entry[num_ports:].copy()
     worker, owned, free = _workers(_owners(node, port, num_workers), num_workers, num_chunks, num_lists)
-    path, num_links = all_paths(fabric, flows, ends, _num_paths(settings))
+    path, num_links = all_paths(fabric, flows, ends, _num_paths(settings), settings)
+    spray = np.zeros(0, dtype=np.uint32)
+    if settings.routing == "spray":
+        node["switch"], run["num_switches"], spray = next_hops(fabric, flows, ends)
     flow = flow_rows(flows, num_waits, settings, law, port, kind, node)
     flow["num_links"] = num_links
     flow["base_rtt_ps"] = base_rtt(path[:: _num_paths(settings)], num_links, kind[port["kind"]])
@@ -109,11 +114,12 @@ def build(
     run["timeout"], run["most_retries"], run["flaps"] = timeouts[0], len(timeouts) - 1, bool(flaps)
     flap_from, flap = flap_rows(fabric, flaps, ends)
     words = (int(flow["num_packets"].max()) + 63) // 64 if settings.selective_repeat else 1
-    extras = bool(flaps or timeouts.any()) or _wants_extras(settings)
     receiver = np.zeros(len(flows), dtype=tables.RECEIVER)
     receiver["last_nack"] = -1
+    receiver["number"] = np.arange(len(flows)) if numbers is None else numbers
+    variant = features(settings, has_faults=bool(flaps or timeouts.any()))
     return State(
-        features=np.zeros(1, dtype=[(name, "u1") for name in _features(settings, extras)]),
+        features=np.zeros(1, dtype=[(name, "u1") for name in variant]),
         run=run,
         size=np.array([run[name][0] for name in ("data_wire_bytes", *2 * ("ack_wire_bytes",), "pfc_wire_bytes")]),
         pace=pace_rows(kind, run[0]),
@@ -128,13 +134,16 @@ def build(
         **laws.tables(in_use, len(flows), host_bps(fabric), settings),
         sent=sent,
         rtt=np.zeros(len(flows) if settings.measure_rtt else 1, dtype=tables.RTT),
-        cause=np.zeros((num_ports, 2), dtype=np.int64),
+        law_view=np.zeros(len(flows) if laws.ENTERED in flow["law"] else 0, dtype=tables.VIEW),
+        cause=np.zeros((num_ports, 3), dtype=np.int64),
         timeouts=timeouts,
         acked=np.zeros((len(flows), words), dtype=np.uint64),
         received=np.zeros((len(flows), words), dtype=np.uint64),
         flap_from=flap_from,
         flap=flap,
         flowlet=np.tile(np.array([0, -NEVER]), (len(flows), 1)),
+        spray=spray,
+        watchdog=np.zeros(num_ports if settings.watchdog_detection_us else 0, dtype=tables.WATCHDOG),
         waiting_from=waiting_from,
         waiting=waiting,
         path=path,
@@ -229,7 +238,7 @@ def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bo
         "rtt_noise": round(settings.rtt_noise_us * _PS_PER_US),
         "measure_rtt": settings.measure_rtt,
         "deaf_scaled": round(settings.deaf_share * 2**53),
-        "routing": ("ecmp", "spray", "flowlet").index(settings.routing),
+        "routing": ("ecmp", "spray", "flowlet", "hashed_ports").index(settings.routing),
         "num_paths": _num_paths(settings),
         "flowlet_gap": round(settings.flowlet_gap_us * _PS_PER_US),
         "selective": settings.selective_repeat,
@@ -237,17 +246,26 @@ def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bo
         "reserve_bytes": settings.reserve_bytes,
         "resume_offset_bytes": settings.resume_offset_bytes,
         "losses": bool(settings.loss_rate or settings.loss_rates),
+        "xoff_bytes": settings.xoff_bytes or NEVER,
+        "xon_bytes": settings.xon_bytes,
+        "watchdog_after": round(settings.watchdog_detection_us * _PS_PER_US),
+        "watchdog_restore": round(settings.watchdog_restoration_us * _PS_PER_US),
+        "watchdog_action": ("drop", "forward", "alert").index(settings.watchdog_action),
     }
     for name, value in values.items():
         run[name] = value
     return run
 
 
-def _features(settings: Settings, extras: bool) -> list[str]:
-    """What the kernels are compiled for: those of one class know nothing of more, nor the plain ones of losses."""
+def features(settings: Settings, *, has_faults: bool) -> list[str]:
+    """What the kernels are compiled for: those of one class know nothing of more, nor the plain ones of losses.
+
+    Args:
+        has_faults: links go down, or a sender has a retransmit timer.
+    """
     if settings.classes:
         return ["extras", "classes"]
-    return ["extras"] if extras else ["plain"]
+    return ["extras"] if has_faults or _wants_extras(settings) else ["plain"]
 
 
 def _wants_extras(settings: Settings) -> bool:
@@ -263,6 +281,7 @@ def _wants_extras(settings: Settings) -> bool:
         or settings.measure_rtt
         or settings.cnp_interval_us
         or settings.drop_tail
+        or settings.watchdog_detection_us
     )
 
 
@@ -353,4 +372,4 @@ def _most_new(flows: FlowSet, port: Rows, node: Rows, kind: Rows, run: Any) -> i
 
 
 def _num_paths(settings: Settings) -> int:
-    return 1 if settings.routing == "ecmp" else settings.paths
+    return settings.paths if settings.routing in ("flowlet", "hashed_ports") else 1

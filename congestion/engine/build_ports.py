@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,10 @@ def kind_rows(fabric: Graph, settings: Settings, run: Any, like: Ints) -> Rows:
     # A link faster than the hosts' gets a larger share of the pool: one shift less a doubling.
     faster = np.ceil(np.log2(np.maximum(kind["rate"] / host_bps(fabric), 1))).astype(np.int64)
     kind["shift"] = np.maximum(_MOST_SHIFT - faster, 0)
+    if settings.pfc_alpha:
+        power = round(math.log2(settings.pfc_alpha))
+        lossless = kind["lossless"] == 1
+        kind["shift"][lossless], kind["lift"][lossless] = max(-power, 0), max(power, 0)
     return kind
 
 
@@ -118,7 +123,10 @@ def _set_class(kind: Rows, settings: Settings, number: int) -> None:
     # Thresholds: Python's integers, for a product of bytes and bit/s may pass 64 bits.
     for column, value in (("kmin", its.kmin_bytes), ("kmax", its.kmax_bytes)):
         kind[column] = [value * each // _REFERENCE_BPS if its.ecn else NEVER for each in rate]
-    kind["headroom"] = [each * ps // _BYTE_PS * its.headroom_bdps for each, ps in zip(rate, delay, strict=True)]
+    kind["headroom"] = [
+        settings.headroom_bytes or each * ps // _BYTE_PS * its.headroom_bdps
+        for each, ps in zip(rate, delay, strict=True)
+    ]
 
 
 def pace_rows(kind: Rows, run: Any) -> Ints:

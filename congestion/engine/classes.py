@@ -105,6 +105,7 @@ def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
     if has_no_room(s, node, queue, ingress, size):
         ingress.drops += 1
         s.port[seen.port].drops += 1
+        s.cause[seen.port, 2] += np.int64(is_lossless(s, ingress) != 0)
         return
     hold(s, node, ingress, size)
     if is_lossless(s, ingress) and not ingress.pause_sent and is_full(s, node, ingress):

@@ -15,7 +15,7 @@ import numpy as np
 from congestion.control import laws
 from congestion.engine.classes import choose, class_of, lane_of, spend, waiting_classes
 from congestion.engine.lists import after, put
-from congestion.engine.packets import drawn, flow_of, is_lost, pause, send, serialise, sprayed
+from congestion.engine.packets import drawn, flow_of, is_lost, number_of, path_bits, pause, send, serialise
 from congestion.engine.tables import (
     ACK,
     DATA,
@@ -145,7 +145,7 @@ def _send_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
     _move(node, flow, following)
     last = sequence + 1 == flow.num_packets
     size = np.int64(flow.last_wire_bytes) if last else run.data_wire_bytes
-    word = DATA | (LAST_BIT if last else 0) | sprayed(s, f, sequence, DATA)
+    word = DATA | (LAST_BIT if last else 0) | path_bits(s, f, sequence, DATA)
     send(s, k, port, now, word | sequence << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT, size)
     if run.sent_mask >= 0:
         s.sent[f, sequence & run.sent_mask] = now
@@ -258,7 +258,7 @@ def _arrive(s, k, node, p, word, now):  # type: ignore[no-untyped-def]
         if answer:
             says = sequence + 1 if selective else np.int64(row.expected)
             mark = _echo(s, f, row, word, now)
-            word = answer | mark | sprayed(s, f, says, answer)
+            word = answer | mark | path_bits(s, f, says, answer)
             word |= says << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT
             lane = lane_of(s, p, class_of(s, word)) if has(s.features, "classes") else np.int64(p)
             s.queue_tail[lane] = put(s, k, s.queue_tail[lane], 0, word)
@@ -308,7 +308,7 @@ def _echo(s, f, row, word, now):  # type: ignore[no-untyped-def]
     if not has(s.features, "extras"):
         row.cnps += mark != 0
         return mark
-    if mark and s.run[0].deaf_scaled and drawn(s.run[0].seed, np.int64(f), -2) < s.run[0].deaf_scaled:
+    if mark and s.run[0].deaf_scaled and drawn(s.run[0].seed, number_of(s, f), -2) < s.run[0].deaf_scaled:
         return np.int64(0)
     if mark and s.run[0].cnp_gap:
         if now < row.cnp_after:
@@ -340,7 +340,7 @@ def _acknowledge(s, node, f, kind, sequence, mark, now):  # type: ignore[no-unty
         seen.total += rtt
         seen.most = max(seen.most, rtt)
     if has(s.features, "extras") and run.rtt_noise:
-        rtt += np.int64(drawn(run.seed, -1 - np.int64(f), sequence) * (run.rtt_noise / _ONE))
+        rtt += np.int64(drawn(run.seed, -1 - number_of(s, f), sequence) * (run.rtt_noise / _ONE))
     if kind == NACK:
         _move(node, flow, flow.unacked)
         laws.on_loss(s, f, now)

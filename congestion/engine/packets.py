@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from congestion.engine.lists import put
-from congestion.engine.tables import FLOW_MASK, FLOW_SHIFT, LAST_BIT, MARK_BIT, PATH_MASK, PATH_SHIFT, PFC, SPRAY
+from congestion.engine.tables import FLOW_MASK, FLOW_SHIFT, HASHED_PORTS, LAST_BIT, MARK_BIT, PATH_MASK, PATH_SHIFT, PFC
 from congestion.jit import inlined, kernel
 from congestion.machine import has, store_shared
 
@@ -23,6 +23,12 @@ def serialise(run, size, rate):  # type: ignore[no-untyped-def]
 @inlined
 def flow_of(word):  # type: ignore[no-untyped-def]
     return np.uint32((word >> FLOW_SHIFT) & FLOW_MASK)
+
+
+@inlined
+def number_of(s, f):  # type: ignore[no-untyped-def]
+    """By which random numbers are drawn for a flow."""
+    return np.int64(s.receiver[f].number)
 
 
 @inlined
@@ -87,12 +93,32 @@ def path_of(s, word):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def sprayed(s, f, sequence, kind):  # type: ignore[no-untyped-def]
-    """Path bits of a packet as it leaves its host: drawn for each where packets are spread."""
+def path_bits(s, f, sequence, kind):  # type: ignore[no-untyped-def]
+    """Path bits of a packet as it leaves its host: one of the flow's source ports, drawn for each packet."""
     run = s.run[0]
-    if not has(s.features, "extras") or run.routing != SPRAY:
+    if not has(s.features, "extras") or run.routing != HASHED_PORTS:
         return np.int64(0)
-    return drawn(run.seed, -1 - np.int64(f), sequence << 2 | kind) % run.num_paths << PATH_SHIFT
+    return drawn(run.seed, -1 - number_of(s, f), sequence << 2 | kind) % run.num_paths << PATH_SHIFT
+
+
+@inlined
+def next_in_turn(s, n, word):  # type: ignore[no-untyped-def]
+    """The port that a packet is sprayed to at switch `n`: of those on shortest paths each in its turn.
+
+    A round is once over all of them, from a drawn place: even to the packet, and two switches, or two flows that take
+    turns, do not stay in step. Data and ACKs have turns of their own. Host and switch are numbered by `next_hops`.
+    """
+    flow = s.flow[flow_of(word)]
+    target = np.int64(flow.src if word & 3 else flow.dst)
+    here, there = np.int64(s.node[n].switch), np.int64(s.node[target].switch)
+    if here == there:
+        return np.int64(s.port[s.node[target].first_port].peer)
+    of_acks = np.int64((word & 3) != 0)
+    first = np.int64(s.spray[here * s.run[0].num_switches + there])
+    many, turn = np.int64(s.spray[first]), np.int64(s.spray[first + 1 + of_acks])
+    s.spray[first + 1 + of_acks] = turn + 1
+    begin = drawn(s.run[0].seed, first, turn // many << 1 | of_acks)
+    return np.int64(s.spray[first + 3 + (begin + turn) % many])
 
 
 @inlined

@@ -14,26 +14,28 @@ import numpy as np
 
 from congestion.engine import classes
 from congestion.engine.host import run_host
+from congestion.engine.looks import Looks, no_looks, take
 from congestion.engine.packets import flow_of
 from congestion.engine.switch import run_switch
-from congestion.engine.tables import CHUNK, FULL, NEVER, State, aligned
+from congestion.engine.tables import CHUNK, FULL, LOOKED, NEVER, State, aligned
 from congestion.jit import entry, inlined
 from congestion.machine import meet, prefetch
 
 
-def run(s: State, until: int) -> tuple[State, int]:
+def run(s: State, until: int, looks: Looks | None = None) -> tuple[State, int]:
     """Let everything happen that begins before `until` ps; the state then, and when the next thing would, NEVER: none.
 
-    A window that has begun is run to its end.
+    A window that has begun is run to its end. LOOKED in place of that time: `looks` has to be read first, then go on.
     """
+    looks = looks or no_looks(s)
     while True:
         s.arrived[0] = 0
         kernel = _run_classes if "classes" in (s.features.dtype.names or ()) else _run
         if len(s.worker) == 1:
-            begin = kernel(s, until, 0)
+            begin = kernel(s, looks, until, 0)
         else:
             with ThreadPoolExecutor(len(s.worker)) as pool:
-                begin, *_ = pool.map(partial(kernel, s, until), range(len(s.worker)))
+                begin, *_ = pool.map(partial(kernel, s, looks, until), range(len(s.worker)))
         if begin != FULL:
             return s, begin
         s = _with_room(s)
@@ -60,18 +62,19 @@ def _with_room(s: State) -> State:
 
 
 @entry
-def _run(s, until, k):  # type: ignore[no-untyped-def]
-    return _windows(s, until, k, run_switch)
+def _run(s, looks, until, k):  # type: ignore[no-untyped-def]
+    return _windows(s, looks, until, k, run_switch)
 
 
 @entry
-def _run_classes(s, until, k):  # type: ignore[no-untyped-def]
-    return _windows(s, until, k, classes.run_switch)
+def _run_classes(s, looks, until, k):  # type: ignore[no-untyped-def]
+    return _windows(s, looks, until, k, classes.run_switch)
 
 
 @inlined
-def _windows(s, until, k, switch):  # type: ignore[no-untyped-def]
+def _windows(s, looks, until, k, switch):  # type: ignore[no-untyped-def]
     worker, num_workers = s.worker[k], len(s.worker)
+    next_look, row = looks.plan[0].next, looks.plan[0].row  # each worker counts for itself
     soonest = NEVER
     for i in range(worker.first, worker.stop):
         soonest = min(soonest, s.next_time[s.owned[i]])
@@ -83,6 +86,14 @@ def _windows(s, until, k, switch):  # type: ignore[no-untyped-def]
         for each in range(num_workers):
             said = s.said[each, worker.turn]
             begin, in_use, least_free = min(begin, said[0]), in_use - said[1], min(least_free, said[1])
+        while next_look <= min(begin, until) and begin < NEVER:
+            if row == len(looks.time):
+                return LOOKED
+            if k == 0:
+                take(s, looks, next_look)
+            row += 1
+            next_look += looks.plan[0].every
+            meet(s.arrived, num_workers)
         if begin == NEVER or begin >= until:
             return begin
         if least_free < 3 * in_use + s.run[0].most_new_chunks:

@@ -1,35 +1,53 @@
 """A switch in one window: FIFO ports, ECN at dequeue, a shared buffer with PFC by dynamic thresholds.
 
-Order of events: time, then arrivals, the one first whose sender began to send later, then by port (`port_order`); then
-ports that become free, by port. An arrival at a port that has been free starts at once. Where no threshold can be
-reached in the window, ports do not know of each other and each is run on its own (`_run_ports`); else all of the
-switch's events are run in their order (`_run_in_order`). Both give the same. A PFC frame passes the queue, not the
-packet under way. Several classes of traffic are in `classes`. The rules and their figures are those of ns-3's HPCC
-switch.
+Order of events: time, then arrivals, in the order of ns-3 as far as a wire shows it (`_follow`), then by port
+(`port_order`); then ports that become free, by port. An arrival at a port that has been free starts at once. Where no
+threshold can be reached in the window, ports do not know of each other and each is run on its own (`_run_ports`); else
+all of the switch's events are run in their order (`_run_in_order`). Both give the same. A PFC frame passes the queue,
+not the packet under way. Several classes of traffic are in `classes`. The rules and their figures are those of ns-3's
+HPCC switch.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from congestion.engine.buffer import has_no_room, hold, is_full, marked, may_go_on, release
+from congestion.engine.buffer import has_no_room, hold, is_full, is_lossless, marked, may_go_on, release
 from congestion.engine.lists import after, put
-from congestion.engine.packets import drawn, flow_of, is_lost, path_of, pause, send, size_of, took
+from congestion.engine.packets import (
+    drawn,
+    flow_of,
+    is_lost,
+    next_in_turn,
+    number_of,
+    path_of,
+    pause,
+    send,
+    size_of,
+    took,
+)
 from congestion.engine.tables import (
     ACK_PATH,
+    DROP,
     FLOWLET,
+    FORWARD,
     HOP_MASK,
     HOP_SHIFT,
     MARK_BIT,
     NEVER,
     PATH_SHIFT,
     PFC,
+    SPRAY,
 )
 from congestion.jit import inlined, kernel
 from congestion.machine import has, load_shared, prefetch
 
 _HOP = 1 << HOP_SHIFT
 _AHEAD = np.uint64(3)  # ports
+# Bits of CAME's `began`: how long this packet takes, how long the one before it, and since when there was no gap; in
+# 1,024 ps, for a division would cost more.
+_NS, _BEFORE, _SINCE = 10, 12, 38
+_LONGEST = (1 << _BEFORE) - 1
 
 
 @kernel
@@ -38,7 +56,8 @@ def run_switch(s, k, n, end):  # type: ignore[no-untyped-def]
     node = s.node[n]
     count, total, frames, soonest = collect(s, k, node, end)
     limited = s.run[0].pfc or (has(s.features, "extras") and s.run[0].drop_tail)
-    if limited and (frames or node.num_paused or node.num_frames or _near(node, total)):
+    watched = has(s.features, "extras") and s.run[0].watchdog_after
+    if limited and (frames or node.num_paused or node.num_frames or watched or _near(s, node, total)):
         soonest = min(soonest, _run_in_order(s, k, node, count, end))
     else:
         soonest = min(soonest, _run_ports(s, k, node, count, end))
@@ -63,8 +82,11 @@ def collect(s, k, node, end):  # type: ignore[no-untyped-def]
             total += seen.size
             if has(s.features, "extras") and s.run[0].routing == FLOWLET and word & (HOP_MASK << HOP_SHIFT | 3) == 0:
                 word = seen.word = word | _least_loaded(s, k, node, flow_of(word), seen.time) << PATH_SHIFT
-            hop = ((word >> HOP_SHIFT) & HOP_MASK) + 1 + (ACK_PATH if word & 3 else 0)
-            seen.out = s.path[path_of(s, word), np.uint32(hop)]
+            if has(s.features, "extras") and s.run[0].routing == SPRAY:
+                seen.out = next_in_turn(s, s.port[s.port[seen.port].peer].to, word)
+            else:
+                hop = ((word >> HOP_SHIFT) & HOP_MASK) + 1 + (ACK_PATH if word & 3 else 0)
+                seen.out = s.path[path_of(s, word), np.uint32(hop)]
         counts[seen.out - node.first_port] += 1
     return count, total, frames, soonest
 
@@ -77,7 +99,7 @@ def _least_loaded(s, k, node, f, now):  # type: ignore[no-untyped-def]
     """
     run, last = s.run[0], s.flowlet
     if now - last[f, 1] > run.flowlet_gap:
-        least, first_one = NEVER, drawn(run.seed, np.int64(f), now) % run.num_paths
+        least, first_one = NEVER, drawn(run.seed, number_of(s, f), now) % run.num_paths
         for i in range(run.num_paths):
             path = (first_one + i) % run.num_paths
             p = s.path[np.int64(f) * run.num_paths + path, 1]
@@ -129,19 +151,29 @@ def _take(s, k, node, end):  # type: ignore[no-untyped-def]
 
 @inlined
 def _follow(came, arrival, took):  # type: ignore[no-untyped-def]
-    """Since when the sender has sent without a gap. Of two arrivals at one moment the one whose sender began later is
-    first: ns-3 and htsim run events of one moment in the order in which they were scheduled, and what lets a sender
-    begin (an arrival, a resume) is scheduled before the end of a packet that another sends by then."""
-    began, last = came.began, came.last
-    came.began = arrival - took if arrival - took > last else began
+    """Of arrivals at one moment the one with the larger `began` is first.
+
+    ns-3 and htsim run events of one moment in the order in which they were scheduled. An arrival is, when its sender
+    begins: so the packet that takes longer is before the others. Of those that began at one moment it is the order of
+    what let them begin. That was the end of the packet before it on that wire, scheduled when that began: again the one
+    that took longer is first. Or it was an arrival or a resume, where the sender was idle: that was on a wire, and so
+    scheduled before any of these. Of senders that are alike even in that the one that was idle last is first.
+    """
+    began, is_first = came.began, arrival - took > came.last
+    before = _LONGEST if is_first else began >> _BEFORE + _SINCE
+    since = (arrival - took) >> _NS if is_first else began
+    came.began = min(took >> _NS, _LONGEST) << _BEFORE + _SINCE | before << _SINCE | since & (1 << _SINCE) - 1
     came.last = arrival
 
 
 @inlined
-def _near(node, total):  # type: ignore[no-untyped-def]
-    """Whether an ingress could reach its threshold if nothing left the switch and all of it were one port's."""
+def _near(s, node, total):  # type: ignore[no-untyped-def]
+    """Whether an ingress could reach its threshold if nothing left the switch and all of it were one port's.
+
+    An alpha above 1 counts as 1 here: that is near too early, which costs time and changes nothing.
+    """
     held = node.shared + total
-    return held >= (node.pool_bytes - held) >> node.max_shift
+    return held >= min((node.pool_bytes - held) >> node.max_shift, s.run[0].xoff_bytes)
 
 
 @inlined
@@ -244,7 +276,20 @@ def _start_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
 def _next_start(s, p):  # type: ignore[no-untyped-def]
     """When a busy port will begin its next packet, NEVER where it has none that may go."""
     port = s.port[p]
+    if has(s.features, "extras") and s.run[0].watchdog_after and port.paused and not port.frames:
+        return _next_of_paused(s, p)
     return port.busy if port.frames or (s.queue_head[p] != s.queue_tail[p] and not port.paused) else NEVER
+
+
+@inlined
+def _next_of_paused(s, p):  # type: ignore[no-untyped-def]
+    """When a paused port with a PFC watchdog does something: the watchdog strikes, or lets it send in spite of that."""
+    port, run = s.port[p], s.run[0]
+    if s.queue_head[p] == s.queue_tail[p]:
+        return NEVER
+    if s.watchdog[p].until == NEVER:
+        return port.busy if run.watchdog_action == FORWARD else NEVER
+    return port.paused_at + run.watchdog_after
 
 
 @kernel
@@ -282,10 +327,17 @@ def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
     port, ingress = s.port[seen.out], s.port[seen.port]
     if word & 3 == PFC:
         pause(port, word, now)
+        if has(s.features, "extras") and s.run[0].watchdog_after:
+            _follow_storm(s, seen.out, now)
         _kick(s, k, node, seen.out, now)
+        return
+    if has(s.features, "extras") and s.run[0].watchdog_after and _in_storm(s, seen.out, seen.port, now):
+        s.watchdog[seen.out].drops += 1
+        ingress.drops += 1
         return
     if has_no_room(s, node, port, ingress, size):
         ingress.drops += 1
+        s.cause[seen.port, 2] += np.int64(is_lossless(s, ingress) != 0)
         return
     hold(s, node, ingress, size)
     if s.run[0].pfc and not ingress.pause_sent and is_full(s, node, ingress):
@@ -345,8 +397,47 @@ def _serve(s, k, node, p, now):  # type: ignore[no-untyped-def]
         _send_frame(s, k, node, port, now)
         s.due[k, place] = _next_start(s, p)
         return
+    if has(s.features, "extras") and s.run[0].watchdog_after and port.paused and s.watchdog[p].until != NEVER:
+        _strike(s, k, node, p, now)
+        return
     in_port = _start_next(s, k, node, p, now)
     s.due[k, place] = _next_start(s, p)
     if may_go_on(s, node, s.port[in_port]):
         node.num_paused -= 1
         _signal(s, k, node, in_port, 0, now)
+
+
+@inlined
+def _follow_storm(s, p, now):  # type: ignore[no-untyped-def]
+    """A PFC frame came at port `p`: a storm lasts until its port was not paused for the time to restore."""
+    storm = s.watchdog[p]
+    if storm.until > now:
+        storm.until = NEVER if s.port[p].paused else now + s.run[0].watchdog_restore
+
+
+@inlined
+def _in_storm(s, out, come_in, now):  # type: ignore[no-untyped-def]
+    """Whether a packet meets a storm: as SONiC's watchdog drops it, going out by its port or coming in by it."""
+    return s.run[0].watchdog_action == DROP and max(s.watchdog[out].until, s.watchdog[come_in].until) > now
+
+
+@kernel
+def _strike(s, k, node, p, now):  # type: ignore[no-untyped-def]
+    """The watchdog of port `p` finds it paused for too long while a packet waits: a storm, and what is done then."""
+    storm = s.watchdog[p]
+    storm.until = NEVER
+    storm.storms += 1
+    if s.run[0].watchdog_action == DROP:
+        while s.queue_head[p] != s.queue_tail[p]:
+            entry = s.entry[s.queue_head[p]]
+            word, in_port = entry.word, np.uint32(entry.time)
+            s.queue_head[p] = after(s, k, s.queue_head[p])
+            size = size_of(s, word)
+            s.port[p].queue_bytes -= size
+            release(s, node, s.port[in_port], size)
+            storm.drops += 1
+            s.port[in_port].drops += 1
+            if may_go_on(s, node, s.port[in_port]):
+                node.num_paused -= 1
+                _signal(s, k, node, in_port, 0, now)
+    s.due[k, p - node.first_port] = _next_start(s, p)

@@ -24,10 +24,12 @@ MARK_BIT, LAST_BIT, HOP_SHIFT, PATH_SHIFT, SEQ_SHIFT, FLOW_SHIFT = 4, 8, 4, 8, 1
 HOP_MASK, PATH_MASK, SEQ_MASK, FLOW_MASK = 15, 15, (1 << 24) - 1, (1 << 27) - 1
 ACK_PATH = 8  # first column of a path that is the way back
 MOST_HOPS, MOST_PACKETS, MOST_FLOWS = 8, SEQ_MASK, FLOW_MASK
-ECMP, SPRAY, FLOWLET = range(3)  # routing
+ECMP, SPRAY, FLOWLET, HASHED_PORTS = range(4)  # routing
+DROP, FORWARD, ALERT = range(3)  # what a PFC watchdog does in a storm
 CHUNK = 8  # entries of a list's chunk
 
 FULL = -1  # what a run answers that needs more chunks
+LOOKED = -2  # what one answers whose looks are to be read
 _LINE = 64  # bytes of a cache line
 
 
@@ -70,7 +72,8 @@ KIND = _record(
     kmin="i8",
     kmax="i8",
     headroom="i8",
-    shift="i8",  # an ingress may take the free pool >> shift
+    shift="i8",  # an ingress may take the free pool << lift >> shift: its alpha
+    lift="i8",
     lossless="i8",
     pmax="f8",
     loss_scaled="i8",  # share of packets lost on the link, of 2^53
@@ -89,6 +92,7 @@ NODE = _record(
     robin="i4",
     is_switch="u1",
     max_shift="u1",
+    switch="u2",  # number of a switch, or of the one that a host hangs on; see `build_paths.next_hops`
     now="i8",
     timer="i8",  # no retransmit timer runs out before
     pool_bytes="i8",
@@ -126,7 +130,37 @@ FLOW = _record(
 )
 
 # A flow at its receiver.
-RECEIVER = _record(expected="i4", last_nack="i4", nack_after="i8", cnp_after="i8", cnps="i8")
+RECEIVER = _record(
+    expected="i4",
+    last_nack="i4",
+    nack_after="i8",
+    cnp_after="i8",
+    cnps="u4",
+    number="u4",  # by which random numbers are drawn for the flow: its row, where it is not told otherwise
+)
+
+# What a law from a file sees of its flow: a copy, of which the two that a law sets are read back. (No table may be
+# called `view`: numba takes that for the array's method.)
+VIEW = _record(
+    rate_bps="i8",
+    window_bytes="i8",
+    line_rate_bps="i8",
+    base_rtt_ps="i8",
+    start="i8",
+    resent="i8",
+    next="i4",
+    unacked="i4",
+    sent_to="i4",
+    num_packets="i4",
+    num_links="i4",
+    retries="i4",
+    src="u4",
+    dst="u4",
+)
+LAW_SETS = ("rate_bps", "window_bytes")
+
+# A port's PFC watchdog: until when its storm lasts (0: none was, NEVER: still), storms, and packets that it dropped.
+WATCHDOG = _record(until="i8", storms="i8", drops="i8")
 
 # What round trips a flow has seen, where they are measured.
 RTT = _record(count="i8", total="i8", most="i8")
@@ -136,7 +170,7 @@ PATH = _record(**{f"hop{hop}": "u4" for hop in range(2 * ACK_PATH)})
 # A list's entry: time of arrival, or the port that it came in by; and the packet.
 ENTRY = _record(time="i8", word="i8")
 
-# Of a wire to a switch: when the last packet came, and since when its sender has sent without a gap.
+# Of a wire to a switch: when the last packet came, and what says which of several arrivals at a moment is first.
 CAME = _record(last="i8", began="i8")
 
 # What arrives at a switch in a window.
@@ -190,6 +224,15 @@ RUN = _record(
     time="i8",  # the end of the window that was run last
     large="i8",  # the tables are larger than a core's cache: prefetching pays
     most_new_chunks="i8",  # that packets which hosts add in a window can fill
+    xoff_bytes="i8",  # static threshold of a lossless ingress; NEVER: it follows what is free
+    xon_bytes="i8",  # at or below which it goes on whatever the threshold
+    watchdog_after="i8",  # how long a port is paused before that is a storm; 0: no watchdog
+    watchdog_restore="i8",  # how long after a storm its port is trusted again
+    watchdog_action="i8",
+    num_switches="i8",
+    law_fault="i8",  # what a law from a file did that no law may; see `control.laws`
+    law_fault_flow="i8",
+    law_fault_value="i8",
 )
 
 
@@ -201,8 +244,10 @@ class State(NamedTuple):
     a node's side by side; lane: (num_ports * num_classes,) PORT, a row a class of a port, empty for one class; weight:
     (num_classes,) of a class in its turn, 0: strictly before; class_of: (num_flows,); kind: (num_kinds,) KIND; node,
     flow, receiver, and of a law: a row each, of its parameters a row a class; sent: (num_flows, most in flight) when
-    packets were sent; rtt: (num_flows,) RTT, one row where none is measured; cause: (num_ports, 2) pauses in whose
-    moment a port's queue was the switch's longest, while it could send and while it was stopped itself; timeouts:
+    packets were sent; rtt: (num_flows,) RTT, one row where none is measured; cause: (num_ports, 3) pauses in whose
+    moment a port's queue was the switch's longest, while it could send and while it was stopped itself, and packets
+    that were dropped for want of room though they came in by it lossless; watchdog: a row a port, where there is one;
+    spray: of `build_paths.next_hops`; law_view: what a law from a file sees, a row a flow; timeouts:
     (most retries + 1,) waits before each retry; acked, received: (num_flows, words) bits of packets, for selective
     repeat; flap_from: (num_ports + 1,), flap: (num_flaps, 2) when what arrives at a port is lost; flowlet:
     (num_flows, 2) path, and when its first switch last saw a packet; waiting: flows that wait for flow f, from
@@ -239,6 +284,7 @@ class State(NamedTuple):
     hybrid_flow: Rows
     entered: Rows
     entered_flow: Rows
+    law_view: Rows
     sent: NDArray[np.int64]
     rtt: Rows
     cause: Ints
@@ -248,6 +294,8 @@ class State(NamedTuple):
     flap_from: Ints
     flap: Ints
     flowlet: Ints
+    spray: NDArray[np.uint32]
+    watchdog: Rows
     waiting_from: NDArray[np.int64]
     waiting: NDArray[np.uint32]
     path: NDArray[np.uint32]

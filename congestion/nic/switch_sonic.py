@@ -132,14 +132,25 @@ def read_base(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or is none.
     """
+    tree = read_json(path, "--base")
+    if not isinstance(tree.get("PORT"), dict):
+        raise ConfigError("--base", path, "has no table PORT", "give config_db.json as the switch holds it")
+    return tree
+
+
+def read_json(path: Path, option: str) -> dict[str, Any]:
+    """A file of SONiC's tables.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+    remedy = "give config_db.json as the switch holds it"
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as exc:
-        raise ConfigError(
-            "--base", path, f"cannot be read ({exc})", "give config_db.json as the switch holds it"
-        ) from exc
-    if not isinstance(tree, dict) or not isinstance(tree.get("PORT"), dict):
-        raise ConfigError("--base", path, "has no table PORT", "give config_db.json as the switch holds it")
+        raise ConfigError(option, path, f"cannot be read ({exc})", remedy) from exc
+    if not isinstance(tree, dict):
+        raise ConfigError(option, path, "holds no tables", remedy)
     return tree
 
 

@@ -22,12 +22,13 @@ class HeapEngine:
         kinds = [{name: int(row[name]) for name in at.KIND.names} for row in state.kind]
         self.port = [kinds[row["kind"]] | {"peer": int(row["peer"]), "to": int(row["to"])} for row in state.port]
         self.flow, self.receiver = state.flow, state.receiver
-        self.events: list[tuple[int, int, int, int, int, tuple]] = []
+        self.events: list[tuple[int, int, object, int, int, tuple]] = []
         self.serial = itertools.count()  # what takes no time on a wire keeps its order
         self.data: dict[int, deque] = defaultdict(deque)  # (kind, flow, sequence, mark, hop, port of entry)
         self.first: dict[int, deque] = defaultdict(deque)  # ACKs at hosts, PFC frames at switches
         self.busy = defaultdict(lambda: -1)
-        self.began = defaultdict(int)  # since when it sends without a gap: who began later is first
+        self.began = defaultdict(int)  # since when it sends without a gap
+        self.took = defaultdict(int)  # of the last packet
         self.paused, self.sent_pause = set(), set()
         self.queue, self.ingress, self.headroom = defaultdict(int), defaultdict(int), defaultdict(int)
         self.shared, self.received = defaultdict(int), defaultdict(int)
@@ -80,12 +81,16 @@ class HeapEngine:
 
     def send(self, port: int, packet: tuple, now: int) -> None:
         row = self.port[port]
+        took = self.tx(self.size(packet), row["rate"])
+        # At one moment: what is longer on its wire; what follows something longer, or nothing; who began later.
+        before = 1 << 62 if now > self.busy[port] else self.took[port]
         if now > self.busy[port]:
-            self.began[port] = now
-        self.busy[port] = now + self.tx(self.size(packet), row["rate"])
+            self.began[port] = now + row["delay"]
+        first = (-min(took >> 10, 4095), -min(before >> 10, 4095), -(self.began[port] >> 10))
+        self.busy[port], self.took[port] = now + took, took
         self.hops += packet[0] != at.PFC
         arrival = self.busy[port] + row["delay"]
-        heapq.heappush(self.events, (arrival, ARRIVAL, -self.began[port], row["peer"], next(self.serial), packet))
+        heapq.heappush(self.events, (arrival, ARRIVAL, first, row["peer"], next(self.serial), packet))
         if self.is_switch(port):
             heapq.heappush(self.events, (self.busy[port], FREE, 0, port, next(self.serial), ()))
         else:

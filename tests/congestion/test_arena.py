@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from congestion import arena_run
-from congestion.arena import BUFFERS, ROWS, Found, Plan, plan_of, run_arena
+from congestion.arena import BUFFERS, ROWS, Found, Plan, compile_first, plan_of, run_arena
 from congestion.arena_cli import _kept, arena
 from congestion.arena_output import frame_of, not_run_words, page_of, print_table, record_of
 from congestion.arena_protocol import Case, Condition, Workload
@@ -123,7 +123,7 @@ def test_processes_change_nothing(whole, tmp_path):
 def test_rows_of_another_suite_or_other_settings_are_refused(whole, tmp_path):
     (tmp_path / ROWS).write_text((whole[0] / ROWS).read_text())
     (tmp_path / BUFFERS).write_text((whole[0] / BUFFERS).read_text())
-    other = replace(SMALL, version=2)
+    other = replace(SMALL, version=SMALL.version + 1)
     with pytest.raises(ConfigError, match="holds rows of the suite"):
         _run(tmp_path, plan_of(LAWS, suite=other))
     changed = replace(LAWS[2], overrides=("congestion.swift.beta=0.7",))
@@ -314,3 +314,12 @@ def _netlayer(*arguments: str) -> subprocess.CompletedProcess[str]:
         env=dict(os.environ),
         check=False,
     )
+
+
+def test_kernels_are_compiled_for_the_conditions_of_all_cases(monkeypatch):
+    found = []
+    monkeypatch.setattr("congestion.arena.compile_variants", lambda settings, _stages: found.extend(settings))
+    compile_first(LAWS, SMALL.test.cases, None)
+    conditions = {case.condition for case in SMALL.test.cases}
+    assert len(found) == len(LAWS) * len(conditions)
+    assert {one.routing for one in found} == {one.routing for one in conditions}

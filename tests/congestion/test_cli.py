@@ -4,7 +4,8 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from congestion.cli import simulate
+from congestion.cli import Pace, simulate
+from congestion.simulate import Progress
 from netlayer.errors import CheckFailed, ConfigError
 from tests.congestion.test_golden import GOLDEN
 
@@ -47,6 +48,27 @@ def test_flows_that_do_not_end_are_said_once_the_result_is_written(tmp_path):
     assert isinstance(result.exception, CheckFailed)
     assert "none: 1 of 1 flows did not end" in str(result.exception)
     assert json.loads(out.read_text())["flows"][0]["fct_ns"] is None
+
+
+@pytest.mark.parametrize("option", ["--until-us", "--warmup-us", "--sample-us"])
+@pytest.mark.parametrize("value", ["nan", "inf", "1e300", "1e-300", "0", "-1", "x"])
+def test_a_time_that_no_clock_shows_is_bad_usage(option: str, value: str) -> None:
+    result = CliRunner().invoke(simulate, [*FILES, option, value])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.output
+
+
+def test_remaining_time_counts_all_that_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 103.0, 109.0])
+    monkeypatch.setattr("congestion.cli.time.monotonic", lambda: next(clock))
+    pace = Pace(until_ps=40)
+
+    def at(time_ps: int, packets: int) -> float | None:
+        return pace.left_s(Progress(time_ps, packets, 1_000, 0, wall_s=0.001))
+
+    assert at(10, 500) is None  # kernels, or what a file held: from here on it is measured
+    assert at(20, 525) == 3.0 * 2  # by simulated time; packets alone would take 57 s
+    assert at(25, 950) == 9.0 * 50 / 450
 
 
 @pytest.mark.parametrize(

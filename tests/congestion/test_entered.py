@@ -10,27 +10,41 @@ import pytest
 from congestion.control.entered import enter
 from netlayer.errors import ConfigError
 
+# `fault` makes it do what no law may, each in a way that its source does not give away.
 LAW = """
 import numpy as np
 from pydantic import BaseModel
 
-PARAMETERS = np.dtype([("share", "f8")])
+PARAMETERS = np.dtype([("share", "f8"), ("fault", "i8")])
 STATE = np.dtype([("acks", "i8")])
 
 class Section(BaseModel):
     share: float = 0.5
+    fault: int = 0
 
 def parameters(section, host_bps, settings):
-    return np.array([(section.share,)], dtype=PARAMETERS)
+    return np.array([(section.share, section.fault)], dtype=PARAMETERS)
+
+if True:
+    from congestion.jit import kernel
+
+    @kernel
+    def end_at_once(flow):
+        flow.unacked = flow.num_packets
 
 def start(p, own, flow):
     flow.rate_bps = int(flow.line_rate_bps * p.share)
 
 def advance(p, own, flow, now):
-    pass
+    if p.fault == 3:
+        flow.window_bytes = 2**60
 
 def on_ack(p, own, flow, now, marked, rtt_ps, acked_bytes):
     own.acks += 1
+    if p.fault == 1:
+        flow.rate_bps = 0
+    elif p.fault == 2:
+        end_at_once(flow)
 
 def on_loss(p, own, flow, now):
     pass
@@ -44,27 +58,47 @@ name = enter(Path(sys.argv[1]))
 from congestion.files import read_flows
 from congestion.settings import settings_of
 from congestion.simulate import simulate
+from netlayer.errors import NetlayerError
 from topology.importers import read_fabric
 folder = Path(sys.argv[2])
 fabric = read_fabric([folder / "topo.txt"])
 flows = read_flows(folder / "flow.txt", fabric)
-outcome = simulate(fabric, flows, settings_of("ns3", tuple(sys.argv[3:])), name)
-fct = (outcome.finish_ps - outcome.start_ps).tolist()
-print(json.dumps({"name": name, "fct_ps": fct, "acks": outcome.state.entered_flow["acks"].tolist()}))
+for overrides in json.loads(sys.argv[3]):
+    told = {"name": name}
+    try:
+        outcome = simulate(fabric, flows, settings_of("ns3", tuple(overrides)), name)
+        told["fct_ps"] = (outcome.finish_ps - outcome.start_ps).tolist()
+        told["acks"] = outcome.state.entered_flow["acks"].tolist()
+    except NetlayerError as exc:
+        told["error"] = str(exc)
+    print(json.dumps(told))
 """
 GOLDEN = Path(__file__).parent / "golden" / "g1_single"
+_RUNS = (
+    (),
+    ("congestion.entered.share=0.25",),
+    ("congestion.entered.fault=1",),
+    ("congestion.entered.fault=2",),
+    ("congestion.entered.fault=3", "congestion.entered.share=1", "congestion.window_bytes=40960"),
+    ("congestion.entered.shar=0.25",),
+)
 
 
-def test_it_paces_and_is_told_of_acknowledgements(tmp_path):
+def test_it_paces_is_told_of_acknowledgements_and_moves_no_packet_itself(tmp_path):
+    """One process, for each of them compiles the engine around the law."""
     (tmp_path / "half.py").write_text(LAW)
-    found = []
-    for overrides in ((), ("congestion.entered.share=0.25",)):
-        command = [sys.executable, "-c", RUN, str(tmp_path / "half.py"), str(GOLDEN), *overrides]
-        found.append(json.loads(subprocess.run(command, check=True, capture_output=True, timeout=300).stdout))
-    assert [one["name"] for one in found] == ["half", "half"]
-    assert found[0]["acks"] == [2_441]  # the last one ends the flow
-    for one, share in zip(found, (0.5, 0.25), strict=True):
+    command = [sys.executable, "-c", RUN, str(tmp_path / "half.py"), str(GOLDEN), json.dumps(_RUNS)]
+    done = subprocess.run(command, check=True, capture_output=True, timeout=600, text=True)
+    half, quarter, stopped, cheat, greedy, misspelt = map(json.loads, done.stdout.splitlines())
+    assert half["name"] == "half"
+    assert half["acks"] == [2_441]  # the last one ends the flow
+    for one, share in ((half, 0.5), (quarter, 0.25)):
         assert one["fct_ps"][0] == pytest.approx(2_442 * 4_144 * 40 / share, rel=0.01)
+    assert "half.py, flow.rate_bps = 0: was set for flow 0: a rate is 1 bit/s or more" in stopped["error"]
+    assert "wrote a field of flow 0 that is the engine's; a law sets rate_bps and window_bytes alone" in cheat["error"]
+    # Ten packets a round trip, whatever window the law sets: NCCL's is no matter of the law.
+    assert greedy["fct_ps"][0] > 2_442 / 10 * 4_000_000
+    assert "congestion.entered.shar = 0.25: sets nothing in" in misspelt["error"]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +108,17 @@ def test_it_paces_and_is_told_of_acknowledgements(tmp_path):
         ("def on_loss(p, own, flow, now)", "def on_loss(p, own, flow)", "has no on_loss of 4 arguments"),
         ("def advance", "def progress", "has no advance of 4 arguments"),
         ("import numpy as np", "import numpyy as np", "does not run (ModuleNotFoundError"),
+        ("own.acks += 1", "own.ack += 1", "line 30 = own.ack: is no field of STATE; did you mean acks?"),
+        ("p.share)", "p.shore)", "line 23 = p.shore: is no field of PARAMETERS; did you mean share?"),
+        ("own.acks += 1", "flow.rate = 1", "= flow.rate: is no field of the flow; did you mean rate_bps?"),
+        ("own.acks += 1", "flow.unacked = 5", "line 30 = flow.unacked: is written, and is the engine's: laws read it"),
+        ("own.acks += 1", "flow.finish = now", "= flow.finish: is no field of the flow"),
+        ("own.acks += 1", "mine = flow; mine.next += 1", "= mine.next: is written, and is the engine's"),
+        (
+            "    own.acks += 1",
+            "    poke(flow)\n\ndef poke(its):\n    its.next = 3",
+            "= its.next: is written, and is the",
+        ),
     ],
 )
 def test_a_file_that_is_no_law_is_refused(tmp_path, old, new, message, monkeypatch):

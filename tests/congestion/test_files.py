@@ -3,7 +3,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from congestion.files import FlowSet, cm_nodes, read_cm, read_flows
+from congestion.files import FlowSet, cm_nodes, read_cm, read_flows, with_starts_of_ns3
 from netlayer.errors import ConfigError
 from tests.congestion.test_golden import GOLDEN
 from topology.importers import read_fabric
@@ -18,6 +18,14 @@ def test_starts_are_kept_as_written_and_ports_count_a_pair_up(tmp_path):
     assert flows.start_ps.tolist() == [2_002_000_000_000, 1, 1_000_000]
     assert flows.sport.tolist() == [10_000, 10_001, 10_000]
     assert flows.num_bytes.tolist() == [5000, 7, 9]
+
+
+def test_ns3_reads_starts_into_doubles_and_cuts_them(tmp_path):
+    path = tmp_path / "flow.txt"
+    starts = ("2", "2.000001582", "2.000000263", "2.000004959", "0.000000001", "2.0000000019999")
+    path.write_text(f"{len(starts)}\n" + "".join(f"0 1 3 100 5000 {one}\n" for one in starts))
+    cut = with_starts_of_ns3(read_flows(path, FABRIC)).start_ps // 1000
+    assert cut.tolist() == [2_000_000_000, 2_000_001_581, 2_000_000_263, 2_000_004_958, 1, 2_000_000_001]
 
 
 @pytest.mark.parametrize(

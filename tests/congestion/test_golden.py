@@ -33,9 +33,9 @@ def _fct_ns(flows: FlowSet, outcome: Outcome) -> np.ndarray:
 
 def _golden_ns(name: str, fabric: Graph, flows: FlowSet) -> np.ndarray:
     lines = [line.split() for line in (GOLDEN / name / "fct.txt").read_text().splitlines() if line]
-    known = {(int(line[0], 16), int(line[1], 16)): int(line[6]) for line in lines}
-    ends = zip(fabric.addresses[flows.src].tolist(), fabric.addresses[flows.dst].tolist(), strict=True)
-    return np.array([known[pair] for pair in ends])
+    known = {(int(line[0], 16), int(line[1], 16), int(line[2])): int(line[6]) for line in lines}
+    ends = (fabric.addresses[flows.src].tolist(), fabric.addresses[flows.dst].tolist(), flows.sport.tolist())
+    return np.array([known[each] for each in zip(*ends, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,15 @@ def test_incast_with_pfc():
 def test_every_flow_of_the_incast_within_a_thousandth():
     fabric, flows, outcome = _run("g2_incast16_none")
     np.testing.assert_allclose(_fct_ns(flows, outcome), _golden_ns("g2_incast16_none", fabric, flows), rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["g8_pfc_two_tier_13", "g8_pfc_two_tier_22"])
+def test_pauses_that_spread_over_two_tiers_to_the_nanosecond(name: str) -> None:
+    """Hundreds of arrivals at one moment: who is first decides who is paused."""
+    fabric, flows, outcome = _run(name, "congestion.buffer_bytes=2MiB")
+    assert outcome.state.port["pauses"].sum() > 100
+    found = (outcome.finish_ps - outcome.start_ps) // 1000
+    assert found.tolist() == _golden_ns(name, fabric, flows).tolist()
 
 
 @pytest.mark.parametrize(("name", "equal_hosts"), [("g2_incast16_none", True), ("g4_clos_perm_none", False)])

@@ -34,6 +34,9 @@ _COMPARED = (
     "nscc_flow",
     "hybrid_flow",
     "flowlet",
+    "spray",
+    "watchdog",
+    "cause",
     "sent",
 )
 _END_PS = 2_000_000_000  # without a timer a lost last packet is waited for to here
@@ -73,8 +76,8 @@ def scenarios(draw):
     if draw(st.booleans()):  # an incast
         dst = np.full_like(src, dst[0])
         src = np.where(src == dst, (src + 1) % many, src)
-    pfc, routing = draw(st.booleans()), draw(st.sampled_from(["ecmp", "spray", "flowlet"]))
-    selective = routing == "spray" or draw(st.booleans())
+    pfc, routing = draw(st.booleans()), draw(st.sampled_from(["ecmp", "spray", "flowlet", "hashed_ports"]))
+    selective = routing in ("spray", "hashed_ports") or draw(st.booleans())
     tight = draw(st.integers(2_500_000, 2_700_000) if pfc else st.integers(50_000, 400_000))
     chosen = Settings(
         mtu_bytes=draw(st.sampled_from([1000, 4096])),
@@ -82,6 +85,12 @@ def scenarios(draw):
         drop_tail=not pfc and draw(st.booleans()),
         buffer_bytes=draw(st.sampled_from([tight, 64 * 2**20])),
         headroom_bdps=draw(st.integers(0, 3)),
+        pfc_alpha=draw(st.sampled_from([0, 0, 1 / 64, 1, 8])),
+        xoff_bytes=draw(st.sampled_from([0, 0, 0, 20_000])),
+        xon_bytes=draw(st.sampled_from([0, 10_000])),
+        watchdog_detection_us=draw(st.sampled_from([0.0, 0.0, 5.0])) if pfc else 0.0,
+        watchdog_restoration_us=20.0,
+        watchdog_action=draw(st.sampled_from(["drop", "forward", "alert"])),
         kmin_bytes=20_000,
         kmax_bytes=100_000,
         loss_rate=draw(st.sampled_from([0.0, 0.01])),

@@ -6,13 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from congestion import link_samples
+from congestion.engine.looks import Looks, look_at
 from congestion.engine.tables import FLOW, KIND, NEVER, PORT, RUN
 from congestion.link_samples import LinkSamples
-from congestion.samples import Samples, interval_ps, run_sampled, stopped
+from congestion.samples import Samples, interval_ps, run_sampled
+from congestion.scenario_catalogue import build_scenario
 from congestion.scenario_fabric import Star, build_fabric
+from congestion.settings import settings_of
+from congestion.simulate import Simulation
 from topology.graph import Graph
 
 US = 1_000_000  # ps
@@ -44,8 +49,11 @@ class Run:
             self.time_ps = min(stop_ps, until_ps, self.lasts_ps)
             self.completed = self.time_ps == self.lasts_ps
             if look and self.time_ps == stop_ps:
-                look(self)
+                look.add(self.seen(*look.last), 1000)
         return self
+
+    def seen(self, last_ps: int = 0, acked: Any = 0) -> Looks:
+        return look_at(self.state, self.time_ps, last_ps, acked)
 
 
 @pytest.fixture
@@ -55,11 +63,11 @@ def fabric() -> Graph:
 
 def test_a_link_has_the_share_that_its_counters_grew_by(fabric: Graph) -> None:
     run, links = Run(fabric), LinkSamples(fabric, np.arange(2 * fabric.num_cables))
-    links.begin(run)
+    links.begin(run.seen())
     run.time_ps = 10 * US
     run.state.port["tx_bytes"][1] = 62_500  # half of 100 Gb/s for 10 us
     run.state.port["paused"][2], run.state.port["paused_at"][2] = 1, 8 * US
-    links.take(run)
+    links.add(run.seen())
     frame, tiers = links.links(), links.tiers()
     assert frame["utilisation"].tolist() == pytest.approx([0, 0.5, *[0] * (len(frame) - 2)])
     assert frame["pause_share"].tolist() == pytest.approx([0, 0, 0.2, *[0] * (len(frame) - 3)])
@@ -69,10 +77,10 @@ def test_a_link_has_the_share_that_its_counters_grew_by(fabric: Graph) -> None:
 
 def test_a_pause_that_is_over_still_reached_its_port(fabric: Graph) -> None:
     run, links = Run(fabric), LinkSamples(fabric, np.arange(2 * fabric.num_cables))
-    links.begin(run)
+    links.begin(run.seen())
     run.time_ps = 10 * US
     run.state.port["paused_ps"][0] = US
-    links.take(run)
+    links.add(run.seen())
     assert links.tiers()["paused_ports"].sum() == 0
     assert links.tiers()["reached_ports"].sum() == 1
 
@@ -80,20 +88,20 @@ def test_a_pause_that_is_over_still_reached_its_port(fabric: Graph) -> None:
 def test_a_port_is_stopped_where_one_of_its_classes_is(fabric: Graph) -> None:
     run, samples = Run(fabric, classes=2), Samples()
     run.state.lane["paused"][3] = 1
-    assert stopped(run.state).tolist() == [False, True, *[False] * (len(run.state.port) - 2)]
     run.time_ps = US
-    samples.take(run)
+    assert run.seen().stopped[0].tolist() == [False, True, *[False] * (len(run.state.port) - 2)]
+    samples.add(run.seen(), 1000)
     assert samples.rows[0]["paused_ports"] == 1
 
 
 def test_of_too_many_rows_the_busiest_links_stay(fabric: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_samples, "MAX_ROWS", 4)
     run, links = Run(fabric), LinkSamples(fabric, np.arange(2 * fabric.num_cables))
-    links.begin(run)
+    links.begin(run.seen())
     for turn in (1, 2):
         run.time_ps = turn * US
         run.state.port["tx_bytes"] += np.arange(len(run.state.port))
-        links.take(run)
+        links.add(run.seen())
     busiest = set(links.link[-2:])
     assert len(links.links()) == 4
     assert set(links.links()["link"]) == busiest
@@ -103,11 +111,11 @@ def test_of_too_many_rows_the_busiest_links_stay(fabric: Graph, monkeypatch: pyt
 def test_long_runs_keep_fewer_and_longer_intervals(fabric: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_samples, "_MAX_INTERVALS", 8)
     run, links = Run(fabric), LinkSamples(fabric, np.arange(2 * fabric.num_cables))
-    links.begin(run)
+    links.begin(run.seen())
     for turn in range(1, 33):
         run.time_ps = turn * US
         run.state.port["tx_bytes"] += 1_250
-        links.take(run)
+        links.add(run.seen())
     frame = links.links()
     times = sorted(set(frame["time_us"]))
     assert np.ptp(np.diff(times)) == 0
@@ -138,3 +146,43 @@ def test_an_interval_that_was_chosen_doubles_in_a_long_run(fabric: Graph) -> Non
 @pytest.mark.parametrize(("least_us", "interval_us"), [(400.0, 2), (2_600.0, 20), (1.0, 1)])
 def test_the_interval_is_round_and_fits_the_run(fabric: Graph, least_us: float, interval_us: float) -> None:
     assert interval_ps(least_us, Run(fabric).state) == interval_us * US
+
+
+@pytest.mark.parametrize(("every_us", "threads"), [(1, 1), (10, 2), (3.3, 1)])
+def test_the_engine_looks_as_a_run_stopped_for_each_look_is_seen(every_us: float, threads: int) -> None:
+    case = build_scenario("incast", ["scenario.senders=6", "scenario.num_bytes=300KB"])
+    settings, every_ps = settings_of("ns3", ("congestion.buffer_bytes=1MiB",)), round(every_us * US)
+
+    def begun(threads: int) -> tuple[Simulation, Samples]:
+        simulation = Simulation(case.fabric, case.flows, settings, "dcqcn", threads=threads)
+        return simulation, Samples(LinkSamples(case.fabric, simulation.link))
+
+    simulation, samples = begun(threads)
+    outcome = run_sampled(simulation, samples, every_ps)
+    assert outcome.pause_ps.any()
+    stopped, by_hand = begun(1)
+    by_hand.begin(stopped)
+    while not stopped.completed:
+        due = (stopped.time_ps // every_ps + 1) * every_ps
+        stopped.advance(due)
+        if stopped.time_ps >= due:
+            by_hand.add(look_at(stopped.state, stopped.time_ps, *by_hand.last), 4096)
+    assert samples.rows == by_hand.rows
+    for name, frame in samples.frames().items():
+        pd.testing.assert_frame_equal(frame, by_hand.frames()[name])
+
+
+def test_looks_are_read_when_no_row_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = build_scenario("incast", ["scenario.senders=2", "scenario.num_bytes=100KB"])
+    found = []
+    for cells in (1, 1 << 19):
+        monkeypatch.setattr("congestion.engine.looks._CELLS", cells)
+        simulation = Simulation(case.fabric, case.flows, settings_of("ns3"), "none")
+        samples = Samples()
+        simulation.run(9 * US, look=samples, every_ps=US)
+        simulation.run(look=samples, every_ps=US)
+        found.append(samples.rows)
+    assert found[0] == found[1]
+    *times, end = (row["time_us"] for row in found[0])
+    assert times == list(range(1, len(times) + 1))
+    assert len(times) < end < len(times) + 2

@@ -1,9 +1,13 @@
+import contextlib
+
 import numpy as np
 import pytest
 
 from congestion.control import dcqcn, hybrid, nscc, swift
 from congestion.control.rows import row_of
-from congestion.settings import PRESETS, Settings, settings_of
+from congestion.engine.build import build
+from congestion.scenario_catalogue import build_scenario
+from congestion.settings import PRESETS, Settings, _flat, settings_of
 from netlayer.errors import ConfigError
 
 LAWS = {"dcqcn": dcqcn, "swift": swift, "nscc": nscc, "hybrid": hybrid}
@@ -85,3 +89,15 @@ def test_dcqcn_scales_its_increases_with_the_nic():
 def test_a_row_wants_all_of_its_fields():
     with pytest.raises(ValueError, match="were given"):
         row_of(np.dtype([("a", "i8"), ("b", "i8")]), a=1)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e300", "1" + "0" * 30, "9e14", "1" + "0" * 15, "4294967296"])
+def test_no_number_passes_that_the_engine_cannot_hold(value: str) -> None:
+    """Each is refused in one line, or makes tables: of all laws, for these are made whatever law runs."""
+    case = build_scenario("incast", ["scenario.senders=1", "scenario.num_bytes=1KiB"])
+    for name, default in _flat(Settings().model_dump()).items():
+        if isinstance(default, int | float):
+            with contextlib.suppress(ConfigError):
+                build(case.fabric, case.flows, settings_of("ns3", (f"{name}={value}",)), "none", seed=0)
+    with pytest.raises(ConfigError, match=r"^congestion.classes.1.dcqcn.alpha_us = .*: is not within"):
+        settings_of("ns3", ("congestion.classes.1.dcqcn.alpha_us=1e300",))

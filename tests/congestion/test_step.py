@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from congestion.step import Repeated, Segment, phases_of, read_step, step_of, took_ps
+from congestion.step import (
+    Repeated,
+    Seen,
+    Segment,
+    next_counts,
+    numbers_of,
+    phases_of,
+    read_step,
+    repeated,
+    step_of,
+)
 from congestion.step_cli import step
 from netlayer.config import JobConfig
 from netlayer.errors import CheckFailed, ConfigError
@@ -47,39 +57,87 @@ def test_the_jobs_own_step_has_all_its_buckets_and_micro_batches() -> None:
         step_of(job(tp=4, pp=1, dp=1), 0, 1)
 
 
-def test_as_many_repetitions_are_simulated_as_wanted() -> None:
+def test_each_segment_is_simulated_so_often() -> None:
     segments = (Segment("a", 3), Segment("b+c", 1), Segment("a", 9))
-    assert phases_of(segments, 2) == "a,a,b+c,a,a"
-    assert phases_of(segments, 0).count("a") == 12
+    assert phases_of(segments, (2, 2, 2)) == "a,a,b+c,a,a"
+    assert phases_of(segments, (3, 1, 9)).count("a") == 12
 
 
-def test_a_run_is_taken_apart_by_repetitions() -> None:
-    segments = (Segment("a", 2), Segment("b", 5))
-    # Two flows a repetition of the first, three of the second; the last but one ends before the one before it.
-    finish = np.array([5, 10, 30, 20, 31, 32, 40, 39, 38, 37])
-    assert took_ps(segments, 2, finish, [2, 3]) == [(10, 20), (10, 0)]
-    with pytest.raises(ValueError, match="10 flows, the segments have 7"):
-        took_ps((*segments[:1], Segment("b", 1)), 2, finish, [2, 3])
+def test_flows_keep_the_numbers_that_they_have_in_the_whole() -> None:
+    segments = (Segment("a", 6), Segment("b", 2))
+    # Of a, two flows a repetition: the first two and the last; of b, one flow: all.
+    assert numbers_of(segments, (3, 2), (2, 1)).tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert numbers_of(segments, (6, 2), (2, 1)).tolist() == list(range(14))
 
 
-def test_what_is_skipped_takes_what_more_repetitions_took_longer() -> None:
-    part = Repeated(Segment("a", 10), (50, 20, 30, 10), (50, 10))  # 110 and 60: 25 each
-    assert part.each_ps == 25
-    assert part.total_ps == 110 + 6 * 25
-    assert part.bounds_ps == (110 + 6 * 10, 110 + 6 * 30)
-    row = part.row()
-    assert (row["simulated"], row["total_s"], row["low_s"], row["high_s"]) == (4, 260e-12, 170e-12, 290e-12)
+def seen(*repetitions: tuple[int, int], drawn: tuple[tuple[int, int], ...] = (), is_plain: bool = True) -> Seen:
+    """Two flows a repetition, which end at these times and begin 5 before."""
+    finish = np.array(repetitions).ravel()
+    return Seen(finish - 5, finish, is_plain, np.array(drawn, dtype=np.int64).reshape(-1, 2))
 
 
-def test_a_repetition_is_never_taken_for_longer_or_shorter_than_any_seen() -> None:
-    assert Repeated(Segment("a", 10), (50, 20, 30), (10, 5)).each_ps == 30
-    assert Repeated(Segment("a", 10), (50, 20, 30), (90, 9)).each_ps == 20
+def part(found: Seen, repeats: int) -> Repeated:
+    many = len(found.finish_ps) // 2
+    return repeated((Segment("a", repeats),), (many,), (2,), found)[0]
 
 
-def test_nothing_is_predicted_of_what_is_simulated_whole() -> None:
-    part = Repeated(Segment("a", 2), (50, 20), (50, 20))
-    assert (part.total_ps, part.bounds_ps) == (70, (70, 70))
-    assert Repeated(Segment("a", 1), (50,), (50,)).total_ps == 50
+def test_what_is_left_repeats_what_was_seen_three_times() -> None:
+    one = part(seen((10, 12), (20, 23), (30, 33), (40, 43), (60, 63)), 100)  # the last one is the segment's end
+    assert (one.period, one.period_ps, one.is_exact) == (1, 10, True)
+    assert one.took_ps == (12, 11, 10, 10, 20)
+    assert one.total_ps == 63 + 95 * 10
+    assert one.bounds_ps == (one.total_ps, one.total_ps)
+    row = one.row()
+    assert (row["simulated"], row["period"], row["skipped_as"], row["total_s"]) == (5, 1, "repeats exactly", 1013e-12)
+
+
+def test_repetitions_may_repeat_in_turns() -> None:
+    times = [10 * k + (k % 2) for k in range(1, 9)]
+    one = part(seen(*((each, each + 1) for each in times)), 108)
+    assert (one.period, one.period_ps, one.is_exact) == (2, 20, True)
+    assert not part(seen(*((each, each + 1) for each in times)), 109).is_exact
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        seen((10, 12), (20, 23), (30, 34), (40, 45), (50, 56), (60, 67)),  # a rank falls behind
+        seen((10, 12), (20, 23), (30, 33), (40, 43), (60, 63), drawn=((34, 35),)),  # a mark may have been drawn
+        seen((10, 12), (20, 23), (30, 33), (40, 43), (60, 63), is_plain=False),
+        seen((10, 12), (20, 23), (30, 33), (60, 63)),  # too few
+        seen((10, 42), (20, 52), (30, 62), (40, 72), (50, 82)),  # the fast rank is through before the slow one settles
+    ],
+)
+def test_what_may_go_otherwise_is_not_skipped(found: Seen) -> None:
+    one = part(found, 100)
+    assert (one.period, one.is_exact) == (0, False)
+    low, high = one.bounds_ps
+    assert low < one.total_ps < high or low == high
+
+
+def test_the_end_of_a_segment_begins_with_the_first_rank_that_goes_on() -> None:
+    both = (Segment("a", 50), Segment("b", 1))
+    start = np.array([0, 10, 20, 30, 40, 50, 22])  # that of b is under way from 22 on
+    found = Seen(start, start + 5)
+    first, second = repeated(both, (6, 1), (1, 1), found)
+    assert first.period == 0
+    assert (second.took_ps, second.is_exact) == ((0,), True)
+    assert repeated(both, (6, 1), (1, 1), Seen(np.append(start[:-1], 56), found.finish_ps))[0].period == 1
+    with pytest.raises(ValueError, match="7 flows, not those of the segments"):
+        repeated(both, (5, 1), (1, 1), found)
+
+
+def test_more_is_simulated_until_what_is_skipped_is_known() -> None:
+    known = Repeated(Segment("a", 82), (10,) * 8, 1, 10)
+    odd = Repeated(Segment("b", 83), (10, 12) * 4, 2, 22)
+    unknown = Repeated(Segment("c", 99), (10, 12) * 4)
+    random = Repeated(Segment("d", 199), (10, 12) * 4, is_random=True)
+    assert next_counts((known,), (8,), 0) is None
+    assert next_counts((known, odd, unknown, random), (8, 8, 8, 8), 0) == [8, 9, 24, 24]
+    assert next_counts((random,), (20,), 0) == [199]
+    assert next_counts((unknown,), (24,), 0) == [99]
+    assert next_counts((unknown,), (8,), 0.2) is None
+    assert Repeated(Segment("a", 2), (50, 20)).bounds_ps == (70, 70)
 
 
 def run(*arguments: str) -> dict:
@@ -89,29 +147,41 @@ def run(*arguments: str) -> dict:
 
 
 def test_what_repeats_itself_is_predicted_as_the_whole_gives_it(tmp_path) -> None:
-    segments = "all-gather*12,pipeline*2,reduce-scatter*15"
-    record = run(
-        "--step",
-        segments,
-        "--exact",
-        "4",
-        "--check",
-        "--cc",
-        "none",
-        "--set",
-        "scenario.bucket_bytes=64KiB",
-        "--out",
-        str(tmp_path),
-    )
+    segments = "all-gather*22,pipeline*2,reduce-scatter*25"
+    sizes = ("--set", "scenario.bucket_bytes=64KiB", "--out", str(tmp_path))
+    record = run("--step", segments, "--exact", "6", "--check", "--cc", "none", *sizes)
     assert record["source"] == "predicted"
     total, *parts = record["rows"]
-    assert (total["repeats"], total["simulated"]) == (29, 10)
-    assert [(one["repeats"], one["simulated"]) for one in parts] == [(12, 4), (2, 2), (15, 4)]
-    assert abs(total["error_share"]) < 1e-3
-    assert total["low_s"] <= total["whole_s"] <= total["high_s"]
-    hops = {name: engine["link_hops"] for name, engine in total["engine"].items()}
-    assert hops["half"] < hops["repeats"] < hops["whole"]
+    assert total["exact"]
+    assert total["repeats"] == 49
+    assert total["simulated"] < 49
+    assert [one["repeats"] for one in parts] == [22, 2, 25]
+    assert abs(total["error_share"]) < 1e-12
+    assert total["low_s"] == total["total_s"] == total["high_s"]
     assert list((tmp_path / "records").glob("congestion.step-*.json"))
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 40), marks=pytest.mark.slow)])
+def test_random_steps_are_what_their_wholes_are(seeds: range, tmp_path) -> None:
+    """Phases at once, drifting pipelines, marks under DCQCN: skipped where they repeat, simulated where they do not."""
+    skipped = dict.fromkeys(("none", "dcqcn"), 0)
+    for seed in seeds:
+        rng, law = np.random.default_rng(seed), ("none", "dcqcn")[seed % 2]
+        phases = ["all-gather", "pipeline", "reduce-scatter", "all-gather+pipeline"]
+        step_text = ",".join(f"{rng.choice(phases)}*{rng.integers(1, 14)}" for _ in range(rng.integers(1, 4)))
+        values = [f"scenario.bucket_bytes={rng.integers(4, 48)}KiB", "congestion.kmin_bytes=20000"]
+        sets = [word for value in [*values, "congestion.kmax_bytes=80000"] for word in ("--set", value)]
+        arguments = ("--step", step_text, "--cc", law, "--exact", "4", "--check", *sets, "--out", str(tmp_path))
+        total, *_ = run(*arguments)["rows"]
+        assert total["exact"]
+        assert abs(total["error_share"]) < 1e-12, arguments
+        skipped[law] += total["repeats"] - total["simulated"]
+    assert min(skipped.values()) > 0, skipped
+
+
+def test_guesses_are_made_where_they_are_asked_for_and_named_so(tmp_path) -> None:
+    total, part = run("--step", "pipeline*9", "--exact", "2", "--within", "9", "--out", str(tmp_path))["rows"]
+    assert (total["exact"], total["simulated"], part["skipped_as"]) == (False, 2, "guessed")
 
 
 def test_a_prediction_whose_bounds_do_not_hold_fails(tmp_path, monkeypatch) -> None:

@@ -20,7 +20,7 @@ _INT32 = 2**31
 # numba-cuda, as torch 2.11's images have it, names these as it is loaded, and NumPy 2.5 does no more.
 _NAMED_ANEW = {"row_stack": "vstack", "in1d": "isin", "trapz": "trapezoid"}
 # What a run is looked at by; the rest comes when it is kept.
-_LOOKED = ("run", "port", "node", "flow", "receiver", "lane", "next_time", "flowlet")
+_LOOKED = ("run", "port", "node", "flow", "receiver", "lane", "next_time", "flowlet", "cause", "spray", "watchdog")
 _LOOKED_LAWS = ("dcqcn_flow", "swift_flow", "nscc_flow", "hybrid_flow", "entered_flow")
 _SCRATCH = ("seen", "order", "due")  # of a window
 _CHUNKS = ("entry", "following")  # whose contents are those of queues

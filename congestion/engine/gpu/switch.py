@@ -16,8 +16,8 @@ from congestion.engine import switch as rules
 from congestion.engine.buffer import marked
 from congestion.engine.gpu.atomics import add, least
 from congestion.engine.gpu.lists import after, arrival_on, put, send_on, take_off
-from congestion.engine.packets import drawn, flow_of, is_lost, path_of, size_of, took
-from congestion.engine.tables import ACK_PATH, FLOWLET, HOP_MASK, HOP_SHIFT, NEVER, PATH_SHIFT, PFC
+from congestion.engine.packets import drawn, flow_of, is_lost, next_in_turn, number_of, path_of, size_of, took
+from congestion.engine.tables import ACK_PATH, FLOWLET, HOP_MASK, HOP_SHIFT, NEVER, PATH_SHIFT, PFC, SPRAY
 from congestion.jit import inlined, kernel
 from congestion.machine import has
 
@@ -64,9 +64,9 @@ def take(s, room, base, n, lane, lanes, end):  # type: ignore[no-untyped-def]
     node = s.node[n]
     many = np.int64(node.num_ports)
     first_place, step_by = lane, lanes
-    if (
-        has(s.features, "extras") and s.run[0].routing == FLOWLET
-    ):  # which looks at what came before: one lane does it all
+    if has(s.features, "extras") and (
+        s.run[0].routing == FLOWLET or s.run[0].routing == SPRAY
+    ):  # which look at what came before: one lane does it all
         first_place, step_by = (0, 1) if lane == 0 else (many, 1)
     num_bytes, frames, soonest = 0, 0, NEVER
     for place in range(first_place, many, step_by):
@@ -105,8 +105,11 @@ def _take_port(s, room, base, node, place, end):  # type: ignore[no-untyped-def]
                     and word & (HOP_MASK << HOP_SHIFT | 3) == 0
                 ):
                     word |= _least_loaded(s, room, base, node, flow_of(word), arrival) << PATH_SHIFT
-                hop = ((word >> HOP_SHIFT) & HOP_MASK) + 1 + (ACK_PATH if word & 3 else 0)
-                seen.out = s.path[path_of(s, word), np.uint32(hop)]
+                if has(s.features, "extras") and s.run[0].routing == SPRAY:
+                    seen.out = next_in_turn(s, s.port[s.port[p].peer].to, word)
+                else:
+                    hop = ((word >> HOP_SHIFT) & HOP_MASK) + 1 + (ACK_PATH if word & 3 else 0)
+                    seen.out = s.path[path_of(s, word), np.uint32(hop)]
             seen.word = word
             add(room, base + np.int64(seen.out - node.first_port), 1)
             came += 1
@@ -121,7 +124,7 @@ def _least_loaded(s, room, base, node, f, now):  # type: ignore[no-untyped-def]
     """As `engine.switch` has it, by our counts."""
     run, last = s.run[0], s.flowlet
     if now - last[f, 1] > run.flowlet_gap:
-        shortest, first_one = NEVER, drawn(run.seed, np.int64(f), now) % run.num_paths
+        shortest, first_one = NEVER, drawn(run.seed, number_of(s, f), now) % run.num_paths
         for i in range(run.num_paths):
             path = (first_one + i) % run.num_paths
             p = s.path[np.int64(f) * run.num_paths + path, 1]
@@ -151,7 +154,11 @@ def look(s, room, base, n, lane, lanes, num_bytes, frames):  # type: ignore[no-u
         for place in range(lane, many, lanes):
             ingress = s.port[node.first_port + place]
             worst = max(ingress.in_bytes - run.reserve_bytes, 0) + room[base + 3 * many + place]
-            near += np.int64(worst >= free >> s.kind[ingress.kind].shift)
+            kind = s.kind[ingress.kind]
+            near += np.int64(worst >= min(free << kind.lift >> kind.shift, run.xoff_bytes))
+        near += np.int64(held > node.pool_bytes)
+        if has(s.features, "extras"):
+            near += np.int64(run.watchdog_after != 0)
     begin = 0
     for place in range(many):  # nothing but `room`: lanes that read memory here would wait for each other's turn
         if place % lanes == lane:

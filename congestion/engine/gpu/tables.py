@@ -64,6 +64,7 @@ class Tables(NamedTuple):
     hybrid_flow: Rows
     entered: Rows
     entered_flow: Rows
+    law_view: Rows
     sent: NDArray[np.int64]
     rtt: Rows
     cause: Ints
@@ -73,6 +74,8 @@ class Tables(NamedTuple):
     flap_from: Ints
     flap: Ints
     flowlet: NDArray[np.int64]
+    spray: NDArray[np.uint32]
+    watchdog: Rows
     waiting_from: NDArray[np.int64]
     waiting: NDArray[np.uint32]
     path: NDArray[np.uint32]
