@@ -174,8 +174,8 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         unused: parameters that get a gradient on no rank: `"skip"`, the optimiser leaves them alone, as in plain torch;
             `"zero"`: their gradient counts as zeros (they decay, momentum goes on), and ranks need not ask each other.
         data_writes: into parameters through `.data`, which autograd does not count. `"adopt"`: before each step every
-            rank compares its shard with its master where their dtypes differ: 6 bytes of memory traffic an element on GPUs;
-            `"ignore"`: for a loop that writes none.
+            rank compares its shard with its master where their dtypes differ, 6 bytes of memory traffic an element on
+            GPUs; `"ignore"`: for a loop that writes none.
         broadcast_buffers: rank 0's buffers (of batch norms, say) go to all ranks after each step.
         whole: says by name and shape which parameters one rank each owns whole, for optimisers that need a matrix:
             see [Note: whole matrices]. None: none.

@@ -426,8 +426,8 @@ class _Kept:
         ports = measures.port_frame(case.fabric, outcome)
         own = {"completed": outcome.completed, "interrupted": outcome.interrupted, "wall_s": outcome.wall_s}
         since_us = outcome.since_ps / _PS_PER_US if outcome.warmup_ps else None
-        own |= {"lossless_drops": lossless_drops(outcome), "open": open_words(outcome.open_flows)}
-        self.rows.append({"cc": law, **measures.summary(flows, ports, since_us), **own})
+        notes = {"lossless_drops": lossless_drops(outcome), "open": open_words(outcome.open_flows)}
+        self.rows.append({"cc": law, **measures.summary(flows, ports, since_us), **own, **notes})
         if samples:
             for name, frame in {"flows": flows, "ports": ports, **samples.frames()}.items():
                 frame.insert(0, "cc", law)
