@@ -93,6 +93,13 @@ COMMANDS: tuple[Command, ...] = (
     Command(".venv/bin/netlayer simulate --list"),
     Command(".venv/bin/netlayer simulate incast --cc dcqcn,swift,nscc,hybrid --html incast.html"),
     Command(
+        ".venv/bin/netlayer simulate incast --switch-config config_db.json --strict",
+        instead=".venv/bin/netlayer nic switch --profile examples/profiles/lossless-dcqcn.toml --format sonic "
+        "--base config_db.json --chip tomahawk-5 --out configured && "
+        ".venv/bin/netlayer simulate incast --switch-config configured/config_db.json --strict",
+        why="with what `nic switch` writes for the switch",
+    ),
+    Command(
         ".venv/bin/netlayer simulate poisson --cc none --warmup-us 500 --until-flows 95% --sample-us 10 "
         "--out runs/poisson"
     ),
@@ -136,6 +143,11 @@ COMMANDS: tuple[Command, ...] = (
     Command(".venv/bin/netlayer train --dry-run examples/megascale-12288.toml"),
     Command('.venv/bin/netlayer sample runs/a --prompt "def " --tokens 100 --temperature 0.8'),
     _gpus(".venv/bin/torchrun --nproc-per-node 8 .venv/bin/netlayer train job.toml", 8),
+    _gpus(
+        ".venv/bin/torchrun --max-restarts 3 --nproc-per-node 8 .venv/bin/netlayer train job.toml --resume auto "
+        "--out runs/a",
+        8,
+    ),
     _only_parsed(
         ".venv/bin/torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host0:29400 "
         ".venv/bin/netlayer train job.toml",
