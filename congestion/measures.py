@@ -85,7 +85,7 @@ def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
             "slowdown": fct / ideal,
             "goodput_bps": flows.num_bytes * float(_BYTE_PS) / fct,
             "retransmissions": outcome.state.flow["resent"],
-            "cnps": outcome.state.receiver["cnps"],
+            "cnps": outcome.state.receiver["cnps"].astype(np.int64),
         }
     )
     if (outcome.finish_ps < 0).any():

@@ -215,7 +215,7 @@ def test_an_interruption_with_the_last_event_is_told():
 
 
 def test_an_interruption_that_the_compiler_swallows_is_told_after_it(monkeypatch):
-    def compiling(state, _until):
+    def compiling(state, _until, _looks):
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         return state, 0
