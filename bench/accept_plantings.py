@@ -34,13 +34,16 @@ _PHASES = ("gemm", "neighbours", "all_reduce", "pairs", "train")
 _LINK_MS, _SHARED_LINK_MS = (5.0, 50.0), (40.0, 100.0)
 """Delay range of a slow link. Ranks that take turns on a GPU need 5 to 10 ms a message; four times that is slow."""
 _KINDS: tuple[PlantKind, ...] = ("slow", "hang", "corrupt", "slowlink", "pulse")
+# Both end with their parent, whatever ended it.
 _BURSTS = """
-import random, time
-while True:
+import os, random, time
+parent = os.getppid()
+while os.getppid() == parent:
     end = time.perf_counter() + random.uniform(0.02, 0.2)
     while time.perf_counter() < end: pass
     time.sleep(random.uniform(0.05, 0.5))
 """
+_BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 
 
 @click.command()
@@ -71,7 +74,7 @@ def command(options: RunOptions, runs: int, healthy: int, ranks: int, backend: s
     try:
         with contextlib.ExitStack() as beside:
             for _ in range(busy):
-                beside.enter_context(_noise("while True: pass"))
+                beside.enter_context(_noise(_BUSY))
             for row in measure(options.seed, runs, healthy, ranks, backend, limit_s):
                 rows.append(row)
                 click.echo(_line(row), err=True)
