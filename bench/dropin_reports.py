@@ -42,7 +42,7 @@ SIDES = ("ddp", "fsdp2", "ours")
 _LIMIT_S = 60.0
 _GRACE_S = 4.0
 _TOLERANCE = 1e-6
-_WORDS = 240
+_MESSAGE_CHARS = 240
 
 
 class Side:
@@ -53,7 +53,7 @@ class Side:
         self._generator = torch.Generator().manual_seed(7)
 
     def wrap(self, module: nn.Module, **ours: Any) -> Any:
-        """What the loop calls. Keyword arguments are our wrapper's alone."""
+        """Return the module that the loop calls. Keyword arguments go to our wrapper alone."""
         if self.name == "ddp":
             return nn.parallel.DistributedDataParallel(module)
         if self.name == "fsdp2":
@@ -69,7 +69,7 @@ class Side:
         return ShardedDataParallel(module, **ours) if self.name == "ours" else module
 
     def optimizer(self, model: Any, kind: Any, only: Callable[[str, Any], bool] | None = None, **settings: Any) -> Any:
-        """Over all parameters, or those that `only` picks by name and shape."""
+        """Make an optimiser of all parameters, or of those that `only` picks by name and shape."""
         if self.name == "ours":
             return model.optimizer(kind, only=only, **settings)
         named = [(name.removeprefix("module."), parameter) for name, parameter in model.named_parameters()]
@@ -85,11 +85,11 @@ class Side:
         return x if whole else x[self.rank :: self.ranks]
 
     def values(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Whole and as they are now."""
+        """Return whole copies of the tensors as they are now."""
         return [self.whole(tensor).detach().clone() for tensor in tensors]
 
     def whole(self, tensor: Any) -> Tensor:
-        """Of a DTensor, all of it."""
+        """Return the full tensor of a DTensor, and any other as it is."""
         return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
 
 
@@ -823,15 +823,15 @@ REPORTS = [
 
 
 def outcome(case: Callable[[Side], list[Tensor]], name: str, rank: int, ranks: int) -> str:
-    """Of one side on this rank."""
+    """Run the program on one side, and compare this rank's tensors with plain torch's."""
     expected = case(Side("plain"))
     try:
-        found = case(Side(name, rank, ranks))
+        actual = case(Side(name, rank, ranks))
     except Exception as exc:  # noqa: BLE001 - what is asked for
-        words = " ".join(str(exc).split())
-        return f"raises {type(exc).__name__}: {words[:_WORDS]}"
+        message = " ".join(str(exc).split())
+        return f"raises {type(exc).__name__}: {message[:_MESSAGE_CHARS]}"
     off = max(
-        (float((a.double() - b.double()).abs().max()) for a, b in zip(found, expected, strict=True) if a.numel()),
+        (float((a.double() - b.double()).abs().max()) for a, b in zip(actual, expected, strict=True) if a.numel()),
         default=0.0,
     )
     return "equal" if off < _TOLERANCE else f"differs by {off:.1e}"
@@ -854,7 +854,7 @@ def _run_rank(case: Callable[[Side], list[Tensor]], name: str, rank: int, ranks:
 
 
 def run(report: Report, name: str, ranks: int = 2) -> str:
-    """What a side makes of a report: the outcome of the rank that fares worst."""
+    """Run a report's program on one side, and return the outcome of the rank that fares worst."""
     context = multiprocessing.get_context("fork")  # torch is imported once
     with tempfile.TemporaryDirectory() as folder:
         processes = [

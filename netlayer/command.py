@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 _PATH = click.Path(path_type=Path)
 _OF_A_RUN = ("report.html", "metrics.jsonl", "validation.jsonl", "trace.json", "checkpoints", "tensorboard")
-_RESUMES = "train"
-"""The command that can resume a run in its folder."""
 _LOCK = ".run.lock"
 _LOGS = "logs"
 """Of a run that did nothing else, they do not keep the next one out: a refused checkpoint leaves them."""
@@ -122,13 +120,13 @@ def open_out(out: Path | None, command: str) -> Path:
 
 
 @contextlib.contextmanager
-def open_run(out: Path | None, command: str, *, continues: bool = False) -> Iterator[Path]:
+def open_run(out: Path | None, command: str, *, continues: bool | None = None) -> Iterator[Path]:
     """Open the output folder of a long run, as `open_out`, in a context.
 
     If the run ends early, prints where its partial output is, or removes the folder if there is none.
 
     Args:
-        continues: it may resume an earlier run in the folder.
+        continues: it may resume an earlier run in the folder; None: the command never resumes one.
 
     Raises:
         ConfigError: the folder cannot be created or written to, or holds another run, whose files would be mixed in.
@@ -137,7 +135,7 @@ def open_run(out: Path | None, command: str, *, continues: bool = False) -> Iter
     if out is not None and not continues and (earlier or _records_in(out)):
         rule, remedy = f"holds an earlier run ({earlier or 'records'})", "give a new folder, or remove that one"
         is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        if command == _RESUMES:
+        if continues is not None:
             remedy = "resume in it with --resume auto" + ", or give a new folder" * (not is_restart)
         elif is_restart:
             remedy = "a restart by torchrun cannot go on in it: start again, with a new folder"

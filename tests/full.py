@@ -5,7 +5,7 @@ where somebody has worked before comes to light. `COMMANDS` says of each command
 stands, or with other words (why is said), or it is only parsed, because it needs GPUs, a cluster or a day. A command of
 README that is not in the list is an error; tests/integration/test_readme.py holds the two together in every CI run.
 
-Needs Python alone: the clone makes its own environment. About two hours on two cores, an hour of it `make test`.
+Needs Python alone: the clone makes its own environment. On two cores it takes hours, `make test` alone half of one.
 """
 
 from __future__ import annotations

@@ -198,8 +198,8 @@ def _replace_durably(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _unused(path: Path) -> Path:
-    number, found = 1, path
-    while found.exists():
+    number, free = 1, path
+    while free.exists():
         number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found
+        free = path.with_name(f"{path.name}-{number}")
+    return free

@@ -1,4 +1,4 @@
-"""From where a run starts: `--resume` and `--out` together, and what of it a restart by torchrun means.
+"""Resolution of the checkpoint that a run starts from: `--resume` with `--out`, and under a restart by torchrun.
 
 A checkpoint of another folder starts a run in `--out`, which must be new. One in `--out` itself resumes there
 (`trainer.history`). `--resume auto` is the newest good checkpoint of `--out`, or none while there is none: the same
@@ -94,13 +94,13 @@ def _newest(out: Path) -> Start:
             notes.append(f"note: {path} is newer, and was passed over: it lacks {META}")
             continue
         try:
-            found = find(path)
+            meta = find(path)
         except ConfigError as exc:
             damaged.append(exc)
             notes.append(f"note: {path} is newer, and was passed over: it {exc.rule}")
             continue
-        newer = [each for each in unproven_in(path.parent) if step_of(each) > found.step]
-        return Start(dataclasses.replace(found, passed_over=newer), True, True, tuple(notes))
+        newer = [each for each in unproven_in(path.parent) if step_of(each) > meta.step]
+        return Start(dataclasses.replace(meta, passed_over=newer), True, True, tuple(notes))
     if damaged:
         raise damaged[0]
     if (out / METRICS).exists():

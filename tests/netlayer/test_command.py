@@ -145,7 +145,7 @@ def test_a_restart_by_torchrun_is_told_how_to_go_on(tmp_path: Path, monkeypatch:
         pass
     with (
         pytest.raises(ConfigError, match=r"earlier run .*; resume in it with --resume auto$"),
-        open_run(tmp_path, "train"),
+        open_run(tmp_path, "train", continues=False),
     ):
         pass
     with open_run(tmp_path, "train", continues=True) as folder:
