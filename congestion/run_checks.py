@@ -1,4 +1,4 @@
-"""What a run says of itself: a law that may not be believed, a lossless fabric that dropped, flows that are still open.
+"""Checks of a run: laws that break the rules, drops of a lossless fabric, and why flows are still open.
 
 Each is read off the state as it stands; nothing here changes a run.
 """
@@ -27,7 +27,7 @@ _STARVED = 0.01  # of its line rate: a flow that is held to less is starved, not
 
 
 def law_fault(state: State) -> NetlayerError | None:
-    """What a law from a file did that no law may."""
+    """Return the error for what a law from a file did that no law may; None: it did nothing of the kind."""
     run = state.run[0]
     kind, flow, value = (int(run[name]) for name in ("law_fault", "law_fault_flow", "law_fault_value"))
     where = f"LAW {entered.path}"
@@ -44,7 +44,8 @@ def law_fault(state: State) -> NetlayerError | None:
 
 
 def check_bound(outcome: Outcome, law: str) -> None:
-    """
+    """Void a run in which a flow ended sooner than physics lets it.
+
     Raises:
         CheckFailed: a flow ended sooner than its bytes can be sent and acknowledged on an idle path.
     """
@@ -62,7 +63,7 @@ def check_bound(outcome: Outcome, law: str) -> None:
 
 
 def least_ps(state: State) -> Ints:
-    """Start to last ACK of each flow at the least: alone on its path; where it has many, past its own NIC."""
+    """Return the least time of each flow from start to last ACK, ps: alone on its path; past its NIC if it has many."""
     if state.run["routing"][0] == ECMP:
         return ideal_ps(state)
     flow = state.flow
@@ -77,7 +78,7 @@ def lossless_drops(outcome: Outcome) -> int:
 
 
 def lossless_note(fabric: Graph, outcome: Outcome, settings: Settings) -> str:
-    """Where a fabric with PFC dropped, and what its headroom lacks; empty where it did not."""
+    """Say where a fabric with PFC dropped, and what its headroom lacks; empty if it did not drop."""
     drops = outcome.state.cause[:, 2]
     if not drops.any():
         return ""
@@ -100,7 +101,7 @@ def lossless_note(fabric: Graph, outcome: Outcome, settings: Settings) -> str:
 
 
 def law_note(law: str, settings: Settings, state: State) -> str:
-    """A law whose target lies below the idle round trip of flows, which it then holds at its least rate for ever."""
+    """Warn of a law whose target lies below the idle round trip: it holds such flows at its least rate for ever."""
     flow, notes = state.flow, []
     for number in sorted(set(flow["tuned"].tolist())):
         own = settings.of_class(number)
@@ -125,7 +126,7 @@ def law_note(law: str, settings: Settings, state: State) -> str:
 
 
 def open_flows(outcome: Outcome) -> dict[int, str]:
-    """By flow that did not end, why: a word of `_KINDS`, then what there is to say of it."""
+    """Return why each open flow did not end: a kind of reason, then details, by flow."""
     flow = outcome.state.flow
     return {f: _why(outcome, f) for f in np.flatnonzero(flow["finish"] < 0).tolist()}
 

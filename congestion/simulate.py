@@ -352,7 +352,8 @@ class Simulation:
         return outcome
 
     def _check_law(self) -> None:
-        """
+        """Stop a run whose law from a file broke the rules.
+
         Raises:
             ConfigError: a law from a file did what no law may.
         """

@@ -1,4 +1,4 @@
-"""What a run looked like at equal intervals, written down by the loop over windows itself.
+"""Samples of a run at equal intervals of simulated time, written down by the loop over windows itself.
 
 A look from Python costs some hundred microseconds, in which a small fabric runs for as many microseconds of simulated
 time. The first worker takes it while the others wait. Left out: what is made of looks (`congestion.samples`).
