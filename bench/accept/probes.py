@@ -5,9 +5,10 @@ Judgement is elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +32,22 @@ def run_probe(name: str, device: torch.device, args: Mapping[str, Any], tap: Tap
         args: arguments of the probe.
         tap: hook around direct NCCL calls of the pairs probe.
     """
-    return PROBES[name](device, args, tap)
+    with _on_core(args["core"] if device.type == "cpu" and "core" in args else None):
+        return PROBES[name](device, args, tap)
+
+
+@contextlib.contextmanager
+def _on_core(number: int | None) -> Iterator[None]:
+    """Keep this thread on one of the cores that it may use, counted round; None or another system: leave it alone."""
+    if number is None or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _gemm(device: torch.device, args: Mapping[str, Any], _tap: Tap | None) -> Rows:

@@ -71,6 +71,7 @@ class Trial:
         scores: scores of single series with their distance to the threshold, for the record.
         evidence: GPU counters and states of the hosts before and after, for the record.
         stopped_hosts: ranks whose process is denied its core, so that their GPU is not blamed.
+        num_turns: number of rounds in which ranks took turns so far.
     """
 
     fleet: Fleet
@@ -84,6 +85,7 @@ class Trial:
     scores: list[dict[str, Any]] = field(default_factory=list)
     evidence: list[dict[str, Any]] = field(default_factory=list)
     stopped_hosts: set[int] = field(default_factory=set)
+    num_turns: int = 0
 
     def label(self, ranks: Iterable[int]) -> str:
         """Return the name of ranks in findings: `node3`, or `node2 - node3` for a link."""
@@ -99,7 +101,14 @@ class Trial:
         return [member.rank for member in self.members if member.host in hosts]
 
     def alone(self, phase: str, name: str, args: Mapping[str, Any], ranks: Sequence[int], *, turns: bool) -> Rows:
-        """Run a probe on single ranks, one after the other (`turns`) or all at once; return its rows."""
+        """Run a probe on single ranks, one after the other (`turns`) or all at once; return its rows.
+
+        In a round of turns all ranks compute on the same core, and in the next round on the next one: a core may be
+        slower than others for as long as another tenant uses its sibling, and a rank that the scheduler leaves there
+        would look slow.
+        """
+        if turns:
+            args, self.num_turns = {**args, "core": self.num_turns}, self.num_turns + 1
         batches = [[(rank,)] for rank in ranks] if turns else [[(rank,) for rank in ranks]]
         return self._run(phase, name, args, batches)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.accept import phases
+from bench.accept import phases, probes
 from bench.accept.bisect import Culprits, find_culprits
 from bench.accept.fleet import Fleet, Outcome, Where
 from bench.accept.matrix import judge_matrix
@@ -57,6 +60,38 @@ def test_the_planted_fault_is_named_and_nobody_else(seed: int) -> None:
     if world.kind in ("hang", "stuck inside", "dead", "corrupt"):
         assert world.ranks[0] not in trial.alive
         assert len(trial.alive) == num_ranks - 1
+
+
+class OneSlowCore(SimulatedFleet):
+    """One of two cores is slow, and the scheduler keeps rank 5 alone there unless a core is asked for."""
+
+    def run(self, name: str, args: Mapping[str, Any], groups: Iterable[Sequence[int]], limit_s: float) -> list[Outcome]:
+        outcomes = super().run(name, args, groups, limit_s)
+        for outcome in outcomes:
+            if args.get("core", outcome.group == (5,)) % 2:
+                for row in outcome.rows:
+                    row |= {key: 1.3 * row[key] for key in ("p50_us", "p99_us", "min_us")}
+                    row["iterations_us"] = [1.3 * time_us for time_us in row["iterations_us"]]
+        return outcomes
+
+
+def test_a_rank_that_stays_on_a_slow_core_is_not_charged_with_it() -> None:
+    fleet = OneSlowCore(World("none", (), 1.0, noise=0.005), seed=0)
+    trial = Trial(cast(Fleet, fleet), members_of([("localhost", 8)], 1), work_for("gloo", None), list(range(8)))
+    for name in ("gemm", "copy"):
+        phases.PHASES[name](trial, silent)
+    assert not trial.suspects
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_a_probe_on_a_core_stays_there_and_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(probes.PROBES, "gemm", lambda *_: [{"cores": os.sched_getaffinity(0)}])
+    before = os.sched_getaffinity(0)
+    for core in range(3):
+        [row] = probes.run_probe("gemm", torch.device("cpu"), {"core": core})
+        assert row["cores"] == {sorted(before)[core % len(before)]}
+        assert os.sched_getaffinity(0) == before
+    assert probes.run_probe("gemm", torch.device("cpu"), {}) == [{"cores": before}]
 
 
 @pytest.mark.parametrize("seed", range(40))

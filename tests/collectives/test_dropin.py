@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Join
 
 from collectives import ShardedDataParallel
 from collectives.elementwise import check_elementwise
+from tests.collectives.bf16_cases import bf16_is_as_near_to_ddp_as_ddp_in_another_order
 from tests.collectives.conftest import RunCase
 from tests.collectives.dropin_cases import DROPIN_CASES
 from tests.collectives.harness import Case, Ranks, assert_passed, on_gpus, on_ranks
@@ -25,6 +26,18 @@ RANKS = [
 
 @pytest.mark.parametrize(("case", "ranks"), on_ranks(DROPIN_CASES, RANKS, []))
 def test_programs_among_ranks(case: Case, ranks: Ranks, run_case: RunCase) -> None:
+    assert_passed(run_case(case, ranks))
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param((4, "cpu"), id="4-gloo", marks=pytest.mark.slow),
+        pytest.param((4, "cuda"), id="4-nccl", marks=on_gpus(4)),
+    ],
+)
+@pytest.mark.parametrize("case", [bf16_is_as_near_to_ddp_as_ddp_in_another_order])
+def test_bf16_among_ranks(case: Case, ranks: Ranks, run_case: RunCase) -> None:
     assert_passed(run_case(case, ranks))
 
 
