@@ -23,14 +23,14 @@ from typing import Any
 
 import click
 
-from bench.accept.fleet import Fleet
-from bench.accept.gpu_speeds import measure_gpu_speeds
-from bench.accept.links import Link, start_local
-from bench.accept.pairing import measure_pairs
-from bench.accept.plant import Plant, PlantKind
+from bench.accept.agents.fleet import Fleet
+from bench.accept.agents.links import Link, start_local
+from bench.accept.agents.plant import Plant, PlantKind
+from bench.accept.phases.gpu_speeds import measure_gpu_speeds
+from bench.accept.phases.pairing import measure_pairs
+from bench.accept.phases.trial import Trial
+from bench.accept.phases.work import work_for
 from bench.accept.run import Settings, members_of, worker_config
-from bench.accept.trial import Trial
-from bench.accept.work import work_for
 from netlayer import environ
 from netlayer.environ import usable_gpus
 from netlayer.errors import HardwareMissing

@@ -19,11 +19,11 @@ from typing import Any
 
 import click
 
-from bench.accept.links import Link, start_local
-from bench.accept.plant import Plant, PlantKind
+from bench.accept.agents.links import Link, start_local
+from bench.accept.agents.plant import Plant, PlantKind
+from bench.accept.phases.work import work_for
 from bench.accept.run import Settings, members_of, run
 from bench.accept.run_output import sentence
-from bench.accept.work import work_for
 from netlayer import environ
 from netlayer.command import RunOptions, run_options_without_config
 from netlayer.environ import usable_gpus

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from netlayer.config_file import parse_toml
+from netlayer.config.file import parse_toml
 from netlayer.errors import ConfigError
 from netlayer.results import RunRecord, load_record, write_text
 

@@ -31,12 +31,12 @@ import click
 
 from netlayer import environ
 from netlayer.command import RunOptions, run_options_without_config
-from netlayer.config import JobConfig, build_config
+from netlayer.config.tree import JobConfig, build_config
 from netlayer.errors import CheckFailed, CollectiveFailed, NetlayerError, RankFailed
-from netlayer.launch import launch
-from netlayer.meeting import meeting_place
-from netlayer.rank import RankContext
+from netlayer.launch.launcher import launch
+from netlayer.launch.rank import RankContext
 from netlayer.results import RunRecord, utc_now, write_text
+from netlayer.store.meeting import meeting_place
 from trainer.data.prepare import Corpus
 from trainer.train import Work, prepare
 
@@ -267,7 +267,7 @@ def _train(job: JobConfig, layout: str, corpus: Corpus, out: Path, fault: Fault)
 @contextlib.contextmanager
 def _launcher_times() -> Iterator[list[float]]:
     """Collect the times at which the launcher logs that it ends all ranks."""
-    times, logger = list[float](), logging.getLogger("netlayer.launch")
+    times, logger = list[float](), logging.getLogger("netlayer.launch.launcher")
     handler = logging.Handler(logging.WARNING)
     handler.emit = (  # type: ignore[method-assign]
         lambda record: times.append(record.created) if "all ranks are ended" in record.getMessage() else None
@@ -293,7 +293,7 @@ def _is_alive(pid: int) -> bool:
 
 def run_faulty(context: RankContext, work: Work, fault: Fault) -> None:
     """Run a rank like `netlayer train`, with the fault injected; for a `pause`, also with long phases."""
-    from trainer import checkpoint
+    from trainer.checkpoint import save_load as checkpoint
     from trainer.loop import Launched, Trainer
     from trainer.worker import run_rank
 
@@ -344,8 +344,8 @@ def _inject(fault: Fault, step_s: float, out: Path) -> None:
 
 def run_in_turn(context: RankContext, work: Work, segments: int, steps: int) -> tuple[list[float], list[float]]:
     """Return ratios (with a watch / without) of step times and of CPU times, one for each pair of segments."""
-    from collectives.hang import HangLimits
-    from collectives.watch import Watch
+    from collectives.watch.hang import HangLimits
+    from collectives.watch.watchdog import Watch
     from trainer.loop import Trainer
     from trainer.worker import meet
 

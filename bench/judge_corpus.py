@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from bench.accept.judge import Judgement, judge_files
+from bench.accept.judge.logs import Judgement, judge_files
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import check_target, write_text
 

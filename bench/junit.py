@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from bench.accept.evidence.log import printable
-from bench.options import MIN_BW_VARIABLE
-from bench.table import MIN_BW_SHARE, fast_enough, mean_bus_bw
+from bench.perf.options import MIN_BW_VARIABLE
+from bench.perf.table import MIN_BW_SHARE, fast_enough, mean_bus_bw
 from netlayer.results import RunRecord
 
 

@@ -15,10 +15,10 @@ import click
 
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 from netlayer.errors import CheckFailed
-from netlayer.meeting import MeetingPlace, meeting_place
 from netlayer.results import RunRecord, utc_now, write_text
+from netlayer.store.meeting import MeetingPlace, meeting_place
 from trainer.train import Backend, TrainResult, prepare, train
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from bench.options import PerfOptions
+from bench.perf.options import PerfOptions
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options_without_config
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
@@ -133,8 +133,8 @@ def compare(comparison: Comparison, register: int, out: Path) -> Iterator[tuple[
     Raises:
         CheckFailed: nccl-tests ended with an error.
     """
-    from bench.measure import measure
-    from bench.table import nccl_tests_json
+    from bench.perf.measure import measure
+    from bench.perf.table import nccl_tests_json
 
     here = replace(comparison, options=replace(comparison.options, local_register=register))
     out.mkdir(exist_ok=True)

@@ -24,19 +24,19 @@ from typing import Any, Literal, get_args
 import click
 import numpy as np
 
-from bench.heap_engine import simulate_by_heap
+from bench.simulator.heap_engine import simulate_by_heap
 from congestion.engine.build import build
-from congestion.files import FlowSet
-from congestion.scenario import Permutation, permutation
-from congestion.scenario_fabric import FatTree, build_fabric
-from congestion.settings import Settings, settings_of
-from congestion.simulate import Backend, Outcome, simulate
+from congestion.scenarios.fabric import FatTree, build_fabric
+from congestion.scenarios.patterns import Permutation, permutation
+from congestion.simulation.files import FlowSet
+from congestion.simulation.settings import Settings, settings_of
+from congestion.simulation.simulate import Backend, Outcome, simulate
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options_without_config
 from netlayer.errors import CheckFailed
 from netlayer.progress import Stages
 from netlayer.results import RunRecord, utc_now, write_text
-from topology.graph import Graph
+from topology.fabric.graph import Graph
 
 Case = Literal["line-rate", "dcqcn"]
 CASES: tuple[Case, ...] = get_args(Case)

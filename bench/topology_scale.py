@@ -26,16 +26,16 @@ import numpy as np
 
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
-from netlayer.config import Config, build_config
-from netlayer.config_file import example
+from netlayer.config.file import example
+from netlayer.config.tree import Config, build_config
 from netlayer.errors import CheckFailed
 from netlayer.results import RunRecord, utc_now, write_text
-from topology.clos import Clos, Ints
-from topology.hashing import Ecmp, HashName
-from topology.load import place
-from topology.rates import max_min
-from topology.routing import route
-from topology.traffic import Flows, Kind, headers, job_flows
+from topology.ecmp.hashing import Ecmp, HashName
+from topology.ecmp.load import place
+from topology.ecmp.routing import route
+from topology.fabric.clos import Clos, Ints
+from topology.rates.max_min import max_min
+from topology.traffic.job import Flows, Kind, headers, job_flows
 
 Placement = Literal["packed", "scattered"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)

@@ -10,59 +10,62 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collectives.exchange import TensorExchange as TensorExchange
-    from collectives.exchange import open_exchange as open_exchange
-    from collectives.health import HealthRow as HealthRow
-    from collectives.nodes import virtual_node_environ as virtual_node_environ
-    from collectives.pipeline import PipelineChannel as PipelineChannel
-    from collectives.pipeline_links import PipelineLinks as PipelineLinks
-    from collectives.pipeline_links import open_link_groups as open_link_groups
-    from collectives.prepare import execution_order as execution_order
-    from collectives.recorder import Collective as Collective
-    from collectives.recorder import Recorder as Recorder
-    from collectives.recorder import Span as Span
-    from collectives.recorder import StepComm as StepComm
-    from collectives.sharded import ShardedDataParallel as ShardedDataParallel
-    from collectives.small import SmallCollectives as SmallCollectives
-    from collectives.small_tune import tune as tune
-    from collectives.tensor import ColumnParallelLinear as ColumnParallelLinear
-    from collectives.tensor import RowParallelLinear as RowParallelLinear
-    from collectives.trace import align_clocks as align_clocks
-    from collectives.trace import chrome_trace as chrome_trace
-    from collectives.trace import record_trace as record_trace
-    from collectives.trace import write_trace as write_trace
-    from collectives.tuning import TuningTable as TuningTable
-    from collectives.watch import Watch as Watch
+    from collectives.health.checks import HealthRow as HealthRow
+    from collectives.pipeline.channel import PipelineChannel as PipelineChannel
+    from collectives.pipeline.links import PipelineLinks as PipelineLinks
+    from collectives.pipeline.links import open_link_groups as open_link_groups
+    from collectives.sharded.data_parallel import ShardedDataParallel as ShardedDataParallel
+    from collectives.sharded.prepare import execution_order as execution_order
+    from collectives.small.messages import SmallCollectives as SmallCollectives
+    from collectives.small.table import TuningTable as TuningTable
+    from collectives.small.tuner import tune as tune
+    from collectives.tensor.exchange import TensorExchange as TensorExchange
+    from collectives.tensor.exchange import open_exchange as open_exchange
+    from collectives.tensor.linear import ColumnParallelLinear as ColumnParallelLinear
+    from collectives.tensor.linear import RowParallelLinear as RowParallelLinear
+    from collectives.transport.nodes import virtual_node_environ as virtual_node_environ
+    from collectives.watch.recorder import Collective as Collective
+    from collectives.watch.recorder import Recorder as Recorder
+    from collectives.watch.recorder import Span as Span
+    from collectives.watch.recorder import StepComm as StepComm
+    from collectives.watch.trace import align_clocks as align_clocks
+    from collectives.watch.trace import chrome_trace as chrome_trace
+    from collectives.watch.trace import record_trace as record_trace
+    from collectives.watch.trace import write_trace as write_trace
+    from collectives.watch.watchdog import Watch as Watch
     from netlayer.workload.messages import Message as Message
     from netlayer.workload.messages import Traffic as Traffic
 
 _HOME = {
-    "Collective": "recorder",
-    "ColumnParallelLinear": "tensor",
-    "HealthRow": "health",
+    "Collective": "collectives.watch.recorder",
+    "ColumnParallelLinear": "collectives.tensor.linear",
+    "HealthRow": "collectives.health.checks",
     "Message": "netlayer.workload.messages",
-    "PipelineChannel": "pipeline",
-    "PipelineLinks": "pipeline_links",
-    "Recorder": "recorder",
-    "RowParallelLinear": "tensor",
-    "ShardedDataParallel": "sharded",
-    "SmallCollectives": "small",
-    "Span": "recorder",
-    "StepComm": "recorder",
-    "TensorExchange": "exchange",
+    "PipelineChannel": "collectives.pipeline.channel",
+    "PipelineLinks": "collectives.pipeline.links",
+    "Recorder": "collectives.watch.recorder",
+    "RowParallelLinear": "collectives.tensor.linear",
+    "ShardedDataParallel": "collectives.sharded.data_parallel",
+    "SmallCollectives": "collectives.small.messages",
+    "Span": "collectives.watch.recorder",
+    "StepComm": "collectives.watch.recorder",
+    "TensorExchange": "collectives.tensor.exchange",
     "Traffic": "netlayer.workload.messages",
-    "TuningTable": "tuning",
-    "Watch": "watch",
-    "align_clocks": "trace",
-    "chrome_trace": "trace",
-    "execution_order": "prepare",
-    "open_exchange": "exchange",
-    "open_link_groups": "pipeline_links",
-    "record_trace": "trace",
-    "tune": "small_tune",
-    "virtual_node_environ": "nodes",
-    "write_trace": "trace",
+    "TuningTable": "collectives.small.table",
+    "Watch": "collectives.watch.watchdog",
+    "align_clocks": "collectives.watch.trace",
+    "chrome_trace": "collectives.watch.trace",
+    "execution_order": "collectives.sharded.prepare",
+    "open_exchange": "collectives.tensor.exchange",
+    "open_link_groups": "collectives.pipeline.links",
+    "record_trace": "collectives.watch.trace",
+    "tune": "collectives.small.tuner",
+    "virtual_node_environ": "collectives.transport.nodes",
+    "write_trace": "collectives.watch.trace",
 }
+
+# Whole modules, which are used by their names.
+_MODULES = {"health": "collectives.health", "recorder": "collectives.watch.recorder"}
 
 __all__ = [
     "Collective",
@@ -94,9 +97,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("health", "recorder"):  # whole modules, which are used by their names
-        return importlib.import_module(f"collectives.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name in _HOME:
-        home = _HOME[name] if "." in _HOME[name] else f"collectives.{_HOME[name]}"
-        return getattr(importlib.import_module(home), name)
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

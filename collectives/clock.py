@@ -2,7 +2,7 @@
 
 A mark is a point in time: on the CPU the host's clock itself, on CUDA an event on the stream that is current. A time
 base has one reference event of which the host's time is known, and places every other event by the device's own clock,
-relative to that. Left out: clocks of several hosts (`collectives.trace` aligns those).
+relative to that. Left out: clocks of several hosts (`collectives.watch.trace` aligns those).
 
 [Note: precision] CUDA reports the time between two events in milliseconds as a float of 24 bits: after a minute that is
 4 us, after an hour 0.25 ms. So a time base must not grow old; `Recorder` takes a new one every minute. Taking one waits
@@ -27,7 +27,7 @@ def take_mark(by_events: bool, stream: torch.cuda.Stream | None = None) -> Mark 
         return time.perf_counter_ns()
     import torch
 
-    from collectives.current_stream import current_stream
+    from collectives.transport.current_stream import current_stream
 
     if torch.cuda.is_current_stream_capturing():
         return None

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from congestion.retransmit import recovery_s, schedule
-from congestion.verbs import QpError, QpSettings, connected, pattern
+from congestion.retransmit.timers import recovery_s, schedule
+from congestion.verbs.measure import QpError, QpSettings, connected, pattern
 from lab.cable import Cable
 from netlayer.results import RunRecord, utc_now, write_text
 

@@ -1,4 +1,4 @@
-"""The UDP source ports that queue pairs get, captured, beside those that `topology.source_port` says.
+"""The UDP source ports that queue pairs get, captured, beside those that `topology.ecmp.source_port` says.
 
 Runs inside the virtual machine: `lab/run.sh python3 -m lab.ports /out/ports.json`. Each queue pair sends one WRITE;
 half of them leave the flow label 0 as NCCL does, the others have one each.
@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from congestion.nic.pcap import read_pcap
-from congestion.nic.pcap_streams import analyse, summarise
-from congestion.verbs import QpSettings, connected
+from congestion.nic.capture.pcap import read_pcap
+from congestion.nic.capture.streams import analyse, summarise
+from congestion.verbs.measure import QpSettings, connected
 from lab.cable import capture
 from netlayer.results import RunRecord, utc_now, write_text
-from topology.source_port import flow_label_source_port, udp_source_port
+from topology.ecmp.source_port import flow_label_source_port, udp_source_port
 
 _BYTES = 4096
 

@@ -23,26 +23,28 @@ import click
 import netlayer
 from netlayer import lazy_group
 from netlayer.errors import EXIT_OK, EXIT_USAGE, FULL_DISK, NetlayerError
-from netlayer.interrupt import Interrupts, counted_interrupts
+from netlayer.launch.interrupt import Interrupts, counted_interrupts
+from netlayer.launch.rank import end_rank
 from netlayer.lazy_group import Lazy, LazyGroup
-from netlayer.rank import end_rank
 
 logger = logging.getLogger(__name__)
 
 _COMMANDS = {
     "accept": Lazy("bench.accept.cli:accept", "Acceptance: which node, GPU or link is bad: measured, or from logs."),
-    "arena": Lazy("congestion.arena_cli:arena", "Congestion: all control laws on a frozen suite, one table."),
+    "arena": Lazy("congestion.commands.arena:arena", "Congestion: all control laws on a frozen suite, one table."),
     "bench": Lazy("bench.group:bench", "Records of benches: compare two of them."),
     "nic": Lazy("congestion.nic.cli:nic", "RDMA NICs: inventory, configuration, timers, packets, counters."),
     "observe": Lazy("netlayer.observe.command:observe", "A job that stands still: which rank is to blame."),
-    "quickstart": Lazy("bench.quickstart:quickstart", "The main job: bench, fabric, training and one report."),
-    "retransmit": Lazy("congestion.retransmit_cli:retransmit", "Which retransmit timers outlive which link flaps."),
-    "sample": Lazy("trainer.sample_cli:sample", "Text from a checkpoint of any layout."),
-    "simulate": Lazy("congestion.cli:simulate", "Congestion: flows over a fabric, packet by packet."),
-    "step": Lazy("congestion.step_cli:step", "Congestion: a whole training step, what repeats itself skipped."),
-    "sweep": Lazy("congestion.sweep_cli:sweep", "Congestion: parameters x laws x seeds, or the best of them."),
+    "quickstart": Lazy("bench.quickstart.command:quickstart", "The main job: bench, fabric, training and one report."),
+    "retransmit": Lazy(
+        "congestion.commands.retransmit:retransmit", "Which retransmit timers outlive which link flaps."
+    ),
+    "sample": Lazy("trainer.commands.sample:sample", "Text from a checkpoint of any layout."),
+    "simulate": Lazy("congestion.commands.simulate:simulate", "Congestion: flows over a fabric, packet by packet."),
+    "step": Lazy("congestion.commands.step:step", "Congestion: a whole training step, what repeats itself skipped."),
+    "sweep": Lazy("congestion.commands.sweep:sweep", "Congestion: parameters x laws x seeds, or the best of them."),
     "topology": Lazy("topology.cli:topology", "The CLOS fabric: describe it, hash a job's flows over it."),
-    "train": Lazy("trainer.cli:train", "Train a job: tensor, pipeline and data parallel over the layer."),
+    "train": Lazy("trainer.commands.train:train", "Train a job: tensor, pipeline and data parallel over the layer."),
 }
 _PERF_SUFFIX = "_perf"
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -109,7 +111,7 @@ def show(path: Path | None, overrides: tuple[str, ...]) -> None:
     Example:
       netlayer config show --config examples/laptop.toml --set job.parallel.dp=4 --set cluster.gpus_per_server=4
     """
-    from netlayer.config_file import load_config, to_toml
+    from netlayer.config.file import load_config, to_toml
 
     resolved = load_config(path, overrides)
     if path is None or "job" in resolved.model_fields_set:  # else the job is the default one, not the file's
@@ -125,7 +127,7 @@ def show(path: Path | None, overrides: tuple[str, ...]) -> None:
 @click.option("--set", "overrides", multiple=True, metavar="A.B=VALUE", help="Override one value; repeatable.")
 def check(path: Path | None, overrides: tuple[str, ...]) -> None:
     """Check a configuration: exit 0 if it is good, else 2 with one line that says what to change."""
-    from netlayer.config_file import load_config
+    from netlayer.config.file import load_config
 
     tree = load_config(path, overrides)
     ranks, servers = tree.cluster.num_gpus, tree.cluster.servers
@@ -140,7 +142,7 @@ def main() -> None:
 def perf() -> None:
     """Entry of `all_gather_perf` and its sisters: the name it was called by chooses the module of `bench`."""
     name = Path(sys.argv[0]).name
-    run(lambda: _load(f"bench.{name.removesuffix(_PERF_SUFFIX)}:command"), name)
+    run(lambda: _load(f"bench.perf.collectives.{name.removesuffix(_PERF_SUFFIX)}:command"), name)
 
 
 def run(command: click.Command | Callable[[], click.Command], name: str) -> None:

@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from netlayer import log, rank
+from netlayer import log
 from netlayer.errors import ConfigError
-from netlayer.interrupt import uninterrupted
+from netlayer.launch import rank
+from netlayer.launch.interrupt import uninterrupted
 from netlayer.lock import LockBusy, claimed
 from netlayer.results import check_target, hide_passwords
 
 if TYPE_CHECKING:
-    from netlayer.config import Config
+    from netlayer.config.tree import Config
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class RunOptions:
 
     def load_config(self, default: Path | None = None) -> Config:
         """The resolved tree; `default` is the file where no `--config` was given."""
-        from netlayer.config_file import load_config
+        from netlayer.config.file import load_config
 
         return load_config(self.config_path or default, self.overrides)
 

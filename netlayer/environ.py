@@ -1,7 +1,7 @@
 """What this machine has: for `netlayer doctor`, and for the environment that every record keeps.
 
 Versions come from package metadata and devices from the system's own tools, so nothing heavy is imported. Left out:
-whether a device works (collectives.health) and how a NIC is set (congestion.nic).
+whether a device works (collectives.health.checks) and how a NIC is set (congestion.nic).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import netlayer
 from netlayer.errors import ConfigError, HardwareMissing, PackageClash
-from netlayer.redis_server import find_redis_binary
+from netlayer.store.redis_server import find_redis_binary
 
 if TYPE_CHECKING:
-    from netlayer.rank import RankEnv
+    from netlayer.launch.rank import RankEnv
 
 PACKAGES = ("netlayer", "topology", "congestion", "collectives", "trainer", "bench")
 

@@ -22,8 +22,8 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from netlayer.errors import ConfigError
-from netlayer.meeting import SCHEMES, check_url
-from netlayer.store import DEFAULT_TIMEOUT, RedisStore
+from netlayer.store.meeting import SCHEMES, check_url
+from netlayer.store.redis_store import DEFAULT_TIMEOUT, RedisStore
 
 __all__ = ["SCHEMES", "open_store", "take_back"]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from netlayer.interrupt import held_interrupt
+from netlayer.launch.interrupt import held_interrupt
 
 
 class Lazy(NamedTuple):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from netlayer.command import open_out
 from netlayer.errors import ConfigError
-from netlayer.interrupt import uninterrupted
+from netlayer.launch.interrupt import uninterrupted
 
 _RECORDS = "records"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

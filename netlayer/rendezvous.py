@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 
 import netlayer
-from netlayer.arrivals import await_all
 from netlayer.errors import ConfigError, GroupFailed
 from netlayer.layout import DIMENSIONS, ParallelLayout, describe_ranks
-from netlayer.meeting import SCHEMES
-from netlayer.tcp_store import first_line, open_tcp_store
+from netlayer.store.arrivals import await_all
+from netlayer.store.meeting import SCHEMES
+from netlayer.store.tcp_store import first_line, open_tcp_store
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, Store

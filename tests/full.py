@@ -164,7 +164,7 @@ COMMANDS: tuple[Command, ...] = (
         4,
     ),
     _only_parsed(
-        ".venv/bin/python -m bench.mfu_page runs/*/records/bench.mfu-*.json --out page",
+        ".venv/bin/python -m bench.mfu.page runs/*/records/bench.mfu-*.json --out page",
         "needs records of bench.mfu, which GPUs make",
     ),
     Command(".venv/bin/python -m bench.convergence --model 1m --tokens 200k"),

@@ -10,11 +10,11 @@ import os
 import shutil
 from pathlib import Path
 
-from bench.blame_worlds import random_world, write_dumps
-from netlayer.config import ClusterConfig
+from bench.blame.worlds import random_world, write_dumps
+from netlayer.config.tree import ClusterConfig
 from tests.congestion.nic_packets.talk import Talk
 from tests.topology.reports import write_sonic
-from topology.plant import Plant
+from topology.fabric.plant import Plant
 
 
 def main() -> None:

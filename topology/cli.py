@@ -45,9 +45,9 @@ def describe(options: RunOptions) -> None:
     """
     from netlayer.output import open_output
     from netlayer.results import utc_now
-    from topology.clos import Clos
     from topology.commands.records import keep, load_cluster
     from topology.commands.tables import print_fabric
+    from topology.fabric.clos import Clos
 
     started, config = utc_now(), load_cluster(options)
     fabric = Clos.build(config.cluster)

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from netlayer.config import Config
-from topology.balance import BalanceName, chooser, spray
-from topology.clos import Clos, Ints
-from topology.compare import traffic_flows
-from topology.contention import Contention, busiest, contend
-from topology.hashing import FIVE_TUPLE, Field
-from topology.load import Load, place
-from topology.members import members
-from topology.placement import StrategyName
-from topology.routing import route
-from topology.traffic import Flows, Kind, headers
-from topology.wires import Wires, flow_table, link_table
+from netlayer.config.tree import Config
+from topology.ecmp.balance import BalanceName, chooser, spray
+from topology.ecmp.compare import traffic_flows
+from topology.ecmp.hashing import FIVE_TUPLE, Field
+from topology.ecmp.load import Load, place
+from topology.ecmp.members import members
+from topology.ecmp.routing import route
+from topology.fabric.clos import Clos, Ints
+from topology.fabric.wires import Wires, flow_table, link_table
+from topology.placement.strategies import StrategyName
+from topology.rates.contention import Contention, busiest, contend
+from topology.traffic.job import Flows, Kind, headers
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from netlayer.config import Config
-from topology.clos import Clos
-from topology.failures import Failure, alive_links, lost_capacity
-from topology.hashing import HashName
-from topology.placement import StrategyName, num_slots, place_slots, usable_servers
-from topology.step import Step, run_step, slot_flows
-from topology.survivors import unreachable_pairs
-from topology.traffic import Flows
+from netlayer.config.tree import Config
+from topology.ecmp.hashing import HashName
+from topology.fabric.clos import Clos
+from topology.failures.faults import Failure, alive_links, lost_capacity
+from topology.failures.survivors import unreachable_pairs
+from topology.placement.strategies import StrategyName, num_slots, place_slots, usable_servers
+from topology.traffic.job import Flows
+from topology.traffic.step import Step, run_step, slot_flows
 from topology.workers import in_order_of_end
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from typing import Any, TypeVar
 
 from netlayer.errors import ConfigError
-from netlayer.interrupt import uninterrupted
+from netlayer.launch.interrupt import uninterrupted
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")

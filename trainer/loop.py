@@ -37,16 +37,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from collectives.recorder import Recorder, StepComm
-from collectives.watch import Watch
-from netlayer.config import EvaluationConfig, JobConfig
+from collectives.watch.recorder import Recorder, StepComm
+from collectives.watch.watchdog import Watch
+from netlayer.config.tree import EvaluationConfig, JobConfig
 from netlayer.errors import CheckFailed, NetlayerError
 from netlayer.rendezvous import Groups
 from netlayer.workload.flops import step_flops, utilisation
 from netlayer.workload.model_size import num_parameters, padded_vocabulary
 from netlayer.workload.peaks import peak_flops
-from trainer import checkpoint
-from trainer.checkpoint_meta import Meta
+from trainer.checkpoint import save_load as checkpoint
+from trainer.checkpoint.meta import Meta
 from trainer.data.batches import Slice, even_starts, micro_batches, rank_slice, sample_starts
 from trainer.data.prepare import Corpus
 from trainer.notes import Notes, NotesInFlight, every_ranks, spread_losses

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from netlayer.config import MetricsConfig
+from netlayer.config.tree import MetricsConfig
 from netlayer.errors import ConfigError
 from netlayer.results import writing
 

@@ -2,8 +2,8 @@
 
 The blocks are cut into p * v runs (p stages, v chunks a stage: `netlayer.workload.stages`); a chunk's linears are
 spread over the tensor-parallel group, its masters and optimiser state over the data-parallel one
-(`collectives.sharded`, a wrapper a chunk, so that a chunk's gradients are scattered while the next one computes).
-Whatever the layout, losses and gradients are those of one process, but for the order of sums.
+(`collectives.sharded.data_parallel`, a wrapper a chunk, so that a chunk's gradients are scattered while the next one
+computes). Whatever the layout, losses and gradients are those of one process, but for the order of sums.
 
 [Note: gradients that are not whole] Between the linears a tensor-parallel rank has some positions only, so gradients of
 norms and positions are sums over its own; they are added up over the group once a step, on the shards. A tied token
@@ -26,19 +26,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from collectives.exchange import DEFAULT_CHUNKS, TensorExchange, open_exchange
-from collectives.lane import Flight, Lane
-from collectives.norms import each_norm, total_norm
-from collectives.pipeline import PipelineChannel
-from collectives.pipeline_links import Path, PipelineLinks, open_link_groups
-from collectives.prepare import open_groups, open_lanes
-from collectives.recorder import Recorder
-from collectives.sharded import LanePair, ShardedDataParallel
-from collectives.symmetric import why_unusable
-from collectives.tensor import ColumnParallelLinear, RowParallelLinear
-from collectives.watch import Watch
-from collectives.windows import are_worth_it
-from netlayer.config import JobConfig
+from collectives.pipeline.channel import PipelineChannel
+from collectives.pipeline.links import Path, PipelineLinks, open_link_groups
+from collectives.sharded.data_parallel import LanePair, ShardedDataParallel
+from collectives.sharded.norms import each_norm, total_norm
+from collectives.sharded.prepare import open_groups, open_lanes
+from collectives.tensor.exchange import DEFAULT_CHUNKS, TensorExchange, open_exchange
+from collectives.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from collectives.transport.lane import Flight, Lane
+from collectives.transport.symmetric import why_unusable
+from collectives.transport.windows import are_worth_it
+from collectives.watch.recorder import Recorder
+from collectives.watch.watchdog import Watch
+from netlayer.config.tree import JobConfig
 from netlayer.layout import ParallelLayout
 from netlayer.rendezvous import Groups
 from netlayer.workload.comm_bytes import bucket_limit
@@ -47,8 +47,8 @@ from netlayer.workload.fit import has_room_for_copies, has_room_for_windows
 from netlayer.workload.schedule import Schedule, forward_only
 from netlayer.workload.stages import run_of
 from netlayer.workload.zero_bubble import of_job
-from trainer.linears import parts
-from trainer.model import GPT, build_model
+from trainer.model.gpt import GPT, build_model
+from trainer.model.linears import parts
 from trainer.pipeline import StageModel, run_schedule
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from collectives.pipeline import PipelineChannel
-from collectives.postponed import Postponed
-from collectives.recorder import Recorder
+from collectives.pipeline.channel import PipelineChannel
+from collectives.sharded.postponed import Postponed
+from collectives.watch.recorder import Recorder
 from netlayer.workload.messages import Message
 from netlayer.workload.schedule import Action, Schedule
 

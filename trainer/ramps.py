@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from netlayer.config import BatchConfig, OptimizerConfig
+from netlayer.config.tree import BatchConfig, OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:

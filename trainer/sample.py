@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from netlayer import environ
-from netlayer.config import ModelConfig, build_section
+from netlayer.config.tree import ModelConfig, build_section
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.workload.model_size import num_parameters, qkv_width, up_width
-from trainer.checkpoint import PARAMETER, Files
-from trainer.checkpoint_meta import Meta
+from trainer.checkpoint.meta import Meta
+from trainer.checkpoint.save_load import PARAMETER, Files
 from trainer.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
-from trainer.linears import parts
-from trainer.model import GPT, build_model
+from trainer.model.gpt import GPT, build_model
+from trainer.model.linears import parts
 
 _UNFINISHED = "\ufffd"  # what a character shows as whose last bytes are still to come
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from collectives.recorder import Recorder
+from collectives.watch.recorder import Recorder
 from trainer.parallel import MicroBatch, Optimizers, SplitModel
 
 logger = logging.getLogger(__name__)

@@ -3,9 +3,10 @@
 SIGTERM is what launchers, Slurm (scancel, preemption) and Kubernetes send; SIGUSR1 what Slurm sends ahead of a limit
 (`--signal=USR1@60`). Left out: Ctrl-C, and how ranks agree on the step (`trainer.loop`).
 
-[Note: who counts] Under torchrun or srun this process counts the signals. Ranks of `netlayer.launch` leave that to
-their launcher, which passes the first one on: a Slurm step's signal reaches it and them alike, and would count twice.
-Other launchers pass it on as well, so where ranks count what comes within moments of the first is the same request.
+[Note: who counts] Under torchrun or srun this process counts the signals. Ranks of `netlayer.launch.launcher` leave
+that to their launcher, which passes the first one on: a Slurm step's signal reaches it and them alike, and would count
+twice. Other launchers pass it on as well, so where ranks count what comes within moments of the first is the same
+request.
 
 [Note: torchrun] It waits 30 s for its ranks, then it kills them: a checkpoint and a held-out batch that vouches for it
 take less, or newer ones are given more (`--shutdown-timeout`); a kill between the two leaves a whole one, unproven. It
@@ -30,7 +31,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from netlayer.launch import ECHO_S, PASSED_ON
+from netlayer.launch.launcher import ECHO_S, PASSED_ON
 
 logger = logging.getLogger(__name__)
 

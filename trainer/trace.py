@@ -1,6 +1,6 @@
 """`trace.json` of some steps: what every rank computed, sent and received, for ui.perfetto.dev.
 
-Left out: the format (`collectives.trace`), and kernels one by one (torch.profiler has those).
+Left out: the format (`collectives.watch.trace`), and kernels one by one (torch.profiler has those).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from netlayer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collectives.recorder import StepComm
+    from collectives.watch.recorder import StepComm
     from netlayer.layout import ParallelLayout
 
 TRACE = "trace.json"
@@ -73,7 +73,7 @@ class StepTracer:
         """
         import torch.distributed as dist
 
-        from collectives.trace import ClockAlignment, RankTrace, align_clocks, record_trace, write_trace
+        from collectives.watch.trace import ClockAlignment, RankTrace, align_clocks, record_trace, write_trace
 
         if not self._kept:
             return

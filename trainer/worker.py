@@ -2,7 +2,7 @@
 
 On the CPU the same seed gives the same losses to the bit, in the same layout, with as many threads and on the same kind
 of processor, which choose a GEMM's kernel; on a GPU that would cost the fastest kernels, so there they agree to
-rounding. Left out: what a step does (`trainer.loop`), and starting processes (`netlayer.launch`).
+rounding. Left out: what a step does (`trainer.loop`), and starting processes (`netlayer.launch.launcher`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collectives.hang import HangLimits
-from collectives.watch import Watch
-from netlayer.config import JobConfig
+from collectives.watch.hang import HangLimits
+from collectives.watch.watchdog import Watch
+from netlayer.config.tree import JobConfig
 from netlayer.environ import has_own_gpu, more_in_sight
 from netlayer.errors import CollectiveFailed, ConfigError, HardwareMissing, RanksMissing
-from netlayer.rank import RankContext
+from netlayer.launch.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
-from trainer.checkpoint_meta import Meta, find
+from trainer.checkpoint.meta import Meta, find
 from trainer.history import METRICS, VALIDATION, RowFile, resume_history
 from trainer.loop import Place, Row, Trainer, run
 from trainer.metrics import Sink, open_sinks

@@ -74,8 +74,8 @@ def accept(context: click.Context, /, verbose: int, **options: Any) -> None:
         if used:
             raise click.UsageError(f"options of the run stand before no sub-command: --{used.replace('_', '-')}")
         return
-    from bench.accept import phases
     from bench.accept.command import AcceptOptions, accept_run
+    from bench.accept.phases import run as phases
     from netlayer import log
     from netlayer.errors import ConfigError
 
@@ -126,9 +126,9 @@ def judge(
     the kernel's log with XIDs, machine checks, PCIe errors and flapping links.
 
     A figure is compared with the physical bounds of NVLink, PCIe and NICs, with published figures of the machine type
-    (bench/accept/expectations) or your own thresholds (--expect), and with peers that did the same work: at least four
-    are needed to find an outlier. If nothing of this applies the verdict is NO VERDICT: correct data says nothing about
-    speed.
+    (bench/accept/judge/expectations) or your own thresholds (--expect), and with peers that did the same work: at least
+    four are needed to find an outlier. If nothing of this applies the verdict is NO VERDICT: correct data says nothing
+    about speed.
 
     \b
     --expect: one table for each threshold; without bytes, the largest message of a run is judged:
@@ -149,7 +149,7 @@ def judge(
       netlayer accept judge rail*.txt smi/*.txt dcgm.json --html verdict.html --junit verdict.xml
       netlayer accept judge --strict --json - logs/*
     """
-    from bench.accept.judge_command import JudgeOptions, judge_command
+    from bench.accept.judge.command import JudgeOptions, judge_command
 
     sys.exit(
         judge_command(JudgeOptions(files, nvls, nics, expect_file, explain, strict, json_file, junit_file, html_file))
@@ -175,6 +175,6 @@ def publish(files: tuple[Path, ...], nvls: str | None, nics: str | None, address
       netlayer accept publish node*.log --nvls off --out h200_8_ours.toml
       netlayer accept judge --expect mine.toml new.log     # your own thresholds need no publishing
     """
-    from bench.accept.judge_command import publish_command
+    from bench.accept.judge.command import publish_command
 
     sys.exit(publish_command(files, nvls, nics, address, out_file))

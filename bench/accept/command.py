@@ -17,20 +17,21 @@ from typing import IO, Any
 
 import click
 
-from bench.accept import phases, run_output
-from bench.accept.links import Link, close_all, join_run, master_address, meet_agents, start_local, start_ssh
-from bench.accept.plant import parse_plants
+from bench.accept import run_output
+from bench.accept.agents.links import Link, close_all, join_run, master_address, meet_agents, start_local, start_ssh
+from bench.accept.agents.plant import parse_plants
+from bench.accept.phases import run as phases
+from bench.accept.phases.verbs import PHASE as VERBS
+from bench.accept.phases.verbs import Mode
+from bench.accept.phases.work import work_for
 from bench.accept.run import Result, Settings, interruptible, members_of, run
-from bench.accept.verbs import PHASE as VERBS
-from bench.accept.verbs import Mode
-from bench.accept.work import work_for
 from congestion.nic.env import as_record, for_ranks
 from netlayer import environ
-from netlayer.config import NcclConfig
-from netlayer.config_file import load_config
+from netlayer.config.file import load_config
+from netlayer.config.tree import NcclConfig
 from netlayer.environ import usable_gpus
 from netlayer.errors import EXIT_FAILED, EXIT_OK, ConfigError, HardwareMissing
-from netlayer.rank import RankEnv, detect
+from netlayer.launch.rank import RankEnv, detect
 from netlayer.results import utc_now, write_text
 
 logger = logging.getLogger(__name__)

@@ -13,18 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.accept.bounds import judge_bounds
+from bench.accept.agents.fleet import Fleet
+from bench.accept.agents.links import Link
+from bench.accept.agents.wire import Message
 from bench.accept.evidence.log import Log, Text
 from bench.accept.evidence.nccl_run import RUN
 from bench.accept.evidence.recognise import parse
-from bench.accept.expectations import load
-from bench.accept.fleet import Fleet
-from bench.accept.judge import judge_expectations
-from bench.accept.links import Link
-from bench.accept.peers import Measured, judge_peers
+from bench.accept.judge.bounds import judge_bounds
+from bench.accept.judge.expectations import load
+from bench.accept.judge.logs import judge_expectations
+from bench.accept.judge.peers import Measured, judge_peers
+from bench.accept.phases.trial import Trial
 from bench.accept.run import Result, Settings, flag_late, interrupt_run
-from bench.accept.trial import Trial
-from bench.accept.wire import Message
 from netlayer.errors import ConfigError, HardwareMissing
 from netlayer.progress import Stages
 from netlayer.verdict import Finding

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
-from bench.accept import phases
-from bench.accept.counters import Counters
-from bench.accept.fleet import Fleet
-from bench.accept.links import Link
-from bench.accept.nics import NicJobs
-from bench.accept.pairing import measure_pairs
-from bench.accept.plant import Plant
-from bench.accept.trial import NAME, Member, Trial
-from bench.accept.verbs import Mode, measure_verbs
-from bench.accept.work import Work
-from netlayer.config import NcclConfig
+from bench.accept.agents.fleet import Fleet
+from bench.accept.agents.links import Link
+from bench.accept.agents.plant import Plant
+from bench.accept.phases import run as phases
+from bench.accept.phases.counters import Counters
+from bench.accept.phases.nics import NicJobs
+from bench.accept.phases.pairing import measure_pairs
+from bench.accept.phases.trial import NAME, Member, Trial
+from bench.accept.phases.verbs import Mode, measure_verbs
+from bench.accept.phases.work import Work
+from netlayer.config.tree import NcclConfig
 from netlayer.progress import Stages
 from netlayer.verdict import Finding
 
@@ -154,7 +154,7 @@ def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages
     for name in settings.chosen:
         with stages.open(name) as bar:
             if name == "preflight":
-                from bench.accept.preflight_rules import judge_hosts
+                from bench.accept.phases.preflight_rules import judge_hosts
 
                 judge_hosts(fleet.preflight(20.0), settings.cluster, trial)
             elif name == "verbs":
@@ -167,7 +167,7 @@ def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages
                 phases.PHASES[name](trial, bar)
         result.done.append(name)
     if settings.soak_s:
-        from bench.accept.soak import soak
+        from bench.accept.phases.soak import soak
 
         with stages.open("soak") as bar:
             soak(trial, settings.soak_s, bar)
@@ -190,7 +190,7 @@ def worker_config(settings: Settings, member: Member) -> dict[str, Any]:
         # flight record and sleeps for minutes, in a thread that is joined when the rank leaves the group.
         environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
         if settings.virtual_nodes:
-            from collectives.nodes import virtual_node_environ
+            from collectives.transport.nodes import virtual_node_environ
 
             environ |= virtual_node_environ(member.node, 4, 4)
     return {

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from bench.accept import output
-from bench.accept.confirm import NOT_QUIET
-from bench.accept.judge import SEVERITY, Judgement
+from bench.accept.judge import output
+from bench.accept.judge.logs import SEVERITY, Judgement
+from bench.accept.phases.confirm import NOT_QUIET
+from bench.accept.phases.trial import NAME, Trial, suspect_rows
 from bench.accept.run import Result, Settings
-from bench.accept.trial import NAME, Trial, suspect_rows
 from netlayer.results import RunRecord
 from netlayer.verdict import Finding, Verdict
 

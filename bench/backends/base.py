@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.algorithms import UNKNOWN
-from bench.options import DIRECT_FLAGS, PerfOptions, flag_name
+from bench.perf.algorithms import UNKNOWN
+from bench.perf.options import DIRECT_FLAGS, PerfOptions, flag_name
 from netlayer.errors import ConfigError
-from netlayer.rank import RankEnv
+from netlayer.launch.rank import RankEnv
 
 if TYPE_CHECKING:
-    from bench.collective import Collective
+    from bench.perf.collectives.collective import Collective
 
 # In the order of nccl-tests' `-d all`.
 DTYPES = {

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from bench.backends.base import DTYPES
 from bench.backends.gpu import Gpu
-from bench.checks import premultiplier
-from collectives import libnccl
-from collectives.libnccl import DATA_TYPES, Libnccl
-from netlayer.rank import RankEnv
+from bench.perf.checks import premultiplier
+from collectives.transport import libnccl
+from collectives.transport.libnccl import DATA_TYPES, Libnccl
+from netlayer.launch.rank import RankEnv
 
 REGISTER, SYMMETRIC = 1, 2  # of -R
 _NVLINK_CENTRIC_SINCE = 22800

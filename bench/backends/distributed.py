@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.backends.base import Backend, Device, Facts
 from collectives.torch_names import all_gather_single, reduce_scatter_single
 from netlayer.errors import ConfigError, HardwareMissing
-from netlayer.rank import RankEnv
+from netlayer.launch.rank import RankEnv
 
 OPS = {
     "sum": dist.ReduceOp.SUM,

@@ -22,13 +22,13 @@ from bench.backends.communicator import Communicator
 from bench.backends.distributed import local_gpu
 from bench.backends.gpu import Gpu
 from bench.backends.nccl_log import NcclLog, read_algorithm, read_nvls
-from bench.options import OP_NAMES, PerfOptions
-from collectives import libnccl
-from collectives.libnccl import DATA_TYPES, RED_OPS, Libnccl, show_version
-from netlayer.rank import RankEnv
+from bench.perf.options import OP_NAMES, PerfOptions
+from collectives.transport import libnccl
+from collectives.transport.libnccl import DATA_TYPES, RED_OPS, Libnccl, show_version
+from netlayer.launch.rank import RankEnv
 
 if TYPE_CHECKING:
-    from bench.collective import Collective
+    from bench.perf.collectives.collective import Collective
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], str]  # a C function, its arguments, its name
 _TORCH_NAMES = {dtype: name for name, dtype in DTYPES.items()}

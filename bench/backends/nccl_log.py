@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.algorithms import UNKNOWN
 from bench.backends.base import Heard
+from bench.perf.algorithms import UNKNOWN
 
 # nvls.cc, enqueue.cc and scheduler/symmetric_sched.cc of 2.28; the latter two from rank 0 alone.
 _NVLS = re.compile(r"NVLS multicast support is (not )?available")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bench.backends.capability import lowest_capability
 from bench.backends.communicator import REGISTER, SYMMETRIC
-from bench.options import PerfOptions, flag_name
-from collectives.libnccl import show_version
+from bench.perf.options import PerfOptions, flag_name
+from collectives.transport.libnccl import show_version
 from netlayer.errors import ConfigError
 
 _FP8 = ("f8e4m3", "f8e5m2")

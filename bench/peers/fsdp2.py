@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from bench.overlap_model import Stack
+from bench.overlap.model import Stack
 from bench.peers.decay import decay_groups
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError, HardwareMissing
-from trainer.model import build_model
+from trainer.model.gpt import build_model
 from trainer.parallel import MicroBatch
 
 

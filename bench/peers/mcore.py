@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from bench.peers.mcore_values import copy_values
 from bench.peers.plain import check_plain, layers_of
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError, HardwareMissing
 from netlayer.workload.stages import half_blocks
-from trainer.model import build_model
+from trainer.model.gpt import build_model
 from trainer.ops.attention import attention
 from trainer.ops.norm import EPS
 from trainer.parallel import MicroBatch

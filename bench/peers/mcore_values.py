@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from netlayer.config import ModelConfig
-from trainer.model import GPT
+from netlayer.config.tree import ModelConfig
+from trainer.model.gpt import GPT
 
 _BLOCK = {
     "norm": ("input_layernorm", None),

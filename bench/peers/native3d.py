@@ -36,12 +36,12 @@ from torch.distributed.tensor.parallel import (
 from bench.peers.decay import decay_groups
 from bench.peers.native_model import NativeBlock, NativeStage, next_token_loss
 from bench.peers.plain import check_plain, layers_of
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
 from netlayer.workload.schedule import micro_batches
 from netlayer.workload.stages import half_blocks
-from trainer.model import build_model
+from trainer.model.gpt import build_model
 from trainer.parallel import MicroBatch
 
 

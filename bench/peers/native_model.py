@@ -1,4 +1,4 @@
-"""A GPT of torch's own modules, whole or a run of its layers, with the initial values of `trainer.model`.
+"""A GPT of torch's own modules, whole or a run of its layers, with the initial values of `trainer.model.gpt`.
 
 It is written for `parallelize_module`: every matrix is an `nn.Linear` or `nn.Embedding` of its own, and what is between
 them works on this rank's part of the positions or of the heads. A bias is a module behind its matrix: torch's
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.linears import JoinedLinear, Part, SummedLinear
-from trainer.model import GPT, Block
+from trainer.model.gpt import GPT, Block
+from trainer.model.linears import JoinedLinear, Part, SummedLinear
 from trainer.ops.attention import attention
 from trainer.ops.norm import Norm
 

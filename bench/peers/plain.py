@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
 
 

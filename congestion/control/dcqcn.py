@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from congestion.control.rows import PS_PER_US, Rows, row_of
-from congestion.jit import inlined, kernel
-from congestion.settings import DcqcnSettings, Settings
+from congestion.kernels.jit import inlined, kernel
+from congestion.simulation.settings import DcqcnSettings, Settings
 
 _NS = 1_000
 _NEVER = 2**62

@@ -19,7 +19,7 @@ import numpy as np
 
 from congestion.control.law_source import check_fields
 from congestion.engine.tables import LAW_SETS, VIEW
-from congestion.jit import kernel
+from congestion.kernels.jit import kernel
 from netlayer.errors import ConfigError
 
 law: ModuleType | None = None

@@ -1,7 +1,8 @@
 """Our hybrid for RoCE NICs: the RTT sets a flow's pace, a mark makes it fall at once to what the RTT says is its share.
 
 The law keeps a window of `W` bytes and paces at `W / rtt`, by the last RTT: a queue that grows slows its senders before
-any law acts, as a true window does and a plain rate does not; that makes the loop stable (`congestion.fluid`).
+any law acts, as a true window does and a plain rate does not; that makes the loop stable
+(`congestion.simulation.fluid`).
 
 From Swift: the precise RTT, a target delay that grows as the flow slows, a decrease by the share above the target. What
 differs: (1) It rises as it falls, by a share of the way, `W += gain (target - rtt) / rtt` for a window acknowledged, in
@@ -37,8 +38,8 @@ import numpy as np
 from congestion.control import dcqcn
 from congestion.control.logarithm import log2
 from congestion.control.rows import BYTE_PS, PS_PER_US, Rows, row_of
-from congestion.jit import inlined, kernel
-from congestion.settings import HybridSettings, Settings
+from congestion.kernels.jit import inlined, kernel
+from congestion.simulation.settings import HybridSettings, Settings
 
 _AI_PACKETS = 1.0  # Swift's
 _NEVER = 2**61

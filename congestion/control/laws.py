@@ -7,7 +7,7 @@ four calls that stand here, `on_ack` with an ACK's mark, round trip and newly ac
 [Note: a law from a file] It is handed a copy of its flow, `VIEW`, from which those two alone are taken back: what it
 writes elsewhere moves no packet. A window above what whoever started the flow allows in flight (NCCL's) is cut to that.
 A rate below 1 bit/s, a window below 0 or another field that was changed is kept in `run` as `law_fault`, the flow goes
-on as it was, and `congestion.simulate` ends the run with it.
+on as it was, and `congestion.simulation.simulate` ends the run with it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 
 from congestion.control import dcqcn, entered, hybrid, nscc, swift
 from congestion.control.rows import Rows
-from congestion.jit import inlined, kernel
-from congestion.settings import Settings
+from congestion.kernels.jit import inlined, kernel
+from congestion.simulation.settings import Settings
 
 NONE, DCQCN, SWIFT, NSCC, HYBRID, ENTERED = range(6)
 RATE_FAULT, WINDOW_FAULT, FIELD_FAULT = 1, 2, 3  # `law_fault`; 0: none

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from congestion.jit import kernel
+from congestion.kernels.jit import kernel
 
 _ROOT_HALF = math.sqrt(0.5)
 _OVER_LN2 = 2.0 / math.log(2.0)

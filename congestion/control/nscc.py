@@ -17,8 +17,8 @@ from __future__ import annotations
 import numpy as np
 
 from congestion.control.rows import BYTE_PS, PS_PER_US, Rows, row_of
-from congestion.jit import inlined, kernel
-from congestion.settings import NsccSettings, Settings
+from congestion.kernels.jit import inlined, kernel
+from congestion.simulation.settings import NsccSettings, Settings
 
 # The network that increases are given for: 100 Gbit/s and this round trip.
 _REFERENCE_US = 12.0

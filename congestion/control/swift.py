@@ -13,8 +13,8 @@ import math
 import numpy as np
 
 from congestion.control.rows import BYTE_PS, PS_PER_US, Rows, row_of
-from congestion.jit import inlined, kernel
-from congestion.settings import Settings, SwiftSettings
+from congestion.kernels.jit import inlined, kernel
+from congestion.simulation.settings import Settings, SwiftSettings
 
 # Of a run: times in ps, windows in packets.
 PARAMETERS = np.dtype(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from congestion.engine.packets import drawn, flow_of, number_of
 from congestion.engine.tables import HOP_MASK, HOP_SHIFT, MARK_BIT, NEVER, SEQ_MASK, SEQ_SHIFT
-from congestion.jit import inlined
-from congestion.machine import has
+from congestion.kernels.jit import inlined
+from congestion.kernels.machine import has
 
 _ONE = float(1 << 53)
 

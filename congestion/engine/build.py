@@ -33,10 +33,10 @@ from congestion.engine.build_ports import (
     port_rows,
 )
 from congestion.engine.tables import CHUNK, NEVER, Ints, Rows, State, aligned
-from congestion.files import Flap, FlowSet
-from congestion.settings import Settings
+from congestion.simulation.files import Flap, FlowSet
+from congestion.simulation.settings import Settings
 from netlayer.errors import ConfigError
-from topology.graph import Graph
+from topology.fabric.graph import Graph
 
 Law = Literal["none", "dcqcn", "swift", "nscc", "hybrid"]
 LAWS: tuple[Law, ...] = get_args(Law)

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from congestion.control import laws
 from congestion.engine import tables
 from congestion.engine.tables import NEVER, Ints, Rows
-from congestion.files import Flap, FlowSet
-from congestion.settings import Settings
-from topology.graph import Graph
+from congestion.simulation.files import Flap, FlowSet
+from congestion.simulation.settings import Settings
+from topology.fabric.graph import Graph
 
 _MOST_REMEMBERED, LEAST_REMEMBERED = 1 << 26, 1 << 10  # times in all (512 MB), of a flow
 

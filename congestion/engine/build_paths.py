@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from congestion.engine import tables
 from congestion.engine.tables import Ints, aligned
-from congestion.files import FlowSet
-from congestion.settings import Settings
+from congestion.simulation.files import FlowSet
+from congestion.simulation.settings import Settings
 from netlayer.errors import ConfigError
-from topology.graph import Graph
-from topology.graph_routing import Routes, by_ecmp
-from topology.hashing import Ecmp, Headers
-from topology.routing import NO_LINK
+from topology.ecmp.graph_routing import Routes, by_ecmp
+from topology.ecmp.hashing import Ecmp, Headers
+from topology.ecmp.routing import NO_LINK
+from topology.fabric.graph import Graph
 
 _PATH_STEP = 7919  # between the source ports of a flow's paths
 _MOST_SPRAYING = 1 << 16  # switches: `NODE.switch` has 16 bits

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from congestion.engine import tables
 from congestion.engine.tables import NEVER, Ints, Rows, aligned
-from congestion.files import FlowSet
-from congestion.settings import Settings
+from congestion.simulation.files import FlowSet
+from congestion.simulation.settings import Settings
 from netlayer.errors import ConfigError
-from topology.graph import Graph
+from topology.fabric.graph import Graph
 
 _BYTE_PS = 8 * 10**12  # a byte at 1 bit/s
 _REFERENCE_BPS = 200_000_000_000  # thresholds of the settings are for this rate

@@ -16,7 +16,7 @@ from congestion.engine.lists import after, put
 from congestion.engine.packets import flow_of, pause, send, size_of
 from congestion.engine.switch import collect, in_order
 from congestion.engine.tables import HOP_SHIFT, MARK_BIT, NEVER, PFC, SEQ_MASK, SEQ_SHIFT
-from congestion.jit import inlined, kernel
+from congestion.kernels.jit import inlined, kernel
 
 _HOP = 1 << HOP_SHIFT
 

@@ -28,8 +28,8 @@ from congestion.engine.tables import (
     SEQ_MASK,
     SEQ_SHIFT,
 )
-from congestion.jit import inlined, kernel
-from congestion.machine import has, load_shared
+from congestion.kernels.jit import inlined, kernel
+from congestion.kernels.machine import has, load_shared
 
 _ONE = float(1 << 53)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from congestion.engine.tables import CHUNK
-from congestion.jit import inlined
+from congestion.kernels.jit import inlined
 
 _CHUNK, _PLACES = np.uint32(CHUNK), np.uint32(CHUNK - 1)
 _SHIFT = np.uint32(CHUNK.bit_length() - 1)

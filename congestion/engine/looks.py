@@ -1,7 +1,8 @@
 """Samples of a run at equal intervals of simulated time, written down by the loop over windows itself.
 
 A look from Python costs some hundred microseconds, in which a small fabric runs for as many microseconds of simulated
-time. The first worker takes it while the others wait. Left out: what is made of looks (`congestion.samples`).
+time. The first worker takes it while the others wait. Left out: what is made of looks
+(`congestion.simulation.samples`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from congestion.engine.tables import NEVER, Ints, Rows, State
-from congestion.jit import kernel
-from congestion.machine import has
+from congestion.kernels.jit import kernel
+from congestion.kernels.machine import has
 
 _CELLS = 1 << 19  # ports times looks that are kept until they are read: 25 bytes each
 _MOST_ROWS = 1 << 12

@@ -6,8 +6,8 @@ import numpy as np
 
 from congestion.engine.lists import put
 from congestion.engine.tables import FLOW_MASK, FLOW_SHIFT, HASHED_PORTS, LAST_BIT, MARK_BIT, PATH_MASK, PATH_SHIFT, PFC
-from congestion.jit import inlined, kernel
-from congestion.machine import has, store_shared
+from congestion.kernels.jit import inlined, kernel
+from congestion.kernels.machine import has, store_shared
 
 _SIZE_PS = 8_000_000_000_000  # a byte at 1 bit/s
 _DELAY = 4  # column of `pace`

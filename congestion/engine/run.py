@@ -18,8 +18,8 @@ from congestion.engine.looks import Looks, no_looks, take
 from congestion.engine.packets import flow_of
 from congestion.engine.switch import run_switch
 from congestion.engine.tables import CHUNK, FULL, LOOKED, NEVER, State, aligned
-from congestion.jit import entry, inlined
-from congestion.machine import meet, prefetch
+from congestion.kernels.jit import entry, inlined
+from congestion.kernels.machine import meet, prefetch
 
 
 def run(s: State, until: int, looks: Looks | None = None) -> tuple[State, int]:

@@ -39,8 +39,8 @@ from congestion.engine.tables import (
     PFC,
     SPRAY,
 )
-from congestion.jit import inlined, kernel
-from congestion.machine import has, load_shared, prefetch
+from congestion.kernels.jit import inlined, kernel
+from congestion.kernels.machine import has, load_shared, prefetch
 
 _HOP = 1 << HOP_SHIFT
 _AHEAD = np.uint64(3)  # ports

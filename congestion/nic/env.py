@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from congestion.nic.env_variables import KNOWN, VARIABLES, Release, Variable, read_release
-from netlayer.config import NcclConfig
+from netlayer.config.tree import NcclConfig
 from netlayer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from congestion.nic.profile import Profile
+    from congestion.nic.profile.file import Profile
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ def _wanted(variable: Variable, settings: NcclConfig, release: str, number: Rele
 
 
 def _solved(settings: NcclConfig, beside: str) -> tuple[str, str]:
-    from congestion.retransmit import advise  # numpy, which what only reads variables does without
+    from congestion.retransmit.timers import advise  # numpy, which what only reads variables does without
 
     try:
         advice = advise(settings.flap_s, retry_cnt=settings.retry_cnt)

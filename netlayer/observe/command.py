@@ -40,8 +40,9 @@ def blame(files: tuple[Path, ...], world_size: int | None, json_file: Path | Non
 
     FILES are of one job and recognised by content; a folder stands for all files in it, - for the standard input: dumps
     of PyTorch's Flight Recorder (pickle or JSON, one a rank, named <prefix>_<rank>; no code of a pickle is run), the
-    output of ncclras (-v, -f json, -D), or reports of collectives.watch. The job is assumed to hang: in a running job
-    ranks differ by a few launches anyway. Unusable files are skipped with a note; their ranks count as silent.
+    output of ncclras (-v, -f json, -D), or reports of collectives.watch.watchdog. The job is assumed to hang: in a
+    running job ranks differ by a few launches anyway. Unusable files are skipped with a note; their ranks count as
+    silent.
 
     Two answers of ncclras, a minute apart, tell a hang from a running job: a hung rank launches nothing in between.
 

@@ -1,4 +1,5 @@
-"""The reports of our own watch over collectives (`collectives.watch`): a JSON object a rank, one or many in a file.
+"""The reports of our own watch over collectives (`collectives.watch.watchdog`): a JSON object a rank, one or many in a
+file.
 
 A report says how many collectives its rank has launched in each group, what the last few were, and what the rank does.
 It does not say which are complete: one counts as incomplete where the rank waits in it or has given up on it, or where

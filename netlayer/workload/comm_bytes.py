@@ -1,6 +1,6 @@
 """What a rank's collectives carry in one optimiser step: of each group, how many, how large, in which dtype.
 
-Sizes are those of whole buffers, as nccl-tests and `collectives.recorder` count them: what a rank holds after an
+Sizes are those of whole buffers, as nccl-tests and `collectives.watch.recorder` count them: what a rank holds after an
 all-gather or before a reduce-scatter. `Collective.sent_bytes` is what of it leaves a rank that sends along a ring.
 
 - Data parallel (ZeRO, one gather and one reduction of every bucket a step, however many micro-batches add up):
@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 from netlayer.workload.buckets import cut, shard_elements
 from netlayer.workload.dtypes import DTYPE_BYTES, Dtype, gradient_dtype, master_dtype
 from netlayer.workload.memory import LOGITS_ROWS

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2}

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from netlayer.config import ClusterConfig, JobConfig
+from netlayer.config.tree import ClusterConfig, JobConfig
 from netlayer.errors import ConfigError
 from netlayer.workload.memory import estimate, gib
 from netlayer.workload.model_size import num_parameters

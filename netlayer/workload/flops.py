@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from netlayer.config import ModelConfig
+from netlayer.config.tree import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,17 @@
 """What a rank of a job will hold, part by part, before any of it is allocated.
 
 Parameters, masters, gradients and optimiser state are counted exactly (but for less than `dp` elements of padding a
-bucket). Activations are what the blocks of `trainer.model` save for their backward, operator by operator, as
+bucket). Activations are what the blocks of `trainer.model.gpt` save for their backward, operator by operator, as
 Korthikanti et al. count them (arXiv 2205.05198, section 4: their 34 s b h bytes a layer, here 32 s b h for a GPT in
 bfloat16, for there are no dropout masks, and attention keeps no scores; all of it over t), times the micro-batches that
 the schedule has in flight (Narayanan et al., SC'21, section 2.2). Work space is what the largest operators hold for a
 moment: an upper estimate. Left out: torch, CUDA and NCCL themselves (some hundred MiB a rank), fragmentation,
 evaluation, masks of sliding windows, gradients of vectors until their bucket takes them.
 
-[Note: where gradients are] Products write weights' gradients into their bucket (`collectives.slot`). Without other
-data-parallel ranks that is what the optimiser reads, in any number of micro-batches: there is nothing beside it. Among
-ranks it is what travels, or, where micro-batches add up or gradients wait (`zero_bubble`), whole wide sums,
-which travel themselves or as narrow copies.
+[Note: where gradients are] Products write weights' gradients into their bucket (`collectives.sharded.slot`). Without
+other data-parallel ranks that is what the optimiser reads, in any number of micro-batches: there is nothing beside it.
+Among ranks it is what travels, or, where micro-batches add up or gradients wait (`zero_bubble`), whole wide sums, which
+travel themselves or as narrow copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from netlayer.config import JobConfig, ModelConfig
+from netlayer.config.tree import JobConfig, ModelConfig
 from netlayer.workload.buckets import COPIES_AT_ONCE, MOST_COPYING_RANKS, REDUCTIONS_IN_FLIGHT
 from netlayer.workload.dtypes import DTYPE_BYTES, gradient_dtype, master_dtype
 from netlayer.workload.model_size import (

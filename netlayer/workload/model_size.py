@@ -1,6 +1,6 @@
 """The parameters of a model: how many, in which shapes, and which of them a rank of a pipeline stage holds.
 
-Shapes are those of `trainer.model.GPT`, in the order in which it registers them: buckets are cut along that order
+Shapes are those of `trainer.model.gpt.GPT`, in the order in which it registers them: buckets are cut along that order
 (`buckets`), LAMB takes a norm of each matrix, and what a tensor-parallel group holds whole is what its ranks add up
 once a step (`comm_bytes`).
 
@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from netlayer.config import JobConfig, ModelConfig
+from netlayer.config.tree import JobConfig, ModelConfig
 from netlayer.workload.stages import BlockPart, count_parts, halves_in, run_of
 
 

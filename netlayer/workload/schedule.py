@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from netlayer.workload.messages import Direction, Message, Traffic
 
 if TYPE_CHECKING:
-    from netlayer.config import JobConfig
+    from netlayer.config.tree import JobConfig
     from netlayer.layout import ParallelLayout
 
 Phase = Literal["warm-up", "steady", "cool-down"]

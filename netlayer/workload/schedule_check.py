@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 from netlayer.workload.memory import in_flight
 from netlayer.workload.messages import DIRECTIONS, NUM_SLOTS
 from netlayer.workload.schedule import Kind, Phase, Schedule, micro_batches

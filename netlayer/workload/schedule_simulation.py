@@ -1,9 +1,9 @@
 """Runs a pipeline schedule on paper: does it end, how long does it take.
 
-The rules are those of `collectives.pipeline`: messages of a channel arrive in order, one after the other; a stage has
-`depth` receives posted ahead in each direction; sends do not wait (decoupled), or a stage waits after each round until
-its messages have arrived and the next ones are there (coupled). Left out: computation that communication slows down,
-and channels that share a wire.
+The rules are those of `collectives.pipeline.channel`: messages of a channel arrive in order, one after the other; a
+stage has `depth` receives posted ahead in each direction; sends do not wait (decoupled), or a stage waits after each
+round until its messages have arrived and the next ones are there (coupled). Left out: computation that communication
+slows down, and channels that share a wire.
 
 p stages, v chunks a stage; a channel is one direction of the link from stage s to stage s + 1 (mod p).
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 from netlayer.workload.flops import half_block_flops, head_flops
 from netlayer.workload.messages import DIRECTIONS, Direction, Message
 from netlayer.workload.schedule import Action, Schedule
@@ -109,7 +109,7 @@ def simulate(
         depth: receives posted ahead in each direction; 0: each where it is used.
         coupled: a stage waits for its sends and its next receives together after every round (`Schedule.rounds`).
         one_queue: a stage issues everything in the order of its program and waits where a message must wait for the one
-            before it; see [Note: hardware queues] in collectives/pipeline.py.
+            before it; see [Note: hardware queues] in collectives/pipeline/channel.py.
         slots: messages of a channel that come without their receive, which only takes them out (memory of the peers).
 
     Raises:

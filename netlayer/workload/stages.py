@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal
 
-from netlayer.config import JobConfig, ModelConfig, ParallelConfig
+from netlayer.config.tree import JobConfig, ModelConfig, ParallelConfig
 from netlayer.workload.flops import half_block_flops, head_flops
 
 BlockPart = Literal["whole", "attention", "mlp"]

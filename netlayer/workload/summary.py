@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from netlayer.config import ClusterConfig, JobConfig
+from netlayer.config.tree import ClusterConfig, JobConfig
 from netlayer.units import format_size
 from netlayer.workload.comm_bytes import Collective, Group, busiest, stage_collectives, total_bytes
 from netlayer.workload.fit import in_room, on_cluster

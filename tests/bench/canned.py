@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from bench.options import PerfOptions
+from bench.perf.options import PerfOptions
 from netlayer.results import RunRecord
 
 _TIMING = {

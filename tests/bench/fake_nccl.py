@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bench.backends import Device, Launch
-from collectives.libnccl import Libnccl
+from collectives.transport.libnccl import Libnccl
 
 SOURCE = Path(__file__).with_name("fake_nccl.c")
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc on the PATH")

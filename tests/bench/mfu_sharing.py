@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from unittest import mock
 
-from bench.mfu_ranks import Order, run_rank
-from collectives.nodes import virtual_node_environ
-from netlayer.rank import RankContext
+from bench.mfu.ranks import Order, run_rank
+from collectives.transport.nodes import virtual_node_environ
+from netlayer.launch.rank import RankContext
 
 
 def run_sharing_rank(context: RankContext, order: Order, init_method: str) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench import driver
 from bench.backends import NcclBackend
-from bench.control import Control, meet
-from bench.driver import Plan, Started
-from netlayer.rank import RankContext
+from bench.perf import driver
+from bench.perf.control import Control, meet
+from bench.perf.driver import Plan, Started
+from netlayer.launch.rank import RankContext
 
 LIMIT = timedelta(seconds=20)
 

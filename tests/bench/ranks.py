@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from bench.backends import DTYPES, OPS, Backend, Call, GlooBackend
-from bench.buffers import Buffers
-from bench.control import meet
-from bench.driver import Plan, load_collective, run_first_rank
-from netlayer.launch import RankContext
+from bench.perf.buffers import Buffers
+from bench.perf.control import meet
+from bench.perf.driver import Plan, load_collective, run_first_rank
+from netlayer.launch.launcher import RankContext
 
 COUNT = 21  # elements of a part: no power of two
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bench.accept.fleet import Outcome, Where
+from bench.accept.agents.fleet import Outcome, Where
 
 FaultKind = Literal["none", "slow", "hang", "stuck inside", "dead", "corrupt", "corrupt link", "slow node", "slow link"]
 _BLOCKS = 6

@@ -11,14 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from bench.accept import phases
-from bench.accept.confirm import NOT_QUIET, Evidence, confirm, inconclusive, open_of, state_of, tail
-from bench.accept.fleet import Fleet
-from bench.accept.pairing import measure_pairs
+from bench.accept.agents.fleet import Fleet
+from bench.accept.phases import run as phases
+from bench.accept.phases.confirm import NOT_QUIET, Evidence, confirm, inconclusive, open_of, state_of, tail
+from bench.accept.phases.pairing import measure_pairs
+from bench.accept.phases.trial import Trial
+from bench.accept.phases.work import work_for
 from bench.accept.run import Result, members_of
 from bench.accept.run_output import sentence
-from bench.accept.trial import Trial
-from bench.accept.work import work_for
 from tests.bench.simulated_fleet import Bursts, SimulatedFleet, World
 
 SUSPECT, CONTROLS = "suspect", ("a", "b", "c", "d", "e")

@@ -17,11 +17,11 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.accept import expectations
 from bench.accept.cli import accept
 from bench.accept.evidence.log import MAX_LINE, MAX_STREAM_BYTES
-from bench.accept.judge import Judgement, judge_files
-from bench.table import format_head, format_row, format_table
+from bench.accept.judge import expectations
+from bench.accept.judge.logs import Judgement, judge_files
+from bench.perf.table import format_head, format_row, format_table
 from netlayer.errors import ConfigError
 from netlayer.verdict import Finding, peers_of, worst
 from tests.bench import canned
@@ -618,10 +618,10 @@ def test_help_has_examples() -> None:
 def test_judging_imports_no_heavy_library() -> None:
     """Check the imports that would make a verdict on a hundred files take longer than a second."""
     code = (
-        "import sys; from pathlib import Path; import netlayer.cli, bench.accept.cli, bench.accept.output;"
-        "from bench.accept.judge import judge_files;"
+        "import sys; from pathlib import Path; import netlayer.cli, bench.accept.cli, bench.accept.judge.output;"
+        "from bench.accept.judge.logs import judge_files;"
         f"found = judge_files(sorted(Path({str(LOGS)!r}).iterdir()));"
-        "list(bench.accept.output.format_table(found)), bench.accept.output.junit(found);"
+        "list(bench.accept.judge.output.format_table(found)), bench.accept.judge.output.junit(found);"
         "print(len(found.kinds), {'torch', 'numpy', 'pandas', 'altair'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

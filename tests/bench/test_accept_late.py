@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from bench.accept.fleet import _MOST_MOVING, _MOST_RUNNING, Fleet, Outcome, Where
+from bench.accept.agents.fleet import _MOST_MOVING, _MOST_RUNNING, Fleet, Outcome, Where
+from bench.accept.phases.trial import Trial
+from bench.accept.phases.work import work_for
 from bench.accept.run import Result, members_of
 from bench.accept.run_output import judgement_of, sentence
-from bench.accept.trial import Trial
-from bench.accept.work import work_for
 
 GROUP = (0, 1, 2, 3)
 Seen = Callable[[int, int], Where]

@@ -13,14 +13,14 @@ from typing import cast
 import pytest
 
 from bench.accept import nccl_tests
-from bench.accept.fleet import Fleet
-from bench.accept.links import _listen, close_all, meet_agents, start_ssh
+from bench.accept.agents.fleet import Fleet
+from bench.accept.agents.links import _listen, close_all, meet_agents, start_ssh
+from bench.accept.phases.trial import Trial
+from bench.accept.phases.work import work_for
 from bench.accept.run import Result, Settings, flag_late, members_of
 from bench.accept.run_output import drain_lists, format_run, judgement_of, sentence, tickets
-from bench.accept.trial import Trial
-from bench.accept.work import work_for
 from netlayer.errors import ConfigError
-from netlayer.rank import RankEnv
+from netlayer.launch.rank import RankEnv
 
 LOCAL = "127.0.0.1"
 STRANGERS = [

@@ -12,14 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.accept import phases, probes
-from bench.accept.bisect import Culprits, find_culprits
-from bench.accept.fleet import Fleet, Outcome, Where
-from bench.accept.matrix import judge_matrix
-from bench.accept.pairing import measure_pairs
+from bench.accept.agents.fleet import Fleet, Outcome, Where
+from bench.accept.phases import probes
+from bench.accept.phases import run as phases
+from bench.accept.phases.bisect import Culprits, find_culprits
+from bench.accept.phases.matrix import judge_matrix
+from bench.accept.phases.pairing import measure_pairs
+from bench.accept.phases.trial import Trial, evidence
+from bench.accept.phases.work import work_for
 from bench.accept.run import members_of
-from bench.accept.trial import Trial, evidence
-from bench.accept.work import work_for
 from tests.bench.simulated_fleet import FaultKind, SimulatedFleet, World
 
 _CHOSEN = ("gemm", "copy", "all_to_all", "neighbours", "all_reduce", "pairs", "rails", "latency", "train")

@@ -10,14 +10,14 @@ from typing import Any, cast
 import pytest
 
 from bench.accept import command
+from bench.accept.agents.fleet import Fleet
+from bench.accept.agents.links import Link
 from bench.accept.command import AcceptOptions
-from bench.accept.fleet import Fleet
-from bench.accept.links import Link
+from bench.accept.phases.trial import Trial
 from bench.accept.run import Result, Settings, worker_config
 from bench.accept.run_output import drain_lists, sentence
-from bench.accept.trial import Trial
 from netlayer.errors import ConfigError
-from netlayer.rank import RankEnv
+from netlayer.launch.rank import RankEnv
 from netlayer.verdict import Finding
 
 HOST = os.uname().nodename

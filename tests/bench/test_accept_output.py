@@ -8,14 +8,15 @@ from typing import Any, cast
 
 import pytest
 
-from bench.accept import phases, run_output
+from bench.accept import run_output
+from bench.accept.agents.fleet import Fleet
 from bench.accept.command import _write_folder
-from bench.accept.fleet import Fleet
-from bench.accept.judge import Judgement
-from bench.accept.output import finding_cells, format_table
+from bench.accept.judge.logs import Judgement
+from bench.accept.judge.output import finding_cells, format_table
+from bench.accept.phases import run as phases
+from bench.accept.phases.trial import Trial
+from bench.accept.phases.work import work_for
 from bench.accept.run import Result, members_of
-from bench.accept.trial import Trial
-from bench.accept.work import work_for
 from netlayer.verdict import Finding, Verdict
 from tests.bench.simulated_fleet import SimulatedFleet, World
 

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from bench.accept.fleet import Fleet, Outcome
-from bench.accept.pairing import measure_pairs
+from bench.accept.agents.fleet import Fleet, Outcome
+from bench.accept.phases.pairing import measure_pairs
+from bench.accept.phases.trial import Trial
+from bench.accept.phases.work import work_for
 from bench.accept.run import members_of
-from bench.accept.trial import Trial
-from bench.accept.work import work_for
 from tests.bench.simulated_fleet import SimulatedFleet, World
 
 NODES = 8

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from bench.accept import preflight
-from bench.accept.fleet import Fleet
-from bench.accept.preflight_rules import judge_hosts
+from bench.accept.agents.fleet import Fleet
+from bench.accept.phases import preflight
+from bench.accept.phases.preflight_rules import judge_hosts
+from bench.accept.phases.trial import Trial
+from bench.accept.phases.work import work_for
 from bench.accept.run import members_of
-from bench.accept.trial import Trial
-from bench.accept.work import work_for
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from netlayer.verdict import Finding
 
 LOGS = Path(__file__).parent / "logs"

@@ -20,15 +20,15 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from bench.accept.agents.fleet import Fleet
+from bench.accept.agents.links import Link, start_local
+from bench.accept.agents.plant import Plant, parse_plants
 from bench.accept.cli import accept
 from bench.accept.command import read_hosts
-from bench.accept.fleet import Fleet
-from bench.accept.judge import judge_files
-from bench.accept.links import Link, start_local
-from bench.accept.plant import Plant, parse_plants
+from bench.accept.judge.logs import judge_files
+from bench.accept.phases.work import work_for
 from bench.accept.run import Settings, members_of, run
 from bench.accept.run_output import drain_lists, sentence, tickets
-from bench.accept.work import work_for
 from netlayer.errors import ConfigError, HardwareMissing, NetlayerError
 
 pytestmark = pytest.mark.quiet

@@ -10,17 +10,17 @@ from typing import Any, cast
 
 import pytest
 
-from bench.accept.counters import Counters, read_nvlink
-from bench.accept.fleet import Fleet, Outcome
-from bench.accept.gpu_speeds import measure_gpu_speeds
-from bench.accept.pairing import measure_pairs
-from bench.accept.plant import Plant, parse_plants
+from bench.accept.agents.fleet import Fleet, Outcome
+from bench.accept.agents.plant import Plant, parse_plants
+from bench.accept.phases.counters import Counters, read_nvlink
+from bench.accept.phases.gpu_speeds import measure_gpu_speeds
+from bench.accept.phases.pairing import measure_pairs
+from bench.accept.phases.series import KNOWN_SPREAD, Reference, combine, peers_reference, score, spread_of, unsteady
+from bench.accept.phases.speeds import measure_speeds
+from bench.accept.phases.trial import Trial
+from bench.accept.phases.work import work_for
 from bench.accept.run import Result, members_of
 from bench.accept.run_output import drain_lists, judgement_of, tickets
-from bench.accept.series import KNOWN_SPREAD, Reference, combine, peers_reference, score, spread_of, unsteady
-from bench.accept.speeds import measure_speeds
-from bench.accept.trial import Trial
-from bench.accept.work import work_for
 from netlayer.errors import ConfigError
 
 GIB = 1 << 30

@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from bench.accept.fleet import Fleet
+from bench.accept.agents.fleet import Fleet
+from bench.accept.phases.soak import _conclude
+from bench.accept.phases.trial import Trial
+from bench.accept.phases.work import work_for
 from bench.accept.run import members_of
-from bench.accept.soak import _conclude
-from bench.accept.trial import Trial
-from bench.accept.work import work_for
 
 NODES, CYCLES = 8, 12
 Case = tuple[str, float, dict[int, float]]

@@ -15,16 +15,16 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.accept.agents.fleet import Fleet
+from bench.accept.agents.links import start_local
+from bench.accept.agents.wire import Message
 from bench.accept.cli import accept
-from bench.accept.fleet import Fleet
-from bench.accept.links import start_local
-from bench.accept.nics import Nic, NicJobs, Route, RouteFailure, RouteResults, Speed, rounds
+from bench.accept.phases.nics import Nic, NicJobs, Route, RouteFailure, RouteResults, Speed, rounds
+from bench.accept.phases.trial import Trial
+from bench.accept.phases.verbs import Mode, measure_verbs
+from bench.accept.phases.work import work_for
 from bench.accept.run import members_of
 from bench.accept.run_output import drain_lists
-from bench.accept.trial import Trial
-from bench.accept.verbs import Mode, measure_verbs
-from bench.accept.wire import Message
-from bench.accept.work import work_for
 from netlayer.errors import ConfigError
 
 RATE = "400 Gb/sec (4X NDR)"
@@ -220,6 +220,6 @@ def test_an_agent_runs_jobs_and_tells_how_they_ended(tmp_path: Path) -> None:
 def test_the_phase_needs_no_torch() -> None:
     import subprocess
 
-    code = "import sys, bench.accept.verbs; print({'torch', 'pydantic', 'numpy', 'pandas'} & set(sys.modules))"
+    code = "import sys, bench.accept.phases.verbs; print({'torch', 'pydantic', 'numpy', 'pandas'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.accept.fleet import Fleet
-from bench.accept.links import start_local
-from bench.accept.nics import NicJobs
-from bench.accept.trial import Member, Trial
-from bench.accept.verbs import measure_verbs
-from bench.accept.wire import Message
-from bench.accept.work import work_for
+from bench.accept.agents.fleet import Fleet
+from bench.accept.agents.links import start_local
+from bench.accept.agents.wire import Message
+from bench.accept.phases.nics import NicJobs
+from bench.accept.phases.trial import Member, Trial
+from bench.accept.phases.verbs import measure_verbs
+from bench.accept.phases.work import work_for
 from lab.switch import impaired, switched
 
 pytestmark = pytest.mark.rdma

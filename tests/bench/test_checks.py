@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from bench.backends import DTYPES
-from bench.checks import PERIOD, Data, poison, premultiplier
-from bench.collective import Part
-from bench.options import OP_NAMES
+from bench.perf.checks import PERIOD, Data, poison, premultiplier
+from bench.perf.collectives.collective import Part
+from bench.perf.options import OP_NAMES
 
 COUNT = 2 * PERIOD + 100
 

@@ -13,13 +13,19 @@ from typing import Any, NoReturn
 
 import pytest
 
-from bench import command as command_module
-from bench.all_reduce import COLLECTIVE as ALL_REDUCE
-from bench.command import run_command
-from bench.options import PerfOptions, Request
+from bench.perf import command as command_module
+from bench.perf.collectives.all_reduce import COLLECTIVE as ALL_REDUCE
+from bench.perf.command import run_command
+from bench.perf.options import PerfOptions, Request
 from netlayer.errors import ConfigError
 from netlayer.results import RunRecord
 from tests.bench import canned
+
+_ALL_REDUCE_PERF = """
+from bench.perf.collectives.all_reduce import command
+from netlayer.cli import run
+run(command, "all_reduce_perf")
+"""
 
 
 def request(tmp_path: Path, **options: object) -> Request:
@@ -92,7 +98,7 @@ def test_ranks_far_beyond_cores_and_memory_are_said_before_they_start(monkeypatc
 
 
 def test_a_csv_file_that_cannot_be_written_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
-    script = "from bench.all_reduce import command; from netlayer.cli import run; run(command, 'all_reduce_perf')"
+    script = _ALL_REDUCE_PERF
     done = subprocess.run(
         [sys.executable, "-c", script, "--csv", str(tmp_path / "nope" / "a.csv")],
         capture_output=True, text=True, timeout=60, check=False,
@@ -103,7 +109,7 @@ def test_a_csv_file_that_cannot_be_written_is_refused_before_any_rank_starts(tmp
 
 
 def test_ctrl_c_in_a_run_without_end_keeps_its_figures(tmp_path: Path) -> None:
-    script = "from bench.all_reduce import command; from netlayer.cli import run; run(command, 'all_reduce_perf')"
+    script = _ALL_REDUCE_PERF
     flags = ["-g", "2", "--backend", "gloo", "-b", "64", "-e", "64", "-N", "0", "--csv", str(tmp_path / "a.csv")]
     with subprocess.Popen(
         [sys.executable, "-c", script, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench.compare import compare
-from bench.table import nccl_tests_json
+from bench.perf.table import nccl_tests_json
 from netlayer.errors import ConfigError
 from netlayer.results import RunRecord, Source
 from tests.bench import canned

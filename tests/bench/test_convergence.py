@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench import convergence as module
-from bench.convergence import command
-from bench.convergence_join import read_runs
-from bench.convergence_page import build_page
-from bench.convergence_rows import (
+from bench.convergence import command as module
+from bench.convergence.command import command
+from bench.convergence.join import read_runs
+from bench.convergence.page import build_page
+from bench.convergence.rows import (
     BROKEN_OFF,
     EVALUATION,
     FACTS_FILE,
@@ -33,8 +33,8 @@ from bench.convergence_rows import (
     smoothed,
     table,
 )
-from bench.convergence_run import Asked, plans
-from bench.convergence_text import Root, choose
+from bench.convergence.run import Asked, plans
+from bench.convergence.text import Root, choose
 from netlayer.errors import ConfigError, HardwareMissing
 from netlayer.results import RunRecord, load_record
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench.convergence import command
-from bench.convergence_join import (
+from bench.convergence.command import command
+from bench.convergence.join import (
     before,
     check_alike,
     check_same_text,
@@ -20,12 +20,12 @@ from bench.convergence_join import (
     read_joined,
     shown_beside,
 )
-from bench.convergence_rows import FACTS_FILE, METRICS_FILE, VALIDATION_FILE, Curve, read_curve
-from bench.convergence_run import Plan, plans
-from bench.convergence_text import Chosen
+from bench.convergence.rows import FACTS_FILE, METRICS_FILE, VALIDATION_FILE, Curve, read_curve
+from bench.convergence.run import Plan, plans
+from bench.convergence.text import Chosen
 from netlayer.errors import ConfigError
 from tests.bench.test_convergence import ASKED, IDENTITY, STEP_TOKENS, made
-from trainer.checkpoint_meta import FORMAT, sealed
+from trainer.checkpoint.meta import FORMAT, sealed
 
 WHOLE = [8.0, 7.0, 6.0, 5.0, 4.0]
 

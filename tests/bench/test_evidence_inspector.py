@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.accept.judge import judge_files
+from bench.accept.judge.logs import judge_files
 from netlayer.errors import ConfigError
 from tests.bench.evidence_helpers import bad, read
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.init_page import LABEL, REAL, build_page, exponents, line, summary
+from bench.init_time.page import LABEL, REAL, build_page, exponents, line, summary
 
 
 def share(method: str, ranks: int, seconds: float, source: str = "measured", store: str = "tcp", **more):

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from bench import init_replay, init_server
-from bench.init_replay import TimeUp, replay
-from bench.init_traffic import Way, backend_operations, operations
+from bench.init_time import replay as init_replay
+from bench.init_time import server as init_server
+from bench.init_time.replay import TimeUp, replay
+from bench.init_time.traffic import Way, backend_operations, operations
 from netlayer.errors import CheckFailed
 from netlayer.layout import ParallelLayout
 

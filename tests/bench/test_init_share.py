@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bench import init_share
-from bench.init_bytes import num_bytes
-from bench.init_replay import Replayed, TimeUp
-from bench.init_share import Share, rows
-from bench.init_traffic import Way, backend_operations, operations
+from bench.init_time import share as init_share
+from bench.init_time.bytes import num_bytes
+from bench.init_time.replay import Replayed, TimeUp
+from bench.init_time.share import Share, rows
+from bench.init_time.traffic import Way, backend_operations, operations
 from netlayer.errors import CheckFailed
 from netlayer.layout import ParallelLayout
 from netlayer.progress import Stages

@@ -12,16 +12,18 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import init_server, init_share, init_time
-from bench.init_bytes import num_bytes
-from bench.init_page import ALONE, BROKEN_OFF, LABEL, agrees_with_model
-from bench.init_real import Real, recorded, timed
-from bench.init_record import Talk
-from bench.init_replay import Replayed, replay
-from bench.init_traffic import Request, Way, backend_operations, encode, last_words, operations, requests
+from bench.init_time import command as init_time
+from bench.init_time import server as init_server
+from bench.init_time import share as init_share
+from bench.init_time.bytes import num_bytes
+from bench.init_time.page import ALONE, BROKEN_OFF, LABEL, agrees_with_model
+from bench.init_time.real import Real, recorded, timed
+from bench.init_time.record import Talk
+from bench.init_time.replay import Replayed, replay
+from bench.init_time.traffic import Request, Way, backend_operations, encode, last_words, operations, requests
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.layout import ParallelLayout
-from netlayer.redis_server import find_redis_binary
+from netlayer.store.redis_server import find_redis_binary
 
 TCP = [Way(method, "tcp") for method in ("baseline", "torch", "ours")]
 REDIS = Way("ours", "redis")

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from bench.accept.bounds import ceiling, judge_bounds, load_bounds
 from bench.accept.evidence.log import Figure, Log
-from bench.accept.expectations import Expectation, load
-from bench.accept.judge import Judgement, Run, judge_runs
+from bench.accept.judge.bounds import ceiling, judge_bounds, load_bounds
+from bench.accept.judge.expectations import Expectation, load
+from bench.accept.judge.logs import Judgement, Run, judge_runs
 from netlayer.verdict import Verdict
 
 H100 = "NVIDIA H100 80GB HBM3"

@@ -11,10 +11,10 @@ from click.testing import CliRunner, Result
 
 from bench.accept.cli import accept
 from bench.accept.evidence.log import Figure, Log
-from bench.accept.expectations import FOLDER, Expectation, Published, Source, load, load_user, threshold_of
-from bench.accept.explain import explain
-from bench.accept.judge import Run, judge_expectations, judge_runs
-from bench.accept.publish import publish
+from bench.accept.judge.expectations import FOLDER, Expectation, Published, Source, load, load_user, threshold_of
+from bench.accept.judge.explain import explain
+from bench.accept.judge.logs import Run, judge_expectations, judge_runs
+from bench.accept.judge.publish import publish
 from netlayer.errors import ConfigError, NetlayerError
 from netlayer.verdict import Finding, Verdict
 

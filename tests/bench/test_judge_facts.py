@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.accept.judge import Judgement, judge_files
+from bench.accept.judge.logs import Judgement, judge_files
 from netlayer.errors import ConfigError
 
 OLD_HEAD = """\

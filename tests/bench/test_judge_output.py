@@ -11,9 +11,9 @@ from click.testing import CliRunner, Result
 
 from bench.accept.cli import accept
 from bench.accept.evidence.log import Log
-from bench.accept.judge import Judgement, judge_files
-from bench.accept.nodes import judge_nodes, place_logs
-from bench.accept.output import format_nodes, format_table, junit, page
+from bench.accept.judge.logs import Judgement, judge_files
+from bench.accept.judge.nodes import judge_nodes, place_logs
+from bench.accept.judge.output import format_nodes, format_table, junit, page
 from bench.junit import junit as bench_junit
 from netlayer.verdict import Finding, Verdict, worst
 from tests.bench.canned import record, row

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.accept.evidence.log import Figure
-from bench.accept.peers import Comparison, Measured, compare_peers
+from bench.accept.judge.peers import Comparison, Measured, compare_peers
 from netlayer.verdict import Finding
 
 SIZES = (64 << 20, 1 << 30)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.accept.judge import Judgement, judge_files
+from bench.accept.judge.logs import Judgement, judge_files
 
 H100 = "NVIDIA H100 80GB HBM3"
 GIB = 1 << 30

@@ -14,18 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.all_reduce import COLLECTIVE as ALL_REDUCE
-from bench.all_reduce import command
 from bench.backends import GlooBackend
-from bench.control import meet
-from bench.driver import Plan, Started
-from bench.measure import Collector, measure
-from bench.options import PerfOptions
-from bench.table import format_table
+from bench.perf.collectives.all_reduce import COLLECTIVE as ALL_REDUCE
+from bench.perf.collectives.all_reduce import command
+from bench.perf.control import meet
+from bench.perf.driver import Plan, Started
+from bench.perf.measure import Collector, measure
+from bench.perf.options import PerfOptions
+from bench.perf.table import format_table
 from netlayer.errors import ConfigError, HardwareMissing, NetlayerError
-from netlayer.launch import RankEnv, launch
-from netlayer.meeting import MeetingPlace
+from netlayer.launch.launcher import RankEnv, launch
 from netlayer.results import Row, RunRecord
+from netlayer.store.meeting import MeetingPlace
 from tests.bench import ranks
 from tests.bench.test_collective import ALL
 
@@ -277,14 +277,14 @@ def test_ranks_of_nccl_are_told_its_settings_and_the_record_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_CONF_FILE", "/nowhere")
-    monkeypatch.setattr("bench.measure.choose_backend", lambda _name: "torch")
+    monkeypatch.setattr("bench.perf.measure.choose_backend", lambda _name: "torch")
     told: dict[str, Any] = {}
 
     def launched(*_: object, on_message: Callable[[int, object], None], **options: Any) -> None:
         told.update(options)
         on_message(0, Started("all_reduce", {"devices": []}))
 
-    monkeypatch.setattr("bench.measure.launch", launched)
+    monkeypatch.setattr("bench.perf.measure.launch", launched)
     [record] = measure(["all_reduce"], SMALL, ranks=2, log_dir=tmp_path, init_method="env://")
     assert set(told["env"]) == {"NCCL_IB_TIMEOUT", "NCCL_IB_RETRY_CNT"}
     rows = {row["name"]: row for row in record.environment["nccl_settings"]}

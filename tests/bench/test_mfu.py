@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench.mfu import command
-from bench.mfu_jobs import Jobs, check_overrides, check_room, read_entries, read_layout
-from bench.mfu_rows import check_losses, heading, summarise, table, with_figures
-from bench.mfu_run import Plan
+from bench.mfu.command import command
+from bench.mfu.jobs import Jobs, check_overrides, check_room, read_entries, read_layout
+from bench.mfu.rows import check_losses, heading, summarise, table, with_figures
+from bench.mfu.run import Plan
 from netlayer import environ
 from netlayer.command import RunOptions
-from netlayer.config import JobConfig, build_config
+from netlayer.config.tree import JobConfig, build_config
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 
 
@@ -124,7 +124,7 @@ def test_what_no_limit_of_channels_holds_carries_nothing_unless_told_to() -> Non
 
 
 def test_what_has_no_effect_in_any_row_of_ours_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.mfu.measure", lambda *_: None)
+    monkeypatch.setattr("bench.mfu.command.measure", lambda *_: None)
     words = "--layout pp2dp2 --backend gloo --peers none --channels 1 --set overlap.peer_reduce=true --time-limit 1 "
     words += f"--set overlap.pp=false --set overlap.zero_bubble=false --also overlap.pp=true --out {tmp_path / 'out'}"
     result = CliRunner().invoke(command, words.split())
@@ -330,7 +330,7 @@ def test_a_run_without_time_for_a_turn_fails_and_leaves_nothing(
         (plan.out / "logs").mkdir()
         (plan.out / "logs" / "rank0000.log").touch()
 
-    monkeypatch.setattr("bench.mfu.measure", measure)
+    monkeypatch.setattr("bench.mfu.command.measure", measure)
     out = tmp_path / "runs" / "a"
     if is_made:
         out.mkdir(parents=True)

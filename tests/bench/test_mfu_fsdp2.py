@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from bench.peers.fsdp2 import Fsdp2
-from netlayer.config import build_config
+from netlayer.config.tree import build_config
 
 CPU = torch.device("cpu")
 

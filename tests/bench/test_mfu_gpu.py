@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from bench.mfu_jobs import Jobs, read_entries, read_layout
-from bench.mfu_ranks import Order
-from bench.mfu_systems import OURS, PEERS
+from bench.mfu.jobs import Jobs, read_entries, read_layout
+from bench.mfu.ranks import Order
+from bench.mfu.systems import OURS, PEERS
 from bench.peers import mcore
 from netlayer.command import RunOptions
-from netlayer.launch import launch
-from netlayer.meeting import meeting_place
+from netlayer.launch.launcher import launch
+from netlayer.store.meeting import meeting_place
 from tests.bench.mfu_sharing import run_sharing_rank
 
 SMALL = ("hidden=256", "ffn_hidden=512", "heads=4", "layers=4", "seq_len=128", "vocab_size=512")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from bench.mfu_run import by_processes, in_turn
-from bench.mfu_systems import PEERS, Entry
+from bench.mfu.run import by_processes, in_turn
+from bench.mfu.systems import PEERS, Entry
 from bench.peers.mcore import (
     TorchAttention,
     TorchNorm,
@@ -20,10 +20,10 @@ from bench.peers.mcore import (
     transformer_settings,
 )
 from bench.peers.mcore_values import by_head, copy_values, renamed
-from netlayer.config import JobConfig, build_config
+from netlayer.config.tree import JobConfig, build_config
 from netlayer.errors import ConfigError
 from netlayer.workload.stages import half_blocks
-from trainer.model import build_model
+from trainer.model.gpt import build_model
 from trainer.ops.attention import attention
 
 CPU = torch.device("cpu")

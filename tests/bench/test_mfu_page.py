@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench.mfu_page import build_page, command, label
-from bench.mfu_rows import FORMULA, summarise, with_figures
+from bench.mfu.page import build_page, command, label
+from bench.mfu.rows import FORMULA, summarise, with_figures
 from bench.publish import REPORTS
-from netlayer.config import JobConfig, build_config
+from netlayer.config.tree import JobConfig, build_config
 from netlayer.errors import ConfigError
 from netlayer.results import RunRecord, load_record
 

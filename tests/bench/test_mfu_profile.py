@@ -1,12 +1,12 @@
-"""`bench.mfu_profile`: kernels told apart by their names, and times that add up to the step."""
+"""`bench.mfu.profile`: kernels told apart by their names, and times that add up to the step."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from bench.mfu_profile import OTHER, Kernel, floors, kind_of, launch_ms, most_time, shares, table
-from netlayer.config import build_config
+from bench.mfu.profile import OTHER, Kernel, floors, kind_of, launch_ms, most_time, shares, table
+from netlayer.config.tree import build_config
 
 JOB = build_config(
     {
@@ -77,7 +77,7 @@ def test_launching_is_timed_from_an_idle_device_to_the_return_of_the_call(monkey
         clock[0] += seconds
 
     steps = iter((0.5, 0.002, 0.003))
-    monkeypatch.setattr("bench.mfu_profile.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("bench.mfu.profile.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: spend(10))
     assert launch_ms(lambda: spend(next(steps)), 3) == pytest.approx(3)
 

@@ -1,4 +1,4 @@
-"""`bench.mfu_run`: systems that crash or hang lose no row of the others, nor does a signal or the end of the time."""
+"""`bench.mfu.run`: systems that crash or hang lose no row of the others, nor does a signal or the end of the time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from bench.mfu_gpus import GpuLog
-from bench.mfu_jobs import Jobs, read_layout
-from bench.mfu_run import ROWS, Heard, Plan, by_processes, estimate, in_turn, measure
-from bench.mfu_systems import Entry, System
+from bench.mfu.gpus import GpuLog
+from bench.mfu.jobs import Jobs, read_layout
+from bench.mfu.run import ROWS, Heard, Plan, by_processes, estimate, in_turn, measure
+from bench.mfu.systems import Entry, System
 from netlayer.command import RunOptions
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 from netlayer.rendezvous import Groups
 
 SHAPE = ("layers=1", "seq_len=16", "hidden=32", "heads=2", "ffn_hidden=64", "vocab_size=64")

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.mfu_systems import OURS, Entry
+from bench.mfu.systems import OURS, Entry
 from bench.peers import native3d
-from netlayer.config import build_config
+from netlayer.config.tree import build_config
 from trainer.parallel import MicroBatch
 
 CPU = torch.device("cpu")

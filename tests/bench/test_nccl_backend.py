@@ -16,18 +16,18 @@ import pytest
 import torch.distributed as dist
 
 from bench.backends import DTYPES, NcclBackend
-from bench.buffers import Buffers
-from bench.control import meet
-from bench.driver import load_collective
-from bench.measure import join
-from bench.options import PerfOptions
-from bench.table import format_table, nccl_tests_json
-from collectives import libnccl
-from collectives.libnccl import DATA_TYPES, PROTOTYPES, RED_OPS, Config, NcclError
+from bench.perf.buffers import Buffers
+from bench.perf.control import meet
+from bench.perf.driver import load_collective
+from bench.perf.measure import join
+from bench.perf.options import PerfOptions
+from bench.perf.table import format_table, nccl_tests_json
+from collectives.transport import libnccl
+from collectives.transport.libnccl import DATA_TYPES, PROTOTYPES, RED_OPS, Config, NcclError
 from netlayer.errors import HardwareMissing
-from netlayer.meeting import MeetingPlace
-from netlayer.rank import RankEnv
+from netlayer.launch.rank import RankEnv
 from netlayer.results import RunRecord
+from netlayer.store.meeting import MeetingPlace
 from tests.bench.fake_nccl import FakeGpu, FakeNccl, build, needs_compiler
 from tests.bench.test_collective import ALL
 

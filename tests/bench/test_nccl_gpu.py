@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench.driver import Plan, Started
-from bench.options import PerfOptions
-from netlayer.launch import launch
-from netlayer.meeting import MeetingPlace
+from bench.perf.driver import Plan, Started
+from bench.perf.options import PerfOptions
+from netlayer.launch.launcher import launch
+from netlayer.store.meeting import MeetingPlace
 from tests.bench.nccl_ranks import rows_of, run_plans
 from tests.bench.test_collective import ALL
 

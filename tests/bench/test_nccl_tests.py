@@ -11,7 +11,7 @@ import pytest
 
 from bench import nccl_tests
 from bench.nccl_tests import COLLECTIVES, Comparison, command, join_tables, judge, read_json
-from bench.options import PerfOptions
+from bench.perf.options import PerfOptions
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.results import RunRecord
 from tests.bench import canned
@@ -56,7 +56,7 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[PerfOptions]]:
             ]
             return [canned.record(rows) for _ in names]
 
-        monkeypatch.setattr("bench.measure.measure", measure)
+        monkeypatch.setattr("bench.perf.measure.measure", measure)
         return asked
 
     return setter
@@ -113,7 +113,7 @@ def test_one_thread_launches_all_gpus_where_asked(tmp_path: Path) -> None:
 
 
 def test_our_json_is_read_as_theirs(tmp_path: Path) -> None:
-    from bench.table import nccl_tests_json
+    from bench.perf.table import nccl_tests_json
 
     (tmp_path / "a.json").write_text(json.dumps(nccl_tests_json(canned.record())))
     table = read_json(tmp_path / "a.json")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bench.operator_cases import Case
-from bench.operators import _figures, _line, check, command, measure
+from bench.operators.cases import Case
+from bench.operators.command import _figures, _line, check, command, measure
 from netlayer.errors import CheckFailed
 
 

@@ -10,14 +10,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from bench import command as command_module
-from bench.all_gather import COLLECTIVE as ALL_GATHER
-from bench.all_reduce import COLLECTIVE as ALL_REDUCE
-from bench.all_reduce import command
 from bench.backends import BACKENDS, DTYPES, OPS, NcclBackend, choose_backend, nccl_versions
-from bench.driver import list_cases, load_collective
-from bench.options import BACKEND_NAMES, DIRECT_FLAGS, DTYPE_NAMES, OP_NAMES, PerfOptions, Request
-from collectives import libnccl
+from bench.perf import command as command_module
+from bench.perf.collectives.all_gather import COLLECTIVE as ALL_GATHER
+from bench.perf.collectives.all_reduce import COLLECTIVE as ALL_REDUCE
+from bench.perf.collectives.all_reduce import command
+from bench.perf.driver import list_cases, load_collective
+from bench.perf.options import BACKEND_NAMES, DIRECT_FLAGS, DTYPE_NAMES, OP_NAMES, PerfOptions, Request
+from collectives.transport import libnccl
 from netlayer.errors import ConfigError, HardwareMissing
 
 

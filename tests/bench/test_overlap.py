@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench import overlap_legs
-from bench.overlap import command
-from bench.overlap_dp import PREFETCHES
-from bench.overlap_legs import Run, measure_techniques
-from bench.overlap_rows import Communication, Timing, check_losses, dp_line, dp_rows
-from bench.overlap_settings import (
+from bench.overlap import legs as overlap_legs
+from bench.overlap.command import command
+from bench.overlap.dp import PREFETCHES
+from bench.overlap.legs import Run, measure_techniques
+from bench.overlap.rows import Communication, Timing, check_losses, dp_line, dp_rows
+from bench.overlap.settings import (
     NCCL_ALONE,
     SYSTEMS,
     TECHNIQUES,

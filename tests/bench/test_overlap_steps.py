@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from bench.overlap_steps import StepTimer
-from collectives.sharded import ShardedDataParallel
+from bench.overlap.steps import StepTimer
+from collectives.sharded.data_parallel import ShardedDataParallel
 
 
 class Clock:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.pipeline_overlap import (
+from bench.overlap.pipeline import (
     TINY,
     Measured,
     Settings,
@@ -22,8 +22,8 @@ from bench.pipeline_overlap import (
     measure,
     step_times,
 )
-from collectives.recorder import Span
-from collectives.trace import RankTrace
+from collectives.watch.recorder import Span
+from collectives.watch.trace import RankTrace
 from netlayer.errors import CheckFailed
 
 SMALL = dataclasses.replace(TINY, tokens=8, hidden=8, micro_batches=4, steps=2, rounds=1)

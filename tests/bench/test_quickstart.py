@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from bench import quickstart as module
-from bench.quickstart_outcome import Outcome, fabric_summary
-from bench.quickstart_page import build_page, onwards
-from netlayer.config import Config
-from netlayer.config_file import example, load_config
+from bench.quickstart import command as module
+from bench.quickstart.outcome import Outcome, fabric_summary
+from bench.quickstart.page import build_page, onwards
+from netlayer.config.file import example, load_config
+from netlayer.config.tree import Config
 from netlayer.environ import Finding
 from netlayer.results import RunRecord, load_record
 from tests.bench import canned
-from topology.compare import compare_split
+from topology.ecmp.compare import compare_split
 
 REPOSITORY = Path(__file__).parents[2]
 REPORTS = REPOSITORY / "bench" / "reports"
@@ -49,7 +49,8 @@ def test_what_cannot_run_is_refused_in_one_line_before_anything_is_made(
 
 
 def test_a_bad_option_is_refused_without_torch_and_numba() -> None:
-    code = "import sys, bench.quickstart; sys.exit(bool({'torch', 'numba', 'altair', 'pandas'} & set(sys.modules)))"
+    heavy = {"torch", "numba", "altair", "pandas"}
+    code = f"import sys, bench.quickstart.command; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

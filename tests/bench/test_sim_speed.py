@@ -6,10 +6,10 @@ import pytest
 from click.testing import CliRunner
 
 from bench import sim_speed
-from bench.heap_engine import simulate_by_heap
 from bench.sim_speed import digest, line, measure, measure_peer, missed_limits, scenario, settings
+from bench.simulator.heap_engine import simulate_by_heap
 from congestion.engine.build import build
-from congestion.simulate import simulate
+from congestion.simulation.simulate import simulate
 from netlayer.errors import CheckFailed
 from netlayer.results import load_record
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench.small_messages import command
-from bench.small_rows import format_row, format_summary, judge, summarise
-from collectives.tuning import DEFAULT_TABLE, TuningTable
+from bench.small_messages.command import command
+from bench.small_messages.rows import format_row, format_summary, judge, summarise
+from collectives.small.table import DEFAULT_TABLE, TuningTable
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import load_record
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import netlayer
-from bench.table import format_foot, format_table, nccl_tests_json
+from bench.perf.table import format_foot, format_table, nccl_tests_json
 from tests.bench.canned import record, row
 
 # Written by hand after the printf formats of nccl-tests 2.19.6; ours are the version, and the lines `# Backend`,

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.tensor_overlap import Row, measure, refuse_wrong
-from bench.tensor_systems import Sizes, build_systems, open_exchanges, without_gathered
+from bench.overlap.tensor import Row, measure, refuse_wrong
+from bench.overlap.tensor_systems import Sizes, build_systems, open_exchanges, without_gathered
 from netlayer.errors import CheckFailed
-from netlayer.launch import RankContext, launch
+from netlayer.launch.launcher import RankContext, launch
 
 SIZES = Sizes(rows=64, hidden=32, features=16, dtype=torch.float32)
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ from click.testing import CliRunner
 
 from bench import topology_scale
 from bench.topology_scale import PLACEMENTS, STAGES, exponent, grow, missed_limits, one_pass
-from netlayer.config import Config
-from netlayer.config_file import example, load_config
+from netlayer.config.file import example, load_config
+from netlayer.config.tree import Config
 from netlayer.errors import CheckFailed
 from netlayer.results import load_record
-from topology.clos import Clos
+from topology.fabric.clos import Clos
 
 
 @pytest.fixture(scope="module")

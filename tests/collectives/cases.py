@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from collectives import Recorder, ShardedDataParallel
-from collectives.lane import Lane
+from collectives.transport.lane import Lane
 from tests.collectives.harness import Case
 
 CASES: list[Case] = []
@@ -503,7 +503,7 @@ def emulated_collectives_give_the_same(rank: int, world_size: int) -> None:
     expected = train(wrap64(net()), 2, rank, world_size)
     missing = mock.Mock(side_effect=RuntimeError("no such collective"))
     sharded = wrap64(net())
-    with mock.patch("collectives.lane.reduce_scatter_single", missing):
+    with mock.patch("collectives.transport.lane.reduce_scatter_single", missing):
         sharded.reduce_lane._emulated.clear()
         assert not sharded.reduce_lane.can_reduce_scatter(torch.float64)
     sharded.gather_lane._gathers_in_place = False

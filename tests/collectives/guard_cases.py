@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from collectives import Recorder, ShardedDataParallel
-from collectives.bucket import Bucket
-from collectives.prepare import open_lanes
-from collectives.sharded import LanePair
-from collectives.track import NEAR
+from collectives.sharded.bucket import Bucket
+from collectives.sharded.data_parallel import LanePair
+from collectives.sharded.prepare import open_lanes
+from collectives.watch.track import NEAR
 from netlayer.errors import CheckFailed, CollectiveFailed
 from tests.collectives.cases import (
     adamw,
@@ -214,7 +214,7 @@ def a_state_of_one_rank_alone_is_an_error_within_the_timeout(rank: int, world_si
         train_small(sharded, lambda _: False, 1)
         if rank == 0:
             says = rf"called on every rank\? {name}\(\).* is collective, .* {kind} of group gather, on rank 0, did not"
-            with mock.patch("collectives.lane.NEAR", near):
+            with mock.patch("collectives.transport.lane.NEAR", near):
                 assert_raises(CollectiveFailed, says, getattr(sharded, name))
         meet(name)
         if on_cuda:

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from _pytest.mark import ParameterSet
 
-from collectives.prepare import open_groups
-from netlayer.meeting import meeting_place, register_schemes
+from collectives.sharded.prepare import open_groups
+from netlayer.store.meeting import meeting_place, register_schemes
 from tests.collectives.ranks import run_ranks
 
 CASE_LIMIT_S = 120.0
@@ -178,7 +178,7 @@ def sharing_groups() -> Iterator[None]:
             made[key] = open_groups(group, device, names, windows=windows)
         return made[key]
 
-    with mock.patch("collectives.prepare.open_groups", open_once):
+    with mock.patch("collectives.sharded.prepare.open_groups", open_once):
         yield
 
 

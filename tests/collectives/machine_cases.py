@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch import Tensor, nn
 
 from collectives import ShardedDataParallel
-from collectives.prepare import open_groups
+from collectives.sharded.prepare import open_groups
 from tests.collectives.harness import Case
 
 MACHINE_CASES: list[Case] = []

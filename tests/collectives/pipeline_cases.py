@@ -20,14 +20,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from collectives.link import Link
-from collectives.nodes import virtual_node_environ
-from collectives.pipeline import PipelineChannel
-from collectives.pipeline_links import LinkGroups, PipelineLinks, open_link_groups
-from collectives.recorder import Recorder
-from collectives.symmetric import why_unusable
-from collectives.trace import align_clocks, chrome_trace, hidden_share, record_trace
-from collectives.watch import Watch, timeout_of
+from collectives.pipeline.channel import PipelineChannel
+from collectives.pipeline.link import Link
+from collectives.pipeline.links import LinkGroups, PipelineLinks, open_link_groups
+from collectives.transport.nodes import virtual_node_environ
+from collectives.transport.symmetric import why_unusable
+from collectives.watch.recorder import Recorder
+from collectives.watch.trace import align_clocks, chrome_trace, hidden_share, record_trace
+from collectives.watch.watchdog import Watch, timeout_of
 from netlayer.errors import CollectiveTimeout, HardwareMissing
 from netlayer.layout import ParallelLayout
 from netlayer.workload.messages import Message, Traffic
@@ -205,12 +205,12 @@ def peers_must_be_there_where_they_are_asked_for(stage: int, num_stages: int) ->
 
 @case
 def peers_are_on_one_host(stage: int, num_stages: int) -> None:
-    with mock.patch("collectives.symmetric._why_unusable_here", return_value=None):
+    with mock.patch("collectives.transport.symmetric._why_unusable_here", return_value=None):
         assert why_unusable(dist.group.WORLD, torch.device("cuda")) is None
         with mock.patch.dict(os.environ, virtual_node_environ(stage // 2)):
             why = why_unusable(dist.group.WORLD, torch.device("cuda"))
             assert why == (None if num_stages == 2 else f"the ranks are on {num_stages // 2} hosts")
-    with mock.patch("collectives.symmetric._why_unusable_here", return_value="too old" if stage else None):
+    with mock.patch("collectives.transport.symmetric._why_unusable_here", return_value="too old" if stage else None):
         assert why_unusable(dist.group.WORLD, torch.device("cuda")) == "rank 1: too old"
 
 
@@ -453,7 +453,7 @@ def links_of_a_step_that_raised_are_refused(stage: int, num_stages: int) -> None
 def channels_share_the_ends_of_their_links(stage: int, num_stages: int) -> None:
     made = mock.Mock(side_effect=lambda device: None if device.type == "cpu" else torch.cuda.Stream(device))
     recorder = Recorder(device())
-    with mock.patch("collectives.pipeline_links.new_stream", made):
+    with mock.patch("collectives.pipeline.links.new_stream", made):
         links = PipelineLinks(None, device(), True)
         first, second = (channel_of(interleaved(num_stages, num_stages * n, 2), links=links) for n in (1, 2))
         told = channel_of(interleaved(num_stages, num_stages, 2), links=links, recorder=recorder)
@@ -485,7 +485,7 @@ def a_message_has_elements_whatever_slots_there_are(stage: int, num_stages: int)
     traffic = one_forward_one_backward(num_stages, 2).traffic(stage)
     with (
         mock.patch.object(PipelineLinks, "_why_no_peers", return_value=None),
-        mock.patch("collectives.pipeline_links.Slots", Fake),
+        mock.patch("collectives.pipeline.links.Slots", Fake),
     ):
         links = PipelineLinks(None, device(), False)
         for shape in ((2, 3), (0, 3), (2, 3), (4,), (2, 0), ()):

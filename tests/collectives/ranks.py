@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from netlayer.meeting import register_schemes
+from netlayer.store.meeting import register_schemes
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.collectives.scenes"])  # torch is imported once

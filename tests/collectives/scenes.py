@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from collectives import ColumnParallelLinear, ShardedDataParallel, open_exchange
-from collectives.hang import HangLimits
-from collectives.lane import Lane
-from collectives.watch import Watch
+from collectives.transport.lane import Lane
+from collectives.watch.hang import HangLimits
+from collectives.watch.watchdog import Watch
 from netlayer.errors import CollectiveFailed
+from netlayer.launch.rank import RankContext
 from netlayer.layout import ParallelLayout
-from netlayer.meeting import register_schemes
-from netlayer.rank import RankContext
+from netlayer.store.meeting import register_schemes
 from tests.collectives.ranks import run_ranks
 
 

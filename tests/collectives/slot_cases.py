@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from collectives import ShardedDataParallel
-from collectives.reduce import GradientReduce
-from collectives.slot import GradientSlot, slot_source
+from collectives.sharded.reduce import GradientReduce
+from collectives.sharded.slot import GradientSlot, slot_source
 from tests.collectives.cases import CASES, accumulate, adamw, assert_close, assert_raises, batches, case, train
 from tests.collectives.harness import Case, opens_groups
 from tests.collectives.stand_ins import Nowhere
@@ -25,7 +25,7 @@ Train = Callable[[ShardedDataParallel, int, int, int], dict[str, Tensor]]
 
 
 class SlottedProduct(torch.autograd.Function):
-    """x W^T, by the rules of `collectives.slot`."""
+    """x W^T, by the rules of `collectives.sharded.slot`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def gradients_in_slots_are_those_of_autograd(rank: int, world_size: int) -> None
         settings = {name: value() if callable(value) else value for name, value in plain.items()}
         if run not in expected:
             expected[run], _ = trained(False, torch.float64, run, rank, world_size)
-        with mock.patch("collectives.prepare.Windows", Nowhere):
+        with mock.patch("collectives.sharded.prepare.Windows", Nowhere):
             state, given = trained(True, torch.float64, run, rank, world_size, **settings)
         assert given >= STEPS * 5, (run, plain, given)
         # Not to the bit: into a slot the product is added to what lies there, which a library may do by another kernel

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.recorder import Recorder
-from collectives.small import SmallCollectives
-from collectives.small_path import KINDS, Kind, PathName, Plain
-from collectives.small_trial import checked_replay, trial_of
-from collectives.small_tune import tune
+from collectives.small.messages import SmallCollectives
+from collectives.small.path import KINDS, Kind, PathName, Plain
+from collectives.small.table import Choice, Entry, TuningTable
+from collectives.small.trial import checked_replay, trial_of
+from collectives.small.tuner import tune
 from collectives.timing import make_replay
-from collectives.tuning import Choice, Entry, TuningTable
-from collectives.watch import Watch
-from netlayer.launch import RankContext
+from collectives.watch.recorder import Recorder
+from collectives.watch.watchdog import Watch
+from netlayer.launch.launcher import RankContext
 
 Case = Callable[[dist.ProcessGroup, torch.device], None]
 CASES: list[Case] = []
@@ -267,7 +267,7 @@ def a_path_with_wrong_data_is_not_chosen(group: dist.ProcessGroup, device: torch
         all_reduce = spoilt
 
     paths = {"nccl": Plain(group), "one_shot": Spoilt(group)}
-    with mock.patch("collectives.small_tune.open_paths", return_value=(paths, {})):
+    with mock.patch("collectives.small.tuner.open_paths", return_value=(paths, {})):
         table = tune(group, device, max_bytes=1024, launches=2, replays=2, rounds=1)
     assert "wrong" in table.left_out["one_shot"]
     assert {one.path for one in table.figures} == {"nccl"}
@@ -282,7 +282,7 @@ def what_one_rank_cannot_capture_all_ranks_leave_out(group: dist.ProcessGroup, d
         make_replay(*launch)  # whose first launches all ranks make together
         raise RuntimeError("not this one\nand more")
 
-    with mock.patch("collectives.small_trial.make_replay", refuse if dist.get_rank(group) == 1 else make_replay):
+    with mock.patch("collectives.small.trial.make_replay", refuse if dist.get_rank(group) == 1 else make_replay):
         found = checked_replay(trial, 2, group)
     assert isinstance(found, str)
     assert ("not this one" if dist.get_rank(group) == 1 else "another rank") in found

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.windows import Windows
+from collectives.transport.windows import Windows
 
 
 class Nowhere(Windows):

@@ -19,15 +19,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from collectives import Recorder, ShardedDataParallel, lane
-from collectives.backward_step import NUM_UNMOVED
-from collectives.bucket import Bucket
-from collectives.lane import Lane
-from collectives.leftovers import release_left
-from collectives.peer_reduce import PeerReduce
-from collectives.prepare import open_groups, open_lanes
+from collectives import Recorder, ShardedDataParallel
+from collectives.sharded.backward_step import NUM_UNMOVED
+from collectives.sharded.bucket import Bucket
+from collectives.sharded.prepare import open_groups, open_lanes
 from collectives.torch_names import Collect
-from collectives.windows import ALIGNMENT_BYTES, Windows, are_worth_it
+from collectives.transport import lane
+from collectives.transport.lane import Lane
+from collectives.transport.leftovers import release_left
+from collectives.transport.peer_reduce import PeerReduce
+from collectives.transport.windows import ALIGNMENT_BYTES, Windows, are_worth_it
 from tests.collectives.cases import (
     Branches,
     accumulate,
@@ -373,7 +374,7 @@ def muted_lanes_launch_nothing(rank: int, world_size: int) -> None:
 @case
 def buffers_that_take_turns_change_nothing(rank: int, world_size: int) -> None:
     expected = train(wrap64(net()), 2, rank, world_size)
-    with mock.patch("collectives.prepare.Windows", Nowhere):
+    with mock.patch("collectives.sharded.prepare.Windows", Nowhere):
         for settings in ({}, {"in_flight": 1}, {"groups": pair_of_one()}, {"param_dtype": torch.float64}):
             sharded = wrap64(net(), windows=True, **settings)
             assert all(plan.shard_numel % ALIGNMENT_BYTES == 0 for plan in sharded.plans)
@@ -403,8 +404,8 @@ def sums_of_what_peers_were_sent_change_nothing(rank: int, world_size: int) -> N
     if world_size == 1:
         return
     with (
-        mock.patch("collectives.prepare.PeerReduce", Summed),
-        mock.patch("collectives.prepare.why_unusable", return_value=None),
+        mock.patch("collectives.sharded.prepare.PeerReduce", Summed),
+        mock.patch("collectives.sharded.prepare.why_unusable", return_value=None),
     ):
         for low, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.05)):
             for settings in ({}, {"in_flight": 1}, {"overlap": False}, {"stage": 2}, {"groups": pair_of_one()}):
@@ -439,7 +440,7 @@ def sums_of_divided_losses_are_means(rank: int, world_size: int) -> None:
         return sharded.full_state_dict()
 
     expected = trained(True)
-    with mock.patch("collectives.prepare.Windows", Nowhere):
+    with mock.patch("collectives.sharded.prepare.Windows", Nowhere):
         for settings in ({}, {"overlap": False}, {"windows": True}, {"windows": True, "stage": 2}):
             assert_close(trained(False, **settings), expected, rtol=1e-12, atol=1e-12)
 

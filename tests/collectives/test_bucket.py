@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from collectives.bucket import Bucket, BucketPlan, plan_buckets
-from collectives.departure import Departures, Travel
-from collectives.lane import Lane
+from collectives.sharded.bucket import Bucket, BucketPlan, plan_buckets
+from collectives.sharded.departure import Departures, Travel
+from collectives.transport.lane import Lane
 from collectives.triton_support import HAS_TRITON, IS_INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -207,7 +207,7 @@ def test_triton_adopts_as_torch_does() -> None:
         other, _, _ = _written_bucket(dtype, DEVICE)
         assert torch.equal(other.master_S, before_S)
         bucket.adopt()
-        with mock.patch("collectives.bucket.HAS_TRITON", False):
+        with mock.patch("collectives.sharded.bucket.HAS_TRITON", False):
             other.adopt()
         torch.testing.assert_close(bucket.master_S, other.master_S, rtol=0, atol=0, equal_nan=True)
 

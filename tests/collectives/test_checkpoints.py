@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.optimizer_state import boxes_of, flattened, unflattened
+from collectives.sharded.optimizer_state import boxes_of, flattened, unflattened
 from tests.collectives.checkpoint_cases import CHECKPOINT_CASES
 from tests.collectives.conftest import RunCase
 from tests.collectives.harness import Case, Ranks, assert_passed, on_gpus, on_ranks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collectives import current_stream as module
-from collectives.current_stream import current_stream
+from collectives.transport import current_stream as module
+from collectives.transport.current_stream import current_stream
 
 
 def test_each_stream_is_made_an_object_of_once(monkeypatch: pytest.MonkeyPatch) -> None:

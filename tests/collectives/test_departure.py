@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives.departure import Departures, Travel
-from collectives.lane import Flight, Lane
-from collectives.reduce import GradientReduce
+from collectives.sharded.departure import Departures, Travel
+from collectives.sharded.reduce import GradientReduce
+from collectives.transport.lane import Flight, Lane
 from tests.collectives.test_bucket import made_buckets
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.diagnosis import Answer, Entry, GroupProgress, Report, Stuck, describe_ranks, diagnose
+from collectives.watch.diagnosis import Answer, Entry, GroupProgress, Report, Stuck, describe_ranks, diagnose
 from netlayer.errors import CollectiveTimeout, PeerLost
 from netlayer.layout import ParallelLayout
 

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from collectives import pipeline
+from collectives.pipeline import channel as pipeline
 from tests.collectives.ranks import run_ranks
 
 ADAPTER = """

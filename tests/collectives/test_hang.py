@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from collectives import hang
-from collectives.diagnosis import Answer, Entry, GroupProgress, Report, Stuck
-from collectives.hang import Evidence, HangLimits, Pace, find_root, own_process, state_of
+from collectives.watch import hang
+from collectives.watch.diagnosis import Answer, Entry, GroupProgress, Report, Stuck
+from collectives.watch.hang import Evidence, HangLimits, Pace, find_root, own_process, state_of
 from netlayer.errors import CollectiveTimeout, PeerLost
 from netlayer.layout import ParallelLayout
 from tests.collectives import scenes

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives import health, pairs
-from collectives.health_trial import HealthRow, pattern
+from collectives.health import checks as health
+from collectives.health import pairs
+from collectives.health.trial import HealthRow, pattern
 from tests.collectives.ranks import on_gloo, run_ranks
 
 pytestmark = pytest.mark.quiet
@@ -91,7 +92,7 @@ def test_copies_are_checked() -> None:
     rows = health.copy(CPU, 100_001, repeats=4)
     assert_complete(rows, "bw_gbs")
     assert [(row["direction"], row["ok"], row["size_bytes"]) for row in rows] == [("device_to_device", True, 100_001)]
-    with mock.patch("collectives.health._copying", lambda target, source: lambda: target[1:].copy_(source[1:])):
+    with mock.patch("collectives.health.checks._copying", lambda target, source: lambda: target[1:].copy_(source[1:])):
         (row,) = health.copy(CPU, 1000, repeats=2)
     assert (row["wrong"], row["ok"]) == (1, False)
 

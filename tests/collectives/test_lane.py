@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import health
-from collectives.lane import Flight, Lane
-from collectives.link import Link
-from collectives.recorder import Recorder
-from collectives.watch import Watch
+from collectives.health import checks as health
+from collectives.pipeline.link import Link
+from collectives.transport.lane import Flight, Lane
+from collectives.watch.recorder import Recorder
+from collectives.watch.watchdog import Watch
 from netlayer.errors import CollectiveTimeout, PeerLost
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def test_an_update_behind_a_collective_is_waited_for_apart(monkeypatch: pytest.M
         calls.append("waited")
 
     lane = mock.Mock(spec=Lane, device=CPU, waiting=waiting)
-    monkeypatch.setattr("collectives.lane.current_stream", lambda _: Stream())
+    monkeypatch.setattr("collectives.transport.lane.current_stream", lambda _: Stream())
     monkeypatch.setattr(torch.cuda, "stream", mock.MagicMock())
     flight = Flight(lane, None, None, "arrived", None, ())  # type: ignore[arg-type]
     flight.follow(lambda: None, Stream())  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_nccl_divides_by_a_power_of_two_on_the_way(
 
 
 def test_one_rank_alone_has_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectives.lane.new_stream", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr("collectives.transport.lane.new_stream", mock.Mock(side_effect=AssertionError))
     lane = Lane("reduce", None, CPU)
     total_S = torch.empty(3)
     lane.reduce_scatter(total_S, given_N := torch.zeros(3), lambda: given_N.fill_(2.0)).wait()
@@ -118,7 +118,7 @@ def test_one_rank_alone_has_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_lane_opens_a_stream_beside_it_when_it_is_first_used(monkeypatch: pytest.MonkeyPatch) -> None:
     made = mock.Mock(return_value=None)
-    monkeypatch.setattr("collectives.lane.new_stream", made)
+    monkeypatch.setattr("collectives.transport.lane.new_stream", made)
     monkeypatch.setattr(Lane, "_probe_gather", lambda _: True)
     for name, given in (("get_rank", 0), ("get_world_size", 2), ("get_process_group_ranks", [0, 1])):
         monkeypatch.setattr(dist, name, lambda *_, given=given: given)
@@ -144,7 +144,7 @@ class LateStream:
 def test_a_host_that_waits_for_a_device_gives_up_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     lane = Lane("gather", None, CPU)
     lane.stream, lane.world_size = LateStream(), 2  # type: ignore[assignment]
-    monkeypatch.setattr("collectives.lane.timeout_of", lambda *_: timedelta(seconds=0.01))
+    monkeypatch.setattr("collectives.transport.lane.timeout_of", lambda *_: timedelta(seconds=0.01))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     says = r"group gather, on rank 3, did not complete in .* s; a rank is late, .* logs of all ranks, .* watch=Watch"

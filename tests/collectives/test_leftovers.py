@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from collectives import leftovers
-from collectives.leftovers import Leftover, release_left
-from collectives.symmetric import PeerRounds, Window
-from collectives.windows import Windows, _Registration
+from collectives.transport import leftovers
+from collectives.transport.leftovers import Leftover, release_left
+from collectives.transport.symmetric import PeerRounds, Window
+from collectives.transport.windows import Windows, _Registration
 
 CUDA = torch.device("cuda", 0)
 
@@ -170,7 +170,7 @@ def test_a_larger_window_goes_on_with_the_streams_of_the_one_before(monkeypatch:
     monkeypatch.setattr(torch.cuda, "Event", mock.Mock())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: mock.Mock(multi_processor_count=132))
     monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
-    monkeypatch.setattr("collectives.symmetric.Window", mock.Mock(return_value=mock.Mock(num_ranks=2)))
+    monkeypatch.setattr("collectives.transport.symmetric.Window", mock.Mock(return_value=mock.Mock(num_ranks=2)))
     first = PeerRounds(mock.Mock(), 256, CUDA)
     second = PeerRounds(mock.Mock(), 512, CUDA, first.streams)
     assert made.call_count == 2

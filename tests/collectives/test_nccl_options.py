@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives.nccl_options import nccl_options
-from collectives.prepare import open_groups
+from collectives.sharded.prepare import open_groups
+from collectives.transport.nccl_options import nccl_options
 
 
 class Options:
@@ -54,7 +54,7 @@ def test_groups_for_windows_ask_for_copy_engines(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_backend_config", lambda _: f"cpu:{backend}")
     monkeypatch.setattr(dist, "new_group", lambda _ranks, **settings: made.append(settings))
-    monkeypatch.setattr("collectives.prepare.timeout_of", lambda *_: timedelta(seconds=5))
+    monkeypatch.setattr("collectives.sharded.prepare.timeout_of", lambda *_: timedelta(seconds=5))
     open_groups(None, torch.device("cpu"), ("gather", "reduce"), windows=windows)
     asks = backend == "nccl" and windows
     assert [settings["pg_options"] is not None for settings in made] == [asks, asks]

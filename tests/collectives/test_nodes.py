@@ -15,14 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import health
-from collectives.health_trial import HealthRow
-from collectives.lane import Lane
-from collectives.nodes import virtual_node_environ
-from collectives.watch import Watch
+from collectives.health import checks as health
+from collectives.health.trial import HealthRow
+from collectives.transport.lane import Lane
+from collectives.transport.nodes import virtual_node_environ
+from collectives.watch.watchdog import Watch
 from netlayer.errors import CollectiveFailed, CollectiveTimeout, PeerLost, RankFailed
-from netlayer.launch import launch
-from netlayer.rank import RankContext
+from netlayer.launch.launcher import launch
+from netlayer.launch.rank import RankContext
 from tests.collectives.ranks import run_ranks
 
 NUM_GPUS = torch.cuda.device_count()

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives import health, pair_link, pairs
-from collectives.pair_link import PairLink
+from collectives.health import checks as health
+from collectives.health import pairs
+from collectives.transport import pair_link
+from collectives.transport.pair_link import PairLink
 from tests.bench.fake_nccl import FakeNccl, build, needs_compiler
 from tests.collectives.ranks import on_gloo, run_ranks
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from collectives.link import Link
-from collectives.pipeline import PipelineChannel
-from collectives.pipeline_links import PipelineLinks, _colour, _links_of
+from collectives.pipeline.channel import PipelineChannel
+from collectives.pipeline.link import Link
+from collectives.pipeline.links import PipelineLinks, _colour, _links_of
 from netlayer.errors import ConfigError
 from netlayer.workload.messages import Message, Traffic
 from netlayer.workload.schedule import one_forward_one_backward

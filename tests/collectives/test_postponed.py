@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import ShardedDataParallel, product
-from collectives.bucket import Bucket
-from collectives.postponed import Postponed
-from trainer.linears import JoinedLinear, SummedLinear
+from collectives import ShardedDataParallel
+from collectives.sharded.bucket import Bucket
+from collectives.sharded.postponed import Postponed
+from collectives.tensor import product
+from trainer.model.linears import JoinedLinear, SummedLinear
 
 
 class Stack(nn.Module):

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from collectives import cublaslt, product_choices
-from collectives.cublaslt import Product, Shape
-from collectives.product_choices import ProductChoices, choices_of
+from collectives.tensor import cublaslt, product_choices
+from collectives.tensor.cublaslt import Product, Shape
+from collectives.tensor.product_choices import ProductChoices, choices_of
 
 
 def shape_of(columns: int) -> Shape:

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from collectives import ShardedDataParallel, product, tensor
-from collectives.bucket import Bucket
-from collectives.exchange import LaneTensorExchange, Scattering, TensorExchange
-from collectives.lane import Lane
-from collectives.reduce import GradientReduce
-from collectives.tensor import ColumnParallelLinear, RowParallelLinear
+from collectives import ShardedDataParallel
+from collectives.sharded.bucket import Bucket
+from collectives.sharded.reduce import GradientReduce
+from collectives.tensor import linear as tensor
+from collectives.tensor import product
+from collectives.tensor.exchange import LaneTensorExchange, Scattering, TensorExchange
+from collectives.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from collectives.transport.lane import Lane
 
 
 def exchange_of(defers: bool) -> TensorExchange:

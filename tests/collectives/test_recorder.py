@@ -11,7 +11,7 @@ import torch
 
 from collectives import Recorder, StepComm
 from collectives.clock import TimeBase, take_mark
-from collectives.recorder import _Busy
+from collectives.watch.recorder import _Busy
 
 
 def recorded(recorder: Recorder, step: int, num_gathers: int) -> StepComm:

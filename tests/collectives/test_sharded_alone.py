@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from collectives import Recorder, ShardedDataParallel, execution_order
-from collectives.backward_step import NUM_UNMOVED, balanced_share, choose_early
-from collectives.bucket import plan_buckets
-from collectives.prepare import open_lanes
+from collectives.sharded.backward_step import NUM_UNMOVED, balanced_share, choose_early
+from collectives.sharded.bucket import plan_buckets
+from collectives.sharded.prepare import open_lanes
 from netlayer.errors import ConfigError
 from tests.collectives.cases import adamw, assert_close, assert_same, batches, net, reference, train
 from tests.collectives.harness import Case
@@ -160,7 +160,7 @@ def test_the_package_does_not_import_torch_by_itself() -> None:
 
 
 def test_modules_that_others_name_load_with_the_package() -> None:
-    code = "import collectives; collectives.recorder.Recorder, collectives.health.gemm"
+    code = "import collectives; collectives.watch.recorder.Recorder, collectives.health.checks.gemm"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

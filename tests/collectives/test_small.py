@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collectives.small import SmallCollectives
-from collectives.small_kernels import KERNELS, THREADS, UNIT_BYTES, OneShot, SmallWindow, TwoShot
-from collectives.small_libraries import TorchSymmetric
-from collectives.small_path import KINDS
-from collectives.tuning import DEFAULT_TABLE
-from netlayer.launch import launch
+from collectives.small.kernels import KERNELS, THREADS, UNIT_BYTES, OneShot, SmallWindow, TwoShot
+from collectives.small.libraries import TorchSymmetric
+from collectives.small.messages import SmallCollectives
+from collectives.small.path import KINDS
+from collectives.small.table import DEFAULT_TABLE
+from netlayer.launch.launcher import launch
 from tests.collectives.small_cases import CASES, ON_GPUS, run_cases, table_of
 
 NUM_GPUS = torch.cuda.device_count()

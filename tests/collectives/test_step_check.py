@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.alike import first_difference, spread
-from collectives.lane import Lane
-from collectives.step_check import CHECKED_EVERY, UNSAID, Place, StepCheck, is_checked, raise_difference
+from collectives.sharded.step_check import CHECKED_EVERY, UNSAID, Place, StepCheck, is_checked, raise_difference
+from collectives.transport.lane import Lane
 from netlayer.errors import CheckFailed
 
 AT = Place(said=UNSAID, counted=7, prefetch=2, overlap=1, step_in_backward=0, gather_in_backward=0)

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import symmetric
-from collectives.symmetric import HEAD_BYTES, PeerRounds, Window
+from collectives.transport import symmetric
+from collectives.transport.symmetric import HEAD_BYTES, PeerRounds, Window
 
 RANK, RANKS, DEVICE = 1, 4, torch.device("cuda", 0)
 BASES = [(1 + rank) << 20 for rank in range(RANKS)]

@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from collectives import tensor
-from collectives.exchange import (
+from collectives.sharded.slot import GradientSlot, SlotSource, Write, set_slot_source
+from collectives.tensor import linear as tensor
+from collectives.tensor.exchange import (
     Gathering,
     LaneTensorExchange,
     PeerTensorExchange,
@@ -33,12 +34,11 @@ from collectives.exchange import (
     nccl_blocks,
     open_exchange,
 )
-from collectives.lane import Lane
-from collectives.product import multiply
-from collectives.recorder import WAIT, Recorder
-from collectives.slot import GradientSlot, SlotSource, Write, set_slot_source
-from collectives.symmetric import PeerRounds
-from collectives.tensor import ColumnParallelLinear, RowParallelLinear, _multiply, join_by_torch
+from collectives.tensor.linear import ColumnParallelLinear, RowParallelLinear, _multiply, join_by_torch
+from collectives.tensor.product import multiply
+from collectives.transport.lane import Lane
+from collectives.transport.symmetric import PeerRounds
+from collectives.watch.recorder import WAIT, Recorder
 from netlayer.errors import HardwareMissing
 from tests.collectives.harness import NUM_GPUS, Outcome, assert_passed, on_gpus, outcome_of
 from tests.collectives.ranks import run_ranks
@@ -338,7 +338,7 @@ def rows_are_gathered_again_under_the_pass_before(exchange: TensorExchange, devi
     alone = back(y.detach().requires_grad_())  # of no column-parallel linear
     with (
         mock.patch.object(exchange, "gather", gathers),
-        mock.patch("collectives.tensor.multiply", multiplies),
+        mock.patch("collectives.tensor.linear.multiply", multiplies),
     ):
         z.sum().backward(retain_graph=True)
         of_both = list(dict.fromkeys(said)), said.count("whole")
@@ -455,7 +455,7 @@ def windows_grow(exchange: TensorExchange, device: torch.device) -> None:
     if not isinstance(exchange, PeerTensorExchange):
         return
     fresh, slots = PeerTensorExchange(exchange.group, device), []
-    with mock.patch("collectives.exchange._LEAST_SLOT_BYTES", 256):
+    with mock.patch("collectives.tensor.exchange._LEAST_SLOT_BYTES", 256):
         for rows in (2, 8, 64, 4):  # of 32 float32: 128 bytes a row
             compare_column(fresh, device, (rows,), (32, 32), torch.float32)
             compare_row(fresh, device, (rows,), (32, 32), torch.float32)
@@ -543,7 +543,7 @@ def test_products_are_told_what_to_leave(chunks: int, spared: int, monkeypatch: 
     exchange = alone()
     exchange.spared = 6
     layers = [make(4, 8, exchange=exchange) for make in (ColumnParallelLinear, RowParallelLinear)]
-    with mock.patch("collectives.tensor.multiply", wraps=multiply) as multiplied:
+    with mock.patch("collectives.tensor.linear.multiply", wraps=multiply) as multiplied:
         for layer in layers:
             layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
     assert [call.kwargs["spared"] for call in multiplied.call_args_list] == [6] * 4
@@ -557,8 +557,8 @@ def test_rows_that_lie_apart_are_multiplied_where_they_are(large: bool, adds: bo
     a, out = torch.randn(2, 6, 4)[:, 1:4], torch.zeros(2, 6, 5)
     b_KN = torch.randn(4, 5)
     with (
-        mock.patch("collectives.tensor.is_large", return_value=large),
-        mock.patch("collectives.tensor.multiply", wraps=multiply) as multiplied,
+        mock.patch("collectives.tensor.linear.is_large", return_value=large),
+        mock.patch("collectives.tensor.linear.multiply", wraps=multiply) as multiplied,
     ):
         _multiply(layer, a, b_KN, out[:, 2:5], adds=adds)
         _multiply(layer, a, b_KN, out[:, 2:5], adds=adds)
@@ -634,7 +634,7 @@ def test_a_window_that_was_too_small_is_given_back_once_there_is_another() -> No
     exchange, calls = between_two_peers(Recorder()), []
     old = cast(mock.Mock, exchange._rounds["gather"])
     old.close.side_effect = lambda: calls.append("closed")
-    with mock.patch("collectives.exchange.PeerRounds", side_effect=lambda *_: calls.append("opened")):
+    with mock.patch("collectives.tensor.exchange.PeerRounds", side_effect=lambda *_: calls.append("opened")):
         exchange._rounds_of("gather", 1 << 21)
     assert calls == ["opened", "closed"]
 
@@ -670,7 +670,7 @@ def test_the_sum_of_the_bias_runs_under_the_product_of_the_weight() -> None:
 
     y = RowParallelLinear(4, 6, exchange=exchange)(torch.randn(3, 4, requires_grad=True))
     with (
-        mock.patch("collectives.tensor._multiply", noted("dx", _multiply)),
+        mock.patch("collectives.tensor.linear._multiply", noted("dx", _multiply)),
         mock.patch.object(Lane, "start_all_reduce", noted("sum", Lane.start_all_reduce)),
         mock.patch.object(_LaneGathering, "whole", noted("dw", _LaneGathering.whole)),
         mock.patch.object(_LaneGathering, "close", noted("gathered", _LaneGathering.close)),
@@ -694,8 +694,8 @@ def test_gradients_of_several_outputs_are_joined_and_summed_by_what_was_given() 
 def test_every_product_is_tuned_where_it_is_asked_for(tuned: bool) -> None:
     layers = [make(4, 8, exchange=alone(), tuned=tuned) for make in (ColumnParallelLinear, RowParallelLinear)]
     with (
-        mock.patch("collectives.product.PRODUCTS.run", return_value=False) as run,
-        mock.patch("collectives.product.can_tune", return_value=True),
+        mock.patch("collectives.tensor.product.PRODUCTS.run", return_value=False) as run,
+        mock.patch("collectives.tensor.product.can_tune", return_value=True),
     ):
         for layer in layers:
             layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
@@ -739,7 +739,7 @@ def test_what_peers_exchange_is_recorded_on_the_stream_that_carries_it() -> None
     recorder, streams = Recorder(), []
     recorder._by_events = True
     exchange = between_two_peers(recorder)
-    with mock.patch("collectives.recorder.take_mark", lambda _, stream: streams.append(stream)):
+    with mock.patch("collectives.watch.recorder.take_mark", lambda _, stream: streams.append(stream)):
         go_round(exchange)
     assert recorder.counts() == {("tensor", "all_gather"): 1, ("tensor", "reduce_scatter"): 1}
     assert streams == ["copies"] * 4
@@ -798,8 +798,8 @@ def test_peers_are_refused_where_there_are_none() -> None:
     with pytest.raises(ValueError, match="path must be"):
         open_exchange(None, torch.device("cpu"), path="shared")
     with (
-        mock.patch("collectives.exchange.dist.get_world_size", return_value=2),
-        mock.patch("collectives.exchange.why_unusable", return_value="rank 1: no CuPy"),
+        mock.patch("collectives.tensor.exchange.dist.get_world_size", return_value=2),
+        mock.patch("collectives.tensor.exchange.why_unusable", return_value="rank 1: no CuPy"),
         pytest.raises(HardwareMissing, match="rank 1: no CuPy"),
     ):
         open_exchange(mock.Mock(), torch.device("cpu"), path="peer")

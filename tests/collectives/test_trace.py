@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.recorder import Recorder, Span
-from collectives.trace import RankTrace, chrome_trace, estimate_offset, hidden_share, record_trace, write_trace
+from collectives.watch.recorder import Recorder, Span
+from collectives.watch.trace import RankTrace, chrome_trace, estimate_offset, hidden_share, record_trace, write_trace
 from netlayer.errors import ConfigError
 
 TIMES = st.integers(0, 10**6)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives import cublaslt, product
-from collectives.cublaslt import Operand, Shape
-from collectives.product_choices import ProductChoices
-from collectives.tuned_product import Run, TunedProducts, _seen, by_torch, measure_on_gpu
+from collectives.tensor import cublaslt, product
+from collectives.tensor.cublaslt import Operand, Shape
+from collectives.tensor.product_choices import ProductChoices
+from collectives.tensor.tuned_product import Run, TunedProducts, _seen, by_torch, measure_on_gpu
 
 HAS_GPU = torch.cuda.is_available()
 

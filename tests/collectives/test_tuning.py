@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.small_path import KINDS, PATHS
-from collectives.small_trial import Trial, buffer_sizes
-from collectives.small_tune import _merge, fastest
+from collectives.small.path import KINDS, PATHS
+from collectives.small.table import DEFAULT_TABLE, Choice, Entry, Measured, TuningTable
+from collectives.small.trial import Trial, buffer_sizes
+from collectives.small.tuner import _merge, fastest
 from collectives.timing import make_replay
-from collectives.tuning import DEFAULT_TABLE, Choice, Entry, Measured, TuningTable
 from netlayer.errors import ConfigError
 
 CHOICES = st.lists(

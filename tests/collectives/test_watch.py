@@ -17,15 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import watch as watching
-from collectives.diagnosis import Report
-from collectives.watch import Watch
+from collectives.watch import watchdog as watching
+from collectives.watch.diagnosis import Report
+from collectives.watch.watchdog import Watch
 from netlayer.errors import CollectiveFailed, CollectiveTimeout, PeerLost, RankFailed
-from netlayer.launch import launch
+from netlayer.launch.launcher import launch
 from netlayer.layout import ParallelLayout
-from netlayer.meeting import meeting_place
 from netlayer.observe import read_files
-from netlayer.redis_server import find_redis_binary
+from netlayer.store.meeting import meeting_place
+from netlayer.store.redis_server import find_redis_binary
 from tests.collectives import scenes
 from tests.collectives.scenes import Told, perform
 

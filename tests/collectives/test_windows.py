@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives.windows import are_worth_it
+from collectives.transport.windows import are_worth_it
 
 GROUP: Any = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(supports_tensor_alloc=lambda _: True))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from congestion.arena_protocol import SUITE, CaseSet
+from congestion.arena.protocol import SUITE, CaseSet
 
 # Of each law: completion over the hybrid's on all-to-all and elsewhere, share of port-time paused.
 WINNING = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from congestion.arena_protocol import SUITE, CaseSet, Condition, Fabric, Workload
+from congestion.arena.protocol import SUITE, CaseSet, Condition, Fabric, Workload
 
 _WORKLOADS = (
     Workload("all-to-all 8", "all-to-all", {"ranks": 8, "num_bytes": 32_768}),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from congestion.settings import Settings
+from congestion.simulation.settings import Settings
 
 US = 1_000_000
 NEVER = 2**62

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from congestion import arena_run
-from congestion.arena import BUFFERS, ROWS, Found, Plan, compile_first, plan_of, run_arena
-from congestion.arena_cli import _kept, arena
-from congestion.arena_output import frame_of, not_run_words, page_of, print_table, record_of
-from congestion.arena_protocol import Case, Condition, Workload
-from congestion.arena_run import Contender, published, run_one
-from congestion.arena_verdict import METRICS, check, is_whole
+from congestion.arena import run as arena_run
+from congestion.arena.output import frame_of, not_run_words, page_of, print_table, record_of
+from congestion.arena.protocol import Case, Condition, Workload
+from congestion.arena.run import Contender, published, run_one
+from congestion.arena.runner import BUFFERS, ROWS, Found, Plan, compile_first, plan_of, run_arena
+from congestion.arena.verdict import METRICS, check, is_whole
+from congestion.commands.arena import _kept, arena
 from netlayer.errors import ConfigError
 from netlayer.progress import Stages
 from netlayer.results import load_record
@@ -107,7 +107,7 @@ def test_a_second_start_runs_what_lacks_and_gives_the_same(whole, tmp_path, monk
     again = _run(tmp_path, found.plan)
     assert again.rows == found.rows
     assert len((tmp_path / ROWS).read_text().splitlines()) == len(lines)
-    monkeypatch.setattr("congestion.arena.run_one", None)
+    monkeypatch.setattr("congestion.arena.runner.run_one", None)
     assert _run(tmp_path, found.plan).rows == found.rows  # nothing is left to run
 
 
@@ -214,7 +214,7 @@ def test_the_table_has_a_row_a_law(whole, capsys):
 
 
 def _standing(frame):
-    from congestion.arena_verdict import standing
+    from congestion.arena.verdict import standing
 
     return standing(frame)["law"].tolist()
 
@@ -318,7 +318,7 @@ def _netlayer(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_kernels_are_compiled_for_the_conditions_of_all_cases(monkeypatch):
     found = []
-    monkeypatch.setattr("congestion.arena.compile_variants", lambda settings, _stages: found.extend(settings))
+    monkeypatch.setattr("congestion.arena.runner.compile_variants", lambda settings, _stages: found.extend(settings))
     compile_first(LAWS, SMALL.test.cases, None)
     conditions = {case.condition for case in SMALL.test.cases}
     assert len(found) == len(LAWS) * len(conditions)

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from congestion.arena import run_arena
-from congestion.arena_changes import compare_changes, parts, robustness
-from congestion.arena_run import published
+from congestion.arena.changes import compare_changes, parts, robustness
+from congestion.arena.run import published
+from congestion.arena.runner import run_arena
 from netlayer.errors import ConfigError
 from netlayer.progress import Stages
 from tests.congestion.arena_small import SMALL

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from congestion.arena_page import Findings, build_page
-from congestion.arena_protocol import SUITE
+from congestion.arena.page import Findings, build_page
+from congestion.arena.protocol import SUITE
 from netlayer.report import Report
 from tests.browser import browse, drawn_plots, needs_chromium
 from tests.congestion.arena_rows import WINNING, made_up

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import congestion
-from congestion.arena_protocol import SUITE, Case, CaseSet, Workload
-from congestion.scenario_catalogue import Case as Scene
-from congestion.scenario_catalogue import build_scenario
-from congestion.settings import PRESETS, Settings
-from congestion.statistics import paired_ratio
-from netlayer.config_file import example
+from congestion.arena.protocol import SUITE, Case, CaseSet, Workload
+from congestion.scenarios.catalogue import Case as Scene
+from congestion.scenarios.catalogue import build_scenario
+from congestion.simulation.settings import PRESETS, Settings
+from congestion.simulation.statistics import paired_ratio
+from netlayer.config.file import example
 
 # A change of the suite is a new version: raise it, and write this anew with ARENA.md.
 DIGEST = "3e5f73f071fc4d80c35a3f2715817476cc552d898ec1ecae226247366e359d9c"

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from congestion.arena_protocol import SUITE
-from congestion.arena_room import over_bound, room, room_words
-from congestion.arena_tables import CASES, CLAIMS, ROBUSTNESS, case_rows, claim_rows, command, markdown
+from congestion.arena.protocol import SUITE
+from congestion.arena.room import over_bound, room, room_words
+from congestion.arena.tables import CASES, CLAIMS, ROBUSTNESS, case_rows, claim_rows, command, markdown
 from netlayer.errors import ConfigError
 from netlayer.results import RunRecord, utc_now
 from tests.congestion.arena_rows import WINNING, made_up

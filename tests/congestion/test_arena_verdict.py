@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from congestion.arena_protocol import SUITE
-from congestion.arena_verdict import check, claims, compare, is_whole, over_cases, standing, verdict
+from congestion.arena.protocol import SUITE
+from congestion.arena.verdict import check, claims, compare, is_whole, over_cases, standing, verdict
 from tests.congestion.arena_rows import WINNING, made_up
 
 FEW = replace(SUITE.test, conditions=SUITE.test.conditions[:2])

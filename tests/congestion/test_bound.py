@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from congestion.bound import completion_bound_us
-from congestion.scenario_catalogue import build_scenario
-from congestion.settings import settings_of
-from congestion.simulate import simulate
+from congestion.scenarios.catalogue import build_scenario
+from congestion.simulation.bound import completion_bound_us
+from congestion.simulation.settings import settings_of
+from congestion.simulation.simulate import simulate
 
 SMALL = (
     "fabric.latency_ns=1000",

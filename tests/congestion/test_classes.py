@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from congestion.engine.build import build
 from congestion.engine.tables import State
-from congestion.files import FlowSet
-from congestion.scenario_fabric import Dumbbell, Star, build_fabric
-from congestion.settings import ClassSettings, Settings, settings_of
-from congestion.simulate import Simulation, simulate
+from congestion.scenarios.fabric import Dumbbell, Star, build_fabric
+from congestion.simulation.files import FlowSet
+from congestion.simulation.settings import ClassSettings, Settings, settings_of
+from congestion.simulation.simulate import Simulation, simulate
 from netlayer.errors import ConfigError
-from topology.graph import Graph
+from topology.fabric.graph import Graph
 
 _GBPS = 100_000_000_000
 

@@ -4,8 +4,8 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from congestion.cli import Pace, simulate
-from congestion.simulate import Progress
+from congestion.commands.simulate import Pace, simulate
+from congestion.simulation.simulate import Progress
 from netlayer.errors import CheckFailed, ConfigError
 from tests.congestion.test_golden import GOLDEN
 
@@ -60,7 +60,7 @@ def test_a_time_that_no_clock_shows_is_bad_usage(option: str, value: str) -> Non
 
 def test_remaining_time_counts_all_that_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 103.0, 109.0])
-    monkeypatch.setattr("congestion.cli.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("congestion.commands.simulate.time.monotonic", lambda: next(clock))
     pace = Pace(until_ps=40)
 
     def at(time_ps: int, packets: int) -> float | None:
@@ -177,7 +177,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("congestion.cli.say_progress", interrupted)
+    monkeypatch.setattr("congestion.commands.simulate.say_progress", interrupted)
     out = tmp_path / "result.json"
     result = CliRunner().invoke(simulate, ["incast", "--cc", "none,dcqcn", "--json", str(out)])
     assert isinstance(result.exception, CheckFailed)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from congestion.control import dcqcn
-from congestion.settings import DcqcnSettings
+from congestion.simulation.settings import DcqcnSettings
 from tests.congestion.bottleneck import US, Bottleneck
 
 LINE = 200_000_000_000

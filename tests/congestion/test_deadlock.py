@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from congestion.cli import simulate as command
-from congestion.deadlock import deadlocked_ports
-from congestion.files import FlowSet
-from congestion.measures import flow_frame, port_frame, summary
-from congestion.settings import ClassSettings, Settings
-from congestion.simulate import Outcome, Simulation, simulate
+from congestion.commands.simulate import simulate as command
+from congestion.simulation.deadlock import deadlocked_ports
+from congestion.simulation.files import FlowSet
+from congestion.simulation.measures import flow_frame, port_frame, summary
+from congestion.simulation.settings import ClassSettings, Settings
+from congestion.simulation.simulate import Outcome, Simulation, simulate
 from netlayer.errors import CheckFailed
-from topology.graph import Graph
+from topology.fabric.graph import Graph
 
 _SWITCHES, _HOSTS = 5, 2  # of each
 

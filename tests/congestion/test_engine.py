@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from congestion.engine.build import LAWS, build
 from congestion.engine.tables import State
-from congestion.files import FlowSet, with_starts_of_ns3
-from congestion.samples import Samples
-from congestion.settings import DcqcnSettings, Settings
-from congestion.simulate import Progress, Simulation, simulate
+from congestion.simulation.files import FlowSet, with_starts_of_ns3
+from congestion.simulation.samples import Samples
+from congestion.simulation.settings import DcqcnSettings, Settings
+from congestion.simulation.simulate import Progress, Simulation, simulate
 from netlayer.errors import ConfigError
 from tests.congestion.heap_engine import HeapEngine
-from topology.graph import Graph
+from topology.fabric.graph import Graph
 
 
 def _fabric(leaves: int, hosts: int, spines: int, gbps: list[int], delay_ns: list[int]) -> Graph:
@@ -220,7 +220,7 @@ def test_an_interruption_that_the_compiler_swallows_is_told_after_it(monkeypatch
             signal.raise_signal(signal.SIGINT)
         return state, 0
 
-    monkeypatch.setattr("congestion.simulate.run", compiling)
+    monkeypatch.setattr("congestion.simulation.simulate.run", compiling)
     with pytest.raises(KeyboardInterrupt):
         Simulation(*_crowd(), Settings(), "none")
 

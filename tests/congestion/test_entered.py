@@ -26,7 +26,7 @@ def parameters(section, host_bps, settings):
     return np.array([(section.share, section.fault)], dtype=PARAMETERS)
 
 if True:
-    from congestion.jit import kernel
+    from congestion.kernels.jit import kernel
 
     @kernel
     def end_at_once(flow):
@@ -55,9 +55,9 @@ import json, sys
 from pathlib import Path
 from congestion.control.entered import enter
 name = enter(Path(sys.argv[1]))
-from congestion.files import read_flows
-from congestion.settings import settings_of
-from congestion.simulate import simulate
+from congestion.simulation.files import read_flows
+from congestion.simulation.settings import settings_of
+from congestion.simulation.simulate import simulate
 from netlayer.errors import NetlayerError
 from topology.importers import read_fabric
 folder = Path(sys.argv[2])

@@ -3,7 +3,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from congestion.files import FlowSet, cm_nodes, read_cm, read_flows, with_starts_of_ns3
+from congestion.simulation.files import FlowSet, cm_nodes, read_cm, read_flows, with_starts_of_ns3
 from netlayer.errors import ConfigError
 from tests.congestion.test_golden import GOLDEN
 from topology.importers import read_fabric

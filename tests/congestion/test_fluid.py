@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from congestion.control import hybrid
-from congestion.fluid import FluidModel, rightmost, trajectory
-from congestion.settings import HybridSettings
+from congestion.simulation.fluid import FluidModel, rightmost, trajectory
+from congestion.simulation.settings import HybridSettings
 from tests.congestion.bottleneck import US, Bottleneck
 
 FLOWS = (1, 2, 16, 256, 4096)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from congestion.fluid import FluidModel
-from congestion.fluid_page import build_page, command, from_starts, from_unequal
+from congestion.simulation.fluid import FluidModel
+from congestion.simulation.page.fluid_page import build_page, command, from_starts, from_unequal
 from netlayer.errors import ConfigError
 
 

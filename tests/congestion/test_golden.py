@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from congestion.cli import simulate as command
+from congestion.commands.simulate import simulate as command
 from congestion.engine.build import Law
-from congestion.files import FlowSet, read_flows
-from congestion.settings import settings_of
-from congestion.simulate import Outcome, simulate
-from topology.graph import Graph
+from congestion.simulation.files import FlowSet, read_flows
+from congestion.simulation.settings import settings_of
+from congestion.simulation.simulate import Outcome, simulate
+from topology.fabric.graph import Graph
 from topology.importers import read_fabric
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -15,13 +15,13 @@ from congestion.engine.gpu.store import with_new
 from congestion.engine.gpu.tables import GIVEN, TAKEN
 from congestion.engine.run import run
 from congestion.engine.tables import NEVER, State
-from congestion.files import FlowSet
-from congestion.jit import kernel
-from congestion.settings import ClassSettings, DcqcnSettings, Settings
-from congestion.simulate import Simulation, simulate
+from congestion.kernels.jit import kernel
+from congestion.simulation.files import FlowSet
+from congestion.simulation.settings import ClassSettings, DcqcnSettings, Settings
+from congestion.simulation.simulate import Simulation, simulate
 from netlayer.errors import HardwareMissing
 from tests.congestion.test_engine import _fabric
-from topology.graph import Graph
+from topology.fabric.graph import Graph
 
 _COMPARED = (
     "node",

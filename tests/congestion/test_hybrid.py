@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from congestion.control import dcqcn, hybrid
-from congestion.settings import DcqcnSettings, HybridSettings, Settings
+from congestion.simulation.settings import DcqcnSettings, HybridSettings, Settings
 from tests.congestion.bottleneck import US, Bottleneck
 
 LINE = 200_000_000_000

@@ -14,10 +14,10 @@ import pytest
 from numba import types
 from numba.core import event
 
-from congestion.jit import compile_progress, count_kernels
+from congestion.kernels.jit import compile_progress, count_kernels
 
 SOURCE = """
-from congestion.jit import entry, inlined, kernel
+from congestion.kernels.jit import entry, inlined, kernel
 
 @kernel
 def least(a, b):
@@ -41,7 +41,7 @@ def whole(a):
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ModuleType]:
     """The module as another process would load it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("congestion.jit._WORTH_S", 0.0)
+    monkeypatch.setattr("congestion.kernels.jit._WORTH_S", 0.0)
     path = tmp_path / "kernels_of_a_test.py"
     path.write_text(SOURCE)
 

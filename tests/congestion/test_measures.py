@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from congestion.measures import flow_frame, ideal_ps, port_frame, span_ps, summary
-from congestion.scenario_catalogue import build_scenario
-from congestion.settings import Settings
-from congestion.simulate import Simulation, simulate
+from congestion.scenarios.catalogue import build_scenario
+from congestion.simulation.measures import flow_frame, ideal_ps, port_frame, span_ps, summary
+from congestion.simulation.settings import Settings
+from congestion.simulation.simulate import Simulation, simulate
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4_096, 4_097, 10_000_000])

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from congestion.control import nscc
-from congestion.settings import NsccSettings
+from congestion.simulation.settings import NsccSettings
 from tests.congestion.bottleneck import US, Bottleneck
 
 LINE = 200_000_000_000

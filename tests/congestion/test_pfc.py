@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from congestion.files import FlowSet
-from congestion.settings import Settings, settings_of
-from congestion.simulate import Outcome, simulate
+from congestion.simulation.files import FlowSet
+from congestion.simulation.settings import Settings, settings_of
+from congestion.simulation.simulate import Outcome, simulate
 from netlayer.errors import ConfigError
 from tests.congestion.test_deadlock import _ring, _round
 from tests.congestion.test_engine import _fabric, _same

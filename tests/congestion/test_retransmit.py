@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from congestion.retransmit import NICS, Timers, advise, nccl_timeout, nominal_s, recovery_s, schedule, survives
+from congestion.retransmit.timers import NICS, Timers, advise, nccl_timeout, nominal_s, recovery_s, schedule, survives
 
 MS = 1e-3
 

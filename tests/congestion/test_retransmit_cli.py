@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from congestion.retransmit_cli import parse_duration, retransmit
+from congestion.commands.retransmit import parse_duration, retransmit
 from netlayer.errors import ConfigError
 from tests.browser import browse, drawn_plots, needs_chromium
 

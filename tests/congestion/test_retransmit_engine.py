@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from congestion.files import FlowSet
-from congestion.retransmit import Timers, recovery_s, schedule
-from congestion.retransmit_rows import Setting, ring_rows
-from congestion.scenario_catalogue import build_fabric
-from congestion.scenario_fabric import Star
-from congestion.settings import Settings
-from congestion.simulate import Outcome, simulate
+from congestion.retransmit.rows import Setting, ring_rows
+from congestion.retransmit.timers import Timers, recovery_s, schedule
+from congestion.scenarios.catalogue import build_fabric
+from congestion.scenarios.fabric import Star
+from congestion.simulation.files import FlowSet
+from congestion.simulation.settings import Settings
+from congestion.simulation.simulate import Outcome, simulate
 
 PS = 10**12
 FABRIC = build_fabric(Star(hosts=2))

@@ -5,15 +5,15 @@ import pytest
 
 from congestion.engine.build import build
 from congestion.engine.tables import ACK_PATH
-from congestion.files import FlowSet
-from congestion.scenario_catalogue import build_scenario
-from congestion.settings import Settings, settings_of
-from congestion.simulate import Outcome, simulate
+from congestion.scenarios.catalogue import build_scenario
+from congestion.simulation.files import FlowSet
+from congestion.simulation.settings import Settings, settings_of
+from congestion.simulation.simulate import Outcome, simulate
 from netlayer.errors import ConfigError
 from tests.congestion.test_engine import _fabric, _same
-from topology.graph import Graph
-from topology.graph_routing import Routes, by_ecmp
-from topology.hashing import HASHES, Ecmp, Headers
+from topology.ecmp.graph_routing import Routes, by_ecmp
+from topology.ecmp.hashing import HASHES, Ecmp, Headers
+from topology.fabric.graph import Graph
 
 _ANY_ORDER = ("congestion.selective_repeat=true", "congestion.timeout_us=10000")
 

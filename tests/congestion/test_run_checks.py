@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from congestion.cli import simulate as command
+from congestion.commands.simulate import simulate as command
 from congestion.control import entered
-from congestion.files import FlowSet
-from congestion.jit import kernel
-from congestion.run_checks import check_bound, law_note, lossless_note, open_counts, open_flows, open_words
-from congestion.settings import Settings
-from congestion.simulate import Outcome, simulate
-from congestion.simulate_verdict import verdict
+from congestion.kernels.jit import kernel
+from congestion.simulation.files import FlowSet
+from congestion.simulation.page.verdict import verdict
+from congestion.simulation.run_checks import check_bound, law_note, lossless_note, open_counts, open_flows, open_words
+from congestion.simulation.settings import Settings
+from congestion.simulation.simulate import Outcome, simulate
 from netlayer.errors import CheckFailed
 from tests.congestion.test_engine import _fabric
 

@@ -9,16 +9,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from congestion import link_samples
 from congestion.engine.looks import Looks, look_at
 from congestion.engine.tables import FLOW, KIND, NEVER, PORT, RUN
-from congestion.link_samples import LinkSamples
-from congestion.samples import Samples, interval_ps, run_sampled
-from congestion.scenario_catalogue import build_scenario
-from congestion.scenario_fabric import Star, build_fabric
-from congestion.settings import settings_of
-from congestion.simulate import Simulation
-from topology.graph import Graph
+from congestion.scenarios.catalogue import build_scenario
+from congestion.scenarios.fabric import Star, build_fabric
+from congestion.simulation import link_samples
+from congestion.simulation.link_samples import LinkSamples
+from congestion.simulation.samples import Samples, interval_ps, run_sampled
+from congestion.simulation.settings import settings_of
+from congestion.simulation.simulate import Simulation
+from topology.fabric.graph import Graph
 
 US = 1_000_000  # ps
 

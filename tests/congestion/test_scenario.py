@@ -3,14 +3,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from congestion.files import FlowSet, read_flows
-from congestion.measures import ideal_ps
-from congestion.scenario_catalogue import JOB, SCENARIOS, build_scenario, case_of_cm, describe
-from congestion.settings import Settings
-from congestion.simulate import simulate
+from congestion.scenarios.catalogue import JOB, SCENARIOS, build_scenario, case_of_cm, describe
+from congestion.simulation.files import FlowSet, read_flows
+from congestion.simulation.measures import ideal_ps
+from congestion.simulation.settings import Settings
+from congestion.simulation.simulate import simulate
 from netlayer.errors import ConfigError
 from tests.congestion.test_golden import GOLDEN
-from topology.graph import Graph
+from topology.fabric.graph import Graph
 from topology.importers import read_fabric
 
 CABLES = ("is_switch", "a", "b", "bps", "latency_ns")

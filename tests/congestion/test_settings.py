@@ -6,8 +6,8 @@ import pytest
 from congestion.control import dcqcn, hybrid, nscc, swift
 from congestion.control.rows import row_of
 from congestion.engine.build import build
-from congestion.scenario_catalogue import build_scenario
-from congestion.settings import PRESETS, Settings, _flat, settings_of
+from congestion.scenarios.catalogue import build_scenario
+from congestion.simulation.settings import PRESETS, Settings, _flat, settings_of
 from netlayer.errors import ConfigError
 
 LAWS = {"dcqcn": dcqcn, "swift": swift, "nscc": nscc, "hybrid": hybrid}

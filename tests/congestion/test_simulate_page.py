@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from congestion.cli import simulate
-from congestion.simulate_charts import bands, in_bins
-from congestion.simulate_page import build_page
+from congestion.commands.simulate import simulate
+from congestion.simulation.page.charts import bands, in_bins
+from congestion.simulation.page.page import build_page
 from netlayer.errors import ConfigError
 from netlayer.report import Axis, Report
 from tests.browser import browse, drawn_plots, needs_chromium

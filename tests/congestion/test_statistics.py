@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from congestion.statistics import Mean, holm, jain, paired_ratio, pareto_front
+from congestion.simulation.statistics import Mean, holm, jain, paired_ratio, pareto_front
 
 Floats = NDArray[np.float64]
 

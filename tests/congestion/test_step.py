@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from congestion.step import (
+from congestion.commands.step import step
+from congestion.simulation.step import (
     Repeated,
     Seen,
     Segment,
@@ -17,8 +18,7 @@ from congestion.step import (
     repeated,
     step_of,
 )
-from congestion.step_cli import step
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 from netlayer.errors import CheckFailed, ConfigError
 
 _JOB = {
@@ -185,7 +185,7 @@ def test_guesses_are_made_where_they_are_asked_for_and_named_so(tmp_path) -> Non
 
 
 def test_a_prediction_whose_bounds_do_not_hold_fails(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("congestion.step.Repeated.bounds_ps", (1, 2))
+    monkeypatch.setattr("congestion.simulation.step.Repeated.bounds_ps", (1, 2))
     run("--step", "pipeline*3", "--exact", "2", "--check", "--tolerance", "1", "--out", str(tmp_path))
     with pytest.raises(CheckFailed, match="outside of the bounds"):
         run("--step", "pipeline*3", "--exact", "2", "--check", "--out", str(tmp_path))

@@ -5,9 +5,9 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from congestion.sweep import Point, optimise, points_of, ranges_in, run_point, run_sweep, seeds_of
-from congestion.sweep_cli import sweep
-from congestion.tune_profile import read_profile
+from congestion.arena.tune_profile import read_profile
+from congestion.commands.sweep import sweep
+from congestion.simulation.sweep import Point, optimise, points_of, ranges_in, run_point, run_sweep, seeds_of
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import load_record
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from congestion.control import swift
-from congestion.settings import Settings, SwiftSettings
+from congestion.simulation.settings import Settings, SwiftSettings
 from tests.congestion.bottleneck import US, Bottleneck
 
 LINE = 200_000_000_000

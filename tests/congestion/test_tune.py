@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from congestion import tune as tuner
-from congestion.arena_protocol import SUITE
-from congestion.arena_run import published, run_one
-from congestion.settings import settings_of
-from congestion.tune import TRIALS, tune
-from congestion.tune_profile import read_profile, write_profile
-from congestion.tune_ranges import overrides_of, ranges_of
+from congestion.arena import tune as tuner
+from congestion.arena.protocol import SUITE
+from congestion.arena.run import published, run_one
+from congestion.arena.tune import TRIALS, tune
+from congestion.arena.tune_profile import read_profile, write_profile
+from congestion.arena.tune_ranges import overrides_of, ranges_of
+from congestion.simulation.settings import settings_of
 from netlayer.errors import ConfigError
 from netlayer.progress import Stages
 from tests.congestion.arena_small import SMALL

@@ -14,14 +14,14 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from congestion import verbs_job
-from congestion.verbs import MOST_BYTES, Plan, pattern, wrong_bytes
-from congestion.verbs_cli import verbs
-from congestion.verbs_device import devices, find_device, load_pyverbs
-from congestion.verbs_gpu import open_gpu_memory
-from congestion.verbs_job import do, look
-from congestion.verbs_qp import Address, QpSettings
-from congestion.verbs_remote import PROTOCOL, Wire, measure_remote, serve
+from congestion.nic.commands.verbs import verbs
+from congestion.verbs import job as verbs_job
+from congestion.verbs.device import devices, find_device, load_pyverbs
+from congestion.verbs.gpu import open_gpu_memory
+from congestion.verbs.job import do, look
+from congestion.verbs.measure import MOST_BYTES, Plan, pattern, wrong_bytes
+from congestion.verbs.queue_pair import Address, QpSettings
+from congestion.verbs.remote import PROTOCOL, Wire, measure_remote, serve
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 
 ADDRESS = {"qpn": 17, "psn": 5, "gid": "::ffff:10.0.0.1", "rkey": 1, "addr": 4096, "num_bytes": 4096}
@@ -165,13 +165,13 @@ def test_no_gpu_is_asked_for_and_none_is_touched():
 
 
 def test_a_gpu_without_its_driver_is_missing_hardware(monkeypatch):
-    monkeypatch.setattr("congestion.verbs_gpu._LIBRARY", "libcuda-is-not-here.so")
+    monkeypatch.setattr("congestion.verbs.gpu._LIBRARY", "libcuda-is-not-here.so")
     with pytest.raises(HardwareMissing, match="cannot be loaded"), open_gpu_memory(0, 4096):
         pass
 
 
 def test_verbs_need_neither_torch_nor_pydantic_nor_numpy():
-    code = "import sys, congestion.verbs_remote; print({'torch', 'pydantic', 'numpy'} & set(sys.modules))"
+    code = "import sys, congestion.verbs.remote; print({'torch', 'pydantic', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -217,7 +217,7 @@ def test_lines_that_come_in_pieces_and_together_are_told_apart():
     ],
 )
 def test_a_server_tells_a_client_why_it_refuses(monkeypatch, hello, said, tmp_path):
-    monkeypatch.setattr("congestion.verbs_device.find_device.__defaults__", (None, tmp_path / "none"))
+    monkeypatch.setattr("congestion.verbs.device.find_device.__defaults__", (None, tmp_path / "none"))
     ports: list[int] = []
     listening = threading.Event()
 
@@ -251,7 +251,7 @@ def test_an_address_that_cannot_be_listened_at_is_one_line():
 
 @pytest.mark.parametrize("arguments", [["list"], ["pair"], ["serve"]])
 def test_commands_without_a_device_end_with_missing_hardware(monkeypatch, arguments, tmp_path):
-    monkeypatch.setattr("congestion.verbs_device.find_device.__defaults__", (None, tmp_path / "none"))
+    monkeypatch.setattr("congestion.verbs.device.find_device.__defaults__", (None, tmp_path / "none"))
     result = CliRunner().invoke(verbs, arguments)
     assert isinstance(result.exception, HardwareMissing)
 
@@ -274,8 +274,8 @@ def test_bad_arguments_are_refused_before_a_device_is_looked_for(arguments, said
 
 @pytest.mark.parametrize("name", verbs.commands)
 def test_the_help_of_each_command_has_examples_that_it_takes(monkeypatch, name, tmp_path):
-    monkeypatch.setattr("congestion.verbs_device.find_device.__defaults__", (None, tmp_path / "none"))
-    monkeypatch.setattr("congestion.verbs_remote.measure_remote", _no_hardware)
+    monkeypatch.setattr("congestion.verbs.device.find_device.__defaults__", (None, tmp_path / "none"))
+    monkeypatch.setattr("congestion.verbs.remote.measure_remote", _no_hardware)
     shown = CliRunner().invoke(verbs, [name, "--help"]).stdout
     examples = [line.split()[3:] for line in shown.splitlines() if line.strip().startswith("netlayer nic verbs")]
     assert examples
@@ -290,7 +290,7 @@ def _no_hardware(*_given: object, **_named: object) -> None:
 
 
 def test_a_job_tells_devices_and_what_each_of_them_lacks(monkeypatch, sysfs, tmp_path):
-    monkeypatch.setattr("congestion.verbs_job.load_pyverbs", lambda _module: None)
+    monkeypatch.setattr("congestion.verbs.job.load_pyverbs", lambda _module: None)
     card = tmp_path / "sys/devices/pci0000:00/0000:00:01.0"
     for address, vendor, kind in (("0000:01:00.0", "0x15b3", "0x020700"), ("0000:02:00.0", "0x10de", "0x030200")):
         (card / address).mkdir(parents=True)
@@ -321,7 +321,7 @@ def test_a_job_says_whether_a_nic_is_to_blame(monkeypatch, raised, guilty):
     def fail(*_given: object, **_named: object) -> None:
         raise raised
 
-    monkeypatch.setattr("congestion.verbs_job.measure_pair", fail)
+    monkeypatch.setattr("congestion.verbs.job.measure_pair", fail)
     order = {"do": "pair", "source": "mlx5_0", "target": "mlx5_0", "plan": {"sizes": [64], "settings": {"timeout": 9}}}
     assert do(order) == {"error": str(raised), "guilty": guilty}
 
@@ -345,7 +345,7 @@ class FakeCuda:
 )
 def test_a_gpu_is_found_by_its_index_or_its_address(monkeypatch, gpu, asked):
     cuda = FakeCuda()
-    monkeypatch.setattr("congestion.verbs_gpu._load_cuda", lambda: cuda)
+    monkeypatch.setattr("congestion.verbs.gpu._load_cuda", lambda: cuda)
     with open_gpu_memory(gpu, 4096):
         assert asked in [(name, *arguments[1:]) for name, *arguments in cuda.calls if name.startswith("cuDeviceGet")]
 
@@ -360,5 +360,5 @@ def test_a_job_goes_on_in_the_systems_python_where_that_has_pyverbs(monkeypatch,
     monkeypatch.setattr(verbs_job, "_SYSTEM_PYTHON", str(system))
     monkeypatch.setattr(verbs_job.os, "execve", lambda _path, words, _environ: moved.append(words))
     verbs_job.move('{"do": "look"}')
-    wanted = [str(system), "-m", "congestion.verbs_job", '{"do": "look"}', "moved"]
+    wanted = [str(system), "-m", "congestion.verbs.job", '{"do": "look"}', "moved"]
     assert moved == ([wanted] if able else [])

@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from congestion.nic.pcap import Packets, read_pcap
-from congestion.nic.pcap_streams import analyse
-from congestion.retransmit import nominal_s, schedule
-from congestion.verbs import Plan, QpError, QpSettings, connected, devices, measure_pair, pattern
-from congestion.verbs_qp import HostMemory
-from congestion.verbs_remote import measure_remote, serve
+from congestion.nic.capture.pcap import Packets, read_pcap
+from congestion.nic.capture.streams import analyse
+from congestion.retransmit.timers import nominal_s, schedule
+from congestion.verbs.measure import Plan, QpError, QpSettings, connected, devices, measure_pair, pattern
+from congestion.verbs.queue_pair import HostMemory
+from congestion.verbs.remote import measure_remote, serve
 from lab.cable import Cable, capture
 from lab.flaps import run_flap
 from netlayer.errors import CheckFailed, ConfigError
-from topology.source_port import flow_label_source_port, udp_source_port
+from topology.ecmp.source_port import flow_label_source_port, udp_source_port
 
 pytestmark = pytest.mark.rdma
 
@@ -97,7 +97,7 @@ def test_writes_and_sends_arrive_byte_for_byte(source, target, path):
 def test_a_byte_that_arrives_wrong_fails_the_measurement(monkeypatch):
     read = HostMemory.read
     monkeypatch.setattr(HostMemory, "read", lambda memory, size, at: read(memory, size, at)[:-1] + b"\0")
-    monkeypatch.setattr("congestion.verbs.pattern", lambda _seed, size: b"\1" * size)
+    monkeypatch.setattr("congestion.verbs.measure.pattern", lambda _seed, size: b"\1" * size)
     with pytest.raises(CheckFailed, match="1 of 4096 bytes of a write arrived wrong"):
         measure_pair("rxe0", "rxe1", Plan(sizes=[4096], window=1))
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from netlayer.config import JobConfig, build_config
+from netlayer.config.tree import JobConfig, build_config
 
 RANKS = 4
 MODEL = {"layers": 4, "hidden": 32, "heads": 8, "ffn_hidden": 64, "seq_len": 16}

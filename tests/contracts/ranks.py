@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.bucket import Bucket
-from collectives.recorder import Recorder, StepComm
-from netlayer.config import JobConfig
+from collectives.sharded.bucket import Bucket
+from collectives.watch.recorder import Recorder, StepComm
+from netlayer.config.tree import JobConfig
+from netlayer.launch.rank import RankContext
 from netlayer.layout import ParallelLayout
-from netlayer.rank import RankContext
 from netlayer.rendezvous import create_groups, open_world
 from tests.trainer.layout_ranks import batches
 from trainer.notes import NotesInFlight

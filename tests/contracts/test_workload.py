@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from netlayer.config import ClusterConfig, JobConfig
-from netlayer.launch import launch
-from netlayer.meeting import meeting_place
+from netlayer.config.tree import ClusterConfig, JobConfig
+from netlayer.launch.launcher import launch
+from netlayer.store.meeting import meeting_place
 from netlayer.workload.comm_bytes import Collective, stage_collectives, total_bytes
 from netlayer.workload.memory import estimate_stage
 from netlayer.workload.model_size import chunk_units, num_parameters, stage_elements
@@ -25,9 +25,9 @@ from netlayer.workload.stages import run_of
 from netlayer.workload.zero_bubble import has_zero_bubble, of_job
 from tests.contracts import jobs, ranks
 from tests.contracts.ranks import Seen
-from topology.traffic import Flows, Kind, gradient_bytes, job_flows, parameter_bytes, stage_parameters
-from trainer.linears import parts
-from trainer.model import GPT
+from topology.traffic.job import Flows, Kind, gradient_bytes, job_flows, parameter_bytes, stage_parameters
+from trainer.model.gpt import GPT
+from trainer.model.linears import parts
 
 PAIRS = [jobs.job_of(choice) for choice in jobs.pairwise()]
 EVERY_VALUE = [jobs.job_of(choice) for choice in jobs.every_value()]

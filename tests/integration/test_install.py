@@ -67,7 +67,7 @@ def test_a_wheel_carries_what_the_commands_need(wheel: Path, environment: Path, 
     shown = run(environment / "bin/netlayer", "doctor", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     script = (
-        "from netlayer.config_file import example, load_config\n"
+        "from netlayer.config.file import example, load_config\n"
         "print(load_config(example('megascale-12288')).cluster.name)"
     )
     assert run(environment / "bin/python", "-c", script, cwd=tmp_path).stdout == "megascale-12288\n"

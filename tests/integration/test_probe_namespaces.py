@@ -21,7 +21,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.integration.namespaces import Lab, lab, why_not
-from topology.hashing import Headers
+from topology.ecmp.hashing import Headers
 from topology.probe.capture import answers, probes, read_pcap
 from topology.probe.kernel_hash import LAYER4, FibField, Policy, choose, multipath_hash
 from topology.probe.paths import PathSpread

@@ -148,7 +148,7 @@ def test_without_a_redis_server_ranks_meet_through_tcpstore_and_it_is_said(
     tmp_path: Path, text: Path, environment: dict[str, str]
 ) -> None:
     script = (
-        "import netlayer.meeting; netlayer.meeting.find_redis_binary = lambda: None\n"
+        "import netlayer.store.meeting; netlayer.store.meeting.find_redis_binary = lambda: None\n"
         "from netlayer.cli import main; main()\n"
     )
     _, _, _, *arguments = command(tmp_path, "--set", f"data.folder={text}")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from netlayer.meeting import with_run
-from netlayer.redis_server import EmbeddedRedis, find_redis_binary
+from netlayer.store.meeting import with_run
+from netlayer.store.redis_server import EmbeddedRedis, find_redis_binary
 from tests.full import COMMANDS, shown_commands, unlisted
 
 README = Path(__file__).parents[2] / "README.md"

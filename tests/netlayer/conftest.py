@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from netlayer.redis_server import EmbeddedRedis, find_redis_binary
+from netlayer.store.redis_server import EmbeddedRedis, find_redis_binary
 
 _run_numbers = count()
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from netlayer.errors import NetlayerError
+from netlayer.launch.rank import RankContext
 from netlayer.layout import DIMENSIONS, ParallelLayout
-from netlayer.rank import RankContext
 from netlayer.rendezvous import create_groups, open_world
 
 TIMEOUT = timedelta(seconds=60)

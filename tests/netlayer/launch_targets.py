@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from netlayer.errors import CollectiveTimeout, ConfigError
-from netlayer.launch import PASSED_ON, RankContext
+from netlayer.launch.launcher import PASSED_ON, RankContext
 
 FOREVER_S = 600
 

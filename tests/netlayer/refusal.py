@@ -2,7 +2,7 @@
 
 import pytest
 
-from netlayer.config_file import load_config
+from netlayer.config.file import load_config
 from netlayer.errors import ConfigError
 
 

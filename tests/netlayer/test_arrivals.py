@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from netlayer.arrivals import await_all
 from netlayer.errors import ConfigError, RanksMissing, StoreUnreachable
-from netlayer.store import RedisStore
+from netlayer.store.arrivals import await_all
+from netlayer.store.redis_store import RedisStore
 
 PATIENCE_S = 0.2
 
@@ -77,7 +77,7 @@ def test_all_go_on_after_two_operations_each():
 
 
 def test_a_late_rank_is_waited_for(caplog):
-    with caplog.at_level(logging.WARNING, "netlayer.arrivals"):
+    with caplog.at_level(logging.WARNING, "netlayer.store.arrivals"):
         assert _come([0, 1, 2, 3], 4, late={2: 3 * PATIENCE_S}) == [None] * 4
     said = [record.message for record in caplog.records]
     assert any("waiting for rank 2" in line and "3 of 4 have come" in line for line in said)
@@ -231,7 +231,7 @@ LONG_WAIT = """
 import logging, sys
 from datetime import timedelta
 import torch.distributed as dist
-from netlayer.arrivals import await_all
+from netlayer.store.arrivals import await_all
 logging.basicConfig()
 server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 server.add("readers", int(sys.argv[1]))

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from netlayer.arrivals import await_all
 from netlayer.errors import ConfigError, RanksMissing, StoreLost
-from netlayer.redis_server import EmbeddedRedis
-from netlayer.store import RedisStore
+from netlayer.store.arrivals import await_all
+from netlayer.store.redis_server import EmbeddedRedis
+from netlayer.store.redis_store import RedisStore
 
 TIMEOUT = timedelta(seconds=60)
 PATIENCE_S = 0.2

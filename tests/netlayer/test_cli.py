@@ -12,7 +12,7 @@ import pytest
 
 from netlayer import cli, environ
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing, NetlayerError
-from netlayer.rank import end_rank
+from netlayer.launch.rank import end_rank
 
 
 def run_netlayer(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

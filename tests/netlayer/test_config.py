@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from netlayer.config import Config, build_config
-from netlayer.config_file import load_config, to_toml
+from netlayer.config.file import load_config, to_toml
+from netlayer.config.tree import Config, build_config
 from netlayer.errors import ConfigError
 from tests.netlayer.refusal import refusal
 

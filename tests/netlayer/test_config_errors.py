@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from netlayer.config_file import load_config
+from netlayer.config.file import load_config
 from netlayer.errors import ConfigError
 from tests.netlayer.refusal import refusal
 

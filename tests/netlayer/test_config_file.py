@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netlayer.config import build_config
-from netlayer.config_file import load_config, to_toml
+from netlayer.config.file import load_config, to_toml
+from netlayer.config.tree import build_config
 from netlayer.errors import ConfigError
 from tests.netlayer.refusal import refusal
 

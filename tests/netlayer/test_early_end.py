@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from netlayer.early_end import ASKED_TO_STOP, Ended, ending_at, reason_of
-from netlayer.interrupt import Interrupted, uninterrupted
+from netlayer.launch.early_end import ASKED_TO_STOP, Ended, ending_at, reason_of
+from netlayer.launch.interrupt import Interrupted, uninterrupted
 
 
 def be_terminated() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from netlayer import environ
 from netlayer.errors import ConfigError, HardwareMissing, PackageClash
-from netlayer.rank import RankEnv
+from netlayer.launch.rank import RankEnv
 
 
 @pytest.fixture

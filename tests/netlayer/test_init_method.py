@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from netlayer.errors import ConfigError, StoreUnreachable
 from netlayer.init_method import SCHEMES
-from netlayer.store import RedisStore
+from netlayer.store.redis_store import RedisStore
 
 from .conftest import keys_of
 

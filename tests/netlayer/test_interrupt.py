@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from netlayer.interrupt import Interrupted, counted_interrupts, held_interrupt, uninterrupted
+from netlayer.launch.interrupt import Interrupted, counted_interrupts, held_interrupt, uninterrupted
 
 
 def load(num_interrupts: int, done: list[str]) -> None:
@@ -162,7 +162,7 @@ def test_a_command_s_ctrl_c_waits_too_where_nothing_may_break_off() -> None:
 def test_ctrl_c_ends_what_python_m_imports_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "__init__.py").write_text(
-        "from netlayer.interrupt import end_quietly_until_a_command_runs\nend_quietly_until_a_command_runs()\n"
+        "from netlayer.launch.interrupt import end_quietly_until_a_command_runs\nend_quietly_until_a_command_runs()\n"
     )
     (tmp_path / "slow" / "tool.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     done = run_in(tmp_path, "-m", "slow.tool")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from netlayer.errors import CollectiveTimeout, ConfigError, RankFailed
-from netlayer.launch import RankContext, RankEnv, detect, launch
+from netlayer.launch.launcher import RankContext, RankEnv, detect, launch
 from tests.netlayer import launch_targets as targets
 
 pytestmark = pytest.mark.quiet
@@ -189,8 +189,8 @@ def test_our_own_error_keeps_its_type_and_exit_code(tmp_path: Path) -> None:
 @pytest.fixture
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may hold up the report of the culprit; the wait ends anyway when all ranks have."""
-    monkeypatch.setattr("netlayer.launch._SETTLE_S", 60)
-    monkeypatch.setattr("netlayer.launch._SETTLE_SYMPTOMS_S", 60)
+    monkeypatch.setattr("netlayer.launch.launcher._SETTLE_S", 60)
+    monkeypatch.setattr("netlayer.launch.launcher._SETTLE_SYMPTOMS_S", 60)
 
 
 @pytest.mark.usefixtures("_patient")
@@ -228,7 +228,7 @@ def test_a_hung_rank_is_named_by_a_thread_of_a_waiting_rank(tmp_path: Path, capl
 
 def test_a_failure_under_another_launcher_ends_with_one_line(tmp_path: Path) -> None:
     program = (
-        "import time; from netlayer.errors import PeerLost; from netlayer.rank import RankContext, RankEnv\n"
+        "import time; from netlayer.errors import PeerLost; from netlayer.launch.rank import RankContext, RankEnv\n"
         "import threading; context = RankContext(RankEnv(1, 2, 1, 2, 'torchrun'))\n"
         "threading.Thread(target=context.fail, args=(PeerLost('rank 0 has ended', silent=(0,)),)).start()\n"
         "time.sleep(600)"
@@ -259,7 +259,7 @@ def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:
 LAUNCHER = """
 import sys, threading
 from pathlib import Path
-from netlayer.launch import RankContext, launch
+from netlayer.launch.launcher import RankContext, launch
 from tests.netlayer import launch_targets
 
 def mine(context: RankContext, folder: str) -> None:
@@ -353,7 +353,7 @@ def test_ranks_that_are_asked_first_end_by_themselves(tmp_path: Path, signum: si
 
 
 def test_a_second_signal_ends_ranks_that_were_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("netlayer.launch.ECHO_S", 0.1)
+    monkeypatch.setattr("netlayer.launch.launcher.ECHO_S", 0.1)
 
     def ask_twice(rank: int, message: object) -> None:
         signal.raise_signal(signal.SIGUSR1)
@@ -411,7 +411,7 @@ def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 SCRIPT = """
 from dataclasses import dataclass
 from pathlib import Path
-from netlayer.launch import RankContext, launch
+from netlayer.launch.launcher import RankContext, launch
 
 @dataclass
 class Answer:
@@ -520,7 +520,7 @@ def test_detect_names_the_variable_that_is_wrong(environ: dict[str, str], field:
 
 def test_detect_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "who.py").write_text(
-        "import os\nfrom pathlib import Path\nfrom netlayer.launch import detect\n"
+        "import os\nfrom pathlib import Path\nfrom netlayer.launch.launcher import detect\n"
         "env = detect(os.environ)\nPath(f'rank{env.rank}').write_text(repr(env))\n"
     )
     done = run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "who.py", cwd=tmp_path)

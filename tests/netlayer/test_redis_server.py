@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from netlayer import redis_server
 from netlayer.errors import ConfigError, HardwareMissing, StoreUnreachable
-from netlayer.redis_server import EmbeddedRedis, find_redis_binary
+from netlayer.store import redis_server
+from netlayer.store.redis_server import EmbeddedRedis, find_redis_binary
 
 from .conftest import connect_to, server_info, until
 
 OWNER = """
 import os, sys, time
-from netlayer.redis_server import EmbeddedRedis
+from netlayer.store.redis_server import EmbeddedRedis
 server = EmbeddedRedis().start()
 child = os.fork() if sys.argv[1] == "fork" else None
 if child != 0:

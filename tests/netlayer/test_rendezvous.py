@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from netlayer.errors import ConfigError
-from netlayer.launch import launch
+from netlayer.launch.launcher import launch
 from netlayer.layout import DIMENSIONS
-from netlayer.meeting import with_run
 from netlayer.rendezvous import open_world
+from netlayer.store.meeting import with_run
 
 from .conftest import keys_of
 from .group_ranks import LAYOUTS, every_layout, faults, on_tcp, retried

@@ -21,9 +21,9 @@ import pytest
 import torch.distributed as dist
 
 from netlayer.errors import ConfigError, StoreError, StoreLost, StoreUnreachable
-from netlayer.redis_link import RedisLinks
-from netlayer.redis_server import EmbeddedRedis
-from netlayer.store import RedisStore, remove_run
+from netlayer.store.redis_link import RedisLinks
+from netlayer.store.redis_server import EmbeddedRedis
+from netlayer.store.redis_store import RedisStore, remove_run
 
 from .conftest import connect_to, keys_of, num_blocked, server_info, until
 
@@ -187,7 +187,7 @@ class TestRestart:
     def test_a_server_that_stays_away_is_tried_for_the_timeout_and_not_for_that_of_an_answer(
         self, redis_binary: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("netlayer.store._ANSWER_S", 600.0)
+        monkeypatch.setattr("netlayer.store.redis_store._ANSWER_S", 600.0)
         with EmbeddedRedis(binary=redis_binary) as server:
             store = open_store(server.url, timeout=timedelta(seconds=1))
         for call in (lambda: store.set("a", "v"), lambda: store.check(["a"])):
@@ -299,7 +299,7 @@ class TestMembership:
     def test_who_comes_back_is_refused_where_the_others_stay(
         self, run_id: str, open_store: Open, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("netlayer.redis_run._LEAVE_S", 0.2)
+        monkeypatch.setattr("netlayer.store.redis_run._LEAVE_S", 0.2)
         first, _ = (open_store(rank=rank, world_size=2) for rank in range(2))
         first.close()
         with pytest.raises(ConfigError, match="rank 0 of this run is already there"):
@@ -496,7 +496,7 @@ def test_a_timeout_that_is_neither_is_refused_in_our_words(redis_url: str, run_i
 def test_while_no_server_answers_it_says_how_long_it_tries(
     run_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("netlayer.redis_link._LOG_EVERY_S", 0.5)
+    monkeypatch.setattr("netlayer.store.redis_link._LOG_EVERY_S", 0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         with pytest.raises(StoreUnreachable):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from netlayer.store import RedisStore
+from netlayer.store.redis_store import RedisStore
 
 from .conftest import keys_of
 

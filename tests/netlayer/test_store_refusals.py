@@ -14,9 +14,9 @@ from cryptography import x509
 
 from netlayer.errors import ConfigError, StoreError, StoreLost, StoreUnreachable
 from netlayer.init_method import open_store
-from netlayer.meeting import with_run
-from netlayer.redis_server import EmbeddedRedis
-from netlayer.store import RedisStore
+from netlayer.store.meeting import with_run
+from netlayer.store.redis_server import EmbeddedRedis
+from netlayer.store.redis_store import RedisStore
 from tests.netlayer.conftest import connect_to
 from tests.netlayer.test_store_tls import certify
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from netlayer.errors import ConfigError, StoreUnreachable
-from netlayer.store import RedisStore
+from netlayer.store.redis_store import RedisStore
 
 pytest.importorskip("cryptography", reason="needs the cryptography package")
 

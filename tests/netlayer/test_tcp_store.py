@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 
 from netlayer.errors import ConfigError, StoreUnreachable
-from netlayer.tcp_store import first_line, open_tcp_store
+from netlayer.store.tcp_store import first_line, open_tcp_store
 
 SHORT, LONG = timedelta(seconds=0.3), timedelta(seconds=60)
 
@@ -48,7 +48,7 @@ def test_where_nothing_listens_it_says_who_should_have(free_port, capfd):
 
 
 def test_while_nothing_listens_it_says_how_long_it_tries(free_port, monkeypatch, caplog):
-    monkeypatch.setattr("netlayer.tcp_store._TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("netlayer.store.tcp_store._TELL_EVERY_S", 0.0)
     with pytest.raises(StoreUnreachable):
         open_tcp_store("127.0.0.1", free_port, SHORT, serves=False, server="the launcher")
     assert f"no store at 127.0.0.1:{free_port} yet (Connection refused), which the launcher serves" in caplog.text

@@ -5,10 +5,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from netlayer.config import ClusterConfig, Config
-from netlayer.config_file import load_config
+from netlayer.config.file import load_config
+from netlayer.config.tree import ClusterConfig, Config
 from netlayer.errors import ConfigError
-from topology.design import plan
+from topology.fabric.design import plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from topology.graph import Graph
+from topology.fabric.graph import Graph
 
 
 def graph(hosts: int, switches: int, cables: list[tuple[int, int]], bps: float = 100e9) -> Graph:

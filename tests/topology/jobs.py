@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from netlayer.config import BatchConfig, Config, JobConfig, ModelConfig, ParallelConfig
+from netlayer.config.tree import BatchConfig, Config, JobConfig, ModelConfig, ParallelConfig
 from tests.topology.fabrics import cluster
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from topology.graph import Graph
+from topology.fabric.graph import Graph
 
 
 def ends(graph: Graph) -> list[tuple[str, str, str, str, float]]:

@@ -4,13 +4,13 @@ import ipaddress
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from tests.topology.fabrics import cluster, clusters, megascale
 from tests.topology.graphs import diamond
-from topology.addressing import addresses_csv, cables_csv, switches_csv
-from topology.audit import part_rows
-from topology.clos import Clos
-from topology.plant import Plant
+from topology.fabric.addressing import addresses_csv, cables_csv, switches_csv
+from topology.fabric.audit import part_rows
+from topology.fabric.clos import Clos
+from topology.fabric.plant import Plant
 
 
 def _rows(text: str) -> list[dict[str, str]]:

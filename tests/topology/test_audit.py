@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster, clusters, megascale
 from tests.topology.graphs import write
-from topology.audit import audit, hop_rows, limits, load_prices, max_servers_per_tor_set, part_rows, port_rows
-from topology.design import plan
-from topology.plant import Plant
+from topology.fabric.audit import audit, hop_rows, limits, load_prices, max_servers_per_tor_set, part_rows, port_rows
+from topology.fabric.design import plan
+from topology.fabric.plant import Plant
 
 
 def test_megascale_needs_what_the_paper_says() -> None:

@@ -3,15 +3,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from tests.topology.fabrics import cluster, clusters
-from topology.balance import BALANCES, Adaptive, balance, chooser, spray
-from topology.clos import Clos, Tier
-from topology.contention import contend
-from topology.hashing import Stage
-from topology.load import ECMP_TIERS
-from topology.members import members
-from topology.traffic import Flows, headers, permutation
+from topology.ecmp.balance import BALANCES, Adaptive, balance, chooser, spray
+from topology.ecmp.hashing import Stage
+from topology.ecmp.load import ECMP_TIERS
+from topology.ecmp.members import members
+from topology.fabric.clos import Clos, Tier
+from topology.rates.contention import contend
+from topology.traffic.job import Flows, headers, permutation
 
 
 def _permutation(**changes: object) -> tuple[Clos, Flows]:

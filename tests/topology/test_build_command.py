@@ -14,7 +14,7 @@ from tests.topology.fabrics import EXAMPLES
 from tests.topology.graphs import write
 from topology.commands import build as build_command
 from topology.commands import import_fabric as import_command
-from topology.hashing import HASHES
+from topology.ecmp.hashing import HASHES
 from topology.importers import FORMATS
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from netlayer.errors import ConfigError
 from tests.topology.graphs import diamond, write
-from topology.calibrate import Counters, compare, fit_scale, predict, read_counters, summarise
-from topology.flow_files import read_flows
-from topology.traffic import Flows, Kind
+from topology.ecmp.calibrate import Counters, compare, fit_scale, predict, read_counters, summarise
+from topology.traffic.flow_files import read_flows
+from topology.traffic.job import Flows, Kind
 
 FLOWS = "src,dst,bytes\nh0,h2,600\nh1,h2,300\n"
 COUNTERS = "device,port,bytes\nh0,s3,660\ns3,s4,330\ns6,h2,990\n"

@@ -14,12 +14,12 @@ from netlayer.errors import ConfigError
 from netlayer.results import load_frame, load_record
 from tests.topology.fabrics import EXAMPLES
 from topology import cli
-from topology.balance import BALANCES
-from topology.clos import Tier
 from topology.commands import ecmp as ecmp_command
-from topology.compare import TRAFFICS
-from topology.hashing import Field
-from topology.placement import StrategyName
+from topology.ecmp.balance import BALANCES
+from topology.ecmp.compare import TRAFFICS
+from topology.ecmp.hashing import Field
+from topology.fabric.clos import Tier
+from topology.placement.strategies import StrategyName
 
 MEGASCALE = str(EXAMPLES / "megascale-12288.toml")
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from netlayer.config import ClusterConfig
-from netlayer.config_file import load_config
+from netlayer.config.file import load_config
+from netlayer.config.tree import ClusterConfig
 from tests.topology.fabrics import EXAMPLES, cluster, clusters, megascale
-from topology.clos import Clos, Tier
+from topology.fabric.clos import Clos, Tier
 
 
 def test_describe_counts_megascale() -> None:

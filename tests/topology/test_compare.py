@@ -5,13 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from netlayer.config import Config, build_config
-from netlayer.config_file import load_config
+from netlayer.config.file import load_config
+from netlayer.config.tree import Config, build_config
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import EXAMPLES, cluster, megascale
-from topology.balance import BALANCES
-from topology.clos import Clos, Tier
-from topology.compare import (
+from topology.ecmp.balance import BALANCES
+from topology.ecmp.compare import (
     ALL_TIERS,
     CLOSED_FORM,
     LOADS,
@@ -21,8 +20,9 @@ from topology.compare import (
     compare_split,
     split_by_load,
 )
-from topology.hashing import FIVE_TUPLE
-from topology.traffic import permutation
+from topology.ecmp.hashing import FIVE_TUPLE
+from topology.fabric.clos import Clos, Tier
+from topology.traffic.job import permutation
 
 
 def _tree(**changes: Any) -> Config:

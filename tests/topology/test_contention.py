@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from tests.topology.fabrics import cluster
-from topology.clos import Clos, Tier
-from topology.contention import Contention, busiest, contend
-from topology.load import place
-from topology.members import members
-from topology.routing import NO_LINK
-from topology.traffic import Flows, Kind
+from topology.ecmp.load import place
+from topology.ecmp.members import members
+from topology.ecmp.routing import NO_LINK
+from topology.fabric.clos import Clos, Tier
+from topology.rates.contention import Contention, busiest, contend
+from topology.traffic.job import Flows, Kind
 
 
 def _four_flows() -> tuple[Flows, Contention]:

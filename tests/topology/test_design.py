@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster, clusters, megascale
-from topology.clos import Clos
-from topology.design import plan
+from topology.fabric.clos import Clos
+from topology.fabric.design import plan
 
 
 def test_megascale_has_the_papers_counts() -> None:

@@ -1,11 +1,11 @@
 import numpy as np
 
 from tests.topology.fabrics import cluster
-from topology.clos import Clos, Tier
-from topology.distribution import Distribution, colliding_of_tors
-from topology.hashing import Ecmp
-from topology.load import Load, load
-from topology.traffic import Flows, headers, permutation
+from topology.ecmp.distribution import Distribution, colliding_of_tors
+from topology.ecmp.hashing import Ecmp
+from topology.ecmp.load import Load, load
+from topology.fabric.clos import Clos, Tier
+from topology.traffic.job import Flows, headers, permutation
 
 FABRIC = Clos.build(cluster())
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.topology.fabrics import cluster
-from topology.clos import Clos
-from topology.expected import expected_collisions, expected_load
-from topology.hashing import Ecmp
-from topology.load import ECMP_TIERS, demand_bps, load
-from topology.traffic import Flows, Kind, headers, permutation
+from topology.ecmp.expected import expected_collisions, expected_load
+from topology.ecmp.hashing import Ecmp
+from topology.ecmp.load import ECMP_TIERS, demand_bps, load
+from topology.fabric.clos import Clos
+from topology.traffic.job import Flows, Kind, headers, permutation
 
 
 def _by_enumeration(rates: Sequence[float], num_links: int, link_bps: float) -> tuple[float, float]:

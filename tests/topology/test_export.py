@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster, clusters, megascale
 from tests.topology.graphs import diamond, same, write
-from topology.export import (
+from topology.fabric.export import (
     from_networkx,
     hpcc_text,
     htsim_nodes,
@@ -19,9 +19,9 @@ from topology.export import (
     to_networkx,
     write_graphml,
 )
-from topology.graph import Graph, parallel_pairs
+from topology.fabric.graph import Graph, parallel_pairs
+from topology.fabric.plant import Plant
 from topology.importers import read_fabric
-from topology.plant import Plant
 
 
 def test_an_address_that_is_none_is_one_line(tmp_path: Path) -> None:

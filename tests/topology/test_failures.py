@@ -3,12 +3,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import clusters, megascale
 from tests.topology.jobs import small
-from topology.clos import Clos, Tier
-from topology.failures import (
+from topology.ecmp.hashing import Ecmp
+from topology.ecmp.routing import NO_LINK, route
+from topology.fabric.clos import Clos, Tier
+from topology.failures.faults import (
     KINDS,
     Failure,
     FailureKind,
@@ -19,10 +21,8 @@ from topology.failures import (
     random_failures,
     single_failures,
 )
-from topology.hashing import Ecmp
-from topology.routing import NO_LINK, route
-from topology.survivors import route_around, unreachable_pairs
-from topology.traffic import headers, permutation
+from topology.failures.survivors import route_around, unreachable_pairs
+from topology.traffic.job import headers, permutation
 
 FABRIC = Clos.build(small().cluster)
 

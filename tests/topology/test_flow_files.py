@@ -11,19 +11,19 @@ from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster
 from tests.topology.graphs import diamond
 from tests.topology.jobs import small
-from topology.addressing import addresses_csv, cables_csv
-from topology.clos import Clos
-from topology.export import htsim_text
-from topology.flow_files import read_flows
-from topology.graph import Graph
-from topology.hashing import Ecmp
+from topology.ecmp.hashing import Ecmp
+from topology.ecmp.load import load
+from topology.ecmp.port_table import port_table
+from topology.ecmp.search import plan_ports
+from topology.fabric.addressing import addresses_csv, cables_csv
+from topology.fabric.clos import Clos
+from topology.fabric.export import htsim_text
+from topology.fabric.graph import Graph
+from topology.fabric.plant import Plant
 from topology.importers import read_fabric
-from topology.load import load
-from topology.placement import Placement
-from topology.plant import Plant
-from topology.port_table import port_table
-from topology.search import plan_ports
-from topology.traffic import Flows, headers, permutation
+from topology.placement.strategies import Placement
+from topology.traffic.flow_files import read_flows
+from topology.traffic.job import Flows, headers, permutation
 
 FABRIC = Clos.build(cluster())
 

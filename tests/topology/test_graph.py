@@ -5,7 +5,7 @@ import pytest
 
 from netlayer.errors import ConfigError
 from tests.topology.graphs import diamond, graph
-from topology.graph import Graph, checked, describe, parallel_pairs
+from topology.fabric.graph import Graph, checked, describe, parallel_pairs
 
 
 def _ported(one: Graph, a_port: tuple[str, ...], b_port: tuple[str, ...]) -> Graph:

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster, clusters
 from tests.topology.graphs import diamond, graph
-from topology.clos import Clos, Tier
-from topology.contention import contend
-from topology.export import write_graphml
-from topology.graph_load import ALL_TIERS, demand_bps, graph_rows, load_fabric, load_graph
-from topology.hashing import Ecmp, HashName
-from topology.load import load
-from topology.plant import Plant
-from topology.traffic import Flows, Kind, headers, permutation
+from topology.ecmp.graph_load import ALL_TIERS, demand_bps, graph_rows, load_fabric, load_graph
+from topology.ecmp.hashing import Ecmp, HashName
+from topology.ecmp.load import load
+from topology.fabric.clos import Clos, Tier
+from topology.fabric.export import write_graphml
+from topology.fabric.plant import Plant
+from topology.rates.contention import contend
+from topology.traffic.job import Flows, Kind, headers, permutation
 
 
 def _flows(pairs: list[tuple[int, int]], num_bytes: float = 1e9) -> Flows:

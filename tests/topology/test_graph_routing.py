@@ -3,15 +3,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from tests.topology.fabrics import clusters
 from tests.topology.graphs import diamond, graph
-from topology.clos import Clos, Ints, Tier
-from topology.graph import Graph
-from topology.graph_routing import UNREACHABLE, Routes, Step, by_ecmp
-from topology.hashing import HASHES, Ecmp, Headers
-from topology.plant import Plant
-from topology.routing import NO_LINK, route
+from topology.ecmp.graph_routing import UNREACHABLE, Routes, Step, by_ecmp
+from topology.ecmp.hashing import HASHES, Ecmp, Headers
+from topology.ecmp.routing import NO_LINK, route
+from topology.fabric.clos import Clos, Ints, Tier
+from topology.fabric.graph import Graph
+from topology.fabric.plant import Plant
 
 # Data packets of 4 MB and their ACKs that each of 8 spines sent to each of 4 leaves, in units of one flow's packets:
 # ns-3 HPCC, 32 hosts, 4 leaves x 8, 8 spines, host i to (i + 8) % 32, murmur3, port 10000 to 4791.

@@ -3,8 +3,8 @@ import re
 import numpy as np
 import pytest
 
-from topology.hashes import CRC16_BISYNC, CRC16_CCITT, CRC32C, Crc, mix64, murmur3, xor16
-from topology.hashing import FIVE_TUPLE, HASHES, Ecmp, HashName, Headers, Stage
+from topology.ecmp.hashes import CRC16_BISYNC, CRC16_CCITT, CRC32C, Crc, mix64, murmur3, xor16
+from topology.ecmp.hashing import FIVE_TUPLE, HASHES, Ecmp, HashName, Headers, Stage
 
 NUM_FLOWS = 4096
 # The spine that each flow i -> (i + 8) % 32 of ns-3 HPCC's run took: 4 leaves (nodes 32..35) x 8 hosts, 8 spines.

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import clusters
 from tests.topology.graphs import write
 from tests.topology.reports import ends, neighbour, write_lldp, write_sonic
-from topology.graph import Graph
+from topology.fabric.graph import Graph
+from topology.fabric.plant import Plant
 from topology.importers import read_fabric
-from topology.plant import Plant
 
 
 def _wiring(graph: Graph) -> list[Any]:

@@ -11,11 +11,11 @@ from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster
 from tests.topology.graphs import write
 from tests.topology.reports import write_lldp, write_sonic
-from topology.addressing import cables_csv
-from topology.export import hpcc_text, htsim_text, write_graphml
-from topology.graph import Graph
+from topology.fabric.addressing import cables_csv
+from topology.fabric.export import hpcc_text, htsim_text, write_graphml
+from topology.fabric.graph import Graph
+from topology.fabric.plant import Plant
 from topology.importers import FORMATS, Format, read_fabric
-from topology.plant import Plant
 
 _JUNK = [
     "",

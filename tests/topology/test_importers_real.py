@@ -14,8 +14,8 @@ from netlayer.errors import ConfigError
 from tests.topology.graphs import write
 from tests.topology.reports import ends
 from topology import cli
-from topology.addressing import cables_csv
-from topology.graph import Graph
+from topology.fabric.addressing import cables_csv
+from topology.fabric.graph import Graph
 from topology.importers import read_fabric
 from topology.importers.servers import find_servers
 

@@ -6,7 +6,7 @@ import pytest
 
 from netlayer.errors import ConfigError
 from tests.topology.graphs import write
-from topology.graph import describe
+from topology.fabric.graph import describe
 from topology.importers import detect, read_fabric
 
 HPCC = "4 1 3\n3\n0 3 200Gbps 1000ns 0\n1 3 100Gbps 1us 0\n2 3 200Gbps 0.001ms 0.5\n"

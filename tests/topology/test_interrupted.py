@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from netlayer.config_file import to_toml
+from netlayer.config.file import to_toml
 from tests.topology.fabrics import EXAMPLES
 from tests.topology.jobs import small
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topology.hashing import Headers
+from topology.ecmp.hashing import Headers
 from topology.probe import kernel_hash
 from topology.probe.kernel_hash import FibField, choose, multipath_hash
 

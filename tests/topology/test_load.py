@@ -3,14 +3,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from tests.topology.fabrics import cluster, clusters
-from topology.balance import BalanceName, balance
-from topology.clos import Clos, Ints, Tier
-from topology.hashing import Ecmp
-from topology.load import Load, demand_bps, load, place, sum_per_link
-from topology.routing import NO_LINK
-from topology.traffic import Flows, Kind, headers, permutation
+from topology.ecmp.balance import BalanceName, balance
+from topology.ecmp.hashing import Ecmp
+from topology.ecmp.load import Load, demand_bps, load, place, sum_per_link
+from topology.ecmp.routing import NO_LINK
+from topology.fabric.clos import Clos, Ints, Tier
+from topology.traffic.job import Flows, Kind, headers, permutation
 
 
 def _flows(src: list[int] | Ints, dst: list[int] | Ints) -> Flows:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import megascale
 from tests.topology.jobs import small
-from topology.clos import Clos
-from topology.placement import (
+from topology.fabric.clos import Clos
+from topology.placement.strategies import (
     STRATEGIES,
     Placement,
     StrategyName,
@@ -18,8 +18,8 @@ from topology.placement import (
     read_csv,
     usable_servers,
 )
-from topology.step import grown, placement_row, slot_flows, traffic_cost
-from topology.swaps import cheapest, improve, placement_cost
+from topology.placement.swaps import cheapest, improve, placement_cost
+from topology.traffic.step import grown, placement_row, slot_flows, traffic_cost
 
 CONFIG = small()
 FABRIC = Clos.build(CONFIG.cluster)

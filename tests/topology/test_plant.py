@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster, clusters, megascale
-from topology.clos import Clos
-from topology.graph import checked
-from topology.graph_routing import UNREACHABLE, Routes
-from topology.plant import Plant
+from topology.ecmp.graph_routing import UNREACHABLE, Routes
+from topology.fabric.clos import Clos
+from topology.fabric.graph import checked
+from topology.fabric.plant import Plant
 
 
 @given(clusters())

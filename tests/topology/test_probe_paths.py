@@ -7,7 +7,7 @@ import pytest
 
 from netlayer.errors import ConfigError
 from tests.topology.probe_network import DST, SRC, Network, exchange, sweep
-from topology.hashing import Headers
+from topology.ecmp.hashing import Headers
 from topology.probe.capture import Capture, answers, probes
 from topology.probe.choice import chi_square_tail
 from topology.probe.forecast import forecast, predicted_shares

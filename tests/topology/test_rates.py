@@ -3,13 +3,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from tests.topology.fabrics import cluster, clusters
-from topology.clos import Clos, Ints
-from topology.hashing import Ecmp
-from topology.rates import Rates, completion_bound_s, completion_s, flows_on_links, max_min
-from topology.routing import NO_LINK, route
-from topology.traffic import headers, permutation
+from topology.ecmp.hashing import Ecmp
+from topology.ecmp.routing import NO_LINK, route
+from topology.fabric.clos import Clos, Ints
+from topology.rates.max_min import Rates, completion_bound_s, completion_s, flows_on_links, max_min
+from topology.traffic.job import headers, permutation
 
 
 @st.composite

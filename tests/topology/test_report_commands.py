@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
-from netlayer.config_file import to_toml
+from netlayer.config.file import to_toml
 from netlayer.results import load_frame
 from tests.topology.jobs import small
 from topology import cli

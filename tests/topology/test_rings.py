@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topology.rings import Edges, Segments, all_pairs, ring, tree, tree_parent
+from topology.traffic.rings import Edges, Segments, all_pairs, ring, tree, tree_parent
 
 
 def _segments(table: np.ndarray, *, per_server: int, nics: int) -> Segments:

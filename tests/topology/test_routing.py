@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster, clusters
-from topology.clos import Clos, Ints, Tier
-from topology.hashing import HASHES, Ecmp, HashName, Headers
-from topology.routing import NO_LINK, route
+from topology.ecmp.hashing import HASHES, Ecmp, HashName, Headers
+from topology.ecmp.routing import NO_LINK, route
+from topology.fabric.clos import Clos, Ints, Tier
 
 
 def _ecmp(fabric: Clos, src: Ints, dst: Ints, name: HashName = "random") -> Ecmp:

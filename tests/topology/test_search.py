@@ -3,14 +3,14 @@ import pytest
 
 from tests.topology.fabrics import megascale
 from tests.topology.jobs import small
-from topology.clos import Clos
-from topology.hashing import Ecmp
-from topology.load import load
-from topology.placement import Placement, place_slots, usable_servers
-from topology.port_table import port_table
-from topology.search import offset_vectors, plan_ports, plan_summary, search_knobs
-from topology.step import slot_flows
-from topology.traffic import permutation
+from topology.ecmp.hashing import Ecmp
+from topology.ecmp.load import load
+from topology.ecmp.port_table import port_table
+from topology.ecmp.search import offset_vectors, plan_ports, plan_summary, search_knobs
+from topology.fabric.clos import Clos
+from topology.placement.strategies import Placement, place_slots, usable_servers
+from topology.traffic.job import permutation
+from topology.traffic.step import slot_flows
 
 CONFIG = small()
 FABRIC = Clos.build(CONFIG.cluster)

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from tests.topology.jobs import small
-from topology.balance import BalanceName
-from topology.clos import Clos
-from topology.compare import traffic_flows
+from topology.ecmp.balance import BalanceName
+from topology.ecmp.compare import traffic_flows
+from topology.fabric.clos import Clos
+from topology.fabric.wires import Wires
 from topology.single_run import Asked, run_once
-from topology.wires import Wires
 
 CONFIG = small()
 FABRIC = Clos.build(CONFIG.cluster)

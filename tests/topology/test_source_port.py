@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from topology.source_port import flow_label_source_port, rxe_source_port, udp_source_port
+from topology.ecmp.source_port import flow_label_source_port, rxe_source_port, udp_source_port
 
 
 def test_source_ports_are_dynamic_ports_and_alike_both_ways() -> None:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.topology.fabrics import cluster, megascale
-from topology.clos import Clos, Tier
-from topology.split_verdict import claims, closed_form, partial_load, ratios, simulated, verdict
+from topology.ecmp.split_verdict import claims, closed_form, partial_load, ratios, simulated, verdict
+from topology.fabric.clos import Clos, Tier
 
 CLUSTER = megascale().cluster
 FABRICS = {split: Clos.build(CLUSTER.model_copy(update={"aoc_split": split})) for split in (True, False)}

@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 from tests.topology.jobs import small
-from topology.clos import Clos
-from topology.failures import Failure, alive_links
-from topology.load import demand_bps
-from topology.placement import place_slots, usable_servers
-from topology.rates import completion_bound_s
-from topology.step import run_step, slot_flows
+from topology.ecmp.load import demand_bps
+from topology.fabric.clos import Clos
+from topology.failures.faults import Failure, alive_links
+from topology.placement.strategies import place_slots, usable_servers
+from topology.rates.max_min import completion_bound_s
+from topology.traffic.step import run_step, slot_flows
 
 CONFIG = small()
 FABRIC = Clos.build(CONFIG.cluster)

@@ -9,8 +9,8 @@ import pytest
 
 from netlayer.errors import ConfigError
 from tests.topology.jobs import small
-from topology.clos import Clos
-from topology.failures import Failure, single_failures
+from topology.fabric.clos import Clos
+from topology.failures.faults import Failure, single_failures
 from topology.sweep import Case, cases, run_case, run_sweep, worst
 
 CONFIG = small()

@@ -6,17 +6,17 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner, Result
 
-from netlayer.config import Config
-from netlayer.config_file import to_toml
+from netlayer.config.file import to_toml
+from netlayer.config.tree import Config
 from netlayer.errors import ConfigError
 from netlayer.progress import Stages
 from netlayer.results import load_record
 from tests.topology.jobs import small
-from topology.failures import FailureKind
-from topology.hashing import HashName
-from topology.placement import StrategyName
-from topology.report_data import find
-from topology.report_page import build_page
+from topology.ecmp.hashing import HashName
+from topology.failures.faults import FailureKind
+from topology.placement.strategies import StrategyName
+from topology.report.data import find
+from topology.report.page import build_page
 
 
 def _run(name: str, *arguments: str) -> Result:

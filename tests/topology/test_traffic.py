@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netlayer.config import ClusterConfig, Config, build_config
-from netlayer.config_file import load_config
+from netlayer.config.file import load_config
+from netlayer.config.tree import ClusterConfig, Config, build_config
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import EXAMPLES, cluster, clusters, megascale
-from topology.clos import Clos
-from topology.traffic import (
+from topology.fabric.clos import Clos
+from topology.traffic.job import (
     Kind,
     gradient_bytes,
     headers,

@@ -4,16 +4,16 @@ import io
 import numpy as np
 import pytest
 
-from netlayer.config import ClusterConfig
+from netlayer.config.tree import ClusterConfig
 from tests.topology.fabrics import cluster
-from topology.addressing import cables_csv
-from topology.clos import Clos, Tier
-from topology.graph_routing import Routes
-from topology.hashing import Ecmp
-from topology.plant import Plant
-from topology.routing import NO_LINK, route
-from topology.traffic import headers, permutation
-from topology.wires import Wires, link_table
+from topology.ecmp.graph_routing import Routes
+from topology.ecmp.hashing import Ecmp
+from topology.ecmp.routing import NO_LINK, route
+from topology.fabric.addressing import cables_csv
+from topology.fabric.clos import Clos, Tier
+from topology.fabric.plant import Plant
+from topology.fabric.wires import Wires, link_table
+from topology.traffic.job import headers, permutation
 
 CLUSTERS = [
     cluster(nics_per_server=2, rails=2),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from netlayer.config import JobConfig, build_config
+from netlayer.config.tree import JobConfig, build_config
 from trainer.data.prepare import Corpus, prepare_corpus
 
 TINY = {

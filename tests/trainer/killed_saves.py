@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from netlayer.config import JobConfig
-from trainer import checkpoint
-from trainer.checkpoint_meta import checkpoints_in, find
+from netlayer.config.tree import JobConfig
+from trainer.checkpoint import save_load as checkpoint
+from trainer.checkpoint.meta import checkpoints_in, find
 from trainer.optim import build_optimizer
 from trainer.parallel import Optimizers, SplitModel
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from collectives.recorder import Recorder
-from collectives.sharded import ShardedDataParallel
-from netlayer.config import JobConfig
+from collectives.sharded.data_parallel import ShardedDataParallel
+from collectives.watch.recorder import Recorder
+from netlayer.config.tree import JobConfig
+from netlayer.launch.rank import RankContext
 from netlayer.layout import ParallelLayout
-from netlayer.rank import RankContext
 from netlayer.rendezvous import create_groups, open_world
 from tests.trainer import layout_ranks
 from tests.trainer.layout_ranks import State
-from trainer.model import build_model
+from trainer.model.gpt import build_model
 from trainer.optim import Lamb, build_optimizer
 from trainer.optim.build import whole_norms
 from trainer.parallel import SplitModel, further_groups

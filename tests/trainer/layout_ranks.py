@@ -20,18 +20,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from collectives import product
-from collectives.nodes import virtual_node_environ
-from collectives.postponed import Postponed
-from netlayer.config import JobConfig
+from collectives.sharded.postponed import Postponed
+from collectives.tensor import product
+from collectives.transport.nodes import virtual_node_environ
+from netlayer.config.tree import JobConfig
+from netlayer.launch.rank import RankContext
 from netlayer.layout import ParallelLayout
-from netlayer.rank import RankContext
 from netlayer.rendezvous import create_groups, open_world
 from tests.collectives.stand_ins import Nowhere, Summed
-from trainer import checkpoint
-from trainer.checkpoint_meta import find
-from trainer.linears import parts
-from trainer.model import Block
+from trainer.checkpoint import save_load as checkpoint
+from trainer.checkpoint.meta import find
+from trainer.model.gpt import Block
+from trainer.model.linears import parts
 from trainer.optim import build_optimizer
 from trainer.parallel import Optimizers, SplitModel, further_groups
 from trainer.step import GraphedSteps, Steps
@@ -96,8 +96,8 @@ def _opened(job: JobConfig, rank: int) -> Opened:
     counted = mock.Mock(return_value=None)  # as on the CPU
     before = _threads()
     with (
-        mock.patch("collectives.lane.new_stream", counted),
-        mock.patch("collectives.pipeline_links.new_stream", counted),
+        mock.patch("collectives.transport.lane.new_stream", counted),
+        mock.patch("collectives.pipeline.links.new_stream", counted),
     ):
         model = SplitModel(job, 3, rank, torch.device("cpu"), create_groups(job.parallel.layout))
         optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
@@ -158,9 +158,9 @@ def copied(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str
     with (
         mock.patch.object(SplitModel, "_takes_windows", return_value=True),
         mock.patch.object(SplitModel, "_takes_peer_reduce", lambda model: model.job.overlap.peer_reduce),
-        mock.patch("collectives.prepare.why_unusable", return_value=None),
-        mock.patch("collectives.prepare.Windows", Nowhere),
-        mock.patch("collectives.prepare.PeerReduce", side_effect=Summed) as opened,
+        mock.patch("collectives.sharded.prepare.why_unusable", return_value=None),
+        mock.patch("collectives.sharded.prepare.Windows", Nowhere),
+        mock.patch("collectives.sharded.prepare.PeerReduce", side_effect=Summed) as opened,
     ):
         found = run_rank(context, jobs, steps, url)
     assert opened.call_count == sum(job.parallel.vpp * job.overlap.peer_reduce for job in jobs)
@@ -202,7 +202,7 @@ def slotted(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: st
 def _slotted(job: JobConfig, rank: int, steps: int) -> Slotted:
     with mock.patch.object(product, "add_product", wraps=product.add_product) as added:
         written, num_written = train(job, rank, steps), added.call_count
-        with mock.patch("collectives.tensor.slot_source", return_value=None):
+        with mock.patch("collectives.tensor.linear.slot_source", return_value=None):
             handed = train(job, rank, steps)
         assert added.call_count == num_written
     return Slotted(written, num_written, handed)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from netlayer.config import OptimizerConfig
+from netlayer.config.tree import OptimizerConfig
 
 
 class PlainLamb:

@@ -1,7 +1,7 @@
 """Llama 3 and Qwen3 as their published configurations define them, of torch's own modules, one projection each.
 
-Written apart from `trainer.model`: separate projections, [B, T, D], keys and values repeated for their queries, rotary
-frequencies scaled one by one by their wavelength. Names of settings are those of a config.json on Hugging Face.
+Written apart from `trainer.model.gpt`: separate projections, [B, T, D], keys and values repeated for their queries,
+rotary frequencies scaled one by one by their wavelength. Names of settings are those of a config.json on Hugging Face.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from netlayer.config import ModelConfig
-from trainer.model import GPT
+from netlayer.config.tree import ModelConfig
+from trainer.model.gpt import GPT
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch
 
-from netlayer.rank import RankContext
-from trainer.checkpoint import NoRoom
+from netlayer.launch.rank import RankContext
+from trainer.checkpoint.save_load import NoRoom
 from trainer.loop import Trainer
 from trainer.train import Work
 from trainer.worker import meet

@@ -16,16 +16,16 @@ from unittest import mock
 import pytest
 import torch
 
-from collectives.state import gather_whole
-from netlayer.config import EvaluationConfig, JobConfig, build_config
+from collectives.sharded.state import gather_whole
+from netlayer.config.tree import EvaluationConfig, JobConfig, build_config
 from netlayer.errors import ConfigError
-from netlayer.launch import launch
-from netlayer.meeting import meeting_place
+from netlayer.launch.launcher import launch
+from netlayer.store.meeting import meeting_place
 from tests.trainer import layout_ranks, targets
 from tests.trainer.test_layouts import LLAMA, job_of
-from trainer.checkpoint import NoRoom, _Room
-from trainer.checkpoint_file import TensorWriter
-from trainer.checkpoint_meta import FORMAT, Meta, check_model, find, going_on, sealed, seed_of
+from trainer.checkpoint.file import TensorWriter
+from trainer.checkpoint.meta import FORMAT, Meta, check_model, find, going_on, sealed, seed_of
+from trainer.checkpoint.save_load import NoRoom, _Room
 from trainer.data.prepare import Corpus
 from trainer.loop import Place, Trainer, run
 from trainer.parallel import SplitModel
@@ -216,7 +216,9 @@ def test_a_disk_that_has_too_little_room_is_not_filled(
     trainer.step(1)
     free = mock.Mock(total=10**12, free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: free)
-    monkeypatch.setattr("trainer.checkpoint.TensorWriter", mock.Mock(side_effect=AssertionError("was written to")))
+    monkeypatch.setattr(
+        "trainer.checkpoint.save_load.TensorWriter", mock.Mock(side_effect=AssertionError("was written to"))
+    )
     with pytest.raises(NoRoom, match=r"No space left on device\): it needs 432 KiB, 1000 B were free; make room"):
         trainer.save(tmp_path)
     free.free = 0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.checkpoint_digest import digest
-from trainer.checkpoint_file import TensorFile, TensorWriter, header_digest
+from trainer.checkpoint.digest import digest
+from trainer.checkpoint.file import TensorFile, TensorWriter, header_digest
 
 
 def test_tensors_come_back(tmp_path: Path) -> None:

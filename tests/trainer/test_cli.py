@@ -20,12 +20,12 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from netlayer.config import Config
-from netlayer.config_file import load_config, to_toml
+from netlayer.config.file import load_config, to_toml
+from netlayer.config.tree import Config
 from netlayer.errors import ConfigError
 from netlayer.results import load_record
-from trainer.checkpoint_meta import Meta, find
-from trainer.cli import _what_is_not_traced, short_time, train, words_of
+from trainer.checkpoint.meta import Meta, find
+from trainer.commands.train import _what_is_not_traced, short_time, train, words_of
 from trainer.data.prepare import CorpusFacts
 from trainer.train import Outcome, Progress, Stop, TrainResult
 
@@ -193,7 +193,9 @@ def test_a_store_that_has_no_effect_under_a_launcher_is_said_once(
     job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     as_rank(rank, monkeypatch)
-    monkeypatch.setattr("trainer.cli._join", mock.Mock(side_effect=ConfigError("x", None, "ends here", "do not")))
+    monkeypatch.setattr(
+        "trainer.commands.train._join", mock.Mock(side_effect=ConfigError("x", None, "ends here", "do not"))
+    )
     words = ["--set", "store.url=redis://:s3cret@host", "--out", str(tmp_path / "a")]
     said = CliRunner().invoke(train, [str(job_file), *words]).stderr.splitlines()
     note = "note: job.store.url has no effect: ranks of openmpi meet at the first one, by MASTER_ADDR"
@@ -209,7 +211,9 @@ def test_a_schedule_is_proved_once_a_job_and_said_where_it_takes_long(
     as_rank(rank, monkeypatch)
     checked = mock.Mock(side_effect=ConfigError("the schedule", None, "ends here", "do not"))
     monkeypatch.setattr("netlayer.workload.schedule_check.check_job", checked)
-    monkeypatch.setattr("trainer.cli._join", mock.Mock(side_effect=ConfigError("x", None, "ends here", "do not")))
+    monkeypatch.setattr(
+        "trainer.commands.train._join", mock.Mock(side_effect=ConfigError("x", None, "ends here", "do not"))
+    )
     words = ["--set", "parallel.pp=2", "--set", "parallel.dp=1", "--set", "batch.micro_size=1", "--out", str(tmp_path)]
     done = CliRunner().invoke(train, [str(job_file), *words, "--set", f"batch.global_size={count}"])
     assert isinstance(done.exception, ConfigError)
@@ -224,9 +228,9 @@ def test_a_record_says_what_was_run(job_file: Path, tmp_path: Path, monkeypatch:
     job = load_config(job_file).job.model_dump(mode="json")
     meta = Meta(tmp_path / "step-000004", 4, 0, 1, 1, job, {}, {})
     facts = CorpusFacts(36, 4, 0, 50_000, 20_000, 2_000, 300, cache_hit=True)
-    monkeypatch.setattr("trainer.resume.find", lambda _path: meta)
+    monkeypatch.setattr("trainer.checkpoint.resume.find", lambda _path: meta)
     rows = ({"step": 0, "validation_loss": 2.0},)
-    monkeypatch.setattr("trainer.cli._start", lambda *_, **__: TrainResult((), rows, facts, 1, ("CPU",)))
+    monkeypatch.setattr("trainer.commands.train._start", lambda *_, **__: TrainResult((), rows, facts, 1, ("CPU",)))
     words = [str(job_file), "--out", str(tmp_path / "a"), "--resume", "runs/old", "--trace", "5-6"]
     result = CliRunner().invoke(train, [*words, "--json", str(tmp_path / "record.json")], catch_exceptions=False)
     assert result.exit_code == 0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netlayer.config import DataConfig
+from netlayer.config.tree import DataConfig
 from netlayer.errors import ConfigError
 from trainer.data.corpus import choose_held_out, read_documents
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from netlayer.config_file import load_config
+from netlayer.config.file import load_config
 from netlayer.errors import ConfigError
 from netlayer.workload.comm_bytes import stage_collectives
 from netlayer.workload.memory import estimate_stage
 from netlayer.workload.model_size import num_parameters, stage_elements
-from trainer.cli import train
+from trainer.commands.train import train
 
 FLAGSHIP = Path("examples/megascale-12288.toml")
 
@@ -92,5 +92,5 @@ def test_a_job_of_several_servers_is_not_started_here_and_the_preview_is_named()
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, trainer.dry_run; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainer.commands.dry_run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

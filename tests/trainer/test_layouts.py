@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from netlayer.config import BatchConfig, JobConfig, build_config
-from netlayer.launch import launch
-from netlayer.meeting import meeting_place
+from netlayer.config.tree import BatchConfig, JobConfig, build_config
+from netlayer.launch.launcher import launch
+from netlayer.store.meeting import meeting_place
 from tests.trainer import layout_ranks
 from tests.trainer.layout_ranks import CPU, Trained
 from trainer.parallel import SplitModel

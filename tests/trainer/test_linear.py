@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from collectives import ShardedDataParallel, product
-from collectives.reduce import GradientReduce
-from collectives.sharded_gradient import ShardedGradient
-from collectives.slot import slot_source
-from trainer.linears import JoinedLinear, SummedLinear, TokenTable
+from collectives import ShardedDataParallel
+from collectives.sharded.gradient import ShardedGradient
+from collectives.sharded.reduce import GradientReduce
+from collectives.sharded.slot import slot_source
+from collectives.tensor import product
+from trainer.model.linears import JoinedLinear, SummedLinear, TokenTable
 from trainer.ops import linear
 from trainer.ops.loss import linear_cross_entropy
 

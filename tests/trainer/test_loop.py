@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from netlayer.config import EvaluationConfig, JobConfig
+from netlayer.config.tree import EvaluationConfig, JobConfig
 from netlayer.errors import CheckFailed, ConfigError
-from trainer.checkpoint_meta import find
+from trainer.checkpoint.meta import find
 from trainer.data.prepare import Corpus, prepare_corpus
 from trainer.loop import Launched, Place, Row, Trainer, run
 from trainer.notes import Notes
@@ -71,7 +71,7 @@ def test_losses_do_not_depend_on_the_micro_batch(text_folder: Path, corpus: Corp
 def test_first_steps_are_those_of_plain_torch(text_folder: Path, corpus: Corpus) -> None:
     """The same model with torch's own AdamW and clipping, the whole global batch in one backward pass."""
     from trainer.data.batches import micro_batches, sample_starts
-    from trainer.model import build_model
+    from trainer.model.gpt import build_model
 
     job = tiny_job(text_folder, optimizer={"steps": 6, "clip_norm": 0.5})
     model = build_model(job.model, 0, ALONE.device)

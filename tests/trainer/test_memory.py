@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from collectives import ShardedDataParallel
-from collectives.prepare import plan_module
-from collectives.sharded_gradient import ShardedGradient
+from collectives.sharded.gradient import ShardedGradient
+from collectives.sharded.prepare import plan_module
 from netlayer import environ
-from netlayer.config import JobConfig, ModelConfig
-from netlayer.config_file import load_config
+from netlayer.config.file import load_config
+from netlayer.config.tree import JobConfig, ModelConfig
 from netlayer.environ import Gpu
 from netlayer.errors import ConfigError
 from netlayer.workload.fit import _smaller, has_room_for_copies, has_room_for_windows
@@ -29,8 +29,8 @@ from netlayer.workload.model_size import num_parameters, stage_elements
 from netlayer.workload.schedule import micro_batches
 from netlayer.workload.stages import num_layers, run_of
 from netlayer.workload.zero_bubble import of_job
-from trainer.memory import check_memory
-from trainer.model import GPT, build_model
+from trainer.commands.memory import check_memory
+from trainer.model.gpt import GPT, build_model
 from trainer.optim import build_optimizer
 from trainer.parallel import SplitModel
 

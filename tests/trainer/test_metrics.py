@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from netlayer.config import MetricsConfig
+from netlayer.config.tree import MetricsConfig
 from netlayer.errors import ConfigError
 from trainer.metrics import check_metrics, open_sinks
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from netlayer.config import ModelConfig, build_config
+from netlayer.config.tree import ModelConfig, build_config
 from netlayer.workload.model_size import num_parameters
 from netlayer.workload.presets import MODELS
-from trainer.model import GPT, build_model
+from trainer.model.gpt import GPT, build_model
 from trainer.ops.attention import window_mask
 from trainer.ops.loss import linear_cross_entropy
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives.triton_support import HAS_TRITON
-from netlayer.config import ModelConfig
+from netlayer.config.tree import ModelConfig
 from netlayer.errors import ConfigError
-from trainer.model import build_model
+from trainer.model.gpt import build_model
 from trainer.ops.activation import bias_gelu, swiglu
 from trainer.ops.backend import Operators, check_operators, operator, uses_triton
 from trainer.ops.norm import add_norm

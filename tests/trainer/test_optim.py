@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collectives.sharded import ShardedDataParallel
-from netlayer.config import ModelConfig, OptimizerConfig
-from trainer.model import GPT, build_model
+from collectives.sharded.data_parallel import ShardedDataParallel
+from netlayer.config.tree import ModelConfig, OptimizerConfig
+from trainer.model.gpt import GPT, build_model
 from trainer.optim import Lamb, build_optimizer, set_learning_rate
 
 MODEL = ModelConfig(layers=1, hidden=8, heads=2, ffn_hidden=16, vocab_size=20, seq_len=4)

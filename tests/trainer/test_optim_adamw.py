@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from collectives import ShardedDataParallel
-from collectives.bucket import Bucket, plan_buckets
+from collectives.sharded.bucket import Bucket, plan_buckets
 from collectives.triton_support import HAS_TRITON
-from netlayer.config import OptimizerConfig
+from netlayer.config.tree import OptimizerConfig
 from trainer.ops.backend import Operators
 from trainer.optim import build_adamw
 from trainer.parallel import Optimizers

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from netlayer.config import JobConfig, OptimizerConfig, build_config
-from netlayer.launch import launch
-from netlayer.meeting import meeting_place
+from netlayer.config.tree import JobConfig, OptimizerConfig, build_config
+from netlayer.launch.launcher import launch
+from netlayer.store.meeting import meeting_place
 from tests.trainer import lamb_ranks, layout_ranks
 from tests.trainer.lamb_ranks import Trained
 from tests.trainer.plain_lamb import PlainLamb
-from trainer.model import build_model
+from trainer.model.gpt import build_model
 from trainer.optim import Lamb, WholeNorms
 
 CONFIG = OptimizerConfig(name="lamb", lr=0.02, eps=1e-6, weight_decay=0.1, warmup_steps=0, clip_norm=1e9)

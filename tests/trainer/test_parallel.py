@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from netlayer.config import JobConfig
-from trainer.model import Block, build_model
+from netlayer.config.tree import JobConfig
+from trainer.model.gpt import Block, build_model
 from trainer.parallel import SplitModel
 
 

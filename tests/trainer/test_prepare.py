@@ -205,7 +205,7 @@ def test_too_little_text_is_refused(corpus: Corpus) -> None:
 _PREPARE = """
 import sys
 from pathlib import Path
-from netlayer.config import DataConfig
+from netlayer.config.tree import DataConfig
 from trainer.data.prepare import prepare_corpus
 sys.stdin.readline()
 found = prepare_corpus(DataConfig(folder=sys.argv[1], pattern="*.txt"), 300, 0, Path(sys.argv[2]))

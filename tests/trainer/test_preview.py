@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.preview import lines, notes
+from trainer.commands.preview import lines, notes
 
 from .conftest import tiny_job
 
@@ -117,5 +117,5 @@ def test_one_rank_that_steps_in_the_backward_pass_gains_nothing(tmp_path: Path) 
 
 
 def test_the_preview_needs_no_torch() -> None:
-    code = "import sys, trainer.preview, netlayer.workload.schedule_check; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainer.commands.preview, netlayer.workload.schedule_check; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from netlayer.config import ModelConfig, build_config
+from netlayer.config.tree import ModelConfig, build_config
 from netlayer.workload.flops import step_flops
 from netlayer.workload.model_size import num_parameters
-from trainer.model import build_model
+from trainer.model.gpt import build_model
 from trainer.ops.rotary import frequencies, scaling_of
 
 from .published_models import CausalLM, of_job, scaled

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netlayer.config import BatchConfig, OptimizerConfig, ParallelConfig, build_config
+from netlayer.config.tree import BatchConfig, OptimizerConfig, ParallelConfig, build_config
 from netlayer.errors import ConfigError
 from trainer.ramps import batch_size, learning_rate
 

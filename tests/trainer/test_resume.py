@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from netlayer.config import build_config
+from netlayer.config.tree import build_config
 from netlayer.errors import ConfigError
-from trainer.checkpoint_meta import FORMAT, sealed
-from trainer.resume import AUTO, Start, check_steps_left, start_of
+from trainer.checkpoint.meta import FORMAT, sealed
+from trainer.checkpoint.resume import AUTO, Start, check_steps_left, start_of
 
 RESTART = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
 FIRST = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}

@@ -11,18 +11,18 @@ from click.testing import CliRunner
 from torch import Tensor
 
 from netlayer import environ
-from netlayer.config import EvaluationConfig, ModelConfig
+from netlayer.config.tree import EvaluationConfig, ModelConfig
 from netlayer.errors import CheckFailed, ConfigError
 from tests.trainer import layout_ranks
 from tests.trainer.test_layouts import LLAMA, job_of
-from trainer.checkpoint import PARAMETER, Files
-from trainer.checkpoint_meta import find
+from trainer.checkpoint.meta import find
+from trainer.checkpoint.save_load import PARAMETER, Files
+from trainer.commands.sample import sample
 from trainer.data.prepare import Corpus
 from trainer.data.tokenizer import END_OF_DOCUMENT
 from trainer.loop import Place, Trainer, run
-from trainer.model import build_model
+from trainer.model.gpt import build_model
 from trainer.sample import Sampler, draw, next_logits
-from trainer.sample_cli import sample
 
 from .conftest import tiny_job
 

@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
-from netlayer.launch import launch
-from netlayer.meeting import meeting_place
+from netlayer.launch.launcher import launch
+from netlayer.store.meeting import meeting_place
 from tests.trainer import layout_ranks
 from tests.trainer.layout_ranks import CPU, Trained
 from tests.trainer.test_layouts import LLAMA, PARALLEL, job_of

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from netlayer.config import Config
-from netlayer.config_file import to_toml
-from trainer.checkpoint_meta import find
+from netlayer.config.file import to_toml
+from netlayer.config.tree import Config
+from trainer.checkpoint.meta import find
 
 from .conftest import tiny_job
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.trace import chrome_trace
-from netlayer.config import EvaluationConfig
+from collectives.watch.trace import chrome_trace
+from netlayer.config.tree import EvaluationConfig
 from netlayer.errors import ConfigError
-from netlayer.meeting import meeting_place
+from netlayer.store.meeting import meeting_place
 from trainer.data.prepare import Corpus
 from trainer.loop import Place, Trainer, run
 from trainer.trace import StepTracer, parse_steps

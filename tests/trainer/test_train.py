@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from netlayer.config import EvaluationConfig, JobConfig, NcclConfig
-from netlayer.config_file import load_config
+from netlayer.config.file import load_config
+from netlayer.config.tree import EvaluationConfig, JobConfig, NcclConfig
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing, RankFailed
-from netlayer.launch import launch
-from netlayer.meeting import meeting_place
-from netlayer.rank import RankContext, RankEnv
+from netlayer.launch.launcher import launch
+from netlayer.launch.rank import RankContext, RankEnv
+from netlayer.store.meeting import meeting_place
 from trainer.data.prepare import Corpus
 from trainer.loop import Place, Row, Trainer, run
 from trainer.train import Outcome, Progress, TrainResult, Work, prepare, train

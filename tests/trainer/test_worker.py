@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from netlayer.arrivals import await_all
-from netlayer.config import build_config
+from netlayer.config.tree import build_config
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing, RanksMissing
-from netlayer.rank import RankContext, RankEnv
+from netlayer.launch.rank import RankContext, RankEnv
+from netlayer.store.arrivals import await_all
 from trainer import worker
-from trainer.checkpoint_meta import Meta
+from trainer.checkpoint.meta import Meta
 from trainer.data.prepare import Corpus
 from trainer.train import Work
 

@@ -10,8 +10,8 @@ import click
 from netlayer.command import RunOptions, run_options
 
 if TYPE_CHECKING:  # `--help` needs neither numpy nor pydantic
-    from topology.graph import Graph
-    from topology.plant import Plant
+    from topology.fabric.graph import Graph
+    from topology.fabric.plant import Plant
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -37,11 +37,11 @@ def command(options: RunOptions, rail_only: bool, prices_file: Path | None) -> N
     """
     from netlayer.output import open_output
     from netlayer.results import utc_now
-    from topology.audit import audit, load_prices
     from topology.commands.build_tables import print_audit
     from topology.commands.records import keep, load_cluster
-    from topology.graph import checked
-    from topology.plant import Plant
+    from topology.fabric.audit import audit, load_prices
+    from topology.fabric.graph import checked
+    from topology.fabric.plant import Plant
 
     started, config = utc_now(), load_cluster(options)
     prices = load_prices(prices_file) if prices_file else None
@@ -67,7 +67,7 @@ def _write(plant: Plant, graph: Graph, out: Path) -> list[str]:
     """Write every form; the names of those written."""
     from netlayer.errors import ConfigError
     from netlayer.results import write_text
-    from topology import addressing, export
+    from topology.fabric import addressing, export
 
     texts: dict[str, Any] = {
         "cables.csv": addressing.cables_csv(graph, plant),

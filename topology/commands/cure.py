@@ -13,10 +13,10 @@ import click
 from netlayer.command import RunOptions, run_options
 
 if TYPE_CHECKING:
-    from netlayer.config import Config
-    from topology.clos import Clos
-    from topology.hashing import HashName
-    from topology.placement import Placement, StrategyName
+    from netlayer.config.tree import Config
+    from topology.ecmp.hashing import HashName
+    from topology.fabric.clos import Clos
+    from topology.placement.strategies import Placement, StrategyName
 
 _STRATEGIES = ("given", "random", "packed", "paper", "pipeline-first")
 _HASHES = ("random", "crc16", "crc32c", "crc16_bisync", "crc32c_low", "crc32c_high", "xor16", "murmur3")
@@ -69,9 +69,9 @@ def ports(options: RunOptions, traffics: tuple[str, ...], qps: int, hash_name: s
     from netlayer.progress import Stages
     from netlayer.results import utc_now
     from topology.commands.records import keep, load_cluster, refuse_without_effect, was_given
-    from topology.compare import traffic_flows
-    from topology.port_table import port_table
-    from topology.search import plan_ports, plan_summary
+    from topology.ecmp.compare import traffic_flows
+    from topology.ecmp.port_table import port_table
+    from topology.ecmp.search import plan_ports, plan_summary
 
     traffics = tuple(dict.fromkeys(traffics)) or _TRAFFICS[:2]
     alone = traffics == ("permutation",)
@@ -114,8 +114,8 @@ def knobs(options: RunOptions, seeds: int, hash_name: str, placement: str) -> No
     from netlayer.progress import Stages
     from netlayer.results import utc_now
     from topology.commands.records import keep, load_cluster
-    from topology.search import search_knobs
-    from topology.step import slot_flows
+    from topology.ecmp.search import search_knobs
+    from topology.traffic.step import slot_flows
 
     started, config = utc_now(), load_cluster(options)
     fabric, placed = _begin(config, placement, options.seed)
@@ -136,9 +136,9 @@ def knobs(options: RunOptions, seeds: int, hash_name: str, placement: str) -> No
 
 
 def _begin(config: Config, placement: str, seed: int) -> tuple[Clos, Placement]:
-    from topology.clos import Clos
-    from topology.compare import check_crossed
-    from topology.placement import num_slots, place_slots, usable_servers
+    from topology.ecmp.compare import check_crossed
+    from topology.fabric.clos import Clos
+    from topology.placement.strategies import num_slots, place_slots, usable_servers
 
     config.check_world()
     fabric = Clos.build(config.cluster)

@@ -12,7 +12,7 @@ from netlayer.command import RunOptions, run_options
 if TYPE_CHECKING:  # `--help` needs neither numpy nor pydantic
     from collections.abc import Sequence
 
-    from netlayer.config import Config
+    from netlayer.config.tree import Config
     from netlayer.output import Output
     from topology.single_run import SingleRun
 
@@ -103,12 +103,12 @@ def command(options: RunOptions, **given: Any) -> None:
     from netlayer.output import open_output
     from netlayer.progress import Stages
     from netlayer.results import utc_now
-    from topology.clos import Clos
     from topology.commands.records import keep, load_cluster
-    from topology.compare import USUAL_HASHES, USUAL_TRAFFICS
-    from topology.flow_files import read_flows
-    from topology.traffic import job_flows, traffic_rows
-    from topology.wires import Wires
+    from topology.ecmp.compare import USUAL_HASHES, USUAL_TRAFFICS
+    from topology.fabric.clos import Clos
+    from topology.fabric.wires import Wires
+    from topology.traffic.flow_files import read_flows
+    from topology.traffic.job import job_flows, traffic_rows
 
     given["hashes"] = tuple(dict.fromkeys(given["hashes"])) or USUAL_HASHES
     _refuse(given)
@@ -154,9 +154,9 @@ def _refuse(given: dict[str, Any]) -> None:
 
 def _compare(config: Config, seed: int, given: dict[str, Any], flows: Any, stages: Any) -> dict[str, Any]:
     """Rows of the comparison with and without the split, and the distributions behind them."""
-    from topology.compare import compare_split
-    from topology.distribution import Distribution
-    from topology.hashing import FIVE_TUPLE
+    from topology.ecmp.compare import compare_split
+    from topology.ecmp.distribution import Distribution
+    from topology.ecmp.hashing import FIVE_TUPLE
 
     distribution = Distribution()
     with stages.open("compare") as bar:
@@ -178,8 +178,8 @@ def _compare(config: Config, seed: int, given: dict[str, Any], flows: Any, stage
 
 def _runs(config: Config, seed: int, given: dict[str, Any], flows: Any, stages: Any) -> list[SingleRun]:
     """Each traffic once, timed, with the first hash and seed."""
-    from topology.compare import FROM_FILE
-    from topology.hashing import FIVE_TUPLE
+    from topology.ecmp.compare import FROM_FILE
+    from topology.ecmp.hashing import FIVE_TUPLE
     from topology.single_run import Asked, run_once
 
     fields, qps, channels = tuple(given["fields"] or FIVE_TUPLE), given["qps"], given["channels"]

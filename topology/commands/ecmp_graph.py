@@ -21,11 +21,11 @@ def run(options: RunOptions, given: dict[str, Any]) -> None:
     from netlayer.results import utc_now
     from topology.commands.records import keep
     from topology.commands.tables import print_bottlenecks, print_collisions, print_slowdowns
-    from topology.compare import FROM_FILE, USUAL_HASHES
-    from topology.flow_files import read_flows
-    from topology.graph_load import graph_rows, load_fabric, load_graph
-    from topology.hashing import FIVE_TUPLE
-    from topology.wires import flow_table, link_table
+    from topology.ecmp.compare import FROM_FILE, USUAL_HASHES
+    from topology.ecmp.graph_load import graph_rows, load_fabric, load_graph
+    from topology.ecmp.hashing import FIVE_TUPLE
+    from topology.fabric.wires import flow_table, link_table
+    from topology.traffic.flow_files import read_flows
 
     _refuse(options, given)
     started, graph = utc_now(), load_fabric(given["fabric_file"])
@@ -110,7 +110,7 @@ def _permutation(graph: Any, seed: int) -> Any:
     """Every host sends to the next and receives from the last of a random circle; bytes are a second at its rate."""
     import numpy as np
 
-    from topology.traffic import Flows, Kind
+    from topology.traffic.job import Flows, Kind
 
     hosts = np.random.default_rng(seed).permutation(graph.hosts)
     if len(hosts) < 2:

@@ -12,8 +12,8 @@ from netlayer.errors import ConfigError
 
 if TYPE_CHECKING:  # `--help` needs neither numpy nor pydantic
     from netlayer.results import Source
-    from topology.graph import Floats, Graph
-    from topology.hashing import HashName
+    from topology.ecmp.hashing import HashName
+    from topology.fabric.graph import Floats, Graph
     from topology.importers import Format
 
     Rows = list[dict[str, Any]]
@@ -61,7 +61,7 @@ def command(options: RunOptions, files: tuple[Path, ...], file_format: str, **gi
     from netlayer.results import utc_now
     from topology.commands.build_tables import print_calibration, print_graph, print_servers
     from topology.commands.records import keep, write_table
-    from topology.graph import describe
+    from topology.fabric.graph import describe
     from topology.importers import read_fabric
     from topology.importers.servers import find_servers
 
@@ -105,8 +105,8 @@ def command(options: RunOptions, files: tuple[Path, ...], file_format: str, **gi
 
 def _calibrate(graph: Graph, given: dict[str, Any], seed: int) -> tuple[dict[str, Rows], Rows]:
     """Tables of one source each (the counters, the predictions, how they fit), and the rows that hold all of it."""
-    from topology import calibrate
-    from topology.flow_files import read_flows
+    from topology.ecmp import calibrate
+    from topology.traffic.flow_files import read_flows
 
     counters = calibrate.read_counters(graph, given["counters"])
     flows = read_flows(given["flows"], graph)
@@ -128,7 +128,7 @@ def _calibrate(graph: Graph, given: dict[str, Any], seed: int) -> tuple[dict[str
 
 def _write(graph: Graph, out: Path) -> None:
     from netlayer.results import write_text
-    from topology import addressing, export
+    from topology.fabric import addressing, export
 
     export.write_graphml(graph, out / "fabric.graphml")
     write_text(out / "cables.csv", addressing.cables_csv(graph))
@@ -151,7 +151,7 @@ def _title(files: tuple[Path, ...]) -> str:
 
 
 def _note(graph: Graph) -> str:
-    from topology.graph import parallel_pairs
+    from topology.fabric.graph import parallel_pairs
 
     pairs, widest = parallel_pairs(graph)
     parallel = f", {pairs:,} pairs with up to {widest} parallel cables" if pairs else ""

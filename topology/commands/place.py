@@ -14,9 +14,9 @@ from netlayer.command import RunOptions, run_options
 from topology.commands.records import not_on_imported_fabrics
 
 if TYPE_CHECKING:
-    from netlayer.config import ClusterConfig
-    from topology.hashing import HashName
-    from topology.placement import Placement, StrategyName
+    from netlayer.config.tree import ClusterConfig
+    from topology.ecmp.hashing import HashName
+    from topology.placement.strategies import Placement, StrategyName
 
 _STRATEGIES = ("given", "random", "packed", "paper", "pipeline-first")
 _HASHES = ("random", "crc16", "crc32c", "crc16_bisync", "crc32c_low", "crc32c_high", "xor16", "murmur3")
@@ -72,11 +72,11 @@ def command(
     from netlayer.output import open_output
     from netlayer.progress import Stages
     from netlayer.results import utc_now
-    from topology.clos import Clos
     from topology.commands.records import keep, load_cluster, refuse_without_effect, was_given
-    from topology.placement import num_slots, place_slots, read_csv, usable_servers
-    from topology.step import grown, placement_row, slot_flows
-    from topology.swaps import cheapest, improve
+    from topology.fabric.clos import Clos
+    from topology.placement.strategies import num_slots, place_slots, read_csv, usable_servers
+    from topology.placement.swaps import cheapest, improve
+    from topology.traffic.step import grown, placement_row, slot_flows
 
     strategies = tuple(dict.fromkeys(strategies)) or _STRATEGIES
     refuse_without_effect(

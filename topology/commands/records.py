@@ -17,7 +17,7 @@ from netlayer.command import RunOptions
 from netlayer.errors import ConfigError
 
 if TYPE_CHECKING:  # `--help` needs no pydantic
-    from netlayer.config import Config
+    from netlayer.config.tree import Config
     from netlayer.output import Output
     from netlayer.results import RunRecord, Source
 

@@ -34,9 +34,9 @@ def command(options: RunOptions, seeds: int, processes: int | None, dask: str | 
     from netlayer.progress import Stages
     from netlayer.results import utc_now
     from topology.commands.records import keep, load_cluster, refuse_without_effect
-    from topology.report_data import find, use_rows
-    from topology.report_page import build_page
-    from topology.split_verdict import verdict
+    from topology.ecmp.split_verdict import verdict
+    from topology.report.data import find, use_rows
+    from topology.report.page import build_page
 
     both = processes is not None and dask is not None
     refuse_without_effect([("--processes", both, "beside --dask")])

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from netlayer.units import format_rate
-from topology.clos import Tier
 from topology.commands.printing import duration, print_rows, print_table
+from topology.fabric.clos import Tier
 
 if TYPE_CHECKING:
+    from topology.fabric.wires import Wires
     from topology.single_run import SingleRun
-    from topology.wires import Wires
 
 Rows = Sequence[dict[str, Any]]
 

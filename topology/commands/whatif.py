@@ -14,10 +14,10 @@ from netlayer.errors import ConfigError
 from topology.commands.records import not_on_imported_fabrics
 
 if TYPE_CHECKING:
-    from topology.clos import Clos
-    from topology.failures import Failure, FailureKind
-    from topology.hashing import HashName
-    from topology.placement import StrategyName
+    from topology.ecmp.hashing import HashName
+    from topology.fabric.clos import Clos
+    from topology.failures.faults import Failure, FailureKind
+    from topology.placement.strategies import StrategyName
 
     Rows = list[dict[str, Any]]
 
@@ -66,9 +66,9 @@ def command(options: RunOptions, **given: Any) -> None:
     from netlayer.output import open_output
     from netlayer.progress import Stages
     from netlayer.results import utc_now
-    from topology.clos import Clos
     from topology.commands.records import keep, load_cluster
-    from topology.compare import check_crossed
+    from topology.ecmp.compare import check_crossed
+    from topology.fabric.clos import Clos
     from topology.sweep import cases, run_sweep, worst
 
     _refuse(given)
@@ -133,7 +133,7 @@ def _refuse(given: dict[str, Any]) -> None:
 def _failures(
     fabric: Clos, kinds: tuple[str, ...], parts: tuple[str, ...], sample: int, together: int, seed: int
 ) -> list[tuple[Failure, ...]]:
-    from topology.failures import count, parse_failure, random_failures, single_failures
+    from topology.failures.faults import count, parse_failure, random_failures, single_failures
 
     if parts:
         return [tuple(parse_failure(part, fabric) for part in parts)]

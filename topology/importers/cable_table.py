@@ -18,7 +18,7 @@ from pathlib import Path
 
 from netlayer.errors import ConfigError
 from netlayer.units import parse_rate
-from topology.graph import Graph
+from topology.fabric.graph import Graph
 from topology.importers.cables import SWITCH_PORT, Sighting, to_graph
 from topology.importers.files import clean, read_text, show
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from netlayer.errors import ConfigError
-from topology.graph import Graph, checked
+from topology.fabric.graph import Graph, checked
 from topology.importers.files import show
 
 logger = logging.getLogger(__name__)

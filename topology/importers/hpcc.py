@@ -19,7 +19,7 @@ import numpy as np
 
 from netlayer.errors import ConfigError
 from netlayer.units import parse_rate
-from topology.graph import Graph, checked
+from topology.fabric.graph import Graph, checked
 from topology.importers.files import read_text, show
 
 _MOST_NODES = 4_000_000

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from netlayer.errors import ConfigError
-from topology.graph import Graph, Ints, checked
+from topology.fabric.graph import Graph, Ints, checked
 from topology.importers.files import read_text, show
 
 _HEADER = ("nodes", "tiers", "podsize")

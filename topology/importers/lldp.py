@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from netlayer.errors import ConfigError
-from topology.graph import Graph
+from topology.fabric.graph import Graph
 from topology.importers.cables import Sighting, to_graph
 from topology.importers.files import clean, parse_json, read_text, show
 from topology.importers.management import without_management

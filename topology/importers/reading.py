@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from netlayer.errors import ConfigError
-from topology.export import read_graphml
-from topology.graph import Graph
+from topology.fabric.export import read_graphml
+from topology.fabric.graph import Graph
 from topology.importers.cable_table import is_cable_table, read_cable_table
 from topology.importers.files import clean, parse_json, read_text, show
 from topology.importers.hpcc import hpcc_losses, read_hpcc

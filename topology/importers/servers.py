@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from topology.graph import Graph
+from topology.fabric.graph import Graph
 from topology.importers.cables import natural_key
 
 _LEAST_ALIKE = 3  # servers that must agree before another is called different

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from netlayer.errors import ConfigError
-from topology.graph import Graph
+from topology.fabric.graph import Graph
 from topology.importers.cables import SWITCH_PORT, Sighting, to_graph
 from topology.importers.files import clean, parse_json, read_text, show
 from topology.importers.management import without_management

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netlayer.errors import ConfigError
-from topology.hashing import ROCE_V2_PORT, UDP_PROTOCOL
+from topology.ecmp.hashing import ROCE_V2_PORT, UDP_PROTOCOL
 from topology.probe.packets import sequence_number
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from topology.hashing import Headers
+from topology.ecmp.hashing import Headers
 from topology.probe.choice import address
 from topology.probe.kernel_hash import choose, multipath_hash
 from topology.probe.paths import SILENT, PathSpread

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from topology.hashing import ROCE_V2_PORT, UDP_PROTOCOL, Headers
+from topology.ecmp.hashing import ROCE_V2_PORT, UDP_PROTOCOL, Headers
 
 Policy = Literal[0, 1, 3]  # net.ipv4.fib_multipath_hash_policy
 Words = NDArray[np.uint64]

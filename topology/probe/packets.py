@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from topology.hashing import ROCE_V2_PORT, UDP_PROTOCOL
+from topology.ecmp.hashing import ROCE_V2_PORT, UDP_PROTOCOL
 
 Packets = NDArray[np.uint8]  # (num_packets, packet_bytes), all of one length
 

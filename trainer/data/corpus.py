@@ -14,9 +14,9 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from netlayer.config import DataConfig
+from netlayer.config.tree import DataConfig
 from netlayer.errors import ConfigError
-from netlayer.rank import speaks
+from netlayer.launch.rank import speaks
 from netlayer.units import format_size
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from netlayer.config import DataConfig
+from netlayer.config.tree import DataConfig
 from netlayer.errors import ConfigError
 from netlayer.lock import exclusive
 from trainer.data.corpus import FOLDER_FIELD, Documents, check_vocab_size, read_documents

@@ -34,7 +34,7 @@ def uses_triton(operators: Operators, tensor: Tensor) -> bool:
 
 
 def chooses_products(operators: Operators) -> bool:
-    """Whether the algorithm of a product is chosen by measuring (`collectives.tuned_product`), or by torch."""
+    """Whether the algorithm of a product is chosen by measuring (`collectives.tensor.tuned_product`), or by torch."""
     return operators == "auto"
 
 

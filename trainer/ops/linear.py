@@ -1,4 +1,5 @@
-"""Linears that write their weights' gradients where they leave from (`collectives.slot`), where there is such a place.
+"""Linears that write their weights' gradients where they leave from (`collectives.sharded.slot`), where there is such a
+place.
 
 Of a product with several outputs the gradients come apart: they are joined and summed for the bias in one pass. Left
 out: compiled blocks, whose linears are torch's own (their gradients come as ever), and second derivatives.
@@ -16,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from collectives.product import multiply, weight_gradient
-from collectives.slot import SlotSource, slot_source
-from collectives.tensor import join_by_torch
+from collectives.sharded.slot import SlotSource, slot_source
+from collectives.tensor.linear import join_by_torch
+from collectives.tensor.product import multiply, weight_gradient
+from collectives.tensor.tuned_product import can_tune
 from collectives.triton_support import HAS_TRITON
-from collectives.tuned_product import can_tune
 from trainer.ops.backend import Operators, as_rows, chooses_products, uses_triton
 
 if HAS_TRITON:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from collectives.exchange import TensorExchange
-from collectives.product import add_product, multiply
-from collectives.slot import slot_source
+from collectives.sharded.slot import slot_source
+from collectives.tensor.exchange import TensorExchange
+from collectives.tensor.product import add_product, multiply
 from collectives.triton_support import HAS_TRITON
 from netlayer.workload.memory import KERNEL_LOGITS_ROWS, LOGITS_ROWS
 from trainer.ops.backend import Operators, chooses_products, uses_triton

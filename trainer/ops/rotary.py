@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from netlayer.config import RopeScalingConfig
+from netlayer.config.tree import RopeScalingConfig
 
 
 class Scaling(NamedTuple):

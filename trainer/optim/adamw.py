@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from collectives.sharded import ShardedDataParallel
+from collectives.sharded.data_parallel import ShardedDataParallel
 from collectives.triton_support import HAS_TRITON
-from netlayer.config import OptimizerConfig
+from netlayer.config.tree import OptimizerConfig
 from trainer.ops.backend import Operators, uses_triton
 
 if HAS_TRITON:

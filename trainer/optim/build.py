@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from collectives.sharded import ShardedDataParallel
-from netlayer.config import OptimizerConfig
-from trainer.model import GPT
+from collectives.sharded.data_parallel import ShardedDataParallel
+from netlayer.config.tree import OptimizerConfig
+from trainer.model.gpt import GPT
 from trainer.optim.adamw import build_adamw
 from trainer.optim.lamb import Lamb, WholeNorms
 

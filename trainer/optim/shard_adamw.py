@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives.bucket import Bucket
+from collectives.sharded.bucket import Bucket
 from trainer.optim.adamw_kernel import adamw_step
 
 Group = dict[str, Any]

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from bench.accept.evidence import xid
-from bench.accept.evidence.identity import normal_bus
+from bench.accept.evidence.gpu import xid
+from bench.accept.evidence.gpu.identity import normal_bus
 from bench.accept.evidence.kernel_events import EVENTS, KNOWN, MARKS, ROOT_PORT
 from bench.accept.evidence.log import Log, Text, mapping, printable, sequence, word
 from netlayer.verdict import Finding, Verdict

@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from bench.accept.evidence import (
-    dcgmi,
-    fabricmanager,
     foreign,
     infiniband,
     kernel,
@@ -16,12 +14,9 @@ from bench.accept.evidence import (
     nccl_inspector,
     nccl_tests,
     nvbandwidth,
-    nvidia_smi,
-    nvidia_smi_table,
-    nvlink,
     perftest,
-    topo,
 )
+from bench.accept.evidence.gpu import dcgmi, fabricmanager, nvidia_smi, nvidia_smi_table, nvlink, topo
 from bench.accept.evidence.log import Log, Text
 from netlayer.errors import ConfigError
 from netlayer.verdict import Finding

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from congestion.jit import inlined
+from congestion.kernels.jit import inlined
 
 
 @inlined

@@ -10,7 +10,7 @@ from congestion.engine.gpu import lists as gpu
 from congestion.engine.gpu.tables import CHUNK, CLOCK, GIVEN, NEXT, SAME, TAKEN, WIRE, Tables
 from congestion.engine.tables import CHUNK as CPU_CHUNK
 from congestion.engine.tables import NEVER, Ints, State, aligned
-from congestion.jit import entry, inlined
+from congestion.kernels.jit import entry, inlined
 
 _SLACK = 64  # packets, beyond those of the least size at full rate
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from numba.core.dispatcher import Dispatcher
 
-from congestion.jit import inlined, kernel
+from congestion.kernels.jit import inlined, kernel
 
 
 def graft(function: Any, replaced: Mapping[Any, Any], done: dict[Any, Any] | None = None) -> Any:

@@ -8,7 +8,7 @@ from congestion.engine import host as rules
 from congestion.engine.gpu.graft import graft
 from congestion.engine.gpu.lists import arrival_on, take_off
 from congestion.engine.gpu.switch import GRAFTS, publish
-from congestion.jit import kernel
+from congestion.kernels.jit import kernel
 
 _done: dict[Any, Any] = {}
 _send_next, _arrive = graft(rules._send_next, GRAFTS, _done), graft(rules._arrive, GRAFTS, _done)

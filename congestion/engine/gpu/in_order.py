@@ -14,8 +14,8 @@ from congestion.engine import switch as rules
 from congestion.engine.gpu.graft import graft
 from congestion.engine.gpu.switch import GRAFTS, is_first, publish
 from congestion.engine.tables import NEVER
-from congestion.jit import inlined, kernel
-from congestion.machine import has
+from congestion.kernels.jit import inlined, kernel
+from congestion.kernels.machine import has
 
 _done: dict[Any, Any] = {}
 _arrive, _serve = graft(rules._arrive, GRAFTS, _done), graft(rules._serve, GRAFTS, _done)

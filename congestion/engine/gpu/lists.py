@@ -13,7 +13,7 @@ import numpy as np
 from congestion.engine.gpu.atomics import add
 from congestion.engine.gpu.tables import CHUNK, ERROR, GIVEN, TAKEN
 from congestion.engine.tables import NEVER
-from congestion.jit import inlined
+from congestion.kernels.jit import inlined
 
 _PLACES = np.uint32(CHUNK - 1)
 _SHIFT = np.uint32(CHUNK.bit_length() - 1)

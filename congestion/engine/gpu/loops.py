@@ -14,7 +14,7 @@ from congestion.engine.gpu.store import with_room
 from congestion.engine.gpu.tables import DONE, ERROR, GIVEN, GO, SHORT, TAKEN, WINDOWS, room_of
 from congestion.engine.gpu.window import first_due, is_due
 from congestion.engine.tables import NEVER, State
-from congestion.jit import entry, kernel
+from congestion.kernels.jit import entry, kernel
 
 
 def run_by_loops(state: State, until: int, lanes: int = 4, backwards: bool = False) -> tuple[State, int]:

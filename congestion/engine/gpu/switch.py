@@ -18,8 +18,8 @@ from congestion.engine.gpu.atomics import add, least
 from congestion.engine.gpu.lists import after, arrival_on, put, send_on, take_off
 from congestion.engine.packets import drawn, flow_of, is_lost, next_in_turn, number_of, path_of, size_of, took
 from congestion.engine.tables import ACK_PATH, FLOWLET, HOP_MASK, HOP_SHIFT, NEVER, PATH_SHIFT, PFC, SPRAY
-from congestion.jit import inlined, kernel
-from congestion.machine import has
+from congestion.kernels.jit import inlined, kernel
+from congestion.kernels.machine import has
 
 _HOP = 1 << HOP_SHIFT
 _DELAY = packets._DELAY

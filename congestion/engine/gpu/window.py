@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from congestion.engine.tables import NEVER
-from congestion.jit import inlined
+from congestion.kernels.jit import inlined
 
 
 @inlined

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from congestion.nic.apply import Applied, apply_plan, roll_back
-from congestion.nic.inventory import take_inventory
-from congestion.nic.journal import State
-from congestion.nic.parameters import PARAMETERS
-from congestion.nic.plan import Plan, make_plan
-from congestion.nic.profile import Profile, build_profile, load_profile
-from congestion.nic.tool_settings import Algorithm, Firmware, PpccParameter
-from netlayer.config_file import example
+from congestion.nic.hosts.inventory import take_inventory
+from congestion.nic.profile.apply import Applied, apply_plan, roll_back
+from congestion.nic.profile.file import Profile, build_profile, load_profile
+from congestion.nic.profile.journal import State
+from congestion.nic.profile.parameters import PARAMETERS
+from congestion.nic.profile.plan import Plan, make_plan
+from congestion.nic.vendors.tool_settings import Algorithm, Firmware, PpccParameter
+from netlayer.config.file import example
 from tests.congestion.nic.programs import PPCC_RANGE, Programs
 from tests.congestion.nic.simulated import Kernel, build_host, snapshot
 

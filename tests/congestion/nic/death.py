@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from congestion.nic.tools import Tools
+from congestion.nic.vendors.tools import Tools
 
 _CALLS = ("write", "fsync", "replace", "rename", "mkdir", "rmdir", "unlink")
 

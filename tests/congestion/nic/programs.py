@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from congestion.nic.tools import ToolFailed, Tools
+from congestion.nic.vendors.tools import ToolFailed, Tools
 
 _SWITCHES = {
     "roce_adp_retrans_field_select": "roce_adp_retrans_en",

@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from congestion.nic.parameters import PARAMETERS
-from congestion.nic.tree import Tree
+from congestion.nic.hosts.tree import Tree
+from congestion.nic.profile.parameters import PARAMETERS
 
 VENDORS = ("mlx5", "ofed", "bnxt", "bnxt-debugfs", "irdma", "ionic", "ionic-sysfs", "rxe")
 _IDS = {

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from congestion.nic.apply import apply_plan, roll_back
-from congestion.nic.journal import State
-from congestion.nic.parameters import PARAMETERS
-from congestion.nic.plan import Plan
-from congestion.nic.profile import build_profile
-from congestion.nic.steps import FileStep
-from congestion.nic.tools import ToolFailed
+from congestion.nic.profile.apply import apply_plan, roll_back
+from congestion.nic.profile.file import build_profile
+from congestion.nic.profile.journal import State
+from congestion.nic.profile.parameters import PARAMETERS
+from congestion.nic.profile.plan import Plan
+from congestion.nic.profile.steps import FileStep
+from congestion.nic.vendors.tools import ToolFailed
 from netlayer.errors import CheckFailed, ConfigError
 from tests.congestion.nic.changes import EXAMPLES, Host, profile_of, quick_folder
 from tests.congestion.nic.death import Dead, Life, living

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from congestion.nic.cli import nic
-from netlayer.config_file import example
+from netlayer.config.file import example
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from tests.congestion.nic.programs import install_programs
 from tests.congestion.nic.simulated import build_host, pci_of, snapshot

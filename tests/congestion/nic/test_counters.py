@@ -24,18 +24,19 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from congestion.nic import counters_ethtool, counters_reader
-from congestion.nic.counters import MISSING, Counter, find_counters, find_ethtool, find_netdevs
-from congestion.nic.counters_detect import Detector
-from congestion.nic.counters_export import Exporter, parse_address
-from congestion.nic.counters_log import Log, LogWriter, load_log
-from congestion.nic.counters_page import _rates
-from congestion.nic.counters_reader import NUM_LATE, Reader, Samples, Schedule
-from congestion.nic.counters_sampler import Sampled, sample, slow_every
-from congestion.nic.counters_signals import Signals
-from congestion.nic.counters_simulate import Fault, simulate_log
-from congestion.nic.tree import Tree
-from congestion.nic.watch_cli import watch
+from congestion.nic.commands.watch import watch
+from congestion.nic.counters import ethtool as counters_ethtool
+from congestion.nic.counters import reader as counters_reader
+from congestion.nic.counters.catalogue import MISSING, Counter, find_counters, find_ethtool, find_netdevs
+from congestion.nic.counters.detect import Detector
+from congestion.nic.counters.export import Exporter, parse_address
+from congestion.nic.counters.log import Log, LogWriter, load_log
+from congestion.nic.counters.page import _rates
+from congestion.nic.counters.reader import NUM_LATE, Reader, Samples, Schedule
+from congestion.nic.counters.sampler import Sampled, sample, slow_every
+from congestion.nic.counters.signals import Signals
+from congestion.nic.counters.simulate import Fault, simulate_log
+from congestion.nic.hosts.tree import Tree
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from tests.browser import browse, drawn_plots, needs_chromium
 from tests.congestion.nic.counter_trees import VENDORS, counter, write_tree, write_vendor
@@ -459,7 +460,7 @@ def test_a_stretch_that_a_signal_ended_goes_on_where_it_was(root):
 
 
 def test_a_log_comes_back_as_it_was_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("congestion.nic.counters_log._FLUSH_ROWS", 1024)
+    monkeypatch.setattr("congestion.nic.counters.log._FLUSH_ROWS", 1024)
     log = simulate_log(30, 10)
     log.values[::3, 5] = MISSING
     read = load_log(keep(log, tmp_path / "log"))
@@ -492,8 +493,8 @@ def test_a_log_of_any_length_makes_a_page_from_few_samples_and_an_alarm_from_all
         lengths.append(len(log.time_ns))
         return SimpleNamespace(write=lambda folder: folder / "report.html")
 
-    monkeypatch.setattr("congestion.nic.counters_page.build_page", build)
-    monkeypatch.setattr("congestion.nic.watch_cli._MOST_ROWS", 200)
+    monkeypatch.setattr("congestion.nic.counters.page.build_page", build)
+    monkeypatch.setattr("congestion.nic.commands.watch._MOST_ROWS", 200)
     file = tmp_path / "r.json"
     asked = ["--replay", str(folder), "--out", str(tmp_path / "out"), "--json", str(file)]
     result = CliRunner().invoke(watch, asked)
@@ -513,7 +514,7 @@ def test_a_page_of_few_samples_shows_the_same_rates():
 
 
 def test_a_log_that_was_cut_off_has_all_whole_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("congestion.nic.counters_log._FLUSH_ROWS", 1024)
+    monkeypatch.setattr("congestion.nic.counters.log._FLUSH_ROWS", 1024)
     folder = keep(simulate_log(30, 10), tmp_path / "log")
     (folder / "part-00002.4711").write_bytes(b"half")
     sorted(folder.glob("*.parquet"))[-1].unlink()
@@ -632,7 +633,7 @@ def test_watching_writes_log_record_and_report(root, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_keeps_what_was_sampled(root, tmp_path, number):
     out = tmp_path / "out"
-    code = "from netlayer.cli import run; from congestion.nic.watch_cli import watch; run(watch, 'watch')"
+    code = "from netlayer.cli import run; from congestion.nic.commands.watch import watch; run(watch, 'watch')"
     command = [sys.executable, "-c", code, "--root", str(root), "--period-ms", "20", "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -664,7 +665,7 @@ def test_a_replay_says_what_was_planted_and_fails(tmp_path):
 
 def test_a_kept_log_tells_what_was_told_live(root, tmp_path, monkeypatch):
     page = SimpleNamespace(write=lambda folder: folder / "report.html")
-    monkeypatch.setattr("congestion.nic.counters_page.build_page", lambda *_: page)
+    monkeypatch.setattr("congestion.nic.counters.page.build_page", lambda *_: page)
     ended = threading.Event()
 
     def trouble() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from congestion.nic.counters import MISSING
-from congestion.nic.counters_detect import ALL_PORTS, Detector, Event, Thresholds
-from congestion.nic.counters_log import Log
-from congestion.nic.counters_pattern import find_period
-from congestion.nic.counters_simulate import Fault, Job, simulate_log
+from congestion.nic.counters.catalogue import MISSING
+from congestion.nic.counters.detect import ALL_PORTS, Detector, Event, Thresholds
+from congestion.nic.counters.log import Log
+from congestion.nic.counters.pattern import find_period
+from congestion.nic.counters.simulate import Fault, Job, simulate_log
 
 AT_S = 90.0
 

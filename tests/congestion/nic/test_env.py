@@ -13,11 +13,11 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from congestion.nic import env_cli
+from congestion.nic.commands import env as env_cli
 from congestion.nic.env import Choice, apply_to, choose, exported, exports, filled_from, for_ranks, nccl_conf_files
-from congestion.nic.profile import build_profile
-from congestion.retransmit import nccl_timeout
-from netlayer.config import NcclConfig, build_config
+from congestion.nic.profile.file import build_profile
+from congestion.retransmit.timers import nccl_timeout
+from netlayer.config.tree import NcclConfig, build_config
 from netlayer.errors import ConfigError
 
 NONE: tuple = ()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from congestion.nic.inventory import Device, take_inventory
-from congestion.nic.tools import Tools
-from congestion.nic.tree import Tree
+from congestion.nic.hosts.inventory import Device, take_inventory
+from congestion.nic.hosts.tree import Tree
+from congestion.nic.vendors.tools import Tools
 from netlayer.errors import ConfigError
 from tests.congestion.nic.simulated import GPU, VENDORS, build_host, names_of, put
 

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from congestion.nic.inventory import take_inventory
-from congestion.nic.plan import Plan, make_plan
-from congestion.nic.shown import to_script
-from congestion.nic.steps import FileStep, ToolStep
-from congestion.nic.tools import Tools
-from congestion.nic.tree import Tree
+from congestion.nic.commands.shown import to_script
+from congestion.nic.hosts.inventory import take_inventory
+from congestion.nic.hosts.tree import Tree
+from congestion.nic.profile.plan import Plan, make_plan
+from congestion.nic.profile.steps import FileStep, ToolStep
+from congestion.nic.vendors.tools import Tools
 from tests.congestion.nic.changes import EXAMPLES, Host, profile_of
 from tests.congestion.nic.simulated import VENDORS, build_host, pci_of, put, snapshot
 

@@ -13,10 +13,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from congestion.nic.cli import nic
-from congestion.nic.plan_switches import group_switches, port_name
-from congestion.nic.switch_schema import check_tables
-from netlayer.config import ClusterConfig
-from netlayer.config_file import example, load_config
+from congestion.nic.profile.plan_switches import group_switches, port_name
+from congestion.nic.switches.schema import check_tables
+from netlayer.config.file import example, load_config
+from netlayer.config.tree import ClusterConfig
 from netlayer.errors import CheckFailed, ConfigError
 from tests.congestion.nic.programs import install_programs
 from tests.congestion.nic.simulated import build_host, names_of, pci_of

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from congestion.nic.parameters import PARAMETERS
-from congestion.nic.profile import build_profile, load_profile
-from netlayer.config_file import example
+from congestion.nic.profile.file import build_profile, load_profile
+from congestion.nic.profile.parameters import PARAMETERS
+from netlayer.config.file import example
 from netlayer.errors import ConfigError
 from tests.congestion.nic.changes import EXAMPLES
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from congestion.nic.plan import Plan
-from congestion.nic.profile import build_profile
-from congestion.nic.tools import Tools
+from congestion.nic.profile.file import build_profile
+from congestion.nic.profile.plan import Plan
+from congestion.nic.vendors.tools import Tools
 from netlayer.errors import ConfigError
 from tests.congestion.nic.changes import Host, profile_of
 

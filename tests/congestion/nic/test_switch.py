@@ -14,20 +14,20 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from congestion.nic.profile import build_profile, load_profile
-from congestion.nic.switch import CHIP_NAMES, SwitchPlan, check_ports, plan_switch
-from congestion.nic.switch_buffers import cell_occupancy, find_headroom, headroom
-from congestion.nic.switch_chips import CHIPS, Asic, find_chip
-from congestion.nic.switch_cli import switch
-from congestion.nic.switch_schema import check_tables
-from congestion.nic.switch_sonic import merge, notes_on, switch_json, tables_of
-from congestion.nic.switch_text import cisco
-from netlayer.config import ClusterConfig
+from congestion.nic.commands.switch import switch
+from congestion.nic.profile.file import build_profile, load_profile
+from congestion.nic.switches.buffers import cell_occupancy, find_headroom, headroom
+from congestion.nic.switches.chips import CHIPS, Asic, find_chip
+from congestion.nic.switches.plan import CHIP_NAMES, SwitchPlan, check_ports, plan_switch
+from congestion.nic.switches.schema import check_tables
+from congestion.nic.switches.sonic import merge, notes_on, switch_json, tables_of
+from congestion.nic.switches.text import cisco
+from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.congestion.nic.sonic_yang import refusals
 from tests.topology.reports import ends, write_sonic
+from topology.fabric.plant import Plant
 from topology.importers import read_fabric
-from topology.plant import Plant
 
 GOLDEN = Path(__file__).parent / "switch_golden"
 PROFILES = sorted((Path(__file__).parents[3] / "examples" / "profiles").glob("*.toml"))

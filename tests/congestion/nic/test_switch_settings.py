@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from congestion.files import FlowSet
-from congestion.nic.switch_settings import settings_of_switch
-from congestion.settings import Settings, settings_of
-from congestion.simulate import Outcome, simulate
+from congestion.nic.switches.settings import settings_of_switch
+from congestion.simulation.files import FlowSet
+from congestion.simulation.settings import Settings, settings_of
+from congestion.simulation.simulate import Outcome, simulate
 from netlayer.errors import ConfigError
 from tests.congestion.nic.test_switch import plan_of, run
 from tests.congestion.test_engine import _fabric

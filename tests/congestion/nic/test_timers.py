@@ -9,9 +9,9 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from congestion.nic.timers import BEHAVIOURS, solve, trade_off
-from congestion.nic.timers_cli import timers
-from congestion.retransmit import nominal_s
+from congestion.nic.commands.timers import timers
+from congestion.nic.profile.timers import BEHAVIOURS, solve, trade_off
+from congestion.retransmit.timers import nominal_s
 from netlayer.errors import ConfigError
 
 

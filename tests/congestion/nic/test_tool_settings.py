@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from congestion.nic.tool_settings import (
+from congestion.nic.vendors.tool_settings import (
     KINDS,
     Algorithm,
     DcbApp,
@@ -22,7 +22,7 @@ from congestion.nic.tool_settings import (
     ToolSetting,
     restore,
 )
-from congestion.nic.tools import ToolFailed, Tools
+from congestion.nic.vendors.tools import ToolFailed, Tools
 from netlayer.errors import ConfigError
 from tests.congestion.nic.programs import Programs
 
@@ -182,7 +182,7 @@ def test_programs_that_fail_hang_or_are_missing_are_said(tmp_path, monkeypatch):
     tools = Tools(host=True, folder=tmp_path)
     with pytest.raises(ToolFailed, match="bad: exit code 4: no such device"):
         tools.run(["bad"])
-    monkeypatch.setattr("congestion.nic.tools._LIMIT_S", 0.2)
+    monkeypatch.setattr("congestion.nic.vendors.tools._LIMIT_S", 0.2)
     with pytest.raises(ToolFailed, match="slow: no answer within"):
         tools.run(["slow"])
     with pytest.raises(ToolFailed, match="odd: cannot be run"):

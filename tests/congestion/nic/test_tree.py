@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from congestion.nic.tree import Tree
+from congestion.nic.hosts.tree import Tree
 from netlayer.errors import ConfigError
 
 

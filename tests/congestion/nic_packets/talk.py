@@ -10,7 +10,7 @@ from typing import Any
 from scapy.layers.l2 import Ether
 from scapy.utils import RawPcapWriter
 
-from congestion.nic.packets import ACK, RETH, acknowledge, cnp, request
+from congestion.nic.capture.packets import ACK, RETH, acknowledge, cnp, request
 
 REQUESTER, RESPONDER = "10.0.0.1", "10.0.0.2"
 WRITE_FIRST, WRITE_MIDDLE, WRITE_LAST, WRITE_ONLY, SEND_ONLY, READ = 0x06, 0x07, 0x08, 0x0A, 0x04, 0x0C

@@ -11,7 +11,8 @@ from scapy.layers.inet import IP, UDP
 from scapy.layers.inet6 import IPv6
 from scapy.packet import Raw
 
-from congestion.nic.packets import (
+from congestion.nic.capture.icrc import icrc
+from congestion.nic.capture.packets import (
     _CHAINS,
     AETH,
     BTH,
@@ -24,8 +25,7 @@ from congestion.nic.packets import (
     cnp,
     request,
 )
-from congestion.nic.pcap import _header_bytes
-from congestion.nic.pcap_icrc import icrc
+from congestion.nic.capture.pcap import _header_bytes
 
 ENDS = {"src": "10.0.0.1", "dst": "10.0.0.2", "dqpn": 0x222, "sport": 50_001}
 

@@ -20,9 +20,9 @@ from scapy.layers.vxlan import VXLAN
 from scapy.packet import Raw
 from scapy.utils import EDecimal, RawPcapNgWriter
 
-from congestion.nic.packets import DETH, RETH, AtomicETH, ImmDt, acknowledge, cnp, request
-from congestion.nic.pcap import Packets, read_pcap
-from congestion.nic.pcap_frames import read_frames
+from congestion.nic.capture.frames import read_frames
+from congestion.nic.capture.packets import DETH, RETH, AtomicETH, ImmDt, acknowledge, cnp, request
+from congestion.nic.capture.pcap import Packets, read_pcap
 from netlayer.errors import ConfigError
 from tests.congestion.nic_packets.talk import EPOCH_NS, Talk, save
 

@@ -12,7 +12,7 @@ from scapy.layers.inet import IP, UDP
 from scapy.layers.l2 import ARP, Ether
 from scapy.packet import Raw
 
-from congestion.nic.pcap_cli import pcap
+from congestion.nic.commands.pcap import pcap
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import load_record
 from tests.congestion.nic_packets.talk import Talk, save

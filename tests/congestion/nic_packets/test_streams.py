@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scapy.layers.l2 import Ether
 
-from congestion.nic.packets import RETH, acknowledge, request
-from congestion.nic.pcap import read_pcap
-from congestion.nic.pcap_streams import analyse, summarise
+from congestion.nic.capture.packets import RETH, acknowledge, request
+from congestion.nic.capture.pcap import read_pcap
+from congestion.nic.capture.streams import analyse, summarise
 from tests.congestion.nic_packets.talk import READ, REQUESTER, RESPONDER, WRITE_FIRST, WRITE_LAST, Talk, save
 
 Rows = list[dict[str, Any]]

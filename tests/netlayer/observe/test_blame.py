@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.blame_worlds import FAULTS, FaultKind, random_world, write_dumps
+from bench.blame.worlds import FAULTS, FaultKind, random_world, write_dumps
 from netlayer.observe import Blame, Evidence, Group, Launch, RankLog, diagnose, read_files
 
 SEEDS = range(8)

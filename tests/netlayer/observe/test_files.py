@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.blame_worlds import random_world, write_dumps
-from collectives.diagnosis import Entry, GroupProgress, Report
+from bench.blame.worlds import random_world, write_dumps
+from collectives.watch.diagnosis import Entry, GroupProgress, Report
 from netlayer.cli import cli
 from netlayer.errors import ConfigError
 from netlayer.observe import Blame, read_files

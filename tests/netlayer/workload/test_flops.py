@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from netlayer.config import ModelConfig
+from netlayer.config.tree import ModelConfig
 from netlayer.workload.flops import step_flops, utilisation
 from netlayer.workload.peaks import memory_bandwidth, peak_flops
 

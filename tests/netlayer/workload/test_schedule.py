@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 from netlayer.workload.schedule import (
     Action,
     Schedule,

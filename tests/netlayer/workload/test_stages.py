@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 from netlayer.workload.flops import half_block_flops, head_flops, step_flops
 from netlayer.workload.schedule import Schedule, interleaved, one_forward_one_backward
 from netlayer.workload.schedule_simulation import Costs, simulate
 from netlayer.workload.stages import balanced, count_parts, half_blocks, num_layers, parts_of, run_of
 from netlayer.workload.zero_bubble import postpone_weights
-from trainer.model import GPT, Block
-from trainer.preview import size
+from trainer.commands.preview import size
+from trainer.model.gpt import GPT, Block
 
 
 def job_of(pp: int, vpp: int = 1, balance: bool = True, micro_batches: int = 8, **model: object) -> JobConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import netlayer.workload
-from netlayer.config_file import load_config
+from netlayer.config.file import load_config
 from netlayer.workload.comm_bytes import busiest, stage_collectives
 from netlayer.workload.fit import in_room, on_cluster
 from netlayer.workload.model_size import num_parameters

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netlayer.config import JobConfig
+from netlayer.config.tree import JobConfig
 from netlayer.workload.schedule import Action, Schedule, interleaved, of_layout, one_forward_one_backward
 from netlayer.workload.schedule_check import check_schedule
 from netlayer.workload.schedule_simulation import Costs, simulate

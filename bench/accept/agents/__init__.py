@@ -1,0 +1,1 @@
+"""Agents and workers of an acceptance run, their connections, and injected faults."""

@@ -1,0 +1,1 @@
+"""Readers of NVIDIA's tools: nvidia-smi, dcgmi, NVLink, fabric manager, XIDs."""

@@ -1,0 +1,1 @@
+"""Judgement of log files: bounds, expectations, peers and hosts."""

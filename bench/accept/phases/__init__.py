@@ -1,0 +1,1 @@
+"""Phases of an acceptance run: measurements and the statistics that judge them."""

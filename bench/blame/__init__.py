@@ -1,0 +1,1 @@
+"""`python -m bench.blame`: accuracy of `netlayer observe blame` on random jobs with an injected fault."""

@@ -1,0 +1,1 @@
+"""`python -m bench.convergence`: held-out loss over tokens and over time, on real text."""

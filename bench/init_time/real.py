@@ -1,0 +1,167 @@
+"""Real ranks on this machine make a layout's groups, each way in turn: what each part took, and what they said.
+
+Times are taken without a relay, recordings with one. Each way gets a fresh server of its own. Ranks import everything
+first and wait at a gate, so that a slow start of one is not the wait of another. Left out: several machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.init_time import ranks as init_ranks
+from bench.init_time.page import REAL, RECORDED, WHOLES
+from bench.init_time.ranks import Order
+from bench.init_time.record import Relay, Talk
+from bench.init_time.server import server
+from bench.init_time.traffic import (
+    AFTERWARDS,
+    LAST_WORKER,
+    LAZY,
+    Backend,
+    Way,
+    backend_operations,
+    num_groups,
+    operations,
+)
+from netlayer.launch.launcher import launch
+from netlayer.layout import ParallelLayout
+from netlayer.store.meeting import with_run
+
+_TIMEOUT_S = 120.0
+_CHECKPOINT_VALUES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Real:
+    """How real ranks run.
+
+    Args:
+        layout: of their groups.
+        backend: gloo or nccl.
+        eager: NCCL's communicators at once.
+        logs: folder of the ranks' logs.
+    """
+
+    layout: ParallelLayout
+    backend: str
+    eager: bool
+    logs: Path
+
+    def way(self, way: Way) -> Way:
+        """The way with the backend that its ranks will have."""
+        lazy = way.method in LAZY
+        names: dict[str, Backend] = {"gloo": "gloo-lazy" if lazy else "gloo", "nccl": "nccl"}
+        return Way(way.method, way.store, names[self.backend])
+
+
+def timed(real: Real, ways: Sequence[Way], repeats: int) -> Iterator[dict[str, Any]]:
+    """Rows of each way, in turn, `repeats` times: of each part the median over the ranks, of `WHOLES` the most.
+
+    One run before the first is discarded, and every turn begins with another way.
+    """
+    _run(real, ways[0], "discarded", None)
+    for turn in range(repeats):
+        for way in [*ways[turn % len(ways) :], *ways[: turn % len(ways)]]:
+            rows = _run(real, way, f"{way.method}-{way.store}-{turn}", None)
+            yield {
+                "table": REAL,
+                "source": "measured",
+                "ranks": real.layout.world_size,
+                "method": way.method,
+                "store": way.store,
+                "turn": turn,
+                **{name: statistics.median(row[name] for row in rows) for name in rows[0]},
+                **{name: max(row[name] for row in rows) for name in WHOLES},
+            }
+
+
+def recorded(real: Real, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
+    """A row of each way: operations that its ranks sent, by kind, beside those of the closed form."""
+    for plain in ways:
+        way = real.way(plain)
+        talks: list[Talk] = []
+        _run(real, plain, f"{way.method}-{way.store}-recorded", talks)
+        said = [one for talk in talks for one in talk.operations(way.store) if one.kind not in AFTERWARDS]
+        sets = sum(one.key.endswith(LAST_WORKER) and one.kind == "SET" for one in said)
+        backends = [one for one in said if is_backend(one.key)]
+        kinds = Counter(one.kind for one in said)
+        yield {
+            "table": RECORDED,
+            "source": "measured",
+            "ranks": real.layout.world_size,
+            "method": way.method,
+            "store": way.store,
+            "backend": way.backend,
+            "operations": len(said) - len(backends),
+            # Ranks that come to a barrier in one instant may all take themselves for the last.
+            "modelled": operations(way, real.layout) + max(0, sets - 1 - num_groups(way, real.layout)),
+            "backend_operations": len(backends),
+            "backend_modelled": backend_operations(way, real.layout),
+            "bytes": sum(len(talk.sent) + talk.received_bytes for talk in talks),
+            "kinds": dict(sorted(kinds.items())),
+        }
+
+
+def is_backend(key: str) -> bool:
+    """Whether a key is the backend's own: its prefix names a device."""
+    return "//cpu//" in key or "//cuda//" in key
+
+
+def _run(real: Real, way: Way, name: str, talks: list[Talk] | None) -> list[dict[str, float]]:
+    """All ranks once; with `talks`, through a relay that puts what they said there."""
+    environ = init_ranks.environ(way.method, real.backend)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nl-init-")))
+        port, _ = stack.enter_context(server(way, real.layout.world_size))
+        if talks is not None:
+            relay = stack.enter_context(Relay(port))
+            port = relay.port
+        if way.store == "redis":
+            init_method = with_run(f"redis://127.0.0.1:{port}", "init-time")
+        else:
+            init_method = "env://"
+            environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        gate, end, checkpoint = folder / "gate", folder / "end", folder / "checkpoint.pt"
+        torch.save({"weight": torch.zeros(_CHECKPOINT_VALUES)}, checkpoint)
+        opens = {init_ranks.READY: gate, init_ranks.STANDS: end}
+        said: Counter[str] = Counter()
+
+        def arrived(_: int, word: str) -> None:
+            said[word] += 1
+            if said[word] == real.layout.world_size:
+                opens[word].touch()
+
+        order = Order(
+            layout=real.layout,
+            method=way.method,
+            init_method=init_method,
+            backend=real.backend,
+            eager=real.eager,
+            started_s=time.time(),
+            gate=gate,
+            end=end,
+            checkpoint=checkpoint,
+            timeout_s=_TIMEOUT_S,
+            is_recorded=talks is not None,
+        )
+        found = launch(
+            init_ranks.start,
+            real.layout.world_size,
+            args=(order,),
+            log_dir=real.logs / name,
+            env=environ,
+            on_message=arrived,
+        )
+        if talks is not None:
+            talks += relay.talks
+        return found

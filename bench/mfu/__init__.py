@@ -1,0 +1,1 @@
+"""`python -m bench.mfu`: model FLOPs utilisation (MFU) of our trainer and of other systems."""

@@ -1,0 +1,181 @@
+"""The ranks of `bench.mfu`: systems take turns, each built anew, checked by its losses, then timed.
+
+A run of a system is its warm-up and `steps` steps with one synchronisation at each end. What is measured is reported at
+once, so that it is kept whatever comes after it. Left out: what the figures mean (`bench.mfu.rows`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend
+
+from bench.mfu import profile as mfu_profile
+from bench.mfu.systems import Entry, Ours, System
+from bench.overlap.steps import StepTimer
+from bench.perf.control import Control
+from netlayer.config.tree import JobConfig
+from netlayer.launch.rank import RankContext
+from trainer.loop import Place
+from trainer.ops.attention import FULL_ORDER
+from trainer.parallel import MicroBatch
+from trainer.worker import meet_at
+
+Row = dict[str, Any]
+_TIMEOUT = timedelta(minutes=10)
+PROFILED = 3
+"""Steps of a profile."""
+_NAMED = 40
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all ranks of some processes do.
+
+    Args:
+        work: the number of a run, from 1, and whose it is, in this order; their layouts are the same.
+        steps: timed in a run, after `warmup` others.
+        last_run: its number.
+        limit_s: a turn that takes longer hangs: the rank ends itself.
+        end_s: no turn begins that would not end before this moment of `time.monotonic`; infinity: all do.
+        longest_s: what a turn took before.
+        prefers_flash: attention by flash where ours would choose another kernel.
+        profiles: folder for a trace of each system's last run on rank 0, whose kernels are told; None: none.
+    """
+
+    work: tuple[tuple[int, Entry], ...]
+    steps: int
+    warmup: int
+    seed: int
+    last_run: int
+    limit_s: float
+    end_s: float
+    longest_s: float = 0.0
+    prefers_flash: bool = False
+    profiles: Path | None = None
+
+
+def run_rank(context: RankContext, order: Order, init_method: str, backend: str) -> None:
+    """All of the work, as far as there is time for it; rank 0's rows say what the slowest rank took."""
+    with _at_most(order.limit_s):
+        place, groups = meet_at(context, order.work[0][1].job, init_method, backend)
+        control = Control(context.env, _TIMEOUT)
+    if order.prefers_flash:
+        _prefer_flash()
+    longest_s = order.longest_s
+    for run, entry in order.work:
+        begin_s = time.monotonic()
+        [left_s] = control.average([order.end_s - begin_s - longest_s], 0)  # rank 0 says it for all
+        if left_s < 0:
+            break
+        context.report({"begins": entry.name, "run": run})
+        with _at_most(order.limit_s):
+            _take_turn(context, run, entry, order, place, groups, control)
+        longest_s = max(longest_s, time.monotonic() - begin_s)
+    dist.destroy_process_group()
+
+
+def _take_turn(
+    context: RankContext, run: int, entry: Entry, order: Order, place: Place, groups: Any, control: Control
+) -> None:
+    """Build, measure, report, and give back all memory."""
+    device = place.device
+    left_gib = _allocated_gib(device)
+    system = entry.build(order.seed, place.rank, device, groups)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    batches = _batches(entry.job, order.seed, device)
+    row = _measure(entry, system, batches, order, device, control)
+    if isinstance(system, Ours):
+        row["in_windows"], row["by_peers"] = system.model.has_windows, system.model.has_peer_reduce
+    context.report({"system": entry.name, "run": run, "change": entry.change, "left_gib": left_gib, **row})
+    if run == order.last_run and order.profiles is not None:
+        kernels = _profile(entry.name, system, batches, order)
+        context.report({"system": entry.name, "run": "profile", **kernels})
+    system.close()
+    del system, batches
+    if entry.job.model.compile:
+        # Systems have blocks in common: the compiler would count their variants together, and at its limit give up.
+        torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _measure(
+    entry: Entry, system: System, batches: Sequence[MicroBatch], order: Order, device: torch.device, control: Control
+) -> Row:
+    """What the steps of a run took, and the losses of the steps before them."""
+    losses = [float(system.step(batches)) for _ in range(order.warmup)]
+    each = StepTimer(device, control).measure(lambda _: system.step(batches), order.steps).seconds
+    is_cuda = device.type == "cuda"
+    peak_gib = torch.cuda.max_memory_allocated(device) / 2**30 if is_cuda else 0.0
+    slowest, most = control.average([sum(each) / len(each), peak_gib], 3)
+    return {
+        "step_ms": slowest * 1e3,
+        "each_ms": [seconds * 1e3 for seconds in each],
+        "memory_gib": most if is_cuda else None,  # what is resident on a CPU is of all systems in turn, of no one
+        "losses": _mean_losses(losses, entry.job, control),
+    }
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """A rank that takes longer says in its log where it is, and ends: no exception reaches one inside a library."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _prefer_flash() -> None:
+    """In all systems: ours and its peers have one function of attention."""
+    FULL_ORDER.sort(key=lambda kernel: kernel != SDPBackend.FLASH_ATTENTION)
+
+
+def _allocated_gib(device: torch.device) -> float | None:
+    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else None
+
+
+def _profile(name: str, system: System, batches: Sequence[MicroBatch], order: Order) -> Row:
+    """Every rank takes the steps; rank 0 tells."""
+    is_first = dist.get_rank() == 0
+    file = f"{re.sub(r'[^A-Za-z0-9.=]+', '_', name)}.trace.json.gz"
+    trace = order.profiles / file if is_first and order.profiles is not None else None
+    launch_ms = mfu_profile.launch_ms(lambda: system.step(batches), PROFILED)
+    kernels = mfu_profile.profile(lambda: system.step(batches), PROFILED, trace)
+    return {
+        "launch_ms": launch_ms,
+        "kinds": mfu_profile.shares(kernels, PROFILED),
+        "most_time": mfu_profile.most_time(kernels, PROFILED, _NAMED),
+    }
+
+
+def _mean_losses(losses: list[float], job: JobConfig, control: Control) -> list[float]:
+    """Over data-parallel ranks, of the ranks that have a loss: the last stage's."""
+    layout, each = job.parallel.layout, control.gather(losses)
+    last = [each[layout.rank(pp=layout.pp - 1, dp=dp)] for dp in range(layout.dp)]
+    return [sum(values) / len(values) for values in zip(*last, strict=True)]
+
+
+def _batches(job: JobConfig, seed: int, device: torch.device) -> list[MicroBatch]:
+    """The same tokens for every system: what they are does not matter to the time."""
+    layout = job.parallel.layout
+    dp = layout.coordinates(dist.get_rank()).dp
+    generator = torch.Generator().manual_seed(seed)
+    shape = job.batch.global_size, job.model.seq_len + 1
+    tokens = torch.randint(job.model.vocab_size, shape, generator=generator)
+    own = tokens.chunk(layout.dp)[dp].to(device)
+    return [(part[:, :-1], part[:, 1:]) for part in torch.split(own, job.batch.micro_size)]

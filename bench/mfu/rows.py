@@ -1,0 +1,132 @@
+"""The figures of `bench.mfu`: medians of runs, MFU by three counts of attention's FLOPs, and the printed table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from bench.mfu.systems import OURS
+from netlayer.config.tree import JobConfig
+from netlayer.errors import CheckFailed
+from netlayer.percentile import percentile
+from netlayer.workload.flops import step_flops, utilisation
+from netlayer.workload.peaks import peak_flops
+
+Row = dict[str, Any]
+FORMULA = (
+    "MFU = FLOPs of a step / (seconds x GPUs x peak); FLOPs = 3 x tokens x (2 x weights of linears and head + attention"
+    " of L layers); attention of a layer and token = 4 h s (full), 2 h s (causal), 4 h x keys seen (done); h hidden, s "
+    "sequence; no recomputation, norms, GeLU, softmax"
+)
+_FIGURES = (("full", "mfu_full"), ("causal", "mfu_causal"), ("done", "mfu_done"))
+
+
+def with_figures(row: Row, job: JobConfig, device: str) -> Row:
+    """Add tokens/s and MFU to a run's row; a NaN or infinite loss becomes None, as JSON has neither."""
+    losses = [loss if math.isfinite(loss) else None for loss in row["losses"]]
+    return {**row, "losses": losses, **_figures(row["step_ms"], job, device)}
+
+
+def summarise(rows: Sequence[Row], jobs: Mapping[str, JobConfig], device: str) -> list[Row]:
+    """Make one row per system: the median run, the spread ((max - min) / median), and its time per token over ours.
+
+    Args:
+        jobs: by name of the system.
+    """
+    medians: list[Row] = []
+    for system in dict.fromkeys(row["system"] for row in rows):
+        own = [row for row in rows if row["system"] == system]
+        times = [row["step_ms"] for row in own]
+        median = statistics.median(times)
+        each = sorted(value for row in own for value in row["each_ms"])
+        medians.append(
+            {
+                "system": system,
+                "run": "median",
+                "change": own[0]["change"],
+                "runs": len(own),
+                "micro_size": jobs[system].batch.micro_size,
+                "compile": jobs[system].model.compile,
+                "spread": (max(times) - min(times)) / median,
+                "p99_over_median": percentile(each, 99) / statistics.median(each),
+                "memory_gib": max((row["memory_gib"] for row in own if row["memory_gib"] is not None), default=None),
+                **{name: _median([row.get(name) for row in own]) for name in ("clock_mhz", "power_w")},
+                **_figures(median, jobs[system], device),
+            }
+        )
+    # Compare time per token, not per step: a change may alter the batch.
+    our_rate = next((row["tokens_per_s_gpu"] for row in medians if row["system"] == OURS), None)
+    return [{**row, "over_ours": our_rate / row["tokens_per_s_gpu"] if our_rate else None} for row in medians]
+
+
+def check_losses(rows: Sequence[Row], tolerance: float) -> None:
+    """Refuse a comparison of systems that did not do the same work; rows are compared among the same change only.
+
+    Raises:
+        CheckFailed: a loss differs by more than `tolerance` from that of the first row with the same change.
+    """
+    firsts: dict[str, Row] = {}
+    for row in rows:
+        first = firsts.setdefault(row["change"], row)
+        differences = [abs(a - b) for a, b in zip(first["losses"], row["losses"], strict=True)]
+        apart = next((each for each in differences if not each <= tolerance), None)  # a NaN too
+        if apart is not None:
+            raise CheckFailed(
+                f"losses of {row['system']}, run {row['run']}, differ by {apart:.3g} from {first['system']}'s, above "
+                f"{tolerance:g}: they did not do the same work"
+            )
+
+
+def heading(job: JobConfig, device: str) -> Iterator[str]:
+    """Format the lines above the table: hardware and its peak, FLOPs of a step, and the formula of MFU."""
+    batch, peak = job.batch, peak_flops(device, job.model.dtype)
+    flops = step_flops(job.model, batch.global_size)
+    known = f"peak {peak / 1e12:.1f} TFLOP/s in {job.model.dtype}" if peak else f"no peak known in {job.model.dtype}"
+    yield f"{job.parallel.layout.world_size} x {device}, {known}"
+    yield (
+        f"a step: {batch.global_size} sequences of {job.model.seq_len} tokens; {flops.full / 1e12:,.4g} TFLOP full, "
+        f"{flops.causal / 1e12:,.4g} causal; gradients reduced in {job.overlap.reduce_dtype}"
+    )
+    yield FORMULA
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Format the medians as a table; `done` is shown only if a window makes it differ from `causal`."""
+    rows = [row for row in rows if row["run"] == "median"]
+    wide = max([len("system"), *(len(row["system"]) for row in rows)])
+    yield (
+        f"{'system':>{wide}} {'micro':>5} {'step ms':>9} {'spread':>7} {'p99/median':>10} {'tokens/s/GPU':>13} "
+        f"{'MFU full':>8} {'causal':>7} {'done':>6} {'GiB':>6} {'MHz':>5} {'W':>4} {'runs':>4} {'over ours':>9}"
+    )
+    for row in rows:
+        cells = {name: "-" if row[key] is None else f"{row[key]:.3f}" for name, key in _FIGURES}
+        if not row["has_window"]:
+            cells["done"] = "-"
+        over = "-" if row["over_ours"] is None else f"{row['over_ours']:.3f}"
+        memory = "-" if row["memory_gib"] is None else f"{row['memory_gib']:.1f}"
+        mhz, watts = ("-" if row[name] is None else f"{row[name]:.0f}" for name in ("clock_mhz", "power_w"))
+        yield (
+            f"{row['system']:>{wide}} {row['micro_size']:5} {row['step_ms']:9.1f} {row['spread']:7.1%} "
+            f"{row['p99_over_median']:10.3f} {row['tokens_per_s_gpu']:13,.0f} {cells['full']:>8} {cells['causal']:>7} "
+            f"{cells['done']:>6} {memory:>6} {mhz:>5} {watts:>4} {row['runs']:4} {over:>9}"
+        )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _figures(step_ms: float, job: JobConfig, device: str) -> Row:
+    ranks, seconds = job.parallel.layout.world_size, step_ms / 1e3
+    flops, peak = step_flops(job.model, job.batch.global_size), peak_flops(device, job.model.dtype)
+    return {
+        "step_ms": step_ms,
+        "tokens_per_s_gpu": job.batch.global_size * job.model.seq_len / seconds / ranks,
+        "mfu_full": utilisation(flops.full, seconds, peak, ranks),
+        "mfu_causal": utilisation(flops.causal, seconds, peak, ranks),
+        "mfu_done": utilisation(flops.done, seconds, peak, ranks),
+        "has_window": any(job.model.window(layer) for layer in range(job.model.layers)),
+    }

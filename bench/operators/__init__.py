@@ -1,0 +1,1 @@
+"""`python -m bench.operators`: implementations of each GPT operator beside each other."""

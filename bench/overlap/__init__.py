@@ -1,0 +1,1 @@
+"""`python -m bench.overlap`: how far each technique hides its communication behind computation."""

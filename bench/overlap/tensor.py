@@ -1,0 +1,141 @@
+"""Tensor-parallel linears beside their matrix products alone: what is left of the communication (technique `tp`).
+
+Column: the rows of x are gathered, y = x W^T with N features of this rank. Row: y = x W^T with K features of this rank,
+and the sum over ranks is scattered by rows. All systems (`tensor_systems`) take turns on the same data; ranks meet on
+the device before each call, and times are of the slowest rank. Leaves out: starting ranks (`bench.overlap`).
+
+Shapes: W ranks, M rows in all, K features in, N features out, of a rank's product.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+
+from bench.overlap.tensor_systems import TINY, Call, LayerName, Sizes, build_systems, open_exchanges
+from collectives.timing import Times, greatest, time_in_turn
+from netlayer.errors import CheckFailed
+from netlayer.percentile import percentile
+
+Row = dict[str, Any]
+
+_TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+_TILE = (256, 128)  # of cuBLAS's bf16 kernels for these shapes on Hopper
+
+
+def measure(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    sizes: Sizes | None = None,
+    *,
+    repeats: int = 10,
+    rounds: int = 3,
+    seed: int = 0,
+) -> list[Row]:
+    """One row a layer, direction and system; every rank of `group` calls it and gets the same rows.
+
+    `sizes` are those of the field's comparisons on GPUs, and `TINY` on CPUs, where none are given.
+    Each row has `device_us` (median over repeats and rounds of one call with the host ahead, the slowest rank),
+    `device_p99_us`, `device_us_min`, `device_us_max` (of the rounds' medians), `host_bound` (the host was not ahead:
+    some of `device_us` is its own), `eager_us` (a call of many in a row, host included), `ratio` (device_us over that
+    of the product alone) and `error` (relative, against float64, on some rows; the worst of y, dx and dW).
+
+    Raises:
+        CheckFailed: a system computes something else.
+    """
+    sizes = sizes or (Sizes() if device.type == "cuda" else TINY)
+    torch.manual_seed(seed + dist.get_rank(group))
+    exchanges = open_exchanges(group, device)
+    world_size = dist.get_world_size(group)
+    common = {
+        "technique": "tp",
+        "ranks": world_size,
+        "rows": sizes.rows,
+        "hidden": sizes.hidden,
+        "features": sizes.features,
+        "dtype": str(sizes.dtype).removeprefix("torch."),
+    }
+    rows: list[Row] = []
+    layers: tuple[LayerName, ...] = get_args(LayerName)
+    for layer in layers:
+        for direction, systems in build_systems(layer, group, exchanges, device, sizes).items():
+            errors = {name: system.errors() for name, system in systems.items()}
+            errors = refuse_wrong(f"{layer} {direction}", errors, _TOLERANCE[sizes.dtype], group, device)
+            calls = {name: system.call for name, system in systems.items()}
+            times = time_in_turn(calls, group, device, 1, repeats, rounds)
+            alone = statistics.median(times["gemm_alone"].each_us)
+            limits = _limits(layer, direction, sizes, world_size, device)
+            for name, call in calls.items():
+                own = {"layer": layer, "direction": direction, "system": name}
+                eager_us = _time_eager(call, group, device, repeats)
+                figures = _figures(times[name], alone)
+                rows.append(
+                    {**common, **own, **figures, "eager_us": eager_us, "error": max(errors[name].values()), **limits}
+                )
+    return rows
+
+
+def refuse_wrong(
+    what: str,
+    errors: Mapping[str, Mapping[str, float]],
+    tolerance: float,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> dict[str, dict[str, float]]:
+    """Errors by system and part (y, dx, dW), the worst of the ranks; raises CheckFailed where one is too large."""
+    keys = [(name, part) for name, found in errors.items() for part in found]
+    own = [errors[name][part] for name, part in keys]
+    worst = greatest([math.inf if math.isnan(error) else error for error in own], group, device)
+    agreed: dict[str, dict[str, float]] = {name: {} for name in errors}
+    for (name, part), error in zip(keys, worst, strict=True):
+        if not error < tolerance:
+            raise CheckFailed(f"{what}: {part} of {name} is off by {error:.2g} (relative), above {tolerance:g}")
+        agreed[name][part] = error
+    return agreed
+
+
+def _figures(times: Times, alone_us: float) -> Row:
+    medians = [statistics.median(found) for found in times.rounds_us]
+    device_us = statistics.median(times.each_us)
+    return {
+        "device_us": device_us,
+        "device_p99_us": percentile(times.each_us, 99),
+        "device_us_min": min(medians),
+        "device_us_max": max(medians),
+        "ratio": device_us / alone_us,
+        "host_bound": times.host_bound,
+    }
+
+
+def _time_eager(call: Call, group: dist.ProcessGroup, device: torch.device, repeats: int) -> float:
+    """A call among many, launched as fast as the host can; the slowest rank."""
+    greatest([0.0], group, device)  # the ranks meet, and their devices are idle
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return greatest([(time.perf_counter() - start) / repeats * 1e6], group, device)[0]
+
+
+def _limits(layer: LayerName, direction: str, sizes: Sizes, world_size: int, device: torch.device) -> Row:
+    """What there is to do: operations, bytes over the links, and the waves of the product alone and of one part's."""
+    products = 1 if direction == "forward" else 3
+    columns = sizes.features if layer == "column" else sizes.hidden
+    sent = sizes.rows * sizes.hidden * sizes.dtype.itemsize // world_size * (world_size - 1)
+    limits: Row = {
+        "flops": 2 * products * sizes.rows * sizes.hidden * sizes.features,
+        # Forward one collective; backward another, and the column's rows are gathered once more.
+        "bytes_sent": sent * (1 if direction == "forward" else (3 if layer == "column" else 2)),
+    }
+    if device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        for name, rows in (("waves", sizes.rows), ("waves_of_a_part", sizes.rows // world_size)):
+            limits[name] = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1]) / multiprocessors
+    return limits

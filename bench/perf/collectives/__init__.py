@@ -1,0 +1,1 @@
+"""The collectives of `*_perf`, one file each."""

@@ -1,0 +1,26 @@
+"""`all_gather_perf`: every rank ends with the parts of all ranks in order. The size is the whole result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bench.perf.binary import perf_command
+from bench.perf.collectives.collective import Collective, Part
+
+if TYPE_CHECKING:
+    from bench.backends import Backend, Call
+
+
+def _launch(backend: Backend, call: Call) -> None:
+    backend.all_gather(call.recv, call.send)
+
+
+COLLECTIVE = Collective(
+    name="all_gather",
+    summary="Every rank ends with the parts of all ranks in order.",
+    bus_factor=lambda ranks: (ranks - 1) / ranks,
+    launch=_launch,
+    expect=lambda place: [Part(source, 0) for source in range(place.ranks)],
+    receives_all=True,
+)
+command = perf_command(COLLECTIVE)

@@ -1,0 +1,26 @@
+"""`all_reduce_perf`: every rank ends with the reduction of all ranks' buffers. The size is one rank's buffer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bench.perf.binary import perf_command
+from bench.perf.collectives.collective import Collective, Part
+
+if TYPE_CHECKING:
+    from bench.backends import Backend, Call
+
+
+def _launch(backend: Backend, call: Call) -> None:
+    backend.all_reduce(call.recv, call.send, call.op)
+
+
+COLLECTIVE = Collective(
+    name="all_reduce",
+    summary="Every rank ends with the reduction of all ranks' buffers.",
+    bus_factor=lambda ranks: 2 * (ranks - 1) / ranks,
+    launch=_launch,
+    expect=lambda _: [Part(None, 0)],
+    reduces=True,
+)
+command = perf_command(COLLECTIVE)

@@ -1,0 +1,26 @@
+"""`broadcast_perf`: every rank ends with the root's buffer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bench.perf.binary import perf_command
+from bench.perf.collectives.collective import Collective, Part
+
+if TYPE_CHECKING:
+    from bench.backends import Backend, Call
+
+
+def _launch(backend: Backend, call: Call) -> None:
+    backend.broadcast(call.recv, call.send, call.root)
+
+
+COLLECTIVE = Collective(
+    name="broadcast",
+    summary="Every rank ends with the root's buffer.",
+    bus_factor=lambda _: 1.0,
+    launch=_launch,
+    expect=lambda place: [Part(place.root, 0)],
+    has_root=True,
+)
+command = perf_command(COLLECTIVE)

@@ -1,0 +1,49 @@
+"""`hypercube_perf`: an all-gather in log2(n) exchanges, each with the rank across one dimension of a cube.
+
+The size is the whole result. As in nccl-tests, alg_bw and bus_bw are both what a rank receives from others over the
+time. Where we differ: nccl-tests skips other numbers of ranks than powers of two and ends well, we refuse them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bench.perf.binary import perf_command
+from bench.perf.collectives.collective import Collective, Part
+from bench.perf.options import PerfOptions, flag_name
+from netlayer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bench.backends import Backend, Call
+
+
+def _launch(backend: Backend, call: Call) -> None:
+    rank, part, held = backend.rank, call.send.numel(), 1
+    backend.copy(call.recv[rank * part :][:part], call.send)
+    while held < backend.ranks:
+        peer = rank ^ held
+        mine, theirs = (first & ~(held - 1) for first in (rank, peer))  # where the parts held so far begin
+        received = call.recv[theirs * part :][: held * part]
+        backend.exchange(received, peer, call.recv[mine * part :][: held * part], peer)
+        held *= 2
+
+
+def _check(options: PerfOptions, ranks: int) -> None:
+    del options
+    if ranks & (ranks - 1):
+        rule = "hypercube needs a power of two of ranks"
+        raise ConfigError(flag_name("ngpus"), ranks, rule, f"give -g {1 << ranks.bit_length() - 1}")
+
+
+COLLECTIVE = Collective(
+    name="hypercube",
+    summary="Every rank ends with the parts of all ranks in order, by exchanges along the edges of a cube.",
+    bus_factor=lambda _: 1.0,
+    alg_factor=lambda ranks: (ranks - 1) / ranks,
+    launch=_launch,
+    expect=lambda place: [Part(source, 0) for source in range(place.ranks)],
+    receives_all=True,
+    check=_check,
+    one_launch=False,
+)
+command = perf_command(COLLECTIVE)

@@ -1,0 +1,214 @@
+"""What a `*_perf` binary does with its options: run, print the table as it comes, write the files, judge."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from bench.backends import BACKENDS, choose_backend
+from bench.junit import junit
+from bench.perf.collectives.collective import Collective
+from bench.perf.driver import list_cases
+from bench.perf.measure import join, measure
+from bench.perf.options import MIN_BW_VARIABLE, Request
+from bench.perf.table import (
+    MIN_BW_SHARE,
+    fast_enough,
+    format_foot,
+    format_head,
+    format_row,
+    mean_bus_bw,
+    nccl_tests_json,
+    num_failed,
+)
+from netlayer.environ import available_memory_bytes
+from netlayer.errors import ConfigError, NetlayerError
+from netlayer.launch.launcher import detect
+from netlayer.results import Row, RunRecord, utc_now, write_text
+
+_MOST_RANKS_A_CORE = 4
+_START_S = 2.5  # of one core, to import torch and meet
+_RANK_BYTES = 160 << 20  # private memory of a rank that has done nothing but import torch (2.13, CPU build)
+
+
+def run_command(collective: Collective, request: Request) -> bool:
+    """Measure one collective as asked; True where all data was right and the mean bandwidth suffices."""
+    env = detect(os.environ)
+    if env is not None and request.ngpus != 1:
+        rule = f"{env.launcher} has started {env.world_size} ranks, one process each"
+        raise ConfigError("-g / --ngpus", request.ngpus, rule, "leave it out")
+    backend = choose_backend(request.backend)
+    ranks = request.ngpus if env is None else env.world_size
+    if env is not None and env.rank != 0:
+        return _good(join([collective.name], request.options, env, backend=backend)[0])
+    for note in list(_notes(collective, request, backend, ranks)):  # all of them first: what is refused says no more
+        click.echo(f"note: {note}", err=True)
+    table = _Table()
+    with _json_place(request.json_file) as json_file:
+        try:
+            if env is None:
+                record = _start_ranks(collective, request, backend, table)
+            else:
+                names, options = [collective.name], request.options
+                [record] = join(names, options, env, backend=backend, on_start=table.start, on_row=table.add)
+        except BaseException as exc:
+            _save_partial(table, request, json_file, "interrupted" if isinstance(exc, KeyboardInterrupt) else str(exc))
+            raise
+        click.echo(format_foot(record), nl=False)
+        _save(record, request, json_file)
+    for line in _failures(record):
+        click.echo(f"error: {line}", err=True)
+    return _good(record)
+
+
+class _Table:
+    """Prints each row as it comes, and keeps it for a run that breaks off."""
+
+    def __init__(self) -> None:
+        self._begun: RunRecord | None = None
+        self._rows: list[Row] = []
+
+    def start(self, record: RunRecord) -> None:
+        self._begun = record
+        click.echo(format_head(record), nl=False)
+
+    def add(self, record: RunRecord, row: Row) -> None:
+        self._rows.append(row)
+        click.echo(format_row(row, record), nl=False)  # click flushes: a person sees each figure when it is there
+
+    def so_far(self) -> RunRecord | None:
+        """The record of the lines that are whole; None where there is none."""
+        rows = self._rows[: len(self._rows) // 2 * 2]
+        return replace(self._begun, rows=rows, ended_utc=utc_now()) if self._begun and rows else None
+
+
+def _save(record: RunRecord, request: Request, json_file: Path | None, stopped: str = "") -> None:
+    if json_file is not None:
+        tree = nccl_tests_json(record) | ({"errors": [stopped]} if stopped else {})
+        write_text(json_file, json.dumps(tree, indent=1) + "\n")
+    if request.csv_file is not None:
+        flat = [{key: value for key, value in row.items() if key != "iterations_us"} for row in record.rows]
+        replace(record, rows=flat).save_csv(request.csv_file)
+    if request.junit_file is not None:
+        write_text(request.junit_file, junit(record, stopped))
+
+
+def _save_partial(table: _Table, request: Request, json_file: Path | None, stopped: str) -> None:
+    """Write what a run measured before it broke off; `-N 0` ends no other way."""
+    record = table.so_far()
+    files = [str(file) for file in (json_file, request.csv_file, request.junit_file) if file is not None]
+    if record is None or not files:
+        return
+    _save(record, request, json_file, stopped)
+    click.echo(f"\nnote: broken off; {len(record.rows) // 2} lines are in {' and '.join(files)}", err=True)
+
+
+def _failures(record: RunRecord) -> Iterator[str]:
+    """Why the command ends with 1: the table says FAILED, this says by how much."""
+    if wrong := num_failed(record):
+        yield f"{wrong} of {len(record.rows)} measurements hold wrong data"
+    if fast_enough(record) is False:
+        least = record.arguments["min_bw_gbs"]
+        yield (
+            f"mean bus bandwidth = {mean_bus_bw(record):.4g} GB/s: is below {MIN_BW_SHARE:g} x {MIN_BW_VARIABLE} = "
+            f"{MIN_BW_SHARE * least:.4g} GB/s; find what is slow, or lower {MIN_BW_VARIABLE} = {least:g}"
+        )
+
+
+def _start_ranks(collective: Collective, request: Request, backend: str, table: _Table) -> RunRecord:
+    log_dir = Path(tempfile.mkdtemp(prefix=f"{collective.name}_perf-"))
+    try:
+        [record] = measure(
+            [collective.name],
+            request.options,
+            ranks=request.ngpus,
+            log_dir=log_dir,
+            backend=backend,
+            on_start=table.start,
+            on_row=table.add,
+        )
+    except NetlayerError:
+        raise  # the ranks' logs stay: the error names one
+    except BaseException:
+        shutil.rmtree(log_dir)
+        raise
+    shutil.rmtree(log_dir)
+    return record
+
+
+def _good(record: RunRecord) -> bool:
+    return num_failed(record) == 0 and fast_enough(record) is not False
+
+
+def _notes(collective: Collective, request: Request, backend: str, ranks: int) -> Iterator[str]:
+    """What a reader of the table must know and cannot see there."""
+    options = request.options
+    if request.ngpus > 1:
+        yield _starting(request.ngpus, backend)
+    if request.backend is None:
+        yield f"backend {backend}" + (": no GPU here" if backend == "gloo" else "")
+    if not collective.reduces and options.op != "sum":
+        yield f"-o {options.op} has no effect: {collective.name} reduces nothing"
+    if not collective.has_root and options.root != 0:
+        yield f"-r {options.root} has no effect: {collective.name} has no root"
+    if backend == "gloo" and "NCCL_TESTS_DEVICE" in os.environ:
+        yield "NCCL_TESTS_DEVICE has no effect: gloo runs on CPUs"
+    cases, skipped = list_cases(collective, options, backend, ranks)
+    yield from (f"left out: {what}" for what in skipped)
+    for op in dict.fromkeys(case.op for case in cases):
+        out, into = (BACKENDS[backend].emulation(collective.name, op, in_place) for in_place in (False, True))
+        what = f"{collective.name} of {op}" if collective.reduces else collective.name
+        if out:
+            yield f"{what}{' out of place' * (out != into)} is emulated: {out}"
+        if into and into != out:
+            yield f"{what} in place is emulated: {into}"
+
+
+def _starting(ranks: int, backend: str) -> str:
+    """That ranks start, and what to expect where they are more than the machine holds."""
+    words = f"starting {ranks} ranks"
+    cores, free = os.cpu_count() or 1, available_memory_bytes()
+    if backend == "gloo" and ranks > _MOST_RANKS_A_CORE * cores:
+        words += f" on {cores} cores: they take turns, so that the start takes about {ranks * _START_S / cores:.0f} s"
+    if ranks * _RANK_BYTES > free:
+        needed = f"{ranks * _RANK_BYTES / 2**30:.0f} GiB"
+        words += f"; torch alone takes about {needed} in them, and {free / 2**30:.0f} GiB are free: lower -g"
+    return words
+
+
+@contextmanager
+def _json_place(asked: Path | None) -> Iterator[Path | None]:
+    """A new file at the path asked for, or beside it where there is one; removed again where nothing was measured."""
+    if asked is None:
+        yield None
+        return
+    if asked.suffix.lower() != ".json":
+        raise ConfigError("-J / --output_file", asked, "must end in .json", f"give {asked.with_suffix('.json').name}")
+    path, number = asked, 0
+    while not _create(path):
+        path, number = asked.with_name(f"{asked.name}.{number}"), number + 1
+    click.echo(f"# Writing JSON output to {path}")
+    try:
+        yield path
+    finally:
+        if path.stat().st_size == 0:
+            path.unlink()
+
+
+def _create(path: Path) -> bool:
+    try:
+        path.open("x").close()
+    except FileExistsError:
+        return False
+    except OSError as exc:
+        rule = f"cannot be written ({exc.strerror})"
+        raise ConfigError("-J / --output_file", path, rule, "give a folder of yours") from exc
+    return True

@@ -1,0 +1,160 @@
+"""Start or join the ranks of a bench, and turn what they report into records, tables and files.
+
+Leaves out: what the ranks do (`driver`), and the `*_perf` commands (`command`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from bench.backends import choose_backend
+from bench.perf.driver import Plan, Started, list_cases, load_collective, run_first_rank, run_rank
+from bench.perf.options import PerfOptions
+from congestion.nic.env import Choice, as_record, exported, exports, for_ranks
+from netlayer import environ
+from netlayer.launch.launcher import launch
+from netlayer.launch.rank import RankContext, RankEnv
+from netlayer.results import Row, RunRecord, utc_now
+from netlayer.store.meeting import init_method_under, meeting_place
+
+OnRow = Callable[[RunRecord, Row], None]  # a row, and the record it will stand in, so far without rows
+
+
+def measure(
+    names: Sequence[str],
+    options: PerfOptions,
+    *,
+    ranks: int,
+    log_dir: Path,
+    backend: str | None = None,
+    init_method: str | None = None,
+    on_start: Callable[[RunRecord], None] | None = None,
+    on_row: OnRow | None = None,
+) -> list[RunRecord]:
+    """Measure collectives one after the other with `ranks` processes of this machine, started once for all.
+
+    Args:
+        names: collectives by module name, such as `all_gather`.
+        options: sizes, types and so on, the same for all.
+        log_dir: where the ranks' logs go.
+        backend: `gloo`, `torch` or `nccl`; None takes what the machine has.
+        init_method: where the ranks meet, a URL of torch.distributed or netlayer.init_method; None makes a place.
+        on_start: called with each record, without rows, when its collective begins.
+        on_row: called with each row once its data was checked, and its record as in `on_start`.
+
+    Returns:
+        One record a collective, in order; `bench.perf.table.format_table` shows one as nccl-tests does.
+
+    Raises:
+        ConfigError: something asked for cannot be done by this backend, or a variable that NCCL would misread is set.
+        HardwareMissing: there is no GPU, or there are too few.
+        RankFailed: a rank failed; its log says why.
+    """
+    chosen = choose_backend(backend)
+    for name in names:
+        list_cases(load_collective(name), options, chosen, ranks)
+    nccl = for_ranks(chosen)
+    collector = Collector(options, on_start, on_row, nccl)
+    with _meeting_url(init_method) as url:
+        launch(
+            run_first_rank,
+            ranks,
+            args=(Plan(tuple(names), options, chosen, url),),
+            log_dir=log_dir,
+            env=exports(nccl),
+            on_message=lambda _rank, message: collector.receive(message),
+        )
+    return collector.finish()
+
+
+def join(
+    names: Sequence[str],
+    options: PerfOptions,
+    env: RankEnv,
+    *,
+    backend: str,
+    on_start: Callable[[RunRecord], None] | None = None,
+    on_row: OnRow | None = None,
+) -> list[RunRecord]:
+    """As `measure`, in a process that torchrun, srun or mpirun started as one of the ranks. All ranks get the records.
+
+    Raises:
+        ConfigError: MASTER_ADDR is needed and not set.
+    """
+    for name in names:
+        list_cases(load_collective(name), options, backend, env.world_size)
+    nccl = for_ranks(backend)
+    collector = Collector(options, on_start, on_row, nccl)
+    with exported(nccl):
+        run_rank(RankContext(env, collector.receive), Plan(tuple(names), options, backend, init_method_under(env)))
+    return collector.finish()
+
+
+class Collector:
+    """Builds records out of what a rank reports."""
+
+    def __init__(
+        self,
+        options: PerfOptions,
+        on_start: Callable[[RunRecord], None] | None = None,
+        on_row: OnRow | None = None,
+        nccl: Sequence[Choice] = (),
+    ) -> None:
+        self._options, self._on_start, self._on_row = options, on_start, on_row
+        self._environment = environ.snapshot() | ({"nccl_settings": as_record(nccl)} if nccl else {})
+        self._records: list[RunRecord] = []
+        self._begun: RunRecord | None = None
+        self._rows: list[Row] = []
+
+    def receive(self, message: object) -> None:
+        """One report, as it comes."""
+        if isinstance(message, Started):
+            self._close()
+            self._begun = self._open(message)
+            if self._on_start:
+                self._on_start(self._begun)
+            return
+        assert isinstance(message, dict)
+        assert self._begun is not None
+        self._rows.append(message)
+        if self._on_row:
+            self._on_row(self._begun, message)
+
+    def finish(self) -> list[RunRecord]:
+        """All records; the ranks have ended."""
+        self._close()
+        return self._records
+
+    def _open(self, started: Started) -> RunRecord:
+        devices = [
+            f"{device['hostname']} {device['device']} {device['device_info']}" for device in started.config["devices"]
+        ]
+        return RunRecord(
+            name=f"bench.{started.name}",
+            source="measured",
+            rows=[],
+            started_utc=utc_now(),
+            ended_utc="",
+            arguments=asdict(self._options),
+            config=started.config,
+            environment=self._environment,
+            devices=devices,
+        )
+
+    def _close(self) -> None:
+        if self._begun is not None:
+            self._records.append(replace(self._begun, rows=self._rows, ended_utc=utc_now()))
+        self._begun, self._rows = None, []
+
+
+@contextmanager
+def _meeting_url(init_method: str | None) -> Iterator[str]:
+    """The URL given, else that of a meeting place of this run."""
+    if init_method is not None:
+        yield init_method
+        return
+    with meeting_place() as place:
+        yield place.init_method("bench")

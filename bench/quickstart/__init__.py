@@ -1,0 +1,1 @@
+"""`netlayer quickstart`: everything once, on this machine, ending in one report."""

@@ -1,0 +1,1 @@
+"""Conventional engines to compare our simulator with."""

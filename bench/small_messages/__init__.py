@@ -1,0 +1,1 @@
+"""`python -m bench.small_messages`: latency of small collectives, ours beside NCCL's and torch's."""

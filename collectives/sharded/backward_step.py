@@ -1,0 +1,128 @@
+"""The optimiser's step inside the backward pass: a bucket is stepped when its reduction has landed, then gathered.
+
+Without it a step is: backward with its reduce-scatters, optimiser, forward with its all-gathers; where the network is
+the slower one, the forward pass (a third of the computation) waits for gathers (half of the communication). With it a
+share of the gathers moves under the backward pass. Elementwise optimisers only, and nothing that needs all gradients
+before the first update (clipping by the global norm); the numbers are those of the plain step, bit by bit.
+
+[Note: which gathers move] With f and b the seconds of forward and backward, r and g those of all reduce-scatters and
+all-gathers, and a share x of the gathers moved, a step takes max(b, r + x g) + max(f, (1 - x) g). With b = 2 f,
+x = (2 - r/g) / 3 makes that max(f + b, r + g), whichever is larger. The buckets that move are spread evenly over the
+model: a forward pass that found its last layers gathered and its first ones not would wait for the first ones.
+
+[Note: order] Reductions are launched from the last bucket to the first, and feed nothing but their own update; what is
+waited for first in the next forward pass, the first buckets, is reduced last. So the gather of a bucket that moves is
+launched right behind the next reduction (its update runs meanwhile); all others follow the last reduction, in the order
+of the forward pass. On one communicator that is the order on the wire. The end of a step is exposed, whatever is done:
+the last gradients can only be reduced after the backward pass, and are the first to be gathered before the next one. So
+nothing stands between the last reductions: the first buckets do not move.
+
+Overwriting a bucket's parameters is safe once their gradients are complete: autograd has then run all that led there.
+What reads them later in the same pass all the same fails: saved tensors by their version, recomputation by
+`ParameterGather.wait_for`, from the update on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from collectives.sharded.bucket import Bucket, BucketPlan
+from collectives.sharded.gather import ParameterGather
+from collectives.transport.lane import Flight
+
+BACKWARD_SHARE = 2 / 3
+"""Of a step's computation that is the backward pass, without recomputation."""
+NUM_UNMOVED = 4
+"""Buckets at the front whose gathers never move: they would delay the last reductions."""
+
+
+class BackwardStep:
+    """Steps the optimiser behind the reductions of a step's last backward pass, at the same places on every rank.
+
+    Args:
+        buckets: in order of first use.
+        gather: publishes what was stepped.
+        step: steps every piece that has a gradient.
+        share: of the gathers' bytes that moves under the backward pass, 0..1.
+        lag: reductions launched between a bucket's own and its gather.
+        stream: the updates run there; None on the CPU.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        gather: ParameterGather,
+        step: Callable[[], object],
+        share: float,
+        lag: int,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self._buckets, self._gather, self._step, self._lag, self._stream = buckets, gather, step, lag, stream
+        self._early = choose_early([bucket.plan for bucket in buckets], share)
+        self._behind: deque[tuple[int, Flight]] = deque()
+        self._after: dict[int, torch.cuda.Event] = {}
+
+    def begin(self) -> None:
+        """The first gradient has come: no gather that reads a shard is under way when that shard is stepped."""
+        self._behind.clear()
+        self._gather.wait_all()
+        self._gather.adopt(unseen=self._gather.compares_each_step)
+
+    def reduced(self, index: int, flight: Flight) -> None:
+        """The reduction of this bucket has been launched."""
+        flight.follow(lambda: self._update(self._buckets[index]), self._stream)
+        self._behind.append((index, flight))
+        while len(self._behind) > self._lag:
+            self._pass_on(*self._behind.popleft())
+
+    def complete(self) -> None:
+        """All have been."""
+        while self._behind:
+            self._pass_on(*self._behind.popleft())
+        self._gather.publish_rest(self._after)
+        self._after = {}
+
+    def _pass_on(self, index: int, flight: Flight) -> None:
+        if flight.landed is None:
+            flight.wait()  # the CPU has no streams: here the update runs
+        if index in self._early:
+            self._gather.gather_early(index, flight.landed)
+        elif flight.landed is not None:
+            self._after[index] = flight.landed
+
+    def _update(self, bucket: Bucket) -> None:
+        # An optimiser leaves out what has no gradient: that is how it steps one bucket.
+        self._gather.stepping(bucket.plan.index)
+        for piece in bucket.pieces:
+            piece.parameter.grad = piece.grad
+        self._step()
+        for piece in bucket.pieces:
+            piece.parameter.grad = None
+        bucket.publish()
+
+
+def choose_early(plans: Sequence[BucketPlan], share: float) -> frozenset[int]:
+    """Buckets with `share` of the bytes, spread evenly behind the first ones.
+
+    Raises:
+        ValueError: `share` is not in 0..1.
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"gather_in_backward = {share}: must lie in 0..1; give None for the balanced share")
+    early, owed = [], 0.0
+    for plan in plans:
+        num_bytes = plan.padded_numel * plan.dtype.itemsize
+        owed += share * num_bytes
+        if plan.index >= NUM_UNMOVED and owed >= num_bytes * (1 - 1e-9):
+            early.append(plan.index)
+            owed -= num_bytes
+    return frozenset(early)
+
+
+def balanced_share(param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> float:
+    """The share that balances both passes, for a backward pass of twice the forward's time: the note above."""
+    ratio = reduce_dtype.itemsize / param_dtype.itemsize
+    return min(1.0, max(0.0, BACKWARD_SHARE * (1 + ratio) - ratio))

@@ -1,0 +1,563 @@
+"""Buckets: which parameters travel together, and the flat buffers that they live in.
+
+A bucket is a run of parameters in the order that the forward pass uses them, padded so that every rank owns an equal
+shard. Parameters become views of the bucket's flat buffer, so an all-gather lands where they are read; each rank keeps
+its shard in float32 (or wider) for the optimiser (ZeRO stage 2; MegaScale 3.2). Left out: splitting a parameter over
+buckets (one that is larger than a bucket gets a bucket of its own): its gradient comes whole and is read whole, so
+parts would travel one after the other for the same time.
+
+Shapes: N padded elements of a bucket, W ranks, S = N / W elements of a rank's shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from collectives.sharded.gradient import ReducedPieces, ShardedGradient
+from collectives.sharded.guard import num_holders, own_storage
+from collectives.sharded.slot import GradientSlot
+from collectives.triton_support import HAS_TRITON, IS_INTERPRETED
+from netlayer.workload.buckets import cut, shard_elements
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in its bucket; `offset` in elements."""
+
+    name: str
+    shape: torch.Size
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The layout of one bucket, the same on every rank.
+
+    Args:
+        index: position among the buckets, in order of first use.
+        dtype: of the computation, one for the whole bucket.
+        slots: its parameters, one after the other from element 0; the padding comes last.
+        world_size: number of ranks that share it.
+        align: a shard is a multiple of so many elements.
+        whole_shard: elements of a shard where no parameter is cut: each lies in the shard of one rank, with padding
+            behind the last of every rank; None: parameters are cut where shards end.
+    """
+
+    index: int
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    world_size: int
+    align: int = 1
+    whole_shard: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements up to the end of the last parameter, without the padding behind it."""
+        return self.slots[-1].end
+
+    @property
+    def shard_numel(self) -> int:
+        if self.whole_shard is not None:
+            return self.whole_shard
+        return shard_elements(self.numel, self.world_size, self.align)
+
+    @property
+    def padded_numel(self) -> int:
+        return self.shard_numel * self.world_size
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """(start, end) of the padding before, between and behind the parameters."""
+        end = 0
+        for slot in self.slots:
+            if slot.offset > end:
+                yield end, slot.offset
+            end = slot.end
+        if end < self.padded_numel:
+            yield end, self.padded_numel
+
+    def own(self, flat_N: Tensor, rank: int) -> Tensor:
+        """The shard of `rank`, a view of shape [S]."""
+        return flat_N[rank * self.shard_numel : (rank + 1) * self.shard_numel]
+
+    def views(self, flat_N: Tensor) -> list[Tensor]:
+        """Every parameter's part of a flat buffer, in its own shape."""
+        return [flat_N[slot.offset : slot.end].view(slot.shape) for slot in self.slots]
+
+    def pieces(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """(index of the slot, start, end) of what lies in the shard of `rank`, in elements of the shard."""
+        low = rank * self.shard_numel
+        for index, slot in enumerate(self.slots):
+            start, end = max(slot.offset, low), min(slot.end, low + self.shard_numel)
+            if start < end:
+                yield index, start - low, end - low
+
+
+def plan_buckets(
+    parameters: Sequence[tuple[str, torch.Size, torch.dtype]],
+    bucket_bytes: int | None,
+    world_size: int,
+    units: Sequence[int] = (),
+    align: int = 1,
+    whole: Sequence[bool] = (),
+) -> list[BucketPlan]:
+    """Cut parameters, in the order given, into buckets of at most `bucket_bytes`.
+
+    A bucket also ends where the dtype or the unit changes, and holds at least one parameter, however large. The padding
+    is less than `world_size` elements a bucket, or less than `align` times that.
+
+    Args:
+        parameters: name, shape and dtype of the computation, in order of first use.
+        bucket_bytes: largest size of a bucket without its padding, unless one parameter is larger; None: no limit.
+        world_size: number of ranks that share each bucket.
+        units: for each parameter, which part of the model it belongs to; empty: all to one.
+        align: every shard is a multiple of so many elements.
+        whole: for each parameter, whether it must lie in the shard of one rank; these have buckets of their own. Empty:
+            none.
+    """
+    if (bucket_bytes is not None and bucket_bytes < 1) or world_size < 1:
+        raise ValueError(f"bucket_bytes and world_size must be at least 1, got {bucket_bytes} and {world_size}")
+    sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in parameters]
+    of_parts = zip(parameters, units or [0] * len(parameters), whole or [False] * len(parameters), strict=True)
+    kinds = [(dtype, unit, is_whole) for (_, _, dtype), unit, is_whole in of_parts]
+    plans = []
+    for index, run in enumerate(cut(sizes, kinds, bucket_bytes)):
+        if kinds[run.start][2]:
+            packed, shard = _pack_whole([p[:2] for p in parameters[run.start : run.stop]], world_size, align, index)
+            plans.append(BucketPlan(index, kinds[run.start][0], packed, world_size, align, shard))
+            continue
+        slots: list[Slot] = []
+        for name, shape, _ in parameters[run.start : run.stop]:
+            slots.append(Slot(name, shape, slots[-1].end if slots else 0))
+        plans.append(BucketPlan(index, kinds[run.start][0], tuple(slots), world_size, align))
+    return plans
+
+
+def _pack_whole(
+    parameters: Sequence[tuple[str, torch.Size]], world_size: int, align: int, first_rank: int
+) -> tuple[tuple[Slot, ...], int]:
+    """Places of parameters that are not cut, and the size of a shard: the largest first, where least lies yet.
+
+    Args:
+        first_rank: which rank, modulo their number, has the largest: another one in each bucket.
+    """
+    loads = [0] * world_size
+    placed: list[tuple[int, int, tuple[str, torch.Size]]] = []
+    for name, shape in sorted(parameters, key=lambda parameter: -parameter[1].numel()):
+        rank = min(range(world_size), key=lambda rank: (loads[rank], (rank - first_rank) % world_size))
+        placed.append((rank, loads[rank], (name, shape)))
+        loads[rank] += shape.numel()
+    shard = -(-max(loads) // align) * align
+    slots = (Slot(name, shape, rank * shard + start) for rank, start, (name, shape) in placed)
+    return tuple(sorted(slots, key=lambda slot: (slot.offset, slot.end))), shard
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's part of one parameter: what an optimiser steps.
+
+    Args:
+        name, shape: of the whole parameter.
+        position: of the parameter in its bucket.
+        parameter: a view of the master shard: 1-D, or of the parameter's shape in a bucket that cuts none.
+        grad: the same elements of the reduced gradient; becomes `parameter.grad` once it is complete.
+    """
+
+    name: str
+    shape: torch.Size
+    position: int
+    parameter: nn.Parameter
+    grad: Tensor
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Gradients of one bucket on their way to the other ranks.
+
+    Args:
+        buffer: what will travel, shape [N]; holds the gradients once `fill` has run.
+        fill: copies them there, on the stream of whoever calls it.
+        read: the tensors that `fill` reads: to be kept until it has run.
+    """
+
+    buffer: Tensor
+    fill: Callable[[], None]
+    read: Sequence[Tensor]
+
+
+def _kernel_adopts(master_S: Tensor, own_S: Tensor) -> bool:
+    """Whether `collectives.sharded.adopt_kernel` computes on these.
+
+    Triton's interpreter rounds to bfloat16 otherwise than GPUs and torch do, so there it is left to torch.
+    """
+    dtypes = (torch.float16, torch.bfloat16) if master_S.is_cuda else (torch.float16,) if IS_INTERPRETED else ()
+    return HAS_TRITON and master_S.dtype == torch.float32 and own_S.dtype in dtypes
+
+
+class Bucket:
+    """The buffers of one bucket on this rank.
+
+    `full_N` holds the parameters that the module computes with. `master_S` is this rank's shard in the dtype of the
+    optimiser; where that is the dtype of the computation too, it is this rank's slice of `full_N` itself, so there is
+    nothing to copy before an all-gather; else `own_S` is that slice. `grad_S` is the reduced gradient.
+
+    Args:
+        plan: the layout.
+        flat_N: initial values, in the dtype of the masters; taken over as a buffer where the dtype allows.
+        parameters: one for each slot of the plan; their storage moves into `full_N`.
+        rank: whose shard this is.
+        full_N: memory for the parameters; None: as allocated here.
+        grad_S: memory for the reduced gradient, of zeros in the dtype of the masters; None: as allocated here.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        flat_N: Tensor,
+        parameters: Sequence[nn.Parameter],
+        rank: int,
+        full_N: Tensor | None = None,
+        grad_S: Tensor | None = None,
+    ) -> None:
+        self.plan, self.parameters, self.rank = plan, tuple(parameters), rank
+        self.full_N = flat_N.to(plan.dtype) if full_N is None else full_N.copy_(flat_N)
+        self.shares_storage = plan.dtype == flat_N.dtype
+        own_S = plan.own(self.full_N if self.shares_storage else flat_N, rank)
+        # `.data` has a version counter of its own: it counts what an optimiser does, not what a gather does.
+        self.master_S = own_S.data if self.shares_storage else own_S.clone()
+        self.own_S = None if self.shares_storage else plan.own(self.full_N, rank)
+        self.grad_S = torch.zeros_like(self.master_S) if grad_S is None else grad_S
+        self.local_N: Tensor | None = None
+        """Where gradients of this rank add up that are not reduced yet: of those in `_written`, the rest is nothing."""
+        self._written: set[int] = set()
+        for parameter, view in zip(self.parameters, plan.views(self.full_N), strict=True):
+            parameter.data = own_storage(view)
+            parameter.grad = None
+        self._addresses = tuple(parameter.data_ptr() for parameter in self.parameters)
+        self._num_holders = [num_holders(parameter) for parameter in self.parameters]
+        self._published: int | None = None
+        """Version of the masters that `own_S` holds, where an optimiser has written it."""
+        self._loaded: int | None = None
+        """Version of the masters that were loaded themselves."""
+        self.pieces = [
+            Piece(slot.name, slot.shape, index, nn.Parameter(self.master_S[start:end].view(shape)), grad.view(shape))
+            for slot, shape, index, start, end, grad in (
+                (
+                    plan.slots[index],
+                    (end - start,) if plan.whole_shard is None else plan.slots[index].shape,
+                    index,
+                    start,
+                    end,
+                    self.grad_S[start:end],
+                )
+                for index, start, end in plan.pieces(rank)
+            )
+        ]
+        self.used: set[int] = set()
+        """Positions of the parameters that have had a gradient on this rank since gradients were dropped."""
+        self.cleared: set[int] = set()
+        """Of those whose reduced gradient somebody has forgotten by `.grad = None`."""
+        self._stand_ins: list[ShardedGradient] = []
+        self._shown: set[int] = set()
+        """Positions of the parameters that a stand-in was put on, as their `.grad`."""
+
+    def note_published(self) -> None:
+        """An optimiser has written `own_S` with the masters, behind the backward pass.
+
+        What is written into them after that is published all the same where autograd counts it: not through `.data`.
+        """
+        self._published = self.master_S._version
+
+    def publish(self) -> None:
+        """Put the master shard where an all-gather in place takes it from."""
+        if self.own_S is not None and self._published != self.master_S._version:
+            self.own_S.copy_(self.master_S)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take over into the master shard what was written into the parameters.
+
+        An element counts as written where it is not what its master rounds to: all others keep their precision.
+        """
+        if self.own_S is None:
+            return
+        if _kernel_adopts(self.master_S, self.own_S):
+            # Imported here: Triton takes a second to load, and only a program on GPUs has it.
+            from collectives.sharded.adopt_kernel import adopt_written
+
+            adopt_written(self.master_S, self.own_S)
+            torch.autograd.graph.increment_version(self.master_S)
+        else:
+            is_kept_S = self.own_S == self.master_S.to(self.own_S.dtype)
+            torch.where(is_kept_S, self.master_S, self.own_S, out=self.master_S)
+
+    def note_masters_loaded(self) -> None:
+        """Masters were set with all their digits: a load of the parameters, which rounds, leaves them."""
+        self._loaded = self.master_S._version
+
+    def holds_masters(self) -> bool:
+        """Whether this rank's slice of the parameters is what the masters round to."""
+        return self.own_S is None or torch.equal(self.own_S, self.master_S.to(self.own_S.dtype))
+
+    @torch.no_grad()
+    def take_loaded(self) -> None:
+        """The parameters were loaded: masters are set to them."""
+        if self.own_S is None:
+            return
+        if self._loaded == self.master_S._version:
+            self.adopt()
+            self.note_masters_loaded()
+        else:
+            self.master_S.copy_(self.own_S)
+
+    @property
+    def num_writes(self) -> int:
+        """Grows with every write into a parameter that autograd counts: in place, and not through `.data`."""
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # of parameters that are not current: see `collectives.sharded.guard`
+            return sum(parameter._version for parameter in self.parameters)
+
+    def is_in_place(self) -> bool:
+        """Whether the module still computes with this buffer (`module.to()` would have moved it away)."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple(parameter.data_ptr() for parameter in self.parameters) == self._addresses
+
+    def has_aliases(self) -> bool:
+        """Whether somebody holds a tensor over the memory of a parameter, such as its `.data`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(
+                num_holders(parameter) > usual
+                for parameter, usual in zip(self.parameters, self._num_holders, strict=True)
+                if parameter.numel()
+            )
+
+    def open(self, flat_N: Tensor, holds_all: bool = False) -> None:
+        """Let gradients add up in `flat_N` from now on.
+
+        Args:
+            holds_all: whether it holds a gradient of every parameter already.
+        """
+        self.local_N = flat_N
+        self._written = set(range(len(self.parameters))) if holds_all else set()
+
+    def open_new(self, dtype: torch.dtype) -> None:
+        """The same in memory that is allocated here."""
+        self.open(torch.empty(self.plan.padded_numel, dtype=dtype, device=self.full_N.device))
+
+    @property
+    def is_wide_enough(self) -> bool:
+        """Whether gradients add up in a place where they lose no digits."""
+        return self.local_N is not None and self.local_N.dtype == torch.promote_types(
+            self.local_N.dtype, self.plan.dtype
+        )
+
+    def slot(self, position: int) -> GradientSlot | None:
+        """Where the gradient of a parameter may be written; None: nothing is open, or it would lose digits there."""
+        if self.local_N is None or not self.is_wide_enough:
+            return None
+        place, adds = self.plan.slots[position], position in self._written
+        self._written.add(position)
+        self.used.add(position)
+        return GradientSlot(self.local_N[place.offset : place.end].view(place.shape), adds)
+
+    @torch.no_grad()
+    def fold_gradients(self, dtype: torch.dtype) -> None:
+        """Move the parameters' gradients into `local_N` (added to what is there, else in `dtype`)."""
+        if self.local_N is None:
+            self.open_new(dtype)
+        grads = self._grads()
+        assert self.local_N is not None
+        self._put(self.local_N, grads, self._written)
+        present = {position for position, grad in enumerate(grads) if grad is not None}
+        self._written |= present
+        self.used |= present
+        self.drop_gradients()
+
+    def hand_over(self, dtype: torch.dtype, divisor: int = 1, buffer_N: Tensor | None = None) -> Handover:
+        """Every gradient of this rank over `divisor`, on its way out: nothing is computed here, and none of it kept.
+
+        Args:
+            buffer_N: to travel in, of `dtype`; None: what holds them already, or as allocated here.
+        """
+        if self.local_N is None and buffer_N is not None:
+            self.open(buffer_N)
+        elif self.local_N is None:
+            self.open_new(dtype)
+        local_N, written, grads = self.local_N, self._written, self._grads()
+        assert local_N is not None
+        self.used |= {position for position, grad in enumerate(grads) if grad is not None}
+        self.forget()
+        flat_N = buffer_N
+        if flat_N is None:
+            flat_N = local_N if local_N.dtype == dtype else torch.empty_like(local_N, dtype=dtype)
+
+        @torch.no_grad()
+        def fill() -> None:
+            self._put(local_N, grads, written)
+            self._clear_rest(local_N, grads, written)
+            if divisor > 1:
+                torch.div(local_N, divisor, out=flat_N)
+            elif flat_N is not local_N:
+                flat_N.copy_(local_N)
+
+        apart = [] if local_N is flat_N else [local_N]
+        return Handover(flat_N, fill, [*apart, *(grad for grad in grads if grad is not None)])
+
+    def forget(self) -> None:
+        """All gradients that are not reduced yet."""
+        self.local_N, self._written = None, set()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients on the parameters; what has added up stays."""
+        self._shown.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def clear_gradients(self, positions: Collection[int], set_to_none: bool) -> None:
+        """Forget the gradients of these parameters, on the parameters and of the pieces.
+
+        Raises:
+            RuntimeError: some have added up that are not reduced yet.
+        """
+        held = [position for position in positions if self.local_N is not None and position in self._written]
+        if held:
+            raise RuntimeError(
+                f"gradients of {self.plan.slots[held[0]].name} were left unreduced by no_sync(), which one of several "
+                "optimisers cannot drop: call zero_grad() of the wrapper"
+            )
+        for piece in self.pieces:
+            if piece.position in positions and piece.parameter.grad is not None:
+                if set_to_none:
+                    piece.parameter.grad = None
+                else:
+                    piece.parameter.grad.zero_()
+        if set_to_none:
+            with torch._C.DisableTorchFunctionSubclass():
+                for position in positions:
+                    self.parameters[position].grad = None
+
+    def keep_reduced(self) -> bool:
+        """Whether pieces hold gradients that the next reduction must add to; if so, `grad_S` holds just those."""
+        if all(piece.parameter.grad is None for piece in self.pieces):
+            return False
+        for piece in self.pieces:
+            if piece.parameter.grad is None:
+                piece.grad.zero_()
+            elif piece.parameter.grad is not piece.grad:  # the user put another tensor there
+                piece.grad.copy_(piece.parameter.grad)
+        return True
+
+    def store_reduced(self, reduced_S: Tensor, scale: float, add: bool) -> None:
+        """`grad_S` (+)= `scale * reduced_S`, rounded once; `reduced_S` may be `grad_S` itself where nothing is added.
+
+        Args:
+            reduced_S: sum or mean over the ranks, as it came.
+            add: to what is there.
+        """
+        is_exact = math.frexp(scale)[0] == 0.5  # a power of two
+        if add:
+            self.grad_S.add_(reduced_S.to(self.grad_S.dtype), alpha=scale)
+        elif scale == 1:
+            self.grad_S.copy_(reduced_S)
+        elif is_exact or reduced_S.dtype == self.grad_S.dtype:
+            torch.mul(reduced_S, scale, out=self.grad_S)
+        else:
+            self.grad_S.copy_(reduced_S).mul_(scale)
+
+    def _grads(self) -> list[Tensor | None]:
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [parameter.grad for parameter in self.parameters]
+        return [None if isinstance(grad, ShardedGradient) else grad for grad in grads]
+
+    def has_gradients(self) -> bool:
+        """Whether a parameter has one that is not reduced."""
+        return any(grad is not None for grad in self._grads())
+
+    def show_reduced(self, positions: Iterable[int], source: ReducedPieces) -> None:
+        """Let `.grad` of these parameters stand for the reduced gradients that `source` can reach."""
+        if not self._stand_ins:
+            places = ((self.plan.index, position) for position in range(len(self.parameters)))
+            self._stand_ins = [
+                ShardedGradient(parameter, source, place)
+                for parameter, place in zip(self.parameters, places, strict=True)
+            ]
+        self._shown = set(positions)
+        with torch._C.DisableTorchFunctionSubclass():
+            for position in self._shown:
+                self.parameters[position].grad = self._stand_ins[position]
+
+    def note_cleared(self, hides: bool, positions: Iterable[int] | None = None) -> None:
+        """Find whose `.grad` somebody has set to None since `show_reduced`: into `cleared`.
+
+        Args:
+            hides: take the stand-ins away, for new gradients to come.
+            positions: to look at; None: all.
+
+        Raises:
+            RuntimeError: somebody has put another gradient there.
+        """
+        for position in list(self._shown) if positions is None else self._shown.intersection(positions):
+            parameter = self.parameters[position]
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = parameter.grad
+            if grad is None:
+                self._shown.discard(position)
+                self.cleared.add(position)
+            elif not isinstance(grad, ShardedGradient):
+                raise RuntimeError(
+                    f"a gradient was put on parameter {self.plan.slots[position].name} after the backward pass had "
+                    "reduced it: change this rank's piece, by finish_gradients() and named_shards() of the wrapper"
+                )
+            elif hides:
+                self._shown.discard(position)
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.grad = None
+
+    def forget_cleared(self) -> None:
+        """Before gradients are added to what was reduced: of the cleared ones that is nothing."""
+        for piece in self.pieces:
+            if piece.position in self.cleared:
+                piece.parameter.grad = None
+                piece.grad.zero_()
+        self.used -= self.cleared
+        self.cleared.clear()
+
+    def _put(self, flat_N: Tensor, grads: Sequence[Tensor | None], written: Set[int]) -> None:
+        """Gradients into their places, added where something is."""
+        if all(grad is None for grad in grads):  # the operators wrote them there
+            return
+        places = list(zip(self.plan.views(flat_N), grads, strict=True))
+        kept = [places[position] for position in written]
+        fresh = [place for position, place in enumerate(places) if position not in written]
+        _foreach(torch._foreach_copy_, fresh)
+        _foreach(torch._foreach_add_, kept)
+
+    def _clear_rest(self, flat_N: Tensor, grads: Sequence[Tensor | None], written: Set[int]) -> None:
+        """Zeros where no gradient came, and where no parameter lies."""
+        for start, end in [(self.plan.numel, None)] if self.plan.whole_shard is None else self.plan.gaps():
+            flat_N[start:end].zero_()
+        for position, slot in enumerate(self.plan.slots):
+            if grads[position] is None and position not in written:
+                flat_N[slot.offset : slot.end].zero_()
+
+
+def _foreach(combine: Callable[..., object], places: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """`combine` over those that have a gradient."""
+    present = [(view, grad) for view, grad in places if grad is not None]
+    if present:
+        combine(*zip(*present, strict=True))

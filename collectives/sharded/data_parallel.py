@@ -1,0 +1,851 @@
+"""Sharded data parallel: ZeRO stage 1 or 2 whose communication runs under the computation (MegaScale 3.2).
+
+Wrap a module, take the optimiser from the wrapper, and keep the loop:
+
+    model = ShardedDataParallel(model, units=model.blocks)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=3e-4)
+    ...
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+Each rank computes with whole parameters, and owns a 1/W shard of the float32 masters, the reduced gradients and the
+optimiser's state. Parameters are gathered bucket by bucket ahead of their use; gradients are scattered bucket by bucket
+as they complete. Where nothing needs all gradients before the first update (no clipping by the global norm),
+`step_in_backward=True` steps each bucket as its gradients land, so that gathers move under the backward pass too
+(`collectives.sharded.backward_step`). The results do not depend on that, on `overlap`, `prefetch`, and the speed of a
+rank, bit by bit.
+
+The loop stays as it is: parameters may be read, written, copied and saved wherever plain torch allows it, and whoever
+reads one before its gather has landed waits for that (`collectives.sharded.guard`). torch's own clipping and scalers
+work, and parameters that have no gradient on any rank are left alone. What would train something else is refused.
+
+Sparse embeddings, complex or unmaterialised parameters, several devices, and moving or unfreezing parameters after
+wrapping raise, and so does replacing or adding some. Left out: ZeRO stage 3, optimisers that look at all parameters
+together.
+
+[Note: a step left out] Ranks leave a step out together or not at all. Where one does so alone, the steps of all ranks
+are compared now and then (`collectives.sharded.step_check`), and CheckFailed names ranks and steps; say the step, by
+`start_step(step)` or a watch's or a recorder's `begin_step`, or a rank that left out its forward pass too goes
+unnoticed. A rank that leaves out `optimizer.step()` alone makes the others wait: a `watch` says for whom.
+
+[Note: DistributedDataParallel] The wrapper is a subclass of torch's, so that whoever unwraps one, or takes `module.`
+from its names (torch's distributed checkpoints, Accelerate, loops of one's own), does so here. It has nothing of its
+workings: what only these could do is refused, and `require_backward_grad_sync = False` is `no_sync()`.
+
+[Note: states] `state_dict()` of the wrapper or its module needs other ranks only where shards have changed and nothing
+has launched their gathers (an optimiser of one's own, a `prefetch` of a number). `full_state_dict()` and the `load_` of
+each are collective calls: every rank calls them, whoever keeps the result. `optimizer.state_dict()` is local, and holds
+the state of this rank's shard alone: save it on every rank, a file each, and load it on as many ranks, wrapped with the
+same arguments; it is refused elsewhere. `full_optimizer_state_dict()`, and what torch's `get_optimizer_state_dict` and
+its kin give, is by names and loads in any layout (`collectives.sharded.optimizer_state`).
+
+[Note: writing into parameters] Write the same on every rank. Masters of another dtype follow where a value has changed:
+in a forward pass what autograd counts, in the next step also what was written through `.data`.
+
+[Note: GradScaler] torch's scalers work as they are: reading the gradients finishes them, and an infinity on one rank is
+one on all (`collectives.sharded.scaler`). bfloat16 needs no scaler.
+
+[Note: torch.compile] Give `units`, and compile each of them (`unit.compile()`, or `unit.forward = torch.compile(...)`):
+the wait is then outside the compiled region, and does not break its graph. Modules outside the units wait for
+themselves: a graph around one of these, or of the whole wrapper, breaks there.
+
+[Note: whole matrices] What Muon, SOAP or Shampoo steps must not be cut: `whole=lambda name, shape: ...` picks it. Each
+of these parameters lies in the shard of one rank, who steps it for all, and who has it in its shape. They have buckets
+of their own, padded to the rank that holds most: let a bucket hold several matrices for each rank (`bucket_bytes`), or
+padding travels. Leave out what is large and elementwise (embeddings). Two optimisers then share the wrapper:
+
+    muon = model.optimizer(torch.optim.Muon, only=is_hidden_matrix, lr=0.02)
+    adamw = model.optimizer(torch.optim.AdamW, only=lambda name, shape: not is_hidden_matrix(name, shape), lr=3e-4)
+
+[Note: gradients without copies] An operator may write a parameter's gradient straight to where it travels from, or
+where the optimiser reads it, and keep it wide (`collectives.sharded.slot`); what comes by autograd is copied there.
+
+[Note: CUDA graphs] A step can be captured: warm up, `wait_parameters()`, then capture forward, backward, `step()` (of a
+`capturable` optimiser), `zero_grad()`, and `wait_parameters()` as the last call, which joins every stream. Gathers then
+run at the graph's end, with nothing to hide them. They run under the forward pass where the capture follows
+`note_shards_changed()` and stands in `no_gathers_after_step()`, without `wait_parameters()` at its end; every replay is
+followed by `note_shards_changed()`. Let go of a graph before its process groups: NCCL ends a communicator only when no
+graph holds a call of it, and waits for that without end.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, NoReturn, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from collectives.arguments import as_dtype
+from collectives.sharded.bucket import Bucket, BucketPlan
+from collectives.sharded.departure import Travel
+from collectives.sharded.elementwise import check_elementwise, check_parameterwise, probed_state
+from collectives.sharded.gather import ParameterGather
+from collectives.sharded.gradient import combine_norms
+from collectives.sharded.guard import CompanionHook, Unsharded
+from collectives.sharded.norms import total_norm
+from collectives.sharded.optimizer_state import NamedState, name_state, named_state
+from collectives.sharded.optimizer_steps import OptimizerSteps, Options, parameter_groups
+from collectives.sharded.postponed import Postponed
+from collectives.sharded.prepare import (
+    as_group,
+    build_buckets,
+    check_module,
+    check_same,
+    find_owners,
+    open_lanes,
+    open_parameter_windows,
+    open_travel,
+    plan_module,
+    same_start,
+    send_buffers,
+)
+from collectives.sharded.reduce import GradientReduce, inside_backward
+from collectives.sharded.scaler import ScalerCheck, make_scalers_finish
+from collectives.sharded.state import (
+    attach_shard_check,
+    attach_state_hooks,
+    calling_all,
+    full_state_dict,
+    load_full_state_dict,
+    load_parameters,
+)
+from collectives.sharded.step_check import UNSAID, Place, StepCheck
+from collectives.transport.lane import Lane
+from collectives.transport.windows import ALIGNMENT_BYTES, Windows
+from collectives.watch.recorder import Recorder
+from collectives.watch.watchdog import Watch
+from netlayer.workload.buckets import REDUCTIONS_IN_FLIGHT
+
+logger = logging.getLogger(__name__)
+
+_FORWARDS_WITHOUT_OPTIMIZER = 4
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+DEFAULT_BUCKET_BYTES = 32 * 2**20
+GroupPair = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
+LanePair = tuple[Lane, Lane]
+
+
+class ShardedDataParallel(nn.parallel.DistributedDataParallel):
+    """Data parallel over the ranks of a group, ZeRO stage 1 or 2. Starts from rank 0's parameters and buffers.
+
+    Every rank constructs it, with the same arguments, and calls the same methods in the same order.
+
+    Args:
+        module: on one device; changed in place (its parameters become views of the buckets).
+        group: ranks that hold replicas, a process group or a DeviceMesh of one dimension; None: all. Two new groups
+            are made of it (see `open_groups`).
+        units: parts of the module, such as its blocks, that are waited for, reduced and gathered as one; their own
+            parts are called through them alone. None: every module that holds parameters waits for itself.
+        bucket_bytes: largest bucket, in bytes of the computation's dtype, unless one parameter is larger; None: a
+            bucket a unit, or 32 MiB without units.
+        prefetch: all-gathers launched ahead of the computation that waits for one. None: all of them where a step ends,
+            so that a read or a forward pass on one rank alone needs no other rank.
+        overlap: False: every collective is waited for at once; same numbers, for comparison.
+        reduce_dtype: of gradients on the wire, or its name (`"bfloat16"`); None: float32, or float64 where a parameter
+            is. Gradients accumulate locally in float32 or wider; one rank alone rounds none.
+        param_dtype: of the computation, or its name; None: as the module is. Inputs and buffers are the caller's
+            business.
+        recorder: notes every collective.
+        in_flight: reduce-scatters that may be under way: bounds the memory of gradients on their way.
+        stage: of ZeRO. 1: gradients of passes under `no_sync` add up whole on every rank, and are reduced once a step.
+            2: every pass is reduced into the shards: no rank keeps whole gradients, for a reduce-scatter each pass.
+        order: names of parameters in the order of their use (`execution_order`); None: order of registration.
+        groups: the process groups for gathers and for reductions, made beforehand and used by nothing else. One group
+            twice: one communicator and one order for all, so that neither direction takes bandwidth from the other.
+        timeout: of the groups made here; None: that of `group`.
+        watch: says who is late where a collective does not complete.
+        windows: parameters and gradients lie in NCCL's symmetric windows (`collectives.transport.windows`): more
+        bandwidth where
+            NCCL is held to a few blocks or has to share the memory, and gathers by copy engines where the groups are
+            made here, for `in_flight` + 1 buffers of the largest bucket.
+        peer_reduce: copy engines carry gradients to the peers, and a kernel adds them
+        (`collectives.transport.peer_reduce`): for
+            2 to 8 ranks on one host, who hold twice the largest bucket more for it.
+        lanes: for gathers and for reductions, of `collectives.sharded.prepare.open_lanes`, with their groups, recorder
+        and
+            watch. Several wrappers, chunks of one model, may share them where every rank uses these in one order.
+        mean: gradients are means over the ranks. False: sums, for a loss that the caller has divided by their number,
+            which saves a pass over each shard where NCCL does not divide as it adds (from windows, over three ranks).
+        unused: parameters that get a gradient on no rank: `"skip"`, the optimiser leaves them alone, as in plain torch;
+            `"zero"`: their gradient counts as zeros (they decay, momentum goes on), and ranks need not ask each other.
+        data_writes: into parameters through `.data`, which autograd does not count. `"adopt"`: before each step every
+            rank compares its shard with its master where their dtypes differ, 6 bytes of memory traffic an element on
+            GPUs; `"ignore"`: for a loop that writes none.
+        broadcast_buffers: rank 0's buffers (of batch norms, say) go to all ranks after each step.
+        whole: says by name and shape which parameters one rank each owns whole, for optimisers that need a matrix:
+            see [Note: whole matrices]. None: none.
+
+    Raises:
+        ValueError: something here is not supported, or ranks differ in module or arguments; it names the first
+            difference, its values and their ranks.
+        RuntimeError, TypeError: NCCL or torch has no windows.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        units: Iterable[nn.Module] | None = None,
+        bucket_bytes: int | None = None,
+        prefetch: int | None = None,
+        overlap: bool = True,
+        reduce_dtype: torch.dtype | str | None = None,
+        param_dtype: torch.dtype | str | None = None,
+        recorder: Recorder | None = None,
+        in_flight: int = REDUCTIONS_IN_FLIGHT,
+        stage: Literal[1, 2] = 1,
+        order: Sequence[str] | None = None,
+        groups: GroupPair | None = None,
+        timeout: timedelta | None = None,
+        watch: Watch | None = None,
+        windows: bool = False,
+        peer_reduce: bool = False,
+        lanes: LanePair | None = None,
+        mean: bool = True,
+        unused: Literal["skip", "zero"] = "skip",
+        data_writes: Literal["adopt", "ignore"] = "adopt",
+        broadcast_buffers: bool = True,
+        whole: Callable[[str, torch.Size], bool] | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # nothing of torch's DistributedDataParallel: see the note above
+        if (prefetch is not None and prefetch < 1) or in_flight < 1:
+            raise ValueError(f"prefetch and in_flight must be at least 1, got {prefetch} and {in_flight}")
+        if stage not in (1, 2):
+            raise ValueError(f"stage = {stage}: ZeRO stage 1 or 2 (stage 3 is not built)")
+        if unused not in ("skip", "zero"):
+            raise ValueError(f'unused = {unused!r}: must be "skip" or "zero"')
+        if data_writes not in ("adopt", "ignore"):
+            raise ValueError(f'data_writes = {data_writes!r}: must be "adopt" or "ignore"')
+        param_dtype = None if param_dtype is None else as_dtype(param_dtype, "param_dtype")
+        device, parts = check_module(module), tuple(units or ())
+        group = as_group(group)
+        if reduce_dtype is None:
+            dtypes = (param_dtype or p.dtype for p in module.parameters() if p.requires_grad)
+            reduce_dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        reduce_dtype = as_dtype(reduce_dtype, "reduce_dtype")
+        if bucket_bytes is None and not parts:
+            bucket_bytes = DEFAULT_BUCKET_BYTES
+        self.module = module
+        if lanes is not None and any(given is not None for given in (group, groups, timeout, recorder, watch)):
+            raise ValueError("lanes have their groups, timeout, recorder and watch: give these where lanes are opened")
+        self.gather_lane, self.reduce_lane = lanes or open_lanes(
+            group, groups, device, timeout, recorder, watch, windows
+        )
+        in_windows = windows and self.gather_lane.group is not None
+        by_peers = peer_reduce and self.reduce_lane.group is not None
+        align = ALIGNMENT_BYTES if in_windows or by_peers else 1  # in elements, so for every dtype
+        plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts, align, whole)
+        settings: dict[str, object] = {"bucket_bytes": bucket_bytes, "prefetch": prefetch, "overlap": overlap}
+        settings |= {"reduce_dtype": reduce_dtype, "in_flight": in_flight, "stage": stage, "windows": windows}
+        settings |= {"mean": mean, "peer_reduce": peer_reduce, "unused": unused, "broadcast_buffers": broadcast_buffers}
+        settings |= {"data_writes": data_writes}
+        check_same(self.reduce_lane, module, plans, settings)
+        self.reduce_lane.can_reduce_scatter(reduce_dtype)
+        room = open_parameter_windows(self.gather_lane, plans) if in_windows else None
+        at_once, adds = in_flight + 1, stage == 2
+        travel = open_travel(
+            self.reduce_lane, module, plans, reduce_dtype, at_once, adds=adds, windows=in_windows, peers=by_peers
+        )
+        self._memory: list[Windows | Travel] = [travel, *([] if room is None else [room])]
+        """Kept as long as what lies there."""
+        self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, room, travel.gradients)
+        self._wrapped = tuple(module.parameters())
+        self._asked_for_shards = self._has_optimizer = False
+        self._num_forwards = 0
+        self._frozen = same_start(module, self.reduce_lane, param_dtype)
+        self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap, self.start_step)
+        self._gather.compares_each_step = data_writes == "adopt"
+        self._reduce = GradientReduce(
+            self.buckets,
+            self.reduce_lane,
+            reduce_dtype,
+            in_flight,
+            overlap,
+            stage,
+            self._before_round,
+            travel,
+            mean,
+            unused == "skip",
+            self,
+        )
+        self._broadcasts_buffers = broadcast_buffers and self.gather_lane.world_size > 1
+        self._steps = OptimizerSteps(
+            self.buckets,
+            self._gather,
+            self._reduce,
+            self._finish_for_step,
+            self.start_step,
+        )
+        self._step_check = StepCheck(self.reduce_lane, self._place)
+        self._step: int | None = None
+        self._called: set[nn.Module] = set()
+        self._owners = find_owners(module, self.buckets, parts)
+        self._upfront = list(range(len(self.buckets)))
+        """Buckets to wait for before any forward; all of them until one has shown which modules it calls."""
+        self._seen_forward = False
+        # A compiler that is given the wrapper compiles the module alone.
+        self._before_forward = torch.compiler.disable(self._before_forward)  # type: ignore[method-assign, no-untyped-call]
+        self._after_forward = torch.compiler.disable(self._after_forward)  # type: ignore[method-assign, no-untyped-call]
+        self._attach_hooks()
+        make_current = functools.partial(self._make_current, "state_dict() or load_state_dict()")
+        attach_state_hooks(module, self.buckets, make_current, self._gather.note_changed)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward; publishes the shards if `start_step` has not."""
+        self._before_forward()
+        result = self.module(*args, **kwargs)
+        self._after_forward()
+        return result
+
+    def _before_forward(self) -> None:
+        if inside_backward():
+            return
+        self._check_unchanged()
+        self._gather.adopt(unseen=not self._seen_forward)
+        self._warn_of_no_optimizer()
+        if torch.is_grad_enabled() and self.module.training:
+            self._reduce.note_forward()
+        self.start_step()
+        self._gather.wait_for(self._upfront)
+
+    def _after_forward(self) -> None:
+        self._gather.launch_all()
+        self._learn_order()
+
+    def start_step(self, step: int | None = None) -> None:
+        """Launch the first all-gathers of changed shards: call it before loading data. A second call does nothing.
+
+        Args:
+            step: the training step that begins, by which ranks are compared; None: as a watch or a recorder says.
+        """
+        self._step = self._step if step is None else step
+        if self._reduce.broken:
+            self._reduce.abandon()
+        if self._gather.stale:
+            self._reduce.begin_step()
+            if self._broadcasts_buffers:
+                send_buffers(self.module, self.gather_lane)
+            self._gather.publish()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside are not a step's last one: in stage 1 they communicate nothing.
+
+        Run the step's last one outside, or `finish_gradients` reduces without overlap.
+        """
+        before, self._reduce.is_last = self._reduce.is_last, False
+        try:
+            yield
+        finally:
+            self._reduce.is_last = before
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """Inside `no_sync`: the backward pass inside this is the step's last one after all (a pipeline's order)."""
+        before, self._reduce.is_last = self._reduce.is_last, True
+        try:
+            yield
+        finally:
+            self._reduce.is_last = before
+
+    @contextmanager
+    def weights_postponed(self) -> Iterator[Postponed]:
+        """A backward pass inside leaves the gradients of linears' weights for `Postponed.compute`.
+
+        That is where linears write into slots (`collectives.sharded.slot`); of others nothing is postponed.
+
+        Raises:
+            ValueError: in stage 2, with `step_in_backward`, or inside another one.
+        """
+        with self._reduce.postponing() as postponed:
+            yield postponed
+
+    @contextmanager
+    def no_gathers_after_step(self) -> Iterator[None]:
+        """An optimiser's `step` inside does not start the gathers: a CUDA graph would have to wait for them."""
+        before, self._steps.gathers_after = self._steps.gathers_after, False
+        try:
+            yield
+        finally:
+            self._steps.gathers_after = before
+
+    def note_shards_changed(self) -> None:
+        """Shards were changed where nothing here could see it, on every rank alike: by a replayed CUDA graph.
+
+        The next `start_step` or forward gathers them.
+        """
+        self._gather.note_changed_unseen()
+
+    def finish_gradients(self, *, waits: bool = True) -> None:
+        """Set `.grad` of every shard: the mean (or sum) over ranks of the sum over this step's backward passes.
+
+        Where the backward pass has stepped the shards already, wait for that.
+
+        Args:
+            waits: until they are there. False: what reads them does (`as_gradients_come`), and works on those that
+                are there while the last are under way.
+
+        Raises:
+            RuntimeError: the last backward pass raised.
+        """
+        # Where the optimiser is ours, its step looks at every value.
+        self._gather.adopt(unseen=not self._has_optimizer and self._gather.compares_each_step)
+        self._reduce.finish(waits)
+        if not self._reduce.stepped:
+            self._gather.stale = True
+
+    def _finish_for_step(self, waits: bool) -> None:
+        self._gather.adopt(unseen=self._gather.compares_each_step)
+        self.finish_gradients(waits=waits)
+
+    def as_gradients_come(self) -> Iterator[Sequence[Bucket]]:
+        """All buckets, behind `finish_gradients`: those whose gradients are there, then the others one by one."""
+        return self._reduce.departures.as_they_come(self.buckets)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients so that their norm over all shards and ranks is at most `max_norm`; the norm before.
+
+        Finishes the gradients first. Infinity only measures. The device is not waited for.
+
+        Args:
+            max_norm: above 0.
+            norm_type: above 0; infinity: the largest absolute value.
+            error_if_nonfinite: raise where the norm is not finite, for which the device is waited for.
+
+        Raises:
+            ValueError: the optimiser steps in the backward pass, before the norm of all gradients can be known.
+            RuntimeError: `error_if_nonfinite` does.
+        """
+        self._check_not_stepped("no norm of all gradients")
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be above 0, got {max_norm}")
+        self.finish_gradients()
+        pieces = [piece.parameter for bucket in self.buckets for piece in bucket.pieces]
+        grads = [p.grad for p in pieces if p.grad is not None]
+        norm = torch.zeros((), dtype=self._norm_dtype(), device=self.reduce_lane.device)
+        if grads:
+            own = total_norm(grads) if norm_type == 2 else torch.nn.utils.get_total_norm(grads, norm_type)
+            norm += own
+        norm = combine_norms(norm, norm_type, self.reduce_lane.all_reduce)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the norm of order {norm_type} of all gradients is {norm.item()}, so nothing was clipped"
+            )
+        torch.nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
+        return norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of the gradients to -`clip_value` .. `clip_value`. Finishes the gradients first.
+
+        Raises:
+            ValueError: the optimiser steps in the backward pass.
+        """
+        self._check_not_stepped("no gradients to clip")
+        self.finish_gradients()
+        torch.nn.utils.clip_grad_value_(
+            [piece.parameter for bucket in self.buckets for piece in bucket.pieces], clip_value
+        )
+
+    def reduced_pieces(self, places: Sequence[tuple[int, int]]) -> list[Tensor | None]:
+        """This rank's pieces of reduced gradients by (bucket, position): see `collectives.sharded.gradient`."""
+        self._check_not_stepped("no gradients left")
+        self.finish_gradients()
+        held = {
+            (bucket.plan.index, piece.position): piece.parameter.grad
+            for bucket in self.buckets
+            for piece in bucket.pieces
+        }
+        return [held.get(place) for place in places]
+
+    def reduce_norms(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """All-reduce in place: see `collectives.sharded.gradient`."""
+        self.reduce_lane.all_reduce(values, op)
+
+    def _check_not_stepped(self, lack: str) -> None:
+        if self.step_in_backward:
+            raise ValueError(f"{lack} before step_in_backward updates: build the optimiser without it")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient: of shards, accumulated ones, and those of a backward pass that raised."""
+        self._reduce.drop(set_to_none)
+
+    def named_shards(self) -> Iterator[tuple[str, torch.Size, nn.Parameter]]:
+        """(name, shape of the whole parameter, this rank's 1-D piece of its master) for an optimiser.
+
+        What is empty on this rank is left out. Tied parameters come once, by their first name.
+        """
+        self._asked_for_shards = True
+        for bucket in self.buckets:
+            for piece in bucket.pieces:
+                yield piece.name, piece.shape, piece.parameter
+
+    def travel_buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Memory such as a bucket's gradients travel in, whole and as a shard, for measurements between steps.
+
+        What is written there may overwrite gradients of shards: they have been stepped and dropped.
+        """
+        return self._reduce.departures.buffers_for(bucket)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shape of every trainable parameter, in order of the buckets: the same on all ranks."""
+        return {slot.name: slot.shape for plan in self.plans for slot in plan.slots}
+
+    @property
+    def plans(self) -> list[BucketPlan]:
+        return [bucket.plan for bucket in self.buckets]
+
+    def optimizer(
+        self,
+        kind: Callable[..., OptimizerT],
+        *,
+        only: Callable[[str, torch.Size], bool] | None = None,
+        options: Options = lambda _name, _shape: {},
+        step_in_backward: bool = False,
+        gather_in_backward: float | None = None,
+        waits: bool = True,
+        **settings: Any,
+    ) -> OptimizerT:
+        """An optimiser over the shards whose `step` also finishes gradients before and starts the gathers after.
+
+        Its `state_dict` is that of this rank's shard: see [Note: states].
+
+        With `step_in_backward` a step's last backward pass (the one outside `no_sync`) steps bucket by bucket, with the
+        learning rate that is set then; `step()` stays in the loop, waits for the updates, and drops the gradients, as
+        `zero_grad()` does else. A hook on the step then runs once a bucket, and no step can be skipped, clipped or
+        scaled after its backward pass.
+
+        Args:
+            kind: elementwise, such as torch.optim.AdamW, built as `kind(param_groups, **settings)`.
+            only: says by name and whole shape which parameters this optimiser steps, where several share them; None:
+                all. Each of them then takes its `step()`, and its `zero_grad()` drops the gradients of its own alone.
+            options: settings of single parameters by name and whole shape: `{"weight_decay": 0.0}` for vectors, say.
+            step_in_backward: update each bucket as soon as its gradients are reduced.
+            gather_in_backward: share (0..1) of the all-gathers launched in that pass; None: what balances both passes.
+            waits: for all gradients before a step. False: the optimiser goes by `as_gradients_come`, and hooks before
+                its step read no gradients.
+            settings: of all others.
+
+        Raises:
+            ValueError: `gather_in_backward` has no effect, or is not in 0..1; or `kind` needs what is cut here; or
+                `only` picks nothing, or goes with `step_in_backward`.
+        """
+        if gather_in_backward is not None and not step_in_backward:
+            raise ValueError(f"gather_in_backward = {gather_in_backward}: has no effect without step_in_backward=True")
+        if only is not None and step_in_backward:
+            raise ValueError("step_in_backward = True: goes with one optimiser of all parameters, and not with `only`")
+        shapes = {name: shape for name, shape in self.shapes().items() if only is None or only(name, shape)}
+        if not shapes:
+            raise ValueError(
+                f"only: picks none of {len(self.shapes())} parameters; the first is {next(iter(self.shapes()))}"
+            )
+        held = {name: piece for name, _, piece in self.named_shards() if name in shapes}
+        groups, names = parameter_groups(shapes, held, options)
+        of_groups = [{**settings, **{key: value for key, value in g.items() if key != "params"}} for g in groups]
+        self._check_kind(kind, settings, of_groups, names)
+        optimizer = kind(groups, **settings)
+        header = attach_shard_check(optimizer, self.buckets, self.reduce_lane)
+
+        def probe(index: int) -> Mapping[str, Any] | None:
+            like = torch.empty(2, 3, dtype=self.buckets[0].master_S.dtype, device=self.reduce_lane.device)
+            return probed_state(kind, of_groups[index], like)
+
+        lane, gather = self.reduce_lane, self._gather
+        named = NamedState(
+            optimizer, self.buckets, lane, names, probe, header, self.wait_parameters, gather.note_masters_loaded
+        )
+        name_state(optimizer, named)
+        make_scalers_finish()
+        self._has_optimizer = True
+        zero_grad = self.zero_grad if only is None else functools.partial(self._zero_grad_of, frozenset(shapes))
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        optimizer._step_supports_amp_scaling = ScalerCheck(self._reduce, self._finish_for_step)  # type: ignore[attr-defined]
+        if step_in_backward:
+            self._steps.tie_inside(optimizer, gather_in_backward)
+        else:
+            self._steps.tie_behind(optimizer, waits, shapes)
+        return optimizer
+
+    def _check_kind(
+        self,
+        kind: Callable[..., torch.optim.Optimizer],
+        settings: Mapping[str, Any],
+        of_groups: Sequence[Mapping[str, Any]],
+        names: Sequence[Sequence[str]],
+    ) -> None:
+        wholes = {slot.name for plan in self.plans if plan.whole_shard is not None for slot in plan.slots}
+        if not wholes:
+            check_elementwise(kind, settings)
+            return
+        for own, group in zip(of_groups, names, strict=True):
+            if not wholes.issuperset(group):
+                check_elementwise(kind, own)
+            if not wholes.isdisjoint(group):
+                check_parameterwise(kind, own)
+
+    def _zero_grad_of(self, names: Set[str], set_to_none: bool = True) -> None:
+        """Forget the gradients of these parameters, as `.grad = None` on each does."""
+        for bucket in self.buckets:
+            mine = [position for position, slot in enumerate(bucket.plan.slots) if slot.name in names]
+            bucket.clear_gradients(mine, set_to_none)
+
+    @property
+    def step_in_backward(self) -> bool:
+        """Whether backward passes step the optimiser; may be switched between steps, on every rank alike."""
+        return self._steps.inside
+
+    @step_in_backward.setter
+    def step_in_backward(self, value: bool) -> None:
+        self._steps.inside = value
+
+    @property
+    def overlap(self) -> bool:
+        """Whether collectives run under the computation; may be switched between steps, on every rank alike."""
+        return self._gather.overlap
+
+    @overlap.setter
+    def overlap(self, value: bool) -> None:
+        self._gather.overlap = self._reduce.departures.overlap = value
+
+    @property
+    def prefetch(self) -> int | None:
+        """All-gathers launched ahead of the computation; may be changed between steps, on every rank alike."""
+        return self._gather.prefetch
+
+    @prefetch.setter
+    def prefetch(self, value: int | None) -> None:
+        if value is not None and value < 1:
+            raise ValueError(f"prefetch must be at least 1, got {value}")
+        self._gather.prefetch = value
+
+    def wait_parameters(self) -> None:
+        """Publish changed shards and have every parameter of the module current, to be read from outside a forward.
+
+        Collective where shards have changed: every rank calls it.
+        """
+        self.start_step()
+        self._gather.wait_all()
+
+    def adopt_parameters(self) -> None:
+        """Take over into the masters what was written into parameters through `.data`, the same on every rank.
+
+        Not needed for what was written in place under `torch.no_grad()`, or before the first forward.
+
+        Raises:
+            RuntimeError: something was written without `wait_parameters()` before.
+        """
+        self._gather.adopt(unseen=True)
+
+    def close(self) -> None:
+        """End the training: parameters are current, and windows and the peers' memory given back. Twice is once.
+
+        Every rank calls it. The module keeps its parameters. Without a call they go some time after the wrapper and its
+        module.
+        """
+        self._make_current("close()")
+        for memory in self._memory:
+            memory.close()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, in the dtype of the computation, its names behind `module.`.
+
+        Collective where shards have changed since the last forward: call it on every rank, then save it on one.
+
+        Raises:
+            CollectiveTimeout, PeerLost: other ranks did not call it.
+        """
+        return super().state_dict(*args, **kwargs)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Parameters (of master precision) and buffers by the module's own names and shapes.
+
+        Collective: call it on every rank, then save it on one; errors as `state_dict`.
+        """
+        with calling_all("full_state_dict()"):
+            self._make_current("full_state_dict()")
+            self._gather.adopt(unseen=True)
+            state = full_state_dict(self.module, self.buckets, self.gather_lane)
+            self.gather_lane.wait_on_host()
+        return state
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `full_state_dict` gave, the same on every rank, into parameters and masters alike.
+
+        Collective where shards have changed; errors as `state_dict`.
+        """
+        load_full_state_dict(self.module, self.buckets, state)
+        self._gather.note_changed()
+
+    def load_parameters(self, whole: Callable[[str], Tensor]) -> None:
+        """Set parameters and masters, one after the other, to what `whole` gives by name: the same on every rank.
+
+        Collective where shards have changed.
+        """
+        self.wait_parameters()
+        load_parameters(self.buckets, whole)
+        self._gather.note_changed()
+
+    def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of an optimiser over the shards, by names and in whole shapes: see
+        `collectives.sharded.optimizer_state`.
+
+        Collective: call it on every rank, then save it on one. It loads on any number of ranks.
+        """
+        return named_state(optimizer).full()
+
+    def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Take over what `full_optimizer_state_dict` gave, the same on every rank. Collective.
+
+        Raises:
+            ValueError: on all ranks, where it is of another model.
+        """
+        named_state(optimizer).load(state)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], _recurse: bool = True) -> Self:
+        """Refuse to move or cast; what leaves all as it is, such as `.to()` the same device, is no such thing."""
+        for tensor in (*self._wrapped, *self._frozen, *self.module.buffers()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            values = tensor.detach()
+            is_same = fn(probe) is probe and not probe.is_shared()  # type: ignore[no-untyped-call]
+            if not is_same or fn(values) is not values:
+                raise RuntimeError(
+                    "parameters are views of communication buffers: move or cast the module before wrapping it"
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unsharded:
+        """The module alone, which drives no collective, behind the same names: what a mean of models needs."""
+        return Unsharded(copy.deepcopy(self.module, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Unsharded, (self.module,)
+
+    def join_hook(self, **_: Any) -> NoReturn:
+        """torch's `Join` for ranks with fewer batches: refused, because all of them reduce every step."""
+        raise RuntimeError(
+            "Join: ranks with uneven numbers of batches are not supported; give every rank as many (drop_last=True), "
+            "or let a rank that has run out call finish_gradients() and optimizer.step() without a backward pass"
+        )
+
+    join = join_hook  # type: ignore[assignment]
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward pass is a step's last one, as far as one knows; False: as inside `no_sync`."""
+        return self._reduce.is_last
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._reduce.is_last = value
+
+    def _refuse_comm_hook(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(
+            "communication hooks of DistributedDataParallel are not called here: give reduce_dtype for gradients in "
+            "another dtype on the wire"
+        )
+
+    register_comm_hook = _register_builtin_comm_hook = _register_fused_optim = _refuse_comm_hook
+
+    # What others read of a DistributedDataParallel.
+    static_graph = find_unused_parameters = False
+    device_ids = output_device = None
+
+    def _set_static_graph(self) -> None:
+        """Nothing to set: no graph is assumed, static or not."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}
+
+    def _make_current(self, caller: str) -> None:
+        """For a state that the host will read: it waits, so that whoever is alone hears of it here."""
+        with calling_all(caller):
+            self.wait_parameters()
+            self.gather_lane.wait_on_host()
+
+    def _before_round(self) -> None:
+        self._gather.launch_all()
+        self._step_check.begin_round()
+
+    def _place(self) -> Place:
+        return Place(
+            said=self._said_step(),
+            counted=self._reduce.num_finished + 1 + self._reduce.num_left_out,
+            prefetch=self.prefetch or 0,
+            overlap=self.overlap,
+            step_in_backward=self.step_in_backward,
+            gather_in_backward=round(self._steps.gather_share * 1e6) if self.step_in_backward else 0,
+        )
+
+    def _said_step(self) -> int:
+        track, recorder = self.reduce_lane.track, self.reduce_lane.recorder
+        of_watch = None if track is None else track.watch.step
+        of_recorder = None if recorder is None else recorder.step
+        return next((step for step in (self._step, of_watch, of_recorder) if step is not None), UNSAID)
+
+    def _attach_hooks(self) -> None:
+        for module, indices in self._owners.items():
+            # First of all hooks: another one may read the parameters (weight norm).
+            hook: Any = CompanionHook(functools.partial(self._before_module, indices))
+            module.register_forward_pre_hook(hook, prepend=True)
+        for bucket in self.buckets:
+            for position, parameter in enumerate(bucket.parameters):
+                self._reduce.watch(parameter, bucket.plan.index, position)
+
+    def _before_module(self, indices: Sequence[int], module: nn.Module, _args: object) -> None:
+        if not self._seen_forward:
+            self._called.add(module)
+        if self._gather.settled:
+            return
+        if inside_backward():  # recomputation
+            self._gather.wait_for(indices)
+            return
+        if self._gather.stale:  # called past our own forward, as `sharded.module.encode(x)` is
+            self.start_step()
+        self._gather.wait_for(self._upfront)
+        self._gather.wait_for(indices)
+
+    def _learn_order(self) -> None:
+        """After the first forward: a bucket needs no early wait if every owner of its parameters was called."""
+        if self._seen_forward:
+            return
+        self._seen_forward = True
+        uncalled = [indices for module, indices in self._owners.items() if module not in self._called]
+        self._upfront = sorted({index for indices in uncalled for index in indices})
+        self._called.clear()
+
+    def _check_unchanged(self) -> None:
+        self._gather.check_unchanged()
+        if not all(bucket.is_in_place() for bucket in self.buckets):
+            raise RuntimeError(
+                "the module was moved or cast, or a parameter's data replaced, after wrapping: do that before"
+            )
+        now = tuple(self.module.parameters())
+        if len(now) != len(self._wrapped) or any(map(operator.is_not, now, self._wrapped)):
+            raise RuntimeError(
+                "parameters of the module were replaced, added or removed after wrapping: do that before"
+            )
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise RuntimeError(
+                "a parameter that was frozen when the module was wrapped requires a gradient now: wrap it unfrozen, "
+                "and set its .grad to None before each step that shall leave it alone"
+            )
+
+    def _warn_of_no_optimizer(self) -> None:
+        self._num_forwards += torch.is_grad_enabled()
+        if self._num_forwards == _FORWARDS_WITHOUT_OPTIMIZER and not self._asked_for_shards:
+            logger.warning(
+                "nobody has asked for the shards in %d forwards: take the optimiser from model.optimizer(kind, ...); "
+                "one that is built on model.parameters() finds no gradients and trains nothing",
+                self._num_forwards - 1,
+            )
+
+    def _norm_dtype(self) -> torch.dtype:
+        return functools.reduce(torch.promote_types, (b.grad_S.dtype for b in self.buckets), torch.float32)

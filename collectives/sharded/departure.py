@@ -1,0 +1,189 @@
+"""How the gradients of a bucket leave a rank, and where their sums land: one reduce-scatter behind another.
+
+Which bucket leaves when is `collectives.sharded.reduce`'s; the buffers are `collectives.sharded.bucket`'s. Left out:
+gathers.
+
+[Note: float16] It ends at 65,504, which a sum over ranks soon passes where their mean does not. So gradients are
+divided before the sum, by a power of two no less than the number of ranks (it rounds nothing but what is subnormal),
+and the rest of the mean's factor comes after it. Other dtypes have room, and are divided once, after the sum.
+
+[Note: means] Where NCCL divides by a power of two as it adds, that loses nothing and saves a pass over each shard; from
+windows it would take its slower kernels for that. `PeerReduce` divides as it adds. So elsewhere sums come, and are
+scaled as they are stored. Whoever divides the loss by the number of ranks wants no more than the sum (`mean=False`):
+nothing is scaled then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from collectives.sharded.bucket import Bucket, Handover
+from collectives.transport.lane import Flight, Lane
+from collectives.transport.peer_reduce import PeerReduce
+from collectives.transport.windows import Windows
+
+
+@dataclass(frozen=True)
+class Travel:
+    """How gradients travel, and where their sums stay.
+
+    Args:
+        buffers: for the largest bucket whole and for its shard (where that does not stay in `grad_S`), one more than
+            are in flight, which take turns; empty: gradients travel in memory that is allocated for them.
+        gradients: where reduced ones stay, by the index of a bucket; of others in memory that is allocated for them.
+        by: reduces in place of the lane's backend, into float32.
+        windows: in which all that lies; kept as long.
+    """
+
+    buffers: Sequence[tuple[Tensor, Tensor]] = ()
+    gradients: Mapping[int, Tensor] = field(default_factory=dict)
+    by: PeerReduce | None = None
+    windows: Windows | None = None
+
+    def close(self) -> None:
+        """Give all of it back, once the device has come here. Every rank does so at the same point; twice is once."""
+        for memory in (self.by, self.windows):
+            if memory is not None:
+                memory.close()
+
+
+class Departures:
+    """Reduce-scatters of buckets, under way or landed, in the order of their launch.
+
+    Args:
+        lane: which nothing else uses but calls from the same place in every rank's program.
+        dtype: of the sums on the wire.
+        in_flight: reduce-scatters that may be under way; their buffers are all the memory that reduction takes.
+        overlap: False: each is waited for at once.
+        travel: the memory that gradients travel in, and what reduces them.
+        mean: over ranks; False: sums.
+    """
+
+    def __init__(
+        self, lane: Lane, dtype: torch.dtype, in_flight: int, overlap: bool, travel: Travel, mean: bool = True
+    ) -> None:
+        self.lane, self.dtype, self.in_flight, self.overlap = lane, dtype, in_flight, overlap
+        self._buffers = deque(travel.buffers)
+        self._claimed: tuple[Tensor, Tensor] | None = None
+        """Of the buffers, the pair that the next bucket to be launched fills already."""
+        self._by, self._sum_dtype = travel.by, dtype if travel.by is None else torch.float32
+        """The second: in which sums come."""
+        divides = travel.by is not None or (lane.divides_on_the_way and not travel.buffers)
+        self._gets_means = mean and divides  # [Note: means]
+        has_to_divide = mean and not self._gets_means
+        is_short = has_to_divide and dtype == torch.float16  # [Note: float16]
+        self.divisor = 1 << (lane.world_size - 1).bit_length() if is_short else 1
+        """Of gradients, before their sum."""
+        self.scale = self.divisor / lane.world_size if has_to_divide else 1.0
+        """Of sums."""
+        self.stream = lane.behind
+        """What makes the mean of a sum, and a step, runs there."""
+        self._flights: deque[tuple[Bucket, Flight]] = deque()
+
+    def stays(self, bucket: Bucket) -> bool:
+        """Whether gradients travel nowhere, and lose nothing where the optimiser reads them."""
+        wide = bucket.grad_S.dtype
+        return self.lane.world_size == 1 and torch.promote_types(wide, self.dtype) == wide
+
+    def claim(self, bucket: Bucket) -> None:
+        """Let the gradients of the bucket that is launched next add up where they will travel."""
+        if self._buffers:
+            self._claimed = self.buffers_for(bucket)
+            bucket.open(self._claimed[0])
+        else:
+            bucket.open_new(self.dtype)
+
+    def launch(self, bucket: Bucket, adds: bool) -> Flight:
+        """Send the gradients of a bucket; they are gone from it. `land_before` comes next.
+
+        Args:
+            bucket: of one that `stays` the shard is open for its gradients.
+            adds: to the reduced gradients that the shard holds, where they travel.
+        """
+        flight = self._stay(bucket) if self.stays(bucket) else self._leave(bucket, adds)
+        self._flights.append((bucket, flight))
+        return flight
+
+    def land_before(self) -> None:
+        """Land the last but one: behind the sends of the last, by when the peers have come so far.
+
+        What lands may raise, and what was sent is still to be added: so it is no part of `launch`.
+        """
+        if len(self._flights) > 1:
+            self._flights[-2][1].land()
+
+    def land(self) -> None:
+        """The last one too: nothing comes behind it."""
+        if self._flights:
+            self._flights[-1][1].land()
+
+    def wait_for_room(self) -> None:
+        """Until no more are under way than may be."""
+        while len(self._flights) > (self.in_flight if self.overlap else 0):
+            self._wait_first()
+
+    def wait_all(self) -> None:
+        """Have all gradients there, once the current stream comes here."""
+        while self._flights:
+            self._wait_first()
+        self.lane.free_filled()
+
+    def as_they_come(self, buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
+        """All of these: first those whose gradients are there, then each of the others when it was waited for."""
+        under_way = [bucket for bucket, _ in self._flights]
+        yield [bucket for bucket in buckets if bucket not in under_way]
+        while self._flights:
+            bucket = self._wait_first()
+            if all(bucket is not later for later, _ in self._flights):
+                yield [bucket]
+        self.lane.free_filled()
+
+    def buffers_for(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Memory for the gradients of a bucket on their way, and for their sum: that nothing under way uses."""
+        plan = bucket.plan
+        if self._buffers:
+            self._buffers.rotate(1)
+            whole_N, shard_S = self._buffers[0]
+            has_room = len(shard_S) >= plan.shard_numel
+            return whole_N[: plan.padded_numel], shard_S[: plan.shard_numel] if has_room else bucket.grad_S
+        whole_N = bucket.full_N.new_empty(plan.padded_numel, dtype=self.dtype)
+        return whole_N, whole_N.new_empty(plan.shard_numel)
+
+    def _stay(self, bucket: Bucket) -> Flight:
+        """One rank alone: the gradients are where the optimiser reads them, or are put there."""
+        assert bucket.local_N is bucket.grad_S, "open where gradients stay"
+        bucket.hand_over(bucket.grad_S.dtype).fill()
+        return Flight(self.lane, None, None, None, None, ())
+
+    def _leave(self, bucket: Bucket, adds: bool) -> Flight:
+        leaving, output_S = self._prepare(bucket, adds)
+        flight = self.lane.reduce_scatter(
+            output_S, leaving.buffer, leaving.fill, leaving.read, self._gets_means, self._by
+        )
+        if self.scale != 1 or output_S is not bucket.grad_S:
+            flight.follow(functools.partial(bucket.store_reduced, output_S, self.scale, adds), self.stream)
+        return flight
+
+    def _prepare(self, bucket: Bucket, adds: bool) -> tuple[Handover, Tensor]:
+        """The gradients to send, and where their sum goes."""
+        whole_N = shard_S = None
+        if self._buffers:
+            whole_N, shard_S = self._claimed or self.buffers_for(bucket)
+            self._claimed = None
+        leaving = bucket.hand_over(self.dtype, self.divisor, whole_N)
+        if not adds and self._sum_dtype == bucket.grad_S.dtype:
+            return leaving, bucket.grad_S  # nothing to add to, and no cast: the sum lands where the optimiser reads it
+        if shard_S is None or shard_S is bucket.grad_S:
+            shard_S = leaving.buffer.new_empty(bucket.plan.shard_numel, dtype=self._sum_dtype)
+        return leaving, shard_S
+
+    def _wait_first(self) -> Bucket:
+        bucket, flight = self._flights.popleft()
+        flight.wait()
+        return bucket

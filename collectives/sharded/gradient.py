@@ -1,0 +1,140 @@
+"""What stands on a module's parameters as `.grad` when a backward pass has reduced and sharded their gradients.
+
+The gradient itself lies in pieces on all ranks, and not on the parameter. A `ShardedGradient` has its shape and no
+memory. torch's clipping works on it: norms are taken over all ranks, so every rank asks for them, and what is
+multiplied or clamped in place is the rank's own piece. Whatever else reads or writes it raises, where an absent
+gradient would pass for one that is zero. Setting `.grad = None` forgets the reduced gradient, as it does of any
+parameter.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from collectives.sharded.norms import each_norm
+
+
+class ReducedPieces(Protocol):
+    """Where the gradients are."""
+
+    def reduced_pieces(self, places: Sequence[tuple[int, int]]) -> list[Tensor | None]:
+        """This rank's pieces of the gradients at (bucket, position); None of one that it has no part of.
+
+        Finishes the gradients of the step: collective, where the backward pass has left anything to reduce.
+        """
+
+    def reduce_norms(self, values: Tensor, op: torch.distributed.ReduceOp.RedOpType) -> None:
+        """All-reduce in place."""
+
+
+class ShardedGradient(Tensor):
+    """The gradient of a parameter, at (bucket, position), of which this rank holds a piece or nothing."""
+
+    _source: weakref.ref[ReducedPieces]
+    place: tuple[int, int]
+
+    @staticmethod
+    def __new__(cls, parameter: nn.Parameter, source: ReducedPieces, place: tuple[int, int]) -> Self:
+        made: Self = Tensor._make_wrapper_subclass(
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        made._source, made.place = weakref.ref(source), place
+        return made
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    @property
+    def source(self) -> ReducedPieces:
+        """Held weakly: the garbage collector does not see what a parameter's gradient holds."""
+        source = self._source()
+        if source is None:
+            raise RuntimeError("these gradients are gone with the wrapper that reduced them")
+        return source
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, _types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, first = func._schema.name.removeprefix("aten::"), args[0]
+        if name == "detach":
+            return first
+        grads = [first] if isinstance(first, ShardedGradient) else first
+        if not isinstance(grads, list | tuple) or not all(isinstance(grad, ShardedGradient) for grad in grads):
+            raise RuntimeError(_REFUSAL.format(name))
+        if name in _NORMS:
+            order = args[1] if len(args) > 1 else (kwargs or {}).get("ord", 2)
+            if len(args) <= 2 or args[2] is None:
+                norms = _norms(grads, 2.0 if order is None else float(order))
+                return norms if grads is first else norms[0]
+        if name in _IN_PLACE and not any(isinstance(other, ShardedGradient) for other in args[1:]):
+            _apply_in_place(func, grads, grads is not first, args[1:], kwargs or {})
+            return first
+        raise RuntimeError(_REFUSAL.format(name))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"ShardedGradient(shape={list(self.shape)}, dtype={self.dtype})"
+
+
+_REFUSAL = (
+    "{} of a parameter's gradient: the gradients are reduced and lie in shards on all ranks; clip them by"
+    " clip_grad_norm_() or clip_grad_value_() of the wrapper, step them by the optimiser of model.optimizer(kind, ...),"
+    " and read this rank's by finish_gradients() and named_shards()"
+)
+_NORMS = frozenset({"_foreach_norm", "linalg_vector_norm", "norm"})
+_IN_PLACE = frozenset(
+    {"mul_", "div_", "zero_", "clamp_", "clamp_min_", "clamp_max_", "nan_to_num_"}
+    | {"_foreach_mul_", "_foreach_div_", "_foreach_zero_", "_foreach_clamp_min_", "_foreach_clamp_max_"}
+)
+"""What does to a piece what it does to the whole."""
+
+
+def _norms(grads: Sequence[ShardedGradient], order: float) -> list[Tensor]:
+    source = grads[0].source
+    pieces = source.reduced_pieces([grad.place for grad in grads])
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
+    values = torch.zeros(len(grads), dtype=dtype, device=grads[0].device)
+    held = [(index, piece) for index, piece in enumerate(pieces) if piece is not None]
+    if held:
+        indices, tensors = zip(*held, strict=True)
+        norms = each_norm(tensors) if order == 2 else torch._foreach_norm(list(tensors), order)
+        values[list(indices)] = torch.stack([norm.to(dtype) for norm in norms])
+    values = combine_norms(values, order, source.reduce_norms)
+    return [value.to(grad.dtype) for value, grad in zip(values.unbind(), grads, strict=True)]
+
+
+def combine_norms(
+    values: Tensor, order: float, reduce: Callable[[Tensor, torch.distributed.ReduceOp.RedOpType], None]
+) -> Tensor:
+    """Norms over all ranks of this rank's: the same shape."""
+    if math.isinf(order) and order > 0:
+        reduce(values, torch.distributed.ReduceOp.MAX)
+        return values
+    if not order > 0 or math.isinf(order):
+        raise ValueError(f"norm_type = {order}: must be above 0, or infinity")
+    powers = values.pow(order)
+    reduce(powers, torch.distributed.ReduceOp.SUM)
+    return powers.pow(1 / order)
+
+
+def _apply_in_place(
+    func: Any, grads: Sequence[ShardedGradient], is_one: bool, others: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    pieces = grads[0].source.reduced_pieces([grad.place for grad in grads])
+    if is_one:
+        if pieces[0] is not None:
+            func(pieces[0], *others, **kwargs)
+        return
+    chosen = [index for index, piece in enumerate(pieces) if piece is not None]
+    if chosen:
+        # A list beside the gradients has an entry for each of them.
+        beside = [[other[i] for i in chosen] if isinstance(other, list | tuple) else other for other in others]
+        func([pieces[index] for index in chosen], *beside, **kwargs)

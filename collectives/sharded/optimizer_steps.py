@@ -1,0 +1,159 @@
+"""What an optimiser over the shards does beside its own step: gradients are finished before, gathers started after.
+
+Behind the backward pass by hooks on the step; or inside it, bucket by bucket (`collectives.sharded.backward_step`),
+where the optimiser's `step()` is left to wait, and to say that the step is over. Left out: building the optimiser
+(`ShardedDataParallel.optimizer`).
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from collectives.sharded.backward_step import BackwardStep, balanced_share
+from collectives.sharded.bucket import Bucket
+from collectives.sharded.gather import ParameterGather
+from collectives.sharded.reduce import GradientReduce
+
+Options = Callable[[str, torch.Size], Mapping[str, Any]]
+"""Settings of a single parameter, by its name and whole shape."""
+
+
+class OptimizerSteps:
+    """Ties the steps of one optimiser to a wrapper's reductions and gathers.
+
+    Args:
+        buckets, gather, reduce: of the wrapper.
+        finish: its gradients; told whether to wait for all of them.
+        start_step: publishes changed shards.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        gather: ParameterGather,
+        reduce: GradientReduce,
+        finish: Callable[[bool], None],
+        start_step: Callable[[], None],
+    ) -> None:
+        self._buckets, self._gather, self._reduce = buckets, gather, reduce
+        self._finish, self._start_step = finish, start_step
+        self._follower: BackwardStep | None = None
+        self._tied: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[str]] = weakref.WeakKeyDictionary()
+        """Optimisers that step behind the backward pass, and the names of what each of them steps."""
+        self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Of these since gathers were started here."""
+        self.gathers_after = True
+        """Whether a step behind the backward pass starts the gathers."""
+        self.gather_share = 0.0
+        """Of their bytes that moves under the backward pass, where that takes the steps."""
+
+    def tie_behind(self, optimizer: torch.optim.Optimizer, waits: bool, names: Iterable[str]) -> None:
+        """Step behind the backward pass.
+
+        Args:
+            optimizer: takes the place of an earlier one that steps any of the same parameters.
+            waits: for all gradients.
+            names: of the parameters that it steps.
+        """
+        self._reduce.follower = self._follower = None
+        stepped = frozenset(names)
+        for earlier in [each for each, others in self._tied.items() if others & stepped]:
+            del self._tied[earlier]
+        self._tied[optimizer] = stepped
+        optimizer.register_step_pre_hook(functools.partial(self._before, waits=waits))
+        optimizer.register_step_post_hook(self._after)
+
+    def tie_inside(self, optimizer: torch.optim.Optimizer, share: float | None) -> None:
+        """Step inside it.
+
+        Args:
+            share: of the gathers that moves there, 0..1; None: what balances both passes.
+        """
+        self._reduce.follower = self._follower = None
+        departures = self._reduce.departures
+        self.gather_share = balanced_share(self._buckets[0].plan.dtype, departures.dtype) if share is None else share
+        take_step = functools.partial(type(optimizer).step, optimizer)
+        # The host does not wait for a device: one reduction in between covers an update. The CPU waits for a reduction.
+        stream = departures.stream
+        lag = departures.in_flight if stream is None else 1
+        self._follower = BackwardStep(self._buckets, self._gather, take_step, self.gather_share, lag, stream)
+        self._reduce.follower = self._follower
+
+        def step(_optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            called = self._before(_optimizer, (_optimizer, closure), {})
+            if not self._reduce.stepped:
+                take_step()
+            self._reduce.begin_step()
+            self._start_step()
+            return None if called is None else called[0][1]()
+
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+    @property
+    def inside(self) -> bool:
+        """Whether backward passes take the steps."""
+        return self._reduce.follower is not None
+
+    @inside.setter
+    def inside(self, value: bool) -> None:
+        if value and self._follower is None:
+            raise ValueError("step_in_backward = True: take the optimiser with optimizer(..., step_in_backward=True)")
+        self._reduce.follower = self._follower if value else None
+
+    def _before(
+        self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any], waits: bool = True
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Finish the gradients: those of a closure, where one is given, which is called here and not by the step."""
+        closure = next((argument for argument in (*args[1:], *kwargs.values()) if argument is not None), None)
+        if closure is None:
+            self._finish(waits)
+            return None
+        if not callable(closure):
+            raise ValueError(f"step() takes a closure or nothing, got a {type(closure).__name__}")
+        with torch.enable_grad():
+            loss = closure()
+        self._finish(waits)
+        return (optimizer, lambda: loss), {}
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._reduce.departures.wait_all()
+        self._have_stepped.add(optimizer)
+        # Of several optimisers the last one starts the gathers; where it takes no step, the next forward pass does.
+        if all(each in self._have_stepped for each in self._tied):
+            self._have_stepped.clear()
+            if self.gathers_after:
+                self._start_step()
+
+
+def parameter_groups(
+    shapes: Mapping[str, torch.Size], held: Mapping[str, nn.Parameter], options: Options
+) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """Groups of the pieces that have the same options, and the names of all parameters of each.
+
+    They are the same ones on every rank, where some hold no pieces.
+
+    Args:
+        shapes: of all parameters, whole.
+        held: this rank's pieces of those that it has any of.
+        options: as said.
+    """
+    chosen: list[dict[str, Any]] = []
+    names: list[list[str]] = []
+    for name, shape in shapes.items():
+        own = dict(options(name, shape))
+        if own not in chosen:
+            chosen.append(own)
+            names.append([])
+        names[chosen.index(own)].append(name)
+    groups = [
+        {"params": [held[name] for name in group if name in held], **own}
+        for own, group in zip(chosen, names, strict=True)
+    ]
+    return groups, names

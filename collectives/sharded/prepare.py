@@ -1,0 +1,411 @@
+"""Before the first step: what is supported, communicators, which order, and the same start on every rank.
+
+Left out: modules on several devices, and parameters that do not exist yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import types
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from collectives.alike import first_difference
+from collectives.sharded.bucket import Bucket, BucketPlan, plan_buckets
+from collectives.sharded.departure import Travel
+from collectives.transport.lane import Lane
+from collectives.transport.nccl_options import nccl_options
+from collectives.transport.peer_reduce import DTYPES, PeerReduce
+from collectives.transport.symmetric import why_unusable
+from collectives.transport.windows import Windows
+from collectives.watch.recorder import Recorder
+from collectives.watch.watchdog import Watch, timeout_of
+from netlayer.errors import ConfigError
+
+
+def check_module(module: nn.Module) -> torch.device:
+    """The device of a module that can be sharded; ValueError says why another cannot."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
+            raise ValueError(f"{name} has no values yet; initialise the module before wrapping it")
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor: parameters that another scheme has cut cannot be sharded here; take the tensor-"
+                "parallel linears of this package, or torch's fully_shard"
+            )
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise ValueError(f"{name} is {parameter.dtype}: only floating-point parameters can be sharded")
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise ValueError(f"{name} has sparse gradients, which cannot be scattered; build it with sparse=False")
+    devices = {parameter.device for parameter in module.parameters()}
+    if len(devices) != 1:
+        raise ValueError(f"the module needs parameters on one device, found {sorted(map(str, devices)) or 'none'}")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError("no parameter of the module requires a gradient")
+    return devices.pop()
+
+
+def as_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The process group of a mesh of one dimension; a group as it is."""
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(
+            f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names or ''}: give the one of the "
+            'replicas, such as mesh["dp"]'
+        )
+    return group.get_group()
+
+
+def open_groups(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    names: Sequence[str],
+    timeout: timedelta | None = None,
+    windows: bool = False,
+) -> list[dist.ProcessGroup | None]:
+    """New process groups of the ranks of `group` (None: all), one a name; None each where there is one rank.
+
+    Every rank of `group` calls this. Where `group` is not the whole world, only its own ranks take part, and torch
+    names such a group by its ranks and by the number of groups that each of them is in already: that number must be
+    the same on all of them. Otherwise make the groups beforehand and pass them in. Where `init_process_group` was given
+    a `device_id`, NCCL splits the world's communicator for each, and all ranks of the world take part at one place: the
+    other ranks open groups of theirs there, or all of them wait.
+
+    Args:
+        group, device, names: as said.
+        timeout: of the new groups; None: that of `group`.
+        windows: what they carry lies in windows: gathers then go by copy engines, where NCCL can (on one host).
+
+    Raises:
+        ValueError: this rank is not in `group`, or the group has no backend for the device.
+        ConfigError: WORLD_SIZE names other ranks, and there is no process group yet.
+    """
+    if group is None and not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                "WORLD_SIZE",
+                os.environ["WORLD_SIZE"],
+                "says that there are other ranks, and each would train alone",
+                "call torch.distributed.init_process_group before wrapping",
+            )
+        return [None] * len(names)
+    if not isinstance(group, dist.ProcessGroup | None):  # torch gives outsiders a number
+        raise ValueError("this rank is not a member of the group")
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if len(ranks) == 1:
+        return [None] * len(names)
+    local = len(ranks) < dist.get_world_size()
+    backend = _backend_of(group, device)
+    timeout = timeout or timeout_of(group, device)
+    return [
+        dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=nccl_options(timeout, zero_ctas=True) if windows and backend == "nccl" else None,
+            use_local_synchronization=local,
+            group_desc=name,
+        )
+        for name in names
+    ]
+
+
+def open_lanes(
+    group: dist.ProcessGroup | None,
+    groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None,
+    device: torch.device,
+    timeout: timedelta | None,
+    recorder: Recorder | None = None,
+    watch: Watch | None = None,
+    windows: bool = False,
+) -> tuple[Lane, Lane]:
+    """The lanes of gathers and of reductions; one and the same where `groups` holds one group twice."""
+    gather_group, reduce_group = groups or open_groups(group, device, ("gather", "reduce"), timeout, windows)
+    if gather_group is not None and gather_group is reduce_group:
+        lane = Lane("data", gather_group, device, recorder, watch)
+        return lane, lane
+    return (
+        Lane("gather", gather_group, device, recorder, watch),
+        Lane("reduce", reduce_group, device, recorder, watch),
+    )
+
+
+def plan_module(
+    module: nn.Module,
+    bucket_bytes: int | None,
+    world_size: int,
+    param_dtype: torch.dtype | None,
+    order: Sequence[str] | None,
+    units: Sequence[nn.Module] = (),
+    align: int = 1,
+    whole: Callable[[str, torch.Size], bool] | None = None,
+) -> list[BucketPlan]:
+    """Buckets of the trainable parameters, in `order` or else in order of registration; none spans two units.
+
+    Args:
+        align: shards are multiples of so many elements; the others as of `ShardedDataParallel`.
+
+    Raises:
+        ValueError: `order` names other parameters, or a unit is not a part of the module, or lies in another one.
+    """
+    unit_of = _units_of_parameters(module, units)
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    names = list(parameters) if order is None else order
+    if sorted(names) != sorted(parameters):
+        odd = sorted(set(names) ^ set(parameters)) or "a name comes twice"
+        raise ValueError(f"order must name every trainable parameter once: {odd}")
+    layout = [(name, parameters[name].shape, param_dtype or parameters[name].dtype) for name in names]
+    units_of = [unit_of.get(id(parameters[name]), -1) for name in names]
+    is_whole = [] if whole is None else [bool(whole(name, shape)) for name, shape, _ in layout]
+    return plan_buckets(layout, bucket_bytes, world_size, units_of, align, is_whole)
+
+
+def check_same(lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], settings: Mapping[str, object]) -> None:
+    """Ranks that differ would hang or mix up parameters later: the same ValueError on all of them now.
+
+    Args:
+        settings: what else must be the same, by its name; it shows in the message.
+    """
+    described = {name: str(value) for name, value in settings.items()}
+    for plan in plans:
+        for slot in plan.slots:
+            cut = "" if plan.whole_shard is None else ", whole"
+            described[f"parameter {slot.name}"] = f"{list(slot.shape)} {plan.dtype} in bucket {plan.index}{cut}"
+    for name, tensor in _replicated(module):
+        described[f"frozen parameter or buffer {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
+    # The order of the parameters counts, which a difference by name would not show.
+    described["order"] = ", ".join(slot.name for plan in plans for slot in plan.slots)
+    text = json.dumps(described)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    if len({said for [said] in lane.tell([digest], "arguments")}) == 1:
+        return
+    said = [json.loads(one) for one in lane.tell_texts(text, "arguments")]
+    raise ValueError(
+        "ranks differ in the module's parameters or buffers, or in the arguments of the wrapper: "
+        f"{first_difference(said, lane.ranks)}; give every rank the same"
+    )
+
+
+def open_parameter_windows(lane: Lane, plans: Sequence[BucketPlan]) -> Windows:
+    """Room for the parameters of all buckets, for a lane of several ranks."""
+    assert lane.group is not None
+    return Windows(lane.group, lane.device, sum(Windows.room(plan.padded_numel, plan.dtype) for plan in plans))
+
+
+def build_buckets(
+    module: nn.Module,
+    plans: Sequence[BucketPlan],
+    lane: Lane,
+    windows: Windows | None = None,
+    gradients: Mapping[int, Tensor] = types.MappingProxyType({}),
+) -> list[Bucket]:
+    """Move the trainable parameters into buckets that hold rank 0's values.
+
+    Args:
+        module, plans, lane: as planned.
+        windows: the parameters lie there; None: in memory that is allocated here.
+        gradients: where reduced gradients lie, by the index of a bucket; of others in memory that is allocated here.
+    """
+    parameters = dict(module.named_parameters())
+    return [
+        _build(plan, [parameters[slot.name] for slot in plan.slots], lane, windows, gradients.get(plan.index))
+        for plan in plans
+    ]
+
+
+def open_travel(
+    lane: Lane,
+    module: nn.Module,
+    plans: Sequence[BucketPlan],
+    dtype: torch.dtype,
+    count: int,
+    *,
+    adds: bool,
+    windows: bool,
+    peers: bool,
+) -> Travel:
+    """How gradients travel in `dtype`, `count` buckets at once, on a lane of several ranks.
+
+    Args:
+        lane, module, plans, dtype, count: as said.
+        adds: whether sums are added to those of a pass before: then none stays where it lands.
+        windows: in NCCL's windows.
+        peers: copied to the peers, whatever `windows` says.
+
+    Raises:
+        ValueError: the peers' memory cannot be written to, or takes no `dtype`.
+    """
+    if peers:
+        return Travel(by=_open_peer_reduce(lane, plans, dtype))
+    return _open_travel_windows(lane, module, plans, dtype, count, adds) if windows else Travel()
+
+
+def _open_peer_reduce(lane: Lane, plans: Sequence[BucketPlan], dtype: torch.dtype) -> PeerReduce:
+    assert lane.group is not None
+    reason = why_unusable(lane.group, lane.device)
+    if reason is None and dtype not in DTYPES:
+        reason = f"gradients travel in {dtype}"
+    if reason is not None:
+        raise ValueError(f"peer_reduce: gradients cannot be copied to the peers ({reason}); leave it out")
+    part_bytes = max((plan.shard_numel for plan in plans), default=0) * dtype.itemsize
+    peers = PeerReduce(lane.group, lane.device, part_bytes, lane.peer_streams)
+    lane.peer_streams = peers.streams
+    return peers
+
+
+def _open_travel_windows(
+    lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], dtype: torch.dtype, count: int, adds: bool
+) -> Travel:
+    assert lane.group is not None
+    parameters = dict(module.named_parameters())
+    staying = {
+        plan.index: plan.shard_numel
+        for plan in plans
+        if not adds and _master_dtype(parameters[plan.slots[0].name]) == dtype
+    }
+    whole = max((plan.padded_numel for plan in plans), default=0)
+    shard = max((plan.shard_numel for plan in plans if plan.index not in staying), default=0)
+    num_bytes = count * (Windows.room(whole, dtype) + Windows.room(shard, dtype))
+    num_bytes += sum(Windows.room(numel, dtype) for numel in staying.values())
+    windows = Windows(lane.group, lane.device, num_bytes)
+    return Travel(
+        [(windows.take(whole, dtype), windows.take(shard, dtype)) for _ in range(count)],
+        {index: windows.take(numel, dtype) for index, numel in staying.items()},
+        windows=windows,
+    )
+
+
+def same_start(module: nn.Module, lane: Lane, param_dtype: torch.dtype | None) -> list[nn.Parameter]:
+    """Give frozen parameters and buffers rank 0's values; frozen ones are cast to `param_dtype`, and returned."""
+    frozen: list[nn.Parameter] = []
+    for _, tensor in _replicated(module):
+        values = tensor.detach().contiguous()
+        lane.broadcast(values)
+        tensor.detach().copy_(values)
+        if isinstance(tensor, nn.Parameter):
+            frozen.append(tensor)
+            if param_dtype is not None and tensor.is_floating_point():
+                tensor.data = tensor.data.to(param_dtype)
+    return frozen
+
+
+@torch.no_grad()
+def send_buffers(module: nn.Module, lane: Lane) -> None:
+    """Rank 0's values into the buffers of every rank: one broadcast a dtype, waited for."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in module.buffers():
+        if buffer.device.type == lane.device.type and buffer.layout == torch.strided and buffer.numel():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
+        values = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        lane.broadcast(values.view(torch.uint8))  # backends lack some dtypes
+        if lane.rank != 0:
+            parts = torch.split(values, [buffer.numel() for buffer in buffers])
+            for buffer, own in zip(buffers, parts, strict=True):
+                buffer.copy_(own.view(buffer.shape))
+
+
+def find_owners(
+    module: nn.Module, buckets: Sequence[Bucket], units: Sequence[nn.Module] = ()
+) -> dict[nn.Module, list[int]]:
+    """Modules to wait before, and the buckets that they need.
+
+    A unit needs all that is inside it; every other module outside the units, what it holds itself.
+    """
+    index_of = {id(parameter): bucket.plan.index for bucket in buckets for parameter in bucket.parameters}
+    inside = {child for unit in units for child in unit.modules()}
+    owners: dict[nn.Module, list[int]] = {}
+    for child in module.modules():
+        is_unit = any(child is unit for unit in units)
+        if child in inside and not is_unit:
+            continue
+        own = {index_of[id(p)] for p in child.parameters(recurse=is_unit) if id(p) in index_of}
+        if own:
+            owners[child] = sorted(own)
+    return owners
+
+
+def execution_order(module: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
+    """Names of trainable parameters in the order in which `module(*args, **kwargs)` calls their owners; then the rest.
+
+    Run on the module before wrapping, without gradients; pass it as `order` where modules are registered in another
+    order than they run. Buffers that a forward updates (batch norm) are updated.
+    """
+    names: dict[str, None] = {}
+
+    def note(prefix: str, owner: nn.Module, _args: object) -> None:
+        own = owner.named_parameters(prefix, recurse=False)
+        names.update((name, None) for name, parameter in own if parameter.requires_grad)
+
+    handles = [
+        owner.register_forward_pre_hook(functools.partial(note, prefix)) for prefix, owner in module.named_modules()
+    ]
+    try:
+        with torch.no_grad():
+            module(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    rest = (name for name, parameter in module.named_parameters() if parameter.requires_grad)
+    return list(dict.fromkeys((*names, *rest)))
+
+
+def _units_of_parameters(module: nn.Module, units: Sequence[nn.Module]) -> dict[int, int]:
+    """Which unit each parameter is in, by its id; the first one for a parameter of several."""
+    parts, taken = set(module.modules()), set[nn.Module]()
+    unit_of: dict[int, int] = {}
+    for number, unit in enumerate(units):
+        inside = set(unit.modules())
+        if not inside <= parts or inside & taken:
+            where = "is no part of the module" if not inside <= parts else "lies in another unit, or holds one"
+            raise ValueError(f"units[{number}] ({type(unit).__name__}) {where}: give parts that do not overlap")
+        taken |= inside
+        for parameter in unit.parameters():
+            unit_of.setdefault(id(parameter), number)
+    return unit_of
+
+
+def _replicated(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """What every rank holds whole: frozen parameters and buffers."""
+    frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+    return [*frozen, *module.named_buffers()]
+
+
+def _master_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+@torch.no_grad()
+def _build(
+    plan: BucketPlan,
+    parameters: Sequence[nn.Parameter],
+    lane: Lane,
+    windows: Windows | None,
+    grad_S: Tensor | None,
+) -> Bucket:
+    flat_N = torch.zeros(plan.padded_numel, dtype=_master_dtype(parameters[0]), device=lane.device)
+    for view, parameter in zip(plan.views(flat_N), parameters, strict=True):
+        view.copy_(parameter)
+    lane.broadcast(flat_N)
+    full_N = None if windows is None else windows.take(plan.padded_numel, plan.dtype)
+    return Bucket(plan, flat_N, parameters, lane.rank, full_N, grad_S)
+
+
+def _backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    backends = dict(entry.split(":") for entry in config.split(","))
+    if device.type not in backends:
+        raise ValueError(f"the process group has no backend for {device.type} (it has {config}); move the module first")
+    return backends[device.type]

@@ -1,0 +1,135 @@
+"""Where an operator may write a parameter's gradient itself, in place of handing it to autograd.
+
+A `ShardedDataParallel` lets gradients travel in one flat buffer a bucket, mostly in another dtype than they are
+computed in. A product that writes there spares a copy, a cast and the memory between, and what it adds up stays in the
+wide dtype (Megatron-LM's gradient accumulation fusion, for buckets). In its backward pass an operator asks for a slot,
+writes there, and returns None for the parameter; without a slot it returns the gradient, as ever. Either way the bucket
+learns from autograd when a parameter has all of its gradients: it may be used several times, in either way.
+
+What writes may also wait, until the end of the pass (`promise`) or longer (`collectives.sharded.postponed`): then the
+slot is asked for when its turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+@dataclass(frozen=True)
+class GradientSlot:
+    """A place that must be written, in the current stream, before whoever asked for it returns.
+
+    Args:
+        view: contiguous, of the parameter's shape, and of its dtype or a wider one.
+        adds: whether it holds gradients already, to be added to; else what it holds is nothing.
+    """
+
+    view: Tensor
+    adds: bool
+
+
+Write = Callable[[GradientSlot], None]
+"""Fills a slot."""
+
+
+class Promise:
+    """A slot that will be filled before the end of the backward pass: when this is called, else there.
+
+    It is gone with its pass: hold it weakly.
+    """
+
+    def __init__(self, keep: Callable[[], None]) -> None:
+        self._keep: Callable[[], None] | None = keep
+        self._pass = torch._C._current_graph_task_id()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its backward pass is the one that runs now."""
+        return self._pass == torch._C._current_graph_task_id()
+
+    def __call__(self) -> None:
+        """Fill it, in the current stream; twice is once."""
+        keep, self._keep = self._keep, None
+        if keep is not None:
+            keep()
+
+
+class SlotSource:
+    """Where slots of one parameter come from.
+
+    Args:
+        give: a slot, to be written at once; None where none is free.
+        postpones: whether the backward pass leaves for later what it can.
+        postpone: takes what writes; False: there is no place for it.
+        promise: takes what writes; None: likewise.
+    """
+
+    def __init__(
+        self,
+        give: Callable[[], GradientSlot | None],
+        postpones: Callable[[], bool],
+        postpone: Callable[[Write], bool],
+        promise: Callable[[Write], Promise | None] = lambda _write: None,
+    ) -> None:
+        self._give, self._postpones, self._postpone, self._promise = give, postpones, postpone, promise
+
+    def slot(self, accumulator: object) -> GradientSlot | None:
+        """To be called in a backward pass; None: there is no place, return the gradient.
+
+        Args:
+            accumulator: autograd's node of the parameter, one of the function's `next_functions`.
+        """
+        return self._give() if _will_accumulate(accumulator) else None
+
+    def write(self, accumulator: object, write: Write) -> bool:
+        """Have `write` fill a slot, now or, where the backward pass postpones that, later; False as `slot`'s None.
+
+        What it reads must stay as it is until then.
+        """
+        if self._postpones():
+            return _will_accumulate(accumulator) and self._postpone(write)
+        slot = self.slot(accumulator)
+        if slot is not None:
+            write(slot)
+        return slot is not None
+
+    def promise(self, accumulator: object, write: Write) -> Promise | None:
+        """Have `write` fill a slot before this backward pass ends; None: as of `slot`, or the pass postpones it anyway.
+
+        What it reads must stay as it is until then.
+        """
+        if self._postpones() or not _will_accumulate(accumulator):
+            return None
+        return self._promise(write)
+
+    @property
+    def postpones(self) -> bool:
+        """Whether `write` would be later, where there is a place."""
+        return self._postpones()
+
+
+# Beside the parameters, and not an attribute of theirs: that would be saved with them.
+_sources: MutableMapping[Tensor, SlotSource] = WeakTensorKeyDictionary()
+
+
+def set_slot_source(parameter: Tensor, source: SlotSource) -> None:
+    """From now on slots of this parameter come from there, which must not hold the parameter."""
+    _sources[parameter] = source
+
+
+def slot_source(parameter: Tensor) -> SlotSource | None:
+    """None: of a parameter that is in no bucket."""
+    return _sources.get(parameter)
+
+
+def _will_accumulate(accumulator: object) -> bool:
+    """Whether this pass is to leave a gradient on the parameter; `torch.autograd.grad` hands it to its caller."""
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulator))  # type: ignore[arg-type]
+    except RuntimeError:  # so it refuses to say of a leaf that the caller of `grad` asks for
+        return False

@@ -1,0 +1,235 @@
+"""Whole parameters in and out of shards, by the module's own names: for checkpoints, and for tests.
+
+Left out: files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collectives.sharded.bucket import Bucket, Piece
+from collectives.sharded.guard import CompanionHook
+from collectives.transport.lane import Lane
+from netlayer.errors import CollectiveFailed
+from netlayer.layout import describe_ranks
+
+_CALLED_ALONE = "called on every rank?"
+
+
+@contextmanager
+def calling_all(caller: str) -> Iterator[None]:
+    """Around what every rank must call: the error of one that is alone with it says so.
+
+    Raises:
+        CollectiveTimeout, PeerLost: other ranks did not call it.
+    """
+    try:
+        yield
+    except CollectiveFailed as exc:
+        if str(exc).startswith(_CALLED_ALONE):
+            raise
+        line = f"{_CALLED_ALONE} {caller} is collective, so all ranks call it, whoever keeps the result: {exc}"
+        raise type(exc)(line, exc.missing, exc.silent, exc.differing) from exc
+
+
+@torch.no_grad()
+def full_state_dict(module: nn.Module, buckets: Sequence[Bucket], lane: Lane) -> dict[str, Any]:
+    """Copies of all parameters, in master precision, and of what else a state has; parameters must be current."""
+    copies: dict[int, Tensor] = {}
+    for bucket in buckets:
+        full_N = _gather_masters(bucket, lane)
+        for parameter, view in zip(bucket.parameters, bucket.plan.views(full_N), strict=True):
+            copies[id(parameter)] = view.clone()
+    # What has several names in the module stays one tensor with several names.
+    return {
+        name: copies.setdefault(id(value), value.detach().clone()) if isinstance(value, Tensor) else value
+        for name, value in module.state_dict(keep_vars=True).items()
+    }
+
+
+@torch.no_grad()
+def gather_whole(
+    buckets: Sequence[Bucket],
+    lane: Lane,
+    value: Callable[[Piece], Tensor | None],
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Name by name and in its whole shape, what `value` gives of every piece, such as a moment of its optimiser.
+
+    Collective: every rank goes through all of it, whoever keeps what comes. Of `dtype` or that of the masters, in the
+    order of the buckets. All of them take turns in the memory of one, so a tensor is good until the next one is asked
+    for. Where `value` gives None, zeros come.
+    """
+    room: dict[torch.dtype, Tensor] = {}
+    for bucket in buckets:
+        full_N = _room_for(bucket, buckets, room, dtype)
+        own_S = bucket.plan.own(full_N, bucket.rank)
+        own_S.zero_()
+        for piece, (_, start, end) in zip(bucket.pieces, bucket.plan.pieces(bucket.rank), strict=True):
+            values = value(piece)
+            if values is not None:
+                own_S[start:end] = values.flatten()
+        lane.all_gather(full_N).wait()
+        for slot, view in zip(bucket.plan.slots, bucket.plan.views(full_N), strict=True):
+            yield slot.name, view
+
+
+@torch.no_grad()
+def load_parameters(buckets: Sequence[Bucket], whole: Callable[[str], Tensor]) -> None:
+    """Set parameters and masters, one parameter after the other, to what `whole` gives by name: the same on all ranks.
+
+    Parameters must be current.
+    """
+    for bucket in buckets:
+        owned = {piece.name: (piece, place) for piece, place in _own_places(bucket)}
+        for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True):
+            values = whole(slot.name)
+            parameter.copy_(values)
+            if slot.name in owned and not bucket.shares_storage:
+                piece, place = owned[slot.name]
+                piece.parameter.copy_(values.flatten()[place].view(piece.parameter.shape))
+
+
+def own_pieces(bucket: Bucket, whole: Callable[[str], Tensor]) -> Iterator[tuple[Piece, Tensor]]:
+    """Every piece of this rank beside its elements of the whole, which `whole` gives by name: the reverse."""
+    for piece, place in _own_places(bucket):
+        yield piece, whole(piece.name).flatten()[place]
+
+
+@torch.no_grad()
+def load_full_state_dict(module: nn.Module, buckets: Sequence[Bucket], state: Mapping[str, Any]) -> None:
+    """The reverse; names must match. Parameters and masters are both set, so nothing is left to gather."""
+    module.load_state_dict(state)  # fills the buffers, and the parameters rounded to the dtype of the computation
+    values = {id(value): state[name] for name, value in module.state_dict(keep_vars=True).items()}
+    for bucket in buckets:
+        if bucket.shares_storage:
+            continue
+        named = {
+            slot.name: values[id(parameter)]
+            for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True)
+        }
+        for piece, own in own_pieces(bucket, named.__getitem__):
+            piece.parameter.copy_(own.view(piece.parameter.shape))
+
+
+def attach_state_hooks(
+    module: nn.Module, buckets: Sequence[Bucket], make_current: Callable[[], None], note_changed: Callable[[], None]
+) -> None:
+    """Make the module's own `state_dict` and `load_state_dict` safe: they see and set current values.
+
+    Both are then collective calls where shards have changed, and work in the dtype of the computation.
+
+    Args:
+        make_current: gathers every parameter and waits for it.
+        note_changed: told when parameters and masters have both been set.
+    """
+
+    def before(*_: object) -> None:
+        make_current()
+
+    @torch.no_grad()
+    def after(*_: object) -> None:
+        for bucket in buckets:
+            bucket.take_loaded()
+        note_changed()
+
+    module.register_state_dict_pre_hook(CompanionHook(before))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(CompanionHook(before))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(CompanionHook(after))  # type: ignore[no-untyped-call]
+
+
+_SHARD = "netlayer_shard"
+_SHARD_VERSION = 1
+
+
+def attach_shard_check(
+    optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], lane: Lane
+) -> dict[str, dict[str, Any]]:
+    """Have the optimiser's state say which shard it is of, and refuse one of another shard; what it says.
+
+    Its `load_state_dict` is then called on every rank, and raises ValueError on all of them where rank, world size or
+    layout differ on one, or a state says none.
+    """
+    layout = hashlib.sha256(
+        json.dumps(
+            [
+                [
+                    b.plan.shard_numel,
+                    [(slot.name, *slot.shape) for slot in b.plan.slots],
+                    *([] if b.plan.whole_shard is None else [[slot.offset for slot in b.plan.slots]]),
+                ]
+                for b in buckets
+            ]
+        ).encode()
+    ).hexdigest()[:16]
+    own = {"version": _SHARD_VERSION, "rank": lane.rank, "world_size": lane.world_size, "layout": layout}
+
+    def note(_optimizer: object, state: dict[str, Any]) -> dict[str, Any]:
+        state[_SHARD] = dict(own)
+        return state
+
+    def check(_optimizer: object, state: dict[str, Any]) -> None:
+        shard = state.get(_SHARD)
+        differing = [field for field, value in own.items() if shard is None or shard.get(field) != value]
+        # All ranks hear of it: one that went on alone would wait for the others.
+        wrong = [
+            rank for rank, [is_wrong] in zip(lane.ranks, lane.tell([bool(differing)], "state"), strict=True) if is_wrong
+        ]
+        remedy = (
+            "load each rank's own file, on as many ranks, wrapped with the same arguments; or save what torch's "
+            "get_optimizer_state_dict(model, optimizer) gives, which loads in any layout"
+        )
+        if differing and shard is not None:
+            field = differing[0]
+            raise ValueError(
+                f"the optimiser state is of a shard with {field} = {shard.get(field)}, and this one has "
+                f"{field} = {own[field]}: {remedy}"
+            )
+        if differing:
+            raise ValueError(f"the optimiser state does not say of which shard it is: {remedy}")
+        if wrong:
+            raise ValueError(f"the optimiser state is of another shard on {describe_ranks(wrong)}: {remedy}")
+
+    optimizer.register_state_dict_post_hook(note)
+    optimizer.register_load_state_dict_pre_hook(check)
+    return {_SHARD: own}
+
+
+def _gather_masters(bucket: Bucket, lane: Lane) -> Tensor:
+    if bucket.shares_storage:
+        return bucket.full_N
+    full_N = torch.empty(bucket.plan.padded_numel, dtype=bucket.master_S.dtype, device=bucket.master_S.device)
+    bucket.plan.own(full_N, bucket.rank).copy_(bucket.master_S)
+    lane.all_gather(full_N).wait()
+    return full_N
+
+
+def _own_places(bucket: Bucket) -> Iterator[tuple[Piece, slice]]:
+    """Every piece of this rank, and which elements of the whole parameter it has."""
+    for piece in bucket.pieces:
+        yield piece, own_range(bucket, piece)
+
+
+def own_range(bucket: Bucket, piece: Piece) -> slice:
+    """Which elements of the whole parameter a piece of this rank has."""
+    slot = bucket.plan.slots[piece.position]
+    first = max(0, bucket.rank * bucket.plan.shard_numel - slot.offset)
+    return slice(first, first + piece.parameter.numel())
+
+
+def _room_for(
+    bucket: Bucket, buckets: Sequence[Bucket], room: dict[torch.dtype, Tensor], dtype: torch.dtype | None
+) -> Tensor:
+    """Memory for the whole of a bucket, [N], of `dtype` or that of its masters: part of what the largest one takes."""
+    kind = dtype or bucket.master_S.dtype
+    if kind not in room:
+        largest = max(each.plan.padded_numel for each in buckets if dtype or each.master_S.dtype == kind)
+        room[kind] = torch.empty(largest, dtype=kind, device=bucket.master_S.device)
+    return room[kind][: bucket.plan.padded_numel]

@@ -1,0 +1,138 @@
+"""Whether all ranks are at the same training step, and run it in the same way: a few numbers, compared now and then.
+
+A rank that leaves a step out alone launches the same collectives as the others, only for other data: nothing that is
+exchanged anyway would tell. So each rank says which step it is at. The numbers travel in a gather of their own before a
+round of reductions: not with the gradients (a rank sees its own slice of their sum alone), nor with the parameters (a
+shard has no room that would not tear parameters apart).
+
+[Note: what it costs] Rounds 1, 2, 4, 8 and each 16th are checked: what has gone apart stays apart, so it is found all
+the same, and 15 of 16 rounds have no collective more. On CUDA nobody waits for it: the numbers are looked at in the
+next round, when they have come long ago. The first round waits, for what ranks do differently may hang there. A watch
+hears of it, a recorder does not. Nothing is compared inside the capture of a CUDA graph, or on a muted lane.
+
+[Note: which step] The one that was said (`ShardedDataParallel.start_step`, `Watch.begin_step`, `Recorder.begin_step`).
+Where not every rank says one: the steps taken so far, and the forward passes in training that no backward pass
+followed, which is what a step left out after its forward pass looks like. A rank that leaves out the forward pass too
+is noticed only where steps are said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from collectives.alike import spread
+from collectives.transport.lane import Lane
+from netlayer.errors import CheckFailed
+
+CHECKED_EVERY = 16
+UNSAID = -1
+
+
+class Place(NamedTuple):
+    """Where a rank is, and how it runs.
+
+    Args:
+        said: the step that somebody said, or `UNSAID`.
+        counted: the step by this rank's own count.
+        prefetch, overlap, step_in_backward: as of `ShardedDataParallel`, now.
+        gather_in_backward: the share in millionths; 0 without `step_in_backward`.
+    """
+
+    said: int
+    counted: int
+    prefetch: int
+    overlap: int
+    step_in_backward: int
+    gather_in_backward: int
+
+
+class StepCheck:
+    """Compares the places of all ranks before a round of reductions.
+
+    Args:
+        lane: of the reductions.
+        place: where this rank is; asked when a round is checked.
+    """
+
+    def __init__(self, lane: Lane, place: Callable[[], Place]) -> None:
+        self._lane, self._place = lane, place
+        self._num_rounds = 0
+        self._coming: tuple[Tensor, torch.cuda.Event, object] | None = None
+        """Numbers of an earlier round on their way to the host, the event behind that, and what is read until then."""
+
+    def begin_round(self) -> None:
+        """Called by every rank before the first reduction of a round.
+
+        Raises:
+            CheckFailed: ranks are at different steps.
+            ValueError: ranks run with different settings.
+        """
+        self._look_at_earlier()
+        self._num_rounds += 1
+        lane = self._lane
+        if lane.world_size == 1 or lane.muted or lane.is_capturing or not is_checked(self._num_rounds):
+            return
+        numbers = torch.empty(lane.world_size * len(Place._fields), dtype=torch.int64, device=lane.device)
+        # From pinned memory: a copy from other memory lets the host wait for all that the stream does by now.
+        own = torch.tensor(self._place(), dtype=numbers.dtype, device="cpu", pin_memory=numbers.is_cuda)
+
+        def prepare() -> None:
+            numbers.chunk(lane.world_size)[lane.rank].copy_(own, non_blocking=True)
+
+        flight = lane.all_gather(numbers, prepare, is_recorded=False)
+        if lane.stream is None or self._num_rounds == 1:
+            flight.wait()
+            self._judge(numbers)
+            return
+        on_host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+
+        def bring() -> None:
+            on_host.copy_(numbers, non_blocking=True)
+
+        flight.follow(bring, lane.stream)
+        assert flight.landed is not None
+        self._coming = on_host, flight.landed, (numbers, own)
+
+    def _look_at_earlier(self) -> None:
+        if self._coming is not None and not self._lane.is_capturing:
+            numbers, landed, _ = self._coming
+            self._coming = None
+            landed.synchronize()
+            self._judge(numbers)
+
+    def _judge(self, numbers: Tensor) -> None:
+        places = [Place(*row) for row in numbers.view(self._lane.world_size, -1).tolist()]
+        if len(set(places)) > 1:
+            raise_difference(places, self._lane.ranks)
+
+
+def is_checked(number: int) -> bool:
+    """Whether the round of this number, counted from 1, is checked: see [Note: what it costs]."""
+    return number % CHECKED_EVERY == 0 or (number < CHECKED_EVERY and number & (number - 1) == 0)
+
+
+def raise_difference(places: Sequence[Place], ranks: Sequence[int]) -> None:
+    """Raise what `StepCheck.begin_round` raises, if these places of these ranks differ."""
+    for field in Place._fields[2:]:
+        values = [getattr(place, field) for place in places]
+        if len(set(values)) > 1:
+            shown = [_shown(field, value) for value in values]
+            raise ValueError(f"ranks differ in their settings: {spread(field, shown, ranks)}; give every rank the same")
+    are_said = all(place.said != UNSAID for place in places)
+    steps = [place.said if are_said else place.counted for place in places]
+    if len(set(steps)) > 1:
+        hint = "" if are_said else ", and run forward passes that are not trained on under torch.no_grad() or eval()"
+        raise CheckFailed(
+            f"ranks train different steps: {spread('step', steps, ranks)}; gradients of different steps may have been "
+            f"averaged since the last check, so load a checkpoint; leave a step out on every rank or on none{hint}"
+        )
+
+
+def _shown(field: str, value: int) -> str:
+    if field == "gather_in_backward":
+        return f"{value / 1e6:g}"
+    return str(value) if field == "prefetch" else str(bool(value))

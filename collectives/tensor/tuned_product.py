@@ -1,0 +1,246 @@
+"""Products of 16-bit matrices on a GPU by the algorithm that is the fastest where they run: measured, once a shape.
+
+A chip under full load is bound by its power: what counts is how much of it an algorithm needs, which no heuristic
+knows, and no measurement that is over before the clock has come down. On an H200 an algorithm that took 7% less time
+than the one that torch is given, in turns of milliseconds, took 5% more after a tenth of a second; others, of products
+of a 7B model, take up to 5% less then too. Candidates are torch's own product and cublasLt's algorithms for the shape,
+on the data of its first call: some 1.3 s a shape, 20 s of a 7B model, kept for the next start. Left out: small
+products, whose launch counts most, and shapes first met while a CUDA graph is captured.
+
+Runs may choose otherwise, and so round sums otherwise: not where torch is asked for deterministic algorithms, or for
+sums that are not reduced in 16 bits; there all products are torch's.
+
+Shapes: M rows, K summed over, N columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives.tensor import cublaslt
+from collectives.tensor.product_choices import ProductChoices, choices_of
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_LEAST_FLOPS = 2e10
+"""Some 27 us of an H200."""
+_LEAST_SPARED_FLOPS = 4e9
+"""Of a product that leaves multiprocessors to others: smaller ones than those worth measuring hold these up too."""
+_ROUNDS, _REPEATS, _FINALISTS = 3, 3, 4
+_SETTLING_S = 0.2
+"""In which a chip comes to the clock that its power allows for a product."""
+_LEAST_GAIN = 0.005
+
+Run = Callable[[], object]
+Given = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""The factors, where the product goes, and a bias."""
+Choice = tuple[cublaslt.Product, Any] | None
+"""A product and the best of its algorithms; None: torch's."""
+
+
+class TunedProducts:
+    """Those of this process. A shape is met, measured and chosen for in `run`.
+
+    Args:
+        measure: seconds of each candidate, in their order.
+        choices: of earlier processes on a device's kind of card.
+    """
+
+    def __init__(
+        self,
+        measure: Callable[[list[Run]], list[float]],
+        choices: Callable[[torch.device], ProductChoices] = lambda _device: ProductChoices(),
+    ) -> None:
+        self._measure, self._choices = measure, choices
+        self._measures = False
+        self._chosen: dict[cublaslt.Shape, Choice] = {}
+        self._met: dict[tuple[object, ...], Choice] = {}
+
+    def run(
+        self,
+        a_MK: Tensor,
+        b_KN: Tensor,
+        out_MN: Tensor,
+        bias_N: Tensor | None = None,
+        adds: bool = False,
+        spared: int = 0,
+    ) -> bool:
+        """out = a b (+ bias), or out += a b; False: torch is to do it, which is no slower, or nothing is chosen yet.
+
+        Args:
+            spared: multiprocessors that are left to what runs beside, which no product of torch's does.
+        """
+        seen = _seen(a_MK, b_KN, out_MN, bias_N, spared)
+        if seen not in self._met:
+            shape = cublaslt.Shape.of(a_MK, b_KN, out_MN, bias_N, spared)
+            if shape is not None and shape not in self._chosen:
+                if torch.cuda.is_current_stream_capturing():
+                    return False
+                place_MN = out_MN
+                if adds:  # measured, it would be added many times
+                    place_MN = torch.empty_strided(
+                        out_MN.shape, out_MN.stride(), dtype=out_MN.dtype, device=out_MN.device
+                    )
+                self._chosen[shape] = self._choose(shape, (a_MK, b_KN, place_MN, bias_N))
+            self._met[seen] = None if shape is None else self._chosen[shape]
+        chosen = self._met[seen]
+        if chosen is None:
+            return False
+        product, algorithm = chosen
+        product.run(algorithm, a_MK, b_KN, out_MN, bias_N, adds)
+        return True
+
+    def _choose(self, shape: cublaslt.Shape, given: Given) -> Choice:
+        choices = self._choices(shape.device)
+        kept = choices.find(shape)
+        if kept is not None:
+            try:
+                return _taken(shape, kept, given)
+            except (RuntimeError, ValueError) as exc:
+                logger.info("%s: what was chosen earlier does not run, and is chosen anew: %s", _words(given), exc)
+        if not self._measures:
+            logger.info("matrix products: measuring which algorithms are the fastest, a second or two for each shape")
+            self._measures = True
+        try:
+            chosen = self._fastest(shape, given)
+        except RuntimeError as exc:
+            logger.warning("torch's own product is taken for %s: %s", _words(given), exc)
+            return None
+        choices.add(shape, "" if chosen is None else chosen[0].to_text(chosen[1]))
+        return chosen
+
+    def _fastest(self, shape: cublaslt.Shape, given: Given) -> Choice:
+        product = cublaslt.Product(shape)
+        candidates = list(product.algorithms)
+        runs = [functools.partial(product.run, each, *given, False) for each in candidates]
+        torch_s, *others = self._measure([functools.partial(by_torch, *given), *runs])
+        best_s = min(others, default=torch_s)
+        is_worth_it = bool(others) and (shape.spared > 0 or best_s < torch_s * (1 - _LEAST_GAIN))
+        said = "product %s: torch %.1f us, the best of %d algorithms %.1f us"
+        logger.debug(said, _words(given), torch_s * 1e6, len(others), best_s * 1e6)
+        return (product, candidates[others.index(best_s)]) if is_worth_it else None
+
+
+def _taken(shape: cublaslt.Shape, kept: str, given: Given) -> Choice:
+    """What was chosen earlier; it runs once, for what it says where it cannot."""
+    if not kept:
+        return None
+    product = cublaslt.Product(shape)
+    algorithm = product.from_text(kept)
+    product.run(algorithm, *given, False)
+    return product, algorithm
+
+
+def _seen(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None, spared: int = 0) -> tuple[object, ...]:
+    """What `cublaslt.Shape.of` looks at, as it is: in a fifth of the time, which a step takes hundreds of times."""
+    bias = None if bias_N is None else (bias_N.dtype, bias_N.stride(), bias_N.data_ptr() % cublaslt.LARGEST_ALIGNMENT)
+    return (
+        a_MK.get_device(),
+        a_MK.dtype,
+        a_MK.shape,
+        a_MK.stride(),
+        a_MK.data_ptr() % cublaslt.LARGEST_ALIGNMENT,
+        b_KN.shape,
+        b_KN.stride(),
+        b_KN.data_ptr() % cublaslt.LARGEST_ALIGNMENT,
+        out_MN.dtype,
+        out_MN.stride(),
+        out_MN.data_ptr() % cublaslt.LARGEST_ALIGNMENT,
+        bias,
+        spared,
+    )
+
+
+def by_torch(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None) -> Tensor:
+    """out = a b (+ bias), by the algorithm that torch is given."""
+    if out_MN.dtype != a_MK.dtype:
+        return torch.mm(a_MK, b_KN, out_dtype=out_MN.dtype, out=out_MN)
+    if bias_N is None:
+        return torch.mm(a_MK, b_KN, out=out_MN)
+    return torch.addmm(bias_N, a_MK, b_KN, out=out_MN)
+
+
+def measure_on_gpu(candidates: list[Run]) -> list[float]:
+    """Seconds of a call of each, behind others of its own for as long as the chip takes to settle; the host waits.
+
+    Which of them are worth that is seen first, in turns that are too short for it; of the others nobody asks any more:
+    infinity. The first one is always measured.
+    """
+    short = _in_turns(candidates)
+    rest = sorted(range(1, len(candidates)), key=lambda index: short[index])
+    worth_it = {0, *rest[:_FINALISTS]}
+    return [_settled(run, short[index]) if index in worth_it else math.inf for index, run in enumerate(candidates)]
+
+
+def _in_turns(candidates: list[Run]) -> list[float]:
+    times: list[list[float]] = [[] for _ in candidates]
+    for _ in range(_ROUNDS):
+        for run, each in zip(candidates, times, strict=True):
+            run()
+            each.append(_seconds(run, _REPEATS))
+    return [statistics.median(each) for each in times]
+
+
+def _settled(run: Run, about_s: float) -> float:
+    count = max(2, round(_SETTLING_S / about_s / 2))
+    for _ in range(count):
+        run()
+    return _seconds(run, count)
+
+
+def _seconds(run: Run, count: int) -> float:
+    """Of a call, in the mean of some that follow each other."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / count
+
+
+PRODUCTS = TunedProducts(measure_on_gpu, choices_of)
+"""Of this process: what was chosen for a shape serves every layer that has it."""
+
+
+def is_large(a: Tensor, b_KN: Tensor) -> bool:
+    """Whether the product of `a` [..., K] and `b` takes a GPU longer than its launch the host."""
+    return _flops(a, b_KN) >= _LEAST_FLOPS
+
+
+def _flops(a: Tensor, b_KN: Tensor) -> float:
+    return 2.0 * a.numel() * b_KN.shape[1]
+
+
+def can_tune(a: Tensor, b_KN: Tensor, spared: int = 0) -> bool:
+    """Whether it is worth asking `PRODUCTS` for the product of `a` [..., K] and `b`.
+
+    Args:
+        spared: multiprocessors that it is to leave to others: then smaller ones are too.
+    """
+    return (
+        a.is_cuda
+        and a.device.index == torch.cuda.current_device()
+        and a.dtype in _DTYPES
+        and b_KN.dtype == a.dtype
+        and _flops(a, b_KN) >= (_LEAST_SPARED_FLOPS if spared else _LEAST_FLOPS)
+        and not torch.compiler.is_compiling()
+        and not torch.are_deterministic_algorithms_enabled()
+        and torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        and torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+        and cublaslt.is_there()
+    )
+
+
+def _words(given: Given) -> str:
+    a_MK, b_KN, *_ = given
+    return f"{a_MK.shape[0]} x {a_MK.shape[1]} x {b_KN.shape[1]}"

@@ -1,0 +1,1 @@
+"""Communicators, streams, windows and peer memory that carry collectives."""

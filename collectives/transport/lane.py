@@ -1,0 +1,498 @@
+"""A lane: the communicator of one direction, with a stream of its own on CUDA, and the collectives that run on it.
+
+Gathers of parameters and reductions of gradients need not queue behind each other, so each direction can have a process
+group of its own (MegaScale 3.2). Left out: the order of collectives, which belongs to who launches them, but a lane
+runs them in the order of their launch, and every rank must launch the same ones.
+
+[Note: streams] On CUDA a collective is issued as a synchronous one inside the lane's stream, which orders it on that
+stream without blocking the host. What it reads was written on the compute stream, so the lane waits for an event of
+that stream first; what it writes is read there, so `Flight.wait` makes the compute stream wait for the lane. Tensors
+that were allocated on the compute stream are kept until then: freed earlier, their memory could be handed out again.
+What fills a buffer that will travel runs on a stream beside the lane: neither the computation nor the transfers before
+it wait for that copy. A lane of one rank has no streams: its copies are part of the computation. Several wrappers may
+share a lane, where all ranks use them in one order (`collectives.transport.carrier`, [Note: streams are few]).
+
+[Note: works that ended] A thread of gloo's lets go of a collective's tensors after `wait` has returned, and takes
+Python's lock for it where it is the last that holds them. In a program that ends at that moment it is aborted (SIGABRT,
+"terminate called without an active exception"; torch 2.13, also without us). So a lane holds the last few handles.
+
+[Note: CUDA graphs] Everything here is events and streams, never a question to the device, so a step can be captured.
+All streams fork from the capturing one by events and join it again where their flights are waited for. Times cannot be
+captured: a recorder hears nothing of a capture.
+
+Shapes: N elements of a padded bucket, W ranks, S = N / W.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collectives.arguments import as_device
+from collectives.torch_names import Collect, all_gather_single, reduce_scatter_single
+from collectives.transport.carrier import Carrier, new_stream
+from collectives.transport.current_stream import current_stream
+from collectives.transport.leftovers import release_left
+from collectives.transport.peer_reduce import PeerReduce
+from collectives.transport.symmetric import Streams
+from collectives.watch.recorder import Collective, Recorder
+from collectives.watch.track import NEAR, lost_or_late
+from collectives.watch.watchdog import Watch, timeout_of
+from netlayer.errors import CollectiveTimeout
+
+logger = logging.getLogger(__name__)
+
+Issue = Callable[[bool], "dist.Work | None"]
+"""Starts a collective; told whether it shall return a handle to wait on."""
+
+_POLL_S = 0.001
+_KEPT = 8  # several times as many as gloo has threads
+_SOURCE_LINE = re.compile(r"^\[[^]]*\] ")  # of the backend, before what it says
+_ASK = (
+    "; a rank is late, has ended, skipped a step, or was left to call alone what all must call: the launcher, or the"
+    " logs of all ranks, say which (in a program of your own, so does watch=Watch(...))"
+)
+_all_reduce: Collect = dist.all_reduce
+_broadcast: Collect = dist.broadcast
+
+
+class Flight:
+    """A collective under way."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        collective: Collective | None,
+        work: dist.Work | None,
+        landed: torch.cuda.Event | None,
+        then: Callable[[], None] | None,
+        keep: Sequence[Tensor],
+        kind: str = "collective",
+        late: Callable[[], None] | None = None,
+    ) -> None:
+        self._lane, self._collective, self._work, self._kind = lane, collective, work, kind
+        self._arrived = self._landed = landed
+        self._then, self._keep = [] if then is None else [then], keep
+        self._late, self._following = late, list[tuple[Callable[[], None], torch.cuda.Stream | None]]()
+        self._done = False
+
+    def land(self) -> None:
+        """Launch what is left of it, on the lane: of one whose end is better launched later. Twice does no harm."""
+        if self._late is None:
+            return
+        with torch.cuda.stream(self._lane.stream):
+            self._late()
+            if self._lane.stream is not None:
+                self._arrived = self._landed = self._lane.stream.record_event()
+        self._late = None
+        following, self._following = self._following, []
+        for function, stream in following:
+            self.follow(function, stream)
+
+    @property
+    def landed(self) -> torch.cuda.Event | None:
+        """The event after it and after all that follows it; None on the CPU. It lands, if it has not."""
+        self.land()
+        return self._landed
+
+    def follow(self, function: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
+        """Run `function` when it has landed, before `wait` lets anyone go on: on `stream`, on the CPU inside `wait`."""
+        if self._late is not None:
+            self._following.append((function, stream))
+            return
+        if self._landed is None or stream is None:
+            self._then.append(function)
+            return
+        stream.wait_event(self._landed)
+        with torch.cuda.stream(stream):
+            function()
+            self._landed = stream.record_event()
+
+    @property
+    def was_waited_for(self) -> bool:
+        return self._done
+
+    def wait(self) -> None:
+        """Make the computation wait for it: the host on the CPU, the current stream on CUDA. Twice does no harm."""
+        if self._done:
+            return
+        self.land()
+        with self._lane.waiting(self._collective):
+            if self._arrived is not None:
+                current_stream(self._lane.device).wait_event(self._arrived)
+            elif self._work is not None:
+                with self._lane.explaining(self._kind):
+                    self._work.wait()
+        if self._landed is not None:  # apart: what follows it is computation
+            current_stream(self._lane.device).wait_event(self._landed)
+        for function in self._then:
+            function()
+        if self._work is not None:
+            self._lane.ended.append(self._work)
+        self._done, self._work, self._then, self._keep = True, None, [], ()
+
+
+class Lane(Carrier):
+    """One direction of traffic of a data-parallel group.
+
+    Args:
+        name: what records call it.
+        group: the process group that only this lane uses; None: a single rank, every collective is local.
+        device: of every tensor.
+        recorder: notes each collective.
+        watch: says who is late where a collective does not complete.
+
+    On gloo, whatever launches or waits raises CollectiveTimeout or PeerLost where a collective does not complete.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str,
+        recorder: Recorder | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.name, self.group = name, group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        track = None if watch is None or group is None else watch.track(name, group)
+        stream = None if self.world_size == 1 else new_stream(as_device(device))
+        super().__init__(device, recorder, track, stream)
+        self.ranks = [self.rank] if group is None else dist.get_process_group_ranks(group)
+        """Of the group, by their numbers in the world."""
+        self.ended: deque[dist.Work] = deque(maxlen=_KEPT)
+        """[Note: works that ended]"""
+        self._filled: tuple[torch.cuda.Event, Sequence[Tensor]] | None = None
+        """What the last fill reads, and the event after which that may be freed."""
+        self.peer_streams: Streams | None = None
+        """Of all `PeerReduce` that are opened for it, once there is one."""
+        self._emulated: dict[torch.dtype, bool] = {}
+        self._gathers_in_place = self.world_size == 1 or self._probe_gather()
+
+    @functools.cached_property
+    def behind(self) -> torch.cuda.Stream | None:
+        """For what follows flights: the next transfer does not wait for that. None where the lane has no stream."""
+        return None if self.world_size == 1 else new_stream(self.device, priority=0)
+
+    @functools.cached_property
+    def _beside(self) -> torch.cuda.Stream | None:
+        """For fills."""
+        return None if self.world_size == 1 else new_stream(self.device)
+
+    @functools.cached_property
+    def divides_on_the_way(self) -> bool:
+        """Whether a mean comes for the price of a sum, and is no other number: NCCL, over a power of two of ranks.
+
+        NCCL scales what each rank gives, in its dtype.
+        """
+        is_power = self.world_size & (self.world_size - 1) == 0
+        return self.stream is not None and is_power and "cuda:nccl" in dist.get_backend_config(self.group)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event at this point of the compute stream; None on the CPU, where work is done when it returns."""
+        return None if self.stream is None else current_stream(self.device).record_event()
+
+    def all_gather(
+        self,
+        full_N: Tensor,
+        prepare: Callable[[], None] | None = None,
+        after: torch.cuda.Event | None = None,
+        *,
+        is_recorded: bool = True,
+    ) -> Flight:
+        """Every rank's own slice of `full_N` to all ranks, in place.
+
+        Args:
+            full_N: this rank has filled the slice that it owns.
+            prepare: fills that slice; runs on the lane.
+            after: the point of the compute stream to start from; now, where it is None.
+            is_recorded: False for what ranks agree upon beside the training.
+        """
+
+        def issue(async_op: bool) -> dist.Work | None:
+            own_S = self._own(full_N)
+            source_S = own_S if self._gathers_in_place else own_S.clone()
+            return all_gather_single(full_N, source_S, group=self.group, async_op=async_op)
+
+        return self._launch("all_gather", full_N, issue, prepare=prepare, after=after, is_recorded=is_recorded)
+
+    def reduce_scatter(
+        self,
+        output_S: Tensor,
+        input_N: Tensor,
+        fill: Callable[[], None] | None = None,
+        read: Sequence[Tensor] = (),
+        mean: bool = False,
+        by: PeerReduce | None = None,
+    ) -> Flight:
+        """Sum of the ranks' `input_N`; slice r to rank r's `output_S`.
+
+        Args:
+            output_S: where the sum goes.
+            input_N: what this rank gives.
+            fill: writes `input_N`, beside the lane; None: it is written.
+            read: what `fill` reads; kept until it has run.
+            mean: in place of the sum, where this lane `divides_on_the_way`, or `by` is given.
+            by: in place of the backend, into float32. Its sum is launched when the flight lands.
+        """
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        local = self.world_size == 1 or self.muted
+        if by is not None and not local and input_N.numel():
+            return self._reduce_by(by, output_S, input_N, self._fill(fill, read), mean)
+        if local or self.can_reduce_scatter(input_N.dtype):
+
+            def issue(async_op: bool) -> dist.Work | None:
+                return reduce_scatter_single(output_S, input_N, op=op, group=self.group, async_op=async_op)
+
+            def keep_own() -> None:
+                output_S.copy_(self._own(input_N))
+
+            then = keep_own if local else None
+            after = self._fill(fill, read)
+            return self._launch("reduce_scatter", input_N, issue, then=then, after=after, keep=(output_S,))
+        wide_N = torch.empty_like(input_N, dtype=torch.promote_types(input_N.dtype, torch.float32))
+
+        def fill_wide() -> None:
+            _call(fill)
+            wide_N.copy_(input_N)
+
+        def issue_wide(async_op: bool) -> dist.Work | None:
+            return _all_reduce(wide_N, op=op, group=self.group, async_op=async_op)
+
+        def land() -> None:
+            output_S.copy_(self._own(wide_N))
+
+        after = self._fill(fill_wide, (input_N, *read))
+        return self._launch("reduce_scatter", wide_N, issue_wide, then=land, after=after, keep=(output_S,))
+
+    def _reduce_by(
+        self, by: PeerReduce, output_S: Tensor, input_N: Tensor, after: torch.cuda.Event | None, mean: bool
+    ) -> Flight:
+        if self.stream is not None:
+            self.stream.wait_event(after or self.mark())  # type: ignore[arg-type]
+        counted = self.counted("reduce_scatter", input_N.nbytes)
+        # Of this rank's own copies: what a late peer costs is in the wait for the flight.
+        recording = self.recording(self.name, "reduce_scatter", input_N.nbytes, stream=by.stream)
+        with torch.cuda.stream(self.stream):
+            by.follow()
+            with counted or nullcontext(), recording as collective:
+                add = by.send(input_N)
+
+        def land() -> None:
+            add(output_S, mean)
+            if counted is not None:
+                counted.settle()
+
+        return Flight(self, collective, None, None, None, (input_N, output_S), "reduce_scatter", land)
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """In place, and waited for."""
+        self.start_all_reduce(tensor, op).wait()
+
+    def start_all_reduce(
+        self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_recorded: bool = True
+    ) -> Flight:
+        """In place; `tensor` is to be left alone until it was waited for. `is_recorded` as of `all_gather`."""
+
+        def issue(async_op: bool) -> dist.Work | None:
+            return _all_reduce(tensor, op=op, group=self.group, async_op=async_op)
+
+        return self._launch("all_reduce", tensor, issue, is_recorded=is_recorded)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Rank 0's values into every rank's `tensor` (contiguous), and waited for."""
+
+        def issue(async_op: bool) -> dist.Work | None:
+            return _broadcast(tensor, group=self.group, group_src=0, async_op=async_op)
+
+        self._launch("broadcast", tensor, issue).wait()
+
+    def tell(self, values: Sequence[int], what: str) -> list[list[int]]:
+        """Every rank's `values`, as many on each, in rank order; the host waits.
+
+        For what ranks agree upon beside the training: it is watched, but not recorded.
+
+        Args:
+            what: they are about, for the watch's line.
+        """
+        own = torch.tensor(values, dtype=torch.int64, device=self.device)
+        if self.world_size == 1 or self.muted or not values:
+            return [list(values) for _ in range(self.world_size)]
+        all_WC = own.new_empty(self.world_size * len(values))
+
+        def issue(async_op: bool) -> dist.Work | None:
+            return all_gather_single(all_WC, own, group=self.group, async_op=async_op)
+
+        if self.stream is not None:  # in order with all that the lane carries
+            self.stream.wait_stream(current_stream(self.device))
+        with torch.cuda.stream(self.stream), self.explaining("all_gather"):
+            self._watched("all_gather", all_WC, issue, what)(False)
+            rows: list[list[int]] = all_WC.view(self.world_size, -1).tolist()
+        return rows
+
+    def tell_texts(self, text: str, what: str) -> list[str]:
+        """Every rank's `text`, in rank order; the host waits. As `tell`."""
+        coded = text.encode()
+        lengths = [length for [length] in self.tell([len(coded)], what)]
+        rows = self.tell([*coded, *[0] * (max(lengths) - len(coded))], what)
+        return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+
+    def wait_on_host(self) -> None:
+        """Block the host until all that was launched has landed. Returns at once on the CPU, where each wait did.
+
+        Raises:
+            CollectiveTimeout: shortly before the group's timeout, at which the watchdog would end the process.
+        """
+        if self.stream is None or self.world_size == 1 or self.is_capturing:
+            return
+        landed, limit = self.stream.record_event(), timeout_of(self.group, self.device)
+        begun_s = time.monotonic()
+        while not landed.query():
+            age_s = time.monotonic() - begun_s
+            if limit is not None and age_s > NEAR * limit.total_seconds():
+                raise CollectiveTimeout(f"{self.describe('a collective')} did not complete in {age_s:.3g} s{_ASK}")
+            time.sleep(_POLL_S)
+        release_left()
+
+    def describe(self, kind: str) -> str:
+        """A collective of this lane in words."""
+        return f"{kind} of group {self.name}, on rank {dist.get_rank()},"
+
+    @contextmanager
+    def explaining(self, kind: str) -> Iterator[None]:
+        """Around what fails where a collective does not complete: says so in our words. A watch says more.
+
+        Raises:
+            CollectiveTimeout, PeerLost: from the backend's own error.
+        """
+        try:
+            yield
+        except RuntimeError as exc:
+            error = lost_or_late(str(exc))
+            if error is None:
+                raise
+            reason = _SOURCE_LINE.sub("", str(exc)).partition(". ")[0]
+            raise error(f"{self.describe(kind)} did not complete: {reason}{_ASK}") from exc
+
+    def free_filled(self) -> None:
+        """Let go of what fills have read."""
+        if self._filled is not None:
+            current_stream(self.device).wait_event(self._filled[0])
+            self._filled = None
+
+    def _fill(self, fill: Callable[[], None] | None, read: Sequence[Tensor]) -> torch.cuda.Event | None:
+        """Run `fill` behind the computation so far; the event after it, None on the CPU or where there is nothing."""
+        if fill is None or self._beside is None:
+            _call(fill)
+            return None
+        self.free_filled()  # one fill behind: done long ago, so nobody waits
+        self._beside.wait_stream(current_stream(self.device))
+        with torch.cuda.stream(self._beside):
+            fill()
+        event: torch.cuda.Event = self._beside.record_event()
+        self._filled = event, read
+        return event
+
+    def _own(self, full_N: Tensor) -> Tensor:
+        return full_N.chunk(self.world_size)[self.rank] if full_N.numel() else full_N
+
+    def _launch(
+        self,
+        kind: str,
+        buffer: Tensor,
+        issue: Issue,
+        *,
+        prepare: Callable[[], None] | None = None,
+        then: Callable[[], None] | None = None,
+        after: torch.cuda.Event | None = None,
+        keep: Sequence[Tensor] = (),
+        is_recorded: bool = True,
+    ) -> Flight:
+        keep = (buffer, *keep)
+        if self.stream is None:
+            _call(prepare)
+            with self.explaining(kind):
+                collective, work = self._issue(kind, buffer, issue, async_op=True, is_recorded=is_recorded)
+            return Flight(self, collective, work, None, then, keep, kind)
+        after = after or self.mark()
+        assert after is not None
+        self.stream.wait_event(after)
+        with torch.cuda.stream(self.stream):
+            _call(prepare)
+            collective, _ = self._issue(kind, buffer, issue, async_op=False, is_recorded=is_recorded)
+            _call(then)
+            return Flight(self, collective, None, self.stream.record_event(), None, keep, kind)
+
+    def _issue(
+        self, kind: str, buffer: Tensor, issue: Issue, async_op: bool, is_recorded: bool = True
+    ) -> tuple[Collective | None, dist.Work | None]:
+        if self.world_size == 1 or self.muted or buffer.numel() == 0:
+            return None, None
+        issue = self._watched(kind, buffer, issue)
+        if not is_recorded:
+            return None, issue(async_op)
+        with self.recording(self.name, kind, buffer.numel() * buffer.element_size()) as collective:
+            return collective, issue(async_op)
+
+    def _watched(self, kind: str, buffer: Tensor, issue: Issue, detail: str = "") -> Issue:
+        track, num_bytes = self.track, buffer.numel() * buffer.element_size()
+        return (
+            issue if track is None else lambda async_op: track.issue(kind, num_bytes, lambda: issue(async_op), detail)
+        )
+
+    def _probe_gather(self) -> bool:
+        """Whether the backend gathers in place; also sets the communicator up, before the first step is timed."""
+        full_N = torch.full((self.world_size,), -1, device=self.device)
+        full_N[self.rank] = self.rank
+        try:
+            self._watched(
+                "all_gather",
+                full_N,
+                lambda _: all_gather_single(full_N, full_N[self.rank : self.rank + 1], group=self.group),
+            )(False)
+        except (RuntimeError, ValueError) as exc:
+            reason = str(exc)
+        else:
+            if full_N.tolist() == list(range(self.world_size)):
+                return True
+            reason = "its result was wrong"
+        logger.warning("lane %s: no all-gather in place (%s); shards are copied first", self.name, reason)
+        return False
+
+    def can_reduce_scatter(self, dtype: torch.dtype) -> bool:
+        """Whether the backend has a reduce-scatter of `dtype`; the first call tries it, on all ranks together."""
+        if dtype not in self._emulated:
+            self._emulated[dtype] = self.world_size > 1 and not self._probe_reduce_scatter(dtype)
+        return not self._emulated[dtype]
+
+    def _probe_reduce_scatter(self, dtype: torch.dtype) -> bool:
+        input_N = torch.ones(self.world_size, dtype=dtype, device=self.device)
+        try:
+            output_S = torch.empty_like(input_N[:1])
+            self._watched(
+                "reduce_scatter", input_N, lambda _: reduce_scatter_single(output_S, input_N, group=self.group)
+            )(False)
+        except (RuntimeError, ValueError) as exc:
+            logger.warning(
+                "lane %s: no reduce-scatter of %s (%s); emulated by an all-reduce in float32 or wider: twice the bytes",
+                self.name,
+                dtype,
+                exc,
+            )
+            return False
+        return True
+
+
+def _call(function: Callable[[], None] | None) -> None:
+    if function is not None:
+        function()

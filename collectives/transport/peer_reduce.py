@@ -1,0 +1,91 @@
+"""Reduce-scatters of gradients that hold no multiprocessor while they travel: copy engines carry them, a kernel adds.
+
+A matrix product has one block on each multiprocessor, in clusters of two on neighbours, and as many waves of these as
+its tiles need: where a collective holds but one multiprocessor, a wave is added. On two H200 NCCL's reduce-scatter had
+9 of 132 for 3.4 ms of each layer's backward pass, and the products beside it took 16% longer, as on 114; a kernel that
+waited for the peer on a single one cost 4 to 13%.
+
+So the parts are copied into the peers' memory (`collectives.transport.symmetric`), and added between two products, on
+the whole GPU at once. Little waits for a peer there either: the sum of one bucket is launched behind the sends of the
+next, by when its parts have come if the ranks are in step (`Flight.land`). Sums are of float32, in the order of the
+ranks, whatever travels.
+
+Left out: groups on several hosts (`symmetric.why_unusable` says what is missing).
+
+Shapes: N elements of a padded bucket, W ranks, S = N / W.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collectives.transport.symmetric import PeerRounds, Streams
+from netlayer.workload.buckets import COPIES_AT_ONCE
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class PeerReduce:
+    """Sends parts of gradients to the peers, and adds what they have sent.
+
+    Every rank makes it with the same size, and sends the same in the same order.
+
+    Args:
+        group: of 2 to 8 ranks on one host.
+        device: of this rank, and this process' current one.
+        part_bytes: most that one rank sends to another at a time.
+        streams: of another one, to be shared (`collectives.transport.carrier`, [Note: streams are few]); None: of its
+        own.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, part_bytes: int, streams: Streams | None = None
+    ) -> None:
+        first = PeerRounds(group, part_bytes, device, streams)
+        self.streams = first.streams
+        others = (PeerRounds(group, part_bytes, device, self.streams) for _ in range(COPIES_AT_ONCE - 1))
+        self._turns = deque([first, *others])
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Carries what is sent."""
+        return self._turns[0].copy_stream
+
+    def close(self) -> None:
+        """Free the memory, once the device has come here. Every rank does so at the same point; twice does no harm."""
+        for rounds in self._turns:
+            rounds.close()
+
+    def follow(self) -> None:
+        """What is sent next leaves behind what the current stream does by now."""
+        self._turns[0].follow()
+
+    def send(self, input_N: Tensor) -> Callable[[Tensor, bool], None]:
+        """Slice r to rank r, behind `follow`; `input_N` is left alone until it is added.
+
+        Args:
+            input_N: bfloat16, float16 or float32; S elements are a multiple of 16 bytes.
+
+        Returns:
+            What adds, on the current stream, to be called before the next but one is sent: with `output_S` (float32)
+            for the sum, and whether to store the mean over the ranks.
+        """
+        rounds = self._turns[0]
+        self._turns.rotate(1)
+        parts_WS = input_N.view(rounds.num_ranks, -1)
+        rounds.begin()
+        for ahead in range(1, rounds.num_ranks):
+            rounds.send(parts_WS[(rounds.rank + ahead) % rounds.num_ranks], ahead)
+        return functools.partial(_add, rounds, parts_WS[rounds.rank])
+
+
+def _add(rounds: PeerRounds, own_S: Tensor, output_S: Tensor, mean: bool) -> None:
+    rounds.wait(1, rounds.num_ranks - 1)
+    rounds.reduce_wide(own_S, output_S, mean)
+    rounds.finish()

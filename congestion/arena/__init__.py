@@ -1,0 +1,1 @@
+"""The arena: all control laws on a frozen suite, their tuning and the verdict."""

@@ -1,0 +1,1 @@
+"""Commands of the simulator: `simulate`, `step`, `sweep`, `arena`, `retransmit`."""

@@ -1,0 +1,1 @@
+"""Compilation of kernels: how they are compiled, kept, and what they ask of the machine."""

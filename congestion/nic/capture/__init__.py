@@ -1,0 +1,1 @@
+"""Captures of RoCEv2 packets: frames, queue pairs and retransmissions."""

@@ -1,0 +1,154 @@
+"""`netlayer nic inventory | plan | verify`: what looks and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from congestion.nic.commands.host_options import (
+    HostOptions,
+    alone,
+    count,
+    draw_plan,
+    elsewhere,
+    give,
+    of_host,
+    open_devices,
+    profile_option,
+    summed,
+)
+
+if TYPE_CHECKING:  # `--help` needs no pydantic
+    from netlayer.config.tree import ClusterConfig
+
+
+@click.command()
+@click.option(
+    "--cluster", type=click.Path(path_type=Path), help="Cluster file to compare with: number of NICs and their rate."
+)
+@of_host
+def inventory(options: HostOptions, cluster: Path | None) -> None:
+    """Say which RDMA devices a host has, where they sit, and how each of them can be set.
+
+    Exit 3: there are none. Exit 1: with --cluster, a host has not the NICs that the file says.
+
+    \b
+    Examples:
+      netlayer nic inventory
+      netlayer nic inventory --json -
+      netlayer nic inventory --ssh node1,node2
+      netlayer nic inventory --ssh hosts.txt --cluster examples/megascale-12288.toml --json inventory.json
+      netlayer nic inventory --root /tmp/copy-of-a-host
+    """
+    from congestion.nic.commands.shown import print_devices
+    from netlayer.errors import CheckFailed
+
+    wanted = None
+    if cluster is not None:
+        from netlayer.config.file import load_config
+
+        wanted = load_config(cluster, option="--cluster").cluster
+    if elsewhere(options, "inventory", _judge(wanted) if wanted else None):
+        return
+    _tree, _tools, devices = open_devices(options)
+    found = {"devices": [device.as_row() for device in devices], "summary": count(len(devices), "device")}
+    wrong = []
+    if wanted:
+        from congestion.nic.hosts.check import differences
+
+        wrong = differences(devices, wanted)
+        found["differs"] = wrong
+    give(options, found)
+    if not alone(options):
+        print_devices(devices)
+    if wrong:
+        raise CheckFailed(f"not as the cluster file says: {'; '.join(wrong)}")
+
+
+def _judge(wanted: ClusterConfig) -> Callable[[Any], list[str]]:
+    """What a host's inventory, as it came over ssh, differs in from the cluster file."""
+    from congestion.nic.hosts.check import differences
+    from congestion.nic.hosts.inventory_file import RELEASE, devices_of
+
+    def judge(result: Any) -> list[str]:
+        try:
+            return differences(devices_of(result), wanted)
+        except ValueError as exc:
+            return [f"its inventory {exc}: {RELEASE}"]
+
+    return judge
+
+
+@click.command()
+@profile_option
+@click.option("--script", is_flag=True, help="Print a script for bash to read and run instead.")
+@of_host
+def plan(options: HostOptions, script: bool) -> None:
+    """Say what a profile would change on each device: old and new value, by which way, and why. Changes nothing.
+
+    What a NIC cannot do is said with what comes nearest. For a whole cluster file, without a host: netlayer nic fabric.
+
+    \b
+    Examples:
+      netlayer nic plan --profile examples/profiles/lossless-dcqcn.toml
+      netlayer nic plan --profile examples/profiles/tuned-dcqcn.toml --device mlx5_0 --json plan.json
+      netlayer nic plan --profile examples/profiles/lossy-ztr.toml --script > set-up.sh
+    """
+    from congestion.nic.commands.shown import print_plan, to_script
+
+    if script and (options.ssh or alone(options)):
+        raise click.UsageError("--script prints one host's script to stdout: not with --ssh or --json -")
+    if elsewhere(options, "plan"):
+        return
+    found, _tree, _tools = draw_plan(options)
+    give(options, summed(found))
+    if script:
+        click.echo(to_script(found, f"profile {found.profile.name}, plan of {options.root}"), nl=False)
+    elif not alone(options):
+        print_plan(found)
+
+
+@click.command()
+@profile_option
+@click.option("--partial", is_flag=True, help="Good although NICs cannot have all of it.")
+@of_host
+def verify(options: HostOptions) -> None:
+    """Compare every value of a profile's plan with what is there now.
+
+    Exit 1: something differs, could not be read, or cannot be had by a NIC (without --partial).
+
+    \b
+    Examples:
+      netlayer nic verify --profile examples/profiles/lossless-dcqcn.toml
+      netlayer nic verify --profile examples/profiles/lossless-dcqcn.toml --ssh hosts.txt --json verified.json
+    """
+    from congestion.nic.commands.shown import print_differences, print_left
+    from netlayer.errors import CheckFailed
+
+    if elsewhere(options, "verify"):
+        return
+    found, _tree, _tools = draw_plan(options)
+    unread = [row for row in found.unknown if row.runs]
+    wrong = [*found.differences, *unread]
+    skipped = [row for row in found.unknown if not row.runs]
+    checked = len(found.rows) - len(skipped) - len(unread)
+    words = f"{len(found.differences)} of {count(checked, 'value')} differ"
+    words += f", {len(unread)} could not be read" if unread else ""
+    give(options, summed(found) | {"summary": words})
+    if not alone(options):
+        print_differences(wrong)
+    print_left("not checked", found.cannots, skipped)
+    if wrong:
+        first = wrong[0]
+        raise CheckFailed(
+            f"{words}; first: {first.step.device} {first.step.name}: {first.old or first.unknown}, not {first.step.new}"
+        )
+    if found.cannots and not options.partial:
+        one = found.cannots[0]
+        more = count(len(found.cannots), "thing")
+        rule = f"{words}, but {more} of the profile cannot be had; first: {one.device} {one.what}: {one.why}"
+        raise CheckFailed(f"{rule}; nearest: {one.nearest}; or give --partial")
+    click.echo(words, err=alone(options))

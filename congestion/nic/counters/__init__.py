@@ -1,0 +1,1 @@
+"""Counters of RDMA NICs: reading, logs, signals and what is wrong."""

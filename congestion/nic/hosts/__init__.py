@@ -1,0 +1,1 @@
+"""Hosts and their RDMA devices: inventory, file tree, commands over ssh."""

@@ -1,0 +1,1 @@
+"""Profiles of NIC settings: plans, their application, journal and rollback, and timers."""

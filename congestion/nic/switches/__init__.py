@@ -1,0 +1,1 @@
+"""Settings of switches that go with a NIC profile, by operating system and chip."""

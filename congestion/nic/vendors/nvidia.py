@@ -1,0 +1,243 @@
+"""NVIDIA (mlx5): DCQCN by debugfs or OFED's sysfs, ZTR-RTTCC by firmware, retransmission by the register ROCE_ACCL.
+
+Files: `drivers/infiniband/hw/mlx5/cong.c` of Linux; OFED's sysfs has the same values by mlxconfig's names. RTTCC:
+NVIDIA's post "Scaling Zero Touch RoCE Technology with Round Trip Time Congestion Control" (register 0x506e is PPCC;
+disabling its slot 15 forces RTTCC). ROCE_ACCL: mstflint's register table. Left out: parameters of programmable control
+(surface_nvidia_programmable).
+"""
+
+from __future__ import annotations
+
+from congestion.nic.hosts.inventory import MLX5_DEBUG
+from congestion.nic.profile.draft import Draft
+from congestion.nic.profile.file import Law
+from congestion.nic.profile.parameters import PARAMETERS
+from congestion.nic.vendors.tool_settings import Algorithm, Firmware, Register
+
+_DEBUG, _OFED = "mlx5-debugfs", "ofed-ecn"
+LOST = "lost at a reset of the NIC"
+_RESET = "takes effect, and is undone, only by a firmware reset: mlxfwreset -d {pci} -y reset, which drops the link"
+_NO_RTTCC = ("ConnectX-4", "ConnectX-4 Lx", "ConnectX-5", "ConnectX-5 Ex", "ConnectX-6", "BlueField")
+_RTTCC = ("ConnectX-6 Dx", "ConnectX-6 Lx", "ConnectX-7", "ConnectX-8", "BlueField-2", "BlueField-3")
+_UNSEEN = "cannot see whether RTTCC is forced, under which DCQCN's parameters have no effect"
+_FORCING_SLOT = "15"
+_LEGACY = "ROCE_CC_LEGACY_DCQCN"
+_ACCELERATIONS = {
+    "adaptive": ("roce_adp_retrans_en", "retransmit timers that adapt"),
+    "slow_restart": ("roce_slow_restart_en", "slow restart after a loss"),
+    "slow_restart_idle": ("roce_slow_restart_idle_en", "slow restart after idling"),
+    "tx_window": ("roce_tx_window_en", "a window for each queue pair"),
+    "ack_floor": ("min_ack_timeout_limit_disabled", "the floor of the ACK timer"),
+    "selective_repeat": ("selective_repeat_forced_en", "selective repeat rather than go-back-N, for new queue pairs"),
+}
+NO_TOOL = "install mstflint (mstreg, mstconfig) or NVIDIA's MFT"
+
+
+def refuse_law(draft: Draft, law: Law) -> tuple[str, str] | None:
+    """Why the device cannot run a law and what is nearest; None where it can."""
+    model = draft.device.model
+    if law in ("hybrid", "swift"):
+        own = "on BlueField-3 as an algorithm of one's own for DOCA PCC; " if model == "BlueField-3" else ""
+        why = "no firmware has it; it needs programmable congestion control"
+        return why, f"{own}tuned DCQCN (law = dcqcn), or ZTR-RTTCC (law = rttcc)"
+    if law in ("timely", "dctcp"):
+        return "no firmware of NVIDIA has it", "law = dcqcn, or law = rttcc, which goes by RTT too"
+    if law == "rttcc" and model not in _RTTCC:
+        which = model if model in _NO_RTTCC else f"its model ({model or 'not one of those known here'})"
+        verb = "has no" if model in _NO_RTTCC else "is not known to have"
+        return f"{which} {verb} RTTCC, ConnectX-6 Dx and later do", "law = dcqcn"
+    if law == "rttcc" and not draft.find_tool("mlxconfig", "mstconfig"):
+        return "neither mlxconfig nor mstconfig is installed", NO_TOOL
+    return None
+
+
+def draw_law(draft: Draft, law: Law) -> None:
+    """Add the steps of a law that `refuse_law` let pass."""
+    if law == "rttcc":
+        _rttcc(draft)
+    else:
+        _enable(draft, law == "dcqcn")
+    if law == "dcqcn":
+        _end_rttcc(draft)
+        _parameters(draft)
+
+
+def draw_retransmission(draft: Draft) -> None:
+    """Add the switches of ROCE_ACCL."""
+    wanted = draft.profile.retransmission
+    asked = [name for name in _ACCELERATIONS if getattr(wanted, name) is not None]
+    if not asked:
+        return
+    tool = draft.find_tool("mlxreg", "mstreg")
+    if not tool or not draft.device.pci:
+        draft.cannot(", ".join(asked), "neither mlxreg nor mstreg is installed", NO_TOOL)
+        return
+    for name in asked:
+        register, reason = _ACCELERATIONS[name]
+        if name == "selective_repeat" and draft.device.model in _NO_RTTCC:
+            why = f"{draft.device.model} does not have it, ConnectX-6 Dx and later do"
+            draft.cannot(register, why, "leave it out of the profile")
+            continue
+        value = bool(getattr(wanted, name)) ^ (name == "ack_floor")  # the register disables the floor
+        draft.tool(Register(tool, draft.device.pci, register), str(int(value)), reason, name=register, warning=LOST)
+
+
+def _enable(draft: Draft, on: bool) -> None:
+    """Congestion control of the profile's priority: OFED has a switch for each, the firmware a mask."""
+    device, priority = draft.device, draft.profile.traffic.priority
+    reason = "congestion control of the profile's priority"
+    if device.has(_OFED):
+        for point in ("roce_np", "roce_rp"):
+            path = f"sys/class/net/{device.netdev}/ecn/{point}/enable/{priority}"
+            draft.file(_OFED, path, int(on), reason, warning=LOST)
+        return
+    tool = draft.find_tool("mlxconfig", "mstconfig")
+    if draft.profile.firmware.persist and tool:
+        _mask(draft, tool, on, reason)
+    elif on:
+        draft.note("this driver switches no single priority; the firmware's default is congestion control on all")
+    else:
+        remedy = "MLNX_OFED's driver, or firmware.persist = true with mlxconfig"
+        draft.cannot("law = none", "this driver switches no single priority", remedy)
+
+
+def _mask(draft: Draft, tool: str, on: bool, reason: str) -> None:
+    """The profile's priority in the firmware's mask; those of others stay."""
+    key, bit = f"ROCE_CC_PRIO_MASK{draft.device.port_suffix}", 1 << draft.profile.traffic.priority
+    present = draft.present(Firmware(tool, draft.device.pci, key))
+    if present is not None:
+        configure(draft, tool, key, int(present) | bit if on else int(present) & ~bit, reason, allowed=(0, 255))
+    elif draft.tools.runs:
+        why = f"{tool} does not print what it is now, and other priorities' bits must stay"
+        draft.cannot(key, why, "plan on the host itself, with mstflint's or MFT's mlxconfig")
+    else:
+        draft.note(f"{key}: not read under --root; on the host itself the profile's priority is set in it")
+
+
+def _end_rttcc(draft: Draft) -> None:
+    """DCQCN as the firmware's only law, and the slot that forces RTTCC enabled, as both are by default."""
+    device = draft.device
+    if device.model in _NO_RTTCC:
+        return
+    tool, register = draft.find_tool("mlxconfig", "mstconfig"), draft.find_tool("mlxreg", "mstreg")
+    key = Firmware(tool, device.pci, _LEGACY) if tool and device.pci else None
+    if key is not None and draft.present(key) is not None:
+        configure(draft, tool, _LEGACY, 1, "the firmware runs DCQCN alone", allowed=(0, 1))
+    else:
+        draft.note(f"{_UNSEEN}: {_LEGACY} cannot be read (mlxconfig)")
+    slot = Algorithm(register, device.pci, _FORCING_SLOT) if register and device.pci else None
+    if slot is not None and draft.present(slot) is not None:
+        reason = "with this slot disabled every queue pair would run RTTCC"
+        draft.tool(slot, "1", reason, name=f"PPCC slot {_FORCING_SLOT}", warning=LOST)
+    else:
+        draft.note(f"{_UNSEEN}: PPCC slot {_FORCING_SLOT} cannot be read (mlxreg)")
+
+
+def _parameters(draft: Draft) -> None:
+    """DCQCN's parameters and the marking of CNPs, by the way that the driver has."""
+    device, profile = draft.device, draft.profile
+    for name, value in profile.dcqcn.items():
+        if _too_fast(name, value, _line_mbps(draft)):
+            draft.cannot(name, f"{value} Mb/s is above the port's rate", f"{device.rate_mbps} Mb/s or less")
+    rates = [name for name in profile.dcqcn if PARAMETERS[name].unit == "Mb/s"]
+    if rates and not _line_mbps(draft):
+        draft.note(f"its link is {device.state or 'unknown'}: not compared with the port's rate: {', '.join(rates)}")
+    tool = draft.find_tool("mlxconfig", "mstconfig")
+    if device.has(_DEBUG) or _DEBUG in device.closed:
+        _by_debugfs(draft)
+    elif device.has(_OFED):
+        _by_sysfs(draft)
+    elif not (profile.firmware.persist and tool):
+        remedy = "mount debugfs as root, or set firmware.persist = true with mlxconfig installed"
+        draft.cannot("dcqcn, cnp", f"/{MLX5_DEBUG}/{device.pci}/cc_params is not there", remedy)
+    if profile.firmware.persist:
+        if tool and device.pci:
+            _by_firmware(draft, tool)
+        else:
+            draft.cannot("firmware.persist", "neither mlxconfig nor mstconfig is installed", NO_TOOL)
+
+
+def _by_debugfs(draft: Draft) -> None:
+    folder = f"{MLX5_DEBUG}/{draft.device.pci}/cc_params"
+    for name, value in _in_order(draft):
+        known = PARAMETERS[name]
+        draft.file(
+            _DEBUG, f"{folder}/{name}", value, known.meaning, allowed=(known.low, known.high), unit=known.unit,
+            warning=LOST,
+        )  # fmt: skip
+    cnp = draft.profile.cnp
+    draft.file(_DEBUG, f"{folder}/np_cnp_dscp", cnp.dscp, "DSCP of CNPs", allowed=(0, 63), warning=LOST)
+    draft.file(
+        _DEBUG, f"{folder}/np_cnp_prio", cnp.priority, "priority of CNPs", allowed=(0, 7), warning=LOST,
+        touches=("np_cnp_prio_mode",),
+    )  # fmt: skip
+    draft.file(_DEBUG, f"{folder}/np_cnp_prio_mode", 0, "CNPs take that priority, not the request's", warning=LOST)
+
+
+def _by_sysfs(draft: Draft) -> None:
+    folder, cnp = f"sys/class/net/{draft.device.netdev}/ecn", draft.profile.cnp
+    for name, value in _in_order(draft):
+        known = PARAMETERS[name]
+        path = f"{folder}/roce_{name[:2]}/{known.key.lower()}"
+        draft.file(_OFED, path, value, known.meaning, allowed=(known.low, known.high), unit=known.unit, warning=LOST)
+    draft.file(_OFED, f"{folder}/roce_np/cnp_dscp", cnp.dscp, "DSCP of CNPs", allowed=(0, 63), warning=LOST)
+    draft.file(_OFED, f"{folder}/roce_np/cnp_802p_prio", cnp.priority, "priority of CNPs", allowed=(0, 7), warning=LOST)
+
+
+def _by_firmware(draft: Draft, tool: str) -> None:
+    suffix, cnp = draft.device.port_suffix, draft.profile.cnp
+    for name, value in _in_order(draft):
+        known = PARAMETERS[name]
+        allowed = (known.low, known.high)
+        configure(draft, tool, f"{known.key}{suffix}", value, known.meaning, known.unit, allowed=allowed)
+    configure(draft, tool, f"CNP_DSCP{suffix}", cnp.dscp, "DSCP of CNPs", allowed=(0, 63))
+    configure(draft, tool, f"CNP_802P_PRIO{suffix}", cnp.priority, "priority of CNPs", allowed=(0, 7))
+
+
+def _rttcc(draft: Draft) -> None:
+    device = draft.device
+    draft.note("ZTR-RTTCC needs NICs that have it at both ends of a queue pair")
+    tool = draft.find_tool("mlxconfig", "mstconfig")
+    configure(draft, tool, _LEGACY, 0, "the firmware may run other laws than DCQCN", allowed=(0, 1))
+    if draft.rows[-1].differs:
+        slot = f"PPCC slot {_FORCING_SLOT}"
+        draft.note(f"RTTCC needs two turns: {_LEGACY} holds after a firmware reset, which loses {slot}: "
+                   "reset the firmware, then apply again")  # fmt: skip
+    register = draft.find_tool("mlxreg", "mstreg")
+    if register:
+        setting = Algorithm(register, device.pci, _FORCING_SLOT)
+        reason = "with this slot disabled every queue pair runs RTTCC"
+        draft.tool(setting, "0", reason, name=f"PPCC slot {_FORCING_SLOT}", warning=LOST)
+    else:
+        draft.cannot("PPCC", "neither mlxreg nor mstreg is installed", NO_TOOL)
+    if draft.profile.rtt_response_dscp is not None:
+        folder = f"{MLX5_DEBUG}/{device.pci}/cc_params"
+        reason = "DSCP of answers to RTT probes"
+        draft.file(
+            _DEBUG, f"{folder}/rtt_resp_dscp", draft.profile.rtt_response_dscp, reason, allowed=(0, 63), warning=LOST,
+            touches=("rtt_resp_dscp_valid",),
+        )  # fmt: skip
+        draft.file(_DEBUG, f"{folder}/rtt_resp_dscp_valid", 1, "that DSCP is used", warning=LOST)
+
+
+def configure(
+    draft: Draft, tool: str, key: str, value: int, reason: str, unit: str = "", *, allowed: tuple[int, int]
+) -> None:
+    """Add a key of the firmware's configuration."""
+    warning, setting = _RESET.format(pci=draft.device.pci), Firmware(tool, draft.device.pci, key)
+    draft.tool(setting, str(value), reason, name=key, unit=unit, warning=warning, allowed=allowed)
+
+
+def _in_order(draft: Draft) -> list[tuple[str, int]]:
+    """The profile's parameters without those that are above this port's rate, which is documented as their limit."""
+    given, line = draft.profile.dcqcn, _line_mbps(draft)
+    return [(name, given[name]) for name in PARAMETERS if name in given and not _too_fast(name, given[name], line)]
+
+
+def _line_mbps(draft: Draft) -> int:
+    """The port's rate; 0 while its link is down, for then the kernel shows another."""
+    return draft.device.rate_mbps if draft.device.state == "ACTIVE" else 0
+
+
+def _too_fast(name: str, value: int, line_mbps: int) -> bool:
+    return PARAMETERS[name].unit == "Mb/s" and 0 < line_mbps < value

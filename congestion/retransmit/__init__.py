@@ -1,0 +1,1 @@
+"""Retransmit timers of RDMA NICs, and what a link flap costs under them."""

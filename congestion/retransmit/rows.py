@@ -1,0 +1,157 @@
+"""Rows about flaps: each setting at each flap, the setting that a flap asks for, and a ring all-reduce through one.
+
+The first two are the closed form of `retransmit`; the ring is run packet by packet, its timers those of the setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from congestion.retransmit.timers import NICS, Timers, advise, recovery_s, schedule, survives
+from congestion.scenarios.catalogue import build_scenario
+from congestion.simulation.settings import Settings
+from congestion.simulation.simulate import Outcome, simulate
+
+Row = dict[str, Any]
+RING_RANKS, RING_BYTES = 8, 16_000_000
+_PS = 10**12
+_LONGER_THAN_ANY_RUN_PS = 10**6 * _PS
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a queue pair and its NIC are set to; the fields are the arguments of `schedule`."""
+
+    nic: str
+    timeout: int
+    retry_cnt: int
+    adaptive: bool = True
+    floor: bool = True
+
+    @property
+    def timers(self) -> Timers:
+        return schedule(self.nic, self.timeout, self.retry_cnt, adaptive=self.adaptive, floor=self.floor)
+
+    @property
+    def mode(self) -> str:
+        """The adaptive phase: on, off, `no floor`, which ends it too, or `-` where the NIC has neither."""
+        if not NICS[self.nic].has_floor:
+            return "-"
+        if not self.floor:
+            return "no floor"
+        return "on" if self.adaptive else "off"
+
+    def row(self) -> Row:
+        return {"nic": self.nic, "timeout": self.timeout, "retry_cnt": self.retry_cnt, "adaptive": self.mode}
+
+
+def of_one_nic(settings: Sequence[Setting]) -> list[Setting]:
+    """Those that differ from the first in the timeout alone, with the most retries of all."""
+    most, first = max(setting.retry_cnt for setting in settings), settings[0]
+    return [one for one in settings if (one.nic, one.mode, one.retry_cnt) == (first.nic, first.mode, most)]
+
+
+def recoveries(settings: Iterable[Setting], flaps_s: Sequence[float]) -> list[Row]:
+    """A row a setting and flap: `survives`, `recovery_s` (None where not), `error_s` (None where it never gives up)."""
+    rows: list[Row] = []
+    for setting in settings:
+        timers = setting.timers
+        error_s = timers.error_s if np.isfinite(timers.error_s) else None
+        for flap_s, found in zip(flaps_s, recovery_s(timers, np.array(flaps_s)).tolist(), strict=True):
+            alive = survives(timers, flap_s)
+            rows.append(
+                {
+                    **setting.row(),
+                    "flap_s": flap_s,
+                    "survives": alive,
+                    "recovery_s": found if alive else None,
+                    "error_s": error_s,
+                    "longest_flap_s": timers.last_send_s if error_s else None,
+                    "source": "predicted",
+                }
+            )
+    return rows
+
+
+def advices(flaps_s: Iterable[float], nic: str, retry_cnt: int) -> list[Row]:
+    """A row a flap: the least timeouts that outlive it with a fifth to spare, and what they cost."""
+    rows: list[Row] = []
+    for flap_s in flaps_s:
+        advice = advise(flap_s, nic, retry_cnt)
+        rows.append(
+            {
+                "flap_s": flap_s,
+                "nic": nic,
+                "retry_cnt": retry_cnt,
+                "timeout": advice.timeout,
+                "nic_timeout": advice.nic_timeout,
+                "lower_s": advice.lower_s,
+                "recovery_s": advice.recovery_s,
+                "error_s": advice.error_s if np.isfinite(advice.error_s) else None,
+                "source": "predicted",
+            }
+        )
+    return rows
+
+
+def ring_rows(
+    settings: Iterable[Setting],
+    flaps_s: Sequence[float],
+    seed: int,
+    say: Callable[[int, int, str], None] | None = None,
+    compiling: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> list[Row]:
+    """A ring all-reduce, one of whose hosts is cut off half-way: `delay_s` of the whole, against `predicted_s`.
+
+    Settings that never give up are left out. `delay_s` is None where the collective does not end; `stuck` counts the
+    ranks with flows that do not then, `failed` the pairs of ranks whose queue pair is in error.
+    """
+    case = build_scenario(
+        "ring-all-reduce",
+        [f"scenario.ranks={RING_RANKS}", f"scenario.num_bytes={RING_BYTES}"],
+        seed,
+        fabric="star",
+    )
+    # A timer that never runs out changes nothing, and has one variant of the kernels compiled for both kinds of run.
+    idle = (_LONGER_THAN_ANY_RUN_PS,)
+    whole = simulate(case.fabric, case.flows, Settings(), "none", seed=seed, timeouts_ps=idle, compiling=compiling)
+    ending = [setting for setting in settings if np.isfinite(setting.timers.error_s)]
+    down_ps = int(whole.finish_ps.max()) // 2
+    rows: list[Row] = []
+    for setting in ending:
+        timers = setting.timers
+        for flap_s in flaps_s:
+            flap = (0, down_ps, down_ps + round(flap_s * _PS))
+            outcome = simulate(
+                case.fabric, case.flows, Settings(), "none", seed=seed, flaps=(flap,), timeouts_ps=timers.waits_ps()
+            )
+            predicted = float(recovery_s(timers, flap_s))
+            rows.append(
+                {
+                    **setting.row(),
+                    "flap_s": flap_s,
+                    **_ring_row(outcome, whole),
+                    "predicted_s": predicted if np.isfinite(predicted) else None,
+                    "source": "simulated",
+                }
+            )
+            if say:
+                say(len(rows), len(ending) * len(flaps_s), f"flap of {flap_s:g} s")
+    return rows
+
+
+def _ring_row(outcome: Outcome, whole: Outcome) -> Row:
+    ended, flow = outcome.finish_ps >= 0, outcome.state.flow
+    failed = flow[["src", "dst"]][flow["failed"] > 0]
+    return {
+        "idle_s": int(whole.finish_ps.max()) / _PS,
+        "delay_s": int(outcome.finish_ps.max() - whole.finish_ps.max()) / _PS if ended.all() else None,
+        "stuck": len(np.unique(flow["src"][~ended])),
+        "failed": len(np.unique(failed)),
+        "retransmissions": int(flow["resent"].sum()),
+    }

@@ -1,0 +1,1 @@
+"""Traffic patterns by name, and the fabrics that they run on."""

@@ -1,0 +1,1 @@
+"""Simulation of flows over a fabric: settings, runs, samples and measures."""

@@ -1,0 +1,1 @@
+"""Pages of `netlayer simulate` and of the fluid model."""

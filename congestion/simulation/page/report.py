@@ -1,0 +1,64 @@
+"""The page of `netlayer simulate` from what its runs left, and where it is written."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from congestion.simulation.page.page_file import put_page
+from netlayer.errors import HardwareMissing
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from congestion.simulation.samples import Samples
+
+SAMPLED = ("samples", "links", "tiers")
+
+
+def write_page(
+    rows: list[dict[str, Any]],
+    frames: Mapping[str, pd.DataFrame],
+    about: Mapping[str, Any],
+    *,
+    part: Path | None,
+    html: Path | None,
+) -> None:
+    """report.html into the folder `part`, and the file `html`; pictures lie in plots/ beside each.
+
+    Where what draws it is not installed, a line says so; it is an error only if the file was asked for.
+
+    Args:
+        rows, frames: as `simulate_findings.Findings` takes them, frames by name.
+        about: the other fields of `Findings`.
+
+    Raises:
+        HardwareMissing: `html` is given, and the page cannot be drawn here.
+    """
+    try:
+        from congestion.simulation.page.findings import Findings
+        from congestion.simulation.page.page import build_page
+
+        given: dict[str, Any] = {"rows": rows, **frames, **about}
+        report = build_page(Findings(**given))
+        with tempfile.TemporaryDirectory() as folder:
+            page = report.write(part or folder)
+            if html:
+                put_page(page, html)
+    except (HardwareMissing, ModuleNotFoundError) as exc:
+        if html:
+            raise HardwareMissing(f"--html: {exc}") from exc
+        click.echo(f"no page: {exc}", err=True)
+
+
+def links_note(law: str, samples: Samples) -> str:
+    """What the frame of links leaves out, as a sentence; empty where it has all."""
+    links = samples.links
+    if links is None or not links.left_out:
+        return ""
+    many = len(links.link)
+    return f"{law}: of {many:,} links the {many - links.left_out:,} busiest are kept over time."

@@ -1,0 +1,1 @@
+"""Measurement of RDMA NICs with verbs."""

@@ -1,0 +1,88 @@
+"""The typed tree of a cluster and a job, its files, and errors in them.
+
+Names load on first use, so that importing one module of the room does not import the others.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from netlayer.config.tree import BatchConfig as BatchConfig
+    from netlayer.config.tree import CheckpointConfig as CheckpointConfig
+    from netlayer.config.tree import ClusterConfig as ClusterConfig
+    from netlayer.config.tree import Config as Config
+    from netlayer.config.tree import DataConfig as DataConfig
+    from netlayer.config.tree import EvaluationConfig as EvaluationConfig
+    from netlayer.config.tree import JobConfig as JobConfig
+    from netlayer.config.tree import LaunchConfig as LaunchConfig
+    from netlayer.config.tree import LoopConfig as LoopConfig
+    from netlayer.config.tree import MetricsConfig as MetricsConfig
+    from netlayer.config.tree import ModelConfig as ModelConfig
+    from netlayer.config.tree import NcclConfig as NcclConfig
+    from netlayer.config.tree import OptimizerConfig as OptimizerConfig
+    from netlayer.config.tree import OverlapConfig as OverlapConfig
+    from netlayer.config.tree import ParallelConfig as ParallelConfig
+    from netlayer.config.tree import PricesConfig as PricesConfig
+    from netlayer.config.tree import RopeScalingConfig as RopeScalingConfig
+    from netlayer.config.tree import Section as Section
+    from netlayer.config.tree import StoreConfig as StoreConfig
+    from netlayer.config.tree import WatchConfig as WatchConfig
+    from netlayer.config.tree import build_config as build_config
+    from netlayer.config.tree import build_section as build_section
+
+_HOME = {
+    "BatchConfig": "tree",
+    "CheckpointConfig": "tree",
+    "ClusterConfig": "tree",
+    "Config": "tree",
+    "DataConfig": "tree",
+    "EvaluationConfig": "tree",
+    "JobConfig": "tree",
+    "LaunchConfig": "tree",
+    "LoopConfig": "tree",
+    "MetricsConfig": "tree",
+    "ModelConfig": "tree",
+    "NcclConfig": "tree",
+    "OptimizerConfig": "tree",
+    "OverlapConfig": "tree",
+    "ParallelConfig": "tree",
+    "PricesConfig": "tree",
+    "RopeScalingConfig": "tree",
+    "Section": "tree",
+    "StoreConfig": "tree",
+    "WatchConfig": "tree",
+    "build_config": "tree",
+    "build_section": "tree",
+}
+__all__ = [
+    "BatchConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "EvaluationConfig",
+    "JobConfig",
+    "LaunchConfig",
+    "LoopConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "NcclConfig",
+    "OptimizerConfig",
+    "OverlapConfig",
+    "ParallelConfig",
+    "PricesConfig",
+    "RopeScalingConfig",
+    "Section",
+    "StoreConfig",
+    "WatchConfig",
+    "build_config",
+    "build_section",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

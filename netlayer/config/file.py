@@ -1,0 +1,135 @@
+"""The tree's way in and out: defaults < TOML file < `--set a.b=value`, and back to TOML.
+
+Left out: which sections and keys there are, and their rules (`netlayer.config.tree`).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from netlayer.config.tree import Config, Section, build_config
+from netlayer.errors import ConfigError
+
+
+def load_config(path: Path | None = None, overrides: Iterable[str] = (), *, option: str = "--config") -> Config:
+    """The resolved tree: defaults, then the TOML file, then each `a.b=value`.
+
+    Args:
+        option: what gave the path, for errors.
+
+    Raises:
+        ConfigError: the file is missing or no TOML, a key is unknown, a value breaks a rule.
+    """
+    tree = _read_toml(path, option) if path else {}
+    for override in overrides:
+        _apply_override(tree, override)
+    return build_config(tree)
+
+
+def read_override(override: str, example: str) -> tuple[str, object]:
+    """Key and value of `a.b=value`.
+
+    Raises:
+        ConfigError: it has no key or no equals sign.
+    """
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.strip().split(".")):
+        raise ConfigError("--set", override, "must read a.b=value", f"for example --set {example}")
+    return key.strip(), _parse_value(text.strip())
+
+
+def example(name: str) -> Path:
+    """The path of one of `examples/`, in a checkout or as the installed package carries them."""
+    package = Path(__file__).parent.parent
+    folders = (package.parent / "examples", package / "examples")
+    for path in (folder / f"{name}.toml" for folder in folders):
+        if path.is_file():
+            return path
+    raise ConfigError("example", name, f"is in neither {folders[0]} nor {folders[1]}", "name a file of examples/")
+
+
+def to_toml(config: Config, *, describe: bool = False) -> str:
+    """The tree as TOML that `load_config` reads back to the same; `describe` adds each key's description."""
+    document = tomlkit.document()
+    _fill(document, config, describe)
+    return tomlkit.dumps(document)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tree of a TOML document.
+
+    Raises:
+        tomllib.TOMLDecodeError: it is not TOML, or beyond Python's limits: nested too deep, or a number with thousands
+            of digits.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("it is nested too deep") from None
+    except ValueError as exc:
+        # The end of Python's message is advice to the programmer, not to the user.
+        raise tomllib.TOMLDecodeError(str(exc).partition(";")[0]) from None
+
+
+def _read_toml(path: Path, option: str) -> dict[str, Any]:
+    try:
+        return parse_toml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise ConfigError(option, path, "there is no such file", "give a TOML file; examples/ has some") from exc
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(option, path, f"cannot be read ({exc})", "give a readable TOML file in UTF-8") from exc
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(option, path, f"is not TOML ({exc})", "mend that line") from exc
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, value = read_override(override, "job.optimizer.steps=50")
+    *parents, last = _resolve(key.split("."))
+    for name in parents:
+        below = tree.setdefault(name, {})
+        if not isinstance(below, dict):
+            raise ConfigError("--set", override, f"{name} is a value in the file, not a table", "mend the file")
+        tree = below
+    tree[last] = value
+
+
+def _resolve(path: list[str]) -> list[str]:
+    """`overlap.dp` means `job.overlap.dp`: a first word that only one section knows may stand without it."""
+    if path[0] in Config.model_fields:
+        return path
+    owners = [
+        name
+        for name, field in Config.model_fields.items()
+        if isinstance(field.annotation, type)
+        and issubclass(field.annotation, Section)
+        and path[0] in field.annotation.model_fields
+    ]
+    return [owners[0], *path] if len(owners) == 1 else path
+
+
+def _parse_value(text: str) -> object:
+    """Parse a value as TOML (numbers, booleans, lists, quoted text); anything else is text: `200G`, `adamw`, a path."""
+    try:
+        return parse_toml(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _fill(table: Any, section: Section, describe: bool) -> None:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            table[name] = below = tomlkit.table()
+            if describe:
+                below.comment(field.description or "")
+            _fill(below, value, describe)
+        elif value is not None:  # TOML has no word for it: what is optional and not given stays out
+            item = tomlkit.item(value)
+            table[name] = item.comment(field.description or "") if describe else item

@@ -1,0 +1,309 @@
+"""All ranks of a run wait here until each of them has come; those who have not are named.
+
+[Note: two operations a rank] Who comes adds one to a counter and waits for a key that the last one sets: over all
+ranks O(n), whatever the store, where all come within some seconds. The counter's name holds a digest of what must be
+the same on every rank, so a rank with another world size or version is never counted. Who has waited for some seconds
+also writes down who it is, and then waits for the verdict alone; the first of those reads what was written, says every
+ten seconds who is missing, and gives the verdict at its deadline. Where it dies, the next one reads. Who waits long
+asks a TCPStore every half second: its own wait hears no Ctrl-C, and torch logs each one that ends in time.
+
+[Note: a rank that comes twice] The counter's upper bits add up a mark of each rank, so who fills the world sees in the
+one sum whether it is the sum of all ranks. Where it is not, all write down who they are, and both are named.
+
+[Note: one verdict] That all have come, or why not, is one key that is set once (`compare_set`): whoever comes later,
+be it the last rank of the world, hears the same as the others.
+
+Left out: a server that is stopped and keeps its connections; TCPStore's client waits for it without end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from netlayer.errors import ConfigError, RanksMissing, StoreError, StoreUnreachable
+from netlayer.store.tcp_store import first_line
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+else:
+    from torch.distributed import PrefixStore, TCPStore  # which torch's own types do not show
+
+__all__ = ["await_all"]
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0  # after it a rank writes down who it is
+_SLICE_S = 2.0  # between two looks of the one that reads
+_LOOK_S = 0.5  # between two looks of each that waits long at a TCPStore
+_MOST_IN_TURN = 3  # slices after its deadline, a rank at the most takes over from a reader that died
+_TELL_EVERY_S = 10.0
+_HEARD_S = 5.0  # the longest that the rank which serves the store stays for the others to hear a failure
+_POLL_S = 0.05
+_SHORTEST_S = 0.01
+_CHUNK = 64  # ranks that write to one key
+_MOST_NAMED = 8
+_WORLD_SIZE = "world size"
+_COUNT_BITS = 24  # of the counter; the marks of all ranks add up above it, and stay below 2^63
+_MARK_BITS = 20
+_VERDICT, _HEARD, _READERS = "verdict", "heard", "readers"
+
+
+def await_all(
+    store: Store,
+    rank: int,
+    world_size: int,
+    *,
+    same: Mapping[str, object] | None = None,
+    timeout: timedelta,
+    patience_s: float = _PATIENCE_S,
+    serves: bool = False,
+) -> None:
+    """Return when all ranks have called this with the same values.
+
+    Every call wants keys of its own: give it a PrefixStore.
+
+    Args:
+        same: what must agree on all ranks beside the world size, by name.
+        timeout: the longest wait of the rank that came first; those after it wait as long as it does, and a few
+            seconds longer for its verdict.
+        patience_s: after this much of it, half of `timeout` at the most, names are exchanged.
+        serves: the store ends with this process, which therefore stays a moment for the others to hear a failure.
+
+    Raises:
+        RanksMissing: not all came in time.
+        ConfigError: ranks came with other values, one came twice, or more than the world has; on every rank that waits.
+        StoreUnreachable: whoever serves the store has gone.
+        StoreError: the store failed.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError("rank", rank, f"must be below the world size {world_size}", "correct RANK or WORLD_SIZE")
+    values = {_WORLD_SIZE: str(world_size), **{name: str(value) for name, value in (same or {}).items()}}
+    waiting = _Waiting(store, rank, world_size, values, timeout.total_seconds(), patience_s)
+    timeout_before: timedelta = store.timeout  # type: ignore[attr-defined] # not in torch's types
+    try:
+        waiting.wait()
+    except (RanksMissing, ConfigError):
+        with contextlib.suppress(dist.DistError, StoreError):  # what is known already matters more
+            waiting.say_heard(stays=serves)
+        raise
+    except dist.DistNetworkError as exc:
+        whose = "rank 0, or whoever else serves it, has ended or given up; see its log"
+        raise StoreUnreachable(f"the store broke off while ranks were awaited ({first_line(exc)}): {whose}") from exc
+    except dist.DistError as exc:
+        raise StoreError(f"the store failed while ranks were awaited: {first_line(exc)}") from exc
+    finally:
+        store.set_timeout(timeout_before)
+
+
+@dataclass(frozen=True)
+class _Card:
+    """A rank that has come."""
+
+    rank: int
+    host: str
+    local_world_size: int
+    values: dict[str, str]
+
+    @classmethod
+    def read(cls, line: bytes) -> _Card:
+        """Also one of another version, which says more or less."""
+        told = json.loads(line)
+        local_world_size = told.get("local_world_size", 1)
+        return cls(told["rank"], told.get("host", "?"), local_world_size, told.get("values", {}))
+
+
+class _Waiting:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, values: dict[str, str], timeout_s: float, patience_s: float
+    ) -> None:
+        self._store, self._rank, self._world_size, self._values = store, rank, world_size, values
+        self._patience_s = min(patience_s, timeout_s / 2)
+        self._digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+        self._count, self._all_here = f"count/{self._digest}", f"all/{self._digest}"
+        self._deadline_s = time.monotonic() + timeout_s
+        self._is_tcp = isinstance(_bottom(store), TCPStore)
+
+    def wait(self) -> None:
+        self._limit()
+        come, marks = self._come(1 + (_mark(self._rank) << _COUNT_BITS))
+        if come > self._world_size:
+            rule = f"has {come} ranks of {self._world_size}"
+            raise ConfigError("run", None, rule, "a rank came twice, or the store holds an older run: take another id")
+        if come == self._world_size:
+            if marks == sum(map(_mark, range(self._world_size))):
+                self._decide({"all": self._digest})
+                self._store.set(self._all_here, "")
+            else:
+                self._wait_long()  # the others write down who they are soon
+        elif not self._waits_for(self._all_here, self._patience_s):
+            self._wait_long()
+
+    def say_heard(self, stays: bool) -> None:
+        """This rank knows the verdict; who `stays` returns when every rank that wrote down who it is knows it."""
+        heard, until_s = self._store.add(_HEARD, 1), time.monotonic() + _HEARD_S
+        while stays and heard < len(self._cards()) and time.monotonic() < until_s:
+            heard = self._store.add(_HEARD, 0)
+            time.sleep(_POLL_S)
+
+    def _come(self, amount: int) -> tuple[int, int]:
+        """How many have come, and the sum of their marks, after `amount` was added to the counter."""
+        total = self._store.add(self._count, amount)
+        return total & ((1 << _COUNT_BITS) - 1), total >> _COUNT_BITS
+
+    def _limit(self) -> None:
+        """What is asked from now on waits for a store that is away no longer than ranks are waited for."""
+        self._store.set_timeout(timedelta(seconds=max(self._deadline_s - time.monotonic(), _SHORTEST_S)))
+
+    def _wait_long(self) -> None:
+        self._limit()
+        card = _Card(self._rank, socket.gethostname(), _local_world_size(), self._values)
+        append: Any = self._store.append  # type: ignore[attr-defined] # not in torch's types
+        append(f"cards/{card.rank // _CHUNK}", json.dumps(asdict(card)) + "\n")
+        turn = min(self._store.add(_READERS, 1) - 1, _MOST_IN_TURN)
+        grace_s = turn * min(_SLICE_S, self._patience_s)  # for the verdict of the one that reads, else it has died
+        if not turn or not self._waits_for(_VERDICT, self._deadline_s + grace_s - time.monotonic()):
+            self._read_until_decided()
+        self._hear()
+
+    def _read_until_decided(self) -> None:
+        tell_s = time.monotonic()
+        while not self._waits_for(_VERDICT, min(_SLICE_S, self._patience_s)):
+            self._limit()
+            cards, now_s = self._cards(), time.monotonic()
+            self._refuse_differing(cards)
+            self._refuse_twice(cards)
+            # Who has just come has not written yet, and is not to be called missing.
+            have_written = len(cards) >= self._come(0)[0]
+            if now_s >= self._deadline_s and (have_written or now_s >= self._deadline_s + self._patience_s):
+                self._give_up(cards)
+            if now_s >= tell_s:
+                tell_s += _TELL_EVERY_S
+                logger.warning("%s; giving up in %.0f s", self._words(cards), max(self._deadline_s - now_s, 0))
+
+    def _waits_for(self, key: str, seconds: float) -> bool:
+        """Whether the key is set within so long. A store that is away is waited for too, up to the deadline."""
+        until_s = time.monotonic() + seconds
+        if self._is_tcp and key == _VERDICT:
+            while not self._store.check([key]):
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                time.sleep(min(left_s, _LOOK_S))
+            return True
+        try:
+            self._store.wait([key], timedelta(seconds=max(seconds, _SHORTEST_S)))
+        except dist.DistStoreError:  # in time; a broken connection is another error
+            return False
+        except StoreUnreachable:
+            if time.monotonic() >= self._deadline_s:
+                raise
+            return False
+        return True
+
+    def _decide(self, verdict: dict[str, Any]) -> None:
+        """Give the verdict, unless there is one; raise what it says unless all have come."""
+        self._obey(self._store.compare_set(_VERDICT, "", json.dumps(verdict)))
+
+    def _hear(self) -> None:
+        self._obey(self._store.get(_VERDICT))
+
+    def _obey(self, said: bytes) -> None:
+        verdict = json.loads(said)
+        if "missing" in verdict:
+            missing, words = tuple(verdict["missing"]), verdict["said"]
+            if self._rank in missing:
+                words = f"rank {self._rank:,} came after the others had given up ({words})"
+            raise RanksMissing(words, missing)
+        if "field" in verdict:
+            raise ConfigError(verdict["field"], verdict["value"], verdict["rule"], "start every rank of the run alike")
+        if verdict["all"] != self._digest:
+            rule = "is full of ranks that came with another world size, layout or version"
+            raise ConfigError("run", None, rule, "start every rank of the run alike")
+
+    def _give_up(self, cards: list[_Card]) -> None:
+        self._decide({"missing": self._missing(cards), "said": self._words(cards)})
+
+    def _refuse_differing(self, cards: Iterable[_Card]) -> None:
+        by_name: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        names = dict.fromkeys(name for card in cards for name in card.values)
+        for card in cards:
+            for name in names:
+                by_name[name][card.values.get(name, "not given")].append(card.rank)
+        for name, by_value in by_name.items():
+            if len(by_value) > 1:
+                fewest = min(by_value, key=lambda value: len(by_value[value]))
+                others = [f"{value} on {_named(ranks)}" for value, ranks in by_value.items() if value != fewest]
+                rule = f"on {_named(by_value[fewest])}, but {', '.join(others)}"
+                self._decide({"field": name, "value": fewest, "rule": rule})
+
+    def _refuse_twice(self, cards: list[_Card]) -> None:
+        hosts: dict[int, list[str]] = defaultdict(list)
+        for card in cards:
+            hosts[card.rank].append(card.host)
+        twice = [rank for rank in hosts if len(hosts[rank]) > 1]
+        if twice:
+            places = ", ".join(dict.fromkeys(hosts[twice[0]]))
+            missing = self._missing(cards)
+            rule = f"is the rank of {len(hosts[twice[0]])} processes (of {places})"
+            rule += f", and none is {_named(missing)}" if missing else ""
+            self._decide({"field": "RANK", "value": twice[0], "rule": rule})
+
+    def _cards(self) -> list[_Card]:
+        """Of those who have waited long, in rank order."""
+        last = (self._world_size - 1) // _CHUNK
+        keys = [f"cards/{chunk}" for chunk in range(last + 1)]
+        lines = [line for key in keys if self._store.check([key]) for line in self._store.get(key).splitlines()]
+        return sorted(map(_Card.read, lines), key=lambda card: card.rank)
+
+    def _missing(self, cards: Iterable[_Card]) -> list[int]:
+        return sorted(set(range(self._world_size)) - {card.rank for card in cards})
+
+    def _words(self, cards: list[_Card]) -> str:
+        missing = self._missing(cards)
+        # Ranks are numbered host by host: who has come tells where its neighbours belong.
+        hosts = {
+            rank: card.host
+            for card in cards
+            for first in [card.rank - card.rank % card.local_world_size]
+            for rank in range(first, first + card.local_world_size)
+        }
+        known = list(dict.fromkeys(hosts[rank] for rank in missing if rank in hosts))
+        where = f" (of {', '.join(known[:_MOST_NAMED])})" if known else ""
+        come = self._world_size - len(missing)
+        return f"waiting for {_named(missing)}{where}: {come:,} of {self._world_size:,} have come"
+
+
+def _local_world_size() -> int:
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(text) if text.isdigit() and int(text) else 1
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(f"{rank:,}" for rank in ranks[:_MOST_NAMED])
+    more = f" and {len(ranks) - _MOST_NAMED:,} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
+
+
+def _mark(rank: int) -> int:
+    """A number that belongs to the rank, and is in no row with those of its neighbours."""
+    return int.from_bytes(hashlib.blake2b(str(rank).encode(), digest_size=4).digest()) >> (32 - _MARK_BITS)
+
+
+def _bottom(store: Store) -> Store:
+    """The store below all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store

@@ -1,0 +1,1 @@
+"""ECMP: hash functions, routes of flows, the load on links, and collisions."""

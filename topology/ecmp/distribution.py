@@ -1,0 +1,98 @@
+"""How collisions are distributed: how many links of a tier carry how much, and how many of a ToR's flows collide.
+
+Counted over several loads (seeds), apart for each design, traffic and hash. Left out: means (compare).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topology.ecmp.load import TOLERANCE, Load
+from topology.ecmp.routing import NO_LINK
+from topology.fabric.clos import Ints, Tier
+from topology.traffic.job import Flows
+
+Rows = list[dict[str, Any]]
+
+# Demand over capacity of a link, up to and with each edge; rounding lifts none above its own.
+USES = ("idle", "to 25%", "to 50%", "to 75%", "to 100%", "to 125%", "to 150%", "to 200%", "to 300%", "above")
+_EDGES = np.array([0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0]) * (1 + TOLERANCE) + 1e-12
+
+
+class Case(NamedTuple):
+    """What a load was of."""
+
+    split: bool
+    traffic: str
+    hash: str
+
+
+class Distribution:
+    """Add the loads of all seeds, then take the rows."""
+
+    def __init__(self) -> None:
+        self._links: dict[Case, NDArray[np.int64]] = {}
+        self._tors: defaultdict[Case, list[Ints]] = defaultdict(list)
+
+    def add(self, split: bool, traffic: str, hash_name: str, flows: Flows, loaded: Load) -> None:
+        """Count one load of these flows."""
+        self.add_links(split, traffic, hash_name, loaded)
+        if loaded.pool_bps is None:  # a sprayed flow has no one uplink
+            self._tors[Case(split, traffic, hash_name)].append(colliding_of_tors(flows, loaded))
+
+    def add_links(self, split: bool, traffic: str, hash_name: str, loaded: Load) -> None:
+        """Count the links of one load alone."""
+        case = Case(split, traffic, hash_name)
+        self._links[case] = self._links.get(case, np.zeros((len(Tier), len(USES)), dtype=np.int64)) + link_uses(loaded)
+
+    def link_rows(self) -> Rows:
+        """Links of each tier by demand over capacity, of all seeds together; `share` of the tier's."""
+        return [
+            {
+                **case._asdict(),
+                "tier": tier.label,
+                "use": use,
+                "links": int(number),
+                "share": number / counts[tier].sum(),
+            }
+            for case, counts in self._links.items()
+            for tier in Tier
+            if counts[tier].any()
+            for use, number in zip(USES, counts[tier].tolist(), strict=True)
+        ]
+
+    def tor_rows(self) -> Rows:
+        """ToRs by how many of their flows are in collision on an uplink, of all seeds together."""
+        rows: Rows = []
+        for case, found in self._tors.items():
+            counts = np.concatenate(found)
+            values, times = np.unique(counts, return_counts=True)
+            rows += [
+                {**case._asdict(), "flows_in_collision": int(value), "tors": int(number), "share": number / len(counts)}
+                for value, number in zip(values, times, strict=True)
+            ]
+        return rows
+
+
+def link_uses(loaded: Load) -> NDArray[np.int64]:
+    """How many links of each tier (rows) are used how much (columns, `USES`)."""
+    counts = np.zeros((len(Tier), len(USES)), dtype=np.int64)
+    for tier in Tier:
+        span = loaded.fabric.tier_links(tier)
+        use = loaded.link_bps[span] / loaded.fabric.link_bps[span]
+        counts[tier] = np.bincount(np.searchsorted(_EDGES, use), minlength=len(USES))
+    return counts
+
+
+def colliding_of_tors(flows: Flows, loaded: Load) -> Ints:
+    """Of each ToR that sends flows to others: how many of them are on an uplink with more demand than capacity."""
+    link = loaded.paths[:, Tier.TOR_SPINE]
+    leaves = link != NO_LINK
+    tor = loaded.fabric.tor_of(flows.src_nic)[leaves]
+    over = loaded.link_bps > loaded.fabric.link_bps * (1 + TOLERANCE)
+    sent = np.bincount(tor)
+    return np.bincount(tor, weights=over[link[leaves]], minlength=len(sent))[sent > 0].astype(np.int64)

@@ -1,0 +1,328 @@
+"""Is it true that the ToR split halves hash collisions? Under which definition, load and hash, in numbers and words.
+
+Three definitions: *in collision*, the share of flows on an uplink whose demand exceeds its capacity (ours); *excess*,
+the demand above capacity over total demand; *sharing*, the share of flows that share an uplink at all, which others
+call a collision. Each at rising load (part of a ToR's NICs send at full rate to other ToRs), in closed form for an
+ideal hash and simulated for the hashes of switches. "Halves" is a ratio of at most a half. Left out: downlinks.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from netlayer.config.tree import ClusterConfig
+from netlayer.units import format_rate
+from topology.ecmp.compare import CLOSED_FORM, split_by_load
+from topology.ecmp.hashing import Ecmp, HashName
+from topology.ecmp.load import load
+from topology.fabric.clos import Clos, Tier
+from topology.fabric.design import Design, plan
+from topology.traffic.job import Flows, headers, permutation
+
+Row = dict[str, Any]
+Progress = Callable[[int, int, str], None]
+
+DEFINITIONS = {"collision_share": "in collision", "excess": "excess", "sharing_share": "sharing"}
+LOADS = tuple(eighth / 8 for eighth in range(1, 9))
+FINE_LOADS = tuple(part / 64 for part in range(1, 65))
+HALF = 0.5
+
+
+Stretch = tuple[float, float]
+
+
+class Claim(NamedTuple):
+    """What the split does to one definition under one hash: the stretches of load where it halves, lowers, raises it.
+
+    Between the loads that were tried the ratio is taken to be a straight line, so that a stretch ends where the line
+    crosses a half, or one. `last` is the ratio at the highest load; None where nothing collides there without split.
+    """
+
+    definition: str
+    hash_name: str
+    source: str
+    halves: tuple[Stretch, ...]
+    lowers: tuple[Stretch, ...]
+    raises: tuple[Stretch, ...]
+    first_load: float
+    last_load: float
+    last: float | None
+
+    @property
+    def words(self) -> str:
+        """`halved up to 36% load, lowered from 36% load; x0.94 at full load`."""
+        named = (("halved", self.halves), ("lowered", self.lowers), ("raised", self.raises))
+        found = sorted((low, high, verb) for verb, stretches in named for low, high in stretches)
+        parts = [f"{verb} {self._where((low, high))}" for low, high, verb in found]
+        if len(found) == 2 and math.isclose(found[0][1], found[1][0]):
+            parts[1] = f"{found[1][2]} above"
+        said = ", ".join(parts) or "unchanged at every load"
+        return said if self.last is None else f"{said}; x{self.last:.2f} at {_load(self.last_load)}"
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether the split changes it at any load."""
+        return bool(self.halves or self.lowers or self.raises)
+
+    @property
+    def halved_to(self) -> float | None:
+        """The load up to which it is halved without a gap; None where it is not at the lowest load."""
+        return self.halves[0][1] if self.halves and self.halves[0][0] <= self.first_load else None
+
+    def row(self) -> dict[str, Any]:
+        """For a table: one line of texts and numbers."""
+        stretches = {"halved_at": self.halves, "lowered_at": self.lowers, "raised_at": self.raises}
+        return {
+            "definition": self.definition,
+            "hash": self.hash_name,
+            "source": self.source,
+            **{key: " and ".join(self._where(one) for one in found) for key, found in stretches.items()},
+            "ratio_at_last_load": self.last,
+            "last_load": self.last_load,
+        }
+
+    def _where(self, stretch: Stretch) -> str:
+        low, high = stretch
+        first, last = low <= self.first_load, high >= self.last_load
+        if first and last:
+            return "at every load"
+        if first:
+            return f"up to {_load(high)}"
+        return f"from {_load(low)}" if last else f"from {low:.0%} to {_load(high)}"
+
+
+def closed_form(cluster: ClusterConfig, loads: Sequence[float] = FINE_LOADS) -> list[Row]:
+    """Rows of all definitions for an ideal hash, a row a load and split."""
+    rows = split_by_load(cluster, loads)
+    designs = {split: plan(cluster.model_copy(update={"aoc_split": split})) for split in (True, False)}
+    return [
+        {**row, "hash": CLOSED_FORM, "sharing_share": _sharing(row["flows"], designs[row["split"]])} for row in rows
+    ]
+
+
+def simulated(
+    fabrics: dict[bool, Clos],
+    hashes: Sequence[HashName],
+    seeds: Sequence[int],
+    loads: Sequence[float] = LOADS,
+    progress: Progress | None = None,
+) -> list[Row]:
+    """The same of real hashes on the ToR uplinks, means over the seeds; every ToR has exactly its load of senders."""
+    found: dict[tuple[bool, HashName, float], list[Row]] = {}
+    points = [(seed, share) for seed in seeds for share in loads]
+    for done, (seed, share) in enumerate(points, start=1):
+        flows = partial_load(fabrics[True], share, seed)
+        tuples = headers(fabrics[True], flows, seed)
+        for name in hashes:
+            ecmp = Ecmp(name, tuples, seed)
+            for split, fabric in fabrics.items():
+                found.setdefault((split, name, share), []).append(_uplinks(fabric, flows, ecmp))
+        if progress:
+            progress(done, len(points), f"seed {seed}, load {share:.0%}")
+    return [
+        {
+            "split": split,
+            "hash": name,
+            "load": share,
+            "source": "simulated",
+            "seeds": len(rows),
+            **{key: statistics.fmean(row[key] for row in rows) for key in rows[0]},
+        }
+        for (split, name, share), rows in found.items()
+    ]
+
+
+def partial_load(fabric: Clos, share: float, seed: int) -> Flows:
+    """A permutation of which `share` of each ToR's NICs send, drawn by seed; receivers stay as they fall."""
+    flows = permutation(fabric, seed)
+    wanted = round(share * fabric.design.nics_per_tor)
+    tor = fabric.tor_of(flows.src_nic)
+    shuffled = np.random.default_rng([seed, 2]).permutation(len(flows))
+    by_tor = shuffled[np.argsort(tor[shuffled], kind="stable")]
+    start = np.searchsorted(tor[by_tor], np.arange(fabric.design.num_tors))
+    place = np.arange(len(flows)) - start[tor[by_tor]]
+    return flows.where(np.sort(by_tor[place < wanted]))
+
+
+def ratios(rows: Sequence[Row]) -> list[Row]:
+    """With the split over without it: a row for each definition, hash and load; None where there is none without."""
+    cells = {(row["hash"], row["load"], row["split"]): row for row in rows}
+    return [
+        {
+            "definition": words,
+            "hash": name,
+            "load": share,
+            "source": row["source"],
+            "without": without[key],
+            "with": row[key],
+            "ratio": row[key] / without[key] if without[key] else None,
+        }
+        for key, words in DEFINITIONS.items()
+        for (name, share, split), row in cells.items()
+        if split and (without := cells[name, share, False])
+    ]
+
+
+def claims(found: Sequence[Row]) -> list[Claim]:
+    """The verdict of each definition and hash, from `ratios`."""
+    return list(_claims(found))
+
+
+def verdict(found: Sequence[Claim], compared: Sequence[Row], design: Design) -> tuple[str, str]:
+    """PASS where the split halves all at every load, FAIL where nothing at any, else WARN; and why, in sentences.
+
+    NO VERDICT where the split changes nothing on this fabric: what it does to collisions cannot be seen there. First
+    come the shares at the highest load, then the words of the closed form and up to which load each simulated hash
+    halves.
+
+    Args:
+        found: what `claims` made of the rows.
+        compared: the rows, `ratios`.
+        design: of the fabric, with or without the split.
+    """
+    opening = _at_last_load(compared)
+    if not any(claim.has_effect for claim in found):
+        return "NO VERDICT", f"{opening} {_no_effect(design)}"
+    always = all(claim.halved_to == claim.last_load for claim in found)
+    never = not any(claim.halves for claim in found)
+    word = "PASS" if found and always else "FAIL" if never else "WARN"
+    said = {"PASS": "true in every case", "FAIL": "true in no case", "WARN": "true in part"}[word]
+    sentences = [f"{opening} 'The split halves hash collisions' is {said}"]
+    for claim in found:
+        if claim.source == "predicted":
+            alike = [other for other in found if other.definition == claim.definition and other.source == "simulated"]
+            sentences.append(f"{_SUBJECTS[claim.definition]} {_verb(claim)}{_beside(claim, alike)}")
+    return word, ". ".join(sentences) + "."
+
+
+_SUBJECTS = {
+    "in collision": "With an ideal hash, the share of flows in collision (on an uplink with more demand than capacity)",
+    "excess": "The excess (demand above capacity over all demand)",
+    "sharing": "The share of flows that share an uplink at all, which others call a collision,",
+}
+
+
+def _at_last_load(compared: Sequence[Row]) -> str:
+    """Flows in collision and excess at the highest load, hash by hash: of both designs where they differ."""
+    last = max((row["load"] for row in compared), default=0.0)
+    rows = [row for row in compared if row["load"] == last]
+    rows = [row for row in rows if row["source"] == "simulated"] or rows
+    if not rows:
+        return "No flow crosses a ToR uplink."
+    hashes = ", ".join(dict.fromkeys(row["hash"] for row in rows))
+    shares = [
+        f"{', '.join(_both(row) for row in rows if row['definition'] == DEFINITIONS[key])} {words}"
+        for key, words in (
+            ("collision_share", "of flows in collision on ToR uplinks"),
+            ("excess", "of demand in excess"),
+        )
+        if any(row["definition"] == DEFINITIONS[key] for row in rows)
+    ]
+    return f"At {_load(last)}, by hash ({hashes}; {rows[0]['source']}): {'; '.join(shares)}."
+
+
+def _both(row: Row) -> str:
+    with_split, without = f"{row['with']:.1%}", f"{row['without']:.1%}"
+    return with_split if with_split == without else f"{with_split} (without the ToR split {without})"
+
+
+def _no_effect(design: Design) -> str:
+    if design.lanes_per_port == 1:
+        why = f"a NIC is as fast as a switch port ({format_rate(design.nic_bps)}), so uplinks are the same with it"
+    else:
+        why = "no share differs at any load that was tried"
+    return f"The ToR split has no effect on this fabric: {why}."
+
+
+def _verb(claim: Claim) -> str:
+    return f"is {claim.words}"
+
+
+def _beside(claim: Claim, simulated: Sequence[Claim]) -> str:
+    """Up to which load the hashes of switches halve it, where the ideal one does somewhere."""
+    if claim.halved_to is None or not simulated:
+        return ""
+    loads = ", ".join(f"{other.hash_name} {_load(other.halved_to or 0.0, full='100%')}" for other in simulated)
+    return f" (simulated, halved up to: {loads})"
+
+
+def _load(share: float, full: str = "full load") -> str:
+    return full if share >= 1 else f"{share:.0%}" if full != "full load" else f"{share:.0%} load"
+
+
+def _claims(found: Sequence[Row]) -> Iterator[Claim]:
+    keys = dict.fromkeys((row["definition"], row["hash"], row["source"]) for row in found)
+    for definition, name, source in keys:
+        rows = [row for row in found if (row["definition"], row["hash"]) == (definition, name)]
+        rows = sorted((row for row in rows if row["with"] or row["without"]), key=lambda row: row["load"])
+        if rows:
+            loads = [row["load"] for row in rows]
+            curve = [row["with"] / row["without"] if row["without"] else math.inf for row in rows]
+            yield Claim(
+                definition,
+                name,
+                source,
+                _stretches(loads, curve, 0.0, HALF),
+                _stretches(loads, curve, HALF, 1.0),
+                _stretches(loads, curve, 1.0, math.inf),
+                loads[0],
+                loads[-1],
+                rows[-1]["ratio"],
+            )
+
+
+def _stretches(loads: Sequence[float], curve: Sequence[float], low: float, high: float) -> tuple[Stretch, ...]:
+    """The loads where the curve, straight between its points, lies inside: above `low` (not for 0), at most `high`.
+
+    Exactly 1 is neither lowered nor raised.
+    """
+    inside = [_inside(value, low, high) for value in curve]
+    found: list[Stretch] = []
+    for first in range(len(loads)):
+        if not inside[first] or (first and inside[first - 1]):
+            continue
+        last = next((place for place in range(first, len(loads)) if not inside[place]), len(loads)) - 1
+        begin = _crossing(loads, curve, first, first - 1, low, high) if first else loads[0]
+        end = _crossing(loads, curve, last, last + 1, low, high) if last + 1 < len(loads) else loads[-1]
+        found.append((begin, end))
+    return tuple(found)
+
+
+def _inside(value: float, low: float, high: float) -> bool:
+    if low == 0.0:
+        return value <= high
+    return low < value < high if high == 1.0 else value > low
+
+
+def _crossing(loads: Sequence[float], curve: Sequence[float], inner: int, outer: int, low: float, high: float) -> float:
+    """The load between two neighbours, one inside and one not, at which the line meets the bound that it leaves by."""
+    bound = low if curve[outer] <= low else high
+    if not math.isfinite(curve[outer]) or not math.isfinite(curve[inner]) or curve[outer] == curve[inner]:
+        return loads[inner]
+    part = (bound - curve[inner]) / (curve[outer] - curve[inner])
+    return loads[inner] + min(1.0, max(0.0, part)) * (loads[outer] - loads[inner])
+
+
+def _sharing(num_flows: int, design: Design) -> float:
+    """Chance that a flow has company on its uplink."""
+    return float(1 - (1 - 1 / design.tor_uplinks) ** max(num_flows - 1, 0))
+
+
+def _uplinks(fabric: Clos, flows: Flows, ecmp: Ecmp) -> Row:
+    found = load(fabric, flows, ecmp)
+    collisions = found.collisions([Tier.TOR_SPINE])
+    links: NDArray[np.int64] = found.paths[:, Tier.TOR_SPINE]
+    on_link = np.bincount(links[links >= 0], minlength=fabric.num_links)
+    shared = on_link[links[links >= 0]] > 1
+    return {
+        "flows": len(links),
+        "collision_share": collisions.share,
+        "excess": collisions.excess,
+        "sharing_share": float(shared.mean()) if len(shared) else 0.0,
+    }

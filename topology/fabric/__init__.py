@@ -1,0 +1,1 @@
+"""Fabrics as arrays: CLOS networks and graphs, their design, cables, addresses and pictures."""

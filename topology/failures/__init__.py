@@ -1,0 +1,1 @@
+"""Failures of links, switches and rails, and the routes that survive them."""

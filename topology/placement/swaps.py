@@ -1,0 +1,275 @@
+"""An optimiser that improves a placement by moving slots: local search over swaps, bounded in moves and time.
+
+The cost is bytes times links above the NIC's own two (0 under one ToR, 2 inside a pod, 4 through the core), summed over
+the step's flows: the bytes' mean hops, but for a constant. A move takes one slot to another usable server, whose slot
+(if any) takes its place; half of the targets are drawn under the ToR set of a slot that it talks to. A slot away from
+the server where it began weighs as much as a hundredth of a slot's mean cost, so that a rank leaves its place for a
+gain alone, and the cost never rises. Left out: collisions, which a hash decides after placement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from topology.fabric.clos import Clos, Ints
+from topology.placement.strategies import Placement, check_room, mend
+from topology.traffic.job import Flows
+
+Floats = NDArray[np.float64]
+Progress = Callable[[int, int, str], None]
+
+_CHUNK = 100_000
+# Chunks without any gain after which the search gives up.
+_PATIENCE = 4
+OBJECTIVE = "bytes x links above the NICs"
+_MOVE_SHARE = 0.01  # of a slot's mean cost, that a slot away from its place weighs
+_FREE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbours:
+    """Who talks to whom, slot by slot (CSR), both directions added: bytes on one rail, and bytes between rails."""
+
+    start: Ints
+    slot: Ints
+    rail_bytes: Floats
+    cross_bytes: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Improved:
+    """What a search found; costs in `OBJECTIVE`, before with the slots of unusable servers on the nearest free ones.
+
+    Args:
+        slots_moved: slots on another server than in the placement that was given.
+        cut_short: `max_seconds` ended the search; it might have found more.
+        moves_tried, moves_taken: swaps drawn, and those that lowered the cost.
+    """
+
+    placement: Placement
+    cost_before: float
+    cost_after: float
+    slots_moved: int
+    cut_short: bool
+    moves_tried: int
+    moves_taken: int
+
+    def given_up(self, start: Placement) -> Improved:
+        """The start in place of what was found, for whoever finds that worse by another measure."""
+        placement = Placement(self.placement.name, start.server)
+        return dataclasses.replace(self, placement=placement, cost_after=self.cost_before, slots_moved=0)
+
+    def row(self, start: str, gpus_per_server: int) -> dict[str, Any]:
+        """For a table; `start`: the name of the placement that was improved."""
+        return {
+            "start": start,
+            "objective": OBJECTIVE,
+            "cost_before": self.cost_before,
+            "cost_after": self.cost_after,
+            "ranks_moved": self.slots_moved * gpus_per_server,
+            "cut_short": self.cut_short,
+        }
+
+
+def improve(
+    fabric: Clos,
+    flows: Flows,
+    placement: Placement,
+    usable: NDArray[np.bool_],
+    *,
+    seed: int = 0,
+    max_moves: int = 20_000_000,
+    max_seconds: float = 10.0,
+    progress: Progress | None = None,
+) -> Improved:
+    """Move slots off unusable servers, then search for cheaper places.
+
+    The same seed gives the same placement unless `max_seconds` cuts the search short.
+
+    Args:
+        fabric: where the servers stand.
+        flows: between slots, as `traffic.job_flows` gives them.
+        placement: the start.
+        usable: a mask of the servers that may be used.
+        seed: of the moves.
+        max_moves, max_seconds: the search ends at the first of them, or when it no longer finds any gain.
+        progress: called with (done, total, words).
+
+    Raises:
+        ConfigError: there are fewer usable servers than slots.
+        ValueError: a flow is of a slot that the placement does not have.
+    """
+    check_room(len(placement.server), usable)
+    beyond = max(int(nic.max(initial=-1)) for nic in (flows.src_nic, flows.dst_nic))
+    if beyond >= len(placement.server) * fabric.design.nics_per_server:
+        raise ValueError(f"flows reach NIC {beyond}: the placement has {len(placement.server)} slots")
+    server = mend(placement.server, usable)
+    near = neighbours(flows, len(server), fabric.design.nics_per_server, fabric.design.rails)
+    tor_set = np.arange(fabric.design.num_servers, dtype=np.int64) // fabric.design.servers_per_tor_set
+    pod = tor_set // fabric.design.tor_sets_per_pod
+    slot_of = np.full(fabric.design.num_servers, _FREE, dtype=np.int64)
+    slot_of[server] = np.arange(len(server))
+    graph = (near.start, near.slot, near.rail_bytes, near.cross_bytes)
+    # A slot that must move is away from its place wherever it goes.
+    home = np.where(usable[placement.server], placement.server, _FREE)
+    before = cost = _total(server, tor_set, pod, *graph)
+    move_cost = _MOVE_SHARE * before / len(server)
+    tried = taken = idle = 0
+    until, cut_short = time.monotonic() + max_seconds, False
+    while tried < max_moves and idle < _PATIENCE:
+        cut_short = tried > 0 and time.monotonic() >= until
+        if cut_short:
+            break
+        moves = min(_CHUNK, max_moves - tried)
+        width = fabric.design.servers_per_tor_set
+        accepted, gain = _search(
+            server, slot_of, home, move_cost, usable, tor_set, pod, *graph, width, moves, (seed + tried) & 0xFFFF_FFFF
+        )
+        tried, taken, cost = tried + moves, taken + accepted, cost - gain
+        idle = idle + 1 if gain <= 1e-9 * before else 0
+        if progress:
+            progress(tried, max_moves, f"cost {cost / (before or 1.0):.1%} of the start")
+    after = _total(server, tor_set, pod, *graph)
+    moved = int((server != placement.server).sum())
+    return Improved(Placement("optimised", server), before, after, moved, cut_short, tried, taken)
+
+
+def cheapest(fabric: Clos, flows: Flows, placements: Sequence[Placement]) -> Placement:
+    """The placement with the least of `OBJECTIVE`, the first of equals; `flows` are between slots."""
+    costs = [placement_cost(fabric, flows, placement) for placement in placements]
+    return next(one for one, cost in zip(placements, costs, strict=True) if cost <= min(costs) * (1 + 1e-9))
+
+
+def placement_cost(fabric: Clos, flows: Flows, placement: Placement) -> float:
+    """`OBJECTIVE` of the placed flows."""
+    placed = placement.apply(flows, fabric.design.nics_per_server)
+    above = np.maximum(fabric.hops(placed.src_nic, placed.dst_nic) - 2, 0)
+    return float((placed.num_bytes * above).sum())
+
+
+def neighbours(flows: Flows, slots: int, nics_per_server: int, rails: int) -> Neighbours:
+    """The flows' bytes between slots as a sparse symmetric matrix."""
+    ends = [np.divmod(nic, nics_per_server) for nic in (flows.src_nic, flows.dst_nic)]
+    (src, src_local), (dst, dst_local) = ends
+    crosses = src_local % rails != dst_local % rails
+    keys = np.concatenate([src * slots + dst, dst * slots + src])
+    cells, where = np.unique(keys, return_inverse=True)
+    both = np.concatenate([flows.num_bytes, flows.num_bytes])
+    twice = np.concatenate([crosses, crosses])
+    row, column = np.divmod(cells, slots)
+    return Neighbours(
+        start=np.searchsorted(row, np.arange(slots + 1)).astype(np.int64),
+        slot=column,
+        rail_bytes=_sums(where, np.where(twice, 0.0, both), len(cells)),
+        cross_bytes=_sums(where, np.where(twice, both, 0.0), len(cells)),
+    )
+
+
+def _sums(where: Ints, amounts: Floats, size: int) -> Floats:
+    return np.asarray(np.bincount(where, weights=amounts, minlength=size), dtype=np.float64)
+
+
+@numba.njit(cache=True)
+def _links(a: int, b: int, tor_set: Ints, pod: Ints, rail_bytes: float, cross_bytes: float) -> float:
+    """Bytes x links above the NICs between two servers."""
+    if pod[a] != pod[b]:
+        return 4.0 * (rail_bytes + cross_bytes)
+    if tor_set[a] != tor_set[b]:
+        return 2.0 * (rail_bytes + cross_bytes)
+    return 2.0 * cross_bytes  # another rail is another ToR, even under one set
+
+
+@numba.njit(cache=True)
+def _slot_cost(
+    at: int,
+    mine: int,
+    other: int,
+    other_at: int,
+    server: Ints,
+    tor_set: Ints,
+    pod: Ints,
+    start: Ints,
+    slot: Ints,
+    rail_bytes: Floats,
+    cross_bytes: Floats,
+) -> float:
+    """Cost of slot `mine` on server `at`, were slot `other` on server `other_at`."""
+    cost = 0.0
+    for edge in range(start[mine], start[mine + 1]):
+        to = slot[edge]
+        there = other_at if to == other else server[to]
+        cost += _links(at, there, tor_set, pod, rail_bytes[edge], cross_bytes[edge])
+    return cost
+
+
+@numba.njit(cache=True)
+def _search(
+    server: Ints,
+    slot_of: Ints,
+    home: Ints,
+    move_cost: float,
+    usable: NDArray[np.bool_],
+    tor_set: Ints,
+    pod: Ints,
+    start: Ints,
+    slot: Ints,
+    rail_bytes: Floats,
+    cross_bytes: Floats,
+    set_width: int,
+    moves: int,
+    seed: int,
+) -> tuple[int, float]:
+    """Try so many moves in place; (taken, cost saved, that of slots away from home included).
+
+    Moves of no gain are taken too, where they take no slot from its home: they lead off plateaus.
+    """
+    np.random.seed(seed)
+    taken, saved = 0, 0.0
+    graph = (start, slot, rail_bytes, cross_bytes)
+    for _ in range(moves):
+        mine = np.random.randint(len(server))
+        here = server[mine]
+        degree = start[mine + 1] - start[mine]
+        if degree and np.random.random() < 0.5:
+            friend = server[slot[start[mine] + np.random.randint(degree)]]
+            there = tor_set[friend] * set_width + np.random.randint(set_width)
+        else:
+            there = np.random.randint(len(slot_of))
+        if there >= len(slot_of) or there == here or not usable[there]:
+            continue
+        other = slot_of[there]
+        now = _slot_cost(here, mine, other, there, server, tor_set, pod, *graph) + move_cost * (here != home[mine])
+        then = _slot_cost(there, mine, other, here, server, tor_set, pod, *graph) + move_cost * (there != home[mine])
+        if other >= 0:
+            now += _slot_cost(there, other, mine, here, server, tor_set, pod, *graph)
+            now += move_cost * (there != home[other])
+            then += _slot_cost(here, other, mine, there, server, tor_set, pod, *graph)
+            then += move_cost * (here != home[other])
+        if then <= now:
+            server[mine], slot_of[there], slot_of[here] = there, mine, other
+            if other >= 0:
+                server[other] = here
+            taken += then < now
+            saved += now - then
+    return taken, saved
+
+
+@numba.njit(cache=True)
+def _total(
+    server: Ints, tor_set: Ints, pod: Ints, start: Ints, slot: Ints, rail_bytes: Floats, cross_bytes: Floats
+) -> float:
+    """Cost of the whole placement; each pair stands in the matrix twice."""
+    cost = 0.0
+    for mine in range(len(server)):
+        for edge in range(start[mine], start[mine + 1]):
+            there = server[slot[edge]]
+            cost += _links(server[mine], there, tor_set, pod, rail_bytes[edge], cross_bytes[edge])
+    return cost / 2

@@ -1,0 +1,1 @@
+"""Rates of flows that share links."""

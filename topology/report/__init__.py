@@ -1,0 +1,1 @@
+"""Sections and page of `netlayer topology report`."""

@@ -1,0 +1,226 @@
+"""What the report of a fabric stands on: the runs behind each section, as rows, and the commands that repeat them.
+
+`report_page` draws them. Left out: anything about drawing; and every figure here is simulated or predicted, none
+measured.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from netlayer.config.tree import Config
+from netlayer.launch.interrupt import held_interrupt
+from netlayer.progress import Stages
+from topology.ecmp.compare import check_crossed, traffic_flows
+from topology.ecmp.distribution import Distribution
+from topology.ecmp.hashing import Ecmp, HashName
+from topology.ecmp.load import Load, load
+from topology.ecmp.search import plan_ports, plan_summary, search_knobs
+from topology.ecmp.split_verdict import Claim, claims, closed_form, ratios, simulated
+from topology.fabric.clos import Clos, Tier
+from topology.failures.faults import KINDS, Failure, FailureKind, count, random_failures, single_failures
+from topology.placement.strategies import STRATEGIES, Placement, num_slots, place_slots, usable_servers
+from topology.placement.swaps import improve
+from topology.single_run import Asked, run_once
+from topology.sweep import cases, run_sweep, worst
+from topology.traffic.job import headers, permutation
+from topology.traffic.step import placement_row, slot_flows
+
+Row = dict[str, Any]
+
+HASHES: tuple[HashName, ...] = ("random", "crc16", "crc32c")
+HASH: HashName = "crc16"
+TRAFFICS = ("ring", "pipeline", "permutation")
+SINGLES = 8  # parts tried of each kind
+DRAWS = 4  # sets of parts that fail together
+KNOB_SEEDS = 2
+# The search ends long before, and is then the same on every machine.
+OPTIMISE_S = 120.0
+TOGETHER: tuple[tuple[FailureKind, tuple[int, ...]], ...] = (
+    ("tor-link", (4, 16, 64, 256)),
+    ("core-link", (4, 16, 64, 256)),
+    ("spine", (2, 4, 8, 16)),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """All rows of one report, and the loads that its pictures show.
+
+    `asked` are the words of a command line that name the configuration: `--config FILE --set A.B=VALUE`.
+    """
+
+    config: Config
+    seed: int
+    seeds: int
+    asked: tuple[str, ...]
+    fabrics: dict[bool, Clos]
+    by_load: list[Row]
+    ratios: list[Row]
+    claims: list[Claim]
+    link_use: list[Row]
+    tor_collisions: list[Row]
+    loads: dict[str, Load]
+    placements: list[Row]
+    failures: list[Row]
+    worst: list[Row]
+    cures: list[Row]
+    knobs: list[Row]
+
+    @property
+    def fabric(self) -> Clos:
+        """As configured."""
+        return self.fabrics[self.config.cluster.aoc_split]
+
+    @property
+    def split_has_effect(self) -> bool:
+        """Whether any share on ToR uplinks differs with the split, at any load."""
+        return any(claim.has_effect for claim in self.claims)
+
+    def command(self, name: str, *options: object) -> str:
+        """The command line that repeats a figure: `netlayer topology place --no-optimise --seed 0 --config FILE`."""
+        words = ["netlayer", "topology", *name.split(), *options, "--seed", self.seed, *self.asked]
+        return shlex.join(map(str, words))
+
+
+def find(config: Config, seed: int, seeds: int, asked: Sequence[str], stages: Stages, **workers: Any) -> Findings:
+    """Run all of it.
+
+    Args:
+        config: cluster and job.
+        seed, seeds: the seeds seed, seed + 1, ... of the split's comparison and of failures; the rest takes the first.
+        asked: see `Findings`.
+        stages: progress on stderr.
+        workers: `processes` and `dask`, as `sweep.run_sweep` takes them.
+
+    Raises:
+        ConfigError: the fabric cannot be built, or no flow can cross it.
+    """
+    with stages.open("fabric"):
+        cluster = config.cluster
+        fabrics = {split: Clos.build(cluster.model_copy(update={"aoc_split": split})) for split in (True, False)}
+        fabric = fabrics[cluster.aoc_split]
+        check_crossed(fabric)
+    seed_range = range(seed, seed + seeds)
+    with stages.open("split") as bar:
+        by_load = closed_form(cluster) + simulated(fabrics, HASHES, seed_range, progress=bar)
+        found = ratios(by_load)
+        counted = _distribution(fabrics, seed_range)
+    # The first to call the kernels of rates: an interruption that lands while numba loads them may end in a fault.
+    with stages.open("loads"), held_interrupt():
+        runs = {name: run_once(Asked(config, HASH, name, seed)) for name in TRAFFICS}
+    with stages.open("placement") as bar:
+        placements = _placements(config, fabric, seed, bar)
+    with stages.open("failures") as bar:
+        points = cases(seed_range, ["given"], _failures(fabric, seed), HASH)
+        failures = run_sweep(config, points, progress=bar, **workers)
+    with stages.open("cures") as bar:
+        cures = _cures(config, fabric, seed)
+        given = place_slots("given", fabric, config.job.parallel, *_room(config), seed)
+        knobs = search_knobs(
+            fabric,
+            lambda qps: slot_flows(config.job, cluster, qps),
+            given,
+            HASH,
+            seeds=range(seed, seed + KNOB_SEEDS),
+            progress=bar,
+        )
+    return Findings(
+        config=config,
+        seed=seed,
+        seeds=seeds,
+        asked=tuple(asked),
+        fabrics=fabrics,
+        by_load=by_load,
+        ratios=found,
+        claims=claims(found),
+        link_use=counted.link_rows(),
+        tor_collisions=counted.tor_rows(),
+        loads={name: run.loaded for name, run in runs.items() if len(run.flows)},
+        placements=placements,
+        failures=failures,
+        worst=worst_by_number(failures),
+        cures=cures,
+        knobs=knobs,
+    )
+
+
+def use_rows(loads: dict[str, Load]) -> list[Row]:
+    """Links of each tier by utilisation, for each load."""
+    counted = Distribution()
+    for traffic, found in loads.items():
+        counted.add_links(True, traffic, HASH, found)
+    return [{key: value for key, value in row.items() if key not in ("split", "hash")} for row in counted.link_rows()]
+
+
+def uplink_rows(found: Load) -> list[Row]:
+    """The fullest of a ToR set's rails, uplink by uplink."""
+    design = found.fabric.design
+    span = found.fabric.tier_links(Tier.TOR_SPINE)
+    use = (found.link_bps[span] / found.fabric.link_bps[span]).reshape(design.num_tors, design.tor_uplinks)
+    by_rail = [use[found.fabric.tors_of_rail(rail)] for rail in range(design.rails)]
+    return [
+        {"tor_set": row, "uplink": column, "utilisation": max(float(rail[row, column]) for rail in by_rail)}
+        for row in range(design.num_tor_sets)
+        for column in range(design.tor_uplinks)
+    ]
+
+
+def worst_by_number(failures: Sequence[Row]) -> list[Row]:
+    """`sweep.worst` for each number of parts that fail together."""
+    groups: dict[int, list[Row]] = {}
+    for row in failures:
+        groups.setdefault(len(row["failed"].split()), []).append(row)
+    return [{"together": number, **row} for number, rows in groups.items() for row in worst(rows)]
+
+
+def _room(config: Config) -> tuple[int, Any]:
+    return num_slots(config.cluster, config.job.parallel), usable_servers(config.cluster.servers)
+
+
+def _placements(config: Config, fabric: Clos, seed: int, progress: Any) -> list[Row]:
+    """Each strategy's cost, and that of the random one improved: an optimiser shows on a bad start what it can do."""
+    slots, usable = _room(config)
+    flows = slot_flows(config.job, config.cluster)
+    placements = [place_slots(name, fabric, config.job.parallel, slots, usable, seed) for name in STRATEGIES]
+    scattered = placements[STRATEGIES.index("random")]
+    found = improve(fabric, flows, scattered, usable, seed=seed, max_seconds=OPTIMISE_S, progress=progress)
+    placements.append(Placement("random, optimised", found.placement.server))
+    return [placement_row(fabric, flows, placement, HASH, seed) for placement in placements]
+
+
+def _failures(fabric: Clos, seed: int) -> list[tuple[Failure, ...]]:
+    """Some parts of each kind alone, then several at random."""
+    single = [(one,) for kind in KINDS for one in single_failures(fabric, kind, SINGLES, seed)]
+    several = [
+        random_failures(fabric, [kind], together, seed + draw)
+        for kind, sizes in TOGETHER
+        for together in sizes
+        if together <= count(fabric, kind) // 2
+        for draw in range(DRAWS)
+    ]
+    return single + several
+
+
+def _distribution(fabrics: dict[bool, Clos], seeds: Sequence[int]) -> Distribution:
+    """Of a permutation at full load."""
+    counted = Distribution()
+    for seed in seeds:
+        flows = permutation(fabrics[True], seed)
+        ecmp = Ecmp(HASH, headers(fabrics[True], flows, seed), seed)
+        for split, fabric in fabrics.items():
+            counted.add(split, "permutation", HASH, flows, load(fabric, flows, ecmp))
+    return counted
+
+
+def _cures(config: Config, fabric: Clos, seed: int) -> list[Row]:
+    """Planned UDP ports for each traffic."""
+    chosen = {name: traffic_flows(config, fabric, name, seed) for name in TRAFFICS}
+    return [
+        {"traffic": name, "hash": HASH, "seed": seed, **plan_summary(plan_ports(fabric, flows, HASH, seed))}
+        for name, flows in chosen.items()
+        if len(flows)
+    ]

@@ -1,0 +1,103 @@
+"""The page of `netlayer topology report`: the fabric in short and drawn, and the sections that others write.
+
+Every claim is computed from the rows of `report_data`, and every section says by which command and seed to repeat it.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from netlayer.report import Figure, Report
+from netlayer.units import format_rate
+from topology.ecmp.split_verdict import verdict
+from topology.fabric import picture as fabric_picture
+from topology.report import collisions as report_collisions
+from topology.report import costs as report_costs
+from topology.report.data import HASH, Findings
+
+
+def build_page(findings: Findings) -> Report:
+    """The report; `Report.write` puts it into a folder."""
+    cluster = findings.config.cluster
+    rails = "1 rail" if cluster.rails == 1 else f"{cluster.rails} rails"
+    report = Report(
+        f"Fabric {cluster.name}",
+        f"{cluster.num_gpus:,} GPUs, {cluster.servers:,} servers, {rails}; job "
+        f"{findings.config.job.name}; seed {findings.seed}",
+    )
+    _overview(report, findings)
+    _fabric(report, findings)
+    report_collisions.write(report, findings)
+    report_costs.write(report, findings)
+    _definitions(report, findings)
+    return report
+
+
+def _overview(report: Report, findings: Findings) -> None:
+    design, summary = findings.fabric.design, findings.fabric.summary()
+    section = report.section("At a glance", verdict(findings.claims, findings.ratios, design)[1])
+    cores = f", {design.num_cores} core" if design.num_cores else ""
+    section.figures(
+        Figure("Switches", summary["switches"], "", f"{design.num_tors} ToRs, {design.num_spines} spines{cores}"),
+        Figure("Directed links", summary["links"], "", "a cable is two"),
+        Figure("Bisection", format_rate(summary["bisection_bps"]), "", "each way"),
+        source="predicted",
+    )
+    given = next(row for row in findings.placements if row["placement"] == "given")
+    figures = [
+        Figure(
+            "Communication of a step",
+            f"{given['time_s']:.3f}",
+            "s",
+            f"median of {given['seeds']} seeds, nothing hidden",
+        )
+    ]
+    if "pipeline_collision_share" in given:
+        share = f"{given['pipeline_collision_share']:.1%}"
+        hint = f"on any tier; excess {given['pipeline_excess']:.1%}, {HASH}"
+        figures.append(Figure("Pipeline flows in collision", share, "", hint))
+    if findings.cures:
+        best = max(findings.cures, key=lambda row: float(row["excess_before"]))
+        hint = f"{best['traffic']}: from {best['excess_before']:.1%}, ports of {best['changed']:,} QPs changed"
+        figures.append(Figure("Excess with planned UDP ports", f"{best['excess_after']:.1%}", "", hint))
+    section.figures(*figures, source="simulated")
+    commands = [
+        findings.command("describe"),
+        findings.command("place", "--strategy", "given", "--no-optimise", "--hash", HASH),
+        *([findings.command("cure ports", "--traffic", best["traffic"], "--hash", HASH)] if findings.cures else []),
+    ]
+    section.code("\n".join(commands))
+
+
+def _fabric(report: Report, findings: Findings) -> None:
+    fabric = findings.fabric
+    shown = "pipeline" if "pipeline" in findings.loads else "permutation"
+    section = report.section("The fabric", f"Coloured by the load of one traffic: {shown}.", source="simulated")
+    section.chart(
+        fabric_picture.fabric_chart(fabric, findings.loads[shown]),
+        name="fabric",
+        caption=fabric_picture.caption(fabric),
+    )
+    levels = pd.DataFrame(fabric.describe())
+    for column in ("up_link_bps", "up_bps"):
+        levels[column] = [format_rate(value) if value else "-" for value in levels[column]]
+    named = {"up_links": "uplinks", "up_link_bps": "uplink rate", "up_bps": "capacity up", "path_hops": "path hops"}
+    named |= {"ports_down": "ports down", "ports_up": "up", "ports_left": "left"}
+    section.table(levels.rename(columns=named), source="predicted", caption="Ports of one device, links of the level.")
+    ecmp = findings.command("ecmp", "--traffic", shown, "--hash", HASH, "--seeds", 1)
+    section.code(f"# links.csv\n{ecmp}\n{findings.command('describe')}")
+
+
+def _definitions(report: Report, findings: Findings) -> None:
+    section = report.section("Definitions and limits")
+    section.text(
+        "A collision is a flow on a link whose hashed demand exceeds its capacity; its size, the excess, is the demand "
+        "above capacity over total demand. Sharing a link alone is no collision. A NIC shares its rate among the flows "
+        "that it sends or receives at one time. Load is the share of a ToR's NICs that send at full rate."
+    )
+    section.note(
+        "Nothing here is measured. The hash of real switches is not public in all parts, times leave out what "
+        "computation hides, congestion control and latency. Where a time is `at most`, no rate rises as others end."
+    )
+    section.keyvalues({"cluster": findings.config.cluster.model_dump(mode="json"), "seed": findings.seed})
+    section.code(findings.command("report", "--seeds", findings.seeds))

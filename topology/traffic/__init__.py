@@ -1,0 +1,1 @@
+"""Flows of a training job, or of a user's file."""

@@ -1,0 +1,1 @@
+"""Checkpoints that any layout can resume from."""

@@ -1,0 +1,239 @@
+"""Which checkpoints a folder holds, and what stands beside their tensors. Needs no torch: who launches reads it too."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from netlayer.config.tree import JobConfig, ModelConfig
+from netlayer.errors import ConfigError
+from netlayer.units import format_size
+from trainer.checkpoint.digest import digest
+
+FORMAT = 3
+META = "meta.json"
+TOKENIZER = "tokenizer.json"
+UNPROVEN = ".new"
+"""How the name of a checkpoint ends that nothing vouches for yet."""
+# Of job.model: neither shapes nor meaning.
+_SHAPELESS = frozenset({"preset", "dtype", "compile", "recompute", "operators"})
+_DEFAULTS: Mapping[str, Any] = ModelConfig().model_dump(mode="json")
+_OWN_DIGEST = "digest"
+_ALTERED = "it is not as it was written"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What stands beside the tensors: `step` steps were taken, with samples drawn by `seed`, in this job.
+
+    Args:
+        job: what `job` was, section by section.
+        corpus: digests of the text and of the tokenizer; empty where the run had none.
+        digests: of the tokenizer, and of the header of each file of tensors (`trainer.checkpoint.digest`).
+        field: how the user named it, for errors.
+        passed_over: newer folders that `find` left: unproven, or without `meta.json`.
+    """
+
+    path: Path
+    step: int
+    seed: int
+    tp: int
+    pp: int
+    job: Mapping[str, Mapping[str, Any]]
+    corpus: Mapping[str, str]
+    digests: Mapping[str, str]
+    field: str = "--resume"
+    passed_over: Sequence[Path] = ()
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """Keys of job.model; one that its version did not have is what the default says, not what a preset does now."""
+        return {**_DEFAULTS, **self.job["model"]}
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """As the `tokenizers` library reads it.
+
+        Raises:
+            ConfigError: it is not there, or not as it was written.
+        """
+        if not (self.path / TOKENIZER).is_file():
+            raise ConfigError(self.field, self.path, f"lacks {TOKENIZER}", "give a checkpoint of `netlayer train`")
+        with self.undamaged(TOKENIZER):
+            if digest((self.path / TOKENIZER).read_bytes()) != self.digests[TOKENIZER]:
+                raise ValueError(_ALTERED)
+        return self.path / TOKENIZER
+
+    @contextlib.contextmanager
+    def undamaged(self, name: str) -> Iterator[None]:
+        """Around what reads one of its files: what no whole file would raise is a ConfigError."""
+        with _undamaged(self.field, self.path / name):
+            yield
+
+
+def find(path: Path, field: str = "--resume") -> Meta:
+    """The checkpoint at `path`, or the newest good one below it (`checkpoints/` of a run too).
+
+    Args:
+        field: how the user named it, for errors.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    folders = [path, *reversed(checkpoints_in(path)), *reversed(checkpoints_in(path / "checkpoints"))]
+    folder = next((each for each in folders if (each / META).is_file()), None)
+    if folder is None:
+        remedy = "give a folder such as runs/train-.../checkpoints/step-000050"
+        if unproven := [*unproven_in(path), *unproven_in(path / "checkpoints")]:
+            remedy = f"nothing vouches for {unproven[-1]} yet: give that itself, if its run was only killed"
+        raise ConfigError(field, path, "holds no good checkpoint" if unproven else "holds no checkpoint", remedy)
+    with _undamaged(field, folder / META):
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        if meta["format"] != FORMAT:
+            rule = f"has format {meta['format']}, and this version reads {FORMAT}"
+            raise ConfigError(field, folder, rule, "go on with the version that wrote it")
+        if meta.pop(_OWN_DIGEST) != digest(json.dumps(meta).encode()):
+            raise ValueError(_ALTERED)
+        told = {name: meta[name] for name in ("step", "seed", "tp", "pp", "job", "corpus", "digests")}
+        newer = [each for each in folders[: folders.index(folder)] if each != path]
+        if folder != path:
+            newer += [each for each in unproven_in(folder.parent) if step_of(each) > meta["step"]]
+        found = Meta(folder, **told, field=field, passed_over=newer)
+    for tp, pp in itertools.product(range(found.tp), range(found.pp)):
+        if not (folder / file_name(tp, pp)).is_file():
+            raise ConfigError(field, folder, f"lacks {file_name(tp, pp)}", "give an older checkpoint")
+    return found
+
+
+def sealed(told: Mapping[str, Any]) -> str:
+    """The text of `meta.json`, with its own digest."""
+    return json.dumps({**told, _OWN_DIGEST: digest(json.dumps(told).encode())}, indent=1) + "\n"
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Good ones, oldest first."""
+    return _named(folder, "")
+
+
+def unproven_in(folder: Path) -> list[Path]:
+    """Those that nothing vouches for yet, oldest first."""
+    return _named(folder, UNPROVEN)
+
+
+def halves_in(folder: Path) -> list[Path]:
+    """What is no checkpoint: halves of saves under way or killed, and what has been replaced."""
+    return sorted([*folder.glob(".step-*.part"), *folder.glob(".step-*.old")])
+
+
+def file_name(tp: int, pp: int) -> str:
+    """What the first data-parallel rank of a place writes."""
+    return f"tp{tp}-pp{pp}.safetensors"
+
+
+def check_model(meta: Meta, job: JobConfig) -> None:
+    """Raise ConfigError for another model: it would load in part, or not at all, with torch's words."""
+    model = job.model
+    for name, value in model.model_dump(mode="json").items():
+        before = meta.model[name]
+        if name in _SHAPELESS or before == value:
+            continue
+        is_free = name == "seq_len" and model.positions == "rotary"  # no parameter has its length
+        if is_free and job.checkpoint.other_text:
+            continue
+        rule = f"is of a model with {name} = {before}, and the job has {value}"
+        remedy = f"set job.model.{name} to that" + (", or job.checkpoint.other_text to true" if is_free else "")
+        raise ConfigError(meta.field, meta.path, rule, remedy)
+
+
+def check_same_text(meta: Meta, corpus: Mapping[str, str], job: JobConfig) -> None:
+    """Raise ConfigError where a job would go on with other text or tokens, and does not say that it means to."""
+    if job.checkpoint.other_text or not meta.corpus:
+        return
+    value, before = job.data.folder or "(standard library)", meta.job["data"].get("folder") or "(standard library)"
+    remedy = (
+        "give that text, or set job.checkpoint.other_text to true: this one is then read in the checkpoint's tokens"
+    )
+    if corpus["text"] != meta.corpus.get("text"):
+        rule = f"gives another text than {meta.path} was trained on (job.data.folder = {before}, seed {meta.seed})"
+        raise ConfigError("job.data.folder", value, rule, remedy)
+    if corpus["tokenizer"] != meta.corpus.get("tokenizer"):
+        rule = f"gives another tokenizer than {meta.path} has, of the same text (another release of tokenizers?)"
+        raise ConfigError("job.data.folder", value, rule, "set job.checkpoint.other_text to true to keep that one")
+
+
+def seed_of(meta: Meta, given: int | None, job: JobConfig) -> int:
+    """The seed to go on with: the checkpoint's.
+
+    Args:
+        given: by the user, as an option; None: not at all.
+
+    Raises:
+        ConfigError: another was given, and the job does not say that it means other samples.
+    """
+    if given is None or given == meta.seed:
+        return meta.seed
+    if job.checkpoint.other_text:
+        return given
+    rule = f"is another than the {meta.seed} that {meta.path} was trained with"
+    raise ConfigError("--seed", given, rule, "leave it out, or set job.checkpoint.other_text to true")
+
+
+def going_on(meta: Meta, job: JobConfig) -> list[str]:
+    """Lines for the user: from where a job goes on, and what of its optimiser and batch is otherwise than before."""
+    said = [f"goes on from {meta.path}, behind step {meta.step:,}"]
+    for path in meta.passed_over:
+        why = "nothing vouches for it" if path.suffix == UNPROVEN else f"it lacks {META}"
+        said.append(f"note: {path} is newer, and was passed over: {why}")
+    for path in halves_in(meta.path.parent):
+        what = f"({format_size(_size(path))}) is what a killed save left"
+        said.append(f"note: {path} {what}; delete it, unless a run still writes there")
+    for section in ("optimizer", "batch"):
+        for key, value in getattr(job, section).model_dump(mode="json").items():
+            before = meta.job[section].get(key, value)
+            if value != before:
+                bends = key == "steps" and job.optimizer.schedule != "constant"
+                also = f", and the {job.optimizer.schedule} schedule of the learning rate moves with it" * bends
+                said.append(f"note: job.{section}.{key} is now {value}, and was {before} up to the checkpoint{also}")
+    return said
+
+
+def _named(folder: Path, suffix: str) -> list[Path]:
+    paths = (path for path in folder.glob(f"step-*{suffix}") if _NAME.fullmatch(path.name.removesuffix(suffix)))
+    return sorted(paths, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """After which a checkpoint was saved, by its name."""
+    return int(path.name.removeprefix("step-").removesuffix(UNPROVEN))
+
+
+def _size(folder: Path) -> int:
+    num_bytes = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # a run that still writes there has moved it
+            num_bytes += path.stat().st_size
+    return num_bytes
+
+
+@contextlib.contextmanager
+def _undamaged(field: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+        raise ConfigError(field, path, f"is damaged ({_words(exc)})", "give an older checkpoint") from exc
+
+
+def _words(exc: Exception) -> str:
+    """In one line that has an end; some errors hold the whole file."""
+    if isinstance(exc, UnicodeDecodeError):
+        return f"no UTF-8 at byte {exc.start:,}"
+    said = f"it lacks {exc}" if isinstance(exc, KeyError) else str(exc) or type(exc).__name__
+    return textwrap.shorten(said, 150, placeholder=" ...")

@@ -1,0 +1,110 @@
+"""Resolution of the checkpoint that a run starts from: `--resume` with `--out`, and under a restart by torchrun.
+
+A checkpoint of another folder starts a run in `--out`, which must be new. One in `--out` itself resumes there
+(`trainer.history`). `--resume auto` is the newest good checkpoint of `--out`, or none while there is none: the same
+command starts a run and resumes it, as torchrun's restarts and a queue that requeues need it. A restart by
+torchrun repeats the arguments, so there too it is the newest good one of `--out`, whatever `--resume` names. Needs no
+torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from netlayer.config.tree import JobConfig
+from netlayer.errors import ConfigError
+from trainer.checkpoint.meta import META, Meta, checkpoints_in, find, step_of, unproven_in
+from trainer.history import CHECKPOINTS, METRICS, REPLACED
+
+AUTO = Path("auto")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts.
+
+    Args:
+        meta: checkpoint to resume from; None: the first step.
+        continues: it resumes in its folder, whose rows stay.
+        automatic: the checkpoint was looked for and not named: a run that has taken all its steps is then complete.
+        notes: lines for the user.
+    """
+
+    meta: Meta | None = None
+    continues: bool = False
+    automatic: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def start_of(resume: Path | None, out: Path | None, environ: Mapping[str, str]) -> Start:
+    """What `--resume` means together with `--out`; every rank of a launcher reads the same.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it is not said which.
+    """
+    if resume is None:
+        return Start()
+    is_restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if resume == AUTO:
+        if out is None:
+            rule = "looks for the newest good checkpoint of --out, which is not given"
+            raise ConfigError("--resume", AUTO, rule, "give --out DIR, or name a checkpoint")
+        return _newest(out)
+    if out is not None and is_restart:
+        newest = _newest(out)
+        # Without a checkpoint of its own it starts again from the one that was named.
+        return newest if newest.meta else dataclasses.replace(newest, meta=find(resume))
+    meta = find(resume)
+    if out is None or meta.path.resolve().parent != (out / CHECKPOINTS).resolve():
+        return Start(meta)
+    later = [path for path in checkpoints_in(out / CHECKPOINTS) if step_of(path) > meta.step]
+    if later and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        rule = f"is not the newest of --out, {later[-1].name}, from which a restart by torchrun would resume"
+        raise ConfigError("--resume", resume, rule, "start without --max-restarts, or move later checkpoints away")
+    notes = [f"note: {path} is of a later step, and becomes {path.name}{REPLACED}" for path in later]
+    return Start(meta, continues=True, notes=tuple(notes))
+
+
+def check_steps_left(start: Start, job: JobConfig) -> bool:
+    """Whether the job has steps to take after the checkpoint.
+
+    Raises:
+        ConfigError: none, and the user has named the checkpoint.
+    """
+    if start.meta is None or start.meta.step < job.optimizer.steps:
+        return True
+    if start.automatic:
+        return False
+    rule = f"has taken {start.meta.step} steps, and job.optimizer.steps is {job.optimizer.steps}"
+    raise ConfigError("--resume", start.meta.path, rule, "raise job.optimizer.steps")
+
+
+def _newest(out: Path) -> Start:
+    """Of the good checkpoints the newest that is not damaged, as far as can be seen without its tensors.
+
+    Raises:
+        ConfigError: there are some, and all are damaged: to start from the first step would be no answer.
+    """
+    notes, damaged = list[str](), list[ConfigError]()
+    for path in reversed(checkpoints_in(out / CHECKPOINTS)):
+        if not (path / META).is_file():
+            notes.append(f"note: {path} is newer, and was passed over: it lacks {META}")
+            continue
+        try:
+            meta = find(path)
+        except ConfigError as exc:
+            damaged.append(exc)
+            notes.append(f"note: {path} is newer, and was passed over: it {exc.rule}")
+            continue
+        newer = [each for each in unproven_in(path.parent) if step_of(each) > meta.step]
+        return Start(dataclasses.replace(meta, passed_over=newer), True, True, tuple(notes))
+    if damaged:
+        raise damaged[0]
+    if (out / METRICS).exists():
+        notes.append(f"note: {out} holds no good checkpoint yet: starts again with the first step")
+        for path in unproven_in(out / CHECKPOINTS):
+            notes.append(f"note: {path} was passed over: nothing vouches for it")
+    return Start(None, True, True, tuple(notes))

@@ -1,0 +1,1 @@
+"""Commands `netlayer train` and `netlayer sample`, and what is shown before a run."""

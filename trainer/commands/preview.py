@@ -1,0 +1,176 @@
+"""What a user is told of a job before any of it starts: its size, and what its file does not show.
+
+Left out: its memory (`netlayer.workload.memory`), and what is refused (`netlayer.config.tree`, `trainer.train`). No
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from netlayer.config.tree import JobConfig, MetricsConfig, ModelConfig, Section
+from netlayer.workload.model_size import num_parameters, padded_vocabulary
+from netlayer.workload.presets import MODELS
+from netlayer.workload.stages import num_layers
+from netlayer.workload.zero_bubble import why_no_zero_bubble
+from trainer.ramps import batch_size
+
+_MOST_SHOWN = 8
+
+
+def lines(job: JobConfig, backend: Literal["gloo", "nccl"], memory: str, *, is_traced: bool = False) -> list[str]:
+    """All of it; `memory` is what `check_memory` says."""
+    return [
+        f"{job.name}: {size(job, backend)}",
+        f"memory (estimate): {memory}",
+        *(f"note: {note}" for note in notes(job, backend, is_traced=is_traced)),
+    ]
+
+
+def size(job: JobConfig, backend: Literal["gloo", "nccl"]) -> str:
+    """One line: parameters, ranks and their degrees, steps and what each takes."""
+    layout, batch = job.parallel.layout, job.batch
+    count = job.optimizer.steps
+    chunks = f"vpp {layout.vpp}, " * (layout.vpp > 1)
+    degrees = f"tp {layout.tp}, pp {layout.pp}{_layers_by_stage(job)}, {chunks}dp {layout.dp}"
+    ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)} ({degrees}; {backend})"
+    ramped = f"{batch.start_size} to " * (0 < batch.start_size < batch.global_size)
+    sequences = f"{ramped}{batch.global_size} sequences of {job.model.seq_len:,} tokens"
+    return f"{num_parameters(job.model):,} parameters on {ranks}; {count:,} step{'s' * (count > 1)} of {sequences}"
+
+
+def _layers_by_stage(job: JobConfig) -> str:
+    """Where stages hold other numbers of layers."""
+    held = [num_layers(job, stage) for stage in range(job.parallel.pp)]
+    if min(held) == max(held):
+        return ""
+    if len(held) > _MOST_SHOWN:
+        return f" ({min(held):g} to {max(held):g} layers each)"
+    return f" ({' + '.join(f'{number:g}' for number in held)} layers)"
+
+
+def notes(job: JobConfig, backend: Literal["gloo", "nccl"], *, is_traced: bool = False) -> list[str]:
+    """What the trainer does otherwise than the job reads, or what of it has no effect: a line each.
+
+    Args:
+        is_traced: whether the run is given `--trace`.
+    """
+    model, tp, optimizer = job.model, job.parallel.tp, job.optimizer
+    said = [f"job.{key} has no effect: {why}" for key, why in _without_effect(job)]
+    if others := _beside_preset(model):
+        said.append(f"not all of the preset {model.preset}, for given beside it: {', '.join(others)}")
+    padded = padded_vocabulary(model.vocab_size, tp)
+    if padded > model.vocab_size:
+        said.append(
+            f"job.model.vocab_size = {model.vocab_size:,} is no multiple of job.parallel.tp = {tp}: padded to "
+            f"{padded:,} with rows that no token uses and the loss leaves out"
+        )
+    if optimizer.warmup_steps > optimizer.steps:
+        said.append(
+            f"job.optimizer.warmup_steps = {optimizer.warmup_steps:,} is above job.optimizer.steps = "
+            f"{optimizer.steps:,}: the learning rate never reaches job.optimizer.lr"
+        )
+    if (last := batch_size(job.batch, optimizer.steps)) < job.batch.global_size:
+        said.append(
+            f"job.batch.start_size = {job.batch.start_size:,} grows to {last:,} in job.optimizer.steps = "
+            f"{optimizer.steps:,}, and never to job.batch.global_size = {job.batch.global_size:,}"
+        )
+    if job.loop.cuda_graph and backend == "gloo":
+        said.append("job.loop.cuda_graph has no effect on a CPU")
+    elif job.loop.cuda_graph and is_traced:
+        said.append("--trace shows no parts of a step that is replayed, for job.loop.cuda_graph = true")
+    if job.overlap.windows is True and (backend == "gloo" or job.parallel.dp == 1):
+        said.append("job.overlap.windows has no effect: only data-parallel ranks on NCCL have them")
+    return said
+
+
+def _without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
+    """Keys that are not left as they are by default, with why they might as well be."""
+    model, optimizer, batch = job.model, job.optimizer, job.batch
+    kinds = {model.window_pattern[layer % len(model.window_pattern)] for layer in range(model.layers)}
+    pattern = f"model.window_pattern = {model.window_pattern}"
+    if "f" in model.window_pattern and not model.attention_window:
+        yield pattern, "job.model.attention_window is 0, full"
+    elif model.attention_window and "w" not in kinds:
+        yield f"model.attention_window = {model.attention_window}", f"no layer has it, by job.{pattern}"
+    elif kinds != set(model.window_pattern):
+        yield pattern, f"its f comes behind the last of job.model.layers = {model.layers}"
+    if _is_given(model, "rotary_base") and model.positions != "rotary":
+        yield f"model.rotary_base = {model.rotary_base:g}", f"job.model.positions is {model.positions}"
+    yield from _scaling_without_effect(model)
+    if _is_given(optimizer, "decay_share") and optimizer.schedule != "wsd":
+        yield f"optimizer.decay_share = {optimizer.decay_share:g}", f"job.optimizer.schedule is {optimizer.schedule}"
+    if _is_given(optimizer, "min_lr_share") and optimizer.schedule == "constant":
+        yield f"optimizer.min_lr_share = {optimizer.min_lr_share:g}", "job.optimizer.schedule is constant"
+    if _is_given(batch, "increment_steps") and not 0 < batch.start_size < batch.global_size:
+        yield f"batch.increment_steps = {batch.increment_steps}", "there is no ramp"
+    if not job.parallel.balance and job.parallel.pp == 1:
+        yield "parallel.balance = false", "job.parallel.pp is 1"
+    yield from _overlap_without_effect(job)
+    yield from _metrics_without_effect(job.metrics)
+
+
+def _metrics_without_effect(metrics: MetricsConfig) -> Iterator[tuple[str, str]]:
+    for key in ("prometheus_address", "prometheus_old_names"):
+        if _is_given(metrics, key) and not metrics.prometheus_port:
+            yield f"metrics.{key} = {str(getattr(metrics, key)).lower()}", "job.metrics.prometheus_port is 0"
+
+
+def _scaling_without_effect(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    scaling = model.rope_scaling
+    if model.positions != "rotary":
+        if scaling.rope_type != "default":
+            yield f"model.rope_scaling.rope_type = {scaling.rope_type}", f"job.model.positions is {model.positions}"
+        return
+    if scaling.rope_type == "llama3":
+        return
+    for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+        if _is_given(scaling, key):
+            why = f"job.model.rope_scaling.rope_type is {scaling.rope_type}"
+            yield f"model.rope_scaling.{key} = {getattr(scaling, key):g}", why
+
+
+def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
+    is_alone, is_wide = job.parallel.dp == 1, job.model.dtype == "float64"
+    if job.overlap.reduce_dtype == "bfloat16" and (is_alone or is_wide):
+        why = "job.model.dtype is float64" if is_wide else "job.parallel.dp is 1: none are reduced"
+        yield "overlap.reduce_dtype = bfloat16", why
+    no_copies = _why_no_copies(job)
+    if no_copies and not job.overlap.peer_reduce:
+        yield "overlap.peer_reduce = false", no_copies
+    elif not no_copies and not job.overlap.peer_memory and "peer_reduce" in job.overlap.model_fields_set:
+        yield f"overlap.peer_reduce = {str(job.overlap.peer_reduce).lower()}", "job.overlap.peer_memory is false"
+    carries_more = job.parallel.pp > 1 or (job.parallel.tp > 1 and job.overlap.tp and not is_wide)
+    if no_copies and not job.overlap.peer_memory and not carries_more:
+        yield "overlap.peer_memory = false", no_copies
+    if job.overlap.keep_gathered and job.parallel.tp == 1:
+        yield "overlap.keep_gathered = true", "job.parallel.tp is 1: nothing is gathered"
+    if not job.overlap.zero_bubble and (reason := why_no_zero_bubble(job)):
+        yield "overlap.zero_bubble = false", reason
+    if job.overlap.step_in_backward and is_alone:
+        yield "overlap.step_in_backward = true", "job.parallel.dp is 1: nothing is gathered"
+
+
+def _why_no_copies(job: JobConfig) -> str:
+    """Why gradients are not copied to the peers, whatever `overlap.peer_reduce` says; or nothing."""
+    if job.parallel.dp == 1:
+        return "job.parallel.dp is 1: none are reduced"
+    if job.model.dtype == "float64":
+        return "job.model.dtype is float64"
+    return "" if job.overlap.windows else "job.overlap.windows is false"
+
+
+def _is_given(section: Section, key: str) -> bool:
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
+
+
+def _beside_preset(model: ModelConfig) -> list[str]:
+    """Keys of the shape that are not the preset's: a file gives them, and `--set job.model.preset` leaves them."""
+    preset = MODELS.get(model.preset, {})
+    return [f"job.model.{key} = {getattr(model, key)}" for key, value in preset.items() if _differs(model, key, value)]
+
+
+def _differs(model: ModelConfig, key: str, value: object) -> bool:
+    own = getattr(model, key)
+    return bool(own != (type(own).model_validate(value) if isinstance(own, Section) else value))

@@ -1,0 +1,192 @@
+"""Linears of a block, whole or spread over a tensor-parallel group, and which part of a parameter a rank has.
+
+`column` makes several outputs out of one product, `row` sums the products of several inputs: with an exchange they are
+`collectives.tensor.linear`'s, without one plain products, under the same names. Left out: the collectives.
+
+Shapes: K features in, N features out; activations [T, B, .], of which a rank of W has T / W positions outside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from collectives.tensor.exchange import TensorExchange
+from collectives.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from netlayer.workload.model_size import padded_vocabulary
+from trainer.ops.backend import Operators, chooses_products
+from trainer.ops.linear import join_gradients, joined_linear, summed_linear
+
+
+@dataclass(frozen=True)
+class Part:
+    """How a parameter is spread over a tensor-parallel group.
+
+    Args:
+        dim: that is cut.
+        sizes: lengths along it of the pieces that are cut, each by itself: rank r has the r-th part of every piece.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def local(self, whole: Tensor, rank: int, world_size: int) -> Tensor:
+        """This rank's part of a whole parameter."""
+        pieces = torch.split(whole, list(self.sizes), self.dim)
+        return torch.cat([piece.chunk(world_size, self.dim)[rank] for piece in pieces], self.dim)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole parameter from the parts of all ranks, in order."""
+        sizes = [size // len(parts) for size in self.sizes]
+        by_rank = [torch.split(part, sizes, self.dim) for part in parts]
+        return torch.cat([pieces[index] for index in range(len(sizes)) for pieces in by_rank], self.dim)
+
+
+class JoinedLinear(nn.Module):
+    """y = x W^T + b, cut into one tensor for each of `splits`.
+
+    Args:
+        adds_bias: False: what reads the output adds the bias, which is here.
+        operators: for the products, and for the joined gradient of the outputs; torch: its own.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        splits: Sequence[int],
+        bias: bool,
+        adds_bias: bool = True,
+        operators: Operators = "auto",
+    ) -> None:
+        super().__init__()
+        self.adds_bias, self.operators = adds_bias, operators
+        self.splits = tuple(splits)
+        self.weight = nn.Parameter(torch.empty(sum(splits), in_features))
+        self.bias = nn.Parameter(torch.empty(sum(splits))) if bias else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[..., K] -> [..., N] for each N."""
+        return joined_linear(x, self.weight, self.bias if self.adds_bias else None, self.splits, self.operators)
+
+
+class SummedLinear(nn.Module):
+    """y = x_0 W_0^T + x_1 W_1^T + ... + b.
+
+    Args:
+        adds_bias, operators: as of `JoinedLinear`.
+    """
+
+    def __init__(
+        self,
+        in_features: Sequence[int],
+        out_features: int,
+        bias: bool,
+        adds_bias: bool = True,
+        operators: Operators = "auto",
+    ) -> None:
+        super().__init__()
+        self.adds_bias, self.operators = adds_bias, operators
+        self.splits = tuple(in_features)
+        self.weights = nn.ParameterList([nn.Parameter(torch.empty(out_features, size)) for size in in_features])
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """[..., K] for each K -> [..., N]."""
+        return summed_linear(inputs, tuple(self.weights), self.bias if self.adds_bias else None, self.operators)
+
+
+def column(
+    in_features: int,
+    splits: Sequence[int],
+    bias: bool,
+    exchange: TensorExchange | None,
+    adds_bias: bool = True,
+    operators: Operators = "auto",
+) -> JoinedLinear | ColumnParallelLinear:
+    """A linear with one output for each of `splits`; its parameters are still to be initialised.
+
+    Args:
+        adds_bias: False: the bias is there, and left to what reads the output.
+        operators: as of `JoinedLinear`.
+    """
+    if exchange is None:
+        return JoinedLinear(in_features, splits, bias, adds_bias, operators)
+    return ColumnParallelLinear(
+        in_features,
+        tuple(splits),
+        exchange=exchange,
+        bias=bias,
+        adds_bias=adds_bias,
+        join=functools.partial(join_gradients, operators=operators),
+        tuned=chooses_products(operators),
+    )
+
+
+def row(
+    splits: Sequence[int],
+    out_features: int,
+    bias: bool,
+    exchange: TensorExchange | None,
+    adds_bias: bool = True,
+    operators: Operators = "auto",
+) -> SummedLinear | RowParallelLinear:
+    """A linear that sums the products of one input for each of `splits`.
+
+    With an exchange, the gradient of its bias is that of this rank's rows.
+
+    Args:
+        adds_bias: False: the bias is there, and left to what reads the output.
+        operators: as of `JoinedLinear`.
+    """
+    if exchange is None:
+        return SummedLinear(splits, out_features, bias, adds_bias, operators)
+    return RowParallelLinear(
+        tuple(splits),
+        out_features,
+        exchange=exchange,
+        bias=bias,
+        adds_bias=adds_bias,
+        sums_bias=False,
+        tuned=chooses_products(operators),
+    )
+
+
+def parts(module: nn.Module) -> dict[str, Part]:
+    """By name, how each parameter of a model is spread; those that every rank holds whole are left out."""
+    found: dict[str, Part] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):  # a tied table has two names
+        if isinstance(child, JoinedLinear | ColumnParallelLinear):
+            names = ("weight", "bias") if child.bias is not None else ("weight",)
+            found |= {f"{prefix}.{name}": Part(0, child.splits) for name in names}
+        elif isinstance(child, SummedLinear | RowParallelLinear):
+            widths = child.splits if isinstance(child, SummedLinear) else _in_features(child)
+            found |= {f"{prefix}.weights.{index}": Part(1, (width,)) for index, width in enumerate(widths)}
+        elif isinstance(child, TokenTable):
+            found[f"{prefix}.weight" if prefix else "weight"] = Part(0, (child.num_rows,))
+    return found
+
+
+class TokenTable(nn.Module):
+    """One row of the hidden width for each token, cut by tokens over the ranks; a call gives this rank's rows.
+
+    Args:
+        vocab_size: tokens; rows up to a multiple of the number of ranks pad it, and stay zero.
+    """
+
+    def __init__(self, vocab_size: int, hidden: int, exchange: TensorExchange | None) -> None:
+        super().__init__()
+        self.vocab_size, world_size = vocab_size, 1 if exchange is None else exchange.world_size
+        self.num_rows = padded_vocabulary(vocab_size, world_size)
+        self.weight = nn.Parameter(torch.empty(self.num_rows // world_size, hidden))
+
+    def forward(self) -> Tensor:
+        """[v, D]. Called where it is used, so that what waits for parameters before a forward waits for it."""
+        return self.weight
+
+
+def _in_features(linear: RowParallelLinear) -> tuple[int, ...]:
+    return tuple(weight.shape[1] * linear.exchange.world_size for weight in linear.weights)
