@@ -1,8 +1,8 @@
 """Made-up counter logs: the periodic traffic of a training job on one server's NICs, and faults planted in it.
 
 For tests, and for who wants to see what detection says. Such a log says `simulated` in each of its files. Left out:
-any fabric (the simulator is `congestion.simulation.simulate`): bursts have a fixed shape, and a fault touches its own NIC
-alone.
+any fabric (the simulator is `congestion.simulation.simulate`): bursts have a fixed shape, and a fault touches its own
+NIC alone.
 """
 
 from __future__ import annotations
