@@ -53,7 +53,7 @@ test-gpu: setup  ## the tests that need one GPU or two, one after the other
 	$(BIN)/python -m pytest -m "(gpu or multi_gpu) and not slow" $(ARGS)
 
 # Not after setup: it makes an environment of its own, in the clone.
-full:  ## before a release: every command of README once, in a fresh clone with an empty home (two hours; ARGS=--list)
+full:  ## before a release: every command of README and docs/ once, in a fresh clone with an empty home (two hours; ARGS=--list)
 	@$(PYTHON) tests/full.py $(ARGS)
 
 check: setup  ## format, lint, types, import chain, claims

@@ -1,9 +1,10 @@
-"""Run every command that README.md shows, once, from nothing: `make full`, before a release.
+"""Run every command that README.md and docs/ show, once, from nothing: `make full`, before a release.
 
 Everything happens in a fresh clone of the last commit, with a home and a cache that are empty, so that what only works
 where somebody has worked before comes to light. `COMMANDS` says of each command what is done with it: it runs as it
 stands, or with other words (why is said), or it is only parsed, because it needs GPUs, a cluster or a day. A command of
-README that is not in the list is an error; tests/integration/test_readme.py holds the two together in every CI run.
+these pages that is not in the list is an error; tests/integration/test_readme.py holds the two together in every CI
+run.
 
 Needs Python alone: the clone makes its own environment. On two cores it takes hours, `make test` alone half of one.
 """
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 _LIMIT_S = 7200.0  # of one command; `make test` is the longest
 
 
@@ -129,6 +131,8 @@ COMMANDS: tuple[Command, ...] = (
         ".venv/bin/netlayer train examples/laptop.toml --set parallel.tp=2 --set parallel.dp=1 "
         "--resume runs/a/checkpoints/step-000250 --out runs/b"
     ),
+    Command(".venv/bin/netlayer train examples/laptop.toml --resume runs/a --out runs/a"),
+    Command(".venv/bin/netlayer train examples/laptop.toml --resume runs/a --out runs/c"),
     Command(".venv/bin/netlayer train examples/laptop.toml --set model.parallel_block=true --set optimizer.name=lamb"),
     Command(
         ".venv/bin/netlayer train examples/laptop.toml --set data.folder=my-text --set 'data.pattern=*.md' "
@@ -227,8 +231,15 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(".venv/bin/netlayer nic pcap capture.pcapng"),
     Command("make rdma-lab"),
+    _gpus(".venv/bin/python -m bench.overlap --technique all --out overlap", 2),
+    _gpus(
+        ".venv/bin/torchrun --max-restarts 3 --nproc-per-node 8 .venv/bin/netlayer train job.toml "
+        "--set checkpoint.every_steps=500 --resume auto --out runs/a",
+        8,
+    ),
     # Named in its text.
     Command("make help"),
+    Command("make setup"),
     Command("make check"),
     Command("make reports"),
     Command("make clean"),
@@ -246,6 +257,11 @@ def shown_commands(text: str) -> list[str]:
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     found += [f"make {target}" for target in re.findall(r"`make ([a-z-]+)`", prose)]
     return list(dict.fromkeys(line for line in found if line))
+
+
+def read_pages() -> str:
+    """Return the text of all pages that show commands, README first."""
+    return "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def _uncommented(line: str) -> str:
@@ -274,7 +290,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="commands that hold it; repeatable")
     parser.add_argument("--venv", type=Path, help="use this environment in place of a new one; `make` is not run then")
     arguments = parser.parse_args()
-    missing, gone = unlisted((REPOSITORY / "README.md").read_text(encoding="utf-8"))
+    missing, gone = unlisted(read_pages())
     if missing or gone:
         lines = [*(f"README shows, COMMANDS has not: {one}" for one in missing)]
         lines += [f"COMMANDS has, README shows not: {one}" for one in gone]

@@ -76,3 +76,18 @@ def _top_level(tree: ast.Module) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.alias):
             yield node.asname or node.name
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
+)
+def test_pages_name_and_link_what_exists(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    missing = [name for name in _MENTION.findall(text) if not _exists(name) and not _is_key(name)]
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if not link.startswith(("http:", "https:"))]
+    missing += [link for link in links if not (path.parent / link).exists()]
+    assert not missing
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700

@@ -1,4 +1,4 @@
-"""What README shows runs as it stands."""
+"""What README and docs/ show runs as it stands."""
 
 import re
 import subprocess
@@ -9,16 +9,12 @@ import pytest
 
 from netlayer.store.meeting import with_run
 from netlayer.store.redis_server import EmbeddedRedis, find_redis_binary
-from tests.full import COMMANDS, shown_commands, unlisted
-
-README = Path(__file__).parents[2] / "README.md"
+from tests.full import COMMANDS, read_pages, shown_commands, unlisted
 
 
 def run_program(words: str, folder: Path, given: str = "", taken: str = "") -> None:
     """The program with these words in it, on two ranks, one of its texts exchanged for another."""
-    [program] = [
-        one for one in re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL) if words in one
-    ]
+    [program] = [one for one in re.findall(r"```python\n(.*?)```", read_pages(), re.DOTALL) if words in one]
     assert given in program
     (folder / "program.py").write_text(program.replace(given, taken) if given else program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
@@ -41,14 +37,14 @@ def test_its_linears_run_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["netlayer", "all_reduce_perf", "torchrun"])
 def test_its_commands_are_where_it_says(name: str) -> None:
     """`make quickstart` puts nothing on the PATH: every command of ours is written with its folder."""
-    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL))
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", read_pages(), re.DOTALL))
     assert name in blocks
     assert not re.findall(rf"(?:^|&& |\s){name} ", blocks)
 
 
 def test_make_full_knows_every_command() -> None:
     """What README shows and what `make full` runs before a release are one list."""
-    assert unlisted(README.read_text(encoding="utf-8")) == ([], [])
+    assert unlisted(read_pages()) == ([], [])
 
 
 def test_comments_and_line_ends_are_no_part_of_a_command() -> None:
