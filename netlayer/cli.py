@@ -93,6 +93,29 @@ def doctor(json_file: Path | None) -> None:
         sys.exit(EXIT_USAGE)
 
 
+@cli.command()
+@click.option(
+    "--copy", "target", type=click.Path(path_type=Path), metavar="DIR", help="Copy all of them into a folder."
+)
+def examples(target: Path | None) -> None:
+    """List small files of every kind that the commands of the documentation read.
+
+    \b
+    Example:
+      netlayer examples --copy try && cd try
+    """
+    from netlayer.example_files import EXAMPLES, copy_examples, examples_folder
+
+    if target:
+        copied = copy_examples(target)
+        click.echo(f"{len(copied)} examples in {target}", err=True)
+        return
+    click.echo(f"{examples_folder()}:")
+    width = max(map(len, EXAMPLES))
+    for name, line in EXAMPLES.items():
+        click.echo(f"  {name:<{width}}  {line}")
+
+
 @cli.group()
 def config() -> None:
     """Show or check a configuration: defaults < TOML file < --set."""

@@ -14,6 +14,7 @@ import tomlkit
 
 from netlayer.config.tree import Config, Section, build_config
 from netlayer.errors import ConfigError
+from netlayer.example_files import examples_folder
 
 
 def load_config(path: Path | None = None, overrides: Iterable[str] = (), *, option: str = "--config") -> Config:
@@ -45,12 +46,10 @@ def read_override(override: str, example: str) -> tuple[str, object]:
 
 def example(name: str) -> Path:
     """The path of one of `examples/`, in a checkout or as the installed package carries them."""
-    package = Path(__file__).parent.parent
-    folders = (package.parent / "examples", package / "examples")
-    for path in (folder / f"{name}.toml" for folder in folders):
-        if path.is_file():
-            return path
-    raise ConfigError("example", name, f"is in neither {folders[0]} nor {folders[1]}", "name a file of examples/")
+    path = examples_folder() / f"{name}.toml"
+    if path.is_file():
+        return path
+    raise ConfigError("example", name, f"is not in {path.parent}", "name a file of examples/")
 
 
 def to_toml(config: Config, *, describe: bool = False) -> str:
