@@ -71,14 +71,14 @@ bench: setup  ## the acceptance bench on this machine, two gloo ranks
 	@for name in all_gather reduce_scatter all_reduce sendrecv; do \
 	  $(BIN)/$${name}_perf -g 2 --backend gloo -b 8 -e 16M -f 8 $(ARGS) || exit $$?; done
 
-reports: setup  ## take the records under bench/reports/ anew on this machine, and CLAIMS.md (HARDWARE=cpu)
+reports: setup  ## take the records under reports/ anew on this machine, and CLAIMS.md (HARDWARE=cpu)
 	@rm -rf runs/reports
 	$(BIN)/netlayer quickstart --out runs/reports/quickstart
 	$(BIN)/python -m bench.loss_equivalence --out runs/reports/loss_equivalence
 	$(BIN)/python -m bench.publish --hardware $(HARDWARE) runs/reports/quickstart runs/reports/loss_equivalence
 	@$(BIN)/python -m bench.claims
 
-claims: setup  ## write CLAIMS.md from the records under bench/reports/
+claims: setup  ## write CLAIMS.md from the records under reports/
 	@$(BIN)/python -m bench.claims
 
 rdma-lab: setup  ## tests on real verbs (Soft-RoCE), in a small virtual machine that is built once: no root, no NIC

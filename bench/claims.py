@@ -1,4 +1,4 @@
-"""Generator of CLAIMS.md from bench/claims.toml and the records under bench/reports/: `make claims`.
+"""Generator of CLAIMS.md from bench/claims.toml and the records under reports/: `make claims`.
 
 Each claim has a command, a figure, its source (measured, simulated or predicted) and a verdict (reproduced, refuted, or
 why it is open). The figure always comes from a record; this file holds none.
@@ -30,7 +30,7 @@ _REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
 _HEAD = """# Claims
 
 Written by `make claims` from [bench/claims.toml](bench/claims.toml) and the records in
-[bench/reports/](bench/reports/); do not edit. *Measured* ran on the hardware named, *simulated* in a
+[reports/](reports/); do not edit. *Measured* ran on the hardware named, *simulated* in a
 model of it, *predicted* comes from a formula.
 
 | claim | origin | command | figure | source | verdict |
@@ -132,9 +132,9 @@ def _values(claim: Claim, record: RunRecord) -> list[float]:
 @click.command()
 @click.option("--check", is_flag=True, help="Exit 1 where CLAIMS.md is not what the records say; write nothing.")
 def command(check: bool) -> None:
-    """Write CLAIMS.md from the records under bench/reports/."""
+    """Write CLAIMS.md from the records under reports/."""
     root = Path(__file__).parent.parent
-    rows = [judge(claim, root / "bench" / "reports") for claim in read_claims(root / "bench" / "claims.toml")]
+    rows = [judge(claim, root / "reports") for claim in read_claims(root / "bench" / "claims.toml")]
     text, target = render(rows), root / "CLAIMS.md"
     if check and (not target.exists() or target.read_text(encoding="utf-8") != text):
         raise SystemExit("CLAIMS.md is not what the records say; run: make claims")

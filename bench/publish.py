@@ -1,4 +1,4 @@
-"""`python -m bench.publish RUN...`: the records of finished runs, as bench/reports/ keeps them. See `make reports`.
+"""`python -m bench.publish RUN...`: the records of finished runs, as reports/ keeps them. See `make reports`.
 
 A report's records stand there as `<theme>_<hardware>_<yyyymm>.<record>.json`; one of the same name is replaced. Left
 out are the times of single iterations, and the records that no claim and no report refers to.
@@ -15,7 +15,7 @@ import click
 from netlayer.errors import ConfigError
 from netlayer.results import RunRecord, load_record, write_text
 
-REPORTS = Path(__file__).parent / "reports"
+REPORTS = Path(__file__).parents[1] / "reports"
 # The theme of a run is told by one of its records, the first that is here.
 _THEMES = {
     "quickstart.summary": "quickstart",
@@ -32,7 +32,7 @@ _LEFT_OUT = ("quickstart.training", "topology.ecmp", "congestion.arena")
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--hardware", default="cpu", show_default=True, help="What it ran on, as in a file's name: cpu, 2xh200.")
-@click.option("--to", "folder", type=click.Path(path_type=Path), default=REPORTS, help="[default: bench/reports]")
+@click.option("--to", "folder", type=click.Path(path_type=Path), default=REPORTS, help="[default: reports]")
 def command(runs: tuple[Path, ...], hardware: str, folder: Path) -> None:
     """Copy the records of RUNS (output folders of quickstart, loss_equivalence, overlap, small_messages, arena)."""
     for run in runs:

@@ -47,6 +47,20 @@ _COMMANDS = {
     "train": Lazy("trainer.commands.train:train", "Train a job: tensor, pipeline and data parallel over the layer."),
 }
 _PERF_SUFFIX = "_perf"
+# Extra of the distribution that brings a library.
+_EXTRAS = {
+    "altair": "report",
+    "jinja2": "report",
+    "networkx": "simulator",
+    "numba": "simulator",
+    "optuna": "tune",
+    "pandas": "simulator,report",
+    "prometheus_client": "train",
+    "pyarrow": "simulator",
+    "scapy": "rdma",
+    "tokenizers": "train",
+    "vl_convert": "report",
+}
 _EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -193,8 +207,8 @@ def _run(command: click.Command | Callable[[], click.Command], name: str, interr
         end_rank(f"error: {_one_line(exc)}", EXIT_USAGE)
     except (KeyboardInterrupt, click.Abort):
         _end_as_interrupted()
-    except OSError as exc:
-        _end_if_full(exc)
+    except (OSError, ModuleNotFoundError) as exc:
+        _end_if_full(exc) if isinstance(exc, OSError) else _end_if_extra(exc)
         raise
     except SystemExit:
         if sys.stdout is not stdout:  # click's mark for a broken pipe; its own answer to it is exit 1
@@ -226,6 +240,14 @@ def _end_if_full(exc: OSError) -> None:
         _leave_stdout()
         where = exc.filename or "what this command writes"
         end_rank(f"error: {where}: cannot be written ({exc.strerror}); make room where it goes", EXIT_USAGE)
+
+
+def _end_if_extra(exc: ModuleNotFoundError) -> None:
+    """Exit with one line if a library of an extra of ours is not installed."""
+    library = (exc.name or "").partition(".")[0]
+    if library in _EXTRAS:
+        rule = f"{library} is not installed; run: pip install 'netlayer[{_EXTRAS[library]}]'"
+        end_rank(f"error: {rule} (or netlayer[all])", EXIT_USAGE)
 
 
 def _leave_stdout() -> None:

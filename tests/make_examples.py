@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
     for log in sorted((_TESTS / "bench/logs").glob("nccl_node*.txt")):
         shutil.copy(log, folder / "logs")
     for name in ("before.json", "after.json"):
-        shutil.copy(_TESTS.parent / "bench/reports/quickstart_cpu_202611.bench.all_reduce.json", folder / name)
+        shutil.copy(_TESTS.parent / "reports/quickstart_cpu_202611.bench.all_reduce.json", folder / name)
     write_dumps(random_world(2, "hang"), folder / "traces", 2)
     talk = Talk()
     talk.write(1, 0)

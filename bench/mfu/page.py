@@ -79,7 +79,7 @@ def command(records: tuple[Path, ...], out: Path) -> None:
     \b
     Examples:
       python -m bench.mfu.page runs/mfu-20261124T185443Z/records/*.json --out page
-      python -m bench.mfu.page bench/reports/trainer_2xh100_202611.*.json --out page
+      python -m bench.mfu.page reports/trainer_2xh100_202611.*.json --out page
     """
     found = [load_record(path) for path in records]
     for path, record in zip(records, found, strict=True):

@@ -9,7 +9,7 @@ import pytest
 
 from bench.dropin_reports import REPORTS, main, run
 
-TABLE = Path(__file__).parents[2] / "bench" / "reports" / "dropin_reports_202611.tsv"
+TABLE = Path(__file__).parents[2] / "reports" / "dropin_reports_202611.tsv"
 
 
 def rows() -> list[dict[str, str]]:

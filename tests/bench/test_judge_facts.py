@@ -1,7 +1,7 @@
 """Facts that public logs taught, each as a small log of our own: what must not be said of it, and what must.
 
 A healthy result must not fail, whatever its version, launcher or page did to its form; a broken one must not pass.
-The addresses of the logs that the facts come from are in `bench/reports/judge_logs_202611.tsv`.
+The addresses of the logs that the facts come from are in `reports/judge_logs_202611.tsv`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tests.bench import canned
 from topology.ecmp.compare import compare_split
 
 REPOSITORY = Path(__file__).parents[2]
-REPORTS = REPOSITORY / "bench" / "reports"
+REPORTS = REPOSITORY / "reports"
 
 
 def quickstart(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -196,3 +196,29 @@ def test_a_line_that_ends_a_rank_reaches_torchrun_s_summary(tmp_path: Path, monk
     with pytest.raises(SystemExit):
         end_rank("error: no", 2)
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "error: no"
+
+
+@pytest.mark.parametrize(
+    ("library", "arguments", "extra"),
+    [
+        ("numba", ["simulate", "--list"], "simulator"),
+        ("tokenizers", ["train", "examples/laptop.toml"], "train"),
+        ("pandas", ["accept", "judge", "tests/bench/logs/nccl_node0.txt", "--html", "x.html"], "simulator,report"),
+    ],
+)
+def test_a_library_of_an_extra_that_is_not_installed_is_one_line(
+    library: str, arguments: list[str], extra: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{library}.py").write_text(
+        f"raise ModuleNotFoundError('No module named {library}', name='{library}')", encoding="utf-8"
+    )
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{root}"}
+    arguments = [str(root / word) if (root / word).exists() else word for word in arguments]
+    done = subprocess.run(
+        [sys.executable, "-m", "netlayer", *arguments],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    expected = f"error: {library} is not installed; run: pip install 'netlayer[{extra}]' (or netlayer[all])"
+    assert done.stderr.splitlines()[-1] == expected
