@@ -12,7 +12,7 @@ GROUND := tests/netlayer
 NONE := 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-gpu full check format bench reports claims rdma-lab clean
+.PHONY: help setup quickstart test test-slow test-gpu full check reference format bench reports claims rdma-lab clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,12 +56,17 @@ test-gpu: setup  ## the tests that need one GPU or two, one after the other
 full:  ## before a release: every command of README and docs/ once, in a fresh clone with an empty home (two hours; ARGS=--list)
 	@$(PYTHON) tests/full.py $(ARGS)
 
-check: setup  ## format, lint, types, import chain, claims
+check: setup  ## format, lint, types, import contracts, claims, reference, wording
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m bench.claims --check
+	$(BIN)/python -m tests.make_reference --check
+	$(BIN)/python -m tests.wording
+
+reference: setup  ## docs/reference/ from the commands' help and the configuration's keys
+	$(BIN)/python -m tests.make_reference
 
 format: setup  ## put the code into the house's format
 	$(BIN)/ruff format .
