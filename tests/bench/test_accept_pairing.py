@@ -13,6 +13,7 @@ from bench.accept.phases.pairing import measure_pairs
 from bench.accept.phases.trial import Trial
 from bench.accept.phases.work import work_for
 from bench.accept.run import members_of
+from netlayer.verdict import Finding
 from tests.bench.simulated_fleet import SimulatedFleet, World
 
 NODES = 8
@@ -45,6 +46,16 @@ def test_chance_is_cleared_and_a_fault_is_not(planted: tuple[int, ...]) -> None:
     measure_pairs(trial, lambda _done, _total, _words: None)
     assert [(one.ranks, one.verdict) for one in trial.suspects] == ([(planted, "FAIL")] if planted else [])
     assert fleet.num_tasks > 3  # the unlucky ones were measured again
+
+
+def test_the_links_of_a_rank_that_is_slow_itself_are_not_flagged() -> None:
+    fleet = Crowded(World("slow link", (2, 5), 30.0, noise=0.02), set())
+    work = replace(work_for("gloo", None), turn_s=0.0)
+    trial = Trial(cast(Fleet, fleet), members_of([("localhost", NODES)], 1), work, list(range(NODES)))
+    paused = Finding("FAIL", trial.label([5]), "gemm, steadily", "pauses", "means like its peers'", "", "gemm")
+    trial.flag("gemm", "node", [5], paused)
+    measure_pairs(trial, lambda _done, _total, _words: None)
+    assert [one.ranks for one in trial.suspects] == [(5,)]
 
 
 def test_an_outcome_knows_that_it_failed() -> None:

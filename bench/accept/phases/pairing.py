@@ -162,6 +162,10 @@ def _conclude(trial: Trial, scores: Mapping[str, MatrixScores], proof: Proof) ->
         expected = f"{MIN_PEERS} nodes are needed to tell the odd one"
         trial.findings.append(Finding(None, trial.label(trial.alive), "pairs", "measured", expected, "", PHASE))
         return
+    # A rank whose own process is slow or paused slows whatever pair it is in: no verdict on its links.
+    slow_ranks = {
+        (rank,) for one in trial.suspects if (one.verdict, one.kind) == ("FAIL", "node") for rank in one.ranks
+    }
     flagged: set[tuple[int, ...]] = set()
     for series, matrix in scores.items():
         for node, score in sorted(matrix.nodes.items(), key=lambda item: item[1].share):
@@ -171,17 +175,21 @@ def _conclude(trial: Trial, scores: Mapping[str, MatrixScores], proof: Proof) ->
     for series, matrix in scores.items():
         for (src, dst), score in sorted(matrix.links.items(), key=lambda item: item[1].share):
             ends = (min(src, dst), max(src, dst))
-            if score.verdict != "PASS" and ends not in flagged and not {(src,), (dst,)} & flagged:
+            if score.verdict != "PASS" and ends not in flagged and not {(src,), (dst,)} & (flagged | slow_ranks):
                 flagged.add(ends)
                 _flag(trial, series, "link", ends, score, proof)
-    trial.findings += _remaining_findings(trial, scores, proof, flagged)
+    trial.findings += _remaining_findings(trial, scores, proof, flagged, slow_ranks)
 
 
 def _remaining_findings(
-    trial: Trial, scores: Mapping[str, MatrixScores], proof: Proof, flagged: set[tuple[int, ...]]
-) -> list[Finding]:  # fmt: skip
-    """Return a finding on undecided pairs, or a PASS if there is no outlier."""
-    undecided = [pair for pair in open_of(proof) if not {pair, pair[:1], pair[1:]} & flagged]
+    trial: Trial,
+    scores: Mapping[str, MatrixScores],
+    proof: Proof,
+    flagged: set[tuple[int, ...]],
+    slow_ranks: set[tuple[int]],
+) -> list[Finding]:
+    """Return a finding on undecided pairs of ranks that are not slow themselves, or a PASS if there is no outlier."""
+    undecided = [pair for pair in open_of(proof) if not {pair, pair[:1], pair[1:]} & (flagged | slow_ranks)]
     if undecided:
         return [inconclusive(trial.alive, PHASE, "pairs", [*map(trial.label, undecided)], proof.values())]
     if flagged:
