@@ -1,4 +1,4 @@
-"""Where a user keeps what can be made again: text that was made ready, algorithms that were measured."""
+"""Folder of the user for what can be made again: prepared text, measured algorithms."""
 
 from __future__ import annotations
 

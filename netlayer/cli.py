@@ -183,7 +183,7 @@ def perf() -> None:
 
 
 def run(command: click.Command | Callable[[], click.Command], name: str) -> None:
-    """Run a command to its exit code: one line on stderr for what the user can mend, a traceback for our own faults."""
+    """Run a command to its exit code: one line on stderr for what the user can fix, a traceback for our own faults."""
     try:
         with counted_interrupts() as interrupts:
             _run(command, name, interrupts)

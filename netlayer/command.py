@@ -69,7 +69,7 @@ class RunOptions:
         return load_config(self.config_path or default, self.overrides)
 
     def arguments(self) -> dict[str, Any]:
-        """For the record: what was asked, JSON values only."""
+        """Return the options as JSON values, for the record."""
         return {
             "config": str(self.config_path or ""),
             "set": [hide_passwords(override) for override in self.overrides],
@@ -194,10 +194,10 @@ def _remove_empty(folders: list[Path]) -> None:
             folder.rmdir()
 
 
-def _new_folder(wanted: Path) -> Path:
-    """`wanted`, or `wanted-2` and so on where another run began in the same second."""
+def _new_folder(path: Path) -> Path:
+    """Make and return `path`, or `path-2` and so on where another run began in the same second."""
     for number in itertools.count(1):
-        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
         try:
             folder.mkdir(parents=True)
         except FileExistsError:

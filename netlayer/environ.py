@@ -1,6 +1,6 @@
-"""What this machine has: for `netlayer doctor`, and for the environment that every record keeps.
+"""Inventory of this machine: for `netlayer doctor`, and for the environment that every record keeps.
 
-Versions come from package metadata and devices from the system's own tools, so nothing heavy is imported. Left out:
+Versions come from package metadata and devices from the system's own tools, so nothing heavy is imported. Not covered:
 whether a device works (collectives.health.checks) and how a NIC is set (congestion.nic).
 """
 
@@ -144,9 +144,9 @@ def usable_gpus() -> list[Gpu]:
 
 
 def choose_backend(
-    asked: Literal["auto", "gloo", "nccl"], ranks: int, env: RankEnv | None = None
+    backend: Literal["auto", "gloo", "nccl"], ranks: int, env: RankEnv | None = None
 ) -> Literal["gloo", "nccl"]:
-    """The backend of a job: nccl where there is a GPU that ranks can run on, unless asked for by name.
+    """Return the backend of a job: nccl where there is a GPU that ranks can run on, unless it is given by name.
 
     Args:
         ranks: of this machine.
@@ -156,10 +156,10 @@ def choose_backend(
         HardwareMissing: there are fewer usable GPUs than ranks.
     """
     gpus = len(usable_gpus())
-    chosen: Literal["gloo", "nccl"] = ("nccl" if gpus else "gloo") if asked == "auto" else asked
+    chosen: Literal["gloo", "nccl"] = ("nccl" if gpus else "gloo") if backend == "auto" else backend
     if chosen == "nccl" and gpus < ranks and not (env and has_own_gpu(env, gpus)):
         raise HardwareMissing(
-            f"job.launch.backend = {asked}: {ranks} ranks want a GPU each, {gpus} can be used; "
+            f"job.launch.backend = {backend}: {ranks} ranks want a GPU each, {gpus} can be used; "
             "lower cluster.gpus_per_server and job.parallel.dp, or set job.launch.backend=gloo" + more_in_sight(env)
         )
     return chosen
@@ -206,12 +206,12 @@ def check_loopback() -> None:
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that decide a result, by their package metadata."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for name in _VERSIONED:
         version = _version(name)
         if version:
-            found[name] = version
-    return found
+            numbers[name] = version
+    return numbers
 
 
 def snapshot(seed: int | None = None) -> dict[str, Any]:
@@ -258,15 +258,15 @@ def check_package(name: str) -> None:
     """Refuse to go on where `import name` would load somebody else's package.
 
     Raises:
-        PackageClash: the package found first on the path does not stand beside `netlayer`.
+        PackageClash: the package found first on the path does not lie next to `netlayer`.
     """
     spec = importlib.util.find_spec(name)
     places = list(spec.submodule_search_locations or [str(spec.origin)]) if spec else []
     if spec is not None and str(_root() / name) in places:
         return
-    found = f"is found at {places[0]}, not beside netlayer in {_root()}" if places else f"is missing from {_root()}"
+    problem = f"is found at {places[0]}, not beside netlayer in {_root()}" if places else f"is missing from {_root()}"
     raise PackageClash(
-        f"package {name}", None, found, "another distribution owns that name: give netlayer an environment of its own"
+        f"package {name}", None, problem, "another distribution owns that name: give netlayer an environment of its own"
     )
 
 
@@ -362,21 +362,21 @@ def _clashes() -> Iterator[Finding]:
 
 
 def _visible(gpus: Sequence[Gpu], variable: str) -> Iterator[Gpu]:
-    """As CUDA reads CUDA_VISIBLE_DEVICES: indices, or starts of UUIDs; what names no device ends the list."""
+    """Yield the GPUs of CUDA_VISIBLE_DEVICES as CUDA reads it: indices, or starts of UUIDs, until a word names none."""
     for word in (word.strip() for word in variable.split(",")):
         if word.startswith("MIG-"):
             yield Gpu(-1, "MIG device", 0, gpus[0].driver if gpus else "", word)
             continue
-        found = [
+        matches = [
             gpu for gpu in gpus if word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word))
         ]
-        if not found:
+        if not matches:
             return
-        yield found[0]
+        yield matches[0]
 
 
 def _nccl_version() -> str | None:
-    """The NCCL beside torch; None where torch is no CUDA build."""
+    """Return the version of torch's NCCL; None where torch is no CUDA build."""
     if "+cpu" in (_version("torch") or "+cpu"):
         return None
     return _version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12")

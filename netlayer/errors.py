@@ -120,7 +120,7 @@ class CollectiveFailed(NetlayerError):
         return tuple(sorted({*self.missing, *self.silent, *self.differing}))
 
 
-# Both are built-in errors too, so that whoever tells a cause from what it does to others sees a lost peer in them.
+# Both are built-in errors too, so that code that tells causes from consequences sees a lost peer in them.
 class CollectiveTimeout(CollectiveFailed, TimeoutError):
     """A collective did not complete in time."""
 

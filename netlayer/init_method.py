@@ -7,7 +7,7 @@ Importing this module registers the schemes:
 
 Rank and world size come from the arguments of `init_process_group`, from the query (`?rank=0&world_size=2`), else from
 RANK and WORLD_SIZE, as torchrun sets them. Every attempt of a torchrun job, and every further process group that a
-process opens under the same RUN, gets keys of its own. Left out: a change of the world size under way.
+process opens under the same RUN, gets keys of its own. Not covered: a change of the world size under way.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class ParallelLayout:
         return tp + self.tp * (dp + self.dp * pp)
 
     def num_groups(self, dimension: Dimension) -> int:
-        """How many groups this dimension has: each rank is in exactly one of them."""
+        """Return the number of groups of this dimension: each rank is in exactly one of them."""
         return self.world_size // self._shape(dimension)[1]
 
     def group(self, dimension: Dimension, index: int) -> range:
@@ -99,7 +99,7 @@ class ParallelLayout:
         return (self.group(dimension, index) for index in range(self.num_groups(dimension)))
 
     def group_index(self, dimension: Dimension, rank: int) -> int:
-        """Which group of the dimension `rank` belongs to."""
+        """Return the index of the dimension's group that `rank` belongs to."""
         self._check(rank)
         stride, degree = self._shape(dimension)
         return rank // (stride * degree) * stride + rank % stride

@@ -48,11 +48,11 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as exc:
-            said = exc.format_message().removesuffix(".")
+            message = exc.format_message().removesuffix(".")
             near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
-            if not near or near[0] in said:  # click knows those that are not lazy
+            if not near or near[0] in message:  # click knows those that are not lazy
                 raise
-            raise click.UsageError(f"{said}. Did you mean '{near[0]}'?", ctx=exc.ctx) from exc
+            raise click.UsageError(f"{message}. Did you mean '{near[0]}'?", ctx=exc.ctx) from exc
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [(name, self._line(ctx, name)) for name in self.list_commands(ctx)]

@@ -1,4 +1,4 @@
-"""Where log lines go. Modules say `logger = logging.getLogger(__name__)`; only entry points call `configure`.
+"""Set-up of log lines. Modules say `logger = logging.getLogger(__name__)`; only entry points call `configure`.
 
 Everything goes to stderr, for stdout is data. A person at a terminal gets rich's colours; a rank, a pipe or a file gets
 plain lines that carry UTC time, level and rank, every line of a traceback too, so `grep 'rank 3'` loses nothing.

@@ -1,6 +1,6 @@
 """A command's output folder that gets everything or nothing: files are written aside and moved in together.
 
-A run that fails or is interrupted leaves what was there before, and no folder of its own. Left out: a power cut in the
+A run that fails or is interrupted leaves what was there before, and no folder of its own. Omitted: a power cut in the
 middle of the move.
 """
 
@@ -26,7 +26,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 @dataclass(frozen=True)
 class Output:
-    """Where a command writes (`part`), and where it will all lie once `publish` was called (`folder`)."""
+    """Folder that a command writes to (`part`), and the one where all will lie once `publish` was called (`folder`)."""
 
     folder: Path
     part: Path

@@ -1,4 +1,4 @@
-"""What a person who waits sees on stderr, and what a log keeps of it. stdout stays free for data."""
+"""Progress on stderr for a person who waits, and the lines of it that a log keeps. stdout stays free for data."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Stages:
 
     @contextmanager
     def open(self, name: str) -> Iterator[Bar]:
-        """One stage; the block calls what it gets with (done, total, words)."""
+        """Show one stage; the block calls the bar that it gets with (done, total, text)."""
         start = monotonic()
         if not self._console.is_terminal:
             self.say(f"{name} ...")
         task = self._bars.add_task(name, total=None, words="")
-        bar = Bar(self._bars, task, None if self._console.is_terminal else lambda words: self.say(f"{name}: {words}"))
+        bar = Bar(self._bars, task, None if self._console.is_terminal else lambda text: self.say(f"{name}: {text}"))
         yield bar
         self._bars.update(task, total=1, completed=1, words="")
         if not self._console.is_terminal:
@@ -99,11 +99,11 @@ class Bar:
 
     def __init__(self, bars: Progress, task: TaskID, say: Callable[[str], None] | None = None) -> None:
         self._bars, self._task, self._say = bars, task, say
-        self._began = self._said = monotonic()
+        self._began_s = self._last_line_s = monotonic()
 
-    def __call__(self, done: int, total: int, words: str = "") -> None:
-        self._bars.update(self._task, completed=done, total=total or None, words=words)
+    def __call__(self, done: int, total: int, text: str = "") -> None:
+        self._bars.update(self._task, completed=done, total=total or None, words=text)
         now = monotonic()
-        if self._say and now - self._said >= min(max((now - self._began) / 10, _LINE_S), _SLOWEST_LINE_S):
-            self._said = now
-            self._say(", ".join(filter(None, (f"{done / total:.0%}" if total else "", words))))
+        if self._say and now - self._last_line_s >= min(max((now - self._began_s) / 10, _LINE_S), _SLOWEST_LINE_S):
+            self._last_line_s = now
+            self._say(", ".join(filter(None, (f"{done / total:.0%}" if total else "", text))))

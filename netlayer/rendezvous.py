@@ -9,7 +9,7 @@ stands in front: what follows never waits for a rank that is not there, and who 
 [Note: NCCL] Ranks of a group meet through one store entry, which torch's backend draws by itself when the group is
 made (`device` given) or first used; TORCH_NCCL_RANKS_PER_ROOT sets from which size on several roots share the work
 (`ncclCommInitRankScalable`). Where the world is bound to a device the groups of a dimension are split off it in one
-call without the store (`ncclCommSplit`). Left out: MPI; ids of several groups in one batch, for torch's backend draws
+call without the store (`ncclCommSplit`). Omitted: MPI; ids of several groups in one batch, for torch's backend draws
 and spreads each id itself.
 """
 
@@ -71,7 +71,7 @@ def open_world(
     timeout: timedelta = DEFAULT_TIMEOUT,
     collective_timeout: timedelta | None = None,
 ) -> Groups:
-    """`init_process_group` and all groups of the layout, after every rank has come.
+    """Call `init_process_group` and make all groups of the layout, after every rank has come.
 
     With gloo each rank asks the store for the address of every other one, n^2 operations over the world, unless
     TORCH_GLOO_LAZY_INIT=1 is set; connections are then made when they are first used.
@@ -93,17 +93,17 @@ def open_world(
     global _worlds
     deadline_s = time.monotonic() + timeout.total_seconds()
     world_size, lasting = layout.world_size, collective_timeout or timeout
-    wanted = _partitions(more, world_size)
+    partitions = _partitions(more, world_size)
     opened, rank, serves = _open_store(init_method, rank, world_size, timeout)
     # A launcher's store outlives an attempt of its ranks, and a failed meeting in it: the next has keys of its own.
     # Every other store goes with a failed meeting, and who never reached it has not counted either.
     store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}.{_worlds + 1}", opened)
     outlives, met = _is_of_launcher(init_method), False
     _worlds += outlives
-    told = {"backend": backend, "bound": bound, **_told(layout, wanted), **(same or {})}
+    shared_values = {"backend": backend, "bound": bound, **_shared_values(layout, partitions), **(same or {})}
     try:
         left = timedelta(seconds=max(deadline_s - time.monotonic(), 0))
-        await_all(PrefixStore("world", store), rank, world_size, same=told, timeout=left, serves=serves)
+        await_all(PrefixStore("world", store), rank, world_size, same=shared_values, timeout=left, serves=serves)
         met = True
         _worlds += not outlives
         opened.set_timeout(lasting)
@@ -118,7 +118,7 @@ def open_world(
             )
         except RuntimeError as exc:  # torch.distributed's errors are RuntimeErrors
             raise GroupFailed(f"world of {world_size} ranks: {first_line(exc)}") from exc
-        return _create(layout, wanted, None if bound else device, lasting)
+        return _create(layout, partitions, None if bound else device, lasting)
     except BaseException:  # Ctrl-C too: the run may be started again under its name
         _close(opened, init_method, met)
         raise
@@ -132,7 +132,7 @@ def create_groups(
     same: Mapping[str, object] | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Groups:
-    """All groups of the layout that this rank is in. Every rank of the world calls it, after `init_process_group`.
+    """Make all groups of the layout that this rank is in. Every rank of the world calls it, after `init_process_group`.
 
     Two store operations of ours a rank in all, and none a group (MegaScale, NSDI'24, 3.5).
 
@@ -140,7 +140,7 @@ def create_groups(
         device: this rank's GPU, to make communicators now; None: when they are first used.
         more: further groups by name, each name a partition: `{"dp reduce": layout.groups("dp")}`, a communicator a
             direction. Every rank gives the same.
-        same: what must agree on all ranks beside world size, layout, versions and `more`, by name.
+        same: what must agree on all ranks besides world size, layout, versions and `more`, by name.
         timeout: of the wait for all ranks, and of the groups.
 
     Raises:
@@ -151,7 +151,7 @@ def create_groups(
     """
     global _created
     world_size = dist.get_world_size()
-    wanted = _partitions(more, world_size)
+    partitions = _partitions(more, world_size)
     if layout.world_size != world_size:
         degrees = f"tp {layout.tp} x dp {layout.dp} x pp {layout.pp}"
         rule = f"is not {degrees} = {layout.world_size}"
@@ -160,9 +160,9 @@ def create_groups(
     store = PrefixStore(f"groups/{_created}", dist.distributed_c10d._get_default_store())
     # torch names a group by its ranks and by how many groups its members have made.
     made = {"groups made before": len(dist.distributed_c10d._world.pg_names)}
-    told = {**_told(layout, wanted), **made, **(same or {})}
-    await_all(store, dist.get_rank(), world_size, same=told, timeout=timeout)
-    return _create(layout, wanted, device, timeout)
+    shared_values = {**_shared_values(layout, partitions), **made, **(same or {})}
+    await_all(store, dist.get_rank(), world_size, same=shared_values, timeout=timeout)
+    return _create(layout, partitions, device, timeout)
 
 
 def _create(
@@ -211,9 +211,9 @@ def _can_split() -> bool:
 
 
 def _partitions(more: Mapping[str, Partition] | None, world_size: int) -> dict[str, list[list[int]]]:
-    """The further groups as lists; a rank that a partition leaves out is alone."""
-    found = {name: [list(ranks) for ranks in partition] for name, partition in (more or {}).items()}
-    for name, partition in found.items():
+    """Return the further groups as lists; a rank that a partition omits is alone."""
+    partitions = {name: [list(ranks) for ranks in partition] for name, partition in (more or {}).items()}
+    for name, partition in partitions.items():
         if name in DIMENSIONS:
             raise ValueError(f"more: {name} is a dimension of the layout")
         ranks = [rank for group in partition for rank in group]
@@ -222,7 +222,7 @@ def _partitions(more: Mapping[str, Partition] | None, world_size: int) -> dict[s
         beyond = [rank for rank in ranks if not 0 <= rank < world_size]
         if beyond:
             raise ValueError(f"more: {name} has rank {beyond[0]}, and the world has ranks 0 to {world_size - 1}")
-    return found
+    return partitions
 
 
 def _open_store(init_method: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, bool]:
@@ -285,7 +285,7 @@ def _number(name: str, text: str | None, allowed: range) -> int:
 
 
 def _close(store: Any, init_method: str, met: bool) -> None:
-    """After a failure: no half-made world, and a RedisStore's member leaves; before all had `met`, its run too."""
+    """Clean up after a failure: no half-made world; a RedisStore's member leaves, before all had `met` its run too."""
     with contextlib.suppress(RuntimeError, AssertionError, ValueError):
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -297,7 +297,7 @@ def _close(store: Any, init_method: str, met: bool) -> None:
             take_back(init_method)
 
 
-def _told(layout: ParallelLayout, more: Mapping[str, list[list[int]]]) -> dict[str, object]:
+def _shared_values(layout: ParallelLayout, more: Mapping[str, list[list[int]]]) -> dict[str, object]:
     return {
         "layout": f"tp {layout.tp}, dp {layout.dp}, pp {layout.pp}",
         "torch": torch.__version__,

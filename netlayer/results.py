@@ -1,7 +1,7 @@
 """RunRecord: the one form in which everything measured, simulated or predicted is kept.
 
 One JSON file a run, never overwritten. `source` decides which table a number may enter. A loader gives a DataFrame;
-rows also go to CSV and parquet. Left out: the judgement of a number.
+rows also go to CSV and parquet. Not covered: the judgement of a number.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RunRecord:
             raise ValueError(f"source = {self.source!r}: one of {', '.join(get_args(Source))}")
 
     def to_json(self) -> str:
-        """The record as JSON text, passwords in addresses left out; a NaN or infinity in it is a ValueError."""
+        """Return the record as JSON text without passwords in addresses; a NaN or infinity in it is a ValueError."""
         return hide_passwords(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n")
 
     def frame(self) -> pd.DataFrame:
@@ -113,7 +113,7 @@ class RunRecord:
 
 
 def utc_now() -> str:
-    """This moment as ISO 8601 text, to the millisecond."""
+    """Return the current time as ISO 8601 text, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -144,7 +144,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path, field: str = "output") -> Iterator[None]:
-    """Around what writes a file, or into a folder.
+    """Translate the system's errors of a block that writes a file, or into a folder.
 
     Args:
         field: how the user named it, for errors.

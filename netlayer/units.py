@@ -25,19 +25,19 @@ def parse_rate(text: str | int) -> int:
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes from '8', '16M' (binary, as nccl-tests), '64MiB' or '10MB' (decimal).
+    """Return bytes for '8', '16M' (binary, as nccl-tests), '64MiB' or '10MB' (decimal).
 
     Raises:
         ValueError: the text is no size; the message shows one that is.
     """
-    wanted = "a size such as 8, 64K, 16M, 64MiB or 1G (bytes)"
-    number, unit = _split(text, wanted)
+    expected = "a size such as 8, 64K, 16M, 64MiB or 1G (bytes)"
+    number, unit = _split(text, expected)
     unit = unit.upper()
     if unit.endswith("IB"):
-        return _scale(text, number, _BINARY, unit[:-2], wanted)
+        return _scale(text, number, _BINARY, unit[:-2], expected)
     if unit.endswith("B"):
-        return _scale(text, number, _DECIMAL, unit[:-1], wanted)
-    return _scale(text, number, _BINARY, unit, wanted)
+        return _scale(text, number, _DECIMAL, unit[:-1], expected)
+    return _scale(text, number, _BINARY, unit, expected)
 
 
 def format_size(num_bytes: int) -> str:
@@ -60,18 +60,18 @@ def format_rate(bits_per_second: float) -> str:
     return f"{value:.1f}".removesuffix(".0") + f" {unit}"
 
 
-def _split(text: str | int, wanted: str) -> tuple[float | int, str]:
+def _split(text: str | int, expected: str) -> tuple[float | int, str]:
     match = _NUMBER.fullmatch(str(text))
     if isinstance(text, bool) or match is None:
-        raise ValueError(f"{text!r} is not {wanted}")
+        raise ValueError(f"{text!r} is not {expected}")
     digits = match[1].replace("_", "")
     return (int(digits) if digits.isdigit() else float(digits)), match[2]
 
 
-def _scale(text: str | int, number: float | int, units: dict[str, int], prefix: str, wanted: str) -> int:
+def _scale(text: str | int, number: float | int, units: dict[str, int], prefix: str, expected: str) -> int:
     if prefix not in units:
-        raise ValueError(f"{text!r} is not {wanted}")
+        raise ValueError(f"{text!r} is not {expected}")
     try:
         return round(number * units[prefix])
     except OverflowError as exc:
-        raise ValueError(f"{text!r} is not {wanted}") from exc
+        raise ValueError(f"{text!r} is not {expected}") from exc

@@ -54,6 +54,6 @@ def describe(options: RunOptions) -> None:
     levels, summary = fabric.describe(), fabric.summary()
     tables = {"level": levels, "fabric": [summary]}
     with open_output(options.out, "topology-describe") as out:
-        shown = keep("describe", tables, out, started, options, config, source="predicted", csv=False)
-    if shown:
+        prints_tables = keep("describe", tables, out, started, options, config, source="predicted", csv=False)
+    if prints_tables:
         print_fabric(config.cluster.name, levels, summary)

@@ -10,12 +10,12 @@ _PART = re.compile(r"\s*([0-9]{1,18})\s*(?:-\s*([0-9]{1,18})\s*)?")
 
 
 def numbers_in(text: str, low: int, high: int, field: str) -> list[int]:
-    """`1-3,7` as [1, 2, 3, 7], ascending, no number twice; `field` is the option that errors name.
+    """Return `1-3,7` as [1, 2, 3, 7], ascending, no number twice; `field` is the option that errors name.
 
     Raises:
         ConfigError: a part is neither a number nor a range from low to high, or leaves the bounds low..high.
     """
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.split(","):
         match = _PART.fullmatch(part)
         if match is None:
@@ -26,5 +26,5 @@ def numbers_in(text: str, low: int, high: int, field: str) -> list[int]:
         if not low <= first <= last <= high:
             rule = f"{part.strip()[:40]!r} is not within {low}..{high}, low to high"
             raise ConfigError(field, text[:80], rule, "write 3,7,100-163 inside these bounds")
-        found.update(range(first, last + 1))
-    return sorted(found)
+        numbers.update(range(first, last + 1))
+    return sorted(numbers)

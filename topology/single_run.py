@@ -2,7 +2,7 @@
 
 Beside the times stand what only a single run can show: the path of every flow and the load of every link, how long the
 traffic takes, the links that hold it back, and the shares of every ECMP group's members. Where flows have starts, load
-and rates are those of the busiest instant, and the time is that of all. Left out: means over seeds (compare).
+and rates are those of the busiest instant, and the time is that of all. Not covered: means over seeds (compare).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """What to run: a traffic by name, or `flows` where it is "file"."""
+class RunRequest:
+    """Traffic to run: one by name, or `flows` where it is "file"."""
 
     config: Config
     hash_name: BalanceName
@@ -51,13 +51,13 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class SingleRun:
-    """What came out; rows hold JSON values.
+    """Result of a run; rows hold JSON values.
 
     `under_way` are the flows that run together (`contention.busiest`), of which load, collisions and rates are: all,
     but where flows have starts those of the instant `at_s`.
     """
 
-    asked: Asked
+    request: RunRequest
     flows: Flows
     paths: Ints | None
     under_way: Ints
@@ -69,8 +69,8 @@ class SingleRun:
 
     @property
     def which(self) -> dict[str, Any]:
-        """What tells the rows of several runs apart."""
-        return {"traffic": self.asked.traffic, "hash": self.asked.hash_name, "seed": self.asked.seed}
+        """Columns that distinguish the rows of several runs."""
+        return {"traffic": self.request.traffic, "hash": self.request.hash_name, "seed": self.request.seed}
 
     @property
     def loaded(self) -> Load:
@@ -110,7 +110,7 @@ class SingleRun:
 _SPRAYED = "sprayed over all"
 
 
-def run_once(asked: Asked) -> SingleRun:
+def run_once(request: RunRequest) -> SingleRun:
     """Run it; the compiled kernels are loaded in a stage of their own.
 
     Raises:
@@ -118,36 +118,38 @@ def run_once(asked: Asked) -> SingleRun:
     """
     timings: Rows = []
     with _timed(timings, "build") as row:
-        fabric = Clos.build(asked.config.cluster)
+        fabric = Clos.build(request.config.cluster)
         row["items"] = fabric.num_links
     with _timed(timings, "flows") as row:
-        flows = asked.flows if asked.flows is not None else _flows(asked, fabric)
+        flows = request.flows if request.flows is not None else _flows(request, fabric)
         under_way, at_s = busiest(fabric, flows)
         row["items"] = len(flows)
     with _timed(timings, "compile") as row:
-        _warm(asked, fabric, flows)
+        _warm(request, fabric, flows)
         row["items"] = 1
     with _timed(timings, "hash") as row:
-        paths = _paths(asked, fabric, flows)
+        paths = _paths(request, fabric, flows)
         row["items"] = len(flows)
     with _timed(timings, "load") as row:
         loaded = _load(fabric, flows, paths, under_way)
         row["items"] = loaded.collisions().num_links
     with _timed(timings, "rate") as row:
-        held = contend(loaded)
+        contention = contend(loaded)
         row["items"] = len(under_way)
     with _timed(timings, "time") as row:
-        every = held if len(under_way) == len(flows) else contend(_load(fabric, flows, paths, np.arange(len(flows))))
+        every = (
+            contention if len(under_way) == len(flows) else contend(_load(fabric, flows, paths, np.arange(len(flows))))
+        )
         took = {"flows": len(flows), "under_way": len(under_way), "at_s": at_s, **every.times(flows)}
         row["items"] = len(flows)
     shares = [each.row() for each in members(loaded)]
-    return SingleRun(asked, flows, paths, under_way, at_s, held, timings, took, shares)
+    return SingleRun(request, flows, paths, under_way, at_s, contention, timings, took, shares)
 
 
-def _warm(asked: Asked, fabric: Clos, flows: Flows) -> None:
+def _warm(request: RunRequest, fabric: Clos, flows: Flows) -> None:
     """Load what is compiled, or compile it: the first flow, twice, shares its NIC with itself and has to be rated."""
     first = flows.where(np.zeros(2 * min(len(flows), 1), dtype=np.int64))
-    contend(_load(fabric, first, _paths(asked, fabric, first), np.arange(len(first)))).times(first)
+    contend(_load(fabric, first, _paths(request, fabric, first), np.arange(len(first)))).times(first)
 
 
 def _load(fabric: Clos, flows: Flows, paths: Ints | None, chosen: Ints) -> Load:
@@ -155,24 +157,24 @@ def _load(fabric: Clos, flows: Flows, paths: Ints | None, chosen: Ints) -> Load:
     return spray(fabric, together) if paths is None else place(fabric, together, paths[chosen])
 
 
-def _paths(asked: Asked, fabric: Clos, flows: Flows) -> Ints | None:
-    """Every flow's one path; None where packets are sprayed."""
-    if asked.hash_name == "spray":
+def _paths(request: RunRequest, fabric: Clos, flows: Flows) -> Ints | None:
+    """Return every flow's one path; None where packets are sprayed."""
+    if request.hash_name == "spray":
         return None
-    tuples = headers(fabric, flows, asked.seed)
-    choices = chooser(asked.hash_name, fabric, flows, tuples, asked.seed, fields=asked.fields)
+    tuples = headers(fabric, flows, request.seed)
+    choices = chooser(request.hash_name, fabric, flows, tuples, request.seed, fields=request.fields)
     return route(fabric, flows.src_nic, flows.dst_nic, choices)
 
 
-def _flows(asked: Asked, fabric: Clos) -> Flows:
+def _flows(request: RunRequest, fabric: Clos) -> Flows:
     return traffic_flows(
-        asked.config,
+        request.config,
         fabric,
-        asked.traffic,
-        asked.seed,
-        asked.qps_per_connection,
-        asked.num_channels,
-        asked.placement,
+        request.traffic,
+        request.seed,
+        request.qps_per_connection,
+        request.num_channels,
+        request.placement,
     )
 
 

@@ -1,6 +1,6 @@
 """Seeds x placements x failures, one case a task: in processes here, or on a Dask cluster by its address.
 
-Both run the same function on the same cases (`workers`) and give the rows in the order of the cases. Left out: sweeps
+Both run the same function on the same cases (`workers`) and give the rows in the order of the cases. Omitted: sweeps
 over designs, which a shell loop over `--set` does.
 """
 
@@ -59,7 +59,7 @@ def cases(
 
 
 def run_case(config: Config, case: Case) -> Row:
-    """One row: what failed, what it cost the fabric, and the step before and after.
+    """Return one row: what failed, what it cost the fabric, and the step before and after.
 
     With a flow that has no path left the job `stops`. Else `slowdown` is the bound of the step's communication over
     that of the same seed and placement without failures, `flow_slowdown` the mean over the flows of the same. They may
@@ -91,8 +91,8 @@ def run_case(config: Config, case: Case) -> Row:
         "flow_slowdown": None if stops else _flow_slowdown(step, healthy),
     }
     for phase in step.phases:
-        found = phase.collisions
-        row |= {f"{phase.name}_collision_share": found.share, f"{phase.name}_excess": found.excess}
+        collisions = phase.collisions
+        row |= {f"{phase.name}_collision_share": collisions.share, f"{phase.name}_excess": collisions.excess}
     return row
 
 
@@ -104,14 +104,14 @@ def run_sweep(
     dask: str | None = None,
     progress: Progress | None = None,
 ) -> list[Row]:
-    """The rows of all cases, in their order.
+    """Return the rows of all cases, in their order.
 
     Args:
         config: cluster and job.
         points: the cases.
         processes: workers here; the cores of this machine where None; 1 runs all in this process.
         dask: address of a Dask scheduler, whose workers have netlayer; `processes` has no effect then.
-        progress: called with (done, total, words).
+        progress: called with (done, total, text).
 
     Raises:
         ConfigError: no scheduler answers at `dask`, or Dask is not installed.
@@ -120,10 +120,10 @@ def run_sweep(
         logger.warning("the number of processes has no effect: the sweep runs on %s", dask)
     text = config.model_dump_json()
     batches = [(text, tuple(points[first : first + _BATCH])) for first in range(0, len(points), _BATCH)]
-    found = in_order_of_end(_run_batch, batches, processes=processes, dask=dask)
+    results = in_order_of_end(_run_batch, batches, processes=processes, dask=dask)
     rows: dict[int, list[Row]] = {}
-    with contextlib.closing(found):
-        for index, batch_rows in found:
+    with contextlib.closing(results):
+        for index, batch_rows in results:
             rows[index] = batch_rows
             if progress:
                 progress(sum(map(len, rows.values())), len(points), "")
@@ -137,7 +137,7 @@ def worst(rows: Sequence[Row]) -> list[Row]:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["placement"], row["kind"]), []).append(row)
-    return [_worst_of(placement, kind, found) for (placement, kind), found in groups.items()]
+    return [_worst_of(placement, kind, group) for (placement, kind), group in groups.items()]
 
 
 def _worst_of(placement: str, kind: str, rows: Sequence[Row]) -> Row:
@@ -156,10 +156,10 @@ def _worst_of(placement: str, kind: str, rows: Sequence[Row]) -> Row:
 
 
 def _spread(key: str, rows: Sequence[Row]) -> Row:
-    """Least, median, mean and most over the cases that do not stop the job; None where all do."""
+    """Return least, median, mean and most over the cases that do not stop the job; None where all do."""
     values = [row[key] for row in rows if not row["stops"]]
-    found = [min(values), statistics.median(values), statistics.fmean(values), max(values)] if values else [None] * 4
-    return {f"{key}_{name}": value for name, value in zip(("min", "median", "mean", "max"), found, strict=True)}
+    figures = [min(values), statistics.median(values), statistics.fmean(values), max(values)] if values else [None] * 4
+    return {f"{key}_{name}": value for name, value in zip(("min", "median", "mean", "max"), figures, strict=True)}
 
 
 def _over(time_s: float, healthy_s: float) -> float:
@@ -195,7 +195,7 @@ def _prepared(text: str, placement: StrategyName, seed: int, qps: int) -> tuple[
 
 
 class _Healthy(NamedTuple):
-    """What failures are measured against: the step's time, and every flow's, a phase."""
+    """Baseline of failures: the step's time, and every flow's, a phase."""
 
     time_bound_s: float
     seconds: tuple[NDArray[np.float64], ...]

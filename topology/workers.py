@@ -1,6 +1,6 @@
 """One function over many batches: in processes here, or on a Dask cluster by its address, as they come back.
 
-A Ctrl-C ends the workers at once; a worker whose parent is gone ends by itself. Left out: what the batches are (sweep).
+A Ctrl-C ends the workers at once; a worker whose parent is gone ends by itself. Omitted: what the batches are (sweep).
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ def in_order_of_end(
 
 
 def check_dask_address(address: str) -> tuple[str, int]:
-    """Host and port of `tcp://HOST:PORT`.
+    """Return host and port of `tcp://HOST:PORT`.
 
     Raises:
         ConfigError: the address has another form.
     """
-    found = _ADDRESS.fullmatch(address)
-    if found is None or not 0 < int(found[3]) < 1 << 16:
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[3]) < 1 << 16:
         raise ConfigError(
             "--dask", address, "is no address of a scheduler", "write tcp://HOST:PORT as the scheduler prints it"
         )
-    return found[2].strip("[]"), int(found[3])
+    return match[2].strip("[]"), int(match[3])
 
 
 def check_scheduler(address: str) -> None:
-    """That somebody listens at the address of a Dask scheduler.
+    """Check that something listens at the address of a Dask scheduler.
 
     Raises:
         ConfigError: nobody does, the address has another form, or Dask is not installed.

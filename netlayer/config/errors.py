@@ -1,4 +1,4 @@
-"""What pydantic finds wrong in a section, as one line in our words: field, value, rule, remedy.
+"""Translation of pydantic's errors in a section to one line: field, value, rule, remedy.
 
 A key that nobody knows gets the nearest one that is known, here or elsewhere in the tree.
 """
@@ -17,13 +17,13 @@ from netlayer.errors import ConfigError
 
 
 def translate(error: ValidationError, root: type[BaseModel], prefix: str) -> ConfigError:
-    """One line out of pydantic's report: the first error in full, the others by name and rule.
+    """Return one line for pydantic's report: the first error in full, the others by name and rule.
 
     Args:
         root: the section that was read.
         prefix: goes before each field's name.
     """
-    first, *others = [_read_error(found, root) for found in error.errors()]
+    first, *others = [_read_error(detail, root) for detail in error.errors()]
     also = "".join(f"; also {prefix}{field}: {rule}" for field, _, rule, _ in others)
     return ConfigError(prefix + first.field, first.value, first.rule, first.remedy + also)
 
@@ -36,13 +36,13 @@ class _Broken(NamedTuple):
 
 
 def _read_error(error: ErrorDetails, root: type[BaseModel]) -> _Broken:
-    """One of pydantic's errors in our words."""
+    """Translate one of pydantic's errors."""
     names = [str(part) for part in error["loc"]]
     field = ".".join(names)
     if error["type"] == "extra_forbidden":
         return _Broken(field, None, "unknown key", _nearest(names, root))
-    words = _RULES.get(error["type"])
-    rule = words.format(**error.get("ctx", {})) if words else error["msg"].removeprefix("Value error, ")
+    template = _RULES.get(error["type"])
+    rule = template.format(**error.get("ctx", {})) if template else error["msg"].removeprefix("Value error, ")
     return _Broken(field, error["input"], rule, _how_to_write(error["input"], rule))
 
 

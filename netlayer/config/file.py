@@ -1,6 +1,6 @@
 """The tree's way in and out: defaults < TOML file < `--set a.b=value`, and back to TOML.
 
-Left out: which sections and keys there are, and their rules (`netlayer.config.tree`).
+Not covered: which sections and keys there are, and their rules (`netlayer.config.tree`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _read_toml(path: Path, option: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(option, path, f"cannot be read ({exc})", "give a readable TOML file in UTF-8") from exc
     except tomllib.TOMLDecodeError as exc:
-        raise ConfigError(option, path, f"is not TOML ({exc})", "mend that line") from exc
+        raise ConfigError(option, path, f"is not TOML ({exc})", "fix that line") from exc
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -94,7 +94,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     for name in parents:
         below = tree.setdefault(name, {})
         if not isinstance(below, dict):
-            raise ConfigError("--set", override, f"{name} is a value in the file, not a table", "mend the file")
+            raise ConfigError("--set", override, f"{name} is a value in the file, not a table", "fix the file")
         tree = below
     tree[last] = value
 

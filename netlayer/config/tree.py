@@ -1,7 +1,7 @@
 """The one typed tree: what fabric there is (`cluster`) and what is trained on it (`job`).
 
 Components receive their own section, never the tree. An unknown key fails and names the nearest one; a rule between two
-fields fails with both values and a remedy. Left out: files and `--set` (`netlayer.config.file`), and whether the
+fields fails with both values and a remedy. Not covered: files and `--set` (`netlayer.config.file`), and whether the
 switches have the ports that the fabric needs (topology checks a design when it builds it).
 """
 
@@ -34,7 +34,7 @@ class Section(BaseModel):
 
 
 class PricesConfig(Section):
-    """Price of one piece; a piece without a price is left out of the cost, and named."""
+    """Price of one piece; a piece without a price is not in the cost, and named."""
 
     switch: Price | None = Field(None, description="one switch")
     nic: Price | None = Field(None, description="one NIC")
@@ -72,7 +72,7 @@ class ClusterConfig(Section):
     gpu_memory_bytes: Bytes = Field(
         0, description="memory of one GPU, '80GiB', by which a preview says what does not fit; 0: it does not"
     )
-    prices: PricesConfig = Field(default_factory=PricesConfig, description="what parts cost; all may be left out")
+    prices: PricesConfig = Field(default_factory=PricesConfig, description="what parts cost; all are optional")
 
     @property
     def num_gpus(self) -> int:
@@ -98,7 +98,7 @@ class ClusterConfig(Section):
 
 
 class RopeScalingConfig(Section):
-    """How rotary frequencies are lowered, so that a model reads more tokens than it was first trained on.
+    """Scaling of rotary frequencies, so that a model reads more tokens than it was first trained on.
 
     Keys and values are those of `rope_scaling` in a model's config.json on Hugging Face.
     """
@@ -200,13 +200,13 @@ class ModelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_preset(cls, given: Any) -> Any:
-        name = given.get("preset") if isinstance(given, Mapping) else None
+    def _from_preset(cls, values: Any) -> Any:
+        name = values.get("preset") if isinstance(values, Mapping) else None
         if not name or not isinstance(name, str):
-            return given
+            return values
         if name not in MODELS:
             _fail("job.model.preset", name, f"must be one of {', '.join(MODELS)}", "or leave it out, and give a shape")
-        return {**MODELS[name], **given}
+        return {**MODELS[name], **values}
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
@@ -294,7 +294,7 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """How parameters move."""
+    """Optimiser, learning-rate schedule and gradient clipping."""
 
     name: Literal["adamw", "lamb"] = Field("adamw", description="adamw, or lamb for large batches (MegaScale 3.1)")
     steps: Count = Field(300, description="optimiser steps")
@@ -313,20 +313,20 @@ class OptimizerConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """When held-out loss is taken: before the first step, every so often, after the last; over how much text."""
+    """Evaluation of held-out loss: before the first step, every `every_steps`, after the last; over how much text."""
 
     every_steps: Count = Field(50, description="steps between two evaluations")
     global_batches: Count = Field(4, description="global batches of held-out text in one evaluation")
 
 
 class CheckpointConfig(Section):
-    """When training is saved."""
+    """Checkpoints: when training is saved, and how many are kept."""
 
     every_steps: int = Field(
         0, ge=0, description="save each so many steps, and after the last; 0: only where a signal stops the run"
     )
     keep: Count = Field(
-        2, description="good checkpoints that stay, the newest; one that nothing vouches for yet lies beside them"
+        2, description="good checkpoints that stay, the newest; one that is not yet verified is kept in addition"
     )
     other_text: bool = Field(
         False, description="go on from a checkpoint with other text, seed or (rotary) seq_len, in its own tokens"
@@ -432,7 +432,7 @@ class StoreConfig(Section):
 
 
 class LaunchConfig(Section):
-    """How ranks are started on this machine."""
+    """Start and end of the ranks on this machine."""
 
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl where there are GPUs, else gloo")
     grace_s: float = Field(5.0, gt=0, description="seconds from asking ranks to end, when one failed, to SIGKILL")
@@ -588,7 +588,7 @@ def build_config(tree: Mapping[str, Any]) -> Config:
 
 
 def build_section(model: type[Model], tree: Mapping[str, Any], prefix: str = "") -> Model:
-    """One section from plain nested dictionaries; errors as `build_config`, each field's name behind `prefix`."""
+    """Build one section from nested dictionaries; errors as `build_config`, each field's name after `prefix`."""
     try:
         return model.model_validate(tree)
     except ValidationError as exc:

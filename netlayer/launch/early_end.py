@@ -1,7 +1,7 @@
-"""How a long command ends early: a signal as an exception wherever it comes, and the end in a word.
+"""Early end of a long command: a signal as an exception wherever it comes, and the reason in a word.
 
 A time limit ends a call with SIGTERM and, some seconds later, SIGKILL. Between the two the record and the page of what
-was measured are written, or what holds nothing is taken away. Left out: SIGKILL itself, after which the rows that were
+was measured are written, or what holds nothing is taken away. Omitted: SIGKILL itself, after which the rows that were
 written stay.
 """
 
@@ -20,7 +20,7 @@ ASKED_TO_STOP = 128 + signal.SIGTERM
 
 
 class Ended(SystemExit):
-    """What the first of the signals raises; its code is 128 + the signal."""
+    """Exception that the first of the signals raises; its code is 128 + the signal."""
 
 
 class _Ending(Raises):
@@ -49,13 +49,13 @@ def ending_at(*signals: signal.Signals) -> Iterator[None]:
     somebody else has a handler for or ignores.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    taken = [signum for signum in signals if is_main and signal.getsignal(signum) is signal.SIG_DFL]
-    if not taken:
+    handled = [signum for signum in signals if is_main and signal.getsignal(signum) is signal.SIG_DFL]
+    if not handled:
         yield
         return
     ending = _Ending()
     with raised_again(Ended, ending.forget):
-        for signum in taken:
+        for signum in handled:
             signal.signal(signum, ending)
         try:
             yield
@@ -64,14 +64,14 @@ def ending_at(*signals: signal.Signals) -> Iterator[None]:
                 raise Ended(128 + ending.first) from exc
             raise
         finally:
-            for signum in taken:
+            for signum in handled:
                 signal.signal(signum, signal.SIG_DFL)
     if ending.first:  # or forget it
         raise Ended(128 + ending.first)
 
 
 def reason_of(exc: BaseException) -> str:
-    """What ended a call: `Ctrl-C`, `SIGTERM`, or what the error says."""
+    """Return what ended a call: `Ctrl-C`, `SIGTERM`, or the error's text."""
     if isinstance(exc, KeyboardInterrupt):
         return "Ctrl-C"
     if isinstance(exc, SystemExit) and isinstance(exc.code, int):

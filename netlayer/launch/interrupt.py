@@ -2,7 +2,7 @@
 
 numpy and torch swallow a KeyboardInterrupt that lands in the middle of their import, or turn it into an ImportError
 seconds later; files that are moved together would be moved in part. The same holds of other signals where their handler
-raises (`netlayer.launch.early_end`). Left out: the interpreter's own start, before any code of ours runs.
+raises (`netlayer.launch.early_end`). Not covered: the interpreter's own start, before any code of ours runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RAISING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # what handlers of o
 
 
 def end_quietly_until_a_command_runs() -> None:
-    """Where a module of the package that calls this is run by `python -m`, Ctrl-C ends its imports without a traceback.
+    """Let Ctrl-C end the imports of a `python -m` run of the package that calls this without a traceback.
 
     They take seconds. For a package's `__init__`, which is imported first; elsewhere it does nothing.
     """
@@ -31,7 +31,7 @@ def end_quietly_until_a_command_runs() -> None:
 
 
 class Interrupted(KeyboardInterrupt):
-    """What a Ctrl-C raises in a command.
+    """KeyboardInterrupt that a Ctrl-C raises in a command.
 
     A KeyboardInterrupt itself that leaves text given to `exec` or `eval`, as where a dataclass or a namedtuple is made,
     is noted by CPython as one that nobody catches (bpo-41602): `python -m` then ends by SIGINT, whatever exit code was
@@ -40,7 +40,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Raises:
-    """A signal's handler that raises: what may not be broken off puts it off."""
+    """A signal's handler that raises; what may not be interrupted delays it."""
 
 
 class Interrupts(Raises):
@@ -75,7 +75,7 @@ def counted_interrupts() -> Iterator[Interrupts]:
 
 @contextmanager
 def raised_again(what: type[BaseException], signal_of: Callable[[], int]) -> Iterator[None]:
-    """Where `what` was dropped in the block, this main thread gets the signal that `signal_of` gives once more.
+    """Send this main thread the signal that `signal_of` gives once more, if `what` was dropped in the block.
 
     What leaves a finaliser or the callback of a weak reference, and every import has such callbacks, is printed as
     "Exception ignored" and forgotten.
@@ -131,12 +131,12 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def _noted(patience: float = math.inf) -> Iterator[None]:
-    """Args: patience: so often SIGINT waits."""
+    """Pass on the first signal of the block after it; SIGINT at once where more than `patience` came."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    found = {signum: signal.getsignal(signum) for signum in _RAISING}
-    owners: dict[int, Any] = {signum: owner for signum, owner in found.items() if _raises(owner)}
+    handlers = {signum: signal.getsignal(signum) for signum in _RAISING}
+    owners: dict[int, Any] = {signum: owner for signum, owner in handlers.items() if _raises(owner)}
     seen: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
 """The keeper of a launch: a process that outlives a launcher which was killed, and ends the ranks that it left.
 
-Left out: how ranks are started, and what ends them while their launcher lives (`netlayer.launch.launcher`).
+Not covered: how ranks are started, and what ends them while their launcher lives (`netlayer.launch.launcher`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def kill_strays(launch_id: str) -> None:
 
 
 def _find_strays(mark: bytes) -> list[int]:
-    """Processes whose environment holds the mark; none where the system has no /proc."""
-    found = []
+    """Return the ids of processes whose environment holds the mark; none where the system has no /proc."""
+    pids = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # ended meanwhile, or another user's
             if mark in file.read_bytes():
-                found.append(int(file.parent.name))
-    return found
+                pids.append(int(file.parent.name))
+    return pids

@@ -1,4 +1,4 @@
-"""What a job that stands still left behind, read and judged: `netlayer observe`. Needs no GPU and no torch."""
+"""Evidence that a hung job left behind, read and judged: `netlayer observe`. Needs no GPU and no torch."""
 
 from netlayer.observe.blame import Blame, Finding, diagnose
 from netlayer.observe.evidence import Evidence, Group, Launch, RankLog

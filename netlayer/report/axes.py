@@ -1,7 +1,7 @@
-"""What a chart's axis shows, and the rows that can be drawn on it.
+"""Axes of charts, and the rows that can be drawn on them.
 
 `Axis` names a column with its title, unit and scale; `drawable` gives a frame whose columns are called x, y, ...,
-so that no name of the user's breaks an expression. Rows that cannot be drawn are left out, and a note counts them.
+so that no name of the user's breaks an expression. Rows that cannot be drawn are omitted, and a note counts them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Axis:
         column: the DataFrame's column.
         title: what the reader sees; the column's name where empty.
         unit: `bytes` (ticks as 64 MiB), `share` (0..1, ticks as 25%), a symbol that takes prefixes (`s`, `B/s`, `b/s`,
-            `FLOP/s`, `Hz`, `W`: ticks as 1.5 ms), or any other text, which stands behind the title: Bandwidth (GB/s).
-        log: logarithmic; base 2 for bytes. Values that are not above zero are left out and counted.
+            `FLOP/s`, `Hz`, `W`: ticks as 1.5 ms), or any other text, which follows the title: Bandwidth (GB/s).
+        log: logarithmic; base 2 for bytes. Values that are not above zero are omitted and counted.
         zero: the axis begins at zero (lines only; bars and areas always do).
     """
 
@@ -118,13 +118,13 @@ def scale(axis: Axis, values: pd.Series[Any]) -> alt.Scale:
 
 
 def ticks(axis: Axis, values: pd.Series[Any]) -> alt.Axis:
-    """A few ticks at round values, written with their unit."""
+    """Return a few ticks at round values, written with their unit."""
     if pd.api.types.is_datetime64_any_dtype(values):
         return alt.Axis(title=axis.label, tickCount=_FEW, labelExpr=f"utcFormat(datum.value, '{_date_format(values)}')")
     label = axis.tick_text()
     if axis.log:
-        found = log_ticks(values, 2 if axis.unit == "bytes" else 10)
-        chosen: dict[str, Any] = {"values": found} if found else {"tickCount": _FEW}
+        positions = log_ticks(values, 2 if axis.unit == "bytes" else 10)
+        chosen: dict[str, Any] = {"values": positions} if positions else {"tickCount": _FEW}
         return alt.Axis(title=axis.label, labelExpr=label, **chosen)
     if axis.unit == "bytes":
         return alt.Axis(title=axis.label, values=byte_ticks(values, zero=axis.zero), labelExpr=label)
@@ -135,7 +135,7 @@ def ticks(axis: Axis, values: pd.Series[Any]) -> alt.Axis:
 
 
 def log_ticks(values: pd.Series[Any], base: int) -> list[float]:
-    """Powers of `base` among the values, every 2nd, 5th or 10th where they are many; [] where there is no choice.
+    """Return powers of `base` among the values, each 2nd, 5th or 10th where they are many; [] where there is no choice.
 
     Such strides meet 1 KiB, 1 MiB and 1 GiB. Within three decades the powers alone say little: their twofold and
     fivefold join them.
@@ -145,8 +145,8 @@ def log_ticks(values: pd.Series[Any], base: int) -> list[float]:
     stride = next((stride for stride in (1, 2, 5, 10) if (high - low) / stride <= _TICKS), 20)
     digits = (1, 2, 5) if base == 10 and most / least < 1000 else (1,)
     powers = range(low - low % stride, high + 1, stride)
-    found = [digit * float(base) ** power for power in powers for digit in digits]
-    among = [tick for tick in found if least * 0.999 <= tick <= most * 1.001]
+    candidates = [digit * float(base) ** power for power in powers for digit in digits]
+    among = [tick for tick in candidates if least * 0.999 <= tick <= most * 1.001]
     return among if len(among) > 1 else []
 
 

@@ -1,7 +1,7 @@
 """The charts that several packages share: DataFrame in, Altair chart in the house's look out.
 
 Every chart is as wide as its card, shows its values under the pointer, and singles out a series that is clicked in its
-legend. What was left out or thinned is said under the title. Left out: anything that a single command alone would draw.
+legend. What was left out or thinned is said under the title. Omitted: anything that a single command alone would draw.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def bars(
     stacked: bool = False,
     threshold: Threshold | None = None,
 ) -> Chart:
-    """One bar for each category `x`, in the frame's order; with `colour` several, beside or (`stacked`) on each other.
+    """One bar for each category `x`, in the frame's order; with `colour` several, side by side or `stacked`.
 
     Raises:
         ValueError: as `line`; also a logarithmic `y`, where a bar has no foot, or two rows for one bar.
@@ -130,12 +130,12 @@ def histogram(
     title: str = "",
     height: int = HEIGHT,
 ) -> Chart:
-    """How often `value` falls into each of at most `bins` bins, series over each other on the same bins.
+    """Draw a histogram of `value` with at most `bins` bins, series over each other on the same bins.
 
     Args:
         counted: what one row is, in the plural, for the axis: Number of flows.
         share: the share of each series' rows instead of their number.
-        bins: at most so many; whole numbers get bins of whole width.
+        bins: most bins; whole numbers get bins of whole width.
 
     Raises:
         ValueError: as `line`; also `bins` below 1.

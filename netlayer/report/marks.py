@@ -1,4 +1,4 @@
-"""What the charts have in common: channels, tooltips, legend, threshold line, title."""
+"""Parts that the charts have in common: channels, tooltips, legend, threshold line, title."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def base(frame: pd.DataFrame, axes: Mapping[str, Axis]) -> alt.Chart:
 
 
 def series_names(frame: pd.DataFrame) -> list[str]:
-    """In the order in which they first appear, which decides their colours."""
+    """Return the series in the order in which they first appear, which decides their colours."""
     return list(dict.fromkeys(frame["series"]))
 
 

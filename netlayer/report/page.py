@@ -1,7 +1,7 @@
 """`Report`: sections of text, tables and charts as one HTML file that fetches nothing, and a PNG of each chart.
 
 The page carries its scripts, its style and all data; its security policy forbids every connection and every script but
-its own two. One spec makes a chart's interactive and its PNG form. Left out: what to say; every command says its own.
+its own two. One spec makes a chart's interactive and its PNG form. Omitted: what to say; every command says its own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Report:
         self.created = (created or datetime.now(UTC)).astimezone(UTC)
         self.sections: list[Section] = []
         self._badge: _Badge | None = None
-        self._taken: set[str] = set()
+        self._chart_names: set[str] = set()
 
     def verdict(self, word: Verdict, sentence: str) -> None:
         """The badge at the top; a later one replaces it.
@@ -72,7 +72,7 @@ class Report:
         Raises:
             ValueError: an unknown source.
         """
-        section = Section(title, _anchor(title, len(self.sections)), text, sources_of(source), self._taken)
+        section = Section(title, _anchor(title, len(self.sections)), text, sources_of(source), self._chart_names)
         self.sections.append(section)
         return section
 
@@ -157,7 +157,7 @@ def _policy(scripts: Iterable[str]) -> str:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write beside the target, then rename: a reader sees the old file or the new one."""
+    """Write next to the target, then rename: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

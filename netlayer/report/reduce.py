@@ -24,12 +24,12 @@ def thinned(data: Drawable) -> Drawable:
 
 
 def cumulated(data: Drawable) -> Drawable:
-    """Each series' values `x` in order, with the share `y` of rows at or below; evenly thinned where they are many."""
+    """Return each series' values `x` in order and the share `y` of rows at or below; evenly thinned if many."""
     limit = _limit(data.frame) // 2  # a share has no spikes to keep
     kept, num_points = [], 0
     for name, rows in data.frame.groupby("series", sort=False):
-        found, counts = np.unique(rows["x"], return_counts=True)
-        curve = pd.DataFrame({"x": [found[0], *found], "y": [0.0, *(counts.cumsum() / len(rows))], "series": name})
+        values, counts = np.unique(rows["x"], return_counts=True)
+        curve = pd.DataFrame({"x": [values[0], *values], "y": [0.0, *(counts.cumsum() / len(rows))], "series": name})
         keep = np.linspace(0, len(curve) - 1, min(limit, len(curve))).round().astype(int)
         kept.append(curve.iloc[keep])
         num_points += len(curve)
@@ -48,7 +48,7 @@ def binned(frame: pd.DataFrame, edges: Values, *, share: bool) -> pd.DataFrame:
 
 
 def bin_edges(values: Values, bins: int, *, log: bool = False) -> Values:
-    """At most `bins` + 1 edges: equally far apart, in equal ratio if `log`, of whole width around whole numbers."""
+    """Return at most `bins` + 1 edges: equally far apart, in equal ratio if `log`, of whole width for whole numbers."""
     if bins < 1:
         raise ValueError(f"bins = {bins}: at least 1")
     low, high = float(values.min()), float(values.max())
@@ -65,11 +65,11 @@ def _limit(frame: pd.DataFrame) -> int:
 
 
 def _extremes(values: Values, stretches: int) -> list[int]:
-    """Positions of the first, the last, and of each stretch's lowest and highest value."""
-    found = {0, len(values) - 1}
+    """Return positions of the first, the last, and of each stretch's lowest and highest value."""
+    positions = {0, len(values) - 1}
     for stretch in np.array_split(np.arange(len(values)), stretches):
-        found |= {int(stretch[values[stretch].argmin()]), int(stretch[values[stretch].argmax()])}
-    return sorted(found)
+        positions |= {int(stretch[values[stretch].argmin()]), int(stretch[values[stretch].argmax()])}
+    return sorted(positions)
 
 
 def _joined(kept: list[pd.DataFrame], data: Drawable, num_points: int, how: str) -> Drawable:

@@ -17,7 +17,7 @@ Sources = Source | Sequence[Source] | None
 
 @dataclass(frozen=True)
 class Figure:
-    """One big number: its label above, its unit behind, a hint (what it is compared with, over what) below."""
+    """One big number: its label above, its unit after it, a hint (what it is compared with, over what) below."""
 
     label: str
     value: str | int | float | None
@@ -78,14 +78,14 @@ Block = Words | Figures | Table | KeyValues | Picture
 class Section:
     """Made by `Report.section`. Every method adds one block and gives the section back.
 
-    `source` of a block stands in for the section's own; give both of two sources where one block holds both.
+    `source` of a block replaces the section's own; give both of two sources where one block holds both.
     """
 
     title: str
     anchor: str
     lead: str
     source: tuple[Source, ...]
-    taken: set[str] = field(repr=False)
+    chart_names: set[str] = field(repr=False)
     blocks: list[Block] = field(default_factory=list)
 
     def text(self, paragraph: str) -> Section:
@@ -93,7 +93,7 @@ class Section:
         return self._add(Words("text", paragraph))
 
     def note(self, caveat: str) -> Section:
-        """What a reader must know before using the numbers."""
+        """Add a caveat that a reader must know before using the numbers."""
         return self._add(Words("note", caveat))
 
     def code(self, command: str) -> Section:
@@ -121,7 +121,7 @@ class Section:
         formats: Mapping[str, str] | None = None,
         source: Sources = None,
     ) -> Section:
-        """The first `max_rows` rows; the caption says how many are left out. `formats`: format specs by column.
+        """Add the first `max_rows` rows; the caption says how many are omitted. `formats`: format specs by column.
 
         Raises:
             ValueError: `max_rows` is below 1, or `formats` names an unknown column.
@@ -136,7 +136,7 @@ class Section:
         """An Altair chart, from `netlayer.report.charts` or any other, drawn in the house's look.
 
         Args:
-            name: of the picture beside the page: plots/<name>.png.
+            name: of the picture next to the page: plots/<name>.png.
             caption: what the reader should see in it.
             alt: what it shows, for who cannot see it; the caption where empty.
 
@@ -144,12 +144,12 @@ class Section:
             ValueError: the name is taken or makes no file name, caption and alt are both empty, no source is known, or
                 the chart carries too many rows, a NaN or infinity, or an address to load from.
         """
-        if name in self.taken:
+        if name in self.chart_names:
             raise ValueError(f"chart name = {name!r}: already in this report; a picture has one name")
         if not (alt or caption):
             raise ValueError(f"chart {name!r}: give an alt text or a caption, for readers who cannot see it")
         plot = Plot(name, spec_of(chart, name, alt or caption), caption, alt or caption, self._needed(source, name))
-        self.taken.add(name)
+        self.chart_names.add(name)
         return self._add(Picture(plot))
 
     @property
@@ -162,25 +162,25 @@ class Section:
         return self
 
     def _needed(self, source: Sources, what: str) -> tuple[Source, ...]:
-        found = sources_of(source) or self.source
-        if not found:
+        sources = sources_of(source) or self.source
+        if not sources:
             raise ValueError(
                 f"{what} in section {self.title!r}: say where the numbers come from, source='measured' or so"
             )
-        return found
+        return sources
 
 
 def sources_of(source: Sources) -> tuple[Source, ...]:
-    """One source, several or none as a tuple.
+    """Return one source, several or none as a tuple.
 
     Raises:
         ValueError: one of them is none of measured, simulated, predicted.
     """
-    found: tuple[Any, ...] = () if source is None else (source,) if isinstance(source, str) else tuple(source)
-    for name in found:
+    sources: tuple[Any, ...] = () if source is None else (source,) if isinstance(source, str) else tuple(source)
+    for name in sources:
         if name not in get_args(Source):
             raise ValueError(f"source = {name!r}: one of {', '.join(get_args(Source))}")
-    return found
+    return sources
 
 
 def _flat(pairs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -74,7 +74,7 @@ def _cell(value: Any, spec: str | None) -> str:
 
 
 def _column_spec(values: np.ndarray[Any, Any]) -> str | None:
-    """As many decimals as give the least value three digits, four at most; None where sizes lie too far apart."""
+    """Return a format with three digits for the least value, four decimals at most; .3g for tiny or huge values."""
     sizes = np.abs(values[np.isfinite(values) & (values != 0)])
     if sizes.size == 0 or np.all(sizes == np.round(sizes)):
         return ",.0f"

@@ -10,10 +10,10 @@ asks a TCPStore every half second: its own wait hears no Ctrl-C, and torch logs 
 [Note: a rank that comes twice] The counter's upper bits add up a mark of each rank, so who fills the world sees in the
 one sum whether it is the sum of all ranks. Where it is not, all write down who they are, and both are named.
 
-[Note: one verdict] That all have come, or why not, is one key that is set once (`compare_set`): whoever comes later,
+[Note: one verdict] That all have come, or why not, is one key that is set once (`compare_set`): who comes later,
 be it the last rank of the world, hears the same as the others.
 
-Left out: a server that is stopped and keeps its connections; TCPStore's client waits for it without end.
+Not covered: a server that is stopped and keeps its connections; TCPStore's client waits for it without end.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def await_all(
     Every call wants keys of its own: give it a PrefixStore.
 
     Args:
-        same: what must agree on all ranks beside the world size, by name.
+        same: what must agree on all ranks besides the world size, by name.
         timeout: the longest wait of the rank that came first; those after it wait as long as it does, and a few
             seconds longer for its verdict.
         patience_s: after this much of it, half of `timeout` at the most, names are exchanged.
@@ -85,7 +85,7 @@ def await_all(
     Raises:
         RanksMissing: not all came in time.
         ConfigError: ranks came with other values, one came twice, or more than the world has; on every rank that waits.
-        StoreUnreachable: whoever serves the store has gone.
+        StoreUnreachable: the process that serves the store has gone.
         StoreError: the store failed.
     """
     if not 0 <= rank < world_size:
@@ -119,10 +119,10 @@ class _Card:
 
     @classmethod
     def read(cls, line: bytes) -> _Card:
-        """Also one of another version, which says more or less."""
-        told = json.loads(line)
-        local_world_size = told.get("local_world_size", 1)
-        return cls(told["rank"], told.get("host", "?"), local_world_size, told.get("values", {}))
+        """Parse a card, also one of another version, which has more or fewer fields."""
+        fields = json.loads(line)
+        local_world_size = fields.get("local_world_size", 1)
+        return cls(fields["rank"], fields.get("host", "?"), local_world_size, fields.get("values", {}))
 
 
 class _Waiting:
@@ -152,19 +152,19 @@ class _Waiting:
             self._wait_long()
 
     def say_heard(self, stays: bool) -> None:
-        """This rank knows the verdict; who `stays` returns when every rank that wrote down who it is knows it."""
-        heard, until_s = self._store.add(_HEARD, 1), time.monotonic() + _HEARD_S
-        while stays and heard < len(self._cards()) and time.monotonic() < until_s:
-            heard = self._store.add(_HEARD, 0)
+        """Count this rank as informed; if it `stays`, return when every rank that left a card is."""
+        num_informed, until_s = self._store.add(_HEARD, 1), time.monotonic() + _HEARD_S
+        while stays and num_informed < len(self._cards()) and time.monotonic() < until_s:
+            num_informed = self._store.add(_HEARD, 0)
             time.sleep(_POLL_S)
 
     def _come(self, amount: int) -> tuple[int, int]:
-        """How many have come, and the sum of their marks, after `amount` was added to the counter."""
+        """Add `amount` to the counter, and return how many have come and the sum of their marks."""
         total = self._store.add(self._count, amount)
         return total & ((1 << _COUNT_BITS) - 1), total >> _COUNT_BITS
 
     def _limit(self) -> None:
-        """What is asked from now on waits for a store that is away no longer than ranks are waited for."""
+        """Let further requests wait for an absent store no longer than ranks are waited for."""
         self._store.set_timeout(timedelta(seconds=max(self._deadline_s - time.monotonic(), _SHORTEST_S)))
 
     def _wait_long(self) -> None:
@@ -220,13 +220,13 @@ class _Waiting:
     def _hear(self) -> None:
         self._obey(self._store.get(_VERDICT))
 
-    def _obey(self, said: bytes) -> None:
-        verdict = json.loads(said)
+    def _obey(self, verdict_json: bytes) -> None:
+        verdict = json.loads(verdict_json)
         if "missing" in verdict:
-            missing, words = tuple(verdict["missing"]), verdict["said"]
+            missing, message = tuple(verdict["missing"]), verdict["said"]
             if self._rank in missing:
-                words = f"rank {self._rank:,} came after the others had given up ({words})"
-            raise RanksMissing(words, missing)
+                message = f"rank {self._rank:,} came after the others had given up ({message})"
+            raise RanksMissing(message, missing)
         if "field" in verdict:
             raise ConfigError(verdict["field"], verdict["value"], verdict["rule"], "start every rank of the run alike")
         if verdict["all"] != self._digest:
@@ -262,7 +262,7 @@ class _Waiting:
             self._decide({"field": "RANK", "value": twice[0], "rule": rule})
 
     def _cards(self) -> list[_Card]:
-        """Of those who have waited long, in rank order."""
+        """Return the cards of those who have waited long, in rank order."""
         last = (self._world_size - 1) // _CHUNK
         keys = [f"cards/{chunk}" for chunk in range(last + 1)]
         lines = [line for key in keys if self._store.check([key]) for line in self._store.get(key).splitlines()]
@@ -292,9 +292,9 @@ def _local_world_size() -> int:
 
 
 def _named(ranks: list[int]) -> str:
-    shown = ", ".join(f"{rank:,}" for rank in ranks[:_MOST_NAMED])
+    names = ", ".join(f"{rank:,}" for rank in ranks[:_MOST_NAMED])
     more = f" and {len(ranks) - _MOST_NAMED:,} more" if len(ranks) > _MOST_NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
+    return f"rank{'s' * (len(ranks) > 1)} {names}{more}"
 
 
 def _mark(rank: int) -> int:

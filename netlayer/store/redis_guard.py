@@ -35,9 +35,9 @@ def main(log: str, remove: str, command: list[str]) -> None:
 
 
 def _start(command: list[str], log: str) -> tuple[int, int]:
-    """The server's process id, and a file descriptor that ends with the server."""
-    alive, held = os.pipe()
-    os.set_inheritable(held, True)
+    """Start the server; return its process id, and a file descriptor that ends with it."""
+    alive, write_end = os.pipe()
+    os.set_inheritable(write_end, True)
     die_with_parent = _death_signal()
     guard = os.getpid()
     server = os.fork()
@@ -50,7 +50,7 @@ def _start(command: list[str], log: str) -> tuple[int, int]:
         except BaseException as exc:  # noqa: BLE001 - a forked child must never return into the guard's code
             os.write(2, f"{command[0]}: {exc}\n".encode())
         os._exit(127)
-    os.close(held)
+    os.close(write_end)
     return server, alive
 
 

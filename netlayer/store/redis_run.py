@@ -58,7 +58,7 @@ def remove_run(url: str, run_id: str, timeout_s: float = 300.0) -> None:
 
 
 class Membership:
-    """This process as a member of one run.
+    """Membership of this process in one run.
 
     Args:
         url: address of the server.
@@ -151,4 +151,4 @@ class Membership:
 
 
 class _HasLeft(Exception):
-    """This member has left the run before, and others have not yet."""
+    """Error: this member has left the run before, and others have not yet."""

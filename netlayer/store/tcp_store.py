@@ -1,7 +1,7 @@
 """torch's TCPStore at an address, opened within its timeout, or with one line that says who should have served it.
 
 torch's own client waits for its server in C++: Ctrl-C goes unheard, every attempt is logged with a stack, and the
-timeout is taken twice. Here plain sockets wait until something listens, and torch connects then. Left out: a listener
+timeout is taken twice. Here plain sockets wait until something listens, and torch connects then. Omitted: a listener
 that is no TCPStore and never answers, for which torch's client waits without end.
 """
 
@@ -63,7 +63,7 @@ def open_tcp_store(host: str, port: int, timeout: timedelta, *, serves: bool, se
 
 
 def first_line(error: BaseException) -> str:
-    """What torch says, without its stack of C++."""
+    """Return the first line of torch's message, without its C++ stack."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

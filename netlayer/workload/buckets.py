@@ -1,4 +1,4 @@
-"""Which parameters travel together: the cut of a rank's parameters into buckets, their padding, how many go at once.
+"""Buckets: the cut of a rank's parameters into buckets, their padding, and how many are reduced at once.
 
 `collectives` lays its buffers out by this, and `comm_bytes` and `memory` count them by it. No configuration is read.
 """
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Hashable, Sequence
 
 REDUCTIONS_IN_FLIGHT = 4
-"""Reduce-scatters that may be under way beside the one that is being filled, where nobody says otherwise."""
+"""Default for the reduce-scatters that may be under way besides the bucket that is being filled."""
 COPIES_AT_ONCE = 2
 """Where copy engines carry gradients: the sends of one bucket, and the sum of the one before."""
 MOST_COPYING_RANKS = 8

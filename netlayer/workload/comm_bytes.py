@@ -1,4 +1,4 @@
-"""What a rank's collectives carry in one optimiser step: of each group, how many, how large, in which dtype.
+"""Collectives of a rank in one optimiser step: of each group, how many, how large, in which dtype.
 
 Sizes are those of whole buffers, as nccl-tests and `collectives.watch.recorder` count them: what a rank holds after an
 all-gather or before a reduce-scatter. `Collective.sent_bytes` is what of it leaves a rank that sends along a ring.
@@ -9,14 +9,14 @@ all-gather or before a reduce-scatter. `Collective.sent_bytes` is what of it lea
   gathers its input and scatters its output; backward gathers the output's gradient, scatters the input's, and gathers
   the input once more unless `overlap.keep_gathered`. A parallel block is one such pair. Recomputation repeats what lies
   in it: a linear and its reduce-scatter are one operation. Beside blocks: the lookup, the head, and two numbers a row
-  of its softmax. Once a step: gradients of what all ranks hold whole (norms, positions, biases behind sums).
+  of its softmax. Once a step: gradients of what all ranks hold whole (norms, positions, biases after sums).
 - Pipeline: an activation and a gradient for each micro-batch and boundary between chunks; a rank of a tensor-parallel
   group sends its rows of them.
 - A tied token table that both ends of a pipeline hold: its gradient, once.
 - Once a step: the norm of all gradients, the losses with a flag, LAMB's norms of w and of its update.
 
 When weights' gradients are computed (zero bubble) changes no byte. `cp` and `dp_replicate` have degree 1 and carry
-nothing yet. Left out: evaluation, checkpoints, what ranks agree upon at the start and compare now and then.
+nothing yet. Not covered: evaluation, checkpoints, what ranks agree upon at the start and compare now and then.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """What a rank sends: along a ring, all shards but one, an all-reduce twice; of a send all."""
+        """Bytes that a rank sends: along a ring all shards but one, an all-reduce twice that; of a send all."""
         around = (self.ranks - 1) / self.ranks
         return self.num_bytes * {"send": 1.0, "all_reduce": 2 * around}.get(self.kind, around)
 
 
 def stage_collectives(job: JobConfig, stage: int) -> list[Collective]:
-    """What a rank of one pipeline stage carries; groups of one rank carry nothing."""
-    found = [*_data_parallel(job, stage), *_tensor_parallel(job, stage), *_pipeline(job, stage), *_world(job)]
-    return [each for each in found if each.ranks > 1 and each.times]
+    """Return the collectives of a rank of one pipeline stage; groups of one rank carry nothing."""
+    collectives = [*_data_parallel(job, stage), *_tensor_parallel(job, stage), *_pipeline(job, stage), *_world(job)]
+    return [each for each in collectives if each.ranks > 1 and each.times]
 
 
 def total_bytes(
@@ -115,19 +115,19 @@ def bucket_limit(job: JobConfig) -> int | None:
 
 
 def stage_buckets(job: JobConfig, stage: int) -> list[tuple[int, int]]:
-    """(elements with padding, how many such buckets) of all buckets of a rank.
+    """Return (elements with padding, number of such buckets) for all buckets of a rank.
 
-    Left out: the 16 bytes or more that shards are aligned to where they lie in windows, which the machine decides.
+    Not included: the 16 bytes or more that shards are aligned to where they lie in windows, which the machine decides.
     """
-    found = []
+    buckets = []
     for chunk in range(job.parallel.vpp):
         for unit in chunk_units(job, stage, chunk):
-            found += [(numel, unit.count) for numel in _unit_buckets(job, unit)]
-    return found
+            buckets += [(numel, unit.count) for numel in _unit_buckets(job, unit)]
+    return buckets
 
 
 def _activation_bytes(job: JobConfig) -> float:
-    """Of the residual stream of one micro-batch, all rows."""
+    """Return the bytes of one micro-batch's residual stream, all rows."""
     return job.batch.micro_size * job.model.seq_len * job.model.hidden * DTYPE_BYTES[job.model.dtype]
 
 
@@ -187,10 +187,10 @@ def _tensor_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
 
 
 def _block_gathers_and_scatters(job: JobConfig, part: BlockPart) -> tuple[int, int]:
-    """Of one block or a half of it, for one micro-batch."""
+    """Return the all-gathers and reduce-scatters of one block or a half of it, for one micro-batch."""
     recompute, pairs = job.model.recompute, num_branches(job.model, part)
     again = recompute == "full"
-    # Selective recomputation starts behind the activation's input: of a standard block, the MLP's last linear runs
+    # Selective recomputation starts after the activation's input: of a standard block, the MLP's last linear runs
     # again; of a parallel one, the only one.
     ends_again = pairs if again else int(recompute == "selective" and (job.model.parallel_block or part != "attention"))
     gathers = pairs * (2 + (not job.overlap.keep_gathered) + again)
@@ -222,14 +222,14 @@ def _units(job: JobConfig, stage: int) -> list[Unit]:
 
 
 def _stage_parts(job: JobConfig, stage: int) -> dict[BlockPart, int]:
-    """Blocks and halves of them on a stage."""
-    found: dict[BlockPart, int] = {}
+    """Count the blocks and halves of them on a stage."""
+    counts: dict[BlockPart, int] = {}
     for chunk in range(job.parallel.vpp):
         for part, number in count_parts(run_of(job, stage, chunk)).items():
-            found[part] = found.get(part, 0) + number
-    return found
+            counts[part] = counts.get(part, 0) + number
+    return counts
 
 
 def _num_matrices(unit: Unit) -> int:
-    """Of all units of the row."""
+    """Return the number of matrices of all units of the row."""
     return unit.count * sum(len(parameter.shape) > 1 for parameter in unit.parameters)

@@ -1,4 +1,4 @@
-"""In which dtype each thing of a job is kept, computed and sent.
+"""Dtypes in which each thing of a job is kept, computed and sent.
 
 A dtype has its name here, as in a configuration, and not torch's object.
 """
@@ -15,12 +15,12 @@ DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 def master_dtype(job: JobConfig) -> Dtype:
-    """Of masters, moments and reduced gradients, and of losses and norms: at least float32."""
+    """Return the dtype of masters, moments, reduced gradients, losses and norms: at least float32."""
     return "float64" if job.model.dtype == "float64" else "float32"
 
 
 def gradient_dtype(job: JobConfig) -> Dtype:
-    """Of gradients on their way to other data-parallel ranks.
+    """Return the dtype of gradients on their way to other data-parallel ranks.
 
     It is what `overlap.reduce_dtype` says, whatever the computation's dtype is; float64 jobs round nothing.
     """

@@ -66,16 +66,16 @@ def check_room(job: JobConfig, line: str, num_bytes: int, sharing: int = 1) -> N
 
 
 def remedy(job: JobConfig, there: int, sharing: int) -> str:
-    """The smallest change that fits, in words."""
-    for words, other in _smaller(job):
+    """Return the smallest change that fits, as text."""
+    for settings, other in _smaller(job):
         total = estimate(other).total
         if total * sharing <= there:
-            return f"set {words}: then a rank holds about {gib(total)}"
+            return f"set {settings}: then a rank holds about {gib(total)}"
     ranks = job.parallel.layout.world_size
-    for words, other in _fewer_ranks(job) if sharing > 1 else ():
+    for settings, other in _fewer_ranks(job) if sharing > 1 else ():
         total, num_ranks = estimate(other).total, other.parallel.layout.world_size
         if total * num_ranks <= there:
-            return f"start {num_ranks} of the {ranks} ranks, with {words}: then each holds about {gib(total)}"
+            return f"start {num_ranks} of the {ranks} ranks, with {settings}: then each holds about {gib(total)}"
     tried = "no recompute, micro_size, tp or pp" + ", with windows or without," * bool(job.overlap.windows)
     return f"{tried} fits it on {ranks} rank{'s' * (ranks > 1)}: lower {_leading(job)}" + (
         ", or take more GPUs" if sharing == 1 else ""
@@ -83,14 +83,14 @@ def remedy(job: JobConfig, there: int, sharing: int) -> str:
 
 
 def _leading(job: JobConfig) -> str:
-    """The keys of the model that most of it hangs on, where all that `_smaller` tries is done."""
+    """Return the keys of the model that decide most of its memory, once all that `_smaller` tries is done."""
     smallest = min((other for _, other in _smaller(job)), key=lambda other: estimate(other).total, default=job)
 
     def without(key: str) -> int:
         model = smallest.model.model_copy(update={key: 0})  # no job, but its parts can be counted
         return estimate(smallest.model_copy(update={"model": model})).total
 
-    return min(_LEADING, key=lambda words: without(_LEADING[words]))
+    return min(_LEADING, key=lambda keys: without(_LEADING[keys]))
 
 
 def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
@@ -134,7 +134,7 @@ def _fewer_ranks(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
 
 def _changed(job: JobConfig, changes: Mapping[str, Mapping[str, Any]]) -> tuple[str, JobConfig] | None:
     tree = job.model_dump()
-    words = [
+    settings = [
         f"job.{section}.{name} = {str(value).lower()}"
         for section, keys in changes.items()
         for name, value in keys.items()
@@ -143,6 +143,6 @@ def _changed(job: JobConfig, changes: Mapping[str, Mapping[str, Any]]) -> tuple[
     for section, keys in changes.items():
         tree[section] |= keys
     try:
-        return (" and ".join(words), JobConfig.model_validate(tree)) if words else None
+        return (" and ".join(settings), JobConfig.model_validate(tree)) if settings else None
     except (ValidationError, ConfigError):  # degrees that this model cannot have
         return None

@@ -2,7 +2,7 @@
 
 The formula is the paper's, 72 B L s h^2 (1 + s/(6h) + V/(12 L h)), written with the MLP's width f in place of 4h, the
 width a of all heads in place of h inside attention (they differ where a head's width is given), and the width g of keys
-and values where heads share them: only matrix products count, a multiply-add is 2, backward is twice forward. Left out:
+and values where heads share them: only matrix products count, a multiply-add is 2, backward is twice forward. Omitted:
 recomputation (no useful work), norms (of queries and keys too), GeLU, softmax. `full` and `causal` do not
 subtract a sliding window (the paper leaves open how it counts one); `done` counts the keys that each query sees.
 """
@@ -40,24 +40,24 @@ def step_flops(model: ModelConfig, sequences: int) -> StepFlops:
 
 
 def half_block_flops(model: ModelConfig, layer: int) -> tuple[float, float]:
-    """Of one token, forward: of a layer's attention, as it is done, and of its MLP."""
+    """Return forward FLOPs a token of a layer's attention, as it is done, and of its MLP."""
     attention, mlp = _linear_flops(model)
     return attention + _scores_flops(model, layer), mlp
 
 
 def head_flops(model: ModelConfig) -> float:
-    """Of one token, forward: of the projection to the vocabulary."""
+    """Return forward FLOPs a token of the projection to the vocabulary."""
     return 2.0 * model.hidden * model.vocab_size
 
 
 def _linear_flops(model: ModelConfig) -> tuple[float, float]:
-    """Of the linears of one layer's attention, and of its MLP."""
+    """Return forward FLOPs a token of the linears of one layer's attention, and of its MLP."""
     h, f, a, g = model.hidden, model.ffn_hidden, model.attention_width, model.kv_width
     return 4.0 * h * a + 4 * h * g, (6.0 if model.activation == "swiglu" else 4.0) * h * f
 
 
 def _scores_flops(model: ModelConfig, layer: int) -> float:
-    """Of what lies between the linears of attention, in the mean over positions."""
+    """Return forward FLOPs a token between the linears of attention, in the mean over positions."""
     return 4 * model.attention_width * _mean_keys(model.seq_len, model.window(layer))
 
 

@@ -1,15 +1,15 @@
-"""What a rank of a job will hold, part by part, before any of it is allocated.
+"""Estimate of a rank's memory, part by part, before any of it is allocated.
 
 Parameters, masters, gradients and optimiser state are counted exactly (but for less than `dp` elements of padding a
 bucket). Activations are what the blocks of `trainer.model.gpt` save for their backward, operator by operator, as
 Korthikanti et al. count them (arXiv 2205.05198, section 4: their 34 s b h bytes a layer, here 32 s b h for a GPT in
 bfloat16, for there are no dropout masks, and attention keeps no scores; all of it over t), times the micro-batches that
 the schedule has in flight (Narayanan et al., SC'21, section 2.2). Work space is what the largest operators hold for a
-moment: an upper estimate. Left out: torch, CUDA and NCCL themselves (some hundred MiB a rank), fragmentation,
+moment: an upper estimate. Not covered: torch, CUDA and NCCL themselves (some hundred MiB a rank), fragmentation,
 evaluation, masks of sliding windows, gradients of vectors until their bucket takes them.
 
 [Note: where gradients are] Products write weights' gradients into their bucket (`collectives.sharded.slot`). Without
-other data-parallel ranks that is what the optimiser reads, in any number of micro-batches: there is nothing beside it.
+other data-parallel ranks that is what the optimiser reads, in any number of micro-batches: there is nothing else.
 Among ranks it is what travels, or, where micro-batches add up or gradients wait (`zero_bubble`), whole wide sums, which
 travel themselves or as narrow copies.
 """
@@ -54,7 +54,7 @@ class Estimate:
         activations: of all micro-batches in flight.
         logits: of the rows that the loss works on at once, and the table's gradient.
         buckets: gradients on their way to other ranks, and sums on theirs to the share; or windows for both.
-        work: what one block's backward pass holds beside that.
+        work: what one block's backward pass holds besides that.
         step: what the optimiser holds while it steps, when activations are gone.
         construction: the parameters in float32 as they are made, whole, with the first bucket that takes some over.
     """
@@ -72,7 +72,7 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """At the peak: in the loss, in a block's backward pass, in the optimiser's step, or before all of them."""
+        """Bytes at the peak: in the loss, a block's backward pass, the optimiser's step, or before all of them."""
         return max(self._trains, self.construction)
 
     @property
@@ -81,10 +81,10 @@ class Estimate:
         return always + max(self.activations + self.buckets + max(self.logits, self.work), self.step)
 
     def parts(self) -> dict[str, int]:
-        """Of a step."""
-        found = dataclasses.asdict(self)
-        found.pop("construction")
-        return found
+        """Bytes of each part during a step."""
+        parts = dataclasses.asdict(self)
+        parts.pop("construction")
+        return parts
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self.parts().items() if num_bytes)
@@ -94,12 +94,12 @@ class Estimate:
 
 
 def estimate(job: JobConfig) -> Estimate:
-    """Of the rank that holds most: the pipeline stage with the largest total."""
+    """Estimate the rank that holds most: the pipeline stage with the largest total."""
     return max((estimate_stage(job, stage) for stage in range(job.parallel.pp)), key=lambda each: each.total)
 
 
 def estimate_stage(job: JobConfig, stage: int) -> Estimate:
-    """Of a rank of one pipeline stage."""
+    """Estimate a rank of one pipeline stage."""
     model, parallel = job.model, job.parallel
     width = DTYPE_BYTES[model.dtype]
     wide = DTYPE_BYTES[master_dtype(job)]
@@ -126,14 +126,14 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
 def in_flight(job: JobConfig, stage: int) -> int:
     """(micro-batch, chunk) pairs that wait for their backward at once: `Schedule.peak_in_flight`."""
     pp, vpp, count = job.parallel.pp, job.parallel.vpp, micro_batches(job)
-    behind = pp - 1 - stage
-    warm_up = behind if vpp == 1 else 2 * behind + (vpp - 1) * pp
+    later_stages = pp - 1 - stage
+    warm_up = later_stages if vpp == 1 else 2 * later_stages + (vpp - 1) * pp
     postponed = stage if has_zero_bubble(job) else 0
     return min(warm_up + 1 + postponed, count * vpp)
 
 
 def block_bytes(model: ModelConfig, tp: int) -> tuple[float, float]:
-    """What a block saves for one token on one rank: its input, and all beside that, without recomputation."""
+    """Return the bytes a token that a block saves on one rank: its input, and all else, without recomputation."""
     kept, dropped = _kept_and_dropped(model)
     return model.hidden * DTYPE_BYTES[model.dtype] / tp, (kept + dropped) / tp
 
@@ -142,28 +142,28 @@ def _activation_bytes(job: JobConfig, stage: int) -> int:
     model, parallel = job.model, job.parallel
     tokens, width = job.batch.micro_size * model.seq_len, DTYPE_BYTES[model.dtype]
     stream = model.hidden * width / parallel.tp
-    held = in_flight(job, stage)
-    each = held * (stream if parallel.pp > 1 else 0.0)  # what was sent is held until its gradient comes
+    num_in_flight = in_flight(job, stage)
+    each = num_in_flight * (stream if parallel.pp > 1 else 0.0)  # what was sent is held until its gradient comes
     chunks = []
     for chunk in range(parallel.vpp):
         parts = count_parts(run_of(job, stage, chunk))
         chunks.append(sum(number * _saved_bytes(job, part) for part, number in parts.items()))
     if stage == parallel.pp - 1:  # its last chunk is the shortest, and at the peak few may be of that
-        each += held * max(chunks)
+        each += num_in_flight * max(chunks)
     else:  # as many micro-batches as there are stages through each in turn
-        rounds, rest = divmod(held, parallel.pp * parallel.vpp)
+        rounds, rest = divmod(num_in_flight, parallel.pp * parallel.vpp)
         for chunk, num_bytes in enumerate(chunks):
             num = rounds * parallel.pp + min(max(0, rest - chunk * parallel.pp), parallel.pp)
             each += num * num_bytes
     if stage == 0:
-        each += _TOKEN_BYTES * held
+        each += _TOKEN_BYTES * num_in_flight
     if stage == parallel.pp - 1:  # the last norm's input, and the loss' gradient; one micro-batch at a time
         each += 2 * stream + _norm_saved_bytes(model) / parallel.tp
     return round(each * tokens)
 
 
 def _saved_bytes(job: JobConfig, part: BlockPart) -> float:
-    """Of one token, what a block or a part of it holds from its forward pass until its gradients are computed."""
+    """Return the bytes a token that a block or a part holds from its forward pass until its gradients are done."""
     model, tp = job.model, job.parallel.tp
     kept, dropped = _kept_and_dropped(model, part)
     stream = model.hidden * DTYPE_BYTES[model.dtype]
@@ -176,7 +176,7 @@ def _saved_bytes(job: JobConfig, part: BlockPart) -> float:
 
 
 def _postponed_bytes(job: JobConfig, part: BlockPart = "whole") -> float:
-    """Of one token, what linears keep for weights' gradients that wait: inputs, and gradients of outputs.
+    """Return the bytes a token that linears keep for deferred weight gradients: inputs, and gradients of outputs.
 
     Of the residual stream's width they are whole on every rank.
     """
@@ -189,7 +189,7 @@ def _postponed_bytes(job: JobConfig, part: BlockPart = "whole") -> float:
 
 
 def _block_work_bytes(job: JobConfig) -> int:
-    """Of one block's backward pass: the gradients of its widest activations, and what is computed again.
+    """Return the bytes of one block's backward pass: gradients of its widest activations, and what is recomputed.
 
     A compiled block hands its weights' gradients over at its end.
     """
@@ -207,15 +207,15 @@ def _block_work_bytes(job: JobConfig) -> int:
 
 
 def _kept_and_dropped(model: ModelConfig, part: BlockPart = "whole") -> tuple[float, float]:
-    """Bytes a token that a block saves beside its input: with any recomputation but full, and without it only.
+    """Return bytes a token that a block saves besides its input: with any recomputation but full, and without it only.
 
     Norm outputs are what the linears read; queries, keys and values what attention reads (normalised and turned ones
-    beside the plain ones, of which the values are a part); its output and the activation what the last linears read.
+    besides the plain ones, of which the values are a part); its output and the activation what the last linears read.
     The MLP of a standard block keeps its own input.
     """
     hidden, width = model.hidden, DTYPE_BYTES[model.dtype]
     queries_and_keys = model.attention_width + model.kv_width
-    # Attention keeps what it reads: the plain ones, unless they were normalised or turned; then these beside the plain.
+    # Attention keeps what it reads: the plain ones, unless they were normalised or turned; then these too.
     apart = queries_and_keys * (model.qk_norm or model.positions == "rotary")
     attended = (apart + model.attention_width) * width + model.heads * 4  # one logarithm a head, float32
     if model.qk_norm:  # its backward reads a contiguous copy of the plain ones, and one float32 a head
@@ -231,12 +231,12 @@ def _kept_and_dropped(model: ModelConfig, part: BlockPart = "whole") -> tuple[fl
 
 
 def _norm_saved_bytes(model: ModelConfig) -> int:
-    """Of one token: mean and reciprocal deviation in float32, or the latter alone."""
+    """Return the bytes a token: mean and reciprocal deviation in float32, or the latter alone."""
     return 8 if model.norm == "layernorm" else 4
 
 
 def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds_up: bool) -> int:
-    """Of gradients on their way while activations are still held, and of their sums where these land apart."""
+    """Return the bytes of gradients being reduced while activations are held, and of their sums if separate."""
     reduced = DTYPE_BYTES[gradient_dtype(job)]
     if job.overlap.windows:
         return _window_elements(job, stage, sums_stay=reduced == wide) * reduced
@@ -262,19 +262,19 @@ def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> int:
     may_copy = job.overlap.copies_gradients and 2 <= parallel.dp <= MOST_COPYING_RANKS and model.dtype != "float64"
     copied = COPIES_AT_ONCE if may_copy else 0
     shares = [0 if sums_stay else _REDUCTIONS_AT_ONCE * -(-whole // parallel.dp) for whole in wholes]
-    beside = (max(copied * whole, share) for whole, share in zip(wholes, shares, strict=True))
-    return _REDUCTIONS_AT_ONCE * sum(wholes) + sum(beside)
+    extra = (max(copied * whole, share) for whole, share in zip(wholes, shares, strict=True))
+    return _REDUCTIONS_AT_ONCE * sum(wholes) + sum(extra)
 
 
 def _block_bucket_elements(job: JobConfig, part: BlockPart = "whole") -> int:
-    """The largest bucket of a block or of a part of it."""
+    """Return the elements of the largest bucket of a block or of a part of it."""
     model, tp, bucket_mib = job.model, job.parallel.tp, job.overlap.bucket_mib
     has_attention, has_mlp = halves_in(part)
     qkv, up = qkv_width(model) * has_attention, up_width(model) * has_mlp
     width = qkv + up if model.parallel_block else max(qkv, up)
     block = block_elements(model, tp, part)
-    asked = round(bucket_mib * 2**20) // DTYPE_BYTES[model.dtype] if bucket_mib else block
-    return min(max(asked, model.hidden * width // tp), block)  # a bucket ends with its block
+    limit = round(bucket_mib * 2**20) // DTYPE_BYTES[model.dtype] if bucket_mib else block
+    return min(max(limit, model.hidden * width // tp), block)  # a bucket ends with its block
 
 
 def gib(num_bytes: int) -> str:

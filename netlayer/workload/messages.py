@@ -1,4 +1,4 @@
-"""Which tensors a pipeline stage exchanges with its neighbours in one step, and in which order.
+"""Tensors that a pipeline stage exchanges with its neighbours in one step, and their order.
 
 NCCL matches the messages of a pair by their order alone, so a stage must send in the order in which its neighbour
 receives. Both orders follow from the schedule; a `Traffic` is one stage's part of it. Nothing here imports torch.
@@ -63,11 +63,11 @@ class Traffic:
                 raise ValueError(f"{name}: the {twice} comes twice; every message of a step is exchanged once")
 
     def incoming(self, direction: Direction) -> list[Message]:
-        """What comes in on one direction's channel, in order."""
+        """Return the messages received on one direction's channel, in order."""
         return [message for message in self.receives if message.direction == direction]
 
     def outgoing(self, direction: Direction) -> list[Message]:
-        """What goes out on one direction's channel, in order."""
+        """Return the messages sent on one direction's channel, in order."""
         return [message for message in self.sends if message.direction == direction]
 
 

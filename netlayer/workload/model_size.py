@@ -38,7 +38,7 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is gathered and reduced as one: a block or half of it, or a token table; norms and positions of the ends go
+    """Parameters gathered and reduced as one: a block or half, or a token table; norms and positions of the ends go
     alone.
 
     Args:
@@ -91,21 +91,21 @@ def chunk_units(job: JobConfig, stage: int, chunk: int) -> list[Unit]:
 
 
 def block_parameters(model: ModelConfig, tp: int, part: BlockPart = "whole") -> tuple[Parameter, ...]:
-    """Of a block or a half of it on one rank: linears are cut, what they add behind a sum and norms are whole."""
+    """Return the parameters of a block or a half on one rank: linears are cut, norms and biases after a sum whole."""
     if model.parallel_block:
         inputs = (model.attention_width, model.ffn_hidden)
         inner = _column(model, tp, "inner", qkv_width(model) + up_width(model))
         return (*_norm(model, "norm"), *inner, *_qk_norms(model), *_row(model, tp, "outer", inputs))
     has_attention, has_mlp = halves_in(part)
-    found: tuple[Parameter, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
     if has_attention:
         qkv = _column(model, tp, "qkv", qkv_width(model))
         out = _row(model, tp, "out", (model.attention_width,))
-        found += (*_norm(model, "norm"), *qkv, *_qk_norms(model), *out)
+        parameters += (*_norm(model, "norm"), *qkv, *_qk_norms(model), *out)
     if has_mlp:
         up = _column(model, tp, "up", up_width(model))
-        found += (*_norm(model, "mlp_norm"), *up, *_row(model, tp, "down", (model.ffn_hidden,)))
-    return found
+        parameters += (*_norm(model, "mlp_norm"), *up, *_row(model, tp, "down", (model.ffn_hidden,)))
+    return parameters
 
 
 def block_elements(model: ModelConfig, tp: int, part: BlockPart = "whole") -> int:
@@ -127,7 +127,7 @@ def padded_vocabulary(vocab_size: int, tp: int) -> int:
 
 
 def table_rows(job: JobConfig) -> int:
-    """This rank's rows of a token table."""
+    """Return the number of this rank's rows of a token table."""
     return padded_vocabulary(job.model.vocab_size, job.parallel.tp) // job.parallel.tp
 
 
@@ -145,7 +145,7 @@ def up_width(model: ModelConfig) -> int:
 
 
 def num_branches(model: ModelConfig, part: BlockPart) -> int:
-    """Which read the residual stream, and add to it."""
+    """Return the number of branches that read the residual stream and add to it."""
     return 1 if model.parallel_block else sum(halves_in(part))
 
 

@@ -1,4 +1,4 @@
-"""What one device can do at most: FLOP/s, and bytes/s of its memory, by the name that its driver gives it."""
+"""Peaks of one device: FLOP/s, and bytes/s of its memory, by the name that its driver gives it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 # Dense bfloat16 peaks, FLOP/s: half of the figure "with sparsity" in NVIDIA's data sheets of these cards. Of the NVL
 # forms, GH200, H800, Blackwell and L40S it is as quoted from the sheets, not read in them. H20 (unknown to us) and V100
-# (has no bfloat16) are left out.
+# (has no bfloat16) are omitted.
 _PEAKS_BF16 = (
     (r"\bA100\b", 312e12),  # A100 data sheet, 2021 (all forms)
     (r"\bA800\b", 312e12),  # as A100, with less NVLink
@@ -39,7 +39,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def memory_bandwidth(device_name: str) -> float | None:
-    """Of one device's memory, bytes/s, read and written together; None as in `peak_flops`."""
+    """Return one device's memory bandwidth, bytes/s, reads and writes together; None as in `peak_flops`."""
     return _peak_of(device_name, _MEMORY_BYTES_PER_S)
 
 

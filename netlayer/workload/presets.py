@@ -1,4 +1,4 @@
-"""Shapes of known GPTs by name, as keys of `job.model`; what a job gives beside the name goes before them.
+"""Shapes of known GPTs by name, as keys of `job.model`; what a job gives besides the name overrides them.
 
 A name is the size as others give it. The token table and the head are two tables here unless a job ties them, which
 counts where the layers are few: 125m has 163.9 million parameters, and 125.3 million tied.

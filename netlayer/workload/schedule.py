@@ -2,7 +2,7 @@
 
 A stage holds v chunks of the model; chunk c of stage s is the virtual stage c * p + s, and a micro-batch passes the
 virtual stages 0 to p * v - 1 forward and back (Narayanan et al., SC'21, section 2.2; MegaScale 3.2). 1F1B has one chunk
-a stage, interleaved 1F1B several. Left out: how long anything takes and whether it deadlocks
+a stage, interleaved 1F1B several. Not covered: how long anything takes and whether it deadlocks
 (`schedule_simulation`), and running it (`trainer.pipeline`).
 
 p stages, v chunks a stage, m micro-batches a step.
@@ -30,7 +30,7 @@ class Action(NamedTuple):
     backward pass has left of the latter, the gradients of weights.
 
     `phase`: forwards before the first backward are warm-up, backwards after the last forward are cool-down, and
-    between the two forwards and backwards alternate (steady). Weights' gradients may stand behind any of them.
+    between the two forwards and backwards alternate (steady). Weights' gradients may follow any of them.
     """
 
     kind: Kind
@@ -47,7 +47,7 @@ class Schedule:
     """The actions of every stage, in order.
 
     Args:
-        name: `1f1b`, `eager_1f1b` or `interleaved_1f1b`; behind `zero_bubble_` where backward passes are split.
+        name: `1f1b`, `eager_1f1b` or `interleaved_1f1b`; after `zero_bubble_` where backward passes are split.
         num_chunks: v, the same on every stage; how many layers a chunk has is not its business.
         num_micro_batches: m.
         stages: actions of stage 0 to p - 1.
@@ -72,21 +72,21 @@ class Schedule:
 
     @functools.cached_property
     def postponed(self) -> tuple[frozenset[tuple[int, int]], ...]:
-        """By stage, (micro-batch, chunk) whose backward pass leaves weights' gradients for an action of their own."""
+        """(micro-batch, chunk) pairs of each stage whose weight gradients are an action of their own."""
         return tuple(
             frozenset((action.micro_batch, action.chunk) for action in actions if action.kind == "weights")
             for actions in self.stages
         )
 
     def incoming(self, stage: int, action: Action) -> Message | None:
-        """What an action needs from a neighbour; None at the ends of the model, and of weights' gradients."""
+        """Return the message an action needs from a neighbour; None at the model's ends and for weight gradients."""
         if action.kind == "weights":
             return None
         position = self._position(stage, action)
         return None if position == 0 else Message(action.kind, action.micro_batch, action.chunk, action.phase)
 
     def outgoing(self, stage: int, action: Action) -> Message | None:
-        """What a neighbour needs from an action; None at the ends of the model, and of weights' gradients."""
+        """Return the message a neighbour needs from an action; None at the model's ends and for weight gradients."""
         if action.kind == "weights":
             return None
         position = self._position(stage, action)
@@ -106,7 +106,7 @@ class Schedule:
         return Traffic(tuple(m for m in receives if m), tuple(m for m in sends if m), self.wraps)
 
     def rounds(self, stage: int) -> list[list[Action]]:
-        """Where coupled communication exchanges: sends of one round go with the receives of the next, all waited for.
+        """Return the rounds of coupled communication: sends of a round go with the next's receives, all waited for.
 
         As Megatron-LM does without overlap: after every action; with `paired_rounds` (all but plain 1F1B), a steady
         forward and backward make one round. There, an exchange after every action would deadlock. Weights' gradients
@@ -126,18 +126,18 @@ class Schedule:
         return (stage + (1 if direction == "forward" else -1)) % self.num_stages
 
     def peak_in_flight(self, stage: int) -> int:
-        """Most (micro-batch, chunk) pairs that wait for their backward at once: what activation memory must hold.
+        """Return the most (micro-batch, chunk) pairs that wait for their backward at once: those that memory must hold.
 
         A pair is one micro-batch through 1 / v of the stage's layers. One whose weights' gradients are still to be
         computed counts: linears' inputs and the gradients of their outputs are about as many bytes (`memory`).
         """
-        held = peak = 0
+        num_pairs = peak = 0
         for action in self.stages[stage]:
             if action.kind == "forward":
-                held += 1
+                num_pairs += 1
             elif action.kind == "weights" or (action.micro_batch, action.chunk) not in self.postponed[stage]:
-                held -= 1
-            peak = max(peak, held)
+                num_pairs -= 1
+            peak = max(peak, num_pairs)
         return peak
 
     def _position(self, stage: int, action: Action) -> int:
@@ -147,7 +147,7 @@ class Schedule:
 
 
 def one_forward_one_backward(num_stages: int, num_micro_batches: int, eager: bool = False) -> Schedule:
-    """1F1B: each stage warms up with as many forwards as there are stages behind it, then alternates.
+    """1F1B: each stage warms up with as many forwards as there are stages after it, then alternates.
 
     Plain 1F1B leaves a stage nothing to compute while a message and its answer travel: every micro-batch of the steady
     phase waits for them. `eager` doubles the warm-up, so that these travels hide too, for at most twice the activations
@@ -187,14 +187,14 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int) -> Sch
 
 
 def of_layout(layout: ParallelLayout, num_micro_batches: int) -> Schedule:
-    """What a training step of a layout runs: interleaved 1F1B where a stage holds several chunks, else 1F1B."""
+    """Return the schedule of a layout's step: interleaved 1F1B where a stage holds several chunks, else 1F1B."""
     if layout.vpp > 1:
         return interleaved(layout.pp, num_micro_batches, layout.vpp)
     return one_forward_one_backward(layout.pp, num_micro_batches)
 
 
 def micro_batches(job: JobConfig) -> int:
-    """Of a data-parallel rank, in a step of the full batch."""
+    """Return the number of a data-parallel rank's micro-batches in a step of the full batch."""
     return job.batch.global_size // (job.batch.micro_size * job.parallel.dp)
 
 

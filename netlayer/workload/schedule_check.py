@@ -1,7 +1,7 @@
 """Proves a pipeline schedule right before it runs: complete, in order, free of deadlock, bounded in memory.
 
 A schedule that passes cannot hang for its own reasons on a backend that matches the messages of a channel by order.
-Left out: that computation and tensors are right, which belongs to who runs it.
+Not covered: that computation and tensors are right, which belongs to who runs it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def check_schedule(schedule: Schedule, *, depth: int = 1, max_in_flight: int | N
 
     - There is a stage, a micro-batch and a chunk: of nothing, all else would hold.
     - Every stage runs the forward and the backward of every (micro-batch, chunk) once, the forward first; and where
-      weights' gradients come apart, those at most once, behind the backward.
+      weights' gradients come apart, those at most once, after the backward.
     - The phases follow each other: forwards (warm-up), forward and backward in turn (steady), backwards (cool-down).
       So a stage never holds more activations than its warm-up and one more forward make, and those whose weights'
       gradients wait.
@@ -73,13 +73,13 @@ def num_actions(job: JobConfig) -> int:
 
 def _check_complete(schedule: Schedule, stage: int) -> None:
     actions = schedule.stages[stage]
-    wanted = {(m, c) for m in range(schedule.num_micro_batches) for c in range(schedule.num_chunks)}
+    expected = {(m, c) for m in range(schedule.num_micro_batches) for c in range(schedule.num_chunks)}
     for kind in DIRECTIONS:
-        found = Counter((a.micro_batch, a.chunk) for a in actions if a.kind == kind)
-        odd = sorted(wanted ^ set(found)) + sorted(pair for pair, times in found.items() if times > 1)
+        count = Counter((a.micro_batch, a.chunk) for a in actions if a.kind == kind)
+        odd = sorted(expected ^ set(count)) + sorted(pair for pair, times in count.items() if times > 1)
         if odd:
             raise ValueError(
-                f"stage {stage}: the {kind} of micro-batch {odd[0][0]}, chunk {odd[0][1]} comes {found[odd[0]]} times; "
+                f"stage {stage}: the {kind} of micro-batch {odd[0][0]}, chunk {odd[0][1]} comes {count[odd[0]]} times; "
                 f"each of {schedule.num_micro_batches} x {schedule.num_chunks} comes once"
             )
     begun: dict[Kind, set[tuple[int, int]]] = {"forward": set(), "backward": set(), "weights": set()}
@@ -115,8 +115,8 @@ def _check_orders(schedule: Schedule) -> None:
             sent, received = own.outgoing(direction), traffic[other].incoming(direction)
             if sent != received:
                 at = next((i for i, pair in enumerate(zip(sent, received, strict=False)) if pair[0] != pair[1]), -1)
-                shown = f"{sent[at]} against {received[at]}" if at >= 0 else f"{len(sent)} against {len(received)}"
+                difference = f"{sent[at]} against {received[at]}" if at >= 0 else f"{len(sent)} against {len(received)}"
                 raise ValueError(
-                    f"stage {stage} sends to stage {other} in another order than that one receives: {shown}; "
+                    f"stage {stage} sends to stage {other} in another order than that one receives: {difference}; "
                     "messages of a channel are matched by order"
                 )

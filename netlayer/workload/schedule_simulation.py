@@ -2,7 +2,7 @@
 
 The rules are those of `collectives.pipeline.channel`: messages of a channel arrive in order, one after the other; a
 stage has `depth` receives posted ahead in each direction; sends do not wait (decoupled), or a stage waits after each
-round until its messages have arrived and the next ones are there (coupled). Left out: computation that communication
+round until its messages have arrived and the next ones are there (coupled). Not covered: computation that communication
 slows down, and channels that share a wire.
 
 p stages, v chunks a stage; a channel is one direction of the link from stage s to stage s + 1 (mod p).
@@ -68,7 +68,7 @@ def flops_costs(job: JobConfig) -> Costs:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything happened, in seconds from the start of the step.
+    """Times of everything that happened, in seconds from the start of the step.
 
     Args:
         computed: (action, start, end) of each stage, in order.
@@ -80,7 +80,7 @@ class Timeline:
 
     @property
     def step_s(self) -> float:
-        """Until the last action of any stage."""
+        """Seconds until the last action of any stage."""
         return max(actions[-1][2] for actions in self.computed)
 
     @property
@@ -139,7 +139,7 @@ def simulate(
 
 
 class Instruction(NamedTuple):
-    """What a stage does next: post a receive, wait for it, compute, send, or wait until that has left."""
+    """Next instruction of a stage: post a receive, wait for it, compute, send, or wait until that has left."""
 
     kind: Literal["post", "receive", "compute", "send", "sent"]
     what: Message | Action
@@ -200,7 +200,7 @@ class _Channel:
         self.place = {message: index for index, message in enumerate(self.order)}
 
     def arrival(self, message: Message) -> float | None:
-        """When it has landed, if that is known by now."""
+        """Return the time of its arrival, if that is known by now."""
         while len(self.landed) < len(self.order):
             following = self.order[len(self.landed)]
             room = self.room_for(following)
@@ -212,7 +212,7 @@ class _Channel:
         return self.landed[message][1] if message in self.landed else None
 
     def room_for(self, message: Message) -> float | None:
-        """When there is a place for it, if that is known: its receive is posted, or what was in its slot is taken."""
+        """Return the time from which it has a slot, if known: its receive is posted, or the slot's last one taken."""
         index = self.place[message] - self.slots
         if index < 0:
             return 0.0
@@ -222,7 +222,7 @@ class _Channel:
         return max(posted, self.landed[self.order[index]][1])
 
     def clear_of(self, message: Message) -> float | None:
-        """When the one before `message` has landed, if that is known by now."""
+        """Return the time when the one before `message` has arrived, if that is known by now."""
         index = self.place[message]
         return self.arrival(self.order[index - 1]) if index else 0.0
 
@@ -279,7 +279,7 @@ class _Stage:
         return free
 
     def _free(self, kind: str, channel: _Channel, message: Message) -> float | None:
-        """When what is at the head of the only queue lets others pass, if that is known by now."""
+        """Return the time when the head of the only queue lets others pass, if that is known by now."""
         if not channel.slots:  # a kernel that runs holds up nobody but the next one of its stream
             return channel.clear_of(message)
         # A stream's wait holds up all: of a send for its slot, of a receive for its message.
@@ -297,7 +297,7 @@ def _check_costs(schedule: Schedule, costs: Costs) -> None:
 
 
 def _open_channels(schedule: Schedule, costs: Costs, slots: int) -> dict[tuple[Direction, int], _Channel]:
-    """By direction and receiving stage."""
+    """Return the channels by direction and receiving stage."""
     p = schedule.num_stages
     channels: dict[tuple[Direction, int], _Channel] = {}
     for stage in range(p):

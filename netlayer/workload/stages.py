@@ -1,10 +1,10 @@
-"""Which part of the model each pipeline stage holds: runs of half blocks, so that no stage has much more to compute.
+"""Cut of the model into pipeline stages: runs of half blocks, so that no stage has much more to compute.
 
-The head behind the last layer is as much work as one layer of a 7B GPT with 50,000 tokens, as two and a half with
+The head after the last layer is as much work as one layer of a 7B GPT with 50,000 tokens, as two and a half with
 128,000. With as many layers as all others its stage would be the one that they wait for. So its last chunk gets fewer,
 and since a block may be cut between attention and MLP, half blocks are counted.
 
-Half blocks are numbered: 2 l is the attention of layer l, 2 l + 1 its MLP. A parallel block is one piece. Left out:
+Half blocks are numbered: 2 l is the attention of layer l, 2 l + 1 its MLP. A parallel block is one piece. Not covered:
 what a stage has the memory for (`memory`), runs of other numbers of half blocks where windows make some of them
 cheaper, recomputation, and steps of fewer micro-batches than stages.
 
@@ -32,22 +32,22 @@ def run_of(job: JobConfig, stage: int, chunk: int) -> range:
 
 
 def num_layers(job: JobConfig, stage: int) -> float:
-    """Of a stage, a half block as a half."""
+    """Return the number of layers of a stage, a half block as a half."""
     return sum(len(run_of(job, stage, chunk)) for chunk in range(job.parallel.vpp)) / 2
 
 
 def half_blocks(layers: range) -> range:
-    """Of whole layers."""
+    """Return the half blocks of whole layers."""
     return range(2 * layers.start, 2 * layers.stop)
 
 
 def parts_of(halves: range) -> dict[int, BlockPart]:
-    """What of each layer is there."""
-    found: dict[int, BlockPart] = {}
+    """Return the part of each layer that is there."""
+    parts: dict[int, BlockPart] = {}
     for layer in range(halves.start // 2, -(-halves.stop // 2)):
         has_attention, has_mlp = 2 * layer in halves, 2 * layer + 1 in halves
-        found[layer] = "whole" if has_attention and has_mlp else "attention" if has_attention else "mlp"
-    return found
+        parts[layer] = "whole" if has_attention and has_mlp else "attention" if has_attention else "mlp"
+    return parts
 
 
 def halves_in(part: BlockPart) -> tuple[bool, bool]:
@@ -56,16 +56,16 @@ def halves_in(part: BlockPart) -> tuple[bool, bool]:
 
 
 def count_parts(halves: range) -> dict[BlockPart, int]:
-    """How many there are of each, of a run that is not empty; of any length as fast."""
+    """Return the number of parts of each kind, of a run that is not empty; in constant time."""
     num_mlps, num_attentions = halves.start % 2, halves.stop % 2
-    found: dict[BlockPart, int] = {"whole": (len(halves) - num_mlps - num_attentions) // 2}
-    found |= {"mlp": num_mlps, "attention": num_attentions}
-    return {part: number for part, number in found.items() if number}
+    counts: dict[BlockPart, int] = {"whole": (len(halves) - num_mlps - num_attentions) // 2}
+    counts |= {"mlp": num_mlps, "attention": num_attentions}
+    return {part: number for part, number in counts.items() if number}
 
 
 @functools.lru_cache(maxsize=256)  # asked once a chunk of every stage
 def _cuts_of(model: ModelConfig, parallel: ParallelConfig) -> Sequence[int]:
-    """Where virtual stages begin, and the end of the last."""
+    """Return the half blocks at which virtual stages begin, and the end of the last."""
     num = parallel.pp * parallel.vpp
     if num == 1 or not parallel.balance or model.layers < num:  # no job, but its memory can be counted
         return [2 * (model.layers * run // num) for run in range(num + 1)]
@@ -80,7 +80,7 @@ def _costs(model: ModelConfig) -> tuple[float, ...]:
 
 @functools.lru_cache
 def balanced(costs: tuple[float, ...], head: float, num_stages: int, num_chunks: int, unit: int = 1) -> Sequence[int]:
-    """Where to cut the half blocks: p v + 1 numbers, from 0 to all of them, no run empty.
+    """Return the cuts of the half blocks: p v + 1 numbers, from 0 to all of them, no run empty.
 
     The last run gets some units, all others as many as each other, or one more: the last chunks first, beside which the
     head's is long anyway. Stages pass through chunk c together, so a step takes as long as the sum over the chunks of
@@ -89,7 +89,7 @@ def balanced(costs: tuple[float, ...], head: float, num_stages: int, num_chunks:
 
     Args:
         costs: of each half block, in any unit of time.
-        head: of what stands behind the last.
+        head: cost of what follows the last.
         unit: half blocks that stay together.
 
     Raises:

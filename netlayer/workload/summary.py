@@ -1,4 +1,4 @@
-"""What a job is, in a few lines and in a row a pipeline stage: parameters, FLOPs, memory, bytes on the wire."""
+"""Summary of a job, in a few lines and in a row a pipeline stage: parameters, FLOPs, memory, bytes on the wire."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAST_SHOWN = 1e6  # bytes: scalars of all ranks, and norms, are not worth a wo
 
 
 def stage_rows(job: JobConfig, cluster: ClusterConfig) -> list[dict[str, Any]]:
-    """A row a pipeline stage, of a rank: bytes that it holds, by part, and that it sends, by group.
+    """Return a row a pipeline stage, of a rank: bytes that it holds, by part, and that it sends, by group.
 
     Memory is that of the job as the cluster lets it run (`fit.on_cluster`, and `fit.in_room` where the cluster says
     how much memory a GPU has; `fits` then says whether it has enough).
@@ -27,15 +27,15 @@ def stage_rows(job: JobConfig, cluster: ClusterConfig) -> list[dict[str, Any]]:
     held_job = _as_held(job, cluster)
     rows = []
     for stage in range(job.parallel.pp):
-        found, collectives = estimate_stage(held_job, stage), stage_collectives(job, stage)
+        memory, collectives = estimate_stage(held_job, stage), stage_collectives(job, stage)
         rows.append(
             {
                 "stage": stage,
                 "layers": num_layers(job, stage),
                 "parameters": stage_elements(job, stage),
-                "memory_bytes": found.total,
-                **({"fits": found.total <= cluster.gpu_memory_bytes} if cluster.gpu_memory_bytes else {}),
-                **{f"{part}_bytes": num_bytes for part, num_bytes in found.parts().items()},
+                "memory_bytes": memory.total,
+                **({"fits": memory.total <= cluster.gpu_memory_bytes} if cluster.gpu_memory_bytes else {}),
+                **{f"{part}_bytes": num_bytes for part, num_bytes in memory.parts().items()},
                 **{f"{group}_sent_bytes": total_bytes(collectives, group, sent=True) for group in GROUPS},
             }
         )
@@ -43,7 +43,7 @@ def stage_rows(job: JobConfig, cluster: ClusterConfig) -> list[dict[str, Any]]:
 
 
 def _as_held(job: JobConfig, cluster: ClusterConfig) -> JobConfig:
-    """As the cluster lets it run: windows and copies are not everywhere."""
+    """Return the job as the cluster lets it run: windows and copies are not everywhere."""
     return in_room(on_cluster(job, cluster), cluster.gpu_memory_bytes)
 
 
@@ -61,7 +61,7 @@ def collective_rows(job: JobConfig) -> list[dict[str, Any]]:
 
 
 def job_lines(job: JobConfig, cluster: ClusterConfig) -> list[str]:
-    """Size, FLOPs, bytes a step by group, memory a rank: a line each."""
+    """Return size, FLOPs, bytes a step by group, memory a rank: a line each."""
     parallel, batch = job.parallel, job.batch
     tokens = batch.global_size * job.model.seq_len
     chunks = f", vpp {parallel.vpp}" * (parallel.vpp > 1)
@@ -70,8 +70,8 @@ def job_lines(job: JobConfig, cluster: ClusterConfig) -> list[str]:
     ranks = parallel.layout.world_size
     windowed = f", {flops.done:.4g} with its windows" * (job.model.attention_window > 0)
     held_job = _as_held(job, cluster)
-    held = [estimate_stage(held_job, stage).total for stage in range(parallel.pp)]
-    least, most = gib(min(held)), gib(max(held))
+    totals = [estimate_stage(held_job, stage).total for stage in range(parallel.pp)]
+    least, most = gib(min(totals)), gib(max(totals))
     return [
         f"{job.name}: {num_parameters(job.model):,} parameters on {ranks:,} rank{'s' * (ranks > 1)} ({degrees})",
         f"a step: {batch.global_size:,} sequences, {tokens:,} tokens, {count:,} micro-batch{'es' * (count > 1)} a "
@@ -82,7 +82,7 @@ def job_lines(job: JobConfig, cluster: ClusterConfig) -> list[str]:
 
 
 def _sent_lines(job: JobConfig) -> list[str]:
-    """What the rank that has most to send of each group sends, and what that is."""
+    """Describe, a line a group, the bytes of the rank that sends most there, and their contents."""
     of_stages = [stage_collectives(job, stage) for stage in range(job.parallel.pp)]
     lines = []
     for group in GROUPS:
@@ -92,10 +92,10 @@ def _sent_lines(job: JobConfig) -> list[str]:
         total = sum(parts.values())
         if not parts or (group == "world" and total < _LEAST_SHOWN):
             continue
-        shown = [
+        contents = [
             f"{carries} {format_size(round(sent))} in {dtype}"
             for (carries, dtype), sent in parts.items()
             if sent >= min(_LEAST_SHOWN, total / 100)
         ]
-        lines.append(f"a rank sends in group {group} up to {format_size(round(total))} a step: {', '.join(shown)}")
+        lines.append(f"a rank sends in group {group} up to {format_size(round(total))} a step: {', '.join(contents)}")
     return lines or ["a rank sends nothing to others"]

@@ -7,7 +7,7 @@ done to any schedule, interleaved 1F1B too. Nothing moves but the weights' gradi
 activations more than before, in 1F1B as many as stage 0 does. Where nothing is gained a pass stays whole: among
 data-parallel ranks the last one of a chunk hides its reduction, of which weights' gradients alone hide half.
 
-Left out: schedules that fill the start as well, for twice the activations (ZB-H2), and such as place chunks otherwise
+Omitted: schedules that fill the start as well, for twice the activations (ZB-H2), and such as place chunks otherwise
 (ZB-V); computing it all (`trainer.pipeline`).
 """
 
@@ -27,7 +27,7 @@ _TIME = 1.0
 
 
 def of_job(job: JobConfig, num_micro_batches: int) -> Schedule:
-    """What a training step of a job's stages runs."""
+    """Return the schedule of a training step of a job's stages."""
     schedule = of_layout(job.parallel.layout, num_micro_batches)
     return postpone_weights(schedule) if has_zero_bubble(job) else schedule
 
@@ -38,7 +38,7 @@ def has_zero_bubble(job: JobConfig) -> bool:
 
 
 def why_no_zero_bubble(job: JobConfig) -> str | None:
-    """What `overlap.zero_bubble` has no effect for, if there is anything."""
+    """Return the reason why `overlap.zero_bubble` has no effect, if there is one."""
     reasons = {
         "job.parallel.pp is 1": job.parallel.pp == 1,
         "job.overlap.pp is false: a stage waits for what it sends before it goes on": not job.overlap.pp,
@@ -101,19 +101,21 @@ class _Stage:
     at: int = 0
     now: float = 0.0
     waiting: deque[Action] = field(default_factory=deque)
-    held: int = 0
+    num_pairs: int = 0
 
     def follow(self, action: Action, arrival: float) -> None:
         """Compute it once what it needs has come, and before that weights' gradients, if there is time or must be."""
-        while self.waiting and (self.now + _TIME <= arrival or (action.kind == "forward" and self.held >= self.limit)):
+        while self.waiting and (
+            self.now + _TIME <= arrival or (action.kind == "forward" and self.num_pairs >= self.limit)
+        ):
             self._compute_weights()
         self.now = max(self.now, arrival) + _TIME
         self.done.append(action)
         self.at += 1
         if action.kind == "forward":
-            self.held += 1
+            self.num_pairs += 1
         elif self.num_whole > 0:
-            self.num_whole, self.now, self.held = self.num_whole - 1, self.now + _TIME, self.held - 1
+            self.num_whole, self.now, self.num_pairs = self.num_whole - 1, self.now + _TIME, self.num_pairs - 1
         else:
             self.waiting.append(action)
 
@@ -125,7 +127,7 @@ class _Stage:
         done = self.waiting.popleft()
         self.done.append(done._replace(kind="weights", phase=self.done[-1].phase))
         self.now += _TIME
-        self.held -= 1
+        self.num_pairs -= 1
 
 
 class _Walk:

@@ -8,7 +8,7 @@ from topology.ecmp.balance import BalanceName
 from topology.ecmp.compare import traffic_flows
 from topology.fabric.clos import Clos
 from topology.fabric.wires import Wires
-from topology.single_run import Asked, run_once
+from topology.single_run import RunRequest, run_once
 
 CONFIG = small()
 FABRIC = Clos.build(CONFIG.cluster)
@@ -16,7 +16,7 @@ WIRES = Wires.of_clos(FABRIC, CONFIG.cluster)
 
 
 def test_links_carry_the_flows_whose_paths_cross_them() -> None:
-    run = run_once(Asked(CONFIG, "crc16", "pipeline"))
+    run = run_once(RunRequest(CONFIG, "crc16", "pipeline"))
     tables = run.tables(WIRES)
     links, flows = tables["links"], tables["flows"]
     paths = [text.split(" > ") for text in flows["path"]]
@@ -30,7 +30,7 @@ def test_links_carry_the_flows_whose_paths_cross_them() -> None:
 
 
 def test_a_placement_moves_the_jobs_flows() -> None:
-    ends = [run_once(Asked(CONFIG, "crc16", "ring", placement=name)).flows for name in ("given", "random")]
+    ends = [run_once(RunRequest(CONFIG, "crc16", "ring", placement=name)).flows for name in ("given", "random")]
     assert len(ends[0]) == len(ends[1])
     assert not np.array_equal(ends[0].src_nic, ends[1].src_nic)
 
@@ -38,7 +38,7 @@ def test_a_placement_moves_the_jobs_flows() -> None:
 def test_of_flows_with_starts_only_those_under_way_have_rates() -> None:
     flows = traffic_flows(CONFIG, FABRIC, "permutation", 0)
     late = np.where(np.arange(len(flows)) < 40, 1e6, 0.0)
-    run = run_once(Asked(CONFIG, "crc16", "file", flows=dataclasses.replace(flows, start_s=late)))
+    run = run_once(RunRequest(CONFIG, "crc16", "file", flows=dataclasses.replace(flows, start_s=late)))
     table = run.tables(WIRES)["flows"]
     assert len(run.under_way) == len(flows) - 40
     assert table["rate_bps"].isna().tolist() == [True] * 40 + [False] * (len(flows) - 40)
@@ -49,12 +49,12 @@ def test_of_flows_with_starts_only_those_under_way_have_rates() -> None:
 
 @pytest.mark.parametrize("name", ["spray", "adaptive"])
 def test_sprayed_flows_have_no_one_path(name: BalanceName) -> None:
-    table = run_once(Asked(CONFIG, name, "permutation")).tables(WIRES)["flows"]
+    table = run_once(RunRequest(CONFIG, name, "permutation")).tables(WIRES)["flows"]
     assert (set(table["path"]) == {"sprayed over all"}) == (name == "spray")
 
 
 def test_every_stage_is_timed_and_compiling_apart() -> None:
-    run = run_once(Asked(CONFIG, "adaptive", "pipeline"))
+    run = run_once(RunRequest(CONFIG, "adaptive", "pipeline"))
     assert [row["stage"] for row in run.timings] == ["build", "flows", "compile", "hash", "load", "rate", "time"]
-    nothing = run_once(Asked(CONFIG, "crc16", "file", flows=run.flows.where(np.zeros(0, dtype=np.int64))))
+    nothing = run_once(RunRequest(CONFIG, "crc16", "file", flows=run.flows.where(np.zeros(0, dtype=np.int64))))
     assert nothing.time["completion_s"] == 0

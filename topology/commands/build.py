@@ -49,11 +49,11 @@ def command(options: RunOptions, rail_only: bool, prices_file: Path | None) -> N
         plant = Plant.build(config.cluster, rail_only=rail_only)
         files = _write(plant, checked(plant.graph(), config.cluster.name), out.part)
         tables = by_table(audit(plant, prices))
-        asked: dict[str, Any] = {"rail_only": rail_only, "prices": prices_file, "files": files}
-        shown = keep("build", tables, out, started, options, config, source="predicted", csv=False, **asked)
+        arguments: dict[str, Any] = {"rail_only": rail_only, "prices": prices_file, "files": files}
+        prints_tables = keep("build", tables, out, started, options, config, source="predicted", csv=False, **arguments)
     for file in files:
         click.echo(f"wrote: {out.folder / file}", err=True)
-    if shown:
+    if prints_tables:
         print_audit(config.cluster.name, tables)
 
 

@@ -27,7 +27,7 @@ def print_audit(name: str, tables: Mapping[str, Rows]) -> None:
         "Links between two NICs of different servers (ordered pairs)",
         ["hops", "pairs", "share"],
         [[str(row["hops"] or "no path"), f"{row['pairs']:,}", f"{row['share']:.1%}"] for row in hops],
-        _words(limits),
+        _describe(limits),
     )
 
 
@@ -50,7 +50,7 @@ def print_servers(nics: Rows, num_servers: int) -> None:
 
 
 def print_calibration(rows: Rows, fits: Rows, source: str) -> None:
-    """The links with the largest residual of the last prediction first; how well each prediction fits.
+    """Print the links, largest residual of the last prediction first, and how well each prediction fits.
 
     Rows as `calibrate.compare` and `calibrate.summarise` give them.
     """
@@ -69,15 +69,15 @@ def print_calibration(rows: Rows, fits: Rows, source: str) -> None:
             row = link[name]
             cells += [_size(row["predicted_bytes"]), _size(row["scaled_bytes"]), f"{row['residual']:+.1%}"]
         lines.append(cells)
-    words = [
+    fit_lines = [
         f"{fit['prediction']}: scale {fit['scale']:.4g} fitted over {fit['links']:,} links, rms residual "
         f"{fit['rms_residual']:.1%}, largest {fit['max_residual']:.1%}"
         for fit in fits
     ]
     more = [f"{len(links) - _SHOWN_LINKS} more links in calibration.csv"] if len(links) > _SHOWN_LINKS else []
     meant = "residual: counted less scaled prediction, over the mean counter of the links between the same levels"
-    title = f"Counters ({source}) beside the predictions, farthest off first"
-    print_table(title, headings, lines, "\n".join([meant, *words, *more]))
+    title = f"Counters ({source}) next to the predictions, farthest off first"
+    print_table(title, headings, lines, "\n".join([meant, *fit_lines, *more]))
 
 
 def _print_parts(parts: Rows) -> None:
@@ -100,7 +100,7 @@ def _money(amount: float | None) -> str:
     return "-" if amount is None else f"{amount:,.0f}" if amount >= 100 else f"{amount:,.2f}"
 
 
-def _words(limits: dict[str, Any]) -> str:
+def _describe(limits: dict[str, Any]) -> str:
     bisection, share = format_rate(limits["bisection_bps"]), limits["bisection_share"]
     pods = f"{limits['max_pods']} pods" if limits["max_pods"] > 1 else "one pod"
     servers, total = limits["max_servers_per_tor_set"], limits["max_servers"]

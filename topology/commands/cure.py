@@ -93,9 +93,11 @@ def ports(options: RunOptions, traffics: tuple[str, ...], qps: int, hash_name: s
             table.to_json(out.part / f"ports-{traffic}.json", orient="records", indent=1)
             summary = {"hash": name, "seed": options.seed, **plan_summary(plan)}
             rows.append({"traffic": traffic, **summary, "plan": f"ports-{traffic}.csv"})
-        asked: dict[str, Any] = {"traffic": traffics, "qps": qps, "hash": hash_name, "placement": placement}
-        shown = keep("cure.ports", {"ports": rows}, out, started, options, config, source="simulated", **asked)
-    if shown:
+        arguments: dict[str, Any] = {"traffic": traffics, "qps": qps, "hash": hash_name, "placement": placement}
+        prints_tables = keep(
+            "cure.ports", {"ports": rows}, out, started, options, config, source="simulated", **arguments
+        )
+    if prints_tables:
         _print_ports(rows, hash_name)
 
 
@@ -129,9 +131,11 @@ def knobs(options: RunOptions, seeds: int, hash_name: str, placement: str) -> No
                 seeds=range(options.seed, options.seed + seeds),
                 progress=bar,
             )
-        asked: dict[str, Any] = {"seeds": seeds, "hash": hash_name, "placement": placement}
-        shown = keep("cure.knobs", {"knobs": rows}, out, started, options, config, source="simulated", **asked)
-    if shown:
+        arguments: dict[str, Any] = {"seeds": seeds, "hash": hash_name, "placement": placement}
+        prints_tables = keep(
+            "cure.knobs", {"knobs": rows}, out, started, options, config, source="simulated", **arguments
+        )
+    if prints_tables:
         _print_knobs(rows, hash_name)
 
 

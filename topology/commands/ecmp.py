@@ -76,7 +76,7 @@ _COUNT = click.IntRange(min=1)
     help="Where the job's ranks stand, see `place`.",
 )
 @run_options
-def command(options: RunOptions, **given: Any) -> None:
+def command(options: RunOptions, **params: Any) -> None:
     """Hash flows over the fabric, with and without the ToR split: links, load, collisions and slowdown of every tier.
 
     A collision is a flow on a link whose hashed demand exceeds its capacity; its size is the excess (demand above
@@ -95,10 +95,10 @@ def command(options: RunOptions, **given: Any) -> None:
       netlayer topology ecmp --config examples/megascale-12288.toml --flows flows.csv --json ecmp.json
       netlayer topology ecmp --fabric fabric/fabric.graphml --flows flows.csv --hash crc16
     """
-    if given["fabric_file"]:
+    if params["fabric_file"]:
         from topology.commands import ecmp_graph
 
-        ecmp_graph.run(options, given)
+        ecmp_graph.run(options, params)
         return
     from netlayer.output import open_output
     from netlayer.progress import Stages
@@ -110,50 +110,52 @@ def command(options: RunOptions, **given: Any) -> None:
     from topology.traffic.flow_files import read_flows
     from topology.traffic.job import job_flows, traffic_rows
 
-    given["hashes"] = tuple(dict.fromkeys(given["hashes"])) or USUAL_HASHES
-    _refuse(given)
-    given["traffics"] = tuple(dict.fromkeys(given["traffics"])) or USUAL_TRAFFICS
+    params["hashes"] = tuple(dict.fromkeys(params["hashes"])) or USUAL_HASHES
+    _refuse(params)
+    params["traffics"] = tuple(dict.fromkeys(params["traffics"])) or USUAL_TRAFFICS
     started, config = utc_now(), load_cluster(options)
     fabric = Clos.build(config.cluster)
-    flows = read_flows(given["flows_file"], fabric) if given["flows_file"] else None
+    flows = read_flows(params["flows_file"], fabric) if params["flows_file"] else None
     with open_output(options.out, "topology-ecmp") as out, Stages() as stages:
-        tables = _compare(config, options.seed, given, flows, stages)
-        runs, wires = _runs(config, options.seed, given, flows, stages), Wires.of_clos(fabric, config.cluster)
+        tables = _compare(config, options.seed, params, flows, stages)
+        runs, wires = _runs(config, options.seed, params, flows, stages), Wires.of_clos(fabric, config.cluster)
         tables |= _rows_of(runs, wires)
-        if flows is None and any(name in _OWN for name in given["traffics"]):
+        if flows is None and any(name in _OWN for name in params["traffics"]):
             step = traffic_rows(config.job, job_flows(config.job, config.cluster))
             tables["traffic"] = [{**row, "source": "predicted"} for row in step]
         with stages.open("write"):
             _write(runs, wires, out)
-            asked = {name.removesuffix("_file"): value for name, value in given.items()}
-            shown = keep("ecmp", tables, out, started, options, config, source="simulated", csv=False, **asked)
-    if shown:
-        _print(tables, runs, wires, config, given["seeds"])
+            recorded = {name.removesuffix("_file"): value for name, value in params.items()}
+            prints_tables = keep(
+                "ecmp", tables, out, started, options, config, source="simulated", csv=False, **recorded
+            )
+    if prints_tables:
+        _print(tables, runs, wires, config, params["seeds"])
     click.echo(f"wrote: links and flows, .csv and .parquet, in {out.folder}", err=True)
 
 
-def _refuse(given: dict[str, Any]) -> None:
+def _refuse(params: dict[str, Any]) -> None:
     """Refuse what would change nothing; called before the defaults are filled in."""
     from topology.commands.records import refuse_without_effect, was_given
 
-    file, traffics = bool(given["flows_file"]), given["traffics"]
+    file, traffics = bool(params["flows_file"]), params["traffics"]
     no_job = "on the flows of a file" if file else f"on {', '.join(traffics)} traffic"
     own = not file and (not traffics or any(name in _OWN for name in traffics))
     collective = not file and (not traffics or any(name in _COLLECTIVES for name in traffics))
-    whole = all(name in ("spray", "adaptive") for name in given["hashes"])
+    whole = all(name in ("spray", "adaptive") for name in params["hashes"])
     refuse_without_effect(
         [
             ("--traffic", file and bool(traffics), "beside --flows"),
             ("--qps", was_given("qps") and file, no_job),
-            ("--channels", given["channels"] is not None and not collective, no_job),
+            ("--channels", params["channels"] is not None and not collective, no_job),
             ("--placement", was_given("placement") and not own, no_job),
-            ("--field", bool(given["fields"]) and whole, f"on {', '.join(given['hashes'])}, which hash no header"),
+            ("--field", bool(params["fields"]) and whole, f"on {', '.join(params['hashes'])}, which hash no header"),
         ]
     )
 
 
-def _compare(config: Config, seed: int, given: dict[str, Any], flows: Any, stages: Any) -> dict[str, Any]:
-    """Rows of the comparison with and without the split, and the distributions behind them."""
+def _compare(config: Config, seed: int, params: dict[str, Any], flows: Any, stages: Any) -> dict[str, Any]:
+    """Rows of the comparison with and without the split, and the distributions that they come from."""
     from topology.ecmp.compare import compare_split
     from topology.ecmp.distribution import Distribution
     from topology.ecmp.hashing import FIVE_TUPLE
@@ -162,43 +164,43 @@ def _compare(config: Config, seed: int, given: dict[str, Any], flows: Any, stage
     with stages.open("compare") as bar:
         rows = compare_split(
             config,
-            seeds=range(seed, seed + given["seeds"]),
-            hashes=given["hashes"],
-            traffics=given["traffics"],
-            qps_per_connection=given["qps"],
-            num_channels=given["channels"],
-            fields=given["fields"] or FIVE_TUPLE,
+            seeds=range(seed, seed + params["seeds"]),
+            hashes=params["hashes"],
+            traffics=params["traffics"],
+            qps_per_connection=params["qps"],
+            num_channels=params["channels"],
+            fields=params["fields"] or FIVE_TUPLE,
             flows=flows,
-            placement=given["placement"],
+            placement=params["placement"],
             observe=distribution.add,
             progress=bar,
         )
     return {"collisions": rows, "link_use": distribution.link_rows(), "tor_collisions": distribution.tor_rows()}
 
 
-def _runs(config: Config, seed: int, given: dict[str, Any], flows: Any, stages: Any) -> list[SingleRun]:
+def _runs(config: Config, seed: int, params: dict[str, Any], flows: Any, stages: Any) -> list[SingleRun]:
     """Each traffic once, timed, with the first hash and seed."""
     from topology.ecmp.compare import FROM_FILE
     from topology.ecmp.hashing import FIVE_TUPLE
-    from topology.single_run import Asked, run_once
+    from topology.single_run import RunRequest, run_once
 
-    fields, qps, channels = tuple(given["fields"] or FIVE_TUPLE), given["qps"], given["channels"]
-    name, place = given["hashes"][0], given["placement"]
+    fields, qps, channels = tuple(params["fields"] or FIVE_TUPLE), params["qps"], params["channels"]
+    name, place = params["hashes"][0], params["placement"]
     with stages.open("one run"):
         return [
-            run_once(Asked(config, name, traffic, seed, qps, channels, fields, flows, place))
-            for traffic in ((FROM_FILE,) if flows is not None else given["traffics"])
+            run_once(RunRequest(config, name, traffic, seed, qps, channels, fields, flows, place))
+            for traffic in ((FROM_FILE,) if flows is not None else params["traffics"])
         ]
 
 
 def _rows_of(runs: Sequence[SingleRun], wires: Any) -> dict[str, Any]:
-    found: dict[str, list[dict[str, Any]]] = {"timing": [], "time": [], "bottleneck": [], "members": []}
+    tables: dict[str, list[dict[str, Any]]] = {"timing": [], "time": [], "bottleneck": [], "members": []}
     for run in runs:
-        found["timing"] += [{**run.which, **row, "source": "measured"} for row in run.timings]
-        found["time"].append({**run.which, **run.time})
-        found["bottleneck"] += [{**run.which, **row} for row in run.bottlenecks(wires)]
-        found["members"] += [{**run.which, **row} for row in run.members]
-    return found
+        tables["timing"] += [{**run.which, **row, "source": "measured"} for row in run.timings]
+        tables["time"].append({**run.which, **run.time})
+        tables["bottleneck"] += [{**run.which, **row} for row in run.bottlenecks(wires)]
+        tables["members"] += [{**run.which, **row} for row in run.members]
+    return tables
 
 
 def _write(runs: Sequence[SingleRun], wires: Any, out: Output) -> None:
@@ -211,11 +213,11 @@ def _write(runs: Sequence[SingleRun], wires: Any, out: Output) -> None:
         save_table(pd.concat([tables[name] for tables in made], ignore_index=True), out.part, name)
 
 
-def _print(found: dict[str, Any], runs: Sequence[SingleRun], wires: Any, config: Config, seeds: int) -> None:
+def _print(row_tables: dict[str, Any], runs: Sequence[SingleRun], wires: Any, config: Config, seeds: int) -> None:
     from topology.commands import tables
 
-    rows = found["collisions"]
-    tables.print_traffic(found.get("traffic", []))
+    rows = row_tables["collisions"]
+    tables.print_traffic(row_tables.get("traffic", []))
     tables.print_collisions(rows, split=config.cluster.aoc_split, seeds=seeds)
     tables.print_slowdowns(rows, split=config.cluster.aoc_split)
     tables.print_split(rows)

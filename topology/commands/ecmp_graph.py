@@ -12,8 +12,8 @@ from netlayer.errors import ConfigError
 _NO_HASH = ("spray", "adaptive")
 
 
-def run(options: RunOptions, given: dict[str, Any]) -> None:
-    """Load, collisions, slowdown and bottlenecks of a file's flows, or of a random permutation of the hosts."""
+def run(options: RunOptions, params: dict[str, Any]) -> None:
+    """Compute load, collisions, slowdown and bottlenecks of a file's flows, or of a random permutation of the hosts."""
     import pandas as pd
 
     from netlayer.output import open_output
@@ -27,22 +27,22 @@ def run(options: RunOptions, given: dict[str, Any]) -> None:
     from topology.fabric.wires import flow_table, link_table
     from topology.traffic.flow_files import read_flows
 
-    _refuse(options, given)
-    started, graph = utc_now(), load_fabric(given["fabric_file"])
-    hashes: Any = given["hashes"] or USUAL_HASHES
-    fields = given["fields"] or FIVE_TUPLE
-    traffic = FROM_FILE if given["flows_file"] else "permutation"
+    _refuse(options, params)
+    started, graph = utc_now(), load_fabric(params["fabric_file"])
+    hashes: Any = params["hashes"] or USUAL_HASHES
+    fields = params["fields"] or FIVE_TUPLE
+    traffic = FROM_FILE if params["flows_file"] else "permutation"
     flows = (
-        read_flows(given["flows_file"], graph)
-        if given["flows_file"]
-        else _permutation(graph, options.seed).over_queue_pairs(given["qps"])
+        read_flows(params["flows_file"], graph)
+        if params["flows_file"]
+        else _permutation(graph, options.seed).over_queue_pairs(params["qps"])
     )
     which = {"traffic": traffic, "hash": hashes[0], "seed": options.seed}
     with open_output(options.out, "topology-ecmp") as out, Stages() as stages:
         with stages.open("hash"):
-            seeds = range(options.seed, options.seed + given["seeds"])
-            found = graph_rows(graph, flows, seeds=seeds, hashes=hashes, fields=fields)
-            rows = [{**row, "traffic": traffic, "split": None} for row in found]
+            seeds = range(options.seed, options.seed + params["seeds"])
+            graph_collisions = graph_rows(graph, flows, seeds=seeds, hashes=hashes, fields=fields)
+            rows = [{**row, "traffic": traffic, "split": None} for row in graph_collisions]
             loaded = load_graph(graph, flows, hashes[0], options.seed, fields=fields)
         with stages.open("write"):
             rated = {"rate_bps": loaded.rates.flow_bps, "slowdown": loaded.slowdown}
@@ -63,17 +63,17 @@ def run(options: RunOptions, given: dict[str, Any]) -> None:
                 "time": [{**which, "flows": len(flows), **loaded.times()}],
                 "bottleneck": [{**which, **row} for row in loaded.bottlenecks()],
             }
-            asked = {name.removesuffix("_file"): value for name, value in given.items()}
-            shown = keep("ecmp", kept, out, started, options, source="simulated", csv=False, **asked)
-    if shown:
-        print_collisions(rows, split=None, seeds=given["seeds"])
+            recorded = {name.removesuffix("_file"): value for name, value in params.items()}
+            prints_tables = keep("ecmp", kept, out, started, options, source="simulated", csv=False, **recorded)
+    if prints_tables:
+        print_collisions(rows, split=None, seeds=params["seeds"])
         print_slowdowns(rows, split=None)
         print_bottlenecks(loaded.bottlenecks(), f"{traffic}, {hashes[0]}, seed {options.seed}")
     click.echo(f"wrote: links and flows, .csv and .parquet, in {out.folder}", err=True)
 
 
 def save_table(frame: Any, folder: Any, name: str) -> None:
-    """As parquet, and as CSV where a person could still open it."""
+    """Write the frame as parquet, and as CSV if a person could still open that."""
     frame.to_parquet(folder / f"{name}.parquet", index=False)
     if len(frame) <= _CSV_ROWS:
         frame.to_csv(folder / f"{name}.csv", index=False)
@@ -84,24 +84,24 @@ def save_table(frame: Any, folder: Any, name: str) -> None:
 _CSV_ROWS = 500_000
 
 
-def _refuse(options: RunOptions, given: dict[str, Any]) -> None:
+def _refuse(options: RunOptions, params: dict[str, Any]) -> None:
     from topology.commands.records import refuse_without_effect, was_given
 
-    other = [name for name in given["traffics"] if name != "permutation"]
+    other = [name for name in params["traffics"] if name != "permutation"]
     refuse_without_effect(
         [
             ("--config", options.config_path is not None, "beside --fabric, which is read in its place"),
             ("--set", bool(options.overrides), "beside --fabric, which is read in place of the cluster"),
-            ("--traffic", bool(given["flows_file"] and given["traffics"]), "beside --flows"),
-            ("--qps", was_given("qps") and bool(given["flows_file"]), "on the flows of a file"),
-            ("--channels", given["channels"] is not None, "beside --fabric: it has no job"),
+            ("--traffic", bool(params["flows_file"] and params["traffics"]), "beside --flows"),
+            ("--qps", was_given("qps") and bool(params["flows_file"]), "on the flows of a file"),
+            ("--channels", params["channels"] is not None, "beside --fabric: it has no job"),
             ("--placement", was_given("placement"), "beside --fabric: it has no job"),
         ]
     )
     if other:
         rule = "is traffic of a job, which an imported fabric has not"
         raise ConfigError("--traffic", other[0], rule, "give --traffic permutation, or --flows FILE")
-    unknown = [name for name in given["hashes"] if name in _NO_HASH]
+    unknown = [name for name in params["hashes"] if name in _NO_HASH]
     if unknown:
         raise ConfigError("--hash", unknown[0], "is not known for an imported fabric", "take a hash, such as crc16")
 

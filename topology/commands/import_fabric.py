@@ -1,4 +1,4 @@
-"""`netlayer topology import`: the user's own fabric out of other tools' files, and its counters beside a prediction."""
+"""`netlayer topology import`: the user's own fabric from other tools' files, and its counters next to a prediction."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _PATH = click.Path(path_type=Path)
 @click.option("--flows", type=_PATH, help="What hosts sent meanwhile: src, dst, bytes (and sport), as `ecmp` reads it.")
 @click.option("--hash", "hash_name", type=click.Choice(_HASHES), default="random", show_default=True)
 @run_options_without_config
-def command(options: RunOptions, files: tuple[Path, ...], file_format: str, **given: Any) -> None:
+def command(options: RunOptions, files: tuple[Path, ...], file_format: str, **params: Any) -> None:
     """Read a fabric: SONiC config_db.json or lldpcli JSON of many devices, HPCC and SimAI topo.txt, htsim .topo, a
     CSV of cables, our GraphML.
 
     FILES are one file a device (or a folder of *.json), or one file. Files of lldpcli are named after their device.
     Writes fabric.graphml, cables.csv and topo.txt. With --counters and --flows also calibration.csv: bytes of every
-    counted link beside the even and the hashed prediction, as predicted and scaled, and the residual. Exit 2 where
+    counted link next to the even and the hashed prediction, as predicted and scaled, and the residual. Exit 2 where
     files are damaged or contradict each other. Out-of-band management switches are left out, by their slow cables or
     the ports that these end at, and named; --exclude names others.
 
@@ -66,17 +66,17 @@ def command(options: RunOptions, files: tuple[Path, ...], file_format: str, **gi
     from topology.importers.servers import find_servers
 
     started = utc_now()
-    if bool(given["counters"]) != bool(given["flows"]):
-        raise ConfigError("--counters", given["counters"], "needs --flows, and --flows needs it", "give both")
+    if bool(params["counters"]) != bool(params["flows"]):
+        raise ConfigError("--counters", params["counters"], "needs --flows, and --flows needs it", "give both")
     graph = read_fabric(
         files,
         None if file_format == "auto" else cast("Format", file_format),
-        default_bps=_rate(given["rate"]),
-        skip_dangling=given["skip_dangling"],
-        parallel=given["parallel"],
-        hosts=given["hosts"],
-        exclude=given["exclude"],
-        keep=given["keep"],
+        default_bps=_rate(params["rate"]),
+        skip_dangling=params["skip_dangling"],
+        parallel=params["parallel"],
+        hosts=params["hosts"],
+        exclude=params["exclude"],
+        keep=params["keep"],
     )
     servers = find_servers(graph)
     asymmetries = list(servers.asymmetries())
@@ -85,35 +85,35 @@ def command(options: RunOptions, files: tuple[Path, ...], file_format: str, **gi
     tables: dict[str, Rows] = {"level": describe(graph), "nics": servers.rows()}
     tables["asymmetric"] = [{"words": line} for line in asymmetries]
     compared: Rows = []
-    if given["counters"]:
-        more, compared = _calibrate(graph, given, options.seed)
+    if params["counters"]:
+        more, compared = _calibrate(graph, params, options.seed)
         tables |= more
     with open_output(options.out, "topology-import") as out:
         _write(graph, out.part)
         write_table(out.part, "calibration", compared)
-        asked = {"files": [str(file) for file in files], "format": file_format, **given}
-        shown = keep("import", tables, out, started, options, source="predicted", csv=False, **asked)
+        recorded = {"files": [str(file) for file in files], "format": file_format, **params}
+        prints_tables = keep("import", tables, out, started, options, source="predicted", csv=False, **recorded)
     for name in (*_FILES, *(("calibration.csv",) if compared else ())):
         click.echo(f"wrote: {out.folder / name}", err=True)
-    if shown:
+    if prints_tables:
         print_graph(_title(files), tables["level"], _note(graph))
         if servers.num_nics > len(servers.switch_of):  # of servers with one NIC there is nothing to compare
             print_servers(tables["nics"], len(servers.switch_of))
         if compared:
-            print_calibration(compared, tables["fit"], given["counters_are"])
+            print_calibration(compared, tables["fit"], params["counters_are"])
 
 
-def _calibrate(graph: Graph, given: dict[str, Any], seed: int) -> tuple[dict[str, Rows], Rows]:
+def _calibrate(graph: Graph, params: dict[str, Any], seed: int) -> tuple[dict[str, Rows], Rows]:
     """Tables of one source each (the counters, the predictions, how they fit), and the rows that hold all of it."""
     from topology.ecmp import calibrate
     from topology.traffic.flow_files import read_flows
 
-    counters = calibrate.read_counters(graph, given["counters"])
-    flows = read_flows(given["flows"], graph)
-    even, hashed = calibrate.predict(graph, flows, cast("HashName", given["hash_name"]), seed)
+    counters = calibrate.read_counters(graph, params["counters"])
+    flows = read_flows(params["flows"], graph)
+    even, hashed = calibrate.predict(graph, flows, cast("HashName", params["hash_name"]), seed)
     predictions: dict[str, Floats] = {"even": even, "hashed": hashed}
     rows = calibrate.compare(graph, counters, predictions)
-    source = cast("Source", given["counters_are"])
+    source = cast("Source", params["counters_are"])
     tables = {
         "counters": [
             {"source": source, "link": row["link"], "counter_bytes": row["counter_bytes"]}

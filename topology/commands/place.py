@@ -91,8 +91,8 @@ def command(
     fabric, slots = Clos.build(cluster), num_slots(cluster, config.job.parallel)
     gone = (_servers(failed, "--failed", cluster), _servers(busy, "--busy", cluster))
     usable = usable_servers(cluster.servers, not_ours, *gone)
-    asked: dict[str, Any] = {"strategy": strategies, "from": file, "spares": spares, "failed": failed, "busy": busy}
-    asked |= {"hash": hash_name, "seeds": seeds, "optimise": optimise, "seconds": seconds}
+    arguments: dict[str, Any] = {"strategy": strategies, "from": file, "spares": spares, "failed": failed, "busy": busy}
+    arguments |= {"hash": hash_name, "seeds": seeds, "optimise": optimise, "seconds": seconds}
     with open_output(options.out, "topology-place") as out:
         flows = slot_flows(config.job, cluster)
         placements: list[Placement] = []
@@ -108,22 +108,22 @@ def command(
             start = cheapest(fabric, flows, placements)
             with Stages() as stages, stages.open("optimise") as bar:
                 limits: dict[str, Any] = {"seed": options.seed, "max_seconds": seconds, "progress": bar}
-                found = improve(fabric, flows, start, usable, **limits)
+                improved = improve(fabric, flows, start, usable, **limits)
             now = rows[placements.index(start)]
-            then = placement_row(fabric, flows, found.placement, hashed, options.seed, seeds=seeds)
+            then = placement_row(fabric, flows, improved.placement, hashed, options.seed, seeds=seeds)
             # Ranks are not moved for a gain that a change of the hash's seed outweighs, or for none.
             if usable[start.server].all() and then["time_s"] > now["time_s"] * (1 - _LEAST_GAIN):
-                found, then = found.given_up(start), {**now, "placement": found.placement.name}
-            placements.append(found.placement)
+                improved, then = improved.given_up(start), {**now, "placement": improved.placement.name}
+            placements.append(improved.placement)
             rows.append(then)
-            optimised.append(found.row(start.name, cluster.gpus_per_server))
+            optimised.append(improved.row(start.name, cluster.gpus_per_server))
         for placement, row in zip(placements, rows, strict=True):
             row["unusable_servers"] = int((~usable[placement.server]).sum())
             row["over_best_share"] = _over(row["time_s"], min(float(each["time_s"]) for each in rows))
             placement.write_csv(out.part / f"placement-{placement.name}.csv", cluster.gpus_per_server)
         tables = {"placements": rows, "optimised": optimised}
-        shown = keep("place", tables, out, started, options, config, source="simulated", **asked)
-    if shown:
+        prints_tables = keep("place", tables, out, started, options, config, source="simulated", **arguments)
+    if prints_tables:
         _print(rows, optimised, hash_name, options.seed)
         click.echo(f"placements: {out.folder}/placement-*.csv", err=True)
 

@@ -19,12 +19,12 @@ _SHARES = {"share", "excess", "utilisation", "used"}
 
 
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> None:
-    """Texts as they are, words to the left and numbers to the right; `none` where there are no rows."""
+    """Print texts as they are, words to the left and numbers to the right; `none` where there are no rows."""
     lines = list(rows)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column, heading in enumerate(headings):
-        words = any(_NUMBER.match(line[column]) is None for line in lines)
-        table.add_column(heading, justify="left" if words else "right", overflow="fold")
+        has_text = any(_NUMBER.match(line[column]) is None for line in lines)
+        table.add_column(heading, justify="left" if has_text else "right", overflow="fold")
     for line in lines:
         table.add_row(*line)
     console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, markup=False)
@@ -34,10 +34,10 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
 
 
 def print_rows(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], note: str = "") -> None:
-    """A table of the columns (key in a row: heading); columns that no row has are left out."""
-    shown = {key: heading for key, heading in columns.items() if any(key in row for row in rows)}
-    lines = [[cell(key, row.get(key)) for key in shown] for row in rows]
-    print_table(title, list(shown.values()), lines, note)
+    """Print a table of the columns (key in a row: heading); columns that no row has are omitted."""
+    headings = {key: heading for key, heading in columns.items() if any(key in row for row in rows)}
+    lines = [[cell(key, row.get(key)) for key in headings] for row in rows]
+    print_table(title, list(headings.values()), lines, note)
 
 
 def cell(key: str, value: Any) -> str:

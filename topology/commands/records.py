@@ -1,4 +1,4 @@
-"""What a command of topology leaves of a run: a record for each source, its tables as CSV and parquet, a JSON file.
+"""Records of a run of a topology command: one for each source, its tables as CSV and parquet, a JSON file.
 
 Measured, simulated and predicted figures never share a record: each row's `source` says into which it goes. The file
 that `--json` names holds all rows in one document, each with its source.
@@ -33,13 +33,13 @@ def load_cluster(options: RunOptions) -> Config:
     return config
 
 
-def refuse_without_effect(given: Iterable[tuple[str, bool, str]]) -> None:
+def refuse_without_effect(options: Iterable[tuple[str, bool, str]]) -> None:
     """Refuse options that would change nothing: triples of (option, whether it was given, why it has no effect).
 
     Raises:
         ConfigError: one was given.
     """
-    for option, was_given, reason in given:
+    for option, was_given, reason in options:
         if was_given:
             raise ConfigError(option, None, f"has no effect {reason}", "leave it out")
 
@@ -111,15 +111,15 @@ def keep(
         out: where the command has put its other files; they are published with the rest.
         source: of rows that do not say their own.
         csv: also write each table as `<table>.csv` and `<table>.parquet`.
-        arguments: for the record, beside those that all commands have.
+        arguments: for the record, besides those that all commands have.
     """
     from netlayer.results import write_text
 
     rows = [{"table": table, "source": source, **row} for table, part in tables.items() for row in part]
     whole = make_record(name, source, rows, started, options, config, _as_json(arguments))
     for one in dict.fromkeys(row["source"] for row in rows):
-        mine = [row for row in rows if row["source"] == one]
-        dataclasses.replace(whole, source=one, rows=mine).save(out.part / "records")
+        rows_of_source = [row for row in rows if row["source"] == one]
+        dataclasses.replace(whole, source=one, rows=rows_of_source).save(out.part / "records")
     if csv:
         for table, part in tables.items():
             write_table(out.part, table, part)

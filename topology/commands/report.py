@@ -1,4 +1,4 @@
-"""`netlayer topology report`: one page about a fabric and its job, its rows as CSV and parquet beside it."""
+"""`netlayer topology report`: one page about a fabric and its job, its rows as CSV and parquet next to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command(options: RunOptions, seeds: int, processes: int | None, dask: str | 
     """Write report.html: the fabric drawn, link utilisation, collisions with and without split, placements, failures.
 
     Says in words whether the split halves hash collisions, under which definition, load and hash, or that it has no
-    effect on this fabric. The rows of every section lie beside the page. Exit 2 where no flow can cross the fabric.
+    effect on this fabric. The rows of every section lie next to the page. Exit 2 where no flow can cross the fabric.
 
     \b
     Examples:
@@ -46,7 +46,9 @@ def command(options: RunOptions, seeds: int, processes: int | None, dask: str | 
     config.check_world()
     with open_output(options.out, "topology-report") as out:
         with Stages() as stages:
-            findings = find(config, options.seed, seeds, _asked(options), stages, processes=processes, dask=dask)
+            findings = find(
+                config, options.seed, seeds, _config_options(options), stages, processes=processes, dask=dask
+            )
             with stages.open("page"):
                 page = build_page(findings).write(out.part)
         tables = {
@@ -62,16 +64,16 @@ def command(options: RunOptions, seeds: int, processes: int | None, dask: str | 
             "ports": findings.cures,
             "knobs": findings.knobs,
         }
-        asked: dict[str, Any] = {"seeds": seeds, "processes": processes, "dask": dask}
-        shown = keep("report", tables, out, started, options, config, source="simulated", **asked)
-    if shown:
+        arguments: dict[str, Any] = {"seeds": seeds, "processes": processes, "dask": dask}
+        prints_tables = keep("report", tables, out, started, options, config, source="simulated", **arguments)
+    if prints_tables:
         click.echo(verdict(findings.claims, findings.ratios, findings.fabric.design)[1])
         for claim in findings.claims if findings.split_has_effect else ():
             click.echo(f"  {claim.definition}, {claim.hash_name} ({claim.source}): {claim.words}")
     click.echo(f"report: {out.folder / page.name}", err=True)
 
 
-def _asked(options: RunOptions) -> list[str]:
-    """The words of a command line that name the configuration."""
+def _config_options(options: RunOptions) -> list[str]:
+    """Return the options of a command line that name the configuration."""
     file = ["--config", str(options.config_path)] if options.config_path else []
     return [*file, *(word for override in options.overrides for word in ("--set", override))]

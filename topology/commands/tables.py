@@ -44,17 +44,17 @@ def print_traffic(rows: Rows) -> None:
 
 
 def print_collisions(rows: Rows, *, split: bool | None, seeds: int) -> None:
-    """Every tier of the fabric as configured: a column for each hash, in it share of flows in collision / excess."""
-    mine = [row for row in rows if row["split"] == split]
-    hashes = list(dict.fromkeys(row["hash"] for row in mine))
+    """Print every tier of the fabric as configured: share of flows in collision / excess, a column a hash."""
+    split_rows = [row for row in rows if row["split"] == split]
+    hashes = list(dict.fromkeys(row["hash"] for row in split_rows))
     lines = []
-    for traffic, tier in dict.fromkeys((row["traffic"], row["tier"]) for row in mine):
-        found = {row["hash"]: row for row in mine if (row["traffic"], row["tier"]) == (traffic, tier)}
-        first = next(iter(found.values()))
+    for traffic, tier in dict.fromkeys((row["traffic"], row["tier"]) for row in split_rows):
+        by_hash = {row["hash"]: row for row in split_rows if (row["traffic"], row["tier"]) == (traffic, tier)}
+        first = next(iter(by_hash.values()))
         figures = [f"{first['links']:,}", f"{first['flows']:,.0f}", f"{first['utilisation']:.1%}"]
-        fullest = max(row["max_utilisation"] or 0 for row in found.values())
+        fullest = max(row["max_utilisation"] or 0 for row in by_hash.values())
         lines.append(
-            [traffic, tier, *figures, f"{fullest:.0%}", *(_share_and_excess(found.get(name)) for name in hashes)]
+            [traffic, tier, *figures, f"{fullest:.0%}", *(_share_and_excess(by_hash.get(name)) for name in hashes)]
         )
     title = f"ECMP{_with(split)}: flows in collision / excess, mean of {seeds} seeds"
     print_table(title, ["traffic", "tier", "links", "flows", "load", "fullest", *hashes], lines)
@@ -77,13 +77,13 @@ def print_split(rows: Rows) -> None:
 
 
 def print_slowdowns(rows: Rows, *, split: bool | None) -> None:
-    """The flows that leave their ToR, for each hash: uncongested over max-min fair rate."""
-    mine = [row for row in rows if row["split"] == split and row["tier"] == "fabric"]
-    hashes = list(dict.fromkeys(row["hash"] for row in mine))
+    """Print slowdowns of the flows that leave their ToR, for each hash: uncongested over max-min fair rate."""
+    fabric_rows = [row for row in rows if row["split"] == split and row["tier"] == "fabric"]
+    hashes = list(dict.fromkeys(row["hash"] for row in fabric_rows))
     lines = []
-    for traffic in dict.fromkeys(row["traffic"] for row in mine):
-        found = [row for row in mine if row["traffic"] == traffic]
-        lines.append([traffic, *(f"{row['slowdown']:.2f} ({row['max_slowdown']:.2f})" for row in found)])
+    for traffic in dict.fromkeys(row["traffic"] for row in fabric_rows):
+        of_traffic = [row for row in fabric_rows if row["traffic"] == traffic]
+        lines.append([traffic, *(f"{row['slowdown']:.2f} ({row['max_slowdown']:.2f})" for row in of_traffic)])
     title = f"Slowdown{_with(split)}: mean (worst) of the flows between ToRs"
     print_table(title, ["traffic", *hashes], lines)
 
@@ -106,16 +106,16 @@ def print_run(run: SingleRun, wires: Wires) -> None:
 
 
 def print_bottlenecks(rows: Rows, what: str) -> None:
-    """The links that hold most flows back; flow numbers count the rows of flows.csv."""
+    """Print the links that hold most flows back; flow numbers count the rows of flows.csv."""
     lines = []
     for row in rows:
         pairs = zip(row["first_flows"], row["first_pairs"], strict=True)
-        shown = [f"{flow}: {pair}" for flow, pair in list(pairs)[:_SHOWN_FLOWS]]
+        labels = [f"{flow}: {pair}" for flow, pair in list(pairs)[:_SHOWN_FLOWS]]
         counts = [str(row[key]) for key in ("flows", "held_back")]
         rates = [format_rate(row["fair_bps"]), f"{row['slowdown']:.2f}"]
         others = row.get("links", 1) - 1
         link = f"{row['from']} > {row['to']}" + (f" and {others} more that share its packets" if others else "")
-        lines.append([link, row["tier"], *counts, *rates, "; ".join(shown)])
+        lines.append([link, row["tier"], *counts, *rates, "; ".join(labels)])
     headings = ["link", "tier", "flows", "held back", "fair rate", "worst slowdown", "first flows (rows of flows.csv)"]
     print_table(f"Bottlenecks: {what}", headings, lines)
 

@@ -49,7 +49,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--dask", metavar="tcp://HOST:PORT", help="Run on the workers of this Dask scheduler.")
 @not_on_imported_fabrics("failure analysis")
 @run_options
-def command(options: RunOptions, **given: Any) -> None:
+def command(options: RunOptions, **params: Any) -> None:
     """Let parts fail and see the cost: bandwidth lost, pairs cut off, how much slower the job's communication gets.
 
     ECMP groups shrink to the members that still lead to the destination. `slowdown` compares the step's communication
@@ -71,21 +71,21 @@ def command(options: RunOptions, **given: Any) -> None:
     from topology.fabric.clos import Clos
     from topology.sweep import cases, run_sweep, worst
 
-    _refuse(given)
+    _refuse(params)
     started, config = utc_now(), load_cluster(options)
     config.check_world()
     fabric = Clos.build(config.cluster)
     check_crossed(fabric)
-    places = cast("tuple[StrategyName, ...]", tuple(dict.fromkeys(given["placements"])) or ("given",))
-    name = cast("HashName", given["hash_name"])
-    failures = _failures(fabric, given["kinds"], given["parts"], given["sample"], given["together"], options.seed)
-    points = cases(range(options.seed, options.seed + given["seeds"]), places, failures, name, given["qps"])
+    places = cast("tuple[StrategyName, ...]", tuple(dict.fromkeys(params["placements"])) or ("given",))
+    name = cast("HashName", params["hash_name"])
+    failures = _failures(fabric, params["kinds"], params["parts"], params["sample"], params["together"], options.seed)
+    points = cases(range(options.seed, options.seed + params["seeds"]), places, failures, name, params["qps"])
     with open_output(options.out, "topology-whatif") as out:
         with Stages() as stages, stages.open("failures") as bar:
-            rows = run_sweep(config, points, processes=given["processes"], dask=given["dask"], progress=bar)
+            rows = run_sweep(config, points, processes=params["processes"], dask=params["dask"], progress=bar)
         tables = {"failures": rows, "worst": worst(rows)}
-        shown = keep("whatif", tables, out, started, options, config, source="simulated", **given)
-    if shown:
+        prints_tables = keep("whatif", tables, out, started, options, config, source="simulated", **params)
+    if prints_tables:
         print_worst(tables["worst"], name)
 
 
@@ -113,20 +113,20 @@ def print_worst(rows: Rows, hash_name: str) -> None:
     print_rows(f"Failures, the worst of each kind, {hash_name} (simulated)", rows, columns, note)
 
 
-def _refuse(given: dict[str, Any]) -> None:
+def _refuse(params: dict[str, Any]) -> None:
     from topology.commands.records import refuse_without_effect, was_given
 
-    named = bool(given["parts"])
+    named = bool(params["parts"])
     refuse_without_effect(
         [
-            ("--fail", named and bool(given["kinds"]), "beside --part, which names the parts"),
+            ("--fail", named and bool(params["kinds"]), "beside --part, which names the parts"),
             ("--sample", named and was_given("sample"), "beside --part, which names the parts"),
             ("--together", named and was_given("together"), "beside --part: they fail together"),
-            ("--processes", given["processes"] is not None and given["dask"] is not None, "beside --dask"),
+            ("--processes", params["processes"] is not None and params["dask"] is not None, "beside --dask"),
         ]
     )
-    if given["sample"] == 0 and given["together"] > 1:
-        rule = f"has no end: sets of {given['together']} parts cannot all be tried"
+    if params["sample"] == 0 and params["together"] > 1:
+        rule = f"has no end: sets of {params['together']} parts cannot all be tried"
         raise ConfigError("--sample", 0, rule, "give the number of draws, or --together 1")
 
 
@@ -140,9 +140,9 @@ def _failures(
     chosen = cast("tuple[FailureKind, ...]", kinds or tuple(kind for kind in _KINDS if count(fabric, cast(Any, kind))))
     if together > 1:
         return [random_failures(fabric, chosen, together, seed + draw) for draw in range(sample)]
-    found: list[tuple[Failure, ...]] = [
+    failures: list[tuple[Failure, ...]] = [
         (one,) for kind in chosen for one in single_failures(fabric, kind, sample or None, seed)
     ]
-    if not found:
+    if not failures:
         raise ConfigError("--fail", ", ".join(chosen), "this fabric has none", "take another kind, or three tiers")
-    return found
+    return failures

@@ -1,8 +1,8 @@
-"""How flows are spread over equal next hops, by a hash or by what stands in its place, behind one name.
+"""Spread of flows over equal next hops, by a hash or a substitute for one, under one name.
 
 `spray` sends every packet (or flowlet, of which a flow has many) over the members in turn, so that each carries an
 equal share of every flow. `adaptive` gives each flow, as it comes, to the member that the switch has loaded least; a
-switch sees its own ports alone, so flows still meet further down. Left out: reordering, which spraying costs, and flows
+switch sees its own ports alone, so flows still meet further down. Omitted: reordering, which spraying costs, and flows
 that move later (DLB's inactivity timer).
 """
 
@@ -57,7 +57,7 @@ def chooser(
     *,
     fields: Sequence[Field] = FIVE_TUPLE,
 ) -> Ecmp:
-    """What gives each flow one member of a group, for `routing.route`; spraying does not.
+    """Return the chooser of a group's member for each flow, for `routing.route`; spraying has none.
 
     Raises:
         ValueError: the name is unknown, or that of spraying; a field is unknown.

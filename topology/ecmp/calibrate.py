@@ -1,10 +1,10 @@
-"""Measured byte counters of ports beside what flows were predicted to put there: the residual of every link.
+"""Measured byte counters of ports next to what flows were predicted to put there: the residual of every link.
 
-Counters are bytes that a port sent. Two predictions stand beside them: `even`, if every next-hop set shared each flow
+Counters are bytes that a port sent. Two predictions are compared: `even`, if every next-hop set shared each flow
 evenly (no hash needs to be known), and `hashed`, if the switches hashed as assumed. One scale a prediction, fitted over
 all links, takes up what is alike everywhere (headers, a longer interval), so that what is left is a link's own. A
 residual is (counted - scale x predicted) over the mean counter of the links between the same two levels (where nothing
-was counted there, over the mean scaled prediction), so that it is finite on an idle link. Left out: how counters are
+was counted there, over the mean scaled prediction), so that it is finite on an idle link. Not covered: how counters are
 collected.
 """
 
@@ -42,13 +42,13 @@ class Counters:
 
 
 def read_counters(graph: Graph, path: Path) -> Counters:
-    """Counters from a CSV of `device, port, bytes`; in a fabric without port names `port` is the neighbour's name.
+    """Read counters from a CSV of `device, port, bytes`; in a fabric without port names `port` is the neighbour's name.
 
     Raises:
         ConfigError: the file is damaged, names a device or port that the fabric lacks, or a port twice.
     """
     places = _places(graph)
-    found: dict[int, float] = {}
+    bytes_of_link: dict[int, float] = {}
     for number, row in _rows(path, "--counters", _COUNTER_COLUMNS):
         where = f"{show(path)}, line {number}"
         links = places.get((row["device"], row["port"]), [])
@@ -57,10 +57,12 @@ def read_counters(graph: Graph, path: Path) -> Counters:
         if len(links) != 1:
             rule = f"{row['device']} has {len(links) or 'no'} links at {show(row['port'])}"
             raise ConfigError("--counters", where, rule, "name a port that is one link's end")
-        if links[0] in found:
+        if links[0] in bytes_of_link:
             raise ConfigError("--counters", where, f"gives {graph.link_name(links[0])} twice", "keep the later one")
-        found[links[0]] = _bytes(row["bytes"], "--counters", where)
-    return Counters(np.array(list(found), dtype=np.int64), np.array(list(found.values()), dtype=np.float64))
+        bytes_of_link[links[0]] = _bytes(row["bytes"], "--counters", where)
+    return Counters(
+        np.array(list(bytes_of_link), dtype=np.int64), np.array(list(bytes_of_link.values()), dtype=np.float64)
+    )
 
 
 def predict(graph: Graph, flows: Flows, hash_name: HashName, seed: int) -> tuple[Floats, Floats]:
@@ -113,11 +115,11 @@ _COMPARED = ("predicted_bytes", "scaled_bytes", "residual_over_bytes", "residual
 def summarise(
     rows: Sequence[Mapping[str, Any]], counters: Counters, predictions: Mapping[str, Floats]
 ) -> list[dict[str, Any]]:
-    """A row a prediction: its scale, and over all counted links the root mean square residual and the largest."""
-    found = []
+    """Return a row a prediction: its scale, and over all counted links the rms residual and the largest."""
+    summaries = []
     for name, values in predictions.items():
         residuals = np.array([row["residual"] for row in rows if row["prediction"] == name])
-        found.append(
+        summaries.append(
             {
                 "prediction": name,
                 "links": len(residuals),
@@ -126,7 +128,7 @@ def summarise(
                 "max_residual": float(np.abs(residuals).max(initial=0.0)),
             }
         )
-    return found
+    return summaries
 
 
 def fit_scale(counted: Floats, predicted: Floats) -> float:
@@ -164,7 +166,7 @@ def _rows(path: Path, option: str, columns: Sequence[str]) -> list[tuple[int, di
     try:
         rows = [(reader.line_num, row) for row in reader]
     except csv.Error as exc:
-        raise ConfigError(option, f"{show(path)}, line {reader.line_num}", f"is no CSV ({exc})", "mend it") from exc
+        raise ConfigError(option, f"{show(path)}, line {reader.line_num}", f"is no CSV ({exc})", "fix it") from exc
     lacking = [column for column in columns if column not in (reader.fieldnames or ())]
     if lacking:
         rule = f"has no column {', '.join(lacking)}"

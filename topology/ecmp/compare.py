@@ -1,7 +1,7 @@
-"""The ToR split against its baseline: the same flows, seeds and hashes on both fabrics, the closed form beside.
+"""The ToR split against its baseline: the same flows, seeds and hashes on both fabrics, and the closed form.
 
 The baseline has the same NICs and the same total uplink capacity with uplinks at NIC rate (64 x 200G), against 32 x
-400G with the split (MegaScale 3.6, which gives no probability: ours are computed). Left out: other designs.
+400G with the split (MegaScale 3.6, which gives no probability: ours are computed). Not covered: other designs.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Observer = Callable[[bool, str, str, Flows, Load], None]
 Progress = Callable[[int, int, str], None]
 
 
-class _Found(NamedTuple):
-    """What one seed gave one case; slowdown as (mean, worst) over the flows that cross the tier."""
+class _Outcome(NamedTuple):
+    """Outcome of one case with one seed; slowdown as (mean, worst) over the flows that cross the tier."""
 
     collisions: Collisions
     slowdown: tuple[float, float]
@@ -79,7 +79,7 @@ def compare_split(
     observe: Observer | None = None,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Collisions with and without the ToR split: one row for each split, traffic, hash (or closed form) and tier.
+    """Compare collisions with and without the ToR split: one row a split, traffic, hash (or closed form) and tier.
 
     Rows hold JSON values. `source` is "simulated" for a hash, "predicted" for the closed form, which exists for single
     tiers between switches alone; `tier` "fabric" is any of these on a path. Figures are means over the seeds, `*_std`
@@ -87,13 +87,13 @@ def compare_split(
     seeds, the queue pair numbers and the permutation.
 
     Args:
-        hashes: hash functions, or what stands in for one (`balance.BALANCES`).
+        hashes: hash functions, or substitutes for one (`balance.BALANCES`).
         num_channels: of the job's collectives, see `traffic.job_flows`.
         fields: the header fields that a hash takes.
         flows: these in place of `traffics`; they are traffic "file". With starts, those of the busiest instant.
         placement: of the job's ranks on the servers, for the job's own flows.
         observe: called with (split, traffic, hash, flows, load) for every load.
-        progress: called with (done, total, words).
+        progress: called with (done, total, text).
 
     Raises:
         ConfigError: the fabric cannot be built, or no flow can cross it: one server, or one ToR.
@@ -105,7 +105,7 @@ def compare_split(
     check_crossed(fabrics[True])
     if flows is not None:
         flows = _together(fabrics[True], flows)
-    found: dict[_Case, list[_Found]] = {}
+    outcomes: dict[_Case, list[_Outcome]] = {}
     expected: dict[_Case, list[Expected]] = {}
     points = [(traffic, seed) for traffic in (traffics if flows is None else (FROM_FILE,)) for seed in seeds]
     for done, (traffic, seed) in enumerate(points):
@@ -118,11 +118,11 @@ def compare_split(
             else traffic_flows(config, fabrics[True], traffic, seed, qps_per_connection, num_channels, placement)
         )
         for case, one in _hash(fabrics, chosen, traffic, seed, hashes, fields, observe):
-            found.setdefault(case, []).append(one)
+            outcomes.setdefault(case, []).append(one)
         for split, fabric in fabrics.items():
             for tier, value in expected_load(fabric, chosen).items():
                 expected.setdefault(_Case(split, traffic, CLOSED_FORM, tier.label), []).append(value)
-    rows = [_simulated_row(case, values) for case, values in found.items()]
+    rows = [_simulated_row(case, values) for case, values in outcomes.items()]
     return rows + [_predicted_row(case, values, _links(fabrics[case.split], case)) for case, values in expected.items()]
 
 
@@ -195,10 +195,10 @@ def check_crossed(fabric: Clos) -> None:
 def _together(fabric: Clos, flows: Flows) -> Flows:
     among, at_s = busiest(fabric, flows)
     if len(among) < len(flows):
-        words = (
+        message = (
             "load, collisions and rates are of the %d flows that are under way at %.4g s, when they crowd most, of %d"
         )
-        logger.warning(words, len(among), at_s, len(flows))
+        logger.warning(message, len(among), at_s, len(flows))
     return flows.where(among)
 
 
@@ -210,21 +210,21 @@ def _hash(
     hashes: Sequence[BalanceName],
     fields: Sequence[Field],
     observe: Observer | None,
-) -> Iterator[tuple[_Case, _Found]]:
-    """Both fabrics number NICs and ToRs alike, so the flows' headers and uncongested rates serve both."""
+) -> Iterator[tuple[_Case, _Outcome]]:
+    """Yield each case's outcome; both fabrics number NICs and ToRs alike, so headers and free rates serve both."""
     tuples = headers(fabrics[True], flows, seed)
     free = None
     for name in hashes:
         for split, fabric in fabrics.items():
             loaded = balance(name, fabric, flows, tuples, seed, fields=fields)
             free = free or uncongested(fabric, loaded.paths)
-            held = contend(loaded, free)
+            contention = contend(loaded, free)
             if observe:
                 observe(split, traffic, name, flows, loaded)
             for tier in Tier:
                 case = _Case(split, traffic, name, tier.label)
-                yield case, _Found(loaded.collisions([tier]), held.slowdowns([tier]))
-            yield _Case(split, traffic, name, ALL_TIERS), _Found(loaded.collisions(), held.slowdowns())
+                yield case, _Outcome(loaded.collisions([tier]), contention.slowdowns([tier]))
+            yield _Case(split, traffic, name, ALL_TIERS), _Outcome(loaded.collisions(), contention.slowdowns())
 
 
 def _load_row(split: bool, num_flows: int, design: Design) -> dict[str, Any]:
@@ -239,8 +239,8 @@ def _load_row(split: bool, num_flows: int, design: Design) -> dict[str, Any]:
     }
 
 
-def _simulated_row(case: _Case, found: list[_Found]) -> dict[str, Any]:
-    seeds = [one.collisions for one in found]
+def _simulated_row(case: _Case, outcomes: list[_Outcome]) -> dict[str, Any]:
+    seeds = [one.collisions for one in outcomes]
     return {
         **_case_columns(case, "simulated"),
         "seeds": len(seeds),
@@ -251,8 +251,8 @@ def _simulated_row(case: _Case, found: list[_Found]) -> dict[str, Any]:
         "overloaded_share": statistics.fmean(one.num_overloaded / max(one.num_links, 1) for one in seeds),
         "utilisation": statistics.fmean(one.utilisation for one in seeds),
         "max_utilisation": max(one.max_utilisation for one in seeds),
-        "slowdown": statistics.fmean(one.slowdown[0] for one in found),
-        "max_slowdown": max(one.slowdown[1] for one in found),
+        "slowdown": statistics.fmean(one.slowdown[0] for one in outcomes),
+        "max_slowdown": max(one.slowdown[1] for one in outcomes),
         **_mean_and_std("collision_share", [one.share for one in seeds]),
         **_mean_and_std("excess", [one.excess for one in seeds]),
     }

@@ -1,6 +1,6 @@
-"""How collisions are distributed: how many links of a tier carry how much, and how many of a ToR's flows collide.
+"""Distribution of collisions: links of a tier by what they carry, and ToRs by how many of their flows collide.
 
-Counted over several loads (seeds), apart for each design, traffic and hash. Left out: means (compare).
+Counted over several loads (seeds), apart for each design, traffic and hash. Not covered: means (compare).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EDGES = np.array([0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0]) * (1 + TOLER
 
 
 class Case(NamedTuple):
-    """What a load was of."""
+    """Case that a load belongs to."""
 
     split: bool
     traffic: str
@@ -66,10 +66,10 @@ class Distribution:
         ]
 
     def tor_rows(self) -> Rows:
-        """ToRs by how many of their flows are in collision on an uplink, of all seeds together."""
+        """Count ToRs by how many of their flows are in collision on an uplink, of all seeds together."""
         rows: Rows = []
-        for case, found in self._tors.items():
-            counts = np.concatenate(found)
+        for case, colliding in self._tors.items():
+            counts = np.concatenate(colliding)
             values, times = np.unique(counts, return_counts=True)
             rows += [
                 {**case._asdict(), "flows_in_collision": int(value), "tors": int(number), "share": number / len(counts)}
@@ -79,7 +79,7 @@ class Distribution:
 
 
 def link_uses(loaded: Load) -> NDArray[np.int64]:
-    """How many links of each tier (rows) are used how much (columns, `USES`)."""
+    """Count the links of each tier (rows) by how much they are used (columns, `USES`)."""
     counts = np.zeros((len(Tier), len(USES)), dtype=np.int64)
     for tier in Tier:
         span = loaded.fabric.tier_links(tier)
@@ -89,7 +89,7 @@ def link_uses(loaded: Load) -> NDArray[np.int64]:
 
 
 def colliding_of_tors(flows: Flows, loaded: Load) -> Ints:
-    """Of each ToR that sends flows to others: how many of them are on an uplink with more demand than capacity."""
+    """Count, for each ToR that sends flows to others, those on an uplink with more demand than capacity."""
     link = loaded.paths[:, Tier.TOR_SPINE]
     leaves = link != NO_LINK
     tor = loaded.fabric.tor_of(flows.src_nic)[leaves]

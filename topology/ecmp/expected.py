@@ -2,7 +2,7 @@
 
 A flow's way to its spine and on to a core switch is uniform over all uplinks of its pod, so each tier is one draw: over
 a ToR's uplinks, or over a pod's. The load of one link is then a sum of binomials, one for each rate among the flows;
-only loads up to the link's capacity are followed, for what lies above is the rest. Left out: a flow in collision on any
+only loads up to the link's capacity are followed, for what lies above is the rest. Omitted: a flow in collision on any
 tier of its path, for the tiers of one path are not independent.
 """
 
@@ -122,9 +122,9 @@ def _groups(fabric: Clos, tier: Tier, flows: Flows) -> tuple[Ints, NDArray[np.bo
 
 
 def _fitting(kinds: tuple[tuple[int, float], ...], num_links: int, link_bps: float) -> tuple[float, float, float]:
-    """Of one link: P(X <= c), E[N; X <= c] and E[X; X <= c], for N flows of demand X, kinds as (flows, rate).
+    """Return one link's P(X <= c), E[N; X <= c] and E[X; X <= c], for N flows of demand X, kinds as (flows, rate).
 
-    Loads are told apart in steps of c. Each kind's load is rounded down to them, so that what fills a link exactly is
+    Loads are distinguished in steps of c. Each kind's load is rounded down to them: what fills a link exactly is
     never taken for more; the moments are of the loads themselves.
     """
     state = np.zeros((3, _STEPS + 1))  # a row each for the chance, the flows and the demand, by load

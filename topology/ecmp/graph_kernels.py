@@ -30,7 +30,7 @@ def search(start, links, link_dst, is_switch, roots, distance):  # type: ignore[
 
 
 @numba.njit(cache=True)
-def _wanted(start, links, link_dst, is_switch, reach, node, dst):  # type: ignore[no-untyped-def]
+def _next_reach(start, links, link_dst, is_switch, reach, node, dst):  # type: ignore[no-untyped-def]
     """Distance that the next hop must have: -1 the destination itself, -2 there is no way."""
     best = FAR
     for position in range(start[node], start[node + 1]):
@@ -43,8 +43,8 @@ def _wanted(start, links, link_dst, is_switch, reach, node, dst):  # type: ignor
 
 
 @numba.njit(cache=True)
-def _leads(is_switch, reach, near, dst, wanted):  # type: ignore[no-untyped-def]
-    return near == dst if wanted == -1 else wanted >= 0 and is_switch[near] and reach[near] == wanted
+def _leads(is_switch, reach, near, dst, next_reach):  # type: ignore[no-untyped-def]
+    return near == dst if next_reach == -1 else next_reach >= 0 and is_switch[near] and reach[near] == next_reach
 
 
 @numba.njit(cache=True)
@@ -52,8 +52,8 @@ def hops(start, links, link_dst, is_switch, distance, key, src, dst):  # type: i
     hops = np.zeros(len(src), np.int64)
     for flow in range(len(src)):
         if src[flow] != dst[flow]:
-            wanted = _wanted(start, links, link_dst, is_switch, distance[key[flow]], src[flow], dst[flow])
-            hops[flow] = wanted + 2 if wanted >= -1 else -1
+            next_reach = _next_reach(start, links, link_dst, is_switch, distance[key[flow]], src[flow], dst[flow])
+            hops[flow] = next_reach + 2 if next_reach >= -1 else -1
     return hops
 
 
@@ -65,10 +65,10 @@ def groups(start, links, link_dst, is_switch, distance, key, nodes, dst):  # typ
         node, reach = nodes[flow], distance[key[flow]]
         if node == dst[flow]:
             continue
-        wanted = _wanted(start, links, link_dst, is_switch, reach, node, dst[flow])
+        next_reach = _next_reach(start, links, link_dst, is_switch, reach, node, dst[flow])
         for position in range(start[node], start[node + 1]):
             near = link_dst[links[position]]
-            if _leads(is_switch, reach, near, dst[flow], wanted):
+            if _leads(is_switch, reach, near, dst[flow], next_reach):
                 sizes[flow] += 1
                 if first[flow] == -1:
                     first[flow] = near
@@ -82,11 +82,11 @@ def pick(start, links, link_dst, is_switch, distance, key, nodes, dst, choice): 
         node, reach = nodes[flow], distance[key[flow]]
         if node == dst[flow]:
             continue
-        wanted = _wanted(start, links, link_dst, is_switch, reach, node, dst[flow])
+        next_reach = _next_reach(start, links, link_dst, is_switch, reach, node, dst[flow])
         left = choice[flow]
         for position in range(start[node], start[node + 1]):
             near = link_dst[links[position]]
-            if _leads(is_switch, reach, near, dst[flow], wanted):
+            if _leads(is_switch, reach, near, dst[flow], next_reach):
                 if left == 0:
                     picked[flow] = links[position]
                     break
@@ -95,17 +95,17 @@ def pick(start, links, link_dst, is_switch, distance, key, nodes, dst, choice): 
 
 
 @numba.njit(cache=True)
-def _share(start, links, link_dst, is_switch, reach, node, dst, amount, held, totals):  # type: ignore[no-untyped-def]
-    """Split what stands at `node` evenly over its next-hop set; False where that set is empty."""
-    wanted = _wanted(start, links, link_dst, is_switch, reach, node, dst)
+def _share(start, links, link_dst, is_switch, reach, node, dst, amount, amount_at, totals):  # type: ignore[no-untyped-def]
+    """Split the amount at `node` evenly over its next-hop set; False where that set is empty."""
+    next_reach = _next_reach(start, links, link_dst, is_switch, reach, node, dst)
     size = 0
     for position in range(start[node], start[node + 1]):
-        size += _leads(is_switch, reach, link_dst[links[position]], dst, wanted)
+        size += _leads(is_switch, reach, link_dst[links[position]], dst, next_reach)
     for position in range(start[node], start[node + 1]):
         near = link_dst[links[position]]
-        if _leads(is_switch, reach, near, dst, wanted):
+        if _leads(is_switch, reach, near, dst, next_reach):
             totals[links[position]] += amount / size
-            held[near] += amount / size
+            amount_at[near] += amount / size
     return size > 0
 
 
@@ -115,20 +115,20 @@ def spread(start, links, link_dst, is_switch, reach, roots, order, src, dst, amo
 
     `order` holds the switches above the roots, farthest first, so that a switch is emptied once it is full.
     """
-    held = np.zeros(len(is_switch))
+    amount_at = np.zeros(len(is_switch))
     arrived = np.zeros(len(is_switch))
     for flow in range(len(src)):
-        before = held[dst[flow]]
-        if _share(start, links, link_dst, is_switch, reach, src[flow], dst[flow], amounts[flow], held, totals):
-            arrived[dst[flow]] += amounts[flow] if held[dst[flow]] == before else 0.0
+        before = amount_at[dst[flow]]
+        if _share(start, links, link_dst, is_switch, reach, src[flow], dst[flow], amounts[flow], amount_at, totals):
+            arrived[dst[flow]] += amounts[flow] if amount_at[dst[flow]] == before else 0.0
     for node in order:
-        if held[node] > 0:
-            _share(start, links, link_dst, is_switch, reach, node, -1, held[node], held, totals)
+        if amount_at[node] > 0:
+            _share(start, links, link_dst, is_switch, reach, node, -1, amount_at[node], amount_at, totals)
     for flow in range(len(src)):
         for root in roots:
-            amount = arrived[dst[flow]] if len(roots) == 1 else held[root]
+            amount = arrived[dst[flow]] if len(roots) == 1 else amount_at[root]
             if amount > 0:
-                _share(start, links, link_dst, is_switch, reach, root, dst[flow], amount, held, totals)
+                _share(start, links, link_dst, is_switch, reach, root, dst[flow], amount, amount_at, totals)
             if len(roots) > 1:
-                held[root] = 0.0
+                amount_at[root] = 0.0
         arrived[dst[flow]] = 0.0

@@ -1,7 +1,7 @@
-"""What hashed flows do to any fabric, a user's own: load, collisions, fair rates and bottlenecks, as for a `Clos`.
+"""Effect of hashed flows on any fabric, a user's own: load, collisions, fair rates and bottlenecks, as for a `Clos`.
 
 A tier is a pair of heights over the hosts (`host-switch1`, `switch1-switch2`, ...), each direction by itself. A host
-node is a NIC: it shares the rate of its links evenly among the flows that it sends or receives. Left out: spraying and
+node is a NIC: it shares the rate of its links evenly among the flows that it sends or receives. Omitted: spraying and
 adaptive choice, routing other than ECMP over shortest paths, and (but in `times`) starts: all flows run together.
 """
 
@@ -39,7 +39,7 @@ class GraphLoad:
     """Flows on their paths over a graph, whose hosts they name by node id.
 
     Args:
-        paths: link ids, shape (num_flows, most hops), NO_LINK behind a path's end.
+        paths: link ids, shape (num_flows, most hops), NO_LINK after a path's end.
         flow_bps, link_bps: what each flow asks for, and the demand on each link.
         rates, free: max-min fair rates, and those that hold if only the flows' first and last links bounded them.
     """
@@ -87,26 +87,26 @@ class GraphLoad:
         return (float(slowdown.mean()), float(slowdown.max())) if len(slowdown) else (1.0, 1.0)
 
     def times(self, resolution: float = 1e-2) -> dict[str, float]:
-        """As `contention.Contention.times`."""
+        """Return seconds as `contention.Contention.times` does."""
         return times(self.rates, self.free, self.flows, resolution)
 
     def bottlenecks(self, most: int = 10) -> Rows:
-        """The links between switches that hold most flows back, worst first, and which flows share them."""
-        held = np.bincount(self.rates.bottleneck, minlength=self.graph.num_links) * self.tiers()[ALL_TIERS]
+        """Return the links between switches that hold most flows back, worst first, and which flows share them."""
+        num_held_back = np.bincount(self.rates.bottleneck, minlength=self.graph.num_links) * self.tiers()[ALL_TIERS]
         start, members = flows_on_links(self.paths, self.graph.num_links)
-        order = np.argsort(-held, kind="stable")[:most].tolist()
-        return [self._bottleneck(link, members[start[link] : start[link + 1]]) for link in order if held[link]]
+        order = np.argsort(-num_held_back, kind="stable")[:most].tolist()
+        return [self._bottleneck(link, members[start[link] : start[link + 1]]) for link in order if num_held_back[link]]
 
     def _bottleneck(self, link: int, flows: Ints) -> dict[str, Any]:
-        held, names = flows[self.rates.bottleneck[flows] == link], self.graph.names
+        held_back, names = flows[self.rates.bottleneck[flows] == link], self.graph.names
         first = flows[:_SHOWN_FLOWS].tolist()
         ends = zip(self.flows.src_nic[first].tolist(), self.flows.dst_nic[first].tolist(), strict=True)
         return {
             "link": link,
             "tier": str(self.wires.tier[link]),
             "flows": len(flows),
-            "held_back": len(held),
-            "fair_bps": float(self.rates.flow_bps[held].max()),
+            "held_back": len(held_back),
+            "fair_bps": float(self.rates.flow_bps[held_back].max()),
             "slowdown": float(self.slowdown[flows].max()),
             "first_flows": first,
             "from": str(self.wires.src[link]),
@@ -142,7 +142,7 @@ def load_graph(
     if len(lost):
         ends = " to ".join(graph.names[nic[lost[0]]] for nic in (flows.src_nic, flows.dst_nic))
         rule = f"{len(lost)} of {len(flows)} flows have no path in this fabric: the first from {ends}"
-        raise ConfigError("--flows", None, rule, "leave them out, or mend the fabric")
+        raise ConfigError("--flows", None, rule, "leave them out, or fix the fabric")
     ecmp = Ecmp(name, headers(graph, flows, seed), seed, fields=fields)
     paths = routes.route(flows.src_nic, flows.dst_nic, by_ecmp(ecmp))
     demand = demand_bps(graph, flows)
@@ -161,7 +161,7 @@ def load_graph(
 
 
 def demand_bps(graph: Graph, flows: Flows) -> Floats:
-    """What each flow asks for: the rate of its host's links over the flows there, at the fuller of its two ends."""
+    """Return each flow's demand: the rate of its host's links over the flows there, at the fuller of its two ends."""
     bps = np.bincount(graph.link_src, weights=graph.link_bps, minlength=graph.num_nodes)
     shares = [bps[nic] / np.bincount(nic, minlength=graph.num_nodes)[nic] for nic in (flows.src_nic, flows.dst_nic)]
     return np.asarray(np.minimum(*shares))
@@ -189,7 +189,7 @@ def graph_rows(
 
 
 def _row(name: str, tier: str, links: NDArray[np.bool_], loads: Sequence[GraphLoad]) -> dict[str, Any]:
-    found = [loaded.collisions(links) for loaded in loads]
+    collisions = [loaded.collisions(links) for loaded in loads]
     slowdowns = [loaded.slowdowns(links) for loaded in loads]
     return {
         "traffic": FROM_FILE,
@@ -197,16 +197,16 @@ def _row(name: str, tier: str, links: NDArray[np.bool_], loads: Sequence[GraphLo
         "tier": tier,
         "source": "simulated",
         "seeds": len(loads),
-        "links": found[0].num_links,
-        "flows": statistics.fmean(one.num_flows for one in found),
-        "collisions": statistics.fmean(one.num_colliding for one in found),
-        "overloaded_links": statistics.fmean(one.num_overloaded for one in found),
-        "utilisation": statistics.fmean(one.utilisation for one in found),
-        "max_utilisation": max(one.max_utilisation for one in found),
+        "links": collisions[0].num_links,
+        "flows": statistics.fmean(one.num_flows for one in collisions),
+        "collisions": statistics.fmean(one.num_colliding for one in collisions),
+        "overloaded_links": statistics.fmean(one.num_overloaded for one in collisions),
+        "utilisation": statistics.fmean(one.utilisation for one in collisions),
+        "max_utilisation": max(one.max_utilisation for one in collisions),
         "slowdown": statistics.fmean(mean for mean, _ in slowdowns),
         "max_slowdown": max(worst for _, worst in slowdowns),
-        **_mean_and_std("collision_share", [one.share for one in found]),
-        **_mean_and_std("excess", [one.excess for one in found]),
+        **_mean_and_std("collision_share", [one.share for one in collisions]),
+        **_mean_and_std("excess", [one.excess for one in collisions]),
     }
 
 

@@ -24,7 +24,7 @@ Distances = NDArray[np.int16]
 
 
 class Step(NamedTuple):
-    """One hop of all flows, arrays of one length; a flow that has arrived stands in a group of one.
+    """One hop of all flows, arrays of one length; a flow that has arrived is in a group of one.
 
     `level` is the height of `node` over the hosts; `upward` says whether the next hop is higher.
     """
@@ -62,7 +62,7 @@ class Routes:
         return np.asarray(hops)
 
     def groups(self, node: Ints, dst: Ints) -> tuple[Ints, Ints]:
-        """Size of each flow's next-hop set at `node`, and the node behind its first member (or -1)."""
+        """Size of each flow's next-hop set at `node`, and the node that its first member leads to (or -1)."""
         sizes, first = kernels.groups(
             self._start, self._links, self.graph.link_dst, self._switch, self._distance, self.key[dst], node, dst
         )
@@ -79,7 +79,7 @@ class Routes:
         return sizes, self._pick(np.repeat(node, sizes), np.repeat(dst, sizes), place)
 
     def route(self, src: Ints, dst: Ints, choose: Choose | Ints) -> Ints:
-        """Link ids, shape (num_flows, most hops), NO_LINK behind a path's end and all along where there is no path.
+        """Return link ids, shape (num_flows, most hops), NO_LINK after a path's end and where there is no path.
 
         Args:
             src, dst: hosts; no flow may end where it begins.
@@ -168,9 +168,9 @@ def by_ecmp(ecmp: Ecmp) -> Choose:
         )
         picked = np.zeros(len(step.node), dtype=np.int64)
         cases = np.unique(np.stack([stage, step.group_size])[:, step.group_size > 1], axis=1)
-        for wanted, size in cases.T.tolist():
-            here = (stage == wanted) & (step.group_size == size)
-            picked[here] = ecmp.choose(Stage(wanted), step.node, size)[here]
+        for number, size in cases.T.tolist():
+            here = (stage == number) & (step.group_size == size)
+            picked[here] = ecmp.choose(Stage(number), step.node, size)[here]
         return picked
 
     return choose

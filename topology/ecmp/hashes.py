@@ -1,7 +1,7 @@
 """The hash functions that switches and simulators use, over whole arrays of messages.
 
 CRCs are given by the parameters of the catalogues and checked against the published value of "123456789"; murmur3 is
-the 32-bit variant that network simulators take (x86_32); SplitMix64 stands for an ideal hash. Left out: which fields a
+the 32-bit variant that network simulators take (x86_32); SplitMix64 stands for an ideal hash. Omitted: which fields a
 switch hashes, and which next hop it takes (hashing).
 """
 
@@ -67,10 +67,10 @@ def xor16(message: NDArray[np.uint8]) -> Words32:
     return np.asarray(low | high << np.uint32(8))
 
 
-def murmur3(words: Iterable[Words32], seed: Words32) -> Words32:
-    """MurmurHash3 x86_32 (Appleby, public domain) of messages of 32-bit little-endian words, one array a word."""
+def murmur3(message: Iterable[Words32], seed: Words32) -> Words32:
+    """Compute MurmurHash3 x86_32 (Appleby, public domain) of 32-bit little-endian words, one array a word."""
     state, num_bytes = seed.astype(np.uint32), 0
-    for word in words:
+    for word in message:
         scrambled = _rotate_left(word.astype(np.uint32) * np.uint32(0xCC9E_2D51), 15) * np.uint32(0x1B87_3593)
         state = _rotate_left(state ^ scrambled, 13) * np.uint32(5) + np.uint32(0xE654_6B64)
         num_bytes += 4
@@ -80,12 +80,12 @@ def murmur3(words: Iterable[Words32], seed: Words32) -> Words32:
     return np.asarray(state ^ state >> np.uint32(16))
 
 
-def mix64(words: Words) -> Words:
-    """SplitMix64 of each word (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
-    words = words + _GOLDEN
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
-    return words ^ (words >> np.uint64(31))
+def mix64(values: Words) -> Words:
+    """SplitMix64 of each value (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
+    values = values + _GOLDEN
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def rotate_right(hashed: Words32, offset: int, width: int) -> Words:
@@ -95,5 +95,5 @@ def rotate_right(hashed: Words32, offset: int, width: int) -> Words:
     return turned & np.uint64((1 << width) - 1)
 
 
-def _rotate_left(words: Words32, offset: int) -> Words32:
-    return np.asarray(words << np.uint32(offset) | words >> np.uint32(32 - offset))
+def _rotate_left(values: Words32, offset: int) -> Words32:
+    return np.asarray(values << np.uint32(offset) | values >> np.uint32(32 - offset))

@@ -4,7 +4,7 @@
 `crc32c_low`, `crc32c_high` and `xor16` are what switching chips compute (Broadcom RTAG7: a function of 16-bit header
 bins and a seed, rotated right by an offset, then modulo); `crc32c` takes both halves; `murmur3` is the ns-3 HPCC
 simulator's. CRC and XOR are linear: another seed changes every hash by the same XOR, so with the seed alone the flows
-that one uplink carried to a spine all leave it by one uplink (polarisation); hence an offset a stage. Left out: the bin
+that one uplink carried to a spine all leave it by one uplink (polarisation); hence an offset a stage. Omitted: the bin
 order of real chips, which is not public, and what is no hash (balance).
 """
 
@@ -116,7 +116,7 @@ class Headers:
         return np.broadcast_to(np.asarray(known[name], dtype=np.uint32), len(self)).astype(np.uint32)
 
     def to_bins(self, fields: Sequence[Field] = FIVE_TUPLE) -> NDArray[np.uint8]:
-        """The fields as RTAG7 takes them, little-endian, shape (num_flows, 24); fields left out are 0."""
+        """The fields as RTAG7 takes them, little-endian, shape (num_flows, 24); fields not taken are 0."""
         bins = np.zeros((len(self), _NUM_BINS), dtype="<u2")
         for name, first in _WIDE_BINS.items():
             if name in fields:
@@ -128,13 +128,13 @@ class Headers:
         return bins.view(np.uint8).reshape(len(self), 2 * _NUM_BINS)
 
     def to_words(self, fields: Sequence[Field] = FIVE_TUPLE) -> list[Words32]:
-        """The fields as the ns-3 simulator takes them: addresses, then both ports in one word, then the QP."""
+        """Return the fields as the ns-3 simulator takes them: addresses, then both ports in one word, then the QP."""
         none = np.zeros(len(self), dtype=np.uint32)
         source, target, sport, dport = (
             self.field(name) if name in fields else none for name in ("src_ip", "dst_ip", "src_port", "dst_port")
         )
-        words = [source, target, sport | dport << np.uint32(16)]
-        return [*words, self.field("dst_qpn")] if "dst_qpn" in fields else words
+        message = [source, target, sport | dport << np.uint32(16)]
+        return [*message, self.field("dst_qpn")] if "dst_qpn" in fields else message
 
 
 class Ecmp:
@@ -181,8 +181,8 @@ class Ecmp:
         elif name == "xor16":
             self._register = xor16(_bins(headers, fields, preprocess))
         else:
-            self._words = headers.to_words(fields)
-            self._mixed = _mix_all(self._words)
+            self._message = headers.to_words(fields)
+            self._mixed = _mix_all(self._message)
 
     def choose(self, stage: Stage, switch: NDArray[np.int64], group_size: int) -> NDArray[np.int64]:
         """The member (0..group_size-1) that each flow takes at its switch (a node id); groups need no power of two."""
@@ -193,10 +193,10 @@ class Ecmp:
         return group_size - 1 - member if self._name == "murmur3" else member
 
     def hashed(self, stage: Stage, switch: NDArray[np.int64]) -> Words:
-        """What a switch takes modulo its group, after its rotation."""
+        """Return the value that a switch takes modulo its group, after its rotation."""
         if self._name == "murmur3":
             seeds = (switch if self._per_switch else np.zeros_like(switch)) + self._seed
-            return murmur3(self._words, (seeds & 0xFFFF_FFFF).astype(np.uint32)).astype(np.uint64)
+            return murmur3(self._message, (seeds & 0xFFFF_FFFF).astype(np.uint32)).astype(np.uint64)
         seeds64 = self._switch_seeds(switch)
         if self._name == "random":
             return mix64(self._mixed ^ seeds64)
@@ -239,8 +239,8 @@ def _bins(headers: Headers, fields: Sequence[Field], preprocess: bool) -> NDArra
     return message
 
 
-def _mix_all(words: Sequence[Words32]) -> Words:
-    mixed = np.zeros(len(words[0]), dtype=np.uint64)
-    for word in words:
+def _mix_all(message: Sequence[Words32]) -> Words:
+    mixed = np.zeros(len(message[0]), dtype=np.uint64)
+    for word in message:
         mixed = mix64(mixed ^ word)
     return mixed

@@ -5,7 +5,7 @@ capacity over total demand). Sharing a link alone is no collision. Between switc
 NICs, of the fuller one, so that what collides there collides by ECMP; on the NICs' own links it asks for its sender's
 share alone, so that many who send to one NIC collide on that NIC's downlink (incast). Evaluate flows that run at one
 time together, such as both directions of the pipeline, and phases that follow one another apart: two phases in one load
-would each get half of every NIC. Left out: starts, and the rate that the flows then reach (both in contention).
+would each get half of every NIC. Not covered: starts, and the rate that the flows then reach (both in contention).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Collisions:
-    """What stands on a set of links; shares are 0 where no flow crosses them.
+    """Collisions on a set of links; shares are 0 where no flow crosses them.
 
     Args:
         num_flows: flows that cross at least one of the links.
@@ -111,7 +111,7 @@ def place(fabric: Clos, flows: Flows, paths: Ints) -> Load:
 
 
 def demand_bps(fabric: Clos, flows: Flows) -> Floats:
-    """What each flow asks for between switches: its NIC's rate over the flows there, at the fuller of its two ends."""
+    """Return each flow's demand between switches: its NIC's rate over the flows there, at its fuller end."""
     sending = np.bincount(flows.src_nic, minlength=fabric.design.num_nics)
     receiving = np.bincount(flows.dst_nic, minlength=fabric.design.num_nics)
     return fabric.design.nic_bps / np.maximum(sending[flows.src_nic], receiving[flows.dst_nic])

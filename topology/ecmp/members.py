@@ -1,7 +1,7 @@
-"""How evenly the members of every ECMP group are used: actual against expected share.
+"""Use of the members of every ECMP group: actual against expected share.
 
 A group is what a switch chooses among: all uplinks of a ToR or spine, or the parallel links down to one switch. An
-ideal hash gives each of m members 1/m; n equal flows then deviate by sqrt((m - 1) / n) of that (binomial). Left out:
+ideal hash gives each of m members 1/m; n equal flows then deviate by sqrt((m - 1) / n) of that (binomial). Not covered:
 groups that no flow meets, and sprayed packets, whose every group is even.
 """
 
@@ -37,7 +37,7 @@ class Members:
 
     @property
     def expected(self) -> float:
-        """What each member should carry."""
+        """Share that each member should carry."""
         return 1 / int(self.share.shape[1])
 
     @property
@@ -62,11 +62,11 @@ class Members:
 
 
 def members(loaded: Load) -> list[Members]:
-    """Every tier whose links are chosen, but those whose groups have one member; none where packets are sprayed."""
+    """Return tiers whose links are chosen, but those with groups of one member; none where packets are sprayed."""
     if loaded.pool_bps is not None:
         return []
-    found = [_tier_members(loaded, tier) for tier in ECMP_TIERS]
-    return [each for each in found if each.share.shape[1] > 1]
+    tiers = [_tier_members(loaded, tier) for tier in ECMP_TIERS]
+    return [each for each in tiers if each.share.shape[1] > 1]
 
 
 def _tier_members(loaded: Load, tier: Tier) -> Members:

@@ -1,7 +1,7 @@
 """The links that each flow crosses: up by ECMP as far as it must, down by the one way there is.
 
 In a CLOS the way down is fixed but for parallel links between the same two switches; the upper switch hashes over
-those too. Left out: failed links, weighted groups, and packets of one flow on different paths.
+those too. Not covered: failed links, weighted groups, and packets of one flow on different paths.
 """
 
 from __future__ import annotations

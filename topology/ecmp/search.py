@@ -1,8 +1,8 @@
-"""What cures polarisation and lowers collisions: switch seeds, offsets, queue pairs a connection, UDP source ports.
+"""Remedies for polarisation and collisions: switch seeds, offsets, queue pairs a connection, UDP source ports.
 
 Seeds, offsets and queue pairs are tried on a grid; ports are planned flow by flow, each the one of its candidates that
 adds least to the squared utilisation of its path, in a few rounds. A plan holds for the hash, the seeds and the fabric
-it was made for: on real switches those must be read off first. Left out: ports that stay good under failures.
+it was made for: on real switches those must be read off first. Not covered: ports that stay good under failures.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def search_knobs(
     qps: Sequence[int] = (1, 2, 4),
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Every combination of switch seed, offsets and queue pairs a connection; least excess first.
+    """Try every combination of switch seed, offsets and queue pairs a connection; least excess first.
 
     `offsets` of a row says whether any stage has one, `offset_bits` which.
 
@@ -143,8 +143,8 @@ def search_knobs(
         row: dict[str, Any] = {"hash": name, "seed": seed, "offsets": any(vector), "qps": pairs}
         row |= {"offset_bits": " ".join(map(str, vector)), "time_bound_s": step.time_bound_s}
         for phase in step.phases:
-            found = phase.collisions
-            row[f"{phase.name}_collision_share"], row[f"{phase.name}_excess"] = found.share, found.excess
+            collisions = phase.collisions
+            row[f"{phase.name}_collision_share"], row[f"{phase.name}_excess"] = collisions.share, collisions.excess
             row[f"{phase.name}_core_links_used"] = members_used(fabric, phase.load, Tier.SPINE_CORE)
         row["excess"] = max((phase.collisions.excess for phase in step.phases), default=0.0)
         rows.append(row)
@@ -175,7 +175,7 @@ def members_used(fabric: Clos, load: Load, tier: Tier) -> float:
 
 
 def plan_summary(plan: PortPlan) -> dict[str, Any]:
-    """Before and after in one row."""
+    """Return figures before and after in one row."""
     before, after = plan.before.collisions(), plan.after.collisions()
     return {
         "queue_pairs": len(plan.flows),
@@ -185,12 +185,16 @@ def plan_summary(plan: PortPlan) -> dict[str, Any]:
     }
 
 
-def _figures(found: Collisions) -> dict[str, float]:
-    return {"collision_share": found.share, "excess": found.excess, "max_utilisation": found.max_utilisation}
+def _figures(collisions: Collisions) -> dict[str, float]:
+    return {
+        "collision_share": collisions.share,
+        "excess": collisions.excess,
+        "max_utilisation": collisions.max_utilisation,
+    }
 
 
 def _ordinal(flows: Flows) -> Ints:
-    """Which of the queue pairs between the same two NICs for the same purpose, from 0."""
+    """Number the queue pairs between the same two NICs for the same purpose, from 0."""
     keys = np.stack([flows.src_nic, flows.dst_nic, flows.kind.astype(np.int64)])
     order = np.lexsort(keys[::-1])
     ordered = keys[:, order]
@@ -234,7 +238,7 @@ def _add(use: Floats, path: Ints, amount: float, link_bps: Floats) -> None:
 
 @numba.njit(cache=True)
 def _cost(use: Floats, path: Ints, amount: float, link_bps: Floats) -> float:
-    """What the flow adds to the sum of squared utilisations."""
+    """Return the flow's addition to the sum of squared utilisations."""
     cost = 0.0
     for link in path:
         if link >= 0:

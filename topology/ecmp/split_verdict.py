@@ -3,7 +3,7 @@
 Three definitions: *in collision*, the share of flows on an uplink whose demand exceeds its capacity (ours); *excess*,
 the demand above capacity over total demand; *sharing*, the share of flows that share an uplink at all, which others
 call a collision. Each at rising load (part of a ToR's NICs send at full rate to other ToRs), in closed form for an
-ideal hash and simulated for the hashes of switches. "Halves" is a ratio of at most a half. Left out: downlinks.
+ideal hash and simulated for the hashes of switches. "Halves" is a ratio of at most a half. Not covered: downlinks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Stretch = tuple[float, float]
 
 
 class Claim(NamedTuple):
-    """What the split does to one definition under one hash: the stretches of load where it halves, lowers, raises it.
+    """Effect of the split on one definition under one hash: the stretches of load where it halves, lowers, raises it.
 
     Between the loads that were tried the ratio is taken to be a straight line, so that a stretch ends where the line
     crosses a half, or one. `last` is the ratio at the highest load; None where nothing collides there without split.
@@ -58,12 +58,12 @@ class Claim(NamedTuple):
     def words(self) -> str:
         """`halved up to 36% load, lowered from 36% load; x0.94 at full load`."""
         named = (("halved", self.halves), ("lowered", self.lowers), ("raised", self.raises))
-        found = sorted((low, high, verb) for verb, stretches in named for low, high in stretches)
-        parts = [f"{verb} {self._where((low, high))}" for low, high, verb in found]
-        if len(found) == 2 and math.isclose(found[0][1], found[1][0]):
-            parts[1] = f"{found[1][2]} above"
-        said = ", ".join(parts) or "unchanged at every load"
-        return said if self.last is None else f"{said}; x{self.last:.2f} at {_load(self.last_load)}"
+        effects = sorted((low, high, verb) for verb, stretches in named for low, high in stretches)
+        parts = [f"{verb} {self._where((low, high))}" for low, high, verb in effects]
+        if len(effects) == 2 and math.isclose(effects[0][1], effects[1][0]):
+            parts[1] = f"{effects[1][2]} above"
+        text = ", ".join(parts) or "unchanged at every load"
+        return text if self.last is None else f"{text}; x{self.last:.2f} at {_load(self.last_load)}"
 
     @property
     def has_effect(self) -> bool:
@@ -76,13 +76,13 @@ class Claim(NamedTuple):
         return self.halves[0][1] if self.halves and self.halves[0][0] <= self.first_load else None
 
     def row(self) -> dict[str, Any]:
-        """For a table: one line of texts and numbers."""
+        """Return a line of texts and numbers for a table."""
         stretches = {"halved_at": self.halves, "lowered_at": self.lowers, "raised_at": self.raises}
         return {
             "definition": self.definition,
             "hash": self.hash_name,
             "source": self.source,
-            **{key: " and ".join(self._where(one) for one in found) for key, found in stretches.items()},
+            **{key: " and ".join(self._where(one) for one in ranges) for key, ranges in stretches.items()},
             "ratio_at_last_load": self.last,
             "last_load": self.last_load,
         }
@@ -113,8 +113,8 @@ def simulated(
     loads: Sequence[float] = LOADS,
     progress: Progress | None = None,
 ) -> list[Row]:
-    """The same of real hashes on the ToR uplinks, means over the seeds; every ToR has exactly its load of senders."""
-    found: dict[tuple[bool, HashName, float], list[Row]] = {}
+    """Return the same of real hashes on the ToR uplinks, means over the seeds; each ToR has its load of senders."""
+    rows_of_case: dict[tuple[bool, HashName, float], list[Row]] = {}
     points = [(seed, share) for seed in seeds for share in loads]
     for done, (seed, share) in enumerate(points, start=1):
         flows = partial_load(fabrics[True], share, seed)
@@ -122,7 +122,7 @@ def simulated(
         for name in hashes:
             ecmp = Ecmp(name, tuples, seed)
             for split, fabric in fabrics.items():
-                found.setdefault((split, name, share), []).append(_uplinks(fabric, flows, ecmp))
+                rows_of_case.setdefault((split, name, share), []).append(_uplinks(fabric, flows, ecmp))
         if progress:
             progress(done, len(points), f"seed {seed}, load {share:.0%}")
     return [
@@ -134,28 +134,28 @@ def simulated(
             "seeds": len(rows),
             **{key: statistics.fmean(row[key] for row in rows) for key in rows[0]},
         }
-        for (split, name, share), rows in found.items()
+        for (split, name, share), rows in rows_of_case.items()
     ]
 
 
 def partial_load(fabric: Clos, share: float, seed: int) -> Flows:
-    """A permutation of which `share` of each ToR's NICs send, drawn by seed; receivers stay as they fall."""
+    """Return a permutation of which `share` of each ToR's NICs send, drawn by seed; receivers stay as they fall."""
     flows = permutation(fabric, seed)
-    wanted = round(share * fabric.design.nics_per_tor)
+    senders = round(share * fabric.design.nics_per_tor)
     tor = fabric.tor_of(flows.src_nic)
     shuffled = np.random.default_rng([seed, 2]).permutation(len(flows))
     by_tor = shuffled[np.argsort(tor[shuffled], kind="stable")]
     start = np.searchsorted(tor[by_tor], np.arange(fabric.design.num_tors))
     place = np.arange(len(flows)) - start[tor[by_tor]]
-    return flows.where(np.sort(by_tor[place < wanted]))
+    return flows.where(np.sort(by_tor[place < senders]))
 
 
 def ratios(rows: Sequence[Row]) -> list[Row]:
-    """With the split over without it: a row for each definition, hash and load; None where there is none without."""
+    """Return ratios, split over no split: a row a definition, hash and load; None where nothing collides without."""
     cells = {(row["hash"], row["load"], row["split"]): row for row in rows}
     return [
         {
-            "definition": words,
+            "definition": definition,
             "hash": name,
             "load": share,
             "source": row["source"],
@@ -163,18 +163,18 @@ def ratios(rows: Sequence[Row]) -> list[Row]:
             "with": row[key],
             "ratio": row[key] / without[key] if without[key] else None,
         }
-        for key, words in DEFINITIONS.items()
+        for key, definition in DEFINITIONS.items()
         for (name, share, split), row in cells.items()
         if split and (without := cells[name, share, False])
     ]
 
 
-def claims(found: Sequence[Row]) -> list[Claim]:
-    """The verdict of each definition and hash, from `ratios`."""
-    return list(_claims(found))
+def claims(compared: Sequence[Row]) -> list[Claim]:
+    """Return the verdict of each definition and hash, from `ratios`."""
+    return list(_claims(compared))
 
 
-def verdict(found: Sequence[Claim], compared: Sequence[Row], design: Design) -> tuple[str, str]:
+def verdict(judged: Sequence[Claim], compared: Sequence[Row], design: Design) -> tuple[str, str]:
     """PASS where the split halves all at every load, FAIL where nothing at any, else WARN; and why, in sentences.
 
     NO VERDICT where the split changes nothing on this fabric: what it does to collisions cannot be seen there. First
@@ -182,22 +182,22 @@ def verdict(found: Sequence[Claim], compared: Sequence[Row], design: Design) -> 
     halves.
 
     Args:
-        found: what `claims` made of the rows.
-        compared: the rows, `ratios`.
+        judged: claims that `claims` made of the rows.
+        compared: the rows, from `ratios`.
         design: of the fabric, with or without the split.
     """
     opening = _at_last_load(compared)
-    if not any(claim.has_effect for claim in found):
+    if not any(claim.has_effect for claim in judged):
         return "NO VERDICT", f"{opening} {_no_effect(design)}"
-    always = all(claim.halved_to == claim.last_load for claim in found)
-    never = not any(claim.halves for claim in found)
-    word = "PASS" if found and always else "FAIL" if never else "WARN"
-    said = {"PASS": "true in every case", "FAIL": "true in no case", "WARN": "true in part"}[word]
-    sentences = [f"{opening} 'The split halves hash collisions' is {said}"]
-    for claim in found:
+    always = all(claim.halved_to == claim.last_load for claim in judged)
+    never = not any(claim.halves for claim in judged)
+    word = "PASS" if judged and always else "FAIL" if never else "WARN"
+    truth = {"PASS": "true in every case", "FAIL": "true in no case", "WARN": "true in part"}[word]
+    sentences = [f"{opening} 'The split halves hash collisions' is {truth}"]
+    for claim in judged:
         if claim.source == "predicted":
-            alike = [other for other in found if other.definition == claim.definition and other.source == "simulated"]
-            sentences.append(f"{_SUBJECTS[claim.definition]} {_verb(claim)}{_beside(claim, alike)}")
+            alike = [other for other in judged if other.definition == claim.definition and other.source == "simulated"]
+            sentences.append(f"{_SUBJECTS[claim.definition]} {_verb(claim)}{_by_simulation(claim, alike)}")
     return word, ". ".join(sentences) + "."
 
 
@@ -217,8 +217,8 @@ def _at_last_load(compared: Sequence[Row]) -> str:
         return "No flow crosses a ToR uplink."
     hashes = ", ".join(dict.fromkeys(row["hash"] for row in rows))
     shares = [
-        f"{', '.join(_both(row) for row in rows if row['definition'] == DEFINITIONS[key])} {words}"
-        for key, words in (
+        f"{', '.join(_both(row) for row in rows if row['definition'] == DEFINITIONS[key])} {quantity}"
+        for key, quantity in (
             ("collision_share", "of flows in collision on ToR uplinks"),
             ("excess", "of demand in excess"),
         )
@@ -244,7 +244,7 @@ def _verb(claim: Claim) -> str:
     return f"is {claim.words}"
 
 
-def _beside(claim: Claim, simulated: Sequence[Claim]) -> str:
+def _by_simulation(claim: Claim, simulated: Sequence[Claim]) -> str:
     """Up to which load the hashes of switches halve it, where the ideal one does somewhere."""
     if claim.halved_to is None or not simulated:
         return ""
@@ -256,10 +256,10 @@ def _load(share: float, full: str = "full load") -> str:
     return full if share >= 1 else f"{share:.0%}" if full != "full load" else f"{share:.0%} load"
 
 
-def _claims(found: Sequence[Row]) -> Iterator[Claim]:
-    keys = dict.fromkeys((row["definition"], row["hash"], row["source"]) for row in found)
+def _claims(compared: Sequence[Row]) -> Iterator[Claim]:
+    keys = dict.fromkeys((row["definition"], row["hash"], row["source"]) for row in compared)
     for definition, name, source in keys:
-        rows = [row for row in found if (row["definition"], row["hash"]) == (definition, name)]
+        rows = [row for row in compared if (row["definition"], row["hash"]) == (definition, name)]
         rows = sorted((row for row in rows if row["with"] or row["without"]), key=lambda row: row["load"])
         if rows:
             loads = [row["load"] for row in rows]
@@ -283,15 +283,15 @@ def _stretches(loads: Sequence[float], curve: Sequence[float], low: float, high:
     Exactly 1 is neither lowered nor raised.
     """
     inside = [_inside(value, low, high) for value in curve]
-    found: list[Stretch] = []
+    stretches: list[Stretch] = []
     for first in range(len(loads)):
         if not inside[first] or (first and inside[first - 1]):
             continue
         last = next((place for place in range(first, len(loads)) if not inside[place]), len(loads)) - 1
         begin = _crossing(loads, curve, first, first - 1, low, high) if first else loads[0]
         end = _crossing(loads, curve, last, last + 1, low, high) if last + 1 < len(loads) else loads[-1]
-        found.append((begin, end))
-    return tuple(found)
+        stretches.append((begin, end))
+    return tuple(stretches)
 
 
 def _inside(value: float, low: float, high: float) -> bool:
@@ -315,9 +315,9 @@ def _sharing(num_flows: int, design: Design) -> float:
 
 
 def _uplinks(fabric: Clos, flows: Flows, ecmp: Ecmp) -> Row:
-    found = load(fabric, flows, ecmp)
-    collisions = found.collisions([Tier.TOR_SPINE])
-    links: NDArray[np.int64] = found.paths[:, Tier.TOR_SPINE]
+    loaded = load(fabric, flows, ecmp)
+    collisions = loaded.collisions([Tier.TOR_SPINE])
+    links: NDArray[np.int64] = loaded.paths[:, Tier.TOR_SPINE]
     on_link = np.bincount(links[links >= 0], minlength=fabric.num_links)
     shared = on_link[links[links >= 0]] > 1
     return {

@@ -4,7 +4,7 @@ Every ToR port to a NIC is a routed port with a subnet of two addresses (/31, RF
 the NIC's gateway, the odd one the NIC's, `Clos.address_of`. A rail is one prefix, so a server's route to the NICs of
 its rail is one line. Links between switches are left unnumbered, for BGP sessions over IPv6 link-local (RFC 5549). A
 switch gets a loopback in 172.16.0.0/12 and an AS number as RFC 7938 (5.2) gives them: one a ToR, one for the spines of
-a pod, one for the core. Left out: management network, and the switches' own configuration files.
+a pod, one for the core. Not covered: management network, and the switches' own configuration files.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _kinds(plant: Plant) -> list[str]:
 
 
 def _cable_numbers(graph: Graph) -> list[int]:
-    """From 1, in order; links whose upper ends are parts of one port are one cable."""
+    """Number the cables from 1, in order; links whose upper ends are parts of one port are one cable."""
     known: dict[tuple[int, str], int] = {}
     places = zip(graph.b.tolist(), graph.b_port, strict=True)
     return [known.setdefault((node, port.partition("/")[0]), len(known) + 1) for node, port in places]

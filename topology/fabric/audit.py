@@ -1,8 +1,8 @@
-"""What a design holds and needs: ports used and left, cables, optics, hops, bisection, growth, and cost.
+"""Audit of a design: ports used and left, cables, optics, hops, bisection, growth, and cost.
 
 Everything follows from the counts of `design`; nothing here needs the links. Cables as in MegaScale (NSDI'24, 3.6):
 active optical cables from a ToR to NICs (their optics are part of them), fibre with one optic an end between switches.
-Left out: power, space, spares and management network.
+Not covered: power, space, spares and management network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def load_prices(path: Path) -> PricesConfig:
     except OSError as exc:
         raise ConfigError("--prices", path, f"cannot be read ({exc.strerror})", "give a TOML file") from exc
     except ValueError as exc:
-        raise ConfigError("--prices", path, f"is not TOML ({exc})", "mend that line") from exc
+        raise ConfigError("--prices", path, f"is not TOML ({exc})", "fix that line") from exc
     table = tree.get("prices")
     if not isinstance(table, dict) or len(tree) != 1:
         known = ", ".join(PricesConfig.model_fields)
@@ -72,7 +72,7 @@ def port_rows(plant: Plant) -> Rows:
 
 
 def part_rows(plant: Plant, prices: PricesConfig | None = None) -> Rows:
-    """What to buy: item, count, and where there are prices unit price and cost, None for an item without a price.
+    """Return what to buy: item, count, and with prices also unit price and cost, None for an item without a price.
 
     A last row adds up what has a price, and names what has none; its unit price is a GPU's share.
 
@@ -105,7 +105,7 @@ def part_rows(plant: Plant, prices: PricesConfig | None = None) -> Rows:
 
 
 def hop_rows(plant: Plant) -> Rows:
-    """How many ordered pairs of NICs of different servers stand how many links apart; hops 0: no path but NVLink."""
+    """Count ordered pairs of NICs of different servers by the links between them; hops 0: no path but NVLink."""
     pairs = _pairs_by_hops(plant.fabric)
     servers, nics = plant.cluster.servers, plant.cluster.nics_per_server
     total = servers * (servers - 1) * nics**2

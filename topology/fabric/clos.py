@@ -1,7 +1,7 @@
 """The fabric as arrays: NICs, ToRs, spines and core switches, and every directed link between them.
 
 Nodes and links are integers in closed form, so a path is arithmetic and no dictionary grows with the cluster: links of
-one tier are consecutive, and inside a tier ordered by the lower switch, then by its uplink. Left out: which uplink a
+one tier are consecutive, and inside a tier ordered by the lower switch, then by its uplink. Not covered: which uplink a
 flow takes (routing), and links inside a server.
 """
 
@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 
 class Tier(IntEnum):
-    """Where a directed link stands, in the order in which a path crosses them."""
+    """Tiers of directed links, in the order in which a path crosses them."""
 
     NIC_TOR = 0
     TOR_SPINE = 1
@@ -100,7 +100,7 @@ class Clos:
 
     @property
     def half_of_nics_bps(self) -> float:
-        """What the NICs of half of the servers, rounded down, can send; of a single server half of its NICs."""
+        """Rate at which the NICs of half the servers, rounded down, can send; of a single server half its NICs."""
         servers = self.design.num_servers
         share = 0.5 if servers == 1 else servers // 2 / servers
         return self.tier_bps(Tier.NIC_TOR) * share
@@ -122,7 +122,7 @@ class Clos:
         return _tor(self.design, np.arange(self.design.num_tor_sets, dtype=np.int64), rail)
 
     def network_of(self, nic: Ints) -> Ints:
-        """Which of the networks that no switch joins a NIC is in: its rail in a rail-only network, else 0."""
+        """Return the index of a NIC's network, of those that no switch joins: its rail if rail-only, else 0."""
         return np.asarray(nic % self.design.nics_per_server % self.design.num_networks)
 
     def check_joined(self, src_nic: Ints, dst_nic: Ints) -> None:
@@ -170,7 +170,7 @@ class Clos:
         return core + _first_core(self.design)
 
     def core_of(self, spine: Ints, core: Ints) -> Ints:
-        """Which core switch of all is the `core`-th of those that a spine reaches."""
+        """Return the number among all core switches of the `core`-th that a spine reaches."""
         return _core_of(self.design, spine, core)
 
     def nic_link(self, nic: Ints, tier: Tier) -> Ints:

@@ -1,8 +1,8 @@
-"""How many switches and cables a cluster needs: the CLOS of MegaScale (NSDI'24, 3.6) in numbers, ports checked.
+"""Numbers of switches and cables that a cluster needs: the CLOS of MegaScale (NSDI'24, 3.6), ports checked.
 
-A ToR serves one rail of one ToR set; the ToRs of a pod share its spines; spine i of every pod stands in plane i, and
+A ToR serves one rail of one ToR set; the ToRs of a pod share its spines; spine i of every pod is in plane i, and
 each plane has its own core switches. A rail-only network (Wang et al., Rail-only, 2023) has pods, spines and core
-switches of its own for every rail. Left out: the links themselves (clos), cable lengths, and spare ports.
+switches of its own for every rail. Not covered: the links themselves (clos), cable lengths, and spare ports.
 """
 
 from __future__ import annotations
@@ -178,13 +178,13 @@ def _nics_per_tor(cluster: ClusterConfig) -> int:
 
 
 def _tor_ports(cluster: ClusterConfig, lanes: int) -> tuple[int, int]:
-    """Ports (down, up) of a ToR."""
+    """Return the ports (down, up) of a ToR."""
     nics = _nics_per_tor(cluster)
     down = math.ceil(nics / lanes)
-    wanted = nics / lanes / cluster.oversubscription
-    up = round(wanted)
-    if not math.isclose(wanted, up, rel_tol=1e-9) or up == 0:
-        _fail_fraction(cluster, nics, lanes, wanted)
+    uplinks = nics / lanes / cluster.oversubscription
+    up = round(uplinks)
+    if not math.isclose(uplinks, up, rel_tol=1e-9) or up == 0:
+        _fail_fraction(cluster, nics, lanes, uplinks)
     if down + up > cluster.switch_radix:
         rule = f"a ToR needs {down} ports down and {up} up, a switch has {cluster.switch_radix}"
         most = int(cluster.servers_per_tor_set * cluster.switch_radix / (down + up)) // lanes * lanes
@@ -193,10 +193,10 @@ def _tor_ports(cluster: ClusterConfig, lanes: int) -> tuple[int, int]:
     return down, up
 
 
-def _fail_fraction(cluster: ClusterConfig, nics: int, lanes: int, wanted: float) -> NoReturn:
-    rule = f"{nics} NICs under a ToR need {wanted:.4g} uplink ports, which is no whole number"
+def _fail_fraction(cluster: ClusterConfig, nics: int, lanes: int, uplinks: float) -> NoReturn:
+    rule = f"{nics} NICs under a ToR need {uplinks:.4g} uplink ports, which is no whole number"
     if cluster.oversubscription > 1 and nics % lanes == 0:
-        fits = nics / lanes / max(1, math.floor(wanted))
+        fits = nics / lanes / max(1, math.floor(uplinks))
         raise ConfigError("cluster.oversubscription", cluster.oversubscription, rule, f"set {fits:.10g}")
     remedy = f"set a multiple of {lanes}, so that downlink ports are filled"
     raise ConfigError("cluster.servers_per_tor_set", cluster.servers_per_tor_set, rule, remedy)

@@ -1,7 +1,7 @@
 """A fabric in other tools' forms: networkx, GraphML, HPCC's topo.txt and htsim's .topo.
 
 networkx and GraphML keep everything, so that a file read back is the same graph. HPCC knows numbers, no names or
-ports; htsim knows regular fat trees alone. Left out: traffic and the simulators' other inputs.
+ports; htsim knows regular fat trees alone. Not covered: traffic and the simulators' other inputs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def to_networkx(graph: Graph) -> nx.MultiGraph:
 
 
 def from_networkx(net: nx.MultiGraph, source: object = "networkx") -> Graph:
-    """The graph behind `to_networkx`; attributes `kind` of nodes and `bps` of edges are needed, others may lack.
+    """Return the graph that `to_networkx` exported; `kind` of nodes and `bps` of edges are required, the rest is not.
 
     Addresses count where every host has one.
 
@@ -175,7 +175,7 @@ def htsim_text(fabric: Clos, latency_ns: int = 1000) -> str:
 
 
 def htsim_nodes(fabric: Clos) -> Ints:
-    """Node id of ours behind each node that htsim's numbering has: hosts, ToRs, aggregation and core switches."""
+    """Return our node id of each node in htsim's numbering: hosts, ToRs, aggregation and core switches."""
     design = fabric.design
     hosts = np.argsort(fabric.tor_of(np.arange(design.num_nics)), kind="stable")
     switches = np.arange(design.num_nics, design.num_nics + design.num_tors + design.num_spines)
@@ -184,11 +184,11 @@ def htsim_nodes(fabric: Clos) -> Ints:
 
 
 def _addresses(nodes: Sequence[Mapping[str, Any]]) -> NDArray[np.uint32] | None:
-    """Of each node, 0 for switches; None where a host has none."""
+    """Return each node's address, 0 for switches; None where a host has none."""
     if any("address" not in data for data in nodes if data["kind"] != "switch"):
         return None
-    given = [int(IPv4Address(data["address"])) if data["kind"] != "switch" else 0 for data in nodes]
-    return np.array(given, dtype=np.uint32)
+    addresses = [int(IPv4Address(data["address"])) if data["kind"] != "switch" else 0 for data in nodes]
+    return np.array(addresses, dtype=np.uint32)
 
 
 def _edges(graph: Graph) -> list[tuple[int, int, dict[str, Any]]]:

@@ -2,7 +2,7 @@
 
 A cable is two directed links: link k runs from end a to end b of cable k, link k + num_cables back. Hosts send and
 receive and never relay. `Clos` is the arithmetic form of one regular fabric; this form holds what was imported, and
-everything that is written out. Left out: routes (graph_routing), LAGs as one link (each member is a cable of its own).
+everything that is written out. Omitted: routes (graph_routing), LAGs as one link (each member is a cable of its own).
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class Graph:
         level = np.where(self.is_switch, _UNREACHED, 0).astype(np.int64)
         height = 0
         while True:
-            found = self.link_dst[level[self.link_src] == height]
-            found = found[level[found] == _UNREACHED]
-            if not len(found):
+            next_nodes = self.link_dst[level[self.link_src] == height]
+            next_nodes = next_nodes[level[next_nodes] == _UNREACHED]
+            if not len(next_nodes):
                 return level
             height += 1
-            level[found] = height
+            level[next_nodes] = height
 
     @cached_property
     def addresses(self) -> NDArray[np.uint32]:
@@ -136,7 +136,7 @@ class Graph:
         return node
 
     def cables_between(self, link: str, field: str) -> NDArray[np.bool_]:
-        """Which cables join two devices, by their names as A,B; shape (num_cables,).
+        """Return a mask of the cables that join two devices, by their names as A,B; shape (num_cables,).
 
         Raises:
             ConfigError: there is none; `field` says where it was asked for.
@@ -145,12 +145,12 @@ class Graph:
         if len(ends) != 2:
             raise ConfigError(field, link, "is no pair of names", "give A,B")
         one, other = (self.find(name, field) for name in ends)
-        found = ((self.a == one) & (self.b == other)) | ((self.a == other) & (self.b == one))
-        if not found.any():
+        joins = ((self.a == one) & (self.b == other)) | ((self.a == other) & (self.b == one))
+        if not joins.any():
             near = np.unique(np.concatenate([self.b[self.a == one], self.a[self.b == one]]))
             remedy = f"cables of {ends[0]} go to {', '.join(self.names[node] for node in near[:8].tolist())}"
             raise ConfigError(field, link, "is no cable of this fabric", remedy)
-        return np.asarray(found)
+        return np.asarray(joins)
 
 
 def checked(graph: Graph, source: object) -> Graph:

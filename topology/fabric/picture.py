@@ -1,6 +1,6 @@
 """The fabric as one picture: every level of switches, coloured by the load of its links, fewer where they are many.
 
-Left out: links of most switches. A CLOS draws as a grey slab; the links of a few show its shape, and the caption says
+Omitted: links of most switches. A CLOS draws as a grey slab; the links of a few show its shape, and the caption says
 that the others are alike.
 """
 
@@ -65,7 +65,7 @@ def fabric_chart(fabric: Clos, load: Load) -> Chart:
 
 
 def caption(fabric: Clos) -> str:
-    """What is drawn, and what is not."""
+    """Say what is drawn, and what is not."""
     design = fabric.design
     drawn = _per_pod(design.num_pods, design.tors_per_pod)
     every = "Every switch is drawn" if drawn == design.tors_per_pod else f"{drawn} of {design.tors_per_pod} ToRs a pod"
@@ -208,13 +208,13 @@ def _labels(fabric: Clos) -> pd.DataFrame:
         "spine": f"{design.num_spines:,} spines\n{apart}{design.spines_per_pod} planes\n{design.spine_uplinks} up each",
         "core": f"{design.num_cores:,} core switches\n{design.cores_per_plane} a plane",
     }
-    shown = [level for level in texts if level != "core" or design.num_cores]
+    levels = [level for level in texts if level != "core" or design.num_cores]
     return pd.DataFrame(
-        {"x": _LABELS_FROM, "y": [_ROWS[level] for level in shown], "text": [texts[level] for level in shown]}
+        {"x": _LABELS_FROM, "y": [_ROWS[level] for level in levels], "text": [texts[level] for level in levels]}
     )
 
 
 def _pod_labels(fabric: Clos) -> pd.DataFrame:
     pods = fabric.design.num_pods
-    shown = _chosen(pods, 12)
-    return pd.DataFrame({"x": (shown + 0.5) / pods, "y": -0.22, "text": [f"pod {pod}" for pod in shown]})
+    labelled = _chosen(pods, 12)
+    return pd.DataFrame({"x": (labelled + 0.5) / pods, "y": -0.22, "text": [f"pod {pod}" for pod in labelled]})

@@ -1,6 +1,6 @@
-"""The fabric as it stands in the hall: every variant with names, ports and cables, ready to be written out.
+"""The fabric as it is installed: every variant with names, ports and cables, ready to be written out.
 
-Left out: where racks stand and how long a cable is.
+Not covered: where racks stand and how long a cable is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Plant:
 
     @property
     def variant(self) -> str:
-        """What a network engineer calls it."""
+        """Name that a network engineer uses for it."""
         tiers = f"{self.cluster.tiers}-tier"
         if self.cluster.rail_only:
             return f"rail-only, {self.cluster.rails} rails of {tiers} CLOS"
@@ -121,7 +121,7 @@ def _order_under_tor(fabric: Clos) -> Ints:
 
 
 def _numbered(place: Ints, lanes: int, before: int) -> tuple[Ints, Ints]:
-    """(port, lane), both from 1, of the place-th link behind `before` ports."""
+    """Return (port, lane), both from 1, of the place-th link after `before` ports."""
     return before + place // lanes + 1, place % lanes + 1
 
 

@@ -1,6 +1,6 @@
 """Every directed link by name, and what flows put on it: the rows of `links.csv` and `flows.csv`.
 
-Names are those of `cables.csv`, for a fabric of the arithmetic form and for an imported one alike. Left out: who the
+Names are those of `cables.csv`, for a fabric of the arithmetic form and for an imported one alike. Not covered: who the
 flows are (single_run, imported_run).
 """
 
@@ -58,10 +58,10 @@ class Wires:
     def of_graph(cls, graph: Graph) -> Wires:
         """The links of an imported fabric; a tier is the pair of heights that it joins."""
         link, height = np.arange(graph.num_links), graph.level
-        words = np.array(
+        labels = np.array(
             ["host", *(f"switch{one}" for one in range(1, int(height.max()) + 1)), "unreached"], dtype=object
         )
-        tier = words[height[graph.link_src]] + "-" + words[height[graph.link_dst]]
+        tier = labels[height[graph.link_src]] + "-" + labels[height[graph.link_dst]]
         return cls._of(graph, link % graph.num_cables, link >= graph.num_cables, tier, graph.hosts)
 
     @classmethod

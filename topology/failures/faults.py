@@ -1,8 +1,8 @@
-"""What can fail in a fabric, and which directed links die with it.
+"""Parts of a fabric that can fail, and the directed links that die with them.
 
 A *link* is a cable, both directions; an *optic* is one port of a ToR, with every lane of it (a split downlink port
 takes two NICs along, an uplink port that is broken out two uplinks); a *rail* is all its ToRs. Ports without a cable do
-not count. Left out: what a failure costs (sweep), and links that drop packets but stay up.
+not count. Not covered: what a failure costs (sweep), and links that drop packets but stay up.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def parse_failure(text: str, fabric: Clos) -> Failure:
 
 
 def count(fabric: Clos, kind: FailureKind) -> int:
-    """How many parts of a kind there are."""
+    """Return the number of parts of a kind."""
     design = fabric.design
     if kind in _LINKS:
         span = fabric.tier_links(_LINKS[kind][0])
@@ -74,7 +74,7 @@ def count(fabric: Clos, kind: FailureKind) -> int:
 
 
 def single_failures(fabric: Clos, kind: FailureKind, most: int | None, seed: int) -> list[Failure]:
-    """Each part of a kind alone; where there are more than `most`, so many drawn by seed, in order."""
+    """Return each part of a kind alone; where there are more, `most` of them drawn by seed, in order."""
     number = count(fabric, kind)
     if most is None or number <= most:
         return [Failure(kind, index) for index in range(number)]

@@ -1,6 +1,6 @@
 """Routes over what is left of a fabric: ECMP groups shrink to the members that still lead to the destination.
 
-A switch drops an uplink from its group for a destination when the link is dead or nothing behind it leads there, as BGP
+A switch drops an uplink from its group for a destination when the link is dead or nothing beyond it leads there, as BGP
 withdraws a route; the hash is then taken modulo the members that are left, so the group's other flows move too. Left
 out: resilient hashing, which moves only the flows of the dead member, and the seconds until routes converge.
 """
@@ -21,7 +21,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Reach:
-    """What each switch can still use; T ToRs, U uplinks, P planes, S spines, C cores a plane.
+    """Links that each switch can still use; T ToRs, U uplinks, P planes, S spines, C cores a plane.
 
     `tor_up` (T, U) uplinks; `tor_down` (T, P, links) from the spine of each plane; `spine_up` (S, C, links);
     `spine_down` (S, C, links) from the core switches; `pods` (P, pods, pods) whether a plane joins two pods.
@@ -35,7 +35,7 @@ class Reach:
 
     @classmethod
     def of(cls, fabric: Clos, alive: Bools) -> Reach:
-        """What stands while the links of the mask `alive` do."""
+        """Return the reach with only the links of the mask `alive`."""
         design = fabric.design
         per_tor = (design.num_tors, design.spines_per_pod, design.links_per_tor_spine)
         per_spine = (design.num_spines, design.cores_per_plane, design.links_per_spine_core)

@@ -3,7 +3,7 @@
 Columns are known by their headings: the two devices, their ports, and the rate (`gbps` as a number, or `speed` as
 `400G`). `hosts` tell which devices are hosts. Without them ports do (`Ethernet1/1` is a switch's, `eth0` a host's), and
 `srv1/nic0` is NIC nic0 of the host srv1; a device of which they tell nothing is refused where it has one cable, and a
-switch where it has several. Left out: lengths, prices, colours.
+switch where it has several. Not covered: lengths, prices, colours.
 """
 
 from __future__ import annotations

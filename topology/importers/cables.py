@@ -1,7 +1,7 @@
-"""From what each device says of its neighbours to cables: both ends must tell one story.
+"""Cables from the neighbours that each device reports: both ends must agree.
 
 A device whose own file was given must list each cable that a neighbour claims to have to it; a device known by its
-neighbours alone is believed. Left out: how a format says any of that.
+neighbours alone is believed. Not covered: how a format says any of that.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def to_graph(
     skip_dangling: bool,
     source: Path,
 ) -> Graph:
-    """The fabric behind all sightings; a host becomes one node a port, so that its NICs are endpoints as in `Clos`.
+    """Return the fabric of all sightings; a host becomes one node a port, so that its NICs are endpoints as in `Clos`.
 
     Args:
         sightings: every end that was reported.

@@ -1,7 +1,7 @@
 """Reading what strangers wrote: files of bounded size, JSON that is an object, names that are safe to print.
 
 A name goes into CSV, GraphML, terminals and messages, so it may hold no control character and may not begin like a
-spreadsheet's formula. Left out: what the contents mean.
+spreadsheet's formula. Not covered: what the contents mean.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.:/@()\[\]#, +-]{0,252}")
 
 
 def read_text(path: Path) -> str:
-    """A file's text.
+    """Return a file's text.
 
     Raises:
         ConfigError: it is missing, no plain file, unreadable, above 256 MiB, or not UTF-8.
     """
-    shown = show(path)
+    name = show(path)
     try:
         if not path.is_file():
-            raise ConfigError("FILES", shown, "is no file", "give files that exist")
+            raise ConfigError("FILES", name, "is no file", "give files that exist")
         if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError("FILES", shown, f"is above {_MOST_BYTES // 2**20} MiB", "give the fabric alone")
+            raise ConfigError("FILES", name, f"is above {_MOST_BYTES // 2**20} MiB", "give the fabric alone")
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as exc:
         reason = "not UTF-8 text" if isinstance(exc, ValueError) else exc.strerror
-        raise ConfigError("FILES", shown, f"cannot be read ({reason})", "give a readable text file") from exc
+        raise ConfigError("FILES", name, f"cannot be read ({reason})", "give a readable text file") from exc
 
 
 def parse_json(text: str, path: Path) -> dict[str, Any]:

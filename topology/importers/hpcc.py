@@ -64,15 +64,15 @@ def read_hpcc(path: Path, *, parallel: bool = False) -> Graph:
 
 
 def hpcc_losses(path: Path, graph: Graph) -> dict[str, float]:
-    """Error rates above 0, by the ends `A,B` of their links, from the file that `graph` was read from.
+    """Return error rates above 0, by the ends `A,B` of their links, from the file that `graph` was read from.
 
     Raises:
         ConfigError: one is no share of packets.
     """
     lines, _ = _lines(path)
-    found: dict[str, float] = {}
-    for number, (a, b, words) in enumerate(zip(graph.a.tolist(), graph.b.tolist(), lines[2:], strict=True), start=3):
-        text = words[4] if len(words) > 4 else "0"
+    losses: dict[str, float] = {}
+    for number, (a, b, fields) in enumerate(zip(graph.a.tolist(), graph.b.tolist(), lines[2:], strict=True), start=3):
+        text = fields[4] if len(fields) > 4 else "0"
         try:
             share = float(text)
         except ValueError:
@@ -80,12 +80,12 @@ def hpcc_losses(path: Path, graph: Graph) -> dict[str, float]:
         if not 0 <= share < 1:
             raise _damaged(path, number, f"{show(text)} is no error rate of 0 up to 1")
         if share:
-            found[f"{graph.names[a]},{graph.names[b]}"] = share
-    return found
+            losses[f"{graph.names[a]},{graph.names[b]}"] = share
+    return losses
 
 
 def _lines(path: Path) -> tuple[list[list[str]], tuple[int, int, int]]:
-    """Words of each line up to the last link; numbers of nodes, NVSwitches and switches."""
+    """Return fields of each line up to the last link; numbers of nodes, NVSwitches and switches."""
     lines = [line.split() for line in read_text(path).splitlines() if line.strip()]
     if len(lines) < 2:
         raise _damaged(path, 1, "the file ends before its first link")
@@ -94,23 +94,23 @@ def _lines(path: Path) -> tuple[list[list[str]], tuple[int, int, int]]:
     else:
         num_nvswitches, (num_nodes, num_switches, num_links) = 0, _whole(path, 1, lines[0], 3)
     end = 2 + num_links
-    for number, words in enumerate(lines[end:], start=end + 1):
-        if len(words) >= 4 and words[0].isdigit() and words[1].isdigit() and _DELAY.fullmatch(words[3]):
+    for number, fields in enumerate(lines[end:], start=end + 1):
+        if len(fields) >= 4 and fields[0].isdigit() and fields[1].isdigit() and _DELAY.fullmatch(fields[3]):
             raise _damaged(path, 1, f"promises {num_links} links, line {number} of the text is one more")
     if len(lines) < end:
         raise _damaged(path, 1, f"promises {num_links} links, the file has {len(lines) - 2}")
     return lines[:end], (num_nodes, num_nvswitches, num_switches)
 
 
-def _link(path: Path, number: int, words: Sequence[str], num_nodes: int) -> tuple[int, int, float, float]:
-    if len(words) < 4:
+def _link(path: Path, number: int, fields: Sequence[str], num_nodes: int) -> tuple[int, int, float, float]:
+    if len(fields) < 4:
         raise _damaged(path, number, "a link is `src dst rate delay error-rate`")
-    ends = [_node(path, number, end, num_nodes) for end in _whole(path, number, words[:2], 2)]
-    delay = _DELAY.fullmatch(words[3])
+    ends = [_node(path, number, end, num_nodes) for end in _whole(path, number, fields[:2], 2)]
+    delay = _DELAY.fullmatch(fields[3])
     if delay is None:
-        raise _damaged(path, number, f"{show(words[3])} is no delay such as 1000ns")
+        raise _damaged(path, number, f"{show(fields[3])} is no delay such as 1000ns")
     try:
-        rate = float(parse_rate(words[2]))
+        rate = float(parse_rate(fields[2]))
     except (ValueError, OverflowError) as exc:
         raise _damaged(path, number, show(exc)) from exc
     return ends[0], ends[1], rate, float(delay[1]) * _UNIT_NS[delay[2]]
@@ -132,14 +132,14 @@ def _node(path: Path, number: int, node: int, num_nodes: int) -> int:
     return node
 
 
-def _whole(path: Path, number: int, words: Sequence[str], count: int) -> list[int]:
-    if len(words) != count:
-        raise _damaged(path, number, f"has {len(words)} numbers, {count} are due")
+def _whole(path: Path, number: int, fields: Sequence[str], count: int) -> list[int]:
+    if len(fields) != count:
+        raise _damaged(path, number, f"has {len(fields)} numbers, {count} are due")
     try:
-        return [int(word) for word in words]
+        return [int(word) for word in fields]
     except ValueError as exc:
-        raise _damaged(path, number, f"{show(' '.join(words))} must be whole numbers") from exc
+        raise _damaged(path, number, f"{show(' '.join(fields))} must be whole numbers") from exc
 
 
 def _damaged(path: Path, number: int, rule: str) -> ConfigError:
-    return ConfigError("FILES", f"{show(path)}, line {number}", rule, "mend that line")
+    return ConfigError("FILES", f"{show(path)}, line {number}", rule, "fix that line")

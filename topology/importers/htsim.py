@@ -1,7 +1,7 @@
 """htsim's .topo: a fat tree of two or three tiers by its radices, speeds and bundles.
 
 Wired as the simulator does it: hosts under ToRs in order, every ToR to every aggregation switch of its pod,
-aggregation switch i of the n of a pod to core switches i, i + n, i + 2n. Left out: queue sizes, hosts of many ports.
+aggregation switch i of the n of a pod to core switches i, i + n, i + 2n. Not covered: queue sizes, hosts of many ports.
 """
 
 from __future__ import annotations
@@ -90,20 +90,20 @@ def _parse(path: Path) -> tuple[dict[str, int], list[dict[str, int]]]:
     header: dict[str, int] = {}
     tiers: list[dict[str, int]] = []
     for number, line in enumerate(read_text(path).splitlines(), start=1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
+        fields = line.split()
+        if not fields or fields[0].startswith("#"):
             continue
-        key, place = words[0].lower(), f"{show(path)}, line {number}"
-        if len(words) != 2 or not _NUMBER.fullmatch(words[1]):
-            raise ConfigError("FILES", place, "must read `word number`", "mend that line")
-        value, table = int(words[1]), tiers[-1] if tiers else header
+        key, place = fields[0].lower(), f"{show(path)}, line {number}"
+        if len(fields) != 2 or not _NUMBER.fullmatch(fields[1]):
+            raise ConfigError("FILES", place, "must read `word number`", "fix that line")
+        value, table = int(fields[1]), tiers[-1] if tiers else header
         if key == "tier":
             if value != len(tiers):
                 raise ConfigError("FILES", place, f"opens tier {value}, tier {len(tiers)} is due", "order the tiers")
             tiers.append({})
         elif key not in (_KEYS if tiers else _HEADER):
             known = ", ".join(_KEYS if tiers else (*_HEADER, "tier"))
-            raise ConfigError("FILES", place, f"{show(words[0])} is not known here", f"known: {known}")
+            raise ConfigError("FILES", place, f"{show(fields[0])} is not known here", f"known: {known}")
         elif key in table:
             raise ConfigError("FILES", place, f"gives {key} a second time", "keep one")
         else:
@@ -155,9 +155,9 @@ def _share(path: Path, whole: int, part: int, what: str, by: str) -> int:
     return whole // part
 
 
-def _same(path: Path, what: str, value: int, wanted: int) -> None:
-    if value != wanted:
-        raise _misfit(path, f"{what} is {value}, the other counts need {wanted}")
+def _same(path: Path, what: str, value: int, expected: int) -> None:
+    if value != expected:
+        raise _misfit(path, f"{what} is {value}, the other counts need {expected}")
 
 
 def _misfit(path: Path, rule: str) -> ConfigError:

@@ -4,8 +4,8 @@ The output does not say whose it is, hence the file name. A device forwards wher
 Bridge or Router, unless its name matches `hosts` (a server with containers announces both). Of a device whose
 capabilities nobody hears, one with a link to a host is a switch, and where `hosts` are given one with several links; a
 fabric in which others are left is refused. A neighbour that sends no system name is found by the chassis address that
-another file names, else it is unknown. The LLDP agent in a NIC's firmware, which names nobody, is passed over beside
-the host's own. Out-of-band management is left out (`management`). Left out: VLANs, power, MED.
+another file names, else it is unknown. The LLDP agent in a NIC's firmware, which names nobody, is passed over next to
+the host's own. Out-of-band management is excluded (`management`). Not covered: VLANs, power, MED.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from topology.importers.management import without_management
 logger = logging.getLogger(__name__)
 
 _FORWARDING = ("bridge", "router")
-# 1000BaseTFD, 10GigBaseLR, 100GbaseCR4, 2.5GBaseT, 2p5GbaseT: Mb/s, or Gb/s behind a G.
+# 1000BaseTFD, 10GigBaseLR, 100GbaseCR4, 2.5GBaseT, 2p5GbaseT: Mb/s, or Gb/s after a G.
 _RATE = re.compile(r"(?<![0-9.p])([0-9]{1,6}(?:[.p][0-9]{1,3})?)(G(?:ig)?)?base", re.IGNORECASE)
 _INTERFACE_NAMES = ("ifname", "local")
 
@@ -60,7 +60,7 @@ def read_lldp(
     exclude: Sequence[str] = (),
     keep: Sequence[str] = (),
 ) -> Graph:
-    """The fabric that the devices' neighbour tables describe.
+    """Read the fabric that the devices' neighbour tables describe.
 
     Args:
         paths: one file a device.
@@ -71,27 +71,27 @@ def read_lldp(
 
     Raises:
         ConfigError: a file is damaged, two are of one device, a neighbour cannot be named, hosts and switches cannot be
-            told apart, or there is no switch; see also `cables.to_graph`.
+            distinguished, or there is no switch; see also `cables.to_graph`.
     """
     own: dict[str, frozenset[str]] = {}
-    heard: list[_Neighbour] = []
+    neighbours: list[_Neighbour] = []
     for path in paths:
         device = clean(path.stem, "host name (the file's)", path)
         if device in own:
             raise ConfigError("FILES", show(path), f"is a second file of {device}", "give one file a device")
-        found = list(_neighbours(path, device))
-        own[device] = frozenset(one.port for one in found)
-        heard += found
-    by_chassis = {one.chassis: one.name for one in heard if one.name and one.chassis}
-    heard = _without_nic_agents(heard, by_chassis, skip_unknown=skip_dangling)
+        of_device = list(_neighbours(path, device))
+        own[device] = frozenset(one.port for one in of_device)
+        neighbours += of_device
+    by_chassis = {one.chassis: one.name for one in neighbours if one.name and one.chassis}
+    neighbours = _without_nic_agents(neighbours, by_chassis, skip_unknown=skip_dangling)
     sightings: list[Sighting] = []
     announced: dict[str, bool] = {}
-    for one in heard:
+    for one in neighbours:
         name = _known_as(one, by_chassis, own)
         sightings.append(Sighting(one.path, one.device, one.port, name, one.ports, one.bps))
         if one.forwards is not None:
             announced[name] = announced.get(name, False) or one.forwards
-    unread = Counter(one.medium for one in heard if one.medium and not one.bps)
+    unread = Counter(one.medium for one in neighbours if one.medium and not one.bps)
     for medium, times in unread.items():
         logger.warning("%d links negotiated %s, which names no rate that is known", times, show(medium))
     sightings = without_management(sightings, announced, exclude=exclude, keep=keep)
@@ -106,12 +106,16 @@ def read_lldp(
 
 
 def _switches(sightings: Sequence[Sighting], announced: Mapping[str, bool], hosts: Sequence[str]) -> frozenset[str]:
-    """The devices that forward."""
-    mine, theirs = Counter(one.device for one in sightings), Counter(one.neighbour for one in sightings)
-    several = {name for name in mine | theirs if max(mine[name], theirs[name]) > 1}
-    others = {name for name in mine | theirs if not any(fnmatch.fnmatchcase(name, pattern) for pattern in hosts)}
+    """Return the devices that forward."""
+    own_counts, neighbour_counts = Counter(one.device for one in sightings), Counter(one.neighbour for one in sightings)
+    several = {name for name in own_counts | neighbour_counts if max(own_counts[name], neighbour_counts[name]) > 1}
+    others = {
+        name
+        for name in own_counts | neighbour_counts
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in hosts)
+    }
     switches = {name for name in others if announced.get(name)}
-    known_hosts = (announced.keys() | (mine | theirs).keys() - others) - switches
+    known_hosts = (announced.keys() | (own_counts | neighbour_counts).keys() - others) - switches
     ends = [(one.device, one.neighbour) for one in sightings]
     above = {one for pair in ends for one, other in (pair, pair[::-1]) if other in known_hosts}
     unknown = others - announced.keys()
@@ -122,25 +126,30 @@ def _switches(sightings: Sequence[Sighting], announced: Mapping[str, bool], host
     switches |= unknown & (above | several)
     if not switches:
         rule = "describe no switch: all are hosts by what they announce or by --hosts"
-        raise ConfigError("FILES", f"{len(mine | theirs)} devices", rule, "give the switches' files, or narrow --hosts")
+        raise ConfigError(
+            "FILES",
+            f"{len(own_counts | neighbour_counts)} devices",
+            rule,
+            "give the switches' files, or narrow --hosts",
+        )
     return frozenset(switches)
 
 
 def _without_nic_agents(
-    heard: Sequence[_Neighbour], by_chassis: Mapping[str, str], *, skip_unknown: bool
+    neighbours: Sequence[_Neighbour], by_chassis: Mapping[str, str], *, skip_unknown: bool
 ) -> list[_Neighbour]:
-    """Those that name a device; an agent of a NIC's firmware is heard on its port beside the host's own."""
-    named = {(one.device, one.port) for one in heard if one.name or one.chassis in by_chassis}
-    agents = [one for one in heard if one.is_nic_agent and not one.name and one.chassis not in by_chassis]
-    beside = [one for one in agents if (one.device, one.port) in named]
+    """Return those that name a device; an agent of a NIC's firmware is heard on its port besides the host's own."""
+    named = {(one.device, one.port) for one in neighbours if one.name or one.chassis in by_chassis}
+    agents = [one for one in neighbours if one.is_nic_agent and not one.name and one.chassis not in by_chassis]
+    redundant = [one for one in agents if (one.device, one.port) in named]
     alone = [one for one in agents if (one.device, one.port) not in named and skip_unknown]
-    if beside:
-        logger.info("%d LLDP entries of NICs' own agents passed over, beside those of their hosts", len(beside))
+    if redundant:
+        logger.info("%d LLDP entries of NICs' own agents passed over, beside those of their hosts", len(redundant))
     if alone:
         first = f"{alone[0].device}:{alone[0].port}"
         logger.warning("%d links left out: only an agent without a name is heard there, first %s", len(alone), first)
-    dropped = {id(one) for one in (*beside, *alone)}
-    return [one for one in heard if id(one) not in dropped]
+    dropped = {id(one) for one in (*redundant, *alone)}
+    return [one for one in neighbours if id(one) not in dropped]
 
 
 def _known_as(one: _Neighbour, by_chassis: Mapping[str, str], own: Mapping[str, frozenset[str]]) -> str:
@@ -166,9 +175,9 @@ def _neighbours(path: Path, device: str) -> Iterator[_Neighbour]:
             yield _neighbour(path, device, clean(port, "interface", path), row)
 
 
-def _interfaces(found: object, path: Path) -> Iterator[tuple[object, Mapping[str, Any]]]:
+def _interfaces(tree: object, path: Path) -> Iterator[tuple[object, Mapping[str, Any]]]:
     """(name, row) out of json (one object, or a list of objects, keyed by name) or json0 (rows with `name`)."""
-    for item in found if isinstance(found, list) else [found]:
+    for item in tree if isinstance(tree, list) else [tree]:
         if not isinstance(item, dict):
             raise _damaged(path)
         pairs = [(item["name"], item)] if isinstance(item.get("name"), str) else item.items()
@@ -212,9 +221,9 @@ def _forwards(capability: Mapping[str, Any]) -> bool:
 
 
 def _rate(medium: str) -> float:
-    """Negotiated rate: `100GbaseCR4 - ...` or `1000BaseTFD`; 0 where it is not reported."""
-    found = _RATE.search(medium)
-    return float(found[1].lower().replace("p", ".")) * (1e9 if found[2] else 1e6) if found else 0.0
+    """Return the negotiated rate of `100GbaseCR4 - ...` or `1000BaseTFD`; 0 where it is not reported."""
+    match = _RATE.search(medium)
+    return float(match[1].lower().replace("p", ".")) * (1e9 if match[2] else 1e6) if match else 0.0
 
 
 def _one(value: object) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Out-of-band management in what devices report: cables that carry no traffic of the fabric are left out, and said.
+"""Out-of-band management in what devices report: cables that carry no traffic of the fabric are omitted and logged.
 
 A management switch hears every device, so an import that took it in would give ToRs an equal-cost path over 1 Gb/s.
-Left out: in-band management, which runs on the fabric's own cables.
+Not covered: in-band management, which runs on the fabric's own cables.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def without_management(
     exclude: Sequence[str] = (),
     keep: Sequence[str] = (),
 ) -> list[Sighting]:
-    """Return the sightings of the fabric's own cables; what is left out is logged, a line a switch.
+    """Return the sightings of the fabric's own cables; what is omitted is logged, a line a switch.
 
     A forwarding device (or one that announces nothing) is a management switch where every cable of it with a known rate
     is at least ten times slower than the fabric's usual one, or where all its cables end at management ports.
@@ -55,19 +55,21 @@ def without_management(
     cables: dict[str, list[tuple[str, tuple[str, ...], float]]] = defaultdict(list)
     for one in _both(left):
         cables[one.device].append((one.neighbour, one.neighbour_ports, one.bps))
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for device, ends in cables.items():
         if forwarding.get(device) is False or _matches(device, keep):
             continue
         known = [bps for _, _, bps in ends if bps]
         at_management = all(any(_MANAGEMENT_PORT.fullmatch(port) for port in ports) for _, ports, _ in ends)
         if len({name for name, _, _ in ends}) > 1 and known and max(known) * _FAR_SLOWER <= usual_bps:
-            found[device] = f"its cables run at {max(known) / 1e9:g} Gb/s or less, the fabric's at {usual_bps / 1e9:g}"
+            reasons[device] = (
+                f"its cables run at {max(known) / 1e9:g} Gb/s or less, the fabric's at {usual_bps / 1e9:g}"
+            )
         elif at_management:
-            found[device] = "all its cables end at management ports"
-    for device, reason in found.items():
+            reasons[device] = "all its cables end at management ports"
+    for device, reason in reasons.items():
         logger.warning("%s left out as an out-of-band management switch: %s", show(device), reason)
-    left = [one for one in left if one.device not in found and one.neighbour not in found]
+    left = [one for one in left if one.device not in reasons and one.neighbour not in reasons]
     _refuse_unclear(left, forwarding, keep)
     return left
 

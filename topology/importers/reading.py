@@ -1,6 +1,6 @@
 """One door to all formats: which format files have, and the fabric in them.
 
-A format is told from contents, never from a file's name. Left out: mixing formats in one call.
+A format is recognised by contents, never by a file's name. Not covered: mixing formats in one call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_fabric(
 
     Args:
         paths: one file a device (sonic, lldp; a folder stands for its *.json), or one file (the others).
-        file_format: told from the first file's contents where None.
+        file_format: recognised by the first file's contents where None.
         default_bps: lldp, sonic, cables: rate of a link whose rate no file gives; 0 for none.
         skip_dangling: lldp, sonic: leave out links that their other end does not list, with a warning.
         parallel: hpcc: a repeated pair is a parallel link, not a mistake.
@@ -113,7 +113,7 @@ def _of_option(path: Path, option: str) -> Iterator[None]:
 
 
 def detect(path: Path) -> Format:
-    """The format of a file, from its contents.
+    """Return the format of a file, by its contents.
 
     Raises:
         ConfigError: it has none of ours.
@@ -129,12 +129,12 @@ def detect(path: Path) -> Format:
     elif start == "<":
         return "graphml"
     else:
-        words = next((line.split() for line in text.splitlines() if line.strip() and line.strip()[0] != "#"), [])
+        fields = next((line.split() for line in text.splitlines() if line.strip() and line.strip()[0] != "#"), [])
         if is_cable_table(text.lstrip().partition("\n")[0]):
             return "cables"
-        if words and words[0].lower() in ("nodes", "tiers", "podsize"):
+        if fields and fields[0].lower() in ("nodes", "tiers", "podsize"):
             return "htsim"
-        numbers = [word.isascii() and word.isdigit() for word in words]
+        numbers = [word.isascii() and word.isdigit() for word in fields]
         if numbers in ([True] * 3, [True] * 5 + [False]):  # HPCC's header, SimAI's
             return "hpcc"
     raise ConfigError("FILES", show(path), _UNKNOWN, f"pass --format {' | '.join(FORMATS)}")

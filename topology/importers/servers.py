@@ -1,7 +1,7 @@
-"""Servers and rails behind an imported fabric, and servers that are cabled otherwise than those beside them.
+"""Servers and rails of an imported fabric, and servers that are cabled otherwise than their neighbours.
 
 Two NIC cables that were swapped between rails leave every count of a fabric as it was; they show only where servers on
-the same ToRs are held against each other. Left out: a cabling error that most servers share.
+the same ToRs are held against each other. Not covered: a cabling error that most servers share.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Servers:
                 continue
             expected = dict(usual)
             for server in sorted(group, key=natural_key):
-                shown = [
+                differences = [
                     f"{nic} ends at {switch}, not {expected[nic]}"
                     for nic, switch in group[server]
                     if nic in expected and expected[nic] != switch
                 ]
-                if shown:
-                    ends = ", ".join(shown[:_MOST_NAMED])
+                if differences:
+                    ends = ", ".join(differences[:_MOST_NAMED])
                     yield f"{server}: {ends}, as on {num_alike} of {len(group)} servers beside it"
         yield from self._unequal()
 
@@ -84,10 +84,10 @@ class Servers:
 
 def find_servers(graph: Graph) -> Servers:
     """Return the servers whose NICs are nodes of their own, `server/nic`; hosts that are one node have no rails."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
+    switch_of: dict[str, dict[str, str]] = defaultdict(dict)
     for low, high in zip(graph.a.tolist(), graph.b.tolist(), strict=True):
         for node, other in ((low, high), (high, low)):
             server, _, nic = graph.names[node].partition("/")
             if nic and not graph.is_switch[node] and graph.is_switch[other]:
-                found[server][nic] = graph.names[other]
-    return Servers(found)
+                switch_of[server][nic] = graph.names[other]
+    return Servers(switch_of)

@@ -3,7 +3,7 @@
 Both forms of DEVICE_NEIGHBOR are read: keyed by local port, and the older one keyed by neighbour with `local_port`.
 A neighbour without a file is a switch where DEVICE_NEIGHBOR_METADATA says so (a type with Router or Switch in it).
 Where it says nothing, `hosts` tell; without them one whose port is named as a switch's is refused, and the others are
-hosts. Left out: VLANs, BGP sessions, port channels (their members are cables of their own), and QoS.
+hosts. Not covered: VLANs, BGP sessions, port channels (their members are cables of their own), and QoS.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _device(path: Path) -> _Device:
 
 
 def _sightings(device: _Device, devices: Mapping[str, _Device]) -> list[Sighting]:
-    found = []
+    sightings = []
     for key, row in device.neighbours.items():
         if not isinstance(row, dict):
             raise _wrong(device, f"DEVICE_NEIGHBOR|{show(key)} is no table")
@@ -144,8 +144,8 @@ def _sightings(device: _Device, devices: Mapping[str, _Device]) -> list[Sighting
             if port not in far.rates:
                 rule = f"puts {local} on {neighbour}:{port}, a port that {show(far.path)} does not have"
                 raise ConfigError("FILES", show(device.path), rule, "fetch both files again at one time")
-        found.append(Sighting(device.path, device.name, local, neighbour, (port,), device.rates[local]))
-    return found
+        sightings.append(Sighting(device.path, device.name, local, neighbour, (port,), device.rates[local]))
+    return sightings
 
 
 def _types(device: _Device) -> list[tuple[str, str]]:
@@ -172,4 +172,4 @@ def _table(tree: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
 
 
 def _wrong(device: _Device, rule: str) -> ConfigError:
-    return ConfigError("FILES", show(device.path), rule, f"mend the file of {device.name}")
+    return ConfigError("FILES", show(device.path), rule, f"fix the file of {device.name}")

@@ -1,10 +1,10 @@
-"""Which server runs which ranks: as given, random, packed, pipeline first, and the paper's.
+"""Placement of ranks on servers: as given, random, packed, pipeline first, and the paper's.
 
 A *slot* is the ranks that share a server (rank // gpus_per_server): tensor parallelism stays inside it, so a placement
 moves whole slots. MegaScale (NSDI'24) says two things: data-parallel groups are placed before pipeline groups, so that
 data-parallel traffic crosses fewer pods (3.2), and data-intensive nodes of a job share one set of ToRs (3.6). `paper`
 is both: the slots of one data-parallel group side by side in ring order, in as few pods and then ToR sets as there is
-room for. Left out: several jobs at once, and ranks of one server torn apart.
+room for. Not covered: several jobs at once, and ranks of one server torn apart.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def place_slots(
         raise ValueError(f"strategy {strategy!r}: one of {', '.join(STRATEGIES)}")
     check_room(slots, usable)
     if strategy == "given":
-        return Placement(strategy, mend(np.arange(slots, dtype=np.int64), usable))
+        return Placement(strategy, move_off_unusable(np.arange(slots, dtype=np.int64), usable))
     if strategy == "random":
         free = np.flatnonzero(usable)
         return Placement(strategy, np.random.default_rng(seed).permutation(free)[:slots])
@@ -122,15 +122,15 @@ def check_room(slots: int, usable: NDArray[np.bool_]) -> None:
         raise ConfigError("placement", None, rule, "add --spares, or lower job.parallel.dp and cluster.servers")
 
 
-def mend(server: Ints, usable: NDArray[np.bool_]) -> Ints:
-    """The same placement with slots of unusable servers on the nearest free ones (by number, so by ToR set)."""
-    mended, free = server.copy(), usable.copy()
+def move_off_unusable(server: Ints, usable: NDArray[np.bool_]) -> Ints:
+    """Return the placement with slots of unusable servers on the nearest free ones (by number, so by ToR set)."""
+    moved, free = server.copy(), usable.copy()
     free[server] = False
     for slot in np.flatnonzero(~usable[server]):
         spare = np.flatnonzero(free)
-        mended[slot] = spare[np.abs(spare - server[slot]).argmin()]
-        free[mended[slot]] = False
-    return mended
+        moved[slot] = spare[np.abs(spare - server[slot]).argmin()]
+        free[moved[slot]] = False
+    return moved
 
 
 def read_csv(path: Path, slots: int, cluster: ClusterConfig) -> Placement:
@@ -173,28 +173,28 @@ def _by_room(fabric: Clos, usable: NDArray[np.bool_]) -> Ints:
 
 
 def _blocks(fabric: Clos, block: int, slots: int, usable: NDArray[np.bool_]) -> Ints:
-    """Each block of slots into the tightest pod that holds it whole, else into the roomiest; ToR sets alike."""
+    """Put each block of slots into the tightest pod that holds it whole, else into the roomiest; ToR sets alike."""
     design = fabric.design
     free = usable.copy()
     tor_set = np.arange(design.num_servers) // design.servers_per_tor_set
     pod = tor_set // design.tor_sets_per_pod
-    taken: list[Ints] = []
+    placed: list[Ints] = []
     for first in range(0, slots, block):
-        wanted = min(block, slots - first)
-        while wanted:
-            home = _best_fit(np.bincount(pod[free], minlength=design.num_pods), wanted)
-            while wanted and (free & (pod == home)).any():
+        remaining = min(block, slots - first)
+        while remaining:
+            home = _best_fit(np.bincount(pod[free], minlength=design.num_pods), remaining)
+            while remaining and (free & (pod == home)).any():
                 room = np.bincount(tor_set[free & (pod == home)], minlength=design.num_tor_sets)
-                servers = np.flatnonzero(free & (tor_set == _best_fit(room, wanted)))[:wanted]
+                servers = np.flatnonzero(free & (tor_set == _best_fit(room, remaining)))[:remaining]
                 free[servers] = False
-                taken.append(servers)
-                wanted -= len(servers)
-    return np.concatenate(taken)
+                placed.append(servers)
+                remaining -= len(servers)
+    return np.concatenate(placed)
 
 
-def _best_fit(room: Ints, wanted: int) -> int:
-    """The place with least room among those with enough, else the one with most."""
-    enough = room >= wanted
+def _best_fit(room: Ints, needed: int) -> int:
+    """Return the place with least room among those with enough, else the one with most."""
+    enough = room >= needed
     return int(np.where(enough, room, room.max() + 1).argmin() if enough.any() else room.argmax())
 
 
@@ -219,4 +219,4 @@ def _read_columns(path: Path) -> tuple[Ints, Ints]:
 
 
 def _refuse(path: Path, rule: str) -> None:
-    raise ConfigError("placement file", path, rule, "mend the file, or let netlayer topology place write one")
+    raise ConfigError("placement file", path, rule, "correct the file, or let netlayer topology place write one")

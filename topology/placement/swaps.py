@@ -4,7 +4,7 @@ The cost is bytes times links above the NIC's own two (0 under one ToR, 2 inside
 the step's flows: the bytes' mean hops, but for a constant. A move takes one slot to another usable server, whose slot
 (if any) takes its place; half of the targets are drawn under the ToR set of a slot that it talks to. A slot away from
 the server where it began weighs as much as a hundredth of a slot's mean cost, so that a rank leaves its place for a
-gain alone, and the cost never rises. Left out: collisions, which a hash decides after placement.
+gain alone, and the cost never rises. Not covered: collisions, which a hash decides after placement.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topology.fabric.clos import Clos, Ints
-from topology.placement.strategies import Placement, check_room, mend
+from topology.placement.strategies import Placement, check_room, move_off_unusable
 from topology.traffic.job import Flows
 
 Floats = NDArray[np.float64]
@@ -36,7 +36,7 @@ _FREE = -1
 
 @dataclass(frozen=True, eq=False)
 class Neighbours:
-    """Who talks to whom, slot by slot (CSR), both directions added: bytes on one rail, and bytes between rails."""
+    """Traffic between slots (CSR), both directions added: bytes on one rail, and bytes between rails."""
 
     start: Ints
     slot: Ints
@@ -46,7 +46,7 @@ class Neighbours:
 
 @dataclass(frozen=True, eq=False)
 class Improved:
-    """What a search found; costs in `OBJECTIVE`, before with the slots of unusable servers on the nearest free ones.
+    """Result of a search; costs in `OBJECTIVE`, before with the slots of unusable servers on the nearest free ones.
 
     Args:
         slots_moved: slots on another server than in the placement that was given.
@@ -63,12 +63,12 @@ class Improved:
     moves_taken: int
 
     def given_up(self, start: Placement) -> Improved:
-        """The start in place of what was found, for whoever finds that worse by another measure."""
+        """Return the start instead of the result, for a caller whose measure finds the result worse."""
         placement = Placement(self.placement.name, start.server)
         return dataclasses.replace(self, placement=placement, cost_after=self.cost_before, slots_moved=0)
 
     def row(self, start: str, gpus_per_server: int) -> dict[str, Any]:
-        """For a table; `start`: the name of the placement that was improved."""
+        """Return a row for a table; `start`: the name of the placement that was improved."""
         return {
             "start": start,
             "objective": OBJECTIVE,
@@ -101,7 +101,7 @@ def improve(
         usable: a mask of the servers that may be used.
         seed: of the moves.
         max_moves, max_seconds: the search ends at the first of them, or when it no longer finds any gain.
-        progress: called with (done, total, words).
+        progress: called with (done, total, text).
 
     Raises:
         ConfigError: there are fewer usable servers than slots.
@@ -111,7 +111,7 @@ def improve(
     beyond = max(int(nic.max(initial=-1)) for nic in (flows.src_nic, flows.dst_nic))
     if beyond >= len(placement.server) * fabric.design.nics_per_server:
         raise ValueError(f"flows reach NIC {beyond}: the placement has {len(placement.server)} slots")
-    server = mend(placement.server, usable)
+    server = move_off_unusable(placement.server, usable)
     near = neighbours(flows, len(server), fabric.design.nics_per_server, fabric.design.rails)
     tor_set = np.arange(fabric.design.num_servers, dtype=np.int64) // fabric.design.servers_per_tor_set
     pod = tor_set // fabric.design.tor_sets_per_pod
@@ -122,7 +122,7 @@ def improve(
     home = np.where(usable[placement.server], placement.server, _FREE)
     before = cost = _total(server, tor_set, pod, *graph)
     move_cost = _MOVE_SHARE * before / len(server)
-    tried = taken = idle = 0
+    tried = num_taken = idle = 0
     until, cut_short = time.monotonic() + max_seconds, False
     while tried < max_moves and idle < _PATIENCE:
         cut_short = tried > 0 and time.monotonic() >= until
@@ -133,13 +133,13 @@ def improve(
         accepted, gain = _search(
             server, slot_of, home, move_cost, usable, tor_set, pod, *graph, width, moves, (seed + tried) & 0xFFFF_FFFF
         )
-        tried, taken, cost = tried + moves, taken + accepted, cost - gain
+        tried, num_taken, cost = tried + moves, num_taken + accepted, cost - gain
         idle = idle + 1 if gain <= 1e-9 * before else 0
         if progress:
             progress(tried, max_moves, f"cost {cost / (before or 1.0):.1%} of the start")
     after = _total(server, tor_set, pod, *graph)
     moved = int((server != placement.server).sum())
-    return Improved(Placement("optimised", server), before, after, moved, cut_short, tried, taken)
+    return Improved(Placement("optimised", server), before, after, moved, cut_short, tried, num_taken)
 
 
 def cheapest(fabric: Clos, flows: Flows, placements: Sequence[Placement]) -> Placement:
@@ -190,7 +190,7 @@ def _links(a: int, b: int, tor_set: Ints, pod: Ints, rail_bytes: float, cross_by
 @numba.njit(cache=True)
 def _slot_cost(
     at: int,
-    mine: int,
+    moved: int,
     other: int,
     other_at: int,
     server: Ints,
@@ -201,9 +201,9 @@ def _slot_cost(
     rail_bytes: Floats,
     cross_bytes: Floats,
 ) -> float:
-    """Cost of slot `mine` on server `at`, were slot `other` on server `other_at`."""
+    """Return the cost of slot `moved` on server `at`, were slot `other` on server `other_at`."""
     cost = 0.0
-    for edge in range(start[mine], start[mine + 1]):
+    for edge in range(start[moved], start[moved + 1]):
         to = slot[edge]
         there = other_at if to == other else server[to]
         cost += _links(at, there, tor_set, pod, rail_bytes[edge], cross_bytes[edge])
@@ -227,49 +227,49 @@ def _search(
     moves: int,
     seed: int,
 ) -> tuple[int, float]:
-    """Try so many moves in place; (taken, cost saved, that of slots away from home included).
+    """Try `moves` moves in place; return (taken, cost saved, that of slots away from home included).
 
     Moves of no gain are taken too, where they take no slot from its home: they lead off plateaus.
     """
     np.random.seed(seed)
-    taken, saved = 0, 0.0
+    num_taken, saved = 0, 0.0
     graph = (start, slot, rail_bytes, cross_bytes)
     for _ in range(moves):
-        mine = np.random.randint(len(server))
-        here = server[mine]
-        degree = start[mine + 1] - start[mine]
+        moved = np.random.randint(len(server))
+        here = server[moved]
+        degree = start[moved + 1] - start[moved]
         if degree and np.random.random() < 0.5:
-            friend = server[slot[start[mine] + np.random.randint(degree)]]
+            friend = server[slot[start[moved] + np.random.randint(degree)]]
             there = tor_set[friend] * set_width + np.random.randint(set_width)
         else:
             there = np.random.randint(len(slot_of))
         if there >= len(slot_of) or there == here or not usable[there]:
             continue
         other = slot_of[there]
-        now = _slot_cost(here, mine, other, there, server, tor_set, pod, *graph) + move_cost * (here != home[mine])
-        then = _slot_cost(there, mine, other, here, server, tor_set, pod, *graph) + move_cost * (there != home[mine])
+        now = _slot_cost(here, moved, other, there, server, tor_set, pod, *graph) + move_cost * (here != home[moved])
+        then = _slot_cost(there, moved, other, here, server, tor_set, pod, *graph) + move_cost * (there != home[moved])
         if other >= 0:
-            now += _slot_cost(there, other, mine, here, server, tor_set, pod, *graph)
+            now += _slot_cost(there, other, moved, here, server, tor_set, pod, *graph)
             now += move_cost * (there != home[other])
-            then += _slot_cost(here, other, mine, there, server, tor_set, pod, *graph)
+            then += _slot_cost(here, other, moved, there, server, tor_set, pod, *graph)
             then += move_cost * (here != home[other])
         if then <= now:
-            server[mine], slot_of[there], slot_of[here] = there, mine, other
+            server[moved], slot_of[there], slot_of[here] = there, moved, other
             if other >= 0:
                 server[other] = here
-            taken += then < now
+            num_taken += then < now
             saved += now - then
-    return taken, saved
+    return num_taken, saved
 
 
 @numba.njit(cache=True)
 def _total(
     server: Ints, tor_set: Ints, pod: Ints, start: Ints, slot: Ints, rail_bytes: Floats, cross_bytes: Floats
 ) -> float:
-    """Cost of the whole placement; each pair stands in the matrix twice."""
+    """Return the cost of the whole placement; each pair is in the matrix twice."""
     cost = 0.0
-    for mine in range(len(server)):
-        for edge in range(start[mine], start[mine + 1]):
+    for index in range(len(server)):
+        for edge in range(start[index], start[index + 1]):
             there = server[slot[edge]]
-            cost += _links(server[mine], there, tor_set, pod, rail_bytes[edge], cross_bytes[edge])
+            cost += _links(server[index], there, tor_set, pod, rail_bytes[edge], cross_bytes[edge])
     return cost / 2

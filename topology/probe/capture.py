@@ -1,7 +1,7 @@
 """Captures of probes and of what routers answer: pcap files in and out, and the fields that path spread needs.
 
 Written: classic pcap with nanoseconds, raw IP or Ethernet. Read: pcap and pcapng (scapy) of Ethernet with up to two
-VLAN tags, raw IP, and Linux' cooked captures. All packets are parsed at once as one byte matrix. Left out: IPv6,
+VLAN tags, raw IP, and Linux' cooked captures. All packets are parsed at once as one byte matrix. Not covered: IPv6,
 fragments, tunnels around a probe.
 """
 
@@ -58,7 +58,7 @@ class Capture:
 
     @classmethod
     def of(cls, packets: Sequence[bytes], time_ns: Iterable[int], skipped: int = 0) -> Capture:
-        """From IP packets as they came."""
+        """Make a capture from IP packets in order of arrival."""
         return cls(*_matrix(packets), np.array(list(time_ns), dtype=np.int64), skipped)
 
 
@@ -89,36 +89,36 @@ class Seen:
         return len(self.src_ip)
 
     def only(self, chosen: NDArray[np.bool_] | Ints) -> Seen:
-        """Those chosen by a mask, or by index in that order."""
+        """Return those chosen by a mask, or by index in that order."""
         return Seen(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
 
 
 def probes(capture: Capture) -> Seen:
-    """The probes of a capture, told from other RoCE traffic by their sequence number."""
+    """Return the probes of a capture, distinguished from other RoCE traffic by their sequence number."""
     fields = _Fields(capture)
     start = np.zeros(len(capture.lengths), dtype=np.int64)
-    found = fields.is_probe(start) & (
+    is_probe = fields.is_probe(start) & (
         fields.u32(start + fields.header_bytes(start) + 16) & 0xFF_FFFF == fields.psn(start)
     )
-    found &= capture.lengths >= fields.header_bytes(start) + 20
+    is_probe &= capture.lengths >= fields.header_bytes(start) + 20
     never = np.zeros(len(start), dtype=bool)
-    return fields.seen(start, found, capture.time_ns, np.zeros_like(start), never, never)
+    return fields.seen(start, is_probe, capture.time_ns, np.zeros_like(start), never, never)
 
 
 def answers(capture: Capture) -> Seen:
-    """The ICMP errors of a capture that quote a probe: time exceeded and unreachable."""
+    """Return the ICMP errors of a capture that quote a probe: time exceeded and unreachable."""
     fields = _Fields(capture)
     start = np.zeros(len(capture.lengths), dtype=np.int64)
     icmp = fields.header_bytes(start)
     kind, code = fields.u8(icmp), fields.u8(icmp + 1)
     quoted = icmp + 8
-    found = (fields.u8(start + 9) == _ICMP_PROTOCOL) & (fields.u16(start + 6) & 0x1FFF == 0)
-    found &= np.isin(kind, (ICMP_UNREACHABLE, ICMP_TIME_EXCEEDED)) & fields.is_probe(quoted)
-    found &= capture.lengths >= quoted + fields.header_bytes(quoted) + 8
+    is_answer = (fields.u8(start + 9) == _ICMP_PROTOCOL) & (fields.u16(start + 6) & 0x1FFF == 0)
+    is_answer &= np.isin(kind, (ICMP_UNREACHABLE, ICMP_TIME_EXCEEDED)) & fields.is_probe(quoted)
+    is_answer &= capture.lengths >= quoted + fields.header_bytes(quoted) + 8
     router = fields.u32(start + 12)
-    found &= router != fields.u32(quoted + 12)  # our own host's word that it cannot reach the next hop
+    is_answer &= router != fields.u32(quoted + 12)  # our own host's word that it cannot reach the next hop
     at_target = (kind == ICMP_UNREACHABLE) & ((code == _PORT_UNREACHABLE) | (router == fields.u32(quoted + 16)))
-    return fields.seen(quoted, found, capture.time_ns, router, at_target, (kind == ICMP_UNREACHABLE) & ~at_target)
+    return fields.seen(quoted, is_answer, capture.time_ns, router, at_target, (kind == ICMP_UNREACHABLE) & ~at_target)
 
 
 def write_pcap(path: Path, packets: Iterable[bytes], time_ns: Iterable[int], link: Link) -> int:
@@ -219,14 +219,14 @@ class _Fields:
         """UDP to the RoCEv2 port, with a TTL in the identification."""
         dport = self.u16(ip + self.header_bytes(ip) + 2)
         is_udp = (self.u8(ip) >> 4 == 4) & (self.u8(ip + 9) == UDP_PROTOCOL)
-        found: NDArray[np.bool_] = is_udp & (dport == ROCE_V2_PORT) & (self.u16(ip + 4) >> 8 > 0)
-        return found
+        matches: NDArray[np.bool_] = is_udp & (dport == ROCE_V2_PORT) & (self.u16(ip + 4) >> 8 > 0)
+        return matches
 
     def psn(self, ip: Ints) -> Ints:
         """The sequence number that a probe with these ports and identification has."""
         return sequence_number(self.u16(ip + self.header_bytes(ip)), self.u16(ip + 4))
 
-    def seen(self, ip: Ints, found: Bools, time_ns: Ints, router: Ints, reached: Bools, refused: Bools) -> Seen:
+    def seen(self, ip: Ints, chosen: Bools, time_ns: Ints, router: Ints, reached: Bools, refused: Bools) -> Seen:
         identification = self.u16(ip + 4)
         return Seen(
             src_ip=self.u32(ip + 12),
@@ -238,7 +238,7 @@ class _Fields:
             router=router,
             reached=reached,
             refused=refused,
-        ).only(found)
+        ).only(chosen)
 
 
 def _matrix(packets: Sequence[bytes]) -> tuple[Packets, Ints]:

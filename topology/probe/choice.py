@@ -1,7 +1,7 @@
 """One ECMP choice as measured: how a router shared its flows among its next hops, and whether that is chance.
 
 Pearson's chi-square against the expected shares; the tail is exact for the distribution, which fits when each member is
-due five flows or more. Left out: choices that are not independent a flow (flowlets, packet spraying).
+due five flows or more. Not covered: choices that are not independent a flow (flowlets, packet spraying).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNEVEN_P = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """How one router shared its flows among the routers of the next hop.
+    """Split of one router's flows over the routers of the next hop.
 
     Args:
         ttl: the hop that was chosen.
@@ -41,10 +41,10 @@ class Choice:
     def chi_square(self) -> float:
         """Pearson's statistic of the flows against the expected shares."""
         total = self.flows.sum()
-        found = np.zeros(len(self.share))
-        found[: len(self.flows)] = self.flows
+        counts = np.zeros(len(self.share))
+        counts[: len(self.flows)] = self.flows
         due = self.share * total
-        return float(((found - due) ** 2 / due).sum())
+        return float(((counts - due) ** 2 / due).sum())
 
     @property
     def p_value(self) -> float:
@@ -53,7 +53,7 @@ class Choice:
 
     @property
     def verdict(self) -> str:
-        """In a word or two."""
+        """Verdict in a word or two."""
         if len(self.share) == 1:
             return "one next hop"
         if self.p_value >= UNEVEN_P:
@@ -61,7 +61,7 @@ class Choice:
         return "polarised" if len(self.routers) < len(self.share) else "uneven"
 
     def row(self) -> dict[str, Any]:
-        """For a table."""
+        """Return a row for a table."""
         return {
             "hop": self.ttl,
             "from": address(self.previous),

@@ -47,7 +47,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--src-mac", help="With --dst-mac: write Ethernet frames to --pcap, else raw IP.")
 @click.option("--dst-mac", help="MAC address of the first hop.")
 @run_options_without_config
-def command(options: RunOptions, **given: Any) -> None:
+def command(options: RunOptions, **params: Any) -> None:
     """Probe the paths of RoCEv2 flows: every TTL of every UDP source port.
 
     Writes the probes to a capture file (--pcap; sends nothing), sends them (--iface), or parses a capture (--read).
@@ -67,31 +67,31 @@ def command(options: RunOptions, **given: Any) -> None:
     from netlayer.results import utc_now
 
     started = utc_now()
-    if given["read_file"]:
-        _refuse_both(given)
+    if params["read_file"]:
+        _refuse_both(params)
         from topology.probe.capture import read_pcap
 
-        capture = read_pcap(given["read_file"])
+        capture = read_pcap(params["read_file"])
         with open_output(options.out, "topology-probe") as out:
-            _report(capture, started, options, given, out)
+            _report(capture, started, options, params, out)
         return
-    sweep = sweep_of(given)
-    if not given["iface"] and not given["pcap"]:
-        raise ConfigError("--dst", given["dst"], "says nothing of where to", "add --pcap FILE, --iface IF or both")
+    sweep = sweep_of(params)
+    if not params["iface"] and not params["pcap"]:
+        raise ConfigError("--dst", params["dst"], "says nothing of where to", "add --pcap FILE, --iface IF or both")
     with open_output(options.out, "topology-probe") as out:
-        if given["iface"]:
-            _report(_send(sweep, given), started, options, given, out)
+        if params["iface"]:
+            _report(_send(sweep, params), started, options, params, out)
         else:
-            _write(sweep, started, options, given, out)
+            _write(sweep, started, options, params, out)
 
 
-def _refuse_both(given: dict[str, Any]) -> None:
+def _refuse_both(params: dict[str, Any]) -> None:
     for name in ("iface", "pcap"):
-        if given[name]:
-            raise ConfigError(f"--{name}", given[name], "goes not with --read", "give one of them")
+        if params[name]:
+            raise ConfigError(f"--{name}", params[name], "goes not with --read", "give one of them")
 
 
-def _write(sweep: Sweep, started: str, options: RunOptions, given: dict[str, Any], out: Output) -> None:
+def _write(sweep: Sweep, started: str, options: RunOptions, params: dict[str, Any], out: Output) -> None:
     """Write the probes; nothing is sent and nothing measured."""
     import time
 
@@ -102,13 +102,13 @@ def _write(sweep: Sweep, started: str, options: RunOptions, given: dict[str, Any
 
     packets = build(sweep)
     link: Link = "raw"
-    if given["src_mac"] or given["dst_mac"]:
+    if params["src_mac"] or params["dst_mac"]:
         try:
-            packets, link = with_ethernet(packets, given["src_mac"] or "", given["dst_mac"] or ""), "ethernet"
+            packets, link = with_ethernet(packets, params["src_mac"] or "", params["dst_mac"] or ""), "ethernet"
         except ValueError as exc:
             raise ConfigError("--src-mac, --dst-mac", None, str(exc), "give both, or neither") from exc
     now = time.time_ns()
-    count = write_pcap(given["pcap"], (row.tobytes() for row in packets), (now + i for i in range(len(packets))), link)
+    count = write_pcap(params["pcap"], (row.tobytes() for row in packets), (now + i for i in range(len(packets))), link)
     row = {
         "src": address(sweep.src_ip),
         "dst": address(sweep.dst_ip),
@@ -117,26 +117,26 @@ def _write(sweep: Sweep, started: str, options: RunOptions, given: dict[str, Any
         "hops": len(sweep.ttls),
         "packet_bytes": sweep.packet_bytes,
     }
-    if keep("probe", {"plan": [row]}, out, started, options, source="predicted", csv=False, **given):
-        click.echo(f"{_words(sweep)}: written to {given['pcap']} ({link}); nothing sent")
+    if keep("probe", {"plan": [row]}, out, started, options, source="predicted", csv=False, **params):
+        click.echo(f"{_describe(sweep)}: written to {params['pcap']} ({link}); nothing sent")
 
 
-def _send(sweep: Sweep, given: dict[str, Any]) -> Capture:
-    """Say what will be sent, send it, and keep both directions where a file was asked for."""
+def _send(sweep: Sweep, params: dict[str, Any]) -> Capture:
+    """Say what will be sent, send it, and keep both directions where --pcap names a file."""
     from topology.probe.capture import write_pcap
     from topology.probe.sending import send
 
-    rate = given["rate"]
-    click.echo(f"will send {_words(sweep)}, from {given['iface']} at {rate:g} a second", err=True)
-    exchange = send(sweep, given["iface"], rate_pps=rate, timeout_s=given["timeout"], tries=given["tries"])
-    if given["pcap"]:
+    rate = params["rate"]
+    click.echo(f"will send {_describe(sweep)}, from {params['iface']} at {rate:g} a second", err=True)
+    exchange = send(sweep, params["iface"], rate_pps=rate, timeout_s=params["timeout"], tries=params["tries"])
+    if params["pcap"]:
         stamps, packets = zip(*sorted(zip(exchange.time_ns, exchange.packets, strict=True)), strict=True)
-        write_pcap(given["pcap"], packets, stamps, "raw")
+        write_pcap(params["pcap"], packets, stamps, "raw")
     return exchange.capture()
 
 
-def _report(capture: Capture, started: str, options: RunOptions, given: dict[str, Any], out: Output) -> None:
-    """Path spread of every pair of addresses: records, a CSV of every flow, and tables.
+def _report(capture: Capture, started: str, options: RunOptions, params: dict[str, Any], out: Output) -> None:
+    """Report the path spread of every pair of addresses: records, a CSV of every flow, and tables.
 
     Raises:
         CheckFailed: no router answered, or one calls the target unreachable.
@@ -145,25 +145,25 @@ def _report(capture: Capture, started: str, options: RunOptions, given: dict[str
     from topology.probe import findings
     from topology.probe.tables import print_spread
 
-    only = address_of("--dst", given["dst"]) if given["dst"] else None
-    found = [pair for pair in findings.spreads(capture) if only in (None, pair.dst_ip)]
-    known = members_of(given["members"]), weights_of(given["weights"])
-    routers, by_ports = routers_of(given["routers"]), given["linux_policy"] == "1"
-    results = [findings.of_pair(pair, *known, routers, 1 if by_ports else 0) for pair in found]
-    flows = [row for pair in found for row in pair.flows()]
+    only = address_of("--dst", params["dst"]) if params["dst"] else None
+    pairs = [pair for pair in findings.spreads(capture) if only in (None, pair.dst_ip)]
+    known = members_of(params["members"]), weights_of(params["weights"])
+    routers, by_ports = routers_of(params["routers"]), params["linux_policy"] == "1"
+    results = [findings.of_pair(pair, *known, routers, 1 if by_ports else 0) for pair in pairs]
+    flows = [row for pair in pairs for row in pair.flows()]
     write_table(out.part, "flows", flows)
     write_table(out.part, "forecast", [row for result in results for row in result.forecast])
     tables = findings.merged(results)
-    shown = keep("probe", tables, out, started, options, source="measured", csv=False, **given)
+    prints_tables = keep("probe", tables, out, started, options, source="measured", csv=False, **params)
     if flows:
         click.echo(f"path of each flow: {out.folder / 'flows.csv'}", err=True)
-    for pair, result in zip(found, results, strict=True):
-        if shown and pair.answered.any():
+    for pair, result in zip(pairs, results, strict=True):
+        if prints_tables and pair.answered.any():
             print_spread(result)
-    findings.check(found, capture)
+    findings.check(pairs, capture)
 
 
-def _words(sweep: Sweep) -> str:
+def _describe(sweep: Sweep) -> str:
     from topology.probe.choice import address
 
     sizes = f"{len(sweep.ports)} ports x {len(sweep.ttls)} TTLs x {sweep.rounds}"

@@ -1,6 +1,6 @@
-"""What a capture of probes shows, as tables for a record, each of one source: measured, or predicted beside it.
+"""Findings of a capture of probes, as tables for a record, each of one source: measured, or predicted.
 
-Left out: how the tables are printed.
+Not covered: how the tables are printed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Findings:
-    """One pair of addresses: measured tables, predicted ones, and each flow's predicted beside its measured hop."""
+    """One pair of addresses: measured tables, predicted ones, and each flow's predicted and measured hop."""
 
     measured: dict[str, Rows]
     predicted: dict[str, Rows]
@@ -42,7 +42,7 @@ def of_pair(
     routers: Sequence[LinuxRouter],
     policy: Literal[0, 1],
 ) -> Findings:
-    """Everything about one pair; arguments as `PathSpread.choices` and `forecast.forecast` take them.
+    """Return everything about one pair; arguments as `PathSpread.choices` and `forecast.forecast` take them.
 
     Raises:
         ConfigError: more routers answered at a hop than `members` says.
@@ -50,8 +50,8 @@ def of_pair(
     try:
         choices = pair.choices(members, weights)
     except ValueError as exc:
-        shown = ", ".join(f"{hop}={number}" for hop, number in members.items())
-        raise ConfigError("--members", shown, str(exc), "raise it") from exc
+        text = ", ".join(f"{hop}={number}" for hop, number in members.items())
+        raise ConfigError("--members", text, str(exc), "raise it") from exc
     ends = {"src": address(pair.src_ip), "dst": address(pair.dst_ip)}
     flows = forecast(pair, routers, policy)
     return Findings(
@@ -79,17 +79,17 @@ def merged(results: Sequence[Findings]) -> dict[str, Rows]:
     return tables
 
 
-def check(found: Sequence[PathSpread], capture: Capture) -> None:
+def check(pairs: Sequence[PathSpread], capture: Capture) -> None:
     """Say what is wrong with the network.
 
     Raises:
         CheckFailed: no router answered, or one calls a target unreachable.
     """
-    if not any(pair.answered.any() for pair in found):
+    if not any(pair.answered.any() for pair in pairs):
         seen = f"{len(probes(capture)):,} probes and no ICMP error among {len(capture.lengths):,} IPv4 packets"
         remedy = "send them (--iface) or capture both directions; check the route and that routers may answer"
         raise CheckFailed(f"no router answered: {seen}; {remedy}")
-    for pair in found:
+    for pair in pairs:
         stopped = pair.refused != SILENT
         if stopped.any():
             who = ", ".join(address(ip) for ip in np.unique(pair.refused[stopped]).tolist())

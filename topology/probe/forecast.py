@@ -1,6 +1,6 @@
-"""Where Linux routers should have sent the flows of a probe, by the kernel's own hash, beside where they went.
+"""Next hops of a probe's flows at Linux routers, forecast by the kernel's own hash, next to the measured ones.
 
-A router is known by the address that it answers with, its next hops by theirs, in the order of its route. Left out:
+A router is known by the address that it answers with, its next hops by theirs, in the order of its route. Not covered:
 routers whose seed is the kernel's own (no program can read it), policies 2 and 3, and the sending host's own choice.
 """
 
@@ -43,7 +43,7 @@ def forecast(pair: PathSpread, routers: Iterable[LinuxRouter], policy: Literal[0
     rows: Rows = []
     for router in routers:
         hops = np.array(router.next_hops, dtype=np.int64)
-        wanted = hops[choose(multipath_hash(headers, router.seed, policy), router.weights)]
+        predicted = hops[choose(multipath_hash(headers, router.seed, policy), router.weights)]
         here, after = pair.router[:, :-1], pair.router[:, 1:]
         for flow, hop in np.argwhere((here == router.address) & (after != SILENT) & next_ttl).tolist():
             rows.append(
@@ -53,7 +53,7 @@ def forecast(pair: PathSpread, routers: Iterable[LinuxRouter], policy: Literal[0
                     "sport": int(pair.sports[flow]),
                     "hop": int(pair.ttls[hop + 1]),
                     "from": address(router.address),
-                    "predicted": address(int(wanted[flow])),
+                    "predicted": address(int(predicted[flow])),
                     "measured": address(int(after[flow, hop])),
                 }
             )
@@ -61,7 +61,7 @@ def forecast(pair: PathSpread, routers: Iterable[LinuxRouter], policy: Literal[0
 
 
 def predicted_shares(rows: Rows) -> Rows:
-    """Of those rows, the flows that each router should send to each next hop: what is predicted alone."""
+    """Return the flows that each router should send to each next hop, of those rows: only what is predicted."""
     keys = ("src", "dst", "hop", "from")
     sent = Counter(tuple(row[key] for key in keys) for row in rows)
     to_each = Counter((*(row[key] for key in keys), row["predicted"]) for row in rows)

@@ -5,7 +5,7 @@ hash alike), keyed with a 32-bit seed: sysctl `net.ipv4.fib_multipath_hash_seed`
 at 0 the seed is random, drawn once a boot and shared by all network namespaces; no program can read it, so then shares
 can be predicted and single flows cannot. The values are those of little-endian machines.
 
-Left out: IPv6; tunnels (policy 2); resilient next-hop groups; packets that carry a hash of their own (of a connected
+Not covered: IPv6; tunnels (policy 2); resilient next-hop groups; packets that carry a hash of their own (of a connected
 socket, or of a NIC that computed one), which the kernel takes in place of this one.
 """
 
@@ -29,7 +29,7 @@ _MESSAGE_BYTES = 48
 
 
 class FibField(IntFlag):
-    """What is hashed, as in net.ipv4.fib_multipath_hash_fields; the flow label of IPv6 is left out."""
+    """Fields to hash, as in net.ipv4.fib_multipath_hash_fields, but for the flow label of IPv6."""
 
     SRC_IP = 0x01
     DST_IP = 0x02
@@ -90,7 +90,7 @@ def choose(hashes: NDArray[np.uint32], weights: Sequence[int]) -> NDArray[np.int
 
 
 def _message(headers: Headers, fields: FibField) -> Words:
-    """The hashed part of `struct flow_keys`, shape (num_flows, 6): what is not selected stays zero."""
+    """Return the hashed part of `struct flow_keys`, shape (num_flows, 6): what is not selected stays zero."""
     count = len(headers.src_ip)
     zeros = np.zeros(count, dtype=np.uint64)
     src, dst = _swapped(headers.src_ip.astype(">u4"), np.uint32), _swapped(headers.dst_ip.astype(">u4"), np.uint32)
@@ -98,12 +98,12 @@ def _message(headers: Headers, fields: FibField) -> Words:
     sport = _swapped(headers.udp_sport.astype(">u2"), np.uint16) if fields & FibField.SRC_PORT else zeros
     dport = _swapped(np.full(count, ROCE_V2_PORT, dtype=">u2"), np.uint16) if fields & FibField.DST_PORT else zeros
     low, high = np.minimum(sport, dport), np.maximum(sport, dport)
-    words = np.zeros((count, _MESSAGE_BYTES // 8), dtype=np.uint64)
-    words[:, 0] = UDP_PROTOCOL << 16 if fields & FibField.PROTOCOL else 0
-    words[:, 3] = low << np.uint64(32) | high << np.uint64(48)
-    words[:, 4] = np.minimum(src, dst) << np.uint64(32)
-    words[:, 5] = np.maximum(src, dst)
-    return words
+    message = np.zeros((count, _MESSAGE_BYTES // 8), dtype=np.uint64)
+    message[:, 0] = UDP_PROTOCOL << 16 if fields & FibField.PROTOCOL else 0
+    message[:, 3] = low << np.uint64(32) | high << np.uint64(48)
+    message[:, 4] = np.minimum(src, dst) << np.uint64(32)
+    message[:, 5] = np.maximum(src, dst)
+    return message
 
 
 def _swapped(wire: NDArray[np.generic], native: type[np.unsignedinteger]) -> Words:
@@ -111,12 +111,12 @@ def _swapped(wire: NDArray[np.generic], native: type[np.unsignedinteger]) -> Wor
     return wire.view(np.dtype(native).newbyteorder("<")).astype(np.uint64)
 
 
-def _siphash24(words: Words, key: tuple[int, int]) -> Words:
-    """SipHash-2-4 of each row of 64-bit words (Aumasson, Bernstein: SipHash, a fast short-input PRF, 2012)."""
+def _siphash24(messages: Words, key: tuple[int, int]) -> Words:
+    """Compute SipHash-2-4 of each row of 64-bit words (Aumasson, Bernstein: SipHash, a fast short-input PRF, 2012)."""
     starts = (0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573)
-    state = [np.full(len(words), start ^ key[i % 2] & _WORD_MASK, dtype=np.uint64) for i, start in enumerate(starts)]
-    length = np.full(len(words), (words.shape[1] * 8 & 0xFF) << 56, dtype=np.uint64)
-    for word in (*words.T, length):
+    state = [np.full(len(messages), start ^ key[i % 2] & _WORD_MASK, dtype=np.uint64) for i, start in enumerate(starts)]
+    length = np.full(len(messages), (messages.shape[1] * 8 & 0xFF) << 56, dtype=np.uint64)
+    for word in (*messages.T, length):
         state[3] = state[3] ^ word
         _rounds(state, 2)
         state[0] = state[0] ^ word
@@ -141,8 +141,8 @@ def _rounds(state: list[Words], count: int) -> None:
     state[:] = v0, v1, v2, v3
 
 
-def _rotate_left(words: Words, bits: int) -> Words:
-    return words << np.uint64(bits) | words >> np.uint64(64 - bits)
+def _rotate_left(values: Words, bits: int) -> Words:
+    return values << np.uint64(bits) | values >> np.uint64(64 - bits)
 
 
 def _jhash_with_zero(hashes: NDArray[np.uint32]) -> NDArray[np.uint32]:

@@ -19,8 +19,8 @@ _SEED = re.compile(r"[0-9]{1,10}")
 _WEIGHT = re.compile(r"[1-9][0-9]{0,2}")
 
 
-def sweep_of(given: dict[str, Any]) -> Sweep:
-    """What the options ask to send.
+def sweep_of(params: dict[str, Any]) -> Sweep:
+    """Return the sweep that the options ask for.
 
     Raises:
         ConfigError: an option is missing or cannot be used.
@@ -30,23 +30,23 @@ def sweep_of(given: dict[str, Any]) -> Sweep:
     from topology.probe.packets import Sweep
     from topology.probe.sending import interface_address
 
-    if not given["dst"]:
+    if not params["dst"]:
         raise ConfigError("--dst", None, "is missing", "give the address to probe, or --read FILE")
-    dst = address_of("--dst", given["dst"])
-    if not given["src"] and not given["iface"]:
+    dst = address_of("--dst", params["dst"])
+    if not params["src"] and not params["iface"]:
         raise ConfigError("--src", None, "is missing", "give the address that probes come from, or --iface")
-    src = address_of("--src", given["src"]) if given["src"] else interface_address(given["iface"])
-    ports, ttls = numbers_in(given["ports"], 1, 0xFFFF, "--ports"), numbers_in(given["ttls"], 1, 0xFF, "--ttl")
+    src = address_of("--src", params["src"]) if params["src"] else interface_address(params["iface"])
+    ports, ttls = numbers_in(params["ports"], 1, 0xFFFF, "--ports"), numbers_in(params["ttls"], 1, 0xFF, "--ttl")
     try:
         return Sweep(
             src,
             dst,
             np.array(ports),
             np.array(ttls),
-            rounds=given["rounds"],
-            qpn=given["qpn"],
-            tos=given["tos"],
-            payload_bytes=given["payload"],
+            rounds=params["rounds"],
+            qpn=params["qpn"],
+            tos=params["tos"],
+            payload_bytes=params["payload"],
         )
     except ValueError as exc:
         name, _, rule = str(exc).partition(" = ")

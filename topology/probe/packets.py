@@ -3,7 +3,7 @@
 A probe is an IPv4 / UDP 4791 / BTH packet (RC SEND only, to a queue pair that should not exist) with the invariant CRC
 a NIC expects, so that switches treat it as RDMA and the target's NIC drops it. The IP identification carries TTL and
 round, since routers return it when they answer; the packet sequence number repeats it and the port, which tells our
-probes from other traffic. Left out: IPv6, and headers after the BTH.
+probes from other traffic. Not covered: IPv6, and headers after the BTH.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MUTABLE_COLUMNS = [1, 8, 10, 11, 26, 27, _IP_BYTES + _UDP_BYTES + 4]
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """What to send: every TTL of every source port, `rounds` times.
+    """Probes to send: every TTL of every source port, `rounds` times.
 
     Args:
         src_ip, dst_ip: IPv4 addresses as integers.
@@ -87,7 +87,7 @@ class Sweep:
 
     @property
     def packet_bytes(self) -> int:
-        """Of one probe from the IP header to the ICRC."""
+        """Bytes of one probe from the IP header to the ICRC."""
         return HEADER_BYTES + self.payload_bytes + _ICRC_BYTES
 
 
@@ -165,7 +165,7 @@ def _as_bytes(numbers: NDArray[np.unsignedinteger], wire: str) -> Packets:
 
 
 def _check_range(name: str, values: int | NDArray[np.int64], low: int, high: int) -> None:
-    found = np.atleast_1d(values)
-    if not len(found) or found.min() < low or found.max() > high:
-        wrong = found[(found < low) | (found > high)]
+    array = np.atleast_1d(values)
+    if not len(array) or array.min() < low or array.max() > high:
+        wrong = array[(array < low) | (array > high)]
         raise ValueError(f"{name} = {wrong[0] if len(wrong) else 'none'}: {low}..{high}")

@@ -2,7 +2,7 @@
 
 A flow is one UDP source port between two addresses. The router at hop h is who answered the probe with TTL h. Shares
 are judged a router at a time, among the flows that came to it, for a polarised network looks even when only the hop as
-a whole is counted. Addresses are what routers answer with: one router may have several. Left out: joining those, loops.
+a whole is counted. Addresses are what routers answer with: one router may have several. Omitted: joining those, loops.
 """
 
 from __future__ import annotations
@@ -75,22 +75,22 @@ class PathSpread:
         before = self.router[:, hop - 1] if hop else np.full(len(self.sports), self.src_ip)
         here = self.router[:, hop]
         known = (before != SILENT) & (here != SILENT)
-        found = []
+        choices = []
         for previous in np.unique(before[known]).tolist():
             routers, flows = np.unique(here[known & (before == previous)], return_counts=True)
             if members is not None and len(routers) > members:
                 raise ValueError(f"hop {self.ttls[hop]}: {len(routers)} routers answered, expected are {members}")
             unseen = max(0, (members or 0) - len(routers))
             shares = np.array([weights.get(router, 1.0) for router in routers.tolist()] + [1.0] * unseen)
-            found.append(Choice(int(self.ttls[hop]), previous, routers, flows, shares / shares.sum()))
-        return found
+            choices.append(Choice(int(self.ttls[hop]), previous, routers, flows, shares / shares.sum()))
+        return choices
 
     def paths(self) -> Rows:
-        """The distinct paths, most used first, silent hops as `*`; `unreachable` where a router says so."""
-        found, flows = np.unique(np.column_stack([self.router, self.refused]), axis=0, return_counts=True)
+        """Return the distinct paths, most used first, silent hops as `*`; `unreachable` where a router says so."""
+        paths, flows = np.unique(np.column_stack([self.router, self.refused]), axis=0, return_counts=True)
         order = np.argsort(-flows, kind="stable")
         return [
-            {"path": _path(*found[i].tolist()), "flows": int(flows[i]), "share": float(flows[i] / len(self.sports))}
+            {"path": _path(*paths[i].tolist()), "flows": int(flows[i]), "share": float(flows[i] / len(self.sports))}
             for i in order
         ]
 

@@ -2,7 +2,7 @@
 
 Raw IPv4 sockets (root, or CAP_NET_RAW): the kernel finds the next hop and its MAC address, but leaves the packets as
 they are. Probes without an answer are sent again, since routers limit how many errors they return and a first packet
-may be lost while an address is resolved. Nothing is sent to anyone but the sweep's target. Left out: IPv6, and several
+may be lost while an address is resolved. Nothing is sent to anyone but the sweep's target. Omitted: IPv6, and several
 uplinks of the sending host itself: the interface is fixed.
 """
 
@@ -56,7 +56,7 @@ class Exchange:
         self.time_ns.append(time_ns)
 
     def capture(self) -> Capture:
-        """For the parser."""
+        """Return both directions as a capture, for the parser."""
         return Capture.of(self.packets, self.time_ns)
 
 
@@ -78,7 +78,7 @@ def send(sweep: Sweep, iface: str, *, rate_pps: float = 2000, timeout_s: float =
         for _ in range(tries):
             before = len(exchange.packets)
             _send_all(pending, sweep.dst_ip, iface, out, back, exchange, rate_pps)
-            _wait(back, exchange, wanted=before + 2 * len(pending), timeout_s=timeout_s)
+            _wait(back, exchange, num_packets=before + 2 * len(pending), timeout_s=timeout_s)
             pending = _unanswered(pending, exchange.capture())
             if not len(pending):
                 break
@@ -121,8 +121,8 @@ def _raw_sockets(iface: str) -> Iterator[tuple[socket.socket, socket.socket]]:
         raise ConfigError("--iface", iface, "raw sockets need root (CAP_NET_RAW)", remedy) from exc
     with out, socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as back:
         out.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, iface.encode())
-        wanted = 1 << ICMP_UNREACHABLE | 1 << ICMP_TIME_EXCEEDED
-        back.setsockopt(_SOL_RAW, _ICMP_FILTER, struct.pack("I", ~wanted & 0xFFFF_FFFF))
+        icmp_types = 1 << ICMP_UNREACHABLE | 1 << ICMP_TIME_EXCEEDED
+        back.setsockopt(_SOL_RAW, _ICMP_FILTER, struct.pack("I", ~icmp_types & 0xFFFF_FFFF))
         back.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         with suppress(PermissionError):  # CAP_NET_ADMIN is not ours for certain; the system's limit then holds
             back.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER_BYTES)
@@ -165,10 +165,10 @@ def _send_one(out: socket.socket, content: bytes, target: tuple[str, int], iface
         return
 
 
-def _wait(back: socket.socket, exchange: Exchange, *, wanted: int, timeout_s: float) -> None:
-    """Until so many packets are kept or the time is over."""
+def _wait(back: socket.socket, exchange: Exchange, *, num_packets: int, timeout_s: float) -> None:
+    """Wait until so many packets are kept or the time is over."""
     end = time.monotonic() + timeout_s
-    while len(exchange.packets) < wanted and time.monotonic() < end:
+    while len(exchange.packets) < num_packets and time.monotonic() < end:
         _drain(back, exchange)
         time.sleep(_PACE_S)
 
@@ -190,7 +190,7 @@ def _arrival_ns(ancillary: list[tuple[int, int, bytes]]) -> int:
 
 
 def _unanswered(packets: Packets, capture: Capture) -> Packets:
-    """Those of the packets that no answer in the capture quotes."""
+    """Return those of the packets that no answer in the capture quotes."""
     sent = probes(Capture.of([packet.tobytes() for packet in packets], np.zeros(len(packets), dtype=np.int64)))
     back = answers(capture)
     left: NDArray[np.bool_] = ~np.isin(

@@ -1,6 +1,6 @@
-"""From probes and answers to paths: who answered for which flow at which hop, and where a path ends.
+"""Paths from probes and answers: who answered for which flow at which hop, and where a path ends.
 
-Left out: joining several addresses of one router, loops.
+Not covered: joining several addresses of one router, loops.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _count_once(seen: Seen, ttls: Ints) -> Ints:
 
 
 def _first_of(keys: Ints) -> Ints:
-    """Where each distinct key comes first."""
+    """Return the position where each distinct key comes first."""
     return np.unique(keys, return_index=True)[1]
 
 
@@ -103,11 +103,11 @@ def _round_trips(probes: Seen, answers: Seen, flow: Ints, hop: Ints, shape: tupl
     ids, first, counts = np.unique(_probe_id(probes), return_index=True, return_counts=True)
     if not len(ids):
         return rtt_us
-    wanted = _probe_id(answers)
-    at = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+    answer_ids = _probe_id(answers)
+    at = np.minimum(np.searchsorted(ids, answer_ids), len(ids) - 1)
     sent_ns = probes.time_ns[first[at]]
-    known = (ids[at] == wanted) & (counts[at] == 1) & (sent_ns > 0) & (answers.time_ns >= sent_ns)
-    taken_us, flow, hop = ((answers.time_ns - sent_ns) / 1e3)[known], flow[known], hop[known]
+    known = (ids[at] == answer_ids) & (counts[at] == 1) & (sent_ns > 0) & (answers.time_ns >= sent_ns)
+    delays_us, flow, hop = ((answers.time_ns - sent_ns) / 1e3)[known], flow[known], hop[known]
     chosen = _first_of(flow * shape[1] + hop)
-    rtt_us[flow[chosen], hop[chosen]] = taken_us[chosen]
+    rtt_us[flow[chosen], hop[chosen]] = delays_us[chosen]
     return rtt_us

@@ -14,16 +14,16 @@ Rows = list[dict[str, Any]]
 _SHOWN_PATHS = 12
 
 
-def print_spread(found: Findings) -> None:
+def print_spread(findings: Findings) -> None:
     """One pair of addresses: summary, routers of every hop, ECMP choices, what the hash says, most used paths."""
-    measured = found.measured
+    measured = findings.measured
     (summary,) = measured["summary"]
     _print_hops(
-        f"{summary['src']} to {summary['dst']} (measured): {_words(summary)}",
+        f"{summary['src']} to {summary['dst']} (measured): {_describe(summary)}",
         measured["hop"],
-        found.predicted["expected"],
+        findings.predicted["expected"],
     )
-    _print_choices(measured["choice"], "\n".join(_forecast(found.forecast)))
+    _print_choices(measured["choice"], "\n".join(_forecast(findings.forecast)))
     paths = measured["path"]
     more = f"... {len(paths) - _SHOWN_PATHS} more in the record" if len(paths) > _SHOWN_PATHS else ""
     print_table(
@@ -40,8 +40,8 @@ def _print_hops(title: str, rows: Rows, expected: Rows) -> None:
     for row in rows:
         due, rtt = shares.get((row["hop"], row["router"])), row["rtt_us"]
         counts = [f"{row['flows']:,}", f"{row['share']:.2%}"]
-        beside = ["-" if due is None else f"{due:.2%}", "-" if rtt is None else f"{rtt:,.0f}"]
-        lines.append([str(row["hop"]), row["router"], *counts, *beside])
+        figures = ["-" if due is None else f"{due:.2%}", "-" if rtt is None else f"{rtt:,.0f}"]
+        lines.append([str(row["hop"]), row["router"], *counts, *figures])
     print_table(title, ["hop", "router", "flows", "share", "expected", "RTT us"], lines)
 
 
@@ -60,17 +60,17 @@ def _print_choices(rows: Rows, note: str) -> None:
 
 
 def _forecast(rows: Rows) -> list[str]:
-    """A line a Linux router and hop: how many flows went where its hash sends them."""
-    told: dict[tuple[str, int], list[bool]] = {}
+    """Return a line a Linux router and hop: how many flows went where its hash sends them."""
+    agreement: dict[tuple[str, int], list[bool]] = {}
     for row in rows:
-        told.setdefault((row["from"], row["hop"]), []).append(row["predicted"] == row["measured"])
+        agreement.setdefault((row["from"], row["hop"]), []).append(row["predicted"] == row["measured"])
     return [
         f"Linux' hash (predicted) sends {sum(agree):,} of {len(agree):,} flows from {router} to hop {hop} as measured"
-        for (router, hop), agree in sorted(told.items())
+        for (router, hop), agree in sorted(agreement.items())
     ]
 
 
-def _words(summary: dict[str, Any]) -> str:
+def _describe(summary: dict[str, Any]) -> str:
     lost = summary["unanswered_share"]
     kept = f"every flow kept its path in {summary['rounds']} rounds" if summary["rounds"] > 1 else "one round"
     moved, stopped = summary["flows_that_moved"], summary["unreachable_flows"]

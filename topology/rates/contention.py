@@ -1,8 +1,8 @@
-"""What collisions cost: the rate that each flow reaches, how much slower than alone, and the links to blame.
+"""Cost of collisions: the rate that each flow reaches, how much slower than alone, and the links to blame.
 
 *Uncongested* is the max-min rate that a flow has where the NICs alone bound it, as over a fabric that never blocks;
 *slowdown* is that over its rate. Max-min fairness may give a flow more in a congested fabric, where its rivals are held
-elsewhere: a slowdown below 1 is no error. Left out: what congestion control adds to it.
+elsewhere: a slowdown below 1 is no error. Not covered: what congestion control adds to it.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ class Contention:
         return times(self.rates, self.free, flows, resolution)
 
     def bottlenecks(self, most: int = 10) -> list[dict[str, Any]]:
-        """The links between switches that hold most flows back, worst first, and which flows share them.
+        """Return the links between switches that hold most flows back, worst first, and which flows share them.
 
-        `links` is 1, or where packets are sprayed the members of the group that stand behind its first link.
+        `links` is 1, or where packets are sprayed the members of the group that its first link stands for.
         """
         fabric = self.loaded.fabric
-        held = np.bincount(self.rates.bottleneck, minlength=fabric.num_links)
+        num_held_back = np.bincount(self.rates.bottleneck, minlength=fabric.num_links)
         for tier in _NIC_TIERS:
-            held[fabric.tier_links(tier)] = 0
-        order = np.argsort(-held, kind="stable")[:most]
+            num_held_back[fabric.tier_links(tier)] = 0
+        order = np.argsort(-num_held_back, kind="stable")[:most]
         start, members = flows_on_links(self.rates.paths, fabric.num_links)
-        return [self._row(int(link), members[start[link] : start[link + 1]]) for link in order if held[link]]
+        return [self._row(int(link), members[start[link] : start[link + 1]]) for link in order if num_held_back[link]]
 
     def _row(self, link: int, flows: Ints) -> dict[str, Any]:
         fabric = self.loaded.fabric
-        held = flows[self.rates.bottleneck[flows] == link]
+        held_back = flows[self.rates.bottleneck[flows] == link]
         return {
             "link": link,
             "links": round(float(self.loaded.capacity_bps[link] / fabric.link_bps[link])),
@@ -76,15 +76,15 @@ class Contention:
             "src_node": int(fabric.link_src[link]),
             "dst_node": int(fabric.link_dst[link]),
             "flows": len(flows),
-            "held_back": len(held),
-            "fair_bps": float(self.rates.flow_bps[held].max()),
+            "held_back": len(held_back),
+            "fair_bps": float(self.rates.flow_bps[held_back].max()),
             "slowdown": float(self.slowdown[flows].max()),
             "first_flows": flows[:_SHOWN_FLOWS].tolist(),
         }
 
 
 def busiest(fabric: Clos, flows: Flows) -> tuple[Ints, float]:
-    """Which flows are under way together when they crowd most, and when that is, seconds.
+    """Return the flows that are under way together when they crowd most, and that time in seconds.
 
     Load, collisions and rates are of flows that run together. Of flows with starts those of this one instant are
     taken, with the ends that they would have uncongested; flows without starts are all under way at 0. Flows between

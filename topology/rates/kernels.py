@@ -44,7 +44,7 @@ def add_up(paths: _Ints, amounts: _Floats, num_links: int) -> _Floats:
 
 @nb.njit(cache=True)
 def narrow(paths: _Ints, number: _Ints) -> _Ints:
-    """Paths over the numbered links alone, by their numbers (below 0: none), -1 behind."""
+    """Paths over the numbered links alone, by their numbers (below 0: none), -1 after them."""
     narrowed = np.full(paths.shape, -1, np.int64)
     for flow in range(len(paths)):
         column = 0
@@ -87,7 +87,7 @@ def fill(tight: _Ints, left: _Floats, rate: _Floats, bottleneck: _Ints) -> None:
     least = np.empty(len(waiting))
     size = len(waiting)
     while size > 0:
-        share = left / flows  # a link without waiting flows is asked no more
+        share = left / flows  # a link without waiting flows is not read again
         lowest = np.full(len(left), np.inf)
         for place in range(size):
             _offer(tight[waiting[place]], rate[waiting[place]], share, lowest, least, place)
@@ -112,26 +112,26 @@ def fill(tight: _Ints, left: _Floats, rate: _Floats, bottleneck: _Ints) -> None:
 
 @nb.njit(cache=True)
 def _offer(links: _Ints, cap: float, share: _Floats, lowest: _Floats, least: _Floats, place: int) -> None:
-    """What a flow waits for, and on each of its links the lowest that any flow there waits for."""
-    wanted = cap
+    """Set the rate that a flow waits for, and on each of its links the lowest that any flow there waits for."""
+    rate = cap
     for link in links:
         if link < 0:
             break
-        wanted = min(wanted, share[link])
-    least[place] = wanted
+        rate = min(rate, share[link])
+    least[place] = rate
     for link in links:
         if link < 0:
             break
-        lowest[link] = min(lowest[link], wanted)
+        lowest[link] = min(lowest[link], rate)
 
 
 @nb.njit(cache=True)
-def _holds(links: _Ints, wanted: float, share: _Floats, lowest: _Floats) -> int:
-    """The link that a flow and all other flows on it wait for; -1 where there is none."""
+def _holds(links: _Ints, rate: float, share: _Floats, lowest: _Floats) -> int:
+    """Return the link that a flow and all other flows on it wait for; -1 where there is none."""
     for link in links:
         if link < 0:
             break
-        if share[link] <= wanted * (1 + _EQUAL) and lowest[link] >= share[link] * (1 - _EQUAL):
+        if share[link] <= rate * (1 + _EQUAL) and lowest[link] >= share[link] * (1 - _EQUAL):
             return int(link)
     return -1
 

@@ -2,7 +2,7 @@
 
 All flows' rates rise together; the link whose capacity is used up first freezes its flows at their fair share, and the
 others go on (Bertsekas, Gallager: Data Networks, 1992, 6.5.2). A rate vector is max-min fair exactly where every flow
-has a *bottleneck*: a full link on its path on which no flow is faster; `certify` checks that on its own. Left out:
+has a *bottleneck*: a full link on its path on which no flow is faster; `certify` checks that on its own. Not covered:
 congestion control's way to these rates, window limits, and latency.
 """
 
@@ -40,7 +40,7 @@ class Rates:
 
     @property
     def link_bps(self) -> Floats:
-        """What flows over every link."""
+        """Bits per second over every link."""
         return sum_over_links(self.paths, self.flow_bps, len(self.capacity_bps))
 
     def certify(self, tolerance: float = 1e-6) -> None:
@@ -61,9 +61,9 @@ class Rates:
         np.maximum.at(fastest, link, self.flow_bps[flow])
         full = used >= self.capacity_bps * (1 - tolerance)
         holds = full[link] & (self.flow_bps[flow] >= fastest[link] * (1 - tolerance))
-        held = np.bincount(flow[holds], minlength=len(self.flow_bps)) > 0
-        if not held.all():
-            raise ValueError(f"flow {int(np.flatnonzero(~held)[0])} has no bottleneck link")
+        has_bottleneck = np.bincount(flow[holds], minlength=len(self.flow_bps)) > 0
+        if not has_bottleneck.all():
+            raise ValueError(f"flow {int(np.flatnonzero(~has_bottleneck)[0])} has no bottleneck link")
 
 
 def max_min(paths: Ints, capacity_bps: Floats) -> Rates:
@@ -96,9 +96,9 @@ def _fill(paths: Ints, links: Ints, capacity_bps: Floats, flow_bps: Floats, bott
     """
     number = np.full(len(capacity_bps), -1, dtype=np.int64)
     number[links] = np.arange(len(links))
-    held = np.full(len(paths), -1, dtype=np.int64)
-    fill(narrow(paths, number), capacity_bps[links], flow_bps, held)
-    bottleneck[held >= 0] = links[held[held >= 0]]
+    local_bottleneck = np.full(len(paths), -1, dtype=np.int64)
+    fill(narrow(paths, number), capacity_bps[links], flow_bps, local_bottleneck)
+    bottleneck[local_bottleneck >= 0] = links[local_bottleneck[local_bottleneck >= 0]]
 
 
 def completion_bound_s(paths: Ints, capacity_bps: Floats, num_bytes: Floats, *, start_s: Floats | None = None) -> float:
@@ -116,7 +116,7 @@ def completion_bound_s(paths: Ints, capacity_bps: Floats, num_bytes: Floats, *, 
 
 
 def completion_s(rates: Rates, num_bytes: Floats, *, resolution: float = 1e-3, start_s: Floats | None = None) -> Floats:
-    """When each flow ends, seconds, where rates are filled anew as flows begin and end.
+    """Return the end of each flow, seconds, where rates are filled anew as flows begin and end.
 
     Args:
         rates: of all flows together; their paths and capacities are used.
@@ -169,9 +169,9 @@ def _least_capacity(rates: Rates) -> Floats:
 
 
 def flows_on_links(paths: Ints, num_links: int) -> tuple[Ints, Ints]:
-    """Which flows share each link: those of link l are `members[start[l]:start[l + 1]]`, in order."""
-    found: tuple[Ints, Ints] = gather(np.ascontiguousarray(paths, dtype=np.int64), num_links)
-    return found
+    """Return the flows that share each link: those of link l are `members[start[l]:start[l + 1]]`, in order."""
+    grouped: tuple[Ints, Ints] = gather(np.ascontiguousarray(paths, dtype=np.int64), num_links)
+    return grouped
 
 
 def sum_over_links(paths: Ints, amounts: Floats, num_links: int) -> Floats:

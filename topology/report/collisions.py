@@ -53,12 +53,12 @@ def _split(report: Report, findings: Findings) -> None:
         "it makes more of it.",
         source="predicted",
     )
-    said = [
+    claim_rows = [
         {"definition": claim.definition, "hash": claim.hash_name, "from": claim.source, "with the split": claim.words}
         for claim in findings.claims
     ]
     section.table(
-        pd.DataFrame(said),
+        pd.DataFrame(claim_rows),
         caption=f"ToR uplinks; simulated: mean of {findings.seeds} seeds at {len(LOADS)} loads, the closed form at "
         "more; in between, a straight line.",
     )
@@ -130,14 +130,14 @@ def _loads(report: Report, findings: Findings) -> None:
         )
     busiest = "pipeline" if "pipeline" in findings.loads else "permutation"
     uplinks = pd.DataFrame(uplink_rows(findings.loads[busiest]))
-    shown = uplinks[uplinks["tor_set"] < _SHOWN_SETS]
+    first_sets = uplinks[uplinks["tor_set"] < _SHOWN_SETS]
     least, most = uplinks["utilisation"].min(), uplinks["utilisation"].max()
     section.chart(
-        _uplink_chart(shown),
+        _uplink_chart(first_sets),
         name="uplinks",
         caption=f"{busiest.capitalize()}: each uplink of each ToR set, the fullest of the set's ToRs, in percent of "
         f"capacity: {least:.0%} to {most:.0%}; white is 100%, red is above it"
-        + (f", the first {_SHOWN_SETS} sets." if len(shown) < len(uplinks) else "."),
+        + (f", the first {_SHOWN_SETS} sets." if len(first_sets) < len(uplinks) else "."),
     )
     options = [word for name in findings.loads for word in ("--traffic", name)]
     section.code("# links.csv\n" + findings.command("ecmp", *options, "--hash", HASH, "--seeds", 1))

@@ -12,7 +12,7 @@ from netlayer.report.theme import MUTED
 from netlayer.units import format_rate
 from topology.report.data import DRAWS, HASH, KNOB_SEEDS, OPTIMISE_S, SINGLES, TOGETHER, Findings
 
-# Placements with more than so many times the median of the bytes between pods would flatten the picture of the rest.
+# Placements with more than this times the median of the bytes between pods would flatten the picture of the rest.
 _FLATTENS = 4
 
 
@@ -55,7 +55,7 @@ def _placements(report: Report, findings: Findings) -> None:
     hit = {"placement": "placement"}
     for phase in ("ring", "pipeline"):
         hit |= {f"{phase}_collision_share": f"{phase} flows in collision", f"{phase}_excess": f"{phase} excess"}
-    hit = {key: words for key, words in hit.items() if key in table}
+    hit = {key: label for key, label in hit.items() if key in table}
     shares = dict.fromkeys(list(hit.values())[1:], ".1%")
     section.table(table[list(hit)].rename(columns=hit), formats=shares, caption="On any tier; means of the seeds.")
     improved = findings.command("place", "--strategy", "random", "--hash", HASH, "--seconds", f"{OPTIMISE_S:g}")
@@ -68,14 +68,14 @@ def _draw_bytes(section: Any, rows: pd.DataFrame) -> None:
         section.text("No byte crosses between pods.")
         return
     flattens = total > _FLATTENS * total.median()
-    words = {"cross_pod_ring_bytes": "data-parallel rings", "cross_pod_pipeline_bytes": "pipeline"}
+    traffic_names = {"cross_pod_ring_bytes": "data-parallel rings", "cross_pod_pipeline_bytes": "pipeline"}
     across = rows[~flattens].melt(
-        id_vars="placement", value_vars=list(words), var_name="traffic", value_name="terabytes"
+        id_vars="placement", value_vars=list(traffic_names), var_name="traffic", value_name="terabytes"
     )
-    across["traffic"] = across["traffic"].map(words)
+    across["traffic"] = across["traffic"].map(traffic_names)
     across["terabytes"] /= 1e12
     too_many = zip(rows.loc[flattens, "placement"], total[flattens] / 1e12, strict=True)
-    left_out = ", ".join(f"{name} ({terabytes:.0f} TB)" for name, terabytes in too_many)
+    omitted = ", ".join(f"{name} ({terabytes:.0f} TB)" for name, terabytes in too_many)
     section.chart(
         charts.bars(
             across,
@@ -86,13 +86,13 @@ def _draw_bytes(section: Any, rows: pd.DataFrame) -> None:
         ),
         name="placement_bytes",
         caption="Bytes a step that cross between pods."
-        + (f" Not drawn, for it would flatten the rest: {left_out}." if left_out else ""),
+        + (f" Not drawn, for it would flatten the rest: {omitted}." if omitted else ""),
     )
 
 
 def _paper_against_given(rows: pd.DataFrame) -> str:
-    """In which figures the paper's order is better here than rank order, and in which it is worse."""
-    paper, given = (rows[rows["placement"] == name].iloc[0] for name in ("paper", "given"))
+    """Name the figures in which the paper's order is better here than rank order, and those in which it is worse."""
+    paper, rank_order = (rows[rows["placement"] == name].iloc[0] for name in ("paper", "given"))
     named = {
         "cross_pod_ring_bytes": "ring bytes between pods",
         "cross_pod_pipeline_bytes": "pipeline bytes between pods",
@@ -101,14 +101,14 @@ def _paper_against_given(rows: pd.DataFrame) -> str:
         "time_s": "time of communication",
     }
     changes: dict[str, list[str]] = {"better": [], "worse": []}
-    for key, words in named.items():
-        if paper[key] != given[key]:
-            change = f"{paper[key] / given[key] - 1:+.1%}" if given[key] else "from none"
-            changes["worse" if paper[key] > given[key] else "better"].append(f"{words} ({change})")
+    for key, label in named.items():
+        if paper[key] != rank_order[key]:
+            change = f"{paper[key] / rank_order[key] - 1:+.1%}" if rank_order[key] else "from none"
+            changes["worse" if paper[key] > rank_order[key] else "better"].append(f"{label} ({change})")
     if not any(changes.values()):
         return "On this fabric `paper` costs the same as `given`."
-    said = [f"{word} in {', '.join(found)}" for word, found in changes.items() if found]
-    return f"On this fabric `paper` is {'; '.join(said)} than `given`."
+    parts = [f"{word} in {', '.join(figures)}" for word, figures in changes.items() if figures]
+    return f"On this fabric `paper` is {'; '.join(parts)} than `given`."
 
 
 def _failures(report: Report, findings: Findings) -> None:
@@ -155,13 +155,13 @@ _FAILURE_FORMATS = {"stops the job": ".0%"}
 def _failure_table(rows: pd.DataFrame, *, several: bool) -> pd.DataFrame:
     lost = zip(rows["lost_bps_max"], rows["lost_share_max"], strict=True)
     slow = zip(rows["slowdown_median"], rows["slowdown_min"], rows["slowdown_max"], strict=True)
-    told = rows.assign(
+    formatted = rows.assign(
         lost=[f"{format_rate(bps)} ({share:.2%})" for bps, share in lost],
         slowdown=[
             "stops" if pd.isna(median) else f"{median:.3f} ({low:.3f} to {high:.3f})" for median, low, high in slow
         ],
     )
-    shown = {
+    headings = {
         "kind": "fails",
         **({"together": "parts"} if several else {}),
         "cases": "cases",
@@ -171,7 +171,7 @@ def _failure_table(rows: pd.DataFrame, *, several: bool) -> pd.DataFrame:
         "stops_share": "stops the job",
         "slowdown": "slowdown (range)",
     }
-    return told[list(shown)].rename(columns=shown)
+    return formatted[list(headings)].rename(columns=headings)
 
 
 def _range_chart(rows: pd.DataFrame) -> Chart:
@@ -223,7 +223,7 @@ def _cures(report: Report, findings: Findings) -> None:
         section.table(table, formats={name: ".1%" for name in table.columns if "before" in name or "after" in name})
         options = [word for name in cures["traffic"] for word in ("--traffic", name)]
         commands.append(findings.command("cure ports", *options, "--hash", HASH))
-    shown = {
+    headings = {
         "seed": "seed",
         "offset_bits": "offset bits",
         "qps": "queue pairs",
@@ -234,7 +234,7 @@ def _cures(report: Report, findings: Findings) -> None:
         "time_ms": "time ms, at most",
     }
     knobs = pd.DataFrame(findings.knobs).assign(time_ms=lambda rows: rows["time_bound_s"] * 1e3)
-    knobs = knobs[[key for key in shown if key in knobs]].rename(columns=shown)
+    knobs = knobs[[key for key in headings if key in knobs]].rename(columns=headings)
     shares = [name for name in knobs.columns if name.endswith(("excess", "colliding", "used"))]
     section.table(
         knobs,
@@ -247,7 +247,7 @@ def _cures(report: Report, findings: Findings) -> None:
 
 
 def _polarisation(findings: Findings) -> str:
-    """What the grid says of offsets, in words; nothing where there is no core."""
+    """Say what the grid shows of offsets; nothing where there is no core."""
     knobs = pd.DataFrame(findings.knobs)
     column = "pipeline_core_links_used"
     if knobs.empty or column not in knobs or not knobs[column].any():

@@ -1,6 +1,6 @@
-"""What the report of a fabric stands on: the runs behind each section, as rows, and the commands that repeat them.
+"""Data of a fabric's report: the runs that each section shows, as rows, and the commands that repeat them.
 
-`report_page` draws them. Left out: anything about drawing; and every figure here is simulated or predicted, none
+`report_page` draws them. Not covered: anything about drawing; and every figure here is simulated or predicted, none
 measured.
 """
 
@@ -24,7 +24,7 @@ from topology.fabric.clos import Clos, Tier
 from topology.failures.faults import KINDS, Failure, FailureKind, count, random_failures, single_failures
 from topology.placement.strategies import STRATEGIES, Placement, num_slots, place_slots, usable_servers
 from topology.placement.swaps import improve
-from topology.single_run import Asked, run_once
+from topology.single_run import RunRequest, run_once
 from topology.sweep import cases, run_sweep, worst
 from topology.traffic.job import headers, permutation
 from topology.traffic.step import placement_row, slot_flows
@@ -50,13 +50,13 @@ TOGETHER: tuple[tuple[FailureKind, tuple[int, ...]], ...] = (
 class Findings:
     """All rows of one report, and the loads that its pictures show.
 
-    `asked` are the words of a command line that name the configuration: `--config FILE --set A.B=VALUE`.
+    `config_options` are the options that name the configuration: `--config FILE --set A.B=VALUE`.
     """
 
     config: Config
     seed: int
     seeds: int
-    asked: tuple[str, ...]
+    config_options: tuple[str, ...]
     fabrics: dict[bool, Clos]
     by_load: list[Row]
     ratios: list[Row]
@@ -72,7 +72,7 @@ class Findings:
 
     @property
     def fabric(self) -> Clos:
-        """As configured."""
+        """Fabric as configured."""
         return self.fabrics[self.config.cluster.aoc_split]
 
     @property
@@ -81,18 +81,20 @@ class Findings:
         return any(claim.has_effect for claim in self.claims)
 
     def command(self, name: str, *options: object) -> str:
-        """The command line that repeats a figure: `netlayer topology place --no-optimise --seed 0 --config FILE`."""
-        words = ["netlayer", "topology", *name.split(), *options, "--seed", self.seed, *self.asked]
-        return shlex.join(map(str, words))
+        """Return the command line that repeats a figure: `netlayer topology place --seed 0 --config FILE`."""
+        parts = ["netlayer", "topology", *name.split(), *options, "--seed", self.seed, *self.config_options]
+        return shlex.join(map(str, parts))
 
 
-def find(config: Config, seed: int, seeds: int, asked: Sequence[str], stages: Stages, **workers: Any) -> Findings:
+def find(
+    config: Config, seed: int, seeds: int, config_options: Sequence[str], stages: Stages, **workers: Any
+) -> Findings:
     """Run all of it.
 
     Args:
         config: cluster and job.
         seed, seeds: the seeds seed, seed + 1, ... of the split's comparison and of failures; the rest takes the first.
-        asked: see `Findings`.
+        config_options: see `Findings`.
         stages: progress on stderr.
         workers: `processes` and `dask`, as `sweep.run_sweep` takes them.
 
@@ -107,11 +109,11 @@ def find(config: Config, seed: int, seeds: int, asked: Sequence[str], stages: St
     seed_range = range(seed, seed + seeds)
     with stages.open("split") as bar:
         by_load = closed_form(cluster) + simulated(fabrics, HASHES, seed_range, progress=bar)
-        found = ratios(by_load)
+        ratio_rows = ratios(by_load)
         counted = _distribution(fabrics, seed_range)
     # The first to call the kernels of rates: an interruption that lands while numba loads them may end in a fault.
     with stages.open("loads"), held_interrupt():
-        runs = {name: run_once(Asked(config, HASH, name, seed)) for name in TRAFFICS}
+        runs = {name: run_once(RunRequest(config, HASH, name, seed)) for name in TRAFFICS}
     with stages.open("placement") as bar:
         placements = _placements(config, fabric, seed, bar)
     with stages.open("failures") as bar:
@@ -119,11 +121,11 @@ def find(config: Config, seed: int, seeds: int, asked: Sequence[str], stages: St
         failures = run_sweep(config, points, progress=bar, **workers)
     with stages.open("cures") as bar:
         cures = _cures(config, fabric, seed)
-        given = place_slots("given", fabric, config.job.parallel, *_room(config), seed)
+        rank_order = place_slots("given", fabric, config.job.parallel, *_room(config), seed)
         knobs = search_knobs(
             fabric,
             lambda qps: slot_flows(config.job, cluster, qps),
-            given,
+            rank_order,
             HASH,
             seeds=range(seed, seed + KNOB_SEEDS),
             progress=bar,
@@ -132,11 +134,11 @@ def find(config: Config, seed: int, seeds: int, asked: Sequence[str], stages: St
         config=config,
         seed=seed,
         seeds=seeds,
-        asked=tuple(asked),
+        config_options=tuple(config_options),
         fabrics=fabrics,
         by_load=by_load,
-        ratios=found,
-        claims=claims(found),
+        ratios=ratio_rows,
+        claims=claims(ratio_rows),
         link_use=counted.link_rows(),
         tor_collisions=counted.tor_rows(),
         loads={name: run.loaded for name, run in runs.items() if len(run.flows)},
@@ -149,19 +151,19 @@ def find(config: Config, seed: int, seeds: int, asked: Sequence[str], stages: St
 
 
 def use_rows(loads: dict[str, Load]) -> list[Row]:
-    """Links of each tier by utilisation, for each load."""
+    """Count links of each tier by utilisation, for each load."""
     counted = Distribution()
-    for traffic, found in loads.items():
-        counted.add_links(True, traffic, HASH, found)
+    for traffic, loaded in loads.items():
+        counted.add_links(True, traffic, HASH, loaded)
     return [{key: value for key, value in row.items() if key not in ("split", "hash")} for row in counted.link_rows()]
 
 
-def uplink_rows(found: Load) -> list[Row]:
-    """The fullest of a ToR set's rails, uplink by uplink."""
-    design = found.fabric.design
-    span = found.fabric.tier_links(Tier.TOR_SPINE)
-    use = (found.link_bps[span] / found.fabric.link_bps[span]).reshape(design.num_tors, design.tor_uplinks)
-    by_rail = [use[found.fabric.tors_of_rail(rail)] for rail in range(design.rails)]
+def uplink_rows(loaded: Load) -> list[Row]:
+    """Return the utilisation of the fullest of a ToR set's rails, uplink by uplink."""
+    design = loaded.fabric.design
+    span = loaded.fabric.tier_links(Tier.TOR_SPINE)
+    use = (loaded.link_bps[span] / loaded.fabric.link_bps[span]).reshape(design.num_tors, design.tor_uplinks)
+    by_rail = [use[loaded.fabric.tors_of_rail(rail)] for rail in range(design.rails)]
     return [
         {"tor_set": row, "uplink": column, "utilisation": max(float(rail[row, column]) for rail in by_rail)}
         for row in range(design.num_tor_sets)
@@ -182,13 +184,13 @@ def _room(config: Config) -> tuple[int, Any]:
 
 
 def _placements(config: Config, fabric: Clos, seed: int, progress: Any) -> list[Row]:
-    """Each strategy's cost, and that of the random one improved: an optimiser shows on a bad start what it can do."""
+    """Cost each strategy, and the random one improved: an optimiser shows on a bad start what it can do."""
     slots, usable = _room(config)
     flows = slot_flows(config.job, config.cluster)
     placements = [place_slots(name, fabric, config.job.parallel, slots, usable, seed) for name in STRATEGIES]
     scattered = placements[STRATEGIES.index("random")]
-    found = improve(fabric, flows, scattered, usable, seed=seed, max_seconds=OPTIMISE_S, progress=progress)
-    placements.append(Placement("random, optimised", found.placement.server))
+    improved = improve(fabric, flows, scattered, usable, seed=seed, max_seconds=OPTIMISE_S, progress=progress)
+    placements.append(Placement("random, optimised", improved.placement.server))
     return [placement_row(fabric, flows, placement, HASH, seed) for placement in placements]
 
 
@@ -206,7 +208,7 @@ def _failures(fabric: Clos, seed: int) -> list[tuple[Failure, ...]]:
 
 
 def _distribution(fabrics: dict[bool, Clos], seeds: Sequence[int]) -> Distribution:
-    """Of a permutation at full load."""
+    """Count the links and collisions of a permutation at full load."""
     counted = Distribution()
     for seed in seeds:
         flows = permutation(fabrics[True], seed)

@@ -43,18 +43,18 @@ def _overview(report: Report, findings: Findings) -> None:
         Figure("Bisection", format_rate(summary["bisection_bps"]), "", "each way"),
         source="predicted",
     )
-    given = next(row for row in findings.placements if row["placement"] == "given")
+    rank_order = next(row for row in findings.placements if row["placement"] == "given")
     figures = [
         Figure(
             "Communication of a step",
-            f"{given['time_s']:.3f}",
+            f"{rank_order['time_s']:.3f}",
             "s",
-            f"median of {given['seeds']} seeds, nothing hidden",
+            f"median of {rank_order['seeds']} seeds, nothing hidden",
         )
     ]
-    if "pipeline_collision_share" in given:
-        share = f"{given['pipeline_collision_share']:.1%}"
-        hint = f"on any tier; excess {given['pipeline_excess']:.1%}, {HASH}"
+    if "pipeline_collision_share" in rank_order:
+        share = f"{rank_order['pipeline_collision_share']:.1%}"
+        hint = f"on any tier; excess {rank_order['pipeline_excess']:.1%}, {HASH}"
         figures.append(Figure("Pipeline flows in collision", share, "", hint))
     if findings.cures:
         best = max(findings.cures, key=lambda row: float(row["excess_before"]))
@@ -71,10 +71,10 @@ def _overview(report: Report, findings: Findings) -> None:
 
 def _fabric(report: Report, findings: Findings) -> None:
     fabric = findings.fabric
-    shown = "pipeline" if "pipeline" in findings.loads else "permutation"
-    section = report.section("The fabric", f"Coloured by the load of one traffic: {shown}.", source="simulated")
+    traffic = "pipeline" if "pipeline" in findings.loads else "permutation"
+    section = report.section("The fabric", f"Coloured by the load of one traffic: {traffic}.", source="simulated")
     section.chart(
-        fabric_picture.fabric_chart(fabric, findings.loads[shown]),
+        fabric_picture.fabric_chart(fabric, findings.loads[traffic]),
         name="fabric",
         caption=fabric_picture.caption(fabric),
     )
@@ -84,7 +84,7 @@ def _fabric(report: Report, findings: Findings) -> None:
     named = {"up_links": "uplinks", "up_link_bps": "uplink rate", "up_bps": "capacity up", "path_hops": "path hops"}
     named |= {"ports_down": "ports down", "ports_up": "up", "ports_left": "left"}
     section.table(levels.rename(columns=named), source="predicted", caption="Ports of one device, links of the level.")
-    ecmp = findings.command("ecmp", "--traffic", shown, "--hash", HASH, "--seeds", 1)
+    ecmp = findings.command("ecmp", "--traffic", traffic, "--hash", HASH, "--seeds", 1)
     section.code(f"# links.csv\n{ecmp}\n{findings.command('describe')}")
 
 

@@ -1,7 +1,7 @@
 """Flows that a user brings: CSV or parquet of src, dst, bytes, start, sport; HPCC's flow.txt; htsim's .cm.
 
 Hosts are as `flow_hosts` finds them; flow.txt counts them as topo.txt does, a .cm file as fabric.topo does. Starts
-count from the first flow. Left out: htsim's triggers (a flow that waits for another begins at once, which is said),
+count from the first flow. Not covered: htsim's triggers (a flow that waits for another begins at once, which is said),
 priorities, and a destination port: every flow goes over RoCEv2.
 """
 
@@ -31,7 +31,7 @@ _COLUMNS = ("src", "dst", "bytes")
 _CM_LINE = re.compile(r"(?P<src>\S+?)->(?P<dst>\S+)(?P<rest>(?:\s+\S+\s+\S+)*)\s*")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _LAST_PORT = 0xFFFF
-_REMEDY = "mend that line"
+_REMEDY = "fix that line"
 
 
 class _Line(NamedTuple):
@@ -127,7 +127,7 @@ def _read_csv(path: Path) -> Iterator[_Line]:
                 where = f"line {reader.line_num}"
                 yield _Line(where, src, dst, num_bytes, start or "0", sport=sport if has_port else None)
         except csv.Error as exc:
-            where = f"{path} behind line {reader.line_num}"
+            where = f"{path} after line {reader.line_num}"
             raise ConfigError("--flows", where, f"is no CSV ({exc})", "close its quotes") from exc
 
 
@@ -156,43 +156,43 @@ def _read_parquet(path: Path) -> Iterator[_Line]:
 
 
 def _cell(value: object) -> str:
-    """As CSV would have it; a column of whole numbers with gaps comes as floats."""
+    """Return the value as CSV has it; a column of whole numbers with gaps comes as floats."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return "" if value is None else str(value)
 
 
-def _check_columns(path: Path, found: Sequence[str]) -> None:
-    missing = [name for name in _COLUMNS if name not in found]
+def _check_columns(path: Path, columns: Sequence[str]) -> None:
+    missing = [name for name in _COLUMNS if name not in columns]
     if missing:
         rule = f"has no column {', '.join(missing)}"
         raise ConfigError("--flows", path, rule, "its first line must read src,dst,bytes; start and sport may follow")
 
 
 def _read_hpcc(path: Path) -> Iterator[_Line]:
-    """The number of flows, then `src dst priority dport bytes start` a line; start in seconds."""
+    """Read the number of flows, then `src dst priority dport bytes start` a line; start in seconds."""
     count, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
     if not _NUMBER.fullmatch(count.strip()):
         raise ConfigError("--flows", path, "line 1 is no number of flows", "give HPCC's flow.txt")
-    found = 0
+    num_flows = 0
     for number, text in enumerate(lines, 2):
-        words = text.split()
-        if words:
-            if len(words) != 6:
-                _refuse_line(path, number, f"has {len(words)} words", "write src dst priority port bytes start")
-            found += 1
-            yield _Line(f"line {number}", words[0], words[1], words[4], words[5])
-    if found != int(count):
-        raise ConfigError("--flows", path, f"line 1 says {count.strip()} flows, {found} follow", "correct either")
+        fields = text.split()
+        if fields:
+            if len(fields) != 6:
+                _refuse_line(path, number, f"has {len(fields)} words", "write src dst priority port bytes start")
+            num_flows += 1
+            yield _Line(f"line {number}", fields[0], fields[1], fields[4], fields[5])
+    if num_flows != int(count):
+        raise ConfigError("--flows", path, f"line 1 says {count.strip()} flows, {num_flows} follow", "correct either")
 
 
 def _checked_cm(path: Path, fabric: Clos | Graph, find: Find) -> Find:
-    """Hosts as htsim counts them; a file for another number of hosts is refused, as the simulator does."""
+    """Find hosts as htsim counts them; a file for another number of hosts is refused, as the simulator does."""
     num_hosts = fabric.design.num_nics if isinstance(fabric, Clos) else len(fabric.hosts)
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        words = text.split()
-        if words and words[0].lower() == "nodes" and words[1:] != [str(num_hosts)]:
-            rule = f"is for {show(' '.join(words[1:])) or 'no'} nodes, the fabric has {num_hosts} hosts"
+        fields = text.split()
+        if fields and fields[0].lower() == "nodes" and fields[1:] != [str(num_hosts)]:
+            rule = f"is for {show(' '.join(fields[1:])) or 'no'} nodes, the fabric has {num_hosts} hosts"
             _refuse_line(path, number, rule, "give a matrix of this fabric")
     if isinstance(fabric, Graph):
         return find
@@ -201,7 +201,7 @@ def _checked_cm(path: Path, fabric: Clos | Graph, find: Find) -> Find:
 
 
 def _read_htsim(path: Path) -> Iterator[_Line]:
-    """`src->dst id N start PS size BYTES` a line, its pairs in any order; start in picoseconds."""
+    """Read `src->dst id N start PS size BYTES` a line, its pairs in any order; start in picoseconds."""
     waiting = 0
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         first = text.split(maxsplit=1)[0].lower() if text.strip() else ""
@@ -212,8 +212,8 @@ def _read_htsim(path: Path) -> Iterator[_Line]:
             _refuse_line(
                 path, number, f"does not read src->dst id N start PS size BYTES: {show(text.strip())}", _REMEDY
             )
-        words = match["rest"].split()
-        pairs = dict(zip(words[::2], words[1::2], strict=True))
+        fields = match["rest"].split()
+        pairs = dict(zip(fields[::2], fields[1::2], strict=True))
         waiting += "trigger" in pairs and "start" not in pairs
         start, size = pairs.get("start", "0"), pairs.get("size", "")
         yield _Line(f"line {number}", match["src"], match["dst"], size, start, _PS)

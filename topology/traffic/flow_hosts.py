@@ -1,4 +1,4 @@
-"""Which NIC or node a word of a user's file means.
+"""Lookup of the NIC or node that a name in a user's file means.
 
 A finder raises ValueError, with what the fabric has, for a host that it has not. A NIC of a `Clos` is known by its
 number, its name as `build` writes it (srv0007/nic3; srv0007 where it has one NIC) and its address; a host of a `Graph`

@@ -1,8 +1,8 @@
-"""What a training job sends over the fabric, as arrays: the collectives of its data-parallel groups and its pipeline.
+"""Flows of a training job over the fabric, as arrays: the collectives of its data-parallel groups and its pipeline.
 
 Rank r is GPU r % gpus_per_server of server r // gpus_per_server; tensor-parallel traffic and neighbours in one server
 use NVLink and make no flow. How many bytes, and in which dtype, `netlayer.workload` says. Beside the job's own flows
-stands a random permutation at full load, for the share of a ring that leaves its ToR depends on placement. Left out:
+stands a random permutation at full load, for the share of a ring that leaves its ToR depends on placement. Not covered:
 when a flow of the job starts, and scalars of all ranks (the norm of gradients, losses, LAMB's norms: KiB a step).
 """
 
@@ -34,7 +34,7 @@ _FIRST_QPN = 2  # 0 and 1 are the management queue pairs
 
 
 class Kind(IntEnum):
-    """What a flow carries."""
+    """Kinds of traffic that a flow carries."""
 
     DP_ALL_GATHER = 0
     DP_REDUCE_SCATTER = 1
@@ -81,7 +81,7 @@ class Flows:
         )
 
     def over_queue_pairs(self, qps_per_connection: int) -> Flows:
-        """Each flow as so many that share its bytes, one after another.
+        """Split each flow into several that share its bytes, one after another.
 
         Raises:
             ValueError: fewer than one.
@@ -134,7 +134,7 @@ def nic_of_rank(cluster: ClusterConfig, rank: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class _Stages:
-    """What a rank of each pipeline stage carries in a step."""
+    """Collectives of a rank of each pipeline stage in a step."""
 
     collectives: Sequence[Sequence[Collective]]
 
@@ -293,7 +293,7 @@ def _queue_pair(nic: Ints, ordinal: Ints, seed: int) -> Ints:
 
 
 def _occurrence(ids: Ints) -> Ints:
-    """How many times each value stood before it in the array."""
+    """Count how many times each value occurred before it in the array."""
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     positions = np.arange(len(ids))

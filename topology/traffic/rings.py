@@ -4,7 +4,7 @@ Ranks of one server form a chain over NVLink; between servers channel c enters a
 those that the group's ranks of a server use, so that every channel stays on its rail (NCCL_CROSS_NIC=0 and rings that
 agree). Where the servers of a group hold different rails, for the group does not begin and end with a server, a channel
 crosses rails; there are as many as the server with fewest NICs of the group allows (NCCL takes the least of all ranks).
-Servers stand in rank order. Left out: NCCL's search over PCIe paths, CollNet and NVLS.
+Servers stand in rank order. Not covered: NCCL's search over PCIe paths, CollNet and NVLS.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Segments:
             row_size=row_sizes[row],
         )
 
-    def channels(self, wanted: int | None, per_nic: int = 1) -> Ints:
-        """Channels of each group: `wanted`, or `per_nic` for each NIC that it has in every one of its servers."""
-        if wanted is not None:
-            return np.full(len(self.table), wanted, dtype=np.int64)
+    def channels(self, num_channels: int | None, per_nic: int = 1) -> Ints:
+        """Return channels of each group: `num_channels`, or `per_nic` for each NIC that it has in every server."""
+        if num_channels is not None:
+            return np.full(len(self.table), num_channels, dtype=np.int64)
         return per_nic * self.least_nics
 
     @property
@@ -82,7 +82,7 @@ class Segments:
         return segment - self.place[segment] + place
 
     def rank(self, segment: Ints, channel: Ints) -> Ints:
-        """The rank beside the NIC that a channel uses in a segment."""
+        """Return the rank next to the NIC that a channel uses in a segment."""
         nic = channel % self.least_nics[self.row[segment]]
         place = nic * self.length[segment] // self.num_nics[segment]
         return np.asarray(self.table.ravel()[self.start[segment] + place])
@@ -94,7 +94,7 @@ class Segments:
         return segment, np.arange(len(segment)) - (np.cumsum(each) - each)[segment]
 
     def edges(self, source: Ints, target: Ints, channel: Ints, channels: Ints) -> Edges:
-        """Edges between segments on these channels, one that stays in its segment left out."""
+        """Return edges between segments on these channels, but for those that stay in their segment."""
         leaves = source != target
         source, target, channel = source[leaves], target[leaves], channel[leaves]
         row = self.row[source]

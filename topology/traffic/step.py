@@ -4,7 +4,7 @@ A phase is flows that run at one time: the rings (the all-gather and the reduce-
 the other), the pipeline (forward and backward overlap in 1F1B), and the sum of a tied token table's gradients over the
 pipeline's ends. A phase lasts until its last flow ends at max-min
 fair rates; the step's communication is the sum of its phases. `time_s` fills the rates anew as flows end;
-`time_bound_s` takes those that hold while all run, in a hundredth of the time and a few percent above. Left out: what
+`time_bound_s` takes those that hold while all run, in a hundredth of the time and a few percent above. Omitted: what
 computation hides.
 """
 
@@ -57,17 +57,17 @@ class Phase:
 
     @property
     def seconds(self) -> Floats:
-        """How long each reached flow takes at the rate that it has while all run."""
+        """Seconds that each reached flow takes at the rate that it has while all run."""
         return 8 * self.num_bytes / self.rates.flow_bps
 
     @property
     def time_bound_s(self) -> float:
-        """Until the slowest flow is done, were no rate to rise; 0 without flows."""
+        """Seconds until the slowest flow is done, were no rate to rise; 0 without flows."""
         return float(self.seconds.max(initial=0.0))
 
     @property
     def time_s(self) -> float:
-        """Until the last flow ends, rates filled anew as flows end; 0 without flows."""
+        """Seconds until the last flow ends, rates filled anew as flows end; 0 without flows."""
         return float(completion_s(self.rates, self.num_bytes, resolution=_RESOLUTION).max(initial=0.0))
 
     @property
@@ -138,7 +138,7 @@ def run_phase(fabric: Clos, name: str, flows: Flows, ecmp: Ecmp, *, alive: Bools
 
 
 def traffic_cost(fabric: Clos, flows: Flows) -> dict[str, float]:
-    """What placed flows ask of the fabric: hops weighted by bytes, and bytes that leave a ToR, and a pod."""
+    """Return the load of placed flows on the fabric: hops weighted by bytes, and bytes that leave a ToR, and a pod."""
     hops = fabric.hops(flows.src_nic, flows.dst_nic)
     ring = np.isin(flows.kind, (Kind.DP_ALL_GATHER, Kind.DP_REDUCE_SCATTER))
     total = float(flows.num_bytes.sum())
@@ -156,10 +156,10 @@ def traffic_cost(fabric: Clos, flows: Flows) -> dict[str, float]:
 def placement_row(
     fabric: Clos, flows: Flows, placement: Placement, name: HashName, seed: int, *, seeds: int = 4
 ) -> dict[str, Any]:
-    """Cost of one placement: its traffic, its collisions and the step's communication. `flows` are between slots.
+    """Return one placement's cost: its traffic, its collisions and the step's communication. `flows` are between slots.
 
     A phase ends with its unluckiest flow, so one draw of the hash says little: times are medians over the seeds seed,
-    seed + 1, ... with the least and the most beside them, collisions are means.
+    seed + 1, ... with the least and the most, collisions are means.
     """
     placed = placement.apply(flows, fabric.design.nics_per_server)
     steps = [run_step(fabric, placed, name, seed + turn) for turn in range(seeds)]
@@ -167,11 +167,11 @@ def placement_row(
     row |= traffic_cost(fabric, placed)
     totals = np.zeros(seeds)
     for phases in zip(*(step.phases for step in steps), strict=True):
-        found, times = [phase.collisions for phase in phases], [phase.time_s for phase in phases]
+        collisions, times = [phase.collisions for phase in phases], [phase.time_s for phase in phases]
         totals += times
         row |= {
-            f"{phases[0].name}_collision_share": statistics.fmean(one.share for one in found),
-            f"{phases[0].name}_excess": statistics.fmean(one.excess for one in found),
+            f"{phases[0].name}_collision_share": statistics.fmean(one.share for one in collisions),
+            f"{phases[0].name}_excess": statistics.fmean(one.excess for one in collisions),
             f"{phases[0].name}_time_s": statistics.median(times),
         }
     return row | {
