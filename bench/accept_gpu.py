@@ -361,7 +361,7 @@ def _load_on(gpu: int, share: float) -> Iterator[None]:
             process.kill()
 
 
-def _no_progress(_done: int, _total: int, _words: str) -> None:
+def _no_progress(_done: int, _total: int, _text: str) -> None:
     """Discard progress."""
 
 

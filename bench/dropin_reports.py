@@ -80,7 +80,7 @@ class Side:
         return model.module if self.name in ("ddp", "ours") else model
 
     def batch(self, whole: bool = False) -> Tensor:
-        """This rank's part of the next batch, or all of it."""
+        """Return this rank's part of the next batch, or all of it."""
         x = torch.randn(8, WIDTH, generator=self._generator)
         return x if whole else x[self.rank :: self.ranks]
 

@@ -11,4 +11,4 @@ _COMMANDS = {"compare": Lazy("bench.compare:compare", "Two records row by row: r
 
 @click.group(cls=LazyGroup, lazy=_COMMANDS)
 def bench() -> None:
-    """What benches have measured."""
+    """Records of benches: compare two of them."""

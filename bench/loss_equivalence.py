@@ -1,4 +1,4 @@
-"""`python -m bench.loss_equivalence`: the losses of N data-parallel ranks beside those of one rank, step by step.
+"""`python -m bench.loss_equivalence`: the losses of N data-parallel ranks and of one rank, step by step.
 
 The same job, seed and global batch; only the number of ranks differs. What differs in the losses is the rounding of
 sums in another order.

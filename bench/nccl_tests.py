@@ -3,7 +3,7 @@
 In turn, for each way of registering (`-R`): nccl-tests collective by collective, with one thread a GPU (`-t`), which is
 as near to our process a GPU as it comes without MPI; then ours, its ranks started once; as often as `--runs` says. Both
 are read from the JSON that they write. A ratio is that of two runs next to each other, and a line's the median of its
-runs. From 64 MiB on bus bandwidth is held against the peer's, below it the time. Left out: several hosts.
+runs. From 64 MiB on bus bandwidth is held against the peer's, below it the time. Not covered: several hosts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Table = Mapping[tuple[int, bool], Measured]  # by size and whether in place
 
 @dataclass(frozen=True)
 class Comparison:
-    """What both measure: a folder of nccl-tests' binaries, the GPUs of this machine, sizes and calls of each."""
+    """Setting of both programs: folder of nccl-tests' binaries, number of GPUs, collectives, sizes and calls."""
 
     binaries: Path
     ngpus: int
@@ -57,10 +57,10 @@ class Comparison:
 
     def peer_command(self, collective: str, json_file: Path) -> list[str]:
         """nccl-tests on one collective."""
-        given, threads = self.options, (1, self.ngpus) if self.one_thread else (self.ngpus, 1)
+        perf, threads = self.options, (1, self.ngpus) if self.one_thread else (self.ngpus, 1)
         flags = {
-            "-t": threads[0], "-g": threads[1], "-b": given.min_bytes, "-e": given.max_bytes, "-f": given.step_factor,
-            "-n": given.iters, "-w": given.warmup_iters, "-c": given.check, "-R": given.local_register,
+            "-t": threads[0], "-g": threads[1], "-b": perf.min_bytes, "-e": perf.max_bytes, "-f": perf.step_factor,
+            "-n": perf.iters, "-w": perf.warmup_iters, "-c": perf.check, "-R": perf.local_register,
             "-J": json_file,
         }  # fmt: skip
         return [str(self.binaries / f"{collective}_perf"), *(str(word) for pair in flags.items() for word in pair)]
@@ -118,10 +118,10 @@ def command(
             for row in join_tables(collective, register, measured):
                 rows.append(row)
                 click.echo(format_row(row))
-    asked = {**options.arguments(), "binaries": str(binaries), "one_thread": one_thread, "ngpus": comparison.ngpus}
-    asked["runs"] = runs
+    arguments = {**options.arguments(), "binaries": str(binaries), "one_thread": one_thread, "ngpus": comparison.ngpus}
+    arguments["runs"] = runs
     record = RunRecord(
-        "bench.nccl_tests", "measured", rows, started, utc_now(), asked, environment=environ.snapshot(options.seed)
+        "bench.nccl_tests", "measured", rows, started, utc_now(), arguments, environment=environ.snapshot(options.seed)
     )
     click.echo(f"record: {record.save(out / 'records')}", err=True)
     judge(rows)
@@ -164,7 +164,7 @@ def read_json(file: Path) -> Table:
 
 
 def join_tables(collective: str, register: int, runs: Sequence[tuple[Table, Table]]) -> Iterator[Row]:
-    """What both measured, theirs and ours of each run: medians, and those of ours over theirs."""
+    """Yield a row for each size: medians over runs of theirs and ours, and of the ratios ours over theirs."""
     for key in sorted(set.intersection(*(theirs.keys() & ours.keys() for theirs, ours in runs))):
         pairs = [(theirs[key], ours[key]) for theirs, ours in runs]
         times = [own.time_us / peer.time_us for peer, own in pairs if peer.time_us]
@@ -224,10 +224,10 @@ def _run_peer(line: Sequence[str], log: Path) -> None:
     with log.open("w", encoding="utf-8") as file:
         ended = subprocess.run(line, stdout=file, stderr=subprocess.STDOUT, timeout=_RUN_LIMIT_S, check=False)
     if ended.returncode:
-        words = log.read_text(encoding="utf-8", errors="replace").split("\n")
-        said = next((text for text in reversed(words) if text.strip()), "it said nothing")
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last_line = next((text for text in reversed(lines) if text.strip()), "it said nothing")
         raise CheckFailed(
-            f"{Path(line[0]).name} of nccl-tests ended with {ended.returncode}: {said.strip()}; see {log}"
+            f"{Path(line[0]).name} of nccl-tests ended with {ended.returncode}: {last_line.strip()}; see {log}"
         )
 
 

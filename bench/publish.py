@@ -16,7 +16,7 @@ from netlayer.errors import ConfigError
 from netlayer.results import RunRecord, load_record, write_text
 
 REPORTS = Path(__file__).parents[1] / "reports"
-# The theme of a run is told by one of its records, the first that is here.
+# The theme of a run follows from the first of its records that is listed here.
 _THEMES = {
     "quickstart.summary": "quickstart",
     "bench.loss_equivalence": "loss_equivalence",

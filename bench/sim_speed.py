@@ -1,11 +1,11 @@
-"""`python -m bench.sim_speed`: packets times links a second of the simulator, beside an event heap on the same work.
+"""`python -m bench.sim_speed`: packets times links a second of the simulator, and of an event heap on the same work.
 
 The work is a permutation over a k-ary fat tree of 100G links of 1 us: every host sends 500 packets of 4,000 B payload
 and 64 B of header along a path that ECMP draws, each answered by an ACK of 64 B. A *link-hop* is one packet, data or
 ACK, over one link. *line-rate* has neither marks nor pauses; *dcqcn* has ECN, DCQCN and PFC. Each size and case runs
 in a process of its own, so that its peak memory is its own; threads take turns, and so do the engine and the heap. A
 time counts only once all flows have ended, for any number of threads with the same bits in flows, ports and law, and in
-the heap at the same picosecond. Left out: building the tables and compiling the kernels, whose times stand apart.
+the heap at the same picosecond. Not covered: building the tables and compiling the kernels, whose times stand apart.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def measure(k: int, case: Case, packets: int, repeats: int, seed: int, threads: 
     for _ in range(repeats):
         for times, workers in ((one, 1), (many, threads)):
             outcome = times.run(fabric, flows, case, seed, workers)
-            found, peak = digest(outcome), peak or _peak_bytes()
-            if found != (first := first or found):
+            state_digest, peak = digest(outcome), peak or _peak_bytes()
+            if state_digest != (first := first or state_digest):
                 raise CheckFailed(f"{case}, k={k}: {workers} threads gave other bits than the first run")
     return {
         "table": "speed",
@@ -220,8 +220,8 @@ def measure_on_gpu(k: int, case: Case, packets: int, repeats: int, seed: int, th
     for number in range(repeats + 1):
         outcome = (gpu if number else cold).run(fabric, flows, case, seed, 1, "gpu")
         if digest(outcome) != digest(right):
-            found = ", ".join(differences(right, outcome)) or "bytes between fields"
-            raise CheckFailed(f"{case}, k={k}: the GPU gave other bits than the CPU: {found}")
+            fields = ", ".join(differences(right, outcome)) or "bytes between fields"
+            raise CheckFailed(f"{case}, k={k}: the GPU gave other bits than the CPU: {fields}")
     return {
         "table": "gpu",
         **_facts(case, outcome),
@@ -273,26 +273,26 @@ class _Times:
 
 
 def digest(outcome: Outcome) -> bytes:
-    """Of all that flows, ports and the law were at the end."""
+    """Return the digest of the final state: flows, ports and the congestion-control algorithm."""
     tables = outcome.state._asdict()
     return hashlib.sha256(b"".join(tables[name].tobytes() for name in _COMPARED)).digest()
 
 
 def differences(one: Outcome, other: Outcome) -> list[str]:
     """Fields of what `digest` is of, with the first row in which two outcomes differ, and in how many they do."""
-    found = []
+    lines = []
     for name in _COMPARED:
-        mine, its = getattr(one.state, name), getattr(other.state, name)
-        for field in mine.dtype.names:
-            rows = np.flatnonzero(mine[field] != its[field])
+        own, its = getattr(one.state, name), getattr(other.state, name)
+        for field in own.dtype.names:
+            rows = np.flatnonzero(own[field] != its[field])
             if len(rows):
-                where = f"{name}.{field} in {len(rows):,} of {len(mine):,} rows"
-                found.append(f"{where} (row {rows[0]}: {mine[field][rows[0]]}, {its[field][rows[0]]})")
-    return found
+                where = f"{name}.{field} in {len(rows):,} of {len(own):,} rows"
+                lines.append(f"{where} (row {rows[0]}: {own[field][rows[0]]}, {its[field][rows[0]]})")
+    return lines
 
 
 def missed_limits(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What was slower or larger than allowed, in words; limits are for 1,024 and 8,192 hosts."""
+    """List what was slower or larger than allowed; limits are for 1,024 and 8,192 hosts."""
     missed = []
     for row in rows:
         hosts = row.get("hosts")
@@ -300,8 +300,8 @@ def missed_limits(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             continue
         if row.get("table") == "gpu":
             if hosts == 8_192 and row["case"] == "dcqcn" and row["gpu_best_hops_per_s"] < LEAST_GPU_HOPS_PER_S:
-                found = f"{row['gpu_best_hops_per_s']:.4g} is below {LEAST_GPU_HOPS_PER_S:g}"
-                missed.append(f"dcqcn, 8,192 hosts: gpu_best_hops_per_s = {found}")
+                reason = f"{row['gpu_best_hops_per_s']:.4g} is below {LEAST_GPU_HOPS_PER_S:g}"
+                missed.append(f"dcqcn, 8,192 hosts: gpu_best_hops_per_s = {reason}")
             continue
         bounds = {"over_heap": MIN_OVER_HEAP, "one_best_hops_per_s": LEAST_HOPS_PER_S[row["case"]][hosts]}
         if row.get("threads") == 2:
@@ -316,7 +316,7 @@ def missed_limits(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """A row in words."""
+    """Format a row as text."""
     what = f"{row['hosts']:>6,} hosts, {row['case']:9} {row['link_hops'] / 1e6:7.3f} M link-hops:"
     if row["table"] == "peer":
         engine, heap = (row[f"{name}_best_hops_per_s"] / 1e6 for name in ("engine", "heap"))

@@ -5,7 +5,7 @@ loads every link and rates every flow (max-min), one phase after the other. Fabr
 (MegaScale, NSDI'24, 3.6), the job by its data-parallel degree. Each size runs in a process of its own, so that its peak
 memory is its own. *packed* is the paper's placement, where few flows leave their ToR; *scattered* puts the servers in
 random order, so that nearly all cross the fabric. The times are measured; what the flows do is simulated and stays out
-of the rows. Left out: starting Python, and compiling the kernels, whose time stands apart.
+of the rows. Not covered: starting Python, and compiling the kernels, whose time stands apart.
 """
 
 from __future__ import annotations
@@ -180,15 +180,15 @@ def exponent(rows: Rows, placement: Placement) -> float | None:
 
     None for one size.
     """
-    mine = [row for row in rows if row["placement"] == placement]
-    if len(mine) < 2:
+    selected = [row for row in rows if row["placement"] == placement]
+    if len(selected) < 2:
         return None
-    gpus, seconds = (np.log([row[key] for row in mine]) for key in ("gpus", "cpu_s"))
+    gpus, seconds = (np.log([row[key] for row in selected]) for key in ("gpus", "cpu_s"))
     return float(np.polyfit(gpus, seconds, 1)[0])
 
 
 def missed_limits(rows: Rows, growth: Rows) -> list[str]:
-    """What was slower, larger or steeper than allowed, in words."""
+    """List what was slower, larger or steeper than allowed."""
     missed = []
     for row in rows:
         if row["pods"] == PAPER_PODS:

@@ -1,8 +1,8 @@
-"""What a bench needs of a library that carries its bytes: its collectives, its clock, its device and its limits.
+"""Interface of a library that carries a bench's bytes: its collectives, its clock, its device and its limits.
 
 Collectives are enqueued in order on one stream, as nccl-tests does: where there is no stream (gloo), a call returns
 once its data is there. What a library lacks and we make up from other calls is named by `emulation`; what it cannot
-do at all is refused before a rank starts. Leaves out: the libraries themselves, one file each beside this one.
+do at all is refused before a rank starts. Not covered: the libraries themselves, one file each next to this one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank runs on; `bus` is the PCI address as nccl-tests prints it."""
+    """Device of a rank; `bus` is the PCI address as nccl-tests prints it."""
 
     index: int
     bus: str
@@ -68,7 +68,7 @@ class Device:
 
 @dataclass
 class Heard:
-    """What a library said of the calls that it was listened to at: its algorithm and protocol, or `unknown`."""
+    """Algorithm and protocol that a library logged for the calls listened to; `unknown` where it logged none."""
 
     algorithm: str = UNKNOWN
     protocol: str = UNKNOWN
@@ -76,7 +76,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a backend tells about itself for the table's head: one line, and NVLS as the library spoke of it."""
+    """Description of a backend for the table's head: one line, and NVLS as the library logged it."""
 
     line: str
     nvls: str = UNKNOWN
@@ -85,9 +85,9 @@ class Facts:
 class Backend(ABC):
     """One rank's access to a library. The default process group must exist."""
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # as in --backend
     launches_ahead: ClassVar[bool]  # a call returns before it is done
-    always_marks: ClassVar[bool] = True  # a mark costs nothing beside a call, so single calls are always timed
+    always_marks: ClassVar[bool] = True  # a mark costs nothing next to a call, so single calls are always timed
     honours: ClassVar[frozenset[str]] = frozenset()  # of the flags that most libraries lack
     dtypes: ClassVar[tuple[str, ...]]
     ops: ClassVar[tuple[str, ...]]
@@ -95,11 +95,13 @@ class Backend(ABC):
 
     def __init__(self, env: RankEnv, device: torch.device) -> None:
         self.rank, self.ranks, self.device = env.rank, env.world_size, device
+        # Between hosts the wire bandwidth of some algorithms is not known, see `wire_share`.
         self.one_host = env.local_world_size == env.world_size
 
     @classmethod
     def open(cls, env: RankEnv, timeout: timedelta | None, options: PerfOptions) -> Backend:
         """The backend of this rank, as the options want it."""
+        # The flags that change how a library is opened are NCCL's own, and `check` has refused them.
         del options
         return cls(env, timeout)  # type: ignore[arg-type]
 
@@ -129,7 +131,7 @@ class Backend(ABC):
 
     @abstractmethod
     def alltoallv(self, recv: Tensor, send: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
-        """As `alltoall`, with as many elements to and from each rank as the two lists say."""
+        """Run `alltoall` with element counts per rank: `received[i]` from rank i, `sent[i]` to it."""
 
     @abstractmethod
     def exchange(self, recv: Tensor, source: int, send: Tensor, to: int) -> None:
@@ -140,6 +142,7 @@ class Backend(ABC):
         """A copy on this rank, in order with the collectives; none where both are the same memory."""
 
     def sendrecv(self, recv: Tensor, send: Tensor) -> None:
+        # A ring, as in nccl-tests: every link carries one message each way.
         self.exchange(recv, (self.rank - 1) % self.ranks, send, (self.rank + 1) % self.ranks)
 
     def bind(self, collective: Collective, call: Call) -> Launch:
@@ -156,12 +159,12 @@ class Backend(ABC):
 
     @contextmanager
     def listen(self) -> Iterator[Heard]:
-        """Note what the library says of the calls within: on rank 0, and only where it speaks."""
+        """Note the library's choices for the calls within: on rank 0, and only where it logs them."""
         yield Heard()
 
     @classmethod
     def emulation(cls, collective: str, op: str, in_place: bool) -> str:
-        """What the library lacks for this call and what runs instead; empty where it runs the call itself."""
+        """Name the operation that the library lacks for this call and what runs instead; empty if it runs the call."""
         del collective, op, in_place
         return ""
 
@@ -170,7 +173,7 @@ class Backend(ABC):
         """Why the library cannot do this type, or reduce it with this operator (or `none`); empty where it can."""
         if dtype not in cls.dtypes:
             return f"{cls.name} has no {dtype}; use --backend nccl"
-        if op not in (*cls.ops, "none"):
+        if op not in (*cls.ops, "none"):  # none: nothing is reduced
             return f"{cls.name} has no {op}; use --backend nccl"
         return ""
 
@@ -203,7 +206,7 @@ class Backend(ABC):
 
     @abstractmethod
     def facts(self) -> Facts:
-        """What this backend is."""
+        """Return the description of this backend."""
 
     @abstractmethod
     def describe(self) -> Device:

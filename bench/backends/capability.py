@@ -1,7 +1,7 @@
 """The compute capability of the GPUs here, asked of the driver by its own tool.
 
 torch and CuPy know it too, but make a context on GPU 0 in the process that asks: hundreds of MB there for as long as it
-lives, and where a GPU admits one process alone (EXCLUSIVE_PROCESS) no rank comes in. Left out: what a GPU can do.
+lives, and where a GPU admits one process alone (EXCLUSIVE_PROCESS) no rank comes in. Not covered: what a GPU can do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOOL_S = 30.0
 
 @cache  # GPUs stay, and every type of every operator asks
 def lowest_capability() -> Capability | None:
-    """Of the GPUs that CUDA_VISIBLE_DEVICES leaves, the lowest: all ranks of a host must come to the same answer.
+    """Return the lowest capability of the GPUs in CUDA_VISIBLE_DEVICES: all ranks of a host must agree on it.
 
     None where there is no driver. MIG devices have a UUID of their own: there it is that of all GPUs of the host.
 

@@ -1,6 +1,6 @@
 """torch.distributed as a bench's library: `gloo` on CPUs, `torch` for NCCL as torch calls it.
 
-Leaves out: NCCL called directly (`nccl`), and with it the flags and types that torch.distributed does not pass on.
+Not covered: NCCL called directly (`nccl`), and with it the flags and types that torch.distributed does not pass on.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ def local_gpu(env: RankEnv) -> int:
     """
     index, number = first_gpu() + env.local_rank, torch.cuda.device_count()
     if index >= number:
-        found = f"{number} GPU" + "s" * (number != 1)
-        raise HardwareMissing(f"rank {env.rank} needs GPU {index}, but {os.uname().nodename} has {found}")
+        gpus = f"{number} GPU" + "s" * (number != 1)
+        raise HardwareMissing(f"rank {env.rank} needs GPU {index}, but {os.uname().nodename} has {gpus}")
     return index
 
 

@@ -1,7 +1,7 @@
 """One GPU through CuPy: its stream, events, graphs, and memory of others as a tensor.
 
 What is timed goes through here and through NCCL alone. Tensors are torch's views of the same memory, for filling and
-checking; torch works on the same stream, so that its order with NCCL needs no waiting. Leaves out: NCCL.
+checking; torch works on the same stream, so that its order with NCCL needs no waiting. Not covered: NCCL.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Gpu:
         return self._runtime.memcpyAsync, (to, source, num_bytes, _DEVICE_TO_DEVICE, self.stream)
 
     def capture(self, launches: Sequence[Launch]) -> Launch:
-        """What the launches put on the stream, as one graph; nothing runs yet."""
+        """Capture the launches into one graph and return its launch; nothing runs yet."""
         # Only this thread is watched: NCCL's own may allocate while it connects.
         self._stream.begin_capture(self._runtime.streamCaptureModeThreadLocal)
         try:

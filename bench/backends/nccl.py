@@ -1,7 +1,7 @@
 """NCCL called directly: CuPy for streams, events and graphs, ctypes for NCCL, and no torch while the clock runs.
 
 Each call is worked out beforehand into C functions and their arguments (`bind`), so that a timed call is one loop over
-them. Buffers come from ncclMemAlloc, as in nccl-tests, and the communicator is set as there. Leaves out: several GPUs
+them. Buffers come from ncclMemAlloc, as in nccl-tests, and the communicator is set as there. Not covered: several GPUs
 in one process, and device kernels (`-D`), which are CUDA C++ compiled against NCCL's headers.
 """
 
@@ -57,8 +57,10 @@ class NcclBackend(Backend):
         self._gpu = gpu or Gpu(local_gpu(env), null_stream=bool(options.stream_null))
         super().__init__(env, self._gpu.device)
         self.library_version = self._library.version
+        # A list only while `bind` runs a collective: C calls then go there, and are not made.
         self._tape: list[Step] | None = None
         self._log = NcclLog(self._library.reset_log)
+        # NCCL says whether it can use NVLS only while it makes a communicator.
         with self._log.record("INIT") as lines:
             self._communicator = Communicator(
                 self._library,
@@ -91,6 +93,7 @@ class NcclBackend(Backend):
         self._do("ncclReduce", *_both(send, recv, send.numel()), self._op(send, op), root, self._comm, self._stream)
 
     def gather(self, recv: Tensor, send: Tensor, root: int) -> None:
+        # New in 2.28, as are scatter and alltoall; before, grouped sends and receives do the same, as in nccl-tests.
         if self._library.has("ncclGather"):
             self._do("ncclGather", *_both(send, recv, send.numel()), root, self._comm, self._stream)
             return
@@ -120,17 +123,20 @@ class NcclBackend(Backend):
         incoming = torch.split(recv[: sum(received)], list(received))
         with self._group():
             for peer in range(self.ranks):
+                # Both sides know the counts: neither posts a message of no elements.
                 if sent[peer]:
                     self._send(outgoing[peer], peer)
                 if received[peer]:
                     self._receive(incoming[peer], peer)
 
     def exchange(self, recv: Tensor, source: int, send: Tensor, to: int) -> None:
+        # In one group: ranks that all send first, and receive only then, would wait for each other.
         with self._group():
             self._send(send, to)
             self._receive(recv, source)
 
     def copy(self, recv: Tensor, send: Tensor) -> None:
+        # In place the data lies there already; a copy onto itself would still be launched and timed.
         if recv.data_ptr() != send.data_ptr() and send.nbytes:
             self._play((*self._gpu.copier(recv.data_ptr(), send.data_ptr(), send.nbytes), "cudaMemcpyAsync"))
 
@@ -144,6 +150,7 @@ class NcclBackend(Backend):
         return self._player(steps)
 
     def batch(self, launches: Sequence[Launch]) -> Launch:
+        # Looked up here and not in `launch`, whose time counts.
         begin, end = self._library.function("ncclGroupStart"), self._library.function("ncclGroupEnd")
         check = self._library.check
 
@@ -164,6 +171,7 @@ class NcclBackend(Backend):
         with self._log.record("TUNING") as lines:
             yield choice
             self.synchronise()
+        # The lines are there only now, after the block: what the caller was given is filled in.
         logged = read_algorithm(lines)
         choice.algorithm, choice.protocol = logged.algorithm, logged.protocol
 
@@ -177,6 +185,7 @@ class NcclBackend(Backend):
         nccl_versions.check(options, libnccl.load().version)
 
     def allocate(self, num_bytes: int) -> Tensor:
+        # New in 2.19; before, memory of torch, as nccl-tests took plain cudaMalloc then.
         if not self._library.has("ncclMemAlloc"):
             return super().allocate(num_bytes)
         return self._gpu.adopt(self._communicator.allocate(num_bytes), num_bytes)
@@ -205,6 +214,7 @@ class NcclBackend(Backend):
         self._communicator.synchronise()
 
     def _op(self, tensor: Tensor, op: str) -> int:
+        # mulsum's operator holds this rank's factor, so it is made for the communicator; the others are constants.
         return self._communicator.mulsum(_TORCH_NAMES[tensor.dtype]) if op == "mulsum" else RED_OPS[op]
 
     def _send(self, tensor: Tensor, peer: int) -> None:
@@ -231,10 +241,12 @@ class NcclBackend(Backend):
 
     def _player(self, steps: list[Step]) -> Launch:
         check = self._library.check
+        # Most collectives are one C call: a loop over steps would add to the time of a small one.
         if len(steps) == 1:
             [(one_function, one_arguments, one_name)] = steps
 
             def launch_one() -> None:
+                # NCCL's success is 0, and CuPy raises by itself: `check` on each call would cost more than this test.
                 if status := one_function(*one_arguments):
                     check(status, one_name)
 

@@ -1,6 +1,6 @@
-"""NCCL's own word on what it does: whether the switch can reduce (NVLS), and the algorithm of a call.
+"""NCCL's own log of what it does: whether the switch can reduce (NVLS), and the algorithm of a call.
 
-NCCL tells both only in its debug log, which costs time. So the log is turned on for a call that is not timed, into a
+NCCL reports both only in its debug log, which costs time. So the log is turned on for a call that is not timed, into a
 file of our own, and off again. Where the user has set NCCL_DEBUG it is left alone, and the algorithm stays unknown.
 """
 
@@ -53,18 +53,20 @@ class NcclLog:
 def read_nvls(lines: list[str]) -> str:
     """Whether a communicator can use NVLS, from what was logged while it was made."""
     for line in lines:
-        if found := _NVLS.search(line):
-            return "not available" if found[1] else "available"
-    # NCCL looks for it, and speaks of it, only where it may use it and a host has two GPUs of the communicator.
+        if match := _NVLS.search(line):
+            return "not available" if match[1] else "available"
+    # NCCL looks for it, and logs it, only where it may use it and a host has two GPUs of the communicator.
     return "not looked for" if lines else UNKNOWN
 
 
 def read_algorithm(lines: list[str]) -> Heard:
     """The algorithm and protocol of the one call that was logged; a symmetric kernel's name stands for both."""
-    heard = {(found["algorithm"] or found["kernel"], found["protocol"]) for found in map(_TUNED.search, lines) if found}
-    if len(heard) != 1:
+    choices = {
+        (match["algorithm"] or match["kernel"], match["protocol"]) for match in map(_TUNED.search, lines) if match
+    }
+    if len(choices) != 1:
         return Heard()
-    algorithm, protocol = heard.pop()
+    algorithm, protocol = choices.pop()
     if protocol is None:
         protocol = "LL" if "LL" in algorithm else "SIMPLE"
     return Heard(algorithm, protocol)

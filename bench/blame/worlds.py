@@ -6,7 +6,7 @@ launched the same and everything before it in the group is complete. It runs unt
 2.13 writes them (format 2.10), with buffers that may have dropped the oldest entries, and with or without start times.
 
 A fault counts as decidable where at least two other ranks have launched what the planted one should have: no reader
-of dumps can tell two ranks apart that differ from each other alone. Left out: coalesced operations.
+of dumps can tell two ranks apart that differ from each other alone. Not covered: coalesced operations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong: on which rank, and at which position of its program."""
+    """Injected fault: its kind, the rank, and the position in that rank's program."""
 
     kind: FaultKind
     rank: int
@@ -124,7 +124,7 @@ def _groups(layout: ParallelLayout) -> Iterator[NamedGroup]:
 
 
 class _Programs:
-    """What every rank does, in order: forward and backward through the stages, then gradients, then all ranks."""
+    """Programs of all ranks, in order: forward and backward through the stages, then gradients, then all ranks."""
 
     def __init__(self, layout: ParallelLayout, groups: Sequence[NamedGroup], draw: random.Random) -> None:
         self._layout, self._groups, self._draw = layout, groups, draw
@@ -213,17 +213,17 @@ def _run(world: World, draw: random.Random) -> None:
     while moved:
         moved = False
         for rank in draw.sample(range(num_ranks), num_ranks):
-            mine, program = world.launched[rank], world.programs[rank]
+            launched, program = world.launched[rank], world.programs[rank]
             fault = world.fault
             ends = fault is not None and fault.rank == rank and fault.kind in ("hang", "dead")
             limit = fault.position if fault is not None and ends else len(program)
-            if len(mine) < limit and sum(not one.done for one in mine) < ahead[rank]:
-                op = program[len(mine)]
+            if len(launched) < limit and sum(not one.done for one in launched) < ahead[rank]:
+                op = program[len(launched)]
                 key = (op.group, op.pair)
                 numbers[rank][key] += 1
                 clock_ns += draw.randint(1_000, 100_000)
-                one = Launched(op, numbers[rank][key], len(mine), clock_ns)
-                mine.append(one)
+                one = Launched(op, numbers[rank][key], len(launched), clock_ns)
+                launched.append(one)
                 instances[*key, one.seq][rank] = one
                 moved = True
         for (group, pair, seq), launches in instances.items():
@@ -237,7 +237,7 @@ def _run(world: World, draw: random.Random) -> None:
                 for one in launches.values():
                     one.done = True
                 moved = True
-    world.stopped = any(not one.done for mine in world.launched for one in mine)
+    world.stopped = any(not one.done for launched in world.launched for one in launched)
 
 
 def _agree(one: Op, other: Op) -> bool:
@@ -254,19 +254,21 @@ def _decidable(world: World, right: Sequence[Sequence[Op]]) -> bool:
     fault = world.fault
     assert fault is not None
     if fault.kind in ("hang", "dead"):
-        return any(not one.done for rank, mine in enumerate(world.launched) if rank != fault.rank for one in mine)
+        return any(
+            not one.done for rank, launches in enumerate(world.launched) if rank != fault.rank for one in launches
+        )
     planted = world.launched[fault.rank]
     if len(planted) <= fault.position or planted[fault.position].done:
         return False
     ops = right[fault.rank][fault.position : fault.position + (2 if fault.kind == "order" else 1)]
     crossing = len({(op.group, op.pair) for op in ops}) > 1
     seqs = _numbers(right[fault.rank])
-    wanted = [_role(world, ops[index], seqs[fault.position + index]) for index in range(len(ops) if crossing else 1)]
+    roles = [_role(world, ops[index], seqs[fault.position + index]) for index in range(len(ops) if crossing else 1)]
     witnesses = 0
-    for rank, mine in enumerate(world.launched):
+    for rank, launches in enumerate(world.launched):
         program = [_role(world, op, seq) for op, seq in zip(right[rank], _numbers(right[rank]), strict=True)]
-        launched = {_role(world, one.op, one.seq) for one in mine}
-        if rank != fault.rank and set(wanted) <= set(program) and launched & set(wanted):
+        launched = {_role(world, one.op, one.seq) for one in launches}
+        if rank != fault.rank and set(roles) <= set(program) and launched & set(roles):
             witnesses += 1
     return witnesses >= 2
 
@@ -298,7 +300,7 @@ def _dump(world: World, rank: int, num_kept: int, timing: bool) -> dict[str, Any
         state = "completed" if one.done else "started" if timing and key not in heads else "scheduled"
         if not one.done:
             heads.add(key)
-        given, made = _shapes(op, len(ranks))
+        input_sizes, output_sizes = _shapes(op, len(ranks))
         entries.append(
             {
                 "record_id": one.order,
@@ -309,9 +311,9 @@ def _dump(world: World, rank: int, num_kept: int, timing: bool) -> dict[str, Any
                 "op_id": collectives[op.group] + messages[op.group],
                 "profiling_name": f"nccl:{_title(op)}",
                 "time_created_ns": one.created_ns,
-                "input_sizes": given,
+                "input_sizes": input_sizes,
                 "input_dtypes": [op.dtype],
-                "output_sizes": made,
+                "output_sizes": output_sizes,
                 "output_dtypes": [op.dtype],
                 "state": state,
                 "time_discovered_started_ns": one.created_ns + 500 if state != "scheduled" else None,
@@ -324,11 +326,13 @@ def _dump(world: World, rank: int, num_kept: int, timing: bool) -> dict[str, Any
                 "frames": [{"name": "step", "filename": "/job/train.py", "line": 10 + op.group}],
             }
         )
-    mine = [(name, description, ranks) for name, description, ranks in world.groups if rank in ranks]
+    groups = [(name, description, ranks) for name, description, ranks in world.groups if rank in ranks]
     return {
         "version": "2.10",
         "comm_lib_version": "2.28.9",
-        "pg_config": {name: {"name": name, "desc": words, "ranks": str(list(ranks))} for name, words, ranks in mine},
+        "pg_config": {
+            name: {"name": name, "desc": description, "ranks": str(list(ranks))} for name, description, ranks in groups
+        },
         "pg_status": {},
         "entries": entries[-num_kept:],
     }

@@ -30,11 +30,11 @@ from bench.convergence.join import (
 )
 from bench.convergence.options import (
     NONE,
-    asked_of,
     most_mib_of,
     read_kinds,
     read_number,
     read_rates,
+    read_settings,
     read_tokens,
     tokens_of,
 )
@@ -128,7 +128,7 @@ _PATH = click.Path(path_type=Path)
     multiple=True,
     help="Output folder of an earlier call: its runs are shown and not repeated; another learning rate is another run.",
 )
-def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
+def command(options: RunOptions, html_file: Path | None, **flags: Any) -> None:
     """Compare how well and how fast runs learn; rows go to DIR/runs/NAME as they come, a table to stdout.
 
     All runs see the same number of tokens of one text; held-out loss is taken on the same windows at the same numbers
@@ -145,7 +145,7 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
       python -m bench.convergence --minutes 8 --set model.compile=true   # a GPU
       python -m bench.convergence --runs lamb --lamb-lr 1e-2,2e-2,4e-2 --tokens 30M --mib 1500    # tune first, on less
       python -m bench.convergence --runs standard --tokens 300M --out a  # one run a call,
-      python -m bench.convergence --runs lamb --join a --out b           # laid beside each other,
+      python -m bench.convergence --runs lamb --join a --out b           # compared with each other,
       python -m bench.convergence --runs none --join a --join b          # here or on another machine
       python -m bench.convergence --runs standard --lr 3e-4 --join a --join b --out c     # and at another rate
       timeout -k 60 540 python -m bench.convergence --tokens 300M --checkpoints 4 --out a   # as far as the time goes,
@@ -153,17 +153,17 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
       python -m bench.convergence --model 1m --text ~/books --patterns '*.txt'
     """
     check_target("--html", html_file)
-    asked, joined = asked_of(options, given), read_joined(given["join"])
-    if not given["kinds"] and not joined:
+    settings, joined = read_settings(options, flags), read_joined(flags["join"])
+    if not flags["kinds"] and not joined:
         raise ConfigError("--runs", NONE, "trains nothing, and --join gives nothing to show", "give folders that do")
-    tokens = tokens_of(given, joined)
-    bench = _Bench(options, given, asked, joined)
+    tokens = tokens_of(flags, joined)
+    bench = _Bench(options, flags, settings, joined)
     planned = bench.plans(tokens or _UNPLANNED_TOKENS)
     remaining = bench.left_to_do(planned)
     for plan in remaining:
-        logger.info("%s: %s", plan.name, check_memory(plan.job, asked.ranks, asked.backend))
-    roots, patterns = _roots(given["text"]), tuple(given["patterns"].split(","))
-    if given["kinds"]:
+        logger.info("%s: %s", plan.name, check_memory(plan.job, settings.ranks, settings.backend))
+    roots, patterns = _roots(flags["text"]), tuple(flags["patterns"].split(","))
+    if flags["kinds"]:
         for line in joined_lines(planned, remaining, joined):
             click.echo(line, err=True)
     with ending_at(signal.SIGTERM), open_run(options.out, "convergence") as out:
@@ -174,7 +174,7 @@ def command(options: RunOptions, html_file: Path | None, **given: Any) -> None:
             if bench.own(out):
                 click.echo(f"{reason_of(exc)}: what was measured until then is kept", err=True)
                 _finish(bench, out, html_file, broken_off=reason_of(exc), planned=remaining)
-                joins = " ".join(f"--join {path}" for path in (*given["join"], out))
+                joins = " ".join(f"--join {path}" for path in (*flags["join"], out))
                 click.echo(f"to go on: the same options, {joins} and another --out", err=True)
             elif isinstance(exc, SystemExit):  # the caller reports every other exception
                 click.echo(f"{reason_of(exc)}: nothing was measured until then", err=True)
@@ -192,13 +192,13 @@ class _Bench:
         joined: all runs of earlier calls.
     """
 
-    def __init__(self, options: RunOptions, given: Mapping[str, Any], asked: Asked, joined: Sequence[Curve]) -> None:
-        self.options, self.given, self.asked, self.joined = options, given, asked, joined
+    def __init__(self, options: RunOptions, flags: Mapping[str, Any], settings: Asked, joined: Sequence[Curve]) -> None:
+        self.options, self.flags, self.settings, self.joined = options, flags, settings, joined
         self.started = utc_now()
 
     def plans(self, tokens: int) -> list[Plan]:
         """Plan the runs that the options ask for, of at least `tokens` tokens each."""
-        return plans(self.asked, self.given["kinds"], tokens, [curve.key for curve in self.joined])
+        return plans(self.settings, self.flags["kinds"], tokens, [curve.key for curve in self.joined])
 
     def left_to_do(self, planned: Sequence[Plan]) -> list[Plan]:
         """Return the planned runs that earlier calls have not done.
@@ -209,7 +209,11 @@ class _Bench:
         remaining = left_to_do(planned, self.joined)
         known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(remaining, self.joined)]
         if known:  # the text is not read yet; check_same_text compares it later
-            here = {"seed": self.asked.seed, "ranks": self.asked.ranks, "device": device_name(self.asked.backend)}
+            here = {
+                "seed": self.settings.seed,
+                "ranks": self.settings.ranks,
+                "device": device_name(self.settings.backend),
+            }
             known += [(plan.kind, plan.job, {**known[0][2], **here}) for plan in remaining]
         check_alike(known)
         return remaining
@@ -228,7 +232,7 @@ class _Bench:
         return named_apart(sorted(curves, key=lambda curve: (KINDS.index(curve.key[0]), curve.key[1])))
 
     def record(self, rows: Sequence[Row], curves: Sequence[Curve]) -> RunRecord:
-        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in self.given.items()}
+        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in self.flags.items()}
         settings = {curve.name: curve.facts["nccl_settings"] for curve in curves if curve.facts.get("nccl_settings")}
         return RunRecord(
             name="bench.convergence",
@@ -236,7 +240,7 @@ class _Bench:
             rows=rows,
             started_utc=min([self.started, *(str(curve.facts["started_utc"]) for curve in curves)]),
             ended_utc=utc_now(),
-            arguments={**self.options.arguments(), **arguments, "join": [str(path) for path in self.given["join"]]},
+            arguments={**self.options.arguments(), **arguments, "join": [str(path) for path in self.flags["join"]]},
             config={
                 "jobs": {curve.name: curve.facts["job"] for curve in curves},
                 "text": curves[0].facts["text"],
@@ -249,18 +253,18 @@ class _Bench:
 
 def _train_all(bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], tokens: int | None, out: Path) -> None:
     """Prepare the text, then train every run in turn; one that diverges does not stop the others."""
-    asked = bench.asked
-    url = str(asked.overrides.get("store", {}).get("url", ""))
+    settings = bench.settings
+    url = str(settings.overrides.get("store", {}).get("url", ""))
     with Stages() as stages, meeting_place(url) as place:
         corpus, facts = _text(bench, roots, patterns, tokens, out, stages)
         if tokens is None:
             with stages.open("speed"):
-                tokens = tokens_in(bench.given["minutes"], asked, corpus, place, out / "speed")
+                tokens = tokens_in(bench.flags["minutes"], settings, corpus, place, out / "speed")
         remaining = bench.left_to_do(bench.plans(tokens))
         known = [(curve.facts["kind"], curve.job, curve.facts) for curve in shown_beside(remaining, bench.joined)]
         check_alike([*known, *((plan.kind, plan.job, facts) for plan in remaining)])
         epochs = remaining[0].tokens / corpus.facts.train_tokens
-        ranks = f"{asked.ranks} rank{'s' * (asked.ranks > 1)} on {asked.backend}"
+        ranks = f"{settings.ranks} rank{'s' * (settings.ranks > 1)} on {settings.backend}"
         stages.say(f"each run: {remaining[0].tokens:,} tokens, {epochs:.2f} epochs; {ranks}")
         pace = Pace(len(remaining))
         for plan in remaining:
@@ -295,17 +299,17 @@ def _text(
     bench: _Bench, roots: Sequence[Root], patterns: Sequence[str], tokens: int | None, out: Path, stages: Stages
 ) -> tuple[Corpus, dict[str, Any]]:
     """Choose the files, tokenise them, and return the corpus with the facts that every run's record has."""
-    asked, most_mib = bench.asked, most_mib_of(bench.given["mib"], tokens, bench.joined)
+    settings, most_mib = bench.settings, most_mib_of(bench.flags["mib"], tokens, bench.joined)
     with stages.open("text") as bar, tempfile.TemporaryDirectory(prefix="text-", dir=out) as links:
-        chosen = choose(roots, patterns, round(most_mib * 2**20), asked.seed, bar)
+        chosen = choose(roots, patterns, round(most_mib * 2**20), settings.seed, bar)
         check_same_text(chosen, bench.joined)
         chosen.link_into(Path(links))
         write_text(out / "text.txt", "".join(f"{name}\n" for name in _printable(chosen)))
-        job = plans(replace(asked, lamb_lr=asked.lamb_lr[:1]), ["lamb"], tokens or _UNPLANNED_TOKENS)[0].job
+        job = plans(replace(settings, lamb_lr=settings.lamb_lr[:1]), ["lamb"], tokens or _UNPLANNED_TOKENS)[0].job
         share = max(0.01, min(0.1, 4 * 2**20 / chosen.text_bytes))
         data = {"folder": links, "pattern": "*", "validation_share": share, "max_mib": chosen.text_bytes / 2**20 + 1}
         job = job.model_copy(update={"data": job.data.model_copy(update=data)})
-        corpus = prepare(job, asked.ranks, asked.seed, out, lambda stage, done, total: bar(done, total, stage))
+        corpus = prepare(job, settings.ranks, settings.seed, out, lambda stage, done, total: bar(done, total, stage))
     counts = corpus.facts
     stages.say(
         f"text: {chosen.text_bytes / 2**20:,.1f} MiB of {len(chosen.files):,} files, {counts.train_tokens:,} tokens to "
@@ -313,10 +317,10 @@ def _text(
         + (", tokenised before" if counts.cache_hit else "")
     )
     facts = {
-        "seed": asked.seed,
-        "ranks": asked.ranks,
-        "backend": asked.backend,
-        "device": device_name(asked.backend),
+        "seed": settings.seed,
+        "ranks": settings.ranks,
+        "backend": settings.backend,
+        "device": device_name(settings.backend),
         "text": {
             **chosen.as_record(),
             "roots": {root.name: str(root.folder) for root in roots},

@@ -28,29 +28,29 @@ def read_runs(out: Path) -> list[Curve]:
 
 
 def read_joined(outs: Sequence[Path]) -> list[Curve]:
-    """The runs of earlier calls that have rows; of several that broke off, the one that goes on furthest.
+    """Return the runs of earlier calls that have rows; of several interrupted ones, the one that resumes latest.
 
     Raises:
         ConfigError: a folder holds no run at all, or two hold the same one, whole.
     """
-    found: dict[RunKey, Curve] = {}
+    by_key: dict[RunKey, Curve] = {}
     for out in outs:
         curves = read_runs(out)
         if not curves:
             rule = f"holds no run of this bench ({RUNS}/*/{FACTS_FILE})"
             raise ConfigError("--join", out, rule, "give the output folder of an earlier call")
         for curve in (curve for curve in curves if curve.evaluations):
-            other = found.get(curve.key)
+            other = by_key.get(curve.key)
             if other and other.is_whole and curve.is_whole:
                 rule = f"has a run {_full_name(*curve.key)} too, beside {other.folder}"
                 raise ConfigError("--join", out, rule, "give one folder of the two")
             if other is None or _worth(curve) > _worth(other):
-                found[curve.key] = curve
-    return list(found.values())
+                by_key[curve.key] = curve
+    return list(by_key.values())
 
 
 def before(plan: Plan, facts: Mapping[str, Any], earlier: Sequence[Curve]) -> Before | None:
-    """What an earlier call had of this run when it was broken off, where that can be gone on with."""
+    """Return the part of this run that an earlier, interrupted call did; None if it cannot be resumed from."""
     curve = next((curve for curve in earlier if curve.key == plan.key and not curve.is_done), None)
     if curve is None or _differing(plan.job, curve.job):
         return None
@@ -115,7 +115,7 @@ def left_to_do(plans: Sequence[Plan], earlier: Sequence[Curve]) -> list[Plan]:
 
 
 def joined_lines(plans: Sequence[Plan], left: Sequence[Plan], earlier: Sequence[Curve]) -> Iterator[str]:
-    """What earlier runs are to this call, a line each."""
+    """Yield a line for each earlier run: whether this call trains it again or shows it for comparison."""
     planned, undone = ({plan.key for plan in each} for each in (plans, left))
     for curve in earlier:
         how_far = f"step {len(curve.steps):,} of {curve.job.optimizer.steps:,}"
@@ -140,7 +140,7 @@ def _check_same(name: str, ours: Mapping[str, Any], first: tuple[str, Mapping[st
 
 
 def _settings(job: JobConfig) -> dict[str, Any]:
-    """What runs of one kind have in common: all of the batch and the optimiser but the rate."""
+    """Return the settings that runs of one kind share: batch and optimiser, except micro-batch and learning rate."""
     settings = job.model_dump(mode="json", include={"batch": True, "optimizer": True})
     left_out = {("batch", "micro_size"), ("optimizer", "lr")}
     return {
@@ -152,7 +152,7 @@ def _settings(job: JobConfig) -> dict[str, Any]:
 
 
 def _going_on(curve: Curve) -> Before | None:
-    """From the newest checkpoint in its folder, up to which it must have every row."""
+    """Return the resume point at the newest checkpoint of its folder; None if rows are missing before it."""
     assert curve.folder is not None
     try:
         meta = find(curve.folder / CHECKPOINTS)
@@ -162,13 +162,13 @@ def _going_on(curve: Curve) -> Before | None:
 
 
 def _worth(curve: Curve) -> tuple[bool, bool, int, int]:
-    """Of several, the one to take: done, else gone on with from the latest step, else the longest."""
+    """Return the sort key that prefers whole runs, then done ones, the latest resume step, the most steps."""
     going_on = None if curve.is_done else _going_on(curve)
     return curve.is_whole, curve.is_done, going_on.step if going_on else 0, len(curve.steps)
 
 
 def _likeness(job: JobConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What runs must have in common: the work, and what time is measured on."""
+    """Return the facts that comparable runs must share: the work, and the device that it is timed on."""
     model = job.model.model_dump(mode="json", exclude=_COMPARED)
     return {
         **{f"job.model.{name}": value for name, value in model.items()},
@@ -182,7 +182,7 @@ def _likeness(job: JobConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differing(job: JobConfig, earlier: JobConfig) -> list[str]:
-    """What is set in two ways, but for what is each call's own matter: `optimizer.steps 76, now 148`."""
+    """List settings that differ, except those each call may choose: `optimizer.steps 76, now 148`."""
     ours, theirs = (each.model_dump(mode="json", exclude=_OWN_MATTER) for each in (job, earlier))
     return [
         f"{section}.{key} {theirs[section][key]}, now {value}"

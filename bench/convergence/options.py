@@ -1,6 +1,6 @@
 """The options of `bench.convergence`: how each is read, and what all runs share by them.
 
-Left out: which runs there are (`bench.convergence.run.plans`), and what joined ones are to them.
+Not covered: which runs there are (`bench.convergence.run.plans`), and what joined ones are to them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def read_tokens(_context: click.Context, _option: click.Parameter, text: str | N
     """`300M`, `200000`, `1.5G`."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGbB]?)", text.strip())
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGbB]?)", text.strip())
+    if not match:
         raise click.BadParameter(f"{text} is no number of tokens such as 300M or 200000")
-    tokens = round(float(found[1]) * _PREFIXES[found[2].upper()])
+    tokens = round(float(match[1]) * _PREFIXES[match[2].upper()])
     if not tokens:
         raise click.BadParameter(f"{text}: it takes at least one token")
     return tokens
@@ -69,17 +69,17 @@ def read_number(_context: click.Context, _option: click.Parameter, value: float 
     return value
 
 
-def asked_of(options: RunOptions, given: Mapping[str, Any]) -> Asked:
-    """What all runs share, out of options and configuration.
+def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> Asked:
+    """Return the settings that all runs share, from options and configuration.
 
     Raises:
         ConfigError: an option or a setting has no effect, or does not fit the others.
         HardwareMissing: there are fewer GPUs than ranks.
     """
-    if given["tokens"] is not None and given["minutes"] is not None:
-        raise ConfigError("--minutes", given["minutes"], "is given beside --tokens", "give one of them")
-    if not all(given["patterns"].split(",")):
-        raise ConfigError("--patterns", given["patterns"], "has an empty pattern", "give some such as '*.md,*.txt'")
+    if flags["tokens"] is not None and flags["minutes"] is not None:
+        raise ConfigError("--minutes", flags["minutes"], "is given beside --tokens", "give one of them")
+    if not all(flags["patterns"].split(",")):
+        raise ConfigError("--patterns", flags["patterns"], "has an empty pattern", "give some such as '*.md,*.txt'")
     check_overrides(_keys(options.overrides))  # before a rule between two of them says something else
     job = options.load_config().job
     overrides = {
@@ -88,57 +88,60 @@ def asked_of(options: RunOptions, given: Mapping[str, Any]) -> Asked:
         if name != "name" and (section := getattr(job, name)).model_fields_set
     }
     check_overrides(overrides)
-    ranks = given["ranks"] or len(environ.usable_gpus()) or 1
-    sizes = sizes_of(given["model"])
+    ranks = flags["ranks"] or len(environ.usable_gpus()) or 1
+    sizes = sizes_of(flags["model"])
     return Asked(
-        model=given["model"],
+        model=flags["model"],
         ranks=ranks,
         backend=environ.choose_backend(job.launch.backend, ranks),
         seed=options.seed,
-        batch=given["batch"] or sizes.batch,
-        micro=given["micro"],
-        lr=given["lr"] or (sizes.lr,),
-        lamb_lr=given["lamb_lr"] or (sizes.lamb_lr,),
-        lamb_times=given["lamb_times"],
-        warmup=given["warmup"],
-        lamb_warmup=given["lamb_warmup"],
-        window=given["window"] or 0,
-        evaluations=given["evaluations"],
-        checkpoints=given["checkpoints"],
-        validation_tokens=given["validation_tokens"] or sizes.validation_tokens,
+        batch=flags["batch"] or sizes.batch,
+        micro=flags["micro"],
+        lr=flags["lr"] or (sizes.lr,),
+        lamb_lr=flags["lamb_lr"] or (sizes.lamb_lr,),
+        lamb_times=flags["lamb_times"],
+        warmup=flags["warmup"],
+        lamb_warmup=flags["lamb_warmup"],
+        window=flags["window"] or 0,
+        evaluations=flags["evaluations"],
+        checkpoints=flags["checkpoints"],
+        validation_tokens=flags["validation_tokens"] or sizes.validation_tokens,
         overrides=overrides,
     )
 
 
 def _keys(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What `--set` names, by section of the job."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the overrides of `--set`, by section of the job."""
+    by_section: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, value = read_override(override, "model.compile=true")
         section, _, name = key.removeprefix("job.").partition(".")
-        found.setdefault(section, {})[name] = value
-    return found
+        by_section.setdefault(section, {})[name] = value
+    return by_section
 
 
-def tokens_of(given: Mapping[str, Any], earlier: Sequence[Curve]) -> int | None:
-    """Of a run; None: as many as fit into --minutes."""
-    if earlier and given["minutes"] is not None:
+def tokens_of(flags: Mapping[str, Any], earlier: Sequence[Curve]) -> int | None:
+    """Return the tokens of a run; None: as many as fit into --minutes."""
+    if earlier and flags["minutes"] is not None:
         rule = "is given beside --join, whose runs say how many tokens"
-        raise ConfigError("--minutes", given["minutes"], rule, "leave it out")
-    if given["minutes"] is not None:
+        raise ConfigError("--minutes", flags["minutes"], rule, "leave it out")
+    if flags["minutes"] is not None:
         return None
-    if given["tokens"] is not None:
-        return int(given["tokens"])
+    if flags["tokens"] is not None:
+        return int(flags["tokens"])
     if earlier:
         return earlier[0].job.optimizer.steps * earlier[0].tokens_per_step
-    return sizes_of(given["model"]).tokens
+    return sizes_of(flags["model"]).tokens
 
 
-def most_mib_of(given: float | None, tokens: int | None, joined: Sequence[Curve]) -> float:
-    """What joined runs had; else no more than one epoch needs, for a run's tokens are drawn from all of it; of an
-    unknown number all there is."""
-    if given is not None:
-        return given
+def most_mib_of(option_mib: float | None, tokens: int | None, joined: Sequence[Curve]) -> float:
+    """Return the text limit in MiB: the option, else that of joined runs, else the size of one epoch.
+
+    A run's tokens are drawn from all of the text, so it need not be larger than one epoch. For an unknown number of
+    tokens: `_MOST_MIB`.
+    """
+    if option_mib is not None:
+        return option_mib
     if joined and "most_mib" in joined[0].facts["text"]:
         return float(joined[0].facts["text"]["most_mib"])
     return _MOST_MIB if tokens is None else max(_LEAST_MIB, tokens * _BYTES_A_TOKEN / 2**20)

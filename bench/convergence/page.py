@@ -57,9 +57,9 @@ def build_page(record: RunRecord) -> Report:
 def _verdict(report: Report, rows: Sequence[Row], runs: Sequence[Row]) -> None:
     """A run that did not come to its end is said on top; there is no threshold to pass."""
     reasons = [f"{row['run']}: {row['stopped']}" for row in runs if row["stopped"]]
-    said = " ".join(reasons)
+    text = " ".join(reasons)
     for row in (row for row in rows if row["table"] == BROKEN_OFF):
-        reasons += [row["reason"]] if row["reason"] not in said else []
+        reasons += [row["reason"]] if row["reason"] not in text else []
         reasons += [f"not run: {', '.join(row['not_run'])}"] if row["not_run"] else []
     if reasons:
         report.verdict("WARN", f"Broken off: {'; '.join(reasons)}. What was measured is below")
@@ -68,9 +68,9 @@ def _verdict(report: Report, rows: Sequence[Row], runs: Sequence[Row]) -> None:
 def _overview(report: Report, runs: Sequence[Row]) -> None:
     section = report.section("What each run came to", source="measured")
     section.figures(*(_figure(row) for row in runs if row["held_out_loss"] is not None))
-    for said in (comparison(row) for row in runs):
-        if said:
-            section.text(f"{said}.")
+    for sentence in (comparison(row) for row in runs):
+        if sentence:
+            section.text(f"{sentence}.")
     for row in runs:
         if row["resumed_at"]:
             steps = ", ".join(f"{step:,}" for step in row["resumed_at"])
@@ -207,21 +207,21 @@ def _settings(report: Report, record: RunRecord, runs: Sequence[Row]) -> None:
 
 
 def _command(arguments: Mapping[str, Any]) -> str:
-    """What was typed, near enough to repeat it."""
-    words = ["python", "-m", "bench.convergence"]
+    """Return the command line, near enough to repeat the run."""
+    argv = ["python", "-m", "bench.convergence"]
     for name, value in arguments.items():
         option = name.replace("_", "-")
         if name == "set":
-            words += [word for override in value for word in ("--set", override)]
+            argv += [word for override in value for word in ("--set", override)]
         elif name == "join":
-            words += [word for path in value for word in ("--join", path)]
+            argv += [word for path in value for word in ("--join", path)]
         elif name == "kinds":
-            words += ["--runs", ",".join(value) or "none"]
+            argv += ["--runs", ",".join(value) or "none"]
         elif isinstance(value, list | tuple):
-            words += [f"--{option}", ",".join(map(str, value))]
+            argv += [f"--{option}", ",".join(map(str, value))]
         elif value not in (None, ""):
-            words += [f"--{option}", str(value)]
-    return shlex.join(words)
+            argv += [f"--{option}", str(value)]
+    return shlex.join(argv)
 
 
 def _meaning(report: Report) -> None:

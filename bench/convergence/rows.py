@@ -125,7 +125,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Before:
-    """A run that an earlier call broke off, and its checkpoint after `step`, from which it resumes."""
+    """Interrupted run of an earlier call, and its checkpoint after `step`, from which it resumes."""
 
     curve: Curve
     checkpoint: Path

@@ -3,7 +3,7 @@
 All have the same model size, text, seed, number of tokens and held-out windows, and are evaluated at the same numbers
 of tokens. `standard` has the standard block and AdamW, `parallel` the parallel block and a sliding window (MegaScale
 3.1), `lamb` the standard block and LAMB at a larger batch, so fewer steps; `large_batch` is AdamW at that batch, and
-tells what of LAMB's curve is the batch's doing. Left out: other machines.
+tells what of LAMB's curve is the batch's doing. Not covered: other machines.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Plan:
         return self.job.optimizer.steps * self.job.batch.global_size * self.job.model.seq_len
 
 
-def plans(asked: Asked, kinds: Sequence[str], tokens: int, earlier: Collection[RunKey] = ()) -> list[Plan]:
+def plans(settings: Asked, kinds: Sequence[str], tokens: int, earlier: Collection[RunKey] = ()) -> list[Plan]:
     """Plan runs of at least `tokens` tokens each, rounded up to a whole number of LAMB's steps.
 
     Args:
@@ -124,11 +124,11 @@ def plans(asked: Asked, kinds: Sequence[str], tokens: int, earlier: Collection[R
     """
     planned = []
     for kind in kinds:
-        rates = asked.lamb_lr if kind == "lamb" else asked.lr
+        rates = settings.lamb_lr if kind == "lamb" else settings.lr
         for lr in rates:
             several = {*rates, *(other for of_kind, other in earlier if of_kind == kind)}
             name = run_name(kind, lr, of_several=len(several) > 1)
-            planned.append(Plan(name, kind, _job(asked, kind, lr, tokens)))
+            planned.append(Plan(name, kind, _job(settings, kind, lr, tokens)))
     return planned
 
 
@@ -138,7 +138,7 @@ def run(
     place: MeetingPlace,
     folder: Path,
     facts: Mapping[str, Any],
-    heard: OnProgress,
+    on_progress: OnProgress,
     before: Before | None = None,
 ) -> str:
     """Train one run and write its facts, then its rows, into `folder`; return why it diverged, empty if it did not.
@@ -175,7 +175,7 @@ def run(
             backend=facts["backend"],
             out=folder,
             seed=facts["seed"],
-            on_progress=heard,
+            on_progress=on_progress,
             resume=before.checkpoint if before else None,
             stops_gently=plan.job.checkpoint.every_steps > 0,
         )
@@ -197,9 +197,9 @@ def run(
     return ""
 
 
-def tokens_in(minutes: float, asked: Asked, corpus: Corpus, place: MeetingPlace, folder: Path) -> int:
+def tokens_in(minutes: float, settings: Asked, corpus: Corpus, place: MeetingPlace, folder: Path) -> int:
     """Measure a few steps of the standard run and return the tokens of `minutes` of them, without evaluations."""
-    job = _job(asked, STANDARD, asked.lr[0], 10**18)
+    job = _job(settings, STANDARD, settings.lr[0], 10**18)
     optimizer = job.optimizer.model_copy(update={"steps": _CALIBRATION_STEPS, "warmup_steps": 0})
     evaluation = job.evaluation.model_copy(update={"every_steps": _CALIBRATION_STEPS, "global_batches": 1})
     checkpoint = job.checkpoint.model_copy(update={"every_steps": 0})
@@ -208,11 +208,11 @@ def tokens_in(minutes: float, asked: Asked, corpus: Corpus, place: MeetingPlace,
     result = train(
         job,
         corpus,
-        ranks=asked.ranks,
+        ranks=settings.ranks,
         init_method=place.init_method("calibration"),
-        backend=asked.backend,
+        backend=settings.backend,
         out=folder,
-        seed=asked.seed,
+        seed=settings.seed,
     )
     each_s = sum(row["step_ms"] for row in result.steps[_WARM_UP_STEPS:]) / 1e3 / (_CALIBRATION_STEPS - _WARM_UP_STEPS)
     tokens: int = round(60 * minutes / each_s * job.batch.global_size * job.model.seq_len)
@@ -224,13 +224,13 @@ def device_name(backend: Backend) -> str:
     return next((gpu.name for gpu in environ.list_gpus()), "GPU") if backend == "nccl" else "CPU"
 
 
-def check_overrides(given: Mapping[str, Mapping[str, Any]]) -> None:
+def check_overrides(overrides: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse settings that the comparison itself sets.
 
     Raises:
         ConfigError: names the setting, and the option for it.
     """
-    for section, keys in given.items():
+    for section, keys in overrides.items():
         for key in keys:
             remedy = _OWN.get((section, key)) or _OWN.get((section, ""))
             if remedy:
@@ -253,30 +253,31 @@ _OWN = {
 }
 
 
-def _job(asked: Asked, kind: str, lr: float, tokens: int) -> JobConfig:
+def _job(settings: Asked, kind: str, lr: float, tokens: int) -> JobConfig:
     """Build the configuration of one run.
 
     A step at LAMB's batch has the tokens of `lamb_times` steps at AdamW's, so counts in steps are scaled by that much.
     """
-    model = _model(asked)
-    of_lamb = asked.batch * asked.lamb_times * model.seq_len
+    model = _model(settings)
+    of_lamb = settings.batch * settings.lamb_times * model.seq_len
     lamb_steps = math.ceil(tokens / of_lamb)
     if lamb_steps < _LEAST_LAMB_STEPS:
         rule = (
-            f"are fewer than {_LEAST_LAMB_STEPS} steps of {asked.batch} x {asked.lamb_times} x {model.seq_len} tokens"
+            f"are fewer than {_LEAST_LAMB_STEPS} steps of {settings.batch} x {settings.lamb_times} x "
+            f"{model.seq_len} tokens"
         )
         raise ConfigError("--tokens", tokens, rule, f"give at least {_LEAST_LAMB_STEPS * of_lamb}, or lower --batch")
     is_lamb, is_large = kind == "lamb", kind in ("lamb", "large_batch")
-    scale, batch = (1, asked.batch * asked.lamb_times) if is_large else (asked.lamb_times, asked.batch)
-    steps, evaluations = lamb_steps * scale, max(1, round(asked.validation_tokens / of_lamb)) * scale
-    warmup_steps = round(steps * (asked.lamb_warmup if is_lamb else asked.warmup))
-    evaluated_every = math.ceil(lamb_steps / asked.evaluations) * scale
+    scale, batch = (1, settings.batch * settings.lamb_times) if is_large else (settings.lamb_times, settings.batch)
+    steps, evaluations = lamb_steps * scale, max(1, round(settings.validation_tokens / of_lamb)) * scale
+    warmup_steps = round(steps * (settings.lamb_warmup if is_lamb else settings.warmup))
+    evaluated_every = math.ceil(lamb_steps / settings.evaluations) * scale
     saved_every = 0
-    if asked.checkpoints:
-        saved_every = math.ceil(steps / evaluated_every / (asked.checkpoints + 1)) * evaluated_every
+    if settings.checkpoints:
+        saved_every = math.ceil(steps / evaluated_every / (settings.checkpoints + 1)) * evaluated_every
     is_parallel = kind == "parallel"
-    window = (asked.window or max(1, model.seq_len // 4)) if is_parallel else 0
-    sections = {name: dict(keys) for name, keys in asked.overrides.items()}
+    window = (settings.window or max(1, model.seq_len // 4)) if is_parallel else 0
+    sections = {name: dict(keys) for name, keys in settings.overrides.items()}
     eps = {"eps": LAMB_EPS} if is_lamb else {}
     name = "lamb" if is_lamb else "adamw"
     optimizer_keys = {"name": name, "steps": steps, "lr": lr, "warmup_steps": warmup_steps}
@@ -286,29 +287,29 @@ def _job(asked: Asked, kind: str, lr: float, tokens: int) -> JobConfig:
         "name": f"convergence-{kind}",
         "model": {**model.model_dump(), **blocks},
         "optimizer": {**eps, **sections.get("optimizer", {}), **optimizer_keys},
-        "parallel": {"dp": asked.ranks},
-        "batch": {"global_size": batch, "micro_size": _micro(asked)},
+        "parallel": {"dp": settings.ranks},
+        "batch": {"global_size": batch, "micro_size": _micro(settings)},
         "evaluation": {"every_steps": evaluated_every, "global_batches": evaluations},
         "checkpoint": {"every_steps": saved_every, "keep": 1},
     }
-    return build_config({"cluster": {"gpus_per_server": asked.ranks}, "job": tree}).job
+    return build_config({"cluster": {"gpus_per_server": settings.ranks}, "job": tree}).job
 
 
-def _model(asked: Asked) -> ModelConfig:
-    dtype = "bfloat16" if asked.backend == "nccl" else "float32"
-    tree = {"preset": asked.model, "dtype": dtype, **asked.overrides.get("model", {})}
+def _model(settings: Asked) -> ModelConfig:
+    dtype = "bfloat16" if settings.backend == "nccl" else "float32"
+    tree = {"preset": settings.model, "dtype": dtype, **settings.overrides.get("model", {})}
     return build_section(ModelConfig, tree, "job.model.")
 
 
-def _micro(asked: Asked) -> int:
+def _micro(settings: Asked) -> int:
     """Return the micro-batch: the option, else the largest up to the model's default that divides a rank's share."""
-    if asked.micro:
-        return asked.micro
-    part, rest = divmod(asked.batch, asked.ranks)
+    if settings.micro:
+        return settings.micro
+    part, rest = divmod(settings.batch, settings.ranks)
     if rest or not part:
-        rule = f"cannot be dealt to {asked.ranks} ranks"
-        raise ConfigError("--batch", asked.batch, rule, f"give a multiple of {asked.ranks}")
-    largest = sizes_of(asked.model).micro
+        rule = f"cannot be dealt to {settings.ranks} ranks"
+        raise ConfigError("--batch", settings.batch, rule, f"give a multiple of {settings.ranks}")
+    largest = sizes_of(settings.model).micro
     return max(size for size in range(1, largest + 1) if part % size == 0)
 
 

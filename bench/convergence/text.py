@@ -2,7 +2,7 @@
 
 Files are taken in an order that the seed and their names give, so a part of the text is a sample of all of it. Exact
 copies, which installed packages are full of, are taken once: a copy of a training file among the held-out ones would
-be a loss learned by heart. Left out: near copies, compressed documentation, what is above 1 MiB (tables, word lists).
+be a loss learned by heart. Omitted: near copies, compressed documentation, what is above 1 MiB (tables, word lists).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Chosen:
         text_bytes: of all of them.
         by_root: bytes by the first word of the name.
         by_suffix: bytes by `.py`, `.md`, ...
-        copies: files left out because another one says the same.
-        unread: files left out because they are no UTF-8, too short, too long, or cannot be read.
-        beyond: files left out because there was enough.
+        copies: number of files skipped because another one has the same content.
+        unread: number of files skipped because they are no UTF-8, too short, too long, or cannot be read.
+        beyond: number of files skipped because there was enough.
     """
 
     files: Mapping[str, Path]
@@ -71,13 +71,15 @@ class Chosen:
 
 
 def machine_roots() -> tuple[Root, ...]:
-    """Where this machine keeps its Python sources and its documentation; those that are there, each once.
+    """Return the folders of Python sources and documentation that exist on this machine, each once.
 
     Packages are where this interpreter finds installed distributions, which with a virtual environment may be several;
     a checkout of our own is none of them.
     """
     prefix = Path(sysconfig.get_path("data"))
-    installed = {Path(str(found.locate_file(""))).resolve() for found in importlib.metadata.distributions()}
+    installed = {
+        Path(str(distribution.locate_file(""))).resolve() for distribution in importlib.metadata.distributions()
+    }
     ours = {Path.cwd().resolve(), Path(__file__).resolve().parents[2]}
     packages = sorted(folder for folder in installed if folder.name in _PACKAGES or folder not in ours)
     named = [
@@ -87,11 +89,11 @@ def machine_roots() -> tuple[Root, ...]:
         ("doc", Path("/usr/share/doc")),
         ("prefix-doc", prefix / "share" / "doc"),
     ]
-    found: dict[Path, str] = {}
+    roots: dict[Path, str] = {}
     for name, folder in named:
         if folder.is_dir():
-            found.setdefault(folder.resolve(), name)
-    return tuple(Root(name, folder) for folder, name in found.items())
+            roots.setdefault(folder.resolve(), name)
+    return tuple(Root(name, folder) for folder, name in roots.items())
 
 
 def folder_root(folder: Path) -> Root:
@@ -116,7 +118,7 @@ def choose(
     """Files whose names match a pattern, until they hold `most_bytes`; always the same ones of the same text.
 
     Args:
-        on_file: told how many bytes are taken, and of how many.
+        on_file: called with the bytes chosen so far, and the limit.
 
     Raises:
         ConfigError: there are fewer than two such files.
@@ -125,9 +127,9 @@ def choose(
     files: dict[str, Path] = {}
     seen: set[bytes] = set()
     by_root, by_suffix, left_out = Counter[str](), Counter[str](), Counter[str]()
-    taken = 0
+    text_bytes = 0
     for name in sorted(names, key=lambda name: _digest(f"{seed}/{name}".encode("utf-8", "surrogateescape"))):
-        if taken >= most_bytes:
+        if text_bytes >= most_bytes:
             left_out["beyond"] += 1
             continue
         content = _read(names[name])
@@ -137,17 +139,17 @@ def choose(
             continue
         seen.add(digest)
         files[name] = names[name]
-        taken += len(content)
+        text_bytes += len(content)
         by_root[name.partition("/")[0]] += len(content)
         by_suffix[names[name].suffix] += len(content)
-        on_file(taken, most_bytes)
+        on_file(text_bytes, most_bytes)
     if len(files) < 2:
         where = ", ".join(str(root.folder) for root in roots)
         rule = f"matches {len(files)} text files of {_LEAST_BYTES} bytes to 1 MiB in {where}, and two are needed"
         raise ConfigError("--patterns", ",".join(patterns), rule, "give other patterns, or another --text")
     sums = dict(sorted(by_root.items())), dict(sorted(by_suffix.items()))
     why = (left_out[reason] for reason in ("copies", "unread", "beyond"))
-    return Chosen(dict(sorted(files.items())), taken, *sums, *why)
+    return Chosen(dict(sorted(files.items())), text_bytes, *sums, *why)
 
 
 def _list(folder: Path, patterns: Sequence[str]) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""What one rank of a large world spends on its groups, alone: torch's way beside ours, store and backend faked.
+"""Processor time that one rank of a large world spends on its groups: torch's way and ours, store and backend faked.
 
 Thousands of real ranks do not fit one machine, and what a rank does by itself needs none of the others: torch's own
 fake backend makes no communicator, and the store here answers at once. So neither counts, nor do waits; what is left
 is processor time, which torch spends on every group of the world and ours on the rank's own. Each run is a process of
-its own, as in a job, where nothing is warm. Left out: the store's client, and imports.
+its own, as in a job, where nothing is warm. Not covered: the store's client, and imports.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _METHODS = ("torch", "ours")
 def rows(layouts: Sequence[ParallelLayout], repeats: int, logs: Path) -> Iterator[dict[str, Any]]:
     """A row for each layout and method: the median over `repeats` processes, of both methods in turn."""
     for layout in layouts:
-        found: dict[str, list[float]] = {method: [] for method in _METHODS}
+        cpu_seconds: dict[str, list[float]] = {method: [] for method in _METHODS}
         for turn in range(repeats):
             for method in _METHODS if turn % 2 else reversed(_METHODS):
                 name = f"alone-{method}-{layout.world_size}-{turn}"
-                found[method] += launch(_start, 1, args=(layout, method), log_dir=logs / name)
-        for method, seconds in found.items():
+                cpu_seconds[method] += launch(_start, 1, args=(layout, method), log_dir=logs / name)
+        for method, seconds in cpu_seconds.items():
             yield {
                 "table": ALONE,
                 "source": "measured",

@@ -2,7 +2,7 @@
 
 What all ranks say alike (joining, barriers) is summed once and taken times the ranks: the cost grows with ranks plus
 groups, not with their product. What `bench.init_time` replays, byte by byte. Real ranks on Redis may differ by the
-digits of a number: the mark of a rank, serial numbers, and the count that a barrier's second look finds. Left out: the
+digits of a number: the mark of a rank, serial numbers, and the count that a barrier's second look finds. Omitted: the
 headers of TCP and IP.
 """
 
@@ -35,7 +35,9 @@ def num_bytes(way: Way, layout: ParallelLayout) -> int:
         return len(encode(way, one, _CONNECTION, serial)) + _answer_bytes(way, one, sizes.get(one.key, 0))
 
     total = sum(ranks * both_ways(one, serial) for serial, one in enumerate(alike, 1))
-    total += sum(both_ways(one, serial) for said in own for serial, one in enumerate(said, 1 + len(alike)))
+    total += sum(
+        both_ways(one, serial) for rank_requests in own for serial, one in enumerate(rank_requests, 1 + len(alike))
+    )
     total += sum(both_ways(one, len(alike)) for one in lasts)
     if way.method == "ours":  # the last one to come does not wait
         total -= both_ways(alike[-1], len(alike))
@@ -45,7 +47,7 @@ def num_bytes(way: Way, layout: ParallelLayout) -> int:
 
 
 def _answer_bytes(way: Way, request: Request, value_bytes: int) -> int:
-    """Of one answer; of Redis' to a counter nothing: `_count_bytes` has those of all ranks."""
+    """Return the bytes of one answer; 0 for Redis' to a counter: `_count_bytes` has those of all ranks."""
     if way.store == "tcp":
         return _TCP_ANSWERS.get(request.kind, 8 + value_bytes)
     if request.kind in _COUNTERS:
@@ -60,5 +62,5 @@ def _count_bytes(way: Way, request: Request, ranks: int) -> int:
 
 
 def _bulk_bytes(size: int) -> int:
-    """Of a string of `size` bytes on Redis' wire: $SIZE, line end, string, line end."""
+    """Return the bytes on Redis' wire of a string of `size` bytes: $SIZE, line end, string, line end."""
     return len(f"${size}\r\n") + size + len("\r\n")

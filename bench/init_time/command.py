@@ -88,7 +88,7 @@ def command(
     alones = _layouts(alone, "--alone")
     _check(layouts, ways, layout, alones, think_s)
     out, started = open_out(options.out, "init_time"), utc_now()
-    asked = {"ranks": ranks, "store": stores, "real": real, "backend": backend, "eager": eager, "alone": alone}
+    arguments = {"ranks": ranks, "store": stores, "real": real, "backend": backend, "eager": eager, "alone": alone}
     rows: list[Row] = []
 
     def keep() -> None:
@@ -98,7 +98,7 @@ def command(
             rows=rows,
             started_utc=started,
             ended_utc=utc_now(),
-            arguments={**options.arguments(), **asked, "repeats": repeats, "think_s": think_s},
+            arguments={**options.arguments(), **arguments, "repeats": repeats, "think_s": think_s},
             config={},
             environment=environ.snapshot(options.seed),
             devices=[f"{gpu.name}" for gpu in environ.list_gpus()] or ["CPU"],
@@ -180,7 +180,7 @@ def _check(
 
 
 def _layouts(text: str, field: str = "--ranks") -> list[ParallelLayout]:
-    """Of the sizes, each once, the smallest first: a cell is predicted from a smaller one."""
+    """Return the layouts of the sizes, each once, the smallest first: a cell is predicted from a smaller one."""
     sizes = set()
     for word in text.split(","):
         if not word.strip().isdecimal():

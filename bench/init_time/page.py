@@ -48,12 +48,12 @@ def way_name(row: Row) -> str:
 
 
 def line(row: Row) -> str:
-    """A row in words, while others are still to come."""
+    """Format a row as text, while others are still to come."""
     if row["table"] == ALONE:
         return f"a rank of {row['ranks']:,}, {row['method']}: {row['cpu_s'] * 1e3:.2f} ms of processor for its groups"
     who = f"{row['ranks']:,} ranks, {way_name(row)}"
     if row["table"] == REAL:
-        parts = ", ".join(f"{words} {row[name]:.3f}" for name, words in PARTS.items())
+        parts = ", ".join(f"{title} {row[name]:.3f}" for name, title in PARTS.items())
         return f"{who}: {row['launched_s']:.3f} s from launch, {row['whole_s']:.3f} behind the gate ({parts})"
     if row["table"] == RECORDED:
         agrees = (
@@ -71,44 +71,44 @@ def agrees_with_model(row: Row) -> bool:
 
 
 def exponents(rows: Iterable[Row]) -> dict[str, float]:
-    """By way: slope of log seconds, but what was thought, over log ranks where it was measured; two sizes or more."""
+    """Return by way the slope of log seconds (without think time) over log ranks, if two or more sizes are measured."""
     frame = pd.DataFrame([{**row, "way": way_name(row)} for row in rows if row["table"] == LABEL])
-    found: dict[str, float] = {}
+    slopes: dict[str, float] = {}
     if len(frame):
-        for way, mine in frame[frame["source"] == "measured"].groupby("way", sort=False):
-            if mine["ranks"].nunique() > 1:
-                found[str(way)] = _slope(mine["ranks"], mine["seconds"] - mine["think_s"])
-    return found
+        for way, cells in frame[frame["source"] == "measured"].groupby("way", sort=False):
+            if cells["ranks"].nunique() > 1:
+                slopes[str(way)] = _slope(cells["ranks"], cells["seconds"] - cells["think_s"])
+    return slopes
 
 
 def _slope(x: pd.Series[Any], y: pd.Series[Any]) -> float:
-    """Of the least squares of their logarithms."""
+    """Return the least-squares slope of log y over log x."""
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """What the whole comes to: growth, and torch's ways over ours by seconds and operations."""
+    """Summarise: growth with the ranks, and torch's ways over ours by seconds and operations."""
     grows = "time but thinking" if any(row.get("think_s") for row in rows) else "time"
     lines = [f"{way}: {grows} grows with the ranks to the power {slope:.2f}" for way, slope in exponents(rows).items()]
-    for part, words in _COMPARED.items():
-        lines += _compared(_medians(rows, part), words, ".4f", " s")
+    for part, title in _COMPARED.items():
+        lines += _compared(_medians(rows, part), title, ".4f", " s")
     alone = [row for row in rows if row["table"] == ALONE]
     for torchs, ours in zip(alone[::2], alone[1::2], strict=False):
         ratio = torchs["cpu_s"] / ours["cpu_s"]
         lines.append(f"a rank of {ours['ranks']:,}, its own work: {ratio:,.2f} of torch's time over ours")
     largest = max((row["ranks"] for row in rows if row["table"] == LABEL), default=0)
-    asked = {way_name(row): row["operations"] for row in rows if row["table"] == LABEL and row["ranks"] == largest}
-    return lines + _compared(asked, f"operations of {largest:,} ranks", ",", "")
+    operations = {way_name(row): row["operations"] for row in rows if row["table"] == LABEL and row["ranks"] == largest}
+    return lines + _compared(operations, f"operations of {largest:,} ranks", ",", "")
 
 
-def _compared(figures: dict[str, Any], words: str, spec: str, unit: str) -> list[str]:
+def _compared(figures: dict[str, Any], title: str, spec: str, unit: str) -> list[str]:
     """A line for each way of ours: the others' over its own, or its own where it is alone."""
     others = {way: value for way, value in figures.items() if not way.startswith("ours")}
     lines = []
     for way, own in figures.items():
         if way.startswith("ours"):
             ratios = ", ".join(f"{value / own:,.2f} of {other}" for other, value in others.items())
-            lines.append(f"{way}, {words}" + (f", over ours: {ratios}" if ratios else f": {own:{spec}}{unit}"))
+            lines.append(f"{way}, {title}" + (f", over ours: {ratios}" if ratios else f": {own:{spec}}{unit}"))
     return lines
 
 
@@ -137,11 +137,11 @@ def build_page(rows: Sequence[Row]) -> Report:
 
 
 def _real(report: Report, rows: Sequence[Row]) -> None:
-    mine = pd.DataFrame([{**row, "way": way_name(row)} for row in rows if row["table"] == REAL])
-    if not len(mine):
+    runs = pd.DataFrame([{**row, "way": way_name(row)} for row in rows if row["table"] == REAL])
+    if not len(runs):
         return
-    section = report.section("Real ranks", f"{mine['ranks'].iloc[0]} ranks on this machine.", source="measured")
-    medians = mine.groupby("way", sort=False)[[*WHOLES, *PARTS]].median().reset_index()
+    section = report.section("Real ranks", f"{runs['ranks'].iloc[0]} ranks on this machine.", source="measured")
+    medians = runs.groupby("way", sort=False)[[*WHOLES, *PARTS]].median().reset_index()
     launch = {"start_s": "start", "gate_s": "gate", "whole_s": "behind the gate"}
     section.table(
         _named(medians, {"way": "way", "launched_s": "from launch", **launch}),
@@ -174,25 +174,25 @@ def _real(report: Report, rows: Sequence[Row]) -> None:
 
 
 def _alone(report: Report, rows: Sequence[Row]) -> None:
-    mine = pd.DataFrame([row for row in rows if row["table"] == ALONE])
-    if not len(mine):
+    runs = pd.DataFrame([row for row in rows if row["table"] == ALONE])
+    if not len(runs):
         return
-    words = (
+    intro = (
         "Processor time until the groups of one rank stand, with torch's fake backend and a store that answers at once."
     )
-    section = report.section("One rank's own work", words, source="measured")
-    mine = mine.assign(milliseconds=mine["cpu_s"] * 1e3)
+    section = report.section("One rank's own work", intro, source="measured")
+    runs = runs.assign(milliseconds=runs["cpu_s"] * 1e3)
     axes = Axis("ranks", "ranks of the world", log=True), Axis("milliseconds", "processor time", "ms", log=True)
-    section.chart(charts.line(mine, *axes, colour="method"), name="alone", caption="Medians of the repeats.")
-    wide = mine.pivot(index="ranks", columns="method", values="milliseconds").reset_index()
-    wide = wide.reindex(columns=["ranks", "torch", "ours"])  # a run that broke off may have one way alone
+    section.chart(charts.line(runs, *axes, colour="method"), name="alone", caption="Medians of the repeats.")
+    wide = runs.pivot(index="ranks", columns="method", values="milliseconds").reset_index()
+    wide = wide.reindex(columns=["ranks", "torch", "ours"])  # an interrupted run may have only one way
     wide["torch over ours"] = wide["torch"] / wide["ours"]
     named = {"ranks": "ranks", "torch": "torch / ms", "ours": "ours / ms", "torch over ours": "torch over ours"}
     section.table(_named(wide, named), formats=dict.fromkeys(list(named.values())[1:], ",.2f"))
 
 
 def _named(frame: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
-    """These columns, under the names that a reader sees."""
+    """Return these columns, under the names that a reader sees."""
     return frame.reindex(columns=list(columns)).rename(columns=columns)
 
 
@@ -202,18 +202,18 @@ def _stacked(frame: pd.DataFrame, parts: dict[str, str]) -> alt.Chart | alt.Laye
 
 
 def _share(report: Report, rows: Sequence[Row]) -> None:
-    mine = pd.DataFrame([{**row, "way": way_name(row)} for row in rows if row["table"] == LABEL])
-    if not len(mine):
+    cells = pd.DataFrame([{**row, "way": way_name(row)} for row in rows if row["table"] == LABEL])
+    if not len(cells):
         return
-    think_s = mine["think_s"].max()
+    think_s = cells["think_s"].max()
     thinking = (
         f"Each rank thinks for {think_s:g} s between joining and its groups; the exponents leave it out."
         if think_s
         else ""
     )
-    section = report.section("Store share, simulated ranks", thinking, source=sorted(mine["source"].unique()))
-    ringed = " Ringed: predicted." if "predicted" in set(mine["source"]) else ""
-    section.chart(_growth(mine), name="share", caption=f"Best of the repeats.{ringed}")
+    section = report.section("Store share, simulated ranks", thinking, source=sorted(cells["source"].unique()))
+    ringed = " Ringed: predicted." if "predicted" in set(cells["source"]) else ""
+    section.chart(_growth(cells), name="share", caption=f"Best of the repeats.{ringed}")
     columns = {
         "way": "way",
         "ranks": "ranks",
@@ -224,7 +224,7 @@ def _share(report: Report, rows: Sequence[Row]) -> None:
         "server_cpu_s": "server CPU / s",
     }
     section.table(
-        _named(mine.assign(megabytes=mine["bytes"] / 1e6), columns),
+        _named(cells.assign(megabytes=cells["bytes"] / 1e6), columns),
         caption="Of all ranks together, the exchange of NCCL's ids among it; bytes of requests and answers.",
         formats={"seconds": ",.3f", "MB": ",.2f", "server CPU / s": ",.2f"},
     )
@@ -233,16 +233,16 @@ def _share(report: Report, rows: Sequence[Row]) -> None:
         section.text("; ".join(f"{way}: exponent {slope:.2f}" for way, slope in slopes.items()))
 
 
-def _growth(mine: pd.DataFrame) -> alt.Chart | alt.LayerChart:
+def _growth(cells: pd.DataFrame) -> alt.Chart | alt.LayerChart:
     x, y = Axis("ranks", "simulated ranks", log=True), Axis("seconds", "seconds", "s", log=True)
-    drawn = charts.line(mine, x, y, colour="way")
-    predicted = mine[mine["source"] == "predicted"]
+    drawn = charts.line(cells, x, y, colour="way")
+    predicted = cells[cells["source"] == "predicted"]
     if not len(predicted):
         return drawn
     rings = alt.Chart(predicted[["ranks", "seconds"]]).encode(x="ranks:Q", y="seconds:Q")
     ring = rings.mark_point(shape="diamond", filled=False, size=260, strokeWidth=2, color=INK)
-    words = rings.mark_text(align="right", dx=-14, color=INK).encode(text=alt.value("predicted"))
-    marked: alt.LayerChart = drawn + ring + words
+    labels = rings.mark_text(align="right", dx=-14, color=INK).encode(text=alt.value("predicted"))
+    marked: alt.LayerChart = drawn + ring + labels
     return marked
 
 

@@ -1,8 +1,8 @@
-"""What a rank does from its start to the end of its first step, by three ways of making its groups, each part timed.
+"""Start of a rank up to the end of its first step, by three ways of making its groups, each part timed.
 
 `baseline` and `torch` are today's torch (`init_process_group`, `init_device_mesh`), the first with a barrier of all
 ranks after each group, as the paper's baseline has it; `torch-lazy` is torch with TORCH_GLOO_LAZY_INIT=1, which ours
-has too; `ours` is `netlayer.rendezvous`. All groups are then used, and the sums checked. Left out: data, and
+has too; `ours` is `netlayer.rendezvous`. All groups are then used, and the sums checked. Not covered: data, and
 checkpoints other than one plain file a rank.
 """
 
@@ -38,7 +38,7 @@ _WIDTH = 256  # of the model of the first step
 
 @dataclass(frozen=True)
 class Order:
-    """What ranks are to do.
+    """Order to all ranks: which groups they make, and how.
 
     Args:
         layout: of the groups.

@@ -1,7 +1,7 @@
 """Real ranks on this machine make a layout's groups, each way in turn: what each part took, and what they said.
 
 Times are taken without a relay, recordings with one. Each way gets a fresh server of its own. Ranks import everything
-first and wait at a gate, so that a slow start of one is not the wait of another. Left out: several machines.
+first and wait at a gate, so that a slow start of one is not the wait of another. Not covered: several machines.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CHECKPOINT_VALUES = 1 << 20
 
 @dataclass(frozen=True)
 class Real:
-    """How real ranks run.
+    """Settings of real ranks.
 
     Args:
         layout: of their groups.
@@ -86,15 +86,15 @@ def timed(real: Real, ways: Sequence[Way], repeats: int) -> Iterator[dict[str, A
 
 
 def recorded(real: Real, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
-    """A row of each way: operations that its ranks sent, by kind, beside those of the closed form."""
+    """Yield a row for each way: operations that its ranks sent, by kind, and those of the closed form."""
     for plain in ways:
         way = real.way(plain)
         talks: list[Talk] = []
         _run(real, plain, f"{way.method}-{way.store}-recorded", talks)
-        said = [one for talk in talks for one in talk.operations(way.store) if one.kind not in AFTERWARDS]
-        sets = sum(one.key.endswith(LAST_WORKER) and one.kind == "SET" for one in said)
-        backends = [one for one in said if is_backend(one.key)]
-        kinds = Counter(one.kind for one in said)
+        requests = [one for talk in talks for one in talk.operations(way.store) if one.kind not in AFTERWARDS]
+        sets = sum(one.key.endswith(LAST_WORKER) and one.kind == "SET" for one in requests)
+        backends = [one for one in requests if is_backend(one.key)]
+        kinds = Counter(one.kind for one in requests)
         yield {
             "table": RECORDED,
             "source": "measured",
@@ -102,7 +102,7 @@ def recorded(real: Real, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
             "method": way.method,
             "store": way.store,
             "backend": way.backend,
-            "operations": len(said) - len(backends),
+            "operations": len(requests) - len(backends),
             # Ranks that come to a barrier in one instant may all take themselves for the last.
             "modelled": operations(way, real.layout) + max(0, sets - 1 - num_groups(way, real.layout)),
             "backend_operations": len(backends),
@@ -134,11 +134,11 @@ def _run(real: Real, way: Way, name: str, talks: list[Talk] | None) -> list[dict
         gate, end, checkpoint = folder / "gate", folder / "end", folder / "checkpoint.pt"
         torch.save({"weight": torch.zeros(_CHECKPOINT_VALUES)}, checkpoint)
         opens = {init_ranks.READY: gate, init_ranks.STANDS: end}
-        said: Counter[str] = Counter()
+        num_arrived: Counter[str] = Counter()
 
         def arrived(_: int, word: str) -> None:
-            said[word] += 1
-            if said[word] == real.layout.world_size:
+            num_arrived[word] += 1
+            if num_arrived[word] == real.layout.world_size:
                 opens[word].touch()
 
         order = Order(
@@ -154,7 +154,7 @@ def _run(real: Real, way: Way, name: str, talks: list[Talk] | None) -> list[dict
             timeout_s=_TIMEOUT_S,
             is_recorded=talks is not None,
         )
-        found = launch(
+        results = launch(
             init_ranks.start,
             real.layout.world_size,
             args=(order,),
@@ -164,4 +164,4 @@ def _run(real: Real, way: Way, name: str, talks: list[Talk] | None) -> list[dict
         )
         if talks is not None:
             talks += relay.talks
-        return found
+        return results

@@ -1,7 +1,7 @@
-"""What ranks say to their store: a relay in front of a real server that keeps every connection's words, decoded.
+"""Recording of ranks' store traffic: a relay in front of a real server that keeps and decodes every connection's bytes.
 
 TCPStore's requests are one byte of kind and then numbers and strings with a length of eight bytes in front (torch
-2.11 to 2.13); Redis' are arrays of strings (RESP 2). Left out: TLS, which a relay cannot read.
+2.11 to 2.13); Redis' are arrays of strings (RESP 2). Not covered: TLS, which a relay cannot read.
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ class _Reader:
 
     def line(self) -> bytes:
         end = self.data.index(b"\r\n", self.at)
-        found = self.data[self.at : end]
+        line = self.data[self.at : end]
         self.at = end + 2
-        return found
+        return line
 
 
 def _tcp_operations(data: bytes) -> Iterator[Operation]:
@@ -212,18 +212,18 @@ def _redis_operations(data: bytes) -> Iterator[Operation]:
     read = _Reader(data)
     while read.at < len(data):
         start = read.at
-        words = []
+        parts = []
         for _ in range(int(read.line()[1:])):
             length = int(read.line()[1:])
-            words.append(data[read.at : read.at + length])
+            parts.append(data[read.at : read.at + length])
             read.at += length + 2
-        yield Operation(*_redis_words(words), read.at - start)
+        yield Operation(*_redis_words(parts), read.at - start)
 
 
-def _redis_words(words: list[bytes]) -> tuple[str, str]:
-    """What was asked, and of which name; of a script of ours by its own name."""
-    kind, first = words[0].decode().upper(), 1
+def _redis_words(parts: list[bytes]) -> tuple[str, str]:
+    """Return the command and its key; a script of ours has its own name instead of EVAL or EVALSHA."""
+    kind, first = parts[0].decode().upper(), 1
     if kind in ("EVAL", "EVALSHA"):
-        kind = _SCRIPTS.get(words[1].decode(), kind)
+        kind = _SCRIPTS.get(parts[1].decode(), kind)
         first = 6  # script, 1, namespace, connection, serial, name
-    return kind, words[first].decode(errors="replace") if len(words) > first else ""
+    return kind, parts[first].decode(errors="replace") if len(parts) > first else ""

@@ -3,7 +3,7 @@
 One process holds every connection in one epoll loop; the server is another. A simulated rank sends a request, waits
 for its answer, sends the next at once; only between joining and its groups it may think, for as long as the bootstrap
 of a communicator took elsewhere. What comes out is the store's share of an initialisation and nothing else: no process
-starts, no communicator is made. Left out: TLS, several servers.
+starts, no communicator is made. Not covered: TLS, several servers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TimeUp(CheckFailed):
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay took.
+    """Cost of a replay: time, operations, bytes and processor time.
 
     Args:
         seconds: from the first connection to the last rank's last answer, thinking among it.
@@ -148,7 +148,7 @@ class _Load:
         ranks = self._layout.world_size
         waiting = deque(range(ranks))
         connecting: set[int] = set()
-        heard = said = began
+        last_event = last_report = began
         while self._done < ranks:
             while waiting and len(connecting) < _MOST_CONNECTING:
                 connecting.add(self._connect(waiting.popleft()))
@@ -163,17 +163,17 @@ class _Load:
                     self._hear(self._ranks[fd])
             now = time.perf_counter()
             if events or self._thinking:
-                heard = now
+                last_event = now
             while self._thinking and self._thinking[0][0] <= now:
                 self._go_on(self._thinking.popleft()[1])
             if now - began > limit_s:
-                words = f"{ranks - self._done:,} of {ranks:,} ranks not done after {limit_s:.0f} s"
-                raise TimeUp(words, self._operations, now - began - self._think_s)
-            if now - heard > _SILENCE_S:
-                words = f"{ranks - self._done:,} of {ranks:,} ranks not done"
-                raise CheckFailed(f"{words}, and no word from the server for {_SILENCE_S:.0f} s")
-            if now - said > _SAY_EVERY_S:
-                said = now
+                message = f"{ranks - self._done:,} of {ranks:,} ranks not done after {limit_s:.0f} s"
+                raise TimeUp(message, self._operations, now - began - self._think_s)
+            if now - last_event > _SILENCE_S:
+                message = f"{ranks - self._done:,} of {ranks:,} ranks not done"
+                raise CheckFailed(f"{message}, and no word from the server for {_SILENCE_S:.0f} s")
+            if now - last_report > _SAY_EVERY_S:
+                last_report = now
                 say(self._operations)
 
     def _patience_s(self) -> float:
@@ -196,37 +196,37 @@ class _Load:
 
     def _go_on(self, rank: _Rank) -> None:
         """Say everything up to the next request that is answered, or until the rank has to think."""
-        words = b""
+        data = b""
         rank.due = None
         for request in rank.todo:
             if request is _THINK:
                 self._thinking.append((time.perf_counter() + self._think_s, rank))
                 break
-            words += self._say(rank, request)
+            data += self._say(rank, request)
             if self._way.store == "redis" or request.kind not in ("VALIDATE", "SET"):
                 rank.due = request
                 break
         else:
             self._done += 1
-        if words:
-            self._send(rank, words)
+        if data:
+            self._send(rank, data)
 
     def _say(self, rank: _Rank, request: Request) -> bytes:
         rank.serial += 1
-        words = init_traffic.encode(self._way, request, rank.name, rank.serial)
+        data = init_traffic.encode(self._way, request, rank.name, rank.serial)
         self._operations += 1
         self._backend += request.is_backend
-        return words
+        return data
 
-    def _send(self, rank: _Rank, words: bytes) -> None:
-        self._bytes += len(words)
+    def _send(self, rank: _Rank, data: bytes) -> None:
+        self._bytes += len(data)
         try:
-            num_sent = rank.socket.send(words)
+            num_sent = rank.socket.send(data)
         except BlockingIOError:
             num_sent = 0
         except OSError as exc:
             raise CheckFailed(f"the server closed a connection under way ({exc.strerror})") from exc
-        if num_sent != len(words):
+        if num_sent != len(data):
             raise CheckFailed("a request did not fit into an empty socket")
 
     def _hear(self, rank: _Rank) -> None:
@@ -259,7 +259,7 @@ class _Load:
 
 
 def _check_begun(code: int) -> None:
-    """What `connect_ex` said of a socket that does not block."""
+    """Check the code that `connect_ex` returned for a non-blocking socket."""
     if code not in (0, errno.EINPROGRESS):
         raise CheckFailed(f"the server cannot be connected to ({os.strerror(code)})")
 

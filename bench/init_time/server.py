@@ -1,6 +1,6 @@
 """The servers that `bench.init_time` measures, each fresh, on loopback and in a process of its own; and what they need.
 
-Left out: TLS, several servers.
+Not covered: TLS, several servers.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def server(way: Way, num_ranks: int) -> Iterator[tuple[int, psutil.Process]]:
             )
             stack.callback(_end, process)
             assert process.stdout is not None
-            said = process.stdout.readline()
-            if not said.strip().isdigit():
+            line = process.stdout.readline()
+            if not line.strip().isdigit():
                 raise CheckFailed("torch's TCPStore server ended while it started")
-            port = int(said)
+            port = int(line)
         yield port, psutil.Process(process.pid)
 
 
@@ -105,9 +105,9 @@ def _start_redis(folder: Path, num_ranks: int) -> tuple[int, subprocess.Popen[st
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     options = {"bind": "127.0.0.1", "port": port, "save": "", "dir": folder, "maxclients": num_ranks + _SPARE_FILES}
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    arguments = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([binary, *words, "--tcp-backlog", "4096"], stdout=log, stderr=log, text=True)
+        process = subprocess.Popen([binary, *arguments, "--tcp-backlog", "4096"], stdout=log, stderr=log, text=True)
     until = time.monotonic() + _START_S
     while time.monotonic() < until and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0) as first:

@@ -1,7 +1,7 @@
 """The store's share of an initialisation, a row for each size and way: replayed, or from the closed form.
 
 A cell is predicted only where a replay would run out of time, and only from a speed that was measured: its own until
-then, or that of the next smaller cell of the same way. Any other failure ends the run. Left out: what is replayed, and
+then, or that of the next smaller cell of the same way. Any other failure ends the run. Omitted: what is replayed, and
 how (`bench.init_time.traffic`, `bench.init_time.replay`).
 """
 
@@ -28,7 +28,7 @@ MOST_S = 300.0
 
 @dataclass(frozen=True)
 class Share:
-    """How a cell is measured.
+    """Settings by which a cell is measured.
 
     Args:
         repeats: replays of it.
@@ -89,13 +89,13 @@ def _cell(share: Share, way: Way, layout: ParallelLayout, speeds: dict[Way, floa
 def _replays(
     share: Share, way: Way, layout: ParallelLayout, total: int, stages: Stages
 ) -> tuple[list[Replayed], BaseException | None]:
-    """What was replayed, and what ended it early: a Ctrl-C too must not take the repeats before it."""
+    """Return the replays done, and the exception that ended them early: even a Ctrl-C keeps the earlier repeats."""
     runs: list[Replayed] = []
     with stages.open(f"{way.method} on {way.store}, {layout.world_size:,} simulated ranks") as bar:
 
         def say(done: int) -> None:
-            words = f"{len(runs) + 1} of {share.repeats}, {done:,} of {total:,} operations"
-            bar(min(len(runs) * total + done, share.repeats * total), share.repeats * total, words)
+            text = f"{len(runs) + 1} of {share.repeats}, {done:,} of {total:,} operations"
+            bar(min(len(runs) * total + done, share.repeats * total), share.repeats * total, text)
 
         try:
             for _ in range(share.repeats):

@@ -1,9 +1,9 @@
-"""What a rank says to the store while a layout's groups are made: request by request, and summed in closed form.
+"""Store traffic of a rank while a layout's groups are made: request by request, and summed in closed form.
 
 Three ways on TCPStore (the paper's baseline, today's torch, ours) and ours on Redis, each as it was recorded from real
-ranks (`bench.init_time --real`; tests hold this model against such recordings). Beside them the backend's own traffic:
+ranks (`bench.init_time --real`; tests compare this model with such recordings). Also the backend's own traffic:
 NCCL's, where each group's first rank gives its 128-byte id and the others get it, is read from torch 2.13
-(`ProcessGroupNCCL::broadcastUniqueNCCLID`), not recorded; gloo's was recorded, eager and lazy. Left out: what a server
+(`ProcessGroupNCCL::broadcastUniqueNCCLID`), not recorded; gloo's was recorded, eager and lazy. Omitted: what a server
 adds by itself, and ranks that wait for more than five seconds.
 """
 
@@ -59,7 +59,7 @@ class Way:
     Args:
         method: of making groups.
         store: that ranks meet in.
-        backend: whose own traffic is counted beside.
+        backend: its own traffic is counted separately.
     """
 
     method: Method
@@ -68,12 +68,12 @@ class Way:
 
 
 def num_groups(way: Way, layout: ParallelLayout) -> int:
-    """How many groups all ranks make together, the world left out: torch makes those of one rank too."""
+    """Count the groups that all ranks make together, without the world: torch makes those of one rank too."""
     return sum(layout.num_groups(name) for name in DIMENSIONS if _is_made(way, layout, name))
 
 
 def operations(way: Way, layout: ParallelLayout) -> int:
-    """Of all ranks together, the backend's left out, in closed form.
+    """Return the operations of all ranks together without the backend's, in closed form.
 
     n ranks and G groups: baseline 3n + (1 + G)(3n + 1); torch 3n; ours 4n + 1 on TCPStore, 3n + 1 on Redis: who comes
     connects, counts itself and waits; the last one does not wait, but gives the verdict and wakes the others.
@@ -86,7 +86,7 @@ def operations(way: Way, layout: ParallelLayout) -> int:
 
 
 def backend_operations(way: Way, layout: ParallelLayout) -> int:
-    """Of all ranks together, the backend's own alone, in closed form.
+    """Return the backend's own operations of all ranks together, in closed form.
 
     A group of d ranks: NCCL one SET and d - 1 times WAIT and GET (one GET on Redis); gloo d SETs and d^2 times WAIT,
     WAIT and GET; lazy gloo d SETs. gloo's world counts as a group.
@@ -102,13 +102,13 @@ def backend_operations(way: Way, layout: ParallelLayout) -> int:
 
 
 def requests(way: Way, layout: ParallelLayout, rank: int) -> Iterator[Request]:
-    """What one rank says, in order: `joining`, then `grouping`."""
+    """Yield the requests of one rank, in order: `joining`, then `grouping`."""
     yield from joining(way)
     yield from grouping(way, layout, rank)
 
 
 def joining(way: Way) -> Iterator[Request]:
-    """What every rank says until it may make groups.
+    """Yield the requests of every rank until it may make groups.
 
     The last rank of a barrier is whoever comes last: here every rank waits, and who replays it puts in `last_words`.
     """
@@ -124,7 +124,7 @@ def joining(way: Way) -> Iterator[Request]:
 
 
 def grouping(way: Way, layout: ParallelLayout, rank: int) -> Iterator[Request]:
-    """What one rank says while its groups are made; NCCL's part follows them, as when they are first used."""
+    """Yield the requests of one rank while its groups are made; NCCL's follow them, as when they are first used."""
     if way.backend.startswith("gloo"):
         yield from _gloo(way, "default_pg/0", layout.world_size, rank)
     if way.method == "baseline":
@@ -146,7 +146,7 @@ def _is_made(way: Way, layout: ParallelLayout, name: Dimension) -> bool:
 
 
 def _groups(way: Way, layout: ParallelLayout, name: Dimension, rank: int, made: int) -> Iterator[Request]:
-    """All groups of a dimension, `made` groups having been made before; without barriers only the rank's own speaks."""
+    """Yield requests for all groups of a dimension, after `made` others; without barriers for the rank's own only."""
     own = layout.group_index(name, rank)
     for index in range(layout.num_groups(name)) if way.method == "baseline" else (own,):
         if index == own and way.backend.startswith("gloo"):
@@ -157,7 +157,7 @@ def _groups(way: Way, layout: ParallelLayout, name: Dimension, rank: int, made: 
 
 
 def barrier(number: int) -> Iterator[Request]:
-    """What a rank says in torch's `_store_based_barrier`, the how-manieth of the run."""
+    """Yield the requests of a rank in torch's `_store_based_barrier`, the `number`-th of the run, from 0."""
     key = f"store_based_barrier_key:{number}"
     yield Request("ARRIVE", key)
     yield Request("ADD", key)
@@ -192,7 +192,7 @@ def _get(way: Way, key: str) -> Iterator[Request]:
 
 
 def amount(way: Way, request: Request) -> int:
-    """What an ADD or an ARRIVE adds: nothing where a barrier looks a second time."""
+    """Return the number that an ADD or an ARRIVE adds: 0 where a barrier looks a second time."""
     if request.kind == "ARRIVE" and way.method == "ours":
         return _MARKED
     return int(request.kind == "ARRIVE" or request.key == "init/")
@@ -206,7 +206,7 @@ def encode(way: Way, request: Request, connection: bytes, serial: int) -> bytes:
 
 
 def last_words(way: Way, request: Request) -> tuple[Request, ...]:
-    """What the last rank of an ARRIVE says: the others wait for it."""
+    """Return the requests of the last rank of an ARRIVE: the others wait for them."""
     if way.method != "ours":
         return (Request("SET", request.key + LAST_WORKER, b"1"),)
     verdict = Request("COMPARE_SET", f"{_WORLD}/verdict", b'{"all": "%b"}' % _DIGEST.encode())
@@ -251,6 +251,6 @@ def _encode_redis(way: Way, request: Request, connection: bytes, serial: int) ->
     return command(b"EVALSHA", script.sha.encode(), b"1", namespace, connection, number, key, *arguments)
 
 
-def command(*words: bytes) -> bytes:
+def command(*parts: bytes) -> bytes:
     """A Redis command on the wire."""
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in parts)

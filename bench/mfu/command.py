@@ -155,7 +155,7 @@ def command(
     plan = Plan(runs, steps, warmup, options.seed, chosen, out, limit, end_s, profile, prefers_flash=flash, env=env)
     click.echo(estimate(entries, plan, device), err=True)
     with ending_at(signal.SIGTERM), watched_gpus(ranks if chosen == "nccl" else 0) as gpus:
-        heard = Heard(runs * len(entries), out / ROWS, gpus)
+        collector = Heard(runs * len(entries), out / ROWS, gpus)
         arguments = {
             **options.arguments(),
             "model": model or "",
@@ -179,23 +179,23 @@ def command(
         environment = environ.snapshot(options.seed) | ({"nccl_settings": as_record(nccl)} if nccl else {})
         ended_by = "a signal or an error"
         try:
-            first = measure(entries, plan, heard)
+            first = measure(entries, plan, collector)
             ended_by = ""
         finally:
-            if heard.runs:
+            if collector.runs:
                 with uninterrupted():
-                    record = _record(heard, entries, started, arguments, gpus.lines, device, environment, ended_by)
-                    path = _tell(record, heard, entries, device, options.json_file, out)
-            elif not heard.failures:
+                    record = _record(collector, entries, started, arguments, gpus.lines, device, environment, ended_by)
+                    path = _tell(record, collector, entries, device, options.json_file, out)
+            elif not collector.failures:
                 take_away(out, made)
-    if not heard.runs:
+    if not collector.runs:
         reason = f"nothing was measured: --time-limit {time_limit or 0:g} was over before a turn began"
         raise first or CheckFailed(reason)
     _draw(record, path, out)
-    if heard.failures:
-        failed = "; ".join(f"{name}: {reason}" for name, reason in heard.failures.items())
+    if collector.failures:
+        failed = "; ".join(f"{name}: {reason}" for name, reason in collector.failures.items())
         raise CheckFailed(f"the record has only the other systems' rows; failed: {failed}")
-    check_losses(heard.runs, _TOLERANCE[entries[0].job.model.dtype])
+    check_losses(collector.runs, _TOLERANCE[entries[0].job.model.dtype])
 
 
 def _tell_notes(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> None:
@@ -206,9 +206,9 @@ def _tell_notes(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> N
             click.echo(f"note: {note}", err=True)
 
 
-def _check_seconds(given: Mapping[str, float | None]) -> None:
+def _check_seconds(options: Mapping[str, float | None]) -> None:
     """Reject NaN and infinity, which click's FloatRange lets through."""
-    for option, seconds in given.items():
+    for option, seconds in options.items():
         if seconds is not None and not math.isfinite(seconds):
             raise ConfigError(option, seconds, "is no number of seconds", "give one, or leave it out")
 
@@ -222,7 +222,7 @@ def _open(requested: Path | None) -> tuple[Path, list[Path]]:
 
 
 def _record(
-    heard: Heard,
+    collector: Heard,
     entries: Sequence[Entry],
     started: str,
     arguments: Mapping[str, Any],
@@ -233,10 +233,10 @@ def _record(
 ) -> RunRecord:
     """Build the record: rows of runs, medians, profiles and failures, with their configuration."""
     job, jobs = entries[0].job, {entry.name: entry.job for entry in entries}
-    rows = [with_figures(row, jobs[row["system"]], device) for row in heard.runs]
-    rows += summarise(heard.runs, jobs, device)
-    rows += [{**row, "least_ms": floors(jobs[row["system"]], device)} for row in heard.profiles]
-    rows += [{"system": name, "run": "failed", "reason": reason} for name, reason in heard.failures.items()]
+    rows = [with_figures(row, jobs[row["system"]], device) for row in collector.runs]
+    rows += summarise(collector.runs, jobs, device)
+    rows += [{**row, "least_ms": floors(jobs[row["system"]], device)} for row in collector.profiles]
+    rows += [{"system": name, "run": "failed", "reason": reason} for name, reason in collector.failures.items()]
     return RunRecord(
         name="bench.mfu",
         source="measured",
@@ -258,12 +258,12 @@ def _record(
 
 
 def _tell(
-    record: RunRecord, heard: Heard, entries: Sequence[Entry], device: str, json_file: Path | None, out: Path
+    record: RunRecord, collector: Heard, entries: Sequence[Entry], device: str, json_file: Path | None, out: Path
 ) -> Path:
     """Save the record, print the tables, and return the record's path under `out`."""
     jobs = {entry.name: entry.job for entry in entries}
     lines = [*heading(entries[0].job, device), "", *table([dict(row) for row in record.rows])]
-    for row in heard.profiles:
+    for row in collector.profiles:
         launch_line = (
             f"{row['system']}: the host of rank 0 launches a step in {row['launch_ms']:.1f} ms, waits included"
         )

@@ -1,6 +1,6 @@
 """Clock, power and temperature of the GPUs while systems take their turns: who was throttled shows here.
 
-nvidia-smi says a line a GPU and second. Left out: why a clock is low.
+nvidia-smi says a line a GPU and second. Not covered: why a clock is low.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _QUERY = "timestamp,index,clocks.sm,power.draw,temperature.gpu"
 
 
 class GpuLog:
-    """What nvidia-smi said: `lines` as they came, and figures of a span of time."""
+    """Log of nvidia-smi: its `lines` as received, and figures of a span of time."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

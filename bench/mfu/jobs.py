@@ -1,6 +1,6 @@
 """The jobs that `bench.mfu` compares, from its options: one for all systems, and ours with changes; whether they fit.
 
-Left out: what systems there are (`bench.mfu.systems`).
+Not covered: what systems there are (`bench.mfu.systems`).
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def read_layout(text: str) -> dict[str, int]:
     Raises:
         ConfigError: it says something else, or a degree of 0.
     """
-    found = _LAYOUT.findall(text)
-    if not found or "".join(name + number for name, number in found) != text or len(dict(found)) < len(found):
+    degrees = _LAYOUT.findall(text)
+    if not degrees or "".join(name + number for name, number in degrees) != text or len(dict(degrees)) < len(degrees):
         raise ConfigError("--layout", text, "must be degrees such as tp2pp2vp2", "name each of tp, pp, vp, dp once")
-    named = {name: int(number) for name, number in found}
+    named = {name: int(number) for name, number in degrees}
     if 0 in named.values():
         raise ConfigError("--layout", text, "has a degree of 0", "give each at least 1, or leave it out")
     return {"tp": named.get("tp", 1), "pp": named.get("pp", 1), "dp": named.get("dp", 1), "vpp": named.get("vp", 1)}
@@ -88,19 +88,19 @@ class Jobs:
         """
         degrees, ranks = self.degrees, self.degrees["tp"] * self.degrees["pp"] * self.degrees["dp"]
         count = self.micro_batches or (4 * degrees["pp"] if degrees["pp"] > 1 else 1)
-        for found in filter(None, map(_COUNT.fullmatch, changes)):
-            count = int(found[1])
+        for match in filter(None, map(_COUNT.fullmatch, changes)):
+            count = int(match[1])
         tree: dict[str, Any] = {
             "model": {"dtype": self.dtype},
             "batch": {"micro_size": micro or self.micro, "global_size": self.micro * count * degrees["dp"]},
             "optimizer": {"lr": 1e-4, "clip_norm": 0.0, "warmup_steps": 0},
             "overlap": {"bucket_mib": 0.0, "peer_memory": not self.holds_channels},
         }
-        given = self._given([change for change in changes if not _COUNT.fullmatch(change)])
+        user_job = self._given([change for change in changes if not _COUNT.fullmatch(change)])
         for name in _TAKEN:
-            section = getattr(given, name)
+            section = getattr(user_job, name)
             tree[name] = {**tree.get(name, {}), **section.model_dump(include=section.model_fields_set)}
-        tree["parallel"] = {**degrees, "balance": given.parallel.balance}
+        tree["parallel"] = {**degrees, "balance": user_job.parallel.balance}
         return build_config({"cluster": {"gpus_per_server": ranks}, "job": tree}).job
 
     @property
@@ -109,7 +109,7 @@ class Jobs:
         return "compile" in self._given(()).model.model_fields_set
 
     def _given(self, changes: Sequence[str]) -> JobConfig:
-        # First, so that what is given beside it is held against the preset's shape.
+        # First, so that the other overrides are checked against the preset's shape.
         named = self.model or ("" if self.options.config_path else "1m")
         first = [f"job.model.preset={named}"] if named else []
         first.append("job.optimizer.clip_norm=0")  # as in every job here: some settings cannot be had with clipping
@@ -167,20 +167,20 @@ def check_room(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> No
         if entry.system == OURS or backend == "gloo":
             named = entry.job.model_copy(update={"name": entry.name})
             try:
-                found = check_memory(named, entry.job.parallel.layout.world_size, backend)
+                message = check_memory(named, entry.job.parallel.layout.world_size, backend)
             except ConfigError as exc:
-                said = {" (--micro here)": "job.batch.", " (--layout here)": "job.parallel."}
-                options = "".join(words for words, section in said.items() if section in exc.remedy)
+                hints = {" (--micro here)": "job.batch.", " (--layout here)": "job.parallel."}
+                options = "".join(hint for hint, section in hints.items() if section in exc.remedy)
                 raise ConfigError(exc.field, exc.value, exc.rule, exc.remedy + options) from exc
-            logger.info("%s: %s", entry.name, found)
+            logger.info("%s: %s", entry.name, message)
 
 
 def _read_micros(texts: Sequence[str]) -> dict[str, int]:
     """Sizes of micro-batches by system."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for text in texts:
         system, equals, number = text.partition("=")
         if not equals or not number.isdecimal() or int(number) < 1:
             raise ConfigError("--micro-of", text, "must read SYSTEM=N, N at least 1", "for example --micro-of mcore=2")
-        found[system] = int(number)
-    return found
+        sizes[system] = int(number)
+    return sizes

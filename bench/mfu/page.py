@@ -81,13 +81,13 @@ def command(records: tuple[Path, ...], out: Path) -> None:
       python -m bench.mfu.page runs/mfu-20261124T185443Z/records/*.json --out page
       python -m bench.mfu.page reports/trainer_2xh100_202611.*.json --out page
     """
-    found = [load_record(path) for path in records]
-    for path, record in zip(records, found, strict=True):
+    loaded = [load_record(path) for path in records]
+    for path, record in zip(records, loaded, strict=True):
         if record.name != NAME:
             raise ConfigError("RECORDS", path, f"is a record of {record.name}", f"give those of {NAME}")
         if not any(row["run"] == "median" for row in record.rows):
             raise ConfigError("RECORDS", path, "has no median of any system", "leave it out")
-    click.echo(f"report: {build_page(found).write(out)}", err=True)
+    click.echo(f"report: {build_page(loaded).write(out)}", err=True)
 
 
 def build_page(records: Sequence[RunRecord]) -> Report:
@@ -108,16 +108,16 @@ def build_page(records: Sequence[RunRecord]) -> Report:
 
 
 def label(record: RunRecord) -> str:
-    """What a record is of: model, layers, layout, batch."""
+    """Return a record's label: model, layers, layout, batch."""
     job, arguments = record.config["job"], record.arguments
     model, batch = job["model"], job["batch"]
     model_name = f"{model['preset']} ({model['layers']} layers)"
     count = batch["global_size"] // (batch["micro_size"] * job["parallel"]["dp"])
-    held = f", {arguments['channels']} channels" if arguments.get("channels") else ""
+    channels = f", {arguments['channels']} channels" if arguments.get("channels") else ""
     block = ", parallel block" if model["parallel_block"] else ""
     return (
         f"{model_name}, {arguments['layout']} on {len(record.devices)}, {count} x {batch['micro_size']} sequences, "
-        f"reduced in {job['overlap']['reduce_dtype']}{block}{held}"
+        f"reduced in {job['overlap']['reduce_dtype']}{block}{channels}"
     )
 
 
@@ -132,7 +132,7 @@ def _medians(record: RunRecord) -> list[Row]:
 
 
 def _figure(row: Row) -> tuple[str, Axis]:
-    """What systems are compared by: MFU where a peak is known, else tokens."""
+    """Return the column that systems are compared by, and its axis: MFU where a peak is known, else tokens."""
     if row["mfu_causal"] is None:
         return "tokens_per_s_gpu", Axis("value", "Tokens/s of a device")
     return "mfu_causal", Axis("value", "MFU, causal attention", "share")
@@ -189,7 +189,7 @@ def _tile(row: Row) -> Figure:
 
 
 def _time(section: Section, record: RunRecord, suffix: str) -> None:
-    """Stacked, with the least of each kind beside."""
+    """Draw the time of a step as stacked bars by kind of kernel, and the least times as a bar of their own."""
     profiles = [row for row in record.rows if row["run"] == "profile"]
     if not profiles:
         return
@@ -251,16 +251,16 @@ def _cards(section: Section, record: RunRecord, suffix: str) -> None:
 
 
 def _command(record: RunRecord) -> str:
-    """What was typed, near enough to repeat it; of older records not all is known."""
-    arguments, words = record.arguments, ["python", "-m", NAME]
+    """Return the command line, near enough to repeat the run; older records lack some options."""
+    arguments, argv = record.arguments, ["python", "-m", NAME]
     for name in _OPTIONS:
         if arguments.get(name):
-            words += [f"--{name.replace('_', '-')}", str(arguments[name])]
+            argv += [f"--{name.replace('_', '-')}", str(arguments[name])]
     for name in ("also", "set", "micro_of"):
-        words += [word for value in arguments.get(name, ()) for word in (f"--{name.replace('_', '-')}", str(value))]
-    words += ["--peers", ",".join(arguments["peers"]) or "none"] if "peers" in arguments else []
-    words += [f"--{name}" for name in ("cumulative", "profile") if arguments.get(name)]
-    return shlex.join(words)
+        argv += [word for value in arguments.get(name, ()) for word in (f"--{name.replace('_', '-')}", str(value))]
+    argv += ["--peers", ",".join(arguments["peers"]) or "none"] if "peers" in arguments else []
+    argv += [f"--{name}" for name in ("cumulative", "profile") if arguments.get(name)]
+    return shlex.join(argv)
 
 
 def _meaning(report: Report, record: RunRecord) -> None:

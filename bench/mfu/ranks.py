@@ -1,7 +1,7 @@
 """The ranks of `bench.mfu`: systems take turns, each built anew, checked by its losses, then timed.
 
 A run of a system is its warm-up and `steps` steps with one synchronisation at each end. What is measured is reported at
-once, so that it is kept whatever comes after it. Left out: what the figures mean (`bench.mfu.rows`).
+once, so that it is kept whatever comes after it. Not covered: what the figures mean (`bench.mfu.rows`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAMED = 40
 
 @dataclass(frozen=True)
 class Order:
-    """What all ranks of some processes do.
+    """Order to all ranks of one set of processes.
 
     Args:
         work: the number of a run, from 1, and whose it is, in this order; their layouts are the same.
@@ -51,7 +51,7 @@ class Order:
         end_s: no turn begins that would not end before this moment of `time.monotonic`; infinity: all do.
         longest_s: what a turn took before.
         prefers_flash: attention by flash where ours would choose another kernel.
-        profiles: folder for a trace of each system's last run on rank 0, whose kernels are told; None: none.
+        profiles: folder for a trace of each system's last run on rank 0, whose kernels are reported; None: none.
     """
 
     work: tuple[tuple[int, Entry], ...]
@@ -116,7 +116,7 @@ def _take_turn(
 def _measure(
     entry: Entry, system: System, batches: Sequence[MicroBatch], order: Order, device: torch.device, control: Control
 ) -> Row:
-    """What the steps of a run took, and the losses of the steps before them."""
+    """Return the times of a run's steps, and the losses of the warm-up steps before them."""
     losses = [float(system.step(batches)) for _ in range(order.warmup)]
     each = StepTimer(device, control).measure(lambda _: system.step(batches), order.steps).seconds
     is_cuda = device.type == "cuda"
@@ -141,7 +141,7 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 
 def _prefer_flash() -> None:
-    """In all systems: ours and its peers have one function of attention."""
+    """Prefer flash attention in all systems: ours and its peers share one attention function."""
     FULL_ORDER.sort(key=lambda kernel: kernel != SDPBackend.FLASH_ATTENTION)
 
 

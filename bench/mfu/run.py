@@ -2,7 +2,7 @@
 
 Every second run takes the systems in reverse, so that those with processes of their own are started once a run, not
 twice, and a drift of the machine meets them alike. A system that fails (a crash, no memory left, a hang) is named and
-left out from there on, and the others go on in fresh processes. Rows are written as they come, into `rows.jsonl`.
+skipped from there on, and the others continue in fresh processes. Rows are written as they come, into `rows.jsonl`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ASSUMED_MFU = 0.4
 
 @dataclass(frozen=True)
 class Plan:
-    """How systems are measured.
+    """Settings by which systems are measured.
 
     Args:
         limit_s: longest turn; one that takes longer hangs.
@@ -145,26 +145,26 @@ def by_processes(turns: Sequence[Turn]) -> Iterator[tuple[Turn, ...]]:
     return (tuple(shared) for _, shared in itertools.groupby(turns, key=lambda turn: turn[1].processes))
 
 
-def measure(entries: Sequence[Entry], plan: Plan, heard: Heard) -> NetlayerError | None:
+def measure(entries: Sequence[Entry], plan: Plan, collector: Heard) -> NetlayerError | None:
     """Run all turns, except those of a system that has failed; return the first failure."""
     first: NetlayerError | None = None
     turns = in_turn(entries, plan.runs)
     while turns:
         shared = next(by_processes(turns))
-        started = len(heard.runs)
+        started = len(collector.runs)
         if started and time.monotonic() + _START_S > plan.end_s:
             break
-        heard.current = None
+        collector.current = None
         try:
-            _launch(shared, plan, heard)
+            _launch(shared, plan, collector)
         except NetlayerError as exc:
             first = first or exc
-            _blame(shared, plan, heard, exc)
+            _blame(shared, plan, collector, exc)
         else:
-            if not all(heard.is_done(turn) for turn in shared):
+            if not all(collector.is_done(turn) for turn in shared):
                 break
-        turns = [turn for turn in turns if not heard.is_done(turn) and turn[1].name not in heard.failures]
-        heard.num_left = len(turns)
+        turns = [turn for turn in turns if not collector.is_done(turn) and turn[1].name not in collector.failures]
+        collector.num_left = len(turns)
     if turns:
         click.echo(f"note: the time limit is reached, {len(turns)} turns are skipped", err=True)
     return first
@@ -204,22 +204,22 @@ def _step_s(job: JobConfig, device: str) -> float | None:
     return flops / (_ASSUMED_MFU * peak * job.parallel.layout.world_size) if peak else None
 
 
-def _blame(shared: Sequence[Turn], plan: Plan, heard: Heard, exc: NetlayerError) -> None:
+def _blame(shared: Sequence[Turn], plan: Plan, collector: Heard, exc: NetlayerError) -> None:
     """Record which system failed; if none had begun, all systems that were to share these processes."""
-    remaining = [turn for turn in shared if not heard.is_done(turn)]
+    remaining = [turn for turn in shared if not collector.is_done(turn)]
     if not remaining:
         click.echo(f"note: after the last turn of these processes: {exc}", err=True)
         return
-    if heard.current is None:
+    if collector.current is None:
         for name in dict.fromkeys(entry.name for _, entry in remaining):
-            heard.fail(name, f"its processes did not start: {exc}")
+            collector.fail(name, f"its processes did not start: {exc}")
         return
-    run, name = heard.current
-    slow = f" (above --limit {plan.limit_s:g} s)" if heard.current_s >= plan.limit_s else ""
-    heard.fail(name, f"run {run}: {exc}{slow}")
+    run, name = collector.current
+    slow = f" (above --limit {plan.limit_s:g} s)" if collector.current_s >= plan.limit_s else ""
+    collector.fail(name, f"run {run}: {exc}{slow}")
 
 
-def _launch(shared: tuple[Turn, ...], plan: Plan, heard: Heard) -> None:
+def _launch(shared: tuple[Turn, ...], plan: Plan, collector: Heard) -> None:
     """Launch one set of processes for systems that can share them."""
     from bench.mfu.ranks import Order, run_rank
 
@@ -232,11 +232,11 @@ def _launch(shared: tuple[Turn, ...], plan: Plan, heard: Heard) -> None:
         plan.runs,
         plan.limit_s,
         plan.end_s,
-        max(heard.took_s, default=0.0),
+        max(collector.took_s, default=0.0),
         plan.prefers_flash,
         plan.out if plan.profiles else None,
     )
     ranks, env = first.job.parallel.layout.world_size, {**plan.env, **first.env}
     with meeting_place(first.job.store.url) as place:
         arguments = order, place.init_method("mfu"), plan.backend
-        launch(run_rank, ranks, args=arguments, log_dir=plan.out / "logs", env=env, on_message=heard)
+        launch(run_rank, ranks, args=arguments, log_dir=plan.out / "logs", env=env, on_message=collector)

@@ -26,10 +26,10 @@ class System(Protocol):
         """One optimiser step over this rank's micro-batches; its part of the mean loss, on the device."""
 
     def masters(self) -> Iterable[Tensor]:
-        """Where this rank's masters lie, of those that may still be set before the first step."""
+        """Return this rank's master weights that may still be set before the first step."""
 
     def close(self) -> None:
-        """Give back what it holds beside memory."""
+        """Release what the system holds besides memory."""
 
 
 class Ours:
@@ -130,7 +130,7 @@ class Entry:
         return tuple(sorted(self.env.items())), bool(further_groups(self.job))
 
     def build(self, seed: int, rank: int, device: torch.device, groups: Groups) -> System:
-        """This rank of it, from initial values that the dtype of the computation holds. Every rank calls it.
+        """Build this rank's part, from initial values that the dtype of the computation holds. Every rank calls it.
 
         Megatron-core makes its masters of what it computes with. A step of the size of a digit of bfloat16 moves what
         is rounded before by another amount than what is not: of 7B the third loss was 0.06 nats apart.

@@ -1,1 +1,1 @@
-"""`python -m bench.operators`: implementations of each GPT operator beside each other."""
+"""`python -m bench.operators`: implementations of each GPT operator compared."""

@@ -1,4 +1,4 @@
-"""What `bench.operators` compares: each operator of a GPT's block and head in several ways, on one shape.
+"""Cases of `bench.operators`: each operator of a GPT's block and head in several ways, on one shape.
 
 A case has inputs as the model gives them (heads are slices of one product, [T, B, .] in memory), the ways to compute
 it, the same in float64, and the least that has to be done: bytes to and from memory, or operations.
@@ -131,7 +131,7 @@ def _loss(sizes: Sizes, random: Callable[..., Tensor], compiles: bool, targets_M
         return lambda x, weight: linear_cross_entropy(x, weight, targets_M, vocab_size=sizes.vocab, operators=operators)
 
     def plain(x_MD: Tensor, weight_VD: Tensor) -> Tensor:
-        """As the FSDP2 peer does it: whole logits in the model's dtype, softmax in float32."""
+        """Compute the loss as the FSDP2 peer does: full logits in the model's dtype, softmax in float32."""
         logits_MV = F.linear(x_MD, weight_VD)
         return F.cross_entropy(logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32)), targets_M)
 
@@ -152,8 +152,8 @@ def _attentions(sizes: Sizes, random: Callable[..., Tensor], compiles: bool) -> 
         qkv = random(sizes.positions, sizes.batch, 3 * sizes.hidden)
         return [each.view(heads).permute(1, 2, 0, 3) for each in torch.split(qkv, sizes.hidden, dim=-1)]
 
-    given = inputs()
-    on_gpu = given[0].is_cuda
+    tensors = inputs()
+    on_gpu = tensors[0].is_cuda
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
@@ -172,9 +172,9 @@ def _attentions(sizes: Sizes, random: Callable[..., Tensor], compiles: bool) -> 
     if on_gpu:
         ways |= {"cudnn": only(SDPBackend.CUDNN_ATTENTION), "flash": only(SDPBackend.FLASH_ATTENTION)}
     flops = scale * (sizes.positions + 1) / 2
-    yield Case("attention, full", given, ways, plain, flops=(flops, 3.5 * flops))
+    yield Case("attention, full", tensors, ways, plain, flops=(flops, 3.5 * flops))
 
-    given = inputs()
+    tensors = inputs()
     window = sizes.window
 
     def plain_window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def _attentions(sizes: Sizes, random: Callable[..., Tensor], compiles: bool) -> 
     if on_gpu:
         ways = {"flex (ours)": lambda q, k, v: flex_window(q, k, v, window), "flash": _flash(window)}
     keys = window - window * (window - 1) / 2 / sizes.positions
-    yield Case(f"attention, window {window}", given, ways, plain_window, flops=(scale * keys, 3.5 * scale * keys))
+    yield Case(f"attention, window {window}", tensors, ways, plain_window, flops=(scale * keys, 3.5 * scale * keys))
 
 
 def _flash(window: int) -> Way:
@@ -246,7 +246,7 @@ def _products(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[Case]:
 
 
 def _joined(sizes: Sizes, random: Callable[..., Tensor]) -> Case:
-    """Of queries, keys and values, on the way back: the gradient of their product, and of its bias."""
+    """Backward of the joined q, k, v projection: concatenated gradients, and their sum for the bias."""
 
     def plain(*parts_MD: Tensor) -> tuple[Tensor, Tensor]:
         joined_MN = torch.cat(parts_MD, 1)

@@ -2,7 +2,7 @@
 
 dp compares our sharded data parallel (in four variants) with torch's FSDP2, on one GPT and one communicator, in turn,
 after checking that all train alike; pp and tp measure the overlap of the pipeline and of the tensor-parallel linears;
-small the latency of small messages. On NCCL, `--channels` holds the bandwidth down to that of a NIC. Left out: several
+small the latency of small messages. On NCCL, `--channels` holds the bandwidth down to that of a NIC. Omitted: several
 hosts.
 """
 
@@ -131,7 +131,7 @@ def command(
     channels: tuple[int, ...] | None,
     model: str | None,
     within: float | None,
-    **given: Any,
+    **dp_options: Any,
 ) -> None:
     """Measure exposed communication and contention; exit 1 where systems did not do the same work."""
     if options.config_path or options.overrides:
@@ -140,11 +140,11 @@ def command(
     ranks, chosen = _choose(ranks, backend, env)
     techniques = [each for each in TECHNIQUES if technique in (each, "all")]
     if "dp" not in techniques:
-        _warn_of_settings_of_dp((*given, "model"), technique)
+        _warn_of_settings_of_dp((*dp_options, "model"), technique)
     full = technique == "all" and chosen == "nccl"
-    settings = make_settings(seed=options.seed, model=model or ("7b" if full else "tiny"), **given)
+    settings = make_settings(seed=options.seed, model=model or ("7b" if full else "tiny"), **dp_options)
     if chosen == "gloo":
-        settings = on_gloo(settings, given["systems"])
+        settings = on_gloo(settings, dp_options["systems"])
     if chosen == "gloo" and channels not in (None, (0,)):
         logger.warning("--channels has no effect: gloo has none")
         channels = (0,)
@@ -188,7 +188,7 @@ def _join(technique: Technique, settings: DpSettings, env: RankEnv, backend: Bac
     """The same, as one of the ranks that a launcher has started."""
     os.environ.update(channel_environment(limit))
     rows = run_rank(
-        RankContext(env, lambda words: say(str(words))), technique, settings, init_method_under(env), backend, limit
+        RankContext(env, lambda message: say(str(message))), technique, settings, init_method_under(env), backend, limit
     )
     return [{"technique": technique, "channels": limit, **row} for row in rows]
 
@@ -201,7 +201,7 @@ def _warn_of_settings_of_dp(names: Sequence[str], technique: str) -> None:
 
 
 def _choose(ranks: int | None, backend: str, env: RankEnv | None) -> tuple[int, Backend]:
-    """How many ranks on which backend."""
+    """Return the number of ranks and the backend."""
     if env is not None:
         if ranks not in (None, env.world_size):
             rule = f"{env.launcher} has started {env.world_size} ranks"
@@ -215,7 +215,7 @@ def _choose(ranks: int | None, backend: str, env: RankEnv | None) -> tuple[int, 
 
 
 def _check_joined(techniques: Sequence[Technique], channels: Sequence[int], env: RankEnv) -> None:
-    """What processes that a launcher has started can measure."""
+    """Check that processes which a launcher has started can measure this."""
     if not set(techniques) <= {"dp"} and not set(techniques) <= {"tp"}:
         rule = f"{env.launcher} has started ranks, which measure dp or tp"
         raise ConfigError("--technique", ",".join(techniques), rule, "give one of these, or start without a launcher")

@@ -2,7 +2,7 @@
 
 Systems take turns, a round each, and are built anew each time, for two of them do not fit on a device. A build begins
 with steps whose losses are compared among systems; only then its steps are timed. The first steps of ours try several
-numbers of all-gathers ahead, where none was given; the fastest is kept. Left out: what the figures mean
+numbers of all-gathers ahead, where none was given; the fastest is kept. Not covered: what the figures mean
 (`overlap_rows`).
 """
 
@@ -52,8 +52,8 @@ class Comparison:
         settings: what to measure.
         place: this rank.
         group: the one communicator that every system uses.
-        control: how ranks agree, beside it.
-        report: told in words how far it is.
+        control: group on CPUs, by which ranks agree on figures.
+        report: called with progress as text.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Comparison:
         timing.memory_bytes = max(timing.memory_bytes, -self.control.least(-self._peak_bytes()))
 
     def _time_communication(self, ours: Ours) -> Communication:
-        """All gathers of a step one after the other, then all reductions, with nothing beside them."""
+        """All gathers of a step one after the other, then all reductions, without computation."""
         ours.model.wait_parameters()
         buckets, lane = ours.model.buckets, ours.model.gather_lane
         largest = max(buckets, key=lambda bucket: bucket.plan.padded_numel)
@@ -220,7 +220,7 @@ class Comparison:
         return torch.cuda.max_memory_allocated() if self.place.device.type == "cuda" else 0
 
     def _release(self) -> None:
-        """What a system held must be gone before the next is built."""
+        """Free a system's memory before the next is built."""
         gc.collect()
         if self.place.device.type != "cuda":
             return
@@ -230,9 +230,9 @@ class Comparison:
             gc.collect()
         torch.cuda.empty_cache()
 
-    def _say(self, words: str) -> None:
+    def _say(self, text: str) -> None:
         if self.place.rank == 0:
-            self.report(words)
+            self.report(text)
 
 
 def _set_mode(ours: Ours, system: System) -> None:

@@ -34,24 +34,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """What all legs share.
+    """Settings that all legs share.
 
     Args:
         settings: of dp; its seed is everyone's.
         ranks: on this machine.
         backend: of their groups.
         out: folder for records, logs and traces.
-        asked: further arguments for the records.
+        arguments: further arguments for the records.
         within_s: seconds for all legs; None: as long as it takes.
         stdout_is_json: the lines for a person go to stderr.
-        nccl_settings: what NCCL was told, and why, for the records.
+        nccl_settings: NCCL's variables and the reasons for them, for the records.
     """
 
     settings: DpSettings
     ranks: int
     backend: Backend
     out: Path
-    asked: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     within_s: float | None = None
     stdout_is_json: bool = False
     nccl_settings: Sequence[Mapping[str, Any]] = ()
@@ -70,7 +70,7 @@ def measure_techniques(
     wrong: list[NetlayerError] = []
     for technique in techniques:
         longest_s = 0.0
-        with _record(run, technique, channels) as found:
+        with _record(run, technique, channels) as leg_rows:
             for limit in channels if technique == "dp" or len(techniques) == 1 else (0,):
                 begun_s = time.monotonic()
                 try:
@@ -80,13 +80,13 @@ def measure_techniques(
                     measured = measure_leg(run, technique, limit)
                 except NetlayerError as exc:
                     say(f"{_title(technique, limit)}: {exc}")
-                    found.append({"technique": technique, "channels": limit, "left_out": str(exc)})
+                    leg_rows.append({"technique": technique, "channels": limit, "left_out": str(exc)})
                     wrong.append(exc)
                     continue
                 show(run, measured)
-                found += measured
+                leg_rows += measured
                 longest_s = max(longest_s, time.monotonic() - begun_s)
-            rows += found
+            rows += leg_rows
     return rows, wrong
 
 
@@ -110,7 +110,7 @@ def measure_leg(run: Run, technique: Technique, limit: int) -> list[Row]:
                     run.ranks,
                     args=(technique, run.settings, url, run.backend, limit),
                     log_dir=log_dir,
-                    on_message=lambda _rank, words: say(str(words)),
+                    on_message=lambda _rank, message: say(str(message)),
                 )[0]
     return [{"technique": technique, "channels": limit, **row} for row in measured]
 
@@ -134,20 +134,20 @@ def show(run: Run, rows: Sequence[Row]) -> None:
         click.echo(line, err=run.stdout_is_json)
 
 
-def say(words: str) -> None:
+def say(text: str) -> None:
     """Progress, on stderr."""
-    click.echo(words, err=True)
+    click.echo(text, err=True)
 
 
 def _measure_small(run: Run) -> list[Row]:
-    """Which also saves a record of its own, as the command of that name does."""
+    """Measure small messages; a record of their own is saved too, as by the command of that name."""
     from bench.small_messages import command as small_messages
 
     ranks = min(run.ranks, small_messages.MAX_RANKS)
     settings = small_messages.Settings()
     if run.backend == "gloo":
         settings = small_messages.Settings(sizes=(1024, 65536), launches=2, replays=5)
-    record = small_messages.measure(settings, ranks, run.backend, run.out, run.asked)
+    record = small_messages.measure(settings, ranks, run.backend, run.out, run.arguments)
     rows = [dict(row) for row in record.rows]
     judge(rows, None)
     return rows
@@ -183,7 +183,7 @@ def make_record(
         started_utc=started_utc,
         ended_utc=utc_now(),
         arguments={
-            **run.asked,
+            **run.arguments,
             "techniques": list(techniques),
             "channels": list(channels),
             "backend": run.backend,
@@ -197,7 +197,7 @@ def make_record(
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """With these variables, for processes that are started meanwhile."""
+    """Set these variables for processes that are started within the context."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -216,6 +216,6 @@ def _title(technique: Technique, limit: int) -> str:
 
 def _line(row: Row) -> str:
     """A row of another technique: its words, and its figures by name."""
-    words = [str(value) for value in row.values() if isinstance(value, str)]
+    labels = [str(value) for value in row.values() if isinstance(value, str)]
     figures = [f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, int | float)]
-    return " ".join(words) + ": " + ", ".join(figures)
+    return " ".join(labels) + ": " + ", ".join(figures)

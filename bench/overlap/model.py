@@ -106,7 +106,7 @@ class Ours:
         )
 
     def set_mode(self, *, step_in_backward: bool, overlap: bool, muted: bool) -> None:
-        """Which of our variants the next steps are; nothing may be under way when lanes are muted."""
+        """Choose our variant for the next steps; nothing may be under way when communicators are muted."""
         self.model.wait_parameters()
         self.model.step_in_backward, self.model.overlap = step_in_backward, overlap
         self.model.gather_lane.muted = self.model.reduce_lane.muted = muted

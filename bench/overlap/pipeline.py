@@ -137,7 +137,7 @@ def measure(
         backend: nccl (a GPU each) or gloo.
         log_dir: for the ranks' logs, and a trace `pipeline_SCHEDULE_SYSTEM.json` of each row for ui.perfetto.dev.
         seed: of weights and data.
-        on_progress: told in words how far it is.
+        on_progress: called with progress as text.
         settings: None: the defaults on nccl, `TINY` on gloo, with the next number of micro-batches that fits the ranks.
 
     Raises:
@@ -154,7 +154,7 @@ def measure(
             ranks,
             args=(chosen, place.init_method("pipeline"), backend),
             log_dir=log_dir,
-            on_message=lambda _rank, words: on_progress(str(words)) if on_progress else None,
+            on_message=lambda _rank, message: on_progress(str(message)) if on_progress else None,
         )
     rows = []
     for by_stage in zip(*stages, strict=True):

@@ -1,4 +1,4 @@
-"""What a rank of `bench.overlap` does: meet the others, take a device, and measure one technique."""
+"""Rank of `bench.overlap`: meet the others, take a device, and measure one technique."""
 
 from __future__ import annotations
 

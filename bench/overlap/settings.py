@@ -1,4 +1,4 @@
-"""What `bench.overlap` is asked to measure: plain values that travel to the ranks, without torch."""
+"""Settings of `bench.overlap`: plain values that travel to the ranks, without torch."""
 
 from __future__ import annotations
 
@@ -137,13 +137,13 @@ def channel_environment(channels: int) -> dict[str, str]:
     return {**dict.fromkeys(most, str(channels)), **dict.fromkeys(least, "1"), "NCCL_CTA_POLICY": "0"}
 
 
-def on_gloo(settings: DpSettings, asked: Sequence[System]) -> DpSettings:
+def on_gloo(settings: DpSettings, requested: Sequence[System]) -> DpSettings:
     """Without the systems that only NCCL has.
 
     Raises:
         ConfigError: one of them was asked for by name.
     """
-    missing = [system for system in asked if system in NCCL_ALONE]
+    missing = [system for system in requested if system in NCCL_ALONE]
     if missing:
         raise ConfigError("--system", missing[0], "needs NCCL, and the backend is gloo", "leave it out")
     return dataclasses.replace(settings, systems=tuple(s for s in settings.systems if s not in NCCL_ALONE))

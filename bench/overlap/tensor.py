@@ -1,8 +1,8 @@
-"""Tensor-parallel linears beside their matrix products alone: what is left of the communication (technique `tp`).
+"""Tensor-parallel linears against their GEMMs alone: what is left of the communication (technique `tp`).
 
 Column: the rows of x are gathered, y = x W^T with N features of this rank. Row: y = x W^T with K features of this rank,
 and the sum over ranks is scattered by rows. All systems (`tensor_systems`) take turns on the same data; ranks meet on
-the device before each call, and times are of the slowest rank. Leaves out: starting ranks (`bench.overlap`).
+the device before each call, and times are of the slowest rank. Not covered: starting ranks (`bench.overlap`).
 
 Shapes: W ranks, M rows in all, K features in, N features out, of a rank's product.
 """
@@ -89,7 +89,7 @@ def refuse_wrong(
     device: torch.device,
 ) -> dict[str, dict[str, float]]:
     """Errors by system and part (y, dx, dW), the worst of the ranks; raises CheckFailed where one is too large."""
-    keys = [(name, part) for name, found in errors.items() for part in found]
+    keys = [(name, part) for name, by_part in errors.items() for part in by_part]
     own = [errors[name][part] for name, part in keys]
     worst = greatest([math.inf if math.isnan(error) else error for error in own], group, device)
     agreed: dict[str, dict[str, float]] = {name: {} for name in errors}
@@ -101,7 +101,7 @@ def refuse_wrong(
 
 
 def _figures(times: Times, alone_us: float) -> Row:
-    medians = [statistics.median(found) for found in times.rounds_us]
+    medians = [statistics.median(samples) for samples in times.rounds_us]
     device_us = statistics.median(times.each_us)
     return {
         "device_us": device_us,
@@ -125,7 +125,7 @@ def _time_eager(call: Call, group: dist.ProcessGroup, device: torch.device, repe
 
 
 def _limits(layer: LayerName, direction: str, sizes: Sizes, world_size: int, device: torch.device) -> Row:
-    """What there is to do: operations, bytes over the links, and the waves of the product alone and of one part's."""
+    """Return the work: FLOPs, bytes sent over the links, and the waves of tiles of the whole GEMM and of one part."""
     products = 1 if direction == "forward" else 3
     columns = sizes.features if layer == "column" else sizes.hidden
     sent = sizes.rows * sizes.hidden * sizes.dtype.itemsize // world_size * (world_size - 1)

@@ -1,4 +1,4 @@
-"""What `bench.overlap.tensor` compares: ways to one parallel linear, each with what it must give.
+"""Systems of `bench.overlap.tensor`: ways to compute one parallel linear, each with its expected results.
 
 The product alone is that of this rank on data that is there. Everything else gathers or scatters rows over the ranks:
 ours by peer memory and by chunks of torch.distributed; one collective and then the product; torch's fused operation.
@@ -55,8 +55,8 @@ class System:
 
     def errors(self) -> dict[str, float]:
         """Relative error of y, and of dx and dW where there is a backward pass."""
-        found = zip(PARTS, self.checks, self.call(), strict=False)
-        return {part: check(tensor) for part, check, tensor in found}
+        results = zip(PARTS, self.checks, self.call(), strict=False)
+        return {part: check(tensor) for part, check, tensor in results}
 
 
 def open_exchanges(group: dist.ProcessGroup, device: torch.device) -> dict[str, TensorExchange]:
@@ -75,7 +75,7 @@ def build_systems(
     device: torch.device,
     sizes: Sizes,
 ) -> dict[str, dict[str, System]]:
-    """By direction and name, the product alone first; every rank of `group` calls it."""
+    """Build the systems by direction and name, the GEMM alone first; every rank of `group` calls it."""
     build = _column_systems if layer == "column" else _row_systems
     return build(group, exchanges, device, sizes)
 
@@ -156,7 +156,7 @@ def _row_systems(
 
 
 def without_gathered(op: Any) -> dict[str, bool]:
-    """What tells torch's fused all-gather to return the product alone, as ours does; nothing where it cannot."""
+    """Return the option making torch's fused all-gather return only the product, as ours does; {} if it has none."""
     return {"return_A": False} if any(each.name == "return_A" for each in op.default._schema.arguments) else {}
 
 
@@ -215,8 +215,8 @@ def _summed(a_MK: Tensor, b_KN: Tensor, group: dist.ProcessGroup) -> Check:
     picked = torch.cat([own + num_rows * each for each in range(world_size)])
     expected = a_MK[picked].double() @ b_KN.double()
     dist.all_reduce(expected, group=group)
-    mine = expected.chunk(world_size)[rank]
-    return lambda y_mN: _error(y_mN[own], mine)
+    expected_mN = expected.chunk(world_size)[rank]
+    return lambda y_mN: _error(y_mN[own], expected_mN)
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Which parameters a peer's AdamW decays: matrices, as ours does."""
+"""Weight decay of a peer's AdamW: matrices alone, as ours does."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Parameters stay gathered between forward and backward, or, with `reshards`, those of the blocks are gathered twice, for
 less memory. With `registers` its buffers are known to NCCL, which is its best where the network bounds it. Embedding,
-blocks and head are units of their own, as in torchtitan. Left out: tensor and pipeline parallelism.
+blocks and head are units of their own, as in torchtitan. Not covered: tensor and pipeline parallelism.
 
 Shapes: B sequences, T positions.
 """

@@ -149,7 +149,7 @@ class Mcore:
         self._position_1T = torch.arange(job.model.seq_len, device=device)[None]
 
     def step(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """This rank's part of the mean loss, on the device; zero on all but the last stage."""
+        """Run a step and return this rank's part of the mean loss, on the device; zero on all but the last stage."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

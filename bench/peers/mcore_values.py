@@ -1,6 +1,6 @@
 """Our initial values in Megatron-core's names and order, so that both train the same model.
 
-Left out: what `check_plain` refuses. Shapes: H heads, G heads of keys and values, K values a head.
+Not covered: what `check_plain` refuses. Shapes: H heads, G heads of keys and values, K values a head.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Native3d:
         )
 
     def step(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """This rank's part of the mean loss, on the device; zero on all but the last stage."""
+        """Run a step and return this rank's part of the mean loss, on the device; zero on all but the last stage."""
         with loss_parallel() if self.job.parallel.tp > 1 else contextlib.nullcontext():
             total = self._accumulate(batches) if self.job.parallel.pp == 1 else self._run_pipeline(batches)
         if self.job.optimizer.clip_norm:

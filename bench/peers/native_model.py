@@ -2,7 +2,7 @@
 
 It is written for `parallelize_module`: every matrix is an `nn.Linear` or `nn.Embedding` of its own, and what is between
 them works on this rank's part of the positions or of the heads. A bias is a module behind its matrix: torch's
-asynchronous tensor parallelism knows no product with a bias. Left out: what `check_plain` refuses.
+asynchronous tensor parallelism knows no product with a bias. Not covered: what `check_plain` refuses.
 
 Shapes: B sequences, T positions, t of them on a tensor-parallel rank, D hidden, V vocabulary.
 """
@@ -44,7 +44,7 @@ class NativeBlock(nn.Module):
         self.out, self.down = _summed(block.out), _summed(block.down)
 
     def biases(self) -> Iterator[tuple[str, Bias]]:
-        """Those that are there, with the name of their linear."""
+        """Yield the biases that exist, with the name of their linear."""
         for name in ("qkv", "up", "out", "down"):
             for module in getattr(self, name):
                 if isinstance(module, Bias):
@@ -129,7 +129,7 @@ def _by_rank(whole: Tensor, splits: tuple[int, ...], tp: int) -> Tensor:
 
 
 def _linear(weight_NK: Tensor, bias_N: Tensor | None) -> nn.Sequential:
-    """Of these values: parameters are taken over, not copied."""
+    """Build a linear layer on these tensors as its parameters, not copied."""
     return nn.Sequential(_product(weight_NK), *(() if bias_N is None else (Bias(bias_N),)))
 
 

@@ -43,5 +43,5 @@ def layers_of(job: JobConfig, stage: int, chunk: int) -> range:
 
 
 def _toml(value: object) -> str:
-    """As `--set` reads it."""
+    """Format a value as `--set` reads it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

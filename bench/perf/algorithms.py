@@ -1,6 +1,6 @@
-"""What NCCL said of the calls of a record: the algorithm by size, the wire bandwidth, and whether the switch took part.
+"""NCCL's choices in a record: the algorithm by size, the wire bandwidth, and whether the switch took part.
 
-Without torch: tables are made where there is none. Leaves out: how NCCL is made to tell (`backends.nccl_log`).
+Without torch: tables are made where there is none. Not covered: how NCCL is made to log it (`backends.nccl_log`).
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def uses_nvls(algorithm: str) -> bool | None:
 
 def nvls_used(record: RunRecord) -> bool | None:
     """Whether any call was reduced or copied in the switch; None where NCCL did not tell of every one."""
-    words = [uses_nvls(row["algorithm"]) for row in record.rows]
-    if any(words):
+    uses = [uses_nvls(row["algorithm"]) for row in record.rows]
+    if any(uses):
         return True
-    return None if None in words or not words else False
+    return None if None in uses or not uses else False
 
 
 def algorithm_lines(record: RunRecord) -> Iterator[str]:
-    """For below a table: NVLS, and each algorithm with the sizes it was used for; nothing where it is not NCCL."""
+    """Yield lines for below a table: NVLS, and each algorithm with its sizes; none where it is not NCCL."""
     if not record.config["nccl_version"]:
         return
     used = {True: "yes", False: "no", None: UNKNOWN}[nvls_used(record)]
     yield f"NVLS used: {used} (multicast: {record.config['nvls']})"
-    for words, rows in groupby(record.rows, key=_words):
-        yield f"Algorithm {_sizes(list(rows))}: {words}"
+    for algorithm, rows in groupby(record.rows, key=_words):
+        yield f"Algorithm {_sizes(list(rows))}: {algorithm}"
 
 
 def _words(row: Row) -> str:

@@ -1,6 +1,6 @@
 """The command that each `*_perf` binary is: nccl-tests' flags on a command line.
 
-Ours alone: `--backend`, `--csv` and `--junit`. Leaves out: what is done with them (`command`).
+Ours alone: `--backend`, `--csv` and `--junit`. Not covered: what is done with them (`command`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def perf_command(collective: Collective) -> click.Command:
     return click.Command(
         f"{collective.name}_perf",
         params=params,
-        callback=lambda **given: _run(collective, given),
+        callback=lambda **values: _run(collective, values),
         help=f"{collective.summary}\n\n{_HELP.format(name=f'{collective.name}_perf')}",
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
@@ -74,7 +74,7 @@ def _option(flag: Flag) -> click.Option:
         show_default=not hidden,
         hidden=hidden,
         help=flag.help,
-        metavar="NUMBER" if not flag.words else "NAME",
+        metavar="NUMBER" if not flag.choices else "NAME",
     )
 
 
@@ -88,14 +88,14 @@ class _Value(_ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
         flag = self._flag
-        read: Callable[[str], Any] = str if flag.words else parse_size if flag.field.endswith("_bytes") else _whole
+        read: Callable[[str], Any] = str if flag.choices else parse_size if flag.field.endswith("_bytes") else _whole
         if flag.field == "root" and value == "all":
             value = "-1"
         try:
             result = read(value)
         except ValueError as exc:
             expected = "a size such as 8, 64K or 16M" if read is parse_size else "a whole number"
-            raise ConfigError(flag.shown, value, f"is not {expected}", f"the default is {flag.default}") from exc
+            raise ConfigError(flag.names, value, f"is not {expected}", f"the default is {flag.default}") from exc
         flag.check(result)
         return result
 
@@ -112,18 +112,18 @@ def _path(*names: str, help: str) -> click.Option:  # noqa: A002 - click's own w
     return click.Option(list(names), type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=help)
 
 
-def _run(collective: Collective, given: dict[str, Any]) -> int:
+def _run(collective: Collective, values: dict[str, Any]) -> int:
     log.configure(0)
     for name in _SPLITS:
         if name in os.environ:
             rule = "is not built: there is one group of all ranks"
             raise ConfigError(name, os.environ[name], rule, "unset it, and start the ranks of each group apart")
-    chosen = {field.name: given[field.name] for field in fields(PerfOptions) if field.name in given}
+    chosen = {field.name: values[field.name] for field in fields(PerfOptions) if field.name in values}
     options = PerfOptions(**chosen, min_bw_gbs=_min_bw())
-    files = (given["output_file"], given["csv_file"], given["junit_file"])
+    files = (values["output_file"], values["csv_file"], values["junit_file"])
     check_target("--csv", files[1])
     check_target("--junit", files[2])
-    request = Request(options, given["ngpus"], given["backend"], *files)
+    request = Request(options, values["ngpus"], values["backend"], *files)
     # torch is imported here and not above, so that `--help` and a bad flag answer at once.
     with held_interrupt():
         from bench.perf.command import run_command

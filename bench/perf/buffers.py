@@ -17,6 +17,7 @@ class Buffers:
     def __init__(self, backend: Backend, max_bytes: int, unalign: int) -> None:
         self._rank, self._ranks = backend.rank, backend.ranks
         self._max_bytes, self._unalign = max_bytes, unalign
+        # One allocation serves all types, so the shift is as wide as the widest element wants.
         num_bytes = max_bytes + _WIDEST_BYTES * unalign
         self._send = backend.allocate(num_bytes)
         self._recv = backend.allocate(num_bytes)
@@ -33,6 +34,7 @@ class Buffers:
         dtype, op, root = DTYPES[case[0]], case[1], case[2]
         extents = collective.elements(count, dtype.itemsize, self._ranks)
         stride_bytes = max(extents) * dtype.itemsize
+        # A share that was rounded down to nothing still makes one call, of no bytes.
         fitting = self._max_bytes // stride_bytes if stride_bytes else 1
         calls = []
         for number in range(min(fitting, most)):

@@ -2,7 +2,7 @@
 
 A rank's input repeats one pattern of small whole numbers with a prime period, seeded by the run and the rank, so that
 every reduction is exact in every type and a part at a wrong place differs. Outputs are poisoned before each check.
-Left out: inputs that are hard for rounding; nccl-tests' own generator is the place for those.
+Not covered: inputs that are hard for rounding; nccl-tests' own generator is the place for those.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Data:
         return low.roll(shift).to(dtype), high.roll(shift).to(dtype)
 
     def _tolerance_ulp(self) -> int:
-        """How far an average may be off.
+        """Return the tolerance of an average, in units in the last place.
 
         With 3 bits or fewer behind the point, 1/n itself is half a unit off where n is no power of two, and so is each
         input times 1/n.
@@ -119,7 +119,7 @@ class Data:
 
 
 def premultiplier(rank: int) -> int:
-    """What `mulsum` multiplies the input of a rank by: exact in every type, and not the same for all."""
+    """Return the factor of `mulsum` for a rank's input: exact in every type, and not the same for all."""
     return 1 + rank % _LARGEST_FACTOR
 
 

@@ -1,4 +1,4 @@
-"""What a `*_perf` binary does with its options: run, print the table as it comes, write the files, judge."""
+"""Body of a `*_perf` binary: run, print the table row by row, write the files, judge."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def run_command(collective: Collective, request: Request) -> bool:
         raise ConfigError("-g / --ngpus", request.ngpus, rule, "leave it out")
     backend = choose_backend(request.backend)
     ranks = request.ngpus if env is None else env.world_size
+    # Rank 0 prints and writes. The others judge the same rows, so that all processes of a job end with one exit code.
     if env is not None and env.rank != 0:
         return _good(join([collective.name], request.options, env, backend=backend)[0])
     for note in list(_notes(collective, request, backend, ranks)):  # all of them first: what is refused says no more
@@ -60,6 +61,7 @@ def run_command(collective: Collective, request: Request) -> bool:
                 names, options = [collective.name], request.options
                 [record] = join(names, options, env, backend=backend, on_start=table.start, on_row=table.add)
         except BaseException as exc:
+            # Ctrl-C too: `-N 0` ends no other way, and what was measured until then is written.
             _save_partial(table, request, json_file, "interrupted" if isinstance(exc, KeyboardInterrupt) else str(exc))
             raise
         click.echo(format_foot(record), nl=False)
@@ -70,7 +72,7 @@ def run_command(collective: Collective, request: Request) -> bool:
 
 
 class _Table:
-    """Prints each row as it comes, and keeps it for a run that breaks off."""
+    """Prints each row as it comes, and keeps it in case the run is interrupted."""
 
     def __init__(self) -> None:
         self._begun: RunRecord | None = None
@@ -86,6 +88,7 @@ class _Table:
 
     def so_far(self) -> RunRecord | None:
         """The record of the lines that are whole; None where there is none."""
+        # A line of the table is two rows, out of place and in place: one half alone has no place in the files.
         rows = self._rows[: len(self._rows) // 2 * 2]
         return replace(self._begun, rows=rows, ended_utc=utc_now()) if self._begun and rows else None
 
@@ -95,6 +98,7 @@ def _save(record: RunRecord, request: Request, json_file: Path | None, stopped: 
         tree = nccl_tests_json(record) | ({"errors": [stopped]} if stopped else {})
         write_text(json_file, json.dumps(tree, indent=1) + "\n")
     if request.csv_file is not None:
+        # A cell holds no list; -J has the times of single calls.
         flat = [{key: value for key, value in row.items() if key != "iterations_us"} for row in record.rows]
         replace(record, rows=flat).save_csv(request.csv_file)
     if request.junit_file is not None:
@@ -102,7 +106,7 @@ def _save(record: RunRecord, request: Request, json_file: Path | None, stopped: 
 
 
 def _save_partial(table: _Table, request: Request, json_file: Path | None, stopped: str) -> None:
-    """Write what a run measured before it broke off; `-N 0` ends no other way."""
+    """Write what a run measured before it was interrupted; `-N 0` ends no other way."""
     record = table.so_far()
     files = [str(file) for file in (json_file, request.csv_file, request.junit_file) if file is not None]
     if record is None or not files:
@@ -138,6 +142,7 @@ def _start_ranks(collective: Collective, request: Request, backend: str, table: 
     except NetlayerError:
         raise  # the ranks' logs stay: the error names one
     except BaseException:
+        # No rank failed, so the logs explain nothing: a Ctrl-C, or an error while a row was printed.
         shutil.rmtree(log_dir)
         raise
     shutil.rmtree(log_dir)
@@ -145,11 +150,11 @@ def _start_ranks(collective: Collective, request: Request, backend: str, table: 
 
 
 def _good(record: RunRecord) -> bool:
-    return num_failed(record) == 0 and fast_enough(record) is not False
+    return num_failed(record) == 0 and fast_enough(record) is not False  # None: no least bandwidth was set
 
 
 def _notes(collective: Collective, request: Request, backend: str, ranks: int) -> Iterator[str]:
-    """What a reader of the table must know and cannot see there."""
+    """Yield notes that a reader of the table needs and cannot see in it."""
     options = request.options
     if request.ngpus > 1:
         yield _starting(request.ngpus, backend)
@@ -163,6 +168,7 @@ def _notes(collective: Collective, request: Request, backend: str, ranks: int) -
         yield "NCCL_TESTS_DEVICE has no effect: gloo runs on CPUs"
     cases, skipped = list_cases(collective, options, backend, ranks)
     yield from (f"left out: {what}" for what in skipped)
+    # Types and roots change nothing in how a call is made up: one note for all cases of an operator.
     for op in dict.fromkeys(case.op for case in cases):
         out, into = (BACKENDS[backend].emulation(collective.name, op, in_place) for in_place in (False, True))
         what = f"{collective.name} of {op}" if collective.reduces else collective.name
@@ -173,38 +179,42 @@ def _notes(collective: Collective, request: Request, backend: str, ranks: int) -
 
 
 def _starting(ranks: int, backend: str) -> str:
-    """That ranks start, and what to expect where they are more than the machine holds."""
-    words = f"starting {ranks} ranks"
+    """Say that ranks start, and what to expect where they are more than cores or memory allow."""
+    text = f"starting {ranks} ranks"
     cores, free = os.cpu_count() or 1, available_memory_bytes()
     if backend == "gloo" and ranks > _MOST_RANKS_A_CORE * cores:
-        words += f" on {cores} cores: they take turns, so that the start takes about {ranks * _START_S / cores:.0f} s"
+        text += f" on {cores} cores: they take turns, so that the start takes about {ranks * _START_S / cores:.0f} s"
     if ranks * _RANK_BYTES > free:
         needed = f"{ranks * _RANK_BYTES / 2**30:.0f} GiB"
-        words += f"; torch alone takes about {needed} in them, and {free / 2**30:.0f} GiB are free: lower -g"
-    return words
+        text += f"; torch alone takes about {needed} in them, and {free / 2**30:.0f} GiB are free: lower -g"
+    return text
 
 
 @contextmanager
-def _json_place(asked: Path | None) -> Iterator[Path | None]:
-    """A new file at the path asked for, or beside it where there is one; removed again where nothing was measured."""
-    if asked is None:
+def _json_place(requested: Path | None) -> Iterator[Path | None]:
+    """Create a new file at the requested path, or next to it if it exists; remove it if nothing was measured."""
+    if requested is None:
         yield None
         return
-    if asked.suffix.lower() != ".json":
-        raise ConfigError("-J / --output_file", asked, "must end in .json", f"give {asked.with_suffix('.json').name}")
-    path, number = asked, 0
+    if requested.suffix.lower() != ".json":
+        raise ConfigError(
+            "-J / --output_file", requested, "must end in .json", f"give {requested.with_suffix('.json').name}"
+        )
+    path, number = requested, 0
     while not _create(path):
-        path, number = asked.with_name(f"{asked.name}.{number}"), number + 1
+        path, number = requested.with_name(f"{requested.name}.{number}"), number + 1
     click.echo(f"# Writing JSON output to {path}")
     try:
         yield path
     finally:
+        # It was made before the run, so that a path which cannot be written fails early; empty it is no result.
         if path.stat().st_size == 0:
             path.unlink()
 
 
 def _create(path: Path) -> bool:
     try:
+        # Mode x looks and creates in one step: of two benches that start with the same FILE only one gets it.
         path.open("x").close()
     except FileExistsError:
         return False

@@ -1,4 +1,4 @@
-"""How the ranks of a bench meet and agree on figures: on CPUs, so that nothing of it touches what is measured."""
+"""Control group of a bench's ranks: they meet and agree on figures on CPUs, apart from what is measured."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Control:
         return int(tensor)
 
     def average(self, values: Sequence[float], average: int) -> list[float]:
-        """By nccl-tests' `-a`, value by value: 0 rank 0's, 1 the mean, 2 the least, 3 the greatest of the ranks."""
+        """Combine each value over ranks by nccl-tests' `-a`: 0 rank 0's, 1 the mean, 2 the least, 3 the greatest."""
         tensor = torch.tensor(values, dtype=torch.float64)
         if average == 0:
             dist.broadcast(tensor, 0, group=self._group)

@@ -1,7 +1,7 @@
 """The one driver behind every `*_perf`: what each rank does, size by size, and the rows that come out.
 
 Each size is timed out of place and in place, and its row is reported once its data was checked (nccl-tests,
-src/common.cu). Leaves out: how a time is taken (`timing`), who starts the ranks (`measure`), what a number should be.
+src/common.cu). Not covered: how a time is taken (`timing`), who starts the ranks (`measure`), what a number should be.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from netlayer.launch.rank import RankContext
 from netlayer.results import Row, utc_now
 
 NO_OP, NO_ROOT = "none", -1  # as the table shows them
-_TIMED_SEED = 99
-_MEMORY_SHARE = 0.9
+_TIMED_SEED = 99  # nccl-tests' own for timed calls
+_MEMORY_SHARE = 0.9  # of what is free: NCCL allocates buffers of its own at its first calls
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks are told: the collectives in order, the options, and where to meet (an init_method)."""
+    """Plan for all ranks: the collectives in order, the options, and where to meet (an init_method)."""
 
     names: tuple[str, ...]
     options: PerfOptions
@@ -52,7 +52,7 @@ class Started(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a block of rows, one for each size, has in common."""
+    """Key of a block of rows, one for each size."""
 
     dtype: str
     op: str
@@ -66,7 +66,7 @@ def load_collective(name: str) -> Collective:
 
 
 def list_cases(collective: Collective, options: PerfOptions, backend: str, ranks: int) -> tuple[list[Case], list[str]]:
-    """The cases of a collective in nccl-tests' order, and what is left out of an `all` and why.
+    """List the cases of a collective in nccl-tests' order, and the cases of an `all` that are skipped, with reasons.
 
     Raises:
         ConfigError: an operator, a root or a number of ranks that the collective or the backend cannot do.
@@ -90,6 +90,7 @@ def list_cases(collective: Collective, options: PerfOptions, backend: str, ranks
     skipped: list[str] = []
     for dtype in DTYPES if options.dtype == "all" else [options.dtype]:
         for op in [NO_OP] if not shows_op else OP_NAMES if options.op == "all" else [options.op]:
+            # An operator that the table merely shows (sendrecv) never reaches the library: it is not refused either.
             refusal = BACKENDS[backend].refusal(dtype, op if collective.reduces else NO_OP)
             if refusal:
                 skipped.append(f"{op} of {dtype}: {refusal}" if collective.reduces else refusal)
@@ -111,10 +112,11 @@ def run_rank(context: RankContext, plan: Plan) -> None:
             _run_all(context, plan, backend, control)
             backend.close()
         except RuntimeError as exc:  # gloo's, and NCCL's where a backend waits for it
+            # No exception class tells a timeout from other errors; both libraries' messages contain these words.
             if timeout is None or "timed out" not in str(exc).lower():
                 raise
-            found = f"rank {control.rank} had no answer from a peer within -T {options.timeout_s} s"
-            raise NetlayerError(f"{found}: {exc}") from exc
+            message = f"rank {control.rank} had no answer from a peer within -T {options.timeout_s} s"
+            raise NetlayerError(f"{message}: {exc}") from exc
 
 
 def run_first_rank(context: RankContext, plan: Plan) -> None:
@@ -134,13 +136,15 @@ def _run_all(context: RankContext, plan: Plan, backend: Backend, control: Contro
         "torch_version": torch.__version__,
         "nccl_version": backend.library_version,
         "ranks": control.ranks,
+        # nccl-tests counts the GPUs of one process; ranks that we started stand for these.
         "ngpus": control.ranks if context.env.launcher == "netlayer" else 1,
         "max_bytes": max_bytes,
         "devices": control.gather(_device(backend)),
     }
     if max_bytes < options.min_bytes:
-        found = f"the ranks have memory for sizes up to {max_bytes} bytes, and -b asks for {options.min_bytes}"
-        raise HardwareMissing(f"{found}: lower -b, or start fewer ranks on a host")
+        reason = f"the ranks have memory for sizes up to {max_bytes} bytes, and -b asks for {options.min_bytes}"
+        raise HardwareMissing(f"{reason}: lower -b, or start fewer ranks on a host")
+    # Once for all collectives: with -R every new buffer would be registered with NCCL.
     buffers = Buffers(backend, max_bytes, options.unalign)
     for name in plan.names:
         bench = _Bench(load_collective(name), options, backend, control, buffers)
@@ -153,6 +157,7 @@ def _affordable_bytes(backend: Backend, control: Control, options: PerfOptions) 
     """The largest size for which every rank has memory: two buffers, and masks while checking."""
     free = backend.free_bytes()
     most = options.max_bytes if free is None else int(free * _MEMORY_SHARE) // (3 if options.check else 2)
+    # All ranks take the least of them: in a size that one rank skipped, the others would wait for it.
     return control.least(min(options.max_bytes, most))
 
 
@@ -161,9 +166,9 @@ def _device(backend: Backend) -> dict[str, Any]:
     device = backend.describe()
     return {
         "rank": backend.rank,
-        "group": 0,
+        "group": 0,  # NCCL_TESTS_SPLIT is refused, so there is one
         "pid": os.getpid(),
-        "hostname": socket.gethostname().partition(".")[0],
+        "hostname": socket.gethostname().partition(".")[0],  # cut at the first dot, as nccl-tests
         "device": device.index,
         "device_hex": device.bus,
         "device_info": device.name,
@@ -187,12 +192,14 @@ class _Bench:
         for case in cases:
             self._control.barrier()
             self._warm_up(case, sizes)
-            for cycle in range(self._options.cycles) if self._options.cycles else count():
+            for cycle in range(self._options.cycles) if self._options.cycles else count():  # -N 0: until Ctrl-C
                 for size in sizes:
                     yield self._row(size, case, False) | {"cycle": cycle}
                     yield self._row(size, case, True) | {"cycle": cycle}
 
     def _warm_up(self, case: Case, sizes: Sequence[int]) -> None:
+        # Sizes double here, whatever step is measured, as in nccl-tests: NCCL chooses an algorithm by size, and may
+        # connect it only when it is first used, which must not fall into a timed call.
         size = sizes[0]
         while size <= sizes[-1]:
             for launch in self._bind(self._calls(size, case, False, self._options.warmup_iters)):
@@ -220,12 +227,14 @@ class _Bench:
         launches, call = self._bind(calls), calls[0]
         if self._options.check:
             self._prepare(call, case, _TIMED_SEED)
-        with backend.listen() as heard:
+        # One call that is not timed: NCCL names its algorithm in its debug log alone, and writing that takes time.
+        with backend.listen() as choice:
             launches[0]()
         timing = self._timer.time(launches)
+        # The bytes of the larger buffer, as nccl-tests: less than what was asked for where shares are rounded down.
         size_bytes = max(call.send.nbytes, call.recv.nbytes)
         alg_bw, bus_bw = collective.bandwidth_gbs(size_bytes, timing["time_us"] / 1e6, backend.ranks)
-        share = wire_share(collective.name, heard.algorithm, heard.protocol, backend.ranks, one_host=backend.one_host)
+        share = wire_share(collective.name, choice.algorithm, choice.protocol, backend.ranks, one_host=backend.one_host)
         return {
             "size_bytes": size_bytes,
             "count": call.part_count,
@@ -236,8 +245,8 @@ class _Bench:
             "bus_bw_gbs": bus_bw,
             "wrong": self._count_wrong(call, case, in_place),
             "emulated": backend.emulation(collective.name, case.op, in_place),
-            "algorithm": heard.algorithm,
-            "protocol": heard.protocol,
+            "algorithm": choice.algorithm,
+            "protocol": choice.protocol,
             "wire_bw_gbs": None if share is None else alg_bw * share,
             "at": utc_now(),
         }
@@ -259,14 +268,16 @@ class _Bench:
         place = Place(backend.rank, ranks, case.root, call.part_count, call.send.itemsize)
         parts = self._collective.expect(place)
         launch = backend.bind(self._collective, call)
+        # Checked as it is timed: a graph may go wrong where the call alone does not.
         if self._options.cudagraph:
             launch = backend.capture([launch])
         for _ in range(self._options.check):
-            self._seed += 1
+            self._seed += 1  # other data each time, so that an old result is a wrong one
             data = self._prepare(call, case, self._seed)
             self._control.barrier()
             launch()
             backend.synchronise()
+            # Summed over ranks before it is looked at, so that all of them leave the loop at the same repeat.
             wrong = self._control.sum(data.count_wrong(call.recv, parts))
             if wrong:
                 return wrong

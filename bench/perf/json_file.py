@@ -1,6 +1,6 @@
 """The JSON that nccl-tests and our `*_perf` write with `-J`, as a record, so that two of them can be compared.
 
-Left out: whether its figures are good; `netlayer accept judge` says that.
+Not covered: whether its figures are good; `netlayer accept judge` says that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Start or join the ranks of a bench, and turn what they report into records, tables and files.
 
-Leaves out: what the ranks do (`driver`), and the `*_perf` commands (`command`).
+Not covered: what the ranks do (`driver`), and the `*_perf` commands (`command`).
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def measure(
         RankFailed: a rank failed; its log says why.
     """
     chosen = choose_backend(backend)
+    # Refused here, before any process starts and imports torch: one message instead of one a rank.
     for name in names:
         list_cases(load_collective(name), options, chosen, ranks)
     nccl = for_ranks(chosen)
@@ -64,8 +65,8 @@ def measure(
             ranks,
             args=(Plan(tuple(names), options, chosen, url),),
             log_dir=log_dir,
-            env=exports(nccl),
-            on_message=lambda _rank, message: collector.receive(message),
+            env=exports(nccl),  # NCCL reads its variables once in a process: the ranks must start with them
+            on_message=lambda _rank, message: collector.receive(message),  # of rank 0 alone; see `run_first_rank`
         )
     return collector.finish()
 
@@ -79,7 +80,7 @@ def join(
     on_start: Callable[[RunRecord], None] | None = None,
     on_row: OnRow | None = None,
 ) -> list[RunRecord]:
-    """As `measure`, in a process that torchrun, srun or mpirun started as one of the ranks. All ranks get the records.
+    """Measure as one of the ranks that torchrun, srun or mpirun started. All ranks get the records.
 
     Raises:
         ConfigError: MASTER_ADDR is needed and not set.
@@ -88,7 +89,9 @@ def join(
         list_cases(load_collective(name), options, backend, env.world_size)
     nccl = for_ranks(backend)
     collector = Collector(options, on_start, on_row, nccl)
+    # This process is the rank, so the variables are set here, before NCCL is loaded and reads them.
     with exported(nccl):
+        # No launcher of ours relays reports: each rank feeds a collector of its own, with the same rows.
         run_rank(RankContext(env, collector.receive), Plan(tuple(names), options, backend, init_method_under(env)))
     return collector.finish()
 
@@ -104,6 +107,7 @@ class Collector:
         nccl: Sequence[Choice] = (),
     ) -> None:
         self._options, self._on_start, self._on_row = options, on_start, on_row
+        # Once: the same processes run all collectives, in the same environment.
         self._environment = environ.snapshot() | ({"nccl_settings": as_record(nccl)} if nccl else {})
         self._records: list[RunRecord] = []
         self._begun: RunRecord | None = None
@@ -112,7 +116,7 @@ class Collector:
     def receive(self, message: object) -> None:
         """One report, as it comes."""
         if isinstance(message, Started):
-            self._close()
+            self._close()  # ranks do not report an end: the next collective's start is it
             self._begun = self._open(message)
             if self._on_start:
                 self._on_start(self._begun)
@@ -135,7 +139,7 @@ class Collector:
         return RunRecord(
             name=f"bench.{started.name}",
             source="measured",
-            rows=[],
+            rows=[],  # filled in by `_close`, as the end is: `on_start` and `on_row` need the rest before
             started_utc=utc_now(),
             ended_utc="",
             arguments=asdict(self._options),
@@ -154,6 +158,7 @@ class Collector:
 def _meeting_url(init_method: str | None) -> Iterator[str]:
     """The URL given, else that of a meeting place of this run."""
     if init_method is not None:
+        # Whoever gave the URL runs the store behind it, and closes it.
         yield init_method
         return
     with meeting_place() as place:

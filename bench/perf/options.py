@@ -1,7 +1,7 @@
 """The flags of nccl-tests, with their names, meaning and defaults.
 
 A flag that cannot be honoured is refused with what to do instead, never ignored: here what no backend has, in
-`Backend.check` what the chosen one lacks. Leaves out: the command line (`perf`).
+`Backend.check` what the chosen one lacks. Not covered: the command line (`perf`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PerfOptions:
         agg_iters: calls that are launched as one group; a time is still that of one call.
         blocking: 1 wait and barrier after each group of calls, 2 wait, 3 as 1 but the barrier is not timed.
         stream_null: use the null stream.
-        cudagraph: put the timed calls into a CUDA graph and launch it so often; 0 is no graph.
+        cudagraph: put the timed calls into a CUDA graph and launch it this many times; 0 is no graph.
         local_register: 1 register the buffers, 2 as symmetric windows.
         cta_policy: NCCL's policy for thread blocks: 0 its default, 1 efficiency, 2 none; -1 leaves it unset.
         min_bw_gbs: fail where the mean of bus_bw is below 0.9 times this.
@@ -128,21 +128,21 @@ class Flag(NamedTuple):
     default: Any = 0
     low: int | None = 0
     high: int | None = None
-    words: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     refused: str = ""
 
     @property
-    def shown(self) -> str:
+    def names(self) -> str:
         return f"{self.short} / {self.long}"
 
     def check(self, value: Any) -> None:
-        if self.words and value not in self.words:
-            raise ConfigError(self.shown, value, "is not known here", f"give one of {', '.join(self.words)}")
+        if self.choices and value not in self.choices:
+            raise ConfigError(self.names, value, "is not known here", f"give one of {', '.join(self.choices)}")
         if isinstance(value, int) and not (_at_least(value, self.low) and _at_least(self.high, value)):
             high = "" if self.high is None else f" and at most {self.high}"
-            raise ConfigError(self.shown, value, f"must be at least {self.low}{high}", f"the default is {self.default}")
+            raise ConfigError(self.names, value, f"must be at least {self.low}{high}", f"the default is {self.default}")
         if self.refused and value != self.default:
-            raise ConfigError(self.shown, value, self.refused, f"leave it out (default {self.default})")
+            raise ConfigError(self.names, value, self.refused, f"leave it out (default {self.default})")
 
 
 def _at_least(value: int | None, low: int | None) -> bool:
@@ -160,8 +160,8 @@ FLAGS = (
     Flag("-w", "--warmup_iters", "warmup_iters", "Warm-up calls of a size.", 1),
     Flag("-N", "--run_cycles", "cycles", "Run all sizes so often; 0: for ever.", 1),
     Flag("-c", "--check", "check", "Check the data of a size so often.", 1),
-    Flag("-o", "--op", "op", "Operator, or all.", "sum", None, words=(*OP_NAMES, "all")),
-    Flag("-d", "--datatype", "dtype", "Type, or all.", "float", None, words=(*DTYPE_NAMES, "all")),
+    Flag("-o", "--op", "op", "Operator, or all.", "sum", None, choices=(*OP_NAMES, "all")),
+    Flag("-d", "--datatype", "dtype", "Type, or all.", "float", None, choices=(*DTYPE_NAMES, "all")),
     Flag("-r", "--root", "root", "Root; all, or -1: every rank in turn.", 0, -1),
     Flag("-a", "--average", "average", "Time shown: 0 rank 0's, 1 mean, 2 least, 3 greatest of the ranks.", 1, 0, 3),
     Flag("-T", "--timeout", "timeout_s", "Give up after so many seconds without an answer; 0: the library's own."),
@@ -203,7 +203,7 @@ DIRECT_FLAGS = {
 
 def flag_name(field: str) -> str:
     """A flag as the user knows it: `-R / --local_register`."""
-    return next(flag.shown for flag in FLAGS if flag.field == field)
+    return next(flag.names for flag in FLAGS if flag.field == field)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A record of a bench as nccl-tests writes it: the text table, line by line, and the JSON of `-J`.
 
-The layout is that of nccl-tests 2.19.6, so that programs which read its output read ours. Leaves out: nothing it prints
+The layout is that of nccl-tests 2.19.6, so that programs which read its output read ours. Omits nothing it prints
 for the flags that we honour; added are `#` lines on the backend, and on the algorithm and NVLS as NCCL tells of them.
 """
 
@@ -23,7 +23,9 @@ _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 MIN_BW_SHARE = 0.9
 _TITLES = ("algbw", "busbw", "#wrong", "i_min", "i_max", "i_p99", "i_cv%")
 _UNITS = ("(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)", "(%)")
+# Which call it was, and NCCL's choices for it, which nccl-tests' results do not have.
 _CALL_KEYS = ("size_bytes", "dtype", "op", "root", "in_place", "algorithm", "protocol", "wire_bw_gbs")
+# Widths of the figures that `_side` writes under the titles; from the fifth on those of -I.
 _WIDTHS = (7, 6, 6, 6, 7, 7, 7, 7)
 
 
@@ -38,12 +40,14 @@ def format_head(record: RunRecord) -> str:
     version, factor = config["nccl_version"], arguments["step_factor"]
     step = f"{factor}(factor)" if factor > 1 else f"{arguments['step_bytes']}(bytes)"
     lines = [
+        # No headers were compiled in: both versions are of the library that runs.
         f"# nccl-tests version netlayer-{netlayer.__version__} nccl-headers={version} nccl-library={version}",
         f"# Collective test starting: {_program(record)}",
         f"# nThread 1 nGpus {config['ngpus']} minBytes {arguments['min_bytes']} maxBytes {arguments['max_bytes']}"
         f" step: {step} warmup iters: {arguments['warmup_iters']} iters: {arguments['iters']}"
         f" agg iters: {arguments['agg_iters']} validation: {arguments['check']} graph: {arguments['cudagraph']}"
         f" unalign: {arguments['unalign']}",
+        # Ours alone, as a comment: programs that read nccl-tests' table skip comments.
         f"# Backend: {config['library']}",
     ]
     if arguments["per_iter"]:
@@ -57,9 +61,10 @@ def format_head(record: RunRecord) -> str:
 
 
 def format_row(row: Row, record: RunRecord) -> str:
-    """What one row adds: the front and the out-of-place side, or the in-place side and the end of the line."""
+    """Format one row: the front and the out-of-place side, or the in-place side and the end of the line."""
     side = _side(row, record.arguments)
     if row["in_place"]:
+        # The in-place side closes the line, so the line's one time stands there.
         stamp = (
             f"{datetime.fromisoformat(row['at']).strftime(_TIME_FORMAT):>21}" if record.arguments["timestamps"] else ""
         )
@@ -81,12 +86,13 @@ def format_foot(record: RunRecord) -> str:
 
 
 def num_failed(record: RunRecord) -> int:
-    """How many measurements had wrong data: what nccl-tests calls out-of-bounds values."""
+    """Count the measurements with wrong data: nccl-tests' out-of-bounds values."""
     return sum(bool(row["wrong"]) for row in record.rows)
 
 
 def mean_bus_bw(record: RunRecord) -> float:
     """Mean bus bandwidth over all sizes, in place and out of place alike, in GB/s."""
+    # Not weighted by size, as in nccl-tests: small sizes, bound by latency, pull the mean down.
     return sum(row["bus_bw_gbs"] for row in record.rows) / len(record.rows) if record.rows else 0.0
 
 
@@ -113,7 +119,7 @@ def nccl_tests_json(record: RunRecord, argv: list[str] | None = None) -> dict[st
             "bandwidth": round(mean_bus_bw(record), 6),
             "okay": "unchecked" if fast is None else _word(fast),
         },
-        "errors": [],
+        "errors": [],  # `bench.perf.command` puts here why a run ended early
         "end_time": _local_time(record.ended_utc),
         "netlayer": {
             "source": record.source,
@@ -139,7 +145,7 @@ def _titles(arguments: Mapping[str, Any]) -> Iterator[str]:
     time = "cputime" if arguments["cpu_time"] else "time"
     stamps = ("timestamp", _TIME_FORMAT) if arguments["timestamps"] else ("", "")
     stamp_width = 19 if arguments["timestamps"] else 0
-    num_columns = 8 if arguments["per_iter"] else 4
+    num_columns = 8 if arguments["per_iter"] else 4  # the last four are those of -I
     blank = _front("", "", "")
     if arguments["per_iter"]:
         yield f"{blank}              out-of-place (+ per-iteration){'':32}in-place (+ per-iteration)"
@@ -169,16 +175,18 @@ def _side(row: Row, arguments: Mapping[str, Any]) -> str:
 
 
 def _fit(value: float, width: int) -> str:
-    """As many of two decimals as the column has room for; beyond that, an exponent."""
+    """Format with up to two decimals, as many as the column has room for; beyond that, with an exponent."""
     for decimals in (2, 1, 0):
         text = f"{value:{width}.{decimals}f}"
         if len(text) <= width:
             return text
+    # 1.2e+09 is seven characters wide; a column of six has room for no decimal.
     return f"{value:{width}.{1 if width >= 7 else 0}e}"[:width]
 
 
 def _pairs(record: RunRecord) -> Iterator[tuple[Row, Row]]:
     """Rows two by two: out of place, and the same in place."""
+    # pairwise also yields each in-place row with the next size's row; the condition drops those.
     return ((out, into) for out, into in pairwise(record.rows) if into["in_place"])
 
 
@@ -199,7 +207,7 @@ def _json_config(record: RunRecord) -> dict[str, Any]:
         "blocking_collectives": _word(arguments["blocking"]),
         "per_iter_timing": _word(arguments["per_iter"]),
         "per_iter_skip": arguments["per_iter_skip"],
-        "parallel_init": "false",
+        "parallel_init": "false",  # a rank has one thread, see `-p`
         "devices": record.config["devices"],
     }
 
@@ -210,7 +218,7 @@ def _json_result(out: Row, into: Row, arguments: Mapping[str, Any]) -> dict[str,
         "count": out["count"],
         "type": out["dtype"],
         "redop": out["op"],
-        "root": f"{out['root']:6}",
+        "root": f"{out['root']:6}",  # padded text: so nccl-tests writes it
     }
     for key, row in (("out_of_place", out), ("in_place", into)):
         result[key] = _json_side(row, arguments)
@@ -232,8 +240,10 @@ def _json_per_iter(row: Row, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _word(true: object) -> str:
+    # nccl-tests writes these as strings, not as JSON's booleans.
     return "true" if true else "false"
 
 
 def _local_time(utc: str) -> str:
+    # Records keep UTC; nccl-tests writes its host's local time.
     return datetime.fromisoformat(utc).astimezone().strftime(_TIME_FORMAT)

@@ -1,7 +1,7 @@
-"""How a time is taken: the host's clock over n calls in a row and the wait for the last one, over n.
+"""Timing: the host's clock over n calls in a row and the wait for the last one, divided by n.
 
 Then it is averaged over ranks as `-a` says. As nccl-tests (src/common.cu), with its groups of calls (`-m`), waits
-(`-z`) and CUDA graphs (`-G`). Leaves out: what is called, and whether its data is right (`driver`).
+(`-z`) and CUDA graphs (`-G`). Not covered: what is called, and whether its data is right (`driver`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Timer:
 
     def __init__(self, backend: Backend, control: Control, options: PerfOptions) -> None:
         self._backend, self._control, self._options = backend, control, options
+        # An event between two small calls adds to their time, so nccl has them with -I alone.
         self._marks = backend.always_marks or bool(options.per_iter)
 
     def time(self, launches: Sequence[Launch]) -> dict[str, Any]:
@@ -37,6 +38,7 @@ class Timer:
         groups = self._group(launches)
         each_s: list[float] = []
         if self._options.cudagraph:
+            # Before the ranks meet: they take unequally long to capture.
             graph = self._backend.capture(groups)
             self._meet(launches[0])
             totals_s = self._run_graph(graph)
@@ -44,9 +46,11 @@ class Timer:
             self._meet(launches[0])
             totals_s, each_s = self._run_blocking(groups) if self._options.blocking else self._run(groups)
         totals_s = self._control.average(totals_s, self._options.average)
+        # Of single calls, though -m launches several at once.
         time_us, cpu_time_us = (1e6 * total / len(launches) for total in totals_s)
         timing: dict[str, Any] = {"time_us": time_us, "cpu_time_us": cpu_time_us}
         if each_s:
+            # The slowest rank's time, whatever -a says: so nccl-tests fills its i_* columns.
             longest_s = self._control.average(each_s, _GREATEST)
             each_us = [1e6 * seconds / self._options.agg_iters for seconds in longest_s]
             timing |= _statistics(each_us, self._options.per_iter_skip)
@@ -74,6 +78,7 @@ class Timer:
         backend = self._backend
         marks: list[Any] = []
         begin_s = time.perf_counter()
+        # Two loops rather than a test in one: what Python does between small calls counts as their time.
         if self._marks:
             marks.append(backend.mark())
             for launch in groups:
@@ -88,7 +93,7 @@ class Timer:
         return [done_s, launched_s], [backend.seconds(begin, end) for begin, end in pairwise(marks)]
 
     def _run_blocking(self, groups: Sequence[Launch]) -> tuple[list[float], list[float]]:
-        """As `_run`, with a wait after each group.
+        """Run the groups as `_run` does, with a wait after each one.
 
         nccl-tests waits within a group (-m) too, where nothing has been launched yet; here the wait follows it.
         """
@@ -103,9 +108,11 @@ class Timer:
                 pairs.append((first, backend.mark()))
             backend.synchronise()
             waited_s += time.perf_counter() - group_s
+            # After `waited_s` was taken: what it takes to meet counts with -z 1 and not with -z 3.
             if kind in (_MEET, _MEET_UNTIMED):
                 self._control.barrier()
         total_s = waited_s if kind == _MEET_UNTIMED else time.perf_counter() - begin_s
+        # No launch is ahead of its end here, so the time to launch is the time to be done.
         return [total_s, total_s], [backend.seconds(first, last) for first, last in pairs]
 
     def _run_graph(self, graph: Launch) -> list[float]:

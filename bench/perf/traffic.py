@@ -1,7 +1,7 @@
-"""Who sends how much to whom in `alltoallv_perf`: by distance between ranks, or from a file.
+"""Traffic matrix of `alltoallv_perf`, bytes from each rank to each: by distance between ranks, or from a file.
 
 NCCL_TESTS_ALLTOALLV_SPREAD: 0 the same to all, 1 (default) by distance alone; ..._MATRIX_FILE: bytes from each rank
-(row) to each rank, apart by whitespace; ..._MATRIX_SCALE: a factor on them. Leaves out: a summary a rank.
+(row) to each rank, separated by whitespace; ..._MATRIX_SCALE: a factor on them. Not covered: a summary a rank.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Traffic:
 
 
 def read_traffic() -> Traffic:
-    """What the environment says.
+    """Read the traffic that the environment sets.
 
     Raises:
         ConfigError: a variable or the matrix cannot be used.
@@ -96,8 +96,8 @@ def _read_matrix(file: str, scale: float) -> Matrix:
     rows: list[tuple[int, ...]] = []
     for number, line in enumerate(lines, 1):
         where = f"{_FILE}: {file}:{number}"
-        if words := line.split():
-            rows.append(tuple(_aligned(scale * _number(where, word, 0.0)) for word in words))
+        if fields := line.split():
+            rows.append(tuple(_aligned(scale * _number(where, word, 0.0)) for word in fields))
     if not rows or any(len(row) != len(rows) for row in rows):
         widths = sorted({len(row) for row in rows})
         rule = f"must be square, and has {len(rows)} rows of {', '.join(map(str, widths)) or 0} numbers"
@@ -106,5 +106,5 @@ def _read_matrix(file: str, scale: float) -> Matrix:
 
 
 def _aligned(num_bytes: float) -> int:
-    """As nccl-tests: every part is a multiple of 16 bytes, and so whole elements of every type."""
+    """Round down to a multiple of 16 bytes, as nccl-tests: whole elements of every type."""
     return int(num_bytes) // SHARE_ALIGNMENT_BYTES * SHARE_ALIGNMENT_BYTES

@@ -1,4 +1,4 @@
-"""What an algorithm of NCCL puts on a rank's link: the bytes that the busiest rank sends or receives, over the size.
+"""Wire share of NCCL's algorithms: the bytes that the busiest rank sends or receives on its link, over the size.
 
 Times alg_bw it is the wire bandwidth: what to hold against the line rate, which bus_bw may exceed where the switch
 reduces (NVLS). What is not derived here is unknown: calls between two ranks, of which NCCL's log does not tell the

@@ -67,7 +67,7 @@ def quickstart(options: RunOptions, steps: int | None) -> None:
     check_supported(config.job, ranks)
     find_files(config.job.data)
     check_memory(config.job, ranks, backend)
-    started, asked = utc_now(), {**options.arguments(), "steps": steps}
+    started, arguments = utc_now(), {**options.arguments(), "steps": steps}
     with open_run(options.out, "quickstart") as out, Stages() as stages:
         outcome = Outcome(config, backend, environ.doctor(), load_config(example(FABRIC)))
         try:
@@ -75,9 +75,9 @@ def quickstart(options: RunOptions, steps: int | None) -> None:
                 _run(outcome, options, out, place, stages)
         except NetlayerError as exc:
             if outcome.bench:  # else there is nothing to show
-                _finish(outcome, options, asked, started, out, stopped=f"{exc}")
+                _finish(outcome, options, arguments, started, out, stopped=f"{exc}")
             raise
-        page, records = _finish(outcome, options, asked, started, out)
+        page, records = _finish(outcome, options, arguments, started, out)
     click.echo(f"report: {page}", err=_takes_stdout(options))
     if options.json_file:
         write_text(options.json_file, records[0].to_json())
@@ -86,10 +86,10 @@ def quickstart(options: RunOptions, steps: int | None) -> None:
 
 
 def _finish(
-    outcome: Outcome, options: RunOptions, asked: Mapping[str, Any], started: str, out: Path, stopped: str = ""
+    outcome: Outcome, options: RunOptions, arguments: Mapping[str, Any], started: str, out: Path, stopped: str = ""
 ) -> tuple[Path, Sequence[RunRecord]]:
     """Save the records of what is there, and write the page."""
-    records = _records(outcome, options.seed, asked, started)
+    records = _records(outcome, options.seed, arguments, started)
     for record in records:
         record.save(out / "records")
     with held_interrupt():
@@ -98,7 +98,7 @@ def _finish(
 
 
 def _takes_stdout(options: RunOptions) -> bool:
-    """With `--json -` stdout is the record alone, and tables go to stderr."""
+    """Whether stdout is the record alone (`--json -`), and tables go to stderr."""
     return str(options.json_file) == "-"
 
 
@@ -189,10 +189,10 @@ def _bench(
     return records
 
 
-def _records(outcome: Outcome, seed: int, asked: Mapping[str, Any], started: str) -> Sequence[RunRecord]:
+def _records(outcome: Outcome, seed: int, arguments: Mapping[str, Any], started: str) -> Sequence[RunRecord]:
     """All but the bench's, the run's own summary first; measured and simulated figures never share a record."""
     record = functools.partial(
-        RunRecord, started_utc=started, ended_utc=utc_now(), arguments=asked, environment=environ.snapshot(seed)
+        RunRecord, started_utc=started, ended_utc=utc_now(), arguments=arguments, environment=environ.snapshot(seed)
     )
     fabric = functools.partial(record, config=outcome.fabric.model_dump(mode="json"))
     records = []

@@ -1,4 +1,4 @@
-"""What a quickstart found, and the figures that a reader asks for first."""
+"""Outcome of a quickstart, and the figures that a reader looks for first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WARM_UP_STEPS = 10
 
 @dataclass
 class Outcome:
-    """What a quickstart found, filled stage by stage; `bench.quickstart.page` shows it."""
+    """Outcome of a quickstart, filled stage by stage; `bench.quickstart.page` shows it."""
 
     config: Config
     backend: Backend
@@ -43,8 +43,8 @@ class Outcome:
 
     def uplinks(self, split: bool, hash_name: str, traffic: str = "permutation") -> Row:
         """The comparison's row for the ToR uplinks."""
-        wanted = {"split": split, "hash": hash_name, "traffic": traffic, "tier": "tor-spine"}
-        return next(row for row in self.collisions if wanted.items() <= row.items())
+        expected = {"split": split, "hash": hash_name, "traffic": traffic, "tier": "tor-spine"}
+        return next(row for row in self.collisions if expected.items() <= row.items())
 
     @property
     def trained(self) -> TrainResult:

@@ -22,10 +22,10 @@ _SPLIT = {True: "with split", False: "without"}
 
 
 def build_page(outcome: Outcome, seed: int, out: Path, stopped: str = "") -> Report:
-    """The report of one quickstart; `Report.write` puts it into the folder.
+    """Build the report of one quickstart; `Report.write` puts it into the folder.
 
     Args:
-        stopped: why the run broke off, empty where it did not; the stages that were done are shown.
+        stopped: why the run was interrupted, empty if it was not; the stages that were done are shown.
     """
     report = Report("netlayer quickstart" + ", incomplete" * bool(stopped), _subtitle(outcome, seed))
     if stopped:
@@ -46,10 +46,10 @@ def build_page(outcome: Outcome, seed: int, out: Path, stopped: str = "") -> Rep
 
 def _subtitle(outcome: Outcome, seed: int) -> str:
     ranks = outcome.config.cluster.num_gpus
-    words = f"{ranks} rank{'s' * (ranks > 1)} on {outcome.backend}"
+    text = f"{ranks} rank{'s' * (ranks > 1)} on {outcome.backend}"
     if outcome.training is not None:
-        words += ", " + ", ".join(f"{name} a rank" for name in dict.fromkeys(outcome.training.devices))
-    return f"{words}; seed {seed}"
+        text += ", " + ", ".join(f"{name} a rank" for name in dict.fromkeys(outcome.training.devices))
+    return f"{text}; seed {seed}"
 
 
 def _sentence(outcome: Outcome) -> str:
@@ -60,31 +60,33 @@ def _sentence(outcome: Outcome) -> str:
         else f"{outcome.wrong_elements} elements arrived wrong"
     )
     way, steps = "fell" if fall > 0 else "rose", len(outcome.trained.steps)
-    asked = "PASS asks for right data and a validation loss that fell, by however little"
-    return f"{data}; validation loss {way} by {abs(fall):.0%} in {steps} steps. {asked}."
+    criterion = "PASS asks for right data and a validation loss that fell, by however little"
+    return f"{data}; validation loss {way} by {abs(fall):.0%} in {steps} steps. {criterion}."
 
 
 def _overview(report: Report, outcome: Outcome) -> None:
-    found, fabric = summary(outcome), fabric_summary(outcome)
+    measured, fabric = summary(outcome), fabric_summary(outcome)
     bandwidth = _bandwidth(outcome)
     section = report.section("At a glance")
     section.figures(
         Figure(
             f"all_reduce, peak {bandwidth.title.lower()}",
-            found[f"all_reduce_peak_{bandwidth.column}"],
+            measured[f"all_reduce_peak_{bandwidth.column}"],
             "GB/s",
-            f"out of place, {found['ranks']} ranks on {found['backend']}",
+            f"out of place, {measured['ranks']} ranks on {measured['backend']}",
         ),
         Figure(
             "Validation loss",
-            f"{found['validation_loss_last']:.2f}",
+            f"{measured['validation_loss_last']:.2f}",
             "",
-            f"from {found['validation_loss_first']:.2f} before the first step",
+            f"from {measured['validation_loss_first']:.2f} before the first step",
         ),
-        Figure("Training", round(found["tokens_per_s"]), "tokens/s", f"over the last {found['steady_steps']} steps"),
+        Figure(
+            "Training", round(measured["tokens_per_s"]), "tokens/s", f"over the last {measured['steady_steps']} steps"
+        ),
         Figure(
             "Exposed communication",
-            f"{found['exposed_comm']:.1%}",
+            f"{measured['exposed_comm']:.1%}",
             "",
             "share of a step in which computation waits for it",
         ),
@@ -141,8 +143,8 @@ def _bench(report: Report, outcome: Outcome) -> None:
     )
     emulated = rows[rows["emulated"] != ""].groupby("collective", sort=False)["emulated"].first()
     if len(emulated):
-        said = "; ".join(f"{name}: {how}" for name, how in emulated.items())
-        section.note(f"This backend lacks some of these calls, so the bench emulates them. {said}.")
+        methods = "; ".join(f"{name}: {how}" for name, how in emulated.items())
+        section.note(f"This backend lacks some of these calls, so the bench emulates them. {methods}.")
     if outcome.backend == "gloo":
         section.note("gloo on the CPU of one machine: these rates say that the path works, not how fast a network is.")
 
@@ -189,7 +191,7 @@ def _fabric(report: Report, outcome: Outcome) -> None:
         "without it, though less of their demand is in excess.",
         source="predicted",
     )
-    shown = {
+    columns = {
         "traffic": "traffic",
         "hash": "hash",
         "design": "ToR split",
@@ -204,7 +206,7 @@ def _fabric(report: Report, outcome: Outcome) -> None:
     deviations = ["collision_share_std", "excess_std"]
     table[deviations] = table[deviations].where(table["source"] == "simulated")  # a formula has none
     section.table(
-        table[list(shown)].rename(columns=shown),
+        table[list(columns)].rename(columns=columns),
         caption="Shares on ToR uplinks, for each phase of the 175B job and for a random permutation; ± is the "
         "deviation over seeds. The job's rings leave one flow a ToR, which collides with none.",
         formats={"flows": ",.0f"}
@@ -247,11 +249,11 @@ def _training(report: Report, outcome: Outcome, training: TrainResult) -> None:
         name="exposed_comm",
         caption="Share of each step in which computation waits for a communication (rank 0).",
     )
-    found = summary(outcome)
-    if found["mfu_full"] is None:
+    figures = summary(outcome)
+    if figures["mfu_full"] is None:
         section.note(f"No MFU: no peak rate is on record for {job.model.dtype} on this device.")
     else:
-        section.text(f"MFU {found['mfu_full']:.1%} with full attention counted, {found['mfu_causal']:.1%} causal.")
+        section.text(f"MFU {figures['mfu_full']:.1%} with full attention counted, {figures['mfu_causal']:.1%} causal.")
 
 
 def _losses(training: TrainResult) -> pd.DataFrame:
@@ -297,7 +299,7 @@ print(load_frame(Path(sys.argv[1]), "measured"))' {shlex.quote(str(out / "record
 
 
 def _program(name: str) -> str:
-    """How this user's shell finds one of our commands: by its name, or by its path in the environment that runs."""
+    """Return how this user's shell finds one of our commands: its name, or its path in this environment."""
     beside = Path(sysconfig.get_path("scripts")) / name
     return name if shutil.which(name) or not beside.exists() else shlex.quote(str(_shortest(beside)))
 

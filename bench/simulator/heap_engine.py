@@ -1,8 +1,8 @@
-"""A conventional simulator to run beside ours: a binary heap of events, compiled, each event one packet at one node.
+"""A conventional simulator to compare ours with: a binary heap of events, compiled, each event one packet at one node.
 
 Same packets, same rules, same order of events, so completion times must be equal to the picosecond; it shares with the
 engine the input tables, DCQCN and the drawn numbers, and none of its loops. FIFO ports, ECN at dequeue, line rate or
-DCQCN. A port has an event only while packets wait at it. Left out: PFC, loss, more than one flow a host.
+DCQCN. A port has an event only while packets wait at it. Not covered: PFC, loss, more than one flow a host.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def simulate_by_heap(s: State) -> Rows:
     """Run the flows of a fresh state to their end; `s.flow["finish"]` has the times, the result the counters.
 
     Raises:
-        ValueError: the state asks for what is left out.
+        ValueError: the state needs what is not covered.
     """
     run = s.run[0]
     if run["pfc"] or run["losses"] or run["law"] not in (NONE, DCQCN) or run["cnp_gap"]:
@@ -285,11 +285,11 @@ def _serve_host(s, h, p, now):  # type: ignore[no-untyped-def]
     """Send an ACK, else a packet that the pace allows, and look again when there can be another."""
     port = h.port[p]
     flow = s.flow[port.flow]
-    mine = port.flow >= 0 and flow.start <= now
+    started = port.flow >= 0 and flow.start <= now
     if port.busy <= now and port.queued:
         word = _dequeue(s, h, p)
         _send(s, h, p, now, word, s.run[0].ack_wire_bytes)
-    elif port.busy <= now and mine and flow.next < flow.num_packets and flow.available <= now:
+    elif port.busy <= now and started and flow.next < flow.num_packets and flow.available <= now:
         word = DATA | np.int64(flow.next) << SEQ_SHIFT | np.int64(port.flow) << FLOW_SHIFT
         flow.next += 1
         size = _size(s, word)
@@ -300,5 +300,5 @@ def _serve_host(s, h, p, now):  # type: ignore[no-untyped-def]
         flow.available = port.busy if line_rate else now + serialise(s.run[0], size, flow.rate_bps)
     if port.queued:
         _ask(h, p, port.busy)
-    elif mine and flow.next < flow.num_packets:
+    elif started and flow.next < flow.num_packets:
         _ask(h, p, max(port.busy, flow.available))

@@ -1,1 +1,1 @@
-"""`python -m bench.small_messages`: latency of small collectives, ours beside NCCL's and torch's."""
+"""`python -m bench.small_messages`: latency of small collectives, ours against NCCL's and torch's."""

@@ -1,11 +1,11 @@
-"""`python -m bench.small_messages`: latency of small collectives, ours beside NCCL's and torch's, in CUDA graphs.
+"""`python -m bench.small_messages`: latency of small collectives, ours against NCCL's and torch's, in CUDA graphs.
 
 Compared, in turn and on the same data: our `SmallCollectives`; NCCL as torch.distributed calls it (`nccl`); NCCL on
 tensors that lie in symmetric windows (`nccl_windows`); each of torch's symmetric-memory operations for the collective
 (`torch_symmetric`). Peers get their tensors where they want them, so no copy counts against them. A time is that of a
 replayed graph of many launches over the launches, the longest of the ranks; it counts once the data of the graph was
 right. The largest size shows what ours costs where it leaves a message to NCCL. Every row goes to rows.jsonl in the
-output folder as it comes, so that a run that is broken off keeps them. Left out: multicast, and several hosts.
+output folder as it comes, so that an interrupted run keeps them. Not covered: multicast, and several hosts.
 
 On gloo there is nothing to compare: the one system there is measured, by the host's clock.
 """
@@ -38,7 +38,7 @@ MAX_RANKS = 8  # that our kernels and windows serve
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Settings of a measurement.
 
     Args:
         sizes: bytes of the whole buffer, as nccl-tests count them.
@@ -46,7 +46,7 @@ class Settings:
         replays: timed in a round.
         rounds: how often the systems take turns.
         max_bytes: larger messages ours leaves to NCCL.
-        within_s: seconds of the whole command, starting the ranks included; collectives not begun by then are left out.
+        within_s: seconds of the whole command, starting the ranks included; collectives not begun by then are skipped.
         table: the tuned table for ours, as JSON; empty: the default one.
         tune: measure a table first, and use that.
     """
@@ -62,7 +62,7 @@ class Settings:
 
 
 class Outcome(NamedTuple):
-    """What a rank ends with; its rows it has reported."""
+    """Result of a rank, without its rows, which it has reported already."""
 
     table: str
     device: str
@@ -129,7 +129,7 @@ def command(
     table: Path | None,
     tune: Path | None,
     min_speed_up: float | None,
-    **given: Any,
+    **measurement: Any,
 ) -> None:
     """Compare the latency of small collectives; exit 1 where data is wrong, ours too slow or the time too short."""
     _check(options, table, tune)
@@ -139,7 +139,7 @@ def command(
         sizes or default_sizes(chosen),
         table="" if table is None else _read_table(table),
         tune=tune is not None,
-        **given,
+        **measurement,
     )
     record = measure(settings, ranks, chosen, open_out(options.out, "small_messages"), options.arguments(), tune)
     if options.json_file:
@@ -157,13 +157,13 @@ def default_sizes(backend: str) -> tuple[int, ...]:
 
 
 def measure(
-    settings: Settings, ranks: int, backend: str, out: Path, asked: Mapping[str, Any], tune_to: Path | None = None
+    settings: Settings, ranks: int, backend: str, out: Path, arguments: Mapping[str, Any], tune_to: Path | None = None
 ) -> RunRecord:
     """Start the ranks, and measure: the record, which is saved under `out`. Rows are shown on stderr as they come.
 
     Args:
         out: folder; rows.jsonl in it gets each row at once.
-        asked: further arguments for the record.
+        arguments: further arguments for the record.
         tune_to: where a table that is tuned goes, as soon as it is.
     """
     started, deadline_s = utc_now(), time.monotonic() + settings.within_s
@@ -195,9 +195,9 @@ def measure(
         rows=[*rows, *summarise(rows)],
         started_utc=started,
         ended_utc=utc_now(),
-        arguments={**asked, **asdict(settings), "ranks": ranks, "backend": backend},
+        arguments={**arguments, **asdict(settings), "ranks": ranks, "backend": backend},
         config={"table": first.table, "versions": first.versions},
-        environment=environ.snapshot(asked.get("seed")),
+        environment=environ.snapshot(arguments.get("seed")),
         devices=[outcome.device for outcome in outcomes],
     )
     click.echo(f"record: {record.save(out / 'records')}", err=True)

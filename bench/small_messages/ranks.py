@@ -52,8 +52,8 @@ def run_rank(context: RankContext, settings: Settings, url: str, backend: str, d
             )
             report({"table": "tuned", "json": table.to_json()})
         measure(group, device, settings, table=table, report=report, deadline_s=deadline_s)
-        found = library.describe()
-        return Outcome(table.to_json(), f"{found.name} {found.bus}", _versions(device))
+        description = library.describe()
+        return Outcome(table.to_json(), f"{description.name} {description.bus}", _versions(device))
 
 
 def measure(
@@ -65,9 +65,9 @@ def measure(
     report: Report,
     deadline_s: float,
 ) -> None:
-    """Report a row of every size, collective and system (`table` is `time`), and of what is left out.
+    """Report a row of every size, collective and system (`table` is `time`), and of what is skipped.
 
-    The smallest sizes come first, all collectives of each, so that what is missing at the end is the largest.
+    The smallest sizes come first, all collectives of each, so that the largest are missing if time runs out.
 
     Args:
         table: for ours.
@@ -137,7 +137,7 @@ def _figures(kind: Kind, num_bytes: int, times: Times, num_ranks: int) -> dict[s
         "p99_us": percentile(each, 99),
         "min_us": min(each),
         "max_us": max(each),
-        "round_medians_us": [statistics.median(found) for found in times.rounds_us],
+        "round_medians_us": [statistics.median(samples) for samples in times.rounds_us],
         "alg_bw_gbs": alg_bw,
         "bus_bw_gbs": bus_bw,
         "num_replays": len(each),
@@ -147,8 +147,8 @@ def _figures(kind: Kind, num_bytes: int, times: Times, num_ranks: int) -> dict[s
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
+    versions = {"torch": str(torch.__version__)}
     if device.type == "cuda":
         version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        found |= {"nccl": ".".join(map(str, version)), "cuda": str(torch.version.cuda)}
-    return found
+        versions |= {"nccl": ".".join(map(str, version)), "cuda": str(torch.version.cuda)}
+    return versions

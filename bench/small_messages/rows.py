@@ -1,4 +1,4 @@
-"""What the rows of `bench.small_messages` say: ours beside the best of the others, in words and as a verdict.
+"""Summary of the rows of `bench.small_messages`: ours against the best of the others, in words and as a verdict.
 
 A row's `table` is `time` (one system, one collective and size), `speed_up`, `geometric_mean`, `kernel` (which one NCCL
 ran on windows), or `left_out`.
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
-    """Ours beside the best of the others at each size; the geometric means up to 256 KiB; the bandwidth from 64 MiB on.
+    """Compare ours with the best other at each size; the geometric means up to 256 KiB; the bandwidth from 64 MiB on.
 
     No rows where there was nothing to compare, or no right data.
     """
@@ -49,13 +49,13 @@ def judge(rows: Sequence[Row], min_speed_up: float | None) -> None:
         raise CheckFailed(f"time ran out before {late[0]} and {len(late) - 1} more; raise --within, or lower --sizes")
     if min_speed_up is None:
         return
-    found = next(
+    speed_up = next(
         (row["speed_up"] for row in rows if (row["table"], row.get("kind")) == ("geometric_mean", "all")), None
     )
-    if found is None:
+    if speed_up is None:
         raise CheckFailed("--min-speed-up was given, and there was nothing to compare with")
-    if found < min_speed_up:
-        raise CheckFailed(f"the speed-up over the best of the others is {found:.3f}, below {min_speed_up:g}")
+    if speed_up < min_speed_up:
+        raise CheckFailed(f"the speed-up over the best of the others is {speed_up:.3f}, below {min_speed_up:g}")
 
 
 def format_row(row: Row) -> str:
@@ -82,7 +82,7 @@ def format_row(row: Row) -> str:
 
 
 def format_summary(rows: Sequence[Row]) -> list[str]:
-    """What a person wants to see at the end."""
+    """Return the lines of the final summary."""
     lines = [format_row(row) for row in rows if row["table"] not in ("time", "kernel")]
     if not any(row["table"] == "speed_up" for row in rows):
         lines = [*map(format_row, rows), "one system alone: there was nothing to compare"]
@@ -90,8 +90,8 @@ def format_summary(rows: Sequence[Row]) -> list[str]:
     if windows:
         used = sum(bool(row["on_windows"]) for row in windows)
         unknown = sum(row["on_windows"] is None for row in windows)
-        said = f"not known of {unknown}" if unknown else "by the kernels' names"
-        lines.append(f"nccl_windows: {used} of {len(windows)} ran NCCL's symmetric kernels ({said})")
+        basis = f"not known of {unknown}" if unknown else "by the kernels' names"
+        lines.append(f"nccl_windows: {used} of {len(windows)} ran NCCL's symmetric kernels ({basis})")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What `bench.small_messages` compares: ours, and the others' ways to the same result.
+"""Systems of `bench.small_messages`: ours, and the others' ways to the same result.
 
 Every system makes trials of a collective and a size: tensors where it wants them, and the call. Ours and plain NCCL use
 ordinary memory; NCCL's windows and torch's operations use memory that was registered for them before.
@@ -34,10 +34,10 @@ class System(ABC):
 
     @abstractmethod
     def trials(self, kind: Kind, num_bytes: int) -> dict[str, Trial]:
-        """By variant; none where it lacks the collective."""
+        """Make the trials by variant; none where the system lacks the collective."""
 
     def tensors(self, kind: Kind, num_bytes: int) -> tuple[Tensor, Tensor]:
-        """What a rank gives and gets, in ordinary memory."""
+        """Return a rank's source and output tensors, in ordinary memory."""
         source, out = (
             torch.empty(size // DTYPE.itemsize, dtype=DTYPE, device=self.device)
             for size in buffer_sizes(kind, num_bytes, self.num_ranks)
@@ -76,8 +76,8 @@ class OnWindows(System):
         self._windows = windows
 
     def trials(self, kind: Kind, num_bytes: int) -> dict[str, Trial]:
-        given, got = buffer_sizes(kind, num_bytes, self.num_ranks)
-        source, out = self._windows.source(given, DTYPE), self._windows.out(got, DTYPE)
+        source_bytes, out_bytes = buffer_sizes(kind, num_bytes, self.num_ranks)
+        source, out = self._windows.source(source_bytes, DTYPE), self._windows.out(out_bytes, DTYPE)
         return {"": trial_of(self._windows, kind, source, out, self.group)}
 
 
@@ -111,7 +111,7 @@ class TorchOperations(System):
         return trials
 
     def _new(self, make: Callable[[Tensor, Callable[[], None]], Trial], call: Callable[[], Tensor]) -> Trial:
-        """Of an operation that makes its output, and runs on a stream of its own."""
+        """Make the trial of an operation that allocates its output and runs on a stream of its own."""
 
         def launch() -> None:
             trial.out = torch.ops._c10d_functional.wait_tensor(call())
@@ -123,7 +123,7 @@ class TorchOperations(System):
 def open_systems(
     group: dist.ProcessGroup, device: torch.device, settings: Settings, table: TuningTable
 ) -> tuple[dict[str, System], dict[str, str]]:
-    """The systems that this group has, in the order in which they take turns, and why others are left out."""
+    """Open the systems that this group has, in the order of their turns, and say why others are skipped."""
     ours = Ours(group, device, settings.max_bytes, table)
     systems: dict[str, System] = {OURS: ours}
     left_out: dict[str, str] = {}

@@ -158,7 +158,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def run_in(out: Path, within_s: float | None = None) -> Run:
-    return Run(settings(), ranks=4, backend="gloo", out=out, asked={}, within_s=within_s)
+    return Run(settings(), ranks=4, backend="gloo", out=out, arguments={}, within_s=within_s)
 
 
 def test_all_is_every_technique_and_dp_with_each_limit_in_records_of_their_own(

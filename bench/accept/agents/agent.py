@@ -1,7 +1,7 @@
 """One host's part of an acceptance run: forks a worker a rank, hands tasks on, and kills and replaces whoever hangs.
 
 torch is loaded once and the workers are forked from it, so that a fresh one costs milliseconds. The agent ends with its
-input, and its workers with it: the kernel kills them when the agent dies in any way. Left out: who is to blame.
+input, and its workers with it: the kernel kills them when the agent dies in any way. Not covered: who is to blame.
 
     python -m bench.accept.agents.agent        # speaks lines of JSON on stdin and stdout
 """
@@ -50,7 +50,7 @@ class Agent:
         self._slots = mmap.mmap(-1, mmap.PAGESIZE)
 
     def serve(self) -> None:
-        """Until the run ends or its connection does."""
+        """Serve messages until the run ends or its connection does."""
         try:
             while self._turn():
                 pass
@@ -175,7 +175,7 @@ class Agent:
         return os.waitstatus_to_exitcode(status)
 
     def _where(self, name: str) -> Message:
-        """How far a rank has come, read from outside of it."""
+        """Return a rank's launched and returned calls, its state and pid, read from outside of it."""
         from bench.accept.agents.watch import launched
 
         child = self._children.get(name)

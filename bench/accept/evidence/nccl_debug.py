@@ -290,21 +290,21 @@ def cause(lines: Iterable[Line]) -> str:
     return ""
 
 
-def _named(rule: _Rule, words: str, gpu: str) -> str:
-    device = _group((rule,), words, "device")
+def _named(rule: _Rule, message: str, gpu: str) -> str:
+    device = _group((rule,), message, "device")
     return device or (f"GPU {gpu}" if rule.part in ("GPU", "memory", "GPU peers") else "")
 
 
-def _group(rules: Iterable[_Rule], words: str, name: str) -> str:
+def _group(rules: Iterable[_Rule], message: str, name: str) -> str:
     """Return the named group of the first rule that matches."""
     for rule in rules:
-        if match := rule.pattern.search(words):
+        if match := rule.pattern.search(message):
             return next((value for key, value in match.groupdict().items() if key.startswith(name) and value), "")
     return ""
 
 
-def _status(words: str) -> str:
-    status = _COMPLETIONS.get(_group(_RULES[:1], words, "status"))
+def _status(message: str) -> str:
+    status = _COMPLETIONS.get(_group(_RULES[:1], message, "status"))
     return f" ({status})" if status else ""
 
 

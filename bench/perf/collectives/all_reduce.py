@@ -18,8 +18,10 @@ def _launch(backend: Backend, call: Call) -> None:
 COLLECTIVE = Collective(
     name="all_reduce",
     summary="Every rank ends with the reduction of all ranks' buffers.",
+    # Reduce-scatter, then all-gather: in each a link carries all parts but its rank's own, (n - 1) / n of the size.
     bus_factor=lambda ranks: 2 * (ranks - 1) / ranks,
     launch=_launch,
+    # One part, the whole receive buffer; a source of None is the reduction over all ranks.
     expect=lambda _: [Part(None, 0)],
     reduces=True,
 )

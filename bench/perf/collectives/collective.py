@@ -1,4 +1,4 @@
-"""What a collective is to a bench: how a size becomes elements, what it moves, and what must come out.
+"""Collective as a bench sees it: how a size becomes elements, what it moves, and what must come out.
 
 One object a collective, without torch, so that `--help` is quick. The sizes and factors are those of nccl-tests
 (src/*.cu and doc/PERFORMANCE.md), so that a number means the same in both.
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where an expectation is asked for: this rank of so many, the root, the elements of a part and their size."""
+    """Position that an expectation is computed for: rank of `ranks`, root, elements of a part and their size."""
 
     rank: int
     ranks: int
@@ -91,7 +91,7 @@ class Collective:
         return elements // ranks // align * align
 
     def buffer_parts(self, ranks: int) -> tuple[int, int]:
-        """How many times `count` elements the send and the receive buffer hold."""
+        """Return the number of parts, of `count` elements each, in the send and the receive buffer."""
         return (ranks if self.sends_all else 1), (ranks if self.receives_all else 1)
 
     def elements(self, count: int, width_bytes: int, ranks: int) -> tuple[int, int]:

@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 
 def _launch(backend: Backend, call: Call) -> None:
-    rank, part, held = backend.rank, call.send.numel(), 1
+    rank, part, gathered = backend.rank, call.send.numel(), 1
     backend.copy(call.recv[rank * part :][:part], call.send)
-    while held < backend.ranks:
-        peer = rank ^ held
-        mine, theirs = (first & ~(held - 1) for first in (rank, peer))  # where the parts held so far begin
-        received = call.recv[theirs * part :][: held * part]
-        backend.exchange(received, peer, call.recv[mine * part :][: held * part], peer)
-        held *= 2
+    while gathered < backend.ranks:
+        peer = rank ^ gathered
+        own_start, peer_start = (
+            first & ~(gathered - 1) for first in (rank, peer)
+        )  # where the parts gathered so far begin
+        received = call.recv[peer_start * part :][: gathered * part]
+        backend.exchange(received, peer, call.recv[own_start * part :][: gathered * part], peer)
+        gathered *= 2
 
 
 def _check(options: PerfOptions, ranks: int) -> None:
